@@ -47,7 +47,8 @@ class LibraryError(MoeggufError, RuntimeError):
 
 
 class ExpertIOError(MoeggufError, OSError):
-    """Reading an expert from disk failed after a retry; only the request that needed it has failed."""
+    """Reading a model's file failed: while loading, or of an expert after a retry, where only the request that needed
+    it has failed."""
 
 
 class AllocationError(MoeggufError, MemoryError):
@@ -67,7 +68,8 @@ class GenerationCancelled(MoeggufError):  # noqa: N818 (a requested state, not a
 
 
 class CallbackError(MoeggufError, RuntimeError):
-    """A callback of the user raised; the original exception is the `__cause__`."""
+    """A callback of the user raised, and the original exception is the `__cause__`; or it called the model that waits
+    for it."""
 
 
 class ModelNameError(MoeggufError, ValueError):

@@ -176,8 +176,7 @@ def _read(path: str) -> bytes:
 
 def greedy_token(llama: Llama) -> int:
     """The most probable next token."""
-    logits = np.ctypeslib.as_array(llama._ctx.get_logits_ith(-1), shape=(llama.n_vocab(),))
-    return int(logits.argmax())
+    return int(llama.logits().argmax())
 
 
 @dataclass

@@ -147,8 +147,9 @@ class ServedModel:
         return self._answer
 
     def check_parameter(self, name: str) -> None:
-        """Raises OptionError for a parameter of loading that requests to a server do not have."""
-        if name in LOAD_PARAMETERS and LOAD_PARAMETERS[name] not in {field.name for field in fields(LoadOverrides)}:
+        """Raises OptionError for a parameter of loading that has no effect in a request to a server."""
+        known = {field.name for field in fields(LoadOverrides)} - {"n_batch"}
+        if name in LOAD_PARAMETERS and LOAD_PARAMETERS[name] not in known:
             raise OptionError(f"{name!r} has no effect on a model in a server; load it here with `moegguf run --local`")
 
     def facts(self) -> list[str]:

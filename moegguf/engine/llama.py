@@ -23,6 +23,7 @@ from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.systems import find_system
 from moegguf.engine.decode_meter import DecodeMeter
+from moegguf.engine.error_log import llama_log
 from moegguf.engine.known_speeds import KnownSpeeds
 from moegguf.engine.live_controller import ControllerOptions, LiveController
 from moegguf.engine.load import Budget, LoadPlan, LoadProgress, Progress, check_options, prepare
@@ -44,9 +45,17 @@ from moegguf.engine.stats import Stats
 from moegguf.engine.threadpool import GovernedThreads, Threadpool
 from moegguf.engine.trial import try_first
 from moegguf.engine.upstream import UpstreamLlama
-from moegguf.engine.vocabulary import Vocabulary
+from moegguf.engine.vocabulary import Vocabulary, to_utf8
 from moegguf.engine.warm_start import WarmStart
-from moegguf.errors import BudgetError, CapabilityError, ClosedError, GenerationCancelled, MoeggufError, OptionError
+from moegguf.errors import (
+    BudgetError,
+    CallbackError,
+    CapabilityError,
+    ClosedError,
+    GenerationCancelled,
+    MoeggufError,
+    OptionError,
+)
 from moegguf.native import library
 from moegguf.native.events import Phase
 from moegguf.native.store import Store, StoreOptions, Tier
@@ -215,6 +224,7 @@ class Llama(UpstreamLlama):
 
     def _load(self, load_plan: LoadPlan) -> None:
         while True:
+            llama_log().forget()
             try:
                 with readahead(self._session.layout) if self._session else nullcontext():
                     super().__init__(load_plan.path, n_ubatch=load_plan.n_ubatch, **load_plan.options)
@@ -224,7 +234,7 @@ class Llama(UpstreamLlama):
             except (MemoryError, ValueError) as error:
                 self._progress.raise_reason()
                 if not self._give_slots_back():
-                    raise load_plan.failure(error) from error
+                    raise load_plan.failure(error, llama_log().reason()) from error
         load_plan.layout.check_not_overwritten()
         self.input_ids.fill(PLACEHOLDER)
         if self._n_seq_max > 1:
@@ -354,10 +364,13 @@ class Llama(UpstreamLlama):
 
         After an exception, which is one of `eval`'s, some of the tokens may be in the context: truncate the sequences.
         """
-        return self._guarded(self._eval_chunks, chunks)
+        rows: list[int] | None = self._guarded(self._eval_chunks, chunks)
+        self._chunk_rows = [row for chunk, row in zip(chunks, rows or (), strict=False) if chunk.wants_logits]
+        return rows
 
     def _eval_chunks(self, chunks: Sequence[Chunk]) -> list[int] | None:
         self._announce_chunks(chunks)
+        self._requires_eval = True
         rows = self._pass_batch.fill(chunks)
         try:
             self._computed(lambda: self._ctx.decode(self._pass_batch), sum(len(chunk.tokens) for chunk in chunks))
@@ -482,13 +495,17 @@ class Llama(UpstreamLlama):
             return self._projector
 
     def embed(self, *arguments: Any, **options: Any) -> Any:
-        """As in llama-cpp-python; raises what `eval` raises."""
+        """As in llama-cpp-python; raises what `eval` raises, and OptionError for a text without tokens."""
+        texts = arguments[0] if arguments else options.get("input", ())
+        if not all(self.tokenize(to_utf8(text)) for text in ([texts] if isinstance(texts, str) else texts)):
+            raise OptionError("a text is empty, and this model begins none with a token of its own; leave it out.")
         return self.evaluate(lambda: super(Llama, self).embed(*arguments, **options))
 
     def evaluate(self, call: Callable[[], Any], tokens: Sequence[int] = ()) -> Any:
         """The result of `call`, which evaluates `tokens` itself (empty: unknown); raises what `eval` raises."""
 
         def announced() -> Any:
+            self._requires_eval = True
             if self._session is not None:
                 self._session.lane.announce(self._requests.begin(), Phase.PREFILL, tokens)
             return self._computed(call, len(tokens))
@@ -504,7 +521,7 @@ class Llama(UpstreamLlama):
         tokens = arguments[0] if arguments else options.get("tokens", ())
         if not len(tokens) and (options.get("reset", True) or not self.n_tokens):
             raise OptionError("there is nothing to continue: the prompt has no tokens of this model's vocabulary.")
-        return self.as_request(super().generate(*arguments, **options))
+        return self._one_request(super().generate(*arguments, **options))
 
     def check_generates(self) -> None:
         """Raises CapabilityError for a model that only embeds: it has no context to go on from. Raises ClosedError."""
@@ -513,7 +530,18 @@ class Llama(UpstreamLlama):
             raise CapabilityError(f"{self.layout.arch} models do not generate text, they embed it; take another model.")
 
     def as_request(self, steps: Generator[Step, Any, None]) -> Generator[Step, Any, None]:
-        """The same steps, which evaluate tokens, as one request; others wait for it. Raises ClosedError, ForkError."""
+        """The same steps, which evaluate tokens, as one request, which begins without logits; others wait for it.
+
+        Raises ClosedError, ForkError.
+        """
+        return self._one_request(self._with_own_logits(steps))
+
+    def _with_own_logits(self, steps: Generator[Step, Any, None]) -> Generator[Step, Any, None]:
+        self._requires_eval = True  # the logits are of the request before
+        yield from steps
+
+    def _one_request(self, steps: Generator[Step, Any, None]) -> Generator[Step, Any, None]:
+        self.check_caller()
         self._open_session()
         return self._request_lock.run(self._requests.run(steps))
 
@@ -524,16 +552,27 @@ class Llama(UpstreamLlama):
 
     def shift(self, n_keep: int, n_discard: int) -> None:
         """Drops `n_discard` tokens after the first `n_keep` of the context; later ones move up. Needs `can_shift`."""
+        self.check_caller()
         with self._decode_lock:
             self._open_session()
             super().shift(n_keep, n_discard)
 
+    def check_caller(self) -> None:
+        """Raises CallbackError from a policy, predictor or listener of this model, which an evaluation may wait for."""
+        if self._session is not None and self._session.store.calls_back:
+            raise CallbackError(
+                "a policy, predictor or listener cannot use the model that calls it, which would wait for itself; call"
+                " another one, or this one from another thread once it has returned."
+            )
+
     def _guarded(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        self.check_caller()
         with self._decode_lock:
             session = self._open_session()
             if session is not None:
                 session.raise_failure()  # a callback's error since the last call
             before, start = self.n_tokens, time.perf_counter()
+            self._chunk_rows = ()
             try:
                 result = call(*arguments, **options)
                 if session is not None:
@@ -606,6 +645,7 @@ class Llama(UpstreamLlama):
         experts has no budget. Raises BudgetError below the minimum and for a tier that the model does not have, with
         nothing changed, AllocationError where a device refuses more: that tier then has what it had.
         """
+        self.check_caller()
         with self._decode_lock:
             session = self._open_session()
             if session is None:
@@ -678,6 +718,7 @@ class Llama(UpstreamLlama):
         """Frees context, model, pool and threads. Twice is harmless."""
         if getattr(self, "_closed", True):
             return
+        self.check_caller()
         forked = self._session is not None and self._session.forked
         if not forked:
             self.cancel()  # a pass of another thread ends now, with GenerationCancelled

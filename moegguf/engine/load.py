@@ -31,6 +31,7 @@ from moegguf.errors import (
     BudgetError,
     CallbackError,
     CapabilityError,
+    ExpertIOError,
     GenerationCancelled,
     ModelFormatError,
     MoeggufError,
@@ -51,6 +52,7 @@ _bindings = library.llama_cpp()
 LEGACY_OPTIONS = frozenset({"device", "f16_kv", "n_parts", "low_vram", "mul_mat_q", "n_gqa", "rms_norm_eps"})
 DIFFUSION = frozenset({"dream", "llada", "llada-moe", "rnd1"})  # llm_arch_is_diffusion()
 N_CTX, N_BATCH = 512, 512  # llama-cpp-python's defaults
+READ_ERROR = "read error"  # of llama.cpp, where the system says that reading failed
 
 Budget = str | int | float | ExpertCache
 Progress = Callable[[float], object]
@@ -151,13 +153,15 @@ class LoadPlan:
             )
         return n_slots
 
-    def failure(self, error: ValueError | MemoryError) -> MoeggufError:
-        """The typed error for an error of the base class while loading."""
+    def failure(self, error: ValueError | MemoryError, reason: str) -> MoeggufError:
+        """The typed error for an error of the base class while loading. `reason`: the errors that llama.cpp logged."""
         if isinstance(error, MemoryError):
             return AllocationError(f"no memory left while loading {self.path}; give a smaller expert_cache or n_ctx.")
         if "llama_context" in str(error):
             return AllocationError(f"llama.cpp has no memory for a context of this size ({error}); lower n_ctx.")
-        return ModelFormatError(f"llama.cpp cannot load {self.path}: {error}; verbose=True shows its reasons.")
+        if READ_ERROR in reason:
+            return ExpertIOError(f"reading {self.path} failed: {reason}; check the disk that it is on.")
+        return ModelFormatError(f"llama.cpp cannot load {self.path}: {reason}; verbose=True shows more.")
 
 
 def prepare(

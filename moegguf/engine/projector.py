@@ -8,16 +8,14 @@ where all tokens of an image share a time step. At most one image is held decode
 from __future__ import annotations
 
 import ctypes as c
-import functools
 import hashlib
-import logging
 import os
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from moegguf.engine.error_log import mtmd_log
 from moegguf.engine.inflation import inflates_within
 from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import ModelFormatError, OptionError
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
     from moegguf.engine.upstream import UpstreamLlama
 
 PLACEHOLDER = -1  # no token of any model
-GGML_LOG_LEVEL_ERROR = 4
 
 
 @dataclass(frozen=True)
@@ -89,7 +86,7 @@ class Projector:
 
     def __init__(self, path: str | os.PathLike[str], llm: UpstreamLlama) -> None:
         self._mtmd = mtmd = library.mtmd()
-        self._log = log()
+        self._log = mtmd_log()
         self._no_callback = mtmd.mtmd_helper_post_decode_callback()
         self._held: tuple[ImagePrompt, int, int] | None = None  # a prompt, the image decoded, libmtmd's chunks
         params = mtmd.mtmd_context_params_default()
@@ -230,38 +227,6 @@ class Projector:
         if self._context:
             self._mtmd.mtmd_free(self._context)
             self._context = None
-
-
-class Log:
-    """libmtmd's log: its last errors, for messages; where llama.cpp's log is shown, all of it goes there, too."""
-
-    def __init__(self) -> None:
-        bindings = library.llama_cpp()
-        self._errors: deque[str] = deque(maxlen=2)
-        forward = bindings._logger.llama_log_callback
-
-        def keep(level: int, text: bytes, user: Any) -> None:
-            if level == GGML_LOG_LEVEL_ERROR:
-                self._errors.append(" ".join(text.decode(errors="replace").split()))
-            if bindings._logger.logger.level <= logging.DEBUG:  # verbose; else errors would be shown twice
-                forward(level, text, user)
-
-        self._callback = bindings.llama_log_callback(keep)
-        library.mtmd().mtmd_helper_log_set(self._callback, None)
-
-    def forget(self) -> None:
-        """Forgets the errors before a call, whose own are then `reason`."""
-        self._errors.clear()
-
-    def reason(self) -> str:
-        """The last errors as one text."""
-        return "; ".join(self._errors) or "libmtmd gives no reason"
-
-
-@functools.cache
-def log() -> Log:
-    """The log of this process; libmtmd has one, and may call it at any time."""
-    return Log()
 
 
 class ContextImages:

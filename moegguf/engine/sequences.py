@@ -79,9 +79,12 @@ class PassBatch:
             setattr(self.batch, name, c.cast(array.ctypes.data, kinds[name]))
 
     def fill(self, chunks: Sequence[Chunk]) -> list[int]:
-        """Sets the tokens; returns each chunk's row of logits, that of its last token."""
+        """Sets the tokens; returns each chunk's row of logits, that of its last token. Raises OptionError for a chunk
+        without tokens, which has none."""
         begin, rows = 0, list[int]()
         for chunk in chunks:
+            if not chunk.tokens:
+                raise OptionError(f"sequence {chunk.sequence} has no tokens to evaluate; give at least one.")
             end = begin + len(chunk.tokens)
             self._tokens[begin:end] = chunk.tokens
             self._positions[begin:end] = np.arange(chunk.n_past, chunk.n_past + len(chunk.tokens))

@@ -23,9 +23,10 @@ from typing import Any
 from moegguf.atomic_write import write_atomically
 from moegguf.child import child_command, child_environment
 from moegguf.engine.batch import layer_slots
+from moegguf.engine.devices import has_gpu
 from moegguf.engine.memory import memory_needs
 from moegguf.engine.plan import slot_bytes
-from moegguf.errors import AllocationError, ModelFormatError, MoeggufError
+from moegguf.errors import AllocationError, ExpertIOError, ModelFormatError, MoeggufError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.fingerprint import header_digest
 from moegguf.gguf.projector import ProjectorHeader
@@ -47,6 +48,7 @@ CPU_S, CPU_BYTES_PER_S = 20, 50 << 20  # computing allowed: CPU_S, and a second 
 MAX_PATCHES, CPU_PATCH_BYTES_PER_S = 4096, 4 << 30  # of an image, too: each patch goes through all of the projector
 WALL_S, DISK_BYTES_PER_S = 90, 5 << 20  # the same for waiting for the disk, too
 SPARE_BYTES = 1 << 30  # of the limit of memory, beside twice what is needed
+COMPILE_S = 600  # of both, beside a GPU: its driver may compile kernels when they are first used, and keeps them
 POLL_S = 0.1
 # Not the file's fault: killed for memory, or by a user.
 OUTSIDE_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
@@ -54,6 +56,11 @@ MARKS = ("ASSERT", "what():", "GGML_ABORT", "fatal error")
 NO_MEMORY = "bad_alloc"  # what() of C++'s exception
 AGAIN = "fetch the file again, or set MOEGGUF_TRIAL_LOAD=again to try it once more"
 WITHOUT = "load the model without its projector, "  # where there is one
+TOO_LONG = "a trial load did not end within"
+NO_DAMAGE = (
+    "that is no sign of damage in the file; set MOEGGUF_TRIAL_LOAD=again to try it once more, or 0 to load it without a"
+    " trial"
+)
 
 
 @dataclass(frozen=True)
@@ -72,14 +79,16 @@ class Request:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a process ended. `reason` is empty when the model passed; `lasting`: it would end so again."""
+    """How a process ended. `reason` is empty when the model passed; `lasting`: it would end so again; `error`: what to
+    raise."""
 
     reason: str = ""
     lasting: bool = True
-    out_of_memory: bool = False
+    error: type[MoeggufError] = ModelFormatError
 
 
 NO_VERDICT = Outcome(lasting=False)  # the load itself is what remains
+FIRST = {AllocationError: "free memory, or ", ExpertIOError: "check the disk that it is on, or "}  # to be done
 
 
 def is_due(layout: ExpertLayout, options: Mapping[str, Any], projector: ProjectorHeader | None = None) -> bool:
@@ -97,7 +106,7 @@ def try_first(
     """Tries the model, with its `projector`, if that is due; calls `waiting` meanwhile, whose exception ends the trial.
 
     Raises ModelFormatError for a model that ended its trial, now or earlier, AllocationError when it took far more
-    memory than it should.
+    memory than it should, ExpertIOError when its mapped file could not be read.
     """
     mode, tried = read_environment().trial_load, _tried(options)
     if mode == "off":
@@ -109,13 +118,13 @@ def try_first(
         name, again = f"{name} with {projector.path.name}", WITHOUT + AGAIN
     if reason is None:
         outcome = _run(_request(layout, tried, projector), waiting)
-        if outcome.out_of_memory:
-            raise AllocationError(f"{name}: {outcome.reason}; free memory, or {again}.")
+        if outcome.error in FIRST:
+            raise outcome.error(f"{name}: {outcome.reason}; {FIRST[outcome.error]}{again}.")
         if outcome.lasting:
             verdicts.write(outcome.reason)
         reason = outcome.reason
     if reason:
-        raise ModelFormatError(f"{name}: {reason}; {again}.")
+        raise ModelFormatError(f"{name}: {reason}; {NO_DAMAGE if reason.startswith(TOO_LONG) else again}.")
 
 
 def _tried(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,6 +154,7 @@ def _request(layout: ExpertLayout, options: Mapping[str, Any], projector: Projec
     needs += dense_bytes - layout.dense_bytes
     if projector is not None:
         dense_bytes += projector.weight_bytes
+    compile_s = COMPILE_S if has_gpu() else 0
     on_device = bool(options.get("n_gpu_layers"))  # drivers map far more than they use
     return Request(
         path=str(layout.shards[0].path.absolute()),
@@ -153,8 +163,8 @@ def _request(layout: ExpertLayout, options: Mapping[str, Any], projector: Projec
         n_ctx=n_ctx,
         n_slots_bytes=pool_bytes,
         memory_bytes=0 if on_device else 2 * (needs + pool_bytes) + SPARE_BYTES,
-        cpu_s=CPU_S + dense_bytes // CPU_BYTES_PER_S + encode_s,
-        wall_s=WALL_S + dense_bytes // DISK_BYTES_PER_S + encode_s,
+        cpu_s=CPU_S + dense_bytes // CPU_BYTES_PER_S + encode_s + compile_s,
+        wall_s=WALL_S + dense_bytes // DISK_BYTES_PER_S + encode_s + compile_s,
     )
 
 
@@ -222,7 +232,7 @@ def _run(request: Request, waiting: Callable[[], object]) -> Outcome:
         process.kill()
         process.communicate()
     if written is None:
-        return Outcome(f"a trial load did not end within {request.wall_s:.0f} s", lasting=False)
+        return Outcome(f"{TOO_LONG} {request.wall_s:.0f} s", lasting=False)
     return _outcome(process.returncode, written[0], written[1].decode(errors="replace"), request.cpu_s)
 
 
@@ -247,15 +257,17 @@ def _outcome(code: int, answer: bytes, log: str, cpu_s: int) -> Outcome:
     if code > 0:  # llama.cpp never exits: this was another program than Python, or it did not find this package
         return NO_VERDICT
     if code == -signal.SIGXCPU:
-        return Outcome(f"a trial load did not end within {cpu_s} s of computing")
+        return Outcome(f"{TOO_LONG} {cpu_s} s of computing", lasting=not has_gpu())
+    if code == -signal.SIGBUS:
+        return Outcome("reading it failed in a trial load (SIGBUS)", lasting=False, error=ExpertIOError)
     if -code in OUTSIDE_SIGNALS:
         return Outcome(
             f"the system ended a trial load ({_signal_name(-code)}), most likely for memory",
-            lasting=False, out_of_memory=True,
+            lasting=False, error=AllocationError,
         )  # fmt: skip
     why = next((line.strip()[-200:] for line in reversed(log.splitlines()) if any(m in line for m in MARKS)), "")
     if NO_MEMORY in why:
-        return Outcome(f"a trial load took more memory than planned ({why})", lasting=False, out_of_memory=True)
+        return Outcome(f"a trial load took more memory than planned ({why})", lasting=False, error=AllocationError)
     return Outcome(f"llama.cpp ended a trial load with {_signal_name(-code)}{': ' if why else ''}{why}")
 
 
@@ -267,7 +279,7 @@ def _answered(answer: bytes) -> Outcome:
     except (ValueError, KeyError, TypeError):
         return NO_VERDICT  # of another program, too
     if kind == "memory":
-        return Outcome(f"a trial load took more memory than planned ({reason})", lasting=False, out_of_memory=True)
+        return Outcome(f"a trial load took more memory than planned ({reason})", lasting=False, error=AllocationError)
     if kind == "known":
         return NO_VERDICT  # the load itself raises this error
     return Outcome(f"a trial load failed ({reason})" if reason else "")

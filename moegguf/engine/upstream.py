@@ -4,7 +4,7 @@ pickling, tokenizing."""
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -43,6 +43,8 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
     n_tokens: int
     input_ids: npt.NDArray[np.intc]
     _batch: Any
+    _requires_eval: bool  # whether the last row of logits is of other tokens than the context, or of another request
+    _chunk_rows: Collection[int] = ()  # of the last pass with several sequences, those with logits
     _grammar: GrammarMask | None = None  # of the request that samples now
     tokenizer_: Any
 
@@ -79,11 +81,25 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
         return super()._init_sampler(*arguments, logits_processor=logits_processor, **options)
 
     def sample(self, *arguments: Any, **options: Any) -> int:
-        """As in llama-cpp-python."""
+        """As in llama-cpp-python. Raises what `check_logits` raises."""
+        self.check_logits()
         token: int = super().sample(*arguments, **options)
         if self._grammar is not None:
             self._grammar.accept(token)
         return token
+
+    def check_logits(self, row: int = -1) -> None:
+        """Raises OptionError unless the request that computes now has evaluated what this row of logits is of.
+
+        `row`: as `eval_chunks` returns it; -1: of the last token in the context.
+        """
+        if self._requires_eval if row < 0 else row not in self._chunk_rows:
+            raise OptionError("there are no logits of this request to take a token from; evaluate a token first.")
+
+    def logits(self, row: int = -1) -> Floats:
+        """[n_vocab] logits, valid until the next pass. Raises what `check_logits` raises."""
+        self.check_logits(row)
+        return np.ctypeslib.as_array(self._ctx.get_logits_ith(row), shape=(self.n_vocab(),))
 
     def generate(
         self, *arguments: Any, stopping_criteria: Sequence[Any] | None = None, **options: Any

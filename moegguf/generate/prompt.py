@@ -67,17 +67,19 @@ def read_prompt(llm: Llama, vocabulary: Vocabulary, request: GenerationRequest) 
     """The prompt of `request`.
 
     Raises ContextError when it does not fit even after truncation, CapabilityError when the model lacks a capability
-    that it needs, TemplateError, and OptionError for an empty request.
+    that it needs, TemplateError, and OptionError for an empty prompt of a model that begins no text with BOS.
     """
     vocabulary.check(request.context)
     if request.messages is not None:
-        return _conversation(llm, vocabulary, request)
-    if request.prompt is None:
+        prompt = _conversation(llm, vocabulary, request)
+    elif request.prompt is not None:
+        prompt = _completion(llm, vocabulary, request, request.prompt)
+    else:
         raise OptionError("a request has messages or a prompt; give one of them.")
-    prompt = _completion(llm, vocabulary, request, request.prompt)
     prompt = replace(prompt, tokens=prompt.tokens or vocabulary.bos_tokens)
     if not prompt.tokens:
-        raise OptionError("the prompt is empty; give at least one word.")
+        rendered = " once its template has rendered it" if request.messages is not None else ""
+        raise OptionError(f"the prompt is empty{rendered}; give at least one word.")
     return prompt
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes as c
 import enum
 import functools
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -234,6 +235,7 @@ class Store:
         self._handle: int | None = None
         self._listener: abi.Listener | None = None
         self._callback_error: BaseException | None = None
+        self._callback_thread = 0  # that a callback runs on now
         self._predictor: NativePredictor | None = None  # its arrays are in use
         self.layout = layout
         self.options = options
@@ -476,12 +478,20 @@ class Store:
         def call(_user: int, event: Any) -> None:
             if self._callback_error is not None:
                 return
+            self._callback_thread = threading.get_ident()
             try:
                 callback(convert(event.contents))
             except BaseException as error:  # an exception must not enter the C++ below
                 self._callback_error = error
+            finally:
+                self._callback_thread = 0
 
         return call
+
+    @property
+    def calls_back(self) -> bool:
+        """Whether the calling thread is in a callback of `listen`."""
+        return self._callback_thread == threading.get_ident()
 
     def raise_callback_error(self) -> None:
         """Raises CallbackError when a callback has failed since `listen`."""

@@ -82,7 +82,8 @@ def test_parameters_of_loading_load_again_or_are_refused(chat: Terminal, server:
     chat.ask(f"/set parameter num_ctx {n_ctx}")
     assert ANSWER in chat.ask(QUESTION).replace("\n", " ")
     assert loaded(server)["demo:latest"] > n_ctx // 2
-    assert "'num_gpu' has no effect on a model in a server" in chat.ask("/set parameter num_gpu 1")
+    for name in ("num_gpu", "num_batch"):
+        assert f"'{name}' has no effect on a model in a server" in chat.ask(f"/set parameter {name} 1")
     chat.ask("/set parameter expert_cache 1")
     assert "error: " in chat.ask(QUESTION)
     assert ANSWER in chat.ask(QUESTION).replace("\n", " ")

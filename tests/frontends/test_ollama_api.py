@@ -276,6 +276,18 @@ def test_load_options_reach_the_model(server: Server) -> None:
     server.call("/api/generate", {"model": "tiny", "keep_alive": 0})
 
 
+@pytest.mark.parametrize("num_batch", [1, 64, 2048])
+def test_num_batch_of_a_request_changes_no_process(server: Server, num_batch: int) -> None:
+    server.call("/api/generate", {"model": "tiny"})
+    before = {name: model["moe"]["pid"] for name, model in in_memory(server).items()}
+    body = {"model": "tiny", "options": {"num_batch": num_batch, "num_predict": 1}, "stream": False}
+    assert server.call("/api/generate", {**body, "prompt": "x", "raw": True}).status == 200
+    assert server.call("/api/embed", {**body, "input": "x"}).status == 200
+    assert server.call("/v1/chat/completions", {**body, "messages": [QUESTION]}).status == 200
+    assert {name: model["moe"]["pid"] for name, model in in_memory(server).items()} == before
+    server.call("/api/generate", {"model": "tiny", "keep_alive": 0})
+
+
 def test_ps_has_the_digest_and_details_of_tags(server: Server) -> None:
     server.call("/api/generate", {"model": "demo"})
     listed = {model["name"]: model for model in server.call("/api/tags").json["models"]}

@@ -394,6 +394,20 @@ def test_a_streamed_list_of_prompts(client: openai.OpenAI, http: httpx.Client, m
     assert [("timings" in chunk) for chunk in plain] == [False] * 7 + [True]
 
 
+def test_an_answer_without_text_is_streamed(http: httpx.Client, chat: Post, manager: FakeManager) -> None:
+    manager.script = (PromptProgress(5, 2, 5, 0.25),)
+    for prompts in (["one"], ["one", "two"]):
+        asked = {"model": "demo", "prompt": prompts, "echo": True, "stream": True}
+        response = http.post("/v1/completions", json=asked)
+        chunks = [json.loads(text)["choices"][0] for text in events(response.text)[:-1]]
+        assert response.status_code == 200
+        told = [(chunk["index"], chunk["text"], chunk["finish_reason"]) for chunk in chunks]
+        expected = [[(i, prompt, None), (i, "", "stop")] for i, prompt in enumerate(prompts)]
+        assert told == [chunk for of_prompt in expected for chunk in of_prompt]
+    chunks = [json.loads(text)["choices"][0] for text in events(chat(stream=True).text)[:-1]]
+    assert [(chunk["index"], chunk["finish_reason"]) for chunk in chunks] == [(0, None), (0, "stop")]
+
+
 def test_offsets_of_logprobs_begin_anew_with_each_prompt(http: httpx.Client, manager: FakeManager) -> None:
     manager.script = (Delta(text="ab", logprobs=(TokenLogprob("ab", -1.0), TokenLogprob("c", -1.0))),)
     asked = {"model": "demo", "prompt": ["one", [104, 105]], "echo": True, "logprobs": 0}

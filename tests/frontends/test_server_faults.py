@@ -64,6 +64,32 @@ def until(true: Callable[[], Any], seconds: float = 10) -> None:
         threading.Event().wait(0.005)
 
 
+EMPTY = {"model": "silent", "options": {"num_predict": 1}}  # its template renders no text
+
+
+@pytest.mark.parametrize("more", [{"seed": 1}, {"exact": True}, {}], ids=str)
+def test_a_prompt_without_tokens_is_refused_by_every_api(server: Server, more: dict[str, Any]) -> None:
+    server.call("/api/chat", {"model": "demo", "messages": [QUESTION], "stream": False, "options": {"num_predict": 1}})
+    server.call("/api/create", {"model": "silent", "from": "demo", "template": "{{ '' }}"})
+    ollamas = {**EMPTY, "options": {**EMPTY["options"], **more}}
+    asked = {
+        "/api/chat": {**ollamas, "messages": [QUESTION]},
+        "/api/generate": {**ollamas, "model": "demo", "prompt": "x", "template": "{{ '' }}"},
+        "/v1/chat/completions": {**EMPTY, **more, "messages": [QUESTION]},
+        "/v1/completions": {**more, "model": "demo", "prompt": ""},
+        "/v1/messages": {**EMPTY, "max_tokens": 1, "messages": [QUESTION]},
+        "/v1/responses": {**EMPTY, **more, "input": "x"},
+    }
+    try:
+        for path, body in asked.items():
+            for stream in (False, True):
+                reply = server.call(path, {**body, "stream": stream})
+                assert (path, reply.status) == (path, 400) and "the prompt is empty" in reply.text, reply.text
+        assert server.call("/v1/completions", {"model": "demo", "prompt": []}).status == 400
+    finally:
+        server.call("/api/delete", {"name": "silent"}, method="DELETE")
+
+
 @pytest.mark.parametrize("fault", [WorkerError("the process has ended."), RuntimeError("a bug")])
 def test_an_error_in_mid_stream_is_the_last_line(url: str, manager: FakeManager, fault: Exception) -> None:
     manager.script = [Delta(text="Hel"), fault]

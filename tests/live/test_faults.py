@@ -4,6 +4,7 @@ usual. Faults come through the library's shim, "fail the Nth operation", over N 
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 import warnings
@@ -15,7 +16,15 @@ import numpy as np
 import pytest
 from running import Llama, Load, Reference, TinyModel, greedy_logits, hooks_off, random_prompt
 
-from moegguf.errors import AllocationError, CallbackError, ExpertIOError, GenerationCancelled, MoeggufError
+from moegguf.engine.upstream import UpstreamLlama
+from moegguf.errors import (
+    AllocationError,
+    CallbackError,
+    ExpertIOError,
+    GenerationCancelled,
+    ModelFormatError,
+    MoeggufError,
+)
 from moegguf.native import abi, library
 from moegguf.native.store import StoreOptions
 
@@ -119,6 +128,29 @@ def test_the_nth_operation_of_a_load_fails_for_every_n(
             break
     if kind == "open" or (kind in ("alloc", "thread") and sticky):
         assert n_failed > 0
+
+
+@pytest.mark.parametrize(
+    ("logged", "kind", "words"),
+    [
+        ("error loading model: read error: Input/output error", ExpertIOError, "reading .* failed: "),
+        ("error loading model: missing tensor 'a'", ModelFormatError, "llama.cpp cannot load .*: "),
+    ],
+    ids=["disk", "file"],
+)
+def test_a_load_that_llama_cpp_ends_says_why(
+    tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch, logged: str, kind: type[MoeggufError], words: str
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        base = library._open(library.find_library(), "ggml-base")
+        base.ggml_log_internal(library.LOG_ERROR, f"{logged}\n".encode())
+        raise ValueError("Failed to load model from file: x")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(UpstreamLlama, "__init__", fail)
+        with pytest.raises(kind, match=words + re.escape(logged)):
+            load(tiny(), expert_cache="40%")
+    load(tiny(), expert_cache="40%")
 
 
 def open_files() -> int:

@@ -30,7 +30,10 @@ from moegguf.controller.policies import policy_names
 from moegguf.controller.predictors import PREDICTORS, UNTRAINED
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.watchdog import Watchdog, WatchdogOptions
-from moegguf.errors import OptionError
+from moegguf.errors import CallbackError, OptionError
+from moegguf.generate.answer import Answer
+from moegguf.generate.engine import Engine
+from moegguf.generate.request import GenerationRequest, Sampling
 from moegguf.native.events import Announcement, Float32s, Phase
 from moegguf.native.store import Store, StoreOptions, native_policies
 
@@ -139,6 +142,65 @@ def test_a_users_own_policy(own: Own, load: Load, expected: Callable[..., Logits
     assert policy.calls >= N_NEW * 4
     assert sum(given) >= N_NEW * 4 - 1
     assert llm.decisions()["policy"] == "LastLayersFirst"
+
+
+CALLS: dict[str, Callable[[Llama], object]] = {
+    "generate": lambda llm: next(llm.generate([1, 2])),
+    "completion": lambda llm: llm("x", max_tokens=1),
+    "answer": lambda llm: Answer(llm, GenerationRequest(prompt="x")).deltas(),
+    "eval": lambda llm: llm.eval([1]),
+    "embed": lambda llm: llm.embed("x"),
+    "shift": lambda llm: llm.shift(0, 1),
+    "budget": lambda llm: llm.set_expert_cache("30%"),
+    "close": lambda llm: llm.close(),
+}
+
+
+def logits_and_close(llm: Llama) -> Logits:
+    """When it returns, the policy has been told everything."""
+    logits = logits_of(llm)
+    llm.close()
+    return logits
+
+
+class CallsItsModel:
+    """A policy that uses the model that it decides for: `call`."""
+
+    def __init__(self, call: Callable[[Llama], object]) -> None:
+        self.call, self.llm, self.errors = call, None, list[Exception]()
+
+    def scores(self, history: History, forecast: Forecast) -> None:
+        if self.llm is not None:
+            try:
+                self.call(self.llm)
+            except Exception as error:
+                self.errors.append(error)
+                raise
+
+
+@pytest.mark.parametrize("lockstep", [True, False], ids=["lockstep", "free"])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_policy_that_calls_its_model_is_refused_and_left_out(
+    own: Own, load: Load, expected: Callable[..., Logits], call: str, lockstep: bool
+) -> None:
+    policy = CallsItsModel(CALLS[call])
+    policy.llm = llm = load(own(), policy=policy, lockstep=lockstep, **TIGHT)
+    with pytest.warns(UserWarning, match="CallsItsModel raised CallbackError: a policy, .*; going on with LRU"):
+        logits = logits_and_close(llm)
+    assert np.array_equal(logits, expected())
+    assert [type(error) for error in policy.errors] == [CallbackError]
+
+
+def test_a_policy_that_calls_its_engine_is_refused_and_left_out(own: Own) -> None:
+    engines = list[Engine]()
+    policy = CallsItsModel(lambda _: engines[0].generate([[1, 2]], Sampling(max_tokens=1)))
+    with Engine(own(), 2, policy=policy, n_ctx=128, n_threads=1, lockstep=True, **TIGHT) as engine:
+        engines.append(engine)
+        policy.llm = engine.llm
+        with pytest.warns(UserWarning, match="CallsItsModel raised CallbackError"):
+            answers = engine.generate([[5, 6, 7]], Sampling(max_tokens=4))
+    assert answers[0].error is None
+    assert [type(error) for error in policy.errors] == [CallbackError]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 from running import Llama, Load, TinyModel
 
 from moegguf.engine import trial, trial_process
-from moegguf.errors import AllocationError, GenerationCancelled, ModelFormatError
+from moegguf.errors import AllocationError, ExpertIOError, GenerationCancelled, ModelFormatError
 from moegguf.gguf.experts import read_layout
 from moegguf.gguf.projector import read_projector
 from moegguf.processor import Processor
@@ -32,6 +32,7 @@ def process(code: str) -> tuple[str, ...]:
 ABORT = process("import os; os.write(2, b'x.c:1: GGML_ASSERT(n > 0) failed'); os.abort()")
 KILL = process("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
 TOO_LONG = process("import os, signal; os.kill(os.getpid(), signal.SIGXCPU)")
+BUS = process("import os, signal; os.kill(os.getpid(), signal.SIGBUS)")  # what a failed read of a mapping ends with
 SLEEP = process("import sys; sys.stdin.read()")
 BARE = process("""print('{"kind": "bare", "reason": "AssertionError: no"}')""")
 MEMORY = process("""print('{"kind": "memory", "reason": "bad_alloc"}')""")
@@ -109,6 +110,41 @@ def test_want_of_memory_is_not_remembered(
             load(tiny())
     assert not verdicts()
     load(tiny())
+
+
+def test_a_disk_that_fails_is_told_and_not_remembered(
+    tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        use(BUS, patch)
+        with pytest.raises(ExpertIOError, match=r"reading it failed .*SIGBUS.*; check the disk"):
+            load(tiny())
+    assert not verdicts()
+    load(tiny())
+
+
+def test_computing_for_too_long_is_no_sign_of_damage(
+    tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(TOO_LONG, monkeypatch)
+    for _ in range(2):
+        with pytest.raises(ModelFormatError, match=r"within 20 s of computing; .*no sign of damage") as caught:
+            load(tiny())
+        assert "MOEGGUF_TRIAL_LOAD=again" in str(caught.value) and "fetch" not in str(caught.value)
+
+
+def test_a_driver_that_compiles_kernels_has_more_time_and_no_lasting_verdict(
+    tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = trial._request(read_layout(tiny()), {}, None)
+    monkeypatch.setattr(trial, "has_gpu", lambda: True)
+    longer = trial._request(read_layout(tiny()), {}, None)
+    assert longer.cpu_s - before.cpu_s == longer.wall_s - before.wall_s == trial.COMPILE_S
+    with monkeypatch.context() as patch:
+        use(TOO_LONG, patch)
+        with pytest.raises(ModelFormatError, match=f"within {longer.cpu_s} s of computing.*no sign of damage"):
+            load(tiny())
+    assert not verdicts(), "what was compiled is kept, so the next trial takes less"
 
 
 def test_no_verdict_leaves_the_error_to_the_load(tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:

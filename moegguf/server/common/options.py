@@ -56,7 +56,8 @@ class Options(Body):
     the model's parameter, or the default.
 
     num_predict -1 and -2: until the model ends or the context is full; num_keep: tokens that stay when it is, -1: the
-    prompt; seed -1: random; num_thread 0 and num_ctx 0: the default. exact: computed without other requests.
+    prompt; seed -1: random; num_thread 0 and num_ctx 0: the default. exact: computed without other requests. num_batch
+    has no effect in a request, whose passes others share: it belongs to a name (`create`).
     """
 
     num_ctx: Whole = _in_range("num_ctx")
@@ -89,7 +90,8 @@ class Options(Body):
 
     def overrides(self) -> LoadOverrides:
         """The options for loading."""
-        return LoadOverrides.of({"expert_cache": self.moe_cache_ram} | self.model_dump(exclude_none=True))
+        given = self.model_dump(exclude_none=True, exclude={"num_batch"})
+        return LoadOverrides.of({"expert_cache": self.moe_cache_ram} | given)
 
     def sampling(self) -> Sampling:
         """The options for sampling; those of `Sampling` where an option is None."""

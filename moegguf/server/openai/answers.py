@@ -46,13 +46,10 @@ async def _lines(events: AsyncGenerator[Event], reply: Reply, *, progress: bool)
     started = False
     async with aclosing(events):
         async for event in events:
-            items = list(_items(reply, event, progress=progress))
-            if items and not started:
-                started, items = True, [reply.first(), *items]
-            if items:
-                yield b"".join(_sse(dumps(item)) for item in items)
-            if isinstance(event, Done):
-                started = False
+            first = [] if started else [reply.first()]  # before the last chunk of a choice ends it
+            if items := list(_items(reply, event, progress=progress)):
+                yield b"".join(_sse(dumps(item)) for item in [*first, *items])
+                started = not isinstance(event, Done)
     yield _sse("[DONE]")
 
 

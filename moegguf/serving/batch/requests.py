@@ -18,7 +18,7 @@ from moegguf.errors import BatchFileError
 MAX_LINE_BYTES = 33 << 20  # the longest body that an endpoint takes, and room for what is around it
 MAX_CUSTOM_ID_CHARS = 512
 BLOCK_BYTES = 1 << 20
-LOAD_OPTIONS = ("num_ctx", "num_batch", "num_thread", "expert_cache", "moe_cache_ram")
+LOAD_OPTIONS = ("num_ctx", "num_thread", "expert_cache", "moe_cache_ram")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 

@@ -1,0 +1,62 @@
+"""The last errors that llama.cpp and libmtmd have logged: the reasons in our messages about their failures."""
+
+from __future__ import annotations
+
+import ctypes as c
+import functools
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from moegguf.native.library import LOG_ERROR, llama_cpp, mtmd
+
+N_KEPT = 3
+
+
+class ErrorLog:
+    """Keeps the last errors that a `library` logs. `install`: sets the callback of its log, which may be called at any
+    time; `forward`: gets every line."""
+
+    def __init__(
+        self, library: str, install: Callable[[Any, Any], object], forward: Callable[[int, bytes, Any], object]
+    ) -> None:
+        self._library = library
+        self._errors: deque[str] = deque(maxlen=N_KEPT)
+
+        def keep(level: int, text: bytes, user: Any) -> None:
+            if level == LOG_ERROR:
+                self._errors.append(" ".join(text.decode(errors="replace").split()))
+            forward(level, text, user)
+
+        self._callback = llama_cpp().llama_log_callback(keep)
+        install(self._callback, None)
+
+    def forget(self) -> None:
+        """Forgets the errors before a call, whose own are then `reason`."""
+        self._errors.clear()
+
+    def reason(self) -> str:
+        """The last errors as one text."""
+        return "; ".join(self._errors) or f"{self._library} gives no reason"
+
+
+@functools.cache
+def llama_log() -> ErrorLog:
+    """That of llama.cpp in this process. Who got its lines before gets them still."""
+    bindings = llama_cpp()
+    before, user_data = bindings.llama_log_callback(), c.c_void_p()
+    bindings.llama_log_get(c.byref(before), c.byref(user_data))
+    return ErrorLog("llama.cpp", bindings.llama_log_set, lambda level, text, _: before(level, text, user_data))
+
+
+@functools.cache
+def mtmd_log() -> ErrorLog:
+    """That of libmtmd in this process. Where llama.cpp's log is shown, all of it goes there, too."""
+    logger = llama_cpp()._logger
+
+    def forward(level: int, text: bytes, user: Any) -> None:
+        if logger.logger.level <= logging.DEBUG:  # verbose; else errors would be shown twice
+            logger.llama_log_callback(level, text, user)
+
+    return ErrorLog("libmtmd", mtmd().mtmd_helper_log_set, forward)

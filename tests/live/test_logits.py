@@ -1,0 +1,159 @@
+"""Logits belong to the request that computed them: no token is taken from those that another one left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+import pytest
+from answering import DEMO, QUESTION, Load, TinyModel, ask, reply
+from batches import answers_together
+
+from moegguf.engine.llama import Llama
+from moegguf.engine.sequences import Chunk
+from moegguf.errors import ExpertIOError, GenerationCancelled, OptionError
+from moegguf.generate.answer import Answer
+from moegguf.generate.embedding import embed
+from moegguf.generate.engine import Engine
+from moegguf.generate.request import Sampling
+from moegguf.generate.sampler import Sampler, logprob_of
+from moegguf.native import library
+from moegguf.native.events import Phase
+
+EMPTY = "{{ '' }}"  # a template that renders no text
+WITH_BOS = {"kv_overrides": {"tokenizer.ggml.add_bos_token": True}}
+READERS: list[Callable[[Llama], object]] = [
+    lambda llm: llm.sample(),
+    lambda llm: llm.logits(),
+    lambda llm: logprob_of(5, llm, 1),
+    lambda llm: Sampler(llm, Sampling(temperature=0), ()).sample(),
+]
+
+
+def assert_no_logits(llm: Llama) -> None:
+    for read in READERS:
+        with pytest.raises(OptionError, match="no logits of this request"):
+            read(llm)
+
+
+@pytest.mark.parametrize("options", [{"seed": 1}, {"exact": True}, {}], ids=str)
+def test_a_prompt_that_its_template_leaves_empty_is_refused(demo: Llama, options: dict[str, Any]) -> None:
+    reply(demo, "Who are you?", max_tokens=1)
+    with pytest.raises(OptionError, match="the prompt is empty once its template has rendered it"):
+        Answer(demo, ask(QUESTION, template=EMPTY, **options))
+
+
+@pytest.mark.parametrize("options", [{"seed": 1}, {"exact": True}, {}], ids=str)
+def test_an_empty_prompt_begins_with_bos(load: Load, options: dict[str, Any]) -> None:
+    llm = load(DEMO, **WITH_BOS)
+    expected = llm.vocabulary.bos_tokens
+    assert expected
+    for request in (ask(QUESTION, template=EMPTY, n_logprobs=0, max_tokens=1, **options), ask(prompt="", **options)):
+        answer = Answer(llm, request)
+        assert answer.prompt.tokens == expected
+        list(answer.deltas())
+        assert answer.timing.prompt_tokens == 1
+
+
+def test_an_empty_prompt_among_others_is_an_error_of_its_own(load: Load) -> None:
+    llm = load(DEMO, n_seq_max=4, logits_all=False)
+    empty = ask(QUESTION, template=EMPTY, n_logprobs=0, max_tokens=2)
+    found = answers_together(llm, [ask(QUESTION, max_tokens=4), empty, ask("Who are you?", max_tokens=4)])
+    assert [type(received.error) for received in found] == [type(None), OptionError, type(None)]
+    assert not found[1].logprobs
+
+
+def test_an_engine_refuses_what_has_no_tokens() -> None:
+    with Engine("demo", 2, n_ctx=256, n_threads=1) as engine:
+        answers = [*engine.generate(["", "An"]), *engine.chat([{"role": "user", "content": "x"}], template=EMPTY)]
+    assert [type(answer.error) for answer in answers] == [OptionError, type(None), OptionError]
+
+
+def test_a_request_begins_without_logits(demo: Llama) -> None:
+    reply(demo, QUESTION, max_tokens=1)
+    taken: list[int] = []
+
+    def steps() -> Generator[int, None, None]:
+        taken.append(demo.sample(temp=0.0))
+        yield taken[0]
+
+    with pytest.raises(OptionError, match="no logits of this request"):
+        list(demo.as_request(steps()))
+    assert not taken
+
+
+def test_a_cancelled_prompt_leaves_no_logits(load: Load) -> None:
+    llm = load(DEMO, n_batch=32, logits_all=False)
+    reply(llm, "Who are you?", max_tokens=1)
+    answer = Answer(llm, ask("word " * 100))
+    list(answer.deltas(lambda progress: answer.cancel()))
+    assert answer.timing.finish == "cancelled" and answer.timing.answer_tokens == 0
+    assert_no_logits(llm)
+
+
+def test_a_prompt_that_fails_leaves_no_logits(tiny: TinyModel, load: Load) -> None:
+    llm = load(tiny(), expert_cache="40%", logits_all=False)
+    llm.eval([1, 2, 3])
+    library.arm_fault("stat", 1, sticky=True)
+    with pytest.raises(ExpertIOError):
+        llm.eval([4, 5, 6])
+    library.arm_fault("stat", 0)
+    assert_no_logits(llm)
+    llm.cancel()
+    with pytest.raises(GenerationCancelled):
+        llm.eval([4, 5, 6])
+    llm.resume()
+    assert_no_logits(llm)
+    llm.eval([4])
+    for read in READERS:
+        read(llm)
+
+
+@pytest.mark.parametrize("options", [{}, {"embedding": True, "pooling_type": 1}], ids=str)
+def test_an_embedding_leaves_no_logits_to_the_next_request(load: Load, options: dict[str, Any]) -> None:
+    llm = load(DEMO, logits_all=False, **options)
+    embed(llm, ["a cat"])
+    with pytest.raises(OptionError, match="no logits of this request"):
+        list(llm.as_request(llm.logits() for _ in range(1)))
+
+
+@pytest.mark.parametrize("given", ["", ["a cat", ""], [""]], ids=str)
+def test_an_embedding_of_nothing_is_refused(load: Load, given: Any) -> None:
+    llm = load(DEMO, embedding=True, pooling_type=1, logits_all=False)
+    for call in (llm.embed, llm.create_embedding):
+        with pytest.raises(OptionError, match="a text is empty"):
+            call(given)
+    assert len(llm.embed(["a cat", "b"])) == 2
+
+
+def test_completions_of_nothing_are_refused(demo: Llama) -> None:
+    demo("Who are you?", max_tokens=1)
+    for call in (lambda: demo(""), lambda: demo.create_completion([]), lambda: list(demo.generate([]))):
+        with pytest.raises(OptionError, match="there is nothing to continue"):
+            call()
+
+
+def test_a_state_that_is_loaded_has_no_logits(load: Load) -> None:
+    llm = load(DEMO)
+    llm.eval([5, 6, 7])
+    state = llm.save_state()
+    llm.eval([8, 9])
+    llm.load_state(state)
+    with pytest.raises(OptionError, match="no logits of this request"):
+        next(llm.generate([], reset=False))
+    llm.eval([8])
+    assert next(llm.generate([], reset=False, temp=0.0)) >= 0
+
+
+def test_a_pass_of_several_gives_only_its_own_rows(load: Load) -> None:
+    llm = load(DEMO, n_seq_max=2, logits_all=False)
+    rows = llm.eval_chunks([Chunk(0, [5, 6], 0, 1, Phase.PREFILL), Chunk(1, [7], 0, 2, Phase.PREFILL, False)])
+    assert rows == [1, 2]
+    llm.logits(1)
+    for row in (-1, 0, 2, 3):
+        with pytest.raises(OptionError, match="no logits of this request"):
+            llm.logits(row)
+    with pytest.raises(OptionError, match="has no tokens"):
+        llm.eval_chunks([Chunk(0, [8], 2, 1, Phase.DECODE), Chunk(1, [], 1, 2, Phase.DECODE)])
+    with pytest.raises(OptionError, match="no logits of this request"):
+        llm.logits(1)
