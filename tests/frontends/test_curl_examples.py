@@ -224,8 +224,9 @@ def test_embed_one_and_many(curl: Callable[..., Reply]) -> None:
     assert len(old["embedding"]) == len(one["embeddings"][0])
 
 
-def test_the_readmes_examples(served: Server) -> None:
-    text = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+def test_examples_of_the_readme_and_the_servers_page(served: Server) -> None:
+    root = Path(__file__).resolve().parents[2]
+    text = "".join((root / page).read_text(encoding="utf-8") for page in ("README.md", "docs/server.md"))
     examples = re.findall(r"curl http://127\.0\.0\.1:11434(/\S+) -d '(.*)'", text)
     assert len(examples) >= 2
     for path, body in examples:

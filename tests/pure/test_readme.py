@@ -1,8 +1,9 @@
-"""The README's commands exist and its Python compiles: docs change with the code or this fails."""
+"""Commands in the README and docs exist, their Python compiles, their links lead somewhere: docs change with the code."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import shlex
 import subprocess
@@ -12,31 +13,33 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text()
+PAGES = {path: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+README = PAGES[ROOT / "README.md"]
+TEXT = "\n".join(PAGES.values())
 GROUPS = ("trace",)  # commands that have commands of their own
 
 
 def blocks(language: str) -> list[str]:
-    return [text for name, text in re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL) if name == language]
+    return [text for name, text in re.findall(r"```(\w*)\n(.*?)```", TEXT, re.DOTALL) if name == language]
 
 
-def commands(prefix: str) -> list[list[str]]:
+def commands(prefix: str) -> list[tuple[str, ...]]:
     lines = [line.split("#")[0].strip() for block in blocks("sh") for line in block.splitlines()]
-    inline = re.findall(rf"`({re.escape(prefix)}[^`]*)`", README)
-    return [shlex.split(line) for line in [*lines, *inline] if line.startswith(prefix)]
+    inline = [" ".join(text.split()) for text in re.findall(rf"`({re.escape(prefix)}[^`]*)`", TEXT)]
+    return sorted({tuple(shlex.split(line)) for line in [*lines, *inline] if line.startswith(prefix)})
 
 
 def test_every_make_target_exists() -> None:
     targets = set(re.findall(r"^([a-z -]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     known = {word for line in targets for word in line.split()}
-    named = [words for words in commands("make") if len(words) > 1]
+    named = {words[1] for words in commands("make ")}
     assert named
-    assert {words[1] for words in named} <= known
+    assert named <= known
 
 
-@pytest.mark.parametrize("words", commands("moegguf "), ids=lambda words: " ".join(words[1:3]))
-def test_every_moegguf_command_and_option_exists(words: list[str]) -> None:
-    command = words[1:3] if words[1] in GROUPS else words[1:2]
+@functools.cache
+def help_of(*command: str) -> str:
+    """What `moegguf COMMAND --help` prints."""
     shown = subprocess.run(
         [sys.executable, "-m", "moegguf.cli.app", *command, "--help"],
         capture_output=True,
@@ -45,9 +48,33 @@ def test_every_moegguf_command_and_option_exists(words: list[str]) -> None:
         cwd=ROOT,
     )
     assert shown.returncode == 0, shown.stderr
+    return shown.stdout
+
+
+@pytest.mark.parametrize("words", commands("moegguf "), ids=lambda words: " ".join(words[1:3]))
+def test_every_moegguf_command_and_option_exists(words: tuple[str, ...]) -> None:
+    text = help_of(*words[1:3] if words[1] in GROUPS else words[1:2])
     for word in words[2:]:
         if word.startswith("-"):
-            assert re.search(rf"(^|[\s,│]){re.escape(word)}\b", shown.stdout, re.MULTILINE), f"{word} in {words}"
+            assert re.search(rf"(^|[\s,│]){re.escape(word)}\b", text, re.MULTILINE), f"{word} in {words}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]):
+        if target.startswith("http"):
+            continue
+        name, _, anchor = target.partition("#")
+        linked = (page.parent / name).resolve() if name else page
+        assert linked.exists(), f"{target} in {page.name}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings}, target
+
+
+def test_the_readme_is_two_screens() -> None:
+    assert len(README.splitlines()) <= 130
+    assert len(README.split()) <= 1300
 
 
 def test_python_examples_compile_and_import_what_exists() -> None:
@@ -61,11 +88,5 @@ def test_python_examples_compile_and_import_what_exists() -> None:
                 assert {alias.name for alias in node.names} <= set(moegguf.__all__)
 
 
-def test_every_path_in_the_map_of_packages_exists() -> None:
-    tree = next(block for block in blocks("") if "moegguf/native/" in block)
-    paths = [line.split()[0] for line in tree.splitlines() if line.strip()]
-    assert all(list(ROOT.glob(path.rstrip("/"))) for path in paths), paths
-
-
 def test_no_figure_is_promised_that_is_not_there() -> None:
-    assert not re.search(r"\b(TODO|TABLE|TBD)\b", README)
+    assert not re.search(r"\b(TODO|TABLE|TBD)\b", TEXT)
