@@ -242,6 +242,7 @@ def test_another_address_than_loopback_needs_a_key(moegguf: Command) -> None:
         (("--host", "http://a:b@c"), "not an address"),
         (("--memory", "lots"), "--memory"),
         (("--expert-cache", "lots"), "not a budget"),
+        (("--expert-cache", "50"), 'did you mean "50%"'),
         (("--host", "203.0.113.7", "--api-key", "k"), "cannot listen"),
     ],
 )
