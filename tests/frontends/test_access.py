@@ -182,7 +182,22 @@ def test_without_a_key_a_page_of_another_site_is_told_by_its_host() -> None:
     assert status_of("192.168.1.7", "box.lan:11434", origins=("http://box.lan:*",)) == 200
 
 
-@pytest.mark.parametrize("name", ["X-Forwarded-For", "Forwarded", "X-Real-IP", "Via"])
+FORWARDED = (
+    "X-Forwarded-For", "X-Forwarded-Host", "X-Forwarded-Proto", "X-Forwarded-Port", "X-Forwarded-Server", "X-Forwarded",
+    "X-Forwarded-Prefix", "X-Forwarded-Client-Cert", "X-Forwarded-Whatever", "Forwarded", "Forwarded-For", "Via",
+    "X-Forward-For", "X-Real-IP", "X-Client-IP", "Client-IP", "True-Client-IP", "X-True-Client-IP", "X-Remote-Addr",
+    "X-Cluster-Client-IP", "X-Original-Forwarded-For", "X-Original-Host", "X-Original-URL", "X-Rewrite-URL", "X-Scheme",
+    "X-ProxyUser-Ip", "WL-Proxy-Client-IP", "Proxy-Connection", "X-Originating-IP", "X-Remote-IP", "X-BlueCoat-Via",
+    "CF-Connecting-IP", "CF-Connecting-IPv6", "CF-Ray", "CF-Visitor", "CF-IPCountry", "CDN-Loop", "Cdn-Src-Ip",
+    "Fastly-Client-IP", "Fastly-FF", "Fly-Client-IP", "Fly-Forwarded-Proto", "X-Akamai-Edgescape", "Incap-Client-IP",
+    "Akamai-Origin-Hop", "X-Sucuri-ClientIP", "X-Azure-ClientIP", "X-Azure-FDID", "X-ARR-LOG-ID", "X-Amz-Cf-Id",
+    "X-Amzn-Trace-Id", "CloudFront-Viewer-Address", "X-Appengine-User-IP", "X-Goog-IAP-JWT-Assertion", "X-Vercel-Id",
+    "X-Envoy-External-Address", "X-Envoy-Attempt-Count", "X-NF-Client-Connection-IP", "DO-Connecting-IP", "X-Varnish",
+    "Tailscale-User-Login", "Ngrok-Trace-Id", "X-Railway-Edge", "X-Pomerium-Assertion", "L5d-Client-Id",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORWARDED)
 def test_a_proxys_clients_are_not_trusted_as_the_proxy_is(name: str) -> None:
     added = (name.lower().encode(), b"8.8.8.8")
     for client in ("127.0.0.1", "192.168.1.7"):

@@ -33,7 +33,13 @@ ORIGINS = (
 )
 OPEN_PATHS = ("/", "/health")  # need no key: they only show that the server runs
 OPEN_PREFIX = "/page/"
-FORWARDED = {b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip"}  # added by proxies
+# In the names of headers that proxies, load balancers, CDNs and tunnels add: what they tell of a client, and products.
+FORWARDED = re.compile(
+    rb"forward|proxy|(?:client|connecting|originating|real|remote|source|src|user)-?(?:addr|ip)"
+    rb"|^via$|-via$|^x-amz(?:-cf|n-trace)-id$|^x-(?:rewrite-url|scheme)$"
+    rb"|^(?:x-)?(?:akamai|appengine|arr|azure|cdn|cf|cloudfront|envoy|fastly|fly|goog-iap|l5d|nf|ngrok|original|pomerium"
+    rb"|railway|tailscale|varnish|vercel)(?:-|$)"
+)
 METHODS = "GET, POST, PUT, DELETE, HEAD, OPTIONS"
 HEADERS = {"authorization", "content-type", "user-agent", "accept", "x-api-key", "x-requested-with"}
 HEADER_FAMILIES = ("x-stainless-", "openai-", "anthropic-")
@@ -91,7 +97,7 @@ class AccessControl:
             return None
         if any(hmac.compare_digest(headers.get(name, b""), key) for name, key in self._keys):
             return None
-        if self._is_trusted(scope["client"]) and not FORWARDED & headers.keys():
+        if self._is_trusted(scope["client"]) and not any(map(FORWARDED.search, headers)):
             return self._refusal_of_trusted(host)
         if not self._keys:
             return HttpError(403, "not directly from a network that the server trusts (--trust-network)")
