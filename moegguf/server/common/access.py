@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moegguf.server.common import limits
-from moegguf.server.common.errors import HttpError, error_response
+from moegguf.server.common.errors import BodyRefusedError, HttpError, error_response
 from moegguf.serving.turns import current_client
 from moegguf.settings import Network
 
@@ -85,6 +85,10 @@ class AccessControl:
         await self._app(scope, receive, with_cors(send, origin) if origin else send)
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes], origin: str) -> HttpError | None:
+        if b"content-length" in headers and b"transfer-encoding" in headers:  # a proxy may see other requests in it
+            return BodyRefusedError(
+                400, "a body has a Content-Length or a Transfer-Encoding, not both", headers={"connection": "close"}
+            )
         if sum(len(name) + len(value) for name, value in scope["headers"]) > limits.HEADER_BYTES:
             return HttpError(431, f"request headers too large: at most {limits.HEADER_BYTES} bytes are accepted")
         host = headers.get(b"host", b"").decode("latin-1")
