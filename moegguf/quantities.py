@@ -34,6 +34,7 @@ _NUMBER = r"(?:\d{1,30}(?:\.\d{0,30})?|\.\d{1,30})"
 _PART = re.compile(rf"({_NUMBER})(ns|us|µs|μs|ms|s|m|h)", re.ASCII)
 _DURATION = re.compile(rf"([+-]?)((?:{_NUMBER}(?:ns|us|µs|μs|ms|s|m|h)){{1,16}}|{_NUMBER})", re.ASCII)
 _PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,9})?)\s*%", re.ASCII)
+_UP_TO_100 = re.compile(r"(?:[1-9]\d?(?:\.\d{1,9})?|100)", re.ASCII)
 
 
 def _shown(value: object) -> str:
@@ -94,8 +95,10 @@ class ExpertCache:
 def parse_expert_cache(value: str | int | float | ExpertCache) -> ExpertCache:
     """The budget in `value`; a whole number is in bytes.
 
-    Raises BudgetError, stating what is accepted, for zero, negative, NaN, fractions without a unit and other text.
+    Raises BudgetError, stating what is accepted, for zero, negative, NaN, fractions without a unit and other text, also
+    for a text from "1" to "100", which is meant in percent.
     """
+    hint = ""
     if isinstance(value, ExpertCache):
         return value
     if isinstance(value, str):
@@ -106,14 +109,16 @@ def parse_expert_cache(value: str | int | float | ExpertCache) -> ExpertCache:
             fraction = float(match.group(1)) / 100
             if 0 < fraction <= 1:
                 return ExpertCache("fraction", fraction=fraction)
+        if _UP_TO_100.fullmatch(text):
+            hint = f'did you mean "{text}%"? '
     if isinstance(value, float) and math.isfinite(value) and value == int(value):
         value = int(value)
-    if not isinstance(value, float):
+    if not isinstance(value, float) and not hint:
         try:
             return ExpertCache("bytes", n_bytes=parse_size(value))
         except ValueError:
             pass
-    raise BudgetError(f"expert_cache is {_shown(value)}, which is not a budget; {ACCEPTED_BUDGETS}.")
+    raise BudgetError(f"expert_cache is {_shown(value)}, which is not a budget; {hint}{ACCEPTED_BUDGETS}.")
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
-"""Small image files, written without a library: PNG of random pixels, and headers of other formats."""
+"""Small image files: PNG of random pixels and headers of other formats, written without a library; others by Pillow."""
 
 from __future__ import annotations
 
 import base64
+import io
 import random
 import struct
 import zlib
@@ -47,6 +48,35 @@ def png_bomb(width: int, height: int) -> bytes:
 def jpeg_header(width: int, height: int) -> bytes:
     """The beginning of a JPEG: a comment, some padding, a progressive frame."""
     return b"\xff\xd8\xff\xfe\0\x06abcd\xff\xff\xc2\0\x11\x08" + struct.pack(">HH", height, width) + b"\x03" + b"\0" * 9
+
+
+def jpeg(**options: Any) -> bytes:
+    """A JPEG of 32 x 32 random pixels. options: of Pillow's `save`."""
+    return _saved([_random_image(0)], "JPEG", **options)
+
+
+def gif(n_frames: int = 1) -> bytes:
+    """A GIF of 32 x 32 random pixels, animated when it has more than one frame."""
+    first, *others = map(_random_image, range(n_frames))
+    return _saved([first, *others], "GIF", **({"save_all": True, "append_images": others} if others else {}))
+
+
+def with_thumbnail(data: bytes) -> bytes:
+    """A JPEG as cameras write it: a smaller one within a segment before the data, and zeros after the end."""
+    within = b"Exif\0\0" + jpeg(quality=10)
+    return data[:2] + b"\xff\xe1" + struct.pack(">H", 2 + len(within)) + within + data[2:] + bytes(100)
+
+
+def _random_image(seed: int) -> Any:
+    from PIL import Image
+
+    return Image.frombytes("RGB", (32, 32), random.Random(seed).randbytes(3 * 32 * 32))
+
+
+def _saved(images: list[Any], kind: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    images[0].save(file, kind, **options)
+    return file.getvalue()
 
 
 def _chunk(kind: bytes, data: bytes) -> bytes:

@@ -73,7 +73,8 @@ def serve(
         str | None,
         typer.Option(
             metavar="NETWORKS",
-            help='Networks whose clients need no key, such as "192.168.1.0/24"; commas between them.',
+            help='Networks whose clients need no key, such as "192.168.1.0/24", unless a proxy forwards their'
+            " requests; commas between them.",
         ),
     ] = None,
 ) -> int:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from moegguf.engine.error_log import mtmd_log
+from moegguf.engine.image_ends import has_end
 from moegguf.engine.inflation import inflates_within
 from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import ModelFormatError, OptionError
@@ -209,7 +210,7 @@ class Projector:
             return int(mtmd.mtmd_bitmap_init(image.width, image.height, None))
         data, bitmap = (c.c_uint8 * len(image.data)).from_buffer_copy(image.data), None
         # The other half: its pixels. Each row has a byte more, its filter.
-        if inflates_within(image.data, DECODED_BYTES // 2 + image.height):
+        if has_end(image.data) and inflates_within(image.data, DECODED_BYTES // 2 + image.height):
             bitmap = mtmd.mtmd_helper_bitmap_init_from_buf(self._context, data, len(data), False)
         if not bitmap:
             raise OptionError("an image is damaged and cannot be decoded; send it again.")

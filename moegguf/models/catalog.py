@@ -60,8 +60,8 @@ from moegguf.settings import data_folder
 class Catalog:
     """The models that can be used now. Reads the sources at each call, so changes by other processes are seen.
 
-    `paths`: whether a path is accepted as a name, as on a command line; in a server its clients could open any file of
-    the machine. Thread-safe.
+    `paths`: whether a path is accepted as a name, as on a command line, and errors name paths and commands; in a server
+    its clients could open any file of the machine. Thread-safe.
     """
 
     def __init__(self, *, paths: bool = True) -> None:
@@ -99,7 +99,7 @@ class Catalog:
         """
         entry = self._find(os.fspath(name))
         if entry.missing and not even_missing:
-            raise _missing_files(entry)
+            raise _missing_files(entry, paths=self.paths)
         return entry
 
     def modelfile(self, entry: ModelEntry) -> str:
@@ -108,7 +108,7 @@ class Catalog:
 
     def _find(self, text: str) -> ModelEntry:
         if not text.strip():
-            raise ModelNotFoundError(f"a model is a path or a name, but is {text!r}; try {DEMO_NAME!r}.")
+            raise ModelNotFoundError(f"a model is given by its name, but is {text!r}; try {DEMO_NAME!r}.")
         if self.paths and (path := _existing(text, Path.is_file)):
             return _entry_at(path)
         if text.lower() in (DEMO_NAME, f"{DEMO_NAME}:{DEFAULT_TAG}"):
@@ -261,22 +261,23 @@ class Catalog:
         with suppress(ModelNameError):
             name = parse_name(text)
             if name.is_hub and not (ending and self.paths and ":" not in text):
-                return ModelNotFoundError(
-                    f"{name.canonical} is not on this machine; fetch it with `moegguf pull {name.canonical}`."
-                )
+                fetch = f"; fetch it with `moegguf pull {name.canonical}`" * self.paths
+                return ModelNotFoundError(f"{name.canonical} is not on this machine{fetch}.")
         if self.paths and (os.sep in text or ending):
             return _path_not_found(text)
         folder = [name for name, path in models_by_name().items() if begins_as_gguf(path)]
         known = [*folder, DEMO_NAME, *(entry.name.removesuffix(":latest") for entry in self.entries())]
         near = list(dict.fromkeys(difflib.get_close_matches(name_key(text).removesuffix(":latest"), known, n=3)))
         if near:
-            hint = f"did you mean {' or '.join(map(repr, near))}?"
+            hint = f"; did you mean {' or '.join(map(repr, near))}?"
+        elif not self.paths:
+            hint = "."
         elif folder:
-            hint = f"MOEGGUF_MODELS has {', '.join(map(repr, sorted(folder)[:5]))}; a path works too."
+            hint = f"; MOEGGUF_MODELS has {', '.join(map(repr, sorted(folder)[:5]))}; a path works too."
         else:
-            hint = f"give the path of a GGUF file, {DEMO_NAME!r}, or a name in the folder MOEGGUF_MODELS."
+            hint = f"; give the path of a GGUF file, {DEMO_NAME!r}, or a name in the folder MOEGGUF_MODELS."
         return ModelNotFoundError(
-            f"there is no model named {text!r}; {hint} Models of Hugging Face have names such as"
+            f"there is no model named {text!r}{hint} Models of Hugging Face have names such as"
             f" {HUB_HOST}/USER/REPOSITORY:Q4_K_M."
         )
 
@@ -289,7 +290,9 @@ _REMOVAL_HINTS = {
 }
 
 
-def _missing_files(entry: ModelEntry) -> ModelNotFoundError:
+def _missing_files(entry: ModelEntry, *, paths: bool) -> ModelNotFoundError:
+    if not paths:
+        return ModelNotFoundError(f"the files that {entry.name} was made from are no longer there; make it again.")
     files = ", ".join(repr(str(path)) for path in entry.missing[:3]) + ", ..." * (len(entry.missing) > 3)
     again = f", fetch {entry.parent} again with `moegguf pull`" if entry.parent.startswith(f"{HUB_HOST}/") else ""
     return ModelNotFoundError(

@@ -55,7 +55,7 @@ RANGES: dict[str, tuple[float, float]] = {
 """{parameter: (least, most)}"""
 
 _GO_ACTION = re.compile(
-    r"\{\{-?\s*(\.|\$|if\b|range\b|else\b|end\b|with\b|block\b|define\b|template\b|or\b|and\b|eq\b|not\b)"
+    r"\{\{-?\s*(\.|\$|if\b|range\b(?!\()|else\b|end\b|with\b|block\b|define\b|template\b|or\b|and\b|eq\b|not\b)"
 )
 
 

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from moegguf.engine.tiers import parse_vram_cache
+from moegguf.errors import BudgetError
 from moegguf.quantities import parse_expert_cache
 from moegguf.server.common import limits
 from moegguf.server.common.body import read_body
@@ -31,13 +32,19 @@ class BudgetRequest(BaseModel):
 
 
 async def put_budget(request: Request) -> Response:
-    """Replies with what experts have now, and all of the model's memory, in bytes."""
+    """Replies with what experts have now, and all of the model's memory, in bytes.
+
+    Raises HttpError 400 for a budget that cannot be read, is too small or does not fit.
+    """
     body = await read_body(request, BudgetRequest)
     if body.expert_cache is None and body.vram_cache is None:
         raise HttpError(400, "a budget needs expert_cache or vram_cache, but neither is given")
-    expert_cache = None if body.expert_cache is None else parse_expert_cache(body.expert_cache)
-    vram_cache = None if body.vram_cache is None else parse_vram_cache(body.vram_cache)
-    loaded = await request.app.state.manager.set_budget(body.model, expert_cache, vram_cache)
+    try:
+        expert_cache = None if body.expert_cache is None else parse_expert_cache(str(body.expert_cache))
+        vram_cache = None if body.vram_cache is None else parse_vram_cache(str(body.vram_cache))
+        loaded = await request.app.state.manager.set_budget(body.model, expert_cache, vram_cache)
+    except BudgetError as error:
+        raise HttpError(400, str(error)) from None
     slot_bytes, staging_bytes = loaded.plan.get("slot_bytes", 0), loaded.plan.get("staging_bytes", 0)
     in_vram = max(0, loaded.vram_cache_bytes - staging_bytes)
     return JSONResponse(

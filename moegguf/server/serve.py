@@ -137,11 +137,13 @@ class Protocol(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """The reply to invalid HTTP or too long headers: JSON, as all errors."""
+        """The reply to invalid HTTP or too long headers: JSON, as all errors; none behind a reply that has begun."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True  # a body became invalid: its request has no other reply
         body = dumps({"error": f"bad request: {msg.lower()}"}).encode()
         headers = [("content-type", "application/json"), ("connection", "close"), ("content-length", str(len(body)))]
         events = (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage())
-        for event in events:
+        for event in events if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) else ():
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 

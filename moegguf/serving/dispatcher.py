@@ -26,7 +26,7 @@ from dataclasses import replace
 from typing import Any
 
 from moegguf.engine.devices import Device, has_gpu, query_gpus
-from moegguf.errors import BudgetError, BusyError, DeviceLostError, MoeggufError, WorkerError
+from moegguf.errors import BudgetError, BusyError, DeviceLostError, MoeggufError, OptionError, WorkerError
 from moegguf.gguf.experts import FileVersion
 from moegguf.quantities import ExpertCache, format_bytes
 from moegguf.serving.events import LoadOverrides
@@ -412,7 +412,8 @@ class Dispatcher:
             model.default_n_ctx = size.default_n_ctx
             model.measured_for, model.entry, model.overrides = waiter, waiter.entry, waiter.overrides
         except (MoeggufError, OSError) as error:
-            self._fail(model, waiter, error)
+            asked = isinstance(error, BudgetError) and waiter.overrides.expert_cache is not None
+            self._fail(model, waiter, OptionError(str(error)) if asked else error)
         finally:
             model.measuring = False
             self.dispatch()

@@ -133,7 +133,7 @@ class ModelManager:
         canonical = (await self._find(name)).name
         model = self._dispatcher.find(canonical)
         if model is None:
-            raise ModelNotFoundError(f"the model {name!r} is not loaded; `moegguf ps` lists those that are.")
+            raise ModelNotFoundError(f"the model {name!r} is not loaded; a request loads it.")
         await self._dispatcher.set_budget(model, expert_cache, vram_cache)
         return model.status(asyncio.get_running_loop().time())
 

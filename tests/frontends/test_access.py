@@ -182,13 +182,79 @@ def test_without_a_key_a_page_of_another_site_is_told_by_its_host() -> None:
     assert status_of("192.168.1.7", "box.lan:11434", origins=("http://box.lan:*",)) == 200
 
 
-@pytest.mark.parametrize("name", ["X-Forwarded-For", "Forwarded", "X-Real-IP", "Via"])
+FORWARDED = (
+    "X-Forwarded-For", "X-Forwarded-Host", "X-Forwarded-Proto", "X-Forwarded-Port", "X-Forwarded-Server", "X-Forwarded",
+    "X-Forwarded-Prefix", "X-Forwarded-Client-Cert", "X-Forwarded-Whatever", "Forwarded", "Forwarded-For", "Via",
+    "X-Forward-For", "X-Real-IP", "X-Client-IP", "Client-IP", "True-Client-IP", "X-True-Client-IP", "X-Remote-Addr",
+    "X-Cluster-Client-IP", "X-Original-Forwarded-For", "X-Original-Host", "X-Original-URL", "X-Rewrite-URL", "X-Scheme",
+    "X-ProxyUser-Ip", "WL-Proxy-Client-IP", "Proxy-Connection", "X-Originating-IP", "X-Remote-IP", "X-BlueCoat-Via",
+    "CF-Connecting-IP", "CF-Connecting-IPv6", "CF-Ray", "CF-Visitor", "CF-IPCountry", "CDN-Loop", "Cdn-Src-Ip",
+    "Fastly-Client-IP", "Fastly-FF", "Fly-Client-IP", "Fly-Forwarded-Proto", "X-Akamai-Edgescape", "Incap-Client-IP",
+    "Akamai-Origin-Hop", "X-Sucuri-ClientIP", "X-Azure-ClientIP", "X-Azure-FDID", "X-ARR-LOG-ID", "X-Amz-Cf-Id",
+    "X-Amzn-Trace-Id", "CloudFront-Viewer-Address", "X-Appengine-User-IP", "X-Goog-IAP-JWT-Assertion", "X-Vercel-Id",
+    "X-Envoy-External-Address", "X-Envoy-Attempt-Count", "X-NF-Client-Connection-IP", "DO-Connecting-IP", "X-Varnish",
+    "Tailscale-User-Login", "Ngrok-Trace-Id", "X-Railway-Edge", "X-Pomerium-Assertion", "L5d-Client-Id",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORWARDED)
 def test_a_proxys_clients_are_not_trusted_as_the_proxy_is(name: str) -> None:
     added = (name.lower().encode(), b"8.8.8.8")
     for client in ("127.0.0.1", "192.168.1.7"):
         assert status_of(client, "127.0.0.1:11434", added=added) == 403
         assert status_of(client, "127.0.0.1:11434", added=added, api_key=KEY) == 401
         assert status_of(client, "127.0.0.1:11434", added=added, api_key=KEY, key=KEY) == 200
+
+
+def test_what_clients_send_of_their_own_is_no_mark_of_a_proxy() -> None:
+    for name in (
+        "User-Agent", "Accept-Encoding", "Cache-Control", "Origin-Agent-Cluster", "Sec-Fetch-User", "X-Requested-With",
+        "X-Stainless-Arch", "X-Request-Id", "OpenAI-Organization", "OpenAI-Project", "Anthropic-Version", "Traceparent",
+        "Anthropic-Dangerous-Direct-Browser-Access", "X-OpenWebUI-User-Id", "Idempotency-Key", "Priority", "Upgrade",
+    ):  # fmt: skip
+        assert status_of("192.168.1.7", added=(name.lower().encode(), b"x")) == 200, name
+
+
+BOTH = b"Content-Length: %d\r\nTransfer-Encoding: chunked\r\n\r\n"
+HIDDEN = b"GET /api/version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+AMBIGUOUS = {
+    "length first": BOTH % 5 + b"0\r\n\r\n",
+    "length of both requests": BOTH % (5 + len(HIDDEN)) + b"0\r\n\r\n",
+    "coding first": b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
+    "no body by its length": BOTH % 0,
+    "two lengths": b"Content-Length: 0\r\nContent-Length: 51\r\n\r\n",
+    "two lengths in a line": b"Content-Length: 0, 51\r\n\r\n",
+    "two codings": b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n0\r\n\r\n",
+    "another coding": b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+    "a space before the colon": b"Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n",
+    "a chunk that is none": b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+}
+
+
+@pytest.mark.parametrize("method", [b"GET /api/version", b"POST /api/show"])
+@pytest.mark.parametrize("name", AMBIGUOUS)
+def test_a_body_that_a_proxy_may_end_elsewhere_ends_the_connection(
+    url: str, caplog: pytest.LogCaptureFixture, name: str, method: bytes
+) -> None:
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection, connection.makefile("rb") as file:
+        connection.sendall(method + b" HTTP/1.1\r\nHost: localhost\r\n" + AMBIGUOUS[name] + HIDDEN)
+        answer = file.read()  # to the end of the connection
+    assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1") == 1
+    assert b"\r\nconnection: close\r\n" in answer and b'{"error":' in answer
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_a_body_that_becomes_invalid_behind_a_reply_ends_the_connection(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection, connection.makefile("rb") as file:
+        connection.sendall(b"POST /api/show HTTP/1.1\r\nHost: localhost\r\n" + BOTH % 5)
+        assert b" 400 " in file.readline()
+        connection.sendall(b"zz\r\n" + HIDDEN)
+        assert b"HTTP/1.1" not in file.read()
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_networks_are_checked(moegguf: Command) -> None:
@@ -242,6 +308,7 @@ def test_another_address_than_loopback_needs_a_key(moegguf: Command) -> None:
         (("--host", "http://a:b@c"), "not an address"),
         (("--memory", "lots"), "--memory"),
         (("--expert-cache", "lots"), "not a budget"),
+        (("--expert-cache", "50"), 'did you mean "50%"'),
         (("--host", "203.0.113.7", "--api-key", "k"), "cannot listen"),
     ],
 )

@@ -12,7 +12,7 @@ import openai
 import pytest
 from chat_terminal import demo_chat
 from command_line import Command
-from pictures import base64_of, png, png_bomb
+from pictures import base64_of, gif, jpeg, png, png_bomb, with_thumbnail
 from servers import Server, serving
 
 from moegguf.gguf.experts import read_layout
@@ -82,6 +82,13 @@ def test_openai_s_forms(vision: Server) -> None:
     ("data", "reason"),
     [
         (png(64, 64)[:-3000], "damaged"),
+        (jpeg()[:-2], "damaged"),
+        (jpeg()[:-500], "damaged"),
+        (jpeg(progressive=True)[:-300], "damaged"),
+        (with_thumbnail(jpeg())[:-300], "damaged"),
+        (gif()[:-1], "damaged"),
+        (gif()[:-500], "damaged"),
+        (gif(3)[:-500], "damaged"),
         (png_bomb(60000, 60000), "pixels"),
         (b"RIFF\0\0\0\0WEBPVP8 ", "WebP"),
     ],
@@ -91,6 +98,14 @@ def test_bad_images_are_the_client_s_error(vision: Server, data: bytes, reason: 
     assert reply.status == 400 and reason in reply.error
     assert chat(vision, "no base64!").status == 400
     assert chat(vision, base64_of(png())).status == 200
+
+
+@pytest.mark.parametrize(
+    "data", [jpeg(), jpeg(progressive=True), with_thumbnail(jpeg()), gif(), gif(3)],
+    ids=("baseline", "progressive", "camera", "GIF", "animated"),
+)  # fmt: skip
+def test_whole_images_of_each_kind_are_read(vision: Server, data: bytes) -> None:
+    assert chat(vision, base64_of(data)).status == 200
 
 
 def test_a_model_without_projector_says_so(vision: Server) -> None:

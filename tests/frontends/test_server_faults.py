@@ -278,6 +278,28 @@ def test_hostile_bodies_are_refused_fast_and_free_their_memory(server: Server, n
     assert process.memory_info().rss - before < 2 * (8 << 20)
 
 
+@pytest.mark.parametrize("budget", ["2%", "0", 0, -1, "50", 50, "7 B", "lots", "1KiB"])
+def test_a_budget_that_no_model_runs_in_is_the_client_s_error(server: Server, budget: str | int) -> None:
+    assert server.call("/api/generate", {"model": "demo", "keep_alive": 60}).status == 200
+    reply = server.call("/budget", {"model": "demo", "expert_cache": budget}, method="PUT")
+    assert reply.status == 400 and "expert_cache" in reply.error
+    assert ('did you mean "50%"' in reply.error) == (str(budget) == "50")
+    asked = {"model": "demo", "prompt": "x", "options": {"expert_cache": budget, "num_predict": 1}}
+    for path in ("/api/generate", "/api/embed"):
+        reply = server.call(path, {**asked, "input": "x", "stream": False})
+        assert reply.status == 400 and "expert_cache" in reply.error
+    assert server.call("/api/generate", {"model": "demo", "prompt": "x", "stream": False}).status == 200
+
+
+def test_a_budget_of_a_tier_or_a_model_that_is_not_there_is_the_client_s_error(server: Server) -> None:
+    server.call("/api/generate", {"model": "demo", "keep_alive": 60})
+    reply = server.call("/budget", {"model": "demo", "vram_cache": "50%"}, method="PUT")
+    assert reply.status == 400 and "no slots in VRAM" in reply.error
+    for name in ("nobody", "tiny-that-is-not-there"):
+        reply = server.call("/budget", {"model": name, "expert_cache": "50%"}, method="PUT")
+        assert reply.status == 404 and "path" not in reply.error and "MOEGGUF" not in reply.error
+
+
 def test_a_content_length_of_a_gigabyte_is_refused_before_the_body(server: Server) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
         head = b"POST /api/chat HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1073741824\r\n\r\n"

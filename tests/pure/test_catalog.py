@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import subprocess
 import sys
 from datetime import UTC
@@ -72,6 +73,24 @@ def test_where_paths_are_not_allowed_none_is_opened_or_told(tmp_path: Path, monk
         assert "secret.gguf'?" not in str(refused.value)
     with pytest.raises(ModelNotFoundError):
         served.find("")
+
+
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_clients_of_a_server_are_told_no_path_and_no_command(
+    catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_folder: bool
+) -> None:
+    if has_folder:
+        (tmp_path / "known.gguf").write_bytes(b"GGUF")
+        monkeypatch.setenv("MOEGGUF_MODELS", str(tmp_path))
+    (tmp_path / "gone.gguf").write_bytes(b"GGUF")
+    catalog.create("mine", Recipe(from_=str(tmp_path / "gone.gguf")))
+    (tmp_path / "gone.gguf").unlink()
+    for name in ("", "xyzzy", "knwn", "demmo", "xyzzy.gguf", "user/repo", "hf.co/user/repo:Q4_K_M", "mine"):
+        with pytest.raises(ModelNotFoundError) as refused:
+            Catalog(paths=False).find(name)
+        assert not re.search(r"path|moegguf |MOEGGUF_|folder|" + re.escape(str(tmp_path)), str(refused.value)), name
+    with pytest.raises(ModelNotFoundError, match="no model named 'demmo'; did you mean 'demo'"):
+        Catalog(paths=False).find("demmo")
 
 
 def test_files_in_moegguf_models_are_listed_once(

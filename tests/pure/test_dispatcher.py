@@ -7,11 +7,13 @@ import contextlib
 import os
 import signal
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from scripted_manager import FakeCatalog, answer_text, generate, in_loop, manager_of, until
 
 from moegguf.errors import (
+    BudgetError,
     BusyError,
     ContextError,
     ModelFormatError,
@@ -61,6 +63,21 @@ async def test_the_last_event_has_the_timing(catalog: FakeCatalog) -> None:
             assert [type(event) for event in events] == [Delta, Done]
             assert isinstance(events[-1], Done) and events[-1].timing.finish == "stop"
             assert (events[-1].load_s > 0) is first
+
+
+@in_loop
+async def test_a_budget_that_a_request_asks_for_is_its_own_error_and_one_of_the_server_is_not(
+    catalog: FakeCatalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> NoReturn:
+        raise BudgetError("it holds 1 experts")
+
+    monkeypatch.setattr(catalog, "measure", refuse)
+    async with manager_of(catalog) as manager:
+        with pytest.raises(BudgetError, match="1 experts"):
+            await manager.load("a")
+        with pytest.raises(OptionError, match="1 experts"):
+            await manager.load("a", LoadOverrides(expert_cache="2%"))
 
 
 @in_loop

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pictures import base64_of, deep_png, image, jpeg_header, message, png, png_bomb
+from pictures import base64_of, deep_png, gif, image, jpeg, jpeg_header, message, png, png_bomb, with_thumbnail
 
 from moegguf.chat.image_files import begins_with_image, extract_images
+from moegguf.engine.image_ends import has_end
 from moegguf.errors import ModelFormatError, OptionError
 from moegguf.generate.images import MAX_IMAGE_BYTES, MAX_IMAGES, image_part, mark_images, read_image, text_of
 from moegguf.gguf.projector import read_projector
@@ -53,6 +54,36 @@ def test_dimensions_are_read_without_decoding(data: bytes, size: tuple[int, int]
 def test_what_would_not_fit_or_decode_is_refused(data: bytes, reason: str) -> None:
     with pytest.raises(OptionError, match=reason):
         read_image(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        jpeg(),
+        jpeg(progressive=True),
+        jpeg(restart_marker_blocks=1),
+        jpeg(comment=b"a" * 300, quality=100),
+        with_thumbnail(jpeg(progressive=True)),
+        gif(),
+        gif(3),
+    ],
+    ids=("baseline", "progressive", "restarts", "comment", "thumbnail", "GIF", "animated"),
+)
+def test_a_file_without_its_end_is_told_wherever_it_is_cut(data: bytes) -> None:
+    assert has_end(data) and has_end(data + b"\0\xff\xd8more") and read_image(data).width == 32
+    whole = data.rstrip(b"\0")
+    assert [n for n in range(6, len(whole)) if has_end(data[:n])] == []
+
+
+def test_the_end_is_found_in_files_that_other_programs_write_or_nobody_does() -> None:
+    start, *rest = gif(2).partition(b"\x2c")
+    assert has_end(b"".join((start, b"\0\0", *rest))), "zeros between two blocks"
+    plain = jpeg()
+    assert has_end(plain[:-2] + b"\xff\xff\xff\xd9"), "fill bytes before a marker"
+    assert has_end(png()) and has_end(b"") and has_end(b"RIFF")
+    assert not has_end(b"\xff\xd8" + b"\xff\xe0\0\x02" * 10_000 + b"\xff\xd9"), "too many segments"
+    assert not has_end(b"\xff\xd8" + b"\xff" * MAX_IMAGE_BYTES)
+    assert not has_end(b"\xff\xd8\xff\xda\0\2" + b"\xff\0" * (MAX_IMAGE_BYTES // 2))
 
 
 @pytest.mark.parametrize("text", ["!!!", "data:image/png;base64,AAAA", "é"])

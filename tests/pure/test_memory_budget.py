@@ -244,6 +244,7 @@ def test_a_budget_of_a_loaded_model_is_whole_slots_of_what_it_was_loaded_with(bu
 
 def test_a_budget_below_a_slot_is_refused_in_the_users_words() -> None:
     assert expert_cache_within(parse_expert_cache("7 B"), 100, 10, 400) == 7
+    assert expert_cache_within(parse_expert_cache("0.5%"), 100, 10, 400) == 5
 
 
 def test_a_model_without_experts_has_no_budget_for_them() -> None:

@@ -25,6 +25,7 @@ from moegguf.models.recipe import (
     check_messages,
     check_parameters,
     check_text,
+    jinja_or_none,
     left_out,
     parse_parameter,
 )
@@ -95,6 +96,13 @@ def test_templates_of_go_are_left_out() -> None:
     (sentence,) = left_out(parse('FROM a\nTEMPLATE """{{ if .System }}{{ .System }}{{ end }}{{ .Prompt }}"""'))
     assert "Go's language" in sentence
     assert left_out(parse("FROM a\nTEMPLATE {{ messages[0].content }}")) == []
+
+
+def test_a_template_of_jinja_may_begin_with_its_range() -> None:
+    for text in ("{{ range(3) | join(' ') }}{{ messages[-1].content }}", "{{range(messages | length)}}"):
+        assert left_out(parse(f"FROM a\nTEMPLATE {text}")) == [] and jinja_or_none(text) == text
+    for text in ("{{ range .Messages }}", "{{- range (slice .Messages 1) }}", "{{ range(.Messages) }}{{ end }}"):
+        assert jinja_or_none(text) is None
 
 
 def entry_of(**values: Any) -> ModelEntry:

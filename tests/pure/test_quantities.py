@@ -105,6 +105,15 @@ def test_bad_budgets_say_what_is_accepted(value: object) -> None:
     assert len(str(caught.value)) < 300
 
 
+@pytest.mark.parametrize("text", ["50", " 100 ", "1", "12.5"])
+def test_a_bare_number_up_to_100_is_asked_back_in_percent(text: str) -> None:
+    with pytest.raises(BudgetError, match=f'did you mean "{text.strip()}%"') as caught:
+        parse_expert_cache(text)
+    assert len(str(caught.value)) < 300
+    assert parse_expert_cache("101").n_bytes == 101 and parse_expert_cache("50 B").n_bytes == 50
+    assert parse_expert_cache(50).n_bytes == 50, "a number from a program is in bytes"
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.text(max_size=30))
 def test_any_text_is_a_budget_or_a_budget_error(text: str) -> None:

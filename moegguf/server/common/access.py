@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moegguf.server.common import limits
-from moegguf.server.common.errors import HttpError, error_response
+from moegguf.server.common.errors import BodyRefusedError, HttpError, error_response
 from moegguf.serving.turns import current_client
 from moegguf.settings import Network
 
@@ -33,7 +33,13 @@ ORIGINS = (
 )
 OPEN_PATHS = ("/", "/health")  # need no key: they only show that the server runs
 OPEN_PREFIX = "/page/"
-FORWARDED = {b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip"}  # added by proxies
+# In the names of headers that proxies, load balancers, CDNs and tunnels add: what they tell of a client, and products.
+FORWARDED = re.compile(
+    rb"forward|proxy|(?:client|connecting|originating|real|remote|source|src|user)-?(?:addr|ip)"
+    rb"|^via$|-via$|^x-amz(?:-cf|n-trace)-id$|^x-(?:rewrite-url|scheme)$"
+    rb"|^(?:x-)?(?:akamai|appengine|arr|azure|cdn|cf|cloudfront|envoy|fastly|fly|goog-iap|l5d|nf|ngrok|original|pomerium"
+    rb"|railway|tailscale|varnish|vercel)(?:-|$)"
+)
 METHODS = "GET, POST, PUT, DELETE, HEAD, OPTIONS"
 HEADERS = {"authorization", "content-type", "user-agent", "accept", "x-api-key", "x-requested-with"}
 HEADER_FAMILIES = ("x-stainless-", "openai-", "anthropic-")
@@ -79,6 +85,10 @@ class AccessControl:
         await self._app(scope, receive, with_cors(send, origin) if origin else send)
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes], origin: str) -> HttpError | None:
+        if b"content-length" in headers and b"transfer-encoding" in headers:  # a proxy may see other requests in it
+            return BodyRefusedError(
+                400, "a body has a Content-Length or a Transfer-Encoding, not both", headers={"connection": "close"}
+            )
         if sum(len(name) + len(value) for name, value in scope["headers"]) > limits.HEADER_BYTES:
             return HttpError(431, f"request headers too large: at most {limits.HEADER_BYTES} bytes are accepted")
         host = headers.get(b"host", b"").decode("latin-1")
@@ -91,7 +101,7 @@ class AccessControl:
             return None
         if any(hmac.compare_digest(headers.get(name, b""), key) for name, key in self._keys):
             return None
-        if self._is_trusted(scope["client"]) and not FORWARDED & headers.keys():
+        if self._is_trusted(scope["client"]) and not any(map(FORWARDED.search, headers)):
             return self._refusal_of_trusted(host)
         if not self._keys:
             return HttpError(403, "not directly from a network that the server trusts (--trust-network)")

@@ -36,7 +36,7 @@ def _integral(value: Any) -> Any:
 
 def _budget(value: str | int | None) -> str | None:
     if value is not None:
-        parse_expert_cache(value)
+        parse_expert_cache(str(value))
     return None if value is None else str(value)
 
 
