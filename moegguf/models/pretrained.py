@@ -57,16 +57,13 @@ def _paths(repo_id: str, cache: Folder) -> tuple[list[str], Path | None]:
 
 def _snapshot(repo_id: str, cache: Folder, **options: Any) -> Path:
     """huggingface_hub.snapshot_download, with its errors as ours."""
-    import httpx2
     import huggingface_hub
 
-    from moegguf.models.hub_api import to_moegguf_error
+    from moegguf.models.hub_api import hub_errors
 
     known = {"endpoint": hub_endpoint(), "token": hub_token() or False, "cache_dir": cache or hub_cache()}
-    try:
+    with hub_errors(repo_id):
         return Path(huggingface_hub.snapshot_download(repo_id, **known, **options))
-    except (httpx2.HTTPError, OSError, ValueError) as error:
-        raise to_moegguf_error(error, repo_id) from error
 
 
 def _files(paths: Sequence[str], repo_id: str, filename: str | None) -> tuple[str, ...]:
