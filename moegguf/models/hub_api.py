@@ -1,7 +1,7 @@
 """Asks the Hub for a repository's list of files and for bytes of one, with retries, and turns its errors into ours.
 
-Imports huggingface_hub, which is slow: import this only when something is fetched. Addresses, tokens and folders come
-from models/hub.py at each call, because huggingface_hub reads its environment variables only once.
+Imports huggingface_hub, which is slow: import this only when something is fetched. Addresses and folders come from
+models/hub.py at each call, because huggingface_hub reads their environment variables only once; tokens are its own.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 import httpx2
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
     OfflineModeIsEnabled,
+    OIDCError,
     RemoteEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -29,7 +30,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
 from moegguf.errors import ModelNotFoundError, MoeggufError, PullError
-from moegguf.models.hub import hub_endpoint, hub_token
+from moegguf.models.hub import hub_endpoint
 from moegguf.package import __version__
 
 TRIES = 4
@@ -74,9 +75,7 @@ class Repository:
 
 def read_repository(repo: str, stopped: threading.Event) -> Repository:
     """The newest commit of `main` of "user/repo". Raises ModelNotFoundError, PullError, Stopped."""
-    api = HfApi(
-        endpoint=hub_endpoint(), token=hub_token() or False, library_name="moegguf", library_version=__version__
-    )
+    api = HfApi(endpoint=hub_endpoint(), library_name="moegguf", library_version=__version__)
     with hub_errors(repo):
         info = with_retries(lambda: api.model_info(repo, files_metadata=True, timeout=TIMEOUT_S), stopped)
     commit = str(info.sha or "")
@@ -107,7 +106,7 @@ def open_bytes(file: HubFile, begin: int, end: int | None = None) -> Iterator[ht
     Raises PullError for other bytes than were asked for, and the errors of httpx2 and huggingface_hub.
     """
     url = f"{hub_endpoint()}/{file.repo}/resolve/{file.commit}/{quote(file.path)}"
-    headers = build_hf_headers(token=hub_token() or False, library_name="moegguf", library_version=__version__)
+    headers = build_hf_headers(library_name="moegguf", library_version=__version__)
     headers["Accept-Encoding"] = "identity"
     if begin or end:
         headers["Range"] = f"bytes={begin}-{end - 1 if end else ''}"
@@ -164,17 +163,17 @@ def hub_errors(repo: str, path: str = "") -> Iterator[None]:
         yield
     except MoeggufError:
         raise
-    except (httpx2.HTTPError, httpx2.InvalidURL, OSError, ValueError, RuntimeError) as error:
+    except (httpx2.HTTPError, httpx2.InvalidURL, OIDCError, OSError, ValueError, RuntimeError) as error:
         raise _to_moegguf_error(error, repo, path) from error
 
 
 def _to_moegguf_error(error: BaseException, repo: str, path: str) -> MoeggufError:
     """The error of the Hub or of the network as one of ours, with the next step."""
     what, page = f"{repo}/{path}" if path else repo, f"{hub_endpoint()}/{repo}"
-    token = "the token in HF_TOKEN" if hub_token() else "no token is set: put one into HF_TOKEN"
     if isinstance(error, GatedRepoError):
         return PullError(
-            f"{repo!r} is gated: accept its licence at {page} and set HF_TOKEN to a token of that account ({token})."
+            f"{repo!r} is gated: accept its licence at {page} and set HF_TOKEN to a token of that account"
+            f" ({_token_words()})."
         )
     if isinstance(error, RemoteEntryNotFoundError):
         return ModelNotFoundError(f"there is no file {path!r} in {repo!r} on the hub; see {page}/tree/main.")
@@ -183,10 +182,10 @@ def _to_moegguf_error(error: BaseException, repo: str, path: str) -> MoeggufErro
     if isinstance(error, RepositoryNotFoundError | HFValidationError):
         return ModelNotFoundError(
             f"there is no repository {repo!r} at {hub_endpoint()}, or it is private: check the name; for a private one"
-            f" set HF_TOKEN ({token})."
+            f" set HF_TOKEN ({_token_words()})."
         )
     if isinstance(error, HfHubHTTPError):
-        return _status_error(error.response.status_code, what, page, token)
+        return _status_error(error.response.status_code, what, page)
     if isinstance(error, httpx2.TooManyRedirects):
         return PullError(f"{hub_endpoint()} redirects {what!r} in a loop; check HF_ENDPOINT and proxies.")
     if isinstance(error, OfflineModeIsEnabled):
@@ -198,11 +197,11 @@ def _to_moegguf_error(error: BaseException, repo: str, path: str) -> MoeggufErro
     )
 
 
-def _status_error(status: int, what: str, page: str, token: str) -> PullError:
+def _status_error(status: int, what: str, page: str) -> PullError:
     if status in (401, 403):
         return PullError(
             f"the hub denied access to {what!r} ({status}): accept the licence at {page}, if there is one, and set"
-            f" HF_TOKEN to a token that may read it ({token})."
+            f" HF_TOKEN to a token that may read it ({_token_words()})."
         )
     if status == 429:
         return PullError(
@@ -211,3 +210,7 @@ def _status_error(status: int, what: str, page: str, token: str) -> PullError:
     return PullError(
         f"the hub answered {status} for {what!r}; try again later, the download continues where it stopped."
     )
+
+
+def _token_words() -> str:
+    return "the token in HF_TOKEN" if get_token() else "no token is set: put one into HF_TOKEN"

@@ -28,7 +28,7 @@ from huggingface_hub.utils import WeakFileLock, tqdm
 from moegguf.errors import ModelFormatError, PullError
 from moegguf.gguf.reader import MAGIC
 from moegguf.models.blobs import free_bytes, sync_folder
-from moegguf.models.hub import hub_cache, hub_endpoint, hub_token, repo_folder
+from moegguf.models.hub import hub_cache, hub_endpoint, repo_folder
 from moegguf.models.hub_api import HubFile, Stopped, hub_errors, open_bytes, with_retries
 from moegguf.package import __version__
 from moegguf.quantities import format_bytes
@@ -219,7 +219,7 @@ def _fetch_chunked(file: HubFile, on_bytes: OnBytes, stopped: threading.Event) -
 
     hf_hub_download(
         file.repo, file.path, revision=file.commit, cache_dir=hub_cache(), endpoint=hub_endpoint(),
-        token=hub_token() or False, tqdm_class=Bar, library_name="moegguf", library_version=__version__,
+        tqdm_class=Bar, library_name="moegguf", library_version=__version__,
     )  # fmt: skip
 
 
