@@ -20,6 +20,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from huggingface_hub import constants
 
 CHUNK = 1 << 14
 OTHERS = (
@@ -139,6 +140,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.answer()
+
+    def do_POST(self) -> None:
+        """Exchanges any refresh token for the access token that may read."""
+        self.close_connection = True  # the body is not read
+        self.say(200, body=json.dumps({"access_token": self.hub.TOKEN, "expires_in": 1 << 20}).encode())
 
     def answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
@@ -298,4 +304,6 @@ def hub_in_use(home: Path) -> Iterator[FakeHub]:
             patch.delenv(name, raising=False)
         for name, value in hub.environment(home).items():
             patch.setenv(name, value)
+        for name in ("token", "stored_tokens"):  # huggingface_hub reads the environment only once
+            patch.setattr(constants, f"HF_{name.upper()}_PATH", str(home / "hf" / name))
         yield hub

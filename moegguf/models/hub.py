@@ -23,16 +23,11 @@ MAX_REF_BYTES = 128
 _TRUE = {"1", "ON", "YES", "TRUE"}
 
 
-def hub_home() -> Path:
-    """HF_HOME, by huggingface_hub's rules; read at each call."""
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return _path(os.environ.get("HF_HOME") or os.path.join(cache, "huggingface"))
-
-
 def hub_cache() -> Path:
-    """The folder of the cache."""
+    """The folder of the cache, by huggingface_hub's rules; read at each call, where that reads them at import."""
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
-    return _path(named) if named else hub_home() / "hub"
+    return Path(os.path.expandvars(os.path.expanduser(named or os.path.join(home, "hub"))))
 
 
 def hub_endpoint() -> str:
@@ -40,26 +35,10 @@ def hub_endpoint() -> str:
     return (os.environ.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
 
 
-def hub_token() -> str | None:
-    """The access token: HF_TOKEN, or the one that `hf auth login` stored."""
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
-        if token := os.environ.get(name, "").strip():
-            return token
-    stored = os.environ.get("HF_TOKEN_PATH")
-    try:
-        return (_path(stored) if stored else hub_home() / "token").read_text(encoding="utf-8").strip() or None
-    except (OSError, UnicodeDecodeError):
-        return None
-
-
 def hub_offline() -> bool:
     """Whether HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set."""
     value = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
     return value.upper() in _TRUE
-
-
-def _path(text: str) -> Path:
-    return Path(os.path.expandvars(os.path.expanduser(text)))
 
 
 @dataclass(frozen=True)

@@ -1,38 +1,43 @@
-"""Reads the list of a repository's files from the Hub, with retries, and turns the Hub's errors into ours.
+"""Asks the Hub for a repository's list of files and for bytes of one, with retries, and turns its errors into ours.
 
-Imports huggingface_hub, which is slow: import this only when something is fetched. Addresses, tokens and folders come
-from models/hub.py at each call, because huggingface_hub reads its environment variables only once.
+Imports huggingface_hub, which is slow: import this only when something is fetched. Addresses and folders come from
+models/hub.py at each call, because huggingface_hub reads their environment variables only once; tokens are its own.
 """
 
 from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import httpx2
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
     OfflineModeIsEnabled,
+    OIDCError,
     RemoteEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
 from moegguf.errors import ModelNotFoundError, MoeggufError, PullError
-from moegguf.models.hub import hub_endpoint, hub_token
+from moegguf.models.hub import hub_endpoint
 from moegguf.package import __version__
 
 TRIES = 4
 WAIT_S = 1.0  # before the second try; doubled before each further one
 MAX_WAIT_S = 30.0
 TIMEOUT_S = 20.0  # without a byte
+PROGRESS_BYTES = 1 << 20  # a try that received this much resets the count of failures
 TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 
 _HEX64, _HEX40 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
@@ -45,8 +50,10 @@ class Stopped(Exception):  # noqa: N818 (a state asked for, not a fault)
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of a repository. `etag`: the SHA-256 of a large file, the git hash of a small one."""
+    """A file of a repository's commit. `etag`: the SHA-256 of a large file, the git hash of a small one."""
 
+    repo: str
+    commit: str
     path: str
     size_bytes: int
     etag: str
@@ -68,19 +75,18 @@ class Repository:
 
 def read_repository(repo: str, stopped: threading.Event) -> Repository:
     """The newest commit of `main` of "user/repo". Raises ModelNotFoundError, PullError, Stopped."""
-    api = HfApi(
-        endpoint=hub_endpoint(), token=hub_token() or False, library_name="moegguf", library_version=__version__
-    )
-    info = with_retries(lambda: api.model_info(repo, files_metadata=True, timeout=TIMEOUT_S), repo, stopped)
+    api = HfApi(endpoint=hub_endpoint(), library_name="moegguf", library_version=__version__)
+    with hub_errors(repo):
+        info = with_retries(lambda: api.model_info(repo, files_metadata=True, timeout=TIMEOUT_S), stopped)
     commit = str(info.sha or "")
     if not _HEX40.fullmatch(commit):
         raise PullError(f"{hub_endpoint()} sent no commit of {repo!r}; try again later.")
-    files = [file for sibling in info.siblings or [] if (file := _file(sibling))]
     name = info.id if isinstance(info.id, str) and info.id.lower() == repo.lower() else repo
+    files = [file for sibling in info.siblings or [] if (file := _file(name, commit, sibling))]
     return Repository(name, commit, {file.path: file for file in files})
 
 
-def _file(sibling: Any) -> HubFile | None:
+def _file(repo: str, commit: str, sibling: Any) -> HubFile | None:
     """None for a file without a size, a digest or a relative path inside the repository."""
     path, lfs = str(sibling.rfilename), sibling.lfs or {}
     etag = str(lfs.get("sha256") or sibling.blob_id or "")
@@ -90,31 +96,57 @@ def _file(sibling: Any) -> HubFile | None:
         return None
     if not (_HEX64.fullmatch(etag) or _HEX40.fullmatch(etag)) or not isinstance(size, int) or size < 0:
         return None
-    return HubFile(path, size, etag)
+    return HubFile(repo, commit, path, size, etag)
 
 
-def with_retries(call: Callable[[], Result], repo: str, stopped: threading.Event) -> Result:
-    """The result of `call`, repeated after transient errors. Raises `to_moegguf_error` of the last one, or Stopped."""
-    for attempt in range(TRIES):
+@contextmanager
+def open_bytes(file: HubFile, begin: int, end: int | None = None) -> Iterator[httpx2.Response]:
+    """A response with the file's bytes from `begin` on, up to `end` (status 206), or with all (200).
+
+    Raises PullError for other bytes than were asked for, and the errors of httpx2 and huggingface_hub.
+    """
+    url = f"{hub_endpoint()}/{file.repo}/resolve/{file.commit}/{quote(file.path)}"
+    headers = build_hf_headers(library_name="moegguf", library_version=__version__)
+    headers["Accept-Encoding"] = "identity"
+    if begin or end:
+        headers["Range"] = f"bytes={begin}-{end - 1 if end else ''}"
+    with get_session().stream("GET", url, headers=headers, timeout=TIMEOUT_S, follow_redirects=True) as response:
+        hf_raise_for_status(response)
+        stated = response.headers.get("Content-Range", "")
+        if response.status_code == 206 and not stated.startswith(f"bytes {begin}-"):
+            raise PullError(
+                f"{file.repo}/{file.path}: asked for the bytes from {begin} on, the hub sent {stated[:60]!r};"
+                " try again, or check HF_ENDPOINT and what is between."
+            )
+        yield response
+
+
+def with_retries(
+    call: Callable[[], Result], stopped: threading.Event, received_bytes: Callable[[], int] = lambda: 0
+) -> Result:
+    """The result of `call`, repeated after transient errors until TRIES in a row received less than PROGRESS_BYTES.
+
+    Raises the last error, or Stopped.
+    """
+    n_failures = 0
+    while True:
+        before = received_bytes()
         try:
             return call()
-        except MoeggufError:
-            raise
-        except (httpx2.HTTPError, OfflineModeIsEnabled, ValueError, OSError) as error:
-            if attempt + 1 == TRIES or not is_transient(error):
-                raise to_moegguf_error(error, repo) from error
-            wait_before_retry(error, attempt, stopped)
-    raise AssertionError("unreachable")
+        except httpx2.HTTPError as error:
+            n_failures = 0 if received_bytes() - before >= PROGRESS_BYTES else n_failures + 1
+            if n_failures == TRIES or not _is_transient(error):
+                raise
+            _wait_before_retry(error, max(0, n_failures - 1), stopped)
 
 
-def is_transient(error: BaseException) -> bool:
-    """Whether a retry may succeed."""
+def _is_transient(error: BaseException) -> bool:
     if isinstance(error, HfHubHTTPError):
         return error.response.status_code in TRANSIENT
     return isinstance(error, httpx2.TransportError) and not isinstance(error, httpx2.UnsupportedProtocol)
 
 
-def wait_before_retry(error: BaseException, attempt: int, stopped: threading.Event) -> None:
+def _wait_before_retry(error: BaseException, attempt: int, stopped: threading.Event) -> None:
     """Waits after try number `attempt` (from 0), at least the response's Retry-After. Raises Stopped."""
     wait_s = WAIT_S * 2.0**attempt
     if isinstance(error, HfHubHTTPError):
@@ -124,13 +156,24 @@ def wait_before_retry(error: BaseException, attempt: int, stopped: threading.Eve
         raise Stopped
 
 
-def to_moegguf_error(error: BaseException, repo: str, path: str = "") -> MoeggufError:
+@contextmanager
+def hub_errors(repo: str, path: str = "") -> Iterator[None]:
+    """Raises errors of the Hub, of the network and of huggingface_hub inside the `with` as ours."""
+    try:
+        yield
+    except MoeggufError:
+        raise
+    except (httpx2.HTTPError, httpx2.InvalidURL, OIDCError, OSError, ValueError, RuntimeError) as error:
+        raise _to_moegguf_error(error, repo, path) from error
+
+
+def _to_moegguf_error(error: BaseException, repo: str, path: str) -> MoeggufError:
     """The error of the Hub or of the network as one of ours, with the next step."""
     what, page = f"{repo}/{path}" if path else repo, f"{hub_endpoint()}/{repo}"
-    token = "the token in HF_TOKEN" if hub_token() else "no token is set: put one into HF_TOKEN"
     if isinstance(error, GatedRepoError):
         return PullError(
-            f"{repo!r} is gated: accept its licence at {page} and set HF_TOKEN to a token of that account ({token})."
+            f"{repo!r} is gated: accept its licence at {page} and set HF_TOKEN to a token of that account"
+            f" ({_token_words()})."
         )
     if isinstance(error, RemoteEntryNotFoundError):
         return ModelNotFoundError(f"there is no file {path!r} in {repo!r} on the hub; see {page}/tree/main.")
@@ -139,10 +182,10 @@ def to_moegguf_error(error: BaseException, repo: str, path: str = "") -> Moegguf
     if isinstance(error, RepositoryNotFoundError | HFValidationError):
         return ModelNotFoundError(
             f"there is no repository {repo!r} at {hub_endpoint()}, or it is private: check the name; for a private one"
-            f" set HF_TOKEN ({token})."
+            f" set HF_TOKEN ({_token_words()})."
         )
     if isinstance(error, HfHubHTTPError):
-        return _status_error(error.response.status_code, what, page, token)
+        return _status_error(error.response.status_code, what, page)
     if isinstance(error, httpx2.TooManyRedirects):
         return PullError(f"{hub_endpoint()} redirects {what!r} in a loop; check HF_ENDPOINT and proxies.")
     if isinstance(error, OfflineModeIsEnabled):
@@ -154,11 +197,11 @@ def to_moegguf_error(error: BaseException, repo: str, path: str = "") -> Moegguf
     )
 
 
-def _status_error(status: int, what: str, page: str, token: str) -> PullError:
+def _status_error(status: int, what: str, page: str) -> PullError:
     if status in (401, 403):
         return PullError(
             f"the hub denied access to {what!r} ({status}): accept the licence at {page}, if there is one, and set"
-            f" HF_TOKEN to a token that may read it ({token})."
+            f" HF_TOKEN to a token that may read it ({_token_words()})."
         )
     if status == 429:
         return PullError(
@@ -167,3 +210,7 @@ def _status_error(status: int, what: str, page: str, token: str) -> PullError:
     return PullError(
         f"the hub answered {status} for {what!r}; try again later, the download continues where it stopped."
     )
+
+
+def _token_words() -> str:
+    return "the token in HF_TOKEN" if get_token() else "no token is set: put one into HF_TOKEN"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moegguf.errors import ModelNotFoundError, MoeggufError, PullError
-from moegguf.models.hub import hub_cache, hub_endpoint, hub_offline, hub_token
+from moegguf.models.hub import hub_cache, hub_endpoint, hub_offline
 from moegguf.models.names import DEFAULT_TAG
 from moegguf.models.selection import is_model, models_in, select_files
 
@@ -57,16 +57,13 @@ def _paths(repo_id: str, cache: Folder) -> tuple[list[str], Path | None]:
 
 def _snapshot(repo_id: str, cache: Folder, **options: Any) -> Path:
     """huggingface_hub.snapshot_download, with its errors as ours."""
-    import httpx2
     import huggingface_hub
 
-    from moegguf.models.hub_api import to_moegguf_error
+    from moegguf.models.hub_api import hub_errors
 
-    known = {"endpoint": hub_endpoint(), "token": hub_token() or False, "cache_dir": cache or hub_cache()}
-    try:
-        return Path(huggingface_hub.snapshot_download(repo_id, **known, **options))
-    except (httpx2.HTTPError, OSError, ValueError) as error:
-        raise to_moegguf_error(error, repo_id) from error
+    options |= {"endpoint": hub_endpoint(), "cache_dir": cache or hub_cache()}
+    with hub_errors(repo_id):
+        return Path(huggingface_hub.snapshot_download(repo_id, **options))
 
 
 def _files(paths: Sequence[str], repo_id: str, filename: str | None) -> tuple[str, ...]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import itertools
 import os
-import queue
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -158,11 +158,11 @@ class _Download:
         repository = read_repository(self.name.repo, self.stopped)
         selection = select_files(repository.files, self.name.tag, repo=repository.repo)
         files = [repository.files[path] for path in selection.paths]
-        check_space(hub_cache(), sum(missing_bytes(repository.repo, file) for file in files), self.name.canonical)
+        check_space(hub_cache(), sum(missing_bytes(file) for file in files), self.name.canonical)
         for file in files:
             digest = f"sha256:{file.etag}" if file.is_large else ""
             self.steps.append(PullStatus(f"pulling {file.etag[:12]}", digest, file.path, file.size_bytes))
-        self._fetch_files(repository, files)
+        self._fetch_files(files)
         self._step("verifying sha256 digest")
         self._step("writing manifest")
         entry = _publish(repository, selection, files)
@@ -172,16 +172,11 @@ class _Download:
     def _step(self, status: str) -> None:
         self.steps.append(PullStatus(status))
 
-    def _fetch_files(self, repository: Repository, files: list[HubFile]) -> None:
+    def _fetch_files(self, files: list[HubFile]) -> None:
         """All files, MAX_PARALLEL_FILES at a time. Raises the first error after the other threads have stopped."""
-        waiting: queue.SimpleQueue[HubFile] = queue.SimpleQueue()
-        errors: list[BaseException] = []
-        for file in files:
-            waiting.put(file)
+        waiting, errors = iter(files), list[BaseException]()
         threads = [
-            threading.Thread(
-                target=self._fetch_queued, args=(repository, waiting, errors), name="pull file", daemon=True
-            )
+            threading.Thread(target=self._fetch_waiting, args=(waiting, errors), name="pull file", daemon=True)
             for _ in range(min(MAX_PARALLEL_FILES, len(files)))
         ]
         for thread in threads:
@@ -191,25 +186,18 @@ class _Download:
         if errors:
             raise errors[0]
 
-    def _fetch_queued(
-        self, repository: Repository, waiting: queue.SimpleQueue[HubFile], errors: list[BaseException]
-    ) -> None:
+    def _fetch_waiting(self, waiting: Iterator[HubFile], errors: list[BaseException]) -> None:
+        """One file after the other, as long as there are any; `waiting` is shared between threads."""
         from moegguf.models.hub_fetch import fetch_file
 
-        with suppress(queue.Empty):
-            while not errors:
-                file = waiting.get_nowait()
-                try:
-                    fetch_file(repository.repo, repository.commit, file, self._counter(file), self.stopped)
-                except BaseException as error:  # raised by _fetch_files
-                    errors.append(error)
-                    self.stopped.set()
-
-    def _counter(self, file: HubFile) -> Callable[[int], None]:
-        def count(n_bytes: int) -> None:
-            self.n_bytes[file.path] = n_bytes
-
-        return count
+        try:
+            for file in waiting:
+                if errors:
+                    break
+                fetch_file(file, partial(self.n_bytes.__setitem__, file.path), self.stopped)
+        except BaseException as error:  # raised by _fetch_files
+            errors.append(error)
+            self.stopped.set()
 
 
 def _publish(repository: Repository, selection: FileSelection, files: list[HubFile]) -> ModelEntry:

@@ -154,7 +154,7 @@ def fetched(tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             gotten.append(name)
         return str(local_dir)
 
-    files = {name: HubFile(name, path.stat().st_size, "0" * 40) for name, path in there.items()}
+    files = {name: HubFile("u/r", "0" * 40, name, path.stat().st_size, "0" * 40) for name, path in there.items()}
     monkeypatch.setattr(hub_api, "read_repository", lambda repo, _stopped: Repository(repo, "0" * 40, files))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
 

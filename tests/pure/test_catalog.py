@@ -17,7 +17,7 @@ from moegguf.errors import ModelNameError, ModelNotFoundError, OptionError, Pull
 from moegguf.models.catalog import Catalog, demo_path, find_model
 from moegguf.models.details import details, human_number
 from moegguf.models.entry import ModelEntry
-from moegguf.models.hub import hub_cache, hub_token
+from moegguf.models.hub import hub_cache
 from moegguf.models.pull import pull
 from moegguf.models.recipe import Recipe
 
@@ -238,9 +238,6 @@ def test_the_hub_s_settings_are_read_at_each_call(tmp_path: Path, monkeypatch: p
     monkeypatch.delenv("HF_HOME")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert hub_cache() == tmp_path / "cache" / "huggingface" / "hub"
-    assert hub_token() is None
-    monkeypatch.setenv("HF_TOKEN", " hf_x \n")
-    assert hub_token() == "hf_x"
 
 
 def test_entries_are_the_newest_first(catalog: Catalog) -> None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -212,37 +212,76 @@ def test_paths_that_lead_away_are_not_fetched(hub: FakeHub) -> None:
     assert stored() == []
 
 
-KILLED = """
-import sys, threading
+PULL = """
+import sys
 from moegguf.models.catalog import Catalog
 from moegguf.models.pull import pull
 pull(sys.argv[1], Catalog(), lambda status: print(status.status, status.completed_bytes, flush=True))
 """
 
 
-def start_pull(hub: FakeHub, home: Path) -> subprocess.Popen[str]:
-    environment = {**os.environ, **hub.environment(home), "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", KILLED, "user/repo-gguf"]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+def start_pull(hub: FakeHub, home: Path, **extra: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, **hub.environment(home), "PYTHONPATH": os.pathsep.join(sys.path), **extra}
+    command = [sys.executable, "-c", PULL, "user/repo-gguf"]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
 
 
-def test_kill_9_leaves_what_arrived_and_no_name(repo: FakeHub, tmp_path: Path) -> None:
+@pytest.fixture
+def gated_pull(repo: FakeHub, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Gate]]:
+    """Another process that has reported 1 MiB of the model, of which the hub sends no more than 2 MiB until told so."""
     gate = Gate(2 << 20)
     repo.faults["x-Q4_K_M.gguf"] = [gate]
-    process = start_pull(repo, tmp_path)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.split()[-1].isdigit() and int(line.split()[-1]) >= 1 << 20:
-            break
-    process.send_signal(signal.SIGKILL)
+    with start_pull(repo, tmp_path) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.split()[-1].isdigit() and int(line.split()[-1]) >= 1 << 20:
+                break
+        yield process, gate
+        gate.open.set()
+        process.kill()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
+def test_a_kill_or_ctrl_c_leaves_what_arrived_and_no_name(
+    repo: FakeHub, gated_pull: tuple[subprocess.Popen[str], Gate], signum: signal.Signals
+) -> None:
+    process, gate = gated_pull
+    process.send_signal(signum)
     process.wait(20)
     gate.open.set()
-    process.stdout.close()
     assert nothing_has_a_name()
     repo.requests.clear()
     entry, _ = fetch()
     assert entry.path.read_bytes() == DATA
     assert int(repo.gets("x-Q4_K_M.gguf")[0][6:-1]) >= 1 << 20
+
+
+def test_two_processes_fetch_a_file_once(repo: FakeHub, gated_pull: tuple[subprocess.Popen[str], Gate]) -> None:
+    process, gate = gated_pull
+    told: list[PullStatus] = []
+    waiting = threading.Thread(target=pull, args=("user/repo-gguf", Catalog(), told.append))
+    waiting.start()
+    wait_for(lambda: any((s.completed_bytes or 0) >= 1 << 20 for s in told))  # what the other process has
+    gate.open.set()
+    waiting.join(20)
+    assert told[-1].status == "success" and process.wait(20) == 0
+    assert repo.gets("x-Q4_K_M.gguf") == [""]
+
+
+def test_a_proxy_of_the_environment_is_used(repo: FakeHub, tmp_path: Path) -> None:
+    process = start_pull(repo, tmp_path, HF_ENDPOINT="http://hub.example", HTTP_PROXY=repo.url, NO_PROXY="")
+    assert process.communicate(timeout=60)[0].endswith("success None\n")
+
+
+def test_an_expired_token_of_a_login_is_exchanged(repo: FakeHub, tmp_path: Path) -> None:
+    repo.repos["user/repo-gguf"].private = True
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "token").write_text("hf_expired")
+    (tmp_path / "hf" / "stored_tokens").write_text("[me]\nhf_token = hf_expired\nrefresh_token = r\nexpires_at = 1\n")
+    output, errors = start_pull(repo, tmp_path).communicate(timeout=60)
+    assert output.endswith("success None\n"), errors
+    assert set(repo.tokens) <= {"", repo.TOKEN}
 
 
 def test_killed_at_any_change_there_is_the_old_or_the_new_version(hub: FakeHub, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,20 @@ def test_a_fault_that_stays_names_itself_and_leaves_nothing_behind_it(repo: Fake
     assert entry.path.read_bytes() == DATA
 
 
+def test_a_server_s_wish_to_wait_is_followed_within_limits(repo: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    class NoWait(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waits.append(timeout or 0.0)
+            return False
+
+    monkeypatch.setattr(hub_api, "MAX_WAIT_S", 30.0)
+    repo.listing_faults = [(429, {"Retry-After": "7"}), (429, {"Retry-After": "3600"})]
+    hub_api.read_repository("user/repo-gguf", NoWait())
+    assert waits == [7.0, 30.0]
+
+
 def test_a_partial_file_that_was_damaged_gets_one_fresh_start(repo: FakeHub) -> None:
     folder = hub_cache() / "models--User--Repo-GGUF" / "blobs"
     folder.mkdir(parents=True)
@@ -104,7 +119,7 @@ def test_private_and_gated_repositories_are_explained(hub: FakeHub, monkeypatch:
         PullError, match=r"gated: accept its licence at http://127\.0\.0\.1:\d+/u/gated and set HF_TOKEN"
     ):
         fetch("u/gated")
-    monkeypatch.setenv("HF_TOKEN", hub.TOKEN)
+    monkeypatch.setenv("HF_TOKEN", f" {hub.TOKEN}\n")
     assert fetch("u/private")[0].path.read_bytes() == b"1"
     with pytest.raises(PullError, match=r"gated.*the token in HF_TOKEN") as refused:
         fetch("u/gated")
