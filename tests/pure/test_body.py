@@ -17,6 +17,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
+from moegguf.engine.machine import count_cpus
 from moegguf.errors import BudgetError, BusyError, ModelNotFoundError, OptionError
 from moegguf.server.common import limits
 from moegguf.server.common.body import Bodies, Body, parse_body, parse_object, read_bytes
@@ -189,6 +190,11 @@ def test_name_is_an_alias_of_model() -> None:
 def test_options_out_of_their_range_or_type_are_refused(options: dict[str, Any]) -> None:
     name = next(iter(options))
     assert f"options.{name}" in refusal(json.dumps({"model": "x", "options": options}).encode(), ChatRequest)
+
+
+def test_a_request_gets_no_more_threads_than_there_are_processors() -> None:
+    assert parse(Options, num_thread=512).overrides().n_threads == count_cpus()
+    assert parse(Options, num_thread=1).overrides().n_threads == 1
 
 
 def test_options_become_sampling_and_overrides(caplog: pytest.LogCaptureFixture) -> None:

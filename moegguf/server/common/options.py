@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
+from moegguf.engine.machine import count_cpus
 from moegguf.generate.options import sampling_with
 from moegguf.generate.request import Message, Sampling
 from moegguf.models.entry import ModelEntry
@@ -56,7 +57,7 @@ class Options(Body):
     the model's parameter, or the default.
 
     num_predict -1 and -2: until the model ends or the context is full; num_keep: tokens that stay when it is, -1: the
-    prompt; seed -1: random; num_thread 0 and num_ctx 0: the default. exact: computed without other requests. num_batch
+    prompt; seed -1: random; num_thread 0 and num_ctx 0: the default; num_thread: at most the processors. exact: computed without other requests. num_batch
     has no effect in a request, whose passes others share: it belongs to a name (`create`).
     """
 
@@ -91,6 +92,8 @@ class Options(Body):
     def overrides(self) -> LoadOverrides:
         """The options for loading."""
         given = self.model_dump(exclude_none=True, exclude={"num_batch"})
+        if self.num_thread:  # more would spin for each other, and one request would hold up the machine
+            given["num_thread"] = min(self.num_thread, count_cpus())
         return LoadOverrides.of({"expert_cache": self.moe_cache_ram} | given)
 
     def sampling(self) -> Sampling:
