@@ -32,8 +32,7 @@ def demo_entry() -> ModelEntry:
     path = demo_path()
     if path is None:
         raise ModelNotFoundError(
-            f"the demo model is not in this installation ({DEMO_FILE} belongs in {package_folders()[0] / 'demo'});"
-            " install moegguf again, or give the path of a GGUF file."
+            f"the demo model ({DEMO_FILE}) is not in this installation; install moegguf again, or name another model."
         )
     return file_entry(path, "demo", f"{DEMO_NAME}:{DEFAULT_TAG}")
 

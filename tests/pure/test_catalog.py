@@ -91,6 +91,9 @@ def test_clients_of_a_server_are_told_no_path_and_no_command(
         assert not re.search(r"path|moegguf |MOEGGUF_|folder|" + re.escape(str(tmp_path)), str(refused.value)), name
     with pytest.raises(ModelNotFoundError, match="no model named 'demmo'; did you mean 'demo'"):
         Catalog(paths=False).find("demmo")
+    monkeypatch.setattr("moegguf.models.folder.demo_path", lambda: None)
+    with pytest.raises(ModelNotFoundError, match=r"^the demo model .* is not in this installation; [^/]*$"):
+        Catalog(paths=False).find("demo")
 
 
 def test_files_in_moegguf_models_are_listed_once(
