@@ -21,7 +21,7 @@ from moegguf.engine.plan import DevicePlan, Plan, make_plan
 from moegguf.engine.tiers import VRAM_MARGIN_BYTES, host_bytes, lower_slots, plan_tiers, with_best_staging
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout
-from moegguf.native.slot_sizes import slot_sizes, slot_tokens
+from moegguf.native.slot_sizes import padded, slot_sizes, slot_tokens
 from moegguf.quantities import ExpertCache, Link, format_bytes, format_bytes_up
 
 SAME_LINK = 0.8  # of the fastest link, from where two are alike: measurements of one differ by as much
@@ -59,6 +59,7 @@ def plan_devices(
     """
     if len(devices) == len(vram) == 1 and not 0 <= split.n_gpu_layers <= count_layers(layout):
         return plan_tiers(layout, vram[0], ram, devices[0], memory, **options), None
+    layout = padded(layout, [device.name for device in devices])
     planners = dict[int, _DevicePlanner]()
 
     def on_devices(n_staging: int) -> Plan:

@@ -39,7 +39,7 @@ from moegguf.engine.tiers import (
 )
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout
-from moegguf.native.slot_sizes import slot_tokens
+from moegguf.native.slot_sizes import padded, slot_tokens
 from moegguf.native.store import StoreOptions
 from moegguf.quantities import ExpertCache, parse_expert_cache
 from moegguf.settings import parse_misses, read_environment
@@ -215,12 +215,17 @@ class Budgets:
         return replace(self, options=options | {"n_ctx": pad_context(n_ctx) or default_contexts(layout)[0]})
 
     @property
+    def _slots_layout(self) -> ExpertLayout:
+        """With the padding of slots on the device."""
+        return padded(self.layout, [self.device.name])
+
+    @property
     def _n_ubatch(self) -> int:
         return self.options.get("n_ubatch") or min(DEFAULT_UBATCH_TOKENS, self.options.get("n_batch", 1 << 20))
 
     def planner(self, speeds: DeviceSpeeds, curve: HitCurve) -> Planner:
         """Predicts with the memories as these budgets divide them, and the context half full."""
-        options, layout = self.options, self.layout
+        options, layout = self.options, self._slots_layout
         n_tokens = options.get("kv_tokens") or options["n_ctx"]
         sized = {name: options[name] for name in ("type_k", "type_v", "flash_attn", "projector") if name in options}
         needs = memory_needs(layout, n_tokens, self._n_ubatch, **sized)
@@ -241,7 +246,8 @@ class Budgets:
 
     def _staging_bytes(self, device_bytes: int) -> int:
         """Of so much memory for experts."""
-        layout, size = self.layout, slot_bytes(self.layout)
+        layout = self._slots_layout
+        size = slot_bytes(layout)
         window = slot_tokens(self.device.name)
         _, n_staging = divided(layout, device_bytes // size, window, self._n_ubatch, self.staging)
         return staging_bytes(layout, n_staging)
@@ -267,7 +273,7 @@ class Budgets:
             return Placed(plan, rest)
         if self.vram.mode == "auto":
             return Placed(on_device(rest, self.vram), rest)
-        staged_bytes = self._staging_bytes(_within(self.vram, layout, 0))
+        staged_bytes = self._staging_bytes(_within(self.vram, self._slots_layout, 0))
         slots = ExpertCache("bytes", n_bytes=placement.slot_bytes + staged_bytes)
         return Placed(on_device(rest, slots), rest)
 

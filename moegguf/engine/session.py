@@ -27,7 +27,7 @@ from moegguf.engine.stats import CPU, RAM, VRAM, Stats, TierStats
 from moegguf.errors import AllocationError, ForkError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native import library
-from moegguf.native.slot_sizes import most_slots
+from moegguf.native.slot_sizes import most_slots, padded
 from moegguf.native.store import DeviceSlots, Store, StoreOptions, Tier
 
 EXPERT_TENSORS = r"\.ffn_(gate|up|down|gate_up)_exps\.weight"
@@ -45,6 +45,7 @@ def open_store(layout: ExpertLayout, plan: Plan, options: StoreOptions) -> Store
     """
     whole = DevicePlan(plan.device or options.device, tuple(range(layout.n_layer)), plan.n_slots, plan.total_bytes)
     used = [part for part in plan.devices or (whole,) if part.n_slots]
+    layout = padded(layout, [part.name for part in used])
     needed = {
         part.name: layer_slots(layout, plan.n_ubatch, plan.streams and (part.name is None or plan.n_staging > 0))
         for part in used

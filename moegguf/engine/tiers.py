@@ -35,7 +35,7 @@ from moegguf.engine.plan import Plan, make_plan, slot_bytes
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.projector import ProjectorHeader
-from moegguf.native.slot_sizes import slot_sizes, slot_tokens
+from moegguf.native.slot_sizes import padded, slot_sizes, slot_tokens
 from moegguf.quantities import GIB, ExpertCache, format_bytes, format_bytes_up, parse_expert_cache
 
 VRAM_MARGIN_BYTES = GIB  # stays free with "auto": drivers, displays and other programs take some at any time
@@ -111,6 +111,7 @@ def plan_tiers(
     staging: as in `with_best_staging`. options: those of `make_plan`. Raises BudgetError, stating the minimum, where
     either budget is too small.
     """
+    layout = padded(layout, [device.name])
 
     def on_device(n: int) -> Plan:
         return make_plan(

@@ -83,6 +83,7 @@ class ExpertMatrix:
     shard: int  # index into ExpertLayout.shards
     offset: int  # of expert 0, in bytes from the start of the shard
     expert_bytes: int
+    padding_bytes: int = 0  # behind each expert in a slot; not in the file
 
 
 @dataclass(frozen=True)

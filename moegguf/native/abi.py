@@ -36,7 +36,7 @@ class Matrix(c.Structure):
         ("ne0", c.c_int64),
         ("ne1", c.c_int64),
         ("shard", c.c_int32),
-        ("reserved", c.c_int32),
+        ("padding_bytes", c.c_int32),
         ("offset", c.c_uint64),
         ("expert_bytes", c.c_uint64),
     ]
@@ -309,6 +309,7 @@ class Failure(c.Structure):
 
 _STATUS_CALLS: dict[str, list[Any]] = {
     "moegguf_slot_sizes": [c.POINTER(Matrix), c.c_int32, c.c_int32, c.POINTER(Sizes)],
+    "moegguf_pad": [c.c_char_p, c.POINTER(Matrix), c.c_int32],
     "moegguf_most_slots": [c.c_char_p, c.POINTER(Matrix), c.c_int32, c.c_int32, c.POINTER(c.c_int32)],
     "moegguf_link_add": [c.POINTER(LinkStruct), c.POINTER(c.c_char_p)],
     "moegguf_measure_speeds": [c.POINTER(Config), c.c_int32, c.c_double, c.POINTER(SpeedsStruct)],

@@ -94,6 +94,15 @@ int moegguf_slot_sizes(const moegguf_matrix * matrices, int32_t n_matrices, int3
     });
 }
 
+int moegguf_pad(const char * device, moegguf_matrix * matrices, int32_t n_matrices) {
+    return guarded([&] {
+        ggml_backend_dev_t found = device ? ggml_backend_dev_by_name(device) : nullptr;
+        if (found && n_matrices > 0) {
+            pad(found, &given(matrices), n_matrices);
+        }
+    });
+}
+
 int moegguf_most_slots(const char * device, const moegguf_matrix * matrices, int32_t n_matrices, int32_t n_slots,
                        int32_t * most) {
     return guarded([&] {

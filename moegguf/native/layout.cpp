@@ -28,6 +28,12 @@ uint64_t round_up(uint64_t n, uint64_t multiple) {
 
 } // namespace
 
+bool is_matrix(const moegguf_matrix & m) {
+    const auto is_width = [](int64_t n) { return n > 0 && n <= max_width; };
+    return m.type >= 0 && m.type < GGML_TYPE_COUNT && is_width(m.ne0) && is_width(m.ne1) &&
+           ggml_blck_size((ggml_type)m.type) > 0 && m.ne0 % ggml_blck_size((ggml_type)m.type) == 0;
+}
+
 Strides::Strides(const moegguf_matrix * matrices, int n) {
     uint64_t unit[MOEGGUF_MAX_KINDS] = {64, 64, 64, 64};
     for (int i = 0; i < n; i++) {
@@ -40,7 +46,7 @@ Strides::Strides(const moegguf_matrix * matrices, int n) {
     }
     for (int i = 0; i < n; i++) {
         const moegguf_matrix & m = matrices[i];
-        of_kind[m.kind] = std::max(of_kind[m.kind], round_up(m.expert_bytes, unit[m.kind]));
+        of_kind[m.kind] = std::max(of_kind[m.kind], round_up(m.expert_bytes + m.padding_bytes, unit[m.kind]));
     }
 }
 
@@ -94,12 +100,10 @@ Layout::Layout(const moegguf_config & config)
 void Layout::add(const moegguf_matrix & m) {
     const std::string name = m.name ? m.name : "?";
     if (m.il < 0 || m.il >= (int)layers.size() || m.kind < 0 || m.kind >= MOEGGUF_MAX_KINDS || m.n_expert <= 0 ||
-        m.n_expert > max_experts || m.ne0 <= 0 || m.ne0 > max_width || m.ne1 <= 0 || m.ne1 > max_width || m.type < 0 ||
-        m.type >= GGML_TYPE_COUNT) {
+        m.n_expert > max_experts || m.padding_bytes < 0) {
         invalid("matrix '" + name + "' has a field out of range");
     }
-    const ggml_type type = (ggml_type)m.type;
-    if (ggml_blck_size(type) == 0 || m.ne0 % ggml_blck_size(type) != 0 || end_in_file(m) == 0) {
+    if (!is_matrix(m) || end_in_file(m) == 0) {
         invalid("matrix '" + name + "' has a size that its type and shape do not give");
     }
     if (!shards.empty() && (m.shard < 0 || m.shard >= (int)shards.size())) {
@@ -112,8 +116,8 @@ void Layout::add(const moegguf_matrix & m) {
     layer.matrix[m.kind] = (int)matrices.size();
     layer.chunks |= 1 << m.kind;
     layer.n_expert = m.n_expert;
-    matrices.push_back(
-        {name, m.il, (moegguf_kind)m.kind, type, m.n_expert, m.ne0, m.ne1, m.shard, m.offset, m.expert_bytes});
+    matrices.push_back({name, m.il, (moegguf_kind)m.kind, (ggml_type)m.type, m.n_expert, m.ne0, m.ne1, m.shard,
+                        m.offset, m.expert_bytes, (uint64_t)m.padding_bytes});
 }
 
 LayerSet::LayerSet(const Layout & layout, const std::vector<uint8_t> & holds) : has(layout.layers.size(), 0) {

@@ -35,6 +35,7 @@ struct Matrix {
     int shard = 0;
     uint64_t offset = 0;
     uint64_t expert_bytes = 0;
+    uint64_t padding_bytes = 0; // behind it in a slot, zero
 };
 
 struct Layer {
@@ -44,11 +45,12 @@ struct Layer {
     uint8_t chunks = 0;                               // bit per kind present
 };
 
-// From one slot to the next in the arena of each kind: the largest expert of that kind, rounded up to a multiple of
-// every block size used there.
+bool is_matrix(const moegguf_matrix & m); // of a known type, in rows of whole blocks
+
+// From one slot to the next in the arena of each kind: the largest expert of that kind with its padding, rounded up to
+// a multiple of every block size used there.
 struct Strides {
-    // CUDA kernels read up to this far past the last row of a matrix; what they find must be finite.
-    static constexpr uint64_t guard_bytes = 4096;
+    static constexpr uint64_t guard_bytes = 4096; // behind the last slot, for kernels that read on where none is padded
 
     uint64_t of_kind[MOEGGUF_MAX_KINDS] = {}; // 0: no such matrices
 

@@ -5,7 +5,8 @@
 //   each [ne0, ne1, n_expert] and contiguous per expert. The store keeps n_slots experts in fast memory:
 //
 //     arena of a kind   | slot 0 | slot 1 | ... | slot S-1 | guard |        one arena per matrix kind
-//     slot stride       = the largest expert of that kind, rounded up to a multiple of every block size used
+//     slot stride       = the largest expert of that kind and the padding that kernels of the store's devices read
+//                         behind it, rounded up to a multiple of every block size used
 //     pool tensor       = [ne0, ne1, count] over a layer's window of the arena, nb[2] = slot stride
 //
 //   When every expert has a slot ("resident"), layer il owns the window of its n_expert slots and slot ids
@@ -103,7 +104,7 @@ struct moegguf_matrix {
     int64_t ne0;
     int64_t ne1;
     int32_t shard;
-    int32_t reserved;
+    int32_t padding_bytes; // zero, behind each expert in a slot: moegguf_pad
     uint64_t offset;
     uint64_t expert_bytes;
 };
@@ -413,6 +414,10 @@ MOEGGUF_API const char * moegguf_last_error(void); // of this thread
 // The strides that a store with these matrices lays its slots out with. Needs no store; any thread.
 MOEGGUF_API int moegguf_slot_sizes(const struct moegguf_matrix * matrices, int32_t n_matrices, int32_t n_slots,
                                    struct moegguf_sizes * sizes);
+
+// Raises the padding of these matrices to what a device (NULL: the CPU) has behind each, as its kernels read on there.
+// One that ggml does not know has none.
+MOEGGUF_API int moegguf_pad(const char * device, struct moegguf_matrix * matrices, int32_t n_matrices);
 
 // Of n_slots slots, those that one pool of these matrices can have on a device (NULL: the CPU), whose kernels and
 // buffers have a largest size.

@@ -95,6 +95,11 @@ uint64_t most_buffer_bytes(ggml_backend_dev_t device) {
                                      : ggml_backend_buft_get_max_size(ggml_backend_dev_buffer_type(device));
 }
 
+// What a buffer type has behind a matrix, as kernels read on there.
+uint64_t padding_of(ggml_backend_buffer_type_t buft, const ggml_tensor * matrix) {
+    return ggml_backend_buft_get_alloc_size(buft, matrix) - ggml_nbytes(matrix);
+}
+
 bool multiplies(ggml_backend_dev_t device, const moegguf_matrix & m, int n_slots, uint64_t stride) {
     ggml_context_ptr ctx = tensor_context(4);
     ggml_tensor * w = ggml_new_tensor_3d(ctx.get(), (ggml_type)m.type, m.ne0, m.ne1, n_slots);
@@ -182,6 +187,23 @@ PoolMemory host_memory(const std::vector<ggml_backend_dev_t> & devices) {
     return memory;
 }
 
+void pad(ggml_backend_dev_t device, moegguf_matrix * matrices, int n) {
+    ggml_backend_buffer_type_t buft = ggml_backend_dev_buffer_type(device);
+    const moegguf_matrix * last = nullptr; // neighbours are mostly alike
+    int32_t bytes = 0;
+    for (moegguf_matrix * m = matrices; m < matrices + n; m++) {
+        if (!is_matrix(*m)) {
+            throw Error(MOEGGUF_INVALID, "a matrix has a type and a shape that do not go together");
+        }
+        if (!last || last->type != m->type || last->ne0 != m->ne0) {
+            ggml_context_ptr ctx = tensor_context(1);
+            bytes = (int32_t)padding_of(buft, ggml_new_tensor_2d(ctx.get(), (ggml_type)m->type, m->ne0, m->ne1));
+        }
+        last = m;
+        m->padding_bytes = std::max(m->padding_bytes, bytes);
+    }
+}
+
 int most_slots(ggml_backend_dev_t device, const moegguf_matrix * matrices, int n, int n_slots) {
     const Strides strides(matrices, n);
     const uint64_t largest = most_buffer_bytes(device);
@@ -231,6 +253,7 @@ Pool::Pool(const Layout & layout, const LayerSet & layers, const Numbering & num
     for (size_t i = 0; i < n; i++) {
         const Matrix & m = layout.matrices[i];
         kind_.push_back(m.kind);
+        padding_.push_back(interleaved_[i] ? 0 : m.padding_bytes);
         if (layers.has[m.il]) {
             make_tensor(m, (int)i, numbering.window(m.il));
         }
@@ -316,6 +339,10 @@ void Pool::make_tensor(const Matrix & m, int matrix, Window window) {
         ggml_backend_tensor_alloc(buffer, slot, arena.base) == GGML_STATUS_SUCCESS;
     if (!ok) {
         throw Error(MOEGGUF_MEMORY, "the device cannot describe the slots of '" + m.name + "'");
+    }
+    if (!interleaved_[matrix] && padding_of(memory_.buft, slot) > padding_[matrix]) {
+        throw Error(MOEGGUF_INVALID, "slots of '" + m.name + "' lack the padding that " +
+                                         ggml_backend_dev_name(memory_.device) + " reads (moegguf_pad)");
     }
     tensors_[matrix] = pool;
     slot_[matrix] = slot;
@@ -439,6 +466,11 @@ void Pool::write(int matrix, int slot, int64_t row, int64_t n_rows, const void *
     } else {
         ggml_backend_tensor_set(&piece, data, 0, ggml_nbytes(&piece));
     }
+    if (padding_[matrix] && row + n_rows == slot_[matrix]->ne[1]) {
+        ggml_tensor bytes = slots_view(matrix, slot, 1);
+        const std::vector<uint8_t> zeros(padding_[matrix]);
+        ggml_backend_tensor_set(&bytes, zeros.data(), bytes.ne[0] - zeros.size(), zeros.size());
+    }
 }
 
 void Pool::read(int matrix, int slot, void * out) const {
@@ -469,13 +501,18 @@ void Pool::copy_slots(ggml_backend_t backend, int matrix, int slot, int n, const
     }
 }
 
-// As one tensor.
+// As one tensor: of bytes, with a slot in each row; an interleaved one as it is.
 ggml_tensor Pool::slots_view(int matrix, int slot, int n) const {
     ggml_tensor slots = *slot_[matrix];
-    slots.ne[2] = n;
-    slots.nb[2] = n > 1 ? strides_.of_kind[kind_[matrix]] : slots.nb[2];
-    slots.nb[3] = slots.nb[2] * n;
     slots.data = address(matrix, slot);
+    if (!interleaved_[matrix]) {
+        const size_t bytes = ggml_nbytes(&slots) + padding_[matrix], stride = strides_.of_kind[kind_[matrix]];
+        slots.type = GGML_TYPE_I8;
+        const int64_t ne[] = {(int64_t)bytes, n, 1, 1};
+        const size_t nb[] = {1, stride, stride * n, stride * n};
+        std::copy(std::begin(ne), std::end(ne), slots.ne);
+        std::copy(std::begin(nb), std::end(nb), slots.nb);
+    }
     return slots;
 }
 

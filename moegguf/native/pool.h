@@ -31,6 +31,9 @@ PoolMemory device_memory(const char * name, bool repack); // of the device itsel
 // To copy to these devices from: pinned where the first that pins memory does so.
 PoolMemory host_memory(const std::vector<ggml_backend_dev_t> & devices);
 
+// Raises the padding of matrices to what the device's memory has behind each: kernels read on there.
+void pad(ggml_backend_dev_t device, moegguf_matrix * matrices, int n);
+
 // Of n_slots slots, those that a pool of these matrices can have on a device: kernels take a pool as one tensor, and it
 // lies in one buffer. n_slots where none of its kernels takes a single slot.
 int most_slots(ggml_backend_dev_t device, const moegguf_matrix * matrices, int n, int n_slots);
@@ -42,13 +45,13 @@ class Pool {
 
     ggml_tensor * tensor(int matrix) const { return tensors_[matrix]; } // nullptr: of another tier's layer
 
-    // Rows [row, row + n_rows) of one expert, in the file's layout, into a slot. Called by readers, without the store's
-    // lock.
+    // Rows [row, row + n_rows) of one expert, in the file's layout, into a slot; behind the last one its padding.
+    // Called by readers, without the store's lock.
     void write(int matrix, int slot, int64_t row, int64_t n_rows, const void * data) const;
     void read(int matrix, int slot, void * out) const; // plain slots only
     const uint8_t * data(int matrix, int slot) const;  // of host memory
-    // Whole matrices of n neighbouring slots, laid out in `data` as they are here. Returns before it is done where the
-    // backend can: synchronize it before `data` changes.
+    // Whole matrices of n neighbouring slots with their padding, laid out in `data` as they are here. Returns before it
+    // is done where the backend can: synchronize it before `data` changes.
     void write_slots(ggml_backend_t backend, int matrix, int slot, int n, const void * data) const;
     // The same from slots of another pool on the same device.
     void copy_slots(ggml_backend_t backend, int matrix, int slot, int n, const Pool & from, int from_slot) const;
@@ -105,6 +108,7 @@ class Pool {
     std::vector<ggml_tensor *> tensors_; // [n_matrices], what llama.cpp multiplies with; nullptr: not here
     std::vector<ggml_tensor *> slot_;    // [n_matrices], a template: one expert in slot 0
     std::vector<moegguf_kind> kind_;
+    std::vector<uint64_t> padding_; // [n_matrices] behind an expert; 0 where slots are interleaved
     ggml_backend_buffer_ptr mark_memory_;
     ggml_tensor * place_mark_ = nullptr;
     uint64_t bytes_ = 0;

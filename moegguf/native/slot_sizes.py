@@ -3,24 +3,43 @@
 from __future__ import annotations
 
 import ctypes as c
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moegguf.gguf.experts import ExpertLayout, Kind
 from moegguf.native import abi, library
 
 
-def matrices_of(layout: ExpertLayout) -> Any:
-    """Every expert matrix as an array of struct moegguf_matrix."""
+def matrices_of(layout: ExpertLayout, devices: Iterable[str | None] = ()) -> Any:
+    """Every expert matrix as an array of struct moegguf_matrix, padded as `padded` says."""
     rows = [
         abi.Matrix(
-            m.name.encode(), m.il, abi.KIND[m.kind], m.ggml_type, m.n_expert, m.ne0, m.ne1, m.shard, 0, m.offset,
-            m.expert_bytes,
+            m.name.encode(), m.il, abi.KIND[m.kind], m.ggml_type, m.n_expert, m.ne0, m.ne1, m.shard, m.padding_bytes,
+            m.offset, m.expert_bytes,
         )
         for m in layout.matrices
     ]  # fmt: skip
-    return (abi.Matrix * len(rows))(*rows)
+    matrices = (abi.Matrix * len(rows))(*rows)
+    pad(matrices, devices)
+    return matrices
+
+
+def pad(matrices: Any, devices: Iterable[str | None]) -> None:
+    """Raises the padding of these structs to that of devices, as `padded` says."""
+    for name in devices:
+        library.check(library.load().moegguf_pad(name.encode() if name else None, matrices, len(matrices)))
+
+
+def padded(layout: ExpertLayout, devices: Iterable[str | None]) -> ExpertLayout:
+    """The layout with the padding that slots of a store have behind experts for its devices, by ggml's names (None:
+    the CPU), whose kernels read on there. Devices that ggml does not know have none."""
+    padding = iter([m.padding_bytes for m in matrices_of(layout, devices)])
+    layers = [
+        replace(layer, matrices=tuple(replace(m, padding_bytes=next(padding)) for m in layer.matrices))
+        for layer in layout.layers
+    ]
+    return replace(layout, layers=tuple(layers))
 
 
 @dataclass(frozen=True)
@@ -60,7 +79,7 @@ def most_slots(layout: ExpertLayout, device: str | None, n_slots: int) -> int:
     """Of n_slots slots, those that one pool can have on a device, by ggml's name (None: the CPU): the largest buffer
     there, and the largest tensor that its kernels multiply with, have to hold it. Raises OptionError for an unknown
     name."""
-    most, matrices = c.c_int32(), matrices_of(layout)
+    most, matrices = c.c_int32(), matrices_of(layout, [device])
     name = device.encode() if device else None
     library.check(library.load().moegguf_most_slots(name, matrices, len(matrices), n_slots, c.byref(most)))
     return most.value

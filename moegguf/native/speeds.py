@@ -12,7 +12,7 @@ from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout, MoeLayer
 from moegguf.gguf.reader import GGML_TYPES, ggml_type
 from moegguf.native import abi, library
-from moegguf.native.slot_sizes import matrices_of, slot_sizes
+from moegguf.native.slot_sizes import matrices_of, pad, slot_sizes
 from moegguf.quantities import MIB, Link
 
 NO_LINK = Link(0.0)
@@ -134,6 +134,7 @@ def _measure(
     matrices: Any, paths: list[bytes], il: int, n_used: int, n_slots: int, device: str | None, n_threads: int,
     repack: bool, seconds: float,
 ) -> abi.SpeedsStruct:  # fmt: skip
+    pad(matrices, [device])
     used = (c.c_int32 * (il + 1))()
     used[il] = n_used
     config = abi.Config(

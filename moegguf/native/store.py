@@ -242,7 +242,8 @@ class Store:
         self.tiers = (Tier.COMPUTE, Tier.LOWER) if n_lower_slots else (Tier.COMPUTE,)
         self.devices = self._devices(n_slots)
         used = {layer.il: layer.n_expert_used for layer in layout.layers}
-        matrices, paths = matrices_of(layout), [str(shard.path).encode() for shard in layout.shards]
+        names = [] if options.simulate else [device.name for device in self.devices]
+        matrices, paths = matrices_of(layout, names), [str(shard.path).encode() for shard in layout.shards]
         config = abi.Config(
             abi=abi.ABI_VERSION,
             flags=options.flags,

@@ -62,11 +62,12 @@ def greedy_logits(
     return llm.scores[: llm.n_tokens].copy()
 
 
-def share_for(path: Path, n_slots: int) -> int:
-    """expert_cache in bytes for exactly `n_slots` slots."""
+def share_for(path: Path, n_slots: int, device: str | None = None) -> int:
+    """A budget in bytes for exactly `n_slots` slots, of the CPU, or of a device or in RAM below it."""
     from moegguf.engine.plan import slot_bytes
+    from moegguf.native.slot_sizes import padded
 
-    return n_slots * slot_bytes(read_layout(path))
+    return n_slots * slot_bytes(padded(read_layout(path), [device]))
 
 
 def follow_tokens(llm: Llama, prompt: Sequence[int], tokens: Sequence[int]) -> Logits:

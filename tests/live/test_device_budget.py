@@ -19,7 +19,7 @@ from moegguf.errors import AllocationError, BudgetError
 from moegguf.gguf.experts import read_layout
 from moegguf.native import library
 from moegguf.native.link_device import add_link_device
-from moegguf.native.slot_sizes import slot_sizes
+from moegguf.native.slot_sizes import padded, slot_sizes
 from moegguf.native.store import Store, StoreOptions, Tier
 from moegguf.quantities import Link
 
@@ -29,20 +29,28 @@ LINK = Link(8e9, 5e-6)
 DEVICE_BYTES = 256 << 20
 
 
+def share_of(path: Path, n_slots: int) -> int:
+    """A budget in bytes for exactly so many slots on the first device, or in RAM below it."""
+    return share_for(path, n_slots, find_gpus()[0].name)
+
+
 def behind_a_link(path: Path, vram: int, ram: int, **options: Any) -> Llama:
     """A model on a simulated device with so many slots there, and in RAM below it."""
-    device = add_link_device(LINK, memory_bytes=DEVICE_BYTES)
-    budgets = {"vram_cache": share_for(path, vram), "expert_cache": share_for(path, ram)}
+    device = add_link_device(LINK, memory_bytes=DEVICE_BYTES, strict_seed=1)
+    budgets = {"vram_cache": share_of(path, vram), "expert_cache": share_of(path, ram)}
     return Llama(path, store=StoreOptions(device=device, staging=0), **budgets, **OPTIONS | options)
 
 
 def in_several_pools(path: Path) -> dict[str, Any]:
     """A device whose buffers hold 20 slots: logits with more, and with every expert, and how the pools divide them."""
-    stride, guard = max(slot_sizes(read_layout(path)).stride_bytes.values()), 4096
-    small = add_link_device(LINK, memory_bytes=DEVICE_BYTES, most_buffer_bytes=20 * stride + guard)
+    layout = padded(read_layout(path), [add_link_device(LINK, strict_seed=1)])
+    stride, guard = max(slot_sizes(layout).stride_bytes.values()), 4096
+    small = add_link_device(
+        LINK, memory_bytes=DEVICE_BYTES, most_buffer_bytes=20 * stride + guard, strict_seed=1
+    )
     found: dict[str, Any] = {}
     for vram, ram in ((19, 40), (36, 30), (64, 64)):
-        budgets = {"vram_cache": share_for(path, vram), "expert_cache": share_for(path, ram)}
+        budgets = {"vram_cache": share_of(path, vram), "expert_cache": share_of(path, ram)}
         store = StoreOptions(device=small, staging=0)
         options = {"placement": "slots", "store": store, "n_ubatch": 1, **budgets, **OPTIONS}
         with warnings.catch_warnings(record=True) as told, Llama(path, **options) as llm:
@@ -60,8 +68,8 @@ def in_several_pools(path: Path) -> dict[str, Any]:
             )
             if vram == 36:
                 with pytest.raises(BudgetError, match="too small for a model that was loaded to read 1 tokens"):
-                    llm.set_budget(vram_cache=share_for(path, 7))
-                llm.set_budget(vram_cache=share_for(path, 34))
+                    llm.set_budget(vram_cache=share_of(path, 7))
+                llm.set_budget(vram_cache=share_of(path, 34))
                 found["less"] = greedy_logits(llm), opened.tier()["n_slots_usable"]
     return found
 
@@ -69,10 +77,10 @@ def in_several_pools(path: Path) -> dict[str, Any]:
 def test_slots_are_in_several_pools_where_one_would_be_too_large(tiny: TinyModel) -> None:
     found = in_own_process(in_several_pools, tiny("tiny-mix", "q4_0"))
     logits, pools, device, evictions, told = found["19"]
-    assert (pools, device) == ([(19, (0, 1, 2, 3))], "LINK0") and evictions > 0 and not told
+    assert (pools, device) == ([(19, (0, 1, 2, 3))], "LINK1") and evictions > 0 and not told
     of_36, pools, device, evictions, told = found["36"]
     assert pools == [(18, (0, 1)), (18, (2, 3))]
-    assert (device, told) == ("LINK0", []) and evictions > 0
+    assert (device, told) == ("LINK1", []) and evictions > 0
     resident, pools, *_ = found["64"]
     assert pools == [(16, (il,)) for il in range(4)]
     assert found["less"][1] == 34
@@ -125,7 +133,7 @@ def moves(path: Path) -> dict[str, Any]:
 
         def before_each() -> None:
             vram, ram = next(steps)
-            llm.set_budget(vram_cache=share_for(path, vram), expert_cache=share_for(path, ram))
+            llm.set_budget(vram_cache=share_of(path, vram), expert_cache=share_of(path, ram))
             figures = [store.tier(tier) for tier in Tier]
             assert [figure["n_slots_usable"] for figure in figures] == [vram, ram]
             seen.append((vram, free_bytes(), figures[0]["pool_bytes"]))
@@ -155,10 +163,10 @@ def from_resident_on_rpc(rpc: Path, port: int, path: Path) -> bool:
         n_batch, llm.n_batch = llm.n_batch, llm.plan.slot_tokens
         expected, llm.n_batch = greedy_logits(llm), n_batch
         with pytest.warns(UserWarning, match="read 1 token at a time, as slots are exact for no more"):
-            llm.set_budget(vram_cache=share_for(path, 50))
+            llm.set_budget(vram_cache=share_of(path, 50))
         assert llm.n_batch == llm.plan.slot_tokens == 1 < llm.plan.n_ubatch
         for n_slots in (40, 16, 50):
-            llm.set_budget(vram_cache=share_for(path, n_slots))
+            llm.set_budget(vram_cache=share_of(path, n_slots))
             assert llm.stats().tiers[0].n_slots == n_slots
             before = llm.stats()
             assert np.array_equal(greedy_logits(llm), expected)
@@ -174,17 +182,17 @@ def test_a_resident_pool_on_a_device_shrinks(tiny: TinyModel) -> None:
 
 def with_staging(path: Path) -> tuple[int, int, list[int]]:
     """Slots and slots' worth of staging of a budget for 60 slots, and slots after others were set."""
-    device = add_link_device(LINK, memory_bytes=DEVICE_BYTES)
-    budgets = {"vram_cache": share_for(path, 60), "expert_cache": share_for(path, 40)}
+    device = add_link_device(LINK, memory_bytes=DEVICE_BYTES, strict_seed=1)
+    budgets = {"vram_cache": share_of(path, 60), "expert_cache": share_of(path, 40)}
     with Llama(path, placement="slots", store=StoreOptions(device=device), **budgets, **OPTIONS) as llm:
         expected, n_staged = greedy_logits(llm), llm.plan.staging_slots_bytes // llm.plan.slot_bytes
         found = []
-        for budget in (share_for(path, 60), share_for(path, 50), "auto", "75%"):
+        for budget in (share_of(path, 60), share_of(path, 50), "auto", "75%"):
             llm.set_budget(vram_cache=budget)
             found.append(llm.stats().tiers[0].n_slots)
             assert np.array_equal(greedy_logits(llm), expected)
         with pytest.raises(BudgetError, match="give at least"):
-            llm.set_budget(vram_cache=share_for(path, n_staged + 3))
+            llm.set_budget(vram_cache=share_of(path, n_staged + 3))
         assert llm.n_batch > 1
         return llm.plan.n_slots, n_staged, found
 
@@ -202,7 +210,7 @@ def refusals(path: Path) -> bool:
         assert llm.session is not None
         expected = greedy_logits(llm)
         arm(ALLOC, 1, 0, 12)  # too little for both pools at once: slots are emptied first
-        llm.set_budget(vram_cache=share_for(path, 20))
+        llm.set_budget(vram_cache=share_of(path, 20))
         assert llm.stats().tiers[0].n_slots == 20 and llm.stats().tiers[0].slots_used == 0
         assert np.array_equal(greedy_logits(llm), expected)
         arm(ALLOC, 2, 1, 12)  # the second arena, and everything after it
@@ -212,7 +220,7 @@ def refusals(path: Path) -> bool:
         arm(ALLOC, 0, 0, 0)
         assert np.array_equal(greedy_logits(llm), expected)
         before = llm.stats().tiers
-        for budgets in ({"vram_cache": share_for(path, 3)}, {"vram_cache": share_for(path, 3), "expert_cache": "50%"}):
+        for budgets in ({"vram_cache": share_of(path, 3)}, {"vram_cache": share_of(path, 3), "expert_cache": "50%"}):
             with pytest.raises(BudgetError, match="at least"):
                 llm.set_budget(**budgets)
         with pytest.raises(BudgetError, match="holds no expert"):
@@ -232,14 +240,14 @@ def tight(path: Path) -> bool:
     with behind_a_link(path, 60, 40) as llm:
         expected, most = greedy_logits(llm), find_gpus()[0]
         used = most.total_bytes - most.free_bytes - llm.plan.staging_bytes  # prompts are not staged where it is short
-    short = add_link_device(LINK, memory_bytes=used - 10 * llm.plan.slot_bytes)
-    budgets = {"vram_cache": share_for(path, 60), "expert_cache": share_for(path, 40)}
+    short = add_link_device(LINK, strict_seed=1, memory_bytes=used - 10 * llm.plan.slot_bytes)
+    budgets = {"vram_cache": share_of(path, 60), "expert_cache": share_of(path, 40)}
     with pytest.warns(UserWarning, match=f"{short} has no memory for weights and a context beside 60 expert slots"):
         llm = Llama(path, store=StoreOptions(device=short, staging=0), **budgets, **OPTIONS)
     with llm:
         assert 16 <= llm.stats().tiers[0].n_slots <= 30
         assert np.array_equal(greedy_logits(llm), expected)
-    none = add_link_device(LINK, memory_bytes=used // 4)
+    none = add_link_device(LINK, strict_seed=1, memory_bytes=used // 4)
     warnings.simplefilter("ignore")  # in this process
     with pytest.raises(AllocationError):
         Llama(path, store=StoreOptions(device=none, staging=0), **budgets, **OPTIONS)

@@ -103,7 +103,7 @@ def check_identity(
     path: Path, size: str, prompt: Prompt, n_tokens: int, plain: Plain, device: Device, n_ubatch: int = N_UBATCH
 ) -> None:
     """Compares, with evictions in both tiers, while another thread fetches at random and changes what is evicted."""
-    vram, ram = (share_for(path, n) for n in slots_of(path, size))
+    vram, ram = (share_for(path, n, device.name) for n in slots_of(path, size))
     store = StoreOptions(device=device.name)
     with Llama(path, vram_cache=vram, expert_cache=ram, store=store, n_ubatch=n_ubatch, **OPTIONS) as llm:
         assert llm.session is not None
@@ -187,7 +187,7 @@ def test_every_expert_on_the_gpu(tiny: TinyModel, plain: Plain, device: Device) 
 
 def test_three_requests_in_one_process(tiny: TinyModel, plain: Plain, device: Device) -> None:
     path = tiny("tiny-mix", "q4_k_m")
-    vram, ram = (share_for(path, n) for n in slots_of(path, "40%"))
+    vram, ram = (share_for(path, n, device.name) for n in slots_of(path, "40%"))
     store = StoreOptions(device=device.name)
     with Llama(path, vram_cache=vram, expert_cache=ram, store=store, n_ubatch=N_UBATCH, **OPTIONS) as llm:
         for seed in range(3):

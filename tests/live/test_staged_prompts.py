@@ -13,6 +13,7 @@ from rpc_device import in_child, in_child_of_two, register
 from running import Llama, Logits, TinyModel, hooks_off, random_prompt, share_for
 from test_identity import MODELS
 
+from moegguf.engine.devices import gpus
 from moegguf.gguf.experts import read_layout
 from moegguf.native.link_device import add_link_device
 from moegguf.native.store import StoreOptions, Tier
@@ -40,11 +41,11 @@ def compare(
     path: Path, sizes: list[tuple[int, int]], staging: int, prompts: tuple[int, ...], **options: Any
 ) -> tuple[Logits, list[Outcome]]:
     """Logits of plain llama.cpp on the device; those of slots there and below with staging tensors, and all figures."""
-    all_options, outcomes = {**OPTIONS, "n_gpu_layers": -1, **options}, []
+    all_options, outcomes, device = {**OPTIONS, "n_gpu_layers": -1, **options}, [], gpus()[0].name
     with hooks_off(), Llama(path, **all_options) as llm:
         plain = turns(llm, prompts)
     for slots in sizes:
-        vram, ram = (share_for(path, n) for n in slots)
+        vram, ram = (share_for(path, n, device) for n in slots)
         store = StoreOptions(staging=staging)
         with Llama(path, vram_cache=vram, expert_cache=ram, store=store, **all_options) as llm:
             assert llm.session is not None
@@ -71,7 +72,7 @@ def on_two_servers(rpc: Path, ports: tuple[int, int], *arguments: Any) -> tuple[
 
 
 def on_link(*arguments: Any) -> tuple[Logits, list[Outcome]]:
-    add_link_device(Link(2e9, 2e-5))
+    add_link_device(Link(2e9, 2e-5), strict_seed=1)
     return compare(*arguments)
 
 
@@ -113,14 +114,15 @@ def small_budgets(path: Path, sizes: list[int], **options: Any) -> list[tuple[bo
     """Whether logits with budgets of so many experts are those of plain llama.cpp on the device in passes of as many
     tokens; and these tokens, staging tensors, and bytes that came to them."""
     all_options, outcomes, plain = {**OPTIONS, "n_gpu_layers": -1, **options}, [], dict[int, Logits]()
+    device = gpus()[0].name
     for n_ubatch in (1, 512):
         with hooks_off(), Llama(path, n_ubatch=n_ubatch, **all_options) as llm:
             plain[n_ubatch] = turns(llm, SOME_PROMPTS)
     for n_slots in sizes:
-        with Llama(path, vram_cache=share_for(path, n_slots), expert_cache="30%", **all_options) as llm:
+        with Llama(path, vram_cache=share_for(path, n_slots, device), expert_cache="30%", **all_options) as llm:
             logits, plan = turns(llm, SOME_PROMPTS), llm.plan
             held_bytes = plan.budget_bytes + plan.staging_bytes
-            assert held_bytes <= share_for(path, n_slots), f"{n_slots} slots: {plan}"
+            assert held_bytes <= share_for(path, n_slots, device), f"{n_slots} slots: {plan}"
             assert llm.stats().evictions > 0, f"{n_slots} slots: {plan}"
             same = np.array_equal(logits, plain[plan.n_ubatch])
             outcomes.append((same, plan.n_ubatch, plan.n_staging, llm.stats().bytes_staged))
@@ -139,7 +141,7 @@ def small_on_two_servers(rpc: Path, ports: tuple[int, int], *arguments: Any) -> 
 
 
 def small_on_link(*arguments: Any) -> Any:
-    add_link_device(Link(2e9, 2e-5))
+    add_link_device(Link(2e9, 2e-5), strict_seed=1)
     return small_budgets(*arguments)
 
 

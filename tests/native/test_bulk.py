@@ -166,6 +166,7 @@ def test_sizes_of_matrices_that_cannot_be_are_refused() -> None:
     for kind, type_ in ((-1, 0), (4, 0), (0, -1), (0, 999), (0, 4)):
         matrices = (abi.Matrix * 1)(abi.Matrix(b"m", 0, kind, type_, 8, 4, 4, 0, 0, 0, 64))
         assert call(matrices, 1, 1, sizes) == abi.INVALID
+        assert kind or library.load().moegguf_pad(b"CPU", matrices, 1) == abi.INVALID
     assert call(None, 1, 1, sizes) == abi.INVALID
     assert call(None, -1, 1, sizes) == abi.INVALID
     assert call(None, 0, -1, sizes) == abi.INVALID

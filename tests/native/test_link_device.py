@@ -21,7 +21,7 @@ from random_events import random_events
 
 from moegguf.errors import AllocationError, OptionError
 from moegguf.native.link_device import add_link_device, link_device
-from moegguf.native.slot_sizes import most_slots, slot_sizes
+from moegguf.native.slot_sizes import matrices_of, most_slots, padded, slot_sizes
 from moegguf.native.store import Store, StoreOptions
 from moegguf.quantities import Link
 
@@ -123,11 +123,11 @@ def test_a_device_is_a_gpu_whose_memory_is_not_the_hosts() -> None:
     }  # fmt: skip
 
 
-def asynchronous_copies(pinned: bool) -> tuple[str, bool, bool, bool]:
+def asynchronous_copies(pinned: bool, link: Link, strict_seed: int = 0) -> tuple[str, bool, bool, bool]:
     """(type of the host's memory, whether the bytes were there when the call returned, after waiting for an event that
     an earlier use of it has left behind, and after another stream waited for it)."""
     n_bytes = 1 << 20
-    rig = Rig(Link(n_bytes / 0.5), pinned=pinned)  # half a second
+    rig = Rig(link, pinned=pinned, strict_seed=strict_seed)
     memory, buffer_type = rig.host_memory(n_bytes)
     tensor, event, first, second = rig.tensor(n_bytes), rig.event(), rig.backend(), rig.backend()
     rig.call("event_synchronize", event)  # never recorded: nothing to wait for
@@ -145,11 +145,16 @@ def asynchronous_copies(pinned: bool) -> tuple[str, bool, bool, bool]:
 
 
 def test_a_copy_from_pinned_memory_goes_on_after_the_call_and_events_connect_streams() -> None:
-    assert in_own_process(asynchronous_copies, True) == ("LINK0_Host", False, False, True)
+    half_a_second = Link((1 << 20) / 0.5)
+    assert in_own_process(asynchronous_copies, True, half_a_second) == ("LINK0_Host", False, False, True)
+
+
+def test_strict_a_copy_waits_until_somebody_waits_for_it() -> None:
+    assert in_own_process(asynchronous_copies, True, FREE, strict_seed=1) == ("LINK0_Host", False, False, True)
 
 
 def test_where_memory_cannot_be_pinned_it_is_ordinary_and_copies_from_it_keep_the_caller_waiting() -> None:
-    assert in_own_process(asynchronous_copies, False) == ("CPU", True, True, True)
+    assert in_own_process(asynchronous_copies, False, FREE) == ("CPU", True, True, True)
 
 
 def copy_times() -> list[float]:
@@ -191,14 +196,15 @@ def test_copies_take_at_least_latency_and_bytes_over_bandwidth_which_those_in_on
     assert in_stream >= 0.14
 
 
-def store_on_link(fake: FakeModel, n_slots: int) -> dict[str, int]:
+def store_on_link(fake: FakeModel, n_slots: int, strict_seed: int) -> dict[str, int]:
     """Random events and prefetches with checked bytes; the counters afterwards."""
-    return random_events(fake, n_slots, link_device(Link(1e9, 1e-5)))
+    return random_events(fake, n_slots, add_link_device(Link(1e9, 1e-5), strict_seed=strict_seed))
 
 
+@pytest.mark.parametrize("strict_seed", [0, 1])
 @pytest.mark.parametrize("n_slots", [5, 32], ids=["shared", "resident, then shrunk"])
-def test_slots_behind_a_link_hold_the_files_bytes(tmp_path: Path, n_slots: int) -> None:
-    counters = in_own_process(store_on_link, make_model(tmp_path), n_slots)
+def test_slots_behind_a_link_hold_the_files_bytes(tmp_path: Path, n_slots: int, strict_seed: int) -> None:
+    counters = in_own_process(store_on_link, make_model(tmp_path), n_slots, strict_seed)
     check_counters(counters, n_slots)
     assert counters["evictions"] > 0
 
@@ -234,6 +240,25 @@ def test_a_pool_has_the_slots_that_buffers_and_kernels_take(tmp_path: Path) -> N
     found, message = in_own_process(slots_in_small_buffers, make_model(tmp_path))
     assert found == [1, 10, 10, 1, 11, 30, 1, 11, 30]
     assert "LINK0 refused" in message
+
+
+def without_padding(fake: FakeModel) -> tuple[int, int]:
+    """Bytes of a slot on a device that pads rows, and what is more than the CPU's; slots without are refused."""
+    device = add_link_device(FREE, strict_seed=1)
+    sizes = [slot_sizes(padded(fake.layout, [name])).slot_bytes for name in (None, "none such", device)]
+    Store(fake.layout, 4, StoreOptions(device=device)).close()
+    Store.__init__.__globals__["matrices_of"] = lambda layout, _: matrices_of(layout)
+    with pytest.raises(OptionError, match="lack the padding that LINK0 reads"):
+        Store(fake.layout, 4, StoreOptions(device=device))
+    assert sizes[0] == sizes[1]
+    return sizes[2], sizes[2] - sizes[0]
+
+
+def test_slots_have_the_padding_of_their_device(tmp_path: Path) -> None:
+    fake = make_model(tmp_path, n_embd=256, n_ff=64)  # Q4_0: 18 bytes for 32 values; Q8_0: 34
+    n_bytes, more = in_own_process(without_padding, fake)
+    least = 2 * (512 - 256) // 32 * 18 + (512 - 64) // 32 * 34
+    assert least <= more < least + 3 * 64 * 17 and n_bytes > more
 
 
 def test_a_device_that_is_full_refuses_and_takes_again_what_was_given_back(tmp_path: Path) -> None:
