@@ -56,7 +56,7 @@ class Shard {
 
   private:
     bool direct_agrees() const;
-    struct stat status() const;    // Throws Error(IO).
+    struct stat status() const;   // Throws Error(IO).
     void check_unchanged() const; // Throws Error(IO).
     bool fill(int fd, uint8_t * data, uint64_t offset, size_t n, size_t needed, int & error) const;
 
