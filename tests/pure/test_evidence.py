@@ -1,4 +1,4 @@
-"""docs/evidence.md: its commands exist, and the tables of tools/evidence.py are worked out as they say."""
+"""docs/evidence.md: its commands exist, and the tables of predictors/study/evidence.py are worked out as they say."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from moegguf.trace.prompts import read_prompts
-from tools import evidence
-from tools.demo.corpus import Document
+from predictors.models.demo.corpus import Document
+from predictors.study import evidence
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKS = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8"), re.DOTALL)
@@ -25,7 +25,7 @@ def passed_on(words: list[str]) -> tuple[list[str], list[str]]:
     """(the command of moegguf that a line runs, its options)."""
     if words[0] == "moegguf":
         return words[1:3], [word for word in words if word.startswith("-")]
-    assert words[:3] == ["python", "-m", "tools.evidence"]
+    assert words[:3] == ["python", "-m", "predictors.study.evidence"]
     args, rest = evidence.arguments(words[3:])
     return (BENCH if args.command == "speed" else TRACE), [word for word in rest if word.startswith("-")]
 

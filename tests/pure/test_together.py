@@ -17,8 +17,8 @@ from moegguf.controller.predictors.skip import Skip
 from moegguf.controller.predictors.together import Together, together
 from moegguf.gguf.routers import Gating, Router, Routers
 from moegguf.native.events import Announcement, Float32s
-from moegguf.trace.fit import fit_affinity, fit_popularity, fit_token_table
 from moegguf.trace.trace import Trace
+from predictors.train.fit import fit_affinity, fit_popularity, fit_token_table
 
 TRACE = random_trace(n_sequences=4, n_prefill=3, n_decode=8, with_inputs=True)
 

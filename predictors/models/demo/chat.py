@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from tools.demo.data import IGNORED, Batch, Windows
-from tools.demo.tokenizer import END_OF_TEXT, IM_END, IM_START, special_id
+from predictors.models.demo.data import IGNORED, Batch, Windows
+from predictors.models.demo.tokenizer import END_OF_TEXT, IM_END, IM_START, special_id
 
 Message = dict[str, str]
 SYSTEM_PROMPTS = (

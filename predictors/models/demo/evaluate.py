@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from moegguf.native import library
-from tools.demo.data import Corpus, Tokens
-from tools.demo.model import DemoModel
-from tools.demo.train import loss_of
+from predictors.models.demo.data import Corpus, Tokens
+from predictors.models.demo.model import DemoModel
+from predictors.models.demo.train import loss_of
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
-from tools.demo.corpus import KINDS
-from tools.demo.data import Corpus
-from tools.demo.evaluate import KindLoss
-from tools.demo.model import Shape
-from tools.demo.train import BALANCE_WEIGHT, Progress
+from predictors.models.demo.corpus import KINDS
+from predictors.models.demo.data import Corpus
+from predictors.models.demo.evaluate import KindLoss
+from predictors.models.demo.model import Shape
+from predictors.models.demo.train import BALANCE_WEIGHT, Progress
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
 

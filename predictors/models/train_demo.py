@@ -1,8 +1,8 @@
 """Train the demo model from scratch on this machine's free texts and `demo_questions.jsonl`.
 
-    python -m tools.train_demo --work build/demo --pretrain-minutes 45 --chat-minutes 25 --out moegguf/demo
+    python -m predictors.models.train_demo --work build/demo --pretrain-minutes 45 --chat-minutes 25 --out moegguf/demo
 
-Needs the extra `train` (torch 2.13.0, tokenizers, gguf), and llama_cpp with its library for the last step.
+Needs the extra `lab` (torch 2.13.0, tokenizers, gguf), and llama_cpp with its library for the last step.
 Every step saves its result in the work folder and resumes from there; the command can be stopped and repeated. On a
 machine with other load, OMP_WAIT_POLICY=passive in the environment makes torch almost twice as fast.
 """
@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from tools.demo import card, corpus, data, evaluate, export, tokenizer, train
-from tools.demo.chat import Chat, read_conversations
-from tools.demo.model import DemoModel, Shape
+from predictors.models.demo import card, corpus, data, evaluate, export, tokenizer, train
+from predictors.models.demo.chat import Chat, read_conversations
+from predictors.models.demo.model import DemoModel, Shape
 
 QUESTIONS = Path(__file__).with_name("demo_questions.jsonl")
 FILE_NAME = "moegguf-demo-Q4_0.gguf"

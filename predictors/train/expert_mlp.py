@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moegguf.controller.predictors.expert_mlp import HIDDEN_SIZES, state_size, states
-from moegguf.trace.fit import choices, count_affinity, count_popularity
 from moegguf.trace.trace import Trace
-from tools.predictors.fitting import Samples, Schedule, fit
-from tools.predictors.splitting import validation_tokens
+from predictors.train.fit import choices, count_affinity, count_popularity
+from predictors.train.fitting import Samples, Schedule, fit
+from predictors.train.splitting import validation_tokens
 
 Floats = npt.NDArray[np.floating]
 

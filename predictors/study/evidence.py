@@ -1,11 +1,11 @@
 """What docs/evidence.md is made with: requests to record, systems measured in turns, systems at a paper's link.
 
-    python -m tools.evidence requests -o requests.jsonl
-    python -m tools.evidence speed --system lru,promoe -m demo --expert-cache 25% -n 256
-    python -m tools.evidence batches -m demo --expert-cache 25% --batch 1,2,4,8,16 --schedule fifo,auto
-    python -m tools.evidence link promoe requests.trace --model demo --expert-cache 25%,50%
-    python -m tools.evidence bound --routing random,qwen3-30b --batch 1,8
-    python -m tools.evidence passes -m model.gguf --batch 1,8
+    python -m predictors.study.evidence requests -o requests.jsonl
+    python -m predictors.study.evidence speed --system lru,promoe -m demo --expert-cache 25% -n 256
+    python -m predictors.study.evidence batches -m demo --expert-cache 25% --batch 1,2,4,8,16 --schedule fifo,auto
+    python -m predictors.study.evidence link promoe requests.trace --model demo --expert-cache 25%,50%
+    python -m predictors.study.evidence bound --routing random,qwen3-30b --batch 1,8
+    python -m predictors.study.evidence passes -m model.gguf --batch 1,8
 
 `speed` takes the options of `moegguf bench`; each round runs every system once, and rows have medians over rounds with
 their least and greatest. With --results the rounds are added to those in a file, so that a long measurement can be made
@@ -47,11 +47,11 @@ from moegguf.trace.format import read
 from moegguf.trace.simulate import Simulation
 from moegguf.trace.synthesize import shape_of, synthesize
 from moegguf.trace.trace import Trace
-from tools.demo import corpus
+from predictors.models.demo import corpus
 
 REQUEST_CHARS, OPENING_CHARS = 1200, 120
 N_QUESTIONS = 20
-QUESTIONS = Path(__file__).parent / "demo_questions.jsonl"
+QUESTIONS = Path(__file__).parents[1] / "models" / "demo_questions.jsonl"
 STORE_COLUMNS = ("hit_rate", "mb_per_token", "stall_ms_per_token")
 RULE = "|---" * 7 + "|"
 RANDOM = "random"
@@ -167,7 +167,7 @@ class Batch:
 
     def measured(self) -> dict[str, float]:
         """Its figures, from a process of its own. Raises CalledProcessError."""
-        command = [sys.executable, "-m", "tools.evidence", "batch", json.dumps(vars(self))]
+        command = [sys.executable, "-m", "predictors.study.evidence", "batch", json.dumps(vars(self))]
         return dict(json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.splitlines()[-1]))
 
     def measure(self) -> dict[str, float]:

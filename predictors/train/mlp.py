@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moegguf.controller.predictors.mlp import window_pairs
-from moegguf.trace.fit import choices
 from moegguf.trace.trace import Trace
-from tools.predictors.fitting import Samples, Schedule, fit
-from tools.predictors.splitting import validation_tokens
+from predictors.train.fit import choices
+from predictors.train.fitting import Samples, Schedule, fit
+from predictors.train.splitting import validation_tokens
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from gguf.constants import GGMLQuantizationType as QType
 from gguf.quants import quantize
 from torch import Tensor
 
-from tools.demo.model import round_q4_0
-from tools.moefication.convert import Rounding, Split
-from tools.moefication.network import Mixture, Network, Shape
+from predictors.models.demo.model import round_q4_0
+from predictors.models.moefication.convert import Rounding, Split
+from predictors.models.moefication.network import Mixture, Network, Shape
 
 FILE_TYPES = {
     "q4_0": (QType.Q4_0, LlamaFileType.MOSTLY_Q4_0),
@@ -32,7 +32,7 @@ def write(path: Path, network: Network, split: Split, source: GGUFReader, quant:
     """Writes the file: experts in `quant`, everything else as in the source."""
     writer = GGUFWriter(path, "deepseek")
     writer.add_name("SmolLM2-135M-Instruct as a mixture of experts")
-    writer.add_description("Experts clustered by co-activation from a dense model, by moegguf tools/make_lab_model.py")
+    writer.add_description("Experts clustered by co-activation from a dense model, by moegguf make_lab_model.py")
     writer.add_license("apache-2.0")
     writer.add_file_type(FILE_TYPES[quant][1])
     writer.add_quantization_version(2)

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moegguf.native import library
-from tools.demo import corpus
-from tools.moefication import talks
+from predictors.models.demo import corpus
+from predictors.models.moefication import talks
 
 N_CTX = 512
 KINDS = ("manual", "pydoc", "licence", "perl")

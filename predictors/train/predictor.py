@@ -1,8 +1,8 @@
 """Train a predictor on recorded routing, and score it on held-out requests.
 
-    python -m tools.train_predictor T.trace --model MODEL.gguf --predictor mlp --out predictors/demo
+    python -m predictors.train.predictor T.trace --model MODEL.gguf --predictor mlp --out predictors/demo
 
-Needs the extra `train` (torch) for mlp, expert-mlp and routing-path; the others only count. `--set` changes an option
+Needs the extra `lab` (torch) for mlp, expert-mlp and routing-path; the others only count. `--set` changes an option
 of the predictor's `Options`, such as `--set windows=1,4 --set n_hidden=128`. Writes NAME.safetensors, and NAME.json
 with the figures of the card and a manifest: by what data, options, seeds and software it came about. On a machine with
 other load, OMP_WAIT_POLICY=passive in the environment makes torch much faster.
@@ -16,7 +16,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,8 @@ from moegguf.gguf.routers import Routers, read_routers
 from moegguf.trace import format as trace_file
 from moegguf.trace.score import ScoreTable, score
 from moegguf.trace.trace import Trace
-from tools.predictors import TRAINERS, trainer
-from tools.predictors.splitting import held_out
+from predictors.train import COUNTED, TRAINERS, trainer
+from predictors.train.splitting import held_out
 
 DISTANCES = (1, 2, 4, 8)
 Figure = dict[str, dict[int, float | None]]
@@ -66,7 +66,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path, help="routing recorded with inputs (mlp) or without")
     parser.add_argument("--model", type=Path, required=True, help="the GGUF file it was recorded from")
-    parser.add_argument("--predictor", choices=sorted(TRAINERS), required=True)
+    parser.add_argument("--predictor", choices=sorted({*COUNTED, *TRAINERS}), required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder for the weights and the figures")
     parser.add_argument("--heldout", type=float, default=0.2, help="share of each kind's requests held out")
     parser.add_argument("--heldout-trace", type=Path, help="score on this trace instead; train on all of the other")
@@ -76,13 +76,13 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def options(predictor: str, settings: Sequence[str]) -> Any:
-    """The predictor's `Options` with these settings, each of the type of its default."""
-    kind = trainer(predictor).Options
-    defaults = asdict(kind())
+    """The predictor's `Options` with these settings, each of the type of its default; None for one that has none."""
+    kind = None if predictor in COUNTED else trainer(predictor).Options
+    defaults = {} if kind is None else asdict(kind())
     changed = dict(setting.partition("=")[::2] for setting in settings)
-    for name in changed.keys() - {field.name for field in fields(kind)}:
+    for name in changed.keys() - defaults.keys():
         raise SystemExit(f"{predictor} has no option {name!r}; it has {', '.join(defaults) or 'none'}.")
-    return kind(**{name: parse_setting(defaults[name], text) for name, text in changed.items()})
+    return kind and kind(**{name: parse_setting(defaults[name], text) for name, text in changed.items()})
 
 
 def parse_setting(default: Any, text: str) -> Any:
@@ -103,11 +103,11 @@ def split(args: argparse.Namespace) -> tuple[Trace, Trace]:
 
 def train(args: argparse.Namespace, training: Trace) -> Weights:
     """Trains; returns the arrays with facts about the training."""
-    chosen = options(args.predictor, args.set)
+    chosen, count = options(args.predictor, args.set), COUNTED.get(args.predictor)
     start = time.monotonic()
-    arrays = trainer(args.predictor).train(training, chosen)
+    arrays = count(training).arrays if count else trainer(args.predictor).train(training, chosen)
     facts = {
-        **asdict(chosen),
+        **({} if chosen is None else asdict(chosen)),
         "requests": len(training.sequences()),
         "tokens": training.n_tokens,
         "kinds": sorted(set(training.header.labels.values())),
@@ -121,16 +121,8 @@ def manifest(args: argparse.Namespace, training: Trace, heldout: Trace) -> dict[
     options = ["--predictor", args.predictor, "--heldout", f"{args.heldout:g}", "--seed", str(args.seed)]
     options += [word for setting in args.set for word in ("--set", setting)]
     return {
-        "tool": "tools/train_predictor.py",
-        "options": [
-            "--predictor",
-            args.predictor,
-            "--heldout",
-            f"{args.heldout:g}",
-            "--seed",
-            str(args.seed),
-            *options,
-        ],
+        "tool": "predictors/train/predictor.py",
+        "options": options,
         "trained_on": data_of(args.trace, training),
         "scored_on": data_of(args.heldout_trace or args.trace, heldout),
         "software": {name: _version(name) for name in ("numpy", "torch")},

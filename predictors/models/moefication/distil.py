@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tools.moefication.convert import Rounding
-from tools.moefication.network import Network
+from predictors.models.moefication.convert import Rounding
+from predictors.models.moefication.network import Network
 
 LOG_EVERY_STEPS = 4
 
