@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from moegguf.bench.memory_limit import die_with_parent
+from moegguf.bench.rows import imitated_routing
 from moegguf.bench.spec import Spec, Test
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.systems import find_system
@@ -38,7 +39,6 @@ from moegguf.native.link_device import link_device, memory_copy_bytes_per_s
 from moegguf.native.store import StoreOptions
 from moegguf.package import __version__
 from moegguf.quantities import parse_link
-from moegguf.trace.locality import imitated
 
 _CPU, _GPU, _IGPU, _ACCEL = 0, 1, 2, 3  # enum ggml_backend_dev_type
 
@@ -294,7 +294,7 @@ def _description(llama: Llama) -> dict[str, Any]:
         "model_type": llama._model.desc(),
         "model_size": llama._model.size(),
         "model_n_params": llama._model.n_params(),
-        "routing": imitated(llama.layout.metadata),
+        "routing": imitated_routing(llama.layout.metadata),
     }
 
 

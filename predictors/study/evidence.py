@@ -45,9 +45,10 @@ from moegguf.native.events import Phase
 from moegguf.trace.belady import Lookups, belady
 from moegguf.trace.format import read
 from moegguf.trace.simulate import Simulation
-from moegguf.trace.synthesize import shape_of, synthesize
 from moegguf.trace.trace import Trace
 from predictors.models.demo import corpus
+from predictors.study.arrange import grouped
+from predictors.study.synthesize import shape_of, synthesize
 
 REQUEST_CHARS, OPENING_CHARS = 1200, 120
 N_QUESTIONS = 20
@@ -293,7 +294,7 @@ def together_in_passes(trace: Trace, n_requests: int) -> Trace:
     if n_requests == 1:
         return trace
     n_tokens = trace.n_tokens // n_requests
-    return trace.grouped([np.arange(n_requests) * n_tokens + at for at in range(n_tokens)])
+    return grouped(trace, [np.arange(n_requests) * n_tokens + at for at in range(n_tokens)])
 
 
 def bound_table(bounds: Sequence[Bound], shape: MoeShape) -> str:

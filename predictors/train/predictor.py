@@ -31,8 +31,8 @@ from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.fingerprint import fingerprint
 from moegguf.gguf.routers import Routers, read_routers
 from moegguf.trace import format as trace_file
-from moegguf.trace.score import ScoreTable, score
 from moegguf.trace.trace import Trace
+from predictors.study.scoring import ScoreTable, score
 from predictors.train import COUNTED, TRAINERS, trainer
 from predictors.train.splitting import held_out
 

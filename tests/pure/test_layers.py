@@ -55,7 +55,7 @@ OWNED: dict[str, set[str]] = {
     "llama_cpp": {"native", "engine"},
     "typer": {"cli", "chat", "terminal", "server"},
     "rich": {"cli", "chat", "terminal"},
-    "matplotlib": {"cli"},
+    "matplotlib": set(),
     "torch": set(),
     "prompt_toolkit": {"chat"},
     "huggingface_hub": {"models"},

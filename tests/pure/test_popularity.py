@@ -10,7 +10,8 @@ from traces import random_trace
 from moegguf.controller.predictors.popularity import Affinity, Popularity
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Phase, RoutingEvent
-from moegguf.trace.trace import Trace, TraceHeader, shuffled
+from moegguf.trace.trace import Trace, TraceHeader
+from predictors.study.arrange import shuffled
 from predictors.train.fit import count_affinity, count_popularity, fit_affinity, fit_popularity
 
 SHAPE = MoeShape(n_layer=3, n_expert=3, n_expert_used=2, layers=(0, 2), n_embd=8, n_vocab=6)

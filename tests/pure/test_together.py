@@ -18,6 +18,7 @@ from moegguf.controller.predictors.together import Together, together
 from moegguf.gguf.routers import Gating, Router, Routers
 from moegguf.native.events import Announcement, Float32s
 from moegguf.trace.trace import Trace
+from predictors.study.arrange import grouped
 from predictors.train.fit import fit_affinity, fit_popularity, fit_token_table
 
 TRACE = random_trace(n_sequences=4, n_prefill=3, n_decode=8, with_inputs=True)
@@ -27,7 +28,7 @@ def batched(trace: Trace) -> Trace:
     """All prompts in one pass, then a token of every request in each."""
     of = [np.flatnonzero(trace.sequence_of == sequence) for sequence in trace.sequences()]
     steps = [np.array([tokens[step] for tokens in of]) for step in range(3, len(of[0]))]
-    return trace.grouped([np.concatenate([tokens[:3] for tokens in of]), *steps])
+    return grouped(trace, [np.concatenate([tokens[:3] for tokens in of]), *steps])
 
 
 def skip() -> Skip:

@@ -21,8 +21,9 @@ from moegguf.controller.token_scheduler import TokenScheduler, statuses
 from moegguf.errors import OptionError
 from moegguf.gguf.routers import Routers
 from moegguf.native.events import Announcement, Phase, RoutingEvent
-from moegguf.trace.token_scheduler import OrderEffect, _pools, compare
 from moegguf.trace.trace import Trace
+from predictors.study.arrange import used_experts
+from predictors.study.scheduling import OrderEffect, _pools, compare
 
 
 def path(*experts: int, n_expert: int = 8) -> np.ndarray:
@@ -86,7 +87,7 @@ def test_a_number_of_batches_that_cannot_be_is_refused(n_batches: int) -> None:
 
 def test_recorded_paths_leave_out_what_was_not_computed() -> None:
     trace = random_trace(n_sequences=1, n_prefill=4, n_decode=2)
-    paths = trace.paths(np.arange(trace.n_tokens))
+    paths = used_experts(trace, np.arange(trace.n_tokens))
     assert paths.shape == (6, len(SMALL.layers), SMALL.n_expert)
     assert not paths[:3, -1].any()  # the prompt's last layer is computed for its last token only
     assert (paths[3:].sum(axis=2) == SMALL.n_expert_used).all()

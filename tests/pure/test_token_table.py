@@ -11,7 +11,8 @@ from moegguf.controller.predictors.token_table import MAX_COUNT, TokenTable
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.native.events import Announcement, Phase, RoutingEvent
-from moegguf.trace.trace import Trace, TraceHeader, shuffled
+from moegguf.trace.trace import Trace, TraceHeader
+from predictors.study.arrange import shuffled
 from predictors.train.fit import fit_token_table
 
 SHAPE = MoeShape(n_layer=3, n_expert=4, n_expert_used=2, layers=(1, 2), n_embd=8, n_vocab=6)

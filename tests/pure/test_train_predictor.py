@@ -27,7 +27,8 @@ from moegguf.controller.weights import Weights
 from moegguf.gguf.experts import read_layout
 from moegguf.gguf.fingerprint import fingerprint
 from moegguf.trace import format as trace_file
-from moegguf.trace.trace import Trace, shuffled
+from moegguf.trace.trace import Trace
+from predictors.study.arrange import shuffled
 from predictors.train import COUNTED, TRAINERS, trainer
 from predictors.train.predictor import main, options, parse_setting
 from predictors.train.splitting import held_out, validation_tokens

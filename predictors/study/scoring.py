@@ -14,7 +14,8 @@ from moegguf.controller.accuracy import PADDING, Ids, LinkModel, Mask, Predictor
 from moegguf.controller.judge import DISTANCES, Judge
 from moegguf.controller.predictors.base import Predictor
 from moegguf.native.events import Announcement, RoutingEvent
-from moegguf.trace.trace import Trace, shuffled
+from moegguf.trace.trace import Trace
+from predictors.study.arrange import separated, shuffled
 
 
 def batch_accuracy(true: npt.NDArray[np.bool_], predicted: npt.NDArray[np.bool_]) -> float:
@@ -75,7 +76,7 @@ def score(
     by `batch_accuracy` where all were predicted. A pass of several requests is scored as one pass of each. Raises what
     a predictor raises.
     """
-    trace, controls = trace.separated(), copy.deepcopy(list(predictors))
+    trace, controls = separated(trace), copy.deepcopy(list(predictors))
 
     def tables(of: Trace, measured: Sequence[Predictor]) -> tuple[PredictorScore, ...]:
         judges = [_BatchJudge(predictor, distances, lru_share, batch_sequences) for predictor in measured]

@@ -9,9 +9,9 @@ import numpy as np
 from moegguf.controller.policies.base import LRU
 from moegguf.terminal.units import percent as format_percent
 from moegguf.trace.belady import BELADY
-from moegguf.trace.report import PolicyTable, Recovery, ScheduleTable, StallTable
-from moegguf.trace.reuse import Reuse
-from moegguf.trace.score import ScoreTable
+from predictors.study.report.tables import PolicyTable, Recovery, ScheduleTable, StallTable
+from predictors.study.reuse import Reuse
+from predictors.study.scoring import ScoreTable
 
 MIN_DIFFERENCE = 0.02  # smallest difference of shares that gets a sentence
 MIN_FRESH_ACCURACY = 0.999  # of the fresh-gate control, whose recorded inputs are rounded to 16 bits

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moegguf.trace.trace import Trace
+from predictors.study.arrange import used_experts
 
 WINDOWS = (1, 2, 4, 8, 16)  # tokens
 DISTANCES = (1, 2, 4, 8, 16, 32, 64, 128)  # tokens: upper bounds of the histogram
@@ -81,7 +82,7 @@ def _table(trace: Trace) -> tuple[int, int]:
 
 def _paths(decode: Trace) -> dict[int, Used]:
     """{sequence: (n_tokens, n_row, n_expert)}: the experts each token used."""
-    return {sequence: decode.paths(decode.sequence_of == sequence) for sequence in decode.sequences()}
+    return {sequence: used_experts(decode, decode.sequence_of == sequence) for sequence in decode.sequences()}
 
 
 def _resampled(paths: list[Used], rng: np.random.Generator) -> Counts:

@@ -3,7 +3,7 @@
 The process, for each layer and expert: a router logit is a sum of three independent Gaussian parts, a constant one (how
 popular the expert is), one that decays over `memory_tokens` (an AR(1) process, the topic), and one drawn anew for each
 token; the largest logits are chosen. Their shares of the variance are fitted so that least-recent-use eviction hits as
-published. `synthesize` draws from the process, tools/make_model.py builds models that route by it.
+published. predictors/study/synthesize.py draws from the process, tools/make_model.py builds models that route by it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 import numpy as np
+import numpy.typing as npt
 
 from moegguf.errors import OptionError
-from moegguf.native.events import Float32s
-
-LOCALITY_KEY = "moegguf.locality"  # GGUF metadata: whose routing a random model imitates
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ LOCALITIES = {
 }  # fmt: skip
 
 
-def popularity(n_expert: int, rng: np.random.Generator) -> Float32s:
+def popularity(n_expert: int, rng: np.random.Generator) -> npt.NDArray[np.float32]:
     """The constant part of the logits of one layer, of variance 1: the same values in any order."""
     quantiles = [NormalDist().inv_cdf((i + 0.5) / n_expert) for i in range(n_expert)]
     return rng.permutation(np.array(quantiles, np.float32))
@@ -79,11 +77,3 @@ def find_locality(name: str) -> Locality:
     if name not in LOCALITIES:
         raise OptionError(f"--locality takes {', '.join(LOCALITIES)}, but not {name!r}.")
     return LOCALITIES[name]
-
-
-def imitated(metadata: Mapping[str, object]) -> str:
-    """What bench says of a GGUF file's routing: whose published reuse its random weights imitate; "" for others."""
-    name = metadata.get(LOCALITY_KEY)
-    if not isinstance(name, str) or name not in LOCALITIES:
-        return ""
-    return f"random weights that reuse experts as published of {LOCALITIES[name].model} ({LOCALITY_KEY} {name})"

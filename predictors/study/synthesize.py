@@ -1,18 +1,30 @@
-"""Traces of any shape whose routing is reused as a real model's, drawn at random: for simulations without a model."""
+"""Traces of any shape whose routing is reused as a real model's, drawn at random: for simulations without a model.
+
+    python -m predictors.study.synthesize --locality qwen3-30b --layers 48 -o routing.npz
+
+Hit rates from such a trace are no measurement of any model.
+"""
 
 from __future__ import annotations
 
+import sys
 from itertools import pairwise
 from math import exp, sqrt
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
+import typer
 
+from moegguf.cli.trace import Out, check_writable
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
 from moegguf.native.events import Float32s, Phase
-from moegguf.trace.locality import Locality, find_locality, popularity
+from moegguf.quantities import parse_size
+from moegguf.terminal.messages import print_message
+from moegguf.trace.format import write
 from moegguf.trace.trace import Trace, TraceHeader
+from tools.models.locality import Locality, find_locality, popularity
 
 
 def shape_of(
@@ -69,3 +81,42 @@ def _slow(memory_tokens: float, size: tuple[int, int], rng: np.random.Generator)
     for before, value in pairwise(values):
         value += kept * before
     return values
+
+
+Layers = Annotated[int, typer.Option(min=1, max=4096, metavar="N", help="Layers with experts.")]
+Experts = Annotated[
+    int | None, typer.Option(min=1, max=32767, metavar="N", help="Experts per layer.  [default: that model's]")
+]
+Used = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Experts per layer and token.  [default: that model's]")
+]
+
+
+def main(
+    out: Out,
+    locality: Annotated[
+        str, typer.Option(metavar="NAME", help="Whose published reuse: qwen3-30b, glm, olmoe or mixtral.")
+    ],
+    layers: Layers = 24,
+    experts: Experts = None,
+    used: Used = None,
+    tokens: Annotated[int, typer.Option(min=1, max=100_000, metavar="N", help="Decoded tokens of a request.")] = 1024,
+    requests: Annotated[int, typer.Option(min=1, max=10_000, metavar="N", help="Requests.")] = 1,
+    expert_size: Annotated[str, typer.Option(metavar="SIZE", help="Of one expert, for a modelled link.")] = "1MiB",
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Random seed.")] = 0,
+) -> None:
+    """Write a trace of random routing that is reused from token to token as published of a real model."""
+    check_writable(out)
+    try:
+        expert_bytes = parse_size(expert_size)
+    except ValueError as error:
+        raise OptionError(f"--expert-size: {error}.") from None
+    made = synthesize(locality, shape_of(locality, layers, experts, used, expert_bytes), tokens, seed, requests)
+    write(out, made)
+    print_message(f"{out}: {made.n_tokens} tokens, {made.header.model}")
+
+
+if __name__ == "__main__":
+    from predictors.study.common import run
+
+    sys.exit(run(main))

@@ -1,101 +1,63 @@
 """The HTML page of a report: per section findings, plots and tables of their numbers.
 
-The page is one file without external resources, with a light and a dark theme and a layout for phones. All numbers
-come from trace/report.py; this module only formats them.
+The page is one file without external resources. All numbers come from tables.py; this module only formats them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
-from moegguf.cli.report import findings, plots
-from moegguf.cli.report.findings import percent
-from moegguf.cli.report.svg import Palette, require_matplotlib
+import matplotlib
+
 from moegguf.package import __version__
 from moegguf.quantities import format_bytes
-from moegguf.trace.report import Report, TraceSummary
-from moegguf.trace.score import ScoreTable
+from predictors.study.report import findings, plots
+from predictors.study.report.findings import percent
+from predictors.study.report.tables import Report, TraceSummary
+from predictors.study.scoring import ScoreTable
 
 STYLE = """
-:root { --ink: #1d2329; --muted: #68727c; --grid: #e4e8ec; --page: #ffffff; --soft: #f5f7f9; --accent: #c2410c; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6e9ec; --muted: #98a2ac; --grid: #30363d; --page: #14181c; --soft: #1c2228; --accent: #ff9a5c; }
-}
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--page); color: var(--ink);
-  font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif; }
-header, main, footer { max-width: 47rem; margin: 0 auto; padding: 0 1.1rem; }
-header { padding-top: 2.2rem; }
-h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 0 .8rem; overflow-wrap: anywhere; }
-h2 { font-size: 1.2rem; margin: 0 0 .5rem; scroll-margin-top: 1rem; }
-nav ul { list-style: none; display: flex; flex-wrap: wrap; gap: .2rem 1.1rem; margin: 0; padding: 0; font-size: .9rem; }
-a { color: var(--accent); text-underline-offset: .15em; }
-section { padding: 1.9rem 0 .6rem; margin-top: 1.6rem; border-top: 1px solid var(--grid); }
-.findings { margin: 0 0 1.1rem; padding: 0; list-style: none; max-width: 42rem; overflow-wrap: anywhere; }
-.findings li + li { margin-top: .3rem; }
-figure { margin: 0 0 1.3rem; }
-.plot { overflow-x: auto; }
-.plot svg { display: block; width: 100%; max-width: 42rem; min-width: 22rem; height: auto; }
-.plot svg text { font-family: inherit !important; }
-.plot image { image-rendering: pixelated; }
-figcaption, footer { color: var(--muted); font-size: .87rem; }
-details { margin: .3rem 0; }
-summary { cursor: pointer; color: var(--muted); font-size: .9rem; }
-summary:focus-visible, a:focus-visible { outline: 2px solid var(--accent); outline-offset: 2px; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .86rem; font-variant-numeric: tabular-nums; margin: .5rem 0 .9rem; }
-caption { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
-th, td { padding: .28rem .8rem .28rem 0; border-bottom: 1px solid var(--grid); text-align: right; vertical-align: top; }
-th { font-weight: 600; }
-thead th { vertical-align: bottom; }
-tbody th { text-align: left; font-weight: 500; white-space: nowrap; }
-thead th:first-child { text-align: left; }
-#recorded ~ .wide td { text-align: left; overflow-wrap: anywhere; }
-#recorded ~ .wide th { color: var(--muted); }
-footer { padding: 2rem 1.1rem 2.5rem; }
+body { max-width: 47rem; margin: 2rem auto; padding: 0 1.1rem; font: 16px/1.55 system-ui, sans-serif; color: #1d2329; }
+h1, li, td { overflow-wrap: anywhere; }
+section { padding-top: 1.5rem; margin-top: 1.5rem; border-top: 1px solid #e4e8ec; }
+figure { margin: 0 0 1.3rem; overflow-x: auto; }
+img { width: 100%; max-width: 42rem; min-width: 22rem; }
+figcaption, summary, footer { color: #68727c; font-size: .87rem; }
+table { border-collapse: collapse; font-size: .86rem; margin: .5rem 0 .9rem; display: block; overflow-x: auto; }
+th, td { padding: .28rem .8rem .28rem 0; border-bottom: 1px solid #e4e8ec; text-align: left; vertical-align: top; }
 """
 
-
 Row = Sequence[str]
-Plot = tuple[str, str]  # svg, caption
+Plot = tuple[str, str]  # image, caption
 
 
 def write_report(path: Path, report: Report) -> None:
-    """Writes the page. Raises OptionError without matplotlib, OSError when the file cannot be written."""
+    """Writes the page. Raises OSError when the file cannot be written."""
     path.write_text(render(report), encoding="utf-8")
 
 
 def render(report: Report) -> str:
     """The page as HTML."""
-    require_matplotlib()
-    measured = {name: section for name, part in PARTS.items() if (section := part(report))}
+    with matplotlib.rc_context(plots.STYLE):
+        measured = {name: section for name, part in PARTS.items() if (section := part(report))}
     missing = [title for name, title in TITLES.items() if name in PARTS and name not in measured]
     sections = [_recorded(report.trace, missing), *measured.values()]
     title = escape(f"{report.title}: {report.trace.model}" if report.trace.model else report.title)
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f'<meta name="color-scheme" content="light dark">\n<style>{STYLE}</style>\n</head>\n<body>\n'
-        f"<header><h1>{title}</h1>{_contents(measured)}</header>\n<main>\n{''.join(sections)}</main>\n"
+        f"<style>{STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>\n{''.join(sections)}"
         f"<footer>moegguf {escape(__version__)}</footer>\n</body>\n</html>\n"
     )
 
 
-def _contents(measured: Iterable[str]) -> str:
-    links = "".join(f'<li><a href="#{name}">{TITLES[name]}</a></li>' for name in ("recorded", *measured))
-    return f'<nav aria-label="Contents"><ul>{links}</ul></nav>'
-
-
 def _section(name: str, sentences: Sequence[str], drawn: Sequence[Plot] = (), tables: str = "") -> str:
-    figures = "".join(
-        f'<figure><div class="plot">{svg}</div><figcaption>{escape(caption)}</figcaption></figure>'
-        for svg, caption in drawn
-    )
+    figures = "".join(f"<figure>{image}<figcaption>{escape(caption)}</figcaption></figure>" for image, caption in drawn)
     heading = f'<h2 id="{name}">{TITLES[name]}</h2>'
     items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
-    return f'<section>{heading}<ul class="findings">{items}</ul>{figures}{tables}</section>\n'
+    return f'<section>{heading}<ul>{items}</ul>{figures}{tables}</section>\n'
 
 
 def _table(caption: str, head: Row, rows: Sequence[Row], folded: bool = True) -> str:
@@ -106,7 +68,7 @@ def _table(caption: str, head: Row, rows: Sequence[Row], folded: bool = True) ->
         f'<tr><th scope="row">{escape(row[0])}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in row[1:])}</tr>'
         for row in rows
     )
-    table = f'<div class="wide"><table><caption>{escape(caption)}</caption>{top}<tbody>{body}</tbody></table></div>'
+    table = f"<table>{top}<tbody>{body}</tbody></table>"
     return f"<details><summary>Numbers: {escape(caption)}</summary>{table}</details>" if folded else table
 
 
@@ -197,7 +159,7 @@ def _hits(report: Report) -> str:
     tables = _table("hit rate by budget (share of all experts)", head, rows)
     tables += _table("distance from LRU to Belady that is closed", head, closed)
     caption = "Belady is the offline bound: no eviction policy is above it. Thick: the best online policy."
-    return _section("hits", findings.of_policies(table), [(plots.hit_rates(table, palette(report)), caption)], tables)
+    return _section("hits", findings.of_policies(table), [(plots.hit_rates(table, _looks(report)), caption)], tables)
 
 
 def _scores(report: Report) -> str:
@@ -250,7 +212,7 @@ def _stalls(report: Report) -> str:
     ]
     numbers = _table("stall in ms per token, by link", ("setting", *(f"{speed:g} GB/s" for speed in speeds)), rows)
     caption = "Time that computation waits for experts, on a modelled link. Values below 0.01 ms are drawn at 0.01 ms."
-    return _section("stall", findings.of_stalls(table), [(plots.stalls(table, palette(report)), caption)], numbers)
+    return _section("stall", findings.of_stalls(table), [(plots.stalls(table, _looks(report)), caption)], numbers)
 
 
 def _recovery(report: Report) -> str:
@@ -266,7 +228,7 @@ def _recovery(report: Report) -> str:
     head = ("policy", "before the change", "first 10 after", "all after", "requests to recover")
     caption = f"From {table.kinds[0] or 'one kind of text'} to {table.kinds[1] or 'another'} at the dotted line"
     caption += "." if table.budget is None else f", budget {table.budget:.0%} of the experts."
-    drawn = [(plots.recovery(table, palette(report)), caption)]
+    drawn = [(plots.recovery(table, _looks(report)), caption)]
     return _section("recovery", findings.of_recovery(table), drawn, _table("hit rate around the change", head, rows))
 
 
@@ -284,14 +246,14 @@ def _schedule(report: Report) -> str:
     return _section("schedule", findings.of_schedule(table), [(plots.schedule(table), caption)], numbers)
 
 
-def palette(report: Report) -> Palette:
+def _looks(report: Report) -> dict[str, plots.Look]:
     """Colours and markers of policies and settings, the same in every plot."""
     tables = (
         report.policies and report.policies.hit_rates,
         report.recovery and report.recovery.hit_rates,
         report.stalls and report.stalls.stall_ms,
     )
-    return Palette(name for table in tables if table for name in table)
+    return plots.looks(name for table in tables if table for name in table)
 
 
 TITLES = {

@@ -22,6 +22,7 @@ from moegguf.errors import OptionError
 from moegguf.native.events import Phase, RoutingEvent
 from moegguf.trace.simulate import SimResult, Simulation
 from moegguf.trace.trace import Trace
+from predictors.study.arrange import grouped, separated, used_experts
 
 Round = list[Indices]  # the passes of a round, in order
 Split = Callable[[Indices], Round]  # of the tokens of a round
@@ -52,7 +53,7 @@ def compare(
     paths: those that "predicted" groups by; "oracle" groups by what is recorded, which nobody knows in advance. slots:
     {share: slots} to replay with, each with a new `policy`. Raises OptionError when the trace has too few requests.
     """
-    trace = trace.separated()
+    trace = separated(trace)
     pools = list(_pools(trace, 2 * batch_size)) if batch_size > 0 else []
     if not pools:
         raise OptionError(
@@ -61,7 +62,7 @@ def compare(
         )
     rng, predicted = np.random.default_rng(seed), _Predicted(trace, paths, batch_size)
     splits: dict[str, Split] = {
-        "oracle": lambda tokens: [tokens[group] for group in balanced_groups(trace.paths(tokens), 2, seed)],
+        "oracle": lambda tokens: [tokens[group] for group in balanced_groups(used_experts(trace, tokens), 2, seed)],
         "predicted": predicted,
         "random": lambda tokens: np.split(rng.permutation(tokens), 2),
         "fifo": lambda tokens: np.split(tokens, 2),
@@ -69,8 +70,8 @@ def compare(
     effects = []
     for order, split in splits.items():
         passes = [batch for pool in pools for tokens in pool for batch in split(tokens)]
-        experts = float(np.mean([experts_per_batch(trace.paths(tokens), [slice(None)]) for tokens in passes]))
-        replays = _replays(trace.grouped(passes), slots, policy)
+        experts = float(np.mean([experts_per_batch(used_experts(trace, tokens), [slice(None)]) for tokens in passes]))
+        replays = _replays(grouped(trace, passes), slots, policy)
         effects.append(OrderEffect(order, experts, replays, predicted.us_per_step if order == "predicted" else None))
     return effects
 

@@ -1,4 +1,4 @@
-"""The data of a routing report, and figures derived from them. Presentation is up to the frontends."""
+"""The data of a routing report, and figures derived from them. page.py presents them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from moegguf.controller.policies.base import LRU
 from moegguf.native.events import Phase
 from moegguf.plain import plain
 from moegguf.trace.belady import BELADY, gap_closed
-from moegguf.trace.reuse import Reuse
-from moegguf.trace.score import ScoreTable
 from moegguf.trace.trace import Setting, Trace
+from predictors.study.reuse import Reuse
+from predictors.study.scoring import ScoreTable
 
 SMOOTHED_REQUESTS = 5
 RECOVERED = 0.95  # share of the final level of the hit rate
