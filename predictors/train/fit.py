@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
 
 from moegguf.controller.predictors.base import multi_hot
-from moegguf.controller.predictors.popularity import Affinity, Popularity
-from moegguf.controller.predictors.token_table import TokenTable
+from moegguf.controller.predictors.token_table import MAX_COUNT
+from moegguf.controller.weights import Weights
 from moegguf.native.events import Float32s
 from moegguf.trace.trace import Trace
+
+MOST_TOKENS = 1 << 15  # of a token table
 
 
 def choices(trace: Trace, row: int) -> Float32s:
@@ -41,18 +44,25 @@ def _shares(counts: Float32s, default: Float32s) -> Float32s:
     return np.where(totals > 0, counts / np.maximum(totals, 1), default).astype(np.float32)
 
 
-def fit_popularity(trace: Trace) -> Popularity:
-    """Popularity counted over all passes (DuoServe-MoE, section 4.1)."""
-    return Popularity(trace.shape, count_popularity(trace))
+def count_tokens(trace: Trace, most_tokens: int = MOST_TOKENS) -> Weights:
+    """ProMoE's token table (section 4.2): `tokens` (n_entry,), and `counts` (n_entry, n_moe_layer, n_expert) of the
+    choices made for each. Tokens without known id and experts are left out, and those above the first `most_tokens`.
+    """
+    known = (trace.tokens >= 0) & (trace.tokens < trace.shape.n_vocab)
+    tokens = np.unique(trace.tokens[known])[:most_tokens]
+    kept = np.isin(trace.tokens, tokens)
+    entries = np.searchsorted(tokens, trace.tokens[kept])
+    counts = np.zeros((len(tokens), len(trace.shape.layers), trace.shape.n_expert), np.uint16)
+    for row in range(len(trace.shape.layers)):
+        sums = np.zeros((len(tokens), trace.shape.n_expert), np.float32)
+        np.add.at(sums, entries, choices(trace, row)[kept])
+        counts[:, row] = np.minimum(sums, MAX_COUNT)
+    return Weights({"tokens": tokens.astype(np.int32), "counts": counts})
 
 
-def fit_affinity(trace: Trace) -> Affinity:
-    """Affinity counted over all passes (DuoServe-MoE, section 4.1)."""
-    return Affinity(trace.shape, count_affinity(trace, count_popularity(trace)))
-
-
-def fit_token_table(trace: Trace) -> TokenTable:
-    """Token table (ProMoE, section 4.2) of all passes; tokens without known id and experts are left out."""
-    table = TokenTable(trace.shape)
-    table.learn(trace.tokens, list(trace.expert_ids))
-    return table
+COUNTED: dict[str, Callable[[Trace], Weights]] = {
+    "token-id": count_tokens,
+    "popularity": lambda trace: Weights({"popularity": count_popularity(trace)}),
+    "affinity": lambda trace: Weights({"affinity": count_affinity(trace, count_popularity(trace))}),
+}
+"""{predictor: its arrays, counted over all passes of a trace}"""

@@ -33,7 +33,8 @@ from moegguf.gguf.routers import Routers, read_routers
 from moegguf.trace import format as trace_file
 from moegguf.trace.trace import Trace
 from predictors.study.scoring import ScoreTable, score
-from predictors.train import COUNTED, TRAINERS, trainer
+from predictors.train import TRAINERS, trainer
+from predictors.train.fit import COUNTED
 from predictors.train.splitting import held_out
 
 DISTANCES = (1, 2, 4, 8)

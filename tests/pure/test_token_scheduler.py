@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles import counted
 from traces import SMALL, random_trace
 
 from moegguf.controller.collection import EamcPair
-from moegguf.controller.grouping import balanced_groups, experts_per_batch, similarities
+from moegguf.controller.grouping import similarities
 from moegguf.controller.predictors.previous_token import PreviousToken
 from moegguf.controller.predictors.token_table import TokenTable
 from moegguf.controller.routing_paths import PredictedPaths, RecentPaths, make_paths
@@ -23,7 +24,7 @@ from moegguf.gguf.routers import Routers
 from moegguf.native.events import Announcement, Phase, RoutingEvent
 from moegguf.trace.trace import Trace
 from predictors.study.arrange import used_experts
-from predictors.study.scheduling import OrderEffect, _pools, compare
+from predictors.study.scheduling import OrderEffect, _pools, balanced_groups, compare, experts_per_batch
 
 
 def path(*experts: int, n_expert: int = 8) -> np.ndarray:
@@ -243,8 +244,7 @@ def test_recent_paths_follow_each_sequence_by_itself() -> None:
 
 def test_predicted_paths_are_the_predictors_for_each_sequence() -> None:
     trace = random_trace(n_sequences=6, n_prefill=0, n_decode=20)
-    table = TokenTable(SMALL)
-    table.learn(trace.tokens, list(trace.expert_ids))
+    table = counted(TokenTable, trace)
     paths = PredictedPaths(table)
     for sequence, token in ((1, 5), (2, 9)):
         paths.expect(sequence, np.array([token], np.int32))

@@ -29,7 +29,8 @@ from moegguf.gguf.fingerprint import fingerprint
 from moegguf.trace import format as trace_file
 from moegguf.trace.trace import Trace
 from predictors.study.arrange import shuffled
-from predictors.train import COUNTED, TRAINERS, trainer
+from predictors.train import TRAINERS, trainer
+from predictors.train.fit import COUNTED
 from predictors.train.predictor import main, options, parse_setting
 from predictors.train.splitting import held_out, validation_tokens
 
