@@ -7,11 +7,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from moegguf.controller.predictors.base import multi_hot
 from moegguf.controller.predictors.token_table import MAX_COUNT
 from moegguf.controller.weights import Weights
 from moegguf.native.events import Float32s
 from moegguf.trace.trace import Trace
+from predictors.study.arrange import multi_hot
 
 MOST_TOKENS = 1 << 15  # of a token table
 
