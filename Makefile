@@ -1,6 +1,6 @@
 # make        everything needed to use moegguf from this folder
 # make run    the bundled demo model, with a budget of half its experts
-# make test   the tests          make lint   style and types
+# make test   the tests          make lint   style, types and size
 # make lab    what the laboratory needs, see predictors/README.md
 # make tsan, make asan           the native tests under a sanitizer
 # make test-vulkan               the tests that need a GPU, on a software one
@@ -48,6 +48,7 @@ $(VENV)/.lint: $(READY)
 lint: $(VENV)/.lint
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/mypy
+	@$(PY) tools/size.py
 	@$(VENV)/bin/clang-format --dry-run -Werror moegguf/native/*.cpp moegguf/native/*.h moegguf/native/*/*.cpp moegguf/native/*/*.h
 
 lab: $(READY)
