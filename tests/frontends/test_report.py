@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from base64 import b64decode
 from dataclasses import replace
 from functools import cache
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 from oracles import Oracle
@@ -22,7 +20,7 @@ from predictors.study.scoring import score
 pytest.importorskip("matplotlib", reason="plots need matplotlib, which is not installed")
 
 from predictors.study.report import findings, plots
-from predictors.study.report.page import TITLES, render, write_report
+from predictors.study.report.page import TITLES, render
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 HOSTILE = '<script>alert("x")</script> & $\\frac$'
@@ -151,25 +149,12 @@ def test_empty_tables_count_as_not_measured() -> None:
         schedule=ScheduleTable({8: {}}),
     )
     assert_nothing_is_measured(render(report))
-    json.dumps(report.as_dict(), allow_nan=False)
 
 
 def test_one_request_of_few_tokens_makes_a_page() -> None:
     trace = random_trace(n_sequences=1, n_decode=2)
     report = Report(TraceSummary.of(trace), reuse=reuse(trace), scores=score(trace, [Oracle(trace)]))
     assert "Too few tokens or requests" in checked(render(report)).text
-
-
-def test_the_file_is_written(tmp_path: Path) -> None:
-    write_report(tmp_path / "report.html", synthetic_report())
-    assert (tmp_path / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
-
-
-def test_the_numbers_are_json_too() -> None:
-    facts = json.loads(json.dumps(synthetic_report().as_dict(), allow_nan=False))
-    assert facts["policies"]["hit_rates"]["locality"]["0.25"] == 0.6
-    assert facts["scores"]["scores"][0]["means"]["1"]["accuracy"] == 0.5
-    assert len(facts["reuse"]["counts"]) == 8
 
 
 def test_conclusions_are_computed() -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from moegguf.controller.policies.base import LRU
 from moegguf.native.events import Phase
-from moegguf.plain import plain
 from moegguf.trace.belady import BELADY, gap_closed
 from moegguf.trace.trace import Setting, Trace
 from predictors.study.reuse import Reuse
@@ -159,7 +157,3 @@ class Report:
     recovery: Recovery | None = None
     schedule: ScheduleTable | None = None
     title: str = "Routing report"
-
-    def as_dict(self) -> dict[str, Any]:
-        """`plain(self)`, for JSON."""
-        return plain(self)
