@@ -1,6 +1,7 @@
 # make        everything needed to use moegguf from this folder
 # make run    the bundled demo model, with a budget of half its experts
-# make test   the tests          make lint   style and types
+# make test   the tests          make lint   style, types and size
+# make lab    what the laboratory needs, see predictors/README.md
 # make tsan, make asan           the native tests under a sanitizer
 # make test-vulkan               the tests that need a GPU, on a software one
 # make check-cuda                compiles and links the CUDA build, also without a card: an hour of processor time
@@ -17,7 +18,7 @@ SOURCES := pyproject.toml tools/vendor.py $(wildcard patches/* moegguf/native/*.
            moegguf/native/CMakeLists.txt
 CMAKE_ARGS ?=
 
-.PHONY: all run test test-vulkan check-cuda lint tsan asan wheel bench clean
+.PHONY: all run test test-vulkan check-cuda lint lab tsan asan wheel bench clean
 
 all: $(READY)
 
@@ -48,7 +49,11 @@ $(VENV)/.lint: $(READY)
 lint: $(VENV)/.lint
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/mypy
+	@$(PY) tools/size.py
 	@$(VENV)/bin/clang-format --dry-run -Werror moegguf/native/*.cpp moegguf/native/*.h moegguf/native/*/*.cpp moegguf/native/*/*.h
+
+lab: $(READY)
+	@$(PY) tools/check_machine.py --requirements lab | $(PIP) install -r /dev/stdin
 
 test-vulkan: $(READY)
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) tools/vulkan_tests.py

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 
 from moegguf.controller.predictors.base import Predictor
+from moegguf.controller.predictors.popularity import Affinity, Popularity
+from moegguf.controller.predictors.token_table import TokenTable
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Announcement, Float32s, Phase, RoutingEvent
 from moegguf.trace.belady import Lookups, ReplayCounts
 from moegguf.trace.trace import Trace, TraceHeader
+from predictors.train.fit import COUNTED
+
+Counted = TypeVar("Counted", TokenTable, Popularity, Affinity)
 
 
 def hand_made(shape: MoeShape, routing: list[list[list[list[int]]]], *, prefill: int = 0) -> Trace:
@@ -104,6 +109,11 @@ class FreshGate(Predictor):
         if distance != 0 or il != self.il or self.logits is None:
             return None
         return 1 / (1 + np.exp(-self.logits))
+
+
+def counted(kind: type[Counted], trace: Trace) -> Counted:
+    """A predictor of this kind, as predictors/train counts it."""
+    return kind.from_weights(trace.shape, COUNTED[kind.name](trace))
 
 
 def accuracy(predictor: Predictor, trace: Trace, distance: int) -> float:

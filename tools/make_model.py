@@ -17,7 +17,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from moegguf.trace.locality import LOCALITIES
 from tools.models import (
     PRESET_LOCALITY,
     PRESETS,
@@ -28,6 +27,7 @@ from tools.models import (
     write_model,
     write_projector,
 )
+from tools.models.locality import LOCALITIES
 
 SIZE_UNITS = {"K": 10**3, "M": 10**6, "G": 10**9}
 DIMENSIONS = [field.name for field in fields(Shape) if field.name != "arch"]

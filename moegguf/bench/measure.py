@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from moegguf.bench.memory_limit import die_with_parent
+from moegguf.bench.rows import imitated_routing
 from moegguf.bench.spec import Spec, Test
-from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.systems import find_system
 from moegguf.engine.llama import Llama
 from moegguf.engine.machine import read_machine
@@ -38,7 +38,6 @@ from moegguf.native.link_device import link_device, memory_copy_bytes_per_s
 from moegguf.native.store import StoreOptions
 from moegguf.package import __version__
 from moegguf.quantities import parse_link
-from moegguf.trace.locality import imitated
 
 _CPU, _GPU, _IGPU, _ACCEL = 0, 1, 2, 3  # enum ggml_backend_dev_type
 
@@ -113,7 +112,7 @@ def load(spec: Spec) -> Llama:
         ),
         policy=spec.policy,
         predictor=spec.predictor,
-        prefetch=_prefetch(spec),
+        prefetch=spec.prefetch,
         warm_start=spec.warm_start,
         use_mmap=spec.system == "mmap",
         n_ctx=max(test.n_tokens for test in spec.tests),
@@ -133,13 +132,6 @@ def _gpu_layers(spec: Spec) -> dict[str, int]:
     """-1 leaves a model with experts to `placement`; plain llama.cpp then puts every layer on a GPU."""
     planned = spec.system == "moegguf" and spec.n_gpu_layers < 0 and read_layout(spec.model).is_moe
     return {} if planned else {"n_gpu_layers": spec.n_gpu_layers}
-
-
-def _prefetch(spec: Spec) -> PrefetchOptions | bool | None:
-    """As the system does where it says how; without a watchdog if the spec wants none."""
-    if spec.prefetch and not spec.watchdog and not find_system(spec.decided_by).prefetch:
-        return PrefetchOptions(watchdog=False)
-    return spec.prefetch
 
 
 class Feed:
@@ -293,7 +285,7 @@ def _description(llama: Llama) -> dict[str, Any]:
         "model_type": llama._model.desc(),
         "model_size": llama._model.size(),
         "model_n_params": llama._model.n_params(),
-        "routing": imitated(llama.layout.metadata),
+        "routing": imitated_routing(llama.layout.metadata),
     }
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean, median, stdev
 from typing import Any
 
@@ -36,7 +37,17 @@ OWN_FIELDS = (
     "budget_bytes", "planned_bytes", "error",
 )  # fmt: skip
 
+LOCALITY_KEY = "moegguf.locality"  # GGUF metadata: whose published reuse of experts a random model imitates
+
 _LOAD_MODES = {"moegguf": "none", "mmap": "mmap", "resident": "none"}
+
+
+def imitated_routing(metadata: Mapping[str, object]) -> str:
+    """The field `routing`, of a GGUF file's metadata: whose routing its random weights imitate; "" for others."""
+    name = metadata.get(LOCALITY_KEY)
+    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]{1,40}", name):
+        return ""
+    return f"random weights that reuse experts as published of {name} ({LOCALITY_KEY})"
 
 
 def _fixed(system: BenchedSystem) -> Row:

@@ -38,8 +38,8 @@ class Spec:
     system: "moegguf", or llama.cpp itself: "mmap" (the file is mapped) or "resident" (every weight is read into
     memory). decided_by: a name of controller.systems; policy, predictor, prefetch and store replace parts of it.
     repack: weights in the layout of the CPU's fastest kernels. feed: random tokens as in llama-bench, the tokens of
-    `text`, or the model's own (greedy) after n_depth tokens of either. watchdog False: prefetching is never turned off.
-    warm_start: begin with what earlier runs used, and remember what this one uses.
+    `text`, or the model's own (greedy) after n_depth tokens of either. warm_start: begin with what earlier runs used,
+    and remember what this one uses.
     vram_cache, placement, misses: as `Llama` takes them. simulate_link: a link such as "24GB/s,35us"; a simulated
     device is behind it, that computes with simulate_threads (0: as many as the CPU). Without vram_cache and placement,
     layers and slots are there.
@@ -63,7 +63,6 @@ class Spec:
     policy: str = "auto"
     predictor: str | None = None
     prefetch: bool | None = None
-    watchdog: bool = True
     warm_start: bool = False
     feed: str = "random"
     text: str | None = None

@@ -155,15 +155,6 @@ WarmStart = Annotated[
     ),
 ]
 
-Ablate = Annotated[
-    bool,
-    _versus(
-        "--ablate",
-        help="Alternate with variants: without prefetch, chunks, reading misses first, dropping stale prefetches,"
-        " reordering; plain LRU."
-        " Prefetching then stays on even when it does not save time.",
-    ),
-]
 Against = Annotated[
     Values,
     _versus(
@@ -171,7 +162,7 @@ Against = Annotated[
         metavar="SYSTEMS",
         help="Alternate with llama.cpp itself (mmap, resident; the suffix -plain or -repacked chooses kernels), or"
         " with what decides in another system: none, lru, moe-infinity, promoe, expertflow, duoserve; or with the first"
-        " system and only some of ProMoE's features: step-prefetch, step-chunks, step-preemption.",
+        " system without one feature, or with some of ProMoE's only (a wrong name lists them all).",
     ),
 ]
 Rounds = Annotated[
@@ -274,7 +265,6 @@ def bench(
     prefetch: Prefetch = None,
     warm_start: WarmStart = False,
     against: Against = [],
-    ablate: Ablate = False,
     rounds: Rounds = None,
     memory_limit: MemoryLimit = None,
     require_limit: RequireLimit = False,
@@ -296,9 +286,8 @@ def bench(
     flags["placement"] = placed[0] if placed else None
     missed = split([misses])
     flags["misses"] = missed[0] if missed else None
-    ablations = _ablations(flags["system"], policy, prefetch) if ablate else []
     replaced = [*(f"placed-{name}" for name in placed[1:]), *(f"misses-{name}" for name in missed[1:])]
-    others = list(dict.fromkeys([*beside, *replaced, *split(against), *ablations]))
+    others = list(dict.fromkeys([*beside, *replaced, *split(against)]))
     groups = _groups(flags, others, limit := _limit(memory_limit, require_limit))
     rows = _measure(groups, rounds or (3 if others else 1), limit, not keep_page_cache)
     typer.echo(FORMATS[output](rows), nl=False)
@@ -312,19 +301,6 @@ def _systems(names: str) -> list[str]:
 
     found = [find_system(name).name for name in split([names]) or [""]]
     return list(dict.fromkeys([*(name for name in found if name == OWN), *found]))
-
-
-def _ablations(system: str, policy: str, prefetch: bool | None) -> list[str]:
-    """Names of the ablations; without no-prefetch where nothing is prefetched anyway."""
-    from moegguf.bench.series import WITHOUT
-    from moegguf.controller.systems import find_system
-
-    names, of = ["lru", *WITHOUT], find_system(system)
-    never = of.prefetch is False or (of.prefetch is None and policy != "auto")
-    if prefetch is False or (prefetch is None and never):
-        names.remove("no-prefetch")
-        typer.echo("--ablate without no-prefetch: nothing is prefetched without --prefetch.", err=True)
-    return names
 
 
 def _groups(flags: dict[str, Any], others: Sequence[str], limit: int | None) -> list[list[BenchedSystem]]:
@@ -372,7 +348,6 @@ def _base(flags: dict[str, Any]) -> Spec:
         policy=flags["policy"],
         predictor=flags["predictor"],
         prefetch=flags["prefetch"],
-        watchdog=not flags["ablate"],
         warm_start=flags["warm_start"],
         feed="greedy" if flags["greedy"] else "text" if text else "random",
         text=str(text) if text else None,

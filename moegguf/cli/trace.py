@@ -1,4 +1,4 @@
-"""`moegguf trace`: record a model's routing, replay it with other policies, score predictors, write a report.
+"""`moegguf trace`: record a model's routing, and replay it with other policies and budgets.
 
 Results go to stdout, progress to stderr. Flags and tables only; the work is in `bench.record` and `trace.analysis`.
 """
@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
@@ -18,12 +19,11 @@ import typer
 from moegguf.cli.bench import split
 from moegguf.cli.options import AsJson, Threads
 from moegguf.errors import OptionError
-from moegguf.quantities import parse_size
 from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:
-    from moegguf.controller.accuracy import LinkModel
     from moegguf.trace.analysis import Progress, Row, TraceAnalysis
+    from moegguf.trace.simulate import SimOptions
 
 trace = typer.Typer(
     name="trace",
@@ -33,7 +33,7 @@ trace = typer.Typer(
 
 @trace.callback(invoke_without_command=True)
 def root(context: typer.Context) -> None:
-    """Record routing; replay it, score predictors, write a report."""
+    """Record a model's routing; replay it with other policies and budgets."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
@@ -88,9 +88,6 @@ Systems = Annotated[
     ),
 ]
 Predictors = Annotated[
-    list[str], typer.Option("--predictor", metavar="NAMES", help="Predictors, separated by commas, or all.")
-]
-SimulatedPredictors = Annotated[
     list[str],
     typer.Option("--predictor", metavar="NAMES", help="Predictors, separated by commas, or all.  [default: none]"),
 ]
@@ -136,12 +133,11 @@ Compute = Annotated[
 Tokens = Annotated[
     int,
     typer.Option(
-        "--tokens", min=0, metavar="N", help="Replay and score whole requests with about N decoded tokens; 0: all."
+        "--tokens", min=0, metavar="N", help="Replay whole requests with about N decoded tokens; 0: all."
     ),
 ]
 
 DEFAULT_SHARES = "10%,25%,50%,75%"
-DEFAULT_TOKENS = 2500  # precise to about a percent, in a minute or two
 
 
 @contextmanager
@@ -210,17 +206,11 @@ def _parse_tensor_split(text: str) -> list[float]:
         raise OptionError(f"--tensor-split takes proportions such as 3,1, but not {text!r}.") from None
 
 
-def _open_analysis(path: Path, model: str | None, folder: Path | None) -> TraceAnalysis:
-    from moegguf.models.catalog import find_model
-    from moegguf.trace.analysis import TraceAnalysis
+def _sim_options(link: float | None, latency: float, layer_compute: float) -> SimOptions:
+    """Options of a replay; without a link in GB/s transfers take no time."""
+    from moegguf.trace.simulate import SimOptions
 
-    return TraceAnalysis.open(path, find_model(model) if model else None, folder)
-
-
-def _link_model(link: float | None, latency: float, layer_compute: float) -> LinkModel | None:
-    from moegguf.controller.accuracy import LinkModel
-
-    return LinkModel(link * 1e9, latency, layer_compute) if link else None
+    return SimOptions(link_bytes_per_s=(link or 0) * 1e9, link_latency_s=latency / 1e6, layer_compute_us=layer_compute)
 
 
 @trace.command(short_help="Record the routing of a model.")
@@ -280,49 +270,12 @@ def record(
     print_message(f"{out}: {len(prompt_list)} request(s), {stats.tokens} tokens, {size}; hit rate {stats.hit_rate:.1%}")
 
 
-@trace.command(short_help="Make up a trace with the statistics of a real model.")
-def synthesize(
-    out: Out,
-    locality: Annotated[
-        str, typer.Option("--locality", metavar="NAME", help="Whose published reuse: qwen3-30b, glm, olmoe or mixtral.")
-    ],
-    layers: Annotated[int, typer.Option(min=1, max=4096, metavar="N", help="Layers with experts.")] = 24,
-    experts: Annotated[
-        int | None, typer.Option(min=1, max=32767, metavar="N", help="Experts per layer.  [default: that model's]")
-    ] = None,
-    used: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Experts per layer and token.  [default: that model's]")
-    ] = None,
-    tokens: Annotated[int, typer.Option(min=1, max=100_000, metavar="N", help="Decoded tokens of a request.")] = 1024,
-    requests: Annotated[int, typer.Option(min=1, max=10_000, metavar="N", help="Requests.")] = 1,
-    expert_size: Annotated[
-        str, typer.Option("--expert-size", metavar="SIZE", help="Of one expert, for a modelled link.")
-    ] = "1MiB",
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Random seed.")] = 0,
-) -> None:
-    """Write a trace of random routing that is reused from token to token as published of a real model.
-
-    No model is needed: for simulations of any shape. Hit rates from it are no measurement of any model.
-    """
-    from moegguf.trace.format import write
-    from moegguf.trace.synthesize import shape_of, synthesize
-
-    check_writable(out)
-    try:
-        expert_bytes = parse_size(expert_size)
-    except ValueError as error:
-        raise OptionError(f"--expert-size: {error}.") from None
-    made = synthesize(locality, shape_of(locality, layers, experts, used, expert_bytes), tokens, seed, requests)
-    write(out, made)
-    print_message(f"{out}: {made.n_tokens} tokens, {made.header.model}")
-
-
 @trace.command(short_help="Replay with other policies and budgets.")
 def simulate(
     file: File,
     system: Systems = [],
     policy: Policies = [],
-    predictor: SimulatedPredictors = [],
+    predictor: Predictors = [],
     expert_cache: Shares = DEFAULT_SHARES,
     vram_cache: VramShares = None,
     tokens: Tokens = 0,
@@ -350,20 +303,25 @@ def simulate(
     With --vram-cache layers compute on a GPU, with experts there over experts in RAM; with --tensor-split on several.
     """
     from moegguf.cli.trace_tables import print_simulation, print_tiers
+    from moegguf.controller.prefetch import PrefetchOptions
+    from moegguf.models.catalog import find_model
     from moegguf.plain import plain
     from moegguf.quantities import parse_link
     from moegguf.terminal.tables import print_json
-    from moegguf.trace.analysis import sim_options
+    from moegguf.trace.analysis import TraceAnalysis
 
-    shares, full = parse_shares(expert_cache), _open_analysis(file, model, predictors)
-    analysis, modelled = full.limited(tokens), _link_model(link, latency, layer_compute)
+    shares = parse_shares(expert_cache)
+    full = TraceAnalysis.open(file, find_model(model) if model else None, predictors)
+    analysis, options = full.limited(tokens), _sim_options(link, latency, layer_compute)
+    if not system:
+        options = replace(options, prefetch=PrefetchOptions() if prefetch else None)
     if vram_cache is not None:
         if save or system:
             raise OptionError("--save and --system are of one tier, in RAM: leave out --vram-cache.")
         parts = _names_of_tiers(policy), split(predictor) if predictor else ["none"]
         split_by = _parse_tensor_split(tensor_split) if tensor_split is not None else []
         budgets = parse_shares(vram_cache, "--vram-cache", of_each=bool(split_by)), shares
-        options, links = sim_options(modelled, prefetch, layer_compute), [parse_link(text) for text in device_link]
+        links = [parse_link(text) for text in device_link]
         with showing_progress() as progress:
             results = analysis.simulate_tiers(*parts, *budgets, options, links, split_by, progress)
         print_json(plain(results)) if as_json else print_tiers(results, analysis.sample_size(full))
@@ -378,9 +336,9 @@ def simulate(
         raise OptionError("--save is for policies and predictors, from which `auto` chooses, not for --system.")
     choosing, reported = analysis.halves() if save else (analysis, analysis)
     with showing_progress() as progress:
-        results = _simulated(reported, system, policy, predictor, shares, prefetch, modelled, progress)
+        results = _simulated(reported, system, policy, predictor, shares, options, prefetch, progress)
         if save:
-            chosen_by = _simulated(choosing, system, policy, predictor, shares, prefetch, modelled, progress)
+            chosen_by = _simulated(choosing, system, policy, predictor, shares, options, prefetch, progress)
     if as_json:
         print_json(plain(results))
     else:
@@ -401,114 +359,16 @@ def _simulated(
     policies: list[str],
     predictors: list[str],
     shares: list[float],
+    options: SimOptions,
     prefetch: bool | None,
-    link: LinkModel | None,
     progress: Progress,
 ) -> list[Row]:
     """The replays of systems, or else of all policies with all predictors named."""
     of, ahead = split(policies), split(predictors)
     if not systems:
         of, ahead = of if policies else ["all"], ahead if predictors else ["none"]
-        return analysis.simulate(of, ahead, shares, link, bool(prefetch), progress)
+        return analysis.simulate(of, ahead, shares, options, progress)
     if len(of) > 1 or len(ahead) > 1:
         raise OptionError("beside --system, --policy and --predictor take one name each, which replaces the system's.")
     parts = of[0] if of else "auto", ahead[0] if ahead else None
-    return analysis.simulate_systems(split(systems), shares, link, *parts, prefetch, progress)
-
-
-@trace.command(short_help="Score predictors.")
-def score(
-    file: File,
-    predictor: Predictors = ["all"],
-    tokens: Tokens = DEFAULT_TOKENS,
-    model: ModelFile = None,
-    predictors: Folder = None,
-    link: LinkSpeed = None,
-    latency: Latency = 0.0,
-    layer_compute: Compute = 1000.0,
-    as_json: AsJson = False,
-) -> None:
-    """Score predictors on TRACE by the measures of each paper, beside a control: routing shuffled in each request."""
-    from moegguf.cli.trace_tables import print_score
-    from moegguf.plain import plain
-    from moegguf.terminal.tables import print_json
-
-    full = _open_analysis(file, model, predictors)
-    analysis = full.limited(tokens)
-    with showing_progress() as progress:
-        table = analysis.score(split(predictor), _link_model(link, latency, layer_compute), progress)
-    if as_json:
-        print_json(plain(table) | {"used": analysis.sample_size(full)})
-    else:
-        print_score(table, analysis.sample_size(full))
-
-
-@trace.command(short_help="Count what the token scheduler saves.")
-def schedule(
-    file: File,
-    batch: Annotated[
-        str, typer.Option("--batch", metavar="SIZES", help="Requests per batch, separated by commas.")
-    ] = "4,8,16",
-    paths: Annotated[
-        str,
-        typer.Option("--paths", metavar="NAME", help="Paths predicted from: recent, token-id or routing-path."),
-    ] = "recent",
-    policy: Annotated[str, typer.Option("--policy", metavar="NAME", help="Eviction policy.")] = "next-use",
-    expert_cache: Shares = "25%,50%",
-    tokens: Tokens = 0,
-    model: ModelFile = None,
-    predictors: Folder = None,
-    as_json: AsJson = False,
-) -> None:
-    """Decode the requests of TRACE in batches and count the experts: ExpertFlow's token scheduler.
-
-    Batches by oracle (by what was recorded), by predicted paths, at random, and first in, first out.
-    """
-    from moegguf.cli.trace_tables import print_schedule
-    from moegguf.plain import plain
-    from moegguf.terminal.tables import print_json
-
-    sizes, shares, full = _parse_sizes(batch), parse_shares(expert_cache), _open_analysis(file, model, predictors)
-    analysis = full.limited(tokens)
-    with showing_progress() as progress:
-        found = analysis.schedule(sizes, paths, shares, policy, progress)
-    if as_json:
-        print_json(plain(found))
-    else:
-        print_schedule(found, f"{policy}; paths: {paths}; {analysis.sample_size(full)}")
-
-
-def _parse_sizes(text: str) -> list[int]:
-    words = split([text])
-    if not words or not all(word.isascii() and word.isdigit() and int(word) for word in words):
-        raise OptionError(f"--batch takes whole numbers above 0, separated by commas, but not {text!r}.")
-    return list(dict.fromkeys(int(word) for word in words))
-
-
-@trace.command(short_help="Write an HTML report.")
-def report(
-    file: File,
-    out: Out,
-    expert_cache: Shares = DEFAULT_SHARES,
-    tokens: Tokens = DEFAULT_TOKENS,
-    model: ModelFile = None,
-    predictors: Folder = None,
-    layer_compute: Compute = 1000.0,
-) -> None:
-    """Write an HTML report on TRACE: heatmaps, reuse, hit rates with Belady's bound, accuracy, stalls, recovery.
-
-    Every policy and predictor is replayed, which takes a minute or two, and longer with more --tokens.
-    """
-    from moegguf.cli.report.page import write_report
-    from moegguf.cli.report.svg import require_matplotlib
-    from moegguf.engine.machine import read_machine
-    from moegguf.trace.analysis import build_report
-
-    require_matplotlib()
-    check_writable(out, file)
-    shares, analysis = parse_shares(expert_cache), _open_analysis(file, model, predictors)
-    print_message(f"replaying and scoring {analysis.limited(tokens).sample_size(analysis)}")
-    with showing_progress() as progress:
-        data = build_report(analysis, shares, layer_compute, tokens, read_machine().cpu_model, progress)
-    write_report(out, data)
-    print_message(f"wrote {out}")
+    return analysis.simulate_systems(split(systems), shares, options, *parts, prefetch, progress)

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from rich.table import Table
 from rich.text import Text
 
-from moegguf.controller.accuracy import Figures
 from moegguf.controller.policies.base import LRU
 from moegguf.controller.systems import OWN
 from moegguf.terminal.tables import make_console, print_renderable
-from moegguf.terminal.units import percent
 from moegguf.trace.analysis import Row, gap_closed_by
 from moegguf.trace.belady import BELADY
-from moegguf.trace.oracle import ORACLE
-from moegguf.trace.score import ScoreTable
 from moegguf.trace.simulate import RAM, STAGING, VRAM, TierSpan
-from moegguf.trace.token_scheduler import OrderEffect
 
 WIDTH = 80
 
 Line = Sequence[str]
 
 
-def _share(share: float | None) -> str:
-    return percent(share, unknown="")
-
-
-def _print_table(title: str, names: Sequence[str], lines: Iterable[Line], n_left: int = 1) -> None:
+def print_table(title: str, names: Sequence[str], lines: Iterable[Line], n_left: int = 1) -> None:
     """A table whose first `n_left` columns are left-aligned, the others right-aligned; empty columns are omitted."""
     lines = list(lines)
     filled = [column for column in range(len(names)) if any(line[column] for line in lines)]
@@ -44,7 +35,8 @@ def _print_table(title: str, names: Sequence[str], lines: Iterable[Line], n_left
     print_renderable(console, table)
 
 
-def _print_notes(*notes: str) -> None:
+def print_notes(*notes: str) -> None:
+    """Dim lines below a table."""
     console = make_console()
     for note in notes:
         print_renderable(console, Text(note, style="dim"))
@@ -54,36 +46,34 @@ def print_simulation(rows: Sequence[Row], used: str) -> None:
     """A line per policy and predictor, a column per budget: hit rates, and with a link stalls and speed."""
     _print_budgets("Hit rate of decoded tokens, by share of the experts that fits", rows, _hit_rate(rows))
     if any(row.simulated is not None and row.simulated.t_per_s is not None for row in rows):
-        _print_notes("")
+        print_notes("")
         _print_budgets("Stall per decoded token in ms, on the modelled link", rows, _stall)
-        _print_notes("")
+        print_notes("")
         _print_budgets("Decoded tokens per second, on the modelled link", rows, _speed)
     if any(row.simulated is not None and row.simulated.whole.bytes_prefetched for row in rows):
-        _print_notes("")
+        print_notes("")
         _print_budgets("Bytes fetched ahead per byte of them that was used", rows, _moved)
     notes = ["", f"replayed: {used}"]
     if any(row.system for row in rows):
         notes.append("not modelled: time of predictors, and computing an expert before the layer's others are there")
-    if any(row.predictor == ORACLE for row in rows):
-        notes.append("oracle: not a predictor; it reads the trace, and shows what the best one could do")
     if any((row.policy, row.predictor) == ("locality", "none") for row in rows):
         notes.append("locality without a predictor is decayed LFU")
     if any(_gap(rows, row) for row in rows):
         notes.append("+10%: closes a tenth of the distance from LRU to Belady, the offline bound")
-    _print_notes(*notes)
+    print_notes(*notes)
 
 
 def print_tiers(rows: Sequence[Row], used: str) -> None:
     """Two lines per policy, predictor and pair of budgets: what was counted in VRAM, and in RAM below it; between them
     one for each of several devices."""
     names = ("policy", "predictor", "budget", "tier", "hit rate", "MB/token", "evicted", "stall ms", "t/s")
-    _print_table("Decoded tokens, by tier", names, [line for row in rows for line in _tier_lines(row)], 4)
+    print_table("Decoded tokens, by tier", names, [line for row in rows for line in _tier_lines(row)], 4)
     staged = {row.share: row.simulated.tiers.get(STAGING) for row in rows if row.simulated is not None}
     notes = ["", f"replayed: {used}", "RAM: look-ups are what VRAM missed, evictions and stall per token, MB came in"]
     if any(row.simulated is not None and row.simulated.t_per_s is not None for row in rows):
         notes.append("stall ms: of RAM, as long as something was still to be read from the file")
     notes += [_staged(share, figures) for share, figures in staged.items() if figures and figures.bytes_in]
-    _print_notes(*notes)
+    print_notes(*notes)
 
 
 def _staged(share: float, figures: TierSpan) -> str:
@@ -117,7 +107,7 @@ def _print_budgets(title: str, rows: Sequence[Row], cell: Callable[[Row], str]) 
         cells = [cell(by_key[system, policy, predictor, share]) for share in shares]
         lines.append([system, policy, "" if predictor == "none" else predictor, *cells])
     budgets = (f"{100 * share:.4g}%" for share in shares)
-    _print_table(title, ["system", "policy", "predictor", *budgets], lines, 3)
+    print_table(title, ["system", "policy", "predictor", *budgets], lines, 3)
 
 
 def _decided(row: Row) -> tuple[str, str, str]:
@@ -154,76 +144,3 @@ def _moved(row: Row) -> str:
 
 def _speed(row: Row) -> str:
     return "" if row.simulated is None or row.simulated.t_per_s is None else f"{row.simulated.t_per_s:.1f}"
-
-
-def print_schedule(found: Mapping[int, Sequence[OrderEffect]], used: str) -> None:
-    """A line per number of requests in a batch and per order of them."""
-    names = ["batch", "order", "experts", "saved", "us/step"]
-    for share in next((effect.replays for effects in found.values() for effect in effects), {}):
-        names += [f"hits {share:.0%}", "MB/token"]
-    lines = [_schedule_line(size, effects, effect) for size, effects in found.items() for effect in effects]
-    _print_table("Experts of a pass, by who shares it", names, lines, 2)
-    _print_notes(
-        "",
-        f"replayed: {used}",
-        "saved: beside fifo; us/step: of the scheduler, prediction included",
-        "oracle: by routing that nobody knows in advance: a bound, no scheduler",
-    )
-
-
-def _schedule_line(size: int, effects: Sequence[OrderEffect], effect: OrderEffect) -> Line:
-    fifo = next(other for other in effects if other.order == "fifo")
-    time_us = "" if effect.us_per_step is None else f"{effect.us_per_step:.0f}"
-    line = [str(size), effect.order, f"{effect.experts:.1f}", f"{1 - effect.experts / fifo.experts:.1%}", time_us]
-    for replay in effect.replays.values():
-        decode = replay.decode
-        line += [f"{decode.hit_rate:.1%}", f"{decode.bytes_missed / max(1, decode.tokens) / 1e6:.2f}"]
-    return line
-
-
-def print_score(scores: ScoreTable, used: str) -> None:
-    """A line per predictor and distance."""
-    names = ("predictor", "k", "accuracy", "control", "all", "any", "batch", "moved", "answers", "GOODPRED")
-    _print_table("Predictors", names, _score_lines(scores))
-    notes = [
-        "",
-        f"scored: {used}",
-        "k: layers ahead; at 0 the router itself, wrong by rounding only",
-        "accuracy: correct among as many as are used; control: shuffled in each request",
-        "all, any: routing events with every, with one expert right; batch: 8 requests",
-        f"moved: bytes fetched per byte used, beside an LRU cache of {scores.lru_share:.0%}",
-        "answers: events with a prediction",
-    ]
-    if scores.link is not None:
-        notes.append("GOODPRED: right, and in time on the modelled link, which all layers share")
-    _print_notes(*notes)
-
-
-def _score_lines(scores: ScoreTable) -> Iterable[Line]:
-    for score in scores.scores:
-        control = scores.control_of(score.name)
-        fresh, has_predictions = score.fresh, any(figures.coverage for figures in score.means.values())
-        if fresh is not None:
-            yield [score.name, "0", _share(fresh.accuracy), *[""] * 7]
-        for k, figures in score.means.items():
-            if not figures.coverage:
-                continue
-            beside = control.means[k] if control else None
-            batch = (score.batch_accuracy or {}).get(k)
-            good = figures.good_pred if scores.link is not None else None
-            yield [score.name, str(k), *_figures(figures, beside, batch, scores.n_expert_used), _share(good)]
-        if not has_predictions and fresh is None:
-            yield [score.name, "", *[""] * 6, "none", ""]
-
-
-def _figures(figures: Figures, control: Figures | None, batch: float | None, n_used: int) -> list[str]:
-    moved = figures.moved_per_useful[n_used - 1]
-    return [
-        _share(figures.accuracy),
-        _share(control.accuracy if control else None),
-        _share(figures.top_k_hit),
-        _share(figures.at_least_one),
-        _share(batch),
-        "" if moved is None else f"{moved:.2f}",
-        _share(figures.coverage),
-    ]

@@ -1,22 +1,16 @@
 """ExpertFlow's balanced K-means over routing paths (section 3.3.3): tokens that use similar experts share a batch.
 
-A routing path is which experts of each layer a token uses, as recorded or as predicted. The gain is distinct experts
-per batch, the sum that formula 5 minimises. (The paper's formula 4 joins the paths of a batch with AND; the experts a
-batch loads are their OR, as in section 5.2, which is counted here.)
+A routing path is which experts of each layer a token uses, as recorded or as predicted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 
-from moegguf.errors import OptionError
 from moegguf.native.events import Float32s
 
 MAX_ROUNDS = 10
-STARTS = 4  # saves a third more than one start; more starts add little
 
 _ONES = np.unpackbits(np.arange(1 << 16, dtype=np.uint16).view(np.uint8).reshape(-1, 2), axis=1).sum(
     axis=1, dtype=np.uint8
@@ -37,27 +31,9 @@ def similarities(paths: Paths) -> Float32s:
     return (1 - distances / max(1, paths[0].size)).astype(np.float32)
 
 
-def experts_per_batch(paths: Paths, batches: Sequence[Indices | slice]) -> float:
-    """Distinct (layer, expert) that a batch uses, the mean over batches."""
-    return float(np.mean([np.count_nonzero(paths[batch].any(axis=0)) for batch in batches]))
-
-
-def balanced_groups(paths: Paths, n_groups: int, seed: int) -> list[Indices]:
-    """Balanced K-means: ascending indices of the tokens of each group. Groups are equal in size, or differ by one.
-
-    Of STARTS clusterings from random centroids (the paper has one) the one with the fewest experts (formula 5) is
-    taken. Deterministic by seed. OptionError when n_groups is not between 1 and the number of tokens.
-    """
-    if not 1 <= n_groups <= len(paths):
-        raise OptionError(f"n_groups must be between 1 and the {len(paths)} tokens, but is {n_groups}.")
-    similarity = similarities(paths)
-    rng = np.random.default_rng(seed)
-    found = [clustered(similarity, rng.permutation(len(paths))[:n_groups]) for _ in range(STARTS)]
-    return min(found, key=lambda groups: experts_per_batch(paths, groups))
-
-
 def clustered(similarity: Float32s, centroids: Indices, most_rounds: int = MAX_ROUNDS) -> list[Indices]:
-    """As `balanced_groups`, from these centroids: of each group the token most similar to the others, until they stay.
+    """Ascending indices of the tokens of each group; groups are equal in size, or differ by one. They begin with these
+    centroids, which become the token of each group that is most similar to its others, until they stay.
 
     similarity (n_tokens, n_tokens).
     """

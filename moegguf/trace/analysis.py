@@ -1,4 +1,4 @@
-"""Analysis of one recorded trace: replays by policy, scores of predictors, and the report that joins them."""
+"""Replays of one recorded trace: by policy, predictor and budget, in one tier or two, and what is saved of them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
-from moegguf.controller.accuracy import LinkModel
 from moegguf.controller.artifacts import MEASURED, Artifacts
-from moegguf.controller.judge import DISTANCES
 from moegguf.controller.measured import (
     UNMEASURED,
     UNMEASURED_WITHOUT_PREDICTIONS,
@@ -27,7 +26,6 @@ from moegguf.controller.policies.of_tiers import AUTO, of_compute_tier, of_ram_b
 from moegguf.controller.predictors import PREDICTORS, make_predictor, prefetch_predictor
 from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.prefetch import PrefetchOptions
-from moegguf.controller.routing_paths import PATHS, RoutingPaths, make_paths
 from moegguf.controller.systems import SYSTEMS, find_system
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import read_layout
@@ -37,10 +35,6 @@ from moegguf.native.store import DeviceSlots
 from moegguf.quantities import Link
 from moegguf.trace.belady import BELADY, Lookups, belady, gap_closed
 from moegguf.trace.format import read
-from moegguf.trace.oracle import ORACLE, Oracle
-from moegguf.trace.report import PolicyTable, Recovery, Report, ScheduleTable, StallTable, TraceSummary
-from moegguf.trace.reuse import reuse
-from moegguf.trace.score import ScoreTable, score
 from moegguf.trace.simulate import (
     SIMULATED,
     RamBelow,
@@ -51,8 +45,7 @@ from moegguf.trace.simulate import (
     fitted,
     slots_of,
 )
-from moegguf.trace.token_scheduler import OrderEffect, compare
-from moegguf.trace.trace import Setting, Trace
+from moegguf.trace.trace import Trace
 
 ALL = "all"
 Policies = Mapping[str, Callable[[], AnyPolicy]]
@@ -132,9 +125,13 @@ def replay_table(
                 progress(f"{policy} with {predictor} in {n_slots} slots")
             result = Simulation(trace, new_policy(), new_predictor(), n_slots, options).run()
             rows.append(Row(policy, predictor, share, n_slots, result.hit_rate, result.decode_hit_rate, result))
-        bound = belady(Lookups.of(fitted(trace, n_slots)), n_slots)
-        rows.append(Row(BELADY, NoPrediction.name, share, n_slots, bound.hit_rate, bound.decode_hit_rate))
+        rows.append(_bound(trace, share, n_slots))
     return rows
+
+
+def _bound(trace: Trace, share: float, n_slots: int) -> Row:
+    bound = belady(Lookups.of(fitted(trace, n_slots)), n_slots)
+    return Row(BELADY, NoPrediction.name, share, n_slots, bound.hit_rate, bound.decode_hit_rate)
 
 
 def gap_closed_by(rows: Sequence[Row], row: Row) -> float | None:
@@ -154,19 +151,11 @@ def hit_ranges(rows: Sequence[Row]) -> dict[str, dict[float, tuple[float, float]
     return ranges
 
 
-def sim_options(
-    link: LinkModel | None, prefetch: PrefetchOptions | bool | None = None, layer_compute_us: float = 0.0
-) -> SimOptions:
-    """Options of a replay over this link. None: transfers take no time, and a layer layer_compute_us for a token."""
-    options = SimOptions(prefetch=PrefetchOptions() if prefetch is True else prefetch or None)
-    if link is None:
-        return replace(options, layer_compute_us=layer_compute_us)
-    return replace(
-        options,
-        link_bytes_per_s=link.bytes_per_s,
-        link_latency_s=link.latency_us / 1e6,
-        layer_compute_us=link.layer_compute_us,
-    )
+def _check_prefetching(options: SimOptions, timed: bool, predictors: Sequence[str]) -> None:
+    if options.prefetch and not timed:
+        raise OptionError("--prefetch needs a modelled link; without one, transfers take no time: --link.")
+    if options.prefetch and set(predictors) == {"none"}:
+        raise OptionError("--prefetch needs a predictor: --predictor.")
 
 
 @dataclass(frozen=True)
@@ -177,7 +166,7 @@ class TraceAnalysis:
     artifacts: Artifacts
 
     @classmethod
-    def open(cls, path: Path, model: Path | None = None, folder: Path | None = None) -> TraceAnalysis:
+    def open(cls, path: Path, model: Path | None = None, folder: Path | None = None) -> Self:
         """Raises TraceError for a damaged trace, OptionError when it is of another model or has only prompts."""
         trace = read(path)
         if not trace.decode().n_pass:
@@ -189,12 +178,12 @@ class TraceAnalysis:
             )
         return cls(trace, Artifacts(layout, trace.header.fingerprint, folder))
 
-    def limited(self, n_tokens: int) -> TraceAnalysis:
+    def limited(self, n_tokens: int) -> Self:
         """A sample of about `n_tokens` decoded tokens, of all kinds of text; 0: all of them."""
         chosen = sample_sequences(self.trace, n_tokens) if n_tokens else self.trace.sequences()
         return replace(self, trace=self.trace.select(chosen))
 
-    def halves(self) -> tuple[TraceAnalysis, TraceAnalysis]:
+    def halves(self) -> tuple[Self, Self]:
         """Every second request of each kind of text, and the others. Raises OptionError for a single request."""
         kinds: dict[str, list[int]] = {}
         for sequence in self.trace.sequences():
@@ -257,42 +246,32 @@ class TraceAnalysis:
         return make_policy(name, self.trace.shape, self.artifacts)
 
     def predictor(self, name: str) -> Predictor:
-        """A new predictor of this name, or the oracle. Raises OptionError, also when the trace lacks its inputs."""
-        if name == ORACLE:
-            return Oracle(self.trace)
+        """A new predictor of this name. Raises OptionError, also when the trace lacks its inputs."""
         predictor = make_predictor(name, self.trace.shape, self.artifacts)
         if predictor.needs_inputs and self.trace.inputs is None:
             raise OptionError(f"{name!r} reads the inputs of the routers: record the trace with --inputs.")
         return predictor
-
-    def paths(self, name: str) -> RoutingPaths:
-        """New routing paths of this name, for the token scheduler. Raises OptionError."""
-        return make_paths(name, self.trace.shape, self.artifacts)
 
     def simulate(
         self,
         policies: Sequence[str],
         predictors: Sequence[str],
         shares: Sequence[float],
-        link: LinkModel | None = None,
-        prefetch: bool = False,
+        options: SimOptions = SimOptions(),
         progress: Progress = no_progress,
     ) -> list[Row]:
         """Replays with every policy, predictor and share, and Belady's bound. "all" is every available name.
 
         Raises OptionError for unknown names, and for prefetching without a link or a predictor.
         """
-        if prefetch and link is None:
-            raise OptionError("--prefetch needs a modelled link; without one, transfers take no time: --link.")
-        if prefetch and set(predictors) == {"none"}:
-            raise OptionError("--prefetch needs a predictor: --predictor.")
+        _check_prefetching(options, options.timed, predictors)
         policies, predictors = self.policies(policies), self.predictors(predictors)
         return replay_table(
             self.trace,
             {name: partial(self.policy, name) for name in policies},
             {name: partial(self.predictor, name) for name in predictors},
             shares,
-            sim_options(link, prefetch),
+            options,
             step_reporter(progress, "hit rates", len(policies) * len(predictors) * len(shares)),
         )
 
@@ -316,10 +295,7 @@ class TraceAnalysis:
         """
         if len(device_links) > max(1, len(tensor_split)):
             raise OptionError(f"--device-link is given {len(device_links)} times; several GPUs need --tensor-split.")
-        if options.prefetch and not options.timed and not device_links:
-            raise OptionError("--prefetch needs a modelled link; without one, transfers take no time: --link.")
-        if options.prefetch and set(predictors) == {"none"}:
-            raise OptionError("--prefetch needs a predictor: --predictor.")
+        _check_prefetching(options, options.timed or bool(device_links), predictors)
         plain = self.policies([name for name in policies if "=" not in name]) if ALL in policies else policies
         of_tiers = {name: (of_compute_tier(name, "vram"), of_ram_below(name)) for name in plain}
         for name in {vram for vram, _ in of_tiers.values()} - {AUTO}:
@@ -338,7 +314,7 @@ class TraceAnalysis:
             step(f"{label} with {ahead} in {share:.4g} of the experts over {ram_share:.4g}")
             n_slots: int | tuple[DeviceSlots, ...] = devices if len(devices) > 1 else devices[0].n_slots
             below = RamBelow(slots_of(shape, ram_share), ram, devices[0].link, devices[0].staging, window)
-            policy = self._measured_choice(share, link=None).policy if vram == AUTO else vram
+            policy = self._measured_choice(share, timed=False).policy if vram == AUTO else vram
             parts = self.policy(policy), self.predictor(ahead)
             result = Simulation(self.trace, *parts, n_slots, replace(options, below=below)).run()
             row = Row(label, ahead, share, result.n_slots, result.hit_rate, result.decode_hit_rate, result)
@@ -350,7 +326,7 @@ class TraceAnalysis:
         self,
         names: Sequence[str],
         shares: Sequence[float],
-        link: LinkModel | None = None,
+        options: SimOptions = SimOptions(),
         policy: str = "auto",
         predictor: str | None = None,
         prefetch: bool | None = None,
@@ -358,8 +334,9 @@ class TraceAnalysis:
     ) -> list[Row]:
         """Replays systems as a whole, with the parts named replaced, and Belady's bound. "all" is every available one.
 
-        Raises OptionError for unknown names and parts that this model lacks, and for prefetching without a link. A
-        warning names what "all" leaves out.
+        options: the link and the time of a layer; whether to prefetch is the system's, or `prefetch`. Raises
+        OptionError for unknown names and parts that this model lacks, and for prefetching without a link. A warning
+        names what "all" leaves out.
         """
 
         def check_parts(name: str) -> None:
@@ -371,81 +348,39 @@ class TraceAnalysis:
 
         systems = [find_system(name) for name in self._names("system", names, SYSTEMS, check_parts)]
         parts = {system.name: system.parts(policy, predictor, prefetch) for system in systems}
-        self._check_prefetching({name: bool(part[2]) for name, part in parts.items()}, link)
+        ahead_of = [name for name, part in parts.items() if part[2]]
+        if ahead_of and not options.timed:
+            raise OptionError(
+                f"{', '.join(ahead_of)} prefetches, which needs a modelled link (without one, transfers take no time):"
+                " --link, or --no-prefetch."
+            )
         rows, step = list[Row](), step_reporter(progress, "hit rates", len(systems) * len(shares))
         for share in shares:
             n_slots = slots_of(self.trace.shape, share)
             for system in systems:
                 step(f"{system.name} in {n_slots} slots")
                 of, ahead, fetched = parts[system.name]
-                found = self._measured_choice(share, link) if of == "auto" else ControllerChoice(of)
-                options = sim_options(link, (found.prefetch and link is not None) if fetched is None else fetched)
+                found = self._measured_choice(share, options.timed) if of == "auto" else ControllerChoice(of)
+                if fetched is None:
+                    fetched = found.prefetch and options.timed
+                fetched = PrefetchOptions() if fetched is True else fetched or None
                 result = Simulation(
                     self.trace, self.policy(found.policy), self.predictor(ahead or found.predictor), n_slots,
-                    replace(options, **system.switches),
+                    replace(options, prefetch=fetched, **system.switches),
                 ).run()  # fmt: skip
                 row = Row(result.policy, result.predictor, share, n_slots, result.hit_rate, result.decode_hit_rate)
                 rows.append(replace(row, simulated=result, system=system.name))
-            bound = belady(Lookups.of(fitted(self.trace, n_slots)), n_slots)
-            rows.append(Row(BELADY, NoPrediction.name, share, n_slots, bound.hit_rate, bound.decode_hit_rate))
+            rows.append(_bound(self.trace, share, n_slots))
         return rows
 
-    @staticmethod
-    def _check_prefetching(prefetches: Mapping[str, bool], link: LinkModel | None) -> None:
-        ahead = [name for name, yes in prefetches.items() if yes]
-        if ahead and link is None:
-            raise OptionError(
-                f"{', '.join(ahead)} prefetches, which needs a modelled link (without one, transfers take no time):"
-                " --link, or --no-prefetch."
-            )
-
-    def _measured_choice(self, share: float, link: LinkModel | None) -> ControllerChoice:
+    def _measured_choice(self, share: float, timed: bool) -> ControllerChoice:
         """As live: without a link, and where the trace or its model lacks what predictions need, without these."""
         if measured := self.artifacts.measured():
             return measured.choose(share)
         name = prefetch_predictor(self.artifacts)
-        if link is None or self.why_not(self.predictor, name):
+        if not timed or self.why_not(self.predictor, name):
             return UNMEASURED_WITHOUT_PREDICTIONS
         return replace(UNMEASURED, predictor=name)
-
-    def score(
-        self, predictors: Sequence[str], link: LinkModel | None = None, progress: Progress = no_progress
-    ) -> ScoreTable:
-        """Every predictor by every paper's measure, with its control on the trace shuffled within requests.
-
-        At distances that lie within the model.
-        """
-        names = self.predictors(predictors)
-        distances = [distance for distance in DISTANCES if distance < max(2, len(self.trace.shape.layers))]
-        tables, step = [], step_reporter(progress, "scores", len(names))
-        for name in names:
-            step(name)
-            tables.append(score(self.trace, [self.predictor(name)], distances, link))
-        return replace(
-            tables[0],
-            scores=tuple(one for table in tables for one in table.scores),
-            controls=tuple(one for table in tables for one in table.controls),
-        )
-
-    def schedule(
-        self,
-        batch_sizes: Sequence[int],
-        paths: str,
-        shares: Sequence[float],
-        policy: str = LRU.name,
-        progress: Progress = no_progress,
-    ) -> dict[int, list[OrderEffect]]:
-        """{requests per batch: what each order of them uses and hits}, by the predicted paths of this name.
-
-        Raises OptionError for unknown names, and for a batch that the trace has too few requests for.
-        """
-        shape, step = self.trace.shape, step_reporter(progress, "batches", len(batch_sizes))
-        self.paths(paths)  # before any work
-        slots, found = {share: slots_of(shape, share) for share in shares}, dict[int, list[OrderEffect]]()
-        for size in batch_sizes:
-            step(f"of {size} requests")
-            found[size] = compare(self.trace, size, partial(self.paths, paths), slots, partial(self.policy, policy))
-        return found
 
     def save(self, rows: Sequence[Row], reported: Sequence[Row]) -> Path:
         """Saves decode hit rates where `policy="auto"` finds them; returns the path.
@@ -476,111 +411,3 @@ class TraceAnalysis:
         path = (self.artifacts.folder or self.artifacts.writable_folder()) / MEASURED
         write_measured(path, measured)
         return path
-
-
-LINKS_GB_PER_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
-STALL_SHARE = 0.25  # share of all experts in the pool when stalls are compared
-STALL_TOKENS = 0.25  # share of the tokens replayed for stalls: one replay per link speed
-BATCHES = (2, 4, 8)
-
-
-def build_report(
-    analysis: TraceAnalysis,
-    shares: Sequence[float],
-    layer_compute_us: float,
-    n_tokens: int,
-    hardware: str = "",
-    progress: Progress = no_progress,
-) -> Report:
-    """All parts of the report. Replays and scores use about `n_tokens` decoded tokens (0: all), stalls fewer."""
-    part = analysis.limited(n_tokens)
-    timed = analysis.limited(max(1, round(n_tokens * STALL_TOKENS))) if n_tokens else analysis
-    rows = part.simulate([ALL], ["none"], shares, progress=progress)
-    best = _policy_table(rows).best_online(min(shares, key=lambda share: abs(share - STALL_SHARE))) or "lru"
-    summary = TraceSummary.of(analysis.trace, hardware=hardware)
-    sizes = part.sample_size(analysis), timed.sample_size(analysis)
-    samples: dict[str, Setting] = dict(zip(("replayed and scored", "stalls from"), sizes, strict=True))
-    return Report(
-        trace=replace(summary, settings=summary.settings | samples),
-        reuse=reuse(analysis.trace),
-        policies=_policy_table([*rows, *_predictive_caching(part, shares)]),
-        scores=part.score([ALL], progress=progress),
-        stalls=_stalls(timed, best, layer_compute_us, progress),
-        recovery=_recovery(analysis, ["lru", "lfu", "sparsity", best], progress),
-        schedule=_schedule(part, progress),
-        labels=analysis.trace.header.labels,
-    )
-
-
-def _stalls(analysis: TraceAnalysis, best: str, layer_compute_us: float, progress: Progress) -> StallTable:
-    """Stall per decoded token over link speeds: LRU, the best policy, and both with prefetching."""
-    candidates = ("mlp", "skip", "eamc")
-    prefetcher = next((name for name in candidates if not analysis.why_not(analysis.predictor, name)), "none")
-    settings = {
-        "lru": ("lru", "none"),
-        best: (best, "none"),
-        f"lru, {prefetcher} prefetch": ("lru", prefetcher),
-        f"{best}, {prefetcher} prefetch": (best, prefetcher),
-    }
-    stalls: dict[str, dict[float, float]] = {}
-    step = step_reporter(progress, "stalls", len(settings) * len(LINKS_GB_PER_S))
-    n_slots = slots_of(analysis.trace.shape, STALL_SHARE)
-    for label, (policy, predictor) in settings.items():
-        for speed in LINKS_GB_PER_S:
-            step(f"{label} at {speed:g} GB/s")
-            link = LinkModel(speed * 1e9, 50.0, layer_compute_us)
-            options = sim_options(link, prefetch=predictor != "none")
-            made = analysis.policy(policy), analysis.predictor(predictor)
-            result = Simulation(analysis.trace, *made, n_slots, options).run()
-            stalls.setdefault(label, {})[speed] = result.decode.stall_ns / max(1, result.decode.tokens) / 1e6
-    return StallTable(stalls, compute_ms=layer_compute_us * len(analysis.trace.shape.layers) / 1e3)
-
-
-def _recovery(analysis: TraceAnalysis, policies: Sequence[str], progress: Progress) -> Recovery | None:
-    """Hit rate per request: all requests of the most frequent kind of text, then all of the second."""
-    labels = analysis.trace.header.labels
-    kinds: dict[str, list[int]] = {}
-    for sequence in analysis.trace.sequences():
-        kinds.setdefault(labels.get(sequence, ""), []).append(sequence)
-    if len(kinds) < 2:
-        return None
-    first, second = sorted(kinds, key=lambda kind: -len(kinds[kind]))[:2]
-    changed = analysis.trace.arranged([*kinds[first], *kinds[second]])
-    n_slots, rates = slots_of(analysis.trace.shape, STALL_SHARE), dict[str, list[float]]()
-    names = list(dict.fromkeys(policies))
-    step = step_reporter(progress, f"from {first or 'unnamed'} to {second or 'unnamed'} text", len(names))
-    for name in names:
-        step(name)
-        result = Simulation(changed, analysis.policy(name), analysis.predictor("none"), n_slots).run()
-        rates[name] = [span.hit_rate for span in result.sequences.values()]
-    return Recovery(rates, len(kinds[first]), (first, second), STALL_SHARE)
-
-
-def _schedule(analysis: TraceAnalysis, progress: Progress) -> ScheduleTable | None:
-    """Distinct experts per batch, by each order of requests that the token scheduler is compared with."""
-    n_decoding = len(analysis.trace.decode().sequences())
-    paths = next(name for name in reversed(PATHS) if not analysis.why_not(analysis.paths, name))
-    table, step = dict[int, dict[str, float]](), step_reporter(progress, "batches", len(BATCHES))
-    for batch in BATCHES:
-        step(f"of {batch} requests")
-        if 2 * batch <= n_decoding:
-            effects = compare(analysis.trace, batch, partial(analysis.paths, paths), {})
-            table[batch] = {effect.order: effect.experts for effect in effects}
-    return ScheduleTable(table) if table else None
-
-
-def _predictive_caching(analysis: TraceAnalysis, shares: Sequence[float]) -> list[Row]:
-    """ExpertFlow's cache with its own predictor, where that is trained: without one it is decayed LFU."""
-    predictor = SYSTEMS["expertflow"].predictor or ""
-    if analysis.why_not(analysis.predictor, predictor):
-        return []
-    rows = analysis.simulate([SYSTEMS["expertflow"].policy], [predictor], shares)
-    return [row for row in rows if row.policy != BELADY]
-
-
-def _policy_table(rows: Sequence[Row]) -> PolicyTable:
-    table: dict[str, dict[float, float]] = {}
-    for row in rows:
-        name = row.policy if row.predictor == NoPrediction.name else f"{row.policy}, {row.predictor}"
-        table.setdefault(name, {})[row.share] = row.decode_hit_rate
-    return PolicyTable(table)

@@ -6,14 +6,13 @@ file is in format.py, recording in recorder.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from moegguf.controller.predictors.base import multi_hot
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Announcement, Float32s, Int32s, Phase, RoutingEvent
 
@@ -100,13 +99,6 @@ class Trace:
         part = self.keep(np.isin(self.sequence_of, list(wanted)))
         return replace(part, header=replace(self.header, labels=labels))
 
-    def arranged(self, sequences: Iterable[int]) -> Trace:
-        """The passes of these requests, one request after another in this order."""
-        place = {sequence: number for number, sequence in enumerate(dict.fromkeys(sequences))}
-        part = self.select(place).separated()
-        places = np.array([place[sequence] for sequence in part.pass_sequence.tolist()], np.int64)
-        return part.take(np.argsort(places, kind="stable"))
-
     def decode(self) -> Trace:
         """The decode passes only; of passes in which others read prompts, the tokens that decode."""
         return self.keep(self.phase_of == Phase.DECODE)
@@ -118,48 +110,15 @@ class Trace:
         if np.array_equal(starts[passes + 1] - starts[passes], np.diff(self.pass_start)[passes]):
             return self.take(passes)  # whole passes
         tokens = np.flatnonzero(wanted)
-        return self._rearranged(tokens, starts[:-1][passes], passes, self._announced_at()[tokens])
+        return self.rearranged(tokens, starts[:-1][passes], passes, self.announced_at()[tokens])
 
-    def separated(self) -> Trace:
-        """The same tokens without passes of several requests: each of these becomes one for each request and phase."""
-        if self.token_sequence is None or self.n_tokens == 0:
-            return self
-        pass_of = np.repeat(np.arange(self.n_pass), np.diff(self.pass_start))
-        order = np.lexsort((self.phase_of, self.sequence_of, pass_of))
-        keys = np.stack([pass_of, self.sequence_of, self.phase_of])[:, order]
-        starts = np.flatnonzero(np.concatenate([[True], (np.diff(keys) != 0).any(axis=0)]))
-        keys[0] = self._announced_at()[order]
-        _, parts = np.unique(keys, axis=1, return_inverse=True)
-        part = self._rearranged(order, starts, pass_of[order][starts], parts.ravel())
-        return replace(part, token_sequence=None, token_phase=None)
-
-    def grouped(self, passes: Sequence[npt.NDArray[np.int64]]) -> Trace:
-        """Passes of these tokens (indices into this trace), each announced where its tokens are known."""
-        lengths = [len(tokens) for tokens in passes]
-        tokens = np.concatenate([np.empty(0, np.int64), *passes])
-        starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        firsts, pass_of = tokens[starts[:-1]], np.repeat(np.arange(len(passes)), lengths)
-        phases, known = np.full(len(passes), Phase.PREFILL, np.uint8), np.ones(len(passes), np.bool_)
-        np.maximum.at(phases, pass_of, self.phase_of[tokens])
-        np.logical_and.at(known, pass_of, self.tokens[tokens] >= 0)
-        return replace(
-            self,
-            pass_sequence=self.sequence_of[firsts],
-            pass_phase=phases,
-            pass_first_token=np.where(known, 0, -1).astype(np.int32),
-            pass_ns=np.arange(len(passes), dtype=np.int64),
-            pass_start=starts,
-            **self._of_tokens(tokens)
-            | {"token_sequence": self.sequence_of[tokens], "token_phase": self.phase_of[tokens]},
-        )
-
-    def _announced_at(self) -> npt.NDArray[np.int64]:
+    def announced_at(self) -> npt.NDArray[np.int64]:
         """(n_tokens,): the index of the first token of the announcement of each; of a pass without one, negative."""
         announced = np.where(self.pass_first_token < 0, -1, self.pass_start[:-1] - self.pass_first_token)
         unknown = -1 - np.arange(self.n_pass)
         return np.repeat(np.where(announced < 0, unknown, announced), np.diff(self.pass_start))
 
-    def _rearranged(
+    def rearranged(
         self,
         tokens: npt.NDArray[np.int64],
         starts: npt.NDArray[np.int64],
@@ -170,7 +129,7 @@ class Trace:
 
         announcements (len(tokens),): equal for tokens that are announced together.
         """
-        known = self._announced_at()[tokens[starts]] >= 0
+        known = self.announced_at()[tokens[starts]] >= 0
         _, firsts, group = np.unique(announcements, return_index=True, return_inverse=True)
         phases = np.full(len(firsts), Phase.PREFILL, np.uint8)
         np.maximum.at(phases, group, self.phase_of[tokens])
@@ -181,7 +140,7 @@ class Trace:
             pass_first_token=np.where(known, _ranks(group)[starts], -1).astype(np.int32),
             pass_ns=self.pass_ns[passes],
             pass_start=np.append(starts, len(tokens)).astype(np.int64),
-            **self._of_tokens(tokens),
+            **self.of_tokens(tokens),
         )
 
     def take(self, passes: npt.NDArray[np.int64]) -> Trace:
@@ -196,19 +155,15 @@ class Trace:
             pass_first_token=self.pass_first_token[passes],
             pass_ns=self.pass_ns[passes],
             pass_start=starts,
-            **self._of_tokens(tokens),
+            **self.of_tokens(tokens),
         )
 
-    def _of_tokens(self, tokens: npt.NDArray[np.int64]) -> dict[str, Any]:
+    def of_tokens(self, tokens: npt.NDArray[np.int64]) -> dict[str, Any]:
         """The arrays by token, of these."""
         rows = {"tokens": self.tokens, "token_sequence": self.token_sequence, "token_phase": self.token_phase}
         columns = {"expert_ids": self.expert_ids, "weights": self.weights, "inputs": self.inputs}
         found = {name: None if array is None else array[tokens] for name, array in rows.items()}
         return found | {name: None if array is None else array[:, tokens] for name, array in columns.items()}
-
-    def paths(self, tokens: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """(n tokens, len(shape.layers), n_expert): the experts that each of these tokens used."""
-        return multi_hot(self.expert_ids[:, tokens].transpose(1, 0, 2), self.shape.n_expert)
 
     def events(self) -> Iterator[Announcement | RoutingEvent]:
         """The events of the live run, in order, pass by pass; all in lane 0, `pass_` counted from 0.
@@ -318,24 +273,3 @@ def _ranks(groups: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     ranks = np.empty_like(groups)
     ranks[order] = np.arange(len(groups)) - np.repeat(firsts, np.diff(np.append(firsts, len(groups))))
     return ranks
-
-
-def shuffled(trace: Trace, seed: int) -> Trace:
-    """A control without order: in each layer separately, each request's choices in decode passes are permuted.
-
-    Which experts a request uses and how often, tokens and inputs are unchanged; their correlation with the choices, and
-    that between layers and between tokens, is removed. So what is left of a predictor's accuracy is what the request
-    as a whole tells. Weights are permuted with their experts.
-    """
-    rng = np.random.default_rng(seed)
-    decode, sequence = trace.phase_of == Phase.DECODE, trace.sequence_of
-    expert_ids = trace.expert_ids.copy()
-    weights = None if trace.weights is None else trace.weights.copy()
-    for row in range(len(trace.shape.layers)):
-        here = np.flatnonzero(decode & (trace.expert_ids[row, :, 0] >= 0))
-        dealt = here[np.lexsort((rng.random(len(here)), sequence[here]))]
-        here = here[np.argsort(sequence[here], kind="stable")]
-        expert_ids[row, here] = trace.expert_ids[row, dealt]
-        if weights is not None and trace.weights is not None:
-            weights[row, here] = trace.weights[row, dealt]
-    return replace(trace, expert_ids=expert_ids, weights=weights)

@@ -1,7 +1,9 @@
-"""`moegguf`, the command, and running servers, for the tests of this folder."""
+"""`moegguf`, the command, traces that it recorded, and running servers, for the tests of this folder."""
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -10,6 +12,17 @@ from pathlib import Path
 import pytest
 from command_line import Command, environment
 from servers import Server, serving
+
+from moegguf.trace.format import read
+from moegguf.trace.trace import Trace
+
+PROMPTS = (
+    {"prompt": "What is an expert?", "label": "chat"},
+    {"prompt": "def add(a, b):", "label": "code", "completion": "\n    return a + b\n"},
+    {"prompt": "What is a router?", "label": "chat", "n_predict": 3},
+    {"prompt": "import os", "label": "code"},
+)
+QUICK = ("-t", "1", "-n", "8")
 
 
 @pytest.fixture(scope="session")
@@ -44,3 +57,32 @@ def served(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path]) 
         for name in ("demo", *models):  # with one thread each: two would spin while others share the cores
             found.call("/api/generate", {"model": name, "keep_alive": -1, "options": {"num_thread": 1}})
         yield found
+
+
+@pytest.fixture(scope="session")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    path.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
+    return path
+
+
+@pytest.fixture(scope="session")
+def recorded(moegguf: Command, prompts: Path) -> Path:
+    """A small trace of the demo model, with inputs."""
+    path = prompts.with_name("demo.npz")
+    done = moegguf("trace", "record", "demo", "--prompts", prompts, "-o", path, *QUICK, "--inputs")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert re.fullmatch(re.escape(str(path)) + r": 4 request\(s\), \d+ tokens, [\d.]+KiB; hit rate .+%\n", done.stderr)
+    return path
+
+
+@pytest.fixture(scope="session")
+def trace(recorded: Path) -> Trace:
+    return read(recorded)
+
+
+@pytest.fixture(scope="session")
+def without_inputs(moegguf: Command, prompts: Path) -> Path:
+    path = prompts.with_name("plain.npz")
+    assert moegguf("trace", "record", "demo", "--prompts", prompts, "-o", path, *QUICK).returncode == 0
+    return path

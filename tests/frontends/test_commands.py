@@ -25,7 +25,7 @@ def test_help_lists_the_commands_and_is_the_default(moegguf: Command) -> None:
         assert re.search(rf"^  {command}\b", explicit.stdout, re.MULTILINE)
 
 
-@pytest.mark.parametrize("command", ["", "run", "batch", "bench", "trace", "trace report"])
+@pytest.mark.parametrize("command", ["", "run", "batch", "bench", "trace", "trace simulate"])
 def test_help_imports_nothing_heavy(command: str) -> None:
     heavy = {"numpy", "llama_cpp", "rich", "psutil", "matplotlib", "safetensors", "prompt_toolkit", "jinja2",
              "prometheus_client"}  # fmt: skip

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import builtins
-import json
 import re
+from base64 import b64decode
 from dataclasses import replace
 from functools import cache
 from html.parser import HTMLParser
-from pathlib import Path
-from typing import Any
 
 import pytest
 from oracles import Oracle
 from traces import random_trace
 
-from moegguf.cli.report import findings, plots
-from moegguf.cli.report.page import TITLES, render, write_report
-from moegguf.cli.report.svg import Palette
 from moegguf.controller.accuracy import LinkModel
-from moegguf.errors import OptionError
-from moegguf.trace.report import PolicyTable, Recovery, Report, ScheduleTable, StallTable, TraceSummary
-from moegguf.trace.reuse import reuse
-from moegguf.trace.score import score
+from predictors.study.report.tables import PolicyTable, Recovery, Report, ScheduleTable, StallTable, TraceSummary
+from predictors.study.reuse import reuse
+from predictors.study.scoring import score
+
+pytest.importorskip("matplotlib", reason="plots need matplotlib, which is not installed")
+
+from predictors.study.report import findings, plots
+from predictors.study.report.page import TITLES, render
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 HOSTILE = '<script>alert("x")</script> & $\\frac$'
@@ -48,7 +46,6 @@ def synthetic_report() -> Report:
 
 @pytest.fixture(scope="module")
 def page() -> str:
-    pytest.importorskip("matplotlib", reason="plots need matplotlib, which is not installed")
     return render(synthetic_report())
 
 
@@ -89,9 +86,9 @@ def checked(html: str) -> Checker:
 def test_the_page_is_valid_and_has_every_section_with_its_plot_and_its_numbers(page: str) -> None:
     checker = checked(page)
     assert len(checker.ids) == len(set(checker.ids))
-    assert set(TITLES) <= set(checker.ids)
+    assert set(TITLES) == set(checker.ids)
     assert checker.tags.count("section") == len(TITLES)
-    assert checker.tags.count("svg") == 8  # two heatmaps, one plot in each of the other sections
+    assert checker.tags.count("img") == 8  # two heatmaps, one plot in each of the other sections
     assert checker.tags.count("figcaption") == 8
     assert checker.tags.count("table") >= 10
     assert findings.percent(0.6) in checker.text
@@ -99,19 +96,11 @@ def test_the_page_is_valid_and_has_every_section_with_its_plot_and_its_numbers(p
 
 
 def test_there_are_no_external_resources(page: str) -> None:
-    assert not re.search(r"https?:|//[a-z]|@import|<script|<link", page)
+    assert not re.search(r"https?:|@import|<script|<link", page)
     assert all(target.startswith(("#", "data:")) for target in re.findall(r'(?:href|src)="([^"]*)', page))
-    used = set(re.findall(r'(?:url\(|href=")#([^")]+)', page))
-    assert used <= set(checked(page).ids)
-
-
-def test_both_themes_and_a_phone_are_provided_for(page: str) -> None:
-    assert "prefers-color-scheme: dark" in page and "width=device-width" in page
-    assert "var(--ink)" in page and "#010203" not in page
 
 
 def test_names_from_the_trace_are_escaped() -> None:
-    pytest.importorskip("matplotlib", reason="plots need matplotlib, which is not installed")
     report = synthetic_report()
     hostile = replace(
         report,
@@ -129,30 +118,26 @@ def test_names_from_the_trace_are_escaped() -> None:
 
 
 def assert_nothing_is_measured(html: str) -> None:
-    """Only what was recorded has a section and an entry in the contents; the other parts are named in one sentence."""
+    """Only what was recorded has a section; the other parts are named in one sentence."""
     others = [title for name, title in TITLES.items() if name != "recorded"]
     assert html.count("<section>") == 1
-    assert html.count("<li><a href=") == 1
     assert f"Not measured in this report: {'; '.join(others)}." in checked(html).text
 
 
 def test_parts_that_were_not_measured_have_no_section() -> None:
-    pytest.importorskip("matplotlib", reason="plots need matplotlib, which is not installed")
     assert_nothing_is_measured(render(Report(TraceSummary.of(random_trace(n_sequences=1, n_decode=0)))))
 
 
 @pytest.mark.parametrize("stalls", [(3.77, 2.22), (0.02, 0.021), (0.01, 900.0)])
 def test_the_axis_of_stalls_has_labels(stalls: tuple[float, float]) -> None:
-    pytest.importorskip("matplotlib", reason="plots need matplotlib, which is not installed")
     table = StallTable({"lru": {1.0: stalls[0], 2.0: stalls[1]}})
-    drawn = plots.stalls(table, Palette(table.stall_ms))
-    labels = [float(text) for text in re.findall(r">(\d[\d.]*)</text>", drawn)]
+    drawn = b64decode(plots.stalls(table, plots.looks(table.stall_ms)).split("base64,")[1].rstrip('">')).decode()
+    labels = [float(text) for text in re.findall(r"<!-- (\d[\d.]*) -->", drawn)]
     low, high = min(*stalls), max(*stalls)
     assert len([label for label in labels if low / 5 <= label <= high * 5]) >= 2
 
 
 def test_empty_tables_count_as_not_measured() -> None:
-    pytest.importorskip("matplotlib", reason="plots need matplotlib, which is not installed")
     trace = random_trace(n_sequences=1, n_decode=0)
     report = Report(
         TraceSummary.of(trace),
@@ -164,41 +149,12 @@ def test_empty_tables_count_as_not_measured() -> None:
         schedule=ScheduleTable({8: {}}),
     )
     assert_nothing_is_measured(render(report))
-    json.dumps(report.as_dict(), allow_nan=False)
 
 
 def test_one_request_of_few_tokens_makes_a_page() -> None:
-    pytest.importorskip("matplotlib", reason="plots need matplotlib, which is not installed")
     trace = random_trace(n_sequences=1, n_decode=2)
     report = Report(TraceSummary.of(trace), reuse=reuse(trace), scores=score(trace, [Oracle(trace)]))
     assert "Too few tokens or requests" in checked(render(report)).text
-
-
-def test_the_file_is_written(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="plots need matplotlib, which is not installed")
-    write_report(tmp_path / "report.html", synthetic_report())
-    assert (tmp_path / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
-
-
-def test_without_matplotlib_the_next_step_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    true_import = builtins.__import__
-
-    def missing(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.split(".")[0] == "matplotlib":
-            raise ImportError(name)
-        return true_import(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(OptionError, match=r"pip install 'moegguf\[report\]'"):
-        write_report(tmp_path / "report.html", synthetic_report())
-    assert not (tmp_path / "report.html").exists()
-
-
-def test_the_numbers_are_json_too() -> None:
-    facts = json.loads(json.dumps(synthetic_report().as_dict(), allow_nan=False))
-    assert facts["policies"]["hit_rates"]["locality"]["0.25"] == 0.6
-    assert facts["scores"]["scores"][0]["means"]["1"]["accuracy"] == 0.5
-    assert len(facts["reuse"]["counts"]) == 8
 
 
 def test_conclusions_are_computed() -> None:

@@ -1,4 +1,4 @@
-"""`moegguf trace`: record from the demo model, simulate, score, report; errors."""
+"""`moegguf trace`: record from the demo model, simulate; errors."""
 
 from __future__ import annotations
 
@@ -18,13 +18,6 @@ from moegguf.controller.policies import policy_names
 from moegguf.trace.format import read
 from moegguf.trace.trace import Trace
 
-PROMPTS = (
-    {"prompt": "What is an expert?", "label": "chat"},
-    {"prompt": "def add(a, b):", "label": "code", "completion": "\n    return a + b\n"},
-    {"prompt": "What is a router?", "label": "chat", "n_predict": 3},
-    {"prompt": "import os", "label": "code"},
-)
-QUICK = ("-t", "1", "-n", "8")
 Capture = pytest.CaptureFixture[str]
 ERROR = r"(warning: .+\n)?error: .+[.?]\n"
 
@@ -36,35 +29,6 @@ def refused(capsys: Capture, *arguments: object) -> tuple[int, str]:
     assert out == ""
     assert re.fullmatch(ERROR, said)
     return code, said
-
-
-@pytest.fixture(scope="session")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    path.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
-    return path
-
-
-@pytest.fixture(scope="session")
-def recorded(moegguf: Command, prompts: Path) -> Path:
-    """A small trace of the demo model, with inputs."""
-    path = prompts.with_name("demo.npz")
-    done = moegguf("trace", "record", "demo", "--prompts", prompts, "-o", path, *QUICK, "--inputs")
-    assert (done.returncode, done.stdout) == (0, "")
-    assert re.fullmatch(re.escape(str(path)) + r": 4 request\(s\), \d+ tokens, [\d.]+KiB; hit rate .+%\n", done.stderr)
-    return path
-
-
-@pytest.fixture(scope="session")
-def trace(recorded: Path) -> Trace:
-    return read(recorded)
-
-
-@pytest.fixture(scope="session")
-def without_inputs(moegguf: Command, prompts: Path) -> Path:
-    path = prompts.with_name("plain.npz")
-    assert moegguf("trace", "record", "demo", "--prompts", prompts, "-o", path, *QUICK).returncode == 0
-    return path
 
 
 def test_a_trace_has_every_prompt_as_a_request_of_its_kind(trace: Trace) -> None:
@@ -87,33 +51,6 @@ def test_hit_rates_of_every_policy_fit_a_narrow_terminal(moegguf: Command, recor
     assert names[0] == "lru" and names[-1] == "belady"
     assert set(names[:-1]) <= set(policy_names())
     assert f"4 of 4 requests with {trace.decode().n_tokens} of {trace.decode().n_tokens} decoded tokens" in done.stdout
-
-
-def test_a_made_up_trace_is_simulated_as_a_recorded_one(moegguf: Command, tmp_path: Path) -> None:
-    path = tmp_path / "made-up.npz"
-    shape = ("--layers", "3", "--experts", "32", "--used", "2", "--expert-size", "3MiB")
-    done = moegguf("trace", "synthesize", "--locality", "qwen3-30b", *shape, "--tokens", "300", "-o", path)
-    assert (done.returncode, done.stdout) == (0, "")
-    assert done.stderr == f"{path}: 300 tokens, synthetic routing as of Qwen3-30B-A3B\n"
-    made = read(path).shape
-    assert (made.n_layer, made.n_expert, made.n_expert_used, made.expert_bytes) == (3, 32, 2, 3 << 20)
-    rows = json.loads(moegguf("trace", "simulate", path, "--policy", "lru", "--expert-cache", "40%", "--json").stdout)
-    assert rows[0]["hit_rate"] == pytest.approx(0.9, abs=0.03)
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("--locality", "qwen"), "qwen3-30b, glm"),
-        (("--locality", "glm", "--used", "300"), "at most all 288"),
-        (("--locality", "glm", "--expert-size", "big"), "--expert-size: a size"),
-    ],
-)
-def test_what_cannot_be_made_up_is_refused(capsys: Capture, tmp_path: Path, flags: tuple[str, ...], words: str) -> None:
-    code, said = refused(capsys, "synthesize", *flags, "-o", tmp_path / "t.npz")
-    assert code > 0
-    assert words in said
-    assert not list(tmp_path.iterdir())
 
 
 def test_json_is_the_table(moegguf: Command, recorded: Path) -> None:
@@ -180,39 +117,6 @@ def test_several_devices_have_a_line_each(moegguf: Command, recorded: Path) -> N
     assert [word for word in words if word in tiers][:4] == ["VRAM", "CUDA0", "CUDA1", "RAM"]
 
 
-def test_predictors_are_scored_beside_a_control(moegguf: Command, recorded: Path) -> None:
-    done = moegguf("trace", "score", recorded, "--model", "demo", "--predictor", "skip,fresh-gate,eamc", "--link", "1")
-    assert done.returncode == 0, done.stderr
-    assert max(map(len, done.stdout.splitlines())) <= 80
-    figures = [line.split() for line in done.stdout.splitlines()]
-    skip = next(words for words in figures if words[:2] == ["skip", "1"])
-    assert float(skip[2].rstrip("%")) > 2 * float(skip[3].rstrip("%"))
-    gate = next(words for words in figures if words[:2] == ["fresh-gate", "0"])
-    assert float(gate[2].rstrip("%")) > 99  # vectors are stored as float16
-    assert "GOODPRED" in done.stdout
-
-
-def test_score_takes_whole_requests_of_every_kind(moegguf: Command, recorded: Path, trace: Trace) -> None:
-    done = moegguf("trace", "score", recorded, "--predictor", "previous-token", "--tokens", "1", "--json")
-    table = json.loads(done.stdout)
-    first = trace.select([0, 1]).decode().n_tokens
-    assert table["tokens"] == first
-    assert table["used"] == f"2 of 4 requests with {first} of {trace.decode().n_tokens} decoded tokens"
-    assert [score["name"] for score in table["scores"]] == ["previous-token"]
-
-
-def test_all_lists_what_it_leaves_out_with_the_reason(moegguf: Command, without_inputs: Path) -> None:
-    done = moegguf("trace", "score", without_inputs, "--model", "demo")
-    assert done.returncode == 0
-    told = " ".join(done.stderr.split())
-    assert re.search(r"warning: left out: skip, fresh-gate, .* \(it reads .*: record the trace with --inputs\)", told)
-    assert told.count("record the trace") == 1
-    assert "skip" not in done.stdout and "previous-token" in done.stdout
-    named = moegguf("trace", "score", without_inputs, "--model", "demo", "--predictor", "skip")
-    assert named.returncode == 1
-    assert "record the trace with --inputs" in named.stderr
-
-
 def test_all_systems_are_those_that_the_trace_has_inputs_for(moegguf: Command, without_inputs: Path) -> None:
     done = moegguf("trace", "simulate", without_inputs, "--model", "demo", "--system", "all", "--link", "1")
     assert done.returncode == 0
@@ -254,48 +158,6 @@ def test_saved_hit_rates_are_written(moegguf: Command, recorded: Path, trace: Tr
     assert (facts["about"]["requests"], facts["about"]["ranges"]) == (2, 2)
 
 
-def test_the_token_scheduler_is_counted_beside_oracle_random_and_fifo(moegguf: Command, recorded: Path) -> None:
-    done = moegguf("trace", "schedule", recorded, "--batch", "1,2", "--expert-cache", "50%", "--paths", "recent")
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert max(map(len, lines)) <= 80
-    rows = [line.split() for line in lines[2 : lines.index("")]]
-    assert [row[:2] for row in rows] == [
-        [size, order] for size in "12" for order in ("oracle", "predicted", "random", "fifo")
-    ]
-    assert all(row[3] == "0.0%" for row in rows[:4])  # a batch of one is what it is
-    found = json.loads(moegguf("trace", "schedule", recorded, "--batch", "2", "--json").stdout)
-    assert [effect["order"] for effect in found["2"]] == ["oracle", "predicted", "random", "fifo"]
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (["--batch", "two"], "whole numbers above 0"),
-        (["--batch", "0"], "whole numbers above 0"),
-        (["--batch", "3"], "two batches of requests"),
-        (["--paths", "psychic"], "known are recent, token-id, routing-path"),
-    ],
-)
-def test_what_the_scheduler_cannot_count_is_refused(
-    moegguf: Command, recorded: Path, options: list[str], told: str
-) -> None:
-    done = moegguf("trace", "schedule", recorded, *options)
-    assert done.returncode != 0 and told in done.stderr.replace("\n", " ")
-
-
-def test_the_report_is_one_page_and_states_what_was_used(moegguf: Command, recorded: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="plots need matplotlib, which is not installed")
-    page = tmp_path / "page.html"
-    done = moegguf("trace", "report", recorded, "-o", page, "--tokens", "4", "--expert-cache", "25%")
-    assert (done.returncode, done.stdout) == (0, "")
-    stages = [line.removesuffix(" ...") for line in done.stderr.splitlines() if line.endswith(" ...")]
-    assert stages == ["hit rates", "scores", "stalls", "from chat to code text", "batches"]
-    used = re.search(r"replaying and scoring (2 of 4 requests with .+ decoded tokens)\n", done.stderr)
-    assert used and used[1] in page.read_text()
-    assert done.stderr.endswith(f"wrote {page}\n")
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
@@ -303,6 +165,7 @@ def test_the_report_is_one_page_and_states_what_was_used(moegguf: Command, recor
         (("simulate", "TRACE", "--policy", "lro"), 1, "there is no policy 'lro'; known are lru,"),
         (("simulate", "TRACE", "--policy", ","), 1, "no policy is named; known are lru,"),
         (("simulate", "TRACE", "--predictor", "skip"), 1, "--model"),
+        (("simulate", "TRACE", "--model", "MODEL"), 1, "was recorded from another model (moegguf demo)"),
         (("simulate", "TRACE", "--expert-cache", "0%"), 1, "each above 0%, but not '0%'"),
         (("simulate", "TRACE", "--expert-cache", ""), 1, "but not ''"),
         (("simulate", "TRACE", "--expert-cache", "a few"), 1, "but not 'a few'"),
@@ -323,10 +186,6 @@ def test_the_report_is_one_page_and_states_what_was_used(moegguf: Command, recor
         (("simulate", "TRACE", "--vram-cache", "20%", "--tensor-split", "0,0"), 1, "some above"),
         (("simulate", "TRACE", "--vram-cache", "5%,5%,5%", "--tensor-split", "1,1"), 1, "given for 3 devices"),
         (("simulate", "TRACE", "--vram-cache", "9%", *("--device-link", "4GB/s") * 2), 1, "need --tensor-split"),
-        (("score", "TRACE", "--predictor", "all,unknown"), 1, "there is no predictor 'unknown'"),
-        (("score", "TRACE", "--model", "MODEL"), 1, "was recorded from another model (moegguf demo)"),
-        (("report", "TRACE", "-o", "no/folder/page.html"), 1, "there is no folder"),
-        (("report", "TRACE", "-o", "TRACE"), 1, "would overwrite"),
     ],
 )
 def test_an_error_is_one_line_with_the_next_step(
@@ -342,7 +201,7 @@ def test_an_error_is_one_line_with_the_next_step(
 def test_a_damaged_trace_is_refused(capsys: Capture, recorded: Path, tmp_path: Path, keep: float) -> None:
     data = recorded.read_bytes()
     (tmp_path / "cut.npz").write_bytes(data[: round(len(data) * keep)])
-    code, said = refused(capsys, "score", tmp_path / "cut.npz")
+    code, said = refused(capsys, "simulate", tmp_path / "cut.npz")
     assert code == 1
     assert re.fullmatch(r"error: cut\.npz: the trace is damaged .+; record it again\.\n", said)
 
@@ -432,4 +291,4 @@ def test_a_closed_stdout_harms_nothing(recorded: Path, prompts: Path, tmp_path: 
         done = subprocess.run(shell, env=environment(), capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         assert "error" not in done.stderr
-    assert len(read(out).sequences()) == len(PROMPTS)
+    assert len(read(out).sequences()) == 4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from moegguf.bench import series as bench_series
-from moegguf.bench.series import KILLED, WITHOUT, ProcessRunner, limit_fault, make_systems
+from moegguf.bench.series import KILLED, ProcessRunner, limit_fault, make_systems
 from moegguf.bench.spec import Spec, Test
 from moegguf.cli.bench import bench
 from moegguf.errors import OptionError
@@ -152,18 +151,6 @@ def test_systems_alternate_with_moegguf_s_own_first(tiny: Callable[..., Path]) -
     assert all(found["same_tokens"] for found in rows[0]["against"].values())
     row, _ = run(tiny("tiny-mix", "q4_0"), *flags, "--system", "moe-infinity", "--policy", "lfu-decay")
     assert (row["system"], row["policy"], row["predictor"]) == ("moe-infinity", "lfu-decay", "eamc")
-
-
-def test_what_is_not_done_is_not_left_out(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Sequence[str]] = []
-    monkeypatch.setattr(bench_series, "make_systems", lambda spec, caches, rivals, limit: asked.append(rivals) or [])
-    for flags in (["--policy", "lfu"], ["--no-prefetch"], ["--prefetch"], []):
-        run(tiny(), "--ablate", *flags)
-    assert ["no-prefetch" in rivals for rivals in asked] == [False, False, True, True]
-    for flags in (["--system", "promoe"], ["--system", "lru"], ["--system", "promoe", "--no-prefetch"]):
-        run(tiny(), "--ablate", *flags)
-    assert ["no-prefetch" in rivals for rivals in asked[4:]] == [True, False, False]
-    assert all(set(WITHOUT) - set(rivals) <= {"no-prefetch"} for rivals in asked)
 
 
 @pytest.mark.parametrize("flags", [("--policy", "lro"), ("--predictor", "skp"), ("--against", "lro")])

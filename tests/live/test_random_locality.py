@@ -9,15 +9,16 @@ import pytest
 from running import Load
 
 from moegguf.bench.record import RecordOptions, record
+from moegguf.bench.rows import LOCALITY_KEY
 from moegguf.controller.policies.base import LRU
 from moegguf.controller.predictors.base import NoPrediction
 from moegguf.engine.recording import TraceOptions
 from moegguf.trace.format import read
-from moegguf.trace.locality import LOCALITIES, LOCALITY_KEY
 from moegguf.trace.prompts import Prompt
 from moegguf.trace.simulate import Simulation, slots_of
 from moegguf.trace.trace import Trace
 from tools.models import PRESETS, Shape, write_model
+from tools.models.locality import LOCALITIES
 
 PROMPTS = [Prompt(text, "text") for text in ("Once upon a time", "def main():", "The cat sat on the mat and")]
 # Shapes with an expert's width of 64 and heads wide enough; the experts are those of the model that is imitated.

@@ -53,6 +53,7 @@ def test_the_wheel_holds_libraries_headers_and_demo_but_no_sources(wheel: Path) 
     assert {"libmoegguf.so", "libllama.so", "libggml.so", "libggml-base.so", "libggml-cpu.so"} <= libraries
     assert any(name.startswith("moegguf/demo/") and name.endswith(".gguf") for name in names)
     assert not any(name.endswith((".cpp", ".cmake", "CMakeLists.txt")) for name in names)
+    assert {name.split("/")[2] for name in names if name.startswith("moegguf/predictors/")} == {"demo"}
     assert {"moegguf/lib/UPSTREAM", "moegguf/lib/CPU_FEATURES", "moegguf/lib/LICENSE"} <= set(names)
 
 
@@ -71,6 +72,7 @@ def test_the_source_distribution_holds_what_the_build_needs_and_no_more(tmp_path
     needed = {"pyproject.toml", "PKG-INFO", "README.md", "LICENSE", "tools/vendor.py", "patches/UPSTREAM"}
     assert needed | {"moegguf/native/CMakeLists.txt", "moegguf/native/cpu_features.cmake"} <= names
     assert {name.split("/")[0] for name in names - needed} == {"moegguf", "patches", "predictors"}
+    assert {name.split("/")[1] for name in names if name.startswith("predictors/")} == {"demo"}
     assert not any("__pycache__" in name for name in names)
 
 

@@ -18,8 +18,9 @@ from moegguf.native import abi, library
 from moegguf.native.events import Announcement, Phase, RoutingEvent
 from moegguf.native.store import native_policies
 from moegguf.trace.simulate import Simulation
-from moegguf.trace.synthesize import shape_of, synthesize
 from moegguf.trace.trace import Trace
+from predictors.study.arrange import grouped, used_experts
+from predictors.study.synthesize import shape_of, synthesize
 
 
 def test_events_carry_the_sequence_and_phase_of_each_token(fake: FakeModel, open_store: Open) -> None:
@@ -74,7 +75,7 @@ def batches() -> Trace:
     trace = random_trace(n_sequences=8, n_prefill=3, n_decode=12)
     of = [np.flatnonzero(trace.sequence_of == sequence) for sequence in range(8)]
     prompts = [np.concatenate([tokens[:3] for tokens in of[half : half + 4]]) for half in (0, 4)]
-    return trace.grouped([*prompts, *(np.array([tokens[3 + step] for tokens in of]) for step in range(12))])
+    return grouped(trace, [*prompts, *(np.array([tokens[3 + step] for tokens in of]) for step in range(12))])
 
 
 POLICIES = {
@@ -90,7 +91,7 @@ def test_a_batch_of_a_trace_is_replayed_as_it_was(name: str) -> None:
     counters = run(POLICIES[name]())
     assert counters == run(POLICIES[name]())
     assert (counters["passes"], counters["tokens"]) == (14, 8 * 15)
-    paths = batches().paths(np.arange(8 * 15))
+    paths = used_experts(batches(), np.arange(8 * 15))
     starts = batches().pass_start[:-1]
     distinct = np.logical_or.reduceat(paths, starts, axis=0).sum()
     assert counters["lookups"] == distinct
@@ -102,7 +103,7 @@ def test_tokens_of_prompts_beside_decoding_ones_are_not_decoded(name: str) -> No
     first, second, third = (np.flatnonzero(trace.sequence_of == sequence) for sequence in range(3))
     mixed = [np.array([first[4 + i], second[i], third[i]]) for i in range(4)]
     alone = [np.array([first[8], second[4], third[4]]), np.array([first[9]]), *(third[at : at + 1] for at in (5, 6))]
-    trace = trace.grouped([first[:4], *mixed, *alone])
+    trace = grouped(trace, [first[:4], *mixed, *alone])
     found = Simulation(trace, POLICIES[name](), NoPrediction(SMALL), 40).run()
     assert found.decode.tokens == np.count_nonzero(trace.phase_of == Phase.DECODE) == 4 + 3 + 1 + 2
     assert found.whole.tokens == trace.n_tokens == 4 + 12 + 6
@@ -114,7 +115,7 @@ def test_sequences_that_decode_together_keep_what_they_use_often() -> None:
     shape = shape_of("qwen3-30b", 4, 60, 4)
     trace = synthesize("qwen3-30b", shape, 128, 0, 8)
     trace = replace(trace, tokens=np.zeros(trace.n_tokens, np.int32))  # known, so that passes are announced
-    trace = trace.grouped([np.arange(8) * 128 + at for at in range(128)])
+    trace = grouped(trace, [np.arange(8) * 128 + at for at in range(128)])
     misses = {
         name: Simulation(trace, native_policies()[name], NoPrediction(shape), 89).run().counters["misses"]
         for name in ("lru", "next-use")

@@ -10,7 +10,7 @@ from moegguf.controller.predictors.base import NoPrediction
 from moegguf.errors import OptionError
 from moegguf.quantities import Link
 from moegguf.trace.simulate import RamBelow, SimOptions, SimResult, Simulation, slots_of
-from moegguf.trace.synthesize import shape_of, synthesize
+from predictors.study.synthesize import shape_of, synthesize
 
 SHAPE = shape_of("qwen3-30b", 4, expert_bytes=2_654_208)  # 2048 x 768 x 3 in Q4_0
 TRACE = synthesize("qwen3-30b", SHAPE, 300)

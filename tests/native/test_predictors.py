@@ -63,12 +63,18 @@ def mlp() -> MlpPredictor:
 
 
 def token_table() -> TokenTable:
-    random, table = rng(), TokenTable(SHAPE)
-    table.learn(
-        random.integers(0, 30, 400).astype(np.int32),
-        [choice(random, 400) for _ in SHAPE.layers],
-    )
-    return table
+    """Of the tokens 0 to 29, some not in order; each seen some ten times."""
+    random = rng()
+    counts = random.multivariate_hypergeometric(np.full(SHAPE.n_expert, 9), 10 * SHAPE.n_expert_used, (30, N))
+    return TokenTable(SHAPE, random.permutation(30).astype(np.int32), counts.astype(np.uint16))
+
+
+def always(*choices: list[int]) -> TokenTable:
+    """Token i was seen 20 times, with the experts choices[i] in every layer."""
+    counts = np.zeros((len(choices), N, SHAPE.n_expert), np.uint16)
+    for token, experts in enumerate(choices):
+        counts[token][:, experts] = 20
+    return TokenTable(SHAPE, np.arange(len(choices), dtype=np.int32), counts)
 
 
 def affinity() -> Affinity:
@@ -331,8 +337,7 @@ def test_what_is_predicted_is_prefetched_within_its_limit_and_saves_stall() -> N
 def test_an_expert_that_is_likely_now_comes_however_rarely_it_was_used() -> None:
     """Its score by next-use is below those of all others, but once missed it would make room all the same."""
     often, rarely = [[0, 1, 2]], [[3, 4, 5]]
-    table = TokenTable(SHAPE)
-    table.learn(np.array([0, 1], np.int32), [np.array(often + rarely, np.int32) for _ in SHAPE.layers])
+    table = always(*often, *rarely)
     with simulated(SHAPE.n_expert_used * N, fill=False, **LINK) as (store, lane):
         store.set_policy("next-use")
         store.set_predictor(native(table), NativeForecast(window=N, most_prefetches=100))
@@ -354,9 +359,7 @@ def test_what_is_not_worth_its_bytes_is_not_prefetched() -> None:
 
 def test_what_a_predictor_is_worth_is_known_after_a_pause_and_of_another_it_is_not() -> None:
     """Tables that are always wrong; a pause as between two trials of prefetching."""
-    wrong, other = TokenTable(SHAPE), TokenTable(SHAPE)
-    for table in (wrong, other):
-        table.learn(np.zeros(20, np.int32), [np.tile(np.arange(3, dtype=np.int32), (20, 1)) for _ in SHAPE.layers])
+    wrong, other = always([0, 1, 2]), always([0, 1, 2])
     forecast = NativeForecast(window=1, most_prefetches=100)
     with simulated(20, fill=False, **LINK) as (store, lane):
 

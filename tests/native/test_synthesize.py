@@ -11,10 +11,10 @@ from moegguf.controller.policies.base import LRU
 from moegguf.controller.predictors.base import NoPrediction
 from moegguf.errors import OptionError
 from moegguf.trace.format import read, write
-from moegguf.trace.locality import LOCALITIES, find_locality, imitated
 from moegguf.trace.simulate import Simulation, slots_of
-from moegguf.trace.synthesize import shape_of, synthesize
 from moegguf.trace.trace import Trace
+from predictors.study.synthesize import shape_of, synthesize
+from tools.models.locality import LOCALITIES, find_locality
 
 
 def hit_rate(trace: Trace, share: float) -> float:
@@ -54,8 +54,3 @@ def test_unknown_names_and_shapes_are_refused() -> None:
         find_locality("qwen")
     with pytest.raises(OptionError, match="at most all 4 experts"):
         shape_of("glm", 3, 4, 5)
-
-
-def test_a_file_says_whose_routing_it_imitates() -> None:
-    assert "GLM-5.3-Flash" in imitated({"moegguf.locality": "glm"})
-    assert imitated({"moegguf.locality": "another\n"}) == imitated({"moegguf.locality": 3}) == imitated({}) == ""

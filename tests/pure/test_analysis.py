@@ -13,16 +13,21 @@ from traces import random_trace, same
 from moegguf.controller.accuracy import LinkModel
 from moegguf.controller.artifacts import MEASURED, Artifacts
 from moegguf.controller.measured import ControllerChoice
+from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.errors import OptionError, TraceError
 from moegguf.native.events import Announcement, Phase
-from moegguf.trace.analysis import Row, TraceAnalysis, sample_sequences
+from moegguf.trace.analysis import Row, sample_sequences
 from moegguf.trace.belady import BELADY
 from moegguf.trace.format import write
-from moegguf.trace.oracle import Oracle
-from moegguf.trace.simulate import fitted
+from moegguf.trace.simulate import SimOptions, fitted
 from moegguf.trace.trace import Trace
+from predictors.study.arrange import arranged
+from predictors.study.common import Study
+from predictors.study.oracle import Oracle
+from predictors.study.score import score_named
 
 TRACE = random_trace(n_sequences=6, n_decode=10, with_inputs=True)
+AHEAD = SimOptions(prefetch=PrefetchOptions())
 
 
 @pytest.fixture(autouse=True)
@@ -39,15 +44,15 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def analysis(file: Path) -> TraceAnalysis:
-    return TraceAnalysis.open(file)
+def analysis(file: Path) -> Study:
+    return Study.open(file)
 
 
 def row(policy: str, share: float, rate: float, predictor: str = "none") -> Row:
     return Row(policy, predictor, share, 10, 0.0, rate)
 
 
-def test_a_trace_is_opened_whole(analysis: TraceAnalysis) -> None:
+def test_a_trace_is_opened_whole(analysis: Study) -> None:
     assert same(analysis.trace, TRACE)
     assert analysis.artifacts.fingerprint == TRACE.header.fingerprint
 
@@ -55,10 +60,10 @@ def test_a_trace_is_opened_whole(analysis: TraceAnalysis) -> None:
 def test_what_cannot_be_analysed_is_an_error(tmp_path: Path) -> None:
     write(tmp_path / "prompts.npz", random_trace(n_sequences=2, n_decode=0))
     with pytest.raises(OptionError, match="only prompts; record it again with --max-tokens above 0"):
-        TraceAnalysis.open(tmp_path / "prompts.npz")
+        Study.open(tmp_path / "prompts.npz")
     (tmp_path / "damaged.npz").write_bytes(b"PK")
     with pytest.raises(TraceError, match=r"damaged\.npz"):
-        TraceAnalysis.open(tmp_path / "damaged.npz")
+        Study.open(tmp_path / "damaged.npz")
 
 
 def test_a_trace_of_another_model_is_refused(file: Path, tmp_path: Path) -> None:
@@ -66,10 +71,10 @@ def test_a_trace_of_another_model_is_refused(file: Path, tmp_path: Path) -> None
 
     model = write_model(tmp_path / "tiny.gguf", PRESETS["tiny-qwen2moe"], "q4_0")[0]
     with pytest.raises(OptionError, match=r"recorded from another model \(random\) than .*tiny\.gguf"):
-        TraceAnalysis.open(file, model)
+        Study.open(file, model)
 
 
-def test_names_are_checked_and_none_is_doubled(analysis: TraceAnalysis) -> None:
+def test_names_are_checked_and_none_is_doubled(analysis: Study) -> None:
     assert analysis.policies(["lfu", "lru", "lfu"]) == ["lfu", "lru"]
     assert analysis.predictors(["none", "previous-token"]) == ["none", "previous-token"]
     for check, names, message in (
@@ -85,7 +90,7 @@ def test_names_are_checked_and_none_is_doubled(analysis: TraceAnalysis) -> None:
             check(names)
 
 
-def test_all_is_every_available_name_and_warns_about_the_others(analysis: TraceAnalysis) -> None:
+def test_all_is_every_available_name_and_warns_about_the_others(analysis: Study) -> None:
     with pytest.warns(UserWarning, match=r"^left out: static \(.*popularity"):
         policies = analysis.policies(["all"])
     assert policies[0] == "lru" and "static" not in policies
@@ -94,7 +99,7 @@ def test_all_is_every_available_name_and_warns_about_the_others(analysis: TraceA
 
 
 def test_a_predictor_that_reads_inputs_needs_them_in_the_trace(
-    analysis: TraceAnalysis, monkeypatch: pytest.MonkeyPatch
+    analysis: Study, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Reader:
         needs_inputs = True
@@ -106,16 +111,17 @@ def test_a_predictor_that_reads_inputs_needs_them_in_the_trace(
         without.predictors(["skip"])
 
 
-def test_prefetching_needs_a_link_and_a_predictor(analysis: TraceAnalysis) -> None:
+def test_prefetching_needs_a_link_and_a_predictor(analysis: Study) -> None:
     with pytest.raises(OptionError, match="--link"):
-        analysis.simulate(["lru"], ["previous-token"], [0.5], prefetch=True)
+        analysis.simulate(["lru"], ["previous-token"], [0.5], AHEAD)
     with pytest.raises(OptionError, match="--predictor"):
-        analysis.simulate(["lru"], ["none"], [0.5], LinkModel(1e9), prefetch=True)
+        analysis.simulate(["lru"], ["none"], [0.5], replace(AHEAD, link_bytes_per_s=1e9))
 
 
-def test_scores_come_one_predictor_after_the_other(analysis: TraceAnalysis) -> None:
+def test_scores_come_one_predictor_after_the_other(analysis: Study) -> None:
     reported: list[tuple[str, float]] = []
-    table = analysis.score(["previous-token", "none"], LinkModel(1e9, 5, 100), lambda *step: reported.append(step))
+    names, link = ["previous-token", "none"], LinkModel(1e9, 5, 100)
+    table = score_named(analysis, names, link, lambda *step: reported.append(step))
     assert reported == [("scores: previous-token", 0.0), ("scores: none", 0.5)]
     assert [one.name for one in table.scores] == [one.name for one in table.controls] == ["previous-token", "none"]
     assert table.link is not None and table.link.bytes_per_s == 1e9
@@ -141,7 +147,7 @@ def test_a_part_has_whole_requests_of_every_kind_in_turn() -> None:
 
 
 def test_a_sample_has_a_size_as_text() -> None:
-    analysis = TraceAnalysis(kinds({"code": [5, 5, 5], "prose": [9]}), Artifacts(None, "ab"))
+    analysis = Study(kinds({"code": [5, 5, 5], "prose": [9]}), Artifacts(None, "ab"))
     part = analysis.limited(10)
     assert part.sample_size(analysis) == "2 of 4 requests with 14 of 24 decoded tokens"
     assert set(part.trace.header.labels.values()) == {"code", "prose"}
@@ -149,17 +155,17 @@ def test_a_sample_has_a_size_as_text() -> None:
 
 
 def test_requests_can_be_put_in_another_order() -> None:
-    turned = TRACE.arranged([5, 0, 2])
+    turned = arranged(TRACE, [5, 0, 2])
     assert turned.sequences() == [5, 0, 2]
     assert set(turned.header.labels) == {0, 2, 5}
     for sequence in (5, 0, 2):
         original, rearranged = TRACE.select([sequence]), turned.select([sequence])
         assert same(original, rearranged)
-    assert same(TRACE.arranged(TRACE.sequences()), TRACE)
-    assert TRACE.arranged([]).n_tokens == 0
+    assert same(arranged(TRACE, TRACE.sequences()), TRACE)
+    assert arranged(TRACE, []).n_tokens == 0
 
 
-def test_auto_uses_the_saved_hit_rates(analysis: TraceAnalysis, user: Path) -> None:
+def test_auto_uses_the_saved_hit_rates(analysis: Study, user: Path) -> None:
     rates = [row("lru", 0.5, 0.5), row("lfu", 0.5, 0.6), row("lfu", 0.5, 0.7, "eamc"), row(BELADY, 0.5, 0.9)]
     path = analysis.save([*rates, *(replace(one, share=0.25, decode_hit_rate=0.3) for one in rates)], [])
     assert path == user / "moegguf" / "models" / TRACE.header.fingerprint / MEASURED
@@ -177,7 +183,7 @@ def test_auto_uses_the_saved_hit_rates(analysis: TraceAnalysis, user: Path) -> N
     assert measured.bound == {0.5: 0.9}
 
 
-def test_requests_that_choose_are_not_among_those_reported(analysis: TraceAnalysis) -> None:
+def test_requests_that_choose_are_not_among_those_reported(analysis: Study) -> None:
     choosing, reported = analysis.halves()
     parts = [set(part.trace.sequences()) for part in (choosing, reported)]
     assert parts[0] | parts[1] == set(analysis.trace.sequences()) and not parts[0] & parts[1]
@@ -188,17 +194,17 @@ def test_requests_that_choose_are_not_among_those_reported(analysis: TraceAnalys
 
 
 def test_a_folder_named_for_predictors_is_where_rates_are_saved(file: Path, tmp_path: Path) -> None:
-    assert TraceAnalysis.open(file, folder=tmp_path).save([row("lru", 0.5, 0.5)], []) == tmp_path / MEASURED
+    assert Study.open(file, folder=tmp_path).save([row("lru", 0.5, 0.5)], []) == tmp_path / MEASURED
 
 
-def test_no_distance_is_beyond_the_last_layer(analysis: TraceAnalysis) -> None:
+def test_no_distance_is_beyond_the_last_layer(analysis: Study) -> None:
     n_layers = len(analysis.trace.shape.layers)
     assert n_layers < 8
-    assert max(analysis.score(["previous-token"]).distances) < n_layers
+    assert max(score_named(analysis, ["previous-token"]).distances) < n_layers
 
 
-def test_the_oracle_is_right_about_every_decoded_token_and_is_no_predictor_of_all(analysis: TraceAnalysis) -> None:
-    table = analysis.score(["oracle"])
+def test_the_oracle_is_right_about_every_decoded_token_and_is_no_predictor_of_all(analysis: Study) -> None:
+    table = score_named(analysis, ["oracle"])
     assert {figures.accuracy for figures in table.scores[0].means.values()} == {1.0}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis.extra.numpy import arrays
 
-from moegguf.trace.score import batch_accuracy
+from predictors.study.scoring import batch_accuracy
 
 MATRICES = arrays(np.bool_, (3, 4))
 

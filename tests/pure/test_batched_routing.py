@@ -19,6 +19,7 @@ from moegguf.native.events import Announcement, Part, Phase, RoutingEvent
 from moegguf.trace.format import HEADER, read, write
 from moegguf.trace.recorder import Recorder
 from moegguf.trace.trace import Trace
+from predictors.study.arrange import grouped, separated
 
 
 def batched(n_sequences: int = 4, n_decode: int = 6) -> Trace:
@@ -28,7 +29,7 @@ def batched(n_sequences: int = 4, n_decode: int = 6) -> Trace:
     prompts = np.concatenate([tokens[:3] for tokens in of[:-1]])
     steps = [np.array([tokens[3 + step] for tokens in of[:-1]]) for step in range(n_decode)]
     steps[-1] = np.concatenate([of[-1][:3], steps[-1]])  # the last layer is computed for its third token, and decoding
-    return trace.grouped([prompts, *steps])
+    return grouped(trace, [prompts, *steps])
 
 
 def test_the_tokens_of_an_event_come_apart_by_request_and_phase() -> None:
@@ -47,7 +48,7 @@ def test_every_request_of_a_batch_has_the_reams_it_has_alone() -> None:
     for event in trace.events():
         if isinstance(event, RoutingEvent):
             together.update(event)
-    for event in trace.separated().events():
+    for event in separated(trace).events():
         if isinstance(event, RoutingEvent):
             alone[event.sequence].update(event)
     assert sorted(together.requests) == [0, 1, 2, 3, 4]
@@ -179,7 +180,7 @@ def test_cutting_keeps_the_batches_of_what_is_left() -> None:
 
 
 def test_separated_requests_have_their_own_passes_and_events() -> None:
-    alone = batched().separated()
+    alone = separated(batched())
     assert alone.token_sequence is None
     assert alone.n_pass == 4 + 4 * 6 + 1
     for event in alone.events():

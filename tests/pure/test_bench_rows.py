@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from moegguf.bench.rows import FIELDS, OWN_FIELDS, make_rows
+from moegguf.bench.rows import FIELDS, OWN_FIELDS, imitated_routing, make_rows
 from moegguf.bench.series import (
     KILLED,
     STEPS,
@@ -131,6 +131,11 @@ def test_order_of_tests_is_llama_benchs() -> None:
 def test_settings_are_all_combinations() -> None:
     found = combinations(SPEC, {"n_ubatch": [64, 128], "n_threads": [1, 2]})
     assert [(spec.n_ubatch, spec.n_threads) for spec in found] == [(64, 1), (64, 2), (128, 1), (128, 2)]
+
+
+def test_a_file_says_whose_routing_it_imitates() -> None:
+    assert "as published of glm (" in imitated_routing({"moegguf.locality": "glm"})
+    assert {imitated_routing(found) for found in ({"moegguf.locality": "x\n"}, {"moegguf.locality": 3}, {})} == {""}
 
 
 # --- rivals and turns

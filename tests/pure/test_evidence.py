@@ -1,4 +1,4 @@
-"""docs/evidence.md: its commands exist, and the tables of tools/evidence.py are worked out as they say."""
+"""The laboratory's commands in docs/evidence.md and predictors/README.md exist; evidence.py works out its tables."""
 
 from __future__ import annotations
 
@@ -6,41 +6,51 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moegguf.trace.prompts import read_prompts
-from tools import evidence
-from tools.demo.corpus import Document
+from predictors.models.demo.corpus import Document
+from predictors.study import evidence
 
 ROOT = Path(__file__).resolve().parents[2]
-BLOCKS = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8"), re.DOTALL)
-LINES = [shlex.split(line.split("#")[0]) for block in BLOCKS for line in block.splitlines()]
-BENCH, TRACE = ["bench"], ["trace", "simulate"]
+TEXT = "".join((ROOT / name).read_text(encoding="utf-8") for name in ("docs/evidence.md", "predictors/README.md"))
+LINES = [
+    shlex.split(line.split("#")[0])
+    for block in re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)
+    for line in block.splitlines()
+    if not line.startswith("make ")
+]
+TRAINING = ("predictors.models.make_lab_model", "predictors.models.train_demo")  # import torch at once
 
 
 def passed_on(words: list[str]) -> tuple[list[str], list[str]]:
-    """(the command of moegguf that a line runs, its options)."""
-    if words[0] == "moegguf":
-        return words[1:3], [word for word in words if word.startswith("-")]
-    assert words[:3] == ["python", "-m", "tools.evidence"]
-    args, rest = evidence.arguments(words[3:])
-    return (BENCH if args.command == "speed" else TRACE), [word for word in rest if word.startswith("-")]
+    """(the module that a line runs, with its subcommand, its options); of `evidence` what that runs itself."""
+    assert words[0] == "moegguf" or words[:2] == ["python", "-m"]
+    module, rest = ("moegguf.cli.app", words[1:]) if words[0] == "moegguf" else (words[2], words[3:])
+    command = [module, *rest[: 2 if rest[0] == "trace" else 1]] if module == "moegguf.cli.app" else [module]
+    if module == "predictors.study.evidence":
+        args, rest = evidence.arguments(rest)
+        command = ["moegguf.cli.app", *(["bench"] if args.command == "speed" else ["trace", "simulate"])]
+    return command, [word for word in rest if word.startswith("-")]
 
 
 def test_every_command_and_option_exists() -> None:
     asked: dict[tuple[str, ...], set[str]] = {}
     for command, options in map(passed_on, LINES):
         asked.setdefault(tuple(command), set()).update(options)
-    assert len(LINES) > 9 and len(asked) > 3
+    assert len(LINES) > 20 and len(asked) > 8
+    assert all(find_spec(command[0]) for command in asked)
     for command, options in asked.items():
+        if command[0] in TRAINING:
+            continue
         shown = subprocess.run(
-            [sys.executable, "-m", "moegguf.cli.app", *command, "--help"], capture_output=True, text=True, cwd=ROOT
-        )
-        assert shown.returncode == 0, shown.stderr
-        assert not {name for name in options if not re.search(rf"(^|[\s,/]){name}\b", shown.stdout, re.MULTILINE)}
+            [sys.executable, "-m", *command, "--help"], capture_output=True, text=True, cwd=ROOT, check=True
+        ).stdout
+        assert not {name for name in options if not re.search(rf"(^|[\s,/]){name}\b", shown, re.MULTILINE)}, command
 
 
 def bench_row(system: str, *speeds: float) -> dict[str, Any]:

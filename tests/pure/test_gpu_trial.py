@@ -135,7 +135,7 @@ def test_a_step_that_fails_ends_the_call_and_is_tried_again(tmp_path: Path) -> N
         return {}
 
     steps = [clock.step("build", 10, build), clock.step("then", 1)]
-    with pytest.raises(StepError, match="^build: cmake found no cublas$"):
+    with pytest.raises(StepError, match=r"^build: cmake found no cublas$"):
         run_steps(steps, state, 100, clock.said.append, clock)
     assert (clock.ran, state.outcomes) == (["build"], {})
     assert run_steps(steps, State(tmp_path / "state.json"), 100, clock.said.append, clock)

@@ -11,8 +11,8 @@ from moegguf.controller.accuracy import LinkModel
 from moegguf.controller.judge import Judge, LiveJudge
 from moegguf.controller.predictors.base import Predictor
 from moegguf.native.events import Announcement, Phase, RoutingEvent
-from moegguf.trace.score import score
 from moegguf.trace.trace import Trace
+from predictors.study.scoring import score
 
 
 def run(trace: Trace, judge: Judge) -> Judge:

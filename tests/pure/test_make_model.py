@@ -13,9 +13,9 @@ from gguf import GGUFReader
 from gguf.constants import GGMLQuantizationType as QType
 from gguf.quants import dequantize
 
-from moegguf.trace.locality import LOCALITIES
 from tools.models import PRESET_LOCALITY, PRESETS, QUANTS, Shape, model_size_bytes, write_model
 from tools.models.blocks import BLOCK_MAKERS, random_blocks
+from tools.models.locality import LOCALITIES
 from tools.models.tensors import tensors
 from tools.models.vocabulary import SPECIALS, build_vocabulary, byte_characters
 

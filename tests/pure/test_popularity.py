@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from oracles import accuracy
+from oracles import accuracy, counted
 from traces import random_trace
 
 from moegguf.controller.predictors.popularity import Affinity, Popularity
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Phase, RoutingEvent
-from moegguf.trace.fit import count_affinity, count_popularity, fit_affinity, fit_popularity
-from moegguf.trace.trace import Trace, TraceHeader, shuffled
+from moegguf.trace.trace import Trace, TraceHeader
+from predictors.study.arrange import shuffled
+from predictors.train.fit import COUNTED, count_affinity, count_popularity
 
 SHAPE = MoeShape(n_layer=3, n_expert=3, n_expert_used=2, layers=(0, 2), n_embd=8, n_vocab=6)
 
@@ -46,7 +47,7 @@ def test_affinity_is_the_share_of_pairs() -> None:
 
 
 def test_popularity_predicts_any_layer_with_experts_at_any_time() -> None:
-    popularity = fit_popularity(tiny_trace())
+    popularity = counted(Popularity, tiny_trace())
     assert popularity.predict(0, 1) == pytest.approx([1, 2 / 3, 1 / 3])
     assert popularity.predict(2, 2) == pytest.approx([0.5, 1, 0.5])
     assert popularity.predict(1, 1) is None
@@ -54,7 +55,7 @@ def test_popularity_predicts_any_layer_with_experts_at_any_time() -> None:
 
 
 def test_affinity_averages_the_rows_of_the_experts_chosen() -> None:
-    affinity = fit_affinity(tiny_trace())
+    affinity = counted(Affinity, tiny_trace())
     assert affinity.predict(2, 1) is None
     affinity.observe(routed(0, 1, 2))
     assert affinity.predict(2, 1) == pytest.approx([0.5, 1, 0.5])
@@ -64,7 +65,7 @@ def test_affinity_averages_the_rows_of_the_experts_chosen() -> None:
 
 @pytest.mark.parametrize("invalid", [routed(0, 1, 3), routed(0, -1, 2), routed(1, 0, 1), routed(2, 0, 1), routed(0)])
 def test_no_prediction_after_invalid_events_and_the_last_layer(invalid: RoutingEvent) -> None:
-    affinity = fit_affinity(tiny_trace())
+    affinity = counted(Affinity, tiny_trace())
     affinity.observe(routed(0, 0, 1))
     affinity.observe(invalid)
     assert affinity.predict(2, 1) is None
@@ -75,29 +76,21 @@ def test_no_prediction_after_invalid_events_and_the_last_layer(invalid: RoutingE
 def test_an_expert_never_seen_is_followed_by_what_is_popular() -> None:
     trace = tiny_trace()
     trace.expert_ids[0][trace.expert_ids[0] == 2] = 1
-    affinity = fit_affinity(trace)
+    affinity = counted(Affinity, trace)
     affinity.observe(routed(0, 2, 2))
     assert affinity.predict(2, 1) == pytest.approx([0.5, 1, 0.5])
 
 
-def test_saved_statistics_predict_the_same() -> None:
-    trace = random_trace()
-    popularity, affinity = fit_popularity(trace), fit_affinity(trace)
-    again = Popularity.from_weights(trace.shape, popularity.weights())
-    assert np.array_equal(again.predict(3, 1), popularity.predict(3, 1))
-    other = Affinity.from_weights(trace.shape, affinity.weights())
-    for predictor in (affinity, other):
-        predictor.observe(routed(2, 4, 5))
-    assert np.array_equal(other.predict(3, 1), affinity.predict(3, 1))
+def test_statistics_of_another_shape_are_refused() -> None:
     with pytest.raises(ValueError, match="must have the shape"):
-        Affinity.from_weights(SHAPE, affinity.weights())
+        Affinity.from_weights(SHAPE, COUNTED["affinity"](random_trace()))
 
 
 def test_they_beat_their_shuffled_controls_on_held_out_sequences() -> None:
     trace = random_trace(n_sequences=16, n_decode=40)
     seen, unseen = trace.select(range(12)), trace.select(range(12, 16))
     unseen_control = shuffled(unseen, 1)
-    affinity = accuracy(fit_affinity(seen), unseen, 1)
-    popularity = accuracy(fit_popularity(seen), unseen, 1)
-    assert affinity > accuracy(fit_affinity(shuffled(seen, 0)), unseen_control, 1) + 0.03
+    affinity = accuracy(counted(Affinity, seen), unseen, 1)
+    popularity = accuracy(counted(Popularity, seen), unseen, 1)
+    assert affinity > accuracy(counted(Affinity, shuffled(seen, 0)), unseen_control, 1) + 0.03
     assert affinity > popularity > 2 / 16 + 0.05

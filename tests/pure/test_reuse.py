@@ -10,7 +10,7 @@ from oracles import hand_made
 from traces import random_trace
 
 from moegguf.controller.shape import MoeShape
-from moegguf.trace.reuse import reuse
+from predictors.study.reuse import reuse
 
 SHAPE = MoeShape(n_layer=2, n_expert=4, n_expert_used=1, layers=(0, 1))
 

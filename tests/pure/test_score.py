@@ -12,8 +12,8 @@ from traces import random_trace
 from moegguf.controller.accuracy import Figures, LayerLru, LinkModel
 from moegguf.controller.predictors.base import NoPrediction
 from moegguf.controller.shape import MoeShape
-from moegguf.trace.score import score
 from moegguf.trace.trace import Trace
+from predictors.study.scoring import score
 
 SHAPE = MoeShape(n_layer=5, n_expert=8, n_expert_used=2, layers=(1, 2, 3, 4), expert_bytes=1000)
 

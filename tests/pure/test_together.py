@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from oracles import counted
 from traces import SMALL, hidden_routers, random_trace
 
 from moegguf.controller.predictors import together as together_module
@@ -15,10 +16,11 @@ from moegguf.controller.predictors.popularity import Affinity, Popularity
 from moegguf.controller.predictors.previous_token import PreviousToken
 from moegguf.controller.predictors.skip import Skip
 from moegguf.controller.predictors.together import Together, together
+from moegguf.controller.predictors.token_table import TokenTable
 from moegguf.gguf.routers import Gating, Router, Routers
 from moegguf.native.events import Announcement, Float32s
-from moegguf.trace.fit import fit_affinity, fit_popularity, fit_token_table
 from moegguf.trace.trace import Trace
+from predictors.study.arrange import grouped
 
 TRACE = random_trace(n_sequences=4, n_prefill=3, n_decode=8, with_inputs=True)
 
@@ -27,7 +29,7 @@ def batched(trace: Trace) -> Trace:
     """All prompts in one pass, then a token of every request in each."""
     of = [np.flatnonzero(trace.sequence_of == sequence) for sequence in trace.sequences()]
     steps = [np.array([tokens[step] for tokens in of]) for step in range(3, len(of[0]))]
-    return trace.grouped([np.concatenate([tokens[:3] for tokens in of]), *steps])
+    return grouped(trace, [np.concatenate([tokens[:3] for tokens in of]), *steps])
 
 
 def skip() -> Skip:
@@ -38,9 +40,9 @@ def skip() -> Skip:
 
 MAKE: dict[str, Callable[[], Predictor]] = {
     "previous-token": lambda: PreviousToken(SMALL),
-    "token-id": lambda: fit_token_table(TRACE),
-    "popularity": lambda: fit_popularity(TRACE),
-    "affinity": lambda: fit_affinity(TRACE),
+    "token-id": lambda: counted(TokenTable, TRACE),
+    "popularity": lambda: counted(Popularity, TRACE),
+    "affinity": lambda: counted(Affinity, TRACE),
     "skip": skip,
 }
 
@@ -101,13 +103,13 @@ def test_what_takes_batches_as_they_are_is_left_alone() -> None:
 
 def test_a_pass_of_too_many_sequences_is_not_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(together_module, "MOST_SEQUENCES", 3)
-    predictor = Together(Popularity(SMALL, fit_popularity(TRACE).popularity))
+    predictor = Together(counted(Popularity, TRACE))
     found = forecasts(predictor, batched(TRACE))
     assert all(found[1, row] == [None] for row in range(-1, len(SMALL.layers) - 1))
 
 
 def test_statistics_are_shared_not_copied() -> None:
-    table, affinity = fit_token_table(TRACE), fit_affinity(TRACE)
+    table, affinity = counted(TokenTable, TRACE), counted(Affinity, TRACE)
     assert table.fork()._counts is table._counts
     fork = affinity.fork()
     assert isinstance(fork, Affinity) and fork.affinity is affinity.affinity

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles import counted
 from traces import SMALL, random_trace
 
 from moegguf.controller.collection import EamcPair
-from moegguf.controller.grouping import balanced_groups, experts_per_batch, similarities
+from moegguf.controller.grouping import similarities
 from moegguf.controller.predictors.previous_token import PreviousToken
 from moegguf.controller.predictors.token_table import TokenTable
 from moegguf.controller.routing_paths import PredictedPaths, RecentPaths, make_paths
@@ -21,8 +22,9 @@ from moegguf.controller.token_scheduler import TokenScheduler, statuses
 from moegguf.errors import OptionError
 from moegguf.gguf.routers import Routers
 from moegguf.native.events import Announcement, Phase, RoutingEvent
-from moegguf.trace.token_scheduler import OrderEffect, _pools, compare
 from moegguf.trace.trace import Trace
+from predictors.study.arrange import used_experts
+from predictors.study.scheduling import OrderEffect, _pools, balanced_groups, compare, experts_per_batch
 
 
 def path(*experts: int, n_expert: int = 8) -> np.ndarray:
@@ -86,7 +88,7 @@ def test_a_number_of_batches_that_cannot_be_is_refused(n_batches: int) -> None:
 
 def test_recorded_paths_leave_out_what_was_not_computed() -> None:
     trace = random_trace(n_sequences=1, n_prefill=4, n_decode=2)
-    paths = trace.paths(np.arange(trace.n_tokens))
+    paths = used_experts(trace, np.arange(trace.n_tokens))
     assert paths.shape == (6, len(SMALL.layers), SMALL.n_expert)
     assert not paths[:3, -1].any()  # the prompt's last layer is computed for its last token only
     assert (paths[3:].sum(axis=2) == SMALL.n_expert_used).all()
@@ -242,8 +244,7 @@ def test_recent_paths_follow_each_sequence_by_itself() -> None:
 
 def test_predicted_paths_are_the_predictors_for_each_sequence() -> None:
     trace = random_trace(n_sequences=6, n_prefill=0, n_decode=20)
-    table = TokenTable(SMALL)
-    table.learn(trace.tokens, list(trace.expert_ids))
+    table = counted(TokenTable, trace)
     paths = PredictedPaths(table)
     for sequence, token in ((1, 5), (2, 9)):
         paths.expect(sequence, np.array([token], np.int32))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from oracles import accuracy
+from oracles import accuracy, counted
 from traces import random_trace
 
 from moegguf.controller.predictors.token_table import MAX_COUNT, TokenTable
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.native.events import Announcement, Phase, RoutingEvent
-from moegguf.trace.fit import fit_token_table
-from moegguf.trace.trace import Trace, TraceHeader, shuffled
+from moegguf.trace.trace import Trace, TraceHeader
+from predictors.study.arrange import shuffled
+from predictors.train.fit import count_tokens
 
 SHAPE = MoeShape(n_layer=3, n_expert=4, n_expert_used=2, layers=(1, 2), n_embd=8, n_vocab=6)
 
@@ -42,7 +45,7 @@ def routed(il: int, *ids: int, first_token: int = 0) -> RoutingEvent:
 
 
 def test_counts_of_a_token_and_one_average_visit() -> None:
-    table = fit_token_table(tiny_trace())
+    table = counted(TokenTable, tiny_trace())
     announce(table, 5)
     # Layer 1 chose 2, 1, 2, 1 times of 3 visits with a known token: the average visit is 2/3, 1/3, 2/3, 1/3.
     probabilities = table.predict(1, 1)
@@ -53,14 +56,14 @@ def test_counts_of_a_token_and_one_average_visit() -> None:
 
 
 def test_a_token_never_seen_means_the_layers_popularity() -> None:
-    table = fit_token_table(tiny_trace())
+    table = counted(TokenTable, tiny_trace())
     announce(table, 0)
     probabilities = table.predict(1, 1)
     assert probabilities == pytest.approx([2 / 3, 1 / 3, 2 / 3, 1 / 3])
 
 
 def test_no_prediction_without_one_decode_token_of_the_vocabulary() -> None:
-    table = fit_token_table(tiny_trace())
+    table = counted(TokenTable, tiny_trace())
     assert table.predict(1, 1) is None
     announce(table, 5, phase=Phase.PREFILL)
     assert table.predict(1, 1) is None
@@ -74,34 +77,21 @@ def test_no_prediction_without_one_decode_token_of_the_vocabulary() -> None:
     assert table.predict(2, 1) is None
 
 
-def test_saved_counts_predict_the_same() -> None:
-    trace = random_trace(n_sequences=6)
-    table = fit_token_table(trace)
-    again = TokenTable.from_weights(trace.shape, table.weights())
-    for token in range(0, trace.shape.n_vocab, 5):
-        announce(table, token)
-        announce(again, token)
-        for il in trace.shape.layers:
-            assert np.array_equal(table.predict(il, 1), again.predict(il, 1))
-
-
-def test_the_first_tokens_keep_their_place() -> None:
-    table = TokenTable(SHAPE, capacity=1)
-    table.learn(np.array([4, 5], np.int32), [np.array([[0, 3], [1, 2]])] * 2)
-    announce(table, 4)
-    assert table.predict(1, 1) == pytest.approx([1, 0, 0, 1])
-    assert table.weights().arrays["tokens"].tolist() == [4]
-
-
-def test_counts_never_overflow() -> None:
-    table = TokenTable(SHAPE)
-    table.learn(np.full(MAX_COUNT + 2, 1, np.int32), [np.tile([0, 1], (MAX_COUNT + 2, 1))] * 2)
-    assert table.weights().arrays["counts"][0, 0].tolist() == [MAX_COUNT, MAX_COUNT, 0, 0]
+def test_a_table_is_bounded_and_its_counts_never_overflow() -> None:
+    trace = tiny_trace()
+    assert count_tokens(trace).arrays["tokens"].tolist() == [3, 5]
+    assert count_tokens(trace, most_tokens=1).arrays["tokens"].tolist() == [3]
+    many = replace(
+        trace,
+        tokens=np.ones(MAX_COUNT + 2, np.int32),
+        expert_ids=np.tile(np.array([0, 1], np.int16), (2, MAX_COUNT + 2, 1)),
+    )
+    assert count_tokens(many).arrays["counts"][0, 0].tolist() == [MAX_COUNT, MAX_COUNT, 0, 0]
 
 
 @pytest.mark.parametrize("tokens", [[1, 1], [-1, 2], [0, 6]])
 def test_a_damaged_table_is_refused(tokens: list[int]) -> None:
-    weights = fit_token_table(tiny_trace()).weights()
+    weights = count_tokens(tiny_trace())
     damaged = Weights({**weights.arrays, "tokens": np.array(tokens, np.int32)})
     with pytest.raises(ValueError, match="different token ids"):
         TokenTable.from_weights(SHAPE, damaged)
@@ -110,6 +100,6 @@ def test_a_damaged_table_is_refused(tokens: list[int]) -> None:
 def test_it_beats_a_shuffled_control_on_held_out_sequences() -> None:
     trace = random_trace(n_sequences=16, n_decode=40)
     seen, unseen = trace.select(range(12)), trace.select(range(12, 16))
-    learned = accuracy(fit_token_table(seen), unseen, 1)
-    control = accuracy(fit_token_table(shuffled(seen, 0)), shuffled(unseen, 1), 1)
+    learned = accuracy(counted(TokenTable, seen), unseen, 1)
+    control = accuracy(counted(TokenTable, shuffled(seen, 0)), shuffled(unseen, 1), 1)
     assert learned > control + 0.1

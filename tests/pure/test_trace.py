@@ -13,7 +13,8 @@ from traces import SMALL, hidden_routers, random_trace, same
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Announcement, Phase, RoutingEvent
 from moegguf.trace.format import check
-from moegguf.trace.trace import Trace, TraceHeader, shuffled
+from moegguf.trace.trace import Trace, TraceHeader
+from predictors.study.arrange import shuffled
 
 TINY = MoeShape(n_layer=4, n_expert=4, n_expert_used=2, layers=(1, 3), n_embd=2, n_vocab=100)
 # Layer 1 uses two experts; layer 3 one, and in the first pass for its last token only.

@@ -1,4 +1,4 @@
-"""tools/train_predictor.py: requests are held out whole, options are checked, and what it writes can be loaded."""
+"""predictors/train/predictor.py: requests are held out whole, options are checked, and what it writes can be loaded."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from oracles import accuracy
 from traces import random_trace
 
 from moegguf.controller import weights as weights_file
+from moegguf.controller.predictors import LEARNED
 from moegguf.controller.predictors.expert_mlp import ExpertMlp
 from moegguf.controller.predictors.mlp import MlpPredictor
 from moegguf.controller.predictors.popularity import Affinity
@@ -25,13 +27,15 @@ from moegguf.controller.weights import Weights
 from moegguf.gguf.experts import read_layout
 from moegguf.gguf.fingerprint import fingerprint
 from moegguf.trace import format as trace_file
-from moegguf.trace.trace import Trace, shuffled
-from tools.predictors import TRAINERS, trainer
-from tools.predictors.splitting import held_out, validation_tokens
-from tools.train_predictor import main, options, parse_setting
+from moegguf.trace.trace import Trace
+from predictors.study.arrange import shuffled
+from predictors.train import TRAINERS, trainer
+from predictors.train.fit import COUNTED
+from predictors.train.predictor import main, options, parse_setting
+from predictors.train.splitting import held_out, validation_tokens
 
 N_EMBD, N_EXPERT = 64, 8
-NO_TORCH = "training networks needs torch: pip install 'moegguf[train]'"
+NO_TORCH = "training networks needs torch: pip install 'moegguf[lab]'"
 
 
 @pytest.fixture
@@ -100,9 +104,8 @@ def test_a_trace_of_another_model_is_refused(tmp_path: Path, model: Path) -> Non
 
 
 def test_every_learned_predictor_of_the_controller_has_a_trainer() -> None:
-    for name in TRAINERS:
-        path = Path(__file__).parents[2] / "tools/predictors" / f"{TRAINERS[name]}.py"
-        assert path.exists(), name
+    assert {*COUNTED, *TRAINERS} == set(LEARNED)
+    assert all(find_spec(f"predictors.train.{name.replace('-', '_')}") for name in TRAINERS)
 
 
 def test_the_expert_mlp_is_trained_at_the_papers_width_and_to_the_end_of_its_schedule() -> None:

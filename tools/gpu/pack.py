@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MOST_BYTES = 60_000_000
 SOURCES, WHEELS, START = "sources.tar.xz", "wheels", "gpu_trial.py"
 
-PARTS = ("moegguf/", "patches/", "predictors/", "tests/", "tools/", "pyproject.toml", "LICENSE")
-NOT_PACKED = re.compile(r"moegguf/demo/.*\.gguf|tests/(frontends|pure|native)/.*|tools/(demo|moefication)/.*")
+PARTS = ("moegguf/", "patches/", "predictors/demo/", "tests/", "tools/", "pyproject.toml", "LICENSE")
+NOT_PACKED = re.compile(r"moegguf/demo/.*\.gguf|tests/(frontends|pure|native)/.*")
 # Backends of ggml that no trial builds; each is only read by cmake where it is asked for.
 NOT_BUILT = re.compile(
     r"ggml/src/ggml-(blas|cann|et|hexagon|hip|metal|musa|opencl|openvino|rpc|sycl|virtgpu|webgpu|zdnn|zendnn)/.*"

@@ -1,4 +1,4 @@
-"""Random models whose routing is reused from token to token as published of a real model (`moegguf.trace.locality`).
+"""Random models whose routing is reused from token to token as published of a real model (`tools.models.locality`).
 
 The hidden state of such a model begins with three parts of equal width that no layer but the first writes, and that the
 routers read: `shared`, equal for all tokens; `slow`, which the first layer's attention writes; `token`, of the token's
@@ -21,8 +21,8 @@ from gguf.constants import GGMLQuantizationType as QType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
-from moegguf.trace.locality import Locality, popularity
 from tools.models.blocks import ROUTER_STD, f32_weights, random_blocks
+from tools.models.locality import Locality, popularity
 from tools.models.shapes import ROPE_FREQ_BASE, Shape
 from tools.models.tensors import Tensor
 

@@ -13,8 +13,9 @@ from gguf import GGUFWriter
 from gguf.constants import GGMLQuantizationType as QType
 from gguf.constants import Keys, LlamaFileType
 
-from moegguf.trace.locality import LOCALITY_KEY, find_locality
+from moegguf.bench.rows import LOCALITY_KEY
 from tools.models.blocks import BlockPools, Bytes, f32_weights
+from tools.models.locality import find_locality
 from tools.models.shapes import ROPE_FREQ_BASE, Shape
 from tools.models.slow_routing import SlowRouting
 from tools.models.tensors import Tensor, tensors

@@ -27,7 +27,7 @@ def _static(shape: MoeShape, artifacts: ArtifactSource) -> AnyPolicy:
         )  # fmt: skip
     except FileNotFoundError as error:
         raise OptionError(
-            "the policy 'static' needs the model's popularity.safetensors (tools/train_predictor.py, on a trace)."
+            "the policy 'static' needs the model's popularity.safetensors (predictors/train/predictor.py, on a trace)."
         ) from error
     return LRU if static is None else static
 

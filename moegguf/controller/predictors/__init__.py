@@ -51,8 +51,8 @@ def _learned(name: str, build: Callable[[MoeShape, Weights], Predictor]) -> Make
             found = load_nearest(paths, name, artifacts.fingerprint, shape, lambda weights: build(shape, weights))
         except FileNotFoundError as error:
             raise OptionError(
-                f"the predictor {name!r} has to be trained for this model first (tools/train_predictor.py, on a trace);"
-                f" these need no training: {', '.join(UNTRAINED)}."
+                f"the predictor {name!r} has to be trained for this model first, on a trace"
+                f" (predictors/train/predictor.py); these need no training: {', '.join(UNTRAINED)}."
             ) from error
         return NoPrediction(shape) if found is None else found
 

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Announcement, Float32s, Int32s, RoutingEvent
@@ -104,13 +103,6 @@ class InputPredictor(Predictor):
         if self._source is None or self.shape.layer_after(self._source, distance) != il:
             return None
         return self._input
-
-
-def multi_hot(expert_ids: npt.NDArray[np.integer], n_expert: int) -> npt.NDArray[np.bool_]:
-    """(..., n_expert): True for the ids (..., n_expert_used); negative ids are padding."""
-    hot = np.zeros((*expert_ids.shape[:-1], n_expert + 1), np.bool_)
-    np.put_along_axis(hot, np.where(expert_ids < 0, n_expert, expert_ids).astype(np.intp), True, axis=-1)
-    return hot[..., :n_expert]
 
 
 def single_choice(shape: MoeShape, event: RoutingEvent) -> Int32s | None:

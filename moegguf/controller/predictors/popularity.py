@@ -20,17 +20,12 @@ class Popularity(Predictor):
 
     def __init__(self, shape: MoeShape, popularity: Float32s) -> None:
         super().__init__(shape, reach=len(shape.layers))
-        self.popularity = popularity
         self._probabilities = np.minimum(popularity * shape.n_expert_used, 1.0).astype(np.float32)
 
     @classmethod
     def from_weights(cls, shape: MoeShape, weights: Weights) -> Popularity:
-        """From an earlier `weights()`; ValueError when they do not fit the shape."""
+        """From a file's arrays; ValueError when they do not fit the shape."""
         return cls(shape, weights.array("popularity", len(shape.layers), shape.n_expert))
-
-    def weights(self) -> Weights:
-        """The learned statistics, to be saved."""
-        return Weights({"popularity": self.popularity})
 
     def fork(self) -> Popularity:
         """As `Predictor.fork`."""
@@ -55,12 +50,8 @@ class Affinity(Predictor):
 
     @classmethod
     def from_weights(cls, shape: MoeShape, weights: Weights) -> Affinity:
-        """From an earlier `weights()`; ValueError when they do not fit the shape."""
+        """From a file's arrays; ValueError when they do not fit the shape."""
         return cls(shape, weights.array("affinity", len(shape.layers) - 1, shape.n_expert, shape.n_expert))
-
-    def weights(self) -> Weights:
-        """The learned statistics, to be saved."""
-        return Weights({"affinity": self.affinity})
 
     def observe(self, event: RoutingEvent) -> None:
         """Computes the prediction for the next layer; an event of several tokens clears it."""

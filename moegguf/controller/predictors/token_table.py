@@ -3,79 +3,48 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from moegguf.controller.predictors.base import Predictor, multi_hot
+from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.native.events import Announcement, Float32s, Int32s, Phase, RoutingEvent
 from moegguf.native.predictor import NativePredictor
 
 MAX_COUNT = np.iinfo(np.uint16).max
-INITIAL_ENTRIES = 64
 
 
 class TokenTable(Predictor):
     """Counts (n_entry, n_moe_layer, n_expert) of the choices made for each token id seen.
 
     A probability is the share of the token's occurrences that used the expert, with one occurrence of an average token
-    added: the paper does not define unseen tokens; here they get the layer's popularity. The first `capacity` distinct
-    tokens are kept.
+    added: the paper does not define unseen tokens; here they get the layer's popularity.
     """
 
     name: ClassVar[str] = "token-id"
     needs_tokens: ClassVar[bool] = True
 
-    def __init__(self, shape: MoeShape, *, capacity: int = 1 << 15) -> None:
+    def __init__(self, shape: MoeShape, tokens: Int32s, counts: npt.NDArray[np.uint16]) -> None:
         super().__init__(shape, reach=len(shape.layers))
-        self.capacity = capacity
         self._entry_of: Int32s = np.full(max(1, shape.n_vocab), -1, np.int32)
-        self._tokens: Int32s = np.zeros(INITIAL_ENTRIES, np.int32)
-        self._counts = np.zeros((INITIAL_ENTRIES, len(shape.layers), shape.n_expert), np.uint16)
-        self._n_entry = 0
-        self._popularity = np.zeros(self._counts.shape[1:], np.float32)
+        self._entry_of[tokens] = np.arange(len(tokens))
+        self._counts = counts
+        self._popularity = counts.sum(axis=0)
         self._token = -1
-
-    def learn(self, tokens: Int32s, expert_ids: Sequence[npt.NDArray[np.integer]]) -> None:
-        """Counts every token (n_tokens,) whose id and experts are known.
-
-        expert_ids: for each layer with experts (n_tokens, n_expert_used); negative ids were not computed.
-        """
-        known = (tokens >= 0) & (tokens < len(self._entry_of))
-        for token in np.unique(tokens[known]).tolist():
-            self._add_entry(token)
-        entries = np.where(known, self._entry_of[np.where(known, tokens, 0)], -1)
-        kept = np.flatnonzero(entries >= 0)
-        for row, ids in enumerate(expert_ids):
-            counts = np.zeros((self._n_entry, self.shape.n_expert), np.float32)
-            hot = multi_hot(ids[kept], self.shape.n_expert).astype(np.float32)
-            np.add.at(counts, entries[kept], hot)
-            self._counts[: self._n_entry, row] = np.minimum(counts, MAX_COUNT)
-            self._popularity[row] = hot.sum(axis=0)
 
     @classmethod
     def from_weights(cls, shape: MoeShape, weights: Weights) -> TokenTable:
-        """From an earlier `weights()`; ValueError when they do not fit the shape."""
+        """From a file's arrays; ValueError when they do not fit the shape."""
         tokens = weights.arrays["tokens"]
         if tokens.ndim != 1 or tokens.dtype != np.int32 or not _distinct_below(tokens, shape.n_vocab):
             raise ValueError("'tokens' must be different token ids of the model")
-        table = cls(shape, capacity=max(1 << 15, len(tokens)))
         counts = weights.array("counts", len(tokens), len(shape.layers), shape.n_expert)
         if counts.min(initial=0) < 0 or counts.max(initial=0) > MAX_COUNT:
             raise ValueError(f"'counts' must be from 0 to {MAX_COUNT}")
-        for token in tokens.tolist():
-            table._add_entry(token)
-        table._counts[: len(tokens)] = counts
-        table._popularity = counts.sum(axis=0)
-        return table
-
-    def weights(self) -> Weights:
-        """The learned counts, to be saved."""
-        return Weights({"tokens": self._tokens[: self._n_entry], "counts": self._counts[: self._n_entry]})
+        return cls(shape, tokens, counts.astype(np.uint16))
 
     def announce(self, announcement: Announcement) -> None:
         """Takes the token of a decode pass."""
@@ -109,33 +78,14 @@ class TokenTable(Predictor):
 
     def native(self) -> NativePredictor:
         """As `Predictor.native`."""
-        counts, average = self._counts[: self._n_entry], self._average(slice(None))
-        return NativePredictor(self.name, {"entry_of": self._entry_of, "counts": counts, "average": average})
+        average = self._average(slice(None))
+        return NativePredictor(self.name, {"entry_of": self._entry_of, "counts": self._counts, "average": average})
 
     def _average(self, rows: int | slice) -> Float32s:
         """(..., n_expert): how often an average token uses an expert, of one layer or several."""
         popularity = self._popularity[rows]
         sums = np.maximum(popularity.sum(axis=-1, keepdims=True), 1.0)
         return np.asarray(popularity * (self.shape.n_expert_used / sums), np.float32)
-
-    def _add_entry(self, token: int) -> int:
-        """Index of the token's entry, a new one if the table is not full; -1 otherwise."""
-        entry = int(self._entry_of[token])
-        if entry >= 0 or self._n_entry == self.capacity:
-            return entry
-        if self._n_entry == len(self._tokens):
-            self._grow()
-        entry = self._n_entry
-        self._entry_of[token], self._tokens[entry] = entry, token
-        self._n_entry += 1
-        return entry
-
-    def _grow(self) -> None:
-        n = min(2 * len(self._tokens), self.capacity)
-        self._tokens = np.resize(self._tokens, n)
-        counts = np.zeros((n, *self._counts.shape[1:]), np.uint16)
-        counts[: self._n_entry] = self._counts[: self._n_entry]
-        self._counts = counts
 
 
 def _distinct_below(tokens: npt.NDArray[np.int32], n_vocab: int) -> bool:

@@ -57,8 +57,9 @@ class Options(Body):
     the model's parameter, or the default.
 
     num_predict -1 and -2: until the model ends or the context is full; num_keep: tokens that stay when it is, -1: the
-    prompt; seed -1: random; num_thread 0 and num_ctx 0: the default; num_thread: at most the processors. exact: computed without other requests. num_batch
-    has no effect in a request, whose passes others share: it belongs to a name (`create`).
+    prompt; seed -1: random; num_thread 0 and num_ctx 0: the default; num_thread: at most the processors. exact:
+    computed without other requests. num_batch has no effect in a request, whose passes others share: it belongs to a
+    name (`create`).
     """
 
     num_ctx: Whole = _in_range("num_ctx")

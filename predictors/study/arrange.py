@@ -1,0 +1,90 @@
+"""A trace in another order: passes split by request, tokens grouped into passes, requests in turn, routing shuffled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from moegguf.native.events import Phase
+from moegguf.trace.trace import Trace
+
+Indices = npt.NDArray[np.int64]
+
+
+def multi_hot(expert_ids: npt.NDArray[np.integer], n_expert: int) -> npt.NDArray[np.bool_]:
+    """(..., n_expert): True for the ids (..., n_expert_used); negative ids are padding."""
+    hot = np.zeros((*expert_ids.shape[:-1], n_expert + 1), np.bool_)
+    np.put_along_axis(hot, np.where(expert_ids < 0, n_expert, expert_ids).astype(np.intp), True, axis=-1)
+    return hot[..., :n_expert]
+
+
+def used_experts(trace: Trace, tokens: Indices | npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """(n tokens, len(shape.layers), n_expert): the experts that each of these tokens used."""
+    return multi_hot(trace.expert_ids[:, tokens].transpose(1, 0, 2), trace.shape.n_expert)
+
+
+def arranged(trace: Trace, sequences: Iterable[int]) -> Trace:
+    """The passes of these requests, one request after another in this order."""
+    place = {sequence: number for number, sequence in enumerate(dict.fromkeys(sequences))}
+    part = separated(trace.select(place))
+    places = np.array([place[sequence] for sequence in part.pass_sequence.tolist()], np.int64)
+    return part.take(np.argsort(places, kind="stable"))
+
+
+def separated(trace: Trace) -> Trace:
+    """The same tokens without passes of several requests: each of these becomes one for each request and phase."""
+    if trace.token_sequence is None or trace.n_tokens == 0:
+        return trace
+    pass_of = np.repeat(np.arange(trace.n_pass), np.diff(trace.pass_start))
+    order = np.lexsort((trace.phase_of, trace.sequence_of, pass_of))
+    keys = np.stack([pass_of, trace.sequence_of, trace.phase_of])[:, order]
+    starts = np.flatnonzero(np.concatenate([[True], (np.diff(keys) != 0).any(axis=0)]))
+    keys[0] = trace.announced_at()[order]
+    _, parts = np.unique(keys, axis=1, return_inverse=True)
+    part = trace.rearranged(order, starts, pass_of[order][starts], parts.ravel())
+    return replace(part, token_sequence=None, token_phase=None)
+
+
+def grouped(trace: Trace, passes: Sequence[Indices]) -> Trace:
+    """Passes of these tokens (indices into the trace), each announced where its tokens are known."""
+    lengths = [len(tokens) for tokens in passes]
+    tokens = np.concatenate([np.empty(0, np.int64), *passes])
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    firsts, pass_of = tokens[starts[:-1]], np.repeat(np.arange(len(passes)), lengths)
+    phases, known = np.full(len(passes), Phase.PREFILL, np.uint8), np.ones(len(passes), np.bool_)
+    np.maximum.at(phases, pass_of, trace.phase_of[tokens])
+    np.logical_and.at(known, pass_of, trace.tokens[tokens] >= 0)
+    by_token = {"token_sequence": trace.sequence_of[tokens], "token_phase": trace.phase_of[tokens]}
+    return replace(
+        trace,
+        pass_sequence=trace.sequence_of[firsts],
+        pass_phase=phases,
+        pass_first_token=np.where(known, 0, -1).astype(np.int32),
+        pass_ns=np.arange(len(passes), dtype=np.int64),
+        pass_start=starts,
+        **trace.of_tokens(tokens) | by_token,
+    )
+
+
+def shuffled(trace: Trace, seed: int) -> Trace:
+    """A control without order: in each layer separately, each request's choices in decode passes are permuted.
+
+    Which experts a request uses and how often, tokens and inputs are unchanged; their correlation with the choices, and
+    that between layers and between tokens, is removed. So what is left of a predictor's accuracy is what the request
+    as a whole tells. Weights are permuted with their experts.
+    """
+    rng = np.random.default_rng(seed)
+    decode, sequence = trace.phase_of == Phase.DECODE, trace.sequence_of
+    expert_ids = trace.expert_ids.copy()
+    weights = None if trace.weights is None else trace.weights.copy()
+    for row in range(len(trace.shape.layers)):
+        here = np.flatnonzero(decode & (trace.expert_ids[row, :, 0] >= 0))
+        dealt = here[np.lexsort((rng.random(len(here)), sequence[here]))]
+        here = here[np.argsort(sequence[here], kind="stable")]
+        expert_ids[row, here] = trace.expert_ids[row, dealt]
+        if weights is not None and trace.weights is not None:
+            weights[row, here] = trace.weights[row, dealt]
+    return replace(trace, expert_ids=expert_ids, weights=weights)

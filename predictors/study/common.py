@@ -1,0 +1,62 @@
+"""What the commands of this folder share: a trace with its model's artifacts, and how a command runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Self
+
+import typer
+
+from moegguf.controller.accuracy import LinkModel
+from moegguf.controller.predictors.base import Predictor
+from moegguf.controller.routing_paths import RoutingPaths, make_paths
+from moegguf.models.catalog import find_model
+from moegguf.terminal.messages import run_with_exit_code
+from moegguf.trace.analysis import TraceAnalysis
+from moegguf.trace.simulate import SimOptions
+from predictors.study.oracle import ORACLE, Oracle
+
+DEFAULT_TOKENS = 2500  # precise to about a percent, in a minute or two
+
+PredictorNames = Annotated[
+    list[str], typer.Option("--predictor", metavar="NAMES", help="Predictors, separated by commas, or all.")
+]
+
+
+class Study(TraceAnalysis):
+    """An analysis that also knows the oracle, and routing paths for the token scheduler."""
+
+    @classmethod
+    def load(cls, file: Path, model: str | None, folder: Path | None) -> Self:
+        """`open`, with the model by name. Raises its errors, and those of `find_model`."""
+        return cls.open(file, find_model(model) if model else None, folder)
+
+    def predictor(self, name: str) -> Predictor:
+        """As `TraceAnalysis.predictor`, or the oracle."""
+        return Oracle(self.trace) if name == ORACLE else super().predictor(name)
+
+    def paths(self, name: str) -> RoutingPaths:
+        """New routing paths of this name, for the token scheduler. Raises OptionError."""
+        return make_paths(name, self.trace.shape, self.artifacts)
+
+
+def link_model(link: float | None, latency: float, layer_compute: float) -> LinkModel | None:
+    """The link of these options (GB/s, us, us); None without one."""
+    return LinkModel(link * 1e9, latency, layer_compute) if link else None
+
+
+def sim_options(link: LinkModel) -> SimOptions:
+    """A replay over this link."""
+    return SimOptions(
+        link_bytes_per_s=link.bytes_per_s,
+        link_latency_s=link.latency_us / 1e6,
+        layer_compute_us=link.layer_compute_us,
+    )
+
+
+def run(command: Callable[..., None], arguments: Sequence[str] | None = None) -> int:
+    """Runs one command with these arguments, or the process's own; returns its exit code."""
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.command()(command)
+    return run_with_exit_code(lambda: app(arguments, standalone_mode=False))

@@ -1,0 +1,414 @@
+"""What docs/evidence.md is made with: requests to record, systems measured in turns, systems at a paper's link.
+
+    python -m predictors.study.evidence requests -o requests.jsonl
+    python -m predictors.study.evidence speed --system lru,promoe -m demo --expert-cache 25% -n 256
+    python -m predictors.study.evidence batches -m demo --expert-cache 25% --batch 1,2,4,8,16 --schedule fifo,auto
+    python -m predictors.study.evidence link promoe requests.trace --model demo --expert-cache 25%,50%
+    python -m predictors.study.evidence bound --routing random,qwen3-30b --batch 1,8
+    python -m predictors.study.evidence passes -m model.gguf --batch 1,8
+
+`speed` takes the options of `moegguf bench`; each round runs every system once, and rows have medians over rounds with
+their least and greatest. With --results the rounds are added to those in a file, so that a long measurement can be made
+in pieces. `batches` answers the demo's questions, so many at once, in a process of its own each time. `link` replays a
+trace with every system over a link on which an expert takes as long, beside a layer's compute time, as in the paper
+named. `bound` says how few bytes any eviction can read for requests that decode together, and what the store's own
+reads, on routing that is drawn at random or reused as published. `passes` computes tokens of several sequences together
+with every expert in memory, on one thread, whose processor time other work on the machine changes least.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from moegguf import Engine
+from moegguf.bench.series import test_name
+from moegguf.controller.policies import native_policies
+from moegguf.controller.predictors.base import NoPrediction
+from moegguf.controller.shape import MoeShape
+from moegguf.engine.llama import Llama
+from moegguf.engine.sequences import Chunk
+from moegguf.generate.request import Sampling
+from moegguf.native.events import Phase
+from moegguf.trace.belady import Lookups, belady
+from moegguf.trace.format import read
+from moegguf.trace.simulate import Simulation
+from moegguf.trace.trace import Trace
+from predictors.models.demo import corpus
+from predictors.study.arrange import grouped
+from predictors.study.synthesize import shape_of, synthesize
+
+REQUEST_CHARS, OPENING_CHARS = 1200, 120
+N_QUESTIONS = 20
+QUESTIONS = Path(__file__).parents[1] / "models" / "demo_questions.jsonl"
+STORE_COLUMNS = ("hit_rate", "mb_per_token", "stall_ms_per_token")
+RULE = "|---" * 7 + "|"
+RANDOM = "random"
+
+
+@dataclass(frozen=True)
+class Link:
+    """Times of a paper: µs that one expert takes on its link, µs of compute per layer and token, and whence."""
+
+    expert_us: float
+    layer_us: float
+    source: str
+
+
+LINKS = {
+    "moe-infinity": Link(
+        720, 4000, "table 1: DeepSeek-V2-Lite, 24 GB/s, 17.3 MB an expert; 155 - 51 ms of compute over 26 layers"
+    ),
+    "promoe": Link(
+        750, 1030, "5.3: DS-1 in fp16, 23 GB/s, 17.3 MB an expert; 39.6 % of 67.9 ms are compute, over 26 layers"
+    ),
+    "expertflow": Link(
+        790, 790, "none in the paper: Switch-base's experts of 18.9 MB over an A40's 24 GB/s, as much compute a layer"
+    ),
+    "duoserve": Link(
+        3960,
+        1980,
+        "6.1: Mixtral-8x7B in 4 bits, 99 MB an expert at 25 GB/s; compute, not in the paper: half of that",
+    ),
+}
+
+
+def requests(path: Path, per_kind: int, training: bool) -> None:
+    """Writes requests: pieces of the corpus's texts, to be evaluated token by token, and questions to be answered."""
+    rows: list[dict[str, Any]] = []
+    documents = corpus.select(corpus.gather())
+    for kind in corpus.KINDS:
+        texts = [d.text for d in documents if d.kind == kind and d.heldout != training][:per_kind]
+        rows += [
+            {"prompt": t[:OPENING_CHARS], "completion": t[OPENING_CHARS:REQUEST_CHARS], "label": kind} for t in texts
+        ]
+    entries = map(json.loads, QUESTIONS.read_text("utf-8").splitlines())
+    asked = [entry["ask"] for entry in entries if "ask" in entry]
+    template = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    chosen = asked[N_QUESTIONS:] if training else asked[:N_QUESTIONS]
+    rows += [{"prompt": template.format(ask[-1]), "n_predict": 128, "label": "chat"} for ask in chosen]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    texts = [row["prompt"] + row["completion"] for row in rows if "completion" in row]
+    path.with_suffix(".txt").write_text("\n\n".join(texts), encoding="utf-8")
+
+
+def bench(options: Sequence[str], rounds: int) -> list[dict[str, Any]]:
+    """The rows of `moegguf bench` as JSON. Raises CalledProcessError."""
+    command = [sys.executable, "-m", "moegguf.cli.app", "bench", *options, "-r", "1", "--rounds", str(rounds)]
+    done = subprocess.run([*command, "-o", "json"], stdout=subprocess.PIPE, check=True)
+    return list(json.loads(done.stdout))
+
+
+def together(rows: Iterable[dict[str, Any]]) -> dict[tuple[str, str], dict[str, list[float]]]:
+    """{(test, system): {column: a value per round, of the store's figures one per call}}."""
+    found: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for row in rows:
+        columns = found.setdefault((test_name(row), row["system"]), {"ts": [], **{name: [] for name in STORE_COLUMNS}})
+        columns["ts"] += row["samples_ts"]
+        for name in STORE_COLUMNS:
+            columns[name] += [row[name]] if name in row else []
+    return found
+
+
+def speed_table(rows: Sequence[dict[str, Any]], base: str) -> str:
+    """Markdown: each system's speed and its ratio to `base`, paired by round, as median (least to greatest)."""
+    found = together(rows)
+    lines = [f"| test | system | t/s | against {base} | hits | MB a token | stall ms |", RULE]
+    for (test, system), columns in found.items():
+        against = found.get((test, base), columns)["ts"]
+        ratios = [own / other for own, other in zip(columns["ts"], against, strict=False)]
+        figures = [median(columns[name]) if columns[name] else float("nan") for name in STORE_COLUMNS]
+        lines.append(
+            f"| {test} | {system} | {spread(columns['ts'], 1)} | {spread(ratios, 2)} |"
+            f" {figures[0]:.1%} | {figures[1]:.1f} | {figures[2]:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def spread(values: Sequence[float], decimals: int) -> str:
+    """Median (least to greatest)."""
+    if not values:
+        return "failed"
+    return f"{median(values):.{decimals}f} ({min(values):.{decimals}f} to {max(values):.{decimals}f})"
+
+
+def speed(options: Sequence[str], rounds: int, base: str, results: Path | None) -> str:
+    """The table over these rounds, and over those that `results` holds of earlier calls; it then holds these too."""
+    rows = bench(options, rounds)
+    if results is not None:
+        before = json.loads(results.read_text()) if results.exists() else []
+        rows = before + rows
+        results.write_text(json.dumps(rows))
+    return speed_table(rows, base)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One measurement: `n_requests` answers of `n_tokens` each, `batch` at once, in the order of `schedule`."""
+
+    model: str
+    expert_cache: str
+    n_ctx: int
+    batch: int
+    schedule: str
+    n_requests: int
+    n_tokens: int
+
+    def measured(self) -> dict[str, float]:
+        """Its figures, from a process of its own. Raises CalledProcessError."""
+        command = [sys.executable, "-m", "predictors.study.evidence", "batch", json.dumps(vars(self))]
+        return dict(json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.splitlines()[-1]))
+
+    def measure(self) -> dict[str, float]:
+        """Its figures, in this process: of decoding and prompts together, but for those of loading."""
+        options: dict[str, Any] = {"expert_cache": self.expert_cache, "n_ctx": self.n_ctx}
+        with Engine(self.model, self.batch, schedule=self.schedule, **options) as engine:
+            prompts = list(itertools.islice(itertools.cycle(_asked()), self.n_requests))
+            start_s, before = time.perf_counter(), engine.stats()
+            answers = engine.generate(
+                prompts, [Sampling(max_tokens=self.n_tokens, seed=i) for i in range(len(prompts))]
+            )
+            seconds, stats = time.perf_counter() - start_s, engine.stats() - before
+            n_layers = len(engine.llm.layout.layers)
+        return {
+            "ts": sum(answer.timing.answer_tokens for answer in answers) / seconds,
+            "experts": stats.lookups / stats.passes / n_layers,
+            "hit_rate": stats.hit_rate,
+            "mb_per_token": stats.bytes_per_token / 1e6,
+            "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
+        }
+
+
+def _asked() -> list[str]:
+    """The demo's questions as prompts."""
+    entries = map(json.loads, QUESTIONS.read_text("utf-8").splitlines())
+    return [f"<|im_start|>user\n{e['ask'][-1]}<|im_end|>\n<|im_start|>assistant\n" for e in entries if "ask" in e]
+
+
+def batches(measurements: Sequence[Batch], rounds: int) -> str:
+    """The table of measurements, every round of which runs each once. Raises CalledProcessError."""
+    found: dict[Batch, list[dict[str, float]]] = {each: [] for each in measurements}
+    for _ in range(rounds):
+        for each, figures in found.items():
+            figures.append(each.measured())
+    return batches_table(found)
+
+
+def batches_table(found: Mapping[Batch, Sequence[Mapping[str, float]]]) -> str:
+    """Markdown: experts of a layer that a pass needs, hits, bytes, memory and speed of each batch and schedule; its
+    ratio to the first one, paired by round, as median (least to greatest)."""
+    lines = ["| at once | schedule | experts a pass | hits | MB a token | peak MB | t/s | against the first |"]
+    lines.append("|---" * 8 + "|")
+    first = [figures["ts"] for figures in next(iter(found.values()))]
+    for each, rows in found.items():
+        experts, hit_rate, mb, peak = (
+            median(row[name] for row in rows) for name in ("experts", "hit_rate", "mb_per_token", "peak_mb")
+        )
+        speeds = [row["ts"] for row in rows]
+        ratios = [own / other for own, other in zip(speeds, first, strict=True)]
+        lines.append(
+            f"| {each.batch} | {each.schedule} | {experts:.1f} | {hit_rate:.1%} | {mb:.2f} | {peak:.0f} |"
+            f" {spread(speeds, 1)} | {spread(ratios, 2)} |"
+        )
+    return "\n".join(lines)
+
+
+def link(paper: str, trace: Path, options: Sequence[str]) -> str:
+    """Markdown: what each system's simulation says of `trace`, at the paper's times."""
+    times, expert_bytes = LINKS[paper], read(trace).shape.expert_bytes
+    flags = ["--link", f"{expert_bytes / times.expert_us / 1e3:.6f}", "--layer-compute", f"{times.layer_us:g}"]
+    command = [sys.executable, "-m", "moegguf.cli.app", "trace", "simulate", str(trace), *options, *flags, "--json"]
+    if not {"--system", "--policy"} & set(options):
+        command += ["--system", "all"]
+    rows = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    return f"{times.source}\n\n{link_table(rows)}"
+
+
+def link_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown of decoding: hits, stall and time per token, speed against LRU's, bytes moved."""
+    rows = [row for row in rows if row.get("simulated")]  # not Belady's bound
+    lines = ["| experts | system | hits | stall ms | ms a token | against lru | MB a token |", RULE]
+    of_lru = {row["share"]: _token_ms(row) for row in rows if row["system"] == "lru"}
+    for row in rows:
+        decode, share = row["simulated"]["decode"], row["share"]
+        moved = decode["bytes_missed"] + decode["bytes_prefetched"]
+        against = f"{of_lru[share] / _token_ms(row):.2f}" if share in of_lru else ""
+        lines.append(
+            f"| {share:.0%} | {row['system'] or row['policy']} | {row['decode_hit_rate']:.1%} |"
+            f" {decode['stall_ns'] / decode['tokens'] / 1e6:.1f} | {_token_ms(row):.1f} | {against} |"
+            f" {moved / decode['tokens'] / 1e6:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Requests that decode together: `batch` of `n_tokens` each, whose experts have `n_slots`."""
+
+    routing: str
+    batch: int
+    n_tokens: int
+    n_slots: int
+
+    def figures(self, shape: MoeShape) -> dict[str, float]:
+        """Distinct experts of a layer and pass; the most hits and least MB per token, by Belady's eviction of what the
+        passes look up together; MB per token of the store's own eviction."""
+        trace = together_in_passes(synthetic(self.routing, shape, self.n_tokens, self.batch), self.batch)
+        lookups = Lookups.of(trace)
+        best = belady(lookups, self.n_slots)
+        own = Simulation(trace, native_policies()["next-use"], NoPrediction(shape), self.n_slots).run()
+        mb = shape.expert_bytes / trace.n_tokens / 1e6
+        return {
+            "experts": best.lookups / (len(lookups.start) - 1),
+            "hit_rate": best.hit_rate,
+            "mb_per_token": (best.lookups - best.hits) * mb,
+            "own_mb_per_token": own.counters["misses"] * mb,
+        }
+
+
+def synthetic(routing: str, shape: MoeShape, n_tokens: int, n_requests: int) -> Trace:
+    """Requests whose topics are independent of each other; "random": as is every token."""
+    made = synthesize("qwen3-30b" if routing == RANDOM else routing, shape, n_tokens, 0, n_requests)
+    made = replace(made, tokens=np.zeros(made.n_tokens, np.int32))  # known, so that passes are announced
+    if routing != RANDOM:
+        return made
+    random, size = np.random.default_rng(0), (made.n_tokens, shape.n_expert)
+    ids = [random.random(size).argsort(axis=1)[:, : shape.n_expert_used] for _ in shape.layers]
+    return replace(made, expert_ids=np.stack(ids).astype(np.int16))
+
+
+def together_in_passes(trace: Trace, n_requests: int) -> Trace:
+    """A token of every request in each pass."""
+    if n_requests == 1:
+        return trace
+    n_tokens = trace.n_tokens // n_requests
+    return grouped(trace, [np.arange(n_requests) * n_tokens + at for at in range(n_tokens)])
+
+
+def bound_table(bounds: Sequence[Bound], shape: MoeShape) -> str:
+    """Markdown; each routing's bytes beside those of its first row."""
+    lines = ["| routing | at once | experts of a layer | hits at most | MB a token at least | | the store's | |"]
+    lines.append("|---" * 8 + "|")
+    first: dict[str, dict[str, float]] = {}
+    for bound in bounds:
+        found = bound.figures(shape)
+        base = first.setdefault(bound.routing, found)
+        least, own = found["mb_per_token"], found["own_mb_per_token"]
+        lines.append(
+            f"| {bound.routing} | {bound.batch} | {found['experts']:.1f} | {found['hit_rate']:.1%} | {least:.0f} |"
+            f" {least / base['mb_per_token']:.2f} | {own:.0f} | {own / base['own_mb_per_token']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def passes(model: str, batches: Sequence[int], n_passes: int, rounds: int) -> str:
+    """Markdown: ms of one thread's processor per decoded token, in passes of so many sequences, the least of rounds in
+    turns."""
+    options: dict[str, Any] = {"n_ctx": 1024, "n_threads": 1, "flash_attn": None, "verbose": False}
+    found: dict[int, list[float]] = {batch: [] for batch in batches}
+    n_past, random = [0] * max(batches), np.random.default_rng(0)
+
+    def compute(llm: Llama, batch: int) -> None:
+        tokens = random.integers(llm.n_vocab(), size=batch).tolist()
+        llm.eval_chunks([Chunk(i, [token], n_past[i], i, Phase.DECODE) for i, token in enumerate(tokens)])
+        n_past[:batch] = [n + 1 for n in n_past[:batch]]
+
+    with Llama(model, expert_cache="100%", n_seq_max=max(batches), **options) as llm:
+        for number, batch in itertools.product(range(rounds), batches):
+            compute(llm, batch)
+            start_s = time.thread_time()
+            for _ in range(n_passes):
+                compute(llm, batch)
+            found[batch].append((time.thread_time() - start_s) / n_passes / batch * 1e3)
+            text = f"round {number + 1}/{rounds}: {batch} together, {found[batch][-1]:.2f} ms a token"
+            print(text, file=sys.stderr, flush=True)
+    least = {batch: min(times) for batch, times in found.items()}
+    rows = [f"| {batch} | {ms:.2f} | {least[batches[0]] / ms:.2f} |" for batch, ms in least.items()]
+    return "\n".join(["| sequences | ms a token | against the first |", "|---" * 3 + "|", *rows])
+
+
+def _token_ms(row: dict[str, Any]) -> float:
+    decode = row["simulated"]["decode"]
+    return float(decode["clock_ns"] / decode["tokens"] / 1e6)
+
+
+def arguments(given: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+    """The command line, and what is passed on."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("requests", help="write held-out requests, and their text, to record and to measure with")
+    one.add_argument("-o", "--output", type=Path, required=True, help="a .jsonl; the text lies beside it as .txt")
+    one.add_argument("--per-kind", type=int, default=20, metavar="N", help="pieces of each kind of text")
+    one.add_argument("--training", action="store_true", help="of what is not held out")
+    one = commands.add_parser("speed", help="measure systems in turns; takes the options of `moegguf bench`")
+    one.add_argument("--rounds", type=int, default=5, metavar="N", help="of every system")
+    one.add_argument("--base", default="lru", metavar="SYSTEM", help="what the others are compared with")
+    one.add_argument("--results", type=Path, metavar="FILE", help="rounds of earlier calls, to be added to")
+    one = commands.add_parser("batches", help="measure answers to the demo's questions, so many at once")
+    one.add_argument("-m", "--model", default="demo")
+    one.add_argument("--expert-cache", default="25%", metavar="BUDGET")
+    one.add_argument("--ctx", type=int, default=512, metavar="TOKENS", help="of each answer")
+    one.add_argument("--batch", default="1,2,4,8,16", metavar="N,...", help="answers at once")
+    one.add_argument("--schedule", default="fifo", metavar="NAME,...", help="which of them compute in a step")
+    one.add_argument("--requests", type=int, default=64, metavar="N")
+    one.add_argument("-n", type=int, default=48, metavar="TOKENS", help="most of an answer")
+    one.add_argument("--rounds", type=int, default=3, metavar="N", help="of every batch and schedule")
+    commands.add_parser("batch", help="one measurement of `batches`").add_argument("measurement", type=json.loads)
+    one = commands.add_parser("link", help="simulate systems at a paper's link; takes those of `trace simulate`")
+    one.add_argument("paper", choices=LINKS)
+    one.add_argument("trace", type=Path)
+    one = commands.add_parser("bound", help="the least bytes that requests which decode together can read")
+    one.add_argument("--routing", default=f"{RANDOM},qwen3-30b", metavar="NAME,...", help="or another published one")
+    one.add_argument("--batch", default="1,2,4,8,16,32", metavar="N,...", help="requests at once")
+    one.add_argument("--layers", type=int, default=24, metavar="N")
+    one.add_argument("--experts", type=int, default=60, metavar="N", help="of a layer")
+    one.add_argument("--used", type=int, default=4, metavar="N", help="by a token")
+    one.add_argument("--slots", type=int, default=534, metavar="N", help="experts in memory, of all layers")
+    one.add_argument("--expert-mb", type=float, default=5.6, metavar="MB")
+    one.add_argument("-n", type=int, default=384, metavar="TOKENS", help="of each request")
+    one = commands.add_parser("passes", help="compute tokens of several sequences together, every expert in memory")
+    one.add_argument("-m", "--model", required=True)
+    one.add_argument("--batch", default="1,2,4,8", metavar="N,...", help="sequences in a pass")
+    one.add_argument("-n", type=int, default=6, metavar="PASSES", help="of each round")
+    one.add_argument("--rounds", type=int, default=6, metavar="N", help="of every batch")
+    return parser.parse_known_args(given)
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Does what was asked; returns the exit status."""
+    args, options = arguments(given)
+    if args.command == "requests":
+        requests(args.output, args.per_kind, args.training)
+    elif args.command == "speed":
+        print(speed(options, args.rounds, args.base, args.results))
+    elif args.command == "batches":
+        chosen = itertools.product(map(int, args.batch.split(",")), args.schedule.split(","))
+        sizes = args.requests, args.n
+        print(batches([Batch(args.model, args.expert_cache, args.ctx, *each, *sizes) for each in chosen], args.rounds))
+    elif args.command == "batch":
+        print(json.dumps(Batch(**args.measurement).measure()))
+    elif args.command == "bound":
+        shape = shape_of("qwen3-30b", args.layers, args.experts, args.used, round(args.expert_mb * 1e6))
+        pairs = itertools.product(args.routing.split(","), map(int, args.batch.split(",")))
+        print(bound_table([Bound(routing, batch, args.n, args.slots) for routing, batch in pairs], shape))
+    elif args.command == "passes":
+        print(passes(args.model, [int(batch) for batch in args.batch.split(",")], args.n, args.rounds))
+    else:
+        print(link(args.paper, args.trace, options))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""Reuse statistics of a trace: how often experts are used, and how soon again, within requests and across.
+
+MoE-Infinity (section 4.2, figure 2) finds use skewed within a request and uniform across requests; whether that holds
+decides whether policies based on the request can help. Any short sample looks skewed, so every figure of a request is
+compared with one of as many tokens drawn from all requests. Decode only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from moegguf.trace.trace import Trace
+from predictors.study.arrange import used_experts
+
+WINDOWS = (1, 2, 4, 8, 16)  # tokens
+DISTANCES = (1, 2, 4, 8, 16, 32, 64, 128)  # tokens: upper bounds of the histogram
+COVERED = 0.8  # share of uses whose smallest set of experts is counted
+
+Floats = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int64]
+Used = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Skew:
+    """Means over MoE layers. covering: share of the experts that make up COVERED of the uses. entropy: 1 is uniform."""
+
+    covering: float
+    entropy: float
+
+
+@dataclass(frozen=True, eq=False)
+class Reuse:
+    """Use of experts while decoding.
+
+    counts (n_sequence, n_row, n_expert): tokens that used an expert; sequences and layers (il) are its first two axes.
+    Skews: within a request (mean over requests), of as many tokens drawn from all requests (mean over requests), of all
+    requests together. windows: {n tokens: share}, of a token's experts used in the n tokens before, of the same request
+    and of another at the same position; a token with fewer before it is left out. reuse_distances: {tokens since the
+    last use in the request, upper bound: share of uses}, 0 for a first use, -1 beyond. next_token (n_row,): share of a
+    token's experts that the next token uses too.
+    """
+
+    layers: tuple[int, ...]
+    sequences: tuple[int, ...]
+    counts: Counts
+    within: Skew
+    same_size: Skew
+    merged: Skew
+    windows_same: dict[int, float]
+    windows_other: dict[int, float]
+    reuse_distances: dict[int, float]
+    next_token: Floats
+
+
+def reuse(trace: Trace, seed: int = 0) -> Reuse:
+    """The figures of a trace. `seed` selects the tokens and requests to compare with; nan without any use."""
+    paths = _paths(trace.decode())
+    rng = np.random.default_rng(seed)
+    counts = np.array([path.sum(axis=0) for path in paths.values()], np.int64).reshape(-1, *_table(trace))
+    same, other = _windows(list(paths.values()), rng)
+    return Reuse(
+        layers=trace.shape.layers,
+        sequences=tuple(paths),
+        counts=counts,
+        within=_mean_skew(counts),
+        same_size=_mean_skew(_resampled(list(paths.values()), rng)),
+        merged=_mean_skew(counts.sum(axis=0)[np.newaxis]),
+        windows_same=same,
+        windows_other=other,
+        reuse_distances=_reuse_distances(list(paths.values())),
+        next_token=_next_token(list(paths.values()), len(trace.shape.layers)),
+    )
+
+
+def _table(trace: Trace) -> tuple[int, int]:
+    return len(trace.shape.layers), trace.shape.n_expert
+
+
+def _paths(decode: Trace) -> dict[int, Used]:
+    """{sequence: (n_tokens, n_row, n_expert)}: the experts each token used."""
+    return {sequence: used_experts(decode, decode.sequence_of == sequence) for sequence in decode.sequences()}
+
+
+def _resampled(paths: list[Used], rng: np.random.Generator) -> Counts:
+    """As `Reuse.counts`, for requests of the same lengths made of tokens drawn from all requests."""
+    if not paths:
+        return np.zeros((0, 1, 1), np.int64)
+    tokens = np.concatenate(paths)
+    return np.array([tokens[rng.choice(len(tokens), len(path), replace=False)].sum(axis=0) for path in paths])
+
+
+def _mean_skew(counts: Counts) -> Skew:
+    """Skew of counts (..., n_row, n_expert), averaged over rows in which anything was used."""
+    rows = counts.reshape(-1, counts.shape[-1])
+    rows = rows[rows.sum(axis=1) > 0]
+    if not len(rows):
+        return Skew(float("nan"), float("nan"))
+    share = np.sort(rows / rows.sum(axis=1, keepdims=True), axis=1)[:, ::-1]
+    needed = (np.cumsum(share, axis=1) < COVERED - 1e-9).sum(axis=1) + 1
+    logs = np.log(share, out=np.zeros_like(share), where=share > 0)
+    uniform = np.log(max(rows.shape[1], 2))
+    return Skew(float(needed.mean() / rows.shape[1]), float((-(share * logs).sum(axis=1) / uniform).mean()))
+
+
+def _windows(paths: list[Used], rng: np.random.Generator) -> tuple[dict[int, float], dict[int, float]]:
+    """Shares of experts used in the tokens just before, of the same request and of another drawn for each."""
+    found = np.zeros((2, 2, len(WINDOWS)))  # [same, other] x [experts, of those seen before]
+    for i, path in enumerate(paths):
+        other = paths[(i + int(rng.integers(1, len(paths)))) % len(paths)] if len(paths) > 1 else path[:0]
+        before = [np.concatenate([np.zeros_like(p[:1], np.int32), np.cumsum(p, axis=0, dtype=np.int32)])
+                  for p in (path, other)]  # fmt: skip
+        for column, window in enumerate(WINDOWS):
+            for which, sums in enumerate(before):
+                n = min(len(path), len(sums))
+                if n <= window:
+                    continue
+                seen = sums[window:n] > sums[: n - window]
+                used = path[window:n]
+                found[which, :, column] += used.sum(), (used & seen[: len(used)]).sum()
+    shares = [dict(zip(WINDOWS, _shares(right, of).tolist(), strict=True)) for of, right in found]
+    return shares[0], shares[1]
+
+
+def _reuse_distances(paths: list[Used]) -> dict[int, float]:
+    """Histogram of tokens between two uses of an expert within a request."""
+    bounds = np.array(DISTANCES)
+    bins = np.zeros(len(DISTANCES) + 2)  # first use, then up to each bound, then beyond
+    for path in paths:
+        position = np.where(path, np.arange(len(path))[:, np.newaxis, np.newaxis], -1)
+        last = np.maximum.accumulate(position, axis=0)
+        earlier = np.concatenate([np.full_like(last[:1], -1), last[:-1]])[path]
+        gap = np.where(earlier < 0, 0, position[path] - earlier)
+        bins += np.bincount(np.where(gap == 0, 0, np.searchsorted(bounds, gap) + 1), minlength=len(bins))
+    return dict(zip((0, *DISTANCES, -1), _shares(bins, np.full_like(bins, bins.sum())).tolist(), strict=True))
+
+
+def _next_token(paths: list[Used], n_row: int) -> Floats:
+    used, kept = np.zeros(n_row), np.zeros(n_row)
+    for path in paths:
+        used += path[:-1].sum(axis=(0, 2))
+        kept += (path[:-1] & path[1:]).sum(axis=(0, 2))
+    return _shares(kept, used)
+
+
+def _shares(parts: Floats, wholes: Floats) -> Floats:
+    """parts / wholes; nan where a whole is 0."""
+    return np.divide(parts, wholes, out=np.full_like(wholes, np.nan), where=wholes > 0)

@@ -1,0 +1,165 @@
+"""What ExpertFlow's token scheduler would save on a trace, if its requests had been decoded together.
+
+Twice `batch_size` requests decode side by side, a token each per round (section 4.2's dual batch): each round is two
+passes of half of them. Which half goes first, and with whom, is what orders differ in. The passes are then replayed in
+the store, one after another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moegguf.controller.grouping import Indices, Paths, clustered, similarities
+from moegguf.controller.policies.base import LRU, AnyPolicy
+from moegguf.controller.predictors.base import NoPrediction
+from moegguf.controller.routing_paths import RoutingPaths
+from moegguf.controller.token_scheduler import TokenScheduler
+from moegguf.errors import OptionError
+from moegguf.native.events import Phase, RoutingEvent
+from moegguf.trace.simulate import SimResult, Simulation
+from moegguf.trace.trace import Trace
+from predictors.study.arrange import grouped, separated, used_experts
+
+STARTS = 4  # of the oracle's clustering: saves a third more than one; more add little
+
+Round = list[Indices]  # the passes of a round, in order
+Split = Callable[[Indices], Round]  # of the tokens of a round
+
+
+@dataclass(frozen=True)
+class OrderEffect:
+    """One order of requests. experts: distinct (layer, expert) of a pass, the mean over passes. replays: {share of the
+    experts in memory: the replay}. us_per_step: time of the scheduler, None where it needs none.
+    """
+
+    order: str
+    experts: float
+    replays: dict[float, SimResult]
+    us_per_step: float | None = None
+
+
+def compare(
+    trace: Trace,
+    batch_size: int,
+    paths: Callable[[], RoutingPaths],
+    slots: dict[float, int],
+    policy: Callable[[], AnyPolicy] = lambda: LRU,
+    seed: int = 0,
+) -> list[OrderEffect]:
+    """Oracle, predicted, random and fifo, in this order.
+
+    paths: those that "predicted" groups by; "oracle" groups by what is recorded, which nobody knows in advance. slots:
+    {share: slots} to replay with, each with a new `policy`. Raises OptionError when the trace has too few requests.
+    """
+    trace = separated(trace)
+    pools = list(_pools(trace, 2 * batch_size)) if batch_size > 0 else []
+    if not pools:
+        raise OptionError(
+            f"batch_size must leave two batches of requests decoding at the same time, but is {batch_size} with "
+            f"{len(trace.sequences())} requests; record more requests or take smaller batches."
+        )
+    rng, predicted = np.random.default_rng(seed), _Predicted(trace, paths, batch_size)
+    splits: dict[str, Split] = {
+        "oracle": lambda tokens: [tokens[group] for group in balanced_groups(used_experts(trace, tokens), 2, seed)],
+        "predicted": predicted,
+        "random": lambda tokens: np.split(rng.permutation(tokens), 2),
+        "fifo": lambda tokens: np.split(tokens, 2),
+    }
+    effects = []
+    for order, split in splits.items():
+        passes = [batch for pool in pools for tokens in pool for batch in split(tokens)]
+        experts = float(np.mean([experts_per_batch(used_experts(trace, tokens), [slice(None)]) for tokens in passes]))
+        replays = _replays(grouped(trace, passes), slots, policy)
+        effects.append(OrderEffect(order, experts, replays, predicted.us_per_step if order == "predicted" else None))
+    return effects
+
+
+def experts_per_batch(paths: Paths, batches: Sequence[Indices | slice]) -> float:
+    """Distinct (layer, expert) that a batch uses, the mean over batches: the sum that the paper's formula 5 minimises.
+
+    Its formula 4 joins the paths of a batch with AND; the experts that a batch loads are their OR, as in section 5.2.
+    """
+    return float(np.mean([np.count_nonzero(paths[batch].any(axis=0)) for batch in batches]))
+
+
+def balanced_groups(paths: Paths, n_groups: int, seed: int) -> list[Indices]:
+    """Balanced K-means: ascending indices of the tokens of each group. Groups are equal in size, or differ by one.
+
+    Of STARTS clusterings from random centroids (the paper has one) the one with the fewest experts (formula 5) is
+    taken. Deterministic by seed. OptionError when n_groups is not between 1 and the number of tokens.
+    """
+    if not 1 <= n_groups <= len(paths):
+        raise OptionError(f"n_groups must be between 1 and the {len(paths)} tokens, but is {n_groups}.")
+    similarity = similarities(paths)
+    rng = np.random.default_rng(seed)
+    found = [clustered(similarity, rng.permutation(len(paths))[:n_groups]) for _ in range(STARTS)]
+    return min(found, key=lambda groups: experts_per_batch(paths, groups))
+
+
+def _replays(trace: Trace, slots: dict[float, int], policy: Callable[[], AnyPolicy]) -> dict[float, SimResult]:
+    nothing = NoPrediction(trace.shape)
+    return {share: Simulation(trace, policy(), nothing, n_slots).run() for share, n_slots in slots.items()}
+
+
+def _pools(trace: Trace, size: int) -> Iterator[list[Indices]]:
+    """For each `size` requests in order of arrival: their decode tokens, round after round, as long as all decode."""
+    decoding = (trace.pass_phase == Phase.DECODE) & (np.diff(trace.pass_start) == 1)
+    tokens = [trace.pass_start[:-1][decoding & (trace.pass_sequence == sequence)] for sequence in trace.sequences()]
+    tokens = [of for of in tokens if len(of)]
+    for first in range(0, len(tokens) - size + 1, size):
+        pool = tokens[first : first + size]
+        yield list(np.stack([of[: min(map(len, pool))] for of in pool], axis=1))
+
+
+class _Predicted:
+    """Splits a round as the scheduler would live: by what was routed before it, and by the tokens that come."""
+
+    def __init__(self, trace: Trace, paths: Callable[[], RoutingPaths], batch_size: int) -> None:
+        self._trace = trace
+        self._make = lambda: TokenScheduler(trace.shape, paths(), batch_size)
+        self._scheduler = self._make()
+        self._requests: list[int] = []
+        self._spent_s = 0.0
+        self._n_steps = 0
+
+    @property
+    def us_per_step(self) -> float:
+        """Mean time of the scheduler for a pass, prediction included."""
+        return self._spent_s / max(1, self._n_steps) * 1e6
+
+    def __call__(self, tokens: Indices) -> Round:
+        trace, requests = self._trace, self._trace.sequence_of[tokens].tolist()
+        if requests != self._requests:
+            self._begin(requests, tokens)
+        start_s = time.perf_counter()
+        for request, token in zip(requests, trace.tokens[tokens], strict=True):
+            self._scheduler.paths.expect(request, np.array([token], np.int32))
+        place = dict(zip(requests, tokens.tolist(), strict=True))
+        groups = [[place[request] for request in self._scheduler.next_group(requests)] for _ in range(2)]
+        self._spent_s += time.perf_counter() - start_s
+        self._n_steps += 2
+        passes = [np.array(group, np.int64) for group in groups]
+        for group in passes:
+            self._observe(group)
+        return passes
+
+    def _begin(self, requests: list[int], tokens: Indices) -> None:
+        """Other requests decode from here on; of their prompts the last token is known."""
+        self._requests, self._scheduler = requests, self._make()
+        before = tokens - 1
+        for request, token in zip(requests, before.tolist(), strict=True):
+            if token >= 0 and self._trace.sequence_of[token] == request:
+                self._observe(np.array([token]))
+
+    def _observe(self, tokens: Indices) -> None:
+        trace = self._trace
+        sequences, phases = trace.sequence_of[tokens], np.full(len(tokens), Phase.DECODE, np.int32)
+        for row, il in enumerate(trace.shape.layers):
+            ids = trace.expert_ids[row, tokens].astype(np.int32)
+            first = int(sequences[0])
+            event = RoutingEvent(0, 0, 0, first, Phase.DECODE, 0, il, ids, sequences=sequences, phases=phases)
+            self._scheduler.paths.observe(event)

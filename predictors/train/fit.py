@@ -1,0 +1,68 @@
+"""Predictors fitted to a recorded trace by counting: popularity, affinity, the token table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+
+from moegguf.controller.predictors.token_table import MAX_COUNT
+from moegguf.controller.weights import Weights
+from moegguf.native.events import Float32s
+from moegguf.trace.trace import Trace
+from predictors.study.arrange import multi_hot
+
+MOST_TOKENS = 1 << 15  # of a token table
+
+
+def choices(trace: Trace, row: int) -> Float32s:
+    """(n_tokens, n_expert): 1 where a token's router in MoE layer number `row` chose the expert; 0 if not computed."""
+    return multi_hot(trace.expert_ids[row], trace.shape.n_expert).astype(np.float32)
+
+
+def count_popularity(trace: Trace) -> Float32s:
+    """DuoServe-MoE, equation 2: P (n_moe_layer, n_expert), rows sum to 1; uniform for layers never computed."""
+    counts = np.stack([choices(trace, row).sum(axis=0) for row in range(len(trace.shape.layers))])
+    return _shares(counts, np.full_like(counts, 1 / trace.shape.n_expert))
+
+
+def count_affinity(trace: Trace, popularity: Float32s) -> Float32s:
+    """DuoServe-MoE, equation 3: A (n_moe_layer - 1, n_expert, n_expert): choices in layer l + 1 per expert of layer l.
+
+    Rows sum to 1; that of an expert never chosen is the popularity of the next layer.
+    """
+    hot = [choices(trace, row) for row in range(len(trace.shape.layers))]
+    pairs = [here.T @ after for here, after in pairwise(hot)]
+    n_expert = trace.shape.n_expert
+    counts = np.stack(pairs) if pairs else np.zeros((0, n_expert, n_expert), np.float32)
+    return _shares(counts, np.broadcast_to(popularity[1:, None, :], counts.shape))
+
+
+def _shares(counts: Float32s, default: Float32s) -> Float32s:
+    totals = counts.sum(axis=-1, keepdims=True)
+    return np.where(totals > 0, counts / np.maximum(totals, 1), default).astype(np.float32)
+
+
+def count_tokens(trace: Trace, most_tokens: int = MOST_TOKENS) -> Weights:
+    """ProMoE's token table (section 4.2): `tokens` (n_entry,), and `counts` (n_entry, n_moe_layer, n_expert) of the
+    choices made for each. Tokens without known id and experts are left out, and those above the first `most_tokens`.
+    """
+    known = (trace.tokens >= 0) & (trace.tokens < trace.shape.n_vocab)
+    tokens = np.unique(trace.tokens[known])[:most_tokens]
+    kept = np.isin(trace.tokens, tokens)
+    entries = np.searchsorted(tokens, trace.tokens[kept])
+    counts = np.zeros((len(tokens), len(trace.shape.layers), trace.shape.n_expert), np.uint16)
+    for row in range(len(trace.shape.layers)):
+        sums = np.zeros((len(tokens), trace.shape.n_expert), np.float32)
+        np.add.at(sums, entries, choices(trace, row)[kept])
+        counts[:, row] = np.minimum(sums, MAX_COUNT)
+    return Weights({"tokens": tokens.astype(np.int32), "counts": counts})
+
+
+COUNTED: dict[str, Callable[[Trace], Weights]] = {
+    "token-id": count_tokens,
+    "popularity": lambda trace: Weights({"popularity": count_popularity(trace)}),
+    "affinity": lambda trace: Weights({"affinity": count_affinity(trace, count_popularity(trace))}),
+}
+"""{predictor: its arrays, counted over all passes of a trace}"""

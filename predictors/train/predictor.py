@@ -1,0 +1,202 @@
+"""Train a predictor on recorded routing, and score it on held-out requests.
+
+    python -m predictors.train.predictor T.trace --model MODEL.gguf --predictor mlp --out predictors/demo
+
+Needs the extra `lab` (torch) for mlp, expert-mlp and routing-path; the others only count. `--set` changes an option
+of the predictor's `Options`, such as `--set windows=1,4 --set n_hidden=128`. Writes NAME.safetensors, and NAME.json
+with the figures of the card and a manifest: by what data, options, seeds and software it came about. On a machine with
+other load, OMP_WAIT_POLICY=passive in the environment makes torch much faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from moegguf.controller import weights as weights_file
+from moegguf.controller.collection import EamcPair
+from moegguf.controller.predictors import make_predictor
+from moegguf.controller.predictors.base import NoPrediction, Predictor
+from moegguf.controller.shape import MoeShape
+from moegguf.controller.weights import Weights
+from moegguf.gguf.experts import ExpertLayout, read_layout
+from moegguf.gguf.fingerprint import fingerprint
+from moegguf.gguf.routers import Routers, read_routers
+from moegguf.trace import format as trace_file
+from moegguf.trace.trace import Trace
+from predictors.study.scoring import ScoreTable, score
+from predictors.train import TRAINERS, trainer
+from predictors.train.fit import COUNTED
+from predictors.train.splitting import held_out
+
+DISTANCES = (1, 2, 4, 8)
+Figure = dict[str, dict[int, float | None]]
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The artifacts that `make_predictor` needs: the files of one folder, and the routers of one model."""
+
+    folder: Path
+    layout: ExpertLayout
+    fingerprint: str
+
+    def find(self, name: str) -> Iterator[Path]:
+        """The file of this name in the folder, if it exists."""
+        return (path for path in [self.folder / name] if path.is_file())
+
+    def routers(self) -> Routers:
+        """The model's routers."""
+        return read_routers(self.layout)
+
+    def collection(self, shape: MoeShape) -> EamcPair | None:
+        """None: no collection is used here."""
+        return None
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", type=Path, help="routing recorded with inputs (mlp) or without")
+    parser.add_argument("--model", type=Path, required=True, help="the GGUF file it was recorded from")
+    parser.add_argument("--predictor", choices=sorted({*COUNTED, *TRAINERS}), required=True)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the weights and the figures")
+    parser.add_argument("--heldout", type=float, default=0.2, help="share of each kind's requests held out")
+    parser.add_argument("--heldout-trace", type=Path, help="score on this trace instead; train on all of the other")
+    parser.add_argument("--seed", type=int, default=0, help="which requests are held out")
+    parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE", help="change a training option")
+    return parser.parse_args(given)
+
+
+def options(predictor: str, settings: Sequence[str]) -> Any:
+    """The predictor's `Options` with these settings, each of the type of its default; None for one that has none."""
+    kind = None if predictor in COUNTED else trainer(predictor).Options
+    defaults = {} if kind is None else asdict(kind())
+    changed = dict(setting.partition("=")[::2] for setting in settings)
+    for name in changed.keys() - defaults.keys():
+        raise SystemExit(f"{predictor} has no option {name!r}; it has {', '.join(defaults) or 'none'}.")
+    return kind and kind(**{name: parse_setting(defaults[name], text) for name, text in changed.items()})
+
+
+def parse_setting(default: Any, text: str) -> Any:
+    """The text as a value of the default's type; a tuple's items are separated by commas."""
+    if isinstance(default, tuple):
+        return tuple(type(default[0])(part) for part in text.split(","))
+    return type(default)(text)
+
+
+def split(args: argparse.Namespace) -> tuple[Trace, Trace]:
+    """(trace to train on, trace to score on), no request in both."""
+    trace = trace_file.read(args.trace)
+    if args.heldout_trace:
+        return trace, trace_file.read(args.heldout_trace)
+    heldout = held_out(trace, args.heldout, args.seed)
+    return trace.select(set(trace.sequences()) - set(heldout)), trace.select(heldout)
+
+
+def train(args: argparse.Namespace, training: Trace) -> Weights:
+    """Trains; returns the arrays with facts about the training."""
+    chosen, count = options(args.predictor, args.set), COUNTED.get(args.predictor)
+    start = time.monotonic()
+    arrays = count(training).arrays if count else trainer(args.predictor).train(training, chosen)
+    facts = {
+        **({} if chosen is None else asdict(chosen)),
+        "requests": len(training.sequences()),
+        "tokens": training.n_tokens,
+        "kinds": sorted(set(training.header.labels.values())),
+        "minutes": round((time.monotonic() - start) / 60, 2),
+    }
+    return Weights(arrays, facts)
+
+
+def manifest(args: argparse.Namespace, training: Trace, heldout: Trace) -> dict[str, Any]:
+    """What a repetition needs: the command, the data by digest, seeds, software. Nothing of the time or the place."""
+    options = ["--predictor", args.predictor, "--heldout", f"{args.heldout:g}", "--seed", str(args.seed)]
+    options += [word for setting in args.set for word in ("--set", setting)]
+    return {
+        "tool": "predictors/train/predictor.py",
+        "options": options,
+        "trained_on": data_of(args.trace, training),
+        "scored_on": data_of(args.heldout_trace or args.trace, heldout),
+        "software": {name: _version(name) for name in ("numpy", "torch")},
+    }
+
+
+def data_of(path: Path, part: Trace) -> dict[str, Any]:
+    """A trace file by its digest, how it was recorded, and the requests that were used of it."""
+    return {
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        "recorded_with": dict(part.header.settings),
+        "requests": part.sequences(),
+        "tokens": part.n_tokens,
+        "kinds": dict(Counter(part.header.labels.get(sequence, "") for sequence in part.sequences())),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def evaluate(name: str, heldout: Trace, sources: Sources) -> ScoreTable:
+    """Scores on held-out requests, beside those of skip where the trace has inputs."""
+    names = [name] if heldout.inputs is None else [name, "skip"]
+    predictors: list[Predictor] = [make_predictor(name, heldout.shape, sources) for name in names]
+    if isinstance(predictors[0], NoPrediction):
+        raise SystemExit(f"the {name} weights just written cannot be loaded; see the warning above.")
+    return score(heldout, predictors, distances=DISTANCES)
+
+
+def figures(table: ScoreTable) -> Figure:
+    """ProMoE's ACCURACY by predictor and window; controls are the same predictor on the shuffled trace."""
+    rows = [(found.name, found) for found in table.scores]
+    rows += [(f"{found.name}, shuffled", found) for found in table.controls]
+    return {name: {k: mean.accuracy for k, mean in found.means.items() if k > 0} for name, found in rows}
+
+
+def report(accuracy: Figure) -> None:
+    """Prints the table."""
+    print(f"{'ACCURACY on held-out requests':<32}" + "".join(f"{f'k={k}':>8}" for k in DISTANCES))
+    for name, by_k in accuracy.items():
+        cells = ("-" if (found := by_k.get(k)) is None else f"{found:.1%}" for k in DISTANCES)
+        print(f"{name:<32}" + "".join(f"{cell:>8}" for cell in cells))
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    """Trains, saves, loads again as the engine does, and scores the result."""
+    args = arguments(given)
+    training, heldout = split(args)
+    layout = read_layout(args.model)
+    sources = Sources(args.out, layout, fingerprint(layout))
+    if {training.header.fingerprint, heldout.header.fingerprint} != {sources.fingerprint}:
+        raise SystemExit(f"{args.trace} was not recorded from {args.model}: their fingerprints differ.")
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"{args.predictor}.safetensors"
+    weights = train(args, training)
+    weights_file.save(path, args.predictor, sources.fingerprint, training.shape, weights)
+    accuracy = figures(evaluate(args.predictor, heldout, sources))
+    report(accuracy)
+    facts = {
+        "predictor": args.predictor,
+        "model": training.header.model,
+        "fingerprint": sources.fingerprint,
+        "file_bytes": path.stat().st_size,
+        "training": dict(weights.facts),
+        "heldout": {"requests": len(heldout.sequences()), "tokens": heldout.n_tokens, "accuracy": accuracy},
+        "manifest": manifest(args, training, heldout),
+    }
+    path.with_suffix(".json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
