@@ -1,4 +1,4 @@
-"""Commands in the README and docs exist, their Python compiles, their links lead somewhere: docs change with the code."""
+"""Commands in the README and docs exist, their Python compiles, their links lead somewhere."""
 
 from __future__ import annotations
 
