@@ -54,6 +54,8 @@ def test_the_wheel_holds_libraries_headers_and_demo_but_no_sources(wheel: Path) 
     assert any(name.startswith("moegguf/demo/") and name.endswith(".gguf") for name in names)
     assert not any(name.endswith((".cpp", ".cmake", "CMakeLists.txt")) for name in names)
     assert {"moegguf/lib/UPSTREAM", "moegguf/lib/CPU_FEATURES", "moegguf/lib/LICENSE"} <= set(names)
+    page = (path for path in (ROOT / "moegguf" / "server" / "static").rglob("*") if path.is_file())
+    assert {path.relative_to(ROOT).as_posix() for path in page} <= set(names)
 
 
 def test_the_bindings_lie_inside_the_package_with_their_licence(wheel: Path) -> None:

@@ -2,9 +2,9 @@
 
 import { keepKey, request } from "./api.js";
 import { Chat } from "./chat.js";
+import { at } from "./dom.js";
 import { Panel } from "./panel.js";
 
-const at = (id) => document.getElementById(id);
 const MODEL = "moegguf.model";
 const SETTINGS = "moegguf.settings";
 const THEME = "moegguf.theme";
