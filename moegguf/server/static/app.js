@@ -140,9 +140,9 @@ at("theme").addEventListener("click", () => {
   const dark = dataset.theme ? dataset.theme === "dark" : systemDark.matches;
   dataset.theme = dark ? "light" : "dark";
   localStorage.setItem(THEME, dataset.theme);
-  panel.recolour();
+  panel.map.readColours();
 });
-systemDark.addEventListener("change", () => panel.recolour());
+systemDark.addEventListener("change", () => panel.map.readColours());
 
 grow();
 chat.restore();

@@ -15,10 +15,9 @@ export class Panel {
   constructor() {
     const [absent, loading, loaded, ram, vram, hit] = document.querySelectorAll(".legend .key");
     this.map = new ExpertMap(at("map"), { absent, loading, ram, vram, hit, loaded }, showCell);
-    const joined = ([value, unit]) => `${value} ${unit}`;
     this.charts = {
-      hit: new Chart(at("hit-chart"), { max: 1, format: (value) => joined(percent(value)) }),
-      bytes: new Chart(at("bytes-chart"), { format: (value) => joined(size(value)) }),
+      hit: new Chart(at("hit-chart"), { max: 1, format: (value) => percent(value).join(" ") }),
+      bytes: new Chart(at("bytes-chart"), { format: joinedSize }),
       speed: new Chart(at("speed-chart"), { format: (value) => `${digits(value)} t/s` }),
     };
     this.live = new Live({ onLine: (line) => this.take(line), onLost: (error) => this.disconnect(error) });
@@ -33,11 +32,6 @@ export class Panel {
     this.model = model;
     this.reset("Not in memory yet. The first message loads it.");
     this.live.watch(model);
-  }
-
-  recolour() {
-    this.map.readColours();
-    Object.values(this.charts).forEach((chart) => chart.draw());
   }
 
   take(line) {
