@@ -54,7 +54,7 @@ class PageFiles(StaticFiles):
     """The files of the page, with HEADERS."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
-        """Of StaticFiles."""
+        """The response of StaticFiles, with HEADERS."""
         response = await super().get_response(path, scope)
         response.headers.update(HEADERS)
         return response

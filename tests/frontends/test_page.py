@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
 import json
 import re
 import threading
@@ -23,6 +24,8 @@ from moegguf.server.common.errors import HANDLERS
 
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,image/webp,*/*;q=0.8"
 FILES = sorted(path for path in page.FOLDER.rglob("*") if path.is_file())
+VENDOR = page.FOLDER / "vendor"
+OWN = [path for path in FILES if path.parent != VENDOR]
 
 
 def app_of(manager: Any) -> Starlette:
@@ -75,7 +78,8 @@ def test_all_responses_of_the_page_have_security_headers(path: str) -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_every_file_has_its_media_type(path: Path) -> None:
     response = ask(f"/page/{path.relative_to(page.FOLDER).as_posix()}")
-    kind = {".html": "text/html", ".css": "text/css", ".js": "javascript", ".svg": "image/svg+xml"}[path.suffix]
+    kinds = {".html": "text/html", ".css": "text/css", ".svg": "image/svg+xml", ".txt": "text/plain"}
+    kind = kinds.get(path.suffix, "javascript")
     assert response.status_code == 200 and response.content == path.read_bytes()
     assert kind in response.headers["content-type"]
 
@@ -99,7 +103,7 @@ def test_other_paths_are_not_found(path: str) -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_the_page_requests_no_other_server_and_parses_no_text_as_html(path: Path) -> None:
     text = path.read_text().replace("http://www.w3.org/2000/svg", "")  # the name of a language, not an address
-    assert not re.findall(r"https?:|//[\w-]+\.\w|@import|url\(", text)
+    assert path not in OWN or not re.findall(r"https?:|//[\w-]+\.\w|@import|url\(", text)
     assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", text)
 
 
@@ -118,8 +122,23 @@ def test_the_files_and_ids_the_page_uses_exist() -> None:
     used = {
         name for script in page.FOLDER.glob("*.js") for name in re.findall(r'\bat\("([^"]+)"\)', script.read_text())
     }
-    assert {"app.js", "map.js", "style.css"} <= referred == {path.name for path in FILES} - {"index.html"}
+    assert {"app.js", "map.js", "style.css"} <= referred
+    used_files = {path.relative_to(page.FOLDER).as_posix() for path in FILES if path.suffix != ".txt"}
+    assert referred == used_files - {"index.html"}
     assert used <= ids
+
+
+def test_the_vendored_file_is_the_published_one_beside_its_licence() -> None:
+    lines = (VENDOR / "UPSTREAM.txt").read_text().splitlines()
+    noted = dict(line.split(" = ") for line in lines if not line.startswith("#"))
+    assert {path.name for path in FILES if path not in OWN} == {"LICENSE.txt", "UPSTREAM.txt", noted["file"]}
+    content = (VENDOR / noted["file"]).read_bytes()
+    assert hashlib.sha256(content).hexdigest() == noted["sha256"]
+    assert content.startswith(f"/*! {noted['package']} {noted['version']} ".encode())
+    license_text = (VENDOR / "LICENSE.txt").read_text()
+    assert "Permission is hereby granted, free of charge" in license_text and noted["license"] == "MIT"
+    bundled = set(re.findall(r"node_modules/([^/]+)/", content.decode()))
+    assert bundled and all(f"parts of {name}," in license_text for name in bundled)
 
 
 # /live

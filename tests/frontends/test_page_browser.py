@@ -64,6 +64,7 @@ def test_a_message_streams_and_the_map_changes(server: Server, look: Look) -> No
     assert page.inner_text("#resident").startswith("48 of 192 in memory")
     for name in ("hit", "bytes"):
         assert re.match(r"[\d.,]+", page.inner_text(f"#{name}-value"))
+        assert re.match(r"\d+,[\d.]+", page.get_attribute(f"#{name}-chart polyline >> nth=0", "points"))
     ask(page, "What is a mixture of experts?")
     ended(page)
     until(page, f"({COUNT_PIXELS})().sum !== {idle['sum']}")

@@ -221,7 +221,7 @@ def test_all_controls_have_an_accessible_name(look: Look) -> None:
         page = look(url)
         ask(page, "Hello")
         ended(page)
-        nameless = """() => [...document.querySelectorAll("button, input, textarea, select, canvas")]
+        nameless = """() => [...document.querySelectorAll("button, input, textarea, select, [role=img]")]
           .filter((e) => !(e.getAttribute("aria-label") || e.textContent.trim() || e.labels?.length))
           .map((e) => e.outerHTML)"""
         assert page.evaluate(nameless) == []

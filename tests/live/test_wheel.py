@@ -55,6 +55,8 @@ def test_the_wheel_holds_libraries_headers_and_demo_but_no_sources(wheel: Path) 
     assert not any(name.endswith((".cpp", ".cmake", "CMakeLists.txt")) for name in names)
     assert {name.split("/")[2] for name in names if name.startswith("moegguf/predictors/")} == {"demo"}
     assert {"moegguf/lib/UPSTREAM", "moegguf/lib/CPU_FEATURES", "moegguf/lib/LICENSE"} <= set(names)
+    page = (path for path in (ROOT / "moegguf" / "server" / "static").rglob("*") if path.is_file())
+    assert {path.relative_to(ROOT).as_posix() for path in page} <= set(names)
 
 
 def test_the_bindings_lie_inside_the_package_with_their_licence(wheel: Path) -> None:

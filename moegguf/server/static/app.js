@@ -2,9 +2,9 @@
 
 import { keepKey, request } from "./api.js";
 import { Chat } from "./chat.js";
+import { at } from "./dom.js";
 import { Panel } from "./panel.js";
 
-const at = (id) => document.getElementById(id);
 const MODEL = "moegguf.model";
 const SETTINGS = "moegguf.settings";
 const THEME = "moegguf.theme";
@@ -140,9 +140,9 @@ at("theme").addEventListener("click", () => {
   const dark = dataset.theme ? dataset.theme === "dark" : systemDark.matches;
   dataset.theme = dark ? "light" : "dark";
   localStorage.setItem(THEME, dataset.theme);
-  panel.recolour();
+  panel.map.readColours();
 });
-systemDark.addEventListener("change", () => panel.recolour());
+systemDark.addEventListener("change", () => panel.map.readColours());
 
 grow();
 chat.restore();

@@ -2,10 +2,12 @@
 // again.
 
 import { lines, request } from "./api.js";
+import { make } from "./dom.js";
 import { digits, duration, percent, size } from "./format.js";
-import { render } from "./markdown.js";
+import { Markdown } from "./markdown.js";
 
 const NEAR_END_PX = 60;
+const FRAME_MS = 16; // and four times what painting takes: a long block must not keep the processor from the model
 const CONVERSATION = "moegguf.conversation";
 
 export class Chat {
@@ -27,7 +29,7 @@ export class Chat {
     }
     const change = (apply) => apply();
     for (const message of this.messages) {
-      this.log.append(message.role === "user" ? turn("user", message.content) : new AnswerView(change).restored(message));
+      this.log.append(message.role === "user" ? turn("user", "You", message.content) : new AnswerView(change).restored(message));
     }
     this.toEnd();
   }
@@ -61,7 +63,7 @@ export class Chat {
   /** Sends a message and shows the answer. Returns false when nothing was answered. */
   async send(text) {
     const { model, system, options } = this.options();
-    const question = turn("user", text);
+    const question = turn("user", "You", text);
     const answer = (this.answer = new AnswerView((change) => this.keepingScroll(change)));
     this.log.append(question, answer.element);
     this.toEnd();
@@ -102,22 +104,12 @@ export class Chat {
   }
 }
 
-function turn(kind, text) {
-  const element = document.createElement("article");
-  element.className = `turn ${kind}`;
-  element.setAttribute("aria-label", kind === "user" ? "You" : "Answer");
-  const content = document.createElement("div");
-  content.className = "content";
-  content.textContent = text;
-  element.append(content);
-  return element;
+function turn(kind, label, text) {
+  return make("article", { className: `turn ${kind}`, ariaLabel: label }, make("div", { className: "content" }, text));
 }
 
 function paragraph(kind, text) {
-  const element = document.createElement("p");
-  element.className = kind;
-  element.textContent = text;
-  return element;
+  return make("p", { className: kind }, text);
 }
 
 /** An answer on the page while it is written. */
@@ -125,17 +117,17 @@ class AnswerView {
   /** `keepingScroll(change)` makes a change to the page without losing the scroll position. */
   constructor(keepingScroll) {
     this.keepingScroll = keepingScroll;
-    this.element = turn("answer writing", "");
-    this.element.setAttribute("aria-label", "Answer");
-    this.element.setAttribute("aria-busy", "true");
-    this.content = this.element.firstChild;
+    this.element = turn("answer writing", "Answer", "");
+    this.element.ariaBusy = "true";
+    this.markdown = new Markdown(this.element.firstChild);
     this.waiting = paragraph("waiting", "Waiting for the first token");
     this.element.prepend(this.waiting);
     this.text = "";
     this.thinking = "";
     this.startMs = performance.now();
     this.firstMs = 0;
-    this.frame = 0;
+    this.timer = 0;
+    this.paintMs = 0;
   }
 
   /** The answer as a message of the conversation; null before its first token. */
@@ -158,24 +150,26 @@ class AnswerView {
     this.thinking += thinking;
     this.text += content;
     if (line.done) this.statistics = statistics(line, this.firstMs);
-    this.frame ||= requestAnimationFrame(() => this.keepingScroll(() => this.paint()));
+    this.timer ||= setTimeout(() => this.step(), Math.max(FRAME_MS, 4 * this.paintMs));
   }
 
-  paint() {
-    this.frame = 0;
+  step() {
+    const start = performance.now();
+    this.keepingScroll(() => this.paint(false));
+    this.paintMs = performance.now() - start;
+    this.timer = 0;
+  }
+
+  paint(complete) {
     if (this.firstMs) this.waiting.remove();
     if (this.thinking && !this.details) this.addDetails();
     if (this.details) this.details.lastChild.textContent = this.thinking.trim();
     if (this.text && this.details && !this.thinkingEnded) this.endThinking();
-    render(this.content, this.text.trimStart());
+    this.markdown.show(this.text.trimStart(), complete);
   }
 
   addDetails() {
-    this.details = document.createElement("details");
-    this.details.className = "thinking";
-    const summary = document.createElement("summary");
-    summary.textContent = "Thinking…";
-    this.details.append(summary, document.createElement("div"));
+    this.details = make("details", { className: "thinking" }, make("summary", {}, "Thinking…"), make("div"));
     this.element.prepend(this.details);
   }
 
@@ -186,12 +180,12 @@ class AnswerView {
   }
 
   end(note) {
-    cancelAnimationFrame(this.frame);
+    clearTimeout(this.timer);
     this.keepingScroll(() => {
-      this.paint();
+      this.paint(true);
       this.waiting.remove();
       this.element.classList.remove("writing");
-      this.element.removeAttribute("aria-busy");
+      this.element.ariaBusy = null;
       if (this.details && !this.thinkingEnded) this.endThinking();
       if (note) this.element.append(note);
       else if (this.statistics) this.element.append(paragraph("statistics", this.statistics));
@@ -203,9 +197,7 @@ class AnswerView {
   }
 
   fail(message) {
-    const note = paragraph("note error", message);
-    note.setAttribute("role", "alert");
-    this.end(note);
+    this.end(Object.assign(paragraph("note error", message), { role: "alert" }));
   }
 }
 

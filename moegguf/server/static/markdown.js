@@ -1,168 +1,109 @@
-// A subset of Markdown. Text becomes text nodes only: output of a model is never parsed as HTML.
+// Shows Markdown, also while it is written. markdown-it parses it into tokens; elements and text nodes are built from
+// these: output of a model is never parsed as HTML.
 
-const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)[^`]*$/;
-const HEADING = /^(#{1,6})\s+(.*?)\s*#*$/;
-const ITEM = /^(\s*)([-*+•]|\d{1,4}[.)])\s+(.*)$/;
-const RULE = /^ {0,3}([-*_])(\s*\1){2,}\s*$/;
-const TABLE_LINE = /^\s*\|.*\|\s*$/;
-const TABLE_RULE = /^\s*\|?(\s*:?-+:?\s*\|)+\s*:?-*:?\s*\|?\s*$/;
-const INLINE = /(`+)(.+?)\1(?!`)|\*\*(?=\S)(.+?)(?<=\S)\*\*|(?<![\w*])\*(?=[^\s*])(.+?)(?<=[^\s*])\*(?![\w*])/gs;
+import { make } from "./dom.js";
+import MarkdownIt from "./vendor/markdown-it.esm.min.mjs";
 
-/** Shows `text` in `element`; blocks that did not change since the last call stay as they are. */
-export function render(element, text) {
-  const blocks = parse(text);
-  const old = element.blocks ?? [];
-  blocks.forEach((block, i) => {
-    const same = old[i]?.source === block.source && old[i].kind === block.kind;
-    if (same) return;
-    if (block.kind === "code" && old[i]?.kind === "code" && old[i].language === block.language) {
-      element.children[i].querySelector("code").textContent = block.text; // keeps the scroll position
-    } else if (element.children[i]) {
-      element.children[i].replaceWith(build(block));
-    } else {
-      element.append(build(block));
+const parser = new MarkdownIt({ breaks: true, linkify: true });
+parser.validateLink = (url) => /^(https?:\/\/|mailto:)/i.test(url);
+parser.linkify.set({ fuzzyLink: false }); // "main.py" is not a host
+
+const TAGS = { h1: "h3", h2: "h3", h3: "h4", h5: "h4", h6: "h4" }; // h1 and h2 are the page's own
+
+// Ends of an unfinished text whose meaning the next characters decide.
+const TABLE_HEAD = /(?<!^\|.*\n)^\|.*(\n[-|: \t]*)?$(?![^])/m;
+const LINE_MARKS = /^[-+*=#`~_> \t]*(\d{1,9}[.)]?[*_`~ \t]*)?$/;
+const INLINE_MARKS = /(?<![*_`~[])[*_`~[]+$/;
+const LINK_ADDRESS = /!?\[([^[\]]*)\]\([^()\s]*$/;
+const FENCES = /^[-+*>\d.) \t]*(```|~~~)/gm;
+
+/** The Markdown of one growing text in an element. */
+export class Markdown {
+  constructor(element) {
+    this.element = element;
+    this.restart();
+  }
+
+  restart() {
+    this.nChars = this.nElements = 0; // of the blocks before the last one: further text does not change them
+    this.references = {};
+  }
+
+  /** Shows a text that begins with the one shown before. Until it is complete, only its last block is parsed again. */
+  show(text, complete) {
+    if (complete) this.restart(); // references may precede their definition
+    const rest = text.replace(/\r\n?/g, "\n").slice(this.nChars);
+    const tokens = parser.parse(complete ? rest : withoutOpenEnd(rest), this.references);
+    const elements = [...build(tokens).children];
+    merge(this.element, elements, this.nElements);
+    const last = tokens.findLast((token) => token.level === 0 && token.nesting >= 0);
+    if (!last) return;
+    this.nElements += elements.length - 1;
+    this.nChars += rest.split("\n", last.map[0]).reduce((n, line) => n + line.length + 1, 0);
+  }
+}
+
+/** An unfinished text without the marks at its end that wait for what follows them, and with code and bold text closed:
+ *  what is shown of it does not change its kind when the text goes on. */
+function withoutOpenEnd(text) {
+  if (text.match(FENCES)?.length % 2) return text; // in a block of code
+  text = text.replace(TABLE_HEAD, "");
+  const start = text.lastIndexOf("\n") + 1;
+  const line = text.slice(start).replace(LINE_MARKS, "").replace(INLINE_MARKS, "").replace(LINK_ADDRESS, "$1");
+  const open = ["`", "**"].find((mark) => line.split(mark).length % 2 === 0 && /^\S/.test(line.split(mark).at(-1)));
+  return text.slice(0, start) + (open ? line.trimEnd() + open : line);
+}
+
+/** The elements of tokens, as a fragment. */
+function build(tokens) {
+  let at = document.createDocumentFragment();
+  for (const token of tokens) {
+    if (token.hidden) continue; // a paragraph in a list without empty lines
+    if (token.nesting < 0) at = at.parentNode;
+    else if (token.children) at.append(build(token.children)); // of a picture: its description
+    else {
+      const node = nodeOf(token);
+      at.append(node);
+      if (token.nesting > 0) at = node;
     }
-  });
-  while (element.children.length > blocks.length) element.lastElementChild.remove();
-  element.blocks = blocks;
+  }
+  return at;
 }
 
-/** Blocks {kind, source, ...} of a text; a code block may still be open. */
-export function parse(text) {
-  const rows = text.split("\n");
-  const blocks = [];
-  let at = 0;
-  const take = (test) => {
-    const from = at;
-    while (at < rows.length && test(rows[at])) at += 1;
-    return rows.slice(from, at);
-  };
-  while (at < rows.length) {
-    const from = at;
-    const block = next(rows[at]);
-    if (block) blocks.push({ ...block, source: rows.slice(from, at).join("\n") });
+/** The element of a token, or the text of one that has none. */
+function nodeOf({ type, tag, content, info, attrs }) {
+  if (!tag) return content;
+  if (type === "fence" || type === "code_block") return codeBlock(info.trim().split(/\s/)[0], content.trimEnd());
+  const element = make(TAGS[tag] ?? tag, {}, content);
+  for (const [name, value] of attrs ?? []) {
+    if (name === "style") element.style.cssText = value; // a style attribute is against the page's policy
+    else element.setAttribute(name, value);
   }
-  return blocks;
-
-  function next(row) {
-    const fence = row.match(FENCE);
-    if (fence) return code(fence);
-    if (!row.trim()) return void (at += 1);
-    if (RULE.test(row)) return (at += 1), { kind: "rule" };
-    const heading = row.match(HEADING);
-    if (heading) return (at += 1), { kind: "heading", level: heading[1].length, text: heading[2] };
-    if (row.startsWith(">")) return { kind: "quote", text: take((r) => r.startsWith(">")).map((r) => r.replace(/^> ?/, "")).join("\n") };
-    if (ITEM.test(row)) return list(row);
-    if (TABLE_LINE.test(row) && TABLE_RULE.test(rows[at + 1] ?? "")) return { kind: "table", rows: take((r) => TABLE_LINE.test(r)).map(cells) };
-    const first = rows[at++];
-    return { kind: "paragraph", text: [first, ...take((r) => r.trim() && !begins(r))].join("\n") };
-  }
-
-  function code(fence) {
-    at += 1;
-    const end = new RegExp(`^ {0,3}${fence[1][0]}{${fence[1].length},}\\s*$`);
-    const body = take((r) => !end.test(r));
-    at += 1;
-    return { kind: "code", language: fence[2], text: body.join("\n") };
-  }
-
-  function list(row) {
-    const ordered = /\d/.test(row.match(ITEM)[2]);
-    const items = [];
-    while (at < rows.length) {
-      const item = rows[at].match(ITEM);
-      if (item) items.push({ deeper: item[1].length > 1, number: parseInt(item[2], 10), text: item[3] });
-      else if (rows[at].startsWith("  ") && rows[at].trim()) items.at(-1).text += `\n${rows[at].trim()}`;
-      else if (!(rows[at].trim() === "" && ITEM.test(rows[at + 1] ?? ""))) break; // one empty line between items
-      at += 1;
-    }
-    return { kind: "list", ordered, items };
-  }
-}
-
-function begins(row) {
-  return FENCE.test(row) || HEADING.test(row) || ITEM.test(row) || row.startsWith(">");
-}
-
-function cells(row) {
-  return row.trim().replace(/^\||\|$/g, "").split("|").map((cell) => cell.trim());
-}
-
-function build(block) {
-  switch (block.kind) {
-    case "code": return codeBlock(block);
-    case "rule": return document.createElement("hr");
-    case "heading": return inline(document.createElement(block.level < 3 ? "h3" : "h4"), block.text);
-    case "quote": return inline(document.createElement("blockquote"), block.text);
-    case "list": return listBlock(block);
-    case "table": return tableBlock(block);
-    default: return inline(document.createElement("p"), block.text);
-  }
-}
-
-function inline(element, text) {
-  let from = 0;
-  for (const match of text.matchAll(INLINE)) {
-    element.append(text.slice(from, match.index));
-    const [all, ticks, code, strong, emphasis] = match;
-    const child = document.createElement(ticks ? "code" : strong ? "strong" : "em");
-    if (ticks) child.textContent = code;
-    else inline(child, strong ?? emphasis);
-    element.append(child);
-    from = match.index + all.length;
-  }
-  element.append(text.slice(from));
+  if (tag === "a") Object.assign(element, { target: "_blank", rel: "noopener noreferrer" });
   return element;
 }
 
-function listBlock({ ordered, items }) {
-  const list = document.createElement(ordered ? "ol" : "ul");
-  for (const item of items) {
-    const entry = inline(document.createElement("li"), item.text);
-    if (item.deeper) entry.className = "deeper";
-    if (ordered && item.number) entry.value = item.number;
-    list.append(entry);
-  }
-  return list;
-}
-
-function tableBlock({ rows }) {
-  const table = document.createElement("table");
-  rows.forEach((row, i) => {
-    if (i === 1) return; // the rule below the head
-    const line = table.insertRow();
-    for (const cell of row) line.append(inline(document.createElement(i ? "td" : "th"), cell));
+/** Makes the children of `parent` from the given index on equal to `nodes`; those that are equal stay, with their
+ *  selection and scroll position. */
+function merge(parent, nodes, from = 0) {
+  nodes.forEach((node, i) => {
+    const old = parent.childNodes[from + i];
+    if (!old) parent.append(node);
+    else if (old.isEqualNode(node)) return;
+    else if (node.hasChildNodes() && old.cloneNode().isEqualNode(node.cloneNode())) merge(old, [...node.childNodes]);
+    else old.replaceWith(node);
   });
-  const frame = document.createElement("div");
-  frame.className = "wide";
-  frame.append(table);
-  return frame;
+  while (parent.childNodes.length > from + nodes.length) parent.lastChild.remove();
 }
 
-function codeBlock({ language, text }) {
-  const frame = document.createElement("div");
-  frame.className = "code";
-  const head = document.createElement("div");
-  head.className = "code-head";
-  head.append(document.createElement("span"), copyButton(frame));
-  head.firstChild.textContent = language || "text";
-  const pre = document.createElement("pre");
-  pre.tabIndex = 0; // makes long lines scrollable by keyboard
-  pre.append(document.createElement("code"));
-  pre.firstChild.textContent = text;
-  frame.append(head, pre);
-  return frame;
-}
-
-function copyButton(frame) {
-  const button = document.createElement("button");
-  button.type = "button";
-  button.textContent = "Copy";
-  button.hidden = !navigator.clipboard; // only available on secure origins
-  button.addEventListener("click", async () => {
-    await navigator.clipboard.writeText(frame.querySelector("code").textContent);
-    button.textContent = "Copied";
-    setTimeout(() => (button.textContent = "Copy"), 1500);
+function codeBlock(language, text) {
+  const code = make("code", {}, text);
+  const copy = make("button", { type: "button", hidden: !navigator.clipboard }, "Copy"); // only on secure origins
+  copy.addEventListener("click", async () => {
+    await navigator.clipboard.writeText(code.textContent);
+    copy.textContent = "Copied";
+    setTimeout(() => (copy.textContent = "Copy"), 1500);
   });
-  return button;
+  const head = make("div", { className: "code-head" }, make("span", {}, language || "text"), copy);
+  return make("div", { className: "code" }, head, make("pre", { tabIndex: 0 }, code)); // lines scroll by keyboard
 }

@@ -2,11 +2,11 @@
 
 import { IN_RAM, IN_VRAM } from "./cells.js";
 import { Chart } from "./chart.js";
+import { at, make } from "./dom.js";
 import { count, digits, duration, percent, size } from "./format.js";
 import { Live } from "./live.js";
 import { ExpertMap } from "./map.js";
 
-const at = (id) => document.getElementById(id);
 const WINDOW = 8; // snapshots per point of a chart
 const PAUSE_MS = 1500;
 const NOTHING = { tokens: 0, lookups: 0, hits_ready: 0, hits_late: 0, bytes_read: 0 }; // of a model that was just loaded
@@ -15,10 +15,9 @@ export class Panel {
   constructor() {
     const [absent, loading, loaded, ram, vram, hit] = document.querySelectorAll(".legend .key");
     this.map = new ExpertMap(at("map"), { absent, loading, ram, vram, hit, loaded }, showCell);
-    const joined = ([value, unit]) => `${value} ${unit}`;
     this.charts = {
-      hit: new Chart(at("hit-chart"), { max: 1, format: (value) => joined(percent(value)) }),
-      bytes: new Chart(at("bytes-chart"), { format: (value) => joined(size(value)) }),
+      hit: new Chart(at("hit-chart"), { max: 1, format: (value) => percent(value).join(" ") }),
+      bytes: new Chart(at("bytes-chart"), { format: joinedSize }),
       speed: new Chart(at("speed-chart"), { format: (value) => `${digits(value)} t/s` }),
     };
     this.live = new Live({ onLine: (line) => this.take(line), onLost: (error) => this.disconnect(error) });
@@ -33,11 +32,6 @@ export class Panel {
     this.model = model;
     this.reset("Not in memory yet. The first message loads it.");
     this.live.watch(model);
-  }
-
-  recolour() {
-    this.map.readColours();
-    Object.values(this.charts).forEach((chart) => chart.draw());
   }
 
   take(line) {
@@ -137,9 +131,7 @@ export class Panel {
 
 /** Shows the number beside a chart. */
 function showValue(name, [number, unit]) {
-  const small = document.createElement("small");
-  small.textContent = unit;
-  at(`${name}-value`).replaceChildren(number, small);
+  at(`${name}-value`).replaceChildren(number, make("small", {}, unit));
 }
 
 /** A line for each tier where layers compute in VRAM, and what cells look like, also those of whole layers there. */
@@ -149,13 +141,11 @@ function showTiers(tiers, anyInVram) {
   at("vram-key").hidden = !inVram && !anyInVram;
   at("ram-name").textContent = inVram || anyInVram ? "in RAM" : "in memory";
   at("tiers").tBodies[0].replaceChildren(...(inVram ? tiers : []).map((tier) => {
-    const row = document.createElement("tr"), received = tier.bytes_missed + tier.bytes_prefetched;
+    const received = tier.bytes_missed + tier.bytes_prefetched;
     const rate = tier.lookups ? percent(hits(tier) / tier.lookups).join(" ") : "–";
     const slots = `${count(tier.slots_used)} of ${count(tier.n_slots)}`;
-    for (const text of [tier.name, slots, rate, joinedSize(received), count(tier.evictions), duration(tier.stall_s)]) {
-      row.append(Object.assign(document.createElement("td"), { textContent: text }));
-    }
-    return row;
+    const texts = [tier.name, slots, rate, joinedSize(received), count(tier.evictions), duration(tier.stall_s)];
+    return make("tr", {}, ...texts.map((text) => make("td", {}, text)));
   }));
 }
 
@@ -176,14 +166,8 @@ function hits(stats) {
 
 /** Shows the state of a cell below the map. */
 function showCell(cell) {
-  const line = at("cell");
-  if (!cell) {
-    line.replaceChildren();
-    return;
-  }
-  const name = document.createElement("b");
-  name.textContent = `Layer ${cell.il}, expert ${cell.expert}`;
-  const since = document.createElement("small");
-  since.textContent = " while you watch";
-  line.replaceChildren(name, `: ${cell.stateName}, used ${count(cell.used)}×, fetched ${count(cell.fetched)}×`, since);
+  if (!cell) return at("cell").replaceChildren();
+  const name = make("b", {}, `Layer ${cell.il}, expert ${cell.expert}`);
+  const text = `: ${cell.stateName}, used ${count(cell.used)}×, fetched ${count(cell.fetched)}×`;
+  at("cell").replaceChildren(name, text, make("small", {}, " while you watch"));
 }
