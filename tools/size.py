@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html")
-VENDORED: tuple[str, ...] = ()  # folders of libraries with a licence of their own: not counted
+VENDORED: tuple[str, ...] = ("moegguf/server/static/vendor/",)  # folders of libraries with a licence of their own: not counted
 GOALS = {"moegguf": 46_000, "tests": 34_000, "tools + predictors": 14_000}
 LIMITS = {
     "moegguf": 900,
@@ -32,7 +32,7 @@ LIMITS = {
     "moegguf/terminal": 1_900,
     "moegguf/trace": 2_300,
     "predictors": 5_600,
-    "tests": 45_500,
+    "tests": 46_000,
     "tools": 4_700,
 }
 
