@@ -11,16 +11,17 @@ import pytest
 from own_process import in_own_process
 from running import N_NEW, Llama, Logits, Meddler, Reference, TinyModel, greedy_logits, share_for
 
-from moegguf.native.link_device import link_device
+from moegguf.native.link_device import add_link_device
 from moegguf.native.store import StoreOptions
 from moegguf.quantities import Link
 
 
 def behind_a_link(path: Path, n_slots: int, shrink_to: int, n_ubatch: int) -> tuple[Logits, dict[str, int]]:
     """Logits with every layer on the device and `n_slots` slots, later `shrink_to`, there; the store's figures."""
-    store = StoreOptions(device=link_device(Link(2e9, 20e-6)))
+    device = add_link_device(Link(2e9, 20e-6), strict_seed=1)
+    store = StoreOptions(device=device)
     options: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "logits_all": True, "verbose": False, "n_gpu_layers": 99}
-    with Llama(path, expert_cache=share_for(path, n_slots), store=store, n_ubatch=n_ubatch, **options) as llm:
+    with Llama(path, expert_cache=share_for(path, n_slots, device), store=store, n_ubatch=n_ubatch, **options) as llm:
         assert llm.session is not None
         of_llm, passes = llm.session.store, count()
 
