@@ -1,0 +1,113 @@
+// isa_avx2.h: 8 columns of weights at once, with AVX2. A lane is a column; a vector of codes has four successive values
+// of each. What it gives is what isa_avx512.h gives.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace moegguf::kernels {
+namespace {
+
+struct Avx2 {
+    static constexpr int n_cols = 8, n_groups = 1, max_rows = 4;
+    static constexpr bool signed_codes = true; // products of two 8-bit values would not fit maddubs as unsigned ones
+    using I = __m256i;
+    using F = __m256;
+
+    static I zero() { return _mm256_setzero_si256(); }
+    static F zero_f() { return _mm256_setzero_ps(); }
+    static F broadcast(float x) { return _mm256_set1_ps(x); }
+    static I broadcast(const void * four_bytes) {
+        int32_t x;
+        memcpy(&x, four_bytes, sizeof(x));
+        return _mm256_set1_epi32(x);
+    }
+    static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+    static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+    static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
+    static F to_float(I x) { return _mm256_cvtepi32_ps(x); }
+    static void store(float * out, F x, int) { _mm256_storeu_ps(out, x); }
+
+    static I low_nibbles(I x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
+    static I high_nibbles(I x) { return _mm256_and_si256(_mm256_srli_epi16(x, 4), _mm256_set1_epi8(15)); }
+    static I flip(I x, int mask) { return _mm256_xor_si256(x, _mm256_set1_epi8((char)mask)); }
+    static I look_up(I nibbles, const int8_t * table) {
+        return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table)), nibbles);
+    }
+    template <int shift>
+    static I high_bits(I x, int bits) {
+        const I moved = shift <= 4 ? _mm256_slli_epi16(x, 4 - shift) : _mm256_srli_epi16(x, shift - 4);
+        return _mm256_and_si256(moved, _mm256_set1_epi8((char)(bits << 4)));
+    }
+    static I either(I a, I b) { return _mm256_or_si256(a, b); }
+
+    static void load_line(const uint8_t * const (&groups)[1], int i, I & first, I & last) {
+        const F a = _mm256_loadu_ps((const float *)(groups[0] + 64 * i));
+        const F b = _mm256_loadu_ps((const float *)(groups[0] + 64 * i + 32));
+        first = _mm256_permute4x64_epi64(_mm256_castps_si256(_mm256_shuffle_ps(a, b, 0x88)), 0xd8);
+        last = _mm256_permute4x64_epi64(_mm256_castps_si256(_mm256_shuffle_ps(a, b, 0xdd)), 0xd8);
+    }
+
+    static F load_halves(const void * const (&groups)[1]) {
+        return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)groups[0]));
+    }
+    static I load_bytes(const uint8_t * const (&groups)[1]) {
+        return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)groups[0]));
+    }
+
+    // Scales of the form that scaled_sum takes: the same 16 bits twice in each lane.
+    static I twice(I x) { return _mm256_or_si256(x, _mm256_slli_epi32(x, 16)); }
+    static I scales(const uint8_t * of_columns) {
+        return twice(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)of_columns)));
+    }
+    static I signed_scales(const uint8_t * const (&groups)[1]) {
+        const I x = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)groups[0]));
+        return twice(_mm256_and_si256(x, _mm256_set1_epi32(0xffff)));
+    }
+    static I pairs(const uint8_t * first, const uint8_t * second) {
+        const __m128i a = _mm_loadl_epi64((const __m128i *)first), b = _mm_loadl_epi64((const __m128i *)second);
+        return _mm256_cvtepu8_epi16(_mm_unpacklo_epi8(a, b));
+    }
+    static I add_pairs(I sum, I a, I b) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
+
+    // The 16 products of a column lie in two sums of 16 bits, which fit: with an offset the codes count as signed.
+    template <int, bool has_offset>
+    static I scaled_sum(I sum, const I * w, const int8_t * x, const int32_t * minus, I scale) {
+        I part = has_offset ? _mm256_add_epi16(broadcast(minus), broadcast(minus + 1)) : zero();
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            part = _mm256_add_epi16(part, _mm256_maddubs_epi16(w[i], broadcast(x + 4 * i)));
+        }
+        return add_pairs(sum, part, scale);
+    }
+
+    // n_dots: of how many vectors the products fit 16 bits together. Signed codes lend their sign to x.
+    template <int n_dots, bool is_signed>
+    static I sum_32(const I * w, const int8_t * x, const int32_t * minus) {
+        I sum = is_signed ? zero() : broadcast(minus);
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i += n_dots) {
+            I part = zero();
+#pragma GCC unroll 8
+            for (int j = i; j < i + n_dots; j++) {
+                const I four = broadcast(x + 4 * j);
+                const I products = is_signed ? _mm256_maddubs_epi16(_mm256_abs_epi8(w[j]), _mm256_sign_epi8(four, w[j]))
+                                             : _mm256_maddubs_epi16(w[j], four);
+                part = _mm256_add_epi16(part, products);
+            }
+            sum = add_pairs(sum, part, _mm256_set1_epi16(1));
+        }
+        return sum;
+    }
+
+    // The sums of 8 values from sums of pairs [16], times -offset, as two of 16 bits: of pairs 0 and 2, 1 and 3.
+    static __m256i minus_8(__m256i pairs, int offset) {
+        const __m256i fours = _mm256_mullo_epi16(pairs, _mm256_set1_epi16((short)-offset));
+        return _mm256_add_epi16(fours, _mm256_shuffle_epi32(fours, 0xb1));
+    }
+};
+
+} // namespace
+} // namespace moegguf::kernels

@@ -1,0 +1,121 @@
+// isa_avx512.h: 16 columns of weights at once, with AVX-512 and VNNI. A lane is a column; a vector of codes has four
+// successive values of each.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace moegguf::kernels {
+namespace {
+
+struct Avx512 {
+    static constexpr int n_cols = 16, n_groups = 2, max_rows = 16;
+    static constexpr bool signed_codes = false; // of types that use all 8 bits: multiplied as unsigned ones
+    using I = __m512i;
+    using F = __m512;
+
+    static I zero() { return _mm512_setzero_si512(); }
+    static F zero_f() { return _mm512_setzero_ps(); }
+    static F broadcast(float x) { return _mm512_set1_ps(x); }
+    static I broadcast(const void * four_bytes) {
+        int32_t x;
+        memcpy(&x, four_bytes, sizeof(x));
+        return _mm512_set1_epi32(x);
+    }
+    static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+    static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+    static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+    static F to_float(I x) { return _mm512_cvtepi32_ps(x); }
+
+    // 8 or 16 results
+    static void store(float * out, F x, int n) { _mm512_mask_storeu_ps(out, n < 16 ? 0xff : 0xffff, x); }
+
+    static I low_nibbles(I x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+    static I high_nibbles(I x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
+    static I flip(I x, int mask) { return _mm512_xor_si512(x, _mm512_set1_epi8((char)mask)); }
+    static I look_up(I nibbles, const int8_t * table) {
+        return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table)), nibbles);
+    }
+    // bits `shift` and following of the mask `bits` as bits 4 and following
+    template <int shift>
+    static I high_bits(I x, int bits) {
+        const I moved = shift <= 4 ? _mm512_slli_epi16(x, 4 - shift) : _mm512_srli_epi16(x, shift - 4);
+        return _mm512_and_si512(moved, _mm512_set1_epi8((char)(bits << 4)));
+    }
+    static I either(I a, I b) { return _mm512_or_si512(a, b); }
+
+    // Line `i` of two groups of 8 interleaved columns, 8 bytes of each: its first and its last four bytes.
+    static void load_line(const uint8_t * const (&groups)[2], int i, I & first, I & last) {
+        const I even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+        const I odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+        const I a = _mm512_loadu_si512(groups[0] + 64 * i), b = _mm512_loadu_si512(groups[1] + 64 * i);
+        first = _mm512_permutex2var_epi32(a, even, b);
+        last = _mm512_permutex2var_epi32(a, odd, b);
+    }
+
+    static F load_halves(const void * const (&groups)[2]) {
+        const __m128i a = _mm_loadu_si128((const __m128i *)groups[0]), b = _mm_loadu_si128((const __m128i *)groups[1]);
+        return _mm512_cvtph_ps(_mm256_set_m128i(b, a));
+    }
+    static I load_bytes(const uint8_t * const (&groups)[2]) {
+        return _mm512_cvtepu8_epi32(_mm_set_epi64x(load_8(groups[1]), load_8(groups[0])));
+    }
+    static int64_t load_8(const void * from) {
+        int64_t x;
+        memcpy(&x, from, sizeof(x));
+        return x;
+    }
+
+    // Scales of the form that scaled_sum takes: 16 bits of each lane, the others 0.
+    static I scales(const uint8_t * of_columns) {
+        return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)of_columns));
+    }
+    static I signed_scales(const uint8_t * const (&groups)[2]) {
+        const __m128i x = _mm_set_epi64x(load_8(groups[1]), load_8(groups[0]));
+        return _mm512_and_si512(_mm512_cvtepi8_epi32(x), _mm512_set1_epi32(0xffff));
+    }
+    // Pairs of 16 bits: of two sub-blocks for each column.
+    static I pairs(const uint8_t * first, const uint8_t * second) {
+        const __m128i a = _mm_loadu_si128((const __m128i *)first), b = _mm_loadu_si128((const __m128i *)second);
+        return _mm512_cvtepu8_epi16(_mm256_set_m128i(_mm_unpackhi_epi8(a, b), _mm_unpacklo_epi8(a, b)));
+    }
+    static I add_pairs(I sum, I a, I b) { return _mm512_dpwssd_epi32(sum, a, b); }
+
+    // sum + scale * (w . x) for 16 values of each column, exactly: partial sums of 4 * n_dots products fit 16 bits,
+    // which dpwssd multiplies with the scale.
+    template <int n_dots, bool has_offset>
+    static I scaled_sum(I sum, const I * w, const int8_t * x, const int32_t * minus, I scale) {
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i += n_dots) {
+            I part = has_offset ? broadcast(minus + i / 2) : zero();
+#pragma GCC unroll 4
+            for (int j = i; j < i + n_dots; j++) {
+                part = _mm512_dpbusd_epi32(part, w[j], broadcast(x + 4 * j));
+            }
+            sum = _mm512_dpwssd_epi32(sum, part, scale);
+        }
+        return sum;
+    }
+
+    // w . x for 32 values of each column, less offset times the sum of x.
+    template <int, bool>
+    static I sum_32(const I * w, const int8_t * x, const int32_t * minus) {
+        I sum = broadcast(minus);
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) {
+            sum = _mm512_dpbusd_epi32(sum, w[i], broadcast(x + 4 * i));
+        }
+        return sum;
+    }
+
+    // The sums of 8 values from sums of pairs [16], times -offset.
+    static __m256i minus_8(__m256i pairs, int offset) {
+        const __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi16((short)-offset));
+        return _mm256_add_epi32(fours, _mm256_shuffle_epi32(fours, 0xb1));
+    }
+};
+
+} // namespace
+} // namespace moegguf::kernels

@@ -1,0 +1,299 @@
+// multiply.cpp: MUL_MAT and MUL_MAT_ID with interleaved weights, divided among threads. Activations are quantized row
+// by row, and rows are multiplied in tiles; neither changes the bits of a row.
+#include "multiply.h"
+
+#include "ggml-cpu-impl.h"
+#include "kernels.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+
+namespace moegguf::kernels {
+namespace {
+
+constexpr int max_tile = 16;
+constexpr int64_t part_bytes = 256 << 10; // of weights that are multiplied with all rows before the next ones
+
+enum class Instructions { upstream, avx2, avx512 };
+
+Instructions detect() {
+#if defined(__x86_64__)
+    const char * forced = getenv("MOEGGUF_KERNELS"); // upstream or avx2: to compare
+    const auto is = [forced](const char * name) { return forced && strcmp(forced, name) == 0; };
+    __builtin_cpu_init();
+    if (!is("upstream") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+        const bool has_512 = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+        return has_512 && !is("avx2") ? Instructions::avx512 : Instructions::avx2;
+    }
+#endif
+    return Instructions::upstream;
+}
+
+const Kernel * find(Layout layout) {
+#if defined(__x86_64__)
+    static const Instructions found = detect();
+    switch (found) {
+        case Instructions::avx512:
+            return find_avx512(layout);
+        case Instructions::avx2:
+            return find_avx2(layout);
+        case Instructions::upstream:
+            return nullptr;
+    }
+#endif
+    return nullptr;
+}
+
+const Kernel * kernel_of(ggml_type type) {
+    switch (type) {
+        case GGML_TYPE_Q4_0:
+            return find(Layout::q4_0x8);
+        case GGML_TYPE_IQ4_NL:
+            return find(Layout::iq4_nlx8);
+        case GGML_TYPE_MXFP4:
+            return find(Layout::mxfp4x8);
+        case GGML_TYPE_Q4_K:
+            return find(Layout::q4_kx8);
+        case GGML_TYPE_Q5_K:
+            return find(Layout::q5_kx8);
+        case GGML_TYPE_Q6_K:
+            return find(Layout::q6_kx8);
+        default:
+            return nullptr;
+    }
+}
+
+const Kernel * kernel_of(const ggml_tensor * op, int64_t n_cols, int64_t interleaved_bytes) {
+    return n_cols == 8 && interleaved_bytes == 8 ? kernel_of(op->src[0]->type) : nullptr;
+}
+
+// How many of n_left rows the next tile has. It may be filled up with the last row.
+int next_tile(int64_t n_left, int max_rows) {
+    int n = 1;
+    while (n < n_left && n < max_rows) {
+        n *= 2;
+    }
+    return 4 * n_left < 3 * n ? n / 2 : n;
+}
+
+// One matrix of weights, and what it is multiplied with.
+struct Product {
+    const Kernel * kernel;
+    const char * weights;
+    size_t row_bytes; // of weights
+    int64_t n;        // values of a row
+
+    size_t quantized() const { return n / kernel->block_values * kernel->block_bytes; } // bytes of a row of activations
+
+    // Columns [first, last) of a tile. out: of each row, column 0
+    void multiply(int64_t first, int64_t last, const char * tile, int n_rows, float * const * out) const {
+        float * at[max_tile];
+        for (int r = 0; r < n_rows; r++) {
+            at[r] = out[r] + first;
+        }
+        kernel->multiply(weights + first * row_bytes, row_bytes, last - first, tile, n_rows, n, at);
+    }
+};
+
+// Part `i` of n_parts of n columns, in groups of 16.
+int64_t part_begin(int64_t i, int64_t n_parts, int64_t n) {
+    return std::min((i * n / n_parts + 15) / 16 * 16, n);
+}
+
+// ---- MUL_MAT ----
+
+// Rows of all planes one after the other.
+float * row_of(const ggml_tensor * t, int64_t i) {
+    return (float *)((char *)t->data + i % t->ne[1] * t->nb[1] + i / t->ne[1] * t->nb[2]);
+}
+
+void quantize_tiles(const ggml_compute_params * params, const ggml_tensor * x, const Product & p, char * tiles) {
+    const int64_t n_rows = ggml_nrows(x);
+    for (int64_t row = 0, tile = 0; row < n_rows;) {
+        const int n_tile = next_tile(n_rows - row, p.kernel->max_rows);
+        for (int r = 0; r < n_tile; r++) {
+            if ((tile + r) % params->nth == params->ith) {
+                p.kernel->quantize(row_of(x, std::min(row + r, n_rows - 1)), p.n, tiles + r * p.kernel->block_bytes,
+                                   n_tile * p.kernel->block_bytes);
+            }
+        }
+        row += n_tile, tile += n_tile, tiles += n_tile * p.quantized();
+    }
+}
+
+void mul_mat(ggml_compute_params * params, ggml_tensor * op, const Kernel * kernel) {
+    const ggml_tensor * w = op->src[0];
+    const Product p = {kernel, (const char *)w->data, w->nb[1], w->ne[0]};
+    quantize_tiles(params, op->src[1], p, (char *)params->wdata);
+
+    const int64_t n_cols = w->ne[1], n_rows = ggml_nrows(op);
+    const int64_t n_parts = std::max<int64_t>(4 * params->nth, n_cols * p.row_bytes / part_bytes);
+    if (params->ith == 0) {
+        ggml_threadpool_chunk_set(params->threadpool, params->nth);
+    }
+    ggml_barrier(params->threadpool);
+
+    for (int64_t part = params->ith; part < n_parts; part = ggml_threadpool_chunk_add(params->threadpool, 1)) {
+        const int64_t first = part_begin(part, n_parts, n_cols), last = part_begin(part + 1, n_parts, n_cols);
+        const char * tile = (const char *)params->wdata;
+        for (int64_t row = 0; row < n_rows && first < last;) {
+            const int n_tile = next_tile(n_rows - row, kernel->max_rows);
+            float * out[max_tile];
+            for (int r = 0; r < n_tile; r++) {
+                out[r] = row_of(op, std::min(row + r, n_rows - 1));
+            }
+            p.multiply(first, last, tile, n_tile, out);
+            row += n_tile, tile += n_tile * p.quantized();
+        }
+    }
+}
+
+// ---- MUL_MAT_ID ----
+
+struct Choice {
+    int32_t i, token; // the expert is the token's i-th
+};
+
+// Work memory: activations, a tile for each thread, and which rows each expert has.
+struct Work {
+    char * rows;
+    char * tiles;
+    int64_t * n_rows; // [n_expert]
+    int64_t * taken;  // [n_expert]: parts of the matrix that a thread has taken
+    int64_t * first;  // [n_expert]: of `choices`
+    Choice * choices; // ordered by expert
+    size_t size;
+
+    Work(const ggml_tensor * op, const Kernel * kernel, int n_threads, void * memory) {
+        const ggml_tensor * x = op->src[1];
+        const size_t row = x->ne[0] / kernel->block_values * kernel->block_bytes;
+        char * at = (char *)memory;
+        const auto take = [&at](size_t n) {
+            char * begin = at;
+            at += GGML_PAD(n, 64);
+            return begin;
+        };
+        rows = take(ggml_nrows(x) * row);
+        tiles = take(n_threads * max_tile * row);
+        const int64_t n_expert = op->src[0]->ne[2];
+        n_rows = (int64_t *)take(n_expert * sizeof(int64_t));
+        taken = (int64_t *)take(n_expert * sizeof(int64_t));
+        first = (int64_t *)take(n_expert * sizeof(int64_t));
+        choices = (Choice *)take(ggml_nelements(op->src[2]) * sizeof(Choice));
+        size = at - (char *)memory;
+    }
+};
+
+template <class Visit>
+void for_each_choice(const ggml_tensor * ids, Visit visit) {
+    for (int32_t token = 0; token < ids->ne[1]; token++) {
+        for (int32_t i = 0; i < ids->ne[0]; i++) {
+            visit(*(const int32_t *)((const char *)ids->data + token * ids->nb[1] + i * ids->nb[0]), Choice{i, token});
+        }
+    }
+}
+
+// By expert; only the entries of those that have rows are written, but for the counts.
+void sort_choices(const ggml_tensor * op, const Work & work) {
+    const int64_t n_expert = op->src[0]->ne[2];
+    memset(work.n_rows, 0, n_expert * sizeof(int64_t));
+    for_each_choice(op->src[2], [&](int32_t expert, Choice) {
+        GGML_ASSERT(expert >= 0 && expert < n_expert);
+        work.n_rows[expert]++;
+        work.taken[expert] = 0;
+    });
+    int64_t n = 0;
+    for_each_choice(op->src[2], [&](int32_t expert, Choice choice) {
+        if (work.taken[expert] == 0) {
+            work.first[expert] = n;
+            n += work.n_rows[expert];
+        }
+        work.choices[work.first[expert] + work.taken[expert]++] = choice;
+    });
+    for_each_choice(op->src[2], [&](int32_t expert, Choice) { work.taken[expert] = 0; });
+}
+
+void quantize_rows(const ggml_compute_params * params, const ggml_tensor * x, const Product & p, char * rows) {
+    for (int64_t i = params->ith; i < ggml_nrows(x); i += params->nth) {
+        p.kernel->quantize(row_of(x, i), p.n, rows + i * p.quantized(), p.kernel->block_bytes);
+    }
+}
+
+// Columns [first, last) of all rows of an expert.
+void multiply_expert(ggml_tensor * op, const Product & p, const Work & work, char * tile, const Choice * choices,
+                     int64_t n_rows, int64_t first, int64_t last) {
+    const ggml_tensor * x = op->src[1];
+    for (int64_t row = 0; row < n_rows;) {
+        const int n_tile = next_tile(n_rows - row, p.kernel->max_rows);
+        const char * rows[max_tile];
+        float * out[max_tile];
+        for (int r = 0; r < n_tile; r++) {
+            const Choice c = choices[std::min(row + r, n_rows - 1)];
+            rows[r] = work.rows + (c.i % x->ne[1] + c.token * x->ne[1]) * p.quantized();
+            out[r] = row_of(op, c.i + c.token * op->ne[1]);
+        }
+        if (n_tile > 1) {
+            p.kernel->gather(rows, n_tile, p.n, tile);
+        }
+        p.multiply(first, last, n_tile > 1 ? tile : rows[0], n_tile, out);
+        row += n_tile;
+    }
+}
+
+void mul_mat_id(ggml_compute_params * params, ggml_tensor * op, const Kernel * kernel) {
+    const ggml_tensor * w = op->src[0];
+    const Work work(op, kernel, params->nth, params->wdata);
+    GGML_ASSERT(params->wsize >= work.size);
+    Product p = {kernel, nullptr, w->nb[1], w->ne[0]};
+    quantize_rows(params, op->src[1], p, work.rows);
+    if (params->ith == 0) {
+        sort_choices(op, work);
+    }
+    ggml_barrier(params->threadpool);
+
+    ggml_mul_mat_id_order order;
+    ggml_mul_mat_id_begin(&order, op, params->nth);
+    for (int expert; (expert = ggml_mul_mat_id_next(&order, work.n_rows, (int)w->ne[2], params->ith)) >= 0;) {
+        p.weights = (const char *)w->data + order.at * w->nb[2];
+        // a thread that has to share its processor leaves parts to the others
+        const int64_t n_rows = work.n_rows[expert], n_parts = n_rows < 4 ? 4 * params->nth : params->nth;
+        for (int64_t part; (part = __atomic_fetch_add(&work.taken[expert], 1, __ATOMIC_RELAXED)) < n_parts;) {
+            const int64_t first = part_begin(part, n_parts, w->ne[1]), last = part_begin(part + 1, n_parts, w->ne[1]);
+            char * tile = work.tiles + params->ith * max_tile * p.quantized();
+            if (first < last) {
+                multiply_expert(op, p, work, tile, work.choices + work.first[expert], n_rows, first, last);
+            }
+        }
+    }
+}
+
+} // namespace
+
+bool has_kernels(ggml_type type) {
+    return kernel_of(type) != nullptr;
+}
+
+bool work_size(int n_threads, const ggml_tensor * op, int64_t n_cols, int64_t interleaved_bytes, size_t & size) {
+    const Kernel * kernel = kernel_of(op, n_cols, interleaved_bytes);
+    if (!kernel) {
+        return false;
+    }
+    const ggml_tensor * x = op->src[1];
+    const size_t row = x->ne[0] / kernel->block_values * kernel->block_bytes;
+    size = op->op == GGML_OP_MUL_MAT ? (ggml_nrows(x) + max_tile) * row : Work(op, kernel, n_threads, nullptr).size;
+    return true;
+}
+
+bool multiply(ggml_compute_params * params, ggml_tensor * op, int64_t n_cols, int64_t interleaved_bytes) {
+    const Kernel * kernel = kernel_of(op, n_cols, interleaved_bytes);
+    if (kernel && op->op == GGML_OP_MUL_MAT) {
+        mul_mat(params, op, kernel);
+    } else if (kernel) {
+        mul_mat_id(params, op, kernel);
+    }
+    return kernel != nullptr;
+}
+
+} // namespace moegguf::kernels

@@ -1,0 +1,21 @@
+// multiply.h: what the call sites in ggml's CPU backend ask: MUL_MAT and MUL_MAT_ID with the kernels of kernels.h.
+#pragma once
+
+#include "ggml.h"
+
+#include <cstddef>
+
+struct ggml_compute_params;
+
+namespace moegguf::kernels {
+
+// Whether this processor has kernels for weights of that type, interleaved in groups of 8 rows and 8 bytes.
+bool has_kernels(ggml_type type);
+
+// The bytes of work memory that `multiply` needs. False: upstream's kernels do it.
+bool work_size(int n_threads, const ggml_tensor * op, int64_t n_cols, int64_t interleaved_bytes, size_t & size);
+
+// Computes this thread's share of the product. False: upstream's kernels do it.
+bool multiply(ggml_compute_params * params, ggml_tensor * op, int64_t n_cols, int64_t interleaved_bytes);
+
+} // namespace moegguf::kernels

@@ -1,0 +1,158 @@
+// tile.h: tiles of rows times interleaved weights. Whatever the number of rows and the instructions, a result is the
+// same sum: products of a block are added exactly, as integers, and blocks one after the other with fma.
+#pragma once
+
+#include "kernels.h"
+#include "types.h"
+
+#define MOEGGUF_INLINE inline __attribute__((always_inline))
+
+namespace moegguf::kernels {
+namespace {
+
+template <class Isa, class T>
+struct Tile {
+    using I = typename Isa::I;
+    using F = typename Isa::F;
+    using Row = typename T::Row;
+    using Groups = const uint8_t * [Isa::n_groups]; // of 8 columns
+
+    // Weights of 32 values with a scale: one block of n_rows rows.
+    template <int n_rows>
+    static MOEGGUF_INLINE void add_32(const Groups & block, const Row32 * rows, F * sums, F *) {
+        I w[8];
+        T::template codes<Isa>(block, w);
+        const F scale = T::template scale<Isa>(block);
+#pragma GCC unroll 16
+        for (int r = 0; r < n_rows; r++) {
+            const I sum = Isa::template sum_32<T::n_dots, T::template is_signed<Isa>>(w, rows[r].qs, &rows[r].minus);
+            sums[r] = Isa::fma(Isa::to_float(sum), Isa::mul(scale, Isa::broadcast(rows[r].d)), sums[r]);
+        }
+    }
+
+    // 16 values of each column with their scale.
+    template <int n_rows, int step, int i, class Block>
+    static MOEGGUF_INLINE void add_codes(const Block & block, const Row * rows, I * sums) {
+        I w[4];
+        block.template codes<step, i>(w);
+        const I scale = block.scales(step, i);
+        const int at = block.first_value(step, i);
+#pragma GCC unroll 16
+        for (int r = 0; r < n_rows; r++) {
+            const int32_t * minus = nullptr;
+            if constexpr (T::offset != 0) {
+                minus = rows[r].minus + at / 8;
+            }
+            sums[r] = Isa::template scaled_sum<T::n_dots, T::offset != 0>(sums[r], w, rows[r].qs + at, minus, scale);
+        }
+    }
+
+    template <int n_rows, int step = 0, class Block>
+    static MOEGGUF_INLINE void add_steps(Block & block, const Row * rows, I * sums) {
+        block.template load<step>();
+        add_codes<n_rows, step, 0>(block, rows, sums);
+        add_codes<n_rows, step, 1>(block, rows, sums);
+        if constexpr (step + 1 < T::n_steps) {
+            add_steps<n_rows, step + 1>(block, rows, sums);
+        }
+    }
+
+    // Weights of 256 values with integer scales: one block of n_rows rows.
+    template <int n_rows>
+    static MOEGGUF_INLINE void add_256(const Groups & from, const Row * rows, F * sums, F * mins) {
+        typename T::template Block<Isa> block(from);
+        I exact[n_rows];
+#pragma GCC unroll 16
+        for (int r = 0; r < n_rows; r++) {
+            exact[r] = Isa::zero();
+        }
+        add_steps<n_rows>(block, rows, exact);
+        const F scale = block.scale();
+#pragma GCC unroll 16
+        for (int r = 0; r < n_rows; r++) {
+            sums[r] = Isa::fma(Isa::to_float(exact[r]), Isa::mul(scale, Isa::broadcast(rows[r].d)), sums[r]);
+        }
+        if constexpr (T::has_mins) {
+            const I pairs[4] = {block.mins(0), block.mins(1), block.mins(2), block.mins(3)};
+            const F min = block.min();
+#pragma GCC unroll 16
+            for (int r = 0; r < n_rows; r++) {
+                I sum = Isa::zero();
+                for (int i = 0; i < 4; i++) {
+                    sum = Isa::add_pairs(sum, pairs[i], Isa::broadcast(rows[r].sums + 2 * i));
+                }
+                mins[r] = Isa::fma(Isa::to_float(sum), Isa::mul(min, Isa::broadcast(rows[r].d)), mins[r]);
+            }
+        }
+    }
+
+    template <int n_rows>
+    static void columns(const Groups & weights, const Row * rows, int64_t n_blocks, float * const * out, int n_out) {
+        F sums[n_rows], mins[n_rows];
+#pragma GCC unroll 16
+        for (int r = 0; r < n_rows; r++) {
+            sums[r] = mins[r] = Isa::zero_f();
+        }
+        for (int64_t b = 0; b < n_blocks; b++, rows += n_rows) {
+            Groups block;
+            for (int i = 0; i < Isa::n_groups; i++) {
+                block[i] = weights[i] + b * T::bytes;
+            }
+            if constexpr (T::n_values == 32) {
+                add_32<n_rows>(block, rows, sums, mins);
+            } else {
+                add_256<n_rows>(block, rows, sums, mins);
+            }
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < n_rows; r++) {
+            Isa::store(out[r], T::has_mins ? Isa::sub(sums[r], mins[r]) : sums[r], n_out);
+        }
+    }
+
+    template <int n_rows>
+    static void all_columns(const uint8_t * weights, size_t row_bytes, int64_t n_cols, const Row * rows, int64_t n,
+                            float * const * out) {
+        float * at[n_rows];
+        for (int64_t col = 0; col < n_cols; col += Isa::n_cols) {
+            const int n_out = n_cols - col < Isa::n_cols ? (int)(n_cols - col) : Isa::n_cols;
+            Groups groups; // the last 8 columns stand for 16
+            for (int i = 0; i < Isa::n_groups; i++) {
+                groups[i] = weights + (col + (8 * i < n_out ? 8 * i : 0)) * row_bytes;
+            }
+            for (int r = 0; r < n_rows; r++) {
+                at[r] = out[r] + col;
+            }
+            columns<n_rows>(groups, rows, n / T::n_values, at, n_out);
+        }
+    }
+
+    static void multiply(const char * weights, size_t row_bytes, int64_t n_cols, const char * tile, int n_rows,
+                         int64_t n, float * const * out) {
+        const auto * w = (const uint8_t *)weights;
+        const auto * rows = (const Row *)tile;
+        switch (n_rows) {
+            case 1:
+                return all_columns<1>(w, row_bytes, n_cols, rows, n, out);
+            case 2:
+                return all_columns<2>(w, row_bytes, n_cols, rows, n, out);
+            case 4:
+                return all_columns<4>(w, row_bytes, n_cols, rows, n, out);
+            case 8:
+                return all_columns<(Isa::max_rows < 8 ? 1 : 8)>(w, row_bytes, n_cols, rows, n, out);
+            case 16:
+                return all_columns<(Isa::max_rows < 16 ? 1 : 16)>(w, row_bytes, n_cols, rows, n, out);
+        }
+    }
+
+    static void gather(const char * const * rows, int n_rows, int64_t n, char * tile) {
+        for (int64_t b = 0; b < n / T::n_values; b++) {
+            for (int r = 0; r < n_rows; r++, tile += sizeof(Row)) {
+                memcpy(tile, rows[r] + b * sizeof(Row), sizeof(Row));
+            }
+        }
+    }
+};
+
+} // namespace
+} // namespace moegguf::kernels

@@ -1,0 +1,275 @@
+// types.h: how each type of weights is unpacked. Layouts are upstream's, of 8 interleaved rows ("columns" here, as they
+// are those of the result): lines of 64 bytes, 8 of each column.
+#pragma once
+
+#include "rows.h"
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace moegguf::kernels {
+namespace {
+
+// ---- 32 values with a scale ----
+
+// A half for each column, then nibbles: lines of values 0-7 and 16-23, 8-15 and 24-31.
+template <int scale_bytes>
+struct NibblesX8 {
+    static constexpr int n_values = 32, bytes = 8 * scale_bytes + 128;
+    static constexpr bool has_mins = false;
+    using Row = Row32;
+
+    template <class Isa>
+    static void nibbles(const uint8_t * const (&blocks)[Isa::n_groups], int flipped, typename Isa::I * w) {
+        const uint8_t * qs[Isa::n_groups];
+        for (int i = 0; i < Isa::n_groups; i++) {
+            qs[i] = blocks[i] + 8 * scale_bytes;
+        }
+        for (int line = 0; line < 2; line++) {
+            typename Isa::I raw[2];
+            Isa::load_line(qs, line, raw[0], raw[1]);
+            for (int i = 0; i < 2; i++) {
+                const auto x = Isa::flip(raw[i], flipped);
+                w[2 * line + i] = Isa::low_nibbles(x);
+                w[2 * line + i + 4] = Isa::high_nibbles(x);
+            }
+        }
+    }
+
+    template <class Isa>
+    static typename Isa::F scale(const uint8_t * const (&blocks)[Isa::n_groups]) {
+        const void * d[Isa::n_groups];
+        for (int i = 0; i < Isa::n_groups; i++) {
+            d[i] = blocks[i];
+        }
+        return Isa::load_halves(d);
+    }
+};
+
+struct Q4_0x8 : NibblesX8<2> {
+    static constexpr int n_dots = 8;
+    template <class Isa>
+    static constexpr int offset = 8;
+    template <class Isa>
+    static constexpr bool is_signed = false;
+
+    // Upstream's layout has signed nibbles: bit 3 of each is flipped.
+    template <class Isa>
+    static void codes(const uint8_t * const (&blocks)[Isa::n_groups], typename Isa::I * w) {
+        nibbles<Isa>(blocks, 0x88, w);
+    }
+};
+
+struct Iq4NlX8 : NibblesX8<2> {
+    static constexpr int n_dots = 1;
+    template <class Isa>
+    static constexpr bool is_signed = Isa::signed_codes;
+    template <class Isa>
+    static constexpr int offset = is_signed<Isa> ? 0 : 128;
+
+    template <class Isa>
+    static void codes(const uint8_t * const (&blocks)[Isa::n_groups], typename Isa::I * w) {
+        static const int8_t values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+        nibbles<Isa>(blocks, 0, w);
+        for (int i = 0; i < 8; i++) {
+            w[i] = Isa::flip(Isa::look_up(w[i], values), is_signed<Isa> ? 0 : 0x80);
+        }
+    }
+};
+
+struct Mxfp4X8 : NibblesX8<1> {
+    static constexpr int n_dots = 4;
+    template <class Isa>
+    static constexpr int offset = 12;
+    template <class Isa>
+    static constexpr bool is_signed = false;
+
+    template <class Isa>
+    static void codes(const uint8_t * const (&blocks)[Isa::n_groups], typename Isa::I * w) {
+        static const int8_t values[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0}; // and 12
+        nibbles<Isa>(blocks, 0, w);
+        for (int i = 0; i < 8; i++) {
+            w[i] = Isa::look_up(w[i], values);
+        }
+    }
+
+    // Half of 2^(e - 127), as the values are doubled.
+    template <class Isa>
+    static typename Isa::F scale(const uint8_t * const (&blocks)[Isa::n_groups]) {
+        float d[Isa::n_cols];
+        for (int i = 0; i < Isa::n_cols; i++) {
+            const uint32_t e = blocks[i / 8][i % 8], bits = e < 2 ? 0x00200000u << e : (e - 1) << 23;
+            memcpy(&d[i], &bits, sizeof(bits));
+        }
+        typename Isa::F x;
+        memcpy(&x, d, sizeof(x));
+        return x;
+    }
+};
+
+// ---- 256 values with integer scales: sub-blocks of 32 or 16 ----
+
+// Where parts of a block begin, for each group of columns.
+template <class Isa>
+struct Parts {
+    const uint8_t * of[Isa::n_groups];
+
+    Parts(const uint8_t * const (&blocks)[Isa::n_groups], int offset) {
+        for (int i = 0; i < Isa::n_groups; i++) {
+            of[i] = blocks[i] + offset;
+        }
+    }
+};
+
+// Scales and minima of 6 bits, in 12 bytes for each of the 8 sub-blocks: [sub-block][column].
+template <class Isa>
+struct Scales6 {
+    alignas(64) uint8_t scales[8][Isa::n_cols], mins[8][Isa::n_cols];
+
+    explicit Scales6(const Parts<Isa> & packed) {
+        __m256i s[2 * Isa::n_groups], m[2 * Isa::n_groups];
+        for (int i = 0; i < Isa::n_groups; i++) {
+            unpack(packed.of[i], &s[2 * i], &m[2 * i]);
+        }
+        arrange(s, scales);
+        arrange(m, mins);
+    }
+
+  private:
+    // Pairs of sub-blocks, 8 bytes each: out[0] has 0, 1, 4 and 5, out[1] the others.
+    static void unpack(const uint8_t * packed, __m256i * s, __m256i * m) {
+        const auto * from = (const __m256i *)packed;
+        const __m256i a = _mm256_loadu_si256(from), b = _mm256_loadu_si256(from + 1), c = _mm256_loadu_si256(from + 2);
+        // each third word of 24: lanes of a, b and c that do not overlap
+        const __m256i low_s = _mm256_permutevar8x32_epi32(_mm256_blend_epi32(_mm256_blend_epi32(a, b, 0x92), c, 0x24),
+                                                          _mm256_setr_epi32(0, 3, 6, 1, 4, 7, 2, 5));
+        const __m256i low_m = _mm256_permutevar8x32_epi32(_mm256_blend_epi32(_mm256_blend_epi32(a, b, 0x24), c, 0x49),
+                                                          _mm256_setr_epi32(1, 4, 7, 2, 5, 0, 3, 6));
+        const __m256i high = _mm256_permutevar8x32_epi32(_mm256_blend_epi32(_mm256_blend_epi32(a, b, 0x49), c, 0x92),
+                                                         _mm256_setr_epi32(2, 5, 0, 3, 6, 1, 4, 7));
+        const __m256i six = _mm256_set1_epi8(0x3f), four = _mm256_set1_epi8(0x0f), two = _mm256_set1_epi8(0x30);
+        const __m256i s4 =
+            _mm256_or_si256(_mm256_and_si256(high, four), _mm256_and_si256(_mm256_srli_epi16(low_s, 2), two));
+        const __m256i m4 = _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(high, 4), four),
+                                           _mm256_and_si256(_mm256_srli_epi16(low_m, 2), two));
+        const __m256i s0 = _mm256_and_si256(low_s, six), m0 = _mm256_and_si256(low_m, six);
+        s[0] = _mm256_unpacklo_epi32(s0, s4), s[1] = _mm256_unpackhi_epi32(s0, s4);
+        m[0] = _mm256_unpacklo_epi32(m0, m4), m[1] = _mm256_unpackhi_epi32(m0, m4);
+    }
+
+    static void arrange(const __m256i * x, uint8_t (*out)[Isa::n_cols]) {
+        if constexpr (Isa::n_groups == 1) {
+            for (int i = 0; i < 2; i++) {
+                _mm_storeu_si128((__m128i *)out[2 * i], _mm256_castsi256_si128(x[i]));
+                _mm_storeu_si128((__m128i *)out[2 * i + 4], _mm256_extracti128_si256(x[i], 1));
+            }
+        } else {
+            for (int i = 0; i < 4; i++) {
+                const __m256i a = x[i / 2], b = x[i / 2 + 2];
+                const __m256i both = i % 2 ? _mm256_unpackhi_epi64(a, b) : _mm256_unpacklo_epi64(a, b);
+                _mm_storeu_si128((__m128i *)out[i], _mm256_castsi256_si128(both));
+                _mm_storeu_si128((__m128i *)out[i + 4], _mm256_extracti128_si256(both, 1));
+            }
+        }
+    }
+};
+
+// Q4_K and Q5_K: 4 parts of 64 values, the first 32 in low nibbles, with a scale and a minimum for each 32.
+template <bool has_fifth_bit>
+struct Q45KX8 {
+    static constexpr int n_values = 256, bytes = 32 + 96 + (has_fifth_bit ? 256 : 0) + 1024;
+    static constexpr int n_steps = 8, n_codes = 2, n_dots = has_fifth_bit ? 2 : 4, offset = 0;
+    static constexpr bool has_mins = true;
+    using Row = RowMins;
+
+    template <class Isa>
+    struct Block {
+        const uint8_t * const (&blocks)[Isa::n_groups];
+        const Parts<Isa> qs, qh;
+        const Scales6<Isa> packed;
+        typename Isa::I raw[4], high[4];
+
+        explicit Block(const uint8_t * const (&from)[Isa::n_groups])
+            : blocks(from),
+              qs(from, bytes - 1024),
+              qh(from, 128),
+              packed(Parts<Isa>(from, 32)) {}
+
+        typename Isa::F scale() const { return Isa::load_halves((const void * const(&)[Isa::n_groups])blocks); }
+        typename Isa::F min() const {
+            const Parts<Isa> mins(blocks, 16);
+            return Isa::load_halves((const void * const(&)[Isa::n_groups])mins.of);
+        }
+        typename Isa::I mins(int i) const { return Isa::pairs(packed.mins[2 * i], packed.mins[2 * i + 1]); }
+
+        // Step: 16 values of the first 32 of a part, and 16 of the other.
+        static int first_value(int step, int i) { return step / 2 * 64 + i * 32 + step % 2 * 16; }
+        typename Isa::I scales(int step, int i) const { return Isa::scales(packed.scales[step / 2 * 2 + i]); }
+        template <int step>
+        void load() {
+            for (int i = 0; i < 2; i++) {
+                Isa::load_line(qs.of, 2 * step + i, raw[2 * i], raw[2 * i + 1]);
+                if constexpr (has_fifth_bit) {
+                    Isa::load_line(qh.of, step % 2 * 2 + i, high[2 * i], high[2 * i + 1]);
+                }
+            }
+        }
+        template <int step, int i>
+        void codes(typename Isa::I * w) const {
+            for (int j = 0; j < 4; j++) {
+                w[j] = i ? Isa::high_nibbles(raw[j]) : Isa::low_nibbles(raw[j]);
+                if constexpr (has_fifth_bit) {
+                    w[j] = Isa::either(w[j], Isa::template high_bits<step / 2 * 2 + i>(high[j], 1));
+                }
+            }
+        }
+    };
+};
+
+using Q4KX8 = Q45KX8<false>;
+using Q5KX8 = Q45KX8<true>;
+
+// Q6_K: halves of 128 values, 32 in each of low and high nibbles of 64 bytes, two more bits of each in 32 bytes; a
+// signed scale for each 16.
+struct Q6KX8 {
+    static constexpr int n_values = 256, bytes = 16 + 128 + 1024 + 512;
+    static constexpr int n_steps = 8, n_codes = 2, n_dots = 2, offset = 32;
+    static constexpr bool has_mins = false;
+    using Row = RowOffset;
+
+    template <class Isa>
+    struct Block {
+        const uint8_t * const (&blocks)[Isa::n_groups];
+        const Parts<Isa> ql, qh;
+        typename Isa::I raw[4], high[4];
+
+        explicit Block(const uint8_t * const (&from)[Isa::n_groups]) : blocks(from), ql(from, 144), qh(from, 1168) {}
+
+        typename Isa::F scale() const { return Isa::load_halves((const void * const(&)[Isa::n_groups])blocks); }
+
+        // Step: half, 16 of 32 values, and first or second 32 bytes of the half.
+        static int first_value(int step, int i) { return step / 4 * 128 + i * 64 + step % 2 * 32 + step / 2 % 2 * 16; }
+        typename Isa::I scales(int step, int i) const {
+            return Isa::signed_scales(Parts<Isa>(blocks, 16 + first_value(step, i) / 16 * 8).of);
+        }
+        template <int step>
+        void load() {
+            for (int i = 0; i < 2; i++) {
+                Isa::load_line(ql.of, step / 4 * 8 + step % 2 * 4 + step / 2 % 2 * 2 + i, raw[2 * i], raw[2 * i + 1]);
+                Isa::load_line(qh.of, step / 4 * 4 + step / 2 % 2 * 2 + i, high[2 * i], high[2 * i + 1]);
+            }
+        }
+        template <int step, int i>
+        void codes(typename Isa::I * w) const {
+            for (int j = 0; j < 4; j++) {
+                const auto low = i ? Isa::high_nibbles(raw[j]) : Isa::low_nibbles(raw[j]);
+                w[j] = Isa::either(low, Isa::template high_bits<step % 2 * 2 + i * 4>(high[j], 3));
+            }
+        }
+    };
+};
+
+} // namespace
+} // namespace moegguf::kernels

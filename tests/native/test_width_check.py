@@ -1,0 +1,98 @@
+"""Results of the CPU whose bits do not depend on how many rows are computed together, and the tool that looks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tools import width_check
+from tools.width_check import Array, Case, Ggml
+
+ROOT = Path(__file__).resolve().parents[2]
+WIDTHS = (1, 2, 3, 4, 7, 8, 13, 33)
+N_ROWS, N_IN, N_OUT = 33, 512, 40  # five groups of 8 columns, while kernels take two at once
+INTERLEAVED = ("q4_0", "q4_K", "q5_K", "q6_K", "iq4_nl", "mxfp4")
+
+# The products' bytes of every type, one after the other, by the kernels that MOEGGUF_KERNELS names.
+PRODUCTS = """
+import sys
+from tests.native.test_width_check import products
+sys.stdout.buffer.write(products().tobytes())
+"""
+
+
+def products() -> Array:
+    """Of each interleaved type: [n_types, N_ROWS, N_OUT]."""
+    ggml = Ggml()
+    x = np.random.default_rng(0).standard_normal((N_ROWS, N_IN)).astype(np.float32)
+    made = (width_check.product(ggml, ggml.types[name], x, N_OUT, ggml.interleaved) for name in INTERLEAVED)
+    return np.stack([compute(range(N_ROWS)) for compute in made if compute])
+
+
+def products_by(kernels: str) -> Array:
+    """The same in a process of its own, by these kernels."""
+    environment = os.environ | {"MOEGGUF_KERNELS": kernels, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/native'}"}
+    command = [sys.executable, "-c", PRODUCTS]
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=True)
+    return np.frombuffer(ran.stdout, np.float32).reshape(-1, N_ROWS, N_OUT)
+
+
+@pytest.fixture(scope="module")
+def cases() -> dict[str, Case]:
+    return {case.name: case for case in width_check.cases(N_IN, N_OUT, N_ROWS)}
+
+
+@pytest.mark.parametrize("name", INTERLEAVED)
+@pytest.mark.parametrize("operation", ["mul_mat", "mul_mat_id"])
+def test_a_row_of_a_product_has_the_same_bits_at_any_width(cases: dict[str, Case], operation: str, name: str) -> None:
+    case = cases.get(f"{operation} {name} interleaved")
+    if case is None:
+        pytest.skip("the processor has no such layout")
+    assert case.changed(WIDTHS) == {}
+
+
+def test_what_is_no_product_has_the_same_bits_at_any_width(cases: dict[str, Case]) -> None:
+    others = [case for case in cases.values() if "mul_mat" not in case.name and "attention" not in case.name]
+    assert len(others) > 10
+    assert {case.name: case.changed(WIDTHS) for case in others if case.changed(WIDTHS)} == {}
+
+
+def test_processors_with_and_without_avx512_compute_the_same_bits() -> None:
+    assert products_by("avx2").tobytes() == products_by("").tobytes()
+
+
+@pytest.mark.parametrize("name", INTERLEAVED)
+def test_products_are_as_exact_as_those_with_plain_weights(name: str) -> None:
+    ggml = Ggml()
+    x = np.random.default_rng(0).standard_normal((N_ROWS, N_IN)).astype(np.float32)
+    compute, plain = (width_check.product(ggml, ggml.types[name], x, N_OUT, at) for at in (ggml.interleaved, None))
+    if compute is None or plain is None:
+        pytest.skip("the processor has no such layout")
+    exact = x.astype(np.float64) @ weights(ggml, ggml.types[name]).T
+    errors = [np.sqrt(np.mean((made(range(N_ROWS)) - exact) ** 2)) for made in (compute, plain)]
+    assert errors[0] < 1.001 * errors[1]
+
+
+def weights(ggml: Ggml, ggml_type: int) -> Array:
+    """The weights of width_check.product as float64, [N_OUT, N_IN]."""
+    values = ggml.quantized(ggml_type, np.random.default_rng(1).standard_normal((N_OUT, N_IN)))
+    graph = ggml.graph()
+    rows = graph.array(np.arange(N_OUT, dtype=np.int32))
+    out = graph.compute(graph.op("get_rows", graph.input(ggml_type, (N_OUT, N_IN), values), rows), (N_OUT, N_IN))
+    graph.close()
+    return out.astype(np.float64)
+
+
+def test_a_row_that_depends_on_the_width_is_found() -> None:
+    def compute(rows: Sequence[int]) -> Array:
+        values = np.array(rows, np.float32)[:, None]
+        values[1:2] += len(rows) > 2
+        return values
+
+    assert Case("wrong", compute).changed((1, 2, 4)) == {4: [1]}
