@@ -116,7 +116,7 @@ def test_prompt_progress_on_request(chat: Post, manager: FakeManager) -> None:
 
 
 def test_streamed_tool_calls(client: openai.OpenAI, manager: FakeManager, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moegguf.server.openai.chat.check_conversation", lambda *_: None)
+    monkeypatch.setattr("moegguf.server.common.conversation.check_conversation", lambda *_: None)
     manager.script = (
         Delta(thinking="hm"),
         Delta(tool_calls=(ToolCall("c1", "weather", {"city": "Oslo"}), ToolCall("c2", "weather", {}))),
@@ -131,6 +131,22 @@ def test_streamed_tool_calls(client: openai.OpenAI, manager: FakeManager, monkey
     assert final.choices[0].finish_reason == "tool_calls"
     assert final.choices[0].message.reasoning_content == "hm"  # type: ignore[attr-defined]
     assert manager.requests[0].tools == (WEATHER,)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_only_one_call_without_parallel_tool_calls(
+    client: openai.OpenAI, manager: FakeManager, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr("moegguf.server.common.conversation.check_conversation", lambda *_: None)
+    manager.script = (Delta(tool_calls=(ToolCall("c1", "weather", {}), ToolCall("c2", "weather", {}))),) * 2
+    asked: Any = {"model": "demo", "messages": HI, "tools": [WEATHER], "parallel_tool_calls": False}
+    if stream:
+        with client.chat.completions.stream(**asked) as chunks:
+            answer = chunks.get_final_completion()
+    else:
+        answer = client.chat.completions.create(**asked)
+    assert [call.id for call in answer.choices[0].message.tool_calls or ()] == ["c1"]
+    assert answer.choices[0].finish_reason == "tool_calls"
 
 
 def test_tools_are_refused_by_a_template_without_tools(chat: Post, manager: FakeManager) -> None:

@@ -31,7 +31,7 @@ Post = Callable[..., httpx.Response]
 
 @pytest.fixture
 def manager(monkeypatch: pytest.MonkeyPatch) -> FakeManager:
-    monkeypatch.setattr("moegguf.server.openai.responses.check_conversation", lambda *_: None)
+    monkeypatch.setattr("moegguf.server.common.conversation.check_conversation", lambda *_: None)
     return FakeManager(FakeCatalog(entry_of(demo_path()), entry_of(demo_path(), "mine:latest", system="Be kind.")))
 
 

@@ -18,6 +18,7 @@ from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, S
 from moegguf.models.entry import ModelEntry
 from moegguf.server.openai.objects import ChatReply, CompletionReply, usage
 from moegguf.server.openai.schema import ChatBody
+from moegguf.serving.delta_buffer import join
 from moegguf.serving.events import Done, LoadOverrides
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
@@ -288,7 +289,7 @@ def test_stream_objects_share_id_and_time() -> None:
 
 def whole_of(answer: ChatReply | CompletionReply, deltas: list[Delta]) -> Any:
     """The object of a reply with one choice."""
-    answer.add(deltas, DONE)
+    answer.add(join(deltas), DONE)
     return answer.whole()
 
 
@@ -315,11 +316,6 @@ def test_tool_calls_are_numbered_over_all_deltas() -> None:
     ]
     assert deltas[3]["tool_calls"][0]["index"] == 1
     assert answer.last(DONE)[0]["choices"][0]["finish_reason"] == "tool_calls"
-
-
-def test_only_one_call_without_parallel_tool_calls() -> None:
-    whole = ChatCompletion.model_validate(whole_of(reply(parallel=False), [Delta(tool_calls=CALLS)] * 2))
-    assert [call.id for call in whole.choices[0].message.tool_calls or ()] == ["c1"]
 
 
 def test_a_whole_answer() -> None:

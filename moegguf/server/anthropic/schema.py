@@ -8,29 +8,27 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from moegguf.generate.request import GenerationRequest, Message
-from moegguf.models.entry import ModelEntry
+from moegguf.models.entry import Details, ModelEntry
 from moegguf.models.recipe import MAX_TOKENS
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body
 from moegguf.server.common.content import Part, content_of, image_of_base64, image_of_url, text_part
+from moegguf.server.common.conversation import Question
 from moegguf.server.common.options import (
     MAX_TOKEN,
     FunctionName,
-    KeepAlive,
     ModelName,
-    Options,
     Stop,
     options_of,
     with_entry_messages,
 )
-from moegguf.serving.events import LoadOverrides
 
 log = logging.getLogger(__name__)
 
@@ -219,8 +217,8 @@ class OutputConfig(Body):
     format: OutputFormat | None = None
 
 
-class CountBody(Body):
-    """The body of /v1/messages/count_tokens."""
+class CountBody(Question):
+    """The body of /v1/messages/count_tokens. `options` are Ollama's, as an extension."""
 
     model: ModelName
     messages: Annotated[list[MessageParam], Field(min_length=1, max_length=limits.MESSAGES)]
@@ -229,8 +227,11 @@ class CountBody(Body):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    options: Options | None = None  # Ollama's, as an extension
-    keep_alive: KeepAlive = None
+
+    @property
+    def model_name(self) -> str:
+        """`model`."""
+        return self.model
 
     @model_validator(mode="after")
     def _choice_has_tools(self) -> CountBody:
@@ -241,9 +242,9 @@ class CountBody(Body):
             raise ValueError(f"tool_choice names {(choice.name or '')[:80]!r}, which is not among the tools")
         return self
 
-    def overrides(self) -> LoadOverrides:
-        """The options for loading."""
-        return (self.options or Options()).overrides()
+    def generations(self, entry: ModelEntry, known: Details) -> Sequence[GenerationRequest]:
+        """The only request."""
+        return [self.generation(entry, thinks="thinking" in known.capabilities)]
 
     def generation(self, entry: ModelEntry, *, thinks: bool) -> GenerationRequest:
         """The request, with the entry's defaults. `thinks`: the model can think; one that cannot answers without, as
@@ -280,7 +281,6 @@ class MessagesBody(CountBody):
     """The body of /v1/messages."""
 
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
-    stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=MAX_TOKEN)] | None = None

@@ -9,7 +9,8 @@ HTTP.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -17,25 +18,23 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_v
 
 from moegguf.generate.options import MAX_TOP_LOGPROBS
 from moegguf.generate.request import GenerationRequest, Message, Sampling
-from moegguf.models.entry import ModelEntry
+from moegguf.models.entry import Details, ModelEntry
 from moegguf.models.recipe import MAX_SEED, MAX_TOKENS
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body
 from moegguf.server.common.content import image_of_url
+from moegguf.server.common.conversation import Question
 from moegguf.server.common.options import (
     MAX_TOKEN,
     CalledFunction,
     Function,
-    KeepAlive,
     ModelName,
-    Options,
     Stop,
     Tool,
     ToolCall,
     options_of,
     with_entry_messages,
 )
-from moegguf.serving.events import LoadOverrides
 
 MAX_BIASES = 4096
 
@@ -253,12 +252,11 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-class GenerationBody(Body):
+class GenerationBody(Question):
     """The fields that chat and completion share. A prompt longer than the context is an error unless `truncate` is
     true; `shift` (Ollama's, off here) lets a prompt lose its middle then, and an answer go on in a full context."""
 
     model: ModelName
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, AfterValidator(one_answer)] | None = None
     max_tokens: Limit | None = None
@@ -275,16 +273,19 @@ class GenerationBody(Body):
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[int, Bias], Field(max_length=MAX_BIASES), BeforeValidator(token_ids)] | None = None
     exact: bool | None = None
-    options: Options | None = None
-    keep_alive: KeepAlive = None
     return_progress: bool | None = None
     truncate: bool | None = None
     shift: bool | None = None
 
     @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with a chunk of token counts."""
-        return bool(self.stream_options and self.stream_options.include_usage)
+    def model_name(self) -> str:
+        """`model`."""
+        return self.model
+
+    def stream_form(self) -> dict[str, bool]:
+        """Keywords of a reply: whether a stream ends with a chunk of token counts, and tells the prompt's progress."""
+        include_usage = bool(self.stream_options and self.stream_options.include_usage)
+        return {"include_usage": include_usage, "with_progress": bool(self.return_progress)}
 
     def sampling(self, entry: ModelEntry) -> Sampling:
         """The sampling parameters: the body's own keys, then `options`, then the entry's parameters."""
@@ -293,10 +294,6 @@ class GenerationBody(Body):
             named["num_predict"] = max_tokens
         options = options_of(self.options, entry).model_copy(update=named)
         return replace(options.sampling(), logit_bias=self.logit_bias or {})
-
-    def overrides(self) -> LoadOverrides:
-        """The options for loading."""
-        return (self.options or Options()).overrides()
 
     def max_answer_tokens(self) -> int | None:
         """Maximum length of the answer, -1 for no limit, None for the default."""
@@ -315,6 +312,19 @@ class ToolsBody(GenerationBody):
     tools: Annotated[list[OpenAITool], Field(max_length=limits.TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+
+    @property
+    def parallel_calls(self) -> bool:
+        """`parallel_tool_calls`, true by default."""
+        return self.parallel_tool_calls is not False
+
+    @abstractmethod
+    def generation(self, entry: ModelEntry) -> GenerationRequest:
+        """The request, with the entry's defaults."""
+
+    def generations(self, entry: ModelEntry, known: Details) -> Sequence[GenerationRequest]:
+        """That one."""
+        return [self.generation(entry)]
 
     @model_validator(mode="after")
     def _choice_has_tools(self) -> ToolsBody:
