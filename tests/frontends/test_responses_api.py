@@ -219,6 +219,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"type": "computer_call", "id": "x"}]}, "computer_call"),
     ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]}, "input_file"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x/y.png"}]}]}, "data:image"),
+    ({"input": [{"role": "user", "content": [{"type": [], "text": "x"}]}]}, "a part must be"),
     ({"tool_choice": "required"}, "needs tools"),
     ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "clock"}}, "clock"),
     ({"tool_choice": {"type": "web_search"}}, "web_search"),

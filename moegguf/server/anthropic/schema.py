@@ -19,7 +19,15 @@ from moegguf.models.entry import Details, ModelEntry
 from moegguf.models.recipe import MAX_TOKENS
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body
-from moegguf.server.common.content import Part, content_of, image_of_base64, image_of_url, text_part
+from moegguf.server.common.content import (
+    Part,
+    call_of,
+    content_of,
+    image_of_base64,
+    image_of_url,
+    text_part,
+    tool_message,
+)
 from moegguf.server.common.conversation import Question
 from moegguf.server.common.options import (
     MAX_TOKEN,
@@ -132,10 +140,7 @@ class ToolResultBlock(Body):
         """The message of a tool; one that failed says so."""
         parts = [block.part() for block in self.content]
         content = content_of([text_part("Error:"), *parts] if self.is_error else parts)
-        message: Message = {"role": "tool", "content": content, "tool_call_id": self.tool_use_id}
-        if name := tool_names.get(self.tool_use_id):
-            message["tool_name"] = name
-        return message
+        return tool_message(content, self.tool_use_id, tool_names.get(self.tool_use_id))
 
 
 Block = Annotated[
@@ -159,9 +164,7 @@ class MessageParam(Body):
             message["thinking"] = thinking
         if calls := [block for block in self.content if isinstance(block, ToolUseBlock)]:
             tool_names.update((call.id, call.name) for call in calls)
-            message["tool_calls"] = [
-                {"id": call.id, "function": {"name": call.name, "arguments": call.input}} for call in calls
-            ]
+            message["tool_calls"] = [call_of(call.id, call.name, call.input) for call in calls]
         if parts or len(message) > 2:
             yield message
 

@@ -114,7 +114,7 @@ class LineResponse(CancellableResponse):
 
     def error_line(self, body: Mapping[str, Any]) -> bytes:
         """The line for an error after the first byte."""
-        return dumps(body).encode() + b"\n"
+        return json_line(body)
 
     async def work(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the lines, then a line for an error."""
@@ -144,6 +144,11 @@ class NdjsonResponse(LineResponse):
     """One JSON object per line."""
 
     media_type = "application/x-ndjson"
+
+
+def json_line(value: Any) -> bytes:
+    """An object for NdjsonResponse."""
+    return dumps(value).encode() + b"\n"
 
 
 class SseResponse(LineResponse):

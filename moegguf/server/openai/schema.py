@@ -22,7 +22,7 @@ from moegguf.models.entry import Details, ModelEntry
 from moegguf.models.recipe import MAX_SEED, MAX_TOKENS
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body
-from moegguf.server.common.content import image_of_url
+from moegguf.server.common.content import Part, call_of, content_of, image_of_url, text_part, tool_message
 from moegguf.server.common.conversation import Question
 from moegguf.server.common.options import (
     MAX_TOKEN,
@@ -90,28 +90,20 @@ def read_parts(content: Any) -> Any:
 
     Raises ValueError for a part that is neither.
     """
-    if not isinstance(content, list):
-        return content
-    if any(isinstance(part, dict) and part.get("type") == "image_url" for part in content):
-        return [_part(part) for part in content]
-    return "\n".join(_part_text(part) for part in content)
+    return content_of([_part(part) for part in content]) if isinstance(content, list) else content
 
 
-def _part(part: Any) -> dict[str, str]:
-    if not isinstance(part, dict) or part.get("type") != "image_url":
-        return {"type": "text", "text": _part_text(part)}
-    given = part.get("image_url")
-    url = given.get("url") if isinstance(given, dict) else given
-    if not isinstance(url, str):
-        raise ValueError('image_url must be {"url": "data:image/png;base64,..."}')
-    return image_of_url(url)
-
-
-def _part_text(part: Any) -> str:
+def _part(part: Any) -> Part:
     kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "image_url":
+        given = part.get("image_url")
+        url = given.get("url") if isinstance(given, dict) else given
+        if not isinstance(url, str):
+            raise ValueError('image_url must be {"url": "data:image/png;base64,..."}')
+        return image_of_url(url)
     text = part.get(kind) if kind in ("text", "refusal") else None
     if isinstance(text, str):
-        return text
+        return text_part(text)
     if isinstance(kind, str) and kind not in ("text", "refusal"):
         raise ValueError(f"parts of type {kind[:40]!r} are not supported; send text or image_url")
     raise ValueError('a part must be {"type": "text", "text": "..."}')
@@ -169,18 +161,15 @@ class ChatMessage(Body):
         """The message for `GenerationRequest`. `tool_names`: {id of an earlier call: name of its function}."""
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
         message: Message = {"role": role, "content": self.content or ""}
+        if role == "tool":
+            name = self.name or tool_names.get(self.tool_call_id or "")
+            message = tool_message(self.content or "", self.tool_call_id, name)
         if thinking := self.reasoning_content or self.reasoning:
             message["thinking"] = thinking
         if self.tool_calls:
             message["tool_calls"] = [
-                {"id": call.id or "", "function": {"name": call.function.name, "arguments": call.function.arguments}}
-                for call in self.tool_calls
+                call_of(call.id or "", call.function.name, call.function.arguments) for call in self.tool_calls
             ]
-        if role == "tool":
-            if self.tool_call_id is not None:
-                message["tool_call_id"] = self.tool_call_id
-            if name := self.name or tool_names.get(self.tool_call_id or ""):
-                message["tool_name"] = name
         return message
 
 
