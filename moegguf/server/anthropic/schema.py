@@ -34,7 +34,6 @@ from moegguf.server.common.options import (
     FunctionName,
     ModelName,
     Stop,
-    options_of,
     with_entry_messages,
 )
 
@@ -292,19 +291,17 @@ class MessagesBody(CountBody):
 
     def generation(self, entry: ModelEntry, *, thinks: bool) -> GenerationRequest:
         """The request, with the entry's defaults."""
-        given = {
-            "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "stop": self.stop_sequences,
-            "exact": self.exact,
-        }  # fmt: skip
-        named = {name: value for name, value in given.items() if value is not None}
-        options = options_of(self.options, entry).model_copy(update={**named, "num_predict": self.max_tokens})
+        sampling = self.sampling_with(
+            entry, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, stop=self.stop_sequences,
+            exact=self.exact, num_predict=self.max_tokens,
+        )  # fmt: skip
         output = self.output_config.format if self.output_config else None
         return replace(
             super().generation(entry, thinks=thinks),
             format=output.schema_ if output else None,
             truncate=False,
             shift=False,
-            sampling=options.sampling(),
+            sampling=sampling,
         )
 
     @property

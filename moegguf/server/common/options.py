@@ -112,6 +112,12 @@ class Loading(Body):
         """The options for loading."""
         return (self.options or Options()).overrides()
 
+    def sampling_with(self, entry: ModelEntry, **own: Any) -> Sampling:
+        """The sampling parameters: the body's `own` keys by Ollama's names, unless they are None, then `options`, then
+        the entry's parameters. Raises HttpError 400 for invalid ones of the entry."""
+        given = {name: value for name, value in own.items() if value is not None}
+        return options_of(self.options, entry).model_copy(update=given).sampling()
+
     def keep_alive_s(self) -> float | None:
         """How long the model stays loaded when it is idle: inf for ever, None for the setting. Raises OptionError."""
         return None if self.keep_alive is None else parse_duration(self.keep_alive)

@@ -19,7 +19,7 @@ from moegguf.server.common import limits
 from moegguf.server.common.body import Body
 from moegguf.server.common.conversation import Question
 from moegguf.server.common.lookup import check_capabilities
-from moegguf.server.common.options import Loading, Options, Tool, ToolCall, options_of, with_entry_messages
+from moegguf.server.common.options import Loading, Options, Tool, ToolCall, with_entry_messages
 
 
 def _level(value: bool | str | None) -> bool | str | None:
@@ -97,7 +97,7 @@ class GenerationBody(ModelBody, Question):
             "truncate": self.truncate is not False,
             "shift": self.shift is not False,
             "n_logprobs": (self.top_logprobs or 0) if self.logprobs else None,
-            "sampling": options_of(self.options, entry).sampling(),
+            "sampling": self.sampling_with(entry),
         }
 
 

@@ -52,6 +52,11 @@ def timings(timing: Timing) -> Json:
     }
 
 
+def statistics(timing: Timing) -> Json:
+    """Additional keys of a complete reply."""
+    return {"timings": timings(timing), "moe": moe_object(timing.stats), **cut_object(timing)}
+
+
 def prompt_progress(progress: PromptProgress) -> Json:
     """llama-server's `prompt_progress`: tokens of the prompt, time in milliseconds."""
     return {
@@ -183,12 +188,12 @@ class _Reply(Reply):
         """The chunk with `finish_reason`; with that of the last choice the statistics of all, and the one with `usage`
         if requested."""
         is_last = self._index == self.n_choices - 1
-        statistics = self._statistics(total(self._timing, done.timing)) if is_last else {}
+        figures = statistics(total(self._timing, done.timing)) if is_last else {}
         choice = {**self.empty, "finish_reason": self._finish(done)}
-        chunks = [self._chunk(choice, **({} if self.include_usage else statistics))]
+        chunks = [self._chunk(choice, **({} if self.include_usage else figures))]
         self._end_choice(done)
         if is_last and self.include_usage:
-            chunks.append(self._object(self.chunk_kind, [], usage=usage(self._timing), **statistics))
+            chunks.append(self._object(self.chunk_kind, [], usage=usage(self._timing), **figures))
         return chunks
 
     def _add(self, choice: Mapping[str, Any], done: Done) -> None:
@@ -198,10 +203,7 @@ class _Reply(Reply):
 
     def whole(self) -> Json:
         """The object of a reply that is not streamed, after `add` of every choice."""
-        return self._object(self.whole_kind, self._choices, usage=usage(self._timing), **self._statistics(self._timing))
-
-    def _statistics(self, timing: Timing) -> Json:
-        return {"timings": timings(timing), "moe": moe_object(timing.stats), **cut_object(timing)}
+        return self._object(self.whole_kind, self._choices, usage=usage(self._timing), **statistics(self._timing))
 
 
 class ChatReply(_Reply):

@@ -17,9 +17,8 @@ from typing import Any
 from moegguf.generate.request import Delta, GenerationRequest, Timing, TokenLogprob, ToolCall
 from moegguf.server.common.conversation import EventReply, Json
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.objects import cut_object, moe_object
 from moegguf.server.common.streams import SseResponse, event_line
-from moegguf.server.openai.objects import chat_logprobs, timings
+from moegguf.server.openai.objects import chat_logprobs, statistics
 from moegguf.server.openai.responses_schema import ENCRYPTED_REASONING, ResponsesBody, encrypted
 from moegguf.server.openai.schema import OpenAITool, ToolChoice
 from moegguf.serving.events import Done, Event
@@ -211,9 +210,7 @@ class ResponseReply(EventReply):
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": self._output,
             "usage": usage(timing),
-            "timings": timings(timing),
-            "moe": moe_object(timing.stats),
-            **cut_object(timing),
+            **statistics(timing),
         }
         yield self._event(f"response.{status}", response=self._object)
 

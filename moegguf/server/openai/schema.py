@@ -32,7 +32,6 @@ from moegguf.server.common.options import (
     Stop,
     Tool,
     ToolCall,
-    options_of,
     with_entry_messages,
 )
 
@@ -278,11 +277,9 @@ class GenerationBody(Question):
 
     def sampling(self, entry: ModelEntry) -> Sampling:
         """The sampling parameters: the body's own keys, then `options`, then the entry's parameters."""
-        named = {name: getattr(self, name) for name in OPTIONS if getattr(self, name) is not None}
-        if (max_tokens := self.max_answer_tokens()) is not None:
-            named["num_predict"] = max_tokens
-        options = options_of(self.options, entry).model_copy(update=named)
-        return replace(options.sampling(), logit_bias=self.logit_bias or {})
+        own = {name: getattr(self, name) for name in OPTIONS}
+        sampling = self.sampling_with(entry, **own, num_predict=self.max_answer_tokens())
+        return replace(sampling, logit_bias=self.logit_bias or {})
 
     def max_answer_tokens(self) -> int | None:
         """Maximum length of the answer, -1 for no limit, None for the default."""
