@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.streams import NdjsonResponse, dumps
+from moegguf.server.common.streams import NdjsonResponse, json_line
 from moegguf.serving.events import MAX_SNAPSHOTS_PER_S
 
 if TYPE_CHECKING:
@@ -104,13 +104,13 @@ class SnapshotStream:
                 names = [model.name for model in models] if self._name is None else list(loaded)
                 if names != sent_names or time.monotonic() - sent_names_s > HEARTBEAT_S:
                     sent_names, sent_names_s = names, time.monotonic()
-                    yield _line({"loaded_models": sent_names})
+                    yield json_line({"loaded_models": sent_names})
                 for snapshot in self._take_latest():
                     model = loaded.get(snapshot.model)
                     visible = model and _visible_state(snapshot, model)
                     if model and (visible != sent.get(snapshot.model) or any(snapshot.uses) or any(snapshot.loads)):
                         sent[snapshot.model] = visible
-                        yield _line(snapshot_object(snapshot) | {"loaded": loaded_object(model)})
+                        yield json_line(snapshot_object(snapshot) | {"loaded": loaded_object(model)})
                 if not is_open or self._ending.is_set():
                     return
                 await self._wait()
@@ -183,10 +183,6 @@ def loaded_object(loaded: LoadedModel, *, whole: bool = False) -> dict[str, Any]
     found["names"] = [each.name for each in loaded.names]
     found["stats"] = loaded.stats.as_dict()
     return found if whole else {name: value for name, value in found.items() if name not in ("stats", "plan")}
-
-
-def _line(value: dict[str, Any]) -> bytes:
-    return dumps(value).encode() + b"\n"
 
 
 routes = [Route("/live", live)]

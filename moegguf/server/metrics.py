@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import psutil
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, Metric, generate_latest
@@ -83,40 +83,33 @@ TIER_COUNTS = (
 TIER_FIELDS = tuple(field for count in TIER_COUNTS for field in count.fields.values())
 TIER_LABELS = ("tier", "device")
 
+# Name, help, and the field of `Timing`, besides the number of answers.
+ANSWERS = (
+    ("answers", "Finished answers.", "answers"),
+    ("prompt_tokens", "Tokens of prompts that were evaluated.", "prompt_tokens"),
+    ("prompt_tokens_cached", "Tokens of prompts that the context still held.", "cached_tokens"),
+    ("answer_tokens", "Tokens of answers.", "answer_tokens"),
+    ("prompt_seconds", "Time from the prompt to the first token.", "prompt_s"),
+    ("answer_seconds", "Time from the first token to the last.", "answer_s"),
+)
 
-Figure = str | tuple[str, str, str]
-"""A field of the model, or (tier, its device, field)."""
-
-
-@dataclass
-class AnswerTotals:
-    """Tokens and seconds of a model's finished answers."""
-
-    answers: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    answer_tokens: int = 0
-    prompt_s: float = 0.0
-    answer_s: float = 0.0
+Figure = tuple[tuple[str, ...], str]
+"""() for the model or (tier, its device), and a field."""
 
 
 class Totals:
     """Counts since the server's start, of loaded and unloaded models. Used on one event loop."""
 
     def __init__(self) -> None:
-        self.answers: defaultdict[str, AnswerTotals] = defaultdict(AnswerTotals)
+        self.answers: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
         self._sums: defaultdict[str, Counter[Figure]] = defaultdict(Counter)
         self._counts_by_pid: dict[int, Counter[Figure]] = {}
 
     def add(self, model: str, timing: Timing) -> None:
         """Adds a finished answer."""
-        total = self.answers[model]
-        total.answers += 1
-        total.prompt_tokens += timing.prompt_tokens
-        total.cached_tokens += timing.cached_tokens
-        total.answer_tokens += timing.answer_tokens
-        total.prompt_s += timing.prompt_s
-        total.answer_s += timing.answer_s
+        figures = {"answers": 1, **vars(timing)}
+        for _, _, field in ANSWERS:
+            self.answers[model][field] += figures[field]
 
     def update(self, loaded: Iterable[LoadedModel]) -> None:
         """Adds what the models in memory have counted since the last call, each under the first name that uses it."""
@@ -134,9 +127,9 @@ class Totals:
 
 
 def _counts(stats: Stats) -> dict[Figure, float]:
-    counts: dict[Figure, float] = {field: getattr(stats, field) for field in FIELDS}
+    counts: dict[Figure, float] = {((), field): getattr(stats, field) for field in FIELDS}
     for tier in stats.tiers:
-        counts |= {(*_labels_of(tier), field): getattr(tier, field) for field in TIER_FIELDS}
+        counts |= {(_labels_of(tier), field): getattr(tier, field) for field in TIER_FIELDS}
     return counts
 
 
@@ -151,26 +144,27 @@ def _resident_bytes(pid: int) -> int:
 
 
 GAUGES: tuple[tuple[str, str, Callable[[LoadedModel], float]], ...] = (
-    (
-        "exact",
-        "1: the tokens of an all-resident run; 0: the CPU may compute what a device lacks.",
-        lambda model: model.stats.exact,
-    ),
+    ("exact", "1: the tokens of an all-resident run; 0: the CPU may compute what a device lacks.",
+     lambda model: model.stats.exact),
     ("slots", "Slots of the expert cache.", lambda model: model.stats.n_slots),
     ("slots_used", "Slots that hold an expert.", lambda model: model.stats.slots_used),
     ("experts", "Experts of the model, over all layers.", lambda model: model.stats.n_experts),
     ("expert_cache_bytes", "Memory of the expert cache.", lambda model: model.stats.pool_bytes),
-    (
-        "staging_bytes",
-        "Memory of the tensors that prompts are staged in, on devices: beside the slots, within the budget.",
-        lambda model: model.stats.staging_bytes,
-    ),
+    ("staging_bytes", "Memory of the tensors that prompts are staged in, on devices: beside the slots, within the"
+     " budget.", lambda model: model.stats.staging_bytes),
     ("planned_bytes", "Memory planned for the model.", lambda model: model.size_bytes),
     ("planned_gpu_bytes", "The part of it on GPUs.", lambda model: model.vram_bytes),
     ("resident_bytes", "Resident memory of the model's process.", lambda model: _resident_bytes(model.pid)),
     ("context_tokens", "Size of the context in tokens.", lambda model: model.n_ctx),
     ("busy", "Whether an answer is being generated.", lambda model: model.busy),
     ("requests_waiting", "Requests that wait for the model.", lambda model: model.queue),
+)  # fmt: skip
+
+
+TIER_GAUGES = (
+    ("tier_slots", "Slots of the tier that are in use.", "n_slots"),
+    ("tier_slots_used", "Slots that hold an expert.", "slots_used"),
+    ("tier_bytes", "Memory of these slots.", "pool_bytes"),
 )
 
 
@@ -187,8 +181,8 @@ class Scrape(Collector):
         families = (
             *self._llama_server_metrics(),
             *self._answer_counters(),
-            *self._expert_counters(),
-            *self._tier_counters(),
+            *self._expert_counters(COUNTS),
+            *self._expert_counters(TIER_COUNTS, *TIER_LABELS),
             *self._model_gauges(),
             *self._tier_gauges(),
         )
@@ -196,13 +190,10 @@ class Scrape(Collector):
 
     def _llama_server_metrics(self) -> Iterator[Metric]:
         """llama-server's metrics, as far as they apply here. Rates are means since the start."""
-        total = {
-            field.name: sum(getattr(one, field.name) for one in self._answers.values())
-            for field in fields(AnswerTotals)
-        }
+        total = {field: sum(one[field] for one in self._answers.values()) for _, _, field in ANSWERS}
         n_prompt, prompt_s = total["prompt_tokens"], total["prompt_s"]
         n_answer, answer_s = total["answer_tokens"], total["answer_s"]
-        n_passes = sum(counts["passes"] for counts in self._counts.values())
+        n_passes = sum(counts[(), "passes"] for counts in self._counts.values())
         for name, text, value in (
             ("prompt_tokens_total", "Number of prompt tokens processed, excluding cached tokens.", n_prompt),
             ("prompt_tokens_cached_total", "Number of prompt tokens reused from the cache.", total["cached_tokens"]),
@@ -220,47 +211,26 @@ class Scrape(Collector):
 
     def _answer_counters(self) -> Iterator[Metric]:
         """Finished answers, per model."""
-        for name, text, field in (
-            ("answers_total", "Finished answers.", "answers"),
-            ("prompt_tokens_total", "Tokens of prompts that were evaluated.", "prompt_tokens"),
-            ("prompt_tokens_cached_total", "Tokens of prompts that the context still held.", "cached_tokens"),
-            ("answer_tokens_total", "Tokens of answers.", "answer_tokens"),
-            ("prompt_seconds_total", "Time from the prompt to the first token.", "prompt_s"),
-            ("answer_seconds_total", "Time from the first token to the last.", "answer_s"),
-        ):
-            family = CounterMetricFamily(f"moegguf_{name}", text, labels=["model"])
+        for name, text, field in ANSWERS:
+            family = CounterMetricFamily(f"moegguf_{name}_total", text, labels=["model"])
             for model, done in self._answers.items():
-                family.add_metric([model], getattr(done, field))
+                family.add_metric([model], done[field])
             yield family
 
-    def _expert_counters(self) -> Iterator[Metric]:
-        """Counters of `Stats`, per model, since the server's start."""
-        for count in COUNTS:
-            labels = ["model", count.by] if count.by else ["model"]
-            family = CounterMetricFamily(f"moegguf_{count.name}_total", count.help, labels=labels)
+    def _expert_counters(self, specs: Iterable[CounterSpec], *labels: str) -> Iterator[Metric]:
+        """Counters per model, and per `labels`, since the server's start."""
+        for count in specs:
+            names = ["model", *labels, count.by] if count.by else ["model", *labels]
+            family = CounterMetricFamily(f"moegguf_{count.name}_total", count.help, labels=names)
             for model, sums in self._counts.items():
-                for value, field in count.fields.items():
-                    family.add_metric([model, value], sums[field])
-            yield family
-
-    def _tier_counters(self) -> Iterator[Metric]:
-        """Counters of each tier, per model, since the server's start."""
-        for count in TIER_COUNTS:
-            labels = ["model", *TIER_LABELS, count.by] if count.by else ["model", *TIER_LABELS]
-            family = CounterMetricFamily(f"moegguf_{count.name}_total", count.help, labels=labels)
-            for model, sums in self._counts.items():
-                for tier, device in sorted({key[:2] for key in sums if isinstance(key, tuple)}):
+                for of in sorted({of for of, _ in sums if len(of) == len(labels)}):
                     for value, field in count.fields.items():
-                        family.add_metric([model, tier, device, value], sums[tier, device, field])
+                        family.add_metric([model, *of, value], sums[of, field])
             yield family
 
     def _tier_gauges(self) -> Iterator[Metric]:
         """Slots of each tier of the models in memory."""
-        for name, text, field in (
-            ("tier_slots", "Slots of the tier that are in use.", "n_slots"),
-            ("tier_slots_used", "Slots that hold an expert.", "slots_used"),
-            ("tier_bytes", "Memory of these slots.", "pool_bytes"),
-        ):
+        for name, text, field in TIER_GAUGES:
             family = GaugeMetricFamily(f"moegguf_{name}", text, labels=["model", *TIER_LABELS])
             for model in self._loaded:
                 for tier in model.stats.tiers:

@@ -14,7 +14,7 @@ from anthropic.types.shared import ErrorResponse
 from client_types import check, kinds_of, named_events
 from fake_manager import FakeCatalog, FakeManager, changed, entry_of, running
 
-from moegguf.errors import BusyError, ContextError, ExpertIOError
+from moegguf.errors import BusyError, ExpertIOError
 from moegguf.generate.request import Delta, ToolCall
 from moegguf.models.details import details
 from moegguf.models.folder import demo_path
@@ -30,7 +30,7 @@ Post = Callable[..., httpx.Response]
 
 @pytest.fixture
 def manager(monkeypatch: pytest.MonkeyPatch) -> FakeManager:
-    monkeypatch.setattr("moegguf.server.anthropic.messages.check_conversation", lambda *_: None)
+    monkeypatch.setattr("moegguf.server.common.conversation.check_conversation", lambda *_: None)
     return FakeManager(FakeCatalog(entry_of(demo_path()), entry_of(demo_path(), "mine:latest", system="Be kind.")))
 
 
@@ -216,25 +216,6 @@ def test_tokens_are_counted_without_waiting(client: anthropic.Anthropic, post: P
     check(MessageTokensCount, post("/v1/messages/count_tokens?beta=true", max_tokens=...).json())
 
 
-ERRORS: list[tuple[Exception, int, str]] = [
-    (ContextError("too long"), 400, "invalid_request_error"),
-    (BusyError("full"), 529, "overloaded_error"),
-    (ExpertIOError("the disk is gone"), 500, "api_error"),
-]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("error", "status", "kind"), ERRORS)
-def test_errors_have_anthropics_form(
-    post: Post, manager: FakeManager, error: Exception, status: int, kind: str, stream: bool
-) -> None:
-    manager.enter_error = error
-    response = post(stream=stream)
-    assert response.status_code == status
-    check(ErrorResponse, response.json())
-    assert response.json()["error"]["type"] == kind
-
-
 def test_errors_as_the_client_raises_them(client: anthropic.Anthropic, manager: FakeManager) -> None:
     asked: Any = {"model": "demo", "max_tokens": 64, "messages": HI}
     with pytest.raises(anthropic.NotFoundError, match="not_found_error"):
@@ -258,7 +239,7 @@ def test_an_error_event(post: Post, manager: FakeManager) -> None:
 
 
 def test_pings_keep_a_stream_open(url: str, manager: FakeManager, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moegguf.server.anthropic.messages.MessageStream.ping_s", 0.02)
+    monkeypatch.setattr("moegguf.server.anthropic.objects.MessageStream.ping_s", 0.02)
     manager.script = (Delta(text="Hel"), asyncio.Event())  # which nobody sets
     body = {"model": "demo", "max_tokens": 64, "messages": HI, "stream": True}
     with httpx.stream("POST", f"{url}/v1/messages", json=body, timeout=30, trust_env=False) as response:

@@ -14,10 +14,11 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import ValidationError
 
 from moegguf.engine.stats import Stats
-from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Sampling, Timing, TokenLogprob, ToolCall
+from moegguf.generate.request import Delta, GenerationRequest, Sampling, Timing, TokenLogprob, ToolCall
 from moegguf.models.entry import ModelEntry
 from moegguf.server.openai.objects import ChatReply, CompletionReply, usage
 from moegguf.server.openai.schema import ChatBody
+from moegguf.serving.delta_buffer import join
 from moegguf.serving.events import Done, LoadOverrides
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
@@ -288,7 +289,7 @@ def test_stream_objects_share_id_and_time() -> None:
 
 def whole_of(answer: ChatReply | CompletionReply, deltas: list[Delta]) -> Any:
     """The object of a reply with one choice."""
-    answer.add(deltas, DONE)
+    answer.add(join(deltas), DONE)
     return answer.whole()
 
 
@@ -315,11 +316,6 @@ def test_tool_calls_are_numbered_over_all_deltas() -> None:
     ]
     assert deltas[3]["tool_calls"][0]["index"] == 1
     assert answer.last(DONE)[0]["choices"][0]["finish_reason"] == "tool_calls"
-
-
-def test_only_one_call_without_parallel_tool_calls() -> None:
-    whole = ChatCompletion.model_validate(whole_of(reply(parallel=False), [Delta(tool_calls=CALLS)] * 2))
-    assert [call.id for call in whole.choices[0].message.tool_calls or ()] == ["c1"]
 
 
 def test_a_whole_answer() -> None:
@@ -351,12 +347,6 @@ def test_logprobs_are_sent_for_a_delta_without_text() -> None:
     thinking, text = answer.chunks(Delta(thinking="h", text="t", logprobs=(CHANCE,)))
     assert thinking["choices"][0]["logprobs"] is not None and text["choices"][0]["logprobs"] is None
     assert reply().chunks(Delta()) == []
-
-
-def test_prompt_progress_as_in_llama_server() -> None:
-    chunk = reply().progress(PromptProgress(n_tokens=100, n_cached=10, n_done=60, seconds=1.5))
-    assert chunk["prompt_progress"] == {"total": 100, "cache": 10, "processed": 60, "time_ms": 1500}
-    assert chunk["choices"][0]["delta"] == {}
 
 
 def test_a_completion_has_text_offsets() -> None:

@@ -6,8 +6,7 @@ A list has pages, as Anthropic's: `limit` models after `after_id`, or before `be
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from functools import wraps
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -15,9 +14,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
-from moegguf.errors import MoeggufError
 from moegguf.models.entry import ModelEntry
-from moegguf.server.common.errors import ANTHROPIC_PATH, HttpError, error_response
+from moegguf.server.common.errors import ANTHROPIC_PATH, ERRORS_AS, HttpError
 from moegguf.server.common.lookup import details_or_none, find
 
 if TYPE_CHECKING:
@@ -26,17 +24,17 @@ if TYPE_CHECKING:
 VERSION_HEADER = b"anthropic-version"
 DEFAULT_LIMIT, MOST_LIMIT = 20, 1000  # models of a page, as in Anthropic's API
 
-Endpoint = Callable[[Request], Awaitable[Response]]
-
 
 class AnthropicRoute(Route):
-    """A route for requests with the header `anthropic-version`, which all of Anthropic's clients send."""
+    """A route for requests with the header `anthropic-version`, which all of Anthropic's clients send. Errors have
+    Anthropic's form: the path alone says OpenAI's."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         """Of Route; no match without the header."""
         if scope["type"] != "http" or all(name != VERSION_HEADER for name, _ in scope["headers"]):
             return Match.NONE, {}
-        return super().matches(scope)
+        match, found = super().matches(scope)
+        return match, {**found, ERRORS_AS: ANTHROPIC_PATH}
 
 
 def model_object(entry: ModelEntry) -> dict[str, Any]:
@@ -88,20 +86,6 @@ def _position(entries: Sequence[ModelEntry], name: str) -> int:
     return position
 
 
-def _with_own_errors(endpoint: Endpoint) -> Endpoint:
-    """The endpoint, with errors in Anthropic's form: the path alone says OpenAI's."""
-
-    @wraps(endpoint)
-    async def answered(request: Request) -> Response:
-        try:
-            return await endpoint(request)
-        except MoeggufError as error:
-            return error_response(error, ANTHROPIC_PATH)
-
-    return answered
-
-
-@_with_own_errors
 async def list_models(request: Request) -> Response:
     """A page of the catalog, the newest models first."""
     catalog: Catalog = request.app.state.catalog
@@ -109,7 +93,6 @@ async def list_models(request: Request) -> Response:
     return JSONResponse(await asyncio.to_thread(lambda: page_of(catalog.entries(), query)))
 
 
-@_with_own_errors
 async def retrieve_model(request: Request) -> Response:
     """One model, by any of its names."""
     catalog: Catalog = request.app.state.catalog

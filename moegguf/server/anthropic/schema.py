@@ -8,29 +8,34 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from moegguf.generate.request import GenerationRequest, Message
-from moegguf.models.entry import ModelEntry
+from moegguf.models.entry import Details, ModelEntry
 from moegguf.models.recipe import MAX_TOKENS
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body
-from moegguf.server.common.content import Part, content_of, image_of_base64, image_of_url, text_part
+from moegguf.server.common.content import (
+    Part,
+    call_of,
+    content_of,
+    image_of_base64,
+    image_of_url,
+    text_part,
+    tool_message,
+)
+from moegguf.server.common.conversation import Question
 from moegguf.server.common.options import (
     MAX_TOKEN,
     FunctionName,
-    KeepAlive,
     ModelName,
-    Options,
     Stop,
-    options_of,
     with_entry_messages,
 )
-from moegguf.serving.events import LoadOverrides
 
 log = logging.getLogger(__name__)
 
@@ -134,10 +139,7 @@ class ToolResultBlock(Body):
         """The message of a tool; one that failed says so."""
         parts = [block.part() for block in self.content]
         content = content_of([text_part("Error:"), *parts] if self.is_error else parts)
-        message: Message = {"role": "tool", "content": content, "tool_call_id": self.tool_use_id}
-        if name := tool_names.get(self.tool_use_id):
-            message["tool_name"] = name
-        return message
+        return tool_message(content, self.tool_use_id, tool_names.get(self.tool_use_id))
 
 
 Block = Annotated[
@@ -161,9 +163,7 @@ class MessageParam(Body):
             message["thinking"] = thinking
         if calls := [block for block in self.content if isinstance(block, ToolUseBlock)]:
             tool_names.update((call.id, call.name) for call in calls)
-            message["tool_calls"] = [
-                {"id": call.id, "function": {"name": call.name, "arguments": call.input}} for call in calls
-            ]
+            message["tool_calls"] = [call_of(call.id, call.name, call.input) for call in calls]
         if parts or len(message) > 2:
             yield message
 
@@ -219,8 +219,8 @@ class OutputConfig(Body):
     format: OutputFormat | None = None
 
 
-class CountBody(Body):
-    """The body of /v1/messages/count_tokens."""
+class CountBody(Question):
+    """The body of /v1/messages/count_tokens. `options` are Ollama's, as an extension."""
 
     model: ModelName
     messages: Annotated[list[MessageParam], Field(min_length=1, max_length=limits.MESSAGES)]
@@ -229,8 +229,11 @@ class CountBody(Body):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    options: Options | None = None  # Ollama's, as an extension
-    keep_alive: KeepAlive = None
+
+    @property
+    def model_name(self) -> str:
+        """`model`."""
+        return self.model
 
     @model_validator(mode="after")
     def _choice_has_tools(self) -> CountBody:
@@ -241,9 +244,9 @@ class CountBody(Body):
             raise ValueError(f"tool_choice names {(choice.name or '')[:80]!r}, which is not among the tools")
         return self
 
-    def overrides(self) -> LoadOverrides:
-        """The options for loading."""
-        return (self.options or Options()).overrides()
+    def generations(self, entry: ModelEntry, known: Details) -> Sequence[GenerationRequest]:
+        """The only request."""
+        return [self.generation(entry, thinks="thinking" in known.capabilities)]
 
     def generation(self, entry: ModelEntry, *, thinks: bool) -> GenerationRequest:
         """The request, with the entry's defaults. `thinks`: the model can think; one that cannot answers without, as
@@ -280,7 +283,6 @@ class MessagesBody(CountBody):
     """The body of /v1/messages."""
 
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
-    stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=MAX_TOKEN)] | None = None
@@ -289,19 +291,17 @@ class MessagesBody(CountBody):
 
     def generation(self, entry: ModelEntry, *, thinks: bool) -> GenerationRequest:
         """The request, with the entry's defaults."""
-        given = {
-            "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "stop": self.stop_sequences,
-            "exact": self.exact,
-        }  # fmt: skip
-        named = {name: value for name, value in given.items() if value is not None}
-        options = options_of(self.options, entry).model_copy(update={**named, "num_predict": self.max_tokens})
+        sampling = self.sampling_with(
+            entry, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, stop=self.stop_sequences,
+            exact=self.exact, num_predict=self.max_tokens,
+        )  # fmt: skip
         output = self.output_config.format if self.output_config else None
         return replace(
             super().generation(entry, thinks=thinks),
             format=output.schema_ if output else None,
             truncate=False,
             shift=False,
-            sampling=options.sampling(),
+            sampling=sampling,
         )
 
     @property

@@ -1,12 +1,14 @@
-"""Content of messages from the parts that APIs send: texts, and images as base64 or data URLs."""
+"""Messages from the parts that APIs send: texts, images as base64 or data URLs, tool calls and their results."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from moegguf.errors import OptionError
 from moegguf.generate.images import image_part
+from moegguf.generate.request import Message
 
 Part = dict[str, str]
 
@@ -41,3 +43,14 @@ def content_of(parts: Sequence[Part]) -> str | list[Part]:
     if any(part["type"] == "image" for part in parts):
         return list(parts)
     return "\n".join(part["text"] for part in parts)
+
+
+def call_of(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool call of an assistant's message."""
+    return {"id": call_id, "function": {"name": name, "arguments": arguments}}
+
+
+def tool_message(content: Any, call_id: str | None, name: str | None) -> Message:
+    """The message with what a tool returned; without the id or name where it is None."""
+    known = {"tool_call_id": call_id, "tool_name": name}
+    return {"role": "tool", "content": content} | {key: value for key, value in known.items() if value is not None}

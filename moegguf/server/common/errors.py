@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 LINGER_S = 2.0
 OVERLOADED = 529
 ANTHROPIC_PATH = "/v1/messages"
+ERRORS_AS = "moegguf.errors_as"  # key of the scope: the path whose errors a request gets, in place of its own
 OPENAI_TYPES = {404: "not_found_error", 401: "authentication_error", 403: "permission_error"}
 ANTHROPIC_TYPES = {
     **OPENAI_TYPES, 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
@@ -124,7 +125,7 @@ class LingeringResponse(JSONResponse):
 
 
 async def _handle(request: Request, error: Exception) -> Response:
-    return error_response(error, request.url.path)
+    return error_response(error, request.scope.get(ERRORS_AS, request.url.path))
 
 
 HANDLERS: dict[Any, ExceptionHandler] = {HTTPException: _handle, errors.MoeggufError: _handle, Exception: _handle}

@@ -52,7 +52,8 @@ def check_capabilities(entry: ModelEntry, known: Details, needs: Mapping[str, bo
 def check_conversation(entry: ModelEntry, known: Details, generation: GenerationRequest) -> None:
     """Raises HttpError 400 for the first of what a conversation needs and the model lacks."""
     needs = {
-        "chat": True,
+        "chat" if generation.prompt is None else "generate": True,
+        "insert": bool(generation.suffix),
         "vision": has_images(generation.messages or ()),
         "tools": bool(generation.tools) and generation.tool_choice != "none",
         "thinking": bool(generation.think),

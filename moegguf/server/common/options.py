@@ -102,6 +102,27 @@ class Options(Body):
         return sampling_with(Sampling(), self.model_dump(exclude_none=True))
 
 
+class Loading(Body):
+    """The fields of a body that may load a model."""
+
+    options: Options | None = None
+    keep_alive: KeepAlive = None
+
+    def overrides(self) -> LoadOverrides:
+        """The options for loading."""
+        return (self.options or Options()).overrides()
+
+    def sampling_with(self, entry: ModelEntry, **own: Any) -> Sampling:
+        """The sampling parameters: the body's `own` keys by Ollama's names, unless they are None, then `options`, then
+        the entry's parameters. Raises HttpError 400 for invalid ones of the entry."""
+        given = {name: value for name, value in own.items() if value is not None}
+        return options_of(self.options, entry).model_copy(update=given).sampling()
+
+    def keep_alive_s(self) -> float | None:
+        """How long the model stays loaded when it is idle: inf for ever, None for the setting. Raises OptionError."""
+        return None if self.keep_alive is None else parse_duration(self.keep_alive)
+
+
 class Function(Body):
     """A function and the JSON schema of its arguments."""
 
@@ -139,11 +160,6 @@ def options_of(given: Options | None, entry: ModelEntry) -> Options:
         return Options.model_validate({**entry.parameters, **(given.model_dump(exclude_none=True) if given else {})})
     except ValidationError as error:
         raise HttpError(400, f"parameters of {entry.name}: {explain(error)}") from None
-
-
-def keep_alive_seconds(given: int | float | str | None) -> float | None:
-    """How long an idle model stays loaded: seconds, inf for ever, None for the setting. Raises OptionError."""
-    return None if given is None else parse_duration(given)
 
 
 def with_entry_messages(given: Iterable[Message], entry: ModelEntry) -> tuple[Message, ...]:

@@ -114,7 +114,7 @@ class LineResponse(CancellableResponse):
 
     def error_line(self, body: Mapping[str, Any]) -> bytes:
         """The line for an error after the first byte."""
-        return dumps(body).encode() + b"\n"
+        return json_line(body)
 
     async def work(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the lines, then a line for an error."""
@@ -146,16 +146,22 @@ class NdjsonResponse(LineResponse):
     media_type = "application/x-ndjson"
 
 
+def json_line(value: Any) -> bytes:
+    """An object for NdjsonResponse."""
+    return dumps(value).encode() + b"\n"
+
+
 class SseResponse(LineResponse):
-    """Server-sent events: each item is a whole event with its blank line. Comments keep an idle stream open."""
+    """Server-sent events: each item is a whole event with its blank line. `ping_line` keeps an idle stream open."""
 
     media_type = "text/event-stream; charset=utf-8"
     ping_s = limits.PING_S
+    ping_line = b": ping\n\n"
 
     def error_line(self, body: Mapping[str, Any]) -> bytes:
         """An event with the error."""
         return b"data: " + dumps(body).encode() + b"\n\n"
 
     async def ping(self, send: Send) -> None:
-        """Sends a comment."""
-        await self._send(send, b": ping\n\n")
+        """Sends `ping_line`."""
+        await self._send(send, self.ping_line)

@@ -15,7 +15,7 @@ from moegguf.server.common import limits
 from moegguf.server.common.body import read_body, refuse_compressed
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.lookup import find
-from moegguf.server.common.streams import Lines, NdjsonResponse, WholeResponse, dumps
+from moegguf.server.common.streams import Lines, NdjsonResponse, WholeResponse, json_line
 from moegguf.server.ollama.schema import CreateRequest
 
 CHUNK_BYTES = 1 << 20
@@ -38,11 +38,11 @@ async def create(request: Request) -> Response:
     async def lines() -> Lines:
         await asyncio.to_thread(make)
         for digest in recipe.files.values():
-            yield _status(f"using existing layer {digest}")
+            yield json_line({"status": f"using existing layer {digest}"})
         for sentence in left_out(recipe):
-            yield _status(f"warning: {sentence}")
-        yield _status("writing manifest")
-        yield _status("success")
+            yield json_line({"status": f"warning: {sentence}"})
+        yield json_line({"status": "writing manifest"})
+        yield json_line({"status": "success"})
 
     async def whole() -> dict[str, Any]:
         await asyncio.to_thread(make)
@@ -50,10 +50,6 @@ async def create(request: Request) -> Response:
         return {"status": "success", **({"warnings": warnings} if warnings else {})}
 
     return WholeResponse(whole()) if body.stream is False else NdjsonResponse(lines())
-
-
-def _status(text: str) -> bytes:
-    return dumps({"status": text}).encode() + b"\n"
 
 
 def recipe_of(body: CreateRequest) -> Recipe:

@@ -16,7 +16,6 @@ from moegguf.server.common.body import read_body
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.lookup import find
 from moegguf.server.common.objects import shorten, to_ns
-from moegguf.server.common.options import Options, keep_alive_seconds
 from moegguf.server.common.streams import WholeResponse
 from moegguf.server.ollama.schema import EmbeddingsRequest, EmbedRequest
 
@@ -61,8 +60,7 @@ async def compute(
     state = request.app.state
     entry = await asyncio.to_thread(find, state.catalog, body.model_name)
     truncate = not (isinstance(body, EmbedRequest) and body.truncate is False)
-    overrides, keep_alive_s = (body.options or Options()).overrides(), keep_alive_seconds(body.keep_alive)
-    async with state.manager.lease(entry, overrides, keep_alive_s) as lease:
+    async with state.manager.lease(entry, body.overrides(), body.keep_alive_s()) as lease:
         if not texts:
             return entry.name, np.empty((0, 0), np.float32), 0, lease.load_s
         try:

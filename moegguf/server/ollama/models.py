@@ -32,11 +32,8 @@ async def version(request: Request) -> Response:
 
 async def tags(request: Request) -> Response:
     """All models, newest first."""
-
-    def found(catalog: Catalog) -> list[dict[str, Any]]:
-        return [tag_object(entry) for entry in catalog.entries()]
-
-    return JSONResponse({"models": await asyncio.to_thread(found, request.app.state.catalog)})
+    catalog: Catalog = request.app.state.catalog
+    return JSONResponse({"models": await asyncio.to_thread(lambda: [tag_object(each) for each in catalog.entries()])})
 
 
 def tag_object(entry: ModelEntry) -> dict[str, Any]:

@@ -7,7 +7,7 @@ A streamed reply has a line per token, so its constant part is encoded once and 
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -17,9 +17,9 @@ from typing import Any
 
 from moegguf.generate.request import Delta, TokenLogprob, ToolCall
 from moegguf.models.entry import Details
+from moegguf.server.common import conversation
 from moegguf.server.common.objects import MIN_LOGPROB, cut_object, moe_object, to_ns
-from moegguf.server.common.streams import dumps
-from moegguf.serving.delta_buffer import join
+from moegguf.server.common.streams import NdjsonResponse, dumps
 from moegguf.serving.events import Done, Event
 
 NEVER = datetime(2318, 1, 1, tzinfo=UTC)  # expiry of a model that is kept for ever; Ollama gives a similar year
@@ -90,16 +90,20 @@ def _present(**fields: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value}
 
 
-class Reply(ABC):
-    """A reply by model `name`, to a request that arrived at `start_ns` (perf_counter)."""
+class Reply(conversation.Reply):
+    """A reply by model `name`, to a request that arrived at `start_ns` (perf_counter). `with_details`: with lines for
+    the progress of the prompt, and all of the timing at the end. `with_context`: the last object of /api/generate has
+    the tokens to continue from."""
 
-    def __init__(self, name: str, start_ns: int) -> None:
+    response = NdjsonResponse
+
+    def __init__(self, name: str, start_ns: int, *, with_details: bool = False, with_context: bool = False) -> None:
         self._name = name
         self._start_ns = start_ns
         self._head = f'{{"model":{quote(name)},"created_at":"'
-        self._n_calls = 0
-        self._deltas: list[Delta] = []
-        self.with_details = False  # lines for the progress of the prompt, and all of the timing at the end
+        self._whole: dict[str, Any] = {}
+        self._with_details = with_details
+        self._with_context = with_context
 
     @abstractmethod
     def content(self, text: str, thinking: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -113,15 +117,15 @@ class Reply(ABC):
         """Fields of the last object only, besides the statistics."""
         return {"done": True, "done_reason": done.timing.finish}
 
-    def line(self, event: Event) -> bytes:
+    def lines(self, event: Event) -> bytes:
         """The line for an event; empty for events that Ollama's API does not have, unless `with_details`."""
         if isinstance(event, Delta):
             return self._delta_line(event)
         if isinstance(event, Done):
-            more = {"timing": asdict(event.timing), "decisions": event.decisions} if self.with_details else {}
+            more = {"timing": asdict(event.timing), "decisions": event.decisions} if self._with_details else {}
             figures = statistics(event, self._start_ns) | more
             return self._line(self.content("", "", ()) | self.final_fields(event) | figures)
-        return self._line({"prompt_progress": asdict(event), "done": False}) if self.with_details else b""
+        return self._line({"prompt_progress": asdict(event), "done": False}) if self._with_details else b""
 
     def _delta_line(self, delta: Delta) -> bytes:
         if delta.text and not (delta.thinking or delta.tool_calls or delta.logprobs):
@@ -133,15 +137,14 @@ class Reply(ABC):
     def _line(self, rest: dict[str, Any]) -> bytes:
         return f'{self._head}{now_text()}",{dumps(rest)[1:]}\n'.encode()
 
-    def add(self, event: Event) -> None:
-        """Collects a delta for `whole`."""
-        if isinstance(event, Delta):
-            self._deltas.append(event)
+    def add(self, delta: Delta, done: Done) -> None:
+        """With the statistics."""
+        content = self._delta_fields(delta)
+        self._whole = self._object(content | self.final_fields(done) | statistics(done, self._start_ns))
 
-    def whole(self, done: Done) -> dict[str, Any]:
-        """All collected deltas as one object, with the statistics."""
-        content = self._delta_fields(join(self._deltas))
-        return self._object(content | self.final_fields(done) | statistics(done, self._start_ns))
+    def whole(self) -> dict[str, Any]:
+        """The answer."""
+        return self._whole
 
     def without_content(self, reason: str) -> dict[str, Any]:
         """The object that reports a load or unload."""
@@ -151,8 +154,7 @@ class Reply(ABC):
         return {"model": self._name, "created_at": now_text(), **rest}
 
     def _delta_fields(self, delta: Delta) -> dict[str, Any]:
-        first, self._n_calls = self._n_calls, self._n_calls + len(delta.tool_calls)
-        calls = [call_object(call, first + i) for i, call in enumerate(delta.tool_calls)]
+        calls = [call_object(call, index) for index, call in self.numbered(delta.tool_calls)]
         logprobs = [logprob_object(logprob) for logprob in delta.logprobs]
         return self.content(delta.text, delta.thinking, calls) | _present(logprobs=logprobs)
 
@@ -171,11 +173,7 @@ class ChatReply(Reply):
 
 
 class GenerateReply(Reply):
-    """The reply of /api/generate. `with_context`: the last object has the tokens to continue from."""
-
-    def __init__(self, name: str, start_ns: int, *, with_context: bool = True) -> None:
-        super().__init__(name, start_ns)
-        self._with_context = with_context
+    """The reply of /api/generate."""
 
     def content(self, text: str, thinking: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """`response`, `thinking`, `tool_calls`."""

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from moegguf.models.entry import PullStatus
 from moegguf.models.pull import pull as fetch
 from moegguf.server.common.body import read_body
-from moegguf.server.common.streams import Lines, NdjsonResponse, WholeResponse, dumps
+from moegguf.server.common.streams import Lines, NdjsonResponse, WholeResponse, json_line
 from moegguf.server.ollama.schema import PullRequest
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ async def pull(request: Request) -> Response:
         async with aclosing(statuses(body.model_name, catalog)) as found:
             async for status in found:
                 if status.status != SUCCESS:
-                    yield dumps(status_object(status)).encode() + b"\n"
-        yield dumps({"status": SUCCESS}).encode() + b"\n"
+                    yield json_line(status_object(status))
+        yield json_line({"status": SUCCESS})
 
     async def whole() -> dict[str, Any]:
         async with aclosing(statuses(body.model_name, catalog)) as found:

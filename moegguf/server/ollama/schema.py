@@ -1,4 +1,8 @@
-"""Ollama's request bodies (api/types.go), each field with its type and limits. Unknown fields are ignored."""
+"""Ollama's request bodies (api/types.go), each field with its type and limits. Unknown fields are ignored.
+
+Those of chat and generate are converted to a `GenerationRequest`: the entry's system message, messages, parameters and
+template are defaults for those of the request.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,16 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
 
-from moegguf.generate.images import MAX_IMAGES
+from moegguf.generate.images import MAX_IMAGES, with_images
 from moegguf.generate.options import MAX_TOP_LOGPROBS, THINK_LEVELS
+from moegguf.generate.request import GenerationRequest, Message
+from moegguf.models.entry import Details, ModelEntry
 from moegguf.models.recipe import MAX_TOKENS
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body
-from moegguf.server.common.options import KeepAlive, Options, Tool, ToolCall
+from moegguf.server.common.conversation import Question
+from moegguf.server.common.lookup import check_capabilities
+from moegguf.server.common.options import Loading, Options, Tool, ToolCall, with_entry_messages
 
 
 def _level(value: bool | str | None) -> bool | str | None:
@@ -59,15 +67,17 @@ class ChatMessage(Body):
     tool_name: str | None = None
     tool_call_id: str | None = None
 
+    def as_message(self) -> Message:
+        """The message for `GenerationRequest`: without null fields, always with `content`. Raises OptionError."""
+        fields = self.model_dump(exclude_none=True, exclude={"images", "content"})
+        return {**fields, "content": with_images(self.content or "", self.images or ())}
 
-class GenerationBody(ModelBody):
+
+class GenerationBody(ModelBody, Question):
     """The fields that chat and generate share."""
 
-    options: Options | None = None
-    stream: bool | None = None
     think: Annotated[bool | str | None, AfterValidator(_level)] = None
     format: Annotated[str | dict[str, Any] | None, AfterValidator(_format)] = None
-    keep_alive: KeepAlive = None
     truncate: bool | None = None
     shift: bool | None = None
     logprobs: bool | None = None
@@ -75,9 +85,20 @@ class GenerationBody(ModelBody):
     details: bool | None = None  # ours: lines with `prompt_progress`, and `timing` and `decisions` at the end
 
     @property
-    def n_logprobs(self) -> int | None:
-        """Alternatives per token; None without log probabilities."""
-        return (self.top_logprobs or 0) if self.logprobs else None
+    def streams(self) -> bool:
+        """True by default."""
+        return self.stream is not False
+
+    def common_fields(self, entry: ModelEntry) -> dict[str, Any]:
+        """The fields of a `GenerationRequest` that both requests share."""
+        return {
+            "format": self.format,
+            "think": self.think,
+            "truncate": self.truncate is not False,
+            "shift": self.shift is not False,
+            "n_logprobs": (self.top_logprobs or 0) if self.logprobs else None,
+            "sampling": self.sampling_with(entry),
+        }
 
 
 class ChatRequest(GenerationBody):
@@ -85,6 +106,16 @@ class ChatRequest(GenerationBody):
 
     messages: Annotated[list[ChatMessage] | None, Field(max_length=limits.MESSAGES)] = None
     tools: Annotated[list[Tool] | None, Field(max_length=limits.TOOLS)] = None
+
+    def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
+        """The only request."""
+        # As Ollama: said before images are judged.
+        check_capabilities(entry, known, {"vision": any(message.images for message in self.messages or ())})
+        messages = with_entry_messages((message.as_message() for message in self.messages or ()), entry)
+        tools = tuple(tool.model_dump(exclude_none=True) for tool in self.tools or ())
+        return [
+            GenerationRequest(messages=messages, tools=tools, template=entry.template, **self.common_fields(entry))
+        ]
 
 
 class GenerateRequest(GenerationBody):
@@ -98,23 +129,42 @@ class GenerateRequest(GenerationBody):
     raw: bool | None = None
     images: Images | None = None
 
+    def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
+        """The only request: the prompt through the chat template, or as it is with `raw` or `suffix`."""
+        needs = {"generate": True, "vision": bool(self.images), "insert": bool(self.suffix)}
+        check_capabilities(entry, known, {**needs, "thinking": bool(self.think)})
+        fields, prompt = self.common_fields(entry), self.prompt or ""
+        if self.raw or self.suffix:
+            return [
+                GenerationRequest(prompt=prompt, suffix=self.suffix or None, return_context=not self.raw, **fields)
+            ]
+        system = entry.system if self.system is None else self.system
+        messages: list[Message] = [{"role": "system", "content": system}] if system else []
+        if not self.context:
+            messages += [dict(message) for message in entry.messages]
+        return [
+            GenerationRequest(
+                messages=(*messages, {"role": "user", "content": with_images(prompt, self.images or ())}),
+                return_context=True,
+                context=tuple(self.context or ()),
+                template=self.template or entry.template,
+                **fields,
+            )
+        ]
 
-class EmbedRequest(ModelBody):
+
+class EmbedRequest(ModelBody, Loading):
     """The body of /api/embed."""
 
     input: str | Annotated[list[str], Field(max_length=limits.INPUTS)] | None = None
     truncate: bool | None = None
     dimensions: Annotated[int | None, Field(ge=0, le=1 << 20)] = None
-    options: Options | None = None
-    keep_alive: KeepAlive = None
 
 
-class EmbeddingsRequest(ModelBody):
+class EmbeddingsRequest(ModelBody, Loading):
     """The body of /api/embeddings."""
 
     prompt: str | None = None
-    options: Options | None = None
-    keep_alive: KeepAlive = None
 
 
 class ShowRequest(ModelBody):

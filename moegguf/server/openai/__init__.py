@@ -3,7 +3,7 @@
 Promises: requests and replies in the format of OpenAI's clients. Does not know Ollama's API.
 """
 
-from moegguf.server.openai import batches, chat, completions, embeddings, files, models, responses
+from moegguf.server.openai import batches, completions, conversations, embeddings, files, models
 
-MODULES = (chat, completions, responses, embeddings, models, files, batches)
+MODULES = (completions, conversations, embeddings, models, files, batches)
 routes = [route for module in MODULES for route in module.routes]

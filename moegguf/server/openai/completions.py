@@ -13,12 +13,10 @@ from starlette.routing import Route
 
 from moegguf.generate.options import MAX_TOP_LOGPROBS
 from moegguf.generate.request import GenerationRequest
-from moegguf.models.entry import ModelEntry
+from moegguf.models.entry import Details, ModelEntry
 from moegguf.server.common import limits
-from moegguf.server.common.body import read_body
-from moegguf.server.common.lookup import check_capabilities, look_up
+from moegguf.server.common.conversation import answers, read_question, respond
 from moegguf.server.common.options import MAX_TOKEN
-from moegguf.server.openai.answers import events_of, respond
 from moegguf.server.openai.objects import CompletionReply
 from moegguf.server.openai.schema import GenerationBody, one_answer
 from moegguf.serving.events import Event
@@ -62,7 +60,7 @@ class CompletionBody(GenerationBody):
             raise ValueError("suffix needs prompts as text, not as tokens")
         return self
 
-    def generations(self, entry: ModelEntry) -> list[GenerationRequest]:
+    def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
         """A request for each prompt; of the entry's defaults, only the options apply."""
         sampling = self.sampling(entry)
         return [
@@ -81,26 +79,20 @@ class CompletionBody(GenerationBody):
 
 async def completions(request: Request) -> Response:
     """The completion, whole or streamed."""
-    body = await read_body(request, CompletionBody)
-    entry, known = await look_up(request.app.state.catalog, body.model)
-    check_capabilities(entry, known, {"generate": True, "insert": bool(body.suffix)})
+    body, entry, generations = await read_question(request, CompletionBody, limits.BODY_BYTES)
     reply = CompletionReply(
-        entry.name,
-        entry.digest,
-        include_usage=body.include_usage,
-        logprobs=body.logprobs is not None,
-        n_choices=len(body.prompt),
+        entry.name, entry.digest, logprobs=body.logprobs is not None, n_choices=len(body.prompt), **body.stream_form()
     )
-    return respond(body, completion_events(request, entry, body, reply), reply)
+    events = answers(request, body, entry, generations)
+    return respond(body, echoed(request, entry, body, reply, events) if body.echo else events, reply)
 
 
-async def completion_events(
-    request: Request, entry: ModelEntry, body: CompletionBody, reply: CompletionReply
+async def echoed(
+    request: Request, entry: ModelEntry, body: CompletionBody, reply: CompletionReply, events: AsyncGenerator[Event]
 ) -> AsyncGenerator[Event]:
-    """The events of the answers, after the reply has got the prompts for `echo`."""
-    if body.echo:
+    """The events, after the reply has got the prompts."""
+    async with aclosing(events):
         reply.echo(await prompt_texts(request, entry, body))
-    async with aclosing(events_of(request, body, entry, *body.generations(entry))) as events:
         async for event in events:
             yield event
 

@@ -15,11 +15,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from moegguf.server.common import limits
-from moegguf.server.common.answering import leases_of
-from moegguf.server.common.body import Body, read_body
+from moegguf.server.common.body import read_body
+from moegguf.server.common.conversation import leases_of
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.objects import shorten
-from moegguf.server.common.options import MAX_TOKEN, KeepAlive, ModelName, Options, keep_alive_seconds
+from moegguf.server.common.options import MAX_TOKEN, Loading, ModelName
 from moegguf.server.common.streams import WholeResponse
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def list_of_texts(value: Any) -> list[Text]:
     return texts
 
 
-class EmbeddingsBody(Body):
+class EmbeddingsBody(Loading):
     """The body of /v1/embeddings."""
 
     model: ModelName
@@ -55,8 +55,6 @@ class EmbeddingsBody(Body):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
     truncate: bool | None = None
-    options: Options | None = None
-    keep_alive: KeepAlive = None
 
 
 def embeddings_object(model: str, found: Embeddings, body: EmbeddingsBody) -> dict[str, Any]:
@@ -85,8 +83,7 @@ async def embeddings(request: Request) -> Response:
 
 
 async def _embed(request: Request, body: EmbeddingsBody) -> dict[str, Any]:
-    overrides, keep_alive_s = (body.options or Options()).overrides(), keep_alive_seconds(body.keep_alive)
-    async with leases_of(request).lease(body.model, overrides, keep_alive_s) as lease:
+    async with leases_of(request).lease(body.model, body.overrides(), body.keep_alive_s()) as lease:
         found = await lease.embed(body.input, truncate=bool(body.truncate), normalize=True)
         return embeddings_object(lease.entry.name, found, body)
 

@@ -16,11 +16,11 @@ from starlette.datastructures import State
 from starlette.middleware import Middleware
 from starlette.types import Message
 
-from moegguf.server.common.answering import BACKGROUND
 from moegguf.server.common.body import Bodies
+from moegguf.server.common.conversation import BACKGROUND
 from moegguf.server.common.errors import HANDLERS
 from moegguf.server.metrics import Totals
-from moegguf.server.openai import chat, completions, embeddings, responses
+from moegguf.server.openai import completions, conversations, embeddings
 from moegguf.serving.background import BackgroundLeases
 from moegguf.serving.batch.runner import Reply
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from moegguf.serving.background import Leases
     from moegguf.serving.ray.catalog import ConfiguredCatalog
 
-ROUTES = [route for module in (chat, completions, embeddings, responses) for route in module.routes]
+ROUTES = [route for module in (completions, conversations, embeddings) for route in module.routes]
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 """Those that a request of a batch may have."""
 

@@ -49,23 +49,17 @@ def _metadata(entry: ModelEntry) -> Mapping[str, Any]:
     return {"context_length": known.n_ctx_train, "meta": meta}
 
 
-def _all_objects(catalog: Catalog) -> list[dict[str, Any]]:
-    return [model_object(entry) for entry in catalog.entries()]
-
-
 async def list_models(request: Request) -> Response:
     """All models of the catalog."""
-    data = await asyncio.to_thread(_all_objects, request.app.state.catalog)
+    catalog: Catalog = request.app.state.catalog
+    data = await asyncio.to_thread(lambda: [model_object(entry) for entry in catalog.entries()])
     return JSONResponse({"object": "list", "data": data})
 
 
 async def retrieve_model(request: Request) -> Response:
     """One model. Raises HttpError 404."""
-
-    def retrieve() -> dict[str, Any]:
-        return model_object(find(request.app.state.catalog, request.path_params["model"]))
-
-    return JSONResponse(await asyncio.to_thread(retrieve))
+    catalog, name = request.app.state.catalog, request.path_params["model"]
+    return JSONResponse(await asyncio.to_thread(lambda: model_object(find(catalog, name))))
 
 
 routes = [

@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from moegguf.generate.request import Delta, PromptProgress, Timing, TokenLogprob, ToolCall
+from moegguf.server.common.conversation import Json, Reply
 from moegguf.server.common.objects import MIN_LOGPROB, cut_object, moe_object
-from moegguf.serving.events import Done
-
-Json = dict[str, Any]
+from moegguf.server.common.streams import dumps
+from moegguf.serving.events import Done, Event
 
 
 def usage(timing: Timing) -> Json:
@@ -49,6 +50,11 @@ def timings(timing: Timing) -> Json:
         "predicted_per_token_ms": _per(predicted_ms, timing.answer_tokens),
         "predicted_per_second": _per(timing.answer_tokens, timing.answer_s),
     }
+
+
+def statistics(timing: Timing) -> Json:
+    """Additional keys of a complete reply."""
+    return {"timings": timings(timing), "moe": moe_object(timing.stats), **cut_object(timing)}
 
 
 def prompt_progress(progress: PromptProgress) -> Json:
@@ -108,16 +114,22 @@ def total(timing: Timing, later: Timing) -> Timing:
     return replace(later, **{name: getattr(timing, name) + getattr(later, name) for name in names})
 
 
-class _Reply:
+class _Reply(Reply):
     """The reply to one request, of one choice or more in turn; its objects share id and time. `fingerprint`: digest of
     the weights, for `system_fingerprint`."""
 
     prefix, whole_kind, chunk_kind = "", "", ""
+    empty: Mapping[str, Any] = {}  # a choice of a chunk without content
     n_choices = 1
+    end = b"data: [DONE]\n\n"
 
-    def __init__(self, model: str, fingerprint: str, *, include_usage: bool, logprobs: bool) -> None:
+    def __init__(
+        self, model: str, fingerprint: str, *, include_usage: bool, logprobs: bool, with_progress: bool = False
+    ) -> None:
         self.include_usage = include_usage
         self.logprobs = logprobs
+        self._with_progress = with_progress
+        self._started = False  # the current choice
         self._choices: list[Json] = []  # the complete ones of a whole reply
         self._index = 0  # of the current choice
         self._timing = Timing()  # of all complete choices
@@ -127,6 +139,37 @@ class _Reply:
             "model": model,
             "system_fingerprint": f"moegguf-{fingerprint[:12]}",
         }
+
+    @abstractmethod
+    def first(self) -> Json:
+        """The chunk before all others of a choice."""
+
+    @abstractmethod
+    def chunks(self, delta: Delta) -> list[Json]:
+        """The chunks of a delta; none for an empty one."""
+
+    def lines(self, event: Event) -> bytes:
+        """Server-sent events without a name."""
+        first = [] if self._started else [self.first()]  # before the last chunk of a choice ends it
+        if not (items := self._items(event)):
+            return b""
+        self._started = not isinstance(event, Done)
+        return b"".join(f"data: {dumps(item)}\n\n".encode() for item in [*first, *items])
+
+    def _items(self, event: Event) -> list[Json]:
+        if isinstance(event, Delta):
+            return self.chunks(event)
+        if isinstance(event, Done):
+            return self.last(event)
+        return [self.progress(event)] if self._with_progress and isinstance(event, PromptProgress) else []
+
+    def progress(self, progress: PromptProgress) -> Json:
+        """An empty chunk with `prompt_progress`."""
+        return self._chunk(self.empty, prompt_progress=prompt_progress(progress))
+
+    def _finish(self, done: Done) -> str:
+        """OpenAI's `finish_reason`, which has no "cancelled"."""
+        return "tool_calls" if self.n_calls else "length" if done.timing.finish == "length" else "stop"
 
     def _object(self, kind: str, choices: list[Json], **more: Any) -> Json:
         return {**self._head, "object": kind, "choices": choices, **more}
@@ -141,50 +184,37 @@ class _Reply:
         self._timing = total(self._timing, done.timing)
         self._index += 1
 
-    def _last_chunks(self, choice: Mapping[str, Any], done: Done) -> list[Json]:
-        """The end of a choice; with the last one, the statistics of all."""
+    def last(self, done: Done) -> list[Json]:
+        """The chunk with `finish_reason`; with that of the last choice the statistics of all, and the one with `usage`
+        if requested."""
         is_last = self._index == self.n_choices - 1
-        statistics = self._statistics(total(self._timing, done.timing)) if is_last else {}
-        chunks = [self._chunk(choice, **({} if self.include_usage else statistics))]
+        figures = statistics(total(self._timing, done.timing)) if is_last else {}
+        choice = {**self.empty, "finish_reason": self._finish(done)}
+        chunks = [self._chunk(choice, **({} if self.include_usage else figures))]
         self._end_choice(done)
         if is_last and self.include_usage:
-            chunks.append(self._object(self.chunk_kind, [], usage=usage(self._timing), **statistics))
+            chunks.append(self._object(self.chunk_kind, [], usage=usage(self._timing), **figures))
         return chunks
 
     def _add(self, choice: Mapping[str, Any], done: Done) -> None:
-        self._choices.append({"index": self._index, "logprobs": None, **choice})
+        reason = {"finish_reason": self._finish(done)}
+        self._choices.append({"index": self._index, "logprobs": None, **choice, **reason})
         self._end_choice(done)
 
     def whole(self) -> Json:
         """The object of a reply that is not streamed, after `add` of every choice."""
-        return self._object(self.whole_kind, self._choices, usage=usage(self._timing), **self._statistics(self._timing))
-
-    def _statistics(self, timing: Timing) -> Json:
-        return {"timings": timings(timing), "moe": moe_object(timing.stats), **cut_object(timing)}
+        return self._object(self.whole_kind, self._choices, usage=usage(self._timing), **statistics(self._timing))
 
 
 class ChatReply(_Reply):
-    """A reply of /v1/chat/completions: `first`, `chunks` of each delta, `last`; or `add` of all deltas, then `whole`.
-
-    `parallel` False: only the first tool call is sent.
-    """
+    """A reply of /v1/chat/completions."""
 
     prefix, whole_kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
-
-    def __init__(
-        self, model: str, fingerprint: str, *, include_usage: bool, logprobs: bool, parallel: bool = True
-    ) -> None:
-        super().__init__(model, fingerprint, include_usage=include_usage, logprobs=logprobs)
-        self.parallel = parallel
-        self.n_calls = 0
+    empty: Mapping[str, Any] = {"delta": {}}
 
     def first(self) -> Json:
         """The chunk before all others."""
         return self._chunk({"delta": {"role": "assistant", "content": ""}})
-
-    def progress(self, progress: PromptProgress) -> Json:
-        """An empty chunk with `prompt_progress`."""
-        return self._chunk({"delta": {}}, prompt_progress=prompt_progress(progress))
 
     def chunks(self, delta: Delta) -> list[Json]:
         """One chunk each for thinking, text and calls, in this order; log probabilities are in the first."""
@@ -201,42 +231,27 @@ class ChatReply(_Reply):
         return [self._chunk({"delta": delta, "logprobs": logprobs.pop() if logprobs else None}) for delta in deltas]
 
     def _calls(self, delta: Delta) -> list[Json]:
-        calls = delta.tool_calls if self.parallel else delta.tool_calls[: max(0, 1 - self.n_calls)]
-        first = self.n_calls
-        self.n_calls += len(calls)
-        return [call_object(call, first + i) for i, call in enumerate(calls)]
+        return [call_object(call, index) for index, call in self.numbered(delta.tool_calls)]
 
-    def last(self, done: Done) -> list[Json]:
-        """The chunk with `finish_reason`, and the one with `usage` if requested."""
-        return self._last_chunks({"delta": {}, "finish_reason": self._finish(done)}, done)
-
-    def _finish(self, done: Done) -> str:
-        return "tool_calls" if self.n_calls else finish_reason(done.timing)
-
-    def add(self, deltas: Sequence[Delta], done: Done) -> None:
-        """Takes the whole answer."""
-        calls = [call for delta in deltas for call in self._calls(delta)]
-        text = "".join(delta.text for delta in deltas)
-        message: Json = {"role": "assistant", "content": None if calls and not text else text}
-        if thinking := "".join(delta.thinking for delta in deltas):
-            message |= {"reasoning": thinking, "reasoning_content": thinking}
+    def add(self, delta: Delta, done: Done) -> None:
+        """As the only choice."""
+        calls = self._calls(delta)
+        message: Json = {"role": "assistant", "content": None if calls and not delta.text else delta.text}
+        if delta.thinking:
+            message |= {"reasoning": delta.thinking, "reasoning_content": delta.thinking}
         if calls:
             message["tool_calls"] = calls
-        choice: Json = {"message": message, "finish_reason": self._finish(done)}
-        if self.logprobs:
-            choice["logprobs"] = chat_logprobs(logprob for delta in deltas for logprob in delta.logprobs)
-        self._add(choice, done)
+        self._add({"message": message, "logprobs": chat_logprobs(delta.logprobs) if self.logprobs else None}, done)
 
 
 class CompletionReply(_Reply):
     """A reply of /v1/completions with one choice per prompt; whole and streamed objects are alike."""
 
     prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    empty: Mapping[str, Any] = {"text": ""}
 
-    def __init__(
-        self, model: str, fingerprint: str, *, include_usage: bool, logprobs: bool, n_choices: int = 1
-    ) -> None:
-        super().__init__(model, fingerprint, include_usage=include_usage, logprobs=logprobs)
+    def __init__(self, model: str, fingerprint: str, *, n_choices: int = 1, **form: bool) -> None:
+        super().__init__(model, fingerprint, **form)
         self.n_choices = n_choices
         self.echo([""] * n_choices)
 
@@ -253,10 +268,6 @@ class CompletionReply(_Reply):
         super()._end_choice(done)
         self._offset = len(self._before[self._index]) if self._index < self.n_choices else 0
 
-    def progress(self, progress: PromptProgress) -> Json:
-        """An empty chunk with `prompt_progress`."""
-        return self._chunk({"text": ""}, prompt_progress=prompt_progress(progress))
-
     def chunks(self, delta: Delta) -> list[Json]:
         """One chunk; none for an empty delta."""
         text = delta.thinking + delta.text
@@ -271,17 +282,7 @@ class CompletionReply(_Reply):
         self._offset += sum(len(logprob.text) for logprob in logprobs)
         return found
 
-    def last(self, done: Done) -> list[Json]:
-        """The chunk with `finish_reason`, and the one with `usage` if requested."""
-        return self._last_chunks({"text": "", "finish_reason": finish_reason(done.timing)}, done)
-
-    def add(self, deltas: Sequence[Delta], done: Done) -> None:
-        """Takes the whole answer to the next prompt."""
-        text = self._before[self._index] + "".join(delta.thinking + delta.text for delta in deltas)
-        logprobs = self._logprobs([logprob for delta in deltas for logprob in delta.logprobs])
-        self._add({"text": text, "finish_reason": finish_reason(done.timing), "logprobs": logprobs}, done)
-
-
-def finish_reason(timing: Timing) -> str:
-    """OpenAI's `finish_reason`, which has no "cancelled"."""
-    return "length" if timing.finish == "length" else "stop"
+    def add(self, delta: Delta, done: Done) -> None:
+        """As the choice of the next prompt."""
+        text = self._before[self._index] + delta.thinking + delta.text
+        self._add({"text": text, "logprobs": self._logprobs(delta.logprobs)}, done)

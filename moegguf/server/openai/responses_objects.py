@@ -10,14 +10,15 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from moegguf.generate.request import Delta, GenerationRequest, Timing, TokenLogprob, ToolCall
+from moegguf.server.common.conversation import EventReply, Json
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.objects import cut_object, moe_object
-from moegguf.server.openai.objects import Json, chat_logprobs, timings
+from moegguf.server.common.streams import SseResponse, event_line
+from moegguf.server.openai.objects import chat_logprobs, statistics
 from moegguf.server.openai.responses_schema import ENCRYPTED_REASONING, ResponsesBody, encrypted
 from moegguf.server.openai.schema import OpenAITool, ToolChoice
 from moegguf.serving.events import Done, Event
@@ -98,17 +99,28 @@ def logprob_objects(logprobs: Iterable[TokenLogprob]) -> list[Json]:
     return found
 
 
-class ResponseReply:
-    """The response to one request: `stream` gives the events of each event of the answer; after the last one, `whole`
-    is the object. `n_ctx` tokens or `max_output_tokens` reached: the response is incomplete."""
+class ResponsesStream(SseResponse):
+    """The events of a response."""
+
+    def error_line(self, body: Mapping[str, Any]) -> bytes:
+        """The event for an error outside the answer, such as the end of the server."""
+        error = body["error"]
+        fields = {"code": error["code"], "message": error["message"], "param": None, "sequence_number": 0}
+        return event_line("error", {"type": "error", **fields})
+
+
+class ResponseReply(EventReply):
+    """The response to one request. `n_ctx` tokens or `max_output_tokens` reached: it is incomplete."""
+
+    response = ResponsesStream
 
     def __init__(self, body: ResponsesBody, model: str, generation: GenerationRequest) -> None:
         self._body = body
         self._with_logprobs = generation.n_logprobs is not None
         self._output: list[Json] = []
-        self._open: OpenItem | None = None
-        self._n_calls = self._n_events = 0
-        self.whole: Json = {
+        self._item = OpenItem(MESSAGE, 0)  # which may still grow
+        self._n_events = 0
+        self._object: Json = {
             "id": new_id("resp"),
             "object": "response",
             "created_at": int(time.time()),
@@ -122,74 +134,57 @@ class ResponseReply:
             **_settings(body, generation),
         }
 
-    @property
-    def started(self) -> bool:
-        """Whether the stream has begun."""
-        return self._n_events > 0
+    def begin(self, event: Event) -> Iterator[Json]:
+        """The response without output."""
+        yield self._event("response.created", response=dict(self._object))
+        yield self._event("response.in_progress", response=dict(self._object))
 
-    def stream(self, event: Event) -> Iterator[Json]:
-        """The events for one of the answer."""
+    def whole(self) -> Json:
+        """The response."""
+        return self._object
+
+    def failure(self, error: HttpError) -> bytes:
+        """The event that ends a stream that has begun."""
         if not self.started:
-            yield self._event("response.created", response=dict(self.whole))
-            yield self._event("response.in_progress", response=dict(self.whole))
-        if isinstance(event, Delta):
-            yield from self._grow(event)
-        elif isinstance(event, Done):
-            yield from self._end(event)
-
-    def failed(self, error: HttpError) -> Json:
-        """The event that ends a stream after an error."""
+            return b""
         code = "server_error" if error.status >= 500 else "invalid_prompt"
-        self.whole |= {"status": "failed", "error": {"code": code, "message": str(error)}, "output": self._output}
-        return self._event("response.failed", response=self.whole)
+        self._object |= {"status": "failed", "error": {"code": code, "message": str(error)}, "output": self._output}
+        return event_line("response.failed", self._event("response.failed", response=self._object))
 
     def _event(self, kind: str, **fields: Any) -> Json:
         self._n_events += 1
         return {"type": kind, "sequence_number": self._n_events - 1, **fields}
 
-    def _grow(self, delta: Delta) -> Iterator[Json]:
-        if delta.thinking:
-            yield from self._add(SUMMARY if self._body.wants_summary else REASONING, delta.thinking)
-        if delta.text or (delta.logprobs and not delta.thinking):
-            yield from self._add(MESSAGE, delta.text, delta.logprobs)
-        for call in delta.tool_calls:
-            if self._n_calls == 0 or self._body.parallel_tool_calls is not False:
-                yield from self._call(call)
-
-    def _add(self, form: Form, text: str, logprobs: tuple[TokenLogprob, ...] = ()) -> Iterator[Json]:
-        if self._open is None or self._open.form is not form:
-            yield from self._close()
-            yield from self._begin(form)
-        item = self._open
-        assert item is not None
+    def grow(self, text: str, delta: Delta) -> Iterator[Json]:
+        """The delta, of a message with its log probabilities."""
+        item, more = self._item, {}
         item.text += text
-        more: Json = {}
-        if form is MESSAGE:
-            more["logprobs"] = logprob_objects(logprobs) if self._with_logprobs else []
+        if item.form is MESSAGE:
+            more["logprobs"] = logprob_objects(delta.logprobs) if self._with_logprobs else []
             item.logprobs += more["logprobs"]
-        yield self._event(f"response.{form.text}.delta", **item.place, delta=text, **more)
+        yield self._event(f"response.{item.form.text}.delta", **item.place, delta=text, **more)
 
-    def _begin(self, form: Form) -> Iterator[Json]:
-        item = self._open = OpenItem(form, len(self._output), self._body.includes(ENCRYPTED_REASONING))
+    def begin_block(self, kind: str) -> Iterator[Json]:
+        """A message or reasoning item."""
+        form = MESSAGE if kind == "text" else SUMMARY if self._body.wants_summary else REASONING
+        item = self._item = OpenItem(form, len(self._output), self._body.includes(ENCRYPTED_REASONING))
         yield self._event("response.output_item.added", output_index=item.output_index, item=item.object("in_progress"))
         yield self._event(f"response.{form.part}.added", **item.place, part=item.part())
 
-    def _close(self, status: str = "completed") -> Iterator[Json]:
-        item, self._open = self._open, None
-        if item is None:
-            return
+    def end_block(self, kind: str, done: Done | None = None) -> Iterator[Json]:
+        """The whole item; incomplete where the answer was cut."""
+        item = self._item
         more = {"logprobs": item.logprobs} if item.form is MESSAGE else {}
         yield self._event(f"response.{item.form.text}.done", **item.place, text=item.text, **more)
         yield self._event(f"response.{item.form.part}.done", **item.place, part=item.part())
-        yield self._item_done(item.object(status))
+        yield self._item_done(item.object("incomplete" if done and done.timing.finish == "length" else "completed"))
 
     def _item_done(self, item: Json) -> Json:
         self._output.append(item)
         return self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)
 
-    def _call(self, call: ToolCall) -> Iterator[Json]:
-        yield from self._close()
-        self._n_calls += 1
+    def call(self, call: ToolCall) -> Iterator[Json]:
+        """A function call item."""
         arguments = json.dumps(call.arguments, ensure_ascii=False)
         place = {"item_id": new_id("fc"), "output_index": len(self._output)}
         item = {"id": place["item_id"], "type": "function_call", "call_id": call.id, "name": call.name}
@@ -202,24 +197,22 @@ class ResponseReply:
         yield self._event("response.function_call_arguments.done", **place, name=call.name, arguments=arguments)
         yield self._item_done({**item, "status": "completed", "arguments": arguments})
 
-    def _end(self, done: Done) -> Iterator[Json]:
+    def finish(self, done: Done) -> Iterator[Json]:
+        """The response with all of its output."""
         timing, is_cut = done.timing, done.timing.finish == "length"
         status = "incomplete" if is_cut else "completed"
-        yield from self._close(status)
         if all(item["type"] == "reasoning" for item in self._output):
-            yield from self._begin(MESSAGE)  # clients expect a text, also an empty one
-            yield from self._close(status)
-        self.whole |= {
+            yield from self.begin_block("text")  # clients expect a text, also an empty one
+            yield from self.end_block("text", done)
+        self._object |= {
             "status": status,
             "completed_at": None if is_cut else int(time.time()),
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": self._output,
             "usage": usage(timing),
-            "timings": timings(timing),
-            "moe": moe_object(timing.stats),
-            **cut_object(timing),
+            **statistics(timing),
         }
-        yield self._event(f"response.{status}", response=self.whole)
+        yield self._event(f"response.{status}", response=self._object)
 
 
 def _settings(body: ResponsesBody, generation: GenerationRequest) -> Json:

@@ -20,7 +20,7 @@ from moegguf.generate.request import GenerationRequest, Message
 from moegguf.models.entry import ModelEntry
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body
-from moegguf.server.common.content import Part, content_of, image_of_url, text_part
+from moegguf.server.common.content import Part, call_of, content_of, image_of_url, text_part, tool_message
 from moegguf.server.common.options import FunctionName, with_entry_messages
 from moegguf.server.openai.schema import EFFORTS, Effort, Limit, OpenAITool, ToolChoice, ToolsBody, arguments_of
 
@@ -50,7 +50,7 @@ def parts_of(content: Any) -> Any:
 
 def _part(part: Any) -> Part:
     kind = part.get("type") if isinstance(part, dict) else None
-    text = part.get(TEXTS[kind]) if kind in TEXTS else None
+    text = part.get(TEXTS[kind]) if isinstance(kind, str) and kind in TEXTS else None
     if isinstance(text, str):
         return text_part(text)
     if kind == "input_image" and isinstance(part.get("image_url"), str):
@@ -104,7 +104,7 @@ class CallItem(Body):
     def add_to(self, messages: list[Message], tool_names: Mapping[str, str]) -> None:
         """Adds it to the answer that it belongs to."""
         calls = assistant_message(messages).setdefault("tool_calls", [])
-        calls.append({"id": self.call_id, "function": {"name": self.name, "arguments": self.arguments}})
+        calls.append(call_of(self.call_id, self.name, self.arguments))
 
 
 class CallOutputItem(Body):
@@ -116,10 +116,7 @@ class CallOutputItem(Body):
 
     def add_to(self, messages: list[Message], tool_names: Mapping[str, str]) -> None:
         """Adds it as a tool's message."""
-        message: Message = {"role": "tool", "content": content_of(self.output), "tool_call_id": self.call_id}
-        if name := tool_names.get(self.call_id):
-            message["tool_name"] = name
-        messages.append(message)
+        messages.append(tool_message(content_of(self.output), self.call_id, tool_names.get(self.call_id)))
 
 
 class ReasoningText(Body):

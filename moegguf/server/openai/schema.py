@@ -9,7 +9,8 @@ HTTP.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -17,25 +18,22 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_v
 
 from moegguf.generate.options import MAX_TOP_LOGPROBS
 from moegguf.generate.request import GenerationRequest, Message, Sampling
-from moegguf.models.entry import ModelEntry
+from moegguf.models.entry import Details, ModelEntry
 from moegguf.models.recipe import MAX_SEED, MAX_TOKENS
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body
-from moegguf.server.common.content import image_of_url
+from moegguf.server.common.content import Part, call_of, content_of, image_of_url, text_part, tool_message
+from moegguf.server.common.conversation import Question
 from moegguf.server.common.options import (
     MAX_TOKEN,
     CalledFunction,
     Function,
-    KeepAlive,
     ModelName,
-    Options,
     Stop,
     Tool,
     ToolCall,
-    options_of,
     with_entry_messages,
 )
-from moegguf.serving.events import LoadOverrides
 
 MAX_BIASES = 4096
 
@@ -91,28 +89,20 @@ def read_parts(content: Any) -> Any:
 
     Raises ValueError for a part that is neither.
     """
-    if not isinstance(content, list):
-        return content
-    if any(isinstance(part, dict) and part.get("type") == "image_url" for part in content):
-        return [_part(part) for part in content]
-    return "\n".join(_part_text(part) for part in content)
+    return content_of([_part(part) for part in content]) if isinstance(content, list) else content
 
 
-def _part(part: Any) -> dict[str, str]:
-    if not isinstance(part, dict) or part.get("type") != "image_url":
-        return {"type": "text", "text": _part_text(part)}
-    given = part.get("image_url")
-    url = given.get("url") if isinstance(given, dict) else given
-    if not isinstance(url, str):
-        raise ValueError('image_url must be {"url": "data:image/png;base64,..."}')
-    return image_of_url(url)
-
-
-def _part_text(part: Any) -> str:
+def _part(part: Any) -> Part:
     kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "image_url":
+        given = part.get("image_url")
+        url = given.get("url") if isinstance(given, dict) else given
+        if not isinstance(url, str):
+            raise ValueError('image_url must be {"url": "data:image/png;base64,..."}')
+        return image_of_url(url)
     text = part.get(kind) if kind in ("text", "refusal") else None
     if isinstance(text, str):
-        return text
+        return text_part(text)
     if isinstance(kind, str) and kind not in ("text", "refusal"):
         raise ValueError(f"parts of type {kind[:40]!r} are not supported; send text or image_url")
     raise ValueError('a part must be {"type": "text", "text": "..."}')
@@ -170,18 +160,15 @@ class ChatMessage(Body):
         """The message for `GenerationRequest`. `tool_names`: {id of an earlier call: name of its function}."""
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
         message: Message = {"role": role, "content": self.content or ""}
+        if role == "tool":
+            name = self.name or tool_names.get(self.tool_call_id or "")
+            message = tool_message(self.content or "", self.tool_call_id, name)
         if thinking := self.reasoning_content or self.reasoning:
             message["thinking"] = thinking
         if self.tool_calls:
             message["tool_calls"] = [
-                {"id": call.id or "", "function": {"name": call.function.name, "arguments": call.function.arguments}}
-                for call in self.tool_calls
+                call_of(call.id or "", call.function.name, call.function.arguments) for call in self.tool_calls
             ]
-        if role == "tool":
-            if self.tool_call_id is not None:
-                message["tool_call_id"] = self.tool_call_id
-            if name := self.name or tool_names.get(self.tool_call_id or ""):
-                message["tool_name"] = name
         return message
 
 
@@ -253,12 +240,11 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-class GenerationBody(Body):
+class GenerationBody(Question):
     """The fields that chat and completion share. A prompt longer than the context is an error unless `truncate` is
     true; `shift` (Ollama's, off here) lets a prompt lose its middle then, and an answer go on in a full context."""
 
     model: ModelName
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, AfterValidator(one_answer)] | None = None
     max_tokens: Limit | None = None
@@ -275,28 +261,25 @@ class GenerationBody(Body):
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[int, Bias], Field(max_length=MAX_BIASES), BeforeValidator(token_ids)] | None = None
     exact: bool | None = None
-    options: Options | None = None
-    keep_alive: KeepAlive = None
     return_progress: bool | None = None
     truncate: bool | None = None
     shift: bool | None = None
 
     @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with a chunk of token counts."""
-        return bool(self.stream_options and self.stream_options.include_usage)
+    def model_name(self) -> str:
+        """`model`."""
+        return self.model
+
+    def stream_form(self) -> dict[str, bool]:
+        """Keywords of a reply: whether a stream ends with a chunk of token counts, and tells the prompt's progress."""
+        include_usage = bool(self.stream_options and self.stream_options.include_usage)
+        return {"include_usage": include_usage, "with_progress": bool(self.return_progress)}
 
     def sampling(self, entry: ModelEntry) -> Sampling:
         """The sampling parameters: the body's own keys, then `options`, then the entry's parameters."""
-        named = {name: getattr(self, name) for name in OPTIONS if getattr(self, name) is not None}
-        if (max_tokens := self.max_answer_tokens()) is not None:
-            named["num_predict"] = max_tokens
-        options = options_of(self.options, entry).model_copy(update=named)
-        return replace(options.sampling(), logit_bias=self.logit_bias or {})
-
-    def overrides(self) -> LoadOverrides:
-        """The options for loading."""
-        return (self.options or Options()).overrides()
+        own = {name: getattr(self, name) for name in OPTIONS}
+        sampling = self.sampling_with(entry, **own, num_predict=self.max_answer_tokens())
+        return replace(sampling, logit_bias=self.logit_bias or {})
 
     def max_answer_tokens(self) -> int | None:
         """Maximum length of the answer, -1 for no limit, None for the default."""
@@ -315,6 +298,19 @@ class ToolsBody(GenerationBody):
     tools: Annotated[list[OpenAITool], Field(max_length=limits.TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+
+    @property
+    def parallel_calls(self) -> bool:
+        """`parallel_tool_calls`, true by default."""
+        return self.parallel_tool_calls is not False
+
+    @abstractmethod
+    def generation(self, entry: ModelEntry) -> GenerationRequest:
+        """The request, with the entry's defaults."""
+
+    def generations(self, entry: ModelEntry, known: Details) -> Sequence[GenerationRequest]:
+        """That one."""
+        return [self.generation(entry)]
 
     @model_validator(mode="after")
     def _choice_has_tools(self) -> ToolsBody:
