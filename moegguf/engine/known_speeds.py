@@ -1,6 +1,6 @@
-"""What is known of this machine and a model for placing its experts: speeds, measured once, and hit rates of runs.
+"""What is known of this machine and a model for placing its experts: speeds, measured once, and hit rates.
 
-Both lie in the cache folder, in a file for each model, under a key for the device, its driver, the processor, the
+Speeds lie in the cache folder, in a file for each model, under a key for the device, its driver, the processor, the
 number of threads, the file system that the model lies on and the build of the native library. Where that folder cannot
 be written, each load measures again.
 """
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.shape import MoeShape
 from moegguf.engine.devices import Device, gpus
 from moegguf.engine.machine import disk_read_speed, memory_read_speed
-from moegguf.engine.placement import KINDS, DeviceSpeeds, HitCurve, Kind, published_curve
+from moegguf.engine.placement import DeviceSpeeds, HitCurve, published_curve
 from moegguf.errors import AllocationError, ExpertIOError, MoeggufError, OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.fingerprint import header_digest
@@ -42,13 +42,10 @@ MOST_BLOCK_BYTES = 8 << 20
 DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"), Path("/proc/version"))
 SUPPOSED_LINK = Link(12e9)  # of a device that could not be measured: half of PCIe 4 x16
 SUPPOSED_MEMORY_BYTES_PER_S = 270e9  # the slowest card of those that were published
-AGAIN_AFTER_S = 3600  # speeds that a run does not bear out are measured again, but not at each load
 MOST_READ_THREADS = 16  # of the memory read to suppose a speed
 BLOCK_BYTES = 512  # of st_blocks
 DAMAGED = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, OSError)
-MOST_CORRECTION = 2.0  # of a prediction, by earlier runs: what differs by more is no error of the cost model
-CPU_RATES, CPU_TIMES = ("cpu_bytes_per_s", "cpu_dense_bytes_per_s"), ("cpu_op_s",)  # of Speeds
-LEAST_TOKENS = 256  # of runs whose hit rates or counts say something
+LEAST_TOKENS = 256  # of runs whose counts say something
 
 
 @dataclass(frozen=True)
@@ -121,7 +118,6 @@ class KnownSpeeds:
             return known
         found = self._measure(device, n_threads, repack)
         facts = self._read()
-        found = self._best_of_cpu(found, facts, self._cpu_key(n_threads, repack))
         of_all = facts.get("speeds")
         facts["speeds"] = (of_all if isinstance(of_all, dict) else {}) | {key: asdict(found)}
         self._write(facts)
@@ -147,12 +143,10 @@ class KnownSpeeds:
 
     def _key(self, device: Device, n_threads: int, repack: bool) -> str:
         drivers = [path.read_text(errors="replace") for path in DRIVERS if path.is_file()]
-        about = [device.name, device.description, device.total_bytes, drivers, self._file_system()]
-        return _digest([*about, self._cpu_key(n_threads, repack)])
-
-    def _cpu_key(self, n_threads: int, repack: bool) -> str:
+        of_device = [device.name, device.description, device.total_bytes, drivers, self._file_system()]
         processor = read_processor()
-        return _digest([processor.model, sorted(processor.flags), n_threads, repack, library.build_identity()])
+        of_cpu = [processor.model, sorted(processor.flags), n_threads, repack, library.build_identity()]
+        return _digest([*of_device, *of_cpu])
 
     def _file_system(self) -> int:
         with suppress(OSError):  # of a model of which only the headers are here
@@ -162,44 +156,8 @@ class KnownSpeeds:
     def _known(self, key: str) -> DeviceSpeeds | None:
         with suppress(*DAMAGED):
             known = MachineSpeeds.of(self._read()["speeds"][key])
-            speeds = DeviceSpeeds.measured(known.speeds, known.disk_bytes_per_s, known.source)
-            return replace(speeds, reached=self._reached(key))
+            return DeviceSpeeds.measured(known.speeds, known.disk_bytes_per_s, known.source)
         return None
-
-    def _reached(self, key: str) -> dict[Kind, float]:
-        found = dict[Kind, float]()
-        with suppress(*DAMAGED):
-            for kind, (factor, n_tokens) in self._read()["runs"][key].items():
-                if kind in KINDS and n_tokens > 0 and factor > 0:
-                    found[kind] = min(max(float(factor), 1 / MOST_CORRECTION), MOST_CORRECTION)
-        return found
-
-    def add_run(self, device: Device, n_threads: int, repack: bool, kind: Kind, factor: float, n_tokens: int) -> None:
-        """Remembers which factor of the cost model's tokens per second a run of a kind of placement reached; earlier
-        runs count half as much as their tokens."""
-        facts, key = self._read(), self._key(device, n_threads, repack)
-        runs = _dict(facts.get("runs"))
-        of_kinds = _dict(runs.get(key))
-        weight = float(n_tokens)
-        with suppress(*DAMAGED):
-            before, n_before = of_kinds[kind]
-            if before > 0 and n_before > 0:
-                factor = (factor * n_tokens + before * n_before / 2) / (n_tokens + n_before / 2)
-                weight += n_before / 2
-        facts["runs"] = runs | {key: of_kinds | {kind: [factor, weight]}}
-        self._write(facts)
-
-    def _best_of_cpu(self, found: MachineSpeeds, facts: dict[str, Any], key: str) -> MachineSpeeds:
-        """With the CPU's best figures of all measurements beside other devices too, which `facts` then has."""
-        of_all = _dict(facts.get("cpu"))
-        best = {name: getattr(found.speeds, name) for name in (*CPU_RATES, *CPU_TIMES)}
-        with suppress(*DAMAGED):
-            before = {name: float(of_all[key][name]) for name in best}
-            if all(0 <= value < float("inf") for value in before.values()):
-                best |= {name: max(best[name], before[name]) for name in CPU_RATES}
-                best |= {name: min(best[name], before[name]) for name in CPU_TIMES}
-        facts["cpu"] = of_all | {key: best}
-        return replace(found, speeds=replace(found.speeds, **best))
 
     def _measure(self, device: Device, n_threads: int, repack: bool) -> MachineSpeeds:
         layout = self._layout
@@ -215,23 +173,10 @@ class KnownSpeeds:
             raise AllocationError("nothing was read from the disk")
         return MachineSpeeds(speeds, disk.bytes_per_s, time.time())
 
-    def forget_speeds(self, device: Device, n_threads: int, repack: bool = True) -> bool:
-        """The next load measures again, unless these speeds are new; whether it does."""
-        facts, key = self._read(), self._key(device, n_threads, repack)
-        with suppress(*DAMAGED):
-            if time.time() - facts["speeds"][key]["time_s"] > AGAIN_AFTER_S:
-                del facts["speeds"][key]
-                for name, of in (("runs", key), ("cpu", self._cpu_key(n_threads, repack))):
-                    with suppress(*DAMAGED):
-                        del facts[name][of]
-                self._write(facts)
-                return True
-        return False
-
     def hits(self) -> HitCurve:
-        """Hit rates to expect of this model's slots: as measured on its routing, in earlier runs, or published."""
+        """Hit rates to expect of this model's slots: measured on its routing, of its saved counts, or published."""
         with suppress(ExpertIOError):  # of a model of which only the headers are here
-            if found := self._measured_hits() or self._hits_of_runs() or self._hits_of_counts():
+            if found := self._measured_hits() or self._hits_of_counts():
                 return found
         return published_curve(self._layout.n_expert, self._layout.n_expert_used)
 
@@ -243,16 +188,6 @@ class KnownSpeeds:
         n = measured.about.get("requests", "some")
         return HitCurve(measured.hit_rates[policy], f"measured on this model: {n} requests, {policy}")
 
-    def _hits_of_runs(self) -> HitCurve | None:
-        found = dict[float, float]()
-        n_tokens = 0
-        with suppress(*DAMAGED):
-            for share, (hits, lookups, tokens) in self._read()["hits"].items():
-                if tokens >= LEAST_TOKENS and 0 < float(share) <= 1 and 0 <= hits <= lookups > 0:
-                    found[float(share)] = hits / lookups
-                    n_tokens += round(tokens)
-        return HitCurve(found, f"measured in earlier runs of this model: {n_tokens} tokens") if found else None
-
     def _hits_of_counts(self) -> HitCurve | None:
         """What the experts that earlier runs used most would hit, if they stayed: caches of recent use hit more."""
         uses = Artifacts(self._layout).uses(MoeShape.of(self._layout))
@@ -262,21 +197,6 @@ class KnownSpeeds:
         total = self._layout.n_expert_total
         rates = {n / 10: float(ordered[: n * total // 10].sum() / ordered.sum()) for n in range(1, 10)}
         return HitCurve(rates, "from this model's saved counts: those used most would stay")
-
-    def add_hits(self, share: float, hits: int, lookups: int, tokens: int) -> None:
-        """Remembers the hit rate of a run, with this share of the experts in slots; earlier runs count half as much."""
-        facts, at = self._read(), f"{share:.2f}"
-        of_all = facts.get("hits")
-        hits_by_share = of_all if isinstance(of_all, dict) else {}
-        before, sums = hits_by_share.get(at), [hits, lookups, tokens]
-        if isinstance(before, list) and len(before) == 3:
-            sums = [new + old / 2 for new, old in zip(sums, before, strict=True)]
-        facts["hits"] = hits_by_share | {at: sums}
-        self._write(facts)
-
-
-def _dict(found: Any) -> dict[str, Any]:
-    return found if isinstance(found, dict) else {}
 
 
 def _digest(about: list[Any]) -> str:

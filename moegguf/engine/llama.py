@@ -22,8 +22,6 @@ from moegguf.controller.policies.base import Policy
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.systems import find_system
-from moegguf.engine.decode_meter import DecodeMeter
-from moegguf.engine.known_speeds import KnownSpeeds
 from moegguf.engine.live_controller import ControllerOptions, LiveController
 from moegguf.engine.load import Budget, LoadPlan, LoadProgress, Progress, check_options, prepare
 from moegguf.engine.plan import Plan
@@ -160,7 +158,6 @@ class Llama(UpstreamLlama):
         self._closed = False
         self._eval_s = 0.0
         self._no_devices = (c.c_void_p * 1)()  # a list that ends at once
-        self._meter: DecodeMeter | None = None
         self._progress = LoadProgress(progress)
         self._request_lock = RequestLock()
         self._requests = RequestCounter()
@@ -198,14 +195,6 @@ class Llama(UpstreamLlama):
                 self._warm_start = WarmStart(self._session, Artifacts(self.layout))
                 self._warm_start.begin()
             self._start_threads(load_plan)
-            if (
-                self._session is not None
-                and load_plan.gpu is not None
-                and self.plan.placement is not None
-                and self.plan.exact
-            ):
-                known, n_threads = KnownSpeeds(self.layout), load_plan.options["n_threads"]
-                self._meter = DecodeMeter(self._session, known, load_plan.gpu.devices[0], n_threads)
             self._start_recording(trace)
         except BaseException:  # also an interrupt: nothing of a load stays
             if self._recording is not None:
@@ -417,12 +406,11 @@ class Llama(UpstreamLlama):
 
     def _computed(self, call: Callable[[], Any], n_tokens: int) -> Any:
         """The result of `call`, which evaluates so many tokens (0: unknown), with as many threads as are best now."""
-        measured = call if self._meter is None else partial(self._meter.timed, call, n_tokens)
         if self._threads is None:
-            return measured()
+            return call()
         self._threads.before_pass()
         start_s = time.perf_counter()
-        result = measured()
+        result = call()
         self._threads.after_pass(n_tokens, time.perf_counter() - start_s)
         return result
 
@@ -685,7 +673,7 @@ class Llama(UpstreamLlama):
             return  # the parent process owns it
         with self._decode_lock:
             try:
-                for part in (self._live_controller, self._recording, self._warm_start, self._meter):
+                for part in (self._live_controller, self._recording, self._warm_start):
                     if part is not None:
                         part.close()
             finally:  # also when the trace could not be written

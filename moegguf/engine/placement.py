@@ -23,7 +23,7 @@ Mixtral takes as long to copy as 40 of Qwen3-30B.
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from moegguf.controller.measured import interpolate
@@ -126,8 +126,7 @@ class DeviceSpeeds:
 
     copies: of misses, from RAM to the device; its latency is of all those of a layer together. stop_s: a stop at a
     layer. cpu_layer_s: a layer's way to the CPU and back. device_node_s, cpu_node_s: of each small node of a graph.
-    disk_bytes_per_s: of experts that are in no memory. source: where these come from, as words. reached: what earlier
-    runs of the model with these speeds made of a kind of placement's prediction, as a factor.
+    disk_bytes_per_s: of experts that are in no memory. source: where these come from, as words.
     """
 
     device_bytes_per_s: float
@@ -141,7 +140,6 @@ class DeviceSpeeds:
     source: str = ""
     device_dense_bytes_per_s: float = 0.0  # of weights that are no experts; 0: as fast as those
     cpu_dense_bytes_per_s: float = 0.0
-    reached: Mapping[Kind, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         speeds = (self.device_bytes_per_s, self.copies.bytes_per_s, self.cpu_bytes_per_s, self.disk_bytes_per_s)
@@ -196,8 +194,7 @@ def published_curve(n_expert: int, n_expert_used: int) -> HitCurve:
 @dataclass(frozen=True)
 class Placement:
     """One way to place the experts, and its prediction. n_layers: whole layers on the device; slot_bytes: memory of the
-    slots there, for the other layers; hit_rate: of these. exact: False where the CPU computes some of their misses.
-    correction: of the cost model's figure, in tokens_per_s."""
+    slots there, for the other layers; hit_rate: of these. exact: False where the CPU computes some of their misses."""
 
     kind: Kind
     tokens_per_s: float
@@ -205,7 +202,6 @@ class Placement:
     slot_bytes: int = 0
     hit_rate: float = 0.0
     exact: bool = True
-    correction: float = 1.0
 
     def __str__(self) -> str:
         whole = f"{self.n_layers} whole layers" if self.n_layers else "no whole layer"
@@ -272,19 +268,7 @@ class Planner:
         return PlacementPlan(tuple(found), chosen, reason, self.speeds, self.curve.source, device_bytes)
 
     def placements(self) -> Iterator[Placement]:
-        """The best of each kind that fits, corrected by earlier runs; there is always "cpu"."""
-        for placement in self._predicted():
-            factor = self.correction(placement.kind)
-            yield replace(placement, tokens_per_s=factor * placement.tokens_per_s, correction=factor)
-
-    def correction(self, kind: Kind) -> float:
-        """What earlier runs made of such a prediction. Kinds that have not run yet count as no worse than the best of
-        those that have: what all are predicted with may have been measured too slow, and none of them is to win by
-        having run alone."""
-        reached = self.speeds.reached
-        return reached[kind] if kind in reached else max((1.0, *reached.values()))
-
-    def _predicted(self) -> Iterator[Placement]:
+        """The best of each kind that fits; there is always "cpu"."""
         model = self.model
         yield Placement("cpu", 1 / self._cpu_s())
         if self.device_bytes >= max(model.expert_bytes, model.slots_of_first(model.n_layer)):
@@ -368,9 +352,6 @@ class Planner:
             text += f", against {format_speed(other.tokens_per_s)} with {other}"
         if chosen.slot_bytes or (other is not None and other.slot_bytes):
             text += f" (hit rates {self.curve.source})"
-        if self.speeds.reached:
-            of_kinds = ", ".join(f"{kind} {factor:.2f}x" for kind, factor in sorted(self.speeds.reached.items()))
-            text += f" (corrected by what earlier runs reached of the prediction: {of_kinds})"
         return text if choice == "auto" else f"{text}; placement {choice!r} was asked for"
 
 

@@ -209,33 +209,6 @@ def test_speeds_are_measured_once_and_a_damaged_file_is_measured_again(tiny: Tin
     assert (found["forced"], found["cpu"], found["own_split"]) == ("slots", None, None)
 
 
-def runs_of(path: Path) -> tuple[str, str]:
-    """Where hit rates come from before and after a run, which corrects predictions."""
-    link_device(Link(4e9, 5e-6))
-    before = KnownSpeeds(read_layout(path)).hits().source
-    first = Llama.estimate(path, placement="slots", vram_cache="50%", n_ctx=512, n_threads=1).placement
-    options = {**OPTIONS, "logits_all": False}
-    with Llama(path, placement="slots", vram_cache="50%", expert_cache="100%", **options) as llm:
-        llm.eval([1, 2, 3])
-        for token in range(330):
-            llm.eval([token])
-        assert llm._meter is not None
-        measured = llm._meter.tokens_per_s
-    again = Llama.estimate(path, placement="slots", vram_cache="50%", n_ctx=512, n_threads=1).placement
-    assert first is not None and again is not None
-    assert first.speeds.reached == {} and set(again.speeds.reached) == {"slots"}
-    reached = min(max(measured / first.chosen.tokens_per_s, 0.5), 2.0)
-    assert again.speeds.reached["slots"] == pytest.approx(reached)
-    assert "corrected by what earlier runs reached" in again.reason
-    return before, KnownSpeeds(read_layout(path)).hits().source
-
-
-def test_hit_rates_of_earlier_runs_are_used_before_published_ones(tiny: TinyModel) -> None:
-    before, after = in_own_process(runs_of, tiny("tiny-qwen2moe", "q4_0", 3))
-    assert "published for" in before
-    assert after == "measured in earlier runs of this model: 269 tokens"
-
-
 def streamed(rpc: Path, port: int, path: Path, n_slots: int, repack: bool) -> dict[str, Any]:
     """A prompt in one pass through fewer slots of the CPU than a layer has experts, with other layers on a device, and
     what llama.cpp computes with the same layers there."""

@@ -192,22 +192,6 @@ def test_hit_curves() -> None:
     assert unknown.at(0.25) <= curve.at(0.25)
 
 
-def test_what_earlier_runs_reached_corrects_a_prediction_and_kinds_that_have_not_run_are_no_worse() -> None:
-    plain = planner(QWEN3_30B, RTX_3070, 0.3, 0.86)
-    before, chosen = by_kind(plain), plain.plan().chosen.kind
-    for reached, others in (({"slots": 1.2}, 1.2), ({"slots": 0.5}, 1.0), ({"slots": 0.5, "cpu": 1.1}, 1.1)):
-        corrected = replace(plain, speeds=replace(RTX_3070, reached=reached))
-        for kind, placement in by_kind(corrected).items():
-            factor = reached.get(kind, others)
-            assert placement.correction == factor
-            assert placement.tokens_per_s == pytest.approx(factor * before[kind].tokens_per_s)
-    assert chosen in ("slots", "layers and slots")
-    slow = replace(plain, speeds=replace(RTX_3070, reached={"slots": 0.5, "layers and slots": 0.5}))
-    plan = slow.plan()
-    assert plan.chosen.kind == "layers"
-    assert "earlier runs reached of the prediction: layers and slots 0.50x, slots 0.50x" in plan.reason
-
-
 def test_of_several_turns_of_measuring_each_figure_is_the_best() -> None:
     first = SpeedsStruct(cpu_bytes_per_ns=2, cpu_op_ns=5, device_bytes_per_ns=9, copy_bytes_per_ns=1, copy_ns=10)
     second = SpeedsStruct(cpu_bytes_per_ns=3, cpu_op_ns=6, device_bytes_per_ns=8, copy_bytes_per_ns=2, copy_ns=70)
