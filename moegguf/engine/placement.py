@@ -43,8 +43,8 @@ TOLERANCE = 0.15  # between predicted and measured tokens per second
 LAYER_NODES = 30  # of a layer's graph that read few or no weights: norms, attention, the router
 PICK_NODES = 2  # the same for each expert that a token uses: its weight, its sum
 
-Kind = Literal["resident", "layers", "slots", "layers and slots", "cpu"]
-KINDS: tuple[Kind, ...] = ("resident", "layers", "slots", "layers and slots", "cpu")
+Kind = Literal["resident", "layers", "slots", "cpu"]
+KINDS: tuple[Kind, ...] = ("resident", "layers", "slots", "cpu")
 Choice = Literal["auto", "layers", "slots", "cpu"]
 _OF_CHOICE: Mapping[Choice, tuple[Kind, ...]] = {
     "auto": KINDS,
@@ -67,8 +67,8 @@ class ModelBytes:
     """What a token reads. expert_bytes: all experts of all layers; token_bytes: those of one token; dense_bytes: every
     weight besides that a token reads, and its part of the KV cache. n_layer: layers with experts, of which it uses
     n_expert_used each; n_layer_all: all layers. layer_bytes: experts of each of the n_layer, in order, which may differ
-    in their types; (): all are alike. slots_bytes: a slot for each expert of the first layer, of the first two, and so
-    on: a slot holds the largest of these; (): as much as the experts."""
+    in their types; (): all are alike. slots_bytes: a slot for each expert, which holds the largest; 0: as much as the
+    experts."""
 
     n_layer: int
     expert_bytes: int
@@ -77,7 +77,7 @@ class ModelBytes:
     n_expert_used: int = 8
     n_layer_all: int = 0
     layer_bytes: tuple[int, ...] = ()
-    slots_bytes: tuple[int, ...] = ()
+    slots_bytes: int = 0
 
     def of_last(self, n_layers: int) -> int:
         """Bytes of all experts of the last layers with experts."""
@@ -89,11 +89,10 @@ class ModelBytes:
         """The share of the experts, by bytes, that the first layers with experts have."""
         return 1 - self.of_last(self.n_layer - n_layers) / self.expert_bytes
 
-    def slots_of_first(self, n_layers: int) -> float:
-        """Bytes of a slot for every expert of these layers."""
-        if self.slots_bytes and n_layers:
-            return self.slots_bytes[n_layers - 1]
-        return self.share_of_first(n_layers) * self.expert_bytes
+    @property
+    def every_slot_bytes(self) -> int:
+        """Bytes of a slot for every expert."""
+        return self.slots_bytes or self.expert_bytes
 
     @classmethod
     def of(cls, layout: ExpertLayout, kv_bytes: int = 0) -> ModelBytes:
@@ -104,20 +103,8 @@ class ModelBytes:
         return cls(
             len(layout.layers), layout.expert_bytes, layout.token_cycle_bytes, dense_bytes, layout.n_expert_used,
             layout.n_layer, tuple(layer.n_expert * layer.expert_bytes for layer in layout.layers),
-            tuple(_slots_bytes(layout)),
+            layout.n_expert_total * slot_sizes(layout).slot_bytes,
         )  # fmt: skip
-
-
-def _slots_bytes(layout: ExpertLayout) -> Iterator[int]:
-    """`ModelBytes.slots_bytes`."""
-    largest: dict[str, int] = {}
-    slot_bytes = n_experts = 0
-    for n, layer in enumerate(layout.layers):
-        n_experts += layer.n_expert
-        if any(m.expert_bytes > largest.get(m.kind, 0) for m in layer.matrices):
-            largest |= {m.kind: max(m.expert_bytes, largest.get(m.kind, 0)) for m in layer.matrices}
-            slot_bytes = slot_sizes(layout.only(of.il for of in layout.layers[: n + 1])).slot_bytes
-        yield n_experts * slot_bytes
 
 
 @dataclass(frozen=True)
@@ -194,7 +181,7 @@ def published_curve(n_expert: int, n_expert_used: int) -> HitCurve:
 @dataclass(frozen=True)
 class Placement:
     """One way to place the experts, and its prediction. n_layers: whole layers on the device; slot_bytes: memory of the
-    slots there, for the other layers; hit_rate: of these. exact: False where the CPU computes some of their misses."""
+    slots there; hit_rate: of these. exact: False where the CPU computes some of their misses."""
 
     kind: Kind
     tokens_per_s: float
@@ -204,14 +191,13 @@ class Placement:
     exact: bool = True
 
     def __str__(self) -> str:
-        whole = f"{self.n_layers} whole layers" if self.n_layers else "no whole layer"
-        parts = [whole] if self.kind in ("layers", "layers and slots") else []
-        if self.slot_bytes:
-            parts.append(f"slots of {format_bytes(self.slot_bytes)}, hit rate {self.hit_rate:.0%}")
-        if not self.exact:
-            parts[-1] += ", misses computed by the CPU, too: not exact"
-        named = {"resident": "every expert on the device", "cpu": "everything on the CPU"}
-        return named.get(self.kind, " and ".join(parts))
+        inexact = "" if self.exact else ", misses computed by the CPU, too: not exact"
+        return {
+            "resident": "every expert on the device",
+            "layers": f"{self.n_layers} whole layers" if self.n_layers else "no whole layer",
+            "slots": f"slots of {format_bytes(self.slot_bytes)}, hit rate {self.hit_rate:.0%}{inexact}",
+            "cpu": "everything on the CPU",
+        }[self.kind]
 
 
 @dataclass(frozen=True)
@@ -271,7 +257,7 @@ class Planner:
         """The best of each kind that fits; there is always "cpu"."""
         model = self.model
         yield Placement("cpu", 1 / self._cpu_s())
-        if self.device_bytes >= max(model.expert_bytes, model.slots_of_first(model.n_layer)):
+        if self.device_bytes >= max(model.expert_bytes, model.every_slot_bytes):
             yield Placement("resident", 1 / self._device_s(1.0), model.n_layer, hit_rate=1.0)
             return
         if self.device_bytes < 0:
@@ -279,26 +265,18 @@ class Planner:
         n_layers = max(n for n in range(model.n_layer) if model.of_last(n) <= self.device_bytes)
         yield Placement("layers", 1 / self._layers_s(n_layers), n_layers)
         if self.device_bytes > 0:
-            yield self._slots(0)
-            yield from (self._best_mix(n_layers),) if n_layers > 1 else ()
+            yield self._slots()
 
-    def _best_mix(self, most_layers: int) -> Placement:
-        """Whole layers, without a stop at them, and slots in what they leave."""
-        return max((self._slots(n) for n in range(1, most_layers)), key=lambda placement: placement.tokens_per_s)
-
-    def _slots(self, n_layers: int) -> Placement:
-        model, speeds = self.model, self.speeds
-        n_rest = model.n_layer - n_layers
-        rest = model.share_of_first(n_rest)
-        slot_bytes = max(0, self.device_bytes - self.staging_bytes - model.of_last(n_layers))
-        hit_rate = self.curve.at(slot_bytes / model.slots_of_first(n_rest))
-        missed_bytes = (1 - hit_rate) * rest * model.token_bytes
-        misses_s = self._misses_s(missed_bytes, n_rest * (1 - hit_rate**model.n_expert_used))
-        seconds = self._device_s(1.0) + misses_s + n_rest * speeds.stop_s
-        seconds += self._disk_s(n_rest, slot_bytes, self.ram_bytes)
-        kind: Kind = "layers and slots" if n_layers else "slots"
+    def _slots(self) -> Placement:
+        model = self.model
+        slot_bytes = max(0, self.device_bytes - self.staging_bytes)
+        hit_rate = self.curve.at(slot_bytes / model.every_slot_bytes)
+        missed_bytes = (1 - hit_rate) * model.token_bytes
+        misses_s = self._misses_s(missed_bytes, model.n_layer * (1 - hit_rate**model.n_expert_used))
+        seconds = self._device_s(1.0) + misses_s + model.n_layer * self.speeds.stop_s
+        seconds += self._disk_s(model.n_layer, slot_bytes, self.ram_bytes)
         exact = not (self.computes_misses and missed_bytes)
-        return Placement(kind, 1 / seconds, n_layers, slot_bytes, hit_rate, exact)
+        return Placement("slots", 1 / seconds, 0, slot_bytes, hit_rate, exact)
 
     def _misses_s(self, missed_bytes: float, n_layers: float) -> float:
         """What misses of a token take that are in RAM: copied, or divided between copies and the CPU."""
@@ -337,7 +315,7 @@ class Planner:
         """What is read for a token of the first layers, whose experts lie in so much memory. Of an expert that is on
         the device, its copy in RAM goes first: the memories add up."""
         model = self.model
-        slots_bytes = model.slots_of_first(n_layers)
+        slots_bytes = model.share_of_first(n_layers) * model.every_slot_bytes
         if ram_bytes is None or ram_bytes >= slots_bytes:
             return 0.0
         hit_rate = self.curve.at((device_bytes + ram_bytes) / slots_bytes)

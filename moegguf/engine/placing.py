@@ -250,7 +250,7 @@ class Budgets:
         """The plan of one placement. Raises BudgetError where a budget does not allow it."""
         layout, options = self.layout, dict(self.options)
 
-        def on_device(layout: ExpertLayout, vram: ExpertCache) -> Plan:
+        def on_device(vram: ExpertCache) -> Plan:
             return plan_tiers(layout, vram, self.ram, self.device, self.memory, self.staging, **options)
 
         if placement.kind == "cpu":
@@ -258,18 +258,11 @@ class Budgets:
             return Placed(make_plan(layout, self.ram, self.memory, **options, streams=streams), layout)
         if placement.kind == "resident":
             full = ExpertCache("fraction", fraction=1.0)
-            return Placed(on_device(layout, full if self.vram.mode == "auto" else self.vram), layout)
+            return Placed(on_device(full if self.vram.mode == "auto" else self.vram), layout)
         if placement.kind == "slots":
-            return Placed(on_device(layout, self.vram), layout)
+            return Placed(on_device(self.vram), layout)
         rest = layout.only(layer.il for layer in layout.layers[: len(layout.layers) - placement.n_layers])
-        if placement.kind == "layers":
-            plan = plan_layers(layout, rest, self.ram, self.device, self.memory, **options, streams=streams)
-            return Placed(plan, rest)
-        if self.vram.mode == "auto":
-            return Placed(on_device(rest, self.vram), rest)
-        staged_bytes = self._staging_bytes(_within(self.vram, layout, 0))
-        slots = ExpertCache("bytes", n_bytes=placement.slot_bytes + staged_bytes)
-        return Placed(on_device(rest, slots), rest)
+        return Placed(plan_layers(layout, rest, self.ram, self.device, self.memory, **options, streams=streams), rest)
 
 
 def place(

@@ -277,7 +277,7 @@ def measure(
         budgets = Budgets(layout, cache, vram_cache, gpu, memory, given)
         placed = place(budgets, choice, _known(layout, gpu, overrides.n_threads or count_cpus())).plan
         kind = placed.placement.chosen.kind if placed.placement else "cpu"
-        if kind in ("layers", "layers and slots"):
+        if kind == "layers":
             size = _size_of_layers(placed, load_config, with_slots if choice == "auto" else None)
             return replace(size, default_n_ctx=default_n_ctx)
         if kind != "cpu":
@@ -379,9 +379,9 @@ def _placement_of(plan: Plan) -> tuple[Choice, int | None]:
     """What the worker is told so that it plans the same: the placement, and bytes on the device for experts."""
     if plan.device is None and plan.layers_on is None:
         return "cpu", None
-    if plan.placement is None or plan.placement.chosen.kind not in ("layers", "layers and slots"):
+    if plan.layers_on is None or plan.placement is None:
         return "slots", plan.budget_bytes + plan.staging_slots_bytes
-    return "auto" if plan.device else "layers", plan.placement.device_bytes
+    return "layers", plan.placement.device_bytes
 
 
 def is_embedding(metadata: Mapping[str, Any]) -> bool:

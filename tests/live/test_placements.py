@@ -72,7 +72,6 @@ def placed(path: Path, kind: str, vram: str, ram: str) -> tuple[Logits, dict[str
         ("layers", "60%", "100%", [0, 1], ["RAM"]),
         ("layers", "30%", "40%", [0, 1, 2], ["RAM"]),
         ("slots", "50%", "40%", [0, 1, 2, 3], ["VRAM", "RAM"]),
-        ("layers and slots", "60%", "30%", [0, 1, 2], ["VRAM", "RAM"]),
         ("resident", "100%", "50%", [0, 1, 2, 3], ["VRAM"]),
         ("cpu", "50%", "50%", [0, 1, 2, 3], ["RAM"]),
     ],

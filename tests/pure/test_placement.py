@@ -70,7 +70,7 @@ def test_large_experts_go_in_whole_layers(share: float, slots: float) -> None:
 
 def test_small_experts_go_in_slots_and_the_reason_names_figures_and_source() -> None:
     plan = Planner(QWEN3_30B, RTX_3070, published_curve(128, 8), 5 * GIB).plan()
-    assert plan.chosen.kind in ("slots", "layers and slots")
+    assert plan.chosen.kind == "slots"
     assert plan.placements[0] == plan.chosen
     assert f"{plan.chosen.tokens_per_s:.0f} tokens/s" in plan.reason
     assert "published for Qwen3-30B-A3B (kekzl/imp#1359)" in plan.reason
@@ -134,14 +134,6 @@ def test_a_kind_that_a_budget_does_not_allow_is_passed_over() -> None:
     assert found.plan(without={first}).chosen.kind != first
 
 
-def test_a_mix_of_whole_layers_and_slots_uses_all_of_the_memory() -> None:
-    found = by_kind(Planner(QWEN3_30B, RTX_3070, published_curve(128, 8), 12 * GIB))
-    mix = found["layers and slots"]
-    layer_bytes = QWEN3_30B.expert_bytes // 48
-    assert abs(mix.slot_bytes + mix.n_layers * layer_bytes - 12 * GIB) < layer_bytes
-    assert 0 < mix.hit_rate <= 1
-
-
 def test_whole_layers_are_counted_by_their_own_bytes_from_the_last() -> None:
     model = ModelBytes(4, 100, 10, 0, 2, 4, layer_bytes=(10, 20, 30, 40))
     found = Planner(model, RTX_3070, HitCurve({0.5: 0.6}, "put in"), 69)
@@ -158,29 +150,26 @@ def test_whole_layers_are_counted_by_their_own_bytes_from_the_last() -> None:
 
 
 def test_slots_count_by_the_size_of_the_largest_expert_that_they_may_hold() -> None:
-    model = ModelBytes(4, 100, 10, 0, 2, 4, layer_bytes=(20, 20, 20, 40), slots_bytes=(20, 40, 60, 160))
+    model = ModelBytes(4, 100, 10, 0, 2, 4, layer_bytes=(20, 20, 20, 40), slots_bytes=160)
     curve = HitCurve({0.5: 0.6, 0.8: 0.9}, "put in")
     found = Planner(model, RTX_3070, curve, 80, ram_bytes=80)
     of_all = by_kind(found)["slots"]
     assert of_all.hit_rate == pytest.approx(0.6)  # half of 160 bytes of slots, though 80 % of the experts' bytes
-    mix = by_kind(replace(found, device_bytes=70))["layers and slots"]
-    assert (mix.n_layers, mix.slot_bytes) == (1, 30)
-    assert mix.hit_rate == pytest.approx(curve.at(30 / 60))
     assert "resident" not in by_kind(replace(found, device_bytes=159))
     assert "resident" in by_kind(replace(found, device_bytes=160))
-    alike = replace(found, model=replace(model, slots_bytes=()))
+    alike = replace(found, model=replace(model, slots_bytes=0))
     assert 1 / by_kind(found)["cpu"].tokens_per_s > 1 / by_kind(alike)["cpu"].tokens_per_s  # more is read from the disk
 
 
-def test_slots_bytes_are_those_of_the_layers_that_have_slots(tmp_path: Path) -> None:
+def test_a_slot_holds_the_largest_expert(tmp_path: Path) -> None:
     layout = read_layout(moe(n_layer=3, n_expert=4).write(tmp_path / "m.gguf"))
-    assert ModelBytes.of(layout).slots_bytes == tuple(n * 4 * slot_bytes(layout) for n in (1, 2, 3))
+    assert ModelBytes.of(layout).slots_bytes == 12 * slot_bytes(layout)
     last = layout.layers[2]
     larger = tuple(replace(m, ne0=2 * m.ne0, expert_bytes=2 * m.expert_bytes) for m in last.matrices)
     mixed = replace(layout, layers=(*layout.layers[:2], replace(last, matrices=larger)))
     small, large = slot_bytes(layout), slot_bytes(mixed)
     assert large > 1.5 * small
-    assert ModelBytes.of(mixed).slots_bytes == (4 * small, 8 * small, 12 * large)
+    assert ModelBytes.of(mixed).slots_bytes == 12 * large
 
 
 def test_hit_curves() -> None:
