@@ -6,8 +6,8 @@ RAM has slots below those of all devices together, and those of layers that are 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moegguf.controller.layer_split import ON_CPU, device_of_layers, share_out
@@ -16,27 +16,22 @@ from moegguf.engine.device_split import DeviceRoom, LayerBytes, count_layers, sp
 from moegguf.engine.devices import Device
 from moegguf.engine.machine import Memory
 from moegguf.engine.memory import F16, row_bytes
-from moegguf.engine.placement import published_curve
 from moegguf.engine.plan import DevicePlan, Plan, make_plan
 from moegguf.engine.tiers import VRAM_MARGIN_BYTES, host_bytes, lower_slots, plan_tiers, with_best_staging
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native.slot_sizes import slot_sizes, slot_tokens
-from moegguf.quantities import ExpertCache, Link, format_bytes, format_bytes_up
-
-SAME_LINK = 0.8  # of the fastest link, from where two are alike: measurements of one differ by as much
+from moegguf.quantities import ExpertCache, format_bytes, format_bytes_up
 
 
 @dataclass(frozen=True)
 class SplitOptions:
     """How a user splits a model over devices. n_gpu_layers, tensor_split: as llama.cpp's; None: layers are split here
-    (`device_split.split_layers`), by `links`, {device: link from RAM}; those without one count as the slowest that is
-    known. staging: tensors of each device, as in `tiers.with_best_staging`. streams: of the CPU's layers, as
-    in `make_plan`."""
+    (`device_split.split_layers`). staging: tensors of each device, as in `tiers.with_best_staging`. streams: of the
+    CPU's layers, as in `make_plan`."""
 
     n_gpu_layers: int = -1
     tensor_split: Sequence[float] | None = None
-    links: Mapping[str, Link] = field(default_factory=dict)
     staging: int | None = None
     streams: bool = True
 
@@ -190,10 +185,9 @@ class _DevicePlanner:
                     f"with vram_cache devices compute layers, but n_gpu_layers is {n_gpu_layers}, which is none beside"
                     " the output; give more, or leave vram_cache out."
                 )
-            curve = published_curve(self.layout.n_expert, self.layout.n_expert_used)
             try:
                 layers = [self._layer(il) for il in range(self.n_layer - n_on_devices, self.n_layer)]
-                given = tensor_split_for(split_layers(layers, self._rooms(), curve))
+                given = tensor_split_for(split_layers(layers, self._rooms()))
             except BudgetError as error:
                 raise BudgetError(f"vram_cache={','.join(map(str, self.vram))!r} {error}") from None
         self.tensor_split = [float(share) for share in given]
@@ -209,22 +203,15 @@ class _DevicePlanner:
         size, layer = self.joint.slot_bytes, self.moe_layers.get(il)
         dense_bytes = self.layer_bytes[il] + (self.output_bytes if il == self.n_layer - 1 else 0)
         if layer is None:
-            return LayerBytes(dense_bytes, 0, 0, 0)
-        n_used = layer.n_expert_used
-        return LayerBytes(dense_bytes, layer.n_expert * size, n_used * size, n_used * layer.expert_bytes)
+            return LayerBytes(dense_bytes, 0, 0)
+        return LayerBytes(dense_bytes, layer.n_expert * size, layer.n_expert_used * size)
 
     def _rooms(self) -> list[DeviceRoom]:
-        known = [link.bytes_per_s for link in self.split.links.values()]
-        fastest, slowest = max(known, default=1.0), min(known, default=1.0)
         rooms = []
         for d, device in enumerate(self.devices):
-            link = self.split.links.get(device.name)
             # A budget that was given is kept: it may take what "auto" leaves free.
             auto = self.vram[d if len(self.vram) > 1 else 0].mode == "auto"
-            free = self._free_bytes(device) if auto else device.free_bytes
-            speed = link.bytes_per_s if link else slowest
-            share = 1.0 if speed >= SAME_LINK * fastest else speed / fastest
-            rooms.append(DeviceRoom(free, share, self._limit_bytes(d)))
+            rooms.append(DeviceRoom(self._free_bytes(device) if auto else device.free_bytes, self._limit_bytes(d)))
         return rooms
 
     def _free_bytes(self, device: Device) -> int:

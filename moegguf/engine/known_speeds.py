@@ -105,12 +105,6 @@ class KnownSpeeds:
         except MoeggufError as error:
             return _supposed(n_threads, error)
 
-    def link(self, device: Device, n_threads: int, repack: bool = True) -> Link | None:
-        """The link that misses come over, as measured before or now; None where it cannot be measured."""
-        with suppress(MoeggufError):
-            return self._found(device, n_threads, repack).copies
-        return None
-
     def _found(self, device: Device, n_threads: int, repack: bool) -> DeviceSpeeds:
         """Speeds as measured before, or now. Raises what measuring raises."""
         key = self._key(device, n_threads, repack)

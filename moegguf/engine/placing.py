@@ -92,16 +92,6 @@ class Gpus:
         of_each = [given_bytes(layout, cache) for cache in self.vram]
         return min(sum(of_each), layout.expert_bytes) if all(of_each) else 0
 
-    def split_by_links(self, layout: ExpertLayout, n_threads: int, repack: bool) -> SplitOptions:
-        """`split`, with the links of several devices where the user leaves the split to them; each is measured at most
-        once."""
-        split = self.split or SplitOptions()
-        if split.tensor_split is not None or len(self.devices) < 2:
-            return split
-        known = KnownSpeeds(layout)
-        measured = {device.name: known.link(device, n_threads, repack) for device in self.devices}
-        return replace(split, links={name: link for name, link in measured.items() if link is not None})
-
 
 def gpus_for(
     vram_cache: str | int | float | ExpertCache | None,
@@ -325,8 +315,7 @@ def place_on(
         known = where.known(layout, n_threads, repack)
         return place(budgets, where.choice, known, streams=streams, without=where.refused)
     try:
-        split = where.split_by_links(layout, n_threads, repack)
-        split = replace(split, staging=where.staging, streams=streams)
+        split = replace(where.split, staging=where.staging, streams=streams)
         plan, tensor_split = plan_devices(layout, where.vram, ram, where.devices, memory, split, **options)
     except BudgetError as error:
         if where.choice != "auto" or where.vram != (ExpertCache("auto"),) or "cpu" in where.refused:

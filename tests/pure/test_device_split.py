@@ -1,4 +1,4 @@
-"""How layers are split over devices: as llama.cpp does with a tensor_split, and by memory and links without one."""
+"""How layers are split over devices: as llama.cpp does with a tensor_split, and by memory without one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moegguf.engine.devices import Device
 from moegguf.engine.known_speeds import KnownSpeeds
 from moegguf.engine.machine import Memory
 from moegguf.engine.memory import kv_bytes
-from moegguf.engine.placement import DeviceSpeeds, HitCurve
+from moegguf.engine.placement import DeviceSpeeds
 from moegguf.engine.placing import Gpus, place_on
 from moegguf.engine.plan import Plan, slot_bytes
 from moegguf.engine.tiers import VRAM_MARGIN_BYTES, parse_vram_caches
@@ -29,8 +29,7 @@ from moegguf.native.slot_sizes import slot_tokens
 from moegguf.quantities import GIB, Link, parse_expert_cache
 from moegguf.trace.simulate import devices_of
 
-CURVE = HitCurve({0.0: 0.0, 0.1: 0.4, 0.2: 0.6, 0.4: 0.8, 0.7: 0.93, 1.0: 1.0}, "made up")
-LAYER = LayerBytes(10, 100, 5, 5)
+LAYER = LayerBytes(10, 100, 5)
 RAM = Memory(64 * GIB, 60 * GIB, "the machine")
 
 
@@ -84,41 +83,19 @@ def test_counted_layers_come_back_from_their_tensor_split(counts: list[int], n_o
     assert device_of_layers(sum(counts) + n_on_cpu, tensor_split_for(counts), n_gpu_layers) == expected
 
 
-def test_equal_devices_get_equal_layers_and_memory_decides_between_equal_links() -> None:
-    assert split_layers([LAYER] * 12, [DeviceRoom(600, 1.0)] * 2, CURVE) == [6, 6]
-    small, large = split_layers([LAYER] * 12, [DeviceRoom(300, 1.0), DeviceRoom(600, 1.0)], CURVE)
-    assert large == 2 * small
-    assert split_layers([LAYER] * 12, [DeviceRoom(1320, 1.0), DeviceRoom(2640, 4.0)], CURVE) == [4, 8]  # resident
-
-
-def test_slow_links_get_fewer_layers_the_slower_the_fewer() -> None:
-    slow, speeds = DeviceRoom(600, 1.0), (1, 2, 4, 8)
-    of_slow = [split_layers([LAYER] * 12, [slow, DeviceRoom(600, speed)], CURVE)[0] for speed in speeds]
-    assert of_slow == sorted(of_slow, reverse=True)
-    assert of_slow[0] == 6
-    assert of_slow[-1] == 5  # as many as are never missed
-
-
-def test_a_split_waits_less_than_every_other() -> None:
-    rooms = [DeviceRoom(400, 1.0), DeviceRoom(700, 3.0)]
-
-    def waits(counts: tuple[int, int]) -> float:
-        total = 0.0
-        for n, room in zip(counts, rooms, strict=True):
-            share = min(1.0, (room.n_bytes / n - LAYER.dense_bytes) / LAYER.expert_bytes) if n else 1.0
-            total += n * (1 - CURVE.at(share)) / room.link_speed
-        return total
-
-    best = min((waits((n, 12 - n)), (n, 12 - n)) for n in range(13))[1]
-    assert tuple(split_layers([LAYER] * 12, rooms, CURVE)) == best
+def test_equal_devices_get_equal_layers_and_memory_decides_between_others() -> None:
+    assert split_layers([LAYER] * 12, [DeviceRoom(600)] * 2) == [6, 6]
+    assert split_layers([LAYER] * 12, [DeviceRoom(300), DeviceRoom(600)]) == [4, 8]
+    assert split_layers([LAYER] * 12, [DeviceRoom(1320), DeviceRoom(2640)]) == [4, 8]  # resident
+    assert split_layers([LAYER] * 12, [DeviceRoom(600, 200), DeviceRoom(600, 400)]) == [4, 8]  # within budgets
 
 
 def test_layers_of_other_sizes_are_divided_by_their_own_bytes() -> None:
-    dense, large = LayerBytes(400, 0, 0, 0), LayerBytes(10, 300, 15, 15)
-    rooms = [DeviceRoom(700, 1.0), DeviceRoom(700, 1.0)]
-    assert split_layers([dense, *[LAYER] * 11], rooms, CURVE) == [4, 8]
-    assert split_layers([*[LAYER] * 9, *[large] * 3], rooms, CURVE) == [9, 3]
-    assert split_layers([*[LAYER] * 11, dense], rooms, CURVE) == [8, 4]
+    dense, large = LayerBytes(400, 0, 0), LayerBytes(10, 300, 15)
+    rooms = [DeviceRoom(700), DeviceRoom(700)]
+    assert split_layers([dense, *[LAYER] * 11], rooms) == [4, 8]
+    assert split_layers([*[LAYER] * 9, *[large] * 3], rooms) == [9, 3]
+    assert split_layers([*[LAYER] * 11, dense], rooms) == [8, 4]
 
 
 def all_splits(n_layers: int, n_devices: int) -> Iterator[tuple[int, ...]]:
@@ -130,36 +107,32 @@ def all_splits(n_layers: int, n_devices: int) -> Iterator[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_no_split_of_uneven_layers_waits_less(seed: int) -> None:
+def test_no_split_of_uneven_layers_has_a_fullest_device_that_is_less_full(seed: int) -> None:
     random = np.random.default_rng(seed)
     moe_layers = [
-        LayerBytes(int(dense), n, n // 20, n // 20)
+        LayerBytes(int(dense), n, n // 20)
         for dense, n in zip(random.integers(1, 60, 9), random.integers(40, 200, 9).tolist(), strict=True)
     ]
-    layers = [LayerBytes(150, 0, 0, 0), *moe_layers]
-    rooms = [
-        DeviceRoom(int(n), float(speed))
-        for n, speed in zip(random.integers(300, 700, 3), random.integers(1, 9, 3), strict=True)
-    ]
+    layers = [LayerBytes(150, 0, 0), *moe_layers]
+    rooms = [DeviceRoom(int(n)) for n in random.integers(300, 700, 3)]
 
-    def waits(counts: tuple[int, ...]) -> float:
-        total, first = 0.0, 0
+    def fullest(counts: tuple[int, ...]) -> float:
+        most, first = 0.0, 0
         for n, room in zip(counts, rooms, strict=True):
             part, first = layers[first : first + n], first + n
             left, needed = room.n_bytes - sum(of.dense_bytes for of in part), sum(of.expert_bytes for of in part)
             if left < sum(of.least_expert_bytes for of in part):
                 return math.inf
-            share = min(1.0, left / needed) if needed else 1.0
-            total += sum(of.token_bytes for of in part) * (1 - CURVE.at(share)) / room.link_speed
-        return total
+            most = max(most, needed / max(1, left))
+        return most
 
-    best = min(map(waits, all_splits(len(layers), len(rooms))))
-    assert waits(tuple(split_layers(layers, rooms, CURVE))) == pytest.approx(best, rel=1e-5)
+    best = min(map(fullest, all_splits(len(layers), len(rooms))))
+    assert fullest(tuple(split_layers(layers, rooms))) == pytest.approx(best)
 
 
 def test_layers_that_fit_nowhere_are_refused() -> None:
     with pytest.raises(BudgetError, match="of 4 layers, but devices are to compute 12"):
-        split_layers([LAYER] * 12, [DeviceRoom(30, 1.0)] * 2, CURVE)
+        split_layers([LAYER] * 12, [DeviceRoom(30)] * 2)
 
 
 def test_one_budget_is_shared_and_a_list_is_kept(layout: ExpertLayout) -> None:
@@ -173,38 +146,6 @@ def test_one_budget_is_shared_and_a_list_is_kept(layout: ExpertLayout) -> None:
     uneven, _ = plan(layout, "25%", tensor_split=[3, 1], free=(8 * GIB, 2 * GIB))
     assert [len(part.layers) for part in uneven.devices] == [10, 2]
     assert sum(part.n_slots for part in uneven.devices) == 48
-
-
-def test_links_decide_where_the_user_does_not(layout: ExpertLayout) -> None:
-    links = {"GPU0": Link(24e9), "GPU1": Link(3e9)}
-    chosen, split = plan(layout, "50%", links=links)
-    fast, slow = (len(part.layers) for part in chosen.devices)
-    assert fast > slow
-    assert device_of_layers(12, split).count(0) == fast
-    shares = [part.n_slots / len(part.layers) for part in chosen.devices]
-    assert shares[1] > shares[0]
-    given, _ = plan(layout, "50%", links=links, tensor_split=[1, 1])
-    assert [len(part.layers) for part in given.devices] == [7, 5]
-
-
-def test_links_that_measure_nearly_the_same_count_as_the_same(layout: ExpertLayout) -> None:
-    alike, other = ({"GPU0": Link(24e9), "GPU1": Link(speed)} for speed in (20e9, 12e9))
-    assert plan(layout, "50%", links=alike) == plan(layout, "50%")
-    assert plan(layout, "50%", links=other) != plan(layout, "50%")
-
-
-def test_links_are_measured_where_the_user_leaves_the_split_to_them(
-    layout: ExpertLayout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured = {"GPU0": Link(3e9), "GPU1": Link(24e9), "GPU2": None}
-    monkeypatch.setattr(KnownSpeeds, "link", lambda _self, device, *_: measured[device.name])
-    where = Gpus(tuple(devices(8 * GIB, 8 * GIB)), parse_vram_caches("50%"), "auto", SplitOptions())
-    parts = place_on(where, layout, parse_expert_cache("50%"), RAM, 1, {"n_ctx": 512}).plan.devices
-    assert len(parts[0].layers) < len(parts[1].layers)
-    given = replace(where, split=SplitOptions(tensor_split=[1, 1]))
-    assert given.split_by_links(layout, 1, True) == given.split
-    third = replace(where, devices=tuple(devices(1, 1, 1)))
-    assert third.split_by_links(layout, 1, True).links == {"GPU0": Link(3e9), "GPU1": Link(24e9)}
 
 
 def test_layers_that_the_user_gave_to_a_gpu_are_not_left_to_a_faster_cpu(
