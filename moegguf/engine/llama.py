@@ -79,7 +79,7 @@ class Llama(UpstreamLlama):
             n_gpu_layers says which layers it computes.
         placement: what goes into that memory: "layers" (the experts of whole layers; the CPU computes the others),
             "slots" (experts as they are used; the GPU computes everything), "cpu" (no GPU), or "auto": what is
-            predicted to be fastest with speeds that are measured here (engine/placement.py); with several GPUs, slots.
+            predicted to be fastest with speeds that are measured here (engine/cost.py); with several GPUs, slots.
             None: MOEGGUF_PLACEMENT.
         misses: what happens to experts that a GPU with slots over slots in RAM lacks: "fetch" copies them there;
             "compute" lets the CPU compute them from RAM in passes of up to 8 tokens, where that is faster by what was
@@ -107,6 +107,7 @@ class Llama(UpstreamLlama):
         flash_attn: fused attention, which rounds otherwise: True, False (llama-cpp-python's default), or None: where
             the devices that compute have it, as llama.cpp's own programs, `moegguf.Engine`, `run` and `serve` do.
         mmproj: the model's projector, for images in messages (moegguf.generate); it is loaded with the first image.
+        plan: of a server that has planned this load (engine/planner.py), in place of the first four.
         progress: called with 0.0 to 1.0 while the weights are read; returning False cancels the load.
         All keywords of `llama_cpp.Llama`. Without `n_threads` and `n_threads_batch` there are as many threads as
         processors this process may use, and fewer while other processes use some of them. `use_mmap` has no effect on
@@ -144,6 +145,7 @@ class Llama(UpstreamLlama):
         n_seq_max: int = 1,
         kv_tokens: int | None = None,
         mmproj: str | os.PathLike[str] | None = None,
+        plan: Plan | None = None,
         **options: Any,
     ) -> None:
         self._images = ContextImages()
@@ -171,9 +173,11 @@ class Llama(UpstreamLlama):
         warm_start = read_environment().warm_start if warm_start is None else warm_start
         self._keywords = dict(
             model_path=model_path, expert_cache=expert_cache, vram_cache=vram_cache, placement=placement,
-            misses=misses, system=of.name, store=store, warm_start=warm_start, **vars(chosen), **options,
+            misses=misses, plan=plan, system=of.name, store=store, warm_start=warm_start, **vars(chosen), **options,
         )  # fmt: skip
-        self._load_plan = load_plan = prepare(model_path, expert_cache, options, vram_cache, store, placement, misses)
+        self._load_plan = load_plan = prepare(
+            model_path, expert_cache, options, vram_cache, store, placement, misses, plan
+        )
         self.layout, self.plan = load_plan.layout, load_plan.plan
         self._n_seq_max = load_plan.n_seq_max
         try:
@@ -181,7 +185,7 @@ class Llama(UpstreamLlama):
             if load_plan.no_device or self.plan.layers_on:
                 store = replace(store, device=None)  # it named the one to place experts on: these slots are the CPU's
             if load_plan.hooks:
-                self._session = Session(load_plan.slots_layout, self.plan, store, load_plan.whole_layers)
+                self._session = Session(load_plan.slots_layout, self.plan, store)
                 if not self.plan.exact:
                     self._session.compute_misses(load_plan.options["n_threads"])
                 self._live_controller = LiveController(self._session, Artifacts(self.layout), chosen, self._n_seq_max)
@@ -190,8 +194,7 @@ class Llama(UpstreamLlama):
             self._load(load_plan)
             if self._session is not None and (reason := self._session.not_computed()):
                 warnings.warn(reason, stacklevel=2)
-            whole = load_plan.slots_layout.layers == self.layout.layers
-            if self._session is not None and warm_start and whole and not lockstep:
+            if self._session is not None and warm_start and not self.plan.whole_layers and not lockstep:
                 self._warm_start = WarmStart(self._session, Artifacts(self.layout))
                 self._warm_start.begin()
             self._start_threads(load_plan)
@@ -316,7 +319,7 @@ class Llama(UpstreamLlama):
         if bindings.llama_model_is_recurrent(model) or bindings.llama_model_is_hybrid(model):
             self._n_seq_max = 1
         else:
-            params.n_seq_max, params.n_ctx, params.kv_unified = self._n_seq_max, self._load_plan.kv_tokens, True
+            params.n_seq_max, params.n_ctx, params.kv_unified = self._n_seq_max, self.plan.kv_tokens, True
 
     def n_ctx(self) -> int:
         """Tokens of context, of one sequence."""

@@ -8,7 +8,8 @@ import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
-from moegguf.engine.devices import Device, query_gpus
+from moegguf.engine.devices import query_gpus
+from moegguf.engine.machine import Device
 from moegguf.errors import ModelNotFoundError
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache

@@ -1,62 +1,53 @@
 """How much memory a model needs, and which idle models to unload so that it fits. Arithmetic only; no processes.
 
-Sizes are those of `moegguf.engine.plan`, computed from the model's headers before anything is loaded.
+Sizes are those of plans (`moegguf.engine.planner`), made from the model's headers before anything is loaded.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS, layer_slots
-from moegguf.engine.devices import NO_GPU, Device
-from moegguf.engine.known_speeds import KnownSpeeds
-from moegguf.engine.machine import Memory, count_cpus, read_memory
-from moegguf.engine.memory import (
-    choose_context,
-    choose_kv_tokens,
-    fit_kv_tokens,
-    margin_bytes,
-    pad_context,
-    pooling_batch_tokens,
-)
-from moegguf.engine.placement import Choice, DeviceSpeeds, HitCurve, parse_placement
-from moegguf.engine.placing import Budgets, Known, default_store, place
-from moegguf.engine.plan import Plan, given_bytes, make_plan
+from moegguf.engine.devices import NO_GPU
+from moegguf.engine.here import default_store, given_budgets, plan_known
+from moegguf.engine.machine import Device, Machine, Memory, count_cpus, read_memory
+from moegguf.engine.memory import margin_bytes, pad_context, pooling_batch_tokens
+from moegguf.engine.plan import Budgets, Plan, Sizes, given_bytes, slot_bytes
+from moegguf.engine.planner import make_plan
+from moegguf.engine.ram_plan import VRAM_MARGIN_BYTES
 from moegguf.engine.sequences import sequences_of
-from moegguf.engine.tiers import VRAM_MARGIN_BYTES, host_bytes, parse_vram_cache, plan_tiers
+from moegguf.engine.speeds import KnownSpeeds
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.reader import ggml_type
 from moegguf.models.details import layout_of, projector_of
 from moegguf.models.entry import ModelEntry
-from moegguf.quantities import ExpertCache, format_bytes, parse_expert_cache
+from moegguf.quantities import ExpertCache, format_bytes
 from moegguf.serving.events import LoadOverrides
 from moegguf.serving.wire import LoadConfig
-from moegguf.settings import Settings, read_environment
+from moegguf.settings import Settings
 
 _UNLIMITED = 1 << 62
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Memory of a model: all that it can use, and the minimum. `plan_within(n_bytes)` plans for a number of bytes
+    """Memory of a model: all that it can use, and the minimum. `plan_within(n_bytes, device_bytes)` plans for numbers
     between the two; `load_config(plan)` is what the worker gets. `default_n_ctx`: the context without overrides.
 
-    `device`: of a model that a GPU computes, with its memory there; the other bytes are then those of RAM, and plans
-    are made by `plan_on_device(n_bytes, device_bytes)`."""
+    `device`: of a model that a GPU computes, with its memory there; the other bytes are then those of RAM."""
 
     wanted_bytes: int
     minimum_bytes: int
-    plan_within: Callable[[int], Plan]
+    plan_within: Callable[[int, int], Plan]
     load_config: Callable[[Plan], LoadConfig]
     default_n_ctx: int = 0
     device: str | None = None
     device_wanted_bytes: int = 0
     device_minimum_bytes: int = 0
-    plan_on_device: Callable[[int, int], Plan] | None = None
 
 
 Measure = Callable[..., ModelSize]
@@ -201,187 +192,120 @@ def measure(
 
     Raises ModelFormatError, ModelNotFoundError, BudgetError, OptionError.
     """
-    layout = layout_of(entry.path)
+    layout, projector = layout_of(entry.path), projector_of(entry)
     flash_attn = True if settings.kv_cache_type != "f16" else settings.flash_attention
-    kv_type = ggml_type(settings.kv_cache_type) if settings.kv_cache_type != "f16" else None
-    projector = projector_of(entry)
-    cache = parse_expert_cache(overrides.expert_cache or read_environment().expert_cache)
-    options: dict[str, Any] = {"flash_attn": bool(flash_attn)}  # None may become off, which needs more
-    if kv_type is not None:
-        options |= {"type_k": kv_type, "type_v": kv_type}
-    free_bytes = limit_bytes - (projector.total_bytes if projector else 0)
-    beside = cache
-    if gpu is not None and layout.is_moe:  # where the context lies, unless the CPU is faster
-        free_bytes = min(free_bytes, gpu.free_bytes)
-        beside = parse_vram_cache(read_environment().vram_cache or "auto")
-    if settings.n_ctx:
-        default_n_ctx = pad_context(settings.n_ctx)
-    else:
-        default_n_ctx = choose_context(layout, free_bytes, DEFAULT_UBATCH_TOKENS, **options)
+    kv_type = ggml_type(settings.kv_cache_type)
+    budgets = given_budgets(overrides.expert_cache or None, None, "auto" if gpu is None else None)
+    devices = () if gpu is None or not layout.is_moe else (gpu,)
+    here = Machine(_memory(limit_bytes), devices=devices)
+    free_bytes = min(limit_bytes, *(device.free_bytes for device in devices)) if devices else limit_bytes
+    pool_bytes = budgets.given_vram_bytes(layout) if devices else given_bytes(layout, budgets.ram)
+    sizes = Sizes(settings.n_ctx or None, type_k=kv_type, type_v=kv_type, projector=projector)
+    sizes = replace(sizes, flash_attn=bool(flash_attn))  # None may become off, which needs more
+    default_n_ctx = sizes.within(layout, free_bytes).n_ctx or 0
     n_ctx = pad_context(overrides.n_ctx) if overrides.n_ctx else default_n_ctx
-    n_seq_max = sequences_of(layout, n_ctx, settings.n_parallel)
-    kv_tokens = n_ctx
-    if n_seq_max > 1:
-        chosen_tokens = settings.kv_tokens or choose_kv_tokens(
-            layout,
-            free_bytes,
-            DEFAULT_UBATCH_TOKENS,
-            n_ctx,
-            n_seq_max,
-            pool_bytes=given_bytes(layout, beside),
-            **options,
-        )
-        kv_tokens = fit_kv_tokens(chosen_tokens, n_ctx, n_seq_max)
     embedding = is_embedding(layout.metadata)
     n_batch = overrides.n_batch or (pooling_batch_tokens(n_ctx) if embedding else DEFAULT_UBATCH_TOKENS)
-    options |= {"n_ctx": n_ctx, "n_batch": n_batch, "n_ubatch": n_batch if embedding else None, "margin": 0}
-    options |= {"projector": projector, "kv_tokens": kv_tokens}
+    n_seq_max = sequences_of(layout, n_ctx, settings.n_parallel)
+    sizes = replace(
+        sizes, n_ctx=n_ctx, n_ubatch=n_batch if embedding else None, n_batch=n_batch, n_seq_max=n_seq_max,
+        kv_tokens=settings.kv_tokens,
+    ).within(layout, free_bytes, pool_bytes)  # fmt: skip
+    store, n_threads = default_store(), overrides.n_threads or count_cpus()
+    budgets = replace(budgets, sizes=sizes, margin_bytes=0, staging=store.staging, streams=store.overlap)
 
-    def plan(cache: ExpertCache, n_bytes: int = _UNLIMITED, **others: Any) -> Plan:
-        return make_plan(layout, cache, Memory(n_bytes, n_bytes, "the models' budget"), **options | others)
-
-    def load_config(chosen: Plan) -> LoadConfig:
-        in_ram = chosen.lower_bytes if chosen.device else chosen.budget_bytes
-        placement, in_vram = _placement_of(chosen)
+    def load_config(plan: Plan) -> LoadConfig:
         return LoadConfig(
             name=entry.name,
             path=str(entry.path),
             mmproj=str(projector.path) if projector else None,
+            plan=plan,
             n_ctx=n_ctx,
             n_seq_max=n_seq_max,
-            kv_tokens=kv_tokens,
             schedule=settings.schedule,
             n_batch=n_batch,
-            n_ubatch=chosen.n_ubatch,
             n_threads=overrides.n_threads,
-            expert_cache_bytes=in_ram if layout.is_moe else None,
-            vram_cache_bytes=in_vram,
-            device=chosen.device or chosen.layers_on,
-            placement=placement if layout.is_moe else None,
-            type_k=kv_type,
-            type_v=kv_type,
+            type_k=kv_type if settings.kv_cache_type != "f16" else None,
+            type_v=kv_type if settings.kv_cache_type != "f16" else None,
             flash_attn=flash_attn,
             embedding=embedding,
             verbose=settings.debug,
         )
 
-    if gpu is not None and layout.is_moe:
-        on_device = functools.partial(_plan_on_device, layout, gpu, options)
-        vram_cache = parse_vram_cache(read_environment().vram_cache or "auto")
-        with_slots = functools.partial(_size_on_device, on_device, layout, cache, vram_cache, load_config)
-        choice = parse_placement(read_environment().placement)
-        if choice == "slots":
-            return replace(with_slots(), default_n_ctx=default_n_ctx)
-        memory = Memory(limit_bytes, limit_bytes, "the models' budget")
-        given = {name: value for name, value in options.items() if name != "margin"}
-        budgets = Budgets(layout, cache, vram_cache, gpu, memory, given)
-        placed = place(budgets, choice, _known(layout, gpu, overrides.n_threads or count_cpus())).plan
-        kind = placed.placement.chosen.kind if placed.placement else "cpu"
-        if kind == "layers":
-            size = _size_of_layers(placed, load_config, with_slots if choice == "auto" else None)
-            return replace(size, default_n_ctx=default_n_ctx)
-        if kind != "cpu":
-            return replace(with_slots(), default_n_ctx=default_n_ctx)
-    wanted = plan(cache)
-    if not layout.is_moe:
-        return ModelSize(wanted.total_bytes, wanted.total_bytes, lambda _: wanted, load_config, default_n_ctx)
-    least_tokens = max(1, projector.one_pass_tokens if projector else 1)
-    n_least = layer_slots(layout, least_tokens, wanted.streams)
-    n_ubatch = options["n_ubatch"] or least_tokens
-    least = plan(ExpertCache("bytes", n_bytes=n_least * wanted.slot_bytes), n_ubatch=n_ubatch)
-    most = ExpertCache("auto", n_bytes=wanted.budget_bytes)
+    def plan_with(machine: Machine, budgets: Budgets) -> Plan:
+        if budgets.choice == "slots":
+            return make_plan(layout, machine, budgets)
+        return plan_known(layout, machine, budgets, KnownSpeeds(layout, n_threads, store.repack).speeds_apart)
 
-    def plan_within(n_bytes: int) -> Plan:
-        return plan(most, n_bytes) if n_bytes > least.total_bytes else least
-
-    minimum_bytes = min(least.total_bytes, wanted.total_bytes)
-    return ModelSize(wanted.total_bytes, minimum_bytes, plan_within, load_config, default_n_ctx)
+    return replace(_size(layout, here, budgets, plan_with, load_config), default_n_ctx=default_n_ctx)
 
 
-def _plan_on_device(
+def _size(
     layout: ExpertLayout,
-    gpu: Device,
-    options: Mapping[str, Any],
-    caches: tuple[ExpertCache, ExpertCache],
-    n_bytes: int = _UNLIMITED,
-    device_bytes: int | None = None,
-    **others: Any,
-) -> Plan:
-    """caches: in RAM, and on the device. device_bytes: what the model may take there, without the margin that
-    "auto" leaves free; None: all that is free now."""
-    if device_bytes is not None:
-        gpu = replace(gpu, free_bytes=device_bytes + VRAM_MARGIN_BYTES)
-    given = {name: value for name, value in options.items() if name != "margin"} | others
-    return plan_tiers(layout, caches[1], caches[0], gpu, Memory(n_bytes, n_bytes, "the models' budget"), **given)
-
-
-def _size_on_device(
-    plan: Callable[..., Plan],
-    layout: ExpertLayout,
-    cache: ExpertCache,
-    vram_cache: ExpertCache,
+    here: Machine,
+    budgets: Budgets,
+    plan_with: Callable[[Machine, Budgets], Plan],
     load_config: Callable[[Plan], LoadConfig],
 ) -> ModelSize:
-    wanted = plan((cache, vram_cache))
-    n_least = layer_slots(layout, 1, wanted.streams)
-    fewest = ExpertCache("bytes", n_bytes=n_least * wanted.slot_bytes)
-    least = plan((ExpertCache("bytes", n_bytes=wanted.slot_bytes), fewest), n_ubatch=1)
-    most = ExpertCache("auto", n_bytes=wanted.budget_bytes)
-    in_ram = ExpertCache("bytes", n_bytes=max(wanted.slot_bytes, wanted.lower_bytes))
+    try:
+        wanted = plan_with(here, budgets)
+    except BudgetError:  # of the budgets themselves, or else `admit` says what is short
+        wanted = plan_with(replace(here, memory=_memory(_UNLIMITED)), budgets)
+    least = wanted if not layout.is_moe else _least(layout, here, budgets, wanted)
+    smaller = replace(
+        budgets, choice="slots" if wanted.on_device else "cpu", ram=_at_most(layout, budgets.ram),
+        vram=(_at_most(layout, budgets.vram[0]),),
+    )  # fmt: skip
 
-    def plan_on_device(n_bytes: int, device_bytes: int) -> Plan:
-        if device_bytes <= least.total_bytes:
-            return least
-        upper = plan((in_ram, most), device_bytes=device_bytes)
-        left = max(upper.slot_bytes, n_bytes - host_bytes(layout, upper.n_ubatch))
-        fitting = ExpertCache("bytes", n_bytes=min(in_ram.n_bytes, left))
-        return plan((fitting, most), device_bytes=device_bytes)
+    def plan_within(n_bytes: int, device_bytes: int = 0) -> Plan:
+        if _fits(wanted, n_bytes, device_bytes):
+            return wanted
+        gpus = [replace(gpu, free_bytes=device_bytes + VRAM_MARGIN_BYTES) for gpu in here.devices if wanted.on_device]
+        with suppress(BudgetError):
+            found = make_plan(layout, Machine(_memory(n_bytes), devices=tuple(gpus)), smaller)
+            if _fits(found, n_bytes, device_bytes):
+                return found
+        return least
 
+    (ram, vram), (least_ram, least_vram) = _bytes_of(wanted), _bytes_of(least)
     return ModelSize(
-        wanted.host_bytes, min(least.host_bytes, wanted.host_bytes), lambda _: wanted, load_config, 0, wanted.device,
-        wanted.total_bytes, min(least.total_bytes, wanted.total_bytes), plan_on_device,
+        ram, min(ram, least_ram), plan_within, load_config, device=wanted.device or wanted.layers_on,
+        device_wanted_bytes=vram, device_minimum_bytes=min(vram, least_vram),
     )  # fmt: skip
 
 
-def _known(layout: ExpertLayout, gpu: Device, n_threads: int) -> Known:
-    """What is known of the device and the model, without memory there for this process."""
-
-    def read() -> tuple[DeviceSpeeds, HitCurve]:
-        known = KnownSpeeds(layout)
-        return known.speeds_apart(gpu, n_threads, default_store().repack), known.hits()
-
-    return read
-
-
-def _size_of_layers(
-    wanted: Plan, load_config: Callable[[Plan], LoadConfig], with_slots: Callable[[], ModelSize] | None
-) -> ModelSize:
-    """Of a plan with whole layers on a device. with_slots: the size with slots alone, for less memory; None: it is
-    loaded as planned, or not."""
-    device, in_ram, there = wanted.device or wanted.layers_on, wanted.host_bytes, wanted.total_bytes
-    less = with_slots() if with_slots is not None else None
-
-    def plan_on_device(n_bytes: int, device_bytes: int) -> Plan:
-        enough = n_bytes >= in_ram and device_bytes >= there
-        return (
-            wanted
-            if enough or less is None or less.plan_on_device is None
-            else less.plan_on_device(n_bytes, device_bytes)
-        )
-
-    return ModelSize(
-        in_ram, min(in_ram, less.minimum_bytes) if less else in_ram, lambda _: wanted, load_config, 0, device,
-        there, min(there, less.device_minimum_bytes) if less else there, plan_on_device,
-    )  # fmt: skip
+def _least(layout: ExpertLayout, here: Machine, budgets: Budgets, wanted: Plan) -> Plan:
+    """The plan that takes the least, on the device that `wanted` is on."""
+    if wanted.layers_on and budgets.choice == "layers":
+        return wanted
+    one_slot, sizes = slot_bytes(layout), budgets.sizes
+    n_tokens = 1 if wanted.on_device else sizes.one_pass_tokens
+    fewest = ExpertCache("bytes", n_bytes=layer_slots(layout, n_tokens, wanted.streams) * one_slot)
+    sizes = replace(sizes, n_ubatch=1 if wanted.on_device else sizes.n_ubatch or n_tokens)
+    if not wanted.on_device:
+        return make_plan(layout, replace(here, devices=()), replace(budgets, ram=fewest, sizes=sizes))
+    ram = ExpertCache("bytes", n_bytes=one_slot)
+    return make_plan(layout, here, replace(budgets, choice="slots", ram=ram, vram=(fewest,), sizes=sizes))
 
 
-def _placement_of(plan: Plan) -> tuple[Choice, int | None]:
-    """What the worker is told so that it plans the same: the placement, and bytes on the device for experts."""
-    if plan.device is None and plan.layers_on is None:
-        return "cpu", None
-    if plan.layers_on is None or plan.placement is None:
-        return "slots", plan.budget_bytes + plan.staging_slots_bytes
-    return "layers", plan.placement.device_bytes
+def _at_most(layout: ExpertLayout, cache: ExpertCache) -> ExpertCache:
+    """What fits, up to the budget."""
+    n_bytes = int(cache.fraction * layout.n_expert_total + 1e-9) * slot_bytes(layout)
+    return ExpertCache("auto", n_bytes=n_bytes if cache.mode == "fraction" else cache.n_bytes)
+
+
+def _memory(n_bytes: int) -> Memory:
+    return Memory(n_bytes, n_bytes, "the models' budget")
+
+
+def _bytes_of(plan: Plan) -> tuple[int, int]:
+    """In RAM, and on a device."""
+    return (plan.host_bytes, plan.total_bytes) if plan.on_device else (plan.total_bytes, 0)
+
+
+def _fits(plan: Plan, n_bytes: int, device_bytes: int) -> bool:
+    ram, vram = _bytes_of(plan)
+    return ram <= n_bytes and vram <= device_bytes
 
 
 def is_embedding(metadata: Mapping[str, Any]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,16 +13,14 @@ from gguf_builder import moe
 
 from moegguf.controller.layer_split import ON_CPU, device_of_layers
 from moegguf.controller.shape import MoeShape
-from moegguf.engine.device_plan import SplitOptions, plan_devices
+from moegguf.engine.cost import Speeds
 from moegguf.engine.device_split import DeviceRoom, LayerBytes, split_layers, tensor_split_for
-from moegguf.engine.devices import Device
-from moegguf.engine.known_speeds import KnownSpeeds
-from moegguf.engine.machine import Memory
+from moegguf.engine.here import parse_vram_caches
+from moegguf.engine.machine import Device, Machine, Memory
 from moegguf.engine.memory import kv_bytes
-from moegguf.engine.placement import DeviceSpeeds
-from moegguf.engine.placing import Gpus, place_on
-from moegguf.engine.plan import Plan, slot_bytes
-from moegguf.engine.tiers import VRAM_MARGIN_BYTES, parse_vram_caches
+from moegguf.engine.plan import Budgets, Plan, Sizes, slot_bytes
+from moegguf.engine.planner import make_plan
+from moegguf.engine.ram_plan import VRAM_MARGIN_BYTES
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.native.slot_sizes import slot_tokens
@@ -39,16 +37,32 @@ def layout(tmp_path_factory: pytest.TempPathFactory) -> ExpertLayout:
     return read_layout(moe(n_layer=12, n_expert=16, n_used=4).write(tmp_path_factory.mktemp("split") / "m.gguf"))
 
 
-def devices(*free_bytes: int) -> list[Device]:
-    return [Device(f"GPU{index}", index, free, 64 * GIB) for index, free in enumerate(free_bytes)]
+def devices(*free_bytes: int, name: str = "GPU") -> tuple[Device, ...]:
+    return tuple(Device(f"{name}{index}", index, free, 64 * GIB) for index, free in enumerate(free_bytes))
 
 
-def plan(layout: ExpertLayout, vram: str, ram: str | int = "50%", **split: Any) -> tuple[Plan, list[float]]:
-    found = devices(*split.pop("free", (8 * GIB, 8 * GIB)))
-    caches, cache = parse_vram_caches(vram), parse_expert_cache(ram)
-    planned, tensor_split = plan_devices(layout, caches, cache, found, RAM, SplitOptions(**split), n_ctx=4096)
-    assert tensor_split is not None
-    return planned, tensor_split
+def machine(*free_bytes: int, name: str = "GPU") -> Machine:
+    return Machine(RAM, devices=devices(*free_bytes, name=name))
+
+
+def budgets(vram: str = "auto", ram: str | int = "50%", n_ctx: int = 512, **others: Any) -> Budgets:
+    return Budgets(parse_expert_cache(ram), parse_vram_caches(vram), sizes=Sizes(n_ctx), **others)
+
+
+def plan(
+    layout: ExpertLayout,
+    vram: str,
+    ram: str | int = "50%",
+    free: tuple[int, ...] = (8 * GIB, 8 * GIB),
+    tensor_split: Sequence[float] | None = None,
+    name: str = "GPU",
+    **split: Any,
+) -> tuple[Plan, Sequence[float]]:
+    given = tuple(tensor_split) if tensor_split else None
+    how = budgets(vram, ram, 4096, choice="slots", divided=True, tensor_split=given, **split)
+    planned = make_plan(layout, machine(*free, name=name), how)
+    assert planned.tensor_split is not None
+    return planned, planned.tensor_split
 
 
 @pytest.mark.parametrize(
@@ -148,31 +162,24 @@ def test_one_budget_is_shared_and_a_list_is_kept(layout: ExpertLayout) -> None:
     assert sum(part.n_slots for part in uneven.devices) == 48
 
 
-def test_layers_that_the_user_gave_to_a_gpu_are_not_left_to_a_faster_cpu(
-    layout: ExpertLayout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slow = DeviceSpeeds(1e6, Link(1e6), 100e9)
-    monkeypatch.setattr(KnownSpeeds, "speeds", lambda *_: slow)
-    where = layout, parse_expert_cache("50%"), RAM, 1, {"n_ctx": 512}
-    free = Gpus(tuple(devices(8 * GIB)), parse_vram_caches("40%"), "auto")
-    assert not place_on(free, *where).on_device
-    given = replace(free, refused=frozenset({"cpu"}))
-    assert place_on(given, *where).on_device
+def test_layers_that_the_user_gave_to_a_gpu_are_not_left_to_a_faster_cpu(layout: ExpertLayout) -> None:
+    slow, one = Speeds(1e6, Link(1e6), 100e9), machine(8 * GIB)
+    assert not make_plan(layout, one, budgets("40%"), slow).on_device
+    given = budgets("40%", refuses_cpu=True)
+    assert make_plan(layout, one, given, slow).on_device
     with pytest.raises(BudgetError, match="n_gpu_layers leaves no layer to the CPU"):
-        place_on(replace(given, devices=tuple(devices(1 << 20)), vram=parse_vram_caches("auto")), *where)
+        make_plan(layout, machine(1 << 20), replace(given, vram=parse_vram_caches("auto")), slow)
 
 
-def test_a_kv_cache_has_the_tokens_of_the_memory_it_lies_in(
-    layout: ExpertLayout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fast, slow = DeviceSpeeds(1e12, Link(1e12), 1e9), DeviceSpeeds(1e6, Link(1e6), 100e9)
-    where = Gpus(tuple(devices(8 * GIB)), parse_vram_caches("40%"), "auto")
-    for speeds, on_device, n_bytes in ((fast, True, 1024), (slow, False, 4096)):
-        monkeypatch.setattr(KnownSpeeds, "speeds", lambda *_, found=speeds: found)
-        options = {"n_ctx": 512, "kv_tokens": 1024}
-        on_cpu = {"kv_tokens": 4096}
-        placed = place_on(where, layout, parse_expert_cache("50%"), RAM, 1, options, on_cpu=on_cpu)
-        assert (placed.on_device, placed.plan.kv_bytes) == (on_device, kv_bytes(layout, n_bytes))
+def test_a_kv_cache_has_the_tokens_of_the_memory_it_lies_in(layout: ExpertLayout) -> None:
+    fast, slow = Speeds(1e12, Link(1e12), 1e9), Speeds(1e6, Link(1e6), 100e9)
+    layout = replace(layout, hparams=replace(layout.hparams, n_ctx_train=1 << 20))
+    how, one, on_both = replace(budgets("40%"), sizes=Sizes()), machine(2 * GIB), set[int]()
+    for speeds, on_device in ((fast, True), (slow, False)):
+        found = make_plan(layout, one, how, speeds)
+        assert (found.on_device, found.kv_bytes) == (on_device, kv_bytes(layout, found.kv_tokens))
+        on_both.add(found.kv_tokens)
+    assert len(on_both) == 2
 
 
 def test_auto_leaves_a_gigabyte_on_each_device(layout: ExpertLayout) -> None:
@@ -193,10 +200,7 @@ def test_layers_left_to_the_cpu_share_the_ram_with_those_below_devices(layout: E
     assert (on_cpu.name, on_cpu.layers, on_cpu.n_slots, mixed.n_lower_slots) == (None, (0, 1, 2, 3), 20, 40)
     assert device_of_layers(12, split, 9)[:5] == [ON_CPU] * 4 + [0]
     assert mixed.host_bytes >= 60 * mixed.slot_bytes
-    one, _ = plan_devices(
-        layout, parse_vram_caches("25%"), parse_expert_cache("50%"), devices(8 * GIB), RAM,
-        SplitOptions(n_gpu_layers=9), n_ctx=4096,
-    )  # fmt: skip
+    one, _ = plan(layout, "25%", free=(8 * GIB,), n_gpu_layers=9)
     assert [part.name for part in one.devices] == ["GPU0", None]
     with pytest.raises(BudgetError, match=r"expert_cache=.* 4 layers are computed by the CPU; give at least"):
         plan(layout, "25%", 4 * slot_bytes(layout), n_gpu_layers=9)
@@ -214,22 +218,19 @@ def test_too_little_for_a_device_is_refused_and_too_much_is_warned_of(layout: Ex
 
 
 def test_one_device_with_every_layer_needs_no_split(layout: ExpertLayout) -> None:
-    budgets = parse_vram_caches("25%"), parse_expert_cache("50%")
-    alone, split = plan_devices(layout, *budgets, devices(8 * GIB), RAM, n_ctx=512)
-    assert (alone.device, alone.devices, split) == ("GPU0", (), None)
+    alone = make_plan(layout, machine(8 * GIB), budgets("25%", divided=True))
+    assert (alone.device, alone.devices, alone.tensor_split) == ("GPU0", (), None)
 
 
 def test_devices_without_room_leave_everything_to_the_cpu_unless_they_were_asked_for(layout: ExpertLayout) -> None:
-    small = Gpus(tuple(devices(1 << 20, 1 << 20)), parse_vram_caches("auto"), "auto", SplitOptions())
-    where = layout, parse_expert_cache("50%"), RAM, 1, {"n_ctx": 512}
-    placed = place_on(small, *where)
-    assert (placed.on_device, placed.tensor_split, placed.plan.n_slots) == (False, None, 96)
-    assert any("not slots on GPUs: " in reason for reason in placed.plan.reasons)
-    for asked in (replace(small, choice="slots"), replace(small, vram=parse_vram_caches("25%,1KiB"))):
+    small, how = machine(1 << 20, 1 << 20), budgets(divided=True)
+    placed = make_plan(layout, small, how)
+    assert (placed.on_device, placed.tensor_split, placed.n_slots) == (False, None, 96)
+    assert any("not slots on GPUs: " in reason for reason in placed.reasons)
+    for asked in (replace(how, choice="slots"), replace(how, vram=parse_vram_caches("25%,1KiB"))):
         with pytest.raises(BudgetError):
-            place_on(asked, *where)
-    large = replace(small, devices=tuple(devices(8 * GIB, 8 * GIB)))
-    assert place_on(large, *where).plan.device == "GPU0, GPU1"
+            make_plan(layout, small, asked)
+    assert make_plan(layout, machine(8 * GIB, 8 * GIB), how).device == "GPU0, GPU1"
 
 
 def test_each_device_counts_the_bytes_of_its_own_layers(layout: ExpertLayout) -> None:
@@ -278,17 +279,13 @@ def test_slots_that_a_device_has_no_memory_for_go_to_the_others(layout: ExpertLa
 @pytest.mark.parametrize("tensor_split", [[1.0, 1.0], [3.0, 2.0]])
 def test_simulated_devices_divide_budgets_as_a_plan_does(layout: ExpertLayout, tensor_split: list[float]) -> None:
     shape, window, n_stagings = MoeShape.of(layout), slot_tokens("CUDA0"), set[int]()
-    cuda = [Device(f"CUDA{index}", index, 32 * GIB, 64 * GIB) for index in (0, 1)]
-    for budgets in [(n,) for n in range(8, 193, 23)] + [(n, 3 * n // 2) for n in range(4, 120, 23)]:
-        text = ",".join(str(n * slot_bytes(layout)) for n in budgets)
-        planned, split = plan_devices(
-            layout, parse_vram_caches(text), parse_expert_cache("50%"), cuda, RAM,
-            SplitOptions(tensor_split=tensor_split), n_ctx=512,
-        )  # fmt: skip
-        assert split == tensor_split
-        simulated = devices_of(shape, [n / layout.n_expert_total for n in budgets], tensor_split, (), window)
+    for given in [(n,) for n in range(8, 193, 23)] + [(n, 3 * n // 2) for n in range(4, 120, 23)]:
+        text = ",".join(str(n * slot_bytes(layout)) for n in given)
+        planned, split = plan(layout, text, free=(32 * GIB,) * 2, tensor_split=tensor_split, name="CUDA")
+        assert list(split) == tensor_split
+        simulated = devices_of(shape, [n / layout.n_expert_total for n in given], tensor_split, (), window)
         for part, device in zip(planned.devices, simulated, strict=True):
-            assert (part.name, part.layers, part.n_slots) == (device.name, device.layers, device.n_slots), budgets
+            assert (part.name, part.layers, part.n_slots) == (device.name, device.layers, device.n_slots), given
             assert device.staging == planned.n_staging
         n_stagings.add(planned.n_staging)
     assert n_stagings > {0}
