@@ -36,6 +36,7 @@ from moegguf.engine.projector import (
 from moegguf.engine.readahead import readahead
 from moegguf.engine.recording import Recording, TraceOptions
 from moegguf.engine.requests import RequestCounter, RequestLock
+from moegguf.engine.resize import EVERY_DEVICE, Resize
 from moegguf.engine.sequences import Chunk, ContextSequences, PassBatch
 from moegguf.engine.session import Session
 from moegguf.engine.stats import Stats
@@ -44,16 +45,13 @@ from moegguf.engine.trial import try_first
 from moegguf.engine.upstream import UpstreamLlama
 from moegguf.engine.vocabulary import Vocabulary
 from moegguf.engine.warm_start import WarmStart
-from moegguf.errors import BudgetError, CapabilityError, ClosedError, GenerationCancelled, MoeggufError, OptionError
+from moegguf.errors import CapabilityError, ClosedError, GenerationCancelled, MoeggufError, OptionError
 from moegguf.native import library
 from moegguf.native.events import Phase
-from moegguf.native.store import Store, StoreOptions, Tier
+from moegguf.native.store import StoreOptions, Tier
 from moegguf.settings import read_environment
 
 Step = TypeVar("Step")
-_Slots = tuple[Tier, int | None]  # of a tier; of one of the store's devices alone
-
-EVERY_DEVICE: _Slots = Tier.COMPUTE, None  # those in VRAM; where the CPU computes every layer, those in RAM
 _FULL = "llama_decode returned 1"
 _ABORTED = "llama_decode returned 2"  # by our abort callback: for a failure with a reason, or for cancel()
 
@@ -601,7 +599,9 @@ class Llama(UpstreamLlama):
             if session is None:
                 return
             store, on_device = session.store, self.plan.device is not None
-            wanted = self._slots_within(store, expert_cache, vram_cache)
+            load_plan = self._load_plan
+            resize = Resize(self.plan, load_plan.slots_layout, store, load_plan.stages_beside)
+            wanted = resize.slots(expert_cache, vram_cache)
             try:
                 if on_device:
                     library.llama_cpp().llama_synchronize(self._ctx.ctx)  # nothing computes with slots any more
@@ -628,31 +628,6 @@ class Llama(UpstreamLlama):
             " vram_cache to have them staged.",
             stacklevel=3,
         )
-
-    def _slots_within(self, store: Store, expert_cache: Budget | None, vram_cache: Budget | None) -> dict[_Slots, int]:
-        """Slots of each tier, and of the CPU beside devices, with another budget; those in RAM last. Raises
-        BudgetError."""
-        wanted: dict[_Slots, int] = {}
-        if vram_cache is not None:
-            least = sum(device.pass_slots for device in store.devices if device.name is not None)
-            wanted[EVERY_DEVICE] = self._load_plan.vram_slots_within(vram_cache, least)
-        if expert_cache is None:
-            return wanted
-        if self.plan.device is None:
-            wanted[EVERY_DEVICE] = min(self._load_plan.slots_within(expert_cache), store.tier()["n_slots"])
-            return wanted
-        cpu = next((index for index, device in enumerate(store.devices) if device.name is None), None)
-        if cpu is None and Tier.LOWER not in store.tiers:
-            raise BudgetError(
-                f"expert_cache={expert_cache!r}: the model was loaded with every expert in VRAM, so it has no slots in"
-                " RAM; change vram_cache, or load it again with less of that."
-            )
-        n_cpu, n_lower = self._load_plan.ram_slots_within(expert_cache)
-        if cpu is not None:
-            wanted[Tier.COMPUTE, cpu] = min(n_cpu, store.device(cpu)["n_slots"])
-        if Tier.LOWER in store.tiers:
-            wanted[Tier.LOWER, None] = min(n_lower, store.tier(Tier.LOWER)["n_slots"])
-        return wanted
 
     def cancel(self) -> None:
         """Ends the evaluation in progress, from another thread: it raises GenerationCancelled at once."""

@@ -10,16 +10,13 @@ from functools import cached_property
 from typing import Any
 
 from moegguf.engine.devices import gpus
-from moegguf.engine.here import BY_LAYERS, NO_SPLIT, Budget, given_budgets, parse_vram_cache, plan_now, with_gpus
+from moegguf.engine.here import BY_LAYERS, NO_SPLIT, Budget, given_budgets, plan_now, with_gpus
 from moegguf.engine.machine import Device, count_cpus, read_memory
 from moegguf.engine.memory import check_context, pad_context, pooling_batch_tokens
 from moegguf.engine.plan import Plan, Sizes
-from moegguf.engine.pool_plan import Pool
-from moegguf.engine.ram_plan import divide_ram_slots, lower_slots
 from moegguf.engine.sequences import sequences_of
 from moegguf.errors import (
     AllocationError,
-    BudgetError,
     CallbackError,
     CapabilityError,
     GenerationCancelled,
@@ -32,9 +29,7 @@ from moegguf.gguf.projector import ProjectorHeader, read_projector
 from moegguf.gguf.reader import GGML_TYPES, ggml_type
 from moegguf.models.catalog import find_model
 from moegguf.native import library
-from moegguf.native.slot_sizes import slot_sizes
 from moegguf.native.store import StoreOptions
-from moegguf.quantities import format_bytes_up, parse_expert_cache
 from moegguf.settings import KV_CACHE_TYPES, read_environment
 
 _bindings = library.llama_cpp()
@@ -67,77 +62,6 @@ class LoadPlan:
     def slots_layout(self) -> ExpertLayout:
         """Of the experts that have slots; those of other layers are plain weights of the device."""
         return self.plan.slots_layout(self.layout)
-
-    def ram_slots_within(self, expert_cache: Budget) -> tuple[int, int]:
-        """(slots of layers that the CPU computes beside devices, slots below those of devices) of another budget, in
-        their proportion at load. Raises BudgetError where it holds fewer than passes need."""
-        plan, total = self.plan, self.lower_slots_within(expert_cache)
-        of_cpu = next((part for part in plan.devices if part.name is None), None)
-        if of_cpu is None:
-            return 0, total
-        n_lower = plan.n_lower_slots
-        least = min(of_cpu.n_slots, plan.pass_slots(self.slots_layout, on_device=False))
-        if total < least + min(1, n_lower):
-            size = format_bytes_up((least + min(1, n_lower)) * plan.slot_bytes)
-            raise BudgetError(
-                f"expert_cache={expert_cache!r} is too small for a model that was loaded with {len(of_cpu.layers)}"
-                f" layers on the CPU, to read {plan.n_ubatch} tokens at a time; give at least {size!r}, or load it"
-                " again."
-            )
-        found = divide_ram_slots(min(total, of_cpu.n_slots + n_lower), of_cpu.n_slots, n_lower, least)
-        return min(found[0], of_cpu.n_slots), min(found[1], n_lower)
-
-    def lower_slots_within(self, expert_cache: Budget) -> int:
-        """Slots in RAM of another budget, where a device computes. Raises BudgetError where it holds none."""
-        cache = parse_expert_cache(expert_cache)
-        return lower_slots(self.slots_layout, cache, read_memory(), self.plan.slot_bytes, self.plan.n_ubatch)
-
-    def slots_within(self, expert_cache: Budget) -> int:
-        """Slots of another budget for the loaded model. Raises BudgetError when its passes need more."""
-        cache, layout = parse_expert_cache(expert_cache), self.slots_layout
-        if self.plan.layers_on:
-            n_slots = self.lower_slots_within(cache)
-        else:
-            streams, sizes = slot_sizes(layout).streams, Sizes(self.plan.kv_tokens, 1)
-            n_slots = Pool(layout, cache, read_memory(), sizes, streams=streams).plan().n_slots
-        least = self.plan.pass_slots(layout, on_device=False)
-        if n_slots < least:
-            size = format_bytes_up(least * self.plan.slot_bytes)
-            raise BudgetError(
-                f"expert_cache={expert_cache!r} is too small for a model that was loaded to read {self.plan.n_ubatch}"
-                f" tokens at a time; give at least {size!r}, or load it again with the smaller budget."
-            )
-        return n_slots
-
-    def vram_slots_within(self, vram_cache: Budget, least: int) -> int:
-        """Slots on all devices together of another budget, which holds staging tensors, too, as at load, up to the one
-        at load.
-        Raises BudgetError below `least`, which passes need, and for a model whose slots are the CPU's."""
-        cache, plan, layout = parse_vram_cache(vram_cache), self.plan, self.slots_layout
-        if plan.layers_on is not None:
-            raise BudgetError(
-                f"vram_cache={vram_cache!r}: {plan.layers_on} has the experts of whole layers, which stay there; load"
-                " the model again with another vram_cache, or with placement 'slots'."
-            )
-        if plan.device is None:
-            raise BudgetError(
-                f"vram_cache={vram_cache!r}: the CPU computes this model, so it has no experts in VRAM; load it with"
-                " vram_cache (--vram-cache) to use a GPU."
-            )
-        asked = {
-            "auto": plan.device_slots,
-            "fraction": int(cache.fraction * layout.n_expert_total + 1e-9),
-            "bytes": cache.n_bytes // plan.slot_bytes,
-        }
-        n_staged = 0 if self.stages_beside or cache.mode == "auto" else plan.staging_slots_bytes // plan.slot_bytes
-        n_slots = min(asked[cache.mode] - n_staged, plan.device_slots)
-        if n_slots < least:
-            size = format_bytes_up((least + n_staged) * plan.slot_bytes)
-            raise BudgetError(
-                f"vram_cache={vram_cache!r} is too small for a model that was loaded to read {plan.n_ubatch} tokens at"
-                f" a time; give at least {size!r}, or load it again with the smaller budget."
-            )
-        return n_slots
 
     def failure(self, error: ValueError | MemoryError) -> MoeggufError:
         """The typed error for an error of the base class while loading."""
