@@ -24,7 +24,7 @@ from moegguf.models.entry import ModelEntry
 from moegguf.serving.events import LoadOverrides
 from moegguf.serving.lease import Lease
 from moegguf.serving.manager import ModelManager
-from moegguf.serving.memory_budget import ModelSize
+from moegguf.serving.model_size import ModelSize
 from moegguf.serving.wire import LoadConfig
 from moegguf.settings import Settings
 

@@ -33,13 +33,12 @@ from moegguf.serving.events import LoadOverrides
 from moegguf.serving.managed_model import ManagedModel, Purpose, State, Waiter, process_key, with_defaults
 from moegguf.serving.memory_budget import (
     DeviceLimits,
-    Measure,
     MemoryLimit,
     MemoryUse,
-    ModelSize,
     admit,
     expert_cache_within,
 )
+from moegguf.serving.model_size import Measure, ModelSize
 from moegguf.serving.subscribers import Subscribers
 from moegguf.serving.wire import LoadConfig
 from moegguf.serving.worker_process import LoadStalledError, WorkerProcess

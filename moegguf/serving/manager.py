@@ -17,7 +17,7 @@ from moegguf.serving.dispatcher import Dispatcher
 from moegguf.serving.events import LoadedModel, LoadOverrides, Snapshot
 from moegguf.serving.lease import Lease
 from moegguf.serving.managed_model import Purpose, State, Waiter, with_entry_parameters
-from moegguf.serving.memory_budget import Measure, measure
+from moegguf.serving.model_size import Measure, measure
 from moegguf.serving.subscribers import Subscribers
 from moegguf.serving.worker_process import COMMAND
 from moegguf.settings import Settings

@@ -24,12 +24,10 @@ from moegguf.serving.memory_budget import (
     Admission,
     MemoryLimit,
     MemoryUse,
-    ModelSize,
     admit,
     expert_cache_within,
-    is_embedding,
-    measure,
 )
+from moegguf.serving.model_size import ModelSize, is_embedding, measure
 from moegguf.serving.wire import LoadConfig, build, encode
 from moegguf.settings import Settings
 
