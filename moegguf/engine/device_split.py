@@ -5,17 +5,28 @@ Each device then has slots for the experts of its own layers, which come in orde
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from typing import NamedTuple
+
+import numpy as np
 
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout
 
+_Split = tuple[float, tuple[int, ...]]  # how full the fullest device is, and layers of each device
 
-@dataclass(frozen=True)
-class DeviceRoom:
+
+class LayerBytes(NamedTuple):
+    """What a layer, or several, takes on its device: everything but experts, slots for all of its experts, and slots
+    for those of a token."""
+
+    dense_bytes: int
+    expert_bytes: int
+    least_expert_bytes: int
+
+
+class DeviceRoom(NamedTuple):
     """What a device offers to layers: memory for them, and how much of it slots may take (None: all that is left)."""
 
     n_bytes: int
@@ -29,22 +40,6 @@ class DeviceRoom:
         return part.expert_bytes / max(1, for_slots) if for_slots >= part.least_expert_bytes else math.inf
 
 
-@dataclass(frozen=True)
-class LayerBytes:
-    """What a layer, or several, takes on its device: everything but experts, slots for all of its experts, and slots
-    for those of a token."""
-
-    dense_bytes: int
-    expert_bytes: int
-    least_expert_bytes: int
-
-    def __add__(self, other: LayerBytes) -> LayerBytes:
-        return LayerBytes(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
-
-    def __sub__(self, other: LayerBytes) -> LayerBytes:
-        return LayerBytes(*(mine - theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
-
-
 def count_layers(layout: ExpertLayout) -> int:
     """Layers that llama.cpp counts in `n_gpu_layers`, those of multi-token prediction too; without the output."""
     n_layer = layout.metadata.get(f"{layout.arch}.block_count", layout.n_layer)
@@ -56,36 +51,28 @@ def split_layers(layers: Sequence[LayerBytes], rooms: Sequence[DeviceRoom]) -> l
 
     Raises BudgetError, which says what the memory holds, where they do not fit.
     """
-    sums = list(itertools.accumulate(layers, initial=LayerBytes(0, 0, 0)))
+    sums = np.zeros((len(layers) + 1, len(LayerBytes._fields)), np.int64)
+    sums[1:] = np.cumsum(layers, axis=0)
+
+    def with_part(before: _Split, room: DeviceRoom, first: int, n: int) -> _Split:
+        part = LayerBytes(*(sums[n] - sums[first]).tolist())
+        return max(before[0], room.fullness(part)), (*before[1], n - first)
+
     # [n]: the best split of the first n layers over the devices so far
-    best = [_Split(0.0, ())] + [_Split(math.inf, ())] * len(layers)
+    best: list[_Split] = [(0.0, ()), *[(math.inf, ())] * len(layers)]
     for room in rooms:
-        best = [
-            min(  # of equals the one with most layers on the devices before
-                (best[first].with_part(room.fullness(sums[n] - sums[first]), n - first) for first in range(n, -1, -1)),
-                key=lambda split: split.fullest,
-            )
+        best = [  # of equals the one with most layers on the devices before
+            min((with_part(best[first], room, first, n) for first in range(n, -1, -1)), key=lambda split: split[0])
             for n in range(len(layers) + 1)
         ]
-    if math.isinf(best[-1].fullest):
-        n_held = max(n for n, split in enumerate(best) if not math.isinf(split.fullest))
+    fullest, counts = best[-1]
+    if math.isinf(fullest):
+        n_held = max(n for n, split in enumerate(best) if not math.isinf(split[0]))
         raise BudgetError(
             f"holds what a token needs of {n_held} layers, but devices are to compute {len(layers)}; give more, free"
             " memory there, or put fewer layers on them (n_gpu_layers, -ngl)."
         )
-    return list(best[-1].counts)
-
-
-@dataclass(frozen=True)
-class _Split:
-    """Layers of each device, and how full the fullest is."""
-
-    fullest: float
-    counts: tuple[int, ...]
-
-    def with_part(self, fullness: float, n_layers: int) -> _Split:
-        """With one more device."""
-        return _Split(max(self.fullest, fullness), (*self.counts, n_layers))
+    return list(counts)
 
 
 def tensor_split_for(counts: Sequence[int]) -> list[float]:
