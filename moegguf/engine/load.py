@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from moegguf.engine.devices import gpus
+from moegguf.engine.devices import find_gpus, gpus
 from moegguf.engine.here import BY_LAYERS, NO_SPLIT, Budget, given_budgets, plan_now, with_gpus
 from moegguf.engine.machine import Device, count_cpus, read_memory
 from moegguf.engine.memory import check_context, pad_context, pooling_batch_tokens
@@ -104,7 +104,7 @@ def prepare(
     options["n_threads"] = options.get("n_threads") or count_cpus()
     options["n_threads_batch"] = options.get("n_threads_batch") or options["n_threads"]
     sizes, hooks = _sizes(layout, options), layout.is_moe and environment.hooks
-    divides = plan is not None  # whether the plan, and not the caller, says which layers devices compute
+    divides = received = plan is not None  # divides: the plan, and not the caller, says which layers devices compute
     if plan is None:
         check_context(layout, max(sizes.kv_tokens or 0, options["n_ctx"]), read_memory(), sizes.type_k, sizes.type_v)
         budgets, devices = given_budgets(expert_cache, vram_cache, placement, misses), tuple[Device, ...]()
@@ -118,7 +118,7 @@ def prepare(
         options["use_mmap"] = False
     if hooks and divides:
         _divide_layers(options, plan)
-    n_ubatch = plan.n_ubatch if hooks else sizes.most_ubatch
+    n_ubatch = plan.n_ubatch if hooks or received else sizes.most_ubatch
     return LoadPlan(
         path, layout, plan, hooks, n_ubatch, options, govern_threads, sizes.projector, sizes.n_seq_max,
         store.staging is not None, hooks and divides and not plan.on_device,
@@ -159,9 +159,9 @@ def _divide_layers(options: dict[str, Any], plan: Plan) -> None:
     options["n_gpu_layers"] = plan.n_gpu_layers
     if plan.tensor_split is not None:  # of the devices that the session names
         options |= {"split_mode": BY_LAYERS, "tensor_split": list(plan.tensor_split)}
-    elif plan.on_device and len(found := gpus()) > 1:
-        main_gpu = next(device.index for device in found if device.name in (plan.device, plan.layers_on))
-        options |= {"split_mode": NO_SPLIT, "main_gpu": main_gpu}
+    elif plan.on_device and len(gpus()) > 1:
+        (device,) = find_gpus(plan.device or plan.layers_on)
+        options |= {"split_mode": NO_SPLIT, "main_gpu": device.index}
         options.pop("tensor_split", None)
 
 

@@ -83,7 +83,10 @@ def measure(
         kv_tokens=settings.kv_tokens,
     ).within(layout, free_bytes, pool_bytes)  # fmt: skip
     store, n_threads = default_store(), overrides.n_threads or count_cpus()
-    budgets = replace(budgets, sizes=sizes, margin_bytes=0, staging=store.staging, streams=store.overlap)
+    budgets = replace(
+        budgets, sizes=sizes, divided=len(budgets.vram) > 1, staging=store.staging, streams=store.overlap,
+        margin_bytes=0,
+    )  # fmt: skip
 
     def load_config(plan: Plan) -> LoadConfig:
         return LoadConfig(

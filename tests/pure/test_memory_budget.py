@@ -199,6 +199,12 @@ def test_whole_layers_on_a_device_are_counted_there_and_the_worker_gets_the_plan
     assert (fewer.device is None) == (choice == "layers")  # else with slots alone
 
 
+def test_budgets_of_several_devices_are_refused_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEGGUF_VRAM_CACHE", "50%,25%")
+    with pytest.raises(BudgetError, match="2 budgets for 1 devices"):
+        measure_on_gpu(moe(n_layer=6, n_expert=16, n_used=4).write(tmp_path / "m.gguf"))
+
+
 def test_a_model_that_the_cpu_computes_fastest_takes_nothing_of_a_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
