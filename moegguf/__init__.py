@@ -13,7 +13,7 @@ from moegguf.package import __version__
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
-    from moegguf.engine.plan import make_plan
+    from moegguf.engine.planner import make_plan
     from moegguf.engine.stats import Stats
     from moegguf.generate.engine import Engine, EngineAnswer
     from moegguf.generate.request import Sampling
@@ -40,7 +40,7 @@ _MODULES = {
     "Sampling": "moegguf.generate.request",
     "Stats": "moegguf.engine.stats",
     "StoreOptions": "moegguf.native.store",
-    "make_plan": "moegguf.engine.plan",
+    "make_plan": "moegguf.engine.planner",
     "read_layout": "moegguf.gguf.experts",
 }
 

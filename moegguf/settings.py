@@ -28,7 +28,7 @@ MAX_BATCH_PARALLEL = 256
 MAX_PARALLEL = 256  # llama.cpp's LLAMA_MAX_SEQ
 
 PLACEMENTS = ("auto", "layers", "slots", "cpu")
-"""Where experts go on a machine with a GPU: see engine/placement.py."""
+"""Where experts go on a machine with a GPU: see engine/plan.py."""
 MISSES = ("fetch", "compute")
 """What happens to experts that a GPU lacks: they are copied there, or the CPU computes them where that is faster."""
 
@@ -48,7 +48,7 @@ class Environment:
     expert_cache: str = "auto"  # MOEGGUF_EXPERT_CACHE: the budget when the caller gives none
     warm_start: bool = False  # MOEGGUF_WARM_START=1: what earlier runs used most is fetched at load, and remembered
     vram_cache: str = ""  # MOEGGUF_VRAM_CACHE: the budget on a GPU when the caller gives none; empty: "auto"
-    placement: str = "auto"  # MOEGGUF_PLACEMENT: where experts go when the caller does not say (engine.placement)
+    placement: str = "auto"  # MOEGGUF_PLACEMENT: where experts go when the caller does not say (engine.plan)
     policy: str = "auto"  # MOEGGUF_POLICY: which experts stay when the caller does not say (controller.policies)
     misses: str = "fetch"  # MOEGGUF_MISSES: what happens to experts that a GPU lacks when the caller does not say
     system: str = ""  # MOEGGUF_SYSTEM: what decides on experts (controller.systems) when the caller names none

@@ -24,7 +24,7 @@ from moegguf.models.entry import ModelEntry
 from moegguf.serving.events import LoadOverrides
 from moegguf.serving.lease import Lease
 from moegguf.serving.manager import ModelManager
-from moegguf.serving.memory_budget import ModelSize
+from moegguf.serving.model_size import ModelSize
 from moegguf.serving.wire import LoadConfig
 from moegguf.settings import Settings
 
@@ -74,12 +74,12 @@ class FakeCatalog:
             raise ModelNotFoundError(f"there is no model named {name!r}; try 'a'.") from None
 
     def measure(self, entry: ModelEntry, overrides: LoadOverrides, settings: Settings, limit_bytes: int) -> ModelSize:
-        def plan(n_bytes: int) -> Plan:
+        def plan(n_bytes: int, _device_bytes: int) -> Plan:
             return Plan(1, 1, n_bytes, True, 4096, 1, 0, 0, 0, n_bytes, limit_bytes, (), ())
 
         def load_config(chosen: Plan) -> LoadConfig:
             n_ctx = overrides.n_ctx or 4096
-            return LoadConfig(entry.name, str(entry.path), n_ctx, expert_cache_bytes=chosen.budget_bytes)
+            return LoadConfig(entry.name, str(entry.path), n_ctx, chosen)
 
         return ModelSize(*self.sizes[entry.name], plan, load_config, 4096)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html")
-VENDORED: tuple[str, ...] = ("moegguf/server/static/vendor/",)  # folders of libraries with a licence of their own: not counted
+VENDORED = ("moegguf/server/static/vendor/",)  # libraries with a licence of their own: not counted
 GOALS = {"moegguf": 46_000, "tests": 34_000, "tools + predictors": 14_000}
 LIMITS = {
     "moegguf": 900,
@@ -26,14 +26,14 @@ LIMITS = {
     "moegguf/generate": 4_800,
     "moegguf/gguf": 2_000,
     "moegguf/models": 3_300,
-    "moegguf/native": 14_500,
-    "moegguf/server": 8_000,
+    "moegguf/native": 15_700,
+    "moegguf/server": 7_800,
     "moegguf/serving": 5_400,
     "moegguf/terminal": 1_900,
     "moegguf/trace": 2_300,
     "predictors": 5_600,
     "tests": 46_000,
-    "tools": 4_700,
+    "tools": 5_300,
 }
 
 

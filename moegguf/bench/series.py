@@ -22,7 +22,7 @@ from moegguf.engine.memory import MARGIN_BYTES, memory_needs
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.reader import ggml_type
-from moegguf.native.store import MOST_STAGING_TENSORS
+from moegguf.native.store import STAGING_TENSORS
 from moegguf.settings import MISSES, PLACEMENTS
 
 KILLED = "killed by the memory limit"
@@ -51,7 +51,7 @@ STEPS: dict[str, dict[str, Any]] = {
 # Prompts on a device: as many tokens at once as have slots, or through so many tensors, whatever a plan would take.
 ON_DEVICE: dict[str, dict[str, Any]] = {
     "no-staging": {"store": {"staging": 0}},
-    **{f"staging-{n}": {"store": {"staging": n}} for n in range(1, MOST_STAGING_TENSORS + 1)},
+    **{f"staging-{n}": {"store": {"staging": n}} for n in range(1, STAGING_TENSORS + 1)},
 }
 VARIANTS = WITHOUT | STEPS | ON_DEVICE
 

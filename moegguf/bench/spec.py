@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from moegguf.engine.placement import parse_placement
+from moegguf.engine.plan import parse_placement
 from moegguf.errors import OptionError
 from moegguf.gguf.reader import ggml_type
 from moegguf.quantities import parse_link

@@ -123,7 +123,7 @@ def serve(
             parse_expert_cache(budget)
             os.environ[name] = budget  # read by the workers
     if placement is not None:
-        from moegguf.engine.placement import parse_placement
+        from moegguf.engine.plan import parse_placement
 
         os.environ["MOEGGUF_PLACEMENT"] = parse_placement(placement)
     if misses is not None:

@@ -86,7 +86,7 @@ def best_staging(layout: ExpertLayout, passes: Callable[[int], Passes | None], w
     without = passes(0)
     if without is not None and without.resident:
         return 0
-    for n in range(STAGING_TENSORS, 0, -1) if wanted is None else [wanted] * (wanted > 0):
+    for n in range(STAGING_TENSORS, 0, -1) if wanted is None else [min(wanted, STAGING_TENSORS)] * (wanted > 0):
         staged = passes(n)
         if staged is not None and (wanted or _staging_pays(layout, n, staged, without)):
             return n

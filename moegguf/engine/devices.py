@@ -5,11 +5,10 @@ from __future__ import annotations
 import ctypes as c
 import json
 import subprocess
-from dataclasses import dataclass
 from typing import Any
 
 from moegguf.child import child_command, child_environment
-from moegguf.engine.machine import Memory
+from moegguf.engine.machine import Device
 from moegguf.errors import BudgetError, OptionError
 from moegguf.native import library
 
@@ -20,26 +19,6 @@ NO_GPU = (
 QUERY_S = 60  # a driver may take long to start
 
 GPU = 1  # enum ggml_backend_dev_type
-
-
-@dataclass(frozen=True)
-class Device:
-    """A device by ggml's name for it, and its memory. `index`: among the GPUs, as llama.cpp's main_gpu counts.
-
-    `handle`: the address of its ggml_backend_dev, 0 where there is none.
-    """
-
-    name: str
-    index: int
-    free_bytes: int
-    total_bytes: int
-    description: str = ""
-    handle: int = 0
-
-    @property
-    def memory(self) -> Memory:
-        """As a plan takes it."""
-        return Memory(self.total_bytes, self.free_bytes, f"the device {self.name}")
 
 
 def all_devices() -> tuple[Any, list[int]]:

@@ -1,29 +1,27 @@
-"""Estimates for a pool of a given size, before any run: hit rate, bytes per token, tokens per second.
+"""What to expect of a pool of a given size, before any run: hit rate, bytes per token, tokens per second.
 
 Hit rates are ranges. Where the model's own routing was measured (`Measured`), 49 in 50 of its requests lie in the
 range; elsewhere it reaches from the lowest to the highest that was published, for models of this shape where there are
-any.
+any. Placements are compared by one curve of hit rates (`known_hits`).
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
+
+import numpy as np
 
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.measured import Measured
 from moegguf.controller.published import HitRange, published_range, share_of
+from moegguf.controller.shape import MoeShape
+from moegguf.engine.cost import HitCurve, ModelBytes, Speeds, cpu_s, published_curve
+from moegguf.errors import ExpertIOError
 from moegguf.gguf.experts import ExpertLayout
 
-LAYER_S = 0.1e-3  # a layer's graph nodes and barriers, on small models
 SPEED_SPREAD = 0.7  # reads and computation share processors and memory; runs reach this share of the bound, or more
-
-
-@dataclass(frozen=True)
-class Speeds:
-    """Bytes per second: of random reads of this model's experts from its disk, and of reading main memory."""
-
-    disk_bytes_per_s: float
-    memory_bytes_per_s: float
+LEAST_TOKENS = 256  # of runs whose counts say something
 
 
 @dataclass(frozen=True)
@@ -64,16 +62,36 @@ class HitRates:
         return published_range(self.layout, n_slots)
 
     def expect(self, n_slots: int, speeds: Speeds | None = None) -> Expected:
-        """The estimate for `n_slots` slots; with speeds also tokens per second."""
-        hits, cycle = self.range_at(n_slots), self.layout.token_cycle_bytes
+        """The estimate for `n_slots` slots in RAM; with speeds also tokens per second where the CPU computes."""
+        hits, cycle, model = self.range_at(n_slots), self.layout.token_cycle_bytes, ModelBytes.of(self.layout)
         most, least = round(cycle * (1 - hits.low)), round(cycle * (1 - hits.high))
         slow = fast = None
         if speeds is not None:
-            slow, fast = SPEED_SPREAD / self._token_s(most, speeds), 1 / self._token_s(least, speeds)
+            slow, fast = SPEED_SPREAD / cpu_s(model, speeds, 1 - hits.low), 1 / cpu_s(model, speeds, 1 - hits.high)
         return Expected(hits.low, hits.high, least, most, slow, fast, hits.basis)
 
-    def _token_s(self, missed_bytes: int, speeds: Speeds) -> float:
-        """Seconds of a token: what it misses comes from the disk, all that it uses from memory."""
-        used_bytes = self.layout.dense_bytes + self.layout.token_cycle_bytes
-        compute_s = used_bytes / speeds.memory_bytes_per_s + self.layout.n_layer * LAYER_S
-        return compute_s + missed_bytes / speeds.disk_bytes_per_s
+
+def known_hits(layout: ExpertLayout) -> HitCurve:
+    """Hit rates to expect of this model's slots: measured on its routing, of its saved counts, or published."""
+    with suppress(ExpertIOError):  # of a model of which only the headers are here
+        if found := _measured_hits(layout) or _hits_of_counts(layout):
+            return found
+    return published_curve(layout.n_expert, layout.n_expert_used)
+
+
+def _measured_hits(layout: ExpertLayout) -> HitCurve | None:
+    measured = Artifacts(layout).measured()
+    if measured is None or not measured.hit_rates:
+        return None
+    policy, n = measured.choose(0.5).policy, measured.about.get("requests", "some")
+    return HitCurve(measured.hit_rates[policy], f"measured on this model: {n} requests, {policy}")
+
+
+def _hits_of_counts(layout: ExpertLayout) -> HitCurve | None:
+    """What the experts that earlier runs used most would hit, if they stayed: caches of recent use hit more."""
+    uses = Artifacts(layout).uses(MoeShape.of(layout))
+    if uses is None or uses.sum() < LEAST_TOKENS * layout.token_cycle_slots:
+        return None
+    ordered, total = np.sort(uses, axis=None)[::-1], layout.n_expert_total
+    rates = {n / 10: float(ordered[: n * total // 10].sum() / ordered.sum()) for n in range(1, 10)}
+    return HitCurve(rates, "from this model's saved counts: those used most would stay")

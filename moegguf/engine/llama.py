@@ -22,9 +22,7 @@ from moegguf.controller.policies.base import Policy
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.systems import find_system
-from moegguf.engine.decode_meter import DecodeMeter
 from moegguf.engine.error_log import llama_log
-from moegguf.engine.known_speeds import KnownSpeeds
 from moegguf.engine.live_controller import ControllerOptions, LiveController
 from moegguf.engine.load import Budget, LoadPlan, LoadProgress, Progress, check_options, prepare
 from moegguf.engine.plan import Plan
@@ -39,6 +37,7 @@ from moegguf.engine.projector import (
 from moegguf.engine.readahead import readahead
 from moegguf.engine.recording import Recording, TraceOptions
 from moegguf.engine.requests import RequestCounter, RequestLock
+from moegguf.engine.resize import EVERY_DEVICE, Resize
 from moegguf.engine.sequences import Chunk, ContextSequences, PassBatch
 from moegguf.engine.session import Session
 from moegguf.engine.stats import Stats
@@ -48,7 +47,6 @@ from moegguf.engine.upstream import UpstreamLlama
 from moegguf.engine.vocabulary import Vocabulary, to_utf8
 from moegguf.engine.warm_start import WarmStart
 from moegguf.errors import (
-    BudgetError,
     CallbackError,
     CapabilityError,
     ClosedError,
@@ -58,13 +56,10 @@ from moegguf.errors import (
 )
 from moegguf.native import library
 from moegguf.native.events import Phase
-from moegguf.native.store import Store, StoreOptions, Tier
+from moegguf.native.store import StoreOptions, Tier
 from moegguf.settings import read_environment
 
 Step = TypeVar("Step")
-_Slots = tuple[Tier, int | None]  # of a tier; of one of the store's devices alone
-
-EVERY_DEVICE: _Slots = Tier.COMPUTE, None  # those in VRAM; where the CPU computes every layer, those in RAM
 _FULL = "llama_decode returned 1"
 _ABORTED = "llama_decode returned 2"  # by our abort callback: for a failure with a reason, or for cancel()
 
@@ -90,7 +85,7 @@ class Llama(UpstreamLlama):
             n_gpu_layers says which layers it computes.
         placement: what goes into that memory: "layers" (the experts of whole layers; the CPU computes the others),
             "slots" (experts as they are used; the GPU computes everything), "cpu" (no GPU), or "auto": what is
-            predicted to be fastest with speeds that are measured here (engine/placement.py); with several GPUs, slots.
+            predicted to be fastest with speeds that are measured here (engine/cost.py); with several GPUs, slots.
             None: MOEGGUF_PLACEMENT.
         misses: what happens to experts that a GPU with slots over slots in RAM lacks: "fetch" copies them there;
             "compute" lets the CPU compute them from RAM in passes of up to 8 tokens, where that is faster by what was
@@ -118,6 +113,7 @@ class Llama(UpstreamLlama):
         flash_attn: fused attention, which rounds otherwise: True, False (llama-cpp-python's default), or None: where
             the devices that compute have it, as llama.cpp's own programs, `moegguf.Engine`, `run` and `serve` do.
         mmproj: the model's projector, for images in messages (moegguf.generate); it is loaded with the first image.
+        plan: of a server that has planned this load (engine/planner.py), in place of the first four.
         progress: called with 0.0 to 1.0 while the weights are read; returning False cancels the load.
         All keywords of `llama_cpp.Llama`. Without `n_threads` and `n_threads_batch` there are as many threads as
         processors this process may use, and fewer while other processes use some of them. `use_mmap` has no effect on
@@ -155,6 +151,7 @@ class Llama(UpstreamLlama):
         n_seq_max: int = 1,
         kv_tokens: int | None = None,
         mmproj: str | os.PathLike[str] | None = None,
+        plan: Plan | None = None,
         **options: Any,
     ) -> None:
         self._images = ContextImages()
@@ -169,7 +166,6 @@ class Llama(UpstreamLlama):
         self._closed = False
         self._eval_s = 0.0
         self._no_devices = (c.c_void_p * 1)()  # a list that ends at once
-        self._meter: DecodeMeter | None = None
         self._progress = LoadProgress(progress)
         self._request_lock = RequestLock()
         self._requests = RequestCounter()
@@ -183,9 +179,11 @@ class Llama(UpstreamLlama):
         warm_start = read_environment().warm_start if warm_start is None else warm_start
         self._keywords = dict(
             model_path=model_path, expert_cache=expert_cache, vram_cache=vram_cache, placement=placement,
-            misses=misses, system=of.name, store=store, warm_start=warm_start, **vars(chosen), **options,
+            misses=misses, plan=plan, system=of.name, store=store, warm_start=warm_start, **vars(chosen), **options,
         )  # fmt: skip
-        self._load_plan = load_plan = prepare(model_path, expert_cache, options, vram_cache, store, placement, misses)
+        self._load_plan = load_plan = prepare(
+            model_path, expert_cache, options, vram_cache, store, placement, misses, plan
+        )
         self.layout, self.plan = load_plan.layout, load_plan.plan
         self._n_seq_max = load_plan.n_seq_max
         try:
@@ -193,7 +191,7 @@ class Llama(UpstreamLlama):
             if load_plan.no_device or self.plan.layers_on:
                 store = replace(store, device=None)  # it named the one to place experts on: these slots are the CPU's
             if load_plan.hooks:
-                self._session = Session(load_plan.slots_layout, self.plan, store, load_plan.whole_layers)
+                self._session = Session(load_plan.slots_layout, self.plan, store)
                 if not self.plan.exact:
                     self._session.compute_misses(load_plan.options["n_threads"])
                 self._live_controller = LiveController(self._session, Artifacts(self.layout), chosen, self._n_seq_max)
@@ -202,19 +200,10 @@ class Llama(UpstreamLlama):
             self._load(load_plan)
             if self._session is not None and (reason := self._session.not_computed()):
                 warnings.warn(reason, stacklevel=2)
-            whole = load_plan.slots_layout.layers == self.layout.layers
-            if self._session is not None and warm_start and whole and not lockstep:
+            if self._session is not None and warm_start and not self.plan.whole_layers and not lockstep:
                 self._warm_start = WarmStart(self._session, Artifacts(self.layout))
                 self._warm_start.begin()
             self._start_threads(load_plan)
-            if (
-                self._session is not None
-                and load_plan.gpu is not None
-                and self.plan.placement is not None
-                and self.plan.exact
-            ):
-                known, n_threads = KnownSpeeds(self.layout), load_plan.options["n_threads"]
-                self._meter = DecodeMeter(self._session, known, load_plan.gpu.devices[0], n_threads)
             self._start_recording(trace)
         except BaseException:  # also an interrupt: nothing of a load stays
             if self._recording is not None:
@@ -338,7 +327,7 @@ class Llama(UpstreamLlama):
         if bindings.llama_model_is_recurrent(model) or bindings.llama_model_is_hybrid(model):
             self._n_seq_max = 1
         else:
-            params.n_seq_max, params.n_ctx, params.kv_unified = self._n_seq_max, self._load_plan.kv_tokens, True
+            params.n_seq_max, params.n_ctx, params.kv_unified = self._n_seq_max, self.plan.kv_tokens, True
 
     def n_ctx(self) -> int:
         """Tokens of context, of one sequence."""
@@ -431,12 +420,11 @@ class Llama(UpstreamLlama):
 
     def _computed(self, call: Callable[[], Any], n_tokens: int) -> Any:
         """The result of `call`, which evaluates so many tokens (0: unknown), with as many threads as are best now."""
-        measured = call if self._meter is None else partial(self._meter.timed, call, n_tokens)
         if self._threads is None:
-            return measured()
+            return call()
         self._threads.before_pass()
         start_s = time.perf_counter()
-        result = measured()
+        result = call()
         self._threads.after_pass(n_tokens, time.perf_counter() - start_s)
         return result
 
@@ -651,7 +639,9 @@ class Llama(UpstreamLlama):
             if session is None:
                 return
             store, on_device = session.store, self.plan.device is not None
-            wanted = self._slots_within(store, expert_cache, vram_cache)
+            load_plan = self._load_plan
+            resize = Resize(self.plan, load_plan.slots_layout, store, load_plan.stages_beside)
+            wanted = resize.slots(expert_cache, vram_cache)
             try:
                 if on_device:
                     library.llama_cpp().llama_synchronize(self._ctx.ctx)  # nothing computes with slots any more
@@ -679,31 +669,6 @@ class Llama(UpstreamLlama):
             stacklevel=3,
         )
 
-    def _slots_within(self, store: Store, expert_cache: Budget | None, vram_cache: Budget | None) -> dict[_Slots, int]:
-        """Slots of each tier, and of the CPU beside devices, with another budget; those in RAM last. Raises
-        BudgetError."""
-        wanted: dict[_Slots, int] = {}
-        if vram_cache is not None:
-            least = sum(device.pass_slots for device in store.devices if device.name is not None)
-            wanted[EVERY_DEVICE] = self._load_plan.vram_slots_within(vram_cache, least)
-        if expert_cache is None:
-            return wanted
-        if self.plan.device is None:
-            wanted[EVERY_DEVICE] = min(self._load_plan.slots_within(expert_cache), store.tier()["n_slots"])
-            return wanted
-        cpu = next((index for index, device in enumerate(store.devices) if device.name is None), None)
-        if cpu is None and Tier.LOWER not in store.tiers:
-            raise BudgetError(
-                f"expert_cache={expert_cache!r}: the model was loaded with every expert in VRAM, so it has no slots in"
-                " RAM; change vram_cache, or load it again with less of that."
-            )
-        n_cpu, n_lower = self._load_plan.ram_slots_within(expert_cache)
-        if cpu is not None:
-            wanted[Tier.COMPUTE, cpu] = min(n_cpu, store.device(cpu)["n_slots"])
-        if Tier.LOWER in store.tiers:
-            wanted[Tier.LOWER, None] = min(n_lower, store.tier(Tier.LOWER)["n_slots"])
-        return wanted
-
     def cancel(self) -> None:
         """Ends the evaluation in progress, from another thread: it raises GenerationCancelled at once."""
         if self._session is not None and not self._closed:
@@ -727,7 +692,7 @@ class Llama(UpstreamLlama):
             return  # the parent process owns it
         with self._decode_lock:
             try:
-                for part in (self._live_controller, self._recording, self._warm_start, self._meter):
+                for part in (self._live_controller, self._recording, self._warm_start):
                     if part is not None:
                         part.close()
             finally:  # also when the trace could not be written

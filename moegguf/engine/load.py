@@ -6,29 +6,17 @@ import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
-from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS
-from moegguf.engine.device_plan import divide_ram_slots
-from moegguf.engine.devices import gpus
-from moegguf.engine.machine import count_cpus, read_memory
-from moegguf.engine.memory import check_context, choose_kv_tokens, fit_kv_tokens, pad_context, pooling_batch_tokens
-from moegguf.engine.placing import (
-    BY_LAYERS,
-    NO_SPLIT,
-    Gpus,
-    Placed,
-    gpus_for,
-    place_on,
-    with_misses_computed,
-    with_placement_unused,
-)
-from moegguf.engine.plan import Plan, given_bytes, make_plan
+from moegguf.engine.devices import find_gpus, gpus
+from moegguf.engine.here import BY_LAYERS, NO_SPLIT, Budget, given_budgets, plan_now, with_gpus
+from moegguf.engine.machine import Device, count_cpus, read_memory
+from moegguf.engine.memory import check_context, pad_context, pooling_batch_tokens
+from moegguf.engine.plan import Plan, Sizes
 from moegguf.engine.sequences import sequences_of
-from moegguf.engine.tiers import lower_slots, parse_vram_cache
 from moegguf.errors import (
     AllocationError,
-    BudgetError,
     CallbackError,
     CapabilityError,
     ExpertIOError,
@@ -43,8 +31,7 @@ from moegguf.gguf.reader import GGML_TYPES, ggml_type
 from moegguf.models.catalog import find_model
 from moegguf.native import library
 from moegguf.native.store import StoreOptions
-from moegguf.quantities import ExpertCache, format_bytes_up, parse_expert_cache
-from moegguf.settings import KV_CACHE_TYPES, parse_misses, read_environment
+from moegguf.settings import KV_CACHE_TYPES, read_environment
 
 _bindings = library.llama_cpp()
 
@@ -54,7 +41,6 @@ DIFFUSION = frozenset({"dream", "llada", "llada-moe", "rnd1"})  # llm_arch_is_di
 N_CTX, N_BATCH = 512, 512  # llama-cpp-python's defaults
 READ_ERROR = "read error"  # of llama.cpp, where the system says that reading failed
 
-Budget = str | int | float | ExpertCache
 Progress = Callable[[float], object]
 
 
@@ -64,7 +50,6 @@ class LoadPlan:
 
     path: str
     layout: ExpertLayout
-    slots_layout: ExpertLayout  # of the experts that have slots; those of other layers are plain weights of the device
     plan: Plan
     hooks: bool  # whether the expert store is used
     n_ubatch: int
@@ -72,86 +57,13 @@ class LoadPlan:
     govern_threads: bool  # whether the number of threads follows the load of the machine
     projector: ProjectorHeader | None = None
     n_seq_max: int = 1
-    kv_tokens: int = 0  # of all sequences
-    gpu: Gpus | None = None  # that experts could be placed on
+    stages_beside: bool = False  # staging tensors were asked for, beside a budget in VRAM
     no_device: bool = False  # llama.cpp gets none: beside one, even unused, it does not repack weights for the CPU
 
-    @property
-    def whole_layers(self) -> list[int]:
-        """Numbers of the layers whose experts all lie on a device, as plain weights."""
-        with_slots = {layer.il for layer in self.slots_layout.layers}
-        return [layer.il for layer in self.layout.layers if layer.il not in with_slots]
-
-    def ram_slots_within(self, expert_cache: Budget) -> tuple[int, int]:
-        """(slots of layers that the CPU computes beside devices, slots below those of devices) of another budget, in
-        their proportion at load. Raises BudgetError where it holds fewer than passes need."""
-        plan, total = self.plan, self.lower_slots_within(expert_cache)
-        of_cpu = next((part for part in plan.devices if part.name is None), None)
-        if of_cpu is None:
-            return 0, total
-        n_lower = plan.n_lower_slots
-        least = min(of_cpu.n_slots, plan.pass_slots(self.slots_layout, on_device=False))
-        if total < least + min(1, n_lower):
-            size = format_bytes_up((least + min(1, n_lower)) * plan.slot_bytes)
-            raise BudgetError(
-                f"expert_cache={expert_cache!r} is too small for a model that was loaded with {len(of_cpu.layers)}"
-                f" layers on the CPU, to read {plan.n_ubatch} tokens at a time; give at least {size!r}, or load it"
-                " again."
-            )
-        found = divide_ram_slots(min(total, of_cpu.n_slots + n_lower), of_cpu.n_slots, n_lower, least)
-        return min(found[0], of_cpu.n_slots), min(found[1], n_lower)
-
-    def lower_slots_within(self, expert_cache: Budget) -> int:
-        """Slots in RAM of another budget, where a device computes. Raises BudgetError where it holds none."""
-        cache = parse_expert_cache(expert_cache)
-        return lower_slots(self.slots_layout, cache, read_memory(), self.plan.slot_bytes, self.plan.n_ubatch)
-
-    def slots_within(self, expert_cache: Budget) -> int:
-        """Slots of another budget for the loaded model. Raises BudgetError when its passes need more."""
-        cache, layout = parse_expert_cache(expert_cache), self.slots_layout
-        if self.plan.layers_on:
-            n_slots = self.lower_slots_within(cache)
-        else:
-            n_slots = make_plan(layout, cache, read_memory(), n_ctx=self.kv_tokens, n_ubatch=1).n_slots
-        least = self.plan.pass_slots(layout, on_device=False)
-        if n_slots < least:
-            size = format_bytes_up(least * self.plan.slot_bytes)
-            raise BudgetError(
-                f"expert_cache={expert_cache!r} is too small for a model that was loaded to read {self.plan.n_ubatch}"
-                f" tokens at a time; give at least {size!r}, or load it again with the smaller budget."
-            )
-        return n_slots
-
-    def vram_slots_within(self, vram_cache: Budget, least: int) -> int:
-        """Slots on all devices together of another budget, which holds staging tensors, too, as at load, up to the one
-        at load.
-        Raises BudgetError below `least`, which passes need, and for a model whose slots are the CPU's."""
-        cache, plan, layout = parse_vram_cache(vram_cache), self.plan, self.slots_layout
-        if plan.layers_on is not None:
-            raise BudgetError(
-                f"vram_cache={vram_cache!r}: {plan.layers_on} has the experts of whole layers, which stay there; load"
-                " the model again with another vram_cache, or with placement 'slots'."
-            )
-        if plan.device is None:
-            raise BudgetError(
-                f"vram_cache={vram_cache!r}: the CPU computes this model, so it has no experts in VRAM; load it with"
-                " vram_cache (--vram-cache) to use a GPU."
-            )
-        asked = {
-            "auto": plan.device_slots,
-            "fraction": int(cache.fraction * layout.n_expert_total + 1e-9),
-            "bytes": cache.n_bytes // plan.slot_bytes,
-        }
-        beside = self.gpu is not None and self.gpu.staging is not None  # of tensors that were asked for besides
-        n_staged = 0 if beside or cache.mode == "auto" else plan.staging_slots_bytes // plan.slot_bytes
-        n_slots = min(asked[cache.mode] - n_staged, plan.device_slots)
-        if n_slots < least:
-            size = format_bytes_up((least + n_staged) * plan.slot_bytes)
-            raise BudgetError(
-                f"vram_cache={vram_cache!r} is too small for a model that was loaded to read {plan.n_ubatch} tokens at"
-                f" a time; give at least {size!r}, or load it again with the smaller budget."
-            )
-        return n_slots
+    @cached_property
+    def slots_layout(self) -> ExpertLayout:
+        """Of the experts that have slots; those of other layers are plain weights of the device."""
+        return self.plan.slots_layout(self.layout)
 
     def failure(self, error: ValueError | MemoryError, reason: str) -> MoeggufError:
         """The typed error for an error of the base class while loading. `reason`: the errors that llama.cpp logged."""
@@ -172,11 +84,13 @@ def prepare(
     store: StoreOptions = StoreOptions(),
     placement: str | None = None,
     misses: str | None = None,
+    plan: Plan | None = None,
 ) -> LoadPlan:
-    """Reads the header and plans memory. `options`: keywords of llama_cpp.Llama as the user gave them.
+    """Reads the header and plans memory, unless there is a plan.
 
+    options: keywords of llama_cpp.Llama as the user gave them.
     vram_cache: the budget on a GPU, that of `store`, or on all of them; None: of MOEGGUF_VRAM_CACHE.
-    placement: what goes there (`placement.Choice`); None: of MOEGGUF_PLACEMENT.
+    placement: what goes there (`plan.Choice`); None: of MOEGGUF_PLACEMENT.
     misses: what happens to experts that are not there (`settings.MISSES`); None: of MOEGGUF_MISSES.
 
     Raises ModelNotFoundError, ModelFormatError, CapabilityError for a kind of model that is not run, BudgetError,
@@ -189,73 +103,30 @@ def prepare(
             f"{layout.shards[0].path.name}: {layout.arch} models write by diffusion, not token after token, and cannot"
             " be run here; choose another model."
         )
-    cache = parse_expert_cache(environment.expert_cache if expert_cache is None else expert_cache)
     options = {name: value for name, value in options.items() if name not in LEGACY_OPTIONS}
     govern_threads = environment.hooks and not (options.get("n_threads") or options.get("n_threads_batch"))
     options["n_threads"] = options.get("n_threads") or count_cpus()
     options["n_threads_batch"] = options.get("n_threads_batch") or options["n_threads"]
-    projector = _projector(options)
-    options["n_ctx"] = pad_context(options.get("n_ctx", N_CTX) or layout.hparams.n_ctx_train or N_CTX)
-    if options.get("embedding"):
-        options.setdefault("n_batch", pooling_batch_tokens(options["n_ctx"]))
-        options.setdefault("n_ubatch", options["n_batch"])
-    n_batch, given = options.get("n_batch", N_BATCH), options.pop("n_ubatch", None)
-    n_image = projector.one_pass_tokens if projector else 0
-    if n_image > n_batch:
-        n_batch = options["n_batch"] = n_image
-    hooks = layout.is_moe and environment.hooks
-    gpu = gpus_for(vram_cache, placement, options, store.device) if hooks else None
-    computes_misses = parse_misses(environment.misses if misses is None else misses) == "compute"
-    gpu = replace(gpu, staging=store.staging, computes_misses=computes_misses) if gpu else None
-    n_seq_max, kv_tokens, kv_tokens_in_ram = _sequences(layout, options, n_batch, cache, gpu)
-    choice = environment.placement if placement is None else placement
-    if hooks and choice == "cpu":
-        options["n_gpu_layers"] = 0
-    n_given = min(given, n_batch) if given else None
-    placed = _place(layout, cache, n_given, options, projector, (kv_tokens, kv_tokens_in_ram), store, gpu)
-    plan = placed.plan
-    if not placed.on_device:
-        kv_tokens = kv_tokens_in_ram
-    if hooks and gpu is None:
-        plan = with_placement_unused(plan, placement)
-    if computes_misses:
-        plan = with_misses_computed(plan)
+    sizes, hooks = _sizes(layout, options), layout.is_moe and environment.hooks
+    divides = received = plan is not None  # divides: the plan, and not the caller, says which layers devices compute
+    if plan is None:
+        check_context(layout, max(sizes.kv_tokens or 0, options["n_ctx"]), read_memory(), sizes.type_k, sizes.type_v)
+        budgets, devices = given_budgets(expert_cache, vram_cache, placement, misses), tuple[Device, ...]()
+        if hooks:
+            budgets, devices = with_gpus(budgets, vram_cache, placement, options, store.device)
+            divides = len(devices) > 0 or budgets.choice == "cpu"
+        streams = store.overlap if devices else store.can_stream  # a device's name says where experts may be placed
+        budgets = replace(budgets, sizes=sizes, staging=store.staging, streams=streams)
+        plan = plan_now(layout, budgets, devices, placement, options["n_threads"], store.repack)
     if hooks:
         options["use_mmap"] = False
-    n_ubatch = plan.n_ubatch if hooks else max(n_image, min(given or DEFAULT_UBATCH_TOKENS, n_batch))
+    if hooks and divides:
+        _divide_layers(options, plan)
+    n_ubatch = plan.n_ubatch if hooks or received else sizes.most_ubatch
     return LoadPlan(
-        path, layout, placed.layout, plan, hooks, n_ubatch, options, govern_threads, projector, n_seq_max, kv_tokens,
-        gpu, hooks and (choice == "cpu" or (gpu is not None and not placed.on_device)),
+        path, layout, plan, hooks, n_ubatch, options, govern_threads, sizes.projector, sizes.n_seq_max,
+        store.staging is not None, hooks and divides and not plan.on_device,
     )  # fmt: skip
-
-
-def _sequences(
-    layout: ExpertLayout, options: dict[str, Any], n_batch: int, cache: ExpertCache, gpu: Gpus | None
-) -> tuple[int, int, int]:
-    """Sequences of the context, and tokens of the KV cache for all of them: where it lies on a device, and where in
-    RAM. Their options are taken out."""
-    wanted, kv_tokens, n_ctx = options.pop("n_seq_max", 1), options.pop("kv_tokens", None), options["n_ctx"]
-    n_seq_max = min(sequences_of(layout, n_ctx, 1 if options.get("embedding") else wanted), n_batch)
-    types = {name: value for name in ("type_k", "type_v") if (value := options.get(name)) is not None}
-
-    def tokens_within(free_bytes: int, pool_bytes: int) -> int:
-        chosen = kv_tokens or n_ctx
-        if n_seq_max > 1 and not kv_tokens:
-            chosen = choose_kv_tokens(
-                layout,
-                free_bytes,
-                min(n_batch, DEFAULT_UBATCH_TOKENS),
-                n_ctx,
-                n_seq_max,
-                flash_attn=bool(options.get("flash_attn")),
-                pool_bytes=pool_bytes,
-                **types,
-            )
-        return fit_kv_tokens(chosen, n_ctx, n_seq_max)
-
-    in_ram = tokens_within(read_memory().available_bytes, given_bytes(layout, cache))
-    on_devices = tokens_within(gpu.free_bytes, gpu.given_bytes(layout)) if gpu is not None else in_ram
-    return n_seq_max, on_devices, in_ram
 
 
 def _projector(options: dict[str, Any]) -> ProjectorHeader | None:
@@ -264,41 +135,38 @@ def _projector(options: dict[str, Any]) -> ProjectorHeader | None:
     return read_projector(given) if given else None
 
 
-def _place(
-    layout: ExpertLayout,
-    cache: ExpertCache,
-    n_ubatch: int | None,
-    options: dict[str, Any],
-    projector: ProjectorHeader | None,
-    kv_tokens: tuple[int, int],
-    store: StoreOptions,
-    gpu: Gpus | None,
-) -> Placed:
-    """Where experts go. Changes options so that llama.cpp uses GPUs where the plan does, and only there, and divides
-    layers as it says. kv_tokens: of a KV cache on a device, and in RAM."""
-    types = {name: value for name in ("type_k", "type_v") if (value := options.get(name)) is not None}
+def _sizes(layout: ExpertLayout, options: dict[str, Any]) -> Sizes:
+    """Those of the options, of which some are taken out or changed. Raises OptionError."""
+    projector, given_ubatch = _projector(options), options.pop("n_ubatch", None)
+    options["n_ctx"] = n_ctx = pad_context(options.get("n_ctx", N_CTX) or layout.hparams.n_ctx_train or N_CTX)
+    if options.get("embedding"):
+        options.setdefault("n_batch", pooling_batch_tokens(n_ctx))
+        given_ubatch = given_ubatch or options["n_batch"]
+    n_batch, n_image = options.get("n_batch", N_BATCH), projector.one_pass_tokens if projector else 0
+    if n_image > n_batch:
+        n_batch = options["n_batch"] = n_image
+    types = {name: number for name in ("type_k", "type_v") if (number := options.get(name)) is not None}
     for name, number in types.items():
         if GGML_TYPES.get(number, ("",))[0].lower() not in KV_CACHE_TYPES:  # llama.cpp would end the process
             accepted = ", ".join(f"{ggml_type(type)} ({type})" for type in KV_CACHE_TYPES)
             raise OptionError(f"{name} is {number!r}, which no KV cache can have; accepted: {accepted}.")
-    memory, n_ctx = read_memory(), options["n_ctx"]
-    on_device, in_ram = kv_tokens
-    check_context(layout, in_ram if gpu is None else on_device, memory, **types)
-    sizes: dict[str, Any] = {"n_ctx": n_ctx, "n_ubatch": n_ubatch, "n_batch": options.get("n_batch", N_BATCH)}
-    sizes |= {"kv_tokens": in_ram if gpu is None else on_device, "projector": projector}
-    sizes |= {"flash_attn": bool(options.get("flash_attn")), **types}  # None may become off, which needs more
-    if gpu is None:
-        return Placed(make_plan(layout, cache, memory, **sizes, streams=store.can_stream), layout)
-    streams = replace(store, device=None).can_stream  # it names the one that experts may be placed on
-    how: dict[str, Any] = {"repack": store.repack, "streams": streams, "on_cpu": {"kv_tokens": in_ram}}
-    placed = place_on(gpu, layout, cache, memory, options["n_threads"], sizes, **how)
-    options["n_gpu_layers"] = gpu.n_gpu_layers if placed.on_device else 0
-    if placed.tensor_split is not None:  # of the devices that the session names
-        options |= {"split_mode": BY_LAYERS, "tensor_split": placed.tensor_split}
-    elif placed.on_device and len(gpus()) > 1:
-        options |= {"split_mode": NO_SPLIT, "main_gpu": gpu.devices[0].index}
+    wanted, kv_tokens = options.pop("n_seq_max", 1), options.pop("kv_tokens", None)
+    n_seq_max = min(sequences_of(layout, n_ctx, 1 if options.get("embedding") else wanted), n_batch)
+    n_ubatch = min(given_ubatch, n_batch) if given_ubatch else None
+    flash_attn = bool(options.get("flash_attn"))  # None may become off, which needs more
+    return Sizes(n_ctx, n_ubatch, n_batch, n_seq_max, kv_tokens, **types, flash_attn=flash_attn, projector=projector)
+
+
+def _divide_layers(options: dict[str, Any], plan: Plan) -> None:
+    """Changes options so that llama.cpp uses GPUs where the plan does, and only there, and divides layers as it
+    says."""
+    options["n_gpu_layers"] = plan.n_gpu_layers
+    if plan.tensor_split is not None:  # of the devices that the session names
+        options |= {"split_mode": BY_LAYERS, "tensor_split": list(plan.tensor_split)}
+    elif plan.on_device and len(gpus()) > 1:
+        (device,) = find_gpus(plan.device or plan.layers_on)
+        options |= {"split_mode": NO_SPLIT, "main_gpu": device.index}
         options.pop("tensor_split", None)
-    return placed
 
 
 def check_options(options: dict[str, Any], kind: type) -> None:

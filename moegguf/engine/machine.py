@@ -49,14 +49,36 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class Device:
+    """A device by ggml's name for it, and its memory. `index`: among the GPUs, as llama.cpp's main_gpu counts.
+
+    `handle`: the address of its ggml_backend_dev, 0 where there is none.
+    """
+
+    name: str
+    index: int
+    free_bytes: int
+    total_bytes: int
+    description: str = ""
+    handle: int = 0
+
+    @property
+    def memory(self) -> Memory:
+        """As a plan takes it."""
+        return Memory(self.total_bytes, self.free_bytes, f"the device {self.name}")
+
+
+@dataclass(frozen=True)
 class Machine:
-    """Memory and CPUs as this process may use them. `n_cpu` counts logical CPUs, `n_core` physical cores."""
+    """Memory, CPUs and devices as this process may use them. `n_cpu` counts logical CPUs, `n_core` physical cores;
+    `devices`: those that may compute layers."""
 
     memory: Memory
-    n_cpu: int
-    n_core: int
-    cpu_model: str
-    cpu_flags: tuple[str, ...]
+    n_cpu: int = 1
+    n_core: int = 1
+    cpu_model: str = ""
+    cpu_flags: tuple[str, ...] = ()
+    devices: tuple[Device, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 from moegguf.engine.machine import Memory
 from moegguf.errors import AllocationError, OptionError
@@ -155,21 +156,16 @@ def default_contexts(layout: ExpertLayout) -> tuple[int, ...]:
 
 
 def choose_context(
-    layout: ExpertLayout,
-    available_bytes: int,
-    n_ubatch: int,
-    type_k: int = F16,
-    type_v: int = F16,
-    flash_attn: bool = False,
-    pool_bytes: int = 0,
+    layout: ExpertLayout, available_bytes: int, n_ubatch: int, pool_bytes: int = 0, **cache: Any
 ) -> int:
     """Tokens of context where the user gives none: the largest, up to the model's own, in a tenth of the free memory,
     or in a quarter where every expert fits beside it. Up to 4,096 tokens may take more, but never more than it leaves
-    to experts, or than `pool_bytes`, when they are given, leave to it.
+    to experts, or than `pool_bytes`, when they are given, leave to it. cache: type_k, type_v and flash_attn, as
+    `memory_needs` takes them.
     """
     sizes = default_contexts(layout)
-    options = (available_bytes, n_ubatch, type_k, type_v, flash_attn, pool_bytes)
-    return next((n_ctx for n_ctx in sizes if _is_modest(layout, n_ctx, *options)), sizes[-1])
+    options = (available_bytes, n_ubatch, pool_bytes)
+    return next((n_ctx for n_ctx in sizes if _is_modest(layout, n_ctx, *options, **cache)), sizes[-1])
 
 
 def choose_kv_tokens(
@@ -178,18 +174,16 @@ def choose_kv_tokens(
     n_ubatch: int,
     n_ctx: int,
     n_seq: int,
-    type_k: int = F16,
-    type_v: int = F16,
-    flash_attn: bool = False,
     pool_bytes: int = 0,
+    **cache: Any,
 ) -> int:
     """Tokens of the KV cache that `n_seq` sequences of up to `n_ctx` tokens share where the user gives no number: all
     that they can have together, less where that takes more memory than `choose_context` allows, and at least those of
     one sequence. Answers are rarely as long as their context can be, and memory of experts makes each of them faster.
     """
-    options = (available_bytes, n_ubatch, type_k, type_v, flash_attn, pool_bytes)
+    options = (available_bytes, n_ubatch, pool_bytes)
     sizes = (pad_context(n_ctx + n_ctx * (n_seq - 1) * part // KV_PARTS) for part in range(KV_PARTS, 0, -1))
-    return next((n_kv for n_kv in sizes if _is_modest(layout, n_kv, *options)), pad_context(n_ctx))
+    return next((n_kv for n_kv in sizes if _is_modest(layout, n_kv, *options, **cache)), pad_context(n_ctx))
 
 
 def fit_kv_tokens(wanted: int, n_ctx: int, n_seq: int) -> int:
@@ -209,29 +203,23 @@ def _is_modest(
     n_tokens: int,
     available_bytes: int,
     n_ubatch: int,
-    type_k: int,
-    type_v: int,
-    flash_attn: bool,
     pool_bytes: int,
+    type_k: int = F16,
+    type_v: int = F16,
+    flash_attn: bool = False,
 ) -> bool:
     """Whether a KV cache of `n_tokens` leaves enough memory to experts."""
     # The weights of a model without experts are mapped: they need not stay in memory.
     dense_bytes = layout.dense_bytes + layout.tied_output_bytes if layout.is_moe else 0
     fixed_bytes = compute_bytes(layout, KV_PAD_TOKENS, 1, flash_attn)
     rest = available_bytes - margin_bytes(available_bytes) - dense_bytes - fixed_bytes
-    if kv_bytes(layout, n_tokens, type_k, type_v) > (rest - pool_bytes if pool_bytes else rest // 2):
+    cached_bytes = kv_bytes(layout, n_tokens, type_k, type_v)
+    if cached_bytes > (rest - pool_bytes if pool_bytes else rest // 2):
         return False
-    cost = context_bytes(layout, n_tokens, n_ubatch, type_k, type_v, flash_attn)
+    least = compute_bytes(layout, KV_PAD_TOKENS, n_ubatch, flash_attn)
+    cost = cached_bytes + compute_bytes(layout, n_tokens, n_ubatch, flash_attn) - least
     in_quarter = cost <= min(available_bytes // 4, rest - layout.expert_bytes)
     return n_tokens <= SMALL_CTX_TOKENS or cost <= available_bytes // 10 or in_quarter
-
-
-def context_bytes(
-    layout: ExpertLayout, n_ctx: int, n_ubatch: int, type_k: int = F16, type_v: int = F16, flash_attn: bool = False
-) -> int:
-    """What a context takes: its KV cache, and what buffers of passes grow by."""
-    least = compute_bytes(layout, KV_PAD_TOKENS, n_ubatch, flash_attn)
-    return kv_bytes(layout, n_ctx, type_k, type_v) + compute_bytes(layout, n_ctx, n_ubatch, flash_attn) - least
 
 
 def pooling_batch_tokens(n_ctx: int) -> int:

@@ -12,7 +12,6 @@ import itertools
 import os
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -157,14 +156,10 @@ class _Override(c.Structure):
 
 
 class Session:
-    """One store and one lane, attached to one `Llama`. `layout`: of the layers whose experts have slots.
-    `whole_layers`: numbers of those whose experts all lie on a device, as plain weights."""
+    """One store and one lane, attached to one `Llama`. `layout`: of the layers whose experts have slots."""
 
-    def __init__(
-        self, layout: ExpertLayout, plan: Plan, options: StoreOptions, whole_layers: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, layout: ExpertLayout, plan: Plan, options: StoreOptions) -> None:
         self.layout = layout
-        self.whole_layers = list(whole_layers)
         self.plan = plan
         self._bindings = library.llama_cpp()
         self._pid = os.getpid()
@@ -260,7 +255,7 @@ class Session:
         for device in self._cpu_slots:
             layers = places[list(device.layers)]
             places[list(device.layers)] = np.where(layers == Place.VRAM, Place.RAM, layers)
-        places[self.whole_layers] = Place.VRAM
+        places[list(self.plan.whole_layers)] = Place.VRAM
         return places
 
     def tiers(self) -> dict[str, dict[str, Any]]:

@@ -33,7 +33,6 @@ class Tier(enum.IntEnum):
     LOWER = abi.LOWER_TIER
 
 
-MOST_STAGING_TENSORS = 3
 STAGING_TENSORS = 2  # one is filled while the other is computed with; more gain nothing
 STAGING_SHARE = 0.25  # of the device's memory for experts, at most, that more than one takes: they cost answers slots
 
@@ -73,7 +72,7 @@ class StoreOptions:
     and passes of several tokens whose experts do not fit evict what is needed last. stream: the experts of a prompt's
     layer pass through a few slots, each read once, also where each could have a slot of its own. fill: when every
     expert has a slot, read them all in the background. staging: tensors of a device that prompts are staged in,
-    up to MOST_STAGING_TENSORS; None: as many as are planned. device: ggml device of the slots, None for the CPU.
+    up to STAGING_TENSORS; None: as many as are planned. device: ggml device of the slots, None for the CPU.
     """
 
     readers: int = 4

@@ -25,7 +25,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from moegguf.engine.devices import Device, has_gpu, query_gpus
+from moegguf.engine.devices import has_gpu, query_gpus
+from moegguf.engine.machine import Device
 from moegguf.errors import BudgetError, BusyError, DeviceLostError, MoeggufError, OptionError, WorkerError
 from moegguf.gguf.experts import FileVersion
 from moegguf.quantities import ExpertCache, format_bytes
@@ -33,13 +34,12 @@ from moegguf.serving.events import LoadOverrides
 from moegguf.serving.managed_model import ManagedModel, Purpose, State, Waiter, process_key, with_defaults
 from moegguf.serving.memory_budget import (
     DeviceLimits,
-    Measure,
     MemoryLimit,
     MemoryUse,
-    ModelSize,
     admit,
     expert_cache_within,
 )
+from moegguf.serving.model_size import Measure, ModelSize
 from moegguf.serving.subscribers import Subscribers
 from moegguf.serving.wire import LoadConfig
 from moegguf.serving.worker_process import LoadStalledError, WorkerProcess
@@ -431,11 +431,9 @@ class Dispatcher:
     async def _load(self, model: ManagedModel, waiter: Waiter, size: ModelSize) -> None:
         start_s = self._now()
         try:
-            if size.plan_on_device is not None:
-                plan = await asyncio.to_thread(size.plan_on_device, model.size_bytes, model.device_bytes)
+            plan = await asyncio.to_thread(size.plan_within, model.size_bytes, model.device_bytes)
+            if size.device is not None:
                 model.size_bytes, model.device_bytes = plan.host_bytes, plan.total_bytes
-            else:
-                plan = await asyncio.to_thread(size.plan_within, model.size_bytes)
             await self._start_process(model, size.load_config(plan))
         except WorkerError as error:
             self._note_lost(model, error)

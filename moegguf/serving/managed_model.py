@@ -21,7 +21,7 @@ from moegguf.gguf.experts import FileVersion
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache
 from moegguf.serving.events import LoadedModel, LoadedName, LoadOverrides
-from moegguf.serving.memory_budget import ModelSize
+from moegguf.serving.model_size import ModelSize
 from moegguf.serving.turns import Turns, current_client
 from moegguf.serving.wire import Ready
 

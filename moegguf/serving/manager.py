@@ -8,7 +8,8 @@ import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
-from moegguf.engine.devices import Device, query_gpus
+from moegguf.engine.devices import query_gpus
+from moegguf.engine.machine import Device
 from moegguf.errors import ModelNotFoundError
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache
@@ -16,7 +17,7 @@ from moegguf.serving.dispatcher import Dispatcher
 from moegguf.serving.events import LoadedModel, LoadOverrides, Snapshot
 from moegguf.serving.lease import Lease
 from moegguf.serving.managed_model import Purpose, State, Waiter, with_entry_parameters
-from moegguf.serving.memory_budget import Measure, measure
+from moegguf.serving.model_size import Measure, measure
 from moegguf.serving.subscribers import Subscribers
 from moegguf.serving.worker_process import COMMAND
 from moegguf.settings import Settings

@@ -22,6 +22,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 import moegguf.errors
+from moegguf.engine.plan import Plan
 from moegguf.errors import MoeggufError, OptionError, WorkerError
 from moegguf.generate.request import Delta, PromptProgress
 from moegguf.serving.events import ExpertUses
@@ -38,25 +39,19 @@ EVENTS: dict[str, type[Delta] | type[PromptProgress] | type[ExpertUses]] = {
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """The model that a worker loads, and how. `expert_cache_bytes` is None for a model without experts,
-    `vram_cache_bytes` without a `device` that computes; `placement`: what goes there. `type_k` and `type_v` are ggml
-    type numbers. `flash_attn`: as `Llama` takes it. `n_ctx`: of each of the `n_seq_max` sequences. `kv_tokens`: of all
-    of them; None: chosen by the worker. `schedule`: which of these compute in a step."""
+    """The model that a worker loads, and how. `plan`: which memory has what; None: made by the worker. `type_k` and
+    `type_v` are ggml type numbers. `flash_attn`: as `Llama` takes it. `n_ctx`: of each of the `n_seq_max` sequences.
+    `schedule`: which of these compute in a step."""
 
     name: str
     path: str
     n_ctx: int
+    plan: Plan | None = None
     n_seq_max: int = 1
-    kv_tokens: int | None = None
     schedule: str = "fifo"
     mmproj: str | None = None
     n_batch: int = 512
-    n_ubatch: int = 512
     n_threads: int | None = None
-    expert_cache_bytes: int | None = None
-    vram_cache_bytes: int | None = None
-    device: str | None = None
-    placement: str | None = None
     type_k: int | None = None
     type_v: int | None = None
     flash_attn: bool | None = None

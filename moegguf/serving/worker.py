@@ -24,7 +24,6 @@ from dataclasses import asdict
 from typing import Any
 
 from moegguf.engine.llama import Llama
-from moegguf.engine.placing import default_store
 from moegguf.engine.request_uses import UseCounter
 from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import MoeggufError
@@ -34,7 +33,6 @@ from moegguf.generate.embedding import embed
 from moegguf.generate.grouped_schedule import make_schedule
 from moegguf.generate.prompt import count_prompt
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing
-from moegguf.quantities import ExpertCache
 from moegguf.serving.delta_buffer import INTERVAL_S, DeltaBuffer
 from moegguf.serving.events import ExpertUses, Snapshot
 from moegguf.serving.outbox import Outbox
@@ -344,25 +342,14 @@ def every(interval_s: float, last_s: float) -> Callable[[], bool]:
 
 def open_model(config: LoadConfig, progress: Callable[[float], object]) -> Llama:
     """Loads the model of `config`. Raises what `Llama` raises."""
-    names = ("type_k", "type_v", "n_threads", "placement")
-    options: dict[str, Any] = {name: getattr(config, name) for name in names}
-    cache = ExpertCache("auto")
-    if config.expert_cache_bytes is not None:
-        cache = ExpertCache("bytes", n_bytes=config.expert_cache_bytes)
-    vram_cache: ExpertCache | str = ""  # also where the environment has one: the server has decided on the device
-    if config.vram_cache_bytes is not None:
-        vram_cache = ExpertCache("bytes", n_bytes=config.vram_cache_bytes)
-        options["store"] = default_store(config.device)
+    options: dict[str, Any] = {name: getattr(config, name) for name in ("type_k", "type_v", "n_threads")}
     return Llama(
         config.path,
         mmproj=config.mmproj,
-        expert_cache=cache,
-        vram_cache=vram_cache,
+        plan=config.plan,
         n_ctx=config.n_ctx,
         n_seq_max=config.n_seq_max,
-        kv_tokens=config.kv_tokens,
         n_batch=config.n_batch,
-        n_ubatch=config.n_ubatch,
         flash_attn=config.flash_attn,
         embedding=config.embedding,
         verbose=config.verbose,
@@ -373,8 +360,7 @@ def open_model(config: LoadConfig, progress: Callable[[float], object]) -> Llama
 
 def plan_fields(llm: Llama) -> dict[str, Any]:
     """The model's plan, and what it takes of a `vram_cache`."""
-    plan = llm.plan
-    return asdict(plan) | {"vram_cache_bytes": plan.budget_bytes + plan.staging_slots_bytes if plan.device else 0}
+    return asdict(llm.plan) | {"vram_cache_bytes": llm.plan.vram_cache_bytes}
 
 
 def main() -> None:

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from moegguf.engine.estimate import HitRates, Speeds
-from moegguf.engine.machine import DiskSpeed, count_cpus, disk_read_speed, memory_read_speed
-from moegguf.engine.placement import (
-    DEVICE_MARGIN_BYTES,
-    DeviceSpeeds,
-    ModelBytes,
-    PlacementPlan,
-    Planner,
-    published_curve,
-)
-from moegguf.engine.placing import plan_here
-from moegguf.engine.plan import Plan, slot_bytes
+from moegguf.engine.cost import Speeds
+from moegguf.engine.estimate import HitRates
+from moegguf.engine.here import plan_here
+from moegguf.engine.machine import Device, DiskSpeed, Machine, Memory, count_cpus, disk_read_speed, memory_read_speed
+from moegguf.engine.plan import Budgets, PlacementPlan, Plan, Sizes, slot_bytes
+from moegguf.engine.planner import make_plan
 from moegguf.errors import ModelNotFoundError, OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.reader import ggml_type, read_gguf
@@ -197,7 +190,7 @@ def estimate_model(
             "disk": {"bytes_per_s": round(disk.bytes_per_s), "past_page_cache": disk.direct} if disk else None,
             "plan": asdict(plan),
             "expected": _expectation(found, plan, disk),
-            "placement": _supposed(found, plan, device, misses) if device else _placement(plan.placement),
+            "placement": _supposed(found, plan, options, device, misses) if device else _placement(plan.placement),
         }
 
 
@@ -211,14 +204,15 @@ def _disk_speed(found: DescribedModel, plan: Plan) -> DiskSpeed | None:
 
 def _expectation(found: DescribedModel, plan: Plan, disk: DiskSpeed | None) -> Facts:
     """What to expect while answering; the speed of a model that has to read needs that of its disk."""
-    speeds = None
+    speeds = memory_bytes_per_s = None
     if plan.device is not None:  # of what is read from the disk; how fast a GPU is was not measured
         facts = asdict(found.hit_rates.expect(max(plan.n_slots, plan.n_lower_slots)))
         return facts | {"memory_bytes_per_s": None}
     if disk or plan.resident:
-        speeds = Speeds(disk.bytes_per_s if disk else math.inf, memory_read_speed(count_cpus()))
+        memory_bytes_per_s = memory_read_speed(count_cpus())
+        speeds = Speeds.of_cpu(memory_bytes_per_s, disk.bytes_per_s if disk else memory_bytes_per_s)
     facts = asdict(found.hit_rates.expect(plan.n_slots, speeds))
-    return facts | {"memory_bytes_per_s": round(speeds.memory_bytes_per_s) if speeds else None}
+    return facts | {"memory_bytes_per_s": round(memory_bytes_per_s) if memory_bytes_per_s else None}
 
 
 def _placement(plan: PlacementPlan | None) -> Facts | None:
@@ -245,17 +239,16 @@ def _placement(plan: PlacementPlan | None) -> Facts | None:
     }
 
 
-def _supposed(found: DescribedModel, plan: Plan, device: SupposedDevice, misses: str | None) -> Facts | None:
-    """The same for a device that is not here, with everything but experts on it, and the context full."""
-    layout = found.layout
-    other = plan.dense_bytes + plan.kv_bytes + plan.compute_bytes + plan.projector_bytes + DEVICE_MARGIN_BYTES
-    speeds = DeviceSpeeds.supposed(device.memory_bytes_per_s, device.link, memory_read_speed(count_cpus()))
-    curve = published_curve(layout.n_expert, layout.n_expert_used)
+def _supposed(
+    found: DescribedModel, here: Plan, options: Facts, device: SupposedDevice, misses: str | None
+) -> Facts | None:
+    """The same for a device that is not here, beside RAM for everything, with the context of the plan that is."""
+    speeds = Speeds.supposed(device.memory_bytes_per_s, device.link, memory_read_speed(count_cpus()))
+    there = Device("the device", 0, device.memory_bytes, device.memory_bytes)
     computed = parse_misses(read_environment().misses if misses is None else misses) == "compute"
-    planner = Planner(
-        ModelBytes.of(layout, plan.kv_bytes), speeds, curve, device.memory_bytes - other, computes_misses=computed
-    )
-    return _placement(planner.plan())
+    budgets = Budgets(sizes=replace(Sizes(**options), n_ctx=here.n_ctx), computes_misses=computed)
+    ample = Memory(1 << 62, 1 << 62, "what is supposed")
+    return _placement(make_plan(found.layout, Machine(ample, devices=(there,)), budgets, speeds).placement)
 
 
 def layout_facts(found: DescribedModel) -> Facts:

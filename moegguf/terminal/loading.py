@@ -152,19 +152,16 @@ def context_size(
     """Tokens of context: as requested, else as planned; warns when more are requested than the model was trained on.
 
     budgets: `expert_cache` and where experts may go, as `plan_here` takes them; None: those of the environment. types:
-    those of the KV cache, as `make_plan` takes them.
+    those of the KV cache, as `plan.Sizes` has them.
     """
-    from moegguf.engine.placing import plan_here
-    from moegguf.settings import read_environment
+    from moegguf.engine.here import plan_here
 
     trained = layout.hparams.n_ctx_train
     if requested and requested > trained:
         print_message(f"warning: a context of {requested} tokens is more than the {trained} the model was trained on.")
     if requested:
         return requested
-    given = dict(budgets or {})
-    expert_cache = given.pop("expert_cache", None) or read_environment().expert_cache
-    return plan_here(layout, expert_cache, **given, **types).n_ctx
+    return plan_here(layout, **(budgets or {}), **types).n_ctx
 
 
 def _llama_arguments(layout: ExpertLayout, options: LoadOptions) -> dict[str, Any]:

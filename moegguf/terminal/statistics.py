@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moegguf.engine.placement import Placement, format_speed, is_off
+from moegguf.engine.cost import Placement, format_speed, is_off
 from moegguf.engine.stats import Stats, TierStats
 from moegguf.generate.request import Timing
 from moegguf.quantities import format_bytes

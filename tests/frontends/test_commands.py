@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 from command_line import ROOT, Command, TinyModel, environment
 
+from moegguf.engine.memory import memory_needs
+from moegguf.engine.ram_plan import VRAM_MARGIN_BYTES
+from moegguf.gguf.experts import read_layout
 from moegguf.native.abi import ABI_VERSION
 
 
@@ -205,8 +208,8 @@ def test_estimate_predicts_misses_that_the_cpu_computes_and_says_that_they_are_n
         device = ("--device-memory", memory_bytes, "--device-bandwidth", "448GB/s", "--link", "1GB/s,35us")
         return json.loads(moegguf("estimate", tiny(), *device, "--ctx", 512, *flags, "--json").stdout)  # type: ignore[no-any-return]
 
-    large = estimate(2 << 30)
-    half = (2 << 30) - large["placement"]["device_expert_bytes"] + large["expert_bytes"] // 2
+    layout = read_layout(tiny())
+    half = VRAM_MARGIN_BYTES + memory_needs(layout, 512, 1).total_bytes(0) + layout.expert_bytes // 2
     for how in ("fetch", "compute"):
         found = estimate(half, "--misses", how)
         exact = {each["kind"]: each["exact"] for each in found["placement"]["placements"]}

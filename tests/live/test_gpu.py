@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from running import Llama, Logits, Meddler, TinyModel, hooks_off, share_for
 
-from moegguf.engine.devices import Device, gpus
+from moegguf.engine.devices import gpus
+from moegguf.engine.machine import Device
 from moegguf.gguf.experts import read_layout
 from moegguf.native.store import StoreOptions
 from tools.models import PRESETS, QUANTS

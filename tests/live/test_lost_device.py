@@ -17,7 +17,8 @@ from rpc_device import server
 from running import TinyModel
 from scripted_manager import in_loop
 
-from moegguf.engine.devices import Device, query_gpus
+from moegguf.engine.devices import query_gpus
+from moegguf.engine.machine import Device
 from moegguf.errors import BudgetError, DeviceLostError
 from moegguf.generate.request import Delta, GenerationRequest, Sampling
 from moegguf.models.entry import ModelEntry

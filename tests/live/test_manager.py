@@ -25,7 +25,7 @@ from moegguf.quantities import ExpertCache, parse_expert_cache
 from moegguf.serving.events import Done, LoadOverrides
 from moegguf.serving.lease import Lease
 from moegguf.serving.manager import ModelManager
-from moegguf.serving.memory_budget import measure
+from moegguf.serving.model_size import measure
 from moegguf.settings import Settings
 from tools.models import PRESETS, write_model
 

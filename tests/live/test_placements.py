@@ -14,12 +14,12 @@ from own_process import in_own_process
 from rpc_device import in_child, register
 from running import N_NEW, Llama, Logits, Reference, TinyModel, greedy_logits, hooks_off
 
+from moegguf.engine import planner
 from moegguf.engine.devices import gpus
-from moegguf.engine.known_speeds import KnownSpeeds
-from moegguf.engine.placement import GRAPH_SHARE, Planner
-from moegguf.engine.placing import gpus_for
+from moegguf.engine.here import given_budgets, with_gpus
 from moegguf.engine.plan import slot_bytes
 from moegguf.engine.session import EXPERT_TENSORS, Place, _Override
+from moegguf.engine.speeds import KnownSpeeds
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import read_layout
 from moegguf.gguf.fingerprint import header_digest
@@ -41,10 +41,7 @@ def own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def only(kind: str) -> None:
     """From now on this process knows no other kind of placement."""
-    every = Planner.placements
-    Planner.placements = lambda planner: (  # type: ignore[method-assign]
-        placement for placement in every(planner) if placement.kind == kind
-    )
+    planner.KINDS_OF["auto"] = (kind,)  # type: ignore[assignment]
 
 
 def placed(path: Path, kind: str, vram: str, ram: str) -> tuple[Logits, dict[str, Any]]:
@@ -72,7 +69,6 @@ def placed(path: Path, kind: str, vram: str, ram: str) -> tuple[Logits, dict[str
         ("layers", "60%", "100%", [0, 1], ["RAM"]),
         ("layers", "30%", "40%", [0, 1, 2], ["RAM"]),
         ("slots", "50%", "40%", [0, 1, 2, 3], ["VRAM", "RAM"]),
-        ("layers and slots", "60%", "30%", [0, 1, 2], ["VRAM", "RAM"]),
         ("resident", "100%", "50%", [0, 1, 2, 3], ["VRAM"]),
         ("cpu", "50%", "50%", [0, 1, 2, 3], ["RAM"]),
     ],
@@ -142,7 +138,7 @@ def decisions(path: Path) -> dict[str, Any]:
     file = files / f"{header_digest(read_layout(path).shards)}.json"
     known = json.loads(file.read_text())
     for speeds in known["speeds"].values():  # also of devices of other tests
-        speeds["speeds"]["cpu_bytes_per_s"] = 1e12
+        speeds["cpu_bytes_per_s"] = 1e12
     file.write_text(json.dumps(known))
     again = Llama.estimate(path, n_ctx=512, placement="auto")
     file.write_text("{")
@@ -157,11 +153,11 @@ def decisions(path: Path) -> dict[str, Any]:
         Llama.estimate(path, placement="cpu", n_gpu_layers=-1, n_ctx=512)
     every_layer = Llama.estimate(path, placement="auto", n_gpu_layers=-1, n_ctx=512)
     assert every_layer.device or every_layer.layers_on
-    assert gpus_for(None, "auto", {"n_gpu_layers": -1}) is not None
+    assert with_gpus(given_budgets(None, None, "auto"), None, "auto", {"n_gpu_layers": -1})[1]
     return {
         "source": found.placement.speeds.source,
         "link_bytes_per_s": found.placement.speeds.copies.bytes_per_s,
-        "used_again": again.placement.speeds.cpu_bytes_per_s == GRAPH_SHARE * 1e12,
+        "used_again": again.placement.speeds.cpu_bytes_per_s == 1e12,
         "mended": mended.speeds.source,
         "forced": mended.chosen.kind,
         "cpu": Llama.estimate(path, placement="cpu", vram_cache="50%", n_ctx=512).device,
@@ -174,16 +170,15 @@ def of_another_disk(path: Path) -> list[bool]:
     measuring again."""
     name = link_device(Link(1e9, 20e-6))
     device = next(device for device in gpus() if device.name == name)
-    known, found = KnownSpeeds(read_layout(path)), list[bool]()
-    key = known._key(device, 1, True)
-    found.append(known._known(key) is not None)
-    known.speeds(device, 1)
-    found.append(known._known(key) is not None)
+    known, found = KnownSpeeds(read_layout(path), 1), list[bool]()
+    found.append(known.known(device) is not None)
+    known.speeds(device)
+    found.append(known.known(device) is not None)
     there, stat = os.stat(path).st_dev, Path.stat
     Path.stat = lambda self, **options: Moved(stat(self, **options), there + 1)  # type: ignore[assignment]
-    found.append(known._known(known._key(device, 1, True)) is not None)
-    known.speeds(device, 1)
-    found.append(known._known(known._key(device, 1, True)) is not None)
+    found.append(known.known(device) is not None)
+    known.speeds(device)
+    found.append(known.known(device) is not None)
     return found
 
 
@@ -207,33 +202,6 @@ def test_speeds_are_measured_once_and_a_damaged_file_is_measured_again(tiny: Tin
     assert 0 < found["link_bytes_per_s"] < 1e9
     assert found["used_again"] and found["mended"].startswith("measured on 2")
     assert (found["forced"], found["cpu"], found["own_split"]) == ("slots", None, None)
-
-
-def runs_of(path: Path) -> tuple[str, str]:
-    """Where hit rates come from before and after a run, which corrects predictions."""
-    link_device(Link(4e9, 5e-6))
-    before = KnownSpeeds(read_layout(path)).hits().source
-    first = Llama.estimate(path, placement="slots", vram_cache="50%", n_ctx=512, n_threads=1).placement
-    options = {**OPTIONS, "logits_all": False}
-    with Llama(path, placement="slots", vram_cache="50%", expert_cache="100%", **options) as llm:
-        llm.eval([1, 2, 3])
-        for token in range(330):
-            llm.eval([token])
-        assert llm._meter is not None
-        measured = llm._meter.tokens_per_s
-    again = Llama.estimate(path, placement="slots", vram_cache="50%", n_ctx=512, n_threads=1).placement
-    assert first is not None and again is not None
-    assert first.speeds.reached == {} and set(again.speeds.reached) == {"slots"}
-    reached = min(max(measured / first.chosen.tokens_per_s, 0.5), 2.0)
-    assert again.speeds.reached["slots"] == pytest.approx(reached)
-    assert "corrected by what earlier runs reached" in again.reason
-    return before, KnownSpeeds(read_layout(path)).hits().source
-
-
-def test_hit_rates_of_earlier_runs_are_used_before_published_ones(tiny: TinyModel) -> None:
-    before, after = in_own_process(runs_of, tiny("tiny-qwen2moe", "q4_0", 3))
-    assert "published for" in before
-    assert after == "measured in earlier runs of this model: 269 tokens"
 
 
 def streamed(rpc: Path, port: int, path: Path, n_slots: int, repack: bool) -> dict[str, Any]:

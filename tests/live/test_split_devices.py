@@ -20,7 +20,6 @@ from moegguf.controller.policies import make_policy
 from moegguf.controller.predictors.base import NoPrediction
 from moegguf.engine.device_split import count_layers
 from moegguf.engine.devices import gpus
-from moegguf.engine.known_speeds import KnownSpeeds
 from moegguf.engine.recording import TraceOptions
 from moegguf.engine.session import Place
 from moegguf.engine.stats import Stats
@@ -117,7 +116,6 @@ def test_slots_on_two_servers_give_the_logits_of_these_devices(
 
 def one_of_two(rpc: Path, ports: tuple[int, int], path: Path) -> bool:
     """Options that choose among two servers, and those that do not fit them."""
-    KnownSpeeds.link = lambda *_: None  # type: ignore[method-assign]  # free memory alone decides, and nothing is measured
     for port in ports:
         register(rpc, port)
     assert [device.name for device in gpus()] == ["RPC0", "RPC1"]

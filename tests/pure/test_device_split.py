@@ -1,9 +1,9 @@
-"""How layers are split over devices: as llama.cpp does with a tensor_split, and by memory and links without one."""
+"""How layers are split over devices: as llama.cpp does with a tensor_split, and by memory without one."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,24 +13,21 @@ from gguf_builder import moe
 
 from moegguf.controller.layer_split import ON_CPU, device_of_layers
 from moegguf.controller.shape import MoeShape
-from moegguf.engine.device_plan import SplitOptions, plan_devices
+from moegguf.engine.cost import Speeds
 from moegguf.engine.device_split import DeviceRoom, LayerBytes, split_layers, tensor_split_for
-from moegguf.engine.devices import Device
-from moegguf.engine.known_speeds import KnownSpeeds
-from moegguf.engine.machine import Memory
+from moegguf.engine.here import parse_vram_caches
+from moegguf.engine.machine import Device, Machine, Memory
 from moegguf.engine.memory import kv_bytes
-from moegguf.engine.placement import DeviceSpeeds, HitCurve
-from moegguf.engine.placing import Gpus, place_on
-from moegguf.engine.plan import Plan, slot_bytes
-from moegguf.engine.tiers import VRAM_MARGIN_BYTES, parse_vram_caches
+from moegguf.engine.plan import Budgets, Plan, Sizes, slot_bytes
+from moegguf.engine.planner import make_plan
+from moegguf.engine.ram_plan import VRAM_MARGIN_BYTES
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.native.slot_sizes import slot_tokens
 from moegguf.quantities import GIB, Link, parse_expert_cache
 from moegguf.trace.simulate import devices_of
 
-CURVE = HitCurve({0.0: 0.0, 0.1: 0.4, 0.2: 0.6, 0.4: 0.8, 0.7: 0.93, 1.0: 1.0}, "made up")
-LAYER = LayerBytes(10, 100, 5, 5)
+LAYER = LayerBytes(10, 100, 5)
 RAM = Memory(64 * GIB, 60 * GIB, "the machine")
 
 
@@ -40,16 +37,32 @@ def layout(tmp_path_factory: pytest.TempPathFactory) -> ExpertLayout:
     return read_layout(moe(n_layer=12, n_expert=16, n_used=4).write(tmp_path_factory.mktemp("split") / "m.gguf"))
 
 
-def devices(*free_bytes: int) -> list[Device]:
-    return [Device(f"GPU{index}", index, free, 64 * GIB) for index, free in enumerate(free_bytes)]
+def devices(*free_bytes: int, name: str = "GPU") -> tuple[Device, ...]:
+    return tuple(Device(f"{name}{index}", index, free, 64 * GIB) for index, free in enumerate(free_bytes))
 
 
-def plan(layout: ExpertLayout, vram: str, ram: str | int = "50%", **split: Any) -> tuple[Plan, list[float]]:
-    found = devices(*split.pop("free", (8 * GIB, 8 * GIB)))
-    caches, cache = parse_vram_caches(vram), parse_expert_cache(ram)
-    planned, tensor_split = plan_devices(layout, caches, cache, found, RAM, SplitOptions(**split), n_ctx=4096)
-    assert tensor_split is not None
-    return planned, tensor_split
+def machine(*free_bytes: int, name: str = "GPU") -> Machine:
+    return Machine(RAM, devices=devices(*free_bytes, name=name))
+
+
+def budgets(vram: str = "auto", ram: str | int = "50%", n_ctx: int = 512, **others: Any) -> Budgets:
+    return Budgets(parse_expert_cache(ram), parse_vram_caches(vram), sizes=Sizes(n_ctx), **others)
+
+
+def plan(
+    layout: ExpertLayout,
+    vram: str,
+    ram: str | int = "50%",
+    free: tuple[int, ...] = (8 * GIB, 8 * GIB),
+    tensor_split: Sequence[float] | None = None,
+    name: str = "GPU",
+    **split: Any,
+) -> tuple[Plan, Sequence[float]]:
+    given = tuple(tensor_split) if tensor_split else None
+    how = budgets(vram, ram, 4096, choice="slots", divided=True, tensor_split=given, **split)
+    planned = make_plan(layout, machine(*free, name=name), how)
+    assert planned.tensor_split is not None
+    return planned, planned.tensor_split
 
 
 @pytest.mark.parametrize(
@@ -84,41 +97,19 @@ def test_counted_layers_come_back_from_their_tensor_split(counts: list[int], n_o
     assert device_of_layers(sum(counts) + n_on_cpu, tensor_split_for(counts), n_gpu_layers) == expected
 
 
-def test_equal_devices_get_equal_layers_and_memory_decides_between_equal_links() -> None:
-    assert split_layers([LAYER] * 12, [DeviceRoom(600, 1.0)] * 2, CURVE) == [6, 6]
-    small, large = split_layers([LAYER] * 12, [DeviceRoom(300, 1.0), DeviceRoom(600, 1.0)], CURVE)
-    assert large == 2 * small
-    assert split_layers([LAYER] * 12, [DeviceRoom(1320, 1.0), DeviceRoom(2640, 4.0)], CURVE) == [4, 8]  # resident
-
-
-def test_slow_links_get_fewer_layers_the_slower_the_fewer() -> None:
-    slow, speeds = DeviceRoom(600, 1.0), (1, 2, 4, 8)
-    of_slow = [split_layers([LAYER] * 12, [slow, DeviceRoom(600, speed)], CURVE)[0] for speed in speeds]
-    assert of_slow == sorted(of_slow, reverse=True)
-    assert of_slow[0] == 6
-    assert of_slow[-1] == 5  # as many as are never missed
-
-
-def test_a_split_waits_less_than_every_other() -> None:
-    rooms = [DeviceRoom(400, 1.0), DeviceRoom(700, 3.0)]
-
-    def waits(counts: tuple[int, int]) -> float:
-        total = 0.0
-        for n, room in zip(counts, rooms, strict=True):
-            share = min(1.0, (room.n_bytes / n - LAYER.dense_bytes) / LAYER.expert_bytes) if n else 1.0
-            total += n * (1 - CURVE.at(share)) / room.link_speed
-        return total
-
-    best = min((waits((n, 12 - n)), (n, 12 - n)) for n in range(13))[1]
-    assert tuple(split_layers([LAYER] * 12, rooms, CURVE)) == best
+def test_equal_devices_get_equal_layers_and_memory_decides_between_others() -> None:
+    assert split_layers([LAYER] * 12, [DeviceRoom(600)] * 2) == [6, 6]
+    assert split_layers([LAYER] * 12, [DeviceRoom(300), DeviceRoom(600)]) == [4, 8]
+    assert split_layers([LAYER] * 12, [DeviceRoom(1320), DeviceRoom(2640)]) == [4, 8]  # resident
+    assert split_layers([LAYER] * 12, [DeviceRoom(600, 200), DeviceRoom(600, 400)]) == [4, 8]  # within budgets
 
 
 def test_layers_of_other_sizes_are_divided_by_their_own_bytes() -> None:
-    dense, large = LayerBytes(400, 0, 0, 0), LayerBytes(10, 300, 15, 15)
-    rooms = [DeviceRoom(700, 1.0), DeviceRoom(700, 1.0)]
-    assert split_layers([dense, *[LAYER] * 11], rooms, CURVE) == [4, 8]
-    assert split_layers([*[LAYER] * 9, *[large] * 3], rooms, CURVE) == [9, 3]
-    assert split_layers([*[LAYER] * 11, dense], rooms, CURVE) == [8, 4]
+    dense, large = LayerBytes(400, 0, 0), LayerBytes(10, 300, 15)
+    rooms = [DeviceRoom(700), DeviceRoom(700)]
+    assert split_layers([dense, *[LAYER] * 11], rooms) == [4, 8]
+    assert split_layers([*[LAYER] * 9, *[large] * 3], rooms) == [9, 3]
+    assert split_layers([*[LAYER] * 11, dense], rooms) == [8, 4]
 
 
 def all_splits(n_layers: int, n_devices: int) -> Iterator[tuple[int, ...]]:
@@ -130,36 +121,32 @@ def all_splits(n_layers: int, n_devices: int) -> Iterator[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_no_split_of_uneven_layers_waits_less(seed: int) -> None:
+def test_no_split_of_uneven_layers_has_a_fullest_device_that_is_less_full(seed: int) -> None:
     random = np.random.default_rng(seed)
     moe_layers = [
-        LayerBytes(int(dense), n, n // 20, n // 20)
+        LayerBytes(int(dense), n, n // 20)
         for dense, n in zip(random.integers(1, 60, 9), random.integers(40, 200, 9).tolist(), strict=True)
     ]
-    layers = [LayerBytes(150, 0, 0, 0), *moe_layers]
-    rooms = [
-        DeviceRoom(int(n), float(speed))
-        for n, speed in zip(random.integers(300, 700, 3), random.integers(1, 9, 3), strict=True)
-    ]
+    layers = [LayerBytes(150, 0, 0), *moe_layers]
+    rooms = [DeviceRoom(int(n)) for n in random.integers(300, 700, 3)]
 
-    def waits(counts: tuple[int, ...]) -> float:
-        total, first = 0.0, 0
+    def fullest(counts: tuple[int, ...]) -> float:
+        most, first = 0.0, 0
         for n, room in zip(counts, rooms, strict=True):
             part, first = layers[first : first + n], first + n
             left, needed = room.n_bytes - sum(of.dense_bytes for of in part), sum(of.expert_bytes for of in part)
             if left < sum(of.least_expert_bytes for of in part):
                 return math.inf
-            share = min(1.0, left / needed) if needed else 1.0
-            total += sum(of.token_bytes for of in part) * (1 - CURVE.at(share)) / room.link_speed
-        return total
+            most = max(most, needed / max(1, left))
+        return most
 
-    best = min(map(waits, all_splits(len(layers), len(rooms))))
-    assert waits(tuple(split_layers(layers, rooms, CURVE))) == pytest.approx(best, rel=1e-5)
+    best = min(map(fullest, all_splits(len(layers), len(rooms))))
+    assert fullest(tuple(split_layers(layers, rooms))) == pytest.approx(best)
 
 
 def test_layers_that_fit_nowhere_are_refused() -> None:
     with pytest.raises(BudgetError, match="of 4 layers, but devices are to compute 12"):
-        split_layers([LAYER] * 12, [DeviceRoom(30, 1.0)] * 2, CURVE)
+        split_layers([LAYER] * 12, [DeviceRoom(30)] * 2)
 
 
 def test_one_budget_is_shared_and_a_list_is_kept(layout: ExpertLayout) -> None:
@@ -175,63 +162,24 @@ def test_one_budget_is_shared_and_a_list_is_kept(layout: ExpertLayout) -> None:
     assert sum(part.n_slots for part in uneven.devices) == 48
 
 
-def test_links_decide_where_the_user_does_not(layout: ExpertLayout) -> None:
-    links = {"GPU0": Link(24e9), "GPU1": Link(3e9)}
-    chosen, split = plan(layout, "50%", links=links)
-    fast, slow = (len(part.layers) for part in chosen.devices)
-    assert fast > slow
-    assert device_of_layers(12, split).count(0) == fast
-    shares = [part.n_slots / len(part.layers) for part in chosen.devices]
-    assert shares[1] > shares[0]
-    given, _ = plan(layout, "50%", links=links, tensor_split=[1, 1])
-    assert [len(part.layers) for part in given.devices] == [7, 5]
-
-
-def test_links_that_measure_nearly_the_same_count_as_the_same(layout: ExpertLayout) -> None:
-    alike, other = ({"GPU0": Link(24e9), "GPU1": Link(speed)} for speed in (20e9, 12e9))
-    assert plan(layout, "50%", links=alike) == plan(layout, "50%")
-    assert plan(layout, "50%", links=other) != plan(layout, "50%")
-
-
-def test_links_are_measured_where_the_user_leaves_the_split_to_them(
-    layout: ExpertLayout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured = {"GPU0": Link(3e9), "GPU1": Link(24e9), "GPU2": None}
-    monkeypatch.setattr(KnownSpeeds, "link", lambda _self, device, *_: measured[device.name])
-    where = Gpus(tuple(devices(8 * GIB, 8 * GIB)), parse_vram_caches("50%"), "auto", SplitOptions())
-    parts = place_on(where, layout, parse_expert_cache("50%"), RAM, 1, {"n_ctx": 512}).plan.devices
-    assert len(parts[0].layers) < len(parts[1].layers)
-    given = replace(where, split=SplitOptions(tensor_split=[1, 1]))
-    assert given.split_by_links(layout, 1, True) == given.split
-    third = replace(where, devices=tuple(devices(1, 1, 1)))
-    assert third.split_by_links(layout, 1, True).links == {"GPU0": Link(3e9), "GPU1": Link(24e9)}
-
-
-def test_layers_that_the_user_gave_to_a_gpu_are_not_left_to_a_faster_cpu(
-    layout: ExpertLayout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slow = DeviceSpeeds(1e6, Link(1e6), 100e9)
-    monkeypatch.setattr(KnownSpeeds, "speeds", lambda *_: slow)
-    where = layout, parse_expert_cache("50%"), RAM, 1, {"n_ctx": 512}
-    free = Gpus(tuple(devices(8 * GIB)), parse_vram_caches("40%"), "auto")
-    assert not place_on(free, *where).on_device
-    given = replace(free, refused=frozenset({"cpu"}))
-    assert place_on(given, *where).on_device
+def test_layers_that_the_user_gave_to_a_gpu_are_not_left_to_a_faster_cpu(layout: ExpertLayout) -> None:
+    slow, one = Speeds(1e6, Link(1e6), 100e9), machine(8 * GIB)
+    assert not make_plan(layout, one, budgets("40%"), slow).on_device
+    given = budgets("40%", refuses_cpu=True)
+    assert make_plan(layout, one, given, slow).on_device
     with pytest.raises(BudgetError, match="n_gpu_layers leaves no layer to the CPU"):
-        place_on(replace(given, devices=tuple(devices(1 << 20)), vram=parse_vram_caches("auto")), *where)
+        make_plan(layout, machine(1 << 20), replace(given, vram=parse_vram_caches("auto")), slow)
 
 
-def test_a_kv_cache_has_the_tokens_of_the_memory_it_lies_in(
-    layout: ExpertLayout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fast, slow = DeviceSpeeds(1e12, Link(1e12), 1e9), DeviceSpeeds(1e6, Link(1e6), 100e9)
-    where = Gpus(tuple(devices(8 * GIB)), parse_vram_caches("40%"), "auto")
-    for speeds, on_device, n_bytes in ((fast, True, 1024), (slow, False, 4096)):
-        monkeypatch.setattr(KnownSpeeds, "speeds", lambda *_, found=speeds: found)
-        options = {"n_ctx": 512, "kv_tokens": 1024}
-        on_cpu = {"kv_tokens": 4096}
-        placed = place_on(where, layout, parse_expert_cache("50%"), RAM, 1, options, on_cpu=on_cpu)
-        assert (placed.on_device, placed.plan.kv_bytes) == (on_device, kv_bytes(layout, n_bytes))
+def test_a_kv_cache_has_the_tokens_of_the_memory_it_lies_in(layout: ExpertLayout) -> None:
+    fast, slow = Speeds(1e12, Link(1e12), 1e9), Speeds(1e6, Link(1e6), 100e9)
+    layout = replace(layout, hparams=replace(layout.hparams, n_ctx_train=1 << 20))
+    how, one, on_both = replace(budgets("40%"), sizes=Sizes()), machine(2 * GIB), set[int]()
+    for speeds, on_device in ((fast, True), (slow, False)):
+        found = make_plan(layout, one, how, speeds)
+        assert (found.on_device, found.kv_bytes) == (on_device, kv_bytes(layout, found.kv_tokens))
+        on_both.add(found.kv_tokens)
+    assert len(on_both) == 2
 
 
 def test_auto_leaves_a_gigabyte_on_each_device(layout: ExpertLayout) -> None:
@@ -252,10 +200,7 @@ def test_layers_left_to_the_cpu_share_the_ram_with_those_below_devices(layout: E
     assert (on_cpu.name, on_cpu.layers, on_cpu.n_slots, mixed.n_lower_slots) == (None, (0, 1, 2, 3), 20, 40)
     assert device_of_layers(12, split, 9)[:5] == [ON_CPU] * 4 + [0]
     assert mixed.host_bytes >= 60 * mixed.slot_bytes
-    one, _ = plan_devices(
-        layout, parse_vram_caches("25%"), parse_expert_cache("50%"), devices(8 * GIB), RAM,
-        SplitOptions(n_gpu_layers=9), n_ctx=4096,
-    )  # fmt: skip
+    one, _ = plan(layout, "25%", free=(8 * GIB,), n_gpu_layers=9)
     assert [part.name for part in one.devices] == ["GPU0", None]
     with pytest.raises(BudgetError, match=r"expert_cache=.* 4 layers are computed by the CPU; give at least"):
         plan(layout, "25%", 4 * slot_bytes(layout), n_gpu_layers=9)
@@ -273,22 +218,19 @@ def test_too_little_for_a_device_is_refused_and_too_much_is_warned_of(layout: Ex
 
 
 def test_one_device_with_every_layer_needs_no_split(layout: ExpertLayout) -> None:
-    budgets = parse_vram_caches("25%"), parse_expert_cache("50%")
-    alone, split = plan_devices(layout, *budgets, devices(8 * GIB), RAM, n_ctx=512)
-    assert (alone.device, alone.devices, split) == ("GPU0", (), None)
+    alone = make_plan(layout, machine(8 * GIB), budgets("25%", divided=True))
+    assert (alone.device, alone.devices, alone.tensor_split) == ("GPU0", (), None)
 
 
 def test_devices_without_room_leave_everything_to_the_cpu_unless_they_were_asked_for(layout: ExpertLayout) -> None:
-    small = Gpus(tuple(devices(1 << 20, 1 << 20)), parse_vram_caches("auto"), "auto", SplitOptions())
-    where = layout, parse_expert_cache("50%"), RAM, 1, {"n_ctx": 512}
-    placed = place_on(small, *where)
-    assert (placed.on_device, placed.tensor_split, placed.plan.n_slots) == (False, None, 96)
-    assert any("not slots on GPUs: " in reason for reason in placed.plan.reasons)
-    for asked in (replace(small, choice="slots"), replace(small, vram=parse_vram_caches("25%,1KiB"))):
+    small, how = machine(1 << 20, 1 << 20), budgets(divided=True)
+    placed = make_plan(layout, small, how)
+    assert (placed.on_device, placed.tensor_split, placed.n_slots) == (False, None, 96)
+    assert any("not slots on GPUs: " in reason for reason in placed.reasons)
+    for asked in (replace(how, choice="slots"), replace(how, vram=parse_vram_caches("25%,1KiB"))):
         with pytest.raises(BudgetError):
-            place_on(asked, *where)
-    large = replace(small, devices=tuple(devices(8 * GIB, 8 * GIB)))
-    assert place_on(large, *where).plan.device == "GPU0, GPU1"
+            make_plan(layout, small, asked)
+    assert make_plan(layout, machine(8 * GIB, 8 * GIB), how).device == "GPU0, GPU1"
 
 
 def test_each_device_counts_the_bytes_of_its_own_layers(layout: ExpertLayout) -> None:
@@ -337,17 +279,13 @@ def test_slots_that_a_device_has_no_memory_for_go_to_the_others(layout: ExpertLa
 @pytest.mark.parametrize("tensor_split", [[1.0, 1.0], [3.0, 2.0]])
 def test_simulated_devices_divide_budgets_as_a_plan_does(layout: ExpertLayout, tensor_split: list[float]) -> None:
     shape, window, n_stagings = MoeShape.of(layout), slot_tokens("CUDA0"), set[int]()
-    cuda = [Device(f"CUDA{index}", index, 32 * GIB, 64 * GIB) for index in (0, 1)]
-    for budgets in [(n,) for n in range(8, 193, 23)] + [(n, 3 * n // 2) for n in range(4, 120, 23)]:
-        text = ",".join(str(n * slot_bytes(layout)) for n in budgets)
-        planned, split = plan_devices(
-            layout, parse_vram_caches(text), parse_expert_cache("50%"), cuda, RAM,
-            SplitOptions(tensor_split=tensor_split), n_ctx=512,
-        )  # fmt: skip
-        assert split == tensor_split
-        simulated = devices_of(shape, [n / layout.n_expert_total for n in budgets], tensor_split, (), window)
+    for given in [(n,) for n in range(8, 193, 23)] + [(n, 3 * n // 2) for n in range(4, 120, 23)]:
+        text = ",".join(str(n * slot_bytes(layout)) for n in given)
+        planned, split = plan(layout, text, free=(32 * GIB,) * 2, tensor_split=tensor_split, name="CUDA")
+        assert list(split) == tensor_split
+        simulated = devices_of(shape, [n / layout.n_expert_total for n in given], tensor_split, (), window)
         for part, device in zip(planned.devices, simulated, strict=True):
-            assert (part.name, part.layers, part.n_slots) == (device.name, device.layers, device.n_slots), budgets
+            assert (part.name, part.layers, part.n_slots) == (device.name, device.layers, device.n_slots), given
             assert device.staging == planned.n_staging
         n_stagings.add(planned.n_staging)
     assert n_stagings > {0}

@@ -108,7 +108,7 @@ async def test_beside_a_busy_model_another_gets_fewer_slots(catalog: FakeCatalog
         assert sum(model.size_bytes for model in manager.loaded()) == 1000 << 20
         go.touch()
         await held
-    assert catalog.loads("b")[0]["expert_cache_bytes"] == 400 << 20
+    assert catalog.loads("b")[0]["plan"]["budget_bytes"] == 400 << 20
 
 
 @in_loop

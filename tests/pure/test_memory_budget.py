@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -11,27 +12,23 @@ from gguf_builder import moe
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moegguf.engine.devices import Device
-from moegguf.engine.known_speeds import KnownSpeeds
-from moegguf.engine.machine import Memory
-from moegguf.engine.placement import DeviceSpeeds, published_curve
-from moegguf.engine.placing import Budgets, place
-from moegguf.engine.tiers import plan_tiers
+from moegguf.engine.cost import Speeds
+from moegguf.engine.machine import Device, Memory
+from moegguf.engine.plan import Plan
+from moegguf.engine.speeds import KnownSpeeds
 from moegguf.errors import BudgetError
-from moegguf.models.details import layout_of
 from moegguf.models.folder import file_entry
-from moegguf.quantities import ExpertCache, Link, parse_expert_cache
+from moegguf.quantities import Link, parse_expert_cache
 from moegguf.serving.events import LoadOverrides
 from moegguf.serving.memory_budget import (
     Admission,
     MemoryLimit,
     MemoryUse,
-    ModelSize,
     admit,
     expert_cache_within,
-    is_embedding,
-    measure,
 )
+from moegguf.serving.model_size import ModelSize, is_embedding, measure
+from moegguf.serving.wire import LoadConfig, build, encode
 from moegguf.settings import Settings
 
 GIB = 1 << 30
@@ -142,21 +139,20 @@ def test_the_limit_is_the_setting_or_what_is_free() -> None:
 
 
 def test_within_less_memory_batch_and_slots_are_chosen_together(tmp_path: Path) -> None:
-    """Every size between the minimum and all has a plan that fits, and the worker gets the plan's batch."""
+    """Every size between the minimum and all has a plan that fits, and the worker gets that plan."""
     path = moe(n_layer=6, n_expert=16, n_used=4).write(tmp_path / "m.gguf")
     found = measure(file_entry(path, "path", "m"), LoadOverrides(), Settings(), 64 * GIB)
-    whole = found.plan_within(found.wanted_bytes)
+    whole = found.plan_within(found.wanted_bytes, 0)
     assert whole.resident and whole.n_ubatch == 512 and whole.total_bytes == found.wanted_bytes
     least, most = found.minimum_bytes, found.wanted_bytes
-    plans = [found.plan_within(n_bytes) for n_bytes in range(least, most, (most - least) // 20)]
+    plans = [found.plan_within(n_bytes, 0) for n_bytes in range(least, most, (most - least) // 20)]
     for i, plan in enumerate(plans):
         assert plan.total_bytes <= least + i * ((most - least) // 20)
-        config = found.load_config(plan)
-        assert (config.n_ubatch, config.expert_cache_bytes) == (plan.n_ubatch, plan.budget_bytes)
+        assert found.load_config(plan).plan == plan
     assert plans[0].n_ubatch < plans[-1].n_ubatch
 
 
-STOPS_ARE_SLOW = DeviceSpeeds.supposed(448e9, Link(24e9, 1e-3), 2e8)
+STOPS_ARE_SLOW = Speeds.supposed(448e9, Link(24e9, 1e-3), 2e8)
 GPU = Device("GPU0", 0, 32 * GIB, 64 * GIB)
 
 
@@ -164,62 +160,61 @@ def measure_on_gpu(path: Path) -> ModelSize:
     return measure(file_entry(path, "path", "m"), LoadOverrides(n_ctx=512), Settings(), 16 * GIB, GPU)
 
 
-def test_the_worker_stages_prompts_within_the_budget_as_the_server_has_planned(
+def sent(found: ModelSize, plan: Plan) -> Plan | None:
+    """The plan that a worker receives."""
+    return build(LoadConfig, json.loads(encode(vars(found.load_config(plan))))).plan
+
+
+def test_slots_on_a_device_are_planned_for_any_memory_and_the_worker_gets_the_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOEGGUF_PLACEMENT", "slots")
     monkeypatch.setenv("MOEGGUF_VRAM_CACHE", "75%")
-    path = moe(n_layer=12, n_expert=16, n_used=4).write(tmp_path / "m.gguf")
-    found = measure_on_gpu(path)
-    plan = found.plan_within(found.wanted_bytes)
-    config = found.load_config(plan)
-    assert plan.n_staging > 0 and config.vram_cache_bytes is not None and config.expert_cache_bytes is not None
-    sizes = config.vram_cache_bytes, config.expert_cache_bytes
-    vram_cache, cache = (ExpertCache("bytes", n_bytes=n) for n in sizes)
-    memory = Memory(16 * GIB, 16 * GIB, "the machine")
-    again = plan_tiers(layout_of(path), vram_cache, cache, GPU, memory, n_ctx=512, n_ubatch=config.n_ubatch)
-    assert (again.n_slots, again.n_staging, again.n_ubatch) == (plan.n_slots, plan.n_staging, plan.n_ubatch)
-    assert again.total_bytes == plan.total_bytes
+    found = measure_on_gpu(moe(n_layer=12, n_expert=16, n_used=4).write(tmp_path / "m.gguf"))
+    ram, vram = found.wanted_bytes, found.device_wanted_bytes
+    plan = found.plan_within(ram, vram)
+    assert (plan.host_bytes, plan.total_bytes, plan.device) == (ram, vram, "GPU0")
+    assert plan.n_staging > 0 and sent(found, plan) == plan
+    for n_bytes, on_device in ((ram, vram - 1), (ram - 1, vram), (found.minimum_bytes, found.device_minimum_bytes)):
+        less = found.plan_within(n_bytes, on_device)
+        assert less.device == "GPU0" and less.host_bytes <= n_bytes and less.total_bytes <= on_device
+        assert less.budget_bytes + less.staging_bytes <= 144 * plan.slot_bytes
 
 
 @pytest.mark.parametrize("choice", ["layers", "auto"])
-def test_whole_layers_on_a_device_are_counted_there_and_the_worker_places_the_same(
+def test_whole_layers_on_a_device_are_counted_there_and_the_worker_gets_the_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choice: str
 ) -> None:
     monkeypatch.setattr(KnownSpeeds, "speeds_apart", lambda *_: STOPS_ARE_SLOW)
     monkeypatch.setenv("MOEGGUF_PLACEMENT", choice)
     monkeypatch.setenv("MOEGGUF_VRAM_CACHE", "50%")
-    path = moe(n_layer=6, n_expert=16, n_used=4).write(tmp_path / "m.gguf")
-    layout, found = layout_of(path), measure_on_gpu(path)
-    plan = found.plan_within(found.wanted_bytes)
+    found = measure_on_gpu(moe(n_layer=6, n_expert=16, n_used=4).write(tmp_path / "m.gguf"))
+    plan = found.plan_within(found.wanted_bytes, found.device_wanted_bytes)
     assert plan.layers_on == found.device == "GPU0" and plan.placement is not None
-    assert plan.placement.chosen.n_layers == 3
+    assert plan.placement.chosen.n_layers == 3 and plan.whole_layers == (3, 4, 5)
     assert (found.wanted_bytes, found.device_wanted_bytes) == (plan.host_bytes, plan.total_bytes)
-    assert found.plan_on_device is not None
-    assert found.plan_on_device(plan.host_bytes, plan.total_bytes) == plan
-    config = found.load_config(plan)
-    assert (config.device, config.placement, config.expert_cache_bytes) == ("GPU0", "layers", plan.budget_bytes)
-    assert config.vram_cache_bytes is not None and config.expert_cache_bytes is not None
-    caches = [ExpertCache("bytes", n_bytes=n) for n in (config.expert_cache_bytes, config.vram_cache_bytes)]
-    memory, options = Memory(16 * GIB, 16 * GIB, "the machine"), {"n_ctx": 512, "n_ubatch": config.n_ubatch}
-    budgets = Budgets(layout, caches[0], caches[1], GPU, memory, options)
-    again = place(budgets, "layers", lambda: (STOPS_ARE_SLOW, published_curve(16, 4))).plan
-    assert (again.layers_on, again.n_slots, again.total_bytes) == (plan.layers_on, plan.n_slots, plan.total_bytes)
-    fewer = found.plan_on_device(plan.host_bytes, found.device_minimum_bytes)
+    assert sent(found, plan) == plan
+    fewer = found.plan_within(plan.host_bytes, found.device_minimum_bytes)
     assert fewer.total_bytes <= found.device_minimum_bytes
     assert (fewer.device is None) == (choice == "layers")  # else with slots alone
+
+
+def test_budgets_of_several_devices_are_refused_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEGGUF_VRAM_CACHE", "50%,25%")
+    with pytest.raises(BudgetError, match="2 budgets for 1 devices"):
+        measure_on_gpu(moe(n_layer=6, n_expert=16, n_used=4).write(tmp_path / "m.gguf"))
 
 
 def test_a_model_that_the_cpu_computes_fastest_takes_nothing_of_a_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow = DeviceSpeeds.supposed(1e6, Link(1e6), 38e9)
+    slow = Speeds.supposed(1e6, Link(1e6), 38e9)
     monkeypatch.setattr(KnownSpeeds, "speeds_apart", lambda *_: slow)
     monkeypatch.setenv("MOEGGUF_PLACEMENT", "auto")
     found = measure_on_gpu(moe(n_layer=6, n_expert=16, n_used=4).write(tmp_path / "m.gguf"))
-    config = found.load_config(found.plan_within(found.wanted_bytes))
+    plan = found.plan_within(found.wanted_bytes, 0)
     assert (found.device, found.device_wanted_bytes) == (None, 0)
-    assert (config.device, config.placement, config.vram_cache_bytes) == (None, "cpu", None)
+    assert not plan.on_device and plan.vram_cache_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -257,10 +252,9 @@ def test_sequences_share_a_kv_cache_that_leaves_memory_to_experts(tmp_path: Path
 
     def kv_tokens(limit_bytes: int, **settings: Any) -> tuple[int, int]:
         size = measure(entry, LoadOverrides(n_ctx=4096), Settings(n_parallel=8, **settings), limit_bytes)
-        plan = size.plan_within(size.wanted_bytes)
-        config = size.load_config(plan)
-        assert config.kv_tokens is not None and config.n_ctx == 4096
-        return config.kv_tokens, plan.kv_bytes
+        plan = size.plan_within(size.wanted_bytes, 0)
+        assert plan.n_ctx == size.load_config(plan).n_ctx == 4096
+        return plan.kv_tokens, plan.kv_bytes
 
     ample = kv_tokens(64 * GIB)
     with pytest.warns(UserWarning, match="kv_tokens=1 cannot hold one context of 4096 tokens, so 4096 are kept"):

@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import pytest
 from gguf_builder import moe
 
-from moegguf.engine.placement import DeviceSpeeds, HitCurve, ModelBytes, Placement, Planner, published_curve
-from moegguf.engine.plan import slot_bytes
+from moegguf.engine.cost import HitCurve, ModelBytes, Placement, Speeds, cpu_s, layers_s, published_curve, slots_s
+from moegguf.engine.machine import Device, Machine, Memory
+from moegguf.engine.memory import memory_needs
+from moegguf.engine.plan import Budgets, Plan, Sizes, parse_placement, slot_bytes
+from moegguf.engine.planner import make_plan
+from moegguf.engine.ram_plan import VRAM_MARGIN_BYTES, plan_layers
 from moegguf.errors import BudgetError, OptionError
-from moegguf.gguf.experts import read_layout
+from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.native.abi import SpeedsStruct
 from moegguf.native.speeds import best_of
-from moegguf.quantities import GIB, Link
+from moegguf.quantities import GIB, Link, parse_expert_cache
 
-QWEN3_30B = ModelBytes(48, int(16.35 * GIB), 1_100_000_000, 900_000_000)  # Q4_K_M, with 8k tokens of KV cache
-MIXTRAL = ModelBytes(32, int(25.4 * GIB), 6_830_000_000, 1_000_000_000)
-RTX_3070 = DeviceSpeeds.supposed(448e9, Link(24e9), 38e9)  # x16 beside DDR4
-
-
-def planner(model: ModelBytes, speeds: DeviceSpeeds, share: float, hit_rate: float) -> Planner:
-    """With a share of the experts in the device's memory, and slots there that hit so often."""
-    return Planner(model, speeds, HitCurve({share: hit_rate}, "put in"), int(share * model.expert_bytes))
-
-
-def by_kind(found: Planner) -> dict[str, Placement]:
-    return {placement.kind: placement for placement in found.placements()}
+QWEN3_30B = ModelBytes(48, 1_100_000_000, 900_000_000)  # Q4_K_M, with 8k tokens of KV cache
+MIXTRAL = ModelBytes(32, 6_830_000_000, 1_000_000_000)
+RTX_3070 = Speeds.supposed(448e9, Link(24e9), 38e9)  # x16 beside DDR4
 
 
 @pytest.mark.parametrize(
@@ -42,145 +37,147 @@ def by_kind(found: Planner) -> dict[str, Placement]:
 def test_predictions_for_qwen3_30b(
     memory: float, link: float, cpu: float, share: float, hit_rate: float, layers: float, slots: float
 ) -> None:
-    found = by_kind(planner(QWEN3_30B, DeviceSpeeds.supposed(memory, Link(link), cpu), share, hit_rate))
-    assert found["slots"].tokens_per_s == pytest.approx(slots, rel=0.03)
-    assert found["layers"].tokens_per_s == pytest.approx(layers, rel=0.07)  # whole layers only, and rounded speeds
+    speeds, n_whole = Speeds.supposed(memory, Link(link), cpu), int(share * 48)  # whole layers only, and rounded speeds
+    assert 1 / slots_s(QWEN3_30B, speeds, hit_rate) == pytest.approx(slots, rel=0.03)
+    assert 1 / layers_s(QWEN3_30B, speeds, 48 - n_whole, 1 - n_whole / 48) == pytest.approx(layers, rel=0.07)
 
 
-def test_misses_that_the_cpu_computes_beside_copies_cost_less_and_are_not_exact() -> None:
-    fetching = planner(QWEN3_30B, RTX_3070, 0.3, 0.86)
-    computing = replace(fetching, computes_misses=True)
-    fetched, computed = (by_kind(found) for found in (fetching, computing))
+def test_misses_that_the_cpu_computes_beside_copies_cost_less() -> None:
     missed_bytes, n_layers = 0.14 * QWEN3_30B.token_bytes, QWEN3_30B.n_layer * (1 - 0.86**8)
     saved_s = missed_bytes / 24e9 - missed_bytes / (24e9 + 38e9) - n_layers * RTX_3070.cpu_layer_s
-    for kind, sooner_s in (("slots", saved_s), ("layers", 0.0), ("cpu", 0.0)):
-        expected_s = 1 / fetched[kind].tokens_per_s - sooner_s
-        assert 1 / computed[kind].tokens_per_s == pytest.approx(expected_s)
-        assert (fetched[kind].exact, computed[kind].exact) == (True, kind != "slots")
-    assert str(computed["slots"]).endswith("misses computed by the CPU, too: not exact")
-    assert by_kind(replace(computing, device_bytes=QWEN3_30B.expert_bytes))["resident"].exact
+    fetched, computed = (slots_s(QWEN3_30B, RTX_3070, 0.86, computes_misses=how) for how in (False, True))
+    assert fetched - computed == pytest.approx(saved_s)
+    assert slots_s(QWEN3_30B, RTX_3070, 1.0, computes_misses=True) == slots_s(QWEN3_30B, RTX_3070, 1.0)
 
 
 @pytest.mark.parametrize(("share", "slots"), [(0.16, 4), (0.33, 6), (0.80, 18)])
 def test_large_experts_go_in_whole_layers(share: float, slots: float) -> None:
-    found = planner(MIXTRAL, RTX_3070, share, share + 0.04)
-    assert by_kind(found)["slots"].tokens_per_s < slots
-    assert found.plan().chosen.kind == "layers"
-
-
-def test_small_experts_go_in_slots_and_the_reason_names_figures_and_source() -> None:
-    plan = Planner(QWEN3_30B, RTX_3070, published_curve(128, 8), 5 * GIB).plan()
-    assert plan.chosen.kind in ("slots", "layers and slots")
-    assert plan.placements[0] == plan.chosen
-    assert f"{plan.chosen.tokens_per_s:.0f} tokens/s" in plan.reason
-    assert "published for Qwen3-30B-A3B (kekzl/imp#1359)" in plan.reason
-
-
-@pytest.mark.parametrize(("choice", "kind"), [("layers", "layers"), ("slots", "slots"), ("cpu", "cpu")])
-def test_a_forced_placement_is_taken_and_the_reason_says_so(choice: str, kind: str) -> None:
-    plan = planner(QWEN3_30B, RTX_3070, 0.3, 0.86).plan(choice)  # type: ignore[arg-type]
-    assert plan.chosen.kind == kind
-    assert plan.reason.endswith(f"placement {choice!r} was asked for")
-
-
-def test_when_everything_fits_only_the_cpu_remains_beside_it() -> None:
-    found = Planner(QWEN3_30B, RTX_3070, published_curve(128, 8), 17 * GIB)
-    plan = found.plan()
-    assert [placement.kind for placement in plan.placements] == ["resident", "cpu"]
-    assert plan.chosen.tokens_per_s == pytest.approx(0.65 * 448e9 / 2e9)
-    assert "every expert fits" in plan.reason
-
-
-def test_a_device_below_one_layer_leaves_experts_on_the_cpu() -> None:
-    small = Planner(QWEN3_30B, RTX_3070, published_curve(128, 8), 10 << 20)
-    found = by_kind(small)
-    assert set(found) == {"layers", "slots", "cpu"}
-    assert (found["layers"].n_layers, str(found["layers"])) == (0, "no whole layer")
-    assert small.plan().chosen == found["layers"]  # everything but experts is faster there
-
-
-def test_a_device_that_not_even_dense_weights_fit_on_is_not_used() -> None:
-    full = Planner(QWEN3_30B, RTX_3070, published_curve(128, 8), -1)
-    assert full.plan().chosen.kind == "cpu"
-    for forced in ("layers", "slots"):
-        with pytest.raises(BudgetError, match=f"placement '{forced}'.*or take placement 'cpu'"):
-            full.plan(forced)
+    n_whole = int(share * 32)
+    with_slots, with_layers = (
+        slots_s(MIXTRAL, RTX_3070, share + 0.04),
+        layers_s(MIXTRAL, RTX_3070, 32 - n_whole, 1 - n_whole / 32),
+    )
+    assert 1 / with_slots < slots
+    assert with_layers < with_slots
 
 
 def test_what_neither_memory_holds_is_read_from_the_disk() -> None:
-    enough = planner(QWEN3_30B, RTX_3070, 0.3, 0.86)
-    for kind, of_enough in by_kind(enough).items():
-        short = by_kind(replace(enough, ram_bytes=QWEN3_30B.expert_bytes // 4))[kind]
-        assert short.tokens_per_s < 0.5 * of_enough.tokens_per_s, kind
-        more = by_kind(replace(enough, ram_bytes=QWEN3_30B.expert_bytes // 2))[kind]
-        assert short.tokens_per_s < more.tokens_per_s <= of_enough.tokens_per_s
-    assert by_kind(replace(enough, ram_bytes=QWEN3_30B.expert_bytes)) == by_kind(enough)
+    for seconds in (
+        lambda share: cpu_s(QWEN3_30B, RTX_3070, share),
+        lambda share: layers_s(QWEN3_30B, RTX_3070, 24, 0.5, share),
+        lambda share: slots_s(QWEN3_30B, RTX_3070, 0.86, share),
+    ):
+        assert seconds(0.1) - seconds(0.0) == pytest.approx(0.1 * QWEN3_30B.token_bytes / 1e9)
 
 
 def test_misses_of_a_layer_cost_a_latency_once_and_stops_and_nodes_cost_time() -> None:
-    found = planner(QWEN3_30B, RTX_3070, 0.3, 0.86)
     late = replace(RTX_3070, copies=Link(24e9, 1e-3))
-    extra_s = 1 / by_kind(replace(found, speeds=late))["slots"].tokens_per_s - 1 / by_kind(found)["slots"].tokens_per_s
+    extra_s = slots_s(QWEN3_30B, late, 0.86) - slots_s(QWEN3_30B, RTX_3070, 0.86)
     assert extra_s == pytest.approx(48 * (1 - 0.86**8) * 1e-3)
-    nodes = replace(RTX_3070, device_node_s=2e-6)
-    model = replace(QWEN3_30B, n_layer_all=48)
-    base, slow = (by_kind(replace(found, model=model, speeds=speeds))["slots"] for speeds in (RTX_3070, nodes))
-    assert 1 / slow.tokens_per_s - 1 / base.tokens_per_s == pytest.approx(48 * (30 + 16) * 2e-6)
+    nodes, model = replace(RTX_3070, device_node_s=2e-6), replace(QWEN3_30B, n_layer_all=48)
+    extra_s = slots_s(model, nodes, 0.86) - slots_s(model, RTX_3070, 0.86)
+    assert extra_s == pytest.approx(48 * (30 + 16) * 2e-6)
 
 
-def test_a_kind_that_a_budget_does_not_allow_is_passed_over() -> None:
-    found = Planner(QWEN3_30B, RTX_3070, published_curve(128, 8), 5 * GIB)
-    first = found.plan().chosen.kind
-    assert found.plan(without={first}).chosen.kind != first
+@pytest.fixture(scope="module")
+def layout(tmp_path_factory: pytest.TempPathFactory) -> ExpertLayout:
+    """8 layers of 16 experts, top-4: 128 experts."""
+    path = tmp_path_factory.mktemp("placed") / "m.gguf"
+    return read_layout(moe(n_layer=8, n_expert=16, n_used=4, n_embd=256, n_ff=256).write(path))
 
 
-def test_a_mix_of_whole_layers_and_slots_uses_all_of_the_memory() -> None:
-    found = by_kind(Planner(QWEN3_30B, RTX_3070, published_curve(128, 8), 12 * GIB))
-    mix = found["layers and slots"]
-    layer_bytes = QWEN3_30B.expert_bytes // 48
-    assert abs(mix.slot_bytes + mix.n_layers * layer_bytes - 12 * GIB) < layer_bytes
-    assert 0 < mix.hit_rate <= 1
+AMPLE = Memory(64 * GIB, 60 * GIB, "the machine")
 
 
-def test_whole_layers_are_counted_by_their_own_bytes_from_the_last() -> None:
-    model = ModelBytes(4, 100, 10, 0, 2, 4, layer_bytes=(10, 20, 30, 40))
-    found = Planner(model, RTX_3070, HitCurve({0.5: 0.6}, "put in"), 69)
-    assert by_kind(found)["layers"].n_layers == 1  # of the mean size there would be two
-    assert by_kind(replace(found, device_bytes=70))["layers"].n_layers == 2
-    for placement in replace(found, device_bytes=95).placements():
-        if placement.slot_bytes:
-            assert placement.slot_bytes == 95 - model.of_last(placement.n_layers)
-    alike = replace(model, layer_bytes=())
-    assert by_kind(replace(found, model=alike))["layers"].n_layers == 2
-    on_cpu_s = {n: 10 * (1 - model.of_last(n) / 100) / RTX_3070.cpu_bytes_per_s + (4 - n) * 60e-6 for n in (1, 2)}
-    one, two = (by_kind(replace(found, device_bytes=n))["layers"] for n in (69, 70))
-    assert 1 / one.tokens_per_s - 1 / two.tokens_per_s == pytest.approx(on_cpu_s[1] - on_cpu_s[2], rel=1e-3)
+def planned(
+    layout: ExpertLayout, share: float | None, speeds: Speeds = RTX_3070, memory: Memory = AMPLE, **budgets: Any
+) -> Plan:
+    """On a device with room for so many of the experts beside everything else; None: not even for that."""
+    needs = memory_needs(layout, 512, 64).total_bytes(0) + VRAM_MARGIN_BYTES
+    free = needs // 2 if share is None else needs + int(share * layout.n_expert_total) * slot_bytes(layout)
+    device = Device("GPU0", 0, free, 64 * GIB)
+    how = Budgets(sizes=Sizes(512, 64), staging=0, **budgets)
+    return make_plan(layout, Machine(memory, devices=(device,)), how, speeds, HitCurve({0.5: 0.9}, "put in"))
 
 
-def test_slots_count_by_the_size_of_the_largest_expert_that_they_may_hold() -> None:
-    model = ModelBytes(4, 100, 10, 0, 2, 4, layer_bytes=(20, 20, 20, 40), slots_bytes=(20, 40, 60, 160))
-    curve = HitCurve({0.5: 0.6, 0.8: 0.9}, "put in")
-    found = Planner(model, RTX_3070, curve, 80, ram_bytes=80)
-    of_all = by_kind(found)["slots"]
-    assert of_all.hit_rate == pytest.approx(0.6)  # half of 160 bytes of slots, though 80 % of the experts' bytes
-    mix = by_kind(replace(found, device_bytes=70))["layers and slots"]
-    assert (mix.n_layers, mix.slot_bytes) == (1, 30)
-    assert mix.hit_rate == pytest.approx(curve.at(30 / 60))
-    assert "resident" not in by_kind(replace(found, device_bytes=159))
-    assert "resident" in by_kind(replace(found, device_bytes=160))
-    alike = replace(found, model=replace(model, slots_bytes=()))
-    assert 1 / by_kind(found)["cpu"].tokens_per_s > 1 / by_kind(alike)["cpu"].tokens_per_s  # more is read from the disk
+def by_kind(found: Plan) -> dict[str, Placement]:
+    assert found.placement is not None
+    return {placement.kind: placement for placement in found.placement.placements}
 
 
-def test_slots_bytes_are_those_of_the_layers_that_have_slots(tmp_path: Path) -> None:
-    layout = read_layout(moe(n_layer=3, n_expert=4).write(tmp_path / "m.gguf"))
-    assert ModelBytes.of(layout).slots_bytes == tuple(n * 4 * slot_bytes(layout) for n in (1, 2, 3))
-    last = layout.layers[2]
-    larger = tuple(replace(m, ne0=2 * m.ne0, expert_bytes=2 * m.expert_bytes) for m in last.matrices)
-    mixed = replace(layout, layers=(*layout.layers[:2], replace(last, matrices=larger)))
-    small, large = slot_bytes(layout), slot_bytes(mixed)
-    assert large > 1.5 * small
-    assert ModelBytes.of(mixed).slots_bytes == (4 * small, 8 * small, 12 * large)
+def test_the_fastest_placement_is_taken_and_the_reason_names_figures_and_source(layout: ExpertLayout) -> None:
+    slow_cpu, slow_link = replace(RTX_3070, cpu_bytes_per_s=1e6), replace(RTX_3070, copies=Link(1e6))
+    for speeds, kind in ((slow_cpu, "slots"), (slow_link, "layers")):
+        found = planned(layout, 0.5, speeds)
+        placement = found.placement
+        assert placement is not None and placement.chosen.kind == kind
+        assert placement.placements[0] == placement.chosen
+        assert (found.device, found.layers_on) == (("GPU0", None) if kind == "slots" else (None, "GPU0"))
+        assert placement.reason in found.reasons and "tokens/s" in placement.reason
+    assert "(hit rates put in)" in planned(layout, 0.5, slow_cpu).placement.reason  # type: ignore[union-attr]
+    assert not planned(layout, 0.5, replace(slow_link, device_bytes_per_s=1e6)).on_device
+
+
+@pytest.mark.parametrize("choice", ["layers", "slots"])
+def test_a_forced_placement_is_taken_and_the_reason_says_so(layout: ExpertLayout, choice: Any) -> None:
+    found = planned(layout, 0.5, choice=choice).placement
+    assert found is not None and found.chosen.kind == choice
+    assert found.reason.endswith(f"placement {choice!r} was asked for")
+
+
+def test_without_speeds_nothing_is_predicted(layout: ExpertLayout) -> None:
+    device = Device("GPU0", 0, 32 * GIB, 64 * GIB)
+    found = make_plan(layout, Machine(AMPLE, devices=(device,)), Budgets(choice="slots", sizes=Sizes(512)))
+    assert found.on_device and found.placement is None
+
+
+def test_when_everything_fits_only_the_cpu_remains_beside_it(layout: ExpertLayout) -> None:
+    found = planned(layout, 1.1)
+    assert found.resident and set(by_kind(found)) == {"resident", "cpu"}
+    assert found.placement is not None and "every expert fits" in found.placement.reason
+
+
+def test_a_device_below_a_tokens_experts_leaves_experts_on_the_cpu(layout: ExpertLayout) -> None:
+    found = planned(layout, 0.5, vram=(parse_expert_cache(slot_bytes(layout)),))
+    assert set(by_kind(found)) == {"layers", "cpu"}
+    assert (by_kind(found)["layers"].n_layers, str(by_kind(found)["layers"])) == (0, "no whole layer")
+    assert found.layers_on == "GPU0"  # everything but experts is faster there
+    assert any("not slots: " in reason for reason in found.reasons)
+
+
+def test_a_device_that_not_even_dense_weights_fit_on_is_not_used(layout: ExpertLayout) -> None:
+    small = replace(RTX_3070, cpu_bytes_per_s=1e6)
+    assert not planned(layout, None, small, vram=(parse_expert_cache("auto"),)).device
+    with pytest.raises(BudgetError, match="limited by the device GPU0"):
+        planned(layout, None, choice="slots")
+
+
+def test_misses_that_the_cpu_computes_are_not_exact(layout: ExpertLayout) -> None:
+    found = planned(layout, 0.5, replace(RTX_3070, cpu_bytes_per_s=1e9), choice="slots", computes_misses=True)
+    exact = {kind: placement.exact for kind, placement in by_kind(found).items()}
+    assert exact == {"slots": False, "layers": True, "cpu": True} and not found.exact
+    assert str(by_kind(found)["slots"]).endswith("misses computed by the CPU, too: not exact")
+    assert planned(layout, 1.1, computes_misses=True).exact
+
+
+def test_less_ram_makes_every_placement_slower(layout: ExpertLayout) -> None:
+    enough = by_kind(planned(layout, 0.3))
+    for kind, short in by_kind(planned(layout, 0.3, ram=parse_expert_cache("20%"))).items():
+        assert short.tokens_per_s < 0.8 * enough[kind].tokens_per_s, kind
+
+
+def test_whole_layers_are_counted_by_their_own_bytes_from_the_last(layout: ExpertLayout) -> None:
+    last = layout.layers[-1]
+    larger = replace(last, matrices=tuple(replace(m, expert_bytes=2 * m.expert_bytes) for m in last.matrices))
+    own_bytes = last.n_expert * last.expert_bytes
+    uneven = replace(layout, layers=(*layout.layers[:-1], larger), expert_bytes=layout.expert_bytes + own_bytes)
+    for of, n_bytes, whole in (
+        (layout, 2 * own_bytes, (6, 7)), (layout, 2 * own_bytes - 1, (7,)),
+        (uneven, 2 * own_bytes, (7,)), (uneven, 2 * own_bytes - 1, ()), (uneven, 100 * own_bytes, tuple(range(1, 8))),
+    ):  # fmt: skip
+        device = Device("GPU0", 0, 32 * GIB, 64 * GIB)
+        how = Budgets(vram=(parse_expert_cache(n_bytes),), choice="layers", sizes=Sizes(512, 64), staging=0)
+        assert plan_layers(of, Machine(AMPLE, devices=(device,)), how).whole_layers == whole
 
 
 def test_hit_curves() -> None:
@@ -190,22 +187,6 @@ def test_hit_curves() -> None:
     unknown = published_curve(7, 3)
     assert unknown.source.startswith("not known for this model; conservative")
     assert unknown.at(0.25) <= curve.at(0.25)
-
-
-def test_what_earlier_runs_reached_corrects_a_prediction_and_kinds_that_have_not_run_are_no_worse() -> None:
-    plain = planner(QWEN3_30B, RTX_3070, 0.3, 0.86)
-    before, chosen = by_kind(plain), plain.plan().chosen.kind
-    for reached, others in (({"slots": 1.2}, 1.2), ({"slots": 0.5}, 1.0), ({"slots": 0.5, "cpu": 1.1}, 1.1)):
-        corrected = replace(plain, speeds=replace(RTX_3070, reached=reached))
-        for kind, placement in by_kind(corrected).items():
-            factor = reached.get(kind, others)
-            assert placement.correction == factor
-            assert placement.tokens_per_s == pytest.approx(factor * before[kind].tokens_per_s)
-    assert chosen in ("slots", "layers and slots")
-    slow = replace(plain, speeds=replace(RTX_3070, reached={"slots": 0.5, "layers and slots": 0.5}))
-    plan = slow.plan()
-    assert plan.chosen.kind == "layers"
-    assert "earlier runs reached of the prediction: layers and slots 0.50x, slots 0.50x" in plan.reason
 
 
 def test_of_several_turns_of_measuring_each_figure_is_the_best() -> None:
@@ -220,9 +201,9 @@ def test_of_several_turns_of_measuring_each_figure_is_the_best() -> None:
 @pytest.mark.parametrize("speeds", [(0, 1, 1), (1, 0, 1), (1, 1, -1)])
 def test_speeds_that_cannot_be_are_refused(speeds: tuple[float, float, float]) -> None:
     with pytest.raises(OptionError, match="above zero"):
-        DeviceSpeeds.supposed(speeds[0], Link(speeds[1]), speeds[2])
+        Speeds.supposed(speeds[0], Link(speeds[1]), speeds[2])
 
 
 def test_a_placement_that_does_not_exist_is_refused() -> None:
     with pytest.raises(OptionError, match="auto, layers, slots, cpu"):
-        planner(QWEN3_30B, RTX_3070, 0.3, 0.86).plan("gpu")  # type: ignore[arg-type]
+        parse_placement("gpu")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +17,12 @@ from moegguf.controller.measured import Measured, interpolate
 from moegguf.controller.published import PUBLISHED, typical_hit_rate
 from moegguf.controller.request_cost import request_cost
 from moegguf.engine.batch import Fit, best_fit
-from moegguf.engine.estimate import HitRates, Speeds
-from moegguf.engine.machine import Memory
+from moegguf.engine.cost import Speeds
+from moegguf.engine.estimate import HitRates
+from moegguf.engine.machine import Machine, Memory
 from moegguf.engine.memory import MARGIN_BYTES, choose_kv_tokens, compute_bytes, kv_bytes, memory_needs, row_bytes
-from moegguf.engine.plan import Plan, make_plan, slot_bytes
+from moegguf.engine.plan import Budgets, Plan, Sizes, slot_bytes
+from moegguf.engine.planner import make_plan
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.native.slot_sizes import slot_sizes
@@ -41,8 +42,11 @@ def layout(tmp_path_factory: pytest.TempPathFactory) -> ExpertLayout:
     return layout_of(tmp_path_factory.mktemp("plan"), n_layer=6, n_expert=16, n_used=4)
 
 
-def plan(layout: ExpertLayout, budget: str | int, memory: Memory = PLENTY, **kwargs: Any) -> Plan:
-    return make_plan(layout, parse_expert_cache(budget), memory, **{"n_ctx": 4096, **kwargs})
+def plan(
+    layout: ExpertLayout, budget: str | int | ExpertCache, memory: Memory = PLENTY, streams: bool = True, **sizes: Any
+) -> Plan:
+    budgets = Budgets(parse_expert_cache(budget), sizes=Sizes(**{"n_ctx": 4096, **sizes}), streams=streams)
+    return make_plan(layout, Machine(memory), budgets)
 
 
 def test_strides_are_whole_blocks_of_every_type(tmp_path: Path) -> None:
@@ -161,7 +165,7 @@ def test_any_plan_keeps_its_promises(layout: ExpertLayout, budget: int, free: in
     cache = ExpertCache("bytes", n_bytes=budget) if mode == "bytes" else ExpertCache("auto")
     memory = Memory(64 * GIB, free, "the machine")
     try:
-        p = make_plan(layout, cache, memory, n_ctx=4096, n_ubatch=n_ubatch)
+        p = plan(layout, cache, memory, n_ubatch=n_ubatch)
     except BudgetError:
         assert mode == "auto" or budget < 4 * slot_bytes(layout)
         return
@@ -312,14 +316,14 @@ def test_what_was_published_for_a_shape_comes_before_others(tmp_path: Path) -> N
 
 
 def test_expectations(layout: ExpertLayout) -> None:
-    e = HitRates(layout).expect(48, Speeds(1e9, 10e9))
+    e = HitRates(layout).expect(48, Speeds.of_cpu(10e9, 1e9))
     assert e.missed_bytes_high == round(layout.token_cycle_bytes * (1 - e.hit_low)) >= e.missed_bytes_low
     assert e.tokens_per_s_low is not None and e.tokens_per_s_high is not None
     assert 0 < e.tokens_per_s_low < e.tokens_per_s_high
-    faster = HitRates(layout).expect(48, Speeds(2e9, 10e9)).tokens_per_s_high
+    faster = HitRates(layout).expect(48, Speeds.of_cpu(10e9, 2e9)).tokens_per_s_high
     assert faster is not None and faster > e.tokens_per_s_high
     assert HitRates(layout).expect(48).tokens_per_s_low is None
-    whole = HitRates(layout).expect(96, Speeds(math.inf, 10e9))
+    whole = HitRates(layout).expect(96, Speeds.of_cpu(10e9, 1e9))
     assert (whole.hit_low, whole.missed_bytes_high) == (1.0, 0) and whole.tokens_per_s_low
 
 

@@ -12,11 +12,12 @@ from gguf_builder import moe
 
 from moegguf.controller.request_cost import staging_bytes
 from moegguf.controller.shape import MoeShape
-from moegguf.engine.devices import Device, find_gpus
-from moegguf.engine.machine import Memory
-from moegguf.engine.placing import plan_here
-from moegguf.engine.plan import Plan, slot_bytes
-from moegguf.engine.tiers import VRAM_MARGIN_BYTES, host_bytes, parse_vram_cache, plan_tiers
+from moegguf.engine.devices import find_gpus
+from moegguf.engine.here import parse_vram_cache, plan_here
+from moegguf.engine.machine import Device, Machine, Memory
+from moegguf.engine.plan import Budgets, Plan, Sizes, slot_bytes
+from moegguf.engine.planner import make_plan
+from moegguf.engine.ram_plan import VRAM_MARGIN_BYTES, host_bytes
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.native.slot_sizes import slot_tokens
@@ -32,13 +33,13 @@ def layout(tmp_path_factory: pytest.TempPathFactory) -> ExpertLayout:
     return read_layout(moe(n_layer=6, n_expert=16, n_used=4).write(tmp_path_factory.mktemp("tiers") / "m.gguf"))
 
 
-def device(free_bytes: int) -> Device:
-    return Device("GPU0", 0, free_bytes, 64 * GIB)
-
-
-def plan(layout: ExpertLayout, vram: str | int, ram: str | int, memory: Memory = RAM, **options: Any) -> Plan:
-    gpu = device(options.pop("vram_bytes", 32 * GIB))
-    return plan_tiers(layout, parse_vram_cache(vram), parse_expert_cache(ram), gpu, memory, n_ctx=4096, **options)
+def plan(
+    layout: ExpertLayout, vram: str | int, ram: str | int, memory: Memory = RAM, staging: int | None = None,
+    gpu: Device | None = None, vram_bytes: int = 32 * GIB, **sizes: Any,
+) -> Plan:  # fmt: skip
+    machine = Machine(memory, devices=(gpu or Device("GPU0", 0, vram_bytes, 64 * GIB),))
+    budgets = Budgets(parse_expert_cache(ram), (parse_vram_cache(vram),), "slots", staging=staging)
+    return make_plan(layout, machine, replace(budgets, sizes=Sizes(**{"n_ctx": 4096, **sizes})))
 
 
 def test_both_budgets_are_kept(layout: ExpertLayout) -> None:
@@ -115,8 +116,7 @@ def test_a_simulated_device_divides_a_budget_as_a_plan_does(
     shape, window = MoeShape.of(layout), slot_tokens("CUDA0")
     cuda, found = Device("CUDA0", 0, 32 * GIB, 64 * GIB), set[int]()
     for n_slots in range(n_used, layout.n_expert_total + 1, 3):
-        cache = parse_vram_cache(n_slots * slot_bytes(layout))
-        p = plan_tiers(layout, cache, parse_expert_cache("auto"), cuda, RAM, n_ctx=512)
+        p = plan(layout, n_slots * slot_bytes(layout), "auto", gpu=cuda, n_ctx=512)
         share = n_slots / layout.n_expert_total
         (simulated,) = devices_of(shape, (share,), (1.0,), (), window)
         assert (simulated.n_slots, simulated.staging) == (p.n_slots, p.n_staging), n_slots
@@ -127,8 +127,7 @@ def test_a_simulated_device_divides_a_budget_as_a_plan_does(
 def test_a_devices_own_window_is_that_of_passes_that_are_not_staged(layout: ExpertLayout) -> None:
     cuda = Device("CUDA0", 0, 32 * GIB, 64 * GIB)
     for n_slots, n_ubatch in ((4, 1), (8, 2), (16, 4), (90, 4)):
-        cache = parse_vram_cache(n_slots * slot_bytes(layout))
-        p = plan_tiers(layout, cache, parse_expert_cache("auto"), cuda, RAM, 0, n_ctx=4096)
+        p = plan(layout, n_slots * slot_bytes(layout), "auto", staging=0, gpu=cuda)
         assert (p.n_slots, p.n_ubatch, p.slot_tokens) == (n_slots, n_ubatch, 4)
     assert plan(layout, "100%", "auto", staging=0).n_ubatch == 512
 

@@ -11,15 +11,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import moegguf.errors
+from moegguf.engine.cost import Placement, Speeds
+from moegguf.engine.plan import DevicePlan, PlacementPlan, Plan
 from moegguf.engine.stats import Stats
 from moegguf.errors import ContextError, MoeggufError, OptionError, WorkerError
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Sampling, Timing, TokenLogprob, ToolCall
+from moegguf.quantities import Link
 from moegguf.serving import wire
 from moegguf.serving.events import Snapshot
 from moegguf.serving.wire import LoadConfig, Ready, build, build_error, decode, encode, encode_error
 
 STATS = Stats(tokens=5, stall_s=0.25, pool_bytes=1 << 40)
 
+SPEEDS = Speeds(1e9, Link(2e9, 1e-5), 3e9)
+SLOTS = Placement("slots", 3.5, slot_bytes=7, hit_rate=0.5)
+PLAN = Plan(
+    4, 7, 28, False, 4096, 512, 1, 2, 3, 34, 99, ("a reason",), (), device="GPU0, GPU1",
+    devices=(DevicePlan("GPU0", (0, 1), 2, 17), DevicePlan(None, (2,), 2, 17)), tensor_split=(2.0, 1.0),
+    placement=PlacementPlan((SLOTS,), SLOTS, "fast", SPEEDS, "put in", 30),
+)  # fmt: skip
 OBJECTS = [
     GenerationRequest(prompt="hi"),
     GenerationRequest(messages=({"role": "user", "content": "ä\n\u2028\ud800"}, {"role": "tool", "content": None})),
@@ -61,7 +71,7 @@ OBJECTS = [
     Timing(),
     STATS,
     Snapshot("a:latest", (0, 2), 3, b"\x00\x01\x02\x02\x01\x00", b"\xff" * 6, b"\x00" * 6, STATS, True, 12.5, 3.0),
-    LoadConfig("a", "/a b", 4096, expert_cache_bytes=7),
+    LoadConfig("a", "/a b", 4096, PLAN),
     Ready(512, {"n_slots": 4, "reasons": ["a", "b"]}),
 ]
 

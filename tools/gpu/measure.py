@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from moegguf.bench.measure import greedy_token
-from moegguf.engine.devices import Device, find_gpus
+from moegguf.engine.devices import find_gpus
 from moegguf.engine.llama import Llama
+from moegguf.engine.machine import Device
 from moegguf.engine.memory import kv_bytes
 from moegguf.errors import MoeggufError
 from moegguf.gguf.experts import ExpertLayout, read_layout

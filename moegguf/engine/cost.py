@@ -1,0 +1,212 @@
+"""The cost model: how long a token takes with a model's experts placed in one way or another.
+
+Every placement and every estimate is predicted by it. It is that of an exact cache: every expert that a token needs is
+multiplied where its layer is, and what is missing on the device is copied there first. Per token, with A the bytes of
+its experts over all L layers and D those of everything else that it reads:
+
+    slots          (D + A) / device + (1 - h) A / copies + L * (stop + (1 - h^k) * copy)   h: hit rate, k: experts used
+    whole layers   (D + f A) / device + (1 - f) (A / CPU + L * way)               f: share of the layers on the device
+    CPU            (D + A) / CPU
+
+With every expert on the device h is 1, and nothing stops. Where the CPU computes misses beside copies (not exact), and
+each is done by whichever is sooner:
+
+    slots          (D + A) / device + (1 - h) A / (copies + CPU) + L * (stop + (1 - h^k) * way)
+
+Besides come the nodes of a graph that read no weights, and experts that are in no memory are read from the disk. `way`:
+of activations from the device to the CPU and back; `copy`: of a layer's misses besides their bytes. Speeds are those
+that kernels and copies reach; of a device that is only supposed they are 0.65 of its memory's bandwidth, and the
+constants here: measurements of others were fitted with them. A hit rate is never speed: an expert of Mixtral takes as
+long to copy as 40 of Qwen3-30B.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from moegguf.controller.measured import interpolate
+from moegguf.controller.published import PUBLISHED
+from moegguf.errors import OptionError
+from moegguf.gguf.experts import ExpertLayout
+from moegguf.native.speeds import Speeds as KernelSpeeds
+from moegguf.quantities import Link, format_bytes
+
+KERNEL_SHARE = 0.65
+GRAPH_SHARE = 0.85  # of the speed of experts' kernels alone that all of a model's kernels reach, by turns
+CPU_LAYER_S = 60e-6  # a layer's way to the CPU and back
+CPU_NODE_S = 2.2e-6  # a small node of a graph on the CPU and its barrier: 0.1 ms a layer of small models
+STOP_S = 35e-6  # of a layer at which the host has to learn what the router chose
+TOLERANCE = 0.15  # between predicted and measured tokens per second
+LAYER_NODES = 30  # of a layer's graph that read few or no weights: norms, attention, the router
+PICK_NODES = 2  # the same for each expert that a token uses: its weight, its sum
+
+Kind = Literal["resident", "layers", "slots", "cpu"]
+
+
+@dataclass(frozen=True)
+class ModelBytes:
+    """What a token reads. token_bytes: its experts; dense_bytes: every weight besides, and its part of the KV cache.
+    n_layer: layers with experts, of which it uses n_expert_used each; n_layer_all: all layers."""
+
+    n_layer: int
+    token_bytes: int
+    dense_bytes: int
+    n_expert_used: int = 8
+    n_layer_all: int = 0
+
+    @property
+    def n_nodes(self) -> int:
+        """Nodes of its graph that read few or no weights."""
+        return self.n_layer_all * LAYER_NODES + self.n_layer * self.n_expert_used * PICK_NODES
+
+    @classmethod
+    def of(cls, layout: ExpertLayout, kv_bytes: int = 0) -> ModelBytes:
+        """Of a model whose KV cache has so many bytes in use."""
+        dense_bytes = layout.dense_bytes - layout.looked_up_bytes + kv_bytes
+        return cls(len(layout.layers), layout.token_cycle_bytes, dense_bytes, layout.n_expert_used, layout.n_layer)
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """A device and the host beside it, in seconds and in bytes per second of weights that are multiplied with.
+
+    copies: of misses, from RAM to the device; its latency is of all those of a layer together. stop_s: a stop at a
+    layer. cpu_layer_s: a layer's way to the CPU and back. device_node_s, cpu_node_s: of each small node of a graph.
+    disk_bytes_per_s: of experts that are in no memory. source: where these come from, as words.
+    """
+
+    device_bytes_per_s: float
+    copies: Link
+    cpu_bytes_per_s: float
+    stop_s: float = STOP_S
+    cpu_layer_s: float = CPU_LAYER_S
+    device_node_s: float = 0.0
+    cpu_node_s: float = CPU_NODE_S
+    disk_bytes_per_s: float = 1e9
+    source: str = ""
+    device_dense_bytes_per_s: float = 0.0  # of weights that are no experts; 0: as fast as those
+    cpu_dense_bytes_per_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        speeds = (self.device_bytes_per_s, self.copies.bytes_per_s, self.cpu_bytes_per_s, self.disk_bytes_per_s)
+        times = (self.stop_s, self.cpu_layer_s, self.device_node_s, self.cpu_node_s, self.copies.latency_s)
+        if not all(0 < speed < math.inf for speed in speeds) or not all(0 <= time_s < 1 for time_s in times):
+            raise OptionError(f"speeds must be above zero, but are {speeds} bytes/s, with latencies of {times} s.")
+
+    @classmethod
+    def supposed(
+        cls, memory_bytes_per_s: float, link: Link, cpu_bytes_per_s: float, source: str = "of the device as supposed"
+    ) -> Speeds:
+        """Of a device that is known by its memory's bandwidth; a link's latency is taken for that of a stop."""
+        copies, stop_s = Link(link.bytes_per_s), link.latency_s or STOP_S
+        return cls(KERNEL_SHARE * memory_bytes_per_s, copies, cpu_bytes_per_s, stop_s, source=source)
+
+    @classmethod
+    def of_cpu(cls, memory_bytes_per_s: float, disk_bytes_per_s: float) -> Speeds:
+        """Of a machine whose CPU computes everything, and reads weights so fast; those of a device mean nothing."""
+        copies = Link(memory_bytes_per_s)
+        return cls(memory_bytes_per_s, copies, memory_bytes_per_s, disk_bytes_per_s=disk_bytes_per_s)
+
+    @classmethod
+    def measured(cls, speeds: KernelSpeeds, disk_bytes_per_s: float, source: str) -> Speeds:
+        """As measured in place, with kernels of experts alone."""
+        return cls(
+            GRAPH_SHARE * speeds.device_bytes_per_s, speeds.copies, GRAPH_SHARE * speeds.cpu_bytes_per_s,
+            speeds.stop_s, speeds.cpu_layer_s, speeds.device_op_s, speeds.cpu_op_s, disk_bytes_per_s, source,
+            GRAPH_SHARE * speeds.device_dense_bytes_per_s, GRAPH_SHARE * speeds.cpu_dense_bytes_per_s,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class HitCurve:
+    """Hit rates {share of the experts in slots: hit rate}, and who measured them, on what."""
+
+    rates: Mapping[float, float]
+    source: str
+
+    def at(self, share: float) -> float:
+        """The hit rate with so large a share of the experts in slots."""
+        return interpolate(self.rates, share)
+
+
+def published_curve(n_expert: int, n_expert_used: int) -> HitCurve:
+    """That of a model of this shape; else, of those of real models, the one with the fewest hits at a quarter."""
+    real = [curve for curve in PUBLISHED if curve.n_expert]
+    same = [curve for curve in real if (curve.n_expert, curve.n_expert_used) == (n_expert, n_expert_used)]
+    chosen = min(same or real, key=lambda curve: interpolate(curve.rates, 0.25))
+    kind = "published for" if same else "not known for this model; conservative: published for"
+    return HitCurve(chosen.rates, f"{kind} {chosen.model} ({chosen.source})")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One way to place the experts, and its prediction. n_layers: whole layers on the device; slot_bytes: memory of the
+    slots there; hit_rate: of these. exact: False where the CPU computes some of their misses."""
+
+    kind: Kind
+    tokens_per_s: float
+    n_layers: int = 0
+    slot_bytes: int = 0
+    hit_rate: float = 0.0
+    exact: bool = True
+
+    def __str__(self) -> str:
+        inexact = "" if self.exact else ", misses computed by the CPU, too: not exact"
+        return {
+            "resident": "every expert on the device",
+            "layers": f"{self.n_layers} whole layers" if self.n_layers else "no whole layer",
+            "slots": f"slots of {format_bytes(self.slot_bytes)}, hit rate {self.hit_rate:.0%}{inexact}",
+            "cpu": "everything on the CPU",
+        }[self.kind]
+
+
+def cpu_s(model: ModelBytes, speeds: Speeds, from_disk: float = 0.0) -> float:
+    """Seconds of a token where the CPU computes everything. from_disk: the share of its experts' bytes that is in no
+    memory."""
+    dense_s = model.dense_bytes / (speeds.cpu_dense_bytes_per_s or speeds.cpu_bytes_per_s)
+    experts_s = model.token_bytes / speeds.cpu_bytes_per_s
+    return dense_s + experts_s + model.n_nodes * speeds.cpu_node_s + _disk_s(model, speeds, from_disk)
+
+
+def layers_s(model: ModelBytes, speeds: Speeds, n_rest: int, rest: float, from_disk: float = 0.0) -> float:
+    """The same where the device computes everything but the experts of n_rest layers, a share `rest` of the bytes."""
+    on_cpu_s = rest * model.token_bytes / speeds.cpu_bytes_per_s + n_rest * speeds.cpu_layer_s
+    return _device_s(model, speeds, 1 - rest) + on_cpu_s + _disk_s(model, speeds, from_disk)
+
+
+def slots_s(
+    model: ModelBytes, speeds: Speeds, hit_rate: float, from_disk: float = 0.0, computes_misses: bool = False
+) -> float:
+    """The same where the device computes everything, with slots that hit so often; 1: it has every expert.
+    computes_misses: the CPU computes some of what they lack."""
+    if hit_rate >= 1:
+        return _device_s(model, speeds, 1.0)
+    missed_bytes, n_layers = (1 - hit_rate) * model.token_bytes, model.n_layer * (1 - hit_rate**model.n_expert_used)
+    misses_s = speeds.copies.seconds(missed_bytes, n_layers)
+    if computes_misses:
+        both_s = missed_bytes / (speeds.copies.bytes_per_s + speeds.cpu_bytes_per_s)
+        misses_s = both_s + n_layers * speeds.cpu_layer_s
+    return _device_s(model, speeds, 1.0) + misses_s + model.n_layer * speeds.stop_s + _disk_s(model, speeds, from_disk)
+
+
+def _device_s(model: ModelBytes, speeds: Speeds, share: float) -> float:
+    """What the device computes for a token, with that share of its experts."""
+    dense_s = model.dense_bytes / (speeds.device_dense_bytes_per_s or speeds.device_bytes_per_s)
+    return dense_s + share * model.token_bytes / speeds.device_bytes_per_s + model.n_nodes * speeds.device_node_s
+
+
+def _disk_s(model: ModelBytes, speeds: Speeds, share: float) -> float:
+    return share * model.token_bytes / speeds.disk_bytes_per_s
+
+
+def is_off(measured: float, predicted: float) -> bool:
+    """Whether a measured speed differs from the predicted one by more than TOLERANCE of it."""
+    return abs(measured - predicted) > TOLERANCE * predicted
+
+
+def format_speed(number: float) -> str:
+    """Tokens per second with two digits or more: "0.52", "4.6", "38", "1204"."""
+    return f"{number:.0f}" if number >= 10 else f"{number:.2g}"

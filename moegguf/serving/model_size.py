@@ -1,0 +1,187 @@
+"""How much memory a model needs: the plan that it gets with all that it can use, and those with less.
+
+Plans are made from the model's headers, before anything is loaded; a worker gets the one that it is loaded with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS, layer_slots
+from moegguf.engine.here import default_store, given_budgets, plan_known
+from moegguf.engine.machine import Device, Machine, Memory, count_cpus
+from moegguf.engine.memory import pad_context, pooling_batch_tokens
+from moegguf.engine.plan import Budgets, Plan, Sizes, given_bytes, slot_bytes
+from moegguf.engine.planner import make_plan
+from moegguf.engine.ram_plan import VRAM_MARGIN_BYTES
+from moegguf.engine.sequences import sequences_of
+from moegguf.engine.speeds import KnownSpeeds
+from moegguf.errors import BudgetError
+from moegguf.gguf.experts import ExpertLayout
+from moegguf.gguf.reader import ggml_type
+from moegguf.models.details import layout_of, projector_of
+from moegguf.models.entry import ModelEntry
+from moegguf.quantities import ExpertCache
+from moegguf.serving.events import LoadOverrides
+from moegguf.serving.wire import LoadConfig
+from moegguf.settings import Settings
+
+_UNLIMITED = 1 << 62
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Memory of a model: all that it can use, and the minimum. `plan_within(n_bytes, device_bytes)` plans for numbers
+    between the two; `load_config(plan)` is what the worker gets. `default_n_ctx`: the context without overrides.
+
+    `device`: of a model that a GPU computes, with its memory there; the other bytes are then those of RAM."""
+
+    wanted_bytes: int
+    minimum_bytes: int
+    plan_within: Callable[[int, int], Plan]
+    load_config: Callable[[Plan], LoadConfig]
+    default_n_ctx: int = 0
+    device: str | None = None
+    device_wanted_bytes: int = 0
+    device_minimum_bytes: int = 0
+
+
+Measure = Callable[..., ModelSize]
+"""The signature of `measure`, which tests replace; they are given no GPU."""
+
+
+def measure(
+    entry: ModelEntry, overrides: LoadOverrides, settings: Settings, limit_bytes: int, gpu: Device | None = None
+) -> ModelSize:
+    """The memory that `entry` needs when loaded with `overrides`. Reads headers: call it from a thread.
+
+    gpu: computes a model with experts, with MOEGGUF_VRAM_CACHE of its memory for them, placed as MOEGGUF_PLACEMENT
+    says; None: the CPU does.
+
+    Raises ModelFormatError, ModelNotFoundError, BudgetError, OptionError.
+    """
+    layout, projector = layout_of(entry.path), projector_of(entry)
+    flash_attn = True if settings.kv_cache_type != "f16" else settings.flash_attention
+    kv_type = ggml_type(settings.kv_cache_type)
+    budgets = given_budgets(overrides.expert_cache or None, None, "auto" if gpu is None else None)
+    devices = () if gpu is None or not layout.is_moe else (gpu,)
+    here = Machine(_memory(limit_bytes), devices=devices)
+    free_bytes = min(limit_bytes, *(device.free_bytes for device in devices)) if devices else limit_bytes
+    pool_bytes = budgets.given_vram_bytes(layout) if devices else given_bytes(layout, budgets.ram)
+    sizes = Sizes(settings.n_ctx or None, type_k=kv_type, type_v=kv_type, projector=projector)
+    sizes = replace(sizes, flash_attn=bool(flash_attn))  # None may become off, which needs more
+    default_n_ctx = sizes.within(layout, free_bytes).n_ctx or 0
+    n_ctx = pad_context(overrides.n_ctx) if overrides.n_ctx else default_n_ctx
+    embedding = is_embedding(layout.metadata)
+    n_batch = overrides.n_batch or (pooling_batch_tokens(n_ctx) if embedding else DEFAULT_UBATCH_TOKENS)
+    n_seq_max = sequences_of(layout, n_ctx, settings.n_parallel)
+    sizes = replace(
+        sizes, n_ctx=n_ctx, n_ubatch=n_batch if embedding else None, n_batch=n_batch, n_seq_max=n_seq_max,
+        kv_tokens=settings.kv_tokens,
+    ).within(layout, free_bytes, pool_bytes)  # fmt: skip
+    store, n_threads = default_store(), overrides.n_threads or count_cpus()
+    budgets = replace(
+        budgets, sizes=sizes, divided=len(budgets.vram) > 1, staging=store.staging, streams=store.overlap,
+        margin_bytes=0,
+    )  # fmt: skip
+
+    def load_config(plan: Plan) -> LoadConfig:
+        return LoadConfig(
+            name=entry.name,
+            path=str(entry.path),
+            mmproj=str(projector.path) if projector else None,
+            plan=plan,
+            n_ctx=n_ctx,
+            n_seq_max=n_seq_max,
+            schedule=settings.schedule,
+            n_batch=n_batch,
+            n_threads=overrides.n_threads,
+            type_k=kv_type if settings.kv_cache_type != "f16" else None,
+            type_v=kv_type if settings.kv_cache_type != "f16" else None,
+            flash_attn=flash_attn,
+            embedding=embedding,
+            verbose=settings.debug,
+        )
+
+    def plan_with(machine: Machine, budgets: Budgets) -> Plan:
+        if budgets.choice == "slots":
+            return make_plan(layout, machine, budgets)
+        return plan_known(layout, machine, budgets, KnownSpeeds(layout, n_threads, store.repack).speeds_apart)
+
+    return replace(_size(layout, here, budgets, plan_with, load_config), default_n_ctx=default_n_ctx)
+
+
+def _size(
+    layout: ExpertLayout,
+    here: Machine,
+    budgets: Budgets,
+    plan_with: Callable[[Machine, Budgets], Plan],
+    load_config: Callable[[Plan], LoadConfig],
+) -> ModelSize:
+    try:
+        wanted = plan_with(here, budgets)
+    except BudgetError:  # of the budgets themselves, or else `admit` says what is short
+        wanted = plan_with(replace(here, memory=_memory(_UNLIMITED)), budgets)
+    least = wanted if not layout.is_moe else _least(layout, here, budgets, wanted)
+    smaller = replace(
+        budgets, choice="slots" if wanted.on_device else "cpu", ram=_at_most(layout, budgets.ram),
+        vram=(_at_most(layout, budgets.vram[0]),),
+    )  # fmt: skip
+
+    def plan_within(n_bytes: int, device_bytes: int = 0) -> Plan:
+        if _fits(wanted, n_bytes, device_bytes):
+            return wanted
+        gpus = [replace(gpu, free_bytes=device_bytes + VRAM_MARGIN_BYTES) for gpu in here.devices if wanted.on_device]
+        with suppress(BudgetError):
+            found = make_plan(layout, Machine(_memory(n_bytes), devices=tuple(gpus)), smaller)
+            if _fits(found, n_bytes, device_bytes):
+                return found
+        return least
+
+    (ram, vram), (least_ram, least_vram) = _bytes_of(wanted), _bytes_of(least)
+    return ModelSize(
+        ram, min(ram, least_ram), plan_within, load_config, device=wanted.device or wanted.layers_on,
+        device_wanted_bytes=vram, device_minimum_bytes=min(vram, least_vram),
+    )  # fmt: skip
+
+
+def _least(layout: ExpertLayout, here: Machine, budgets: Budgets, wanted: Plan) -> Plan:
+    """The plan that takes the least, on the device that `wanted` is on."""
+    if wanted.layers_on and budgets.choice == "layers":
+        return wanted
+    one_slot, sizes = slot_bytes(layout), budgets.sizes
+    n_tokens = 1 if wanted.on_device else sizes.one_pass_tokens
+    fewest = ExpertCache("bytes", n_bytes=layer_slots(layout, n_tokens, wanted.streams) * one_slot)
+    sizes = replace(sizes, n_ubatch=1 if wanted.on_device else sizes.n_ubatch or n_tokens)
+    if not wanted.on_device:
+        return make_plan(layout, replace(here, devices=()), replace(budgets, ram=fewest, sizes=sizes))
+    ram = ExpertCache("bytes", n_bytes=one_slot)
+    return make_plan(layout, here, replace(budgets, choice="slots", ram=ram, vram=(fewest,), sizes=sizes))
+
+
+def _at_most(layout: ExpertLayout, cache: ExpertCache) -> ExpertCache:
+    """What fits, up to the budget."""
+    n_bytes = int(cache.fraction * layout.n_expert_total + 1e-9) * slot_bytes(layout)
+    return ExpertCache("auto", n_bytes=n_bytes if cache.mode == "fraction" else cache.n_bytes)
+
+
+def _memory(n_bytes: int) -> Memory:
+    return Memory(n_bytes, n_bytes, "the models' budget")
+
+
+def _bytes_of(plan: Plan) -> tuple[int, int]:
+    """In RAM, and on a device."""
+    return (plan.host_bytes, plan.total_bytes) if plan.on_device else (plan.total_bytes, 0)
+
+
+def _fits(plan: Plan, n_bytes: int, device_bytes: int) -> bool:
+    ram, vram = _bytes_of(plan)
+    return ram <= n_bytes and vram <= device_bytes
+
+
+def is_embedding(metadata: Mapping[str, Any]) -> bool:
+    """Whether the model is an embedding model: its GGUF header has a pooling type."""
+    return bool(metadata.get(f"{metadata.get('general.architecture')}.pooling_type"))
