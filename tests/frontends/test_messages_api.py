@@ -14,7 +14,7 @@ from anthropic.types.shared import ErrorResponse
 from client_types import check, kinds_of, named_events
 from fake_manager import FakeCatalog, FakeManager, changed, entry_of, running
 
-from moegguf.errors import BusyError, ContextError, ExpertIOError
+from moegguf.errors import BusyError, ExpertIOError
 from moegguf.generate.request import Delta, ToolCall
 from moegguf.models.details import details
 from moegguf.models.folder import demo_path
@@ -214,25 +214,6 @@ def test_tokens_are_counted_without_waiting(client: anthropic.Anthropic, post: P
     assert counted.input_tokens == 42 and manager.leases[-1][3] is False
     assert (manager.requests[-1].messages or ())[0]["content"] == "Be brief."
     check(MessageTokensCount, post("/v1/messages/count_tokens?beta=true", max_tokens=...).json())
-
-
-ERRORS: list[tuple[Exception, int, str]] = [
-    (ContextError("too long"), 400, "invalid_request_error"),
-    (BusyError("full"), 529, "overloaded_error"),
-    (ExpertIOError("the disk is gone"), 500, "api_error"),
-]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("error", "status", "kind"), ERRORS)
-def test_errors_have_anthropics_form(
-    post: Post, manager: FakeManager, error: Exception, status: int, kind: str, stream: bool
-) -> None:
-    manager.enter_error = error
-    response = post(stream=stream)
-    assert response.status_code == status
-    check(ErrorResponse, response.json())
-    assert response.json()["error"]["type"] == kind
 
 
 def test_errors_as_the_client_raises_them(client: anthropic.Anthropic, manager: FakeManager) -> None:

@@ -22,9 +22,6 @@ from moegguf.engine.stats import Stats
 from moegguf.errors import (
     AllocationError,
     BudgetError,
-    BusyError,
-    CapabilityError,
-    ContextError,
     ExpertIOError,
     MoeggufError,
     WorkerError,
@@ -32,7 +29,6 @@ from moegguf.errors import (
 from moegguf.generate.request import Delta, PromptProgress, TokenLogprob, ToolCall
 from moegguf.models.folder import demo_path
 from moegguf.server.app import make_app
-from moegguf.serving.events import LoadOverrides
 from moegguf.settings import Settings
 
 HUB = "hf.co/user/repo-GGUF:Q4_K_M"
@@ -133,69 +129,11 @@ def test_streamed_tool_calls(client: openai.OpenAI, manager: FakeManager, monkey
     assert manager.requests[0].tools == (WEATHER,)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_only_one_call_without_parallel_tool_calls(
-    client: openai.OpenAI, manager: FakeManager, monkeypatch: pytest.MonkeyPatch, stream: bool
-) -> None:
-    monkeypatch.setattr("moegguf.server.common.conversation.check_conversation", lambda *_: None)
-    manager.script = (Delta(tool_calls=(ToolCall("c1", "weather", {}), ToolCall("c2", "weather", {}))),) * 2
-    asked: Any = {"model": "demo", "messages": HI, "tools": [WEATHER], "parallel_tool_calls": False}
-    if stream:
-        with client.chat.completions.stream(**asked) as chunks:
-            answer = chunks.get_final_completion()
-    else:
-        answer = client.chat.completions.create(**asked)
-    assert [call.id for call in answer.choices[0].message.tool_calls or ()] == ["c1"]
-    assert answer.choices[0].finish_reason == "tool_calls"
-
-
 def test_tools_are_refused_by_a_template_without_tools(chat: Post, manager: FakeManager) -> None:
     response = chat(tools=[WEATHER])
     assert response.status_code == 400
     assert "does not support tools" in response.json()["error"]["message"]
     assert chat(tools=[WEATHER], tool_choice="none").status_code == 200
-
-
-def test_entry_defaults_apply(chat: Post, manager: FakeManager) -> None:
-    assert chat(model="mine", top_p=0.5).status_code == 200
-    sampling = manager.requests[0].sampling
-    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.25, 7, 0.5)
-    assert (manager.requests[0].messages or ())[0] == {"role": "system", "content": "Be kind."}
-
-
-def test_load_options_and_keep_alive(chat: Post, manager: FakeManager) -> None:
-    chat(options={"num_ctx": 128}, keep_alive="5m")
-    chat(keep_alive=-1)
-    chat()
-    assert manager.leases == [
-        ("demo:latest", LoadOverrides(n_ctx=128), 300.0, True),
-        ("demo:latest", LoadOverrides(), float("inf"), True),
-        ("demo:latest", LoadOverrides(), None, True),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("error", "status", "kind", "code"),
-    [
-        (ContextError("too long"), 400, "invalid_request_error", "context_length_exceeded"),
-        (CapabilityError("cannot"), 400, "invalid_request_error", None),
-        (BusyError("busy"), 503, "api_error", None),
-        (WorkerError("died"), 500, "api_error", None),
-        (ValueError("a secret"), 500, "api_error", None),
-    ],
-)
-def test_errors_before_the_first_byte(
-    chat: Post, manager: FakeManager, error: Exception, status: int, kind: str, code: str | None
-) -> None:
-    for stream in (False, True):
-        for entering, script in ((error, ()), (None, (error,))):
-            manager.enter_error, manager.script = entering, script
-            response = chat(stream=stream)
-            told = response.json()["error"]
-            assert (response.status_code, told["type"], told["code"], told["param"]) == (status, kind, code, None)
-            assert "secret" not in response.text
-            assert ("retry-after" in response.headers) == (status == 503)
-    assert manager.n_running == 0
 
 
 def test_an_error_in_mid_stream_is_an_event_and_the_clients_error(client: openai.OpenAI, manager: FakeManager) -> None:
@@ -204,12 +142,6 @@ def test_an_error_in_mid_stream_is_an_event_and_the_clients_error(client: openai
     assert [next(chunks).choices[0].delta.content for _ in range(2)] == ["", "Hel"]
     with pytest.raises(openai.APIError, match="a read failed"):
         next(chunks)
-
-
-def test_after_an_error_there_is_no_done(chat: Post, manager: FakeManager) -> None:
-    manager.script = (Delta(text="Hel"), ExpertIOError("a read failed"))
-    *_, last = events(chat(stream=True).text)
-    assert json.loads(last)["error"]["type"] == "api_error"
 
 
 @pytest.mark.parametrize(
@@ -253,13 +185,6 @@ def test_unknown_models_are_not_found(client: openai.OpenAI, name: str) -> None:
     with pytest.raises(openai.NotFoundError) as retrieved:
         client.models.retrieve(name)
     assert retrieved.value.code == "model_not_found"
-
-
-def test_an_unknown_model_is_not_found_by_chat(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError) as asked:
-        client.chat.completions.create(model="nobody", messages=HI)  # type: ignore[arg-type]
-    assert asked.value.code == "model_not_found"
-    assert asked.value.type == "not_found_error"
 
 
 def test_embeddings_in_both_encodings(http: httpx.Client, client: openai.OpenAI, manager: FakeManager) -> None:

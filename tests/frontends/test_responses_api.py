@@ -12,7 +12,7 @@ from client_types import check, kinds_of, named_events
 from fake_manager import FakeCatalog, FakeManager, changed, entry_of, running
 from openai.types.responses import Response, ResponseStreamEvent
 
-from moegguf.errors import BusyError, ExpertIOError
+from moegguf.errors import ExpertIOError
 from moegguf.generate.request import Delta, PromptProgress, TokenLogprob, ToolCall
 from moegguf.models.folder import demo_path
 from moegguf.server.app import make_app
@@ -131,11 +131,6 @@ def test_thinking_text_and_calls_are_items(post: Post, manager: FakeManager, sum
     assert (manager.requests[-1].messages or ())[0]["thinking"] == "hm!"
 
 
-def test_only_one_call_without_parallel_calls(post: Post, manager: FakeManager) -> None:
-    manager.script = (CALLS,)
-    assert len(post(parallel_tool_calls=False).json()["output"]) == 1
-
-
 def test_a_conversation_of_items(post: Post, manager: FakeManager) -> None:
     call = {"type": "function_call", "id": "fc_1", "arguments": '{"city": "Oslo"}', "name": "weather"}
     items = [
@@ -195,16 +190,6 @@ def test_an_error_in_the_middle_of_a_stream(post: Post, manager: FakeManager, cl
     assert [event.type for event in client.responses.create(model="demo", input="hi", stream=True)][
         -1
     ] == "response.failed"
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_an_error_before_the_first_event_has_its_status(post: Post, manager: FakeManager, stream: bool) -> None:
-    manager.script = (ExpertIOError("the disk is gone."),)
-    assert post(stream=stream).status_code == 500
-    manager.enter_error = BusyError("the queue is full.")
-    response = post(stream=stream)
-    assert response.status_code == 503 and response.json()["error"]["type"] == "api_error"
-    assert post(model="nobody").json()["error"]["code"] == "model_not_found"
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -21,18 +21,12 @@ import psutil
 import pytest
 from fake_hub import Gate, running_hub
 from fake_manager import FakeCatalog, FakeManager, entry_of, running
-from servers import Server, call, serving
+from servers import Server, post, serving, until
 from starlette.responses import PlainTextResponse
 from uvicorn import Config
 from uvicorn.server import ServerState
 
 from moegguf.errors import (
-    AllocationError,
-    BudgetError,
-    BusyError,
-    ContextError,
-    SchemaError,
-    TemplateError,
     WorkerError,
 )
 from moegguf.generate.request import Delta
@@ -54,14 +48,6 @@ def manager(tiny: Callable[..., Path]) -> FakeManager:
 def url(manager: FakeManager) -> Iterator[str]:
     with running(make_app(manager, manager.catalog, Settings())) as found:  # type: ignore[arg-type]
         yield found
-
-
-def until(true: Callable[[], Any], seconds: float = 10) -> None:
-    """Waits for something that another process or thread does; fails when it does not."""
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it did not happen"
-        threading.Event().wait(0.005)
 
 
 EMPTY = {"model": "silent", "options": {"num_predict": 1}}  # its template renders no text
@@ -90,73 +76,11 @@ def test_a_prompt_without_tokens_is_refused_by_every_api(server: Server, more: d
         server.call("/api/delete", {"name": "silent"}, method="DELETE")
 
 
-@pytest.mark.parametrize("fault", [WorkerError("the process has ended."), RuntimeError("a bug")])
-def test_an_error_in_mid_stream_is_the_last_line(url: str, manager: FakeManager, fault: Exception) -> None:
-    manager.script = [Delta(text="Hel"), fault]
-    reply = call(f"{url}/api/chat", {"model": "demo", "messages": [QUESTION]})
-    assert reply.status == 200
-    assert reply.lines[0]["message"]["content"] == "Hel"
-    assert set(reply.lines[1]) == {"error"} and len(reply.lines) == 2
-    assert "a bug" not in reply.text
+def test_an_error_in_mid_stream_is_raised_by_ollamas_client(url: str, manager: FakeManager) -> None:
+    manager.script = [Delta(text="Hel"), WorkerError("the process has ended.")]
     with pytest.raises(ollama.ResponseError) as caught:
         list(ollama.Client(host=url).chat("demo", [QUESTION], stream=True))
     assert caught.value.status_code == -1
-    reply = call(f"{url}/v1/chat/completions", {"model": "demo", "messages": [QUESTION], "stream": True})
-    assert reply.status == 200 and "[DONE]" not in reply.text
-    error = json.loads(reply.text.strip().splitlines()[-1].removeprefix("data: "))["error"]
-    assert error["type"] == "api_error"
-
-
-@pytest.mark.parametrize(
-    ("fault", "status"),
-    [
-        (ContextError("Requested tokens (9) exceed context window of 4"), 400),
-        (SchemaError("no"), 400),
-        (TemplateError("no"), 400),
-        (BusyError("busy"), 503),
-        (BudgetError("no"), 500),
-        (AllocationError("no"), 500),
-        (WorkerError("no"), 500),
-        (MemoryError(), 500),
-    ],
-)
-@pytest.mark.parametrize("stream", [True, False])
-def test_an_error_before_the_first_byte_has_its_own_status(
-    url: str, manager: FakeManager, fault: Exception, status: int, stream: bool
-) -> None:
-    for when in ("lease", "answer"):
-        manager.enter_error, manager.script = (fault, []) if when == "lease" else (None, [fault])
-        reply = call(f"{url}/api/chat", {"model": "demo", "messages": [QUESTION], "stream": stream})
-        assert reply.status == status and set(reply.json) == {"error"}
-        assert reply.headers["content-type"].startswith("application/json")
-        assert ("retry-after" in reply.headers) == (status == 503)
-        lasting = isinstance(fault, BudgetError | AllocationError | MemoryError)
-        assert (reply.headers.get("x-should-retry") == "false") == lasting
-        ours = call(f"{url}/v1/chat/completions", {"model": "demo", "messages": [QUESTION], "stream": stream})
-        assert ours.status == status and set(ours.json["error"]) == {"message", "type", "param", "code"}
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_disconnect_cancels_the_answer(url: str, manager: FakeManager, stream: bool) -> None:
-    manager.script = [Delta(text="Hel"), asyncio.Event()]
-    for n in range(1, 6):
-        connection = post(url, "/api/chat", {"model": "demo", "messages": [QUESTION], "stream": stream})
-        if stream:
-            assert b"200 OK" in connection.recv(50)
-        until(lambda: manager.n_running == 1)
-        connection.close()
-        until(lambda n=n: manager.n_ended == n)  # type: ignore[misc]
-        assert manager.n_running == 0
-
-
-def post(url: str, path: str, body: Any) -> socket.socket:
-    """A request that has been sent; its answer is still to be read."""
-    host, port = url.removeprefix("http://").split(":")
-    connection = socket.create_connection((host, int(port)), timeout=60)
-    data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
-    connection.sendall(head.encode() + data)
-    return connection
 
 
 def test_a_client_that_does_not_read_does_not_block_the_model(url: str, manager: FakeManager) -> None:

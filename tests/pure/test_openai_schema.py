@@ -14,7 +14,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import ValidationError
 
 from moegguf.engine.stats import Stats
-from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Sampling, Timing, TokenLogprob, ToolCall
+from moegguf.generate.request import Delta, GenerationRequest, Sampling, Timing, TokenLogprob, ToolCall
 from moegguf.models.entry import ModelEntry
 from moegguf.server.openai.objects import ChatReply, CompletionReply, usage
 from moegguf.server.openai.schema import ChatBody
@@ -347,12 +347,6 @@ def test_logprobs_are_sent_for_a_delta_without_text() -> None:
     thinking, text = answer.chunks(Delta(thinking="h", text="t", logprobs=(CHANCE,)))
     assert thinking["choices"][0]["logprobs"] is not None and text["choices"][0]["logprobs"] is None
     assert reply().chunks(Delta()) == []
-
-
-def test_prompt_progress_as_in_llama_server() -> None:
-    chunk = reply().progress(PromptProgress(n_tokens=100, n_cached=10, n_done=60, seconds=1.5))
-    assert chunk["prompt_progress"] == {"total": 100, "cache": 10, "processed": 60, "time_ms": 1500}
-    assert chunk["choices"][0]["delta"] == {}
 
 
 def test_a_completion_has_text_offsets() -> None:

@@ -1,1 +1,1 @@
-"""What the APIs share: request bodies, limits, options, model lookup, reply objects, errors, streams, access checks."""
+"""What the APIs share: conversation, bodies, limits, options, lookup, reply objects, errors, streams, access checks."""

@@ -1,0 +1,289 @@
+"""What every API promises of an answer, in each one's own form, over a scripted manager."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+from fake_manager import FakeCatalog, FakeManager, entry_of, running
+from servers import post, until
+
+from moegguf import errors
+from moegguf.generate.request import Delta, PromptProgress, ToolCall
+from moegguf.models.folder import demo_path
+from moegguf.server.app import make_app
+from moegguf.serving.events import LoadOverrides
+from moegguf.settings import Settings
+
+Json = dict[str, Any]
+
+HI = [{"role": "user", "content": "hi"}]
+NAMES = ("weather", "clock")
+FUNCTIONS = [{"name": name, "parameters": {"type": "object", "properties": {}}} for name in NAMES]
+TOOLS = [{"type": "function", "function": function} for function in FUNCTIONS]
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """An API. `text` and `calls` read an object of a stream, `whole_text` and `whole_calls` a whole reply."""
+
+    path: str
+    question: Json
+    text: Callable[[Json], str]
+    whole_text: Callable[[Json], str]
+    end: str  # in the last line of a complete stream
+    tools: Json = field(default_factory=dict)
+    one_call: Json = field(default_factory=dict)  # what asks for one call at most
+    calls: Callable[[Json], list[str]] = lambda _: []
+    whole_calls: Callable[[Json], list[str]] = lambda _: []
+
+    @property
+    def form(self) -> str:
+        """Whose form errors have."""
+        return "ollama" if self.path.startswith("/api") else "anthropic" if "messages" in self.path else "openai"
+
+
+def text_of_chunk(item: Json) -> str:
+    return "".join(choice["delta"].get("content") or "" for choice in item["choices"])
+
+
+def calls_of_chunk(item: Json) -> list[str]:
+    return [call["function"]["name"] for choice in item["choices"] for call in choice["delta"].get("tool_calls", ())]
+
+
+def ollama_calls(item: Json) -> list[str]:
+    return [call["function"]["name"] for call in item["message"].get("tool_calls", ())]
+
+
+def counts(item: Json) -> tuple[int, int]:
+    """The tokens of the prompt and of the answer."""
+    response = item.get("response")  # of /v1/responses; a text in /api/generate
+    usage = (response if isinstance(response, dict) else item).get("usage") or item
+    prompt = ("prompt_eval_count", "prompt_tokens", "input_tokens", "cache_read_input_tokens")
+    answer = ("eval_count", "completion_tokens", "output_tokens")
+    return sum(usage.get(name, 0) for name in prompt), sum(usage.get(name, 0) for name in answer)
+
+
+USAGE = {"stream_options": {"include_usage": True}}
+DIALECTS = (
+    Dialect(
+        "/api/chat", {"messages": HI}, lambda item: item["message"]["content"], lambda item: item["message"]["content"],
+        '"done":true', {"tools": TOOLS}, {}, ollama_calls, ollama_calls,
+    ),
+    Dialect(
+        "/api/generate", {"prompt": "hi"}, lambda item: item["response"], lambda item: item["response"],
+        '"done":true',
+    ),
+    Dialect(
+        "/v1/chat/completions", {"messages": HI, **USAGE}, text_of_chunk,
+        lambda item: item["choices"][0]["message"]["content"], "data: [DONE]", {"tools": TOOLS},
+        {"parallel_tool_calls": False}, calls_of_chunk,
+        lambda item: [call["function"]["name"] for call in item["choices"][0]["message"]["tool_calls"]],
+    ),
+    Dialect(
+        "/v1/completions", {"prompt": "hi", **USAGE}, lambda item: "".join(each["text"] for each in item["choices"]),
+        lambda item: item["choices"][0]["text"], "data: [DONE]",
+    ),
+    Dialect(
+        "/v1/responses", {"input": "hi"},
+        lambda item: item["delta"] if item["type"] == "response.output_text.delta" else "",
+        lambda item: item["output"][0]["content"][0]["text"], '"type":"response.completed"',
+        {"tools": [{"type": "function", **function} for function in FUNCTIONS]}, {"parallel_tool_calls": False},
+        lambda item: [item["item"]["name"]] if item["type"] == "response.output_item.done" else [],
+        lambda item: [each["name"] for each in item["output"] if each["type"] == "function_call"],
+    ),
+    Dialect(
+        "/v1/messages", {"messages": HI, "max_tokens": 64},
+        lambda item: item["delta"].get("text", "") if item["type"] == "content_block_delta" else "",
+        lambda item: item["content"][0]["text"], '"type":"message_stop"',
+        {"tools": [{"name": name, "input_schema": {"type": "object"}} for name in NAMES]},
+        {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+        lambda item: [item["content_block"]["name"]] if item["type"] == "content_block_start" else [],
+        lambda item: [block["name"] for block in item["content"] if block["type"] == "tool_use"],
+    ),
+)  # fmt: skip
+EACH = pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.path)
+WITH_TOOLS = pytest.mark.parametrize(
+    "dialect", [dialect for dialect in DIALECTS if dialect.tools], ids=lambda dialect: dialect.path
+)
+WHOLE_OR_STREAM = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+
+
+@pytest.fixture
+def manager() -> FakeManager:
+    own = {"parameters": {"temperature": 0.25, "top_k": 7}, "system": "Be kind."}
+    return FakeManager(FakeCatalog(entry_of(demo_path()), entry_of(demo_path(), "mine:latest", **own)))
+
+
+@pytest.fixture
+def url(manager: FakeManager) -> Iterator[str]:
+    with running(make_app(manager, manager.catalog, Settings())) as url:  # type: ignore[arg-type]
+        yield url
+
+
+Ask = Callable[..., httpx.Response]
+
+
+@pytest.fixture
+def ask(url: str) -> Iterator[Ask]:
+    with httpx.Client(base_url=url, timeout=30, trust_env=False) as client:
+        yield lambda dialect, **more: client.post(dialect.path, json={"model": "demo", **dialect.question, **more})
+
+
+def objects(text: str) -> list[Json]:
+    """The objects of a stream, of lines or server-sent events."""
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith(("data: {", "{"))]
+    return [json.loads(line) for line in lines]
+
+
+@EACH
+def test_the_text_and_the_counts_of_an_answer(ask: Ask, dialect: Dialect) -> None:
+    whole = ask(dialect, stream=False).json()
+    assert dialect.whole_text(whole) == "Hello"
+    assert counts(whole) == (7, 3)
+    streamed = ask(dialect, stream=True).text
+    told = [dialect.text(item) for item in objects(streamed)]
+    assert [text for text in told if text] == ["Hel", "lo"]
+    assert dialect.end in streamed.splitlines()[-1] or dialect.end in streamed.splitlines()[-2]
+    counted = [item for item in objects(streamed) if item.get("usage") or "eval_count" in item or "response" in item]
+    assert counts(counted[-1]) == (7, 3)
+
+
+@WITH_TOOLS
+@WHOLE_OR_STREAM
+def test_calls_come_in_their_order_and_only_the_first_where_one_is_wanted(
+    ask: Ask, manager: FakeManager, dialect: Dialect, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moegguf.server.common.conversation.check_conversation", lambda *_: None)
+    manager.script = [Delta(tool_calls=(ToolCall(f"c{name}", name, {}),)) for name in NAMES]
+
+    def names(**more: Any) -> list[str]:
+        reply = ask(dialect, stream=stream, **dialect.tools, **more)
+        if not stream:
+            return dialect.whole_calls(reply.json())
+        return [name for item in objects(reply.text) for name in dialect.calls(item)]
+
+    assert names() == list(NAMES)
+    if dialect.one_call:
+        assert names(**dialect.one_call) == ["weather"]
+        manager.script = [Delta(tool_calls=tuple(ToolCall(f"c{name}", name, {}) for name in NAMES))]
+        assert names(**dialect.one_call) == ["weather"]
+
+
+FAULTS: list[tuple[Exception, int]] = [
+    (errors.ContextError("too long"), 400),
+    (errors.CapabilityError("cannot"), 400),
+    (errors.SchemaError("no"), 400),
+    (errors.TemplateError("no"), 400),
+    (errors.BusyError("busy"), 503),
+    (errors.BudgetError("no"), 500),
+    (errors.AllocationError("no"), 500),
+    (errors.WorkerError("died"), 500),
+    (errors.ExpertIOError("the disk is gone"), 500),
+    (MemoryError(), 500),
+    (ValueError("a secret"), 500),
+]
+
+
+TYPES = {400: "invalid_request_error", 404: "not_found_error", 500: "api_error", 503: "api_error"}
+
+
+def check_error(dialect: Dialect, body: Json, status: int, code: str | None = None) -> None:
+    """Fails unless the error has the form of the API, with the type of a status, and OpenAI's code."""
+    if dialect.form == "ollama":
+        assert body.keys() == {"error"} and isinstance(body["error"], str)
+    elif dialect.form == "openai":
+        assert body["error"].keys() == {"message", "type", "param", "code"} and body["error"]["param"] is None
+        assert (body["error"]["type"], body["error"]["code"]) == (TYPES[status], code)
+    else:
+        assert body.keys() == {"type", "error"} and body["type"] == "error"
+        assert body["error"].keys() == {"type", "message"} and body["error"]["type"] == (
+            "overloaded_error" if status == 503 else TYPES[status]
+        )
+
+
+@EACH
+@WHOLE_OR_STREAM
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault[0]).__name__)
+def test_an_error_before_the_first_byte_has_its_own_status(
+    ask: Ask, manager: FakeManager, dialect: Dialect, stream: bool, fault: tuple[Exception, int]
+) -> None:
+    error, status = fault
+    for entering, script in ((error, ()), (None, (error,))):
+        manager.enter_error, manager.script = entering, script
+        response = ask(dialect, stream=stream)
+        assert response.status_code == (529 if status == 503 and dialect.form == "anthropic" else status)
+        assert response.headers["content-type"].startswith("application/json")
+        code = "context_length_exceeded" if isinstance(error, errors.ContextError) else None
+        check_error(dialect, response.json(), status, code)
+        assert "secret" not in response.text
+        assert ("retry-after" in response.headers) == (status == 503)
+        lasting = isinstance(error, errors.BudgetError | errors.AllocationError | MemoryError)
+        assert (response.headers.get("x-should-retry") == "false") == lasting
+    assert manager.n_running == 0
+
+
+@EACH
+@pytest.mark.parametrize("fault", [errors.WorkerError("the process has ended."), RuntimeError("a bug")], ids=repr)
+def test_an_error_in_mid_stream_is_the_last_object(
+    ask: Ask, manager: FakeManager, dialect: Dialect, fault: Exception
+) -> None:
+    manager.script = [Delta(text="Hel"), fault]
+    response = ask(dialect, stream=True)
+    *told, last = objects(response.text)
+    assert response.status_code == 200 and "Hel" in [dialect.text(item) for item in told]
+    assert dialect.end not in response.text and "a bug" not in response.text
+    if dialect.path == "/v1/responses":
+        assert last["type"] == "response.failed" and last["response"]["error"]["code"] == "server_error"
+    else:
+        check_error(dialect, last, 500)
+
+
+@EACH
+@WHOLE_OR_STREAM
+def test_a_disconnect_cancels_the_answer(url: str, manager: FakeManager, dialect: Dialect, stream: bool) -> None:
+    manager.script = [PromptProgress(5, 2, 5, 0.25), Delta(text="Hel"), asyncio.Event()]  # which nobody sets
+    for n in range(1, 4):
+        with post(url, dialect.path, {"model": "demo", **dialect.question, "stream": stream}) as connection:
+            if stream:
+                assert b"200 OK" in connection.recv(50)
+            until(lambda: manager.n_running == 1)
+        until(lambda n=n: manager.n_ended == n)  # type: ignore[misc]
+        assert manager.n_running == 0
+
+
+@EACH
+def test_defaults_of_the_name_yield_to_the_request(ask: Ask, manager: FakeManager, dialect: Dialect) -> None:
+    own = {"options": {"top_p": 0.5}} if dialect.form == "ollama" else {"top_p": 0.5, "options": {"top_p": 0.75}}
+    assert ask(dialect, model="mine", **own).status_code == 200
+    (request,) = manager.requests
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.25, 7, 0.5)
+    if request.messages is not None:
+        assert request.messages == ({"role": "system", "content": "Be kind."}, *HI)
+
+
+@EACH
+def test_load_options_and_keep_alive(ask: Ask, manager: FakeManager, dialect: Dialect) -> None:
+    ask(dialect, options={"num_ctx": 128}, keep_alive="5m")
+    ask(dialect, keep_alive=-1)
+    ask(dialect)
+    assert manager.leases == [
+        ("demo:latest", LoadOverrides(n_ctx=128), 300.0, True),
+        ("demo:latest", LoadOverrides(), float("inf"), True),
+        ("demo:latest", LoadOverrides(), None, True),
+    ]
+    assert ask(dialect, keep_alive="soon").status_code == 400
+
+
+@EACH
+def test_an_unknown_model_is_not_found(ask: Ask, manager: FakeManager, dialect: Dialect) -> None:
+    response = ask(dialect, model="nobody")
+    assert response.status_code == 404 and "'nobody' not found" in response.text
+    check_error(dialect, response.json(), 404, "model_not_found")
+    assert not manager.leases
