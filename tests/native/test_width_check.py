@@ -17,7 +17,9 @@ from tools.width_check import Array, Case, Ggml
 ROOT = Path(__file__).resolve().parents[2]
 WIDTHS = (1, 2, 3, 4, 7, 8, 13, 33)
 N_ROWS, N_IN, N_OUT = 33, 512, 40  # five groups of 8 columns, while kernels take two at once
+N_FLOATS = 37  # values of a row of floats, which kernels take by 16
 INTERLEAVED = ("q4_0", "q4_K", "q5_K", "q6_K", "iq4_nl", "mxfp4")
+FLOATS = ("f32", "f16", "bf16")
 
 # The products' bytes of every type, one after the other, by the kernels that MOEGGUF_KERNELS names.
 PRODUCTS = """
@@ -28,10 +30,11 @@ sys.stdout.buffer.write(products().tobytes())
 
 
 def products() -> Array:
-    """Of each interleaved type: [n_types, N_ROWS, N_OUT]."""
+    """Of each interleaved type and of floats: [n_types, N_ROWS, N_OUT]."""
     ggml = Ggml()
     x = np.random.default_rng(0).standard_normal((N_ROWS, N_IN)).astype(np.float32)
-    made = (width_check.product(ggml, ggml.types[name], x, N_OUT, ggml.interleaved) for name in INTERLEAVED)
+    made = [width_check.product(ggml, ggml.types[name], x, N_OUT, ggml.interleaved) for name in INTERLEAVED]
+    made += [width_check.product(ggml, ggml.types[name], x[:, :N_FLOATS], N_OUT, None) for name in FLOATS]
     return np.stack([compute(range(N_ROWS)) for compute in made if compute])
 
 
@@ -57,10 +60,27 @@ def test_a_row_of_a_product_has_the_same_bits_at_any_width(cases: dict[str, Case
     assert case.changed(WIDTHS) == {}
 
 
+@pytest.mark.parametrize("n_in", [N_IN, N_FLOATS])
+@pytest.mark.parametrize("name", FLOATS)
+def test_a_row_of_a_product_with_floats_has_the_same_bits_at_any_width(name: str, n_in: int) -> None:
+    ggml = Ggml()
+    x = np.random.default_rng(0).standard_normal((N_ROWS, n_in)).astype(np.float32)
+    compute = width_check.product(ggml, ggml.types[name], x, N_OUT, None)
+    assert compute is not None
+    assert Case(name, compute).changed(WIDTHS) == {}
+    exact = x.astype(np.float64) @ weights(ggml, ggml.types[name], n_in).T
+    assert np.abs(compute(range(N_ROWS)) - exact).max() < 1e-4
+
+
 def test_what_is_no_product_has_the_same_bits_at_any_width(cases: dict[str, Case]) -> None:
     others = [case for case in cases.values() if "mul_mat" not in case.name and "attention" not in case.name]
     assert len(others) > 10
     assert {case.name: case.changed(WIDTHS) for case in others if case.changed(WIDTHS)} == {}
+
+
+def test_heads_that_share_keys_get_those_of_flash_attention() -> None:
+    plain, flash = (width_check.attention(Ggml(), is_flash, False, N_ROWS) for is_flash in (False, True))
+    assert np.abs(plain(range(N_ROWS)) - flash(range(N_ROWS))).max() < 1e-2
 
 
 def test_processors_with_and_without_avx512_compute_the_same_bits() -> None:
@@ -79,12 +99,12 @@ def test_products_are_as_exact_as_those_with_plain_weights(name: str) -> None:
     assert errors[0] < 1.001 * errors[1]
 
 
-def weights(ggml: Ggml, ggml_type: int) -> Array:
-    """The weights of width_check.product as float64, [N_OUT, N_IN]."""
-    values = ggml.quantized(ggml_type, np.random.default_rng(1).standard_normal((N_OUT, N_IN)))
+def weights(ggml: Ggml, ggml_type: int, n_in: int = N_IN) -> Array:
+    """The weights of width_check.product as float64, [N_OUT, n_in]."""
+    values = ggml.quantized(ggml_type, np.random.default_rng(1).standard_normal((N_OUT, n_in)))
     graph = ggml.graph()
     rows = graph.array(np.arange(N_OUT, dtype=np.int32))
-    out = graph.compute(graph.op("get_rows", graph.input(ggml_type, (N_OUT, N_IN), values), rows), (N_OUT, N_IN))
+    out = graph.compute(graph.op("get_rows", graph.input(ggml_type, (N_OUT, n_in), values), rows), (N_OUT, n_in))
     graph.close()
     return out.astype(np.float64)
 

@@ -1,7 +1,17 @@
 // avx2.cpp: the kernels for processors with AVX2, FMA and F16C.
-#include "find.h"
 #include "isa_avx2.h"
 
-const moegguf::kernels::Kernel * moegguf::kernels::find_avx2(Layout layout) {
+#include "find.h"
+#include "floats.h"
+
+namespace moegguf::kernels {
+
+const Kernel * find_avx2(Layout layout) {
     return find<Avx2>(layout);
 }
+
+MultiplyFloats find_floats_avx2(FloatType type) {
+    return find_floats<Avx2>(type);
+}
+
+} // namespace moegguf::kernels

@@ -1,7 +1,17 @@
 // avx512.cpp: the kernels for processors with AVX-512 and its VNNI.
-#include "find.h"
 #include "isa_avx512.h"
 
-const moegguf::kernels::Kernel * moegguf::kernels::find_avx512(Layout layout) {
+#include "find.h"
+#include "floats.h"
+
+namespace moegguf::kernels {
+
+const Kernel * find_avx512(Layout layout) {
     return find<Avx512>(layout);
 }
+
+MultiplyFloats find_floats_avx512(FloatType type) {
+    return find_floats<Avx512>(type);
+}
+
+} // namespace moegguf::kernels

@@ -107,6 +107,27 @@ struct Avx2 {
         const __m256i fours = _mm256_mullo_epi16(pairs, _mm256_set1_epi16((short)-offset));
         return _mm256_add_epi16(fours, _mm256_shuffle_epi32(fours, 0xb1));
     }
+
+    // ---- 16 lanes of floats, for floats.h ----
+
+    static constexpr int float_cols = 2, float_rows = 2;
+    struct Lanes {
+        __m256 low, high;
+    };
+    static Lanes zero_lanes() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+    static Lanes fma_lanes(Lanes a, Lanes b, Lanes c) {
+        return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
+    }
+    static Lanes load_f32(const float * x) { return {_mm256_loadu_ps(x), _mm256_loadu_ps(x + 8)}; }
+    static Lanes load_f16(const uint16_t * x) {
+        const auto * from = (const __m128i *)x;
+        return {_mm256_cvtph_ps(_mm_loadu_si128(from)), _mm256_cvtph_ps(_mm_loadu_si128(from + 1))};
+    }
+    static __m256 wide(const __m128i * x) {
+        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(x)), 16));
+    }
+    static Lanes load_bf16(const uint16_t * x) { return {wide((const __m128i *)x), wide((const __m128i *)x + 1)}; }
+    static __m256 fold(Lanes x) { return _mm256_add_ps(x.low, x.high); }
 };
 
 } // namespace

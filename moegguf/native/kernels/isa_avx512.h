@@ -115,6 +115,20 @@ struct Avx512 {
         const __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi16((short)-offset));
         return _mm256_add_epi32(fours, _mm256_shuffle_epi32(fours, 0xb1));
     }
+
+    // ---- 16 lanes of floats, for floats.h ----
+
+    static constexpr int float_cols = 4, float_rows = 4;
+    using Lanes = __m512;
+    static Lanes zero_lanes() { return _mm512_setzero_ps(); }
+    static Lanes fma_lanes(Lanes a, Lanes b, Lanes c) { return _mm512_fmadd_ps(a, b, c); }
+    static Lanes load_f32(const float * x) { return _mm512_loadu_ps(x); }
+    static Lanes load_f16(const uint16_t * x) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)x)); }
+    static Lanes load_bf16(const uint16_t * x) {
+        const I wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x));
+        return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+    }
+    static __m256 fold(Lanes x) { return _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1)); }
 };
 
 } // namespace

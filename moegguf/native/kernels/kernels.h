@@ -27,8 +27,16 @@ struct Kernel {
                      float * const * out);
 };
 
+enum class FloatType { f32, f16, bf16 };
+
+// out[r][0, n_cols) = n_rows rows of n floats times n_cols rows of weights, `stride` bytes apart.
+using MultiplyFloats = void (*)(const char * weights, size_t stride, int64_t n_cols, const float * const * rows,
+                                int n_rows, int64_t n, float * const * out);
+
 // The kernels of a layout for processors with AVX2, FMA and F16C, or with AVX-512 and VNNI.
 const Kernel * find_avx2(Layout layout);
 const Kernel * find_avx512(Layout layout);
+MultiplyFloats find_floats_avx2(FloatType type);
+MultiplyFloats find_floats_avx512(FloatType type);
 
 } // namespace moegguf::kernels

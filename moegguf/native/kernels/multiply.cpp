@@ -31,10 +31,14 @@ Instructions detect() {
     return Instructions::upstream;
 }
 
+Instructions instructions() {
+    static const Instructions found = detect();
+    return found;
+}
+
 const Kernel * find(Layout layout) {
 #if defined(__x86_64__)
-    static const Instructions found = detect();
-    switch (found) {
+    switch (instructions()) {
         case Instructions::avx512:
             return find_avx512(layout);
         case Instructions::avx2:
@@ -44,6 +48,33 @@ const Kernel * find(Layout layout) {
     }
 #endif
     return nullptr;
+}
+
+MultiplyFloats find_floats(FloatType type) {
+#if defined(__x86_64__)
+    switch (instructions()) {
+        case Instructions::avx512:
+            return find_floats_avx512(type);
+        case Instructions::avx2:
+            return find_floats_avx2(type);
+        case Instructions::upstream:
+            return nullptr;
+    }
+#endif
+    return nullptr;
+}
+
+MultiplyFloats floats_of(ggml_type type) {
+    switch (type) {
+        case GGML_TYPE_F32:
+            return find_floats(FloatType::f32);
+        case GGML_TYPE_F16:
+            return find_floats(FloatType::f16);
+        case GGML_TYPE_BF16:
+            return find_floats(FloatType::bf16);
+        default:
+            return nullptr;
+    }
 }
 
 const Kernel * kernel_of(ggml_type type) {
@@ -147,6 +178,40 @@ void mul_mat(ggml_compute_params * params, ggml_tensor * op, const Kernel * kern
             p.multiply(first, last, tile, n_tile, out);
             row += n_tile, tile += n_tile * p.quantized();
         }
+    }
+}
+
+// ---- MUL_MAT with weights that are floats ----
+
+constexpr int64_t float_cols = 64; // of a part
+
+// Columns [first, last) of a plane: a matrix of activations, and one of weights, which planes may share.
+void multiply_plane(const ggml_tensor * op, MultiplyFloats multiply, int64_t plane, int64_t first, int64_t last) {
+    const ggml_tensor *w = op->src[0], *x = op->src[1];
+    const int64_t i2 = plane % op->ne[2], i3 = plane / op->ne[2];
+    const char * weights =
+        (const char *)w->data + i2 * w->ne[2] / x->ne[2] * w->nb[2] + i3 * w->ne[3] / x->ne[3] * w->nb[3];
+    const float * rows[max_tile];
+    float * out[max_tile];
+    for (int64_t row = 0; row < op->ne[1]; row += max_tile) {
+        const int n_rows = (int)std::min<int64_t>(max_tile, op->ne[1] - row);
+        for (int r = 0; r < n_rows; r++) {
+            rows[r] = (const float *)((const char *)x->data + (row + r) * x->nb[1] + i2 * x->nb[2] + i3 * x->nb[3]);
+            out[r] = (float *)((char *)op->data + (row + r) * op->nb[1] + i2 * op->nb[2] + i3 * op->nb[3]) + first;
+        }
+        multiply(weights + first * w->nb[1], w->nb[1], last - first, rows, n_rows, w->ne[0], out);
+    }
+}
+
+void mul_mat_floats(const ggml_compute_params * params, ggml_tensor * op, MultiplyFloats multiply) {
+    if (params->ith == 0) {
+        ggml_threadpool_chunk_set(params->threadpool, params->nth);
+    }
+    ggml_barrier(params->threadpool);
+    const int64_t of_plane = (op->ne[0] + float_cols - 1) / float_cols, n_parts = of_plane * op->ne[2] * op->ne[3];
+    for (int64_t part = params->ith; part < n_parts; part = ggml_threadpool_chunk_add(params->threadpool, 1)) {
+        const int64_t first = part % of_plane * float_cols;
+        multiply_plane(op, multiply, part / of_plane, first, std::min(first + float_cols, op->ne[0]));
     }
 }
 
@@ -297,3 +362,15 @@ bool multiply(ggml_compute_params * params, ggml_tensor * op, int64_t n_cols, in
 }
 
 } // namespace moegguf::kernels
+
+bool moegguf_multiply_floats(const ggml_compute_params * params, ggml_tensor * op) {
+    using namespace moegguf::kernels;
+    const ggml_tensor *w = op->src[0], *x = op->src[1];
+    const MultiplyFloats kernel = floats_of(w->type);
+    if (!kernel || params->use_ref || x->type != GGML_TYPE_F32 || x->nb[0] != sizeof(float) ||
+        w->nb[0] != ggml_type_size(w->type)) {
+        return false;
+    }
+    mul_mat_floats(params, op, kernel);
+    return true;
+}

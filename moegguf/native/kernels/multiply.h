@@ -3,9 +3,19 @@
 
 #include "ggml.h"
 
-#include <cstddef>
+#include <stdbool.h>
 
 struct ggml_compute_params;
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// MUL_MAT with weights that are floats: computes this thread's share. False: upstream's kernels do it.
+bool moegguf_multiply_floats(const struct ggml_compute_params * params, struct ggml_tensor * op);
+
+#ifdef __cplusplus
+}
 
 namespace moegguf::kernels {
 
@@ -19,3 +29,5 @@ bool work_size(int n_threads, const ggml_tensor * op, int64_t n_cols, int64_t in
 bool multiply(ggml_compute_params * params, ggml_tensor * op, int64_t n_cols, int64_t interleaved_bytes);
 
 } // namespace moegguf::kernels
+
+#endif
