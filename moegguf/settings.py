@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from moegguf.errors import BudgetError, OptionError
+from moegguf.options import read_variable
 from moegguf.quantities import parse_duration, parse_expert_cache, parse_size
 
 DEFAULT_PORT = 11434
@@ -51,7 +52,7 @@ class Environment:
     placement: str = "auto"  # MOEGGUF_PLACEMENT: where experts go when the caller does not say (engine.placement)
     policy: str = "auto"  # MOEGGUF_POLICY: which experts stay when the caller does not say (controller.policies)
     misses: str = "fetch"  # MOEGGUF_MISSES: what happens to experts that a GPU lacks when the caller does not say
-    system: str = ""  # MOEGGUF_SYSTEM: what decides on experts (controller.systems) when the caller names none
+    strategy: str = ""  # MOEGGUF_STRATEGY: what decides on experts (controller.strategies) when the caller names none
     library: Path | None = None  # MOEGGUF_LIBRARY: folder of the native library, instead of the installed one
     models: Path | None = None  # MOEGGUF_MODELS: folder of models known by name
     home: Path | None = None  # MOEGGUF_HOME: folder of moegguf's data, instead of the user's data folder
@@ -97,7 +98,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
         placement=placement,
         policy=env.get("MOEGGUF_POLICY", "").strip() or "auto",
         misses=misses,
-        system=env.get("MOEGGUF_SYSTEM", "").strip(),
+        strategy=read_variable(env, "strategy"),
         library=Path(library).expanduser() if library else None,
         models=Path(models).expanduser() if models else None,
         home=Path(home).expanduser() if home else None,

@@ -13,6 +13,7 @@ import typer
 from moegguf.cli import model_commands, server_commands
 from moegguf.cli.batch import batch
 from moegguf.cli.bench import bench
+from moegguf.cli.options import Command
 from moegguf.cli.run import RunCommand, run
 from moegguf.cli.serve import serve
 from moegguf.cli.top import top
@@ -48,9 +49,9 @@ def root(
 
 
 app.command(cls=RunCommand)(run)
-app.command(short_help="Answer a file of requests.")(batch)
-app.command()(serve)
-app.command("start", hidden=True)(serve)
+app.command(cls=Command, short_help="Answer a file of requests.")(batch)
+app.command(cls=Command)(serve)
+app.command("start", cls=Command, hidden=True)(serve)
 app.command()(model_commands.pull)
 app.command("list")(model_commands.list_models)
 app.command("ls", hidden=True)(model_commands.list_models)
@@ -65,7 +66,7 @@ app.command()(server_commands.budget)
 app.command()(top)
 app.command()(model_commands.estimate)
 app.command()(model_commands.doctor)
-app.command(short_help="Measure speed, hit rate, bytes and stalls.")(bench)
+app.command(cls=Command, short_help="Measure speed, hit rate, bytes and stalls.")(bench)
 app.add_typer(trace)
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
-from moegguf.cli.options import Cache, System
+from moegguf.cli.options import Cache, Strategy
 from moegguf.errors import BatchFileError, MoeggufError
 from moegguf.settings import MAX_BATCH_PARALLEL, MAX_CONTEXT_TOKENS, MAX_KV_TOKENS
 from moegguf.terminal.loading import find_or_pull
@@ -91,7 +91,7 @@ Local = Annotated[
     bool,
     typer.Option(
         "--local",
-        help="Load models here even when a server runs; --expert-cache, --system, --ctx, --kv-tokens imply it.",
+        help="Load models here even when a server runs; --expert-cache, --strategy, --ctx, --kv-tokens imply it.",
     ),
 ]
 
@@ -102,7 +102,7 @@ def batch(
     model: DefaultModel = None,
     parallel: Parallel = None,
     expert_cache: Cache = None,
-    system: System = None,
+    strategy: Strategy = None,
     ctx: Context = None,
     kv_tokens: KvTokens = None,
     local: Local = False,
@@ -116,8 +116,8 @@ def batch(
     from moegguf.settings import read_settings
 
     settings = read_settings()
-    here = local or any(option is not None for option in (expert_cache, system, ctx, kv_tokens))
-    _set_environment(expert_cache, system)
+    here = local or any(option is not None for option in (expert_cache, strategy, ctx, kv_tokens))
+    _set_environment(expert_cache, strategy)
     target = output_path(requests, output)
     with open_requests(requests, model) as found:
         if target is not None and (done := finished(target, found)):
@@ -138,16 +138,16 @@ def batch(
         return Run(found, target, n_at_once).to_end(answering)
 
 
-def _set_environment(expert_cache: str | None, system: str | None) -> None:
+def _set_environment(expert_cache: str | None, strategy: str | None) -> None:
     """Sets what the workers read. Raises BudgetError, OptionError."""
-    from moegguf.controller.systems import find_system
+    from moegguf.controller.strategies import find_strategy
     from moegguf.quantities import parse_expert_cache
 
     if expert_cache is not None:
         parse_expert_cache(expert_cache)
         os.environ["MOEGGUF_EXPERT_CACHE"] = expert_cache
-    if system is not None:
-        os.environ["MOEGGUF_SYSTEM"] = find_system(system).name
+    if strategy is not None:
+        os.environ["MOEGGUF_STRATEGY"] = find_strategy(strategy).name
 
 
 def output_path(requests: str, output: str | None) -> Path | None:

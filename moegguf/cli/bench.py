@@ -1,4 +1,4 @@
-"""`moegguf bench`: its flags, which are llama-bench's where that has them, and running the systems they name."""
+"""`moegguf bench`: its flags, which are llama-bench's where that has them, and running what they name."""
 
 from __future__ import annotations
 
@@ -131,17 +131,17 @@ SimulateThreads = Annotated[
     ),
 ]
 
-System = Annotated[
+Strategy = Annotated[
     str,
     _setting(
-        "--system",
+        "--strategy",
         metavar="NAME,...",
         help="What decides on experts, as in `moegguf run`; the others alternate with the first as by --against.",
     ),
 ]
 Policy = Annotated[
     str,
-    _setting("--policy", metavar="NAME", help="Eviction policy, as in `moegguf run`, or auto: the system's."),
+    _setting("--policy", metavar="NAME", help="Eviction policy, as in `moegguf run`, or auto: the strategy's."),
 ]
 Predictor = Annotated[str | None, _setting("--predictor", metavar="NAME", help="Expert predictor, or none.")]
 Prefetch = Annotated[
@@ -161,8 +161,8 @@ Against = Annotated[
         "--against",
         metavar="SYSTEMS",
         help="Alternate with llama.cpp itself (mmap, resident; the suffix -plain or -repacked chooses kernels), or"
-        " with what decides in another system: none, lru, moe-infinity, promoe, expertflow, duoserve; or with the first"
-        " system without one feature, or with some of ProMoE's only (a wrong name lists them all).",
+        " with another strategy: none, lru, moe-infinity, promoe, expertflow, duoserve; or with the first system"
+        " without one feature, or with some of ProMoE's only (a wrong name lists them all).",
     ),
 ]
 Rounds = Annotated[
@@ -259,7 +259,7 @@ def bench(
     misses: Misses = "",
     simulate_link: SimulateLink = None,
     simulate_threads: SimulateThreads = 0,
-    system: System = "moegguf",
+    strategy: Strategy = "moegguf",
     policy: Policy = "auto",
     predictor: Predictor = None,
     prefetch: Prefetch = None,
@@ -281,7 +281,7 @@ def bench(
 
     if output not in FORMATS:
         raise OptionError(f"-o takes {', '.join(FORMATS)}, but not {output!r}.")
-    flags["system"], *beside = _systems(system)
+    flags["strategy"], *beside = _strategies(strategy)
     placed = split([placement])
     flags["placement"] = placed[0] if placed else None
     missed = split([misses])
@@ -291,15 +291,15 @@ def bench(
     groups = _groups(flags, others, limit := _limit(memory_limit, require_limit))
     rows = _measure(groups, rounds or (3 if others else 1), limit, not keep_page_cache)
     typer.echo(FORMATS[output](rows), nl=False)
-    if any(row["error"] and row["system"] == flags["system"] for row in rows):
+    if any(row["error"] and row["system"] == flags["strategy"] for row in rows):
         raise typer.Exit(1)
 
 
-def _systems(names: str) -> list[str]:
+def _strategies(names: str) -> list[str]:
     """The names in the option, moegguf first where it is among them. Raises OptionError."""
-    from moegguf.controller.systems import OWN, find_system
+    from moegguf.controller.strategies import OWN, find_strategy
 
-    found = [find_system(name).name for name in split([names]) or [""]]
+    found = [find_strategy(name).name for name in split([names]) or [""]]
     return list(dict.fromkeys([*(name for name in found if name == OWN), *found]))
 
 
@@ -344,7 +344,7 @@ def _base(flags: dict[str, Any]) -> Spec:
         repack=not flags["no_repack"],
         repetitions=flags["repetitions"],
         store={"readers": flags["readers"]} | switches,
-        decided_by=flags["system"],
+        strategy=flags["strategy"],
         policy=flags["policy"],
         predictor=flags["predictor"],
         prefetch=flags["prefetch"],

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
+
+from moegguf.options import with_new_flags
 
 MAX_THREADS = 512  # ggml's GGML_MAX_N_THREADS
+
+
+class Command(TyperCommand):
+    """A command that takes old names of its flags."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parses `args` with the new names."""
+        return super().parse_args(ctx, with_new_flags(args))
 
 
 def parse_threads(text: str) -> int | None:
@@ -94,13 +105,13 @@ TypeV = Annotated[
     str | None,
     typer.Option("--cache-type-v", "-ctv", metavar="TYPE", help="Type of the V cache, such as q8_0.  [default: f16]"),
 ]
-System = Annotated[
+Strategy = Annotated[
     str | None,
     typer.Option(
-        "--system",
+        "--strategy",
         metavar="NAME",
         help="What decides on experts: moegguf (what was measured to be best), none, lru, or as a whole one of"
-        " moe-infinity, promoe, expertflow, duoserve.  [default: MOEGGUF_SYSTEM, or moegguf]",
+        " moe-infinity, promoe, expertflow, duoserve.  [default: MOEGGUF_STRATEGY, or moegguf]",
     ),
 ]
 WarmStart = Annotated[

@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from moegguf.cli.options import (
     Cache,
+    Command,
     Ctx,
     Insecure,
     Misses,
     Placement,
-    System,
+    Strategy,
     Threads,
     TypeK,
     TypeV,
@@ -125,12 +125,12 @@ Prompt = Annotated[
 ]
 Policy = Annotated[
     str,
-    typer.Option("--policy", metavar="NAME", help="Eviction policy: auto (the system's), a name, or vram=A,ram=B."),
+    typer.Option("--policy", metavar="NAME", help="Eviction policy: auto (the strategy's), a name, or vram=A,ram=B."),
 ]
 Predictor = Annotated[
     str | None,
     typer.Option(
-        "--predictor", metavar="NAME", help="Expert predictor, such as skip or eamc.  [default: the system's]"
+        "--predictor", metavar="NAME", help="Expert predictor, such as skip or eamc.  [default: the strategy's]"
     ),
 ]
 Prefetch = Annotated[
@@ -213,7 +213,7 @@ Local = Annotated[
     bool,
     typer.Option(
         "--local",
-        help="Load the model here even when a server runs; options of loading imply it: --expert-cache, --system,"
+        help="Load the model here even when a server runs; options of loading imply it: --expert-cache, --strategy,"
         " --policy, --predictor, --prefetch, --warm-start, --threads, -ngl, -ctk, -ctv, --mmproj.",
     ),
 ]
@@ -225,19 +225,19 @@ Verbose = Annotated[
 ]
 
 
-def check_system(name: str | None) -> None:
-    """Raises BadParameter for no system's name: --system once was the system message."""
+def check_strategy(name: str | None) -> None:
+    """Raises BadParameter for no strategy's name: its old flag, --system, is taken for the system message."""
     if name is None:
         return
-    from moegguf.controller.systems import find_system
+    from moegguf.controller.strategies import find_strategy
 
     try:
-        find_system(name)
+        find_strategy(name)
     except OptionError as error:
-        raise typer.BadParameter(f"{error} The system message is --system-prompt.", param_hint="--system") from None
+        raise typer.BadParameter(f"{error} The system message is --system-prompt.", param_hint="--strategy") from None
 
 
-class RunCommand(TyperCommand):
+class RunCommand(Command):
     """Accepts `--think` without a value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -280,7 +280,7 @@ def run(
     vram_cache: VramCache = None,
     placement: Placement = None,
     misses: Misses = None,
-    system: System = None,
+    strategy: Strategy = None,
     policy: Policy = "auto",
     predictor: Predictor = None,
     prefetch: Prefetch = None,
@@ -313,12 +313,12 @@ def run(
 
     A running server that has the model answers. Everything that is not the answer goes to stderr.
     """
-    check_system(system)
+    check_strategy(strategy)
     if max_tokens == 0:
         raise typer.BadParameter("0 tokens are no answer; give 1 or more, or -1.", param_hint="--max-tokens")
     name, words = model_and_words(model, prompt or [], model_file, hub_model)
     load_options = LoadOptions(
-        expert_cache, verbose=verbose, system=system, policy=policy, predictor=predictor, prefetch=prefetch,
+        expert_cache, verbose=verbose, strategy=strategy, policy=policy, predictor=predictor, prefetch=prefetch,
         warm_start=warm_start, n_gpu_layers=gpu_layers, type_k=type_k, type_v=type_v, mmproj=mmproj,
         vram_cache=vram_cache, placement=placement, misses=misses,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moegguf.cli.options import Misses, Placement, System, VramCache, WarmStart
+from moegguf.cli.options import Misses, Placement, Strategy, VramCache, WarmStart
 from moegguf.errors import OptionError
 from moegguf.settings import MAX_KV_TOKENS
 from moegguf.terminal.messages import print_message
@@ -33,7 +33,7 @@ def serve(
     vram_cache: VramCache = None,
     placement: Placement = None,
     misses: Misses = None,
-    system: System = None,
+    strategy: Strategy = None,
     warm_start: WarmStart = None,
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Memory for all loaded models together.  [default: what is free]")
@@ -95,7 +95,7 @@ def serve(
     MOEGGUF_PLACEMENT          what goes there: auto, layers, slots, cpu
     MOEGGUF_POLICY             which experts stay, instead of as that decides: a name, or vram=NAME,ram=NAME
     MOEGGUF_MISSES             what a GPU lacks: fetch, or compute (on the CPU where that is faster; not exact)
-    MOEGGUF_SYSTEM             what decides on experts: moegguf, none, lru, moe-infinity, promoe, expertflow, duoserve
+    MOEGGUF_STRATEGY           what decides on experts: moegguf, none, lru, moe-infinity, promoe, expertflow, duoserve
     MOEGGUF_WARM_START         1: fetch at load the experts that earlier runs used most
     MOEGGUF_KEEP_ALIVE         how long an idle model stays loaded (5m; negative: for ever)
     MOEGGUF_CONTEXT_LENGTH     tokens of context
@@ -131,9 +131,11 @@ def serve(
 
         os.environ["MOEGGUF_MISSES"] = parse_misses(misses)
     _warn_without_gpu(placement is not None)
-    from moegguf.controller.systems import find_system
+    from moegguf.controller.strategies import find_strategy
+    from moegguf.settings import read_environment
 
-    os.environ["MOEGGUF_SYSTEM"] = find_system(os.environ.get("MOEGGUF_SYSTEM", "") if system is None else system).name
+    chosen = read_environment().strategy if strategy is None else strategy
+    os.environ["MOEGGUF_STRATEGY"] = find_strategy(chosen).name
     if warm_start is not None:
         os.environ["MOEGGUF_WARM_START"] = str(int(warm_start))
     from moegguf.server.serve import listen, run_server

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from moegguf.controller.request_cost import divided, staging_bytes
-from moegguf.controller.systems import find_system
+from moegguf.controller.strategies import find_strategy
 from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS
 from moegguf.engine.device_plan import SplitOptions, plan_devices
 from moegguf.engine.devices import Device, find_gpus, gpus, has_gpu
@@ -167,8 +167,8 @@ def _devices(name: str | None, split_mode: int, main_gpu: int) -> tuple[Device, 
 
 
 def default_store(device: str | None = None) -> StoreOptions:
-    """How experts are moved where the caller does not say it: as the system of MOEGGUF_SYSTEM does, to `device`."""
-    return replace(find_system(read_environment().system).store_options(), device=device)
+    """How experts are moved where the caller does not say it: as the strategy of MOEGGUF_STRATEGY does, to `device`."""
+    return replace(find_strategy(read_environment().strategy).store_options(), device=device)
 
 
 @dataclass(frozen=True)

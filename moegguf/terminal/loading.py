@@ -32,7 +32,7 @@ class LoadOptions:
     n_threads: int | None = None
     n_ctx: int | None = None
     verbose: int = 0
-    system: str | None = None
+    strategy: str | None = None
     policy: str = "auto"
     predictor: str | None = None
     prefetch: bool | None = None
@@ -176,7 +176,7 @@ def _llama_arguments(layout: ExpertLayout, options: LoadOptions) -> dict[str, An
     return {
         **budgets,
         "misses": options.misses,
-        "system": options.system,
+        "strategy": options.strategy,
         "policy": options.policy,
         "predictor": options.predictor,
         "prefetch": options.prefetch,

@@ -25,26 +25,26 @@ class Listener:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """MOEGGUF_SYSTEM at each start of a server, none of which runs."""
-    systems: list[str] = []
+    """MOEGGUF_STRATEGY at each start of a server, none of which runs."""
+    strategies: list[str] = []
 
     def run(*_: Any) -> int:
-        systems.append(os.environ["MOEGGUF_SYSTEM"])
+        strategies.append(os.environ["MOEGGUF_STRATEGY"])
         return 0
 
-    monkeypatch.setenv("MOEGGUF_SYSTEM", "")  # and gone afterwards
+    monkeypatch.setenv("MOEGGUF_STRATEGY", "")  # and gone afterwards
     monkeypatch.setattr(server, "listen", lambda host: Listener())
     monkeypatch.setattr(server, "run_server", run)
-    return systems
+    return strategies
 
 
-def test_workers_get_the_system_by_the_environment(started: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert serve() == serve(system="promoe") == 0
-    monkeypatch.setenv("MOEGGUF_SYSTEM", "lru")
+def test_workers_get_the_strategy_by_the_environment(started: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert serve() == serve(strategy="promoe") == 0
+    monkeypatch.setenv("MOEGGUF_STRATEGY", "lru")
     serve()
     assert started == ["moegguf", "promoe", "lru"]
-    with pytest.raises(OptionError, match="no system 'promo'"):
-        serve(system="promo")
+    with pytest.raises(OptionError, match="no strategy 'promo'"):
+        serve(strategy="promo")
     assert len(started) == 3
 
 
