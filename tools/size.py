@@ -17,10 +17,10 @@ SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html")
 VENDORED: tuple[str, ...] = ()  # folders of libraries with a licence of their own: not counted
 GOALS = {"moegguf": 46_000, "tests": 34_000, "tools + predictors": 14_000}
 LIMITS = {
-    "moegguf": 900,
+    "moegguf": 1_130,
     "moegguf/bench": 1_300,
     "moegguf/chat": 1_600,
-    "moegguf/cli": 3_600,
+    "moegguf/cli": 3_330,
     "moegguf/controller": 4_300,
     "moegguf/engine": 7_400,
     "moegguf/generate": 4_800,

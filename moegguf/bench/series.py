@@ -22,7 +22,7 @@ from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.reader import ggml_type
 from moegguf.native.store import MOST_STAGING_TENSORS
-from moegguf.settings import MISSES, PLACEMENTS
+from moegguf.options import MISSES, PLACEMENTS
 
 KILLED = "killed by the memory limit"
 _KERNELS = {"plain": False, "repacked": True}

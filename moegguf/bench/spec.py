@@ -10,7 +10,7 @@ from moegguf.engine.placement import parse_placement
 from moegguf.errors import OptionError
 from moegguf.gguf.reader import ggml_type
 from moegguf.quantities import parse_link
-from moegguf.settings import parse_misses
+from moegguf.settings import parse_choice
 
 SYSTEMS = ("moegguf", "mmap", "resident")
 FEEDS = ("random", "text", "greedy")
@@ -87,7 +87,7 @@ class Spec:
         if self.placement is not None:
             parse_placement(self.placement)
         if self.misses is not None:
-            parse_misses(self.misses)
+            parse_choice("misses", self.misses)
         for name in ("repetitions", "n_threads", "n_batch", "n_ubatch"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{name} is {getattr(self, name)}, but must be at least 1.")

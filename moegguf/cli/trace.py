@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moegguf.cli.bench import split
-from moegguf.cli.options import AsJson, Command, Threads
+from moegguf.cli.options import AsJson, Command, Given, flags
 from moegguf.errors import OptionError
 from moegguf.terminal.messages import print_message
 
@@ -46,12 +46,6 @@ PromptsFile = Annotated[
         exists=True,
         dir_okay=False,
         help="A .jsonl with a prompt per line (prompt, label, n_predict, completion), or text, one per paragraph.",
-    ),
-]
-Cache = Annotated[
-    str | None,
-    typer.Option(
-        "--expert-cache", metavar="BUDGET", help='Memory for experts while recording: "auto", "50%" or "4GiB".'
     ),
 ]
 MaxTokens = Annotated[
@@ -213,7 +207,8 @@ def _sim_options(link: float | None, latency: float, layer_compute: float) -> Si
     return SimOptions(link_bytes_per_s=(link or 0) * 1e9, link_latency_s=latency / 1e6, layer_compute_us=layer_compute)
 
 
-@trace.command(short_help="Record the routing of a model.")
+@trace.command(cls=Command, short_help="Record the routing of a model.")
+@flags("expert_cache", "n_threads")
 def record(
     model: Model,
     prompts: PromptsFile,
@@ -222,7 +217,6 @@ def record(
     inputs: Annotated[
         bool, typer.Option("--inputs", help="Also record the routers' input vectors, which training and skip need.")
     ] = False,
-    expert_cache: Cache = None,
     policy: Annotated[str, typer.Option(metavar="NAME", help="Eviction policy while recording.")] = "lru",
     predictor: Annotated[
         str | None, typer.Option(metavar="NAME", help="Predictor while recording.  [default: none]")
@@ -230,10 +224,11 @@ def record(
     lockstep: Annotated[
         bool, typer.Option("--lockstep", help="Apply decisions at fixed points, so that a replay repeats them; slow.")
     ] = False,
-    threads: Threads = None,
     ctx: RecordCtx = None,
     temperature: Annotated[float, typer.Option(min=0.0, metavar="T", help="0 takes the likeliest token.")] = 0.8,
     seed: Annotated[int, typer.Option(metavar="N", help="Random seed.")] = 0,
+    *,
+    given: Given,
 ) -> None:
     """Run MODEL over prompts and record which experts every token was routed to.
 
@@ -257,14 +252,13 @@ def record(
             out,
             RecordOptions(max_tokens, inputs, temperature, seed),
             progress=progress,
-            expert_cache=expert_cache,
             policy=policy,
             predictor=predictor,
             lockstep=lockstep,
             n_ctx=context_size(read_layout(path), ctx),
-            n_threads=threads,
             flash_attn=read_settings().flash_attention,
             verbose=False,
+            **given,
         )
     size = format_bytes(out.stat().st_size)
     print_message(f"{out}: {len(prompt_list)} request(s), {stats.tokens} tokens, {size}; hit rate {stats.hit_rate:.1%}")

@@ -43,8 +43,9 @@ from moegguf.gguf.reader import GGML_TYPES, ggml_type
 from moegguf.models.catalog import find_model
 from moegguf.native import library
 from moegguf.native.store import StoreOptions
+from moegguf.options import KV_CACHE_TYPES
 from moegguf.quantities import ExpertCache, format_bytes_up, parse_expert_cache
-from moegguf.settings import KV_CACHE_TYPES, parse_misses, read_environment
+from moegguf.settings import parse_choice, read_environment
 
 _bindings = library.llama_cpp()
 
@@ -177,7 +178,7 @@ def prepare(
 
     vram_cache: the budget on a GPU, that of `store`, or on all of them; None: of MOEGGUF_VRAM_CACHE.
     placement: what goes there (`placement.Choice`); None: of MOEGGUF_PLACEMENT.
-    misses: what happens to experts that are not there (`settings.MISSES`); None: of MOEGGUF_MISSES.
+    misses: what happens to experts that are not there (`options.MISSES`); None: of MOEGGUF_MISSES.
 
     Raises ModelNotFoundError, ModelFormatError, CapabilityError for a kind of model that is not run, BudgetError,
     OptionError, and AllocationError for a context above all memory of this machine.
@@ -205,7 +206,7 @@ def prepare(
         n_batch = options["n_batch"] = n_image
     hooks = layout.is_moe and environment.hooks
     gpu = gpus_for(vram_cache, placement, options, store.device) if hooks else None
-    computes_misses = parse_misses(environment.misses if misses is None else misses) == "compute"
+    computes_misses = parse_choice("misses", environment.misses if misses is None else misses) == "compute"
     gpu = replace(gpu, staging=store.staging, computes_misses=computes_misses) if gpu else None
     n_seq_max, kv_tokens, kv_tokens_in_ram = _sequences(layout, options, n_batch, cache, gpu)
     choice = environment.placement if placement is None else placement

@@ -42,7 +42,7 @@ from moegguf.gguf.experts import ExpertLayout
 from moegguf.native.slot_sizes import padded, slot_tokens
 from moegguf.native.store import StoreOptions
 from moegguf.quantities import ExpertCache, parse_expert_cache
-from moegguf.settings import parse_misses, read_environment
+from moegguf.settings import parse_choice, read_environment
 
 EVERY_LAYER = 999  # n_gpu_layers above any model's
 NO_SPLIT, BY_LAYERS = 0, 1  # enum llama_split_mode
@@ -394,12 +394,12 @@ def plan_here(
     **options: Any,
 ) -> Plan:
     """The plan for this machine now. vram_cache, placement: as `gpus_for` takes them. misses: what happens to experts
-    that a device lacks (`settings.MISSES`); None: of MOEGGUF_MISSES. options: those of `make_plan`.
+    that a device lacks (`options.MISSES`); None: of MOEGGUF_MISSES. options: those of `make_plan`.
 
     Raises BudgetError, OptionError.
     """
     cache, memory = parse_expert_cache(expert_cache), read_memory()
-    computes_misses = parse_misses(read_environment().misses if misses is None else misses) == "compute"
+    computes_misses = parse_choice("misses", read_environment().misses if misses is None else misses) == "compute"
     found = gpus_for(vram_cache, placement, {"n_gpu_layers": n_gpu_layers}) if layout.is_moe else None
     if found is None:
         plan = with_placement_unused(make_plan(layout, cache, memory, **options), placement)

@@ -29,7 +29,7 @@ from moegguf.models.entry import ModelEntry
 from moegguf.models.hub import hub_offline
 from moegguf.models.names import is_hub_name
 from moegguf.quantities import Link, parse_expert_cache, parse_link, parse_size
-from moegguf.settings import parse_misses, read_environment, read_settings
+from moegguf.settings import parse_choice, read_environment, read_settings
 
 DISK_SECONDS = 0.3
 MOST_BLOCK_BYTES = 8 << 20
@@ -156,8 +156,8 @@ class SupposedDevice:
 
 def estimate_model(
     model: str,
-    expert_cache: str | None,
-    ctx: int | None,
+    expert_cache: str | None = None,
+    n_ctx: int | None = None,
     type_k: str | None = None,
     type_v: str | None = None,
     vram_cache: str | None = None,
@@ -178,7 +178,7 @@ def estimate_model(
     # llama.cpp takes a quantised V cache with flash attention only.
     flash_attn = bool(settings.flash_attention) or types[1].lower() != "f16"
     with described(model) as found:
-        options |= {"n_ctx": ctx, "flash_attn": flash_attn, "projector": projector_of(found.entry)}
+        options |= {"n_ctx": n_ctx, "flash_attn": flash_attn, "projector": projector_of(found.entry)}
         misses_here = "fetch" if device else misses  # asked about the device that is not here
         plan = plan_here(found.layout, cache, vram_cache, placement, misses=misses_here, **options)
         disk = _disk_speed(found, plan)
@@ -251,7 +251,7 @@ def _supposed(found: DescribedModel, plan: Plan, device: SupposedDevice, misses:
     other = plan.dense_bytes + plan.kv_bytes + plan.compute_bytes + plan.projector_bytes + DEVICE_MARGIN_BYTES
     speeds = DeviceSpeeds.supposed(device.memory_bytes_per_s, device.link, memory_read_speed(count_cpus()))
     curve = published_curve(layout.n_expert, layout.n_expert_used)
-    computed = parse_misses(read_environment().misses if misses is None else misses) == "compute"
+    computed = parse_choice("misses", read_environment().misses if misses is None else misses) == "compute"
     planner = Planner(
         ModelBytes.of(layout, plan.kv_bytes), speeds, curve, device.memory_bytes - other, computes_misses=computed
     )

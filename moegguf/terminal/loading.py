@@ -192,9 +192,9 @@ def _llama_arguments(layout: ExpertLayout, options: LoadOptions) -> dict[str, An
 def _kv_cache_arguments(options: LoadOptions) -> dict[str, int | bool | None]:
     """The types of the KV cache as ggml's numbers; llama.cpp takes a quantised V cache with flash attention only."""
     from moegguf.gguf.reader import GGML_TYPES, ggml_type
-    from moegguf.settings import parse_kv_cache_type, read_settings
+    from moegguf.settings import read_settings
 
     types = {"type_k": options.type_k, "type_v": options.type_v}
-    numbers = {name: None if type is None else ggml_type(parse_kv_cache_type(type)) for name, type in types.items()}
+    numbers = {name: None if type is None else ggml_type(type) for name, type in types.items()}
     quantised = numbers["type_v"] is not None and GGML_TYPES[numbers["type_v"]][1] > 1
     return numbers | {"flash_attn": True if quantised else read_settings().flash_attention}

@@ -37,6 +37,27 @@ def test_help_imports_nothing_heavy(command: str) -> None:
     assert done.stdout.splitlines()[-1] == ""
 
 
+def screen(moegguf: Command, command: str) -> str:
+    """What a terminal of 80x24 shows of a command's help."""
+    return "\n".join(moegguf(command, "--help", COLUMNS="80", TERMINAL_WIDTH="80").stdout.splitlines()[:24])
+
+
+def test_the_first_screen_of_help_has_what_people_use_most(moegguf: Command) -> None:
+    for flag in ("--system-prompt", "--verbose", "--ctx", "--expert-cache", "--max-tokens", "--temperature", "--help"):
+        assert flag in screen(moegguf, "run")
+    for flag in ("--host", "--port", "--api-key", "--memory", "--parallel", "--expert-cache"):
+        assert flag in screen(moegguf, "serve")
+    for flag in ("--model", "--n-prompt", "--n-gen", "--expert-cache", "--against", "--output"):
+        assert flag in screen(moegguf, "bench")
+    for flag in ("--output", "--model", "--parallel", "--ctx", "--expert-cache"):
+        assert flag in screen(moegguf, "batch")
+
+
+def test_help_is_grouped(moegguf: Command) -> None:
+    titles = re.findall(r"^(\w+):$", moegguf("run", "--help").stdout, re.MULTILINE)
+    assert titles == ["Arguments", "Options", "Model", "Memory", "Sampling", "Output", "Research"]
+
+
 def test_help_is_not_slow(moegguf: Command) -> None:
     moegguf("--help")
     took = []
@@ -142,7 +163,7 @@ def test_doctor_never_fails_for_a_missing_fact(moegguf: Command, tmp_path: Path)
     )
     assert done.returncode == 0, done.stderr
     assert "unknown: " in done.stdout
-    assert "MOEGGUF_HOOKS must be 0 or 1" in done.stdout
+    assert "MOEGGUF_HOOKS: 'perhaps' is neither on nor off; give 1 or 0" in done.stdout
     assert "hush" not in done.stdout
 
 

@@ -42,7 +42,7 @@ def test_workers_get_the_strategy_by_the_environment(started: list[str], monkeyp
     assert serve() == serve(strategy="promoe") == 0
     monkeypatch.setenv("MOEGGUF_STRATEGY", "lru")
     serve()
-    assert started == ["moegguf", "promoe", "lru"]
+    assert started == ["", "promoe", "lru"]
     with pytest.raises(OptionError, match="no strategy 'promo'"):
         serve(strategy="promo")
     assert len(started) == 3
