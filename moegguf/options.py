@@ -328,9 +328,9 @@ def page() -> Iterator[str]:
     zero = ", ".join(f"MOEGGUF_{option.variable}" for option in _TABLE if option.zero_is_default)
     yield (
         "What each option is called as flag, as environment variable, and as keyword of `Llama` (load), parameter of a"
-        " Modelfile and a request (request), or setting of the server (server). `moegguf COMMAND --help` says which"
-        " flags a command has. A flag or keyword counts before the variable. Where a variable of the server, of context"
-        f" or of KV cache is unset, OLLAMA_NAME is read. 0 is as unset in {zero}."
+        " Modelfile and a request (request), or setting of the server (server). The help of a command says which flags"
+        " it has. A flag or keyword counts before the variable. Where a variable of the server, of context or of KV"
+        f" cache is unset, OLLAMA_NAME is read. 0 is as unset in {zero}."
     )
     for group in GROUPS:
         yield from ("", f"## {group}", "", "| name | of | flags | variable | default | |", "|---|---|---|---|---|---|")

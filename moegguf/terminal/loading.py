@@ -170,22 +170,13 @@ def context_size(
 def _llama_arguments(layout: ExpertLayout, options: LoadOptions) -> dict[str, Any]:
     """Keyword arguments for `Llama`."""
     types = {name: value for name, value in _kv_cache_arguments(options).items() if value is not None}
-    given = {"n_batch": options.n_batch, "n_gpu_layers": options.n_gpu_layers, **types}
-    budgets = {name: getattr(options, name) for name in ("expert_cache", "vram_cache", "placement")}
-    where = {**budgets, "misses": options.misses, "n_gpu_layers": options.n_gpu_layers}
+    where = ("expert_cache", "vram_cache", "placement", "misses", "n_gpu_layers")
     return {
-        **budgets,
-        "misses": options.misses,
-        "strategy": options.strategy,
-        "policy": options.policy,
-        "predictor": options.predictor,
-        "prefetch": options.prefetch,
-        "warm_start": options.warm_start,
-        "n_ctx": context_size(layout, options.n_ctx, where, **types),
-        "n_threads": options.n_threads,
+        **{name: value for name, value in vars(options).items() if value is not None},
+        **types,
+        "n_ctx": context_size(layout, options.n_ctx, {name: getattr(options, name) for name in where}, **types),
         "verbose": options.verbose > 1,
         "flash_attn": types.get("flash_attn"),  # None as llama.cpp's own programs
-        **{name: value for name, value in given.items() if value is not None},
     }
 
 
