@@ -108,7 +108,6 @@ class Llama(UpstreamLlama):
         predictor: which experts come next: a name (`moegguf.controller.predictors.PREDICTORS`) or an object.
         prefetch: True fetches predicted experts ahead, while that saves time; a `PrefetchOptions` sets limits.
             None: as the strategy does.
-        judge: compare every prediction with the routing, without acting on it unless `prefetch`: see `decisions`.
         warm_start: fetch the experts that earlier runs used most as soon as the model is loaded, and remember those of
             this run. None: MOEGGUF_WARM_START, else False; never with `lockstep`.
         trace: a file to record routing in, or a `TraceOptions`.
@@ -148,7 +147,6 @@ class Llama(UpstreamLlama):
         policy: str | Policy = "auto",
         predictor: str | Predictor | None = None,
         prefetch: bool | PrefetchOptions | None = None,
-        judge: bool = False,
         lockstep: bool = False,
         warm_start: bool | None = None,
         trace: str | os.PathLike[str] | TraceOptions | None = None,
@@ -179,7 +177,7 @@ class Llama(UpstreamLlama):
         check_options(options, Llama)
         of = find_strategy(read_environment().strategy if strategy is None else strategy)
         policy = read_environment().policy if isinstance(policy, str) and policy == "auto" else policy
-        chosen = ControllerOptions(*of.parts(policy, predictor, prefetch), judge, lockstep)
+        chosen = ControllerOptions(*of.parts(policy, predictor, prefetch), lockstep)
         options.update(mmproj=mmproj, n_seq_max=n_seq_max, kv_tokens=kv_tokens)
         store = of.store_options() if store is None else store
         warm_start = read_environment().warm_start if warm_start is None else warm_start
@@ -614,7 +612,7 @@ class Llama(UpstreamLlama):
         return replace(stats, n_threads=self._threads.n_threads if self._threads is not None else self.n_threads)
 
     def decisions(self) -> dict[str, Any]:
-        """Policy, predictor, whether prefetching is on and, with `judge`, the accuracy of predictions."""
+        """Policy, predictor, whether prefetching is on, and what that cost."""
         self._open_session()
         return self._live_controller.figures() if self._live_controller else {}
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 
@@ -164,6 +164,7 @@ class TraceAnalysis:
 
     trace: Trace
     artifacts: Artifacts
+    known_predictors: ClassVar[tuple[str, ...]] = tuple(PREDICTORS)
 
     @classmethod
     def open(cls, path: Path, model: Path | None = None, folder: Path | None = None) -> Self:
@@ -210,7 +211,7 @@ class TraceAnalysis:
 
         A warning names what "all" leaves out.
         """
-        found = self._names("predictor", names, PREDICTORS, self.predictor)
+        found = self._names("predictor", names, self.known_predictors, self.predictor)
         return [name for name in found if name != "none"] if ALL in names else found
 
     def _names(self, kind: str, names: Sequence[str], known: Iterable[str], make: Callable[[str], object]) -> list[str]:
@@ -247,10 +248,14 @@ class TraceAnalysis:
 
     def predictor(self, name: str) -> Predictor:
         """A new predictor of this name. Raises OptionError, also when the trace lacks its inputs."""
-        predictor = make_predictor(name, self.trace.shape, self.artifacts)
+        predictor = self.new_predictor(name)
         if predictor.needs_inputs and self.trace.inputs is None:
             raise OptionError(f"{name!r} reads the inputs of the routers: record the trace with --inputs.")
         return predictor
+
+    def new_predictor(self, name: str) -> Predictor:
+        """The same, whatever inputs the trace has."""
+        return make_predictor(name, self.trace.shape, self.artifacts)
 
     def simulate(
         self,

@@ -10,6 +10,7 @@ import pytest
 import moegguf
 from moegguf.cli import app
 from moegguf.errors import OptionError
+from moegguf.options import with_new_flags
 from moegguf.settings import read_environment
 
 COMMANDS = (
@@ -40,8 +41,6 @@ def test_an_old_flag_is_in_no_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_words_after_two_dashes_are_kept() -> None:
-    from moegguf.options import with_new_flags
-
     assert with_new_flags(["--", "--system"]) == ["--", "--system"]
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 from pathlib import Path
 
+from moegguf import Llama
 from moegguf.options import GROUPS, OPTIONS, TO_WORKERS, page
 from moegguf.settings import Environment, Settings
 from moegguf.terminal.loading import LoadOptions
@@ -26,8 +27,6 @@ def test_every_setting_is_in_the_table() -> None:
 
 
 def test_options_of_loading_are_keywords() -> None:
-    from moegguf import Llama
-
     taken = {name for base in Llama.__mro__ for name in inspect.signature(base.__init__).parameters}
     flags = {option.name for option in OPTIONS.values() if option.scope == "load" and option.flags}
     assert flags <= taken

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from moegguf.controller.accuracy import LinkModel
 from moegguf.controller.predictors.base import NoPrediction
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.routing_paths import PATHS
@@ -15,6 +14,7 @@ from moegguf.trace.analysis import ALL, Progress, Row, no_progress, step_reporte
 from moegguf.trace.belady import BELADY
 from moegguf.trace.simulate import Simulation, slots_of
 from moegguf.trace.trace import Setting
+from predictors.study.accuracy import LinkModel
 from predictors.study.arrange import arranged
 from predictors.study.common import Study, sim_options
 from predictors.study.report.tables import PolicyTable, Recovery, Report, ScheduleTable, StallTable, TraceSummary
