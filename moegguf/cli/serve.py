@@ -73,13 +73,13 @@ def _warn_without_gpu(placement_given: bool) -> None:
 
 
 def serve_settings(port: int | None, given: Given) -> Settings:
-    """The environment's settings, overridden by the command line's; 0 is as in the environment.
+    """The environment's settings, overridden by the command line's, but for what is 0 or empty; no networks count.
 
     Raises OptionError, also for an address other than loopback with neither an API key nor a trusted network.
     """
     from moegguf.settings import read_settings
 
-    settings = replace(read_settings(), **{name: value for name, value in given.items() if value})
+    settings = replace(read_settings(), **{name: value for name, value in given.items() if value or name == "trusted"})
     if settings.host.scheme != "http":
         raise OptionError("the server supports http only; use a reverse proxy for https.")
     if port is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from command_line import TinyModel
 
-from moegguf.cli.serve import serve
+from moegguf.cli.serve import serve, serve_settings
 from moegguf.engine import devices, placing
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import read_layout
@@ -85,3 +85,10 @@ def test_workers_get_the_warm_start_by_the_environment(started: list[str], monke
     serve(warm_start=False)
     assert not read_environment().warm_start
     assert len(started) == 2
+
+
+def test_flags_count_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TRUST_NETWORK": "10.0.0.0/8", "API_KEY": "k", "NUM_PARALLEL": "3", "MEMORY": "1GiB"}.items():
+        monkeypatch.setenv(f"MOEGGUF_{name}", value)
+    found = serve_settings(1, {"trusted": (), "api_key": "", "n_parallel": 0, "memory_bytes": 5})
+    assert (found.trusted, found.api_key, found.n_parallel, found.memory_bytes, found.host.port) == ((), "k", 3, 5, 1)
