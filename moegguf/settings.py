@@ -11,104 +11,60 @@ import math
 import os
 import re
 import urllib.parse
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal
 
 from moegguf.errors import BudgetError, OptionError
+from moegguf.options import OPTIONS, Kind, Option, old_variable
 from moegguf.quantities import parse_duration, parse_expert_cache, parse_size
 
 DEFAULT_PORT = 11434
-KV_CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
-"""As llama.cpp's tools take them."""
-MAX_CONTEXT_TOKENS = 1 << 24
-MAX_KV_TOKENS = 1 << 28  # of all sequences of a context
-MAX_BATCH_PARALLEL = 256
-MAX_PARALLEL = 256  # llama.cpp's LLAMA_MAX_SEQ
-
-PLACEMENTS = ("auto", "layers", "slots", "cpu")
-"""Where experts go on a machine with a GPU: see engine/plan.py."""
-MISSES = ("fetch", "compute")
-"""What happens to experts that a GPU lacks: they are copied there, or the CPU computes them where that is faster."""
 
 _PORTS = {"http": 80, "https": 443}
 _SWITCH = {"0": False, "off": False, "false": False, "no": False, "1": True, "on": True, "true": True, "yes": True}
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-Value = TypeVar("Value")
-Default = TypeVar("Default")
 
 
 @dataclass(frozen=True)
 class Environment:
-    """The environment variables of every command, for models and the library."""
+    """The environment variables of every command, for models and the library, as `options` describes them: what holds
+    when the caller says nothing. An empty vram_cache is "auto"."""
 
-    hooks: bool = True  # MOEGGUF_HOOKS=0 runs plain llama.cpp
-    expert_cache: str = "auto"  # MOEGGUF_EXPERT_CACHE: the budget when the caller gives none
-    warm_start: bool = False  # MOEGGUF_WARM_START=1: what earlier runs used most is fetched at load, and remembered
-    vram_cache: str = ""  # MOEGGUF_VRAM_CACHE: the budget on a GPU when the caller gives none; empty: "auto"
-    placement: str = "auto"  # MOEGGUF_PLACEMENT: where experts go when the caller does not say (engine.plan)
-    policy: str = "auto"  # MOEGGUF_POLICY: which experts stay when the caller does not say (controller.policies)
-    misses: str = "fetch"  # MOEGGUF_MISSES: what happens to experts that a GPU lacks when the caller does not say
-    system: str = ""  # MOEGGUF_SYSTEM: what decides on experts (controller.systems) when the caller names none
-    library: Path | None = None  # MOEGGUF_LIBRARY: folder of the native library, instead of the installed one
-    models: Path | None = None  # MOEGGUF_MODELS: folder of models known by name
-    home: Path | None = None  # MOEGGUF_HOME: folder of moegguf's data, instead of the user's data folder
-    trial_load: Literal["on", "off", "again"] = "on"  # MOEGGUF_TRIAL_LOAD: try a file in a process of its own first
+    hooks: bool = True
+    expert_cache: str = "auto"
+    warm_start: bool = False
+    vram_cache: str = ""
+    placement: str = "auto"
+    policy: str = "auto"
+    misses: str = "fetch"
+    strategy: str = ""
+    library: Path | None = None
+    models: Path | None = None
+    home: Path | None = None
+    trial_load: Literal["on", "off", "again"] = "on"
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
     """Reads MOEGGUF_* from `environ` (default: the process's). Empty counts as unset.
 
-    Raises OptionError for MOEGGUF_HOOKS, MOEGGUF_WARM_START, MOEGGUF_PLACEMENT, MOEGGUF_MISSES and MOEGGUF_TRIAL_LOAD,
-    BudgetError for MOEGGUF_EXPERT_CACHE and MOEGGUF_VRAM_CACHE.
+    Raises OptionError, or BudgetError, naming the variable, for a value that cannot be read.
     """
-    env = os.environ if environ is None else environ
-    hooks = env.get("MOEGGUF_HOOKS", "").strip().lower() or "1"
-    if hooks not in _SWITCH:
-        raise OptionError(f"MOEGGUF_HOOKS must be 0 or 1, but is {hooks[:60]!r}; unset it to use the expert store.")
-    warm_start = env.get("MOEGGUF_WARM_START", "").strip().lower() or "0"
-    if warm_start not in _SWITCH:
-        raise OptionError(f"MOEGGUF_WARM_START must be 0 or 1, but is {warm_start[:60]!r}.")
-    cache = env.get("MOEGGUF_EXPERT_CACHE", "").strip() or "auto"
-    vram_cache = env.get("MOEGGUF_VRAM_CACHE", "").strip()
-    placement = env.get("MOEGGUF_PLACEMENT", "").strip().lower() or "auto"
-    if placement not in PLACEMENTS:
-        raise OptionError(f"MOEGGUF_PLACEMENT is none of {', '.join(PLACEMENTS)}, but {placement[:60]!r}.")
-    misses = env.get("MOEGGUF_MISSES", "").strip().lower() or "fetch"
-    if misses not in MISSES:
-        raise OptionError(f"MOEGGUF_MISSES is none of {', '.join(MISSES)}, but {misses[:60]!r}.")
-    budgets = [("EXPERT", cache), *(("VRAM", part) for part in (vram_cache or "auto").split(","))]  # one per device
-    for name, budget in budgets:
-        try:
-            parse_expert_cache(budget)
-        except BudgetError as error:
-            raise BudgetError(f"MOEGGUF_{name}_CACHE: {error}") from None
-    trial = env.get("MOEGGUF_TRIAL_LOAD", "").strip().lower() or "1"
-    if trial not in _SWITCH and trial != "again":
-        raise OptionError(f"MOEGGUF_TRIAL_LOAD must be 0, 1 or 'again', but is {trial[:60]!r}.")
-    library, models, home = (env.get(f"MOEGGUF_{name}", "") for name in ("LIBRARY", "MODELS", "HOME"))
-    return Environment(
-        hooks=_SWITCH[hooks],
-        expert_cache=cache,
-        warm_start=_SWITCH[warm_start],
-        vram_cache=vram_cache,
-        placement=placement,
-        policy=env.get("MOEGGUF_POLICY", "").strip() or "auto",
-        misses=misses,
-        system=env.get("MOEGGUF_SYSTEM", "").strip(),
-        library=Path(library).expanduser() if library else None,
-        models=Path(models).expanduser() if models else None,
-        home=Path(home).expanduser() if home else None,
-        trial_load="again" if trial == "again" else "on" if _SWITCH[trial] else "off",
-    )
+    return Environment(**_read(Environment, ("MOEGGUF_",), environ))
 
 
-def parse_misses(text: str) -> str:
-    """One of `MISSES`. Raises OptionError."""
-    if text not in MISSES:
-        raise OptionError(f"misses={text[:60]!r} is none of {', '.join(MISSES)}.")
+def hand_to_workers(given: Mapping[str, str | bool]) -> None:
+    """Has this process, and those that it starts, find options in the environment."""
+    for name, value in given.items():
+        os.environ[f"MOEGGUF_{OPTIONS[name].variable}"] = str(int(value)) if isinstance(value, bool) else value
+
+
+def parse_choice(name: str, text: str) -> str:
+    """One of the option's choices. Raises OptionError."""
+    if text not in (choices := OPTIONS[name].choices):
+        raise OptionError(f"{name}={text[:60]!r} is none of {', '.join(choices)}.")
     return text
 
 
@@ -194,19 +150,10 @@ def _is_ipv6(text: str) -> bool:
         return False
 
 
-SCHEDULES = ("fifo", "expertflow", "auto")  # which of the sequences that run compute in a step
-
-
 @dataclass(frozen=True)
 class Settings:
-    """Options of the server. Durations in seconds, `math.inf` without a limit; None: chosen where it is used.
-
-    `memory_bytes`: of all loaded models together. `max_models`: most models loaded; None: as many as fit. `max_queue`:
-    most requests waiting. `n_parallel`: requests that a model answers at once. `kv_tokens`: of context that these
-    have together. `schedule`: which of them compute in a step (`SCHEDULES`). `load_timeout_s`: a load fails after this
-    time without a read. `api_key` is not in the repr. `trusted`: networks whose clients need no key. `batch_parallel`:
-    most requests of a batch at once. `batch_window_s`: a batch that takes longer expires. `upload_bytes`,
-    `storage_bytes`: of one uploaded file, and of all stored files.
+    """Options of the server, as `options` describes them. Durations in seconds, `math.inf` without a limit; None:
+    chosen where it is used. `api_key` is not in the repr.
     """
 
     host: Host = field(default_factory=Host)
@@ -217,7 +164,7 @@ class Settings:
     max_queue: int = 512
     n_parallel: int = 1
     kv_tokens: int | None = None
-    schedule: str = SCHEDULES[0]
+    schedule: str = "fifo"
     load_timeout_s: float = 300.0
     kv_cache_type: str = "f16"
     flash_attention: bool | None = None
@@ -232,90 +179,90 @@ class Settings:
     storage_bytes: int = 10 << 30
 
 
-class _Variables:
-    """Reads variables by their name after MOEGGUF_ or OLLAMA_; empty counts as unset."""
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        self.environ = environ
-
-    def find(self, name: str) -> tuple[str, str]:
-        """(full name, value) of the first that is set; an empty value when none is."""
-        for full in (f"MOEGGUF_{name}", f"OLLAMA_{name}"):
-            if text := self.environ.get(full, "").strip().strip("\"'"):
-                return full, text
-        return f"MOEGGUF_{name}", ""
-
-    def read(self, name: str, parse: Callable[[str], Value], default: Default) -> Value | Default:
-        full, text = self.find(name)
-        try:
-            return parse(text) if text else default
-        except (ValueError, OptionError) as error:
-            raise OptionError(f"{full}: {error}") from None
-
-
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     """The settings in `environ` (default: the process's).
 
     Raises OptionError, naming the variable, for a value that cannot be read.
     """
-    read = _Variables(os.environ if environ is None else environ).read
-    return Settings(
-        host=read("HOST", parse_host, Host()),
-        keep_alive_s=read("KEEP_ALIVE", parse_duration, Settings.keep_alive_s),
-        origins=read("ORIGINS", _comma_separated, ()),
-        n_ctx=read("CONTEXT_LENGTH", _whole(0, MAX_CONTEXT_TOKENS), 0) or None,
-        max_models=read("MAX_LOADED_MODELS", _whole(0, 1024), 0) or None,
-        max_queue=read("MAX_QUEUE", _whole(0, 1_000_000), Settings.max_queue),
-        n_parallel=read("NUM_PARALLEL", _whole(0, MAX_PARALLEL), 0) or Settings.n_parallel,
-        kv_tokens=read("KV_TOKENS", _whole(0, MAX_KV_TOKENS), 0) or None,
-        schedule=read("SCHEDULE", parse_schedule, Settings.schedule),
-        load_timeout_s=read("LOAD_TIMEOUT", parse_duration, Settings.load_timeout_s) or math.inf,
-        kv_cache_type=read("KV_CACHE_TYPE", parse_kv_cache_type, Settings.kv_cache_type),
-        flash_attention=read("FLASH_ATTENTION", _switch, None),
-        memory_bytes=read("MEMORY", parse_size, None),
-        debug=read("DEBUG", _level, False),
-        history=not read("NOHISTORY", _switch, False),
-        api_key=read("API_KEY", str, None),
-        trusted=read("TRUST_NETWORK", parse_networks, ()),
-        batch_parallel=read("BATCH_PARALLEL", _whole(1, MAX_BATCH_PARALLEL), Settings.batch_parallel),
-        batch_window_s=read("BATCH_WINDOW", parse_duration, Settings.batch_window_s),
-        upload_bytes=read("UPLOAD_LIMIT", parse_size, Settings.upload_bytes),
-        storage_bytes=read("STORAGE_LIMIT", parse_size, Settings.storage_bytes),
-    )
+    return Settings(**_read(Settings, ("MOEGGUF_", "OLLAMA_"), environ))
+
+
+def _read(kind: type[Environment] | type[Settings], prefixes: Sequence[str], environ: Mapping[str, str] | None) -> Any:
+    """{field of `kind`: value} of the variables that are set; empty counts as unset, and quotes are taken off."""
+    env = os.environ if environ is None else environ
+    found = {}
+    for option in (OPTIONS[each.name] for each in fields(kind)):
+        texts = ((prefix + option.variable, env.get(prefix + option.variable, "")) for prefix in prefixes)
+        texts_set = ((name, stripped) for name, text in texts if (stripped := text.strip().strip("\"'")))
+        name, text = next(texts_set, (f"MOEGGUF_{option.variable}", ""))
+        text = text or old_variable(env, option.variable)
+        if text and not (option.zero_is_default and text.strip("0") == ""):
+            found[option.name] = parse_option(option.name, text, name)
+    return found
+
+
+def parse_option(name: str, text: str, source: str) -> Any:
+    """The value of an option in `text`. Raises OptionError or BudgetError, naming `source`, a flag or variable."""
+    option = OPTIONS[name]
+    try:
+        return _PARSERS[option.kind](option, text)
+    except BudgetError as error:
+        raise BudgetError(f"{source}: {error}") from None
+    except (ValueError, OptionError) as error:
+        raise OptionError(f"{source}: {error}") from None
 
 
 def _comma_separated(text: str) -> tuple[str, ...]:
     return tuple(item for part in text.split(",") if (item := part.strip()))
 
 
-def _whole(least: int, most: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not re.fullmatch(r"\d{1,12}", text, re.ASCII) or not least <= int(text) <= most:
-            raise OptionError(f"{text[:60]!r} is not a whole number from {least} to {most}.")
-        return int(text)
-
-    return parse
+def _whole(option: Option, text: str) -> int:
+    least, most = option.least or 0, option.most or 1 << 31
+    if not re.fullmatch(r"\d{1,12}", text, re.ASCII) or not least <= int(text) <= most:
+        raise OptionError(f"{text[:60]!r} is not a whole number from {least:.0f} to {most:.0f}.")
+    return int(text)
 
 
-def _switch(text: str) -> bool:
+def _switch(_: Option, text: str) -> bool:
     if text.lower() not in _SWITCH:
         raise OptionError(f"{text[:60]!r} is neither on nor off; give 1 or 0.")
     return _SWITCH[text.lower()]
 
 
-def _level(text: str) -> bool:
-    return int(text) > 0 if re.fullmatch(r"-?\d{1,3}", text, re.ASCII) else _switch(text)
+def _level(option: Option, text: str) -> bool:
+    return int(text) > 0 if re.fullmatch(r"-?\d{1,3}", text, re.ASCII) else _switch(option, text)
 
 
-def parse_schedule(text: str) -> str:
-    """One of `SCHEDULES`. Raises OptionError."""
-    if text not in SCHEDULES:
-        raise OptionError(f"there is no schedule {text[:60]!r}; known are {', '.join(SCHEDULES)}.")
+def _trial(option: Option, text: str) -> str:
+    return "again" if text.lower() == "again" else "on" if _switch(option, text) else "off"
+
+
+def _choice(option: Option, text: str) -> str:
+    if text.lower() not in option.choices:
+        raise OptionError(f"{text[:60]!r} is none of {', '.join(option.choices)}.")
+    return text.lower()
+
+
+def _budgets(_: Option, text: str) -> str:
+    for part in text.split(","):  # one per device
+        parse_expert_cache(part)
     return text
 
 
-def parse_kv_cache_type(text: str) -> str:
-    """The type of a KV cache named by `text`, in lower case. Raises OptionError."""
-    if text.lower() not in KV_CACHE_TYPES:
-        raise OptionError(f"{text[:60]!r} is not a type of the KV cache; accepted: {', '.join(KV_CACHE_TYPES)}.")
-    return text.lower()
+_PARSERS: dict[Kind, Callable[[Option, str], Any]] = {
+    "text": lambda _, text: text,
+    "budget": _budgets,
+    "size": lambda _, text: parse_size(text),
+    "duration": lambda _, text: parse_duration(text),
+    "timeout": lambda _, text: parse_duration(text) or math.inf,
+    "whole": _whole,
+    "switch": _switch,
+    "off switch": lambda option, text: not _switch(option, text),
+    "level": _level,
+    "trial": _trial,
+    "choice": _choice,
+    "address": lambda _, text: parse_host(text),
+    "networks": lambda _, text: parse_networks(text),
+    "list": lambda _, text: _comma_separated(text),
+    "path": lambda _, text: Path(text).expanduser(),
+}

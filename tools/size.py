@@ -17,11 +17,11 @@ SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html")
 VENDORED = ("moegguf/server/static/vendor/",)  # libraries with a licence of their own: not counted
 GOALS = {"moegguf": 46_000, "tests": 34_000, "tools + predictors": 14_000}
 LIMITS = {
-    "moegguf": 900,
+    "moegguf": 1_130,
     "moegguf/bench": 1_300,
     "moegguf/chat": 1_600,
-    "moegguf/cli": 3_600,
-    "moegguf/controller": 4_300,
+    "moegguf/cli": 3_330,
+    "moegguf/controller": 3_830,
     "moegguf/engine": 7_400,
     "moegguf/generate": 4_800,
     "moegguf/gguf": 2_000,
@@ -31,7 +31,7 @@ LIMITS = {
     "moegguf/serving": 5_400,
     "moegguf/terminal": 1_900,
     "moegguf/trace": 2_300,
-    "predictors": 5_600,
+    "predictors": 5_920,
     "tests": 46_000,
     "tools": 5_300,
 }

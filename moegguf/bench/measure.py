@@ -26,7 +26,7 @@ import numpy as np
 from moegguf.bench.memory_limit import die_with_parent
 from moegguf.bench.rows import imitated_routing
 from moegguf.bench.spec import Spec, Test
-from moegguf.controller.systems import find_system
+from moegguf.controller.strategies import find_strategy
 from moegguf.engine.llama import Llama
 from moegguf.engine.machine import read_machine
 from moegguf.engine.stats import Stats
@@ -106,9 +106,9 @@ def load(spec: Spec) -> Llama:
         vram_cache=spec.vram_cache,
         placement=spec.placement,
         misses=spec.misses,
-        system=spec.decided_by,
+        strategy=spec.strategy,
         store=StoreOptions(
-            **find_system(spec.decided_by).switches | spec.store | {"repack": spec.repack, "device": device}
+            **find_strategy(spec.strategy).switches | spec.store | {"repack": spec.repack, "device": device}
         ),
         policy=spec.policy,
         predictor=spec.predictor,

@@ -15,20 +15,19 @@ from typing import Any
 from moegguf.bench.memory_limit import LimitError, drop_page_cache, make_group, memory_limit
 from moegguf.bench.spec import SYSTEMS, Spec
 from moegguf.child import child_command, child_environment
-from moegguf.controller.systems import OWN, find_system
-from moegguf.controller.systems import SYSTEMS as SYSTEMS_BY_NAME
+from moegguf.controller.strategies import OWN, STRATEGIES, find_strategy
 from moegguf.engine.machine import read_memory
 from moegguf.engine.memory import MARGIN_BYTES, memory_needs
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.reader import ggml_type
 from moegguf.native.store import STAGING_TENSORS
-from moegguf.settings import MISSES, PLACEMENTS
+from moegguf.options import MISSES, PLACEMENTS
 
 KILLED = "killed by the memory limit"
 _KERNELS = {"plain": False, "repacked": True}
 
-DECIDING = [name for name in SYSTEMS_BY_NAME if name != OWN]  # "moegguf" is the program
+DECIDING = [name for name in STRATEGIES if name != OWN]  # "moegguf" is the program
 
 # One feature off. ProMoE's early preemption has two parts: misses are read before all prefetches ("no-demand-first"),
 # and stale prefetches of the layer are dropped ("no-dropping"). Its reordered inference is computing by expert, those
@@ -42,7 +41,7 @@ WITHOUT: dict[str, dict[str, Any]] = {
 }
 
 # ProMoE's ablation (figures 13 and 14) adds feature after feature to an LRU cache that waits for a layer's experts (the
-# system "none"): prefetching alone, in chunks, with early preemption. Reordered inference makes it whole.
+# strategy "none"): prefetching alone, in chunks, with early preemption. Reordered inference makes it whole.
 STEPS: dict[str, dict[str, Any]] = {
     "step-prefetch": {"store": dict.fromkeys(("chunked", "demand_first", "preempt", "overlap"), False)},
     "step-chunks": {"store": dict.fromkeys(("demand_first", "preempt", "overlap"), False)},
@@ -103,15 +102,15 @@ def resident_bytes(layout: ExpertLayout, spec: Spec) -> int:
 
 def compared_system(name: str, base: Spec, layout: ExpertLayout, limit_bytes: int | None) -> BenchedSystem:
     """The system that `--against` names: "mmap", "resident", "moegguf", each also "-plain", "-repacked"; or of
-    VARIANTS, PLACED or MISSED, or of `controller.systems`, as a whole.
+    VARIANTS, PLACED or MISSED, or of `controller.strategies`, as a whole.
 
     Repacked weights are a copy in memory. "mmap" is llama.cpp's default, which repacks; when that copy does not fit,
     the weights stay in the file instead, as the default would be killed. Raises OptionError for another name.
     """
     if name in DECIDING:
-        store = {key: value for key, value in base.store.items() if key not in find_system(name).switches}
+        store = {key: value for key, value in base.store.items() if key not in find_strategy(name).switches}
         return BenchedSystem(
-            name, replace(base, decided_by=name, policy="auto", predictor=None, prefetch=None, store=store)
+            name, replace(base, strategy=name, policy="auto", predictor=None, prefetch=None, store=store)
         )
     if name in PLACED:
         return BenchedSystem(name, replace(base, placement=PLACED[name]))
@@ -149,7 +148,7 @@ def make_systems(
     """The systems of one group of settings: moegguf with each budget, then those of `against`. Raises OptionError."""
     layout = read_layout(base.model)
     kernels = "" if base.repack else "no repack"
-    own = [BenchedSystem(base.decided_by, replace(base, expert_cache=cache), kernels, True) for cache in expert_caches]
+    own = [BenchedSystem(base.strategy, replace(base, expert_cache=cache), kernels, True) for cache in expert_caches]
     return own + [compared_system(name, own[0].spec, layout, limit_bytes) for name in against]
 
 

@@ -10,7 +10,7 @@ from moegguf.engine.plan import parse_placement
 from moegguf.errors import OptionError
 from moegguf.gguf.reader import ggml_type
 from moegguf.quantities import parse_link
-from moegguf.settings import parse_misses
+from moegguf.settings import parse_choice
 
 SYSTEMS = ("moegguf", "mmap", "resident")
 FEEDS = ("random", "text", "greedy")
@@ -36,7 +36,7 @@ class Spec:
     """The options of one process.
 
     system: "moegguf", or llama.cpp itself: "mmap" (the file is mapped) or "resident" (every weight is read into
-    memory). decided_by: a name of controller.systems; policy, predictor, prefetch and store replace parts of it.
+    memory). strategy: a name of controller.strategies; policy, predictor, prefetch and store replace parts of it.
     repack: weights in the layout of the CPU's fastest kernels. feed: random tokens as in llama-bench, the tokens of
     `text`, or the model's own (greedy) after n_depth tokens of either. warm_start: begin with what earlier runs used,
     and remember what this one uses.
@@ -59,7 +59,7 @@ class Spec:
     type_v: str = "f16"
     flash_attn: str = "auto"
     store: dict[str, Any] = field(default_factory=dict)
-    decided_by: str = "moegguf"
+    strategy: str = "moegguf"
     policy: str = "auto"
     predictor: str | None = None
     prefetch: bool | None = None
@@ -87,7 +87,7 @@ class Spec:
         if self.placement is not None:
             parse_placement(self.placement)
         if self.misses is not None:
-            parse_misses(self.misses)
+            parse_choice("misses", self.misses)
         for name in ("repetitions", "n_threads", "n_batch", "n_ubatch"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{name} is {getattr(self, name)}, but must be at least 1.")

@@ -13,8 +13,9 @@ import typer
 from moegguf.cli import model_commands, server_commands
 from moegguf.cli.batch import batch
 from moegguf.cli.bench import bench
+from moegguf.cli.options import Command
 from moegguf.cli.run import RunCommand, run
-from moegguf.cli.serve import serve
+from moegguf.cli.serve import ServeCommand, serve
 from moegguf.cli.top import top
 from moegguf.cli.trace import trace
 from moegguf.terminal.messages import run_with_exit_code
@@ -48,9 +49,9 @@ def root(
 
 
 app.command(cls=RunCommand)(run)
-app.command(short_help="Answer a file of requests.")(batch)
-app.command()(serve)
-app.command("start", hidden=True)(serve)
+app.command(cls=Command, short_help="Answer a file of requests.")(batch)
+app.command(cls=ServeCommand)(serve)
+app.command("start", cls=ServeCommand, hidden=True)(serve)
 app.command()(model_commands.pull)
 app.command("list")(model_commands.list_models)
 app.command("ls", hidden=True)(model_commands.list_models)
@@ -63,9 +64,9 @@ app.command()(server_commands.ps)
 app.command()(server_commands.stop)
 app.command()(server_commands.budget)
 app.command()(top)
-app.command()(model_commands.estimate)
+app.command(cls=Command)(model_commands.estimate)
 app.command()(model_commands.doctor)
-app.command(short_help="Measure speed, hit rate, bytes and stalls.")(bench)
+app.command(cls=Command, short_help="Measure speed, hit rate, bytes and stalls.")(bench)
 app.add_typer(trace)
 
 

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
-from moegguf.cli.options import Cache, System
+from moegguf.cli.options import OFTEN, Given, flags, hand_to_workers, panel
 from moegguf.errors import BatchFileError, MoeggufError
-from moegguf.settings import MAX_BATCH_PARALLEL, MAX_CONTEXT_TOKENS, MAX_KV_TOKENS
+from moegguf.options import MAX_BATCH_PARALLEL, MAX_CONTEXT_TOKENS, MAX_KV_TOKENS, MEMORY, MODEL, TO_WORKERS
 from moegguf.terminal.loading import find_or_pull
 from moegguf.terminal.messages import EXIT_FAILURE, EXIT_INTERRUPTED, print_message
 
@@ -74,11 +74,12 @@ Parallel = Annotated[
 ]
 Context = Annotated[
     int | None,
-    typer.Option("--ctx", "-c", min=1, max=MAX_CONTEXT_TOKENS, metavar="TOKENS", help="Context size of each model."),
+    panel(OFTEN, "--ctx", "-c", min=1, max=MAX_CONTEXT_TOKENS, metavar="TOKENS", help="Context size of each model."),
 ]
 KvTokens = Annotated[
     int | None,
-    typer.Option(
+    panel(
+        MEMORY,
         "--kv-tokens",
         min=1,
         max=MAX_KV_TOKENS,
@@ -89,23 +90,25 @@ KvTokens = Annotated[
 ]
 Local = Annotated[
     bool,
-    typer.Option(
+    panel(
+        MODEL,
         "--local",
-        help="Load models here even when a server runs; --expert-cache, --system, --ctx, --kv-tokens imply it.",
+        help="Load models here even when a server runs; options of loading imply it.",
     ),
 ]
 
 
+@flags(*TO_WORKERS)
 def batch(
     requests: RequestFile,
     output: Output = None,
     model: DefaultModel = None,
     parallel: Parallel = None,
-    expert_cache: Cache = None,
-    system: System = None,
     ctx: Context = None,
     kv_tokens: KvTokens = None,
     local: Local = False,
+    *,
+    given: Given,
 ) -> int:
     """Answer a file of requests in OpenAI's batch format.
 
@@ -116,8 +119,8 @@ def batch(
     from moegguf.settings import read_settings
 
     settings = read_settings()
-    here = local or any(option is not None for option in (expert_cache, system, ctx, kv_tokens))
-    _set_environment(expert_cache, system)
+    here = local or bool(given) or ctx is not None or kv_tokens is not None
+    hand_to_workers(given)
     target = output_path(requests, output)
     with open_requests(requests, model) as found:
         if target is not None and (done := finished(target, found)):
@@ -136,18 +139,6 @@ def batch(
             chosen = replace(settings, n_parallel=max(1, n_together), n_ctx=n_ctx, kv_tokens=kv_tokens)
             answering = answers_of_models_here(chosen)
         return Run(found, target, n_at_once).to_end(answering)
-
-
-def _set_environment(expert_cache: str | None, system: str | None) -> None:
-    """Sets what the workers read. Raises BudgetError, OptionError."""
-    from moegguf.controller.systems import find_system
-    from moegguf.quantities import parse_expert_cache
-
-    if expert_cache is not None:
-        parse_expert_cache(expert_cache)
-        os.environ["MOEGGUF_EXPERT_CACHE"] = expert_cache
-    if system is not None:
-        os.environ["MOEGGUF_SYSTEM"] = find_system(system).name
 
 
 def output_path(requests: str, output: str | None) -> Path | None:

@@ -1,4 +1,4 @@
-"""`moegguf bench`: its flags, which are llama-bench's where that has them, and running the systems they name."""
+"""`moegguf bench`: its flags, which are llama-bench's where that has them, and running what they name."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moegguf.cli.options import hub_name
+from moegguf.cli.options import OFTEN, Given, flags, hub_name, panel
 from moegguf.errors import OptionError
+from moegguf.options import MEMORY, MODEL, OUTPUT, RESEARCH, SAMPLING
 from moegguf.quantities import parse_expert_cache, parse_size
 
 if TYPE_CHECKING:
@@ -20,43 +21,32 @@ if TYPE_CHECKING:
     from moegguf.bench.spec import Spec
 
 
-def _option(panel: str, *names: str, help: str = "", **settings: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=panel, **settings)
-
-
-def _test(*names: str, help: str = "", **settings: Any) -> Any:
-    return _option("Tests", *names, help=help, **settings)
-
-
-def _setting(*names: str, help: str = "", **settings: Any) -> Any:
-    return _option("Settings (several values with commas)", *names, help=help, **settings)
-
-
-def _versus(*names: str, help: str = "", **settings: Any) -> Any:
-    return _option("Comparison and output", *names, help=help, **settings)
-
-
 Values = list[str]
 
 Models = Annotated[
     Values,
-    _test(
+    panel(
+        OFTEN,
         "-m", "--model", metavar="MODEL", help="GGUF file (the first one of a split model) or a name; may be repeated."
     ),
 ]
 HubModels = Annotated[
-    Values, _test("-hf", "--hf-repo", metavar="USER/REPOSITORY[:QUANT]", help="The same, pulled from Hugging Face.")
+    Values,
+    panel(MODEL, "-hf", "--hf-repo", metavar="USER/REPOSITORY[:QUANT]", help="The same, pulled from Hugging Face."),
 ]
-Prompts = Annotated[Values, _test("-p", "--n-prompt", metavar="N,...", help="Tokens of a prompt.")]
-Gens = Annotated[Values, _test("-n", "--n-gen", metavar="N,...", help="Tokens to generate.")]
-Pairs = Annotated[Values, _test("-pg", metavar="PP,TG", help="A prompt and a generation in one test.")]
-Depths = Annotated[Values, _test("-d", "--n-depth", metavar="N,...", help="Tokens before the test, not timed.")]
+Prompts = Annotated[Values, panel(OFTEN, "-p", "--n-prompt", metavar="N,...", help="Tokens of a prompt.")]
+Gens = Annotated[Values, panel(OFTEN, "-n", "--n-gen", metavar="N,...", help="Tokens to generate.")]
+Pairs = Annotated[Values, panel(SAMPLING, "-pg", metavar="PP,TG", help="A prompt and a generation in one test.")]
+Depths = Annotated[
+    Values, panel(SAMPLING, "-d", "--n-depth", metavar="N,...", help="Tokens before the test, not timed.")
+]
 Repetitions = Annotated[
-    int, _test("-r", "--repetitions", metavar="N", min=1, help="Times each test runs in a process.")
+    int, panel(OFTEN, "-r", "--repetitions", metavar="N", min=1, help="Times each test runs in a process.")
 ]
 Text = Annotated[
     Path | None,
-    _test(
+    panel(
+        SAMPLING,
         "--text",
         metavar="FILE",
         exists=True,
@@ -65,30 +55,29 @@ Text = Annotated[
     ),
 ]
 Greedy = Annotated[
-    bool, _test("--greedy", help="Generate the likeliest token instead of random ones; set a prompt length with -d.")
+    bool,
+    panel(SAMPLING, "--greedy", help="Generate the likeliest token, not random ones; set a prompt length with -d."),
 ]
-Seed = Annotated[int, _test("--seed", metavar="N", min=0, help="Of the random tokens.")]
-NoWarmup = Annotated[bool, _test("--no-warmup", help="No untimed run before each test.")]
-Delay = Annotated[float, _test("--delay", metavar="SECONDS", min=0, help="Seconds before each test.")]
+Seed = Annotated[int, panel(SAMPLING, "--seed", metavar="N", min=0, help="Of the random tokens.")]
+NoWarmup = Annotated[bool, panel(SAMPLING, "--no-warmup", help="No untimed run before each test.")]
+Delay = Annotated[float, panel(SAMPLING, "--delay", metavar="SECONDS", min=0, help="Seconds before each test.")]
 
-Batches = Annotated[Values, _setting("-b", "--batch-size", metavar="N,...", help="Tokens of one call.")]
-Ubatches = Annotated[Values, _setting("-ub", "--ubatch-size", metavar="N,...", help="Tokens of one pass.")]
-TypesK = Annotated[Values, _setting("-ctk", "--cache-type-k", metavar="TYPE,...", help="Type of the K cache.")]
-TypesV = Annotated[Values, _setting("-ctv", "--cache-type-v", metavar="TYPE,...", help="Type of the V cache.")]
+Batches = Annotated[Values, panel(MODEL, "-b", "--batch-size", metavar="N,...", help="Tokens of one call.")]
+Ubatches = Annotated[Values, panel(MODEL, "-ub", "--ubatch-size", metavar="N,...", help="Tokens of one pass.")]
+TypesK = Annotated[Values, panel(MEMORY, "-ctk", "--cache-type-k", metavar="TYPE,...", help="Type of the K cache.")]
+TypesV = Annotated[Values, panel(MEMORY, "-ctv", "--cache-type-v", metavar="TYPE,...", help="Type of the V cache.")]
 Threads = Annotated[
-    Values, _setting("-t", "--threads", metavar="N,...", help="Default: the processors this process may use.")
+    Values, panel(MODEL, "-t", "--threads", metavar="N,...", help="Default: the processors this process may use.")
 ]
-GpuLayers = Annotated[Values, _setting("-ngl", "--n-gpu-layers", metavar="N,...", help="Layers on a GPU; -1: all.")]
-FlashAttn = Annotated[Values, _setting("-fa", "--flash-attn", metavar="on|off|auto", help="on, off or auto.")]
+GpuLayers = Annotated[Values, panel(MODEL, "-ngl", "--n-gpu-layers", metavar="N,...", help="Layers on a GPU; -1: all.")]
+FlashAttn = Annotated[Values, panel(MODEL, "-fa", "--flash-attn", metavar="on|off|auto", help="on, off or auto.")]
 Caches = Annotated[
-    Values, _setting("--expert-cache", metavar="BUDGET,...", help='Memory for experts: "auto", "4GiB", "50%".')
-]
-VramCache = Annotated[
-    str | None, _setting("--vram-cache", metavar="BUDGET", help="Memory of a GPU for experts, as in `moegguf run`.")
+    Values, panel(OFTEN, "--expert-cache", metavar="BUDGET,...", help='Memory for experts: "auto", "4GiB", "50%".')
 ]
 Placement = Annotated[
     str,
-    _setting(
+    panel(
+        MEMORY,
         "--placement",
         metavar="WHERE,...",
         help="What goes into that memory: auto, layers, slots or cpu; the others alternate with the first as by"
@@ -97,24 +86,26 @@ Placement = Annotated[
 ]
 Misses = Annotated[
     str,
-    _setting(
+    panel(
+        MEMORY,
         "--misses",
         metavar="HOW,...",
         help="Experts that the GPU lacks: fetch, or compute (on the CPU where that is faster; not exact); the others"
         " alternate with the first as by --against.",
     ),
 ]
-Readers = Annotated[int, _setting("--readers", metavar="N", min=1, help="Threads that read experts.")]
+Readers = Annotated[int, panel(RESEARCH, "--readers", metavar="N", min=1, help="Threads that read experts.")]
 NoRepack = Annotated[
     bool,
-    _setting("--no-repack", help="Do not repack experts for faster kernels."),
+    panel(RESEARCH, "--no-repack", help="Do not repack experts for faster kernels."),
 ]
-NoOverlap = Annotated[bool, _setting("--no-overlap", help="Wait for all of an expert before computing with it.")]
-NoSweep = Annotated[bool, _setting("--no-sweep", help="Do not fetch the next layer ahead during a prompt.")]
-NoDirect = Annotated[bool, _setting("--no-direct", help="Read experts through the page cache.")]
+NoOverlap = Annotated[bool, panel(RESEARCH, "--no-overlap", help="Wait for all of an expert before computing with it.")]
+NoSweep = Annotated[bool, panel(RESEARCH, "--no-sweep", help="Do not fetch the next layer ahead during a prompt.")]
+NoDirect = Annotated[bool, panel(RESEARCH, "--no-direct", help="Read experts through the page cache.")]
 SimulateLink = Annotated[
     str | None,
-    _setting(
+    panel(
+        RESEARCH,
         "--simulate-link",
         metavar="BANDWIDTH[,LATENCY]",
         help='Put layers and slots on a device of this machine\'s own, behind such a link in real time: "24GB/s,35us".',
@@ -122,7 +113,8 @@ SimulateLink = Annotated[
 ]
 SimulateThreads = Annotated[
     int,
-    _setting(
+    panel(
+        RESEARCH,
         "--simulate-threads",
         metavar="N",
         min=0,
@@ -131,25 +123,19 @@ SimulateThreads = Annotated[
     ),
 ]
 
-System = Annotated[
+Strategy = Annotated[
     str,
-    _setting(
-        "--system",
+    panel(
+        RESEARCH,
+        "--strategy",
         metavar="NAME,...",
         help="What decides on experts, as in `moegguf run`; the others alternate with the first as by --against.",
     ),
 ]
-Policy = Annotated[
-    str,
-    _setting("--policy", metavar="NAME", help="Eviction policy, as in `moegguf run`, or auto: the system's."),
-]
-Predictor = Annotated[str | None, _setting("--predictor", metavar="NAME", help="Expert predictor, or none.")]
-Prefetch = Annotated[
-    bool | None, _setting("--prefetch/--no-prefetch", help="Fetch predicted experts ahead while that saves time.")
-]
 WarmStart = Annotated[
     bool,
-    _setting(
+    panel(
+        MEMORY,
         "--warm-start/--no-warm-start",
         help="Begin with the experts that earlier runs used most; remember this one's, also of random tokens.",
     ),
@@ -157,26 +143,26 @@ WarmStart = Annotated[
 
 Against = Annotated[
     Values,
-    _versus(
+    panel(
+        OFTEN,
         "--against",
         metavar="SYSTEMS",
-        help="Alternate with llama.cpp itself (mmap, resident; the suffix -plain or -repacked chooses kernels), or"
-        " with what decides in another system: none, lru, moe-infinity, promoe, expertflow, duoserve; or with the first"
-        " system without one feature, or with some of ProMoE's only (a wrong name lists them all).",
+        help="Alternate with llama.cpp itself (mmap, resident; the suffix -plain or -repacked chooses kernels), another"
+        " strategy, or the first system without one feature; a wrong name lists them all.",
     ),
 ]
 Rounds = Annotated[
-    int | None, _versus("--rounds", metavar="N", min=1, help="Rounds; default 3 with --against, else 1.")
+    int | None, panel(RESEARCH, "--rounds", metavar="N", min=1, help="Rounds; default 3 with --against, else 1.")
 ]
 MemoryLimit = Annotated[
-    str | None, _versus("--memory-limit", metavar="SIZE", help="Run each system in a memory cgroup of this size.")
+    str | None, panel(MEMORY, "--memory-limit", metavar="SIZE", help="Run each system in a memory cgroup of this size.")
 ]
-RequireLimit = Annotated[bool, _versus("--require-limit", help="Fail where no such cgroup can be made.")]
+RequireLimit = Annotated[bool, panel(MEMORY, "--require-limit", help="Fail where no such cgroup can be made.")]
 KeepPageCache = Annotated[
-    bool, _versus("--keep-page-cache", help="Do not drop the file from the page cache before each run.")
+    bool, panel(MEMORY, "--keep-page-cache", help="Do not drop the file from the page cache before each run.")
 ]
-Output = Annotated[str, _versus("-o", "--output", metavar="FORMAT", help="md, json, jsonl, csv or sql.")]
-Verbose = Annotated[bool, _versus("-v", "--verbose", help="Show llama.cpp's own messages.")]
+Output = Annotated[str, panel(OFTEN, "-o", "--output", metavar="FORMAT", help="md, json, jsonl, csv or sql.")]
+Verbose = Annotated[bool, panel(OUTPUT, "-v", "--verbose", help="Show llama.cpp's own messages.")]
 
 _RANGE = re.compile(r"(-?\d{1,9})(?:-(\d{1,9})(?:([+*])(\d{1,9}))?)?")
 
@@ -228,6 +214,7 @@ def parse_tests(
     return [(p, n, d) for d, (p, n) in itertools.product(parse_ints(n_depth, "-d"), shapes)]
 
 
+@flags("vram_cache", "policy", "predictor", "prefetch")
 def bench(
     model: Models = [],
     hf_repo: HubModels = [],
@@ -254,15 +241,11 @@ def bench(
     no_overlap: NoOverlap = False,
     no_sweep: NoSweep = False,
     no_direct: NoDirect = False,
-    vram_cache: VramCache = None,
     placement: Placement = "",
     misses: Misses = "",
     simulate_link: SimulateLink = None,
     simulate_threads: SimulateThreads = 0,
-    system: System = "moegguf",
-    policy: Policy = "auto",
-    predictor: Predictor = None,
-    prefetch: Prefetch = None,
+    strategy: Strategy = "moegguf",
     warm_start: WarmStart = False,
     against: Against = [],
     rounds: Rounds = None,
@@ -271,95 +254,95 @@ def bench(
     keep_page_cache: KeepPageCache = False,
     output: Output = "md",
     verbose: Verbose = False,
+    *,
+    given: Given,
 ) -> None:
     """Measure prompt and generation speed, hit rate, bytes, stalls and the share of the link's bound.
 
     Takes llama-bench's flags and prints its formats. `--against mmap,resident` alternates with llama.cpp itself.
     """
-    flags = dict(locals())
+    chosen = dict(locals())
     from moegguf.cli.bench_format import FORMATS
 
     if output not in FORMATS:
         raise OptionError(f"-o takes {', '.join(FORMATS)}, but not {output!r}.")
-    flags["system"], *beside = _systems(system)
+    chosen["strategy"], *beside = _strategies(strategy)
     placed = split([placement])
-    flags["placement"] = placed[0] if placed else None
+    chosen["placement"] = placed[0] if placed else None
     missed = split([misses])
-    flags["misses"] = missed[0] if missed else None
+    chosen["misses"] = missed[0] if missed else None
     replaced = [*(f"placed-{name}" for name in placed[1:]), *(f"misses-{name}" for name in missed[1:])]
     others = list(dict.fromkeys([*beside, *replaced, *split(against)]))
-    groups = _groups(flags, others, limit := _limit(memory_limit, require_limit))
+    groups = _groups(chosen, others, limit := _limit(memory_limit, require_limit))
     rows = _measure(groups, rounds or (3 if others else 1), limit, not keep_page_cache)
     typer.echo(FORMATS[output](rows), nl=False)
-    if any(row["error"] and row["system"] == flags["system"] for row in rows):
+    if any(row["error"] and row["system"] == chosen["strategy"] for row in rows):
         raise typer.Exit(1)
 
 
-def _systems(names: str) -> list[str]:
+def _strategies(names: str) -> list[str]:
     """The names in the option, moegguf first where it is among them. Raises OptionError."""
-    from moegguf.controller.systems import OWN, find_system
+    from moegguf.controller.strategies import OWN, find_strategy
 
-    found = [find_system(name).name for name in split([names]) or [""]]
+    found = [find_strategy(name).name for name in split([names]) or [""]]
     return list(dict.fromkeys([*(name for name in found if name == OWN), *found]))
 
 
-def _groups(flags: dict[str, Any], others: Sequence[str], limit: int | None) -> list[list[BenchedSystem]]:
+def _groups(chosen: dict[str, Any], others: Sequence[str], limit: int | None) -> list[list[BenchedSystem]]:
     """The systems to alternate, for every combination of settings."""
     from moegguf.bench.series import combinations, make_systems
     from moegguf.engine.machine import count_cpus
     from moegguf.models.catalog import find_model
     from moegguf.terminal.loading import find_or_pull
 
-    pulled = [str(find_or_pull(hub_name(name)).path) for name in flags["hf_repo"]]
-    flags = flags | {"model": [*(str(find_model(name)) for name in flags["model"]), *pulled]}
-    if not flags["model"]:
+    pulled = [str(find_or_pull(hub_name(name)).path) for name in chosen["hf_repo"]]
+    chosen = chosen | {"model": [*(str(find_model(name)) for name in chosen["model"]), *pulled]}
+    if not chosen["model"]:
         raise OptionError("there is no model to measure; name one with -m or -hf.")
-    caches = split(flags["expert_cache"])
+    caches = split(chosen["expert_cache"])
     for cache in caches:
         parse_expert_cache(cache)
     lists: dict[str, Sequence[Any]] = {
-        "model": flags["model"],
-        "n_gpu_layers": parse_ints(flags["n_gpu_layers"], "-ngl"),
-        "n_batch": parse_ints(flags["batch"], "-b"),
-        "n_ubatch": parse_ints(flags["ubatch"], "-ub"),
-        "type_k": split(flags["type_k"]),
-        "type_v": split(flags["type_v"]),
-        "flash_attn": split(flags["flash_attn"]),
-        "n_threads": parse_ints(flags["threads"], "-t") or [count_cpus()],
+        "model": chosen["model"],
+        "n_gpu_layers": parse_ints(chosen["n_gpu_layers"], "-ngl"),
+        "n_batch": parse_ints(chosen["batch"], "-b"),
+        "n_ubatch": parse_ints(chosen["ubatch"], "-ub"),
+        "type_k": split(chosen["type_k"]),
+        "type_v": split(chosen["type_v"]),
+        "flash_attn": split(chosen["flash_attn"]),
+        "n_threads": parse_ints(chosen["threads"], "-t") or [count_cpus()],
     }
-    return [make_systems(spec, caches, others, limit) for spec in combinations(_base(flags), lists)]
+    return [make_systems(spec, caches, others, limit) for spec in combinations(_base(chosen), lists)]
 
 
-def _base(flags: dict[str, Any]) -> Spec:
+def _base(chosen: dict[str, Any]) -> Spec:
     from moegguf.bench.spec import Spec, Test
     from moegguf.engine.live_controller import ControllerOptions
 
-    ControllerOptions(flags["policy"], flags["predictor"])  # raises for unknown names, before anything runs
-    tests = parse_tests(flags["n_prompt"], flags["n_gen"], flags["pg"], flags["n_depth"])
-    text = flags["text"]
-    switches = {name: False for name in ("overlap", "sweep", "direct") if flags[f"no_{name}"]}
+    given = chosen["given"]
+    ControllerOptions(given.get("policy", "auto"), given.get("predictor"))  # raises before anything runs
+    tests = parse_tests(chosen["n_prompt"], chosen["n_gen"], chosen["pg"], chosen["n_depth"])
+    text = chosen["text"]
+    switches = {name: False for name in ("overlap", "sweep", "direct") if chosen[f"no_{name}"]}
     return Spec(
-        model=flags["model"][0],
+        model=chosen["model"][0],
         tests=tuple(Test(*test) for test in tests),
-        repack=not flags["no_repack"],
-        repetitions=flags["repetitions"],
-        store={"readers": flags["readers"]} | switches,
-        decided_by=flags["system"],
-        policy=flags["policy"],
-        predictor=flags["predictor"],
-        prefetch=flags["prefetch"],
-        warm_start=flags["warm_start"],
-        feed="greedy" if flags["greedy"] else "text" if text else "random",
+        repack=not chosen["no_repack"],
+        repetitions=chosen["repetitions"],
+        store={"readers": chosen["readers"]} | switches,
+        strategy=chosen["strategy"],
+        feed="greedy" if chosen["greedy"] else "text" if text else "random",
         text=str(text) if text else None,
-        vram_cache=flags["vram_cache"],
-        placement=flags["placement"],
-        misses=flags["misses"],
-        simulate_link=flags["simulate_link"],
-        simulate_threads=flags["simulate_threads"],
-        seed=flags["seed"],
-        warmup=not flags["no_warmup"],
-        delay_s=flags["delay"],
-        verbose=flags["verbose"],
+        placement=chosen["placement"],
+        misses=chosen["misses"],
+        simulate_link=chosen["simulate_link"],
+        simulate_threads=chosen["simulate_threads"],
+        seed=chosen["seed"],
+        warmup=not chosen["no_warmup"],
+        delay_s=chosen["delay"],
+        warm_start=chosen["warm_start"],
+        verbose=chosen["verbose"],
+        **given,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from moegguf.cli.options import AsJson, Cache, Ctx, Insecure, Misses, Model, Placement, Prefix, TypeK, TypeV, VramCache
+from moegguf.cli.options import AsJson, Given, Insecure, Model, Prefix, flags
 from moegguf.terminal.messages import print_message
 
 Name = Annotated[
@@ -134,15 +134,9 @@ def push(model: Name, insecure: Insecure = False) -> None:
     raise typer.BadParameter("push is not supported; upload the GGUF file with `hf upload USER/REPOSITORY FILE`")
 
 
+@flags("expert_cache", "n_ctx", "vram_cache", "placement", "misses", "type_k", "type_v")
 def estimate(
     model: Model,
-    expert_cache: Cache = None,
-    vram_cache: VramCache = None,
-    placement: Placement = None,
-    misses: Misses = None,
-    ctx: Ctx = None,
-    type_k: TypeK = None,
-    type_v: TypeV = None,
     device_memory: Annotated[
         str | None, typer.Option("--device-memory", metavar="SIZE", help="What a device of so much memory would give.")
     ] = None,
@@ -154,6 +148,8 @@ def estimate(
         typer.Option("--link", metavar="SIZE/s[,LATENCY]", help="Between host and device: 24GB/s is PCIe 4 x16."),
     ] = None,
     as_json: AsJson = False,
+    *,
+    given: Given,
 ) -> None:
     """Estimate memory and speed before loading; of a model on Hugging Face before it is fetched.
 
@@ -163,7 +159,7 @@ def estimate(
     from moegguf.terminal.tables import print_estimate, print_json
 
     device = SupposedDevice.parse(device_memory, device_bandwidth, link)
-    facts = estimate_model(model, expert_cache, ctx, type_k, type_v, vram_cache, device, placement, misses)
+    facts = estimate_model(model, device=device, **given)
     print_json(facts) if as_json else print_estimate(facts)
 
 

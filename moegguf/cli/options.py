@@ -1,12 +1,110 @@
-"""Types of arguments and options that several commands take. Imports nothing heavy: `--help` reads them."""
+"""Flags of commands, from the table of options, and types that several commands take. Imports nothing heavy: `--help`
+reads it.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-MAX_THREADS = 512  # ggml's GGML_MAX_N_THREADS
+from moegguf.options import GROUPS, MAX_THREADS, OPTIONS, Option, with_new_flags
+
+OFTEN = "Options"
+"""The panel of what people use most, and of flags without a panel."""
+
+Given = dict[str, Any]
+"""{name of an option: its value}, of those given on the command line."""
+
+_TYPES: dict[str, type] = {"whole": int, "number": float, "switch": bool, "threads": int}
+
+
+class Command(TyperCommand):
+    """A command that takes old names of its flags, and whose help has a panel for each group of them."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parses `args` with the new names."""
+        return super().parse_args(ctx, with_new_flags(args))
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Writes arguments, then flags by panel, those that people use most first."""
+        panels: dict[str, list[tuple[str, str]]] = {name: [] for name in ("Arguments", OFTEN, *GROUPS)}
+        for param in self.get_params(ctx):
+            if (record := param.get_help_record(ctx)) is not None:
+                is_argument = param.param_type_name == "argument"
+                panel = "Arguments" if is_argument else getattr(param, "rich_help_panel", None) or OFTEN
+                panels[panel].append(record)
+        for title, records in panels.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
+def flags(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Adds the flags of options to a command, which gets those that were given as its argument `given`, in the form
+    that the option has in Python. Raises OptionError or BudgetError for a value that cannot be read."""
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(command)
+        def call(**values: Any) -> Any:
+            given = {name: value for name in names if (value := values.pop(name, None)) is not None}
+            return command(given={name: _read(OPTIONS[name], value) for name, value in given.items()}, **values)
+
+        own = inspect.signature(command, eval_str=True)
+        parameters = [parameter for name, parameter in own.parameters.items() if name != "given"]
+        for name in names:
+            parameters.append(_parameter(OPTIONS[name]))
+        call.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return call
+
+    return add
+
+
+def _parameter(option: Option) -> inspect.Parameter:
+    flag = typer.Option(
+        *option.flags,
+        metavar=option.metavar or None,
+        help=option.full_help,
+        show_default=False,
+        min=option.least,
+        max=option.most if option.scope != "load" else None,  # what is too much depends on the model
+        parser=parse_threads if option.kind == "threads" else None,
+        rich_help_panel=OFTEN if option.often else option.group,
+    )
+    kind = _TYPES.get(option.kind, str)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(option.name, keyword, default=None, annotation=Annotated[kind | None, flag])
+
+
+def _read(option: Option, value: Any) -> Any:
+    from moegguf.settings import parse_option
+
+    return parse_option(option.name, value, option.flags[0]) if isinstance(value, str) else value
+
+
+def panel(group: str, *names: str, help: str, **settings: Any) -> Any:
+    """A flag that only one command has."""
+    return typer.Option(*names, help=help, rich_help_panel=group, **settings)
+
+
+def hand_to_workers(given: Given) -> None:
+    """Has workers load models with the options given, which it takes out. Raises OptionError for unknown names."""
+    from moegguf.controller.strategies import find_strategy
+    from moegguf.options import TO_WORKERS
+    from moegguf.settings import hand_to_workers, read_environment
+
+    if strategy := given.get("strategy", read_environment().strategy):
+        given["strategy"] = find_strategy(strategy).name
+    if "policy" in given:
+        from moegguf.engine.live_controller import ControllerOptions
+
+        ControllerOptions(given["policy"])
+    hand_to_workers({name: given.pop(name) for name in TO_WORKERS if name in given})
 
 
 def parse_threads(text: str) -> int | None:
@@ -27,90 +125,6 @@ Model = Annotated[
     ),
 ]
 Prefix = Annotated[str, typer.Argument(metavar="PREFIX", help="Only names that begin with this.")]
-Cache = Annotated[
-    str | None,
-    typer.Option(
-        "--expert-cache",
-        metavar="BUDGET",
-        help='Memory for experts: "auto", a share of them such as "50%", or a size such as "4GiB".'
-        "  [default: MOEGGUF_EXPERT_CACHE, or auto]",
-    ),
-]
-VramCache = Annotated[
-    str | None,
-    typer.Option(
-        "--vram-cache",
-        metavar="BUDGET",
-        help="Memory of a GPU for experts, in the same forms; --expert-cache is RAM beside it. Of several GPUs"
-        " together; with commas, of each. Prompts may be staged in a part of it (`moegguf estimate`)."
-        "  [default: MOEGGUF_VRAM_CACHE, or auto]",
-    ),
-]
-Placement = Annotated[
-    str | None,
-    typer.Option(
-        "--placement",
-        metavar="WHERE",
-        help="What goes into that memory: layers (whole ones; the CPU computes the others), slots (experts as they are"
-        " used), cpu (nothing: no GPU) or auto, which measures; with several GPUs auto is slots."
-        "  [default: MOEGGUF_PLACEMENT, or auto]",
-    ),
-]
-Misses = Annotated[
-    str | None,
-    typer.Option(
-        "--misses",
-        metavar="HOW",
-        help="Experts that the GPU lacks: fetch copies them there, compute lets the CPU compute them in decode where"
-        " that is faster. Not exact: answers then depend on what was in VRAM.  [default: MOEGGUF_MISSES, or fetch]",
-    ),
-]
-Threads = Annotated[
-    int | None,
-    typer.Option(
-        "--threads",
-        "-t",
-        parser=parse_threads,
-        metavar="N",
-        help='CPU threads, or "auto": as many as other processes leave free.  [default: auto]',
-    ),
-]
-Ctx = Annotated[
-    int | None,
-    typer.Option(
-        "--ctx",
-        "-c",
-        "--ctx-size",
-        min=0,
-        metavar="TOKENS",
-        help="Context size; 0: the model's own.  [default: the largest in a tenth of the free memory]",
-    ),
-]
-TypeK = Annotated[
-    str | None,
-    typer.Option("--cache-type-k", "-ctk", metavar="TYPE", help="Type of the K cache, such as q8_0.  [default: f16]"),
-]
-TypeV = Annotated[
-    str | None,
-    typer.Option("--cache-type-v", "-ctv", metavar="TYPE", help="Type of the V cache, such as q8_0.  [default: f16]"),
-]
-System = Annotated[
-    str | None,
-    typer.Option(
-        "--system",
-        metavar="NAME",
-        help="What decides on experts: moegguf (what was measured to be best), none, lru, or as a whole one of"
-        " moe-infinity, promoe, expertflow, duoserve.  [default: MOEGGUF_SYSTEM, or moegguf]",
-    ),
-]
-WarmStart = Annotated[
-    bool | None,
-    typer.Option(
-        "--warm-start/--no-warm-start",
-        help="Fetch the experts that earlier runs used most when the model is loaded, and remember this run's."
-        "  [default: MOEGGUF_WARM_START, or off]",
-    ),
-]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, for scripts.")]
 Insecure = Annotated[bool, typer.Option("--insecure", hidden=True, help="Accepted, as Ollama has it; no effect.")]
 

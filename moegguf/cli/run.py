@@ -11,23 +11,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
-from moegguf.cli.options import (
-    Cache,
-    Ctx,
-    Insecure,
-    Misses,
-    Placement,
-    System,
-    Threads,
-    TypeK,
-    TypeV,
-    VramCache,
-    WarmStart,
-    hub_name,
-)
+from moegguf.cli.options import OFTEN, Command, Given, Insecure, flags, hub_name, panel
 from moegguf.errors import OptionError
+from moegguf.options import MODEL, OPTIONS, OUTPUT
 from moegguf.terminal.arguments import parse_format, parse_think
 from moegguf.terminal.loading import LoadOptions, find_or_pull
 from moegguf.terminal.messages import EXIT_INTERRUPTED, print_message
@@ -106,16 +93,16 @@ ModelName = Annotated[
     typer.Argument(
         metavar="MODEL",
         show_default=False,
-        help="A name (`moegguf list` shows those here; hf.co/USER/REPOSITORY:QUANT is fetched), a GGUF file"
-        " (of a split model the first), or `demo`.",
+        help="A name of `moegguf list`, hf.co/USER/REPOSITORY:QUANT, which is fetched, a GGUF file, or `demo`.",
     ),
 ]
 ModelFile = Annotated[
-    str | None, typer.Option("--model", "-m", metavar="MODEL", help="The same, before the prompt or after it.")
+    str | None,
+    panel(MODEL, "--model", "-m", metavar="MODEL", help="The same; of a split model the first file."),
 ]
 HubModel = Annotated[
     str | None,
-    typer.Option("--hf-repo", "-hf", metavar="USER/REPOSITORY[:QUANT]", help="The model, from Hugging Face."),
+    panel(MODEL, "--hf-repo", "-hf", metavar="USER/REPOSITORY[:QUANT]", help="The model, from Hugging Face."),
 ]
 Prompt = Annotated[
     list[str] | None,
@@ -123,121 +110,67 @@ Prompt = Annotated[
         metavar="PROMPT", help='The prompt, after piped input. "" only loads the model in a running server.'
     ),
 ]
-Policy = Annotated[
-    str,
-    typer.Option("--policy", metavar="NAME", help="Eviction policy: auto (the system's), a name, or vram=A,ram=B."),
-]
-Predictor = Annotated[
-    str | None,
-    typer.Option(
-        "--predictor", metavar="NAME", help="Expert predictor, such as skip or eamc.  [default: the system's]"
-    ),
-]
-Prefetch = Annotated[
-    bool | None,
-    typer.Option("--prefetch/--no-prefetch", help="Fetch predicted experts ahead while that saves time."),
-]
-PromptText = Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="The same as PROMPT.")]
-MaxTokens = Annotated[
-    int | None,
-    typer.Option("--max-tokens", "-n", "--n-predict", min=-1, metavar="N", help="Longest answer; -1: until it ends."),
-]
-Temperature = Annotated[
-    float | None,
-    typer.Option(
-        "--temperature",
-        "--temp",
-        min=0.0,
-        metavar="T",
-        help="0 takes the likeliest token.  [default: the model's, or 0.8]",
-    ),
-]
-TopK = Annotated[
-    int | None,
-    typer.Option(min=0, metavar="N", help="Only the N likeliest tokens; 0: all.  [default: the model's, or 40]"),
-]
-TopP = Annotated[
-    float | None,
-    typer.Option(
-        min=0.0,
-        max=1.0,
-        metavar="P",
-        help="Only the likeliest tokens that together have P.  [default: the model's, or 0.9]",
-    ),
-]
-MinP = Annotated[
-    float | None,
-    typer.Option(
-        min=0.0,
-        max=1.0,
-        metavar="P",
-        help="Only tokens with P times the likeliest's share.  [default: the model's, or 0]",
-    ),
-]
-RepeatPenalty = Annotated[
-    float | None,
-    typer.Option(min=0.001, metavar="R", help="Divides the scores of recent tokens.  [default: the model's, or 1]"),
-]
-Seed = Annotated[int | None, typer.Option("--seed", "-s", metavar="N", help="Random seed.  [default: random]")]
-GpuLayers = Annotated[
-    int | None,
-    typer.Option("--n-gpu-layers", "-ngl", "--gpu-layers", min=-1, metavar="N", help="Layers on a GPU; -1: all."),
-]
-Mmproj = Annotated[
-    str | None,
-    typer.Option(metavar="FILE", help="The model's projector for images.  [default: the one beside the model]"),
-]
+PromptText = Annotated[str | None, panel(MODEL, "--prompt", "-p", metavar="TEXT", help="The same as PROMPT.")]
 SystemPrompt = Annotated[
-    str | None, typer.Option("--system-prompt", "-sys", metavar="TEXT", help="The system message.")
+    str | None, panel(OFTEN, "--system-prompt", "-sys", metavar="TEXT", help="The system message.")
 ]
 Format = Annotated[
-    str | None, typer.Option("--format", metavar="json|SCHEMA", help="The answer is JSON, or follows a JSON schema.")
+    str | None,
+    panel(OUTPUT, "--format", metavar="json|SCHEMA", help="The answer is JSON, or follows a JSON schema."),
 ]
 Think = Annotated[
     str | None,
-    typer.Option(THINK, metavar="[=LEVEL]", help="Thinking: true (alone), false, low, medium, high or max."),
+    panel(OUTPUT, THINK, metavar="[=LEVEL]", help="Thinking: true (alone), false, low, medium, high or max."),
 ]
-HideThinking = Annotated[bool, typer.Option("--hidethinking", help="Do not show the thinking.")]
-NoWordWrap = Annotated[bool, typer.Option("--nowordwrap", help="Leave long lines to the terminal.")]
+HideThinking = Annotated[bool, panel(OUTPUT, "--hidethinking", help="Do not show the thinking.")]
+NoWordWrap = Annotated[bool, panel(OUTPUT, "--nowordwrap", help="Leave long lines to the terminal.")]
 KeepAlive = Annotated[
-    str | None,
-    typer.Option("--keepalive", metavar="TIME", help="How long a server keeps it afterwards."),
+    str | None, panel(MODEL, "--keepalive", metavar="TIME", help="How long a server keeps it afterwards.")
 ]
 ContextShift = Annotated[
     bool,
-    typer.Option(
-        "--context-shift/--no-context-shift", help="Go on in a full context without its older half, or end the answer."
+    panel(
+        OUTPUT,
+        "--context-shift/--no-context-shift",
+        help="Go on in a full context without its older half, or end the answer.",
     ),
 ]
 Local = Annotated[
     bool,
-    typer.Option(
+    panel(
+        MODEL,
         "--local",
-        help="Load the model here even when a server runs; options of loading imply it: --expert-cache, --system,"
-        " --policy, --predictor, --prefetch, --warm-start, --threads, -ngl, -ctk, -ctv, --mmproj.",
+        help="Load the model here even when a server runs; options of loading imply it, but for --ctx.",
     ),
 ]
 Verbose = Annotated[
     int,
-    typer.Option(
-        "--verbose", "-v", count=True, show_default=False, help="Statistics on stderr; twice: llama.cpp's log too."
+    panel(
+        OFTEN,
+        "--verbose",
+        "-v",
+        count=True,
+        show_default=False,
+        help="Statistics on stderr; twice llama.cpp's log.",
     ),
 ]
+PARAMETERS = {"n_ctx": "num_ctx", "n_threads": "num_thread"}
+"""{keyword of `Llama`: the parameter of a model's name, and of a request, that sets it}"""
 
 
-def check_system(name: str | None) -> None:
-    """Raises BadParameter for no system's name: --system once was the system message."""
+def check_strategy(name: str | None) -> None:
+    """Raises BadParameter for no strategy's name: its old flag, --system, is taken for the system message."""
     if name is None:
         return
-    from moegguf.controller.systems import find_system
+    from moegguf.controller.strategies import find_strategy
 
     try:
-        find_system(name)
+        find_strategy(name)
     except OptionError as error:
-        raise typer.BadParameter(f"{error} The system message is --system-prompt.", param_hint="--system") from None
+        raise typer.BadParameter(f"{error} The system message is --system-prompt.", param_hint="--strategy") from None
 
 
-class RunCommand(TyperCommand):
+class RunCommand(Command):
     """Accepts `--think` without a value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -270,34 +203,13 @@ def model_and_words(
     return model, words[1:]
 
 
+@flags(*(name for name, option in OPTIONS.items() if option.flags and option.scope in ("load", "request")))
 def run(
     model: ModelName = None,
     prompt: Prompt = None,
     prompt_text: PromptText = None,
     model_file: ModelFile = None,
     hub_model: HubModel = None,
-    expert_cache: Cache = None,
-    vram_cache: VramCache = None,
-    placement: Placement = None,
-    misses: Misses = None,
-    system: System = None,
-    policy: Policy = "auto",
-    predictor: Predictor = None,
-    prefetch: Prefetch = None,
-    warm_start: WarmStart = None,
-    threads: Threads = None,
-    gpu_layers: GpuLayers = None,
-    ctx: Ctx = None,
-    type_k: TypeK = None,
-    type_v: TypeV = None,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repeat_penalty: RepeatPenalty = None,
-    seed: Seed = None,
-    mmproj: Mmproj = None,
     system_prompt: SystemPrompt = None,
     output_format: Format = None,
     think: Think = None,
@@ -308,25 +220,23 @@ def run(
     insecure: Insecure = False,
     local: Local = False,
     verbose: Verbose = 0,
+    *,
+    given: Given,
 ) -> int:
-    """Answer PROMPT on stdout; without one, chat.
-
-    A running server that has the model answers. Everything that is not the answer goes to stderr.
-    """
-    check_system(system)
-    if max_tokens == 0:
+    """Answer PROMPT on stdout; without one, chat. A running server that has the model answers."""
+    check_strategy(given.get("strategy"))
+    if given.get("num_predict") == 0:
         raise typer.BadParameter("0 tokens are no answer; give 1 or more, or -1.", param_hint="--max-tokens")
     name, words = model_and_words(model, prompt or [], model_file, hub_model)
+    of_loading = {name: value for name, value in given.items() if OPTIONS[name].scope == "load"}
+    parameters = {
+        PARAMETERS.get(name, name): value
+        for name, value in given.items()
+        if name in PARAMETERS or name not in of_loading
+    }
     load_options = LoadOptions(
-        expert_cache, verbose=verbose, system=system, policy=policy, predictor=predictor, prefetch=prefetch,
-        warm_start=warm_start, n_gpu_layers=gpu_layers, type_k=type_k, type_v=type_v, mmproj=mmproj,
-        vram_cache=vram_cache, placement=placement, misses=misses,
-    )  # fmt: skip
-    flags = {
-        "num_ctx": ctx, "num_thread": threads, "num_predict": max_tokens, "temperature": temperature, "top_k": top_k,
-        "top_p": top_p, "min_p": min_p, "repeat_penalty": repeat_penalty, "seed": seed,
-    }  # fmt: skip
-    parameters = {key: value for key, value in flags.items() if value is not None}
+        verbose=verbose, **{name: value for name, value in of_loading.items() if name not in PARAMETERS}
+    )
     settings: dict[str, Any] = {
         "system": system_prompt,
         "format": None if output_format is None else parse_format(output_format),
@@ -339,7 +249,7 @@ def run(
     text = read_prompt(words if prompt_text is None else [*words, prompt_text])
     if text == "":
         return load_in_server(name, keep_alive)
-    here = local or verbose > 1 or load_options != LoadOptions(verbose=verbose) or threads is not None
+    here = local or verbose > 1 or bool(of_loading.keys() - {"n_ctx"})
     chosen = None if here else in_server(name, parameters, settings, keep_alive)
     chat_model, conversation = chosen or in_this_process(name, load_options, parameters, settings)
     with Spinner() as spinner:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moegguf.cli.bench import split
-from moegguf.cli.options import AsJson, Threads
+from moegguf.cli.options import AsJson, Command, Given, flags
 from moegguf.errors import OptionError
 from moegguf.terminal.messages import print_message
 
@@ -48,12 +48,6 @@ PromptsFile = Annotated[
         help="A .jsonl with a prompt per line (prompt, label, n_predict, completion), or text, one per paragraph.",
     ),
 ]
-Cache = Annotated[
-    str | None,
-    typer.Option(
-        "--expert-cache", metavar="BUDGET", help='Memory for experts while recording: "auto", "50%" or "4GiB".'
-    ),
-]
 MaxTokens = Annotated[
     int,
     typer.Option(
@@ -78,12 +72,12 @@ Policies = Annotated[
         help="Policies, separated by commas, or all; with --vram-cache also vram=NAME,ram=NAME.  [default: all]",
     ),
 ]
-Systems = Annotated[
+Strategies = Annotated[
     list[str],
     typer.Option(
-        "--system",
+        "--strategy",
         metavar="NAMES",
-        help="Whole systems, separated by commas, or all: none, lru, moe-infinity, promoe, expertflow, duoserve,"
+        help="Whole strategies, separated by commas, or all: none, lru, moe-infinity, promoe, expertflow, duoserve,"
         " moegguf. --policy, --predictor and --prefetch then name one part that replaces theirs.",
     ),
 ]
@@ -213,7 +207,8 @@ def _sim_options(link: float | None, latency: float, layer_compute: float) -> Si
     return SimOptions(link_bytes_per_s=(link or 0) * 1e9, link_latency_s=latency / 1e6, layer_compute_us=layer_compute)
 
 
-@trace.command(short_help="Record the routing of a model.")
+@trace.command(cls=Command, short_help="Record the routing of a model.")
+@flags("expert_cache", "n_threads")
 def record(
     model: Model,
     prompts: PromptsFile,
@@ -222,7 +217,6 @@ def record(
     inputs: Annotated[
         bool, typer.Option("--inputs", help="Also record the routers' input vectors, which training and skip need.")
     ] = False,
-    expert_cache: Cache = None,
     policy: Annotated[str, typer.Option(metavar="NAME", help="Eviction policy while recording.")] = "lru",
     predictor: Annotated[
         str | None, typer.Option(metavar="NAME", help="Predictor while recording.  [default: none]")
@@ -230,10 +224,11 @@ def record(
     lockstep: Annotated[
         bool, typer.Option("--lockstep", help="Apply decisions at fixed points, so that a replay repeats them; slow.")
     ] = False,
-    threads: Threads = None,
     ctx: RecordCtx = None,
     temperature: Annotated[float, typer.Option(min=0.0, metavar="T", help="0 takes the likeliest token.")] = 0.8,
     seed: Annotated[int, typer.Option(metavar="N", help="Random seed.")] = 0,
+    *,
+    given: Given,
 ) -> None:
     """Run MODEL over prompts and record which experts every token was routed to.
 
@@ -257,23 +252,22 @@ def record(
             out,
             RecordOptions(max_tokens, inputs, temperature, seed),
             progress=progress,
-            expert_cache=expert_cache,
             policy=policy,
             predictor=predictor,
             lockstep=lockstep,
             n_ctx=context_size(read_layout(path), ctx),
-            n_threads=threads,
             flash_attn=read_settings().flash_attention,
             verbose=False,
+            **given,
         )
     size = format_bytes(out.stat().st_size)
     print_message(f"{out}: {len(prompt_list)} request(s), {stats.tokens} tokens, {size}; hit rate {stats.hit_rate:.1%}")
 
 
-@trace.command(short_help="Replay with other policies and budgets.")
+@trace.command(cls=Command, short_help="Replay with other policies and budgets.")
 def simulate(
     file: File,
-    system: Systems = [],
+    strategy: Strategies = [],
     policy: Policies = [],
     predictor: Predictors = [],
     expert_cache: Shares = DEFAULT_SHARES,
@@ -313,11 +307,11 @@ def simulate(
     shares = parse_shares(expert_cache)
     full = TraceAnalysis.open(file, find_model(model) if model else None, predictors)
     analysis, options = full.limited(tokens), _sim_options(link, latency, layer_compute)
-    if not system:
+    if not strategy:
         options = replace(options, prefetch=PrefetchOptions() if prefetch else None)
     if vram_cache is not None:
-        if save or system:
-            raise OptionError("--save and --system are of one tier, in RAM: leave out --vram-cache.")
+        if save or strategy:
+            raise OptionError("--save and --strategy are of one tier, in RAM: leave out --vram-cache.")
         parts = _names_of_tiers(policy), split(predictor) if predictor else ["none"]
         split_by = _parse_tensor_split(tensor_split) if tensor_split is not None else []
         budgets = parse_shares(vram_cache, "--vram-cache", of_each=bool(split_by)), shares
@@ -332,13 +326,13 @@ def simulate(
         raise OptionError("--tensor-split is of GPUs, whose share of the experts is missing: --vram-cache.")
     if any("=" in text for text in policy):
         raise OptionError("--policy vram=NAME,ram=NAME is of two tiers: --vram-cache says how large that of a GPU is.")
-    if save and system:
-        raise OptionError("--save is for policies and predictors, from which `auto` chooses, not for --system.")
+    if save and strategy:
+        raise OptionError("--save is for policies and predictors, from which `auto` chooses, not for --strategy.")
     choosing, reported = analysis.halves() if save else (analysis, analysis)
     with showing_progress() as progress:
-        results = _simulated(reported, system, policy, predictor, shares, options, prefetch, progress)
+        results = _simulated(reported, strategy, policy, predictor, shares, options, prefetch, progress)
         if save:
-            chosen_by = _simulated(choosing, system, policy, predictor, shares, options, prefetch, progress)
+            chosen_by = _simulated(choosing, strategy, policy, predictor, shares, options, prefetch, progress)
     if as_json:
         print_json(plain(results))
     else:
@@ -355,7 +349,7 @@ def _names_of_tiers(texts: list[str]) -> list[str]:
 
 def _simulated(
     analysis: TraceAnalysis,
-    systems: list[str],
+    strategies: list[str],
     policies: list[str],
     predictors: list[str],
     shares: list[float],
@@ -363,12 +357,12 @@ def _simulated(
     prefetch: bool | None,
     progress: Progress,
 ) -> list[Row]:
-    """The replays of systems, or else of all policies with all predictors named."""
+    """The replays of strategies, or else of all policies with all predictors named."""
     of, ahead = split(policies), split(predictors)
-    if not systems:
+    if not strategies:
         of, ahead = of if policies else ["all"], ahead if predictors else ["none"]
         return analysis.simulate(of, ahead, shares, options, progress)
     if len(of) > 1 or len(ahead) > 1:
-        raise OptionError("beside --system, --policy and --predictor take one name each, which replaces the system's.")
+        raise OptionError("beside --strategy, --policy and --predictor take one name each, which replaces its own.")
     parts = of[0] if of else "auto", ahead[0] if ahead else None
-    return analysis.simulate_systems(split(systems), shares, options, *parts, prefetch, progress)
+    return analysis.simulate_strategies(split(strategies), shares, options, *parts, prefetch, progress)

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moegguf.controller.policies.base import LRU
-from moegguf.controller.systems import OWN
+from moegguf.controller.strategies import OWN
 from moegguf.terminal.tables import make_console, print_renderable
 from moegguf.trace.analysis import Row, gap_closed_by
 from moegguf.trace.belady import BELADY
@@ -54,7 +54,7 @@ def print_simulation(rows: Sequence[Row], used: str) -> None:
         print_notes("")
         _print_budgets("Bytes fetched ahead per byte of them that was used", rows, _moved)
     notes = ["", f"replayed: {used}"]
-    if any(row.system for row in rows):
+    if any(row.strategy for row in rows):
         notes.append("not modelled: time of predictors, and computing an expert before the layer's others are there")
     if any((row.policy, row.predictor) == ("locality", "none") for row in rows):
         notes.append("locality without a predictor is decayed LFU")
@@ -103,16 +103,16 @@ def _print_budgets(title: str, rows: Sequence[Row], cell: Callable[[Row], str]) 
     shares = list(dict.fromkeys(row.share for row in rows))
     by_key = {(*_decided(row), row.share): row for row in rows}
     lines = []
-    for system, policy, predictor in dict.fromkeys(map(_decided, rows)):
-        cells = [cell(by_key[system, policy, predictor, share]) for share in shares]
-        lines.append([system, policy, "" if predictor == "none" else predictor, *cells])
+    for strategy, policy, predictor in dict.fromkeys(map(_decided, rows)):
+        cells = [cell(by_key[strategy, policy, predictor, share]) for share in shares]
+        lines.append([strategy, policy, "" if predictor == "none" else predictor, *cells])
     budgets = (f"{100 * share:.4g}%" for share in shares)
-    print_table(title, ["system", "policy", "predictor", *budgets], lines, 3)
+    print_table(title, ["strategy", "policy", "predictor", *budgets], lines, 3)
 
 
 def _decided(row: Row) -> tuple[str, str, str]:
-    """What decided; a system that chooses by budget is one line."""
-    return (row.system, "", "") if row.system == OWN else (row.system, row.policy, row.predictor)
+    """What decided; a strategy that chooses by budget is one line."""
+    return (row.strategy, "", "") if row.strategy == OWN else (row.strategy, row.policy, row.predictor)
 
 
 def _hit_rate(rows: Sequence[Row]) -> Callable[[Row], str]:

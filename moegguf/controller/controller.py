@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
-from moegguf.controller.judge import LiveJudge
 from moegguf.controller.policies.base import AnyPolicy, Policy
 from moegguf.controller.policies.locality import Locality
 from moegguf.controller.predictors.base import NoPrediction, Predictor
@@ -65,14 +64,13 @@ class Actions(Protocol):
 class ActingOptions:
     """How a controller acts on what is predicted.
 
-    prefetch: None acts on no prediction. judge: predictions are compared with what happens. slowest_s: a policy or
-    predictor that once takes longer is switched off. strict: a policy or predictor that fails raises CallbackError
-    instead of being switched off. lockstep: the store's own predictions act at a fixed place. clock_ns: the watchdog's
-    clock; None when `count_token` is called from outside.
+    prefetch: None acts on no prediction. slowest_s: a policy or predictor that once takes longer is switched off.
+    strict: a policy or predictor that fails raises CallbackError instead of being switched off. lockstep: the store's
+    own predictions act at a fixed place. clock_ns: the watchdog's clock; None when `count_token` is called from
+    outside.
     """
 
     prefetch: PrefetchOptions | None = None
-    judge: bool = False
     slowest_s: float = 1.0
     strict: bool = False
     lockstep: bool = False
@@ -88,10 +86,10 @@ def build_controller(
     """
     if isinstance(policy, NativePolicy):
         store.set_policy(policy.name, **policy.parameters)
-        if isinstance(predictor, NoPrediction) and not options.judge:
+        if isinstance(predictor, NoPrediction):
             return None
     native = _native(policy, predictor, options)
-    if native and not options.judge:
+    if native:
         predictor.release()
     return Controller(shape, policy, predictor if native else together(predictor), store, options, native)
 
@@ -113,12 +111,11 @@ class Controller:
         native: NativePredictor | None = None,
     ) -> None:
         self.shape = shape
-        self.native = native is not None  # the store predicts, and acts; here a predictor is judged at most
+        self.native = native is not None  # the store predicts, and acts
         self.policy: AnyPolicy | None = policy
         self.predictor: Predictor | None = predictor
         self.history = History(shape)
         self.options = options
-        self.judge = LiveJudge(predictor, drive=False) if options.judge else None
         self.watchdog = Watchdog() if options.prefetch and options.prefetch.watchdog else None
         self.seconds = 0.0  # spent in here
         self.n_events = 0  # routing events
@@ -144,9 +141,7 @@ class Controller:
     @property
     def redundant(self) -> bool:
         """Whether the store would do the same without this controller, until the watchdog tries prefetching again."""
-        if self.native:
-            return self.judge is None
-        return self._refused and self.judge is None and not isinstance(self.policy, Policy)
+        return self.native or (self._refused and not isinstance(self.policy, Policy))
 
     def announce(self, announcement: Announcement) -> None:
         """Tokens are evaluated next: predictors from tokens look ahead of the first layer."""
@@ -212,8 +207,6 @@ class Controller:
         start = time.perf_counter()
         try:
             predictor.announce(announcement)
-            if self.judge is not None:
-                self.judge.announce(announcement)
             if not self.native:
                 self._forecast.begin_pass(predictor)
             self._check_time(start)
@@ -224,8 +217,6 @@ class Controller:
         start = time.perf_counter()
         try:
             predictor.observe(event)
-            if self.judge is not None:
-                self.judge.observe(event)
             if not self.native:
                 self._forecast.advance(predictor, event.il)
             self._check_time(start)

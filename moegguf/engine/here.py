@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from moegguf.controller.systems import find_system
+from moegguf.controller.strategies import find_strategy
 from moegguf.engine.cost import Speeds
 from moegguf.engine.devices import find_gpus, gpus, has_gpu
 from moegguf.engine.estimate import known_hits
@@ -18,7 +18,7 @@ from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native.store import StoreOptions
 from moegguf.quantities import ExpertCache, parse_expert_cache
-from moegguf.settings import parse_misses, read_environment
+from moegguf.settings import parse_choice, read_environment
 
 EVERY_LAYER = 999  # n_gpu_layers above any model's
 NO_SPLIT, BY_LAYERS = 0, 1  # enum llama_split_mode
@@ -50,7 +50,7 @@ def given_budgets(
         parse_expert_cache(environment.expert_cache if expert_cache is None else expert_cache),
         parse_vram_caches((environment.vram_cache if vram_cache is None else vram_cache) or "auto"),
         parse_placement(environment.placement if placement is None else placement),
-        computes_misses=parse_misses(environment.misses if misses is None else misses) == "compute",
+        computes_misses=parse_choice("misses", environment.misses if misses is None else misses) == "compute",
     )
 
 
@@ -120,8 +120,8 @@ def _devices(name: str | None, split_mode: int, main_gpu: int) -> tuple[Device, 
 
 
 def default_store() -> StoreOptions:
-    """How experts are moved where the caller does not say it: as the system of MOEGGUF_SYSTEM does."""
-    return find_system(read_environment().system).store_options()
+    """How experts are moved where the caller does not say it: as the strategy of MOEGGUF_STRATEGY does."""
+    return find_strategy(read_environment().strategy).store_options()
 
 
 def plan_known(

@@ -1,4 +1,4 @@
-"""Several listeners on one store's events: the controller, a recorder, a judge.
+"""Several listeners on one store's events: the controller, a recorder.
 
 The store has one listener; this one subscribes to what all of them together need and passes every event on, in order.
 Without listeners it does not subscribe, and the routing of a resident model costs nothing.

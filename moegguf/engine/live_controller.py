@@ -27,7 +27,6 @@ from moegguf.engine.session import Session
 from moegguf.errors import ModelFormatError, MoeggufError, OptionError
 from moegguf.native.events import Announcement, Phase, RoutingEvent
 from moegguf.native.store import ListenOptions, Tier
-from moegguf.plain import plain
 
 MOST_INPUT_TOKENS = 16  # of a pass whose sequences are predicted from router inputs; larger ones use most experts
 
@@ -41,14 +40,13 @@ class ControllerOptions:
     tiers, "vram=NAME,ram=NAME". Without these it is that of the tier that layers compute on, and slots in RAM below
     a device evict by LRU. predictor: a name, a `Predictor`, or None: what the policy was measured with, and with
     `prefetch` the best there is. prefetch: whether predictions are acted on, or how; None: where that was
-    measured to pay, or nothing was measured. judge: compare predictions with what happens. lockstep: decisions act at
-    a fixed place, so that a simulation repeats them exactly; slow.
+    measured to pay, or nothing was measured. lockstep: decisions act at a fixed place, so that a simulation repeats
+    them exactly; slow.
     """
 
     policy: str | Policy = AUTO
     predictor: str | Predictor | None = None
     prefetch: bool | PrefetchOptions | None = None
-    judge: bool = False
     lockstep: bool = False
 
     def __post_init__(self) -> None:
@@ -67,7 +65,7 @@ class ControllerOptions:
     @property
     def is_plain(self) -> bool:
         """LRU without predictions: what the store does without any controller."""
-        return self.policy == LRU.name and self.predictor in (None, "none") and not self.judge and not self.prefetch
+        return self.policy == LRU.name and self.predictor in (None, "none") and not self.prefetch
 
 
 @dataclass
@@ -111,7 +109,7 @@ class LiveController:
             self.choice = choose()
             shape = MoeShape.of(self.session.layout)
             predictor, policy = self._predictor(shape), self._policy(shape)
-            acting = ActingOptions(prefetch=self._prefetch(), judge=self.options.judge, lockstep=self.options.lockstep)
+            acting = ActingOptions(prefetch=self._prefetch(), lockstep=self.options.lockstep)
             self.controller = build_controller(shape, policy, predictor, self.session.store, acting)
         except MoeggufError:
             raise
@@ -238,13 +236,13 @@ class LiveController:
             controller.pause()
 
     def update(self, n_slots: int) -> None:
-        """Listens while there is something to decide or to judge: call it when the pool gets `n_slots` slots.
+        """Listens while there is something to decide: call it when the pool gets `n_slots` slots.
 
         A pool that was resident applies its new size at the next routing event only.
         """
         info = self.session.store.info()
         self._tight = not info["resident"] or n_slots < info["n_experts"]
-        needed = self.controller is not None and (self.options.judge or self._tight) and not self._paused
+        needed = self.controller is not None and self._tight and not self._paused
         if needed and not self._listening:
             self.session.listeners.add(self)
         elif not needed and self._listening:
@@ -257,7 +255,7 @@ class LiveController:
 
     def figures(self) -> dict[str, Any]:
         """Policy, predictor, prefetch ("off", also where every expert is in memory, "on", "measuring": on and off in
-        turns, "paused": it did not pay), the controller's cost and, with `judge`, how often predictions were right.
+        turns, "paused": it did not pay), and the controller's cost.
         """
         controller = self.controller
         if controller is None:
@@ -276,8 +274,6 @@ class LiveController:
             figures["predicted_right"] = round(counters["forecast_right"] / counters["forecast_picks"], 4)
         if controller.watchdog is not None and controller.watchdog.last_gain is not None:
             figures["time_saved_by_prefetch"] = round(controller.watchdog.last_gain, 4)
-        if controller.judge is not None:
-            figures["judged"] = plain(controller.judge.table())
         return figures
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.policies.base import Policy
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.prefetch import PrefetchOptions
-from moegguf.controller.systems import find_system
+from moegguf.controller.strategies import find_strategy
 from moegguf.engine.error_log import llama_log
 from moegguf.engine.live_controller import ControllerOptions, LiveController
 from moegguf.engine.load import Budget, LoadPlan, LoadProgress, Progress, check_options, prepare
@@ -57,6 +57,7 @@ from moegguf.errors import (
 from moegguf.native import library
 from moegguf.native.events import Phase
 from moegguf.native.store import StoreOptions, Tier
+from moegguf.options import take_old_keywords
 from moegguf.settings import read_environment
 
 Step = TypeVar("Step")
@@ -92,17 +93,16 @@ class Llama(UpstreamLlama):
             measured so far, and until an expert was used twice in 64 tokens. That is not exact: a CPU rounds otherwise
             than a GPU, so an answer depends on what was in VRAM (`Plan.exact`, `Stats.exact`). None: MOEGGUF_MISSES,
             else "fetch".
-        system: what decides on experts: "moegguf" (what was measured to be best), "lru", "none", or one of the papers'
-            as a whole, "moe-infinity", "promoe", "expertflow", "duoserve" (`moegguf.controller.systems`). The next four
-            replace parts of it. None: MOEGGUF_SYSTEM, else "moegguf".
-        store: how experts are moved, instead of as the system does.
+        strategy: what decides on experts: "moegguf" (what was measured to be best), "lru", "none", or a paper's as a
+            whole, "moe-infinity", "promoe", "expertflow", "duoserve" (`moegguf.controller.strategies`). The next four
+            replace parts of it. None: MOEGGUF_STRATEGY, else "moegguf".
+        store: how experts are moved, instead of as the strategy does.
         policy: which experts stay: a name (`moegguf.controller.policies.policy_names()`), an object with a method
-            `scores(history, forecast)`, or "auto": that of MOEGGUF_POLICY, else the system's. "vram=NAME,ram=NAME"
+            `scores(history, forecast)`, or "auto": that of MOEGGUF_POLICY, else the strategy's. "vram=NAME,ram=NAME"
             names those of a GPU's slots and of slots in RAM; of RAM below a GPU it is LRU where none is named.
         predictor: which experts come next: a name (`moegguf.controller.predictors.PREDICTORS`) or an object.
         prefetch: True fetches predicted experts ahead, while that saves time; a `PrefetchOptions` sets limits.
-            None: as the system does.
-        judge: compare every prediction with the routing, without acting on it unless `prefetch`: see `decisions`.
+            None: as the strategy does.
         warm_start: fetch the experts that earlier runs used most as soon as the model is loaded, and remember those of
             this run. None: MOEGGUF_WARM_START, else False; never with `lockstep`.
         trace: a file to record routing in, or a `TraceOptions`.
@@ -138,12 +138,11 @@ class Llama(UpstreamLlama):
         vram_cache: Budget | None = None,
         placement: str | None = None,
         misses: str | None = None,
-        system: str | None = None,
+        strategy: str | None = None,
         store: StoreOptions | None = None,
         policy: str | Policy = "auto",
         predictor: str | Predictor | None = None,
         prefetch: bool | PrefetchOptions | None = None,
-        judge: bool = False,
         lockstep: bool = False,
         warm_start: bool | None = None,
         trace: str | os.PathLike[str] | TraceOptions | None = None,
@@ -170,16 +169,17 @@ class Llama(UpstreamLlama):
         self._request_lock = RequestLock()
         self._requests = RequestCounter()
         self._decode_lock = threading.RLock()  # held during llama_decode
+        strategy = take_old_keywords(options).get("strategy", strategy)
         check_options(options, Llama)
-        of = find_system(read_environment().system if system is None else system)
+        of = find_strategy(read_environment().strategy if strategy is None else strategy)
         policy = read_environment().policy if isinstance(policy, str) and policy == "auto" else policy
-        chosen = ControllerOptions(*of.parts(policy, predictor, prefetch), judge, lockstep)
+        chosen = ControllerOptions(*of.parts(policy, predictor, prefetch), lockstep)
         options.update(mmproj=mmproj, n_seq_max=n_seq_max, kv_tokens=kv_tokens)
         store = of.store_options() if store is None else store
         warm_start = read_environment().warm_start if warm_start is None else warm_start
         self._keywords = dict(
             model_path=model_path, expert_cache=expert_cache, vram_cache=vram_cache, placement=placement,
-            misses=misses, plan=plan, system=of.name, store=store, warm_start=warm_start, **vars(chosen), **options,
+            misses=misses, plan=plan, strategy=of.name, store=store, warm_start=warm_start, **vars(chosen), **options,
         )  # fmt: skip
         self._load_plan = load_plan = prepare(
             model_path, expert_cache, options, vram_cache, store, placement, misses, plan
@@ -282,6 +282,7 @@ class Llama(UpstreamLlama):
         **options: Any,
     ) -> Plan:
         """The memory plan for loading the model with these keywords. Raises what loading would raise."""
+        options |= take_old_keywords(options)
         check_options(options, Llama)
         return prepare(model_path, expert_cache, options, vram_cache, placement=placement, misses=misses).plan
 
@@ -599,7 +600,7 @@ class Llama(UpstreamLlama):
         return replace(stats, n_threads=self._threads.n_threads if self._threads is not None else self.n_threads)
 
     def decisions(self) -> dict[str, Any]:
-        """Policy, predictor, whether prefetching is on and, with `judge`, the accuracy of predictions."""
+        """Policy, predictor, whether prefetching is on, and what that cost."""
         self._open_session()
         return self._live_controller.figures() if self._live_controller else {}
 

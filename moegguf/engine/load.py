@@ -31,7 +31,8 @@ from moegguf.gguf.reader import GGML_TYPES, ggml_type
 from moegguf.models.catalog import find_model
 from moegguf.native import library
 from moegguf.native.store import StoreOptions
-from moegguf.settings import KV_CACHE_TYPES, read_environment
+from moegguf.options import KV_CACHE_TYPES
+from moegguf.settings import read_environment
 
 _bindings = library.llama_cpp()
 
@@ -91,7 +92,7 @@ def prepare(
     options: keywords of llama_cpp.Llama as the user gave them.
     vram_cache: the budget on a GPU, that of `store`, or on all of them; None: of MOEGGUF_VRAM_CACHE.
     placement: what goes there (`plan.Choice`); None: of MOEGGUF_PLACEMENT.
-    misses: what happens to experts that are not there (`settings.MISSES`); None: of MOEGGUF_MISSES.
+    misses: what happens to experts that are not there (`options.MISSES`); None: of MOEGGUF_MISSES.
 
     Raises ModelNotFoundError, ModelFormatError, CapabilityError for a kind of model that is not run, BudgetError,
     OptionError, and AllocationError for a context above all memory of this machine.

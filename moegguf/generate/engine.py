@@ -28,7 +28,7 @@ from moegguf.generate.request import (
     ToolCall,
 )
 from moegguf.generate.schedule import Schedule
-from moegguf.settings import parse_schedule
+from moegguf.settings import parse_choice
 
 DEFAULT_PARALLEL = 8
 AHEAD = 2  # requests that are read while so many times fewer are computed
@@ -132,7 +132,7 @@ class Engine:
         **options: Any,
     ) -> None:
         if isinstance(schedule, str):
-            parse_schedule(schedule)  # before anything is loaded
+            parse_choice("schedule", schedule)  # before anything is loaded
         options = {"verbose": False, "flash_attn": None} | options
         self._llm = Llama(model, n_seq_max=parallel, kv_tokens=kv_tokens, **options)
         chosen = make_schedule(schedule, self._llm) if isinstance(schedule, str) else schedule

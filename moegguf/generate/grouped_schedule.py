@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from moegguf.engine.sequence_groups import NextToken, SequenceGroups
 from moegguf.generate.batched_answer import BatchedAnswer
 from moegguf.generate.schedule import Fifo, Schedule, Step
-from moegguf.settings import parse_schedule
+from moegguf.settings import parse_choice
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
@@ -106,11 +106,11 @@ def _token_s(steps: Sequence[tuple[float, int]]) -> float:
 
 
 def make_schedule(name: str, llm: Llama) -> Fifo | ExpertFlow | Auto:
-    """The schedule of this name (`moegguf.settings.SCHEDULES`) for a loop. Raises OptionError.
+    """The schedule of this name (`moegguf.options.SCHEDULES`) for a loop. Raises OptionError.
 
     A model whose experts are all in memory, or that has none, gains nothing by smaller steps: it is always "fifo".
     """
-    if parse_schedule(name) == "fifo" or llm.session is None or llm.plan.resident:
+    if parse_choice("schedule", name) == "fifo" or llm.session is None or llm.plan.resident:
         return Fifo()
     grouped = ExpertFlow(SequenceGroups(llm.session))
     return grouped if name == "expertflow" else Auto(Fifo(), grouped)

@@ -22,7 +22,7 @@ from moegguf.models.entry import ModelEntry
 from moegguf.models.hub import hub_offline
 from moegguf.models.names import is_hub_name
 from moegguf.quantities import Link, parse_expert_cache, parse_link, parse_size
-from moegguf.settings import parse_misses, read_environment, read_settings
+from moegguf.settings import parse_choice, read_environment, read_settings
 
 DISK_SECONDS = 0.3
 MOST_BLOCK_BYTES = 8 << 20
@@ -149,8 +149,8 @@ class SupposedDevice:
 
 def estimate_model(
     model: str,
-    expert_cache: str | None,
-    ctx: int | None,
+    expert_cache: str | None = None,
+    n_ctx: int | None = None,
     type_k: str | None = None,
     type_v: str | None = None,
     vram_cache: str | None = None,
@@ -171,7 +171,7 @@ def estimate_model(
     # llama.cpp takes a quantised V cache with flash attention only.
     flash_attn = bool(settings.flash_attention) or types[1].lower() != "f16"
     with described(model) as found:
-        options |= {"n_ctx": ctx, "flash_attn": flash_attn, "projector": projector_of(found.entry)}
+        options |= {"n_ctx": n_ctx, "flash_attn": flash_attn, "projector": projector_of(found.entry)}
         misses_here = "fetch" if device else misses  # asked about the device that is not here
         plan = plan_here(found.layout, cache, vram_cache, placement, misses=misses_here, **options)
         disk = _disk_speed(found, plan)
@@ -245,7 +245,7 @@ def _supposed(
     """The same for a device that is not here, beside RAM for everything, with the context of the plan that is."""
     speeds = Speeds.supposed(device.memory_bytes_per_s, device.link, memory_read_speed(count_cpus()))
     there = Device("the device", 0, device.memory_bytes, device.memory_bytes)
-    computed = parse_misses(read_environment().misses if misses is None else misses) == "compute"
+    computed = parse_choice("misses", read_environment().misses if misses is None else misses) == "compute"
     budgets = Budgets(sizes=replace(Sizes(**options), n_ctx=here.n_ctx), computes_misses=computed)
     ample = Memory(1 << 62, 1 << 62, "what is supposed")
     return _placement(make_plan(found.layout, Machine(ample, devices=(there,)), budgets, speeds).placement)

@@ -32,7 +32,7 @@ class LoadOptions:
     n_threads: int | None = None
     n_ctx: int | None = None
     verbose: int = 0
-    system: str | None = None
+    strategy: str | None = None
     policy: str = "auto"
     predictor: str | None = None
     prefetch: bool | None = None
@@ -167,31 +167,22 @@ def context_size(
 def _llama_arguments(layout: ExpertLayout, options: LoadOptions) -> dict[str, Any]:
     """Keyword arguments for `Llama`."""
     types = {name: value for name, value in _kv_cache_arguments(options).items() if value is not None}
-    given = {"n_batch": options.n_batch, "n_gpu_layers": options.n_gpu_layers, **types}
-    budgets = {name: getattr(options, name) for name in ("expert_cache", "vram_cache", "placement")}
-    where = {**budgets, "misses": options.misses, "n_gpu_layers": options.n_gpu_layers}
+    where = ("expert_cache", "vram_cache", "placement", "misses", "n_gpu_layers")
     return {
-        **budgets,
-        "misses": options.misses,
-        "system": options.system,
-        "policy": options.policy,
-        "predictor": options.predictor,
-        "prefetch": options.prefetch,
-        "warm_start": options.warm_start,
-        "n_ctx": context_size(layout, options.n_ctx, where, **types),
-        "n_threads": options.n_threads,
+        **{name: value for name, value in vars(options).items() if value is not None},
+        **types,
+        "n_ctx": context_size(layout, options.n_ctx, {name: getattr(options, name) for name in where}, **types),
         "verbose": options.verbose > 1,
         "flash_attn": types.get("flash_attn"),  # None as llama.cpp's own programs
-        **{name: value for name, value in given.items() if value is not None},
     }
 
 
 def _kv_cache_arguments(options: LoadOptions) -> dict[str, int | bool | None]:
     """The types of the KV cache as ggml's numbers; llama.cpp takes a quantised V cache with flash attention only."""
     from moegguf.gguf.reader import GGML_TYPES, ggml_type
-    from moegguf.settings import parse_kv_cache_type, read_settings
+    from moegguf.settings import read_settings
 
     types = {"type_k": options.type_k, "type_v": options.type_v}
-    numbers = {name: None if type is None else ggml_type(parse_kv_cache_type(type)) for name, type in types.items()}
+    numbers = {name: None if type is None else ggml_type(type) for name, type in types.items()}
     quantised = numbers["type_v"] is not None and GGML_TYPES[numbers["type_v"]][1] > 1
     return numbers | {"flash_attn": True if quantised else read_settings().flash_attention}

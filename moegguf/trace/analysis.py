@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from moegguf.controller.policies.of_tiers import AUTO, of_compute_tier, of_ram_b
 from moegguf.controller.predictors import PREDICTORS, make_predictor, prefetch_predictor
 from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.prefetch import PrefetchOptions
-from moegguf.controller.systems import SYSTEMS, find_system
+from moegguf.controller.strategies import STRATEGIES, find_strategy
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import read_layout
 from moegguf.native.events import Phase
@@ -89,7 +89,7 @@ def sample_sequences(trace: Trace, n_tokens: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Row:
-    """One replay. `simulated` is None for Belady's bound, which has no store and no time. system: "" without one.
+    """One replay. `simulated` is None for Belady's bound, which has no store and no time. strategy: "" without one.
     ram_share: of all experts, in RAM below those of a device; None with one tier. devices: shares of several devices,
     by name; else empty."""
 
@@ -100,7 +100,7 @@ class Row:
     hit_rate: float
     decode_hit_rate: float
     simulated: SimResult | None = None
-    system: str = ""
+    strategy: str = ""
     ram_share: float | None = None
     devices: Mapping[str, float] = field(default_factory=dict)
 
@@ -164,6 +164,7 @@ class TraceAnalysis:
 
     trace: Trace
     artifacts: Artifacts
+    known_predictors: ClassVar[tuple[str, ...]] = tuple(PREDICTORS)
 
     @classmethod
     def open(cls, path: Path, model: Path | None = None, folder: Path | None = None) -> Self:
@@ -210,7 +211,7 @@ class TraceAnalysis:
 
         A warning names what "all" leaves out.
         """
-        found = self._names("predictor", names, PREDICTORS, self.predictor)
+        found = self._names("predictor", names, self.known_predictors, self.predictor)
         return [name for name in found if name != "none"] if ALL in names else found
 
     def _names(self, kind: str, names: Sequence[str], known: Iterable[str], make: Callable[[str], object]) -> list[str]:
@@ -247,10 +248,14 @@ class TraceAnalysis:
 
     def predictor(self, name: str) -> Predictor:
         """A new predictor of this name. Raises OptionError, also when the trace lacks its inputs."""
-        predictor = make_predictor(name, self.trace.shape, self.artifacts)
+        predictor = self.new_predictor(name)
         if predictor.needs_inputs and self.trace.inputs is None:
             raise OptionError(f"{name!r} reads the inputs of the routers: record the trace with --inputs.")
         return predictor
+
+    def new_predictor(self, name: str) -> Predictor:
+        """The same, whatever inputs the trace has."""
+        return make_predictor(name, self.trace.shape, self.artifacts)
 
     def simulate(
         self,
@@ -322,7 +327,7 @@ class TraceAnalysis:
             rows.append(replace(row, ram_share=ram_share, devices=of_devices if len(devices) > 1 else {}))
         return rows
 
-    def simulate_systems(
+    def simulate_strategies(
         self,
         names: Sequence[str],
         shares: Sequence[float],
@@ -332,44 +337,44 @@ class TraceAnalysis:
         prefetch: bool | None = None,
         progress: Progress = no_progress,
     ) -> list[Row]:
-        """Replays systems as a whole, with the parts named replaced, and Belady's bound. "all" is every available one.
+        """Replays strategies as a whole, with the parts named replaced, and Belady's bound. "all": every available one.
 
-        options: the link and the time of a layer; whether to prefetch is the system's, or `prefetch`. Raises
+        options: the link and the time of a layer; whether to prefetch is the strategy's, or `prefetch`. Raises
         OptionError for unknown names and parts that this model lacks, and for prefetching without a link. A warning
         names what "all" leaves out.
         """
 
         def check_parts(name: str) -> None:
-            of, ahead, _ = find_system(name).parts(policy, predictor, prefetch)
+            of, ahead, _ = find_strategy(name).parts(policy, predictor, prefetch)
             if of != "auto":
                 self.policy(of)
             if ahead:
                 self.predictor(ahead)
 
-        systems = [find_system(name) for name in self._names("system", names, SYSTEMS, check_parts)]
-        parts = {system.name: system.parts(policy, predictor, prefetch) for system in systems}
+        strategies = [find_strategy(name) for name in self._names("strategy", names, STRATEGIES, check_parts)]
+        parts = {strategy.name: strategy.parts(policy, predictor, prefetch) for strategy in strategies}
         ahead_of = [name for name, part in parts.items() if part[2]]
         if ahead_of and not options.timed:
             raise OptionError(
                 f"{', '.join(ahead_of)} prefetches, which needs a modelled link (without one, transfers take no time):"
                 " --link, or --no-prefetch."
             )
-        rows, step = list[Row](), step_reporter(progress, "hit rates", len(systems) * len(shares))
+        rows, step = list[Row](), step_reporter(progress, "hit rates", len(strategies) * len(shares))
         for share in shares:
             n_slots = slots_of(self.trace.shape, share)
-            for system in systems:
-                step(f"{system.name} in {n_slots} slots")
-                of, ahead, fetched = parts[system.name]
+            for strategy in strategies:
+                step(f"{strategy.name} in {n_slots} slots")
+                of, ahead, fetched = parts[strategy.name]
                 found = self._measured_choice(share, options.timed) if of == "auto" else ControllerChoice(of)
                 if fetched is None:
                     fetched = found.prefetch and options.timed
                 fetched = PrefetchOptions() if fetched is True else fetched or None
                 result = Simulation(
                     self.trace, self.policy(found.policy), self.predictor(ahead or found.predictor), n_slots,
-                    replace(options, prefetch=fetched, **system.switches),
+                    replace(options, prefetch=fetched, **strategy.switches),
                 ).run()  # fmt: skip
                 row = Row(result.policy, result.predictor, share, n_slots, result.hit_rate, result.decode_hit_rate)
-                rows.append(replace(row, simulated=result, system=system.name))
+                rows.append(replace(row, simulated=result, strategy=strategy.name))
             rows.append(_bound(self.trace, share, n_slots))
         return rows
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
 import typer
 
-from moegguf.controller.accuracy import LinkModel
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.routing_paths import RoutingPaths, make_paths
 from moegguf.models.catalog import find_model
 from moegguf.terminal.messages import run_with_exit_code
 from moegguf.trace.analysis import TraceAnalysis
 from moegguf.trace.simulate import SimOptions
+from predictors.study.accuracy import LinkModel
+from predictors.study.fresh_gate import FreshGate
 from predictors.study.oracle import ORACLE, Oracle
 
 DEFAULT_TOKENS = 2500  # precise to about a percent, in a minute or two
@@ -25,16 +26,20 @@ PredictorNames = Annotated[
 
 
 class Study(TraceAnalysis):
-    """An analysis that also knows the oracle, and routing paths for the token scheduler."""
+    """An analysis that also knows the oracle, a control, and routing paths for the token scheduler."""
 
     @classmethod
     def load(cls, file: Path, model: str | None, folder: Path | None) -> Self:
         """`open`, with the model by name. Raises its errors, and those of `find_model`."""
         return cls.open(file, find_model(model) if model else None, folder)
 
-    def predictor(self, name: str) -> Predictor:
-        """As `TraceAnalysis.predictor`, or the oracle."""
-        return Oracle(self.trace) if name == ORACLE else super().predictor(name)
+    known_predictors: ClassVar[tuple[str, ...]] = (*TraceAnalysis.known_predictors, FreshGate.name)
+
+    def new_predictor(self, name: str) -> Predictor:
+        """As `TraceAnalysis.new_predictor`, or the oracle, or the control of what is measured."""
+        if name == FreshGate.name:
+            return FreshGate(self.trace.shape, self.artifacts.routers())
+        return Oracle(self.trace) if name == ORACLE else super().new_predictor(name)
 
     def paths(self, name: str) -> RoutingPaths:
         """New routing paths of this name, for the token scheduler. Raises OptionError."""

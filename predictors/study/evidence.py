@@ -1,7 +1,7 @@
-"""What docs/evidence.md is made with: requests to record, systems measured in turns, systems at a paper's link.
+"""What docs/evidence.md is made with: requests to record, systems measured in turns, strategies at a paper's link.
 
     python -m predictors.study.evidence requests -o requests.jsonl
-    python -m predictors.study.evidence speed --system lru,promoe -m demo --expert-cache 25% -n 256
+    python -m predictors.study.evidence speed --strategy lru,promoe -m demo --expert-cache 25% -n 256
     python -m predictors.study.evidence batches -m demo --expert-cache 25% --batch 1,2,4,8,16 --schedule fifo,auto
     python -m predictors.study.evidence link promoe requests.trace --model demo --expert-cache 25%,50%
     python -m predictors.study.evidence bound --routing random,qwen3-30b --batch 1,8
@@ -10,7 +10,7 @@
 `speed` takes the options of `moegguf bench`; each round runs every system once, and rows have medians over rounds with
 their least and greatest. With --results the rounds are added to those in a file, so that a long measurement can be made
 in pieces. `batches` answers the demo's questions, so many at once, in a process of its own each time. `link` replays a
-trace with every system over a link on which an expert takes as long, beside a layer's compute time, as in the paper
+trace with every strategy over a link on which an expert takes as long, beside a layer's compute time, as in the paper
 named. `bound` says how few bytes any eviction can read for requests that decode together, and what the store's own
 reads, on routing that is drawn at random or reused as published. `passes` computes tokens of several sequences together
 with every expert in memory, on one thread, whose processor time other work on the machine changes least.
@@ -226,12 +226,12 @@ def batches_table(found: Mapping[Batch, Sequence[Mapping[str, float]]]) -> str:
 
 
 def link(paper: str, trace: Path, options: Sequence[str]) -> str:
-    """Markdown: what each system's simulation says of `trace`, at the paper's times."""
+    """Markdown: what each strategy's simulation says of `trace`, at the paper's times."""
     times, expert_bytes = LINKS[paper], read(trace).shape.expert_bytes
     flags = ["--link", f"{expert_bytes / times.expert_us / 1e3:.6f}", "--layer-compute", f"{times.layer_us:g}"]
     command = [sys.executable, "-m", "moegguf.cli.app", "trace", "simulate", str(trace), *options, *flags, "--json"]
-    if not {"--system", "--policy"} & set(options):
-        command += ["--system", "all"]
+    if not {"--strategy", "--system", "--policy"} & set(options):
+        command += ["--strategy", "all"]
     rows = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
     return f"{times.source}\n\n{link_table(rows)}"
 
@@ -239,14 +239,14 @@ def link(paper: str, trace: Path, options: Sequence[str]) -> str:
 def link_table(rows: Sequence[dict[str, Any]]) -> str:
     """Markdown of decoding: hits, stall and time per token, speed against LRU's, bytes moved."""
     rows = [row for row in rows if row.get("simulated")]  # not Belady's bound
-    lines = ["| experts | system | hits | stall ms | ms a token | against lru | MB a token |", RULE]
-    of_lru = {row["share"]: _token_ms(row) for row in rows if row["system"] == "lru"}
+    lines = ["| experts | strategy | hits | stall ms | ms a token | against lru | MB a token |", RULE]
+    of_lru = {row["share"]: _token_ms(row) for row in rows if row["strategy"] == "lru"}
     for row in rows:
         decode, share = row["simulated"]["decode"], row["share"]
         moved = decode["bytes_missed"] + decode["bytes_prefetched"]
         against = f"{of_lru[share] / _token_ms(row):.2f}" if share in of_lru else ""
         lines.append(
-            f"| {share:.0%} | {row['system'] or row['policy']} | {row['decode_hit_rate']:.1%} |"
+            f"| {share:.0%} | {row['strategy'] or row['policy']} | {row['decode_hit_rate']:.1%} |"
             f" {decode['stall_ns'] / decode['tokens'] / 1e6:.1f} | {_token_ms(row):.1f} | {against} |"
             f" {moved / decode['tokens'] / 1e6:.2f} |"
         )
@@ -366,7 +366,7 @@ def arguments(given: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
     one.add_argument("-n", type=int, default=48, metavar="TOKENS", help="most of an answer")
     one.add_argument("--rounds", type=int, default=3, metavar="N", help="of every batch and schedule")
     commands.add_parser("batch", help="one measurement of `batches`").add_argument("measurement", type=json.loads)
-    one = commands.add_parser("link", help="simulate systems at a paper's link; takes those of `trace simulate`")
+    one = commands.add_parser("link", help="simulate strategies at a paper's link; takes those of `trace simulate`")
     one.add_argument("paper", choices=LINKS)
     one.add_argument("trace", type=Path)
     one = commands.add_parser("bound", help="the least bytes that requests which decode together can read")

@@ -13,14 +13,14 @@ from moegguf.cli.bench import split
 from moegguf.cli.options import AsJson
 from moegguf.cli.trace import Compute, File, Folder, Latency, LinkSpeed, ModelFile, Tokens, showing_progress
 from moegguf.cli.trace_tables import print_notes, print_table
-from moegguf.controller.accuracy import Figures, LinkModel
-from moegguf.controller.judge import DISTANCES
 from moegguf.plain import plain
 from moegguf.terminal.tables import print_json
 from moegguf.terminal.units import percent
 from moegguf.trace.analysis import Progress, no_progress, step_reporter
 from predictors.study import scoring
+from predictors.study.accuracy import Figures, LinkModel
 from predictors.study.common import DEFAULT_TOKENS, PredictorNames, Study, link_model, run
+from predictors.study.judge import DISTANCES
 from predictors.study.scoring import ScoreTable
 
 HEADS = ("predictor", "k", "accuracy", "control", "all", "any", "batch", "moved", "answers", "GOODPRED")

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from moegguf.controller.accuracy import PADDING, Ids, LinkModel, Mask, PredictorScore
-from moegguf.controller.judge import DISTANCES, Judge
 from moegguf.controller.predictors.base import Predictor
 from moegguf.native.events import Announcement, RoutingEvent
 from moegguf.trace.trace import Trace
+from predictors.study.accuracy import PADDING, Ids, LinkModel, Mask, PredictorScore
 from predictors.study.arrange import separated, shuffled
+from predictors.study.judge import DISTANCES, Judge
 
 
 def batch_accuracy(true: npt.NDArray[np.bool_], predicted: npt.NDArray[np.bool_]) -> float:
@@ -69,7 +69,7 @@ def score(
     batch_sequences: int = BATCH_SEQUENCES,
     seed: int = 0,
 ) -> ScoreTable:
-    """Runs predictors over the events of the trace and measures them; definitions are in `controller.accuracy`.
+    """Runs predictors over the events of the trace and measures them; definitions are in `predictors.study.accuracy`.
 
     Batch-level accuracy (ExpertFlow, section 5.2): requests are put into batches of batch_sequences in order of
     appearance; the experts of a batch's tokens at the same decode step are joined, true and predicted, and compared

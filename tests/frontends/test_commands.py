@@ -40,6 +40,25 @@ def test_help_imports_nothing_heavy(command: str) -> None:
     assert done.stdout.splitlines()[-1] == ""
 
 
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        ("run", "--system-prompt --verbose --ctx --expert-cache --max-tokens --temperature --help"),
+        ("serve", "--host --port --api-key --memory --parallel --expert-cache"),
+        ("bench", "--model --n-prompt --n-gen --expert-cache --against --output"),
+        ("batch", "--output --model --parallel --ctx --expert-cache"),
+    ],
+)
+def test_a_screen_of_help_has_what_people_use_most(moegguf: Command, command: str, flags: str) -> None:
+    screen = moegguf(command, "--help", COLUMNS="80").stdout.splitlines()[:24]
+    assert [flag for flag in flags.split() if flag not in " ".join(screen)] == []
+
+
+def test_help_is_grouped(moegguf: Command) -> None:
+    titles = re.findall(r"^(\w+):$", moegguf("run", "--help").stdout, re.MULTILINE)
+    assert titles == ["Arguments", "Options", "Model", "Memory", "Sampling", "Output", "Research"]
+
+
 def test_help_is_not_slow(moegguf: Command) -> None:
     moegguf("--help")
     took = []
@@ -145,7 +164,7 @@ def test_doctor_never_fails_for_a_missing_fact(moegguf: Command, tmp_path: Path)
     )
     assert done.returncode == 0, done.stderr
     assert "unknown: " in done.stdout
-    assert "MOEGGUF_HOOKS must be 0 or 1" in done.stdout
+    assert "MOEGGUF_HOOKS: 'perhaps' is neither on nor off; give 1 or 0" in done.stdout
     assert "hush" not in done.stdout
 
 

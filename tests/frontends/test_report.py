@@ -12,7 +12,7 @@ import pytest
 from oracles import Oracle
 from traces import random_trace
 
-from moegguf.controller.accuracy import LinkModel
+from predictors.study.accuracy import LinkModel
 from predictors.study.report.tables import PolicyTable, Recovery, Report, ScheduleTable, StallTable, TraceSummary
 from predictors.study.reuse import reuse
 from predictors.study.scoring import score

@@ -65,7 +65,7 @@ def test_llama_cpps_names_of_options_are_known(moegguf: Command, tiny: TinyModel
 def test_a_type_that_no_kv_cache_can_have_is_refused(moegguf: Command, tiny: TinyModel, flag: str) -> None:
     done = moegguf("run", tiny(), "hello", flag, "q2_k", *QUICK)
     assert done.returncode == 1
-    assert "'q2_k' is not a type of the KV cache" in done.stderr
+    assert "'q2_k' is none of f32, f16" in done.stderr
 
 
 def test_hf_and_model_options_make_every_argument_a_word_of_the_prompt() -> None:
@@ -193,10 +193,10 @@ def echo(*arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_system_message_where_a_system_belongs_is_told_its_flag() -> None:
+def test_a_system_message_where_a_strategy_belongs_is_told_its_flag() -> None:
     done = echo("messages", "--system", "Be brief.")
     assert done.returncode == 2
-    assert "no system 'Be brief.'" in " ".join(done.stderr.split()) and "--system-prompt" in done.stderr
+    assert "no strategy 'Be brief.'" in " ".join(done.stderr.split()) and "--system-prompt" in done.stderr
 
 
 def test_a_system_message_comes_first() -> None:

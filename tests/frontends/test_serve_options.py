@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from command_line import TinyModel
 
-from moegguf.cli.serve import serve
+from moegguf.cli.serve import serve, serve_settings
 from moegguf.engine import devices, here
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import read_layout
@@ -25,26 +25,26 @@ class Listener:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """MOEGGUF_SYSTEM at each start of a server, none of which runs."""
-    systems: list[str] = []
+    """MOEGGUF_STRATEGY at each start of a server, none of which runs."""
+    strategies: list[str] = []
 
     def run(*_: Any) -> int:
-        systems.append(os.environ["MOEGGUF_SYSTEM"])
+        strategies.append(os.environ["MOEGGUF_STRATEGY"])
         return 0
 
-    monkeypatch.setenv("MOEGGUF_SYSTEM", "")  # and gone afterwards
+    monkeypatch.setenv("MOEGGUF_STRATEGY", "")  # and gone afterwards
     monkeypatch.setattr(server, "listen", lambda host: Listener())
     monkeypatch.setattr(server, "run_server", run)
-    return systems
+    return strategies
 
 
-def test_workers_get_the_system_by_the_environment(started: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert serve() == serve(system="promoe") == 0
-    monkeypatch.setenv("MOEGGUF_SYSTEM", "lru")
+def test_workers_get_the_strategy_by_the_environment(started: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert serve() == serve(strategy="promoe") == 0
+    monkeypatch.setenv("MOEGGUF_STRATEGY", "lru")
     serve()
-    assert started == ["moegguf", "promoe", "lru"]
-    with pytest.raises(OptionError, match="no system 'promo'"):
-        serve(system="promo")
+    assert started == ["", "promoe", "lru"]
+    with pytest.raises(OptionError, match="no strategy 'promo'"):
+        serve(strategy="promo")
     assert len(started) == 3
 
 
@@ -85,3 +85,10 @@ def test_workers_get_the_warm_start_by_the_environment(started: list[str], monke
     serve(warm_start=False)
     assert not read_environment().warm_start
     assert len(started) == 2
+
+
+def test_flags_count_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TRUST_NETWORK": "10.0.0.0/8", "API_KEY": "k", "NUM_PARALLEL": "3", "MEMORY": "1GiB"}.items():
+        monkeypatch.setenv(f"MOEGGUF_{name}", value)
+    found = serve_settings(1, {"trusted": (), "api_key": "", "n_parallel": 0, "memory_bytes": 5})
+    assert (found.trusted, found.api_key, found.n_parallel, found.memory_bytes, found.host.port) == ((), "k", 3, 5, 1)

@@ -117,8 +117,8 @@ def test_several_devices_have_a_line_each(moegguf: Command, recorded: Path) -> N
     assert [word for word in words if word in tiers][:4] == ["VRAM", "CUDA0", "CUDA1", "RAM"]
 
 
-def test_all_systems_are_those_that_the_trace_has_inputs_for(moegguf: Command, without_inputs: Path) -> None:
-    done = moegguf("trace", "simulate", without_inputs, "--model", "demo", "--system", "all", "--link", "1")
+def test_all_strategies_are_those_that_the_trace_has_inputs_for(moegguf: Command, without_inputs: Path) -> None:
+    done = moegguf("trace", "simulate", without_inputs, "--model", "demo", "--strategy", "all", "--link", "1")
     assert done.returncode == 0
     assert re.search(r"warning: left out: .*promoe.*: record the trace with --inputs\)", " ".join(done.stderr.split()))
     assert "promoe" not in done.stdout and "moe-infinity" in done.stdout
@@ -130,18 +130,18 @@ def test_trace_alone_shows_its_help(moegguf: Command) -> None:
     assert re.search(r"^  simulate +Replay", done.stdout, re.MULTILINE)
 
 
-def test_whole_systems_are_replayed(moegguf: Command, recorded: Path) -> None:
+def test_whole_strategies_are_replayed(moegguf: Command, recorded: Path) -> None:
     options = ["--expert-cache", "25%", "--link", "1", "--layer-compute", "500", "--json"]
-    done = moegguf("trace", "simulate", recorded, "--model", "demo", "--system", "all", *options)
+    done = moegguf("trace", "simulate", recorded, "--model", "demo", "--strategy", "all", *options)
     assert done.returncode == 0, done.stderr
-    rows = {row["system"]: row for row in json.loads(done.stdout)}
+    rows = {row["strategy"]: row for row in json.loads(done.stdout)}
     assert list(rows) == ["none", "lru", "moe-infinity", "promoe", "expertflow", "duoserve", "moegguf", ""]
     ahead = {name: row["simulated"]["whole"]["bytes_prefetched"] for name, row in rows.items() if name}
     assert min(ahead[name] for name in ("moe-infinity", "promoe", "expertflow", "duoserve")) > ahead["lru"]
     assert ahead["none"] == 0
     assert (rows["expertflow"]["policy"], rows["expertflow"]["predictor"]) == ("locality", "routing-path")
     options = [*options, "--no-prefetch", "--policy", "lfu-decay"]
-    done = moegguf("trace", "simulate", recorded, "--model", "demo", "--system", "promoe", *options)
+    done = moegguf("trace", "simulate", recorded, "--model", "demo", "--strategy", "promoe", *options)
     (row, _) = json.loads(done.stdout)
     assert (row["policy"], row["predictor"]) == ("lfu-decay", "mlp")
 
@@ -171,14 +171,14 @@ def test_saved_hit_rates_are_written(moegguf: Command, recorded: Path, trace: Tr
         (("simulate", "TRACE", "--expert-cache", "a few"), 1, "but not 'a few'"),
         (("simulate", "TRACE", "--prefetch", "--predictor", "eamc"), 1, "--link"),
         (("simulate", "TRACE", "--prefetch", "--link", "1"), 1, "--predictor"),
-        (("simulate", "TRACE", "--system", "promo"), 1, "there is no system 'promo'; known are none, lru,"),
-        (("simulate", "TRACE", "--system", "lru,moe-infinity"), 1, "moe-infinity prefetches, which needs a modelled"),
-        (("simulate", "TRACE", "--system", "lru", "--policy", "lru,lfu"), 1, "take one name each"),
-        (("simulate", "TRACE", "--system", "lru", "--save"), 1, "not for --system"),
+        (("simulate", "TRACE", "--strategy", "promo"), 1, "there is no strategy 'promo'; known are none, lru,"),
+        (("simulate", "TRACE", "--strategy", "lru,moe-infinity"), 1, "moe-infinity prefetches, which needs a modelled"),
+        (("simulate", "TRACE", "--strategy", "lru", "--policy", "lru,lfu"), 1, "take one name each"),
+        (("simulate", "TRACE", "--strategy", "lru", "--save"), 1, "not for --strategy"),
         (("simulate", "TRACE", "--policy", "vram=lru,ram=slru"), 1, "--vram-cache"),
         (("simulate", "TRACE", "--vram-cache", "20%", "--policy", "ram=lfu"), 1, "lru, lfu-decay, slru, not by"),
         (("simulate", "TRACE", "--vram-cache", "0%"), 1, "--vram-cache takes shares"),
-        (("simulate", "TRACE", "--vram-cache", "20%", "--system", "lru"), 1, "leave out --vram-cache"),
+        (("simulate", "TRACE", "--vram-cache", "20%", "--strategy", "lru"), 1, "leave out --vram-cache"),
         (("simulate", "TRACE", "--vram-cache", "20%", "--device-link", "fast"), 1, "is not a link"),
         (("simulate", "TRACE", "--device-link", "4GB/s"), 1, "--vram-cache"),
         (("simulate", "TRACE", "--tensor-split", "1,1"), 1, "--vram-cache"),

@@ -140,7 +140,7 @@ def test_policies_are_named_beside_moegguf_with_something_left_out(tiny: Callabl
 
 def test_systems_alternate_with_moegguf_s_own_first(tiny: Callable[..., Path]) -> None:
     flags = ("--expert-cache", "40%", "--rounds", "1", "-r", "1")
-    rows = run(tiny("tiny-mix", "q4_0"), *flags, "--system", "lru,moegguf,moe-infinity")
+    rows = run(tiny("tiny-mix", "q4_0"), *flags, "--strategy", "lru,moegguf,moe-infinity")
     decided = {row["system"]: (row["policy"], row["predictor"], row["prefetch"]) for row in rows}
     assert decided == {
         "moegguf": ("next-use", "skip", "measuring"),  # nothing was measured of this model
@@ -149,7 +149,7 @@ def test_systems_alternate_with_moegguf_s_own_first(tiny: Callable[..., Path]) -
     }
     assert list(rows[0]["against"]) == ["lru", "moe-infinity"]
     assert all(found["same_tokens"] for found in rows[0]["against"].values())
-    row, _ = run(tiny("tiny-mix", "q4_0"), *flags, "--system", "moe-infinity", "--policy", "lfu-decay")
+    row, _ = run(tiny("tiny-mix", "q4_0"), *flags, "--strategy", "moe-infinity", "--policy", "lfu-decay")
     assert (row["system"], row["policy"], row["predictor"]) == ("moe-infinity", "lfu-decay", "eamc")
 
 

@@ -130,7 +130,7 @@ def test_a_model_is_pickled_as_what_it_was_opened_with(load: Load, tmp_path: Pat
     with pickle.loads(pickled) as again:
         assert (again.n_ctx(), again.plan.n_slots, again.decisions()["policy"]) == (1024, llm.plan.n_slots, "lfu")
         assert again.recording is None
-    whole = pickle.dumps(load(DEMO, expert_cache="50%", system="duoserve", n_ctx=1024))
+    whole = pickle.dumps(load(DEMO, expert_cache="50%", strategy="duoserve", n_ctx=1024))
     with pickle.loads(whole) as again:
         assert again.decisions()["predictor"] == "expert-mlp" and not again.session.store.options.chunked
     expected = reply(llm, QUESTION, max_tokens=12)[0]

@@ -59,7 +59,7 @@ def test_a_recorded_batch_is_replayed_with_the_hits_that_it_had(
     path = tmp_path / "batches.npz"
     options = {"n_ctx": 64, "n_threads": 1, "verbose": False, "n_seq_max": N_SEQUENCES, "expert_cache": "50%"}
     options |= {"policy": policy, "predictor": predictor, "trace": TraceOptions(path, inputs=predictor == "skip")}
-    with Llama(tiny(), lockstep=True, system="lru", **options) as llm:
+    with Llama(tiny(), lockstep=True, strategy="lru", **options) as llm:
         decode_together(llm)
         assert llm.session is not None
         was, n_slots, shape = llm.session.store.counters(), llm.stats().n_slots, MoeShape.of(llm.layout)
@@ -83,7 +83,7 @@ def test_a_recorded_batch_is_replayed_with_the_hits_that_it_had(
 @pytest.mark.parametrize(
     ("options", "policy", "predictor"),
     [({"n_seq_max": 2}, "next-use", "none"), ({}, "next-use", "skip"), ({"prefetch": False}, "next-use", "none"),
-     ({"policy": "slru"}, "slru", "none"), ({"n_seq_max": 2, "system": "lru"}, "lru", "none")],
+     ({"policy": "slru"}, "slru", "none"), ({"n_seq_max": 2, "strategy": "lru"}, "lru", "none")],
 )  # fmt: skip
 def test_a_model_that_was_not_measured_has_next_use_and_for_one_sequence_prefetches(
     tiny: TinyModel, options: dict[str, Any], policy: str, predictor: str
@@ -95,7 +95,7 @@ def test_a_model_that_was_not_measured_has_next_use_and_for_one_sequence_prefetc
 
 @pytest.mark.parametrize("predictor", ["previous-token", "skip"])
 def test_predicting_for_several_sequences_changes_no_logit(tiny: TinyModel, predictor: str) -> None:
-    fixed = {"n_ctx": 64, "n_threads": 1, "verbose": False, "n_seq_max": N_SEQUENCES, "system": "lru"}
+    fixed = {"n_ctx": 64, "n_threads": 1, "verbose": False, "n_seq_max": N_SEQUENCES, "strategy": "lru"}
 
     def logits(llm: Llama) -> Any:
         found = []
@@ -121,7 +121,7 @@ def test_predicting_for_several_sequences_changes_no_logit(tiny: TinyModel, pred
 
 
 def test_each_sequence_is_followed_and_the_next_group_fetched(tiny: TinyModel) -> None:
-    with Llama(tiny(), n_ctx=64, n_threads=1, verbose=False, n_seq_max=2, expert_cache="40%", system="lru") as llm:
+    with Llama(tiny(), n_ctx=64, n_threads=1, verbose=False, n_seq_max=2, expert_cache="40%", strategy="lru") as llm:
         assert llm.session is not None
         paths = RecentPaths(MoeShape.of(llm.layout), half_life_tokens=1.0)
         groups = SequenceGroups(llm.session, paths)
@@ -181,7 +181,7 @@ class Counted:
 
 
 def test_half_of_the_sequences_compute_in_a_step_and_all_are_answered(tiny: TinyModel) -> None:
-    with Llama(tiny(), n_ctx=64, n_threads=1, verbose=False, n_seq_max=4, expert_cache="40%", system="lru") as llm:
+    with Llama(tiny(), n_ctx=64, n_threads=1, verbose=False, n_seq_max=4, expert_cache="40%", strategy="lru") as llm:
         schedule = make_schedule("expertflow", llm)
         assert isinstance(schedule, ExpertFlow)
         counted, answers = Counted(schedule), [Received() for _ in range(6)]
@@ -214,7 +214,7 @@ def test_schedules_have_names_and_a_resident_model_needs_none(tiny: TinyModel, l
 
 def test_an_event_of_a_mixed_pass_says_who_reads_and_who_decodes(tiny: TinyModel) -> None:
     seen: list[RoutingEvent] = []
-    with Llama(tiny(), n_ctx=64, n_threads=1, verbose=False, n_seq_max=2, expert_cache="40%", system="lru") as llm:
+    with Llama(tiny(), n_ctx=64, n_threads=1, verbose=False, n_seq_max=2, expert_cache="40%", strategy="lru") as llm:
         assert llm.session is not None
         llm.session.store.listen(on_routing=seen.append)
         first, second = llm.begin_request(), llm.begin_request()
@@ -230,7 +230,7 @@ def test_an_event_of_a_mixed_pass_says_who_reads_and_who_decodes(tiny: TinyModel
 
 def test_an_engine_answers_by_each_schedule_and_closes_while_it_listens(tiny: TinyModel) -> None:
     for name in ("expertflow", "auto"):
-        options = {"n_ctx": 64, "n_threads": 1, "expert_cache": "40%", "system": "lru"}
+        options = {"n_ctx": 64, "n_threads": 1, "expert_cache": "40%", "strategy": "lru"}
         with Engine(tiny(), parallel=3, schedule=name, **options) as engine:
             answers = engine.generate([f"question {i}" for i in range(5)], Sampling(max_tokens=6))
         assert [answer.error for answer in answers] == [None] * 5

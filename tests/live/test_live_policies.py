@@ -24,18 +24,22 @@ from running import (
     random_prompt,
 )  # fmt: skip
 
+from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
 from moegguf.controller.policies import policy_names
 from moegguf.controller.predictors import PREDICTORS, UNTRAINED
 from moegguf.controller.prefetch import PrefetchOptions
+from moegguf.controller.shape import MoeShape
 from moegguf.controller.watchdog import Watchdog, WatchdogOptions
 from moegguf.errors import CallbackError, OptionError
 from moegguf.generate.answer import Answer
 from moegguf.generate.engine import Engine
 from moegguf.generate.request import GenerationRequest, Sampling
 from moegguf.native.events import Announcement, Float32s, Phase
-from moegguf.native.store import Store, StoreOptions, native_policies
+from moegguf.native.store import ListenOptions, Store, StoreOptions, native_policies
+from predictors.study.fresh_gate import FreshGate
+from predictors.study.judge import Judge
 
 TIGHT: dict[str, Any] = {"expert_cache": "30%", "n_ubatch": 4}
 N_PROMPT, N_NEW = 24, 16
@@ -93,16 +97,15 @@ def test_every_predictor_predicts_and_changes_no_bit(
     own: Own, load: Load, expected: Callable[..., Logits], predictor: str, preset: str
 ) -> None:
     llm = load(
-        own(preset), policy="next-use", predictor=predictor, prefetch=EAGER, judge=True, lockstep=True,
+        own(preset), policy="next-use", predictor=predictor, prefetch=EAGER, lockstep=True,
         store=StoreOptions(sweep=False), **TIGHT,
     )  # fmt: skip
     assert np.array_equal(logits_of(llm), expected(preset))
     assert llm.stats().evictions > 0
     figures = llm.decisions()
     assert (figures["policy"], figures["predictor"]) == ("next-use", predictor)
-    predicts = predictor not in ("none", "fresh-gate", "eamc")  # the first request has no other to be matched with
+    predicts = predictor not in ("none", "eamc")  # the first request has no other to be matched with
     assert (llm.stats().prefetch_started > 0) == predicts
-    assert (figures["judged"]["means"]["1"]["coverage"] > 0) == predicts
 
 
 def test_prefetching_from_the_event_thread_while_the_model_computes(
@@ -249,18 +252,27 @@ def test_a_resident_model_is_left_alone_until_its_pool_shrinks(
     assert llm.stats().evictions > 0
 
 
+class LiveJudge(Judge):
+    """A judge that listens to a running model."""
+
+    listen_options = ListenOptions(inputs=True, lockstep=True)
+
+
 @pytest.mark.parametrize("preset", ALL_TINY)
 @pytest.mark.parametrize("expert_cache", ["100%", "40%"])
 def test_the_fresh_gate_is_always_right(own: Own, load: Load, preset: str, expert_cache: str) -> None:
-    llm = load(own(preset), predictor="fresh-gate", judge=True, lockstep=True, expert_cache=expert_cache)
+    llm = load(own(preset), lockstep=True, expert_cache=expert_cache)
+    assert llm.session is not None
+    judge = LiveJudge(FreshGate(MoeShape.of(llm.layout), Artifacts(llm.layout).routers()))
+    llm.session.listeners.add(judge)
     logits_of(llm)
-    fresh = llm.decisions()["judged"]["fresh"]
-    assert (fresh["accuracy"], fresh["top_k_hit"], fresh["at_least_one"]) == (1, 1, 1)
+    fresh = judge.table().fresh
+    assert fresh is not None and (fresh.accuracy, fresh.top_k_hit, fresh.at_least_one) == (1, 1, 1)
     # the first layer of the first pass and the last event may not have been measured
-    assert fresh["due"] >= N_NEW * len(llm.layout.layers) - 1
+    assert fresh.due >= N_NEW * len(llm.layout.layers) - 1
 
 
-@pytest.mark.parametrize("option", [{"predictor": "skip"}, {"judge": True}, {"prefetch": EAGER}], ids=str)
+@pytest.mark.parametrize("option", [{"predictor": "skip"}, {"prefetch": EAGER}], ids=str)
 def test_a_native_policy_takes_a_controller_only_with_a_predictor(
     own: Own, load: Load, expected: Callable[..., Logits], option: dict[str, Any]
 ) -> None:

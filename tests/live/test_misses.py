@@ -237,7 +237,7 @@ def arrivals(path: Path) -> tuple[list[tuple[int, int]], int]:
     """(tokens since the use before last, those since the last) of experts that came to the device, token by token, and
     how many were used and did not come."""
     came, n_left_out = [], 0
-    with behind_a_link(path, SLOW, misses="compute", system="lru") as llm:
+    with behind_a_link(path, SLOW, misses="compute", strategy="lru") as llm:
         assert llm.session is not None
         store = llm.session.store
         last, before, uses = (np.zeros(store.shape, int) for _ in range(3))
@@ -269,7 +269,7 @@ def test_an_expert_gets_a_slot_on_the_device_after_two_uses_in_64_tokens(tiny: T
 def failing_reads(path: Path, tokens: list[int]) -> tuple[int, list[int], Logits]:
     """How many passes failed, bytes of misses that had come to the device before and after them, and logits when reads
     work again."""
-    with behind_a_link(path, SLOW, misses="compute", expert_cache="10%", system="lru") as llm:
+    with behind_a_link(path, SLOW, misses="compute", expert_cache="10%", strategy="lru") as llm:
         assert llm.session is not None
         store, prompt = llm.session.store, random_prompt(llm, N_PROMPT)
         follow_tokens(llm, prompt, [prompt[0]] * (WINDOW_TOKENS + 1))
@@ -299,7 +299,7 @@ def test_a_read_for_the_cpu_that_fails_ends_the_pass_and_the_next_one_reads_agai
 def slow_read(path: Path) -> tuple[Stats, Stats]:
     """Figures of a pass whose first read, for experts that the CPU computes, takes two seconds; and of the same token
     once more, whose experts are in RAM then."""
-    with behind_a_link(path, SLOW, misses="compute", expert_cache="60%", system="lru") as llm:
+    with behind_a_link(path, SLOW, misses="compute", expert_cache="60%", strategy="lru") as llm:
         assert llm.session is not None
         store, prompt, found = llm.session.store, random_prompt(llm, N_PROMPT), []
         follow_tokens(llm, prompt[:4], [prompt[0]] * (WINDOW_TOKENS + 1))
@@ -326,7 +326,7 @@ def test_waiting_for_the_cpu_is_a_stall_and_for_disk_where_it_waits_for_a_read(t
 def cancelled(path: Path, tokens: list[int]) -> tuple[float, Logits]:
     """Seconds until a pass ended whose experts are read slowly for the CPU, from when it was cancelled; logits of the
     next run."""
-    with behind_a_link(path, SLOW, misses="compute", expert_cache="10%", system="lru") as llm:
+    with behind_a_link(path, SLOW, misses="compute", expert_cache="10%", strategy="lru") as llm:
         assert llm.session is not None
         store, prompt, at_s = llm.session.store, random_prompt(llm, N_PROMPT), [0.0]
         follow_tokens(llm, prompt, [prompt[0]] * (WINDOW_TOKENS + 1))
@@ -360,7 +360,7 @@ def test_cancelling_ends_a_pass_that_waits_for_the_cpu(tiny: TinyModel, referenc
 def shares(path: Path) -> list[float]:
     """Of misses, the share that the CPU has computed: as fast as it is, while it is slow, and when it is fast again."""
     found = []
-    with behind_a_link(path, misses="compute", expert_cache="100%", system="lru") as llm:
+    with behind_a_link(path, misses="compute", expert_cache="100%", strategy="lru") as llm:
         assert llm.session is not None
         store, tokens = llm.session.store, iter(random_prompt(llm, 470))
         for _ in range(30):

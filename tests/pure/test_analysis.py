@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from traces import random_trace, same
 
-from moegguf.controller.accuracy import LinkModel
 from moegguf.controller.artifacts import MEASURED, Artifacts
 from moegguf.controller.measured import ControllerChoice
 from moegguf.controller.prefetch import PrefetchOptions
@@ -21,6 +20,7 @@ from moegguf.trace.belady import BELADY
 from moegguf.trace.format import write
 from moegguf.trace.simulate import SimOptions, fitted
 from moegguf.trace.trace import Trace
+from predictors.study.accuracy import LinkModel
 from predictors.study.arrange import arranged
 from predictors.study.common import Study
 from predictors.study.oracle import Oracle

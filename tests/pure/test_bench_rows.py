@@ -154,7 +154,7 @@ def test_mmap_leaves_the_weights_in_the_file_when_their_copy_does_not_fit(tiny: 
 
 def test_the_steps_of_an_ablation_add_one_feature_after_the_other(tiny: Any) -> None:
     layout = read_layout(tiny("tiny-mix"))
-    base = replace(SPEC, model=str(tiny("tiny-mix")), decided_by="promoe")
+    base = replace(SPEC, model=str(tiny("tiny-mix")), strategy="promoe")
     off = [
         {name for name, value in compared_system(step, base, layout, None).spec.store.items() if not value}
         for step in STEPS

@@ -22,7 +22,6 @@ from fake_store import (
 from moegguf.controller.controller import ActingOptions, Controller, build_controller
 from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
-from moegguf.controller.policies.base import LRU
 from moegguf.controller.policies.sparsity import SparsityAware
 from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.predictors.previous_token import PreviousToken
@@ -198,7 +197,7 @@ def test_the_store_goes_on_without_a_predictor_that_was_dropped() -> None:
             raise ValueError("broken")
 
     store = RecordingStore()
-    controller = native_prediction(store, Broken(SHAPE), prefetch=AMPLE, judge=True)
+    controller = native_prediction(store, Broken(SHAPE), prefetch=AMPLE)
     with pytest.warns(UserWarning, match="previous-token raised ValueError: broken"):
         run_pass(controller)
     assert store.actions[2:] == [("predictor", None), ("act", False)]
@@ -217,16 +216,6 @@ def test_the_watchdog_does_not_count_the_time_of_prompts() -> None:
     assert controller.watchdog.last_gain == pytest.approx(0.3, abs=0.01)
 
 
-def test_measuring_a_predictor_does_not_act() -> None:
-    store = RecordingStore()
-    controller = make_controller(LRU, ScriptedPredictor(first_two), store, judge=True)
-    for pass_ in range(3):
-        run_pass(controller, pass_=pass_)
-    assert store.actions == []
-    assert controller.judge is not None
-    assert controller.judge.table().means[1].accuracy == 1.0  # experts 0 and 1, at every event
-
-
 def test_its_time_and_events_are_counted() -> None:
     controller = make_controller(CountingPolicy())
     run_pass(controller)
@@ -239,8 +228,6 @@ def test_a_native_policy_without_predictions_needs_no_controller() -> None:
     native = NativePolicy("next-use", {"distance_weight": 2.0}, takes_forecast=True)
     assert build_controller(SHAPE, native, NoPrediction(SHAPE), store, ActingOptions()) is None
     assert store.actions == [("policy", "next-use")]
-    judged = build_controller(SHAPE, native, NoPrediction(SHAPE), store, ActingOptions(judge=True))
-    assert judged is not None and judged.judge is not None
 
 
 def test_a_native_policy_gets_the_forecast_of_decoded_tokens_if_it_takes_one() -> None:

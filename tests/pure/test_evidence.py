@@ -79,13 +79,13 @@ def test_a_system_that_failed_has_no_speed() -> None:
     assert "| promoe | failed | failed |" in evidence.speed_table([bench_row("lru", 10), failed], "lru")
 
 
-def simulated(system: str, clock_ns: int) -> dict[str, Any]:
+def simulated(strategy: str, clock_ns: int) -> dict[str, Any]:
     decode = {"tokens": 10, "clock_ns": clock_ns, "stall_ns": 10**7, "bytes_missed": 10**7, "bytes_prefetched": 10**7}
-    return {"system": system, "share": 0.25, "decode_hit_rate": 0.4, "simulated": {"decode": decode}}
+    return {"strategy": strategy, "share": 0.25, "decode_hit_rate": 0.4, "simulated": {"decode": decode}}
 
 
 def test_simulated_systems_are_compared_with_lru_at_the_same_share() -> None:
-    bound = {"policy": "belady", "system": "", "share": 0.25, "decode_hit_rate": 0.9, "simulated": None}
+    bound = {"policy": "belady", "strategy": "", "share": 0.25, "decode_hit_rate": 0.9, "simulated": None}
     table = evidence.link_table([simulated("lru", 4 * 10**7), simulated("promoe", 2 * 10**7), bound]).splitlines()
     assert table[-1] == "| 25% | promoe | 40.0% | 1.0 | 2.0 | 2.00 | 2.00 |"
 

@@ -1,4 +1,4 @@
-"""The judge of a running model: the same figures as over the trace, and no exception."""
+"""The judge of a predictor: the same figures event by event as over the trace."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import pytest
 from oracles import FreshGate, Oracle, Unpredictive
 from traces import SMALL, hidden_routers, random_trace
 
-from moegguf.controller.accuracy import LinkModel
-from moegguf.controller.judge import Judge, LiveJudge
-from moegguf.controller.predictors.base import Predictor
 from moegguf.native.events import Announcement, Phase, RoutingEvent
 from moegguf.trace.trace import Trace
+from predictors.study.accuracy import LinkModel
+from predictors.study.judge import Judge
 from predictors.study.scoring import score
 
 
@@ -24,7 +23,7 @@ def run(trace: Trace, judge: Judge) -> Judge:
 @pytest.mark.parametrize("seed", range(4))
 def test_the_fresh_gate_has_accuracy_1(seed: int) -> None:
     trace = random_trace(seed=seed, with_inputs=True)
-    fresh = run(trace, LiveJudge(FreshGate(trace.shape, hidden_routers(trace.shape, seed)))).table().fresh
+    fresh = run(trace, Judge(FreshGate(trace.shape, hidden_routers(trace.shape, seed)))).table().fresh
     assert fresh is not None
     assert fresh.due == 4 * 24 * len(trace.shape.layers)
     assert (fresh.coverage, fresh.accuracy, fresh.top_k_hit) == (1, 1, 1)
@@ -32,14 +31,14 @@ def test_the_fresh_gate_has_accuracy_1(seed: int) -> None:
 
 def test_a_wrong_router_has_not() -> None:
     trace = random_trace(seed=1, with_inputs=True)
-    fresh = run(trace, LiveJudge(FreshGate(trace.shape, hidden_routers(trace.shape, 2)))).table().fresh
+    fresh = run(trace, Judge(FreshGate(trace.shape, hidden_routers(trace.shape, 2)))).table().fresh
     assert fresh is not None and fresh.accuracy is not None and fresh.accuracy < 0.5
 
 
 def test_a_control_runs_beside_a_predictor() -> None:
     trace = random_trace(with_inputs=True)
     control = FreshGate(trace.shape, hidden_routers(trace.shape, 0))
-    table = run(trace, LiveJudge(Oracle(trace, n_wrong=1), control=control)).table()
+    table = run(trace, Judge(Oracle(trace, n_wrong=1), control=control)).table()
     assert table.fresh is not None and table.fresh.accuracy == 1
     assert table.means[1].accuracy == 0.5
 
@@ -48,45 +47,10 @@ def test_live_figures_are_those_of_the_trace() -> None:
     trace = random_trace(n_sequences=3)
     link = LinkModel(5e6, 10, 300)
     offline = score(trace, [Oracle(trace, n_wrong=1, reach=3)], link=link).scores[0]
-    live = run(trace, LiveJudge(Oracle(trace, n_wrong=1, reach=3))).table(link)
+    live = run(trace, Judge(Oracle(trace, n_wrong=1, reach=3))).table(link)
     assert live.means == offline.means and live.layers == offline.layers
     assert live.means[1].accuracy == 0.5
-    assert live.failure is None
     assert live.fresh is None  # a predictor with a reach is not its own control
-
-
-def test_without_drive_events_are_not_passed_on() -> None:
-    trace = random_trace(n_sequences=2)
-    oracle = Oracle(trace)
-    judge = LiveJudge(oracle, drive=False)
-    for event in trace.events():
-        if isinstance(event, Announcement):
-            oracle.announce(event)
-            judge.announce(event)
-        else:
-            oracle.observe(event)
-            judge.observe(event)
-    assert judge.table().means[1].accuracy == 1
-
-
-class Failing(Predictor):
-    name = "failing"
-
-    def observe(self, event: RoutingEvent) -> None:
-        if event.pass_ == 3:
-            raise RuntimeError("broken weights")
-
-    def predict(self, il: int, distance: int) -> None:
-        return None
-
-
-def test_a_predictor_that_raises_ends_its_own_measurement_only() -> None:
-    trace = random_trace()
-    table = run(trace, LiveJudge(Failing(trace.shape, 4))).table()
-    assert table.failure == "RuntimeError: broken weights"
-    assert table.fresh is None
-    with pytest.raises(RuntimeError, match="broken"):
-        run(trace, Judge(Failing(trace.shape, 4)))
 
 
 def routed(il: int, ids: list[list[int]], *, pass_: int = 0, phase: Phase = Phase.DECODE) -> RoutingEvent:
@@ -94,14 +58,13 @@ def routed(il: int, ids: list[list[int]], *, pass_: int = 0, phase: Phase = Phas
 
 
 def test_invalid_events_are_neither_measured_nor_an_error() -> None:
-    judge = LiveJudge(Unpredictive(SMALL, np.ones(SMALL.n_expert, np.float32)))
+    judge = Judge(Unpredictive(SMALL, np.ones(SMALL.n_expert, np.float32)))
     judge.observe(routed(0, [[1, 2]]))  # a layer without experts
     judge.observe(routed(1, [[-1, -1]]))  # padding
     judge.observe(routed(1, [[1, 99]], pass_=1))  # an expert that does not exist
     judge.observe(routed(1, [[1, 2], [3, 4]], pass_=2))  # two tokens
     judge.observe(routed(5, [[1, 2]], pass_=2))  # the last layer computed for one of them
     judge.observe(routed(1, [[1, 2]], pass_=3, phase=Phase.PREFILL))
-    assert judge.failure is None
     assert judge.table().means[1].due == 0
     assert judge.tally.ranks[..., 1:].sum() == 0
 
@@ -110,7 +73,12 @@ def test_the_predictions_of_an_aborted_pass_are_not_counted() -> None:
     trace = random_trace(n_sequences=1, n_prefill=0, n_decode=3)
     events = [event for event in trace.events() if isinstance(event, RoutingEvent)]
     n = len(SMALL.layers)
-    judge = Judge(Oracle(trace), [1], drive=False)
+
+    class InFirstPass(Oracle):
+        def observe(self, event: RoutingEvent) -> None:
+            """Follows no pass."""
+
+    judge = Judge(InFirstPass(trace), [1])
     judge.predictor.announce(Announcement(0, 0, Phase.DECODE, trace.tokens[:1]))
     judge.observe(events[0])  # predicts layer 2 of the first pass
     judge.observe(events[n + 1])  # layer 2 of the second, whose first layer was never observed

@@ -9,10 +9,10 @@ import pytest
 from oracles import Oracle, Unpredictive, hand_made
 from traces import random_trace
 
-from moegguf.controller.accuracy import Figures, LayerLru, LinkModel
 from moegguf.controller.predictors.base import NoPrediction
 from moegguf.controller.shape import MoeShape
 from moegguf.trace.trace import Trace
+from predictors.study.accuracy import Figures, LayerLru, LinkModel
 from predictors.study.scoring import score
 
 SHAPE = MoeShape(n_layer=5, n_expert=8, n_expert_used=2, layers=(1, 2, 3, 4), expert_bytes=1000)

@@ -177,5 +177,5 @@ def test_the_key_is_in_no_text() -> None:
 def test_what_happens_to_misses_is_one_of_two_words() -> None:
     assert read_environment({}).misses == "fetch"
     assert read_environment({"MOEGGUF_MISSES": " Compute "}).misses == "compute"
-    with pytest.raises(OptionError, match="MOEGGUF_MISSES is none of fetch, compute, but 'guess'"):
+    with pytest.raises(OptionError, match="MOEGGUF_MISSES: 'guess' is none of fetch, compute"):
         read_environment({"MOEGGUF_MISSES": "guess"})

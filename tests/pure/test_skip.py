@@ -9,10 +9,11 @@ import pytest
 from oracles import accuracy
 from traces import hidden_routers, random_trace
 
-from moegguf.controller.predictors.skip import FreshGate, Skip
+from moegguf.controller.predictors.skip import Skip
 from moegguf.controller.shape import MoeShape
 from moegguf.gguf.routers import Gating, Router, Routers
 from moegguf.native.events import Announcement, Float32s, Phase, RoutingEvent
+from predictors.study.fresh_gate import FreshGate
 
 SHAPE = MoeShape(n_layer=4, n_expert=4, n_expert_used=1, layers=(1, 3), n_embd=4, n_vocab=8)
 

@@ -14,7 +14,7 @@ from moegguf.controller.predictors.mlp import MlpPredictor
 from moegguf.controller.predictors.popularity import Affinity, Popularity
 from moegguf.controller.predictors.previous_token import PreviousToken
 from moegguf.controller.predictors.routing_path import RoutingPath
-from moegguf.controller.predictors.skip import FreshGate, Skip
+from moegguf.controller.predictors.skip import Skip
 from moegguf.controller.predictors.token_table import TokenTable
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights, load_nearest
@@ -65,7 +65,6 @@ UNTRAINED: dict[str, Make] = {
     "eamc": lambda shape, artifacts: EamcPredictor(shape, artifacts.collection(shape)),
     "eamc-own": lambda shape, artifacts: OwnEamcPredictor(shape, artifacts.collection(shape)),
     "skip": lambda shape, artifacts: Skip(shape, artifacts.routers()),
-    "fresh-gate": lambda shape, artifacts: FreshGate(shape, artifacts.routers()),
 }
 LEARNED: dict[str, Callable[[MoeShape, Weights], Predictor]] = {
     "token-id": TokenTable.from_weights,

@@ -52,20 +52,3 @@ class Skip(InputPredictor):
         if vector is None or il not in self.routers.routers:
             return None
         return self.routers.probabilities(il, vector)
-
-
-class FreshGate(Skip):
-    """A control, not a prediction: a router with its own input, at distance 0. Its accuracy must be 100 %."""
-
-    name: ClassVar[str] = "fresh-gate"
-
-    def __init__(self, shape: MoeShape, routers: Routers) -> None:
-        super().__init__(shape, routers)
-        self.reach = 0
-
-    def native(self) -> None:
-        """None: it is a control, and predicts nothing."""
-
-    def predict(self, il: int, distance: int) -> Float32s | None:
-        """As `Predictor.predict`, at distance 0 only."""
-        return self._through_router(il, distance) if distance == 0 else None

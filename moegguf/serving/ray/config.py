@@ -24,8 +24,8 @@ from typing import Any
 
 from moegguf.errors import BudgetError, ModelNameError, OptionError
 from moegguf.models.names import parse_name
+from moegguf.options import MAX_CONTEXT_TOKENS, MAX_PARALLEL
 from moegguf.quantities import parse_expert_cache, parse_size
-from moegguf.settings import MAX_CONTEXT_TOKENS, MAX_PARALLEL
 
 MAX_THREADS = 1024
 MAX_REQUESTS = 1_000_000

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from moegguf.controller.accuracy import LinkModel
 from moegguf.controller.predictors.base import NoPrediction
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.routing_paths import PATHS
-from moegguf.controller.systems import SYSTEMS
+from moegguf.controller.strategies import STRATEGIES
 from moegguf.trace.analysis import ALL, Progress, Row, no_progress, step_reporter
 from moegguf.trace.belady import BELADY
 from moegguf.trace.simulate import Simulation, slots_of
 from moegguf.trace.trace import Setting
+from predictors.study.accuracy import LinkModel
 from predictors.study.arrange import arranged
 from predictors.study.common import Study, sim_options
 from predictors.study.report.tables import PolicyTable, Recovery, Report, ScheduleTable, StallTable, TraceSummary
@@ -115,10 +115,10 @@ def _schedule(study: Study, progress: Progress) -> ScheduleTable | None:
 
 def _predictive_caching(study: Study, shares: Sequence[float]) -> list[Row]:
     """ExpertFlow's cache with its own predictor, where that is trained: without one it is decayed LFU."""
-    predictor = SYSTEMS["expertflow"].predictor or ""
+    predictor = STRATEGIES["expertflow"].predictor or ""
     if study.why_not(study.predictor, predictor):
         return []
-    rows = study.simulate([SYSTEMS["expertflow"].policy], [predictor], shares)
+    rows = study.simulate([STRATEGIES["expertflow"].policy], [predictor], shares)
     return [row for row in rows if row.policy != BELADY]
 
 

@@ -1,4 +1,4 @@
-"""Each system on the demo model, which has a trained predictor for each: the same tokens, and its parts at work."""
+"""Each strategy on the demo model, which has a trained predictor for each: the same tokens, and its parts at work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from answering import DEMO
 from running import Llama, Load, Logits, controller_of, greedy_logits, random_prompt
 
 from moegguf.controller.artifacts import Artifacts
-from moegguf.controller.systems import SYSTEMS
+from moegguf.controller.strategies import STRATEGIES
 from moegguf.engine.recording import TraceOptions
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import read_layout
@@ -38,20 +38,20 @@ def expected() -> Logits:
         return run(llm)
 
 
-@pytest.mark.parametrize("name", SYSTEMS)
-def test_a_system_decides_and_changes_no_bit(
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_strategy_decides_and_changes_no_bit(
     load: Load, expected: Logits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path))
-    llm, system = load(DEMO, system=name, lockstep=True, **TIGHT), SYSTEMS[name]
+    llm, strategy = load(DEMO, strategy=name, lockstep=True, **TIGHT), STRATEGIES[name]
     assert np.array_equal(run(llm), expected)
     decided, store = llm.decisions(), llm.session.store  # type: ignore[union-attr]
-    assert {switch: getattr(store.options, switch) for switch in system.switches} == system.switches
+    assert {switch: getattr(store.options, switch) for switch in strategy.switches} == strategy.switches
     assert llm.stats().evictions > 0
     if name == "moegguf":
         assert (decided["policy"], decided["prefetch"]) == ("next-use", "off")  # as measured.json says
         return
-    assert (decided["policy"], decided["predictor"]) == (system.policy, system.predictor)
+    assert (decided["policy"], decided["predictor"]) == (strategy.policy, strategy.predictor)
     assert decided["prefetch"] == ("on" if name in PAPERS else "off")
     assert (llm.stats().prefetch_started > 0) == (name in PAPERS)
     if name in PAPERS:
@@ -60,30 +60,30 @@ def test_a_system_decides_and_changes_no_bit(
 
 
 def test_parts_named_by_themselves_replace_those_of_the_system(load: Load) -> None:
-    llm = load(DEMO, system="promoe", predictor="token-id", policy="next-use", prefetch=False, **TIGHT)
+    llm = load(DEMO, strategy="promoe", predictor="token-id", policy="next-use", prefetch=False, **TIGHT)
     decided = llm.decisions()
     assert (decided["policy"], decided["predictor"], decided["prefetch"]) == ("next-use", "token-id", "off")
     own = StoreOptions(chunked=True)
-    assert load(DEMO, system="duoserve", store=own, **TIGHT).session.store.options == own  # type: ignore[union-attr]
+    assert load(DEMO, strategy="duoserve", store=own, **TIGHT).session.store.options == own  # type: ignore[union-attr]
 
 
-def test_the_environment_names_a_system_where_the_caller_does_not(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOEGGUF_SYSTEM", "none")
+def test_the_environment_names_a_strategy_where_callers_do_not(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEGGUF_STRATEGY", "none")
     assert not load(DEMO, **TIGHT).session.store.options.overlap  # type: ignore[union-attr]
-    assert load(DEMO, system="lru", **TIGHT).session.store.options.overlap  # type: ignore[union-attr]
-    monkeypatch.setenv("MOEGGUF_SYSTEM", "nine")
-    with pytest.raises(OptionError, match="no system 'nine'"):
+    assert load(DEMO, strategy="lru", **TIGHT).session.store.options.overlap  # type: ignore[union-attr]
+    monkeypatch.setenv("MOEGGUF_STRATEGY", "nine")
+    with pytest.raises(OptionError, match="no strategy 'nine'"):
         load(DEMO, **TIGHT)
 
 
 @pytest.mark.parametrize("name", ["none", *PAPERS])
-def test_a_simulated_system_counts_what_the_live_one_counted(
+def test_a_simulated_strategy_counts_what_the_live_one_counted(
     load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path))
-    options = StoreOptions(**SYSTEMS[name].switches | {"sweep": False})  # fetching ahead takes time, which differs
+    options = StoreOptions(**STRATEGIES[name].switches | {"sweep": False})  # fetching ahead takes time, which differs
     llm = load(
-        DEMO, system=name, prefetch=False, store=options, lockstep=True,
+        DEMO, strategy=name, prefetch=False, store=options, lockstep=True,
         trace=TraceOptions(tmp_path / "t", inputs=True), **TIGHT,
     )  # fmt: skip
     run(llm)
@@ -94,9 +94,9 @@ def test_a_simulated_system_counts_what_the_live_one_counted(
     trace, layout = read(tmp_path / "t"), read_layout(DEMO)
     share = n_slots / layout.n_expert_total
     analysis = TraceAnalysis(trace, Artifacts(layout, trace.header.fingerprint))
-    monkeypatch.setitem(SYSTEMS, name, replace(SYSTEMS[name], sweep=False))
-    row, _ = analysis.simulate_systems([name], [share], prefetch=False)
-    assert (row.system, row.n_slots) == (name, n_slots)
+    monkeypatch.setitem(STRATEGIES, name, replace(STRATEGIES[name], sweep=False))
+    row, _ = analysis.simulate_strategies([name], [share], prefetch=False)
+    assert (row.strategy, row.n_slots) == (name, n_slots)
     assert row.simulated is not None
     for counted in ("lookups", "misses", "evictions"):
         assert row.simulated.counters[counted] == trace.header.settings[counted], counted

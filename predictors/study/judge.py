@@ -1,27 +1,23 @@
-"""Measures a predictor without acting on it: stores its predictions and compares them with the routing that follows.
+"""Measures a predictor: stores its predictions and compares them with the routing that follows.
 
-Live (`LiveJudge`, the measure-only mode) and over a trace (score.py) the accounting is the same. Decode passes of one
-token are measured; predictors get all events.
+Decode passes of one token are measured; predictors get all events.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from threading import Lock
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from moegguf.controller.accuracy import NO_PREDICTION, NOT_DUE, Ids, LayerLru, LinkModel, PredictorScore, Tally
 from moegguf.controller.predictors.base import Predictor
 from moegguf.native.events import Announcement, Float32s, Phase, RoutingEvent
+from predictors.study.accuracy import NO_PREDICTION, NOT_DUE, Ids, LayerLru, LinkModel, PredictorScore, Tally
 
 DISTANCES = (1, 2, 4, 8)
 BEFORE = -1  # the row before a pass's first MoE layer
-
-T = TypeVar("T")
 
 
 class _Plan(NamedTuple):
@@ -37,9 +33,8 @@ class Judge:
     """Figures of one predictor at several distances. Memory does not grow with the number of events.
 
     control: a predictor that is the router itself, at distance 0 for the event just observed. Its accuracy must be 1:
-    if not, the events do not match the model. A predictor with a reach of 0 is its own control. drive: passes
-    announcements and events on to the predictor; False when the caller does so before calling. lru_share: share of each
-    layer's experts in the LRU cache that moved_per_useful assumes.
+    if not, the events do not match the model. A predictor with a reach of 0 is its own control. lru_share: share of
+    each layer's experts in the LRU cache that moved_per_useful assumes.
     """
 
     def __init__(
@@ -49,18 +44,16 @@ class Judge:
         *,
         control: Predictor | None = None,
         lru_share: float = 0.25,
-        drive: bool = True,
     ) -> None:
         self.predictor = predictor
         self.control = predictor if control is None and predictor.reach == 0 else control
-        self._driven = [predictor] if drive else []
+        self._driven = [predictor]
         if control is not None and control is not predictor:
             self._driven.append(control)
         self.distances = tuple(sorted({int(distance) for distance in distances if distance > 0}))
         shape = predictor.shape
         self.shape = shape
         self.tally, self.fresh = Tally(shape, self.distances), Tally(shape, (0,))
-        self.failure: str | None = None
         self._lru = LayerLru(shape, lru_share)
         self._plans = self._make_plans()
         self._pending: Ids = np.full((len(shape.layers), len(self.distances), self.tally.n_rank), NOT_DUE)
@@ -111,7 +104,6 @@ class Judge:
             layers={distance: self.tally.by_layer(column, link) for distance, column in columns.items()},
             fresh=self.fresh.mean(0, None) if self.fresh.tokens.any() else None,
             predict_us=self._predict_ns / 1e3 / self._predictions if self._predictions else None,
-            failure=self.failure,
         )
 
     def on_comparison(self, event: RoutingEvent, row: int, predicted: Ids, used: Ids) -> None:
@@ -178,36 +170,3 @@ class Judge:
         ranks = np.argsort(-probabilities, axis=1, kind="stable")[:, : self.tally.n_rank]
         ranks[probabilities[self._lines[: len(ranks)], ranks] <= 0] = NO_PREDICTION
         return ranks
-
-
-class LiveJudge(Judge):
-    """A judge on a running model: a predictor that raises ends its own measurement and nothing else.
-
-    `failure` is then the error; the figures until then remain. `table` may be called from any thread.
-    """
-
-    def __init__(self, predictor: Predictor, distances: Sequence[int] = DISTANCES, **options: Any) -> None:
-        super().__init__(predictor, distances, **options)
-        self._lock = Lock()
-
-    def announce(self, announcement: Announcement) -> None:
-        """As `Judge.announce`. Never raises."""
-        with self._lock:
-            self._try(super().announce, announcement)
-
-    def observe(self, event: RoutingEvent) -> None:
-        """As `Judge.observe`. Never raises."""
-        with self._lock:
-            self._try(super().observe, event)
-
-    def table(self, link: LinkModel | None = None) -> PredictorScore:
-        """As `Judge.table`."""
-        with self._lock:
-            return super().table(link)
-
-    def _try(self, handle: Callable[[T], None], event: T) -> None:
-        if self.failure is None:
-            try:
-                handle(event)
-            except Exception as error:
-                self.failure = f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Systems by name: what the papers' set, that every part says where it comes from, and that parts replace theirs."""
+"""Strategies by name: what the papers' set, that every part says where it comes from, and that parts replace theirs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from moegguf.controller.policies import policy_names
 from moegguf.controller.predictors import PREDICTORS
 from moegguf.controller.prefetch import NO_LIMIT, PrefetchOptions
-from moegguf.controller.systems import EVERY_LAYER, OWN, SYSTEMS, System, find_system
+from moegguf.controller.strategies import EVERY_LAYER, OWN, STRATEGIES, Strategy, find_strategy
 from moegguf.errors import OptionError
 from moegguf.native.store import StoreOptions
 
@@ -15,33 +15,33 @@ PAPERS = ("moe-infinity", "promoe", "expertflow", "duoserve")
 
 
 def test_the_names_are_those_of_the_papers_and_their_baselines() -> None:
-    assert list(SYSTEMS) == ["none", "lru", *PAPERS, OWN]
-    assert find_system("") is find_system("moegguf")
-    with pytest.raises(OptionError, match="no system 'promo'; known are none, lru, moe-infinity"):
-        find_system("promo")
+    assert list(STRATEGIES) == ["none", "lru", *PAPERS, OWN]
+    assert find_strategy("") is find_strategy("moegguf")
+    with pytest.raises(OptionError, match="no strategy 'promo'; known are none, lru, moe-infinity"):
+        find_strategy("promo")
 
 
 def test_every_part_is_a_name_that_exists() -> None:
-    for system in SYSTEMS.values():
-        assert system.policy in ("auto", *policy_names())
-        assert system.predictor in (None, *PREDICTORS)
+    for strategy in STRATEGIES.values():
+        assert strategy.policy in ("auto", *policy_names())
+        assert strategy.predictor in (None, *PREDICTORS)
 
 
 @pytest.mark.parametrize("name", PAPERS)
 def test_what_a_paper_sets_has_its_place_there(name: str) -> None:
-    system, default = SYSTEMS[name], System("", "")
+    strategy, default = STRATEGIES[name], Strategy("", "")
     for part in ("policy", "predictor", "prefetch"):
-        assert system.sources[part]
-    for switch, on in system.switches.items():
-        assert on == default.switches[switch] or system.sources[switch], switch
-    prefetch = system.prefetch
+        assert strategy.sources[part]
+    for switch, on in strategy.switches.items():
+        assert on == default.switches[switch] or strategy.sources[switch], switch
+    prefetch = strategy.prefetch
     assert isinstance(prefetch, PrefetchOptions)
     assert (prefetch.watchdog, prefetch.budget_bytes, prefetch.least_probability) == (False, NO_LIMIT, 0)
 
 
 def test_what_the_papers_differ_in() -> None:
     def windows(name: str) -> tuple[int, bool, bool]:
-        prefetch = SYSTEMS[name].prefetch
+        prefetch = STRATEGIES[name].prefetch
         assert isinstance(prefetch, PrefetchOptions)
         return prefetch.window, prefetch.again, prefetch.by_proximity
 
@@ -49,17 +49,17 @@ def test_what_the_papers_differ_in() -> None:
     assert windows("promoe") == (4, False, False)
     assert windows("expertflow") == (EVERY_LAYER, False, False)
     assert windows("duoserve") == (1, True, False)
-    assert [name for name in PAPERS if SYSTEMS[name].chunked] == ["promoe"]
-    assert SYSTEMS["none"].store_options() == StoreOptions(overlap=False, sweep=False)
-    assert SYSTEMS[OWN].store_options() == SYSTEMS["lru"].store_options() == StoreOptions()
+    assert [name for name in PAPERS if STRATEGIES[name].chunked] == ["promoe"]
+    assert STRATEGIES["none"].store_options() == StoreOptions(overlap=False, sweep=False)
+    assert STRATEGIES[OWN].store_options() == STRATEGIES["lru"].store_options() == StoreOptions()
 
 
 def test_parts_named_by_themselves_replace_the_systems() -> None:
-    promoe = SYSTEMS["promoe"]
+    promoe = STRATEGIES["promoe"]
     assert promoe.parts("auto", None, None) == ("lru", "mlp", promoe.prefetch)
     assert promoe.parts("next-use", None, False) == ("next-use", "mlp", False)
     assert promoe.parts("auto", "skip", True) == ("lru", "skip", promoe.prefetch)
     own = PrefetchOptions(window=1)
     assert promoe.parts("auto", None, own)[2] == own
-    assert SYSTEMS[OWN].parts("auto", None, True) == ("auto", None, True)
-    assert SYSTEMS["lru"].parts("auto", None, None) == ("lru", "none", False)
+    assert STRATEGIES[OWN].parts("auto", None, True) == ("auto", None, True)
+    assert STRATEGIES["lru"].parts("auto", None, None) == ("lru", "none", False)

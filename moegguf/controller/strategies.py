@@ -1,6 +1,6 @@
-"""The systems of four papers, and what to compare them with, by name: which cache, predictor, prefetch, order, prefill.
+"""Strategies by name, those of four papers and others: which cache, predictor, prefetch, order, prefill.
 
-A system only names parts; each part can still be chosen by itself. Papers: MoE-Infinity (arXiv 2401.14361v3), ProMoE,
+A strategy only names parts; each part can still be chosen by itself. Papers: MoE-Infinity (arXiv 2401.14361v3), ProMoE,
 ExpertFlow, DuoServe-MoE. Sections are theirs.
 """
 
@@ -21,8 +21,8 @@ Prefetch = PrefetchOptions | bool | None
 
 
 @dataclass(frozen=True)
-class System:
-    """What a system sets. `policy` "auto", and None: what was measured to be best for the model.
+class Strategy:
+    """What a strategy sets. `policy` "auto", and None: what was measured to be best for the model.
 
     chunked, preempt, overlap, sweep, stream: as in StoreOptions. sources: {field: where the paper says so, or what it
     leaves open and what was taken}. A paper's prefetching is always on: none knows a watchdog or a limit of bytes.
@@ -50,9 +50,9 @@ class System:
         return StoreOptions(**self.switches)
 
     def parts(self, policy: Any, predictor: Any, prefetch: Prefetch) -> tuple[Any, Any, Prefetch]:
-        """Policy, predictor (names or objects) and prefetching as chosen; "auto" and None are the system's.
+        """Policy, predictor (names or objects) and prefetching as chosen; "auto" and None are the strategy's.
 
-        True for prefetching is the system's way of doing it.
+        True for prefetching is the strategy's way of doing it.
         """
         own_way = prefetch is None or (prefetch is True and bool(self.prefetch))
         return (
@@ -70,19 +70,19 @@ def _prefetch(window: int, again: bool, by_proximity: bool = False) -> PrefetchO
 
 _IN_PROMPTS = "of a prompt, which uses nearly every expert, the store's sweep fetches the next layer ahead"
 
-SYSTEMS = {
-    system.name: system
-    for system in (
-        System(
+STRATEGIES = {
+    strategy.name: strategy
+    for strategy in (
+        Strategy(
             "none", "LRU alone, each layer waiting for its experts", "lru", "none", False,
             overlap=False, sweep=False,
             sources={"policy": "no decisions: the store's default, with its floor per layer, and nothing ahead"},
         ),
-        System(
+        Strategy(
             "lru", "LRU, computing by expert, the next layer ahead in prompts", "lru", "none", False,
             sources={"policy": "everything that the store does without predictions"},
         ),
-        System(
+        Strategy(
             "moe-infinity", "MoE-Infinity", "sparsity", "eamc", _prefetch(EVERY_LAYER, again=True, by_proximity=True),
             chunked=False, overlap=False,
             sources={
@@ -95,7 +95,7 @@ SYSTEMS = {
                 "sweep": f"4.3: the prompt is an iteration that is predicted too; here, {_IN_PROMPTS}",
             },
         ),
-        System(
+        Strategy(
             "promoe", "ProMoE", "lru", "mlp", _prefetch(4, again=False),
             sources={
                 "policy": "Ablation Study: the base is LRU",
@@ -108,7 +108,7 @@ SYSTEMS = {
                 "sweep": f"Overall Performance: prompts prefetch too; here, {_IN_PROMPTS}",
             },
         ),
-        System(
+        Strategy(
             "expertflow", "ExpertFlow", "locality", "routing-path", _prefetch(EVERY_LAYER, again=False), chunked=False,
             sources={
                 "policy": "3.2.1 PLEC and 3.2.2 real-time correction, at the routing event that shows the difference",
@@ -119,12 +119,12 @@ SYSTEMS = {
                 "sweep": f"3.1.1: prompts are predicted too; here, {_IN_PROMPTS}",
             },
         ),
-        System(
+        Strategy(
             "duoserve", "DuoServe-MoE", "lru", "expert-mlp", _prefetch(1, again=True), chunked=False,
             sweep=False, stream=True,
             sources={
                 "policy": "5.1: k slots in all, refilled for each layer. The number of slots is the budget's, not a"
-                " system's; with more than k, which it leaves open, LRU",
+                " strategy's; with more than k, which it leaves open, LRU",
                 "predictor": "4.2: ExpertMLP, the next layer from those before",
                 "prefetch": "5.3: the next layer's k most probable, while this one computes",
                 "chunked": "not in the paper: whole experts",
@@ -134,7 +134,7 @@ SYSTEMS = {
                 "stream": "5.2: a prompt's experts one after another through slots, each fetched once",
             },
         ),
-        System(
+        Strategy(
             OWN, "what was measured to be best for the model, else next-use; prefetching where it pays",
             sources={"policy": "the model's measured.json (`moegguf trace simulate --save`)"},
         ),
@@ -142,9 +142,9 @@ SYSTEMS = {
 }  # fmt: skip
 
 
-def find_system(name: str) -> System:
-    """The system of this name; "" is moegguf's own. Raises OptionError."""
-    found = SYSTEMS.get(name or OWN)
+def find_strategy(name: str) -> Strategy:
+    """The strategy of this name; "" is moegguf's own. Raises OptionError."""
+    found = STRATEGIES.get(name or OWN)
     if found is None:
-        raise OptionError(f"there is no system {name[:60]!r}; known are {', '.join(SYSTEMS)}.")
+        raise OptionError(f"there is no strategy {name[:60]!r}; known are {', '.join(STRATEGIES)}.")
     return found

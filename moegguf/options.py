@@ -1,0 +1,345 @@
+"""The one table of options: as keyword, flag and environment variable, with what they mean.
+
+Commands take their flags from it, `settings` reads the environment by it, and `python -m moegguf.options` prints
+docs/options.md. Old names work for one release, with a warning that names the new one. Imports nothing heavy, as
+`--help` reads it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+MODEL, MEMORY, SAMPLING, OUTPUT, RESEARCH = "Model", "Memory", "Sampling", "Output", "Research"
+SERVER = "Server"
+GROUPS = (MODEL, MEMORY, SAMPLING, OUTPUT, SERVER, RESEARCH)
+
+KV_CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
+"""As llama.cpp's tools take them."""
+MAX_CONTEXT_TOKENS = 1 << 24
+MAX_KV_TOKENS = 1 << 28  # of all sequences of a context
+MAX_BATCH_PARALLEL = 256
+MAX_PARALLEL = 256  # llama.cpp's LLAMA_MAX_SEQ
+MAX_THREADS = 512  # ggml's GGML_MAX_N_THREADS
+PLACEMENTS = ("auto", "layers", "slots", "cpu")
+"""Where experts go on a machine with a GPU: see engine/placement.py."""
+MISSES = ("fetch", "compute")
+"""What happens to experts that a GPU lacks: they are copied there, or the CPU computes them where that is faster."""
+SCHEDULES = ("fifo", "expertflow", "auto")
+"""Which of the sequences that run compute in a step."""
+
+OLD_NAMES = {"system": "strategy"}
+"""{keyword: the new keyword}; flags (--system) and environment variables (MOEGGUF_SYSTEM) follow it."""
+
+Kind = Literal[
+    "text", "budget", "size", "duration", "timeout", "whole", "number", "switch", "off switch", "level",
+    "trial", "choice", "threads", "address", "networks", "list", "path",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option.
+
+    name: the keyword of `Llama`, the field of `settings.Settings` or `settings.Environment`, or the parameter of a
+    request. scope: whether it is chosen when a model is loaded, for each request, or of the server. flags: empty where
+    no command has one. variable: the environment variable after MOEGGUF_; "" where there is none. kind: how its text
+    is read; `choices` of a choice, `least` and `most` of a number. default: in words. zero_is_default: a 0 in the
+    environment counts as unset. often: what people use most, first in help.
+    """
+
+    name: str
+    scope: Literal["load", "request", "server"]
+    group: str
+    help: str
+    flags: tuple[str, ...] = ()
+    metavar: str = ""
+    variable: str = ""
+    kind: Kind = "text"
+    default: str = ""
+    choices: tuple[str, ...] = ()
+    least: float | None = None
+    most: float | None = None
+    zero_is_default: bool = False
+    often: bool = False
+
+    @property
+    def full_help(self) -> str:
+        """The help with the default, of the environment first."""
+        default = ", or ".join(filter(None, (f"MOEGGUF_{self.variable}" if self.variable else "", self.default)))
+        return self.help + (f"  [default: {default}]" if default else "")
+
+
+_TABLE = (
+    Option(
+        "n_ctx", "load", MODEL, "Tokens of context; 0: the model's own.", ("--ctx", "-c", "--ctx-size"), "TOKENS",
+        "CONTEXT_LENGTH", "whole", "what a tenth of the free memory holds", least=0, most=MAX_CONTEXT_TOKENS,
+        zero_is_default=True, often=True,
+    ),
+    Option(
+        "n_threads", "load", MODEL, 'CPU threads, or "auto": as many as other processes leave free.',
+        ("--threads", "-t"), "N", kind="threads", default="auto",
+    ),
+    Option(
+        "n_gpu_layers", "load", MODEL, "Layers on a GPU; -1: all.", ("--n-gpu-layers", "-ngl", "--gpu-layers"), "N",
+        kind="whole", least=-1,
+    ),
+    Option(
+        "mmproj", "load", MODEL, "The model's projector for images.", ("--mmproj",), "FILE",
+        default="the one beside the model",
+    ),
+    Option(
+        "flash_attention", "load", MODEL, "Fused attention, which rounds otherwise.", variable="FLASH_ATTENTION",
+        kind="switch", default="where the devices that compute have it",
+    ),
+    Option(
+        "expert_cache", "load", MEMORY, 'Memory for experts: "4GiB", "50%" or "auto".', ("--expert-cache",),
+        "BUDGET", "EXPERT_CACHE", "budget", "auto", often=True,
+    ),
+    Option(
+        "vram_cache", "load", MEMORY,
+        "Memory of a GPU for experts, in the same forms; --expert-cache is RAM beside it. Of several GPUs together;"
+        " with commas, of each. Prompts may be staged in a part of it (`moegguf estimate`).",
+        ("--vram-cache",), "BUDGET", "VRAM_CACHE", "budget", "auto",
+    ),
+    Option(
+        "placement", "load", MEMORY,
+        "What goes into that memory: layers (whole ones; the CPU computes the others), slots (experts as they are"
+        " used), cpu (nothing: no GPU) or auto, which measures; with several GPUs auto is slots.",
+        ("--placement",), "WHERE", "PLACEMENT", "choice", "auto", PLACEMENTS,
+    ),
+    Option(
+        "misses", "load", MEMORY,
+        "Experts that the GPU lacks: fetch copies them there, compute lets the CPU compute them in decode where that is"
+        " faster. Not exact: answers then depend on what was in VRAM.",
+        ("--misses",), "HOW", "MISSES", "choice", "fetch", MISSES,
+    ),
+    Option(
+        "warm_start", "load", MEMORY,
+        "Fetch the experts that earlier runs used most when the model is loaded, and remember this run's.",
+        ("--warm-start/--no-warm-start",), "", "WARM_START", "switch", "off",
+    ),
+    Option(
+        "type_k", "load", MEMORY, "Type of the K cache, such as q8_0.", ("--cache-type-k", "-ctk"), "TYPE",
+        kind="choice", default="f16", choices=KV_CACHE_TYPES,
+    ),
+    Option(
+        "type_v", "load", MEMORY, "Type of the V cache, such as q8_0.", ("--cache-type-v", "-ctv"), "TYPE",
+        kind="choice", default="f16", choices=KV_CACHE_TYPES,
+    ),
+    Option(
+        "kv_cache_type", "load", MEMORY, f"Type of the K and V cache: {', '.join(KV_CACHE_TYPES)}.",
+        variable="KV_CACHE_TYPE", kind="choice", default="f16", choices=KV_CACHE_TYPES,
+    ),
+    Option(
+        "num_predict", "request", SAMPLING, "Longest answer; -1: until it ends.",
+        ("--max-tokens", "-n", "--n-predict"), "N", kind="whole", least=-1, often=True,
+    ),
+    Option(
+        "temperature", "request", SAMPLING, "0 takes the likeliest token.", ("--temperature", "--temp"), "T",
+        kind="number", default="the model's, or 0.8", least=0, often=True,
+    ),
+    Option(
+        "top_k", "request", SAMPLING, "Only the N likeliest tokens; 0: all.", ("--top-k",), "N", kind="whole",
+        default="the model's, or 40", least=0,
+    ),
+    Option(
+        "top_p", "request", SAMPLING, "Only the likeliest tokens that together have P.", ("--top-p",), "P",
+        kind="number", default="the model's, or 0.9", least=0, most=1,
+    ),
+    Option(
+        "min_p", "request", SAMPLING, "Only tokens with P times the likeliest's share.", ("--min-p",), "P",
+        kind="number", default="the model's, or 0", least=0, most=1,
+    ),
+    Option(
+        "repeat_penalty", "request", SAMPLING, "Divides the scores of recent tokens.", ("--repeat-penalty",), "R",
+        kind="number", default="the model's, or 1", least=0.001,
+    ),
+    Option("seed", "request", SAMPLING, "Random seed.", ("--seed", "-s"), "N", kind="whole", default="random"),
+    Option(
+        "strategy", "load", RESEARCH,
+        "What decides on experts: moegguf (what was measured to be best), none, lru, or as a whole one of moe-infinity,"
+        " promoe, expertflow, duoserve.",
+        ("--strategy",), "NAME", "STRATEGY", default="moegguf",
+    ),
+    Option(
+        "policy", "load", RESEARCH, "Which experts stay: auto (the strategy's), a name, or vram=NAME,ram=NAME.",
+        ("--policy",), "NAME", "POLICY", default="auto",
+    ),
+    Option(
+        "predictor", "load", RESEARCH, "Expert predictor, such as skip or eamc.", ("--predictor",), "NAME",
+        default="the strategy's",
+    ),
+    Option(
+        "prefetch", "load", RESEARCH, "Fetch predicted experts ahead while that saves time.",
+        ("--prefetch/--no-prefetch",), kind="switch", default="the strategy's",
+    ),
+    Option("hooks", "load", RESEARCH, "0 runs plain llama.cpp.", variable="HOOKS", kind="switch", default="1"),
+    Option(
+        "host", "server", SERVER, "Where to listen, and where clients look for the server.", ("--host",),
+        "HOST[:PORT]", "HOST", "address", "127.0.0.1:11434", often=True,
+    ),
+    Option(
+        "api_key", "server", SERVER,
+        "Key required of clients; it, or a trusted network, must be given for addresses other than loopback. The"
+        " variable keeps it out of the process list.",
+        ("--api-key",), "KEY", "API_KEY", often=True,
+    ),
+    Option(
+        "trusted", "server", SERVER,
+        'Networks whose clients need no key, such as "192.168.1.0/24", unless a proxy forwards their requests; commas'
+        " between them. Everyone there can use, add and remove models.",
+        ("--trust-network",), "NETWORKS", "TRUST_NETWORK", "networks",
+    ),
+    Option(
+        "origins", "server", SERVER, "Allowed web origins, besides those of this machine.", variable="ORIGINS",
+        kind="list",
+    ),
+    Option(
+        "memory_bytes", "server", MEMORY, "Memory for all loaded models together.", ("--memory",), "SIZE", "MEMORY",
+        "size", "what is free", often=True,
+    ),
+    Option(
+        "n_parallel", "server", MODEL, "Requests that a model answers at once.", ("--parallel",), "N", "NUM_PARALLEL",
+        "whole", "1", least=0, most=MAX_PARALLEL, zero_is_default=True, often=True,
+    ),
+    Option(
+        "kv_tokens", "server", MEMORY,
+        "Tokens of context of all requests that a model answers at once, one whole context at least; when they are used"
+        " up, the newest waits.",
+        ("--kv-tokens",), "N", "KV_TOKENS", "whole",
+        "a full context for each, less where experts would miss that memory", least=0, most=MAX_KV_TOKENS,
+        zero_is_default=True,
+    ),
+    Option(
+        "schedule", "server", RESEARCH,
+        "Which of these requests compute in a step: fifo (all), expertflow (half, by the experts that they will use) or"
+        " auto, which measures.",
+        ("--schedule",), "NAME", "SCHEDULE", "choice", "fifo", SCHEDULES,
+    ),
+    Option(
+        "keep_alive_s", "server", SERVER, "How long an idle model stays loaded; negative: for ever.",
+        variable="KEEP_ALIVE", kind="duration", default="5m",
+    ),
+    Option(
+        "max_models", "server", SERVER, "At most so many models at once.", variable="MAX_LOADED_MODELS", kind="whole",
+        default="as many as fit", least=0, most=1024, zero_is_default=True,
+    ),
+    Option(
+        "max_queue", "server", SERVER,
+        "Requests that may wait; when full, of the client with most of them the newest is refused for one of a client"
+        " with fewer.",
+        variable="MAX_QUEUE", kind="whole", default="512", least=0, most=1_000_000,
+    ),
+    Option(
+        "load_timeout_s", "server", SERVER, "A load fails after this long without progress; 0: never.",
+        variable="LOAD_TIMEOUT", kind="timeout", default="5m",
+    ),
+    Option(
+        "batch_parallel", "server", SERVER, "Requests of a batch at once.", variable="BATCH_PARALLEL", kind="whole",
+        default="16", least=1, most=MAX_BATCH_PARALLEL,
+    ),
+    Option(
+        "batch_window_s", "server", SERVER, "A batch that takes longer expires; negative: never.",
+        variable="BATCH_WINDOW", kind="duration", default="24h",
+    ),
+    Option(
+        "upload_bytes", "server", SERVER, "Size of an uploaded file.", variable="UPLOAD_LIMIT", kind="size",
+        default="200MiB",
+    ),
+    Option(
+        "storage_bytes", "server", SERVER, "Size of all uploaded files and answers of batches together.",
+        variable="STORAGE_LIMIT", kind="size", default="10GiB",
+    ),
+    Option(
+        "debug", "server", OUTPUT, "1 logs every request, and shows tracebacks.", variable="DEBUG", kind="level",
+        default="0",
+    ),
+    Option(
+        "history", "server", OUTPUT, "1: a chat keeps no history of lines.", variable="NOHISTORY", kind="off switch",
+        default="0",
+    ),
+    Option(
+        "models", "load", MODEL, "Folder of GGUF files known by name.", variable="MODELS", kind="path",
+    ),
+    Option(
+        "home", "load", MODEL, "Folder of names, blobs, history and what was learnt of models.", variable="HOME",
+        kind="path", default="the user's data folder",
+    ),
+    Option(
+        "library", "load", MODEL, "Folder of the native library.", variable="LIBRARY", kind="path",
+        default="the installed one",
+    ),
+    Option(
+        "trial_load", "load", MODEL, "Try a file in a process of its own first; `again`: at every load.",
+        variable="TRIAL_LOAD", kind="trial", default="1",
+    ),
+)  # fmt: skip
+
+OPTIONS: Mapping[str, Option] = {option.name: option for option in _TABLE}
+TO_WORKERS = ("expert_cache", "vram_cache", "placement", "misses", "warm_start", "strategy", "policy")
+"""Options of loading that a server, or a batch, hands to its workers by their variables."""
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _warn(old: str, new: str) -> None:
+    warnings.warn(f"{old} is called {new} now; the old name goes with the next release.", FutureWarning, stacklevel=4)
+
+
+def take_old_keywords(options: MutableMapping[str, Any]) -> dict[str, Any]:
+    """Takes keywords by old names out of `options`; returns them by their new names."""
+    found = {old: options.pop(old) for old in OLD_NAMES if old in options}
+    for old in found:
+        _warn(f"{old}=", f"{OLD_NAMES[old]}=")
+    return {OLD_NAMES[old]: value for old, value in found.items()}
+
+
+def with_new_flags(arguments: Sequence[str]) -> list[str]:
+    """A command line with the new flags in place of old ones; words after `--` are not changed."""
+    words = list(arguments)
+    new_flags = {_flag(old): _flag(new) for old, new in OLD_NAMES.items()}
+    for at, word in enumerate(words[: words.index("--") if "--" in words else None]):
+        name, equals, value = word.partition("=")
+        if name in new_flags:
+            _warn(name, new_flags[name])
+            words[at] = new_flags[name] + equals + value
+    return words
+
+
+def old_variable(environ: Mapping[str, str], variable: str) -> str:
+    """The text of the old name of MOEGGUF_`variable`; "" where there is none."""
+    for old in (old.upper() for old, new in OLD_NAMES.items() if new.upper() == variable):
+        if text := environ.get(f"MOEGGUF_{old}", "").strip():
+            _warn(f"MOEGGUF_{old}", f"MOEGGUF_{variable}")
+            return text
+    return ""
+
+
+def page() -> Iterator[str]:
+    """The lines of docs/options.md."""
+    yield "<!-- made by `python -m moegguf.options > docs/options.md` -->"
+    yield "# Options"
+    yield ""
+    zero = ", ".join(f"MOEGGUF_{option.variable}" for option in _TABLE if option.zero_is_default)
+    yield (
+        "What each option is called as flag, as environment variable, and as keyword of `Llama` (load), parameter of a"
+        " Modelfile and a request (request), or setting of the server (server). The help of a command says which flags"
+        " it has. A flag or keyword counts before the variable. Where a variable of the server, of context or of KV"
+        f" cache is unset, OLLAMA_NAME is read. 0 is as unset in {zero}."
+    )
+    for group in GROUPS:
+        yield from ("", f"## {group}", "", "| name | of | flags | variable | default | |", "|---|---|---|---|---|---|")
+        for option in (option for option in _TABLE if option.group == group):
+            flags = " ".join(f"`{flag}`" for flag in option.flags).replace("/", "` `")
+            variable = f"`MOEGGUF_{option.variable}`" if option.variable else ""
+            help = option.help.replace("|", "\\|")
+            yield f"| `{option.name}` | {option.scope} | {flags} | {variable} | {option.default} | {help} |"
+
+
+if __name__ == "__main__":
+    print("\n".join(page()))
