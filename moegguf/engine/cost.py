@@ -64,7 +64,7 @@ class ModelBytes:
 
     @classmethod
     def of(cls, layout: ExpertLayout, kv_bytes: int = 0) -> ModelBytes:
-        """Of a model whose KV cache has so many bytes in use."""
+        """The figures of a model whose KV cache has so many bytes in use."""
         dense_bytes = layout.dense_bytes - layout.looked_up_bytes + kv_bytes
         return cls(len(layout.layers), layout.token_cycle_bytes, dense_bytes, layout.n_expert_used, layout.n_layer)
 
@@ -100,19 +100,19 @@ class Speeds:
     def supposed(
         cls, memory_bytes_per_s: float, link: Link, cpu_bytes_per_s: float, source: str = "of the device as supposed"
     ) -> Speeds:
-        """Of a device that is known by its memory's bandwidth; a link's latency is taken for that of a stop."""
+        """Speeds of a device that is known by its memory's bandwidth; the link's latency counts as a stop's."""
         copies, stop_s = Link(link.bytes_per_s), link.latency_s or STOP_S
         return cls(KERNEL_SHARE * memory_bytes_per_s, copies, cpu_bytes_per_s, stop_s, source=source)
 
     @classmethod
     def of_cpu(cls, memory_bytes_per_s: float, disk_bytes_per_s: float) -> Speeds:
-        """Of a machine whose CPU computes everything, and reads weights so fast; those of a device mean nothing."""
+        """Speeds of a machine whose CPU computes everything, and reads weights so fast; a device's mean nothing."""
         copies = Link(memory_bytes_per_s)
         return cls(memory_bytes_per_s, copies, memory_bytes_per_s, disk_bytes_per_s=disk_bytes_per_s)
 
     @classmethod
     def measured(cls, speeds: KernelSpeeds, disk_bytes_per_s: float, source: str) -> Speeds:
-        """As measured in place, with kernels of experts alone."""
+        """Speeds of kernels of experts alone, measured in place, as a whole graph reaches them."""
         return cls(
             GRAPH_SHARE * speeds.device_bytes_per_s, speeds.copies, GRAPH_SHARE * speeds.cpu_bytes_per_s,
             speeds.stop_s, speeds.cpu_layer_s, speeds.device_op_s, speeds.cpu_op_s, disk_bytes_per_s, source,

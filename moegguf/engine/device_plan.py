@@ -68,7 +68,7 @@ def _on_one(layout: ExpertLayout, machine: Machine, budgets: Budgets, n_staging:
 
 
 def _with_best_staging(layout: ExpertLayout, plan: Callable[[int], Plan], wanted: int | None) -> Plan:
-    """Of the plans for devices with so many staging tensors each the best (`request_cost.best_staging`). wanted: with
+    """The best of the plans with so many staging tensors on each device (`request_cost.best_staging`). wanted: with
     so many, beside a budget that is given, where they fit. Raises BudgetError where no plan does."""
     plans = dict[int, Plan | BudgetError]()
 

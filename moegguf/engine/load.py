@@ -63,7 +63,7 @@ class LoadPlan:
 
     @cached_property
     def slots_layout(self) -> ExpertLayout:
-        """Of the experts that have slots; those of other layers are plain weights of the device."""
+        """The layout of the experts that have slots; those of other layers are plain weights of the device."""
         return self.plan.slots_layout(self.layout)
 
     def failure(self, error: ValueError | MemoryError, reason: str) -> MoeggufError:
@@ -131,7 +131,7 @@ def prepare(
 
 
 def _projector(options: dict[str, Any]) -> ProjectorHeader | None:
-    """Of the option `mmproj`, which is taken out, or of a chat handler's own file for images."""
+    """The header of the option `mmproj`, which is taken out, or of a chat handler's own file for images."""
     given = options.pop("mmproj", None) or getattr(options.get("chat_handler"), "clip_model_path", None)
     return read_projector(given) if given else None
 

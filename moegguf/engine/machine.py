@@ -64,7 +64,7 @@ class Device:
 
     @property
     def memory(self) -> Memory:
-        """As a plan takes it."""
+        """The memory as a plan takes it."""
         return Memory(self.total_bytes, self.free_bytes, f"the device {self.name}")
 
 

@@ -45,7 +45,7 @@ class Pool:
         return replace(self, sizes=sizes)._plan()
 
     def _plan(self) -> Plan:
-        """Of sizes without choices left."""
+        """The plan of sizes without choices left."""
         layout, size, reasons = self.layout, slot_bytes(self.layout), list[str]()
         if not layout.is_moe:
             reasons.append("the model has no experts, so it runs as plain llama.cpp")
@@ -89,7 +89,7 @@ class Pool:
 
     @property
     def _budgeted_bytes(self) -> int:
-        """Of staging tensors, those that a budget holds."""
+        """Bytes of staging tensors that a budget holds."""
         return self.staging_bytes if self.staging_within else 0
 
     def _auto_fit(self, reasons: list[str]) -> Fit:

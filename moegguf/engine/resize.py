@@ -16,8 +16,8 @@ EVERY_DEVICE: Slots = Tier.COMPUTE, None  # those in VRAM; where the CPU compute
 
 
 class Resize:
-    """Of one loaded model: its plan, the layout of the experts that have slots, and its store. stages_beside: staging
-    tensors were asked for, beside a budget in VRAM."""
+    """The budgets of one loaded model, which has this plan and store. layout: of the experts that have slots.
+    stages_beside: staging tensors were asked for, beside a budget in VRAM."""
 
     def __init__(self, plan: Plan, layout: ExpertLayout, store: Store, stages_beside: bool) -> None:
         self._plan, self._layout, self._store, self._stages_beside = plan, layout, store, stages_beside

@@ -51,7 +51,7 @@ class KnownSpeeds:
         self._path = cache_folder() / "placements" / f"{header_digest(layout.shards)}.json"
 
     def speeds(self, device: Device) -> Speeds:
-        """As measured before, or now, or supposed where that fails.
+        """Speeds as measured before, or now, or supposed where that fails.
 
         Raises OptionError where the device has no kernel for the model's experts.
         """
@@ -88,7 +88,7 @@ class KnownSpeeds:
         raise OptionError(found["refused"])
 
     def known(self, device: Device) -> Speeds | None:
-        """As measured before."""
+        """Speeds as measured before; None: they were not."""
         with suppress(*DAMAGED):
             return _speeds_of(self._read()[self._key(device)])
         return None

@@ -66,7 +66,7 @@ class SplitPlanner:
         return ExpertCache("bytes", n_bytes=given)
 
     def _bytes_by_layer(self) -> list[int]:
-        """Of each layer: its own weights but experts, its part of the KV cache, and of what belongs to none."""
+        """Bytes of each layer: its own weights but experts, its part of the KV cache, and of what belongs to none."""
         layout, joint, n_layer = self._layout, self._joint, self._n_layer
         own = [layout.layer_dense_bytes.get(il, 0) for il in range(n_layer)]
         heads = [*layout.hparams.n_head_kv[:n_layer], *([0] * n_layer)][:n_layer]
@@ -180,7 +180,7 @@ class SplitPlanner:
         return sum(self._layer_bytes[il] for il in layers)
 
     def _slots(self, layers: Sequence[Sequence[int]]) -> list[int]:
-        """Of each device, with these layers."""
+        """Slots of each device, with these layers."""
         size, most, vram = self._joint.slot_bytes, [self._experts_of(of) for of in layers], self._budgets.vram
         left = [d.free_bytes - self._beside_bytes(of) for d, of in zip(self._devices, layers, strict=True)]
         if vram[0].mode != "auto" and len(vram) == 1:
@@ -194,8 +194,8 @@ class SplitPlanner:
         return slots
 
     def _shared_slots(self, most: Sequence[int], left: Sequence[int]) -> list[int]:
-        """Of one budget for all devices: what the layers of one do not need, or its memory does not hold, goes to the
-        others."""
+        """Slots of one budget for all devices: what the layers of one do not need, or its memory does not hold, goes to
+        the others."""
         size, least, total = self._joint.slot_bytes, self._layout.n_expert_used, min(self._joint.n_slots, sum(most))
         shares = most
         if self._budgets.tensor_split is None:
