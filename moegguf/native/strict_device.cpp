@@ -44,19 +44,24 @@ bool finds_garbage(const ggml_tensor * w, int64_t matrix) {
     return !std::all_of(values.begin(), values.end(), [](float value) { return std::isfinite(value); });
 }
 
-bool finds_garbage(const ggml_tensor * product) {
+// What comes of such a matrix is NaN.
+void spoil(const ggml_tensor * product) {
     const ggml_tensor *w = product->src[0], *ids = product->src[2];
+    char * out = (char *)product->data;
     if (product->op == GGML_OP_MUL_MAT) {
-        return finds_garbage(w, w->ne[2] - 1);
+        if (finds_garbage(w, w->ne[2] - 1)) {
+            memset(out, 0xff, ggml_nbytes(product));
+        }
+        return;
     }
     for (int64_t token = 0; token < ids->ne[1]; token++) {
         for (int64_t i = 0; i < ids->ne[0]; i++) {
-            if (finds_garbage(w, *(const int32_t *)((const char *)ids->data + token * ids->nb[1] + i * ids->nb[0]))) {
-                return true;
+            const char * id = (const char *)ids->data + token * ids->nb[1] + i * ids->nb[0];
+            if (finds_garbage(w, *(const int32_t *)id)) {
+                memset(out + token * product->nb[2] + i * product->nb[1], 0xff, product->nb[1]);
             }
         }
     }
-    return false;
 }
 
 } // namespace
@@ -73,7 +78,7 @@ void zero_padding(ggml_backend_buffer_t buffer, const ggml_tensor * t) {
 
 ggml_status compute_strictly(ggml_backend_t cpu, ggml_cgraph * graph, ggml_backend_buffer_type_t memory) {
     for (int first = 0, last = 0; last < graph->n_nodes; last++) {
-        ggml_tensor * node = graph->nodes[last];
+        const ggml_tensor * node = graph->nodes[last];
         const bool reads_past = reads_past_rows(node, memory);
         if (!reads_past && last + 1 < graph->n_nodes) {
             continue;
@@ -83,8 +88,8 @@ ggml_status compute_strictly(ggml_backend_t cpu, ggml_cgraph * graph, ggml_backe
         if (status != GGML_STATUS_SUCCESS) {
             return status;
         }
-        if (reads_past && finds_garbage(node)) {
-            memset(node->data, 0xff, ggml_nbytes(node));
+        if (reads_past) {
+            spoil(node);
         }
         first = last + 1;
     }

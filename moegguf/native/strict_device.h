@@ -14,7 +14,7 @@ size_t padded_bytes(const ggml_tensor * t);
 void zero_padding(ggml_backend_buffer_t buffer, const ggml_tensor * t);
 
 // Computes as the CPU does. Where kernels read on behind the last row of quantised weights in memory of this type, and
-// it is not zeros, or the next expert of a tensor without gaps, that they find, the product is NaN.
+// it is not zeros, or the next expert of a tensor without gaps, that they find, what they multiply with it is NaN.
 ggml_status compute_strictly(ggml_backend_t cpu, ggml_cgraph * graph, ggml_backend_buffer_type_t memory);
 
 } // namespace moegguf
