@@ -101,7 +101,7 @@ class Reply(conversation.Reply):
         self._name = name
         self._start_ns = start_ns
         self._head = f'{{"model":{quote(name)},"created_at":"'
-        self._whole: dict[str, Any] = {}
+        self._whole: dict[str, Any]  # from `add` on
         self._with_details = with_details
         self._with_context = with_context
 
