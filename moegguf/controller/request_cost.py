@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from moegguf.controller.layer_split import share_out
 from moegguf.controller.published import typical_hit_rate
+from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native.slot_sizes import slot_sizes
 from moegguf.native.store import STAGING_SHARE, STAGING_TENSORS
@@ -82,11 +83,15 @@ def best_staging(layout: ExpertLayout, passes: Callable[[int], Passes | None], w
     STAGING_SHARE of the memory for experts; with one, where a request costs less so than with prompts in passes that
     slots are exact for, and a token's experts over all layers keep their slots where there are as many without. None
     where every expert has a slot. passes: with so many tensors; None: they do not fit. wanted: so many, where they fit.
+
+    Raises OptionError for a number that is wanted and not one of these.
     """
+    if wanted is not None and not 0 <= wanted <= STAGING_TENSORS:
+        raise OptionError(f"staging is {wanted}, but prompts are staged in at most {STAGING_TENSORS} tensors.")
     without = passes(0)
     if without is not None and without.resident:
         return 0
-    for n in range(STAGING_TENSORS, 0, -1) if wanted is None else [min(wanted, STAGING_TENSORS)] * (wanted > 0):
+    for n in range(STAGING_TENSORS, 0, -1) if wanted is None else [wanted] * (wanted > 0):
         staged = passes(n)
         if staged is not None and (wanted or _staging_pays(layout, n, staged, without)):
             return n
@@ -103,33 +108,13 @@ def _staging_pays(layout: ExpertLayout, n: int, staged: Passes, without: Passes 
     return keeps_cycle and passes_cost(layout, staged, True) < passes_cost(layout, without, False)
 
 
-def divided(
-    layout: ExpertLayout,
-    n_slots: int,
-    slot_tokens: int,
-    n_ubatch: int = PROMPT_TOKENS,
-    wanted: int | None = None,
-) -> tuple[int, int]:
-    """(slots, staging tensors) of a device whose memory for experts holds so many slots.
-
-    slot_tokens: as in `allowed_ubatch`. n_ubatch: of a prompt's pass, at most. wanted: as in `best_staging`.
-    """
-    slots, n_staging = divided_over(layout, [n_slots], [layout.n_expert_total], slot_tokens, n_ubatch, wanted)
-    return slots[0], n_staging
-
-
 def divided_over(
-    layout: ExpertLayout,
-    budgets: Sequence[int],
-    n_experts: Sequence[int],
-    slot_tokens: int,
-    n_ubatch: int = PROMPT_TOKENS,
-    wanted: int | None = None,
+    layout: ExpertLayout, budgets: Sequence[int], n_experts: Sequence[int], slot_tokens: int
 ) -> tuple[list[int], int]:
     """(slots of each device, staging tensors of each) where layers with n_experts experts are on each.
 
-    budgets: slots that each device's memory for experts holds, or, as one number, all of them together. The others: as
-    in `divided`. Where no budget holds a token's experts beside staging, devices have the slots and no staging.
+    budgets: slots that each device's memory for experts holds, or, as one number, all of them together. slot_tokens:
+    as in `allowed_ubatch`. Where no budget holds a token's experts beside staging, devices have slots and no staging.
     """
 
     def slots_beside(n_staging: int) -> list[int]:
@@ -150,7 +135,7 @@ def divided_over(
         ]
         resident = all(n >= most for n, most in zip(slots, n_experts, strict=True))
         n_bytes = len(slots) * staging_bytes(layout, n_staging)
-        return Passes(sum(slots), min(n_ubatch, *allowed), n_bytes, resident)
+        return Passes(sum(slots), min(PROMPT_TOKENS, *allowed), n_bytes, resident)
 
-    n_staging = best_staging(layout, passes, wanted)
+    n_staging = best_staging(layout, passes)
     return slots_beside(n_staging), n_staging

@@ -18,7 +18,7 @@ from moegguf.engine.machine import Device, Machine, Memory
 from moegguf.engine.plan import Budgets, Plan, Sizes, slot_bytes
 from moegguf.engine.planner import make_plan
 from moegguf.engine.ram_plan import VRAM_MARGIN_BYTES, host_bytes
-from moegguf.errors import BudgetError
+from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.native.slot_sizes import slot_tokens
 from moegguf.quantities import GIB, parse_expert_cache
@@ -88,6 +88,8 @@ def test_prompts_are_staged_where_that_takes_little_of_the_memory_for_experts(la
     assert (asked.n_slots, asked.n_staging, asked.n_ubatch) == (8, 2, 512)
     assert plan(layout, "90%", "auto", staging=0).n_staging == 0
     assert plan(layout, "100%", "auto", staging=2).n_staging == 0
+    with pytest.raises(OptionError, match="staging is 3, but prompts are staged in at most 2 tensors"):
+        plan(layout, "90%", "auto", staging=3)
 
 
 def test_small_budgets_are_staged_where_a_request_costs_less_so(tmp_path: Path) -> None:
