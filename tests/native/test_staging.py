@@ -15,7 +15,7 @@ from test_tiers import check_tiers, held
 
 from moegguf.errors import ExpertIOError, MoeggufError, OptionError
 from moegguf.native import abi, library
-from moegguf.native.link_device import link_device
+from moegguf.native.link_device import add_link_device
 from moegguf.native.store import DeviceSlots, Lane, Store, StoreOptions, Tier
 from moegguf.quantities import Link
 
@@ -264,7 +264,7 @@ def on_rpc(rpc: Path, port: int, fake: FakeModel, sizes: tuple[int, int, int]) -
 
 
 def on_link(fake: FakeModel, sizes: tuple[int, int, int]) -> None:
-    run_on(fake, sizes, link_device(Link(1e9, 1e-5)))
+    run_on(fake, sizes, add_link_device(Link(1e9, 1e-5), strict_seed=1))
 
 
 def run_on(fake: FakeModel, sizes: tuple[int, int, int], device: str) -> None:
