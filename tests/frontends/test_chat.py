@@ -77,7 +77,8 @@ def test_load_parameters_reload_the_model(tmp_path: Path) -> None:
         assert "load duration:" in said
         assert "192 of 192 experts (100%)" in said
         assert "load duration:" not in chat.ask("/stats")
-        chat.ask("/set parameter expert_cache 1")
+        assert "did you mean" in chat.ask("/set parameter expert_cache 1")
+        chat.ask("/set parameter expert_cache 1KiB")
         assert "error: " in chat.ask(QUESTION)
         assert ANSWER in chat.ask(QUESTION).replace("\n", " ")
 

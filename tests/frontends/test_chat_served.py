@@ -84,7 +84,8 @@ def test_parameters_of_loading_load_again_or_are_refused(chat: Terminal, server:
     assert loaded(server)["demo:latest"] > n_ctx // 2
     for name in ("num_gpu", "num_batch"):
         assert f"'{name}' has no effect on a model in a server" in chat.ask(f"/set parameter {name} 1")
-    chat.ask("/set parameter expert_cache 1")
+    assert "did you mean" in chat.ask("/set parameter expert_cache 1")
+    chat.ask("/set parameter expert_cache 1KiB")
     assert "error: " in chat.ask(QUESTION)
     assert ANSWER in chat.ask(QUESTION).replace("\n", " ")
 
