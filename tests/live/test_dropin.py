@@ -64,7 +64,7 @@ def test_what_known_wrappers_pass_is_accepted_and_typing_errors_are_not(load: Lo
 def test_completions_have_the_shapes_of_the_bindings(demo: Llama) -> None:
     whole = demo("What does moegguf", echo=True, stop=["."], **GREEDY)
     assert whole["choices"][0]["text"].startswith("What does moegguf")
-    chunks = list(demo("What does moegguf", stream=True, **GREEDY))
+    chunks = list(demo("What does moegguf", stream=True, stop=["."], **GREEDY))
     assert "What does moegguf" + "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["choices"][0]["text"]
     messages = [{"role": "user", "content": QUESTION}]
     chat = demo.create_chat_completion(messages, **GREEDY)["choices"][0]["message"]
