@@ -4,7 +4,7 @@
 # make lab    what the laboratory needs, see predictors/README.md
 # make tsan, make asan           the native tests under a sanitizer
 # make test-vulkan               the tests that need a GPU, on a software one
-# make check-cuda                compiles and links the CUDA build, also without a card: an hour of processor time
+# make check-cuda                compiles and links the CUDA build, also without a card: 40 minutes of processor time
 # make wheel  a wheel for other machines, in dist/
 # make bench MODEL=FILE          what the README's table was measured with
 
