@@ -24,7 +24,7 @@ MAX_BATCH_PARALLEL = 256
 MAX_PARALLEL = 256  # llama.cpp's LLAMA_MAX_SEQ
 MAX_THREADS = 512  # ggml's GGML_MAX_N_THREADS
 PLACEMENTS = ("auto", "layers", "slots", "cpu")
-"""Where experts go on a machine with a GPU: see engine/placement.py."""
+"""Where experts go on a machine with a GPU: see engine/plan.py."""
 MISSES = ("fetch", "compute")
 """What happens to experts that a GPU lacks: they are copied there, or the CPU computes them where that is faster."""
 SCHEDULES = ("fifo", "expertflow", "auto")

@@ -29,9 +29,10 @@ class Resize:
         if vram_cache is not None:
             wanted[EVERY_DEVICE] = self._in_vram(vram_cache)
         if expert_cache is not None and self._plan.device is None:
-            n_slots = self._asked(parse_expert_cache(expert_cache), self._store.tier()["n_slots"])
+            cache = parse_expert_cache(expert_cache)
+            n_slots = self._asked(cache, self._store.tier()["n_slots"])
             least = self._plan.pass_slots(self._layout, on_device=False)
-            wanted[EVERY_DEVICE] = self._checked(n_slots, least, f"expert_cache={expert_cache!r}")
+            wanted[EVERY_DEVICE] = self._checked(n_slots, least, f"expert_cache={str(cache)!r}")
         elif expert_cache is not None:
             wanted |= self._below_vram(expert_cache)
         return wanted
@@ -52,11 +53,12 @@ class Resize:
         staged = 0 if self._stages_beside or cache.mode == "auto" else plan.staging_slots_bytes // plan.slot_bytes
         least = sum(device.pass_slots for device in self._store.devices if device.name is not None)
         n_slots = self._asked(cache, plan.device_slots + staged) - staged
-        return self._checked(n_slots, least, f"vram_cache={vram_cache!r}", staged)
+        return self._checked(n_slots, least, f"vram_cache={str(cache)!r}", staged)
 
     def _below_vram(self, expert_cache: Budget) -> dict[Slots, int]:
         """In RAM, below devices and of the layers that the CPU computes beside them, in their proportion at load."""
-        store, plan, option = self._store, self._plan, f"expert_cache={expert_cache!r}"
+        store, plan, cache = self._store, self._plan, parse_expert_cache(expert_cache)
+        option = f"expert_cache={str(cache)!r}"
         cpu = next((index for index, device in enumerate(store.devices) if device.name is None), None)
         n_cpu = 0 if cpu is None else store.device(cpu)["n_slots"]
         n_lower = store.tier(Tier.LOWER)["n_slots"] if Tier.LOWER in store.tiers else 0
@@ -65,7 +67,7 @@ class Resize:
                 f"{option}: the model was loaded with every expert in VRAM, so it has no slots in RAM; change"
                 " vram_cache, or load it again with less of that."
             )
-        total = self._asked(parse_expert_cache(expert_cache), n_cpu + n_lower)
+        total = self._asked(cache, n_cpu + n_lower)
         if cpu is None:
             if not total:
                 size = format_bytes_up(plan.slot_bytes)

@@ -17,7 +17,7 @@
 //   missed goes file -> slot below -> slot, or is copied from below where it is there already, or comes straight from
 //   the file where no slot below can be had. It may be in both; what stays above is the first to go below.
 //
-//   A device may also have up to three staging tensors, which its layers take in turn, each with a place for every
+//   A device may also have one or two staging tensors, which its layers take in turn, each with a place for every
 //   expert of a layer. Passes of more tokens than the device's kernels multiply one by one go there: experts of the
 //   layer are copied to the places of their own ids, from slots of the device, from slots below, or from the file;
 //   those of the next layer while this one is computed. Slots keep what they hold until the last pass of a prompt.

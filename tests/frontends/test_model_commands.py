@@ -153,7 +153,7 @@ def test_a_budget_of_a_loaded_model(loaded: Server, mine: Mine) -> None:
     more = mine("budget", "demo", "100%", **there)
     assert re.search(r"experts, the most that it was loaded with, [\d.]+MiB in all", more.stderr)
     for arguments, words in (
-        (("demo", "1KiB"), "expert_cache=1024 is too small for a model that was loaded to read 512 tokens"),
+        (("demo", "1KiB"), "expert_cache='1.00KiB' is too small for a model that was loaded to read 512 tokens"),
         (("demo", "much"), "accepted"),
         (("unknown", "50%"), "unknown"),
     ):

@@ -36,7 +36,7 @@ class LfuRequest:
 
 
 class Static:
-    """score = popularity (len(shape.layers), n_expert) in another trace, as `trace.fit.count_popularity` counts it."""
+    """score = popularity (len(shape.layers), n_expert) in another trace."""
 
     name: ClassVar[str] = "static"
 
