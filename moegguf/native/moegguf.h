@@ -114,7 +114,7 @@ struct moegguf_device {
     const char * name; // ggml's; NULL is the CPU
     int32_t n_slots;
     int32_t has_lower_tier;    // what is missed here comes through the tier below
-    int32_t n_staging_tensors; // of a layer's full shape, for prompts; up to 3; 0: passes must fit the slots
+    int32_t n_staging_tensors; // of a layer's full shape, for prompts; up to 2; 0: passes must fit the slots
     int32_t n_pass_slots;      // that a pass may need here at once, of any layer, where it is not staged; 0: a token's
     double sim_copy_bytes_per_ns; // simulation: the link from the tier below, 0 = free
     double sim_copy_latency_ns;   // simulation: per copy

@@ -16,7 +16,7 @@ namespace moegguf {
 class Copies;
 
 // The most tensors of a device that prompts are staged in (staging.h).
-constexpr int most_staging_tensors = 3;
+constexpr int most_staging_tensors = 2;
 
 // Up to so many tokens of a pass a device's kernels round as with every expert resident, however many slots there are.
 int most_slot_tokens(const char * device);
