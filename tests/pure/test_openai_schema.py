@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -16,7 +17,8 @@ from pydantic import ValidationError
 from moegguf.engine.stats import Stats
 from moegguf.generate.request import Delta, GenerationRequest, Sampling, Timing, TokenLogprob, ToolCall
 from moegguf.models.entry import ModelEntry
-from moegguf.server.openai.objects import ChatReply, CompletionReply, usage
+from moegguf.server.openai.completions import CompletionBody, CompletionReply
+from moegguf.server.openai.objects import ChatReply, usage
 from moegguf.server.openai.schema import ChatBody
 from moegguf.serving.delta_buffer import join
 from moegguf.serving.events import Done, LoadOverrides
@@ -260,7 +262,7 @@ def test_template_options_and_logprobs_are_passed_on() -> None:
 
 
 def reply(**options: Any) -> ChatReply:
-    return ChatReply("m:latest", "0123456789abcdef", **{"include_usage": False, "logprobs": False, **options})
+    return ChatReply(body(**options), replace(ENTRY, digest="0123456789abcdef"))
 
 
 CALLS = (ToolCall("c1", "weather", {"city": "Ås"}), ToolCall("c2", "clock", {}))
@@ -294,7 +296,7 @@ def whole_of(answer: ChatReply | CompletionReply, deltas: list[Delta]) -> Any:
 
 
 def test_usage_has_a_chunk_of_its_own_on_request() -> None:
-    answer = reply(include_usage=True)
+    answer = reply(stream_options={"include_usage": True})
     *_, finish, figures = [answer.first(), *answer.last(DONE)]
     assert finish["usage"] is None and finish["choices"][0]["finish_reason"] == "length"
     assert figures["choices"] == []
@@ -351,8 +353,9 @@ def test_logprobs_are_sent_for_a_delta_without_text() -> None:
 
 def test_a_completion_has_text_offsets() -> None:
     def answer() -> CompletionReply:
-        reply = CompletionReply("m:latest", "ab", include_usage=False, logprobs=True)
-        reply.echo(["So "])
+        asked = CompletionBody.model_validate({"model": "m", "prompt": "So ", "echo": True, "logprobs": 2})
+        reply = CompletionReply(asked, ENTRY)
+        asyncio.run(reply.prepare(None))  # type: ignore[arg-type]  # a text needs no model
         return reply
 
     deltas = [Delta(text="hé", logprobs=(CHANCE,)), Delta(text="hé", logprobs=(CHANCE,))]

@@ -91,15 +91,13 @@ def _present(**fields: Any) -> dict[str, Any]:
 
 
 class Reply(conversation.Reply):
-    """A reply by model `name`, to a request that arrived at `start_ns` (perf_counter). `with_details`: with lines for
-    the progress of the prompt, and all of the timing at the end. `with_context`: the last object of /api/generate has
-    the tokens to continue from."""
+    """A reply by model `name`. `with_details`: with lines for the progress of the prompt, and all of the timing at the
+    end. `with_context`: the last object of /api/generate has the tokens to continue from."""
 
     response = NdjsonResponse
 
-    def __init__(self, name: str, start_ns: int, *, with_details: bool = False, with_context: bool = False) -> None:
+    def __init__(self, name: str, *, with_details: bool = False, with_context: bool = False) -> None:
         self._name = name
-        self._start_ns = start_ns
         self._head = f'{{"model":{quote(name)},"created_at":"'
         self._whole: dict[str, Any]  # from `add` on
         self._with_details = with_details
@@ -123,7 +121,7 @@ class Reply(conversation.Reply):
             return self._delta_line(event)
         if isinstance(event, Done):
             more = {"timing": asdict(event.timing), "decisions": event.decisions} if self._with_details else {}
-            figures = statistics(event, self._start_ns) | more
+            figures = statistics(event, self.start_ns) | more
             return self._line(self.content("", "", ()) | self.final_fields(event) | figures)
         return self._line({"prompt_progress": asdict(event), "done": False}) if self._with_details else b""
 
@@ -140,7 +138,7 @@ class Reply(conversation.Reply):
     def add(self, delta: Delta, done: Done) -> None:
         """With the statistics."""
         content = self._delta_fields(delta)
-        self._whole = self._object(content | self.final_fields(done) | statistics(done, self._start_ns))
+        self._whole = self._object(content | self.final_fields(done) | statistics(done, self.start_ns))
 
     def whole(self) -> dict[str, Any]:
         """The answer."""

@@ -270,11 +270,6 @@ class GenerationBody(Question):
         """`model`."""
         return self.model
 
-    def stream_form(self) -> dict[str, bool]:
-        """Keywords of a reply: whether a stream ends with a chunk of token counts, and tells the prompt's progress."""
-        include_usage = bool(self.stream_options and self.stream_options.include_usage)
-        return {"include_usage": include_usage, "with_progress": bool(self.return_progress)}
-
     def sampling(self, entry: ModelEntry) -> Sampling:
         """The sampling parameters: the body's own keys, then `options`, then the entry's parameters."""
         own = {name: getattr(self, name) for name in OPTIONS}
