@@ -14,9 +14,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from moegguf.generate.request import Delta, GenerationRequest, Timing, TokenLogprob, ToolCall
+from moegguf.generate.request import Delta, GenerationRequest, TokenLogprob, ToolCall
 from moegguf.server.common.conversation import EventReply, Json
 from moegguf.server.common.errors import HttpError
+from moegguf.server.common.objects import usage
 from moegguf.server.common.streams import SseResponse, event_line
 from moegguf.server.openai.objects import chat_logprobs, statistics
 from moegguf.server.openai.responses_schema import ENCRYPTED_REASONING, ResponsesBody, encrypted
@@ -76,18 +77,6 @@ class OpenItem:
 def new_id(prefix: str) -> str:
     """A new id, such as "msg_..."."""
     return f"{prefix}_{secrets.token_hex(16)}"
-
-
-def usage(timing: Timing) -> Json:
-    """Token counts; those of the input include tokens cached from an earlier request."""
-    n_input = timing.prompt_tokens + timing.cached_tokens
-    return {
-        "input_tokens": n_input,
-        "input_tokens_details": {"cached_tokens": timing.cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": timing.answer_tokens,
-        "output_tokens_details": {"reasoning_tokens": timing.thinking_tokens},
-        "total_tokens": n_input + timing.answer_tokens,
-    }
 
 
 def logprob_objects(logprobs: Iterable[TokenLogprob]) -> list[Json]:
@@ -209,7 +198,13 @@ class ResponseReply(EventReply):
             "completed_at": None if is_cut else int(time.time()),
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": self._output,
-            "usage": usage(timing),
+            "usage": usage(
+                timing.prompt_tokens + timing.cached_tokens,
+                timing.cached_tokens,
+                timing.answer_tokens,
+                timing.thinking_tokens,
+                cache_write_tokens=0,
+            ),
             **statistics(timing),
         }
         yield self._event(f"response.{status}", response=self._object)
