@@ -261,7 +261,5 @@ def _choice(body: ResponsesBody) -> str | Json:
     choice = body.tool_choice
     if not isinstance(choice, ToolChoice):
         return choice or "auto"
-    if choice.allowed_tools is None:
-        return {"type": "function", "name": body.wanted_choice()}
-    tools = [{"type": "function", "name": tool.function.name} for tool in choice.allowed_tools.tools]
-    return {"type": "allowed_tools", "mode": choice.allowed_tools.mode, "tools": tools}
+    named: list[Json] = [{"type": "function", "name": name} for name in choice.names]
+    return named[0] if choice.type == "function" else {"type": choice.type, "mode": choice.mode, "tools": named}
