@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 import pytest
-from fake_manager import FakeCatalog, FakeManager, entry_of, running
+from fake_manager import FUNCTIONS, HI, FakeManager, objects
 from servers import post, until
 
 from moegguf import errors
 from moegguf.generate.request import Delta, PromptProgress, ToolCall
-from moegguf.models.folder import demo_path
-from moegguf.server.app import make_app
 from moegguf.serving.events import LoadOverrides
-from moegguf.settings import Settings
 
 Json = dict[str, Any]
 
-HI = [{"role": "user", "content": "hi"}]
-NAMES = ("weather", "clock")
-FUNCTIONS = [{"name": name, "parameters": {"type": "object", "properties": {}}} for name in NAMES]
+NAMES = [function["name"] for function in FUNCTIONS]
 TOOLS = [{"type": "function", "function": function} for function in FUNCTIONS]
 
 
@@ -114,31 +108,12 @@ WITH_TOOLS = pytest.mark.parametrize(
 WHOLE_OR_STREAM = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 
 
-@pytest.fixture
-def manager() -> FakeManager:
-    own = {"parameters": {"temperature": 0.25, "top_k": 7}, "system": "Be kind."}
-    return FakeManager(FakeCatalog(entry_of(demo_path()), entry_of(demo_path(), "mine:latest", **own)))
-
-
-@pytest.fixture
-def url(manager: FakeManager) -> Iterator[str]:
-    with running(make_app(manager, manager.catalog, Settings())) as url:  # type: ignore[arg-type]
-        yield url
-
-
 Ask = Callable[..., httpx.Response]
 
 
 @pytest.fixture
-def ask(url: str) -> Iterator[Ask]:
-    with httpx.Client(base_url=url, timeout=30, trust_env=False) as client:
-        yield lambda dialect, **more: client.post(dialect.path, json={"model": "demo", **dialect.question, **more})
-
-
-def objects(text: str) -> list[Json]:
-    """The objects of a stream, of lines or server-sent events."""
-    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith(("data: {", "{"))]
-    return [json.loads(line) for line in lines]
+def ask(http: httpx.Client) -> Ask:
+    return lambda dialect, **more: http.post(dialect.path, json={"model": "demo", **dialect.question, **more})
 
 
 @EACH
@@ -157,22 +132,28 @@ def test_the_text_and_the_counts_of_an_answer(ask: Ask, dialect: Dialect) -> Non
 @WITH_TOOLS
 @WHOLE_OR_STREAM
 def test_calls_come_in_their_order_and_only_the_first_where_one_is_wanted(
-    ask: Ask, manager: FakeManager, dialect: Dialect, stream: bool, monkeypatch: pytest.MonkeyPatch
+    ask: Ask, manager: FakeManager, dialect: Dialect, stream: bool
 ) -> None:
-    monkeypatch.setattr("moegguf.server.common.conversation.check_conversation", lambda *_: None)
     manager.script = [Delta(tool_calls=(ToolCall(f"c{name}", name, {}),)) for name in NAMES]
 
     def names(**more: Any) -> list[str]:
-        reply = ask(dialect, stream=stream, **dialect.tools, **more)
+        reply = ask(dialect, model="able", stream=stream, **dialect.tools, **more)
         if not stream:
             return dialect.whole_calls(reply.json())
         return [name for item in objects(reply.text) for name in dialect.calls(item)]
 
-    assert names() == list(NAMES)
+    assert names() == NAMES
     if dialect.one_call:
-        assert names(**dialect.one_call) == ["weather"]
+        assert names(**dialect.one_call) == NAMES[:1]
         manager.script = [Delta(tool_calls=tuple(ToolCall(f"c{name}", name, {}) for name in NAMES))]
-        assert names(**dialect.one_call) == ["weather"]
+        assert names(**dialect.one_call) == NAMES[:1]
+
+
+@WITH_TOOLS
+def test_tools_need_a_template_that_knows_them(ask: Ask, manager: FakeManager, dialect: Dialect) -> None:
+    refused = ask(dialect, **dialect.tools)
+    assert refused.status_code == 400 and "demo:latest does not support tools" in refused.text
+    assert not manager.leases
 
 
 FAULTS: list[tuple[Exception, int]] = [

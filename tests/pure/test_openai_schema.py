@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-from openai.types import Completion
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import ValidationError
 
-from moegguf.engine.stats import Stats
-from moegguf.generate.request import Delta, GenerationRequest, Sampling, Timing, TokenLogprob, ToolCall
+from moegguf.generate.request import GenerationRequest, Sampling
 from moegguf.models.entry import ModelEntry
-from moegguf.server.openai.completions import CompletionBody, CompletionReply
-from moegguf.server.openai.objects import ChatReply, usage
 from moegguf.server.openai.schema import ChatBody
-from moegguf.serving.delta_buffer import join
-from moegguf.serving.events import Done, LoadOverrides
+from moegguf.serving.events import LoadOverrides
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 CLOCK = {"type": "function", "function": {"name": "clock", "description": "the time", "strict": True}}
 HI = [{"role": "user", "content": "hi"}]
-DONE = Done(
-    Timing(prompt_tokens=8, cached_tokens=2, answer_tokens=4, prompt_s=0.5, answer_s=2.0, total_s=2.5, finish="length",
-           stats=Stats(lookups=10, hits_ready=6, hits_late=1, misses=3, bytes_missed=300, tokens=12)),
-    load_s=1.5,
-)  # fmt: skip
 
 
 def body(**fields: Any) -> ChatBody:
@@ -259,119 +246,3 @@ def test_template_options_and_logprobs_are_passed_on() -> None:
     assert ask(logprobs=True).n_logprobs == 0
     assert ask(logprobs=True, top_logprobs=3).n_logprobs == 3
     assert body(logit_bias={"5": -100}).logit_bias == {5: -100}
-
-
-def reply(**options: Any) -> ChatReply:
-    return ChatReply(body(**options), replace(ENTRY, digest="0123456789abcdef"))
-
-
-CALLS = (ToolCall("c1", "weather", {"city": "Ås"}), ToolCall("c2", "clock", {}))
-CHANCE = TokenLogprob("h\u00e9", -0.5, (("x", -1.0), ("\ufffd", -2.0)))
-
-
-def test_stream_objects_share_id_and_time() -> None:
-    answer = reply()
-    deltas = [Delta(thinking="hm"), Delta(text="one"), Delta(text="two")]
-    objects = [answer.first(), *(c for piece in deltas for c in answer.chunks(piece)), *answer.last(DONE)]
-    chunks = [ChatCompletionChunk.model_validate(item) for item in objects]
-    assert {(c.id, c.created, c.model, c.object) for c in chunks} == {
-        (chunks[0].id, chunks[0].created, "m:latest", "chat.completion.chunk")
-    }
-    assert [item["choices"][0]["delta"] for item in objects] == [
-        {"role": "assistant", "content": ""},
-        {"reasoning": "hm", "reasoning_content": "hm"},
-        {"content": "one"},
-        {"content": "two"},
-        {},
-    ]
-    assert [c.choices[0].finish_reason for c in chunks] == [None] * 4 + ["length"]
-    assert all("usage" not in item for item in objects)
-    assert objects[-1]["timings"]["predicted_per_second"] == 2.0
-
-
-def whole_of(answer: ChatReply | CompletionReply, deltas: list[Delta]) -> Any:
-    """The object of a reply with one choice."""
-    answer.add(join(deltas), DONE)
-    return answer.whole()
-
-
-def test_usage_has_a_chunk_of_its_own_on_request() -> None:
-    answer = reply(stream_options={"include_usage": True})
-    *_, finish, figures = [answer.first(), *answer.last(DONE)]
-    assert finish["usage"] is None and finish["choices"][0]["finish_reason"] == "length"
-    assert figures["choices"] == []
-    assert figures["usage"] == {
-        "prompt_tokens": 10,
-        "completion_tokens": 4,
-        "total_tokens": 14,
-        "prompt_tokens_details": {"cached_tokens": 2},
-    }
-    assert figures["moe"]["hit_rate"] == 0.7 and figures["moe"]["bytes_read"] == 300
-    assert "cut_messages" not in figures
-
-
-def test_tool_calls_are_numbered_over_all_deltas() -> None:
-    answer = reply()
-    deltas = [c["choices"][0]["delta"] for call in CALLS for c in answer.chunks(Delta(text="so", tool_calls=(call,)))]
-    assert deltas[1]["tool_calls"] == [
-        {"index": 0, "id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ås"}'}}
-    ]
-    assert deltas[3]["tool_calls"][0]["index"] == 1
-    assert answer.last(DONE)[0]["choices"][0]["finish_reason"] == "tool_calls"
-
-
-def test_a_whole_answer() -> None:
-    deltas = [Delta(thinking="h"), Delta(thinking="m"), Delta(text="a"), Delta(text="b", logprobs=(CHANCE,))]
-    item = whole_of(reply(logprobs=True), deltas)
-    whole = ChatCompletion.model_validate(item)
-    assert whole.choices[0].message.content == "ab"
-    assert item["choices"][0]["message"]["reasoning"] == item["choices"][0]["message"]["reasoning_content"] == "hm"
-    assert whole.usage is not None and whole.usage.model_dump(exclude_unset=True) == usage(DONE.timing)
-    assert whole.choices[0].finish_reason == "length"
-    assert whole.system_fingerprint == "moegguf-0123456789ab"
-    (logprob,) = whole.choices[0].logprobs.content or () if whole.choices[0].logprobs else ()
-    assert (logprob.token, logprob.bytes) == ("hé", list("hé".encode()))
-    assert [(top.token, top.bytes) for top in logprob.top_logprobs] == [("x", [120]), ("\ufffd", None)]
-
-
-def test_content_is_null_with_tool_calls_only() -> None:
-    whole = ChatCompletion.model_validate(whole_of(reply(), [Delta(tool_calls=CALLS)]))
-    assert whole.choices[0].message.content is None
-    assert json.loads((whole.choices[0].message.tool_calls or [])[0].function.arguments) == {"city": "Ås"}  # type: ignore[union-attr]
-    assert whole.choices[0].finish_reason == "tool_calls"
-
-
-def test_logprobs_are_sent_for_a_delta_without_text() -> None:
-    answer = reply(logprobs=True)
-    (chunk,) = answer.chunks(Delta(logprobs=(CHANCE,)))
-    assert chunk["choices"][0]["delta"] == {}
-    assert chunk["choices"][0]["logprobs"]["content"][0]["logprob"] == -0.5
-    thinking, text = answer.chunks(Delta(thinking="h", text="t", logprobs=(CHANCE,)))
-    assert thinking["choices"][0]["logprobs"] is not None and text["choices"][0]["logprobs"] is None
-    assert reply().chunks(Delta()) == []
-
-
-def test_a_completion_has_text_offsets() -> None:
-    def answer() -> CompletionReply:
-        asked = CompletionBody.model_validate({"model": "m", "prompt": "So ", "echo": True, "logprobs": 2})
-        reply = CompletionReply(asked, ENTRY)
-        asyncio.run(reply.prepare(None))  # type: ignore[arg-type]  # a text needs no model
-        return reply
-
-    deltas = [Delta(text="hé", logprobs=(CHANCE,)), Delta(text="hé", logprobs=(CHANCE,))]
-    whole = Completion.model_validate(whole_of(answer(), deltas))
-    assert whole.choices[0].text == "So héhé"
-    assert whole.choices[0].logprobs is not None
-    assert whole.choices[0].logprobs.text_offset == [3, 5]
-    assert whole.choices[0].logprobs.top_logprobs == [{"x": -1.0, "\ufffd": -2.0}] * 2
-    streamed = answer()
-    objects = [streamed.first(), *(c for piece in deltas for c in streamed.chunks(piece)), *streamed.last(DONE)]
-    assert "".join(item["choices"][0]["text"] for item in objects) == "So héhé"
-    assert [item["choices"][0]["logprobs"]["text_offset"] for item in objects[1:3]] == [[3], [5]]
-    assert {item["object"] for item in objects} == {"text_completion"}
-
-
-def test_rates_without_tokens_are_zero() -> None:
-    last = reply().last(Done(Timing(), load_s=0.0))[0]
-    assert last["timings"]["prompt_per_second"] == 0.0 and last["timings"]["predicted_per_token_ms"] == 0.0
-    assert last["choices"][0]["finish_reason"] == "stop"
