@@ -58,72 +58,6 @@ def test_a_full_context_is_another_reason_than_max_tokens(post: Post, manager: F
     assert post().json()["stop_reason"] == "model_context_window_exceeded"
 
 
-def test_a_request_in_every_detail(post: Post, manager: FakeManager) -> None:
-    schema = {"type": "object", "properties": {}}
-    response = post(
-        system=[
-            {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch=a5145;"},
-            {"type": "text", "text": "You are kind.", "cache_control": {"type": "ephemeral"}},
-            {"type": "text", "text": "And brief."},
-        ],
-        tools=[{**WEATHER, "cache_control": {"type": "ephemeral"}}, {"type": "web_search_20250305", "name": "search"}],
-        tool_choice={"type": "tool", "name": "weather"}, temperature=0.5, top_p=0.25, top_k=3, stop_sequences=["END"],
-        thinking={"type": "enabled", "budget_tokens": 1024}, metadata={"user_id": "me"}, service_tier="auto",
-        exact=True,
-        output_config={"format": {"type": "json_schema", "schema": schema}}, context_management={"edits": []},
-    )  # fmt: skip
-    assert response.status_code == 200
-    (request,) = manager.requests
-    assert request.messages == ({"role": "system", "content": "You are kind.\nAnd brief."}, *HI)
-    function = {"name": "weather", "description": "Tells it.", "parameters": WEATHER["input_schema"]}
-    assert request.tools == ({"type": "function", "function": function},)
-    assert request.tool_choice == "weather" and request.format == schema
-    sampling = request.sampling
-    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.25, 3)
-    assert (sampling.stop, sampling.max_tokens, sampling.exact) == (("END",), 64, True)
-    assert request.think is True
-
-
-def test_tool_results(post: Post, manager: FakeManager) -> None:
-    use = {"type": "tool_use", "name": "weather", "input": {"city": "Oslo"}}
-    turn = [
-        {"type": "thinking", "thinking": "hm", "signature": "x"}, {"type": "redacted_thinking", "data": "x"},
-        {"type": "text", "text": "I look."}, {**use, "id": "a"}, {**use, "id": "b"},
-    ]  # fmt: skip
-    results = [
-        {"type": "tool_result", "tool_use_id": "a", "content": "rain"},
-        {"type": "tool_result", "tool_use_id": "b", "is_error": True, "content": [{"type": "text", "text": "down"}]},
-        {"type": "tool_result", "tool_use_id": "c"},
-        {"type": "text", "text": "And now?"},
-        {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "D"}, "title": "T"},
-    ]
-    assert post(messages=[*HI, {"role": "assistant", "content": turn}, {"role": "user", "content": results}]).is_success
-    assert (manager.requests[0].messages or ())[2:] == (
-        {"role": "tool", "content": "rain", "tool_call_id": "a", "tool_name": "weather"},
-        {"role": "tool", "content": "Error:\ndown", "tool_call_id": "b", "tool_name": "weather"},
-        {"role": "tool", "content": "", "tool_call_id": "c"},
-        {"role": "user", "content": "And now?\nT\nD"},
-    )
-
-
-@pytest.mark.parametrize(("choice", "wanted"), [("auto", "auto"), ("any", "required"), ("none", "none")])
-def test_tool_choices(post: Post, manager: FakeManager, choice: str, wanted: str) -> None:
-    manager.script = (CALLS,)
-    found = post(tools=[WEATHER], tool_choice={"type": choice, "disable_parallel_tool_use": True}).json()
-    assert manager.requests[0].tool_choice == wanted and len(found["content"]) == 1
-
-
-def test_thinking_is_off_unless_asked_for(post: Post, manager: FakeManager) -> None:
-    asked: list[dict[str, Any]] = [
-        {}, {"thinking": {"type": "enabled", "budget_tokens": 2048}}, {"thinking": {"type": "disabled"}},
-        {"thinking": {"type": "adaptive"}, "output_config": {"effort": "xhigh"}},
-        {"thinking": {"type": "enabled"}, "model": "demo"},  # which cannot, and that is no reason to refuse
-    ]  # fmt: skip
-    for fields in asked:
-        assert post(**fields).status_code == 200
-    assert [request.think for request in manager.requests] == [False, True, False, "max", False]
-
-
 def test_tokens_are_counted_without_waiting(client: anthropic.Anthropic, post: Post, manager: FakeManager) -> None:
     counted = client.messages.count_tokens(model="able", messages=HI, system="Be brief.", tools=[WEATHER])
     assert counted.input_tokens == 42 and manager.leases[-1][3] is False
@@ -155,31 +89,6 @@ def test_pings_keep_a_stream_open(url: str, manager: FakeManager, monkeypatch: p
         while next(lines) != "event: ping":
             pass
         assert next(lines) == 'data: {"type":"ping"}'
-
-
-def image(source: Any) -> Any:
-    return {"type": "image", "source": source}
-
-
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"max_tokens": ...}, "max_tokens"),
-    ({"messages": []}, "messages: list should have at least 1 item, but has 0"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "role"),
-    ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "video"),
-    ({"messages": [{"role": "user", "content": [image({"type": "file", "file_id": "f"})]}]}, "base64"),
-    ({"messages": [{"role": "user", "content": [image({"type": "base64", "data": "AAAA"})]}]}, "PNG"),
-    ({"tool_choice": {"type": "any"}}, "needs tools"),
-    ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "clock"}}, "clock"),
-    ({"temperature": "hot"}, "temperature"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("fields", "reason"), REFUSED)
-def test_what_is_not_supported_is_refused_with_the_reason(post: Post, fields: dict[str, Any], reason: str) -> None:
-    response = post(**fields)
-    assert response.status_code == 400, response.text
-    check(ErrorResponse, response.json())
-    assert reason in response.json()["error"]["message"]
 
 
 def test_the_key_may_come_in_either_header(manager: FakeManager) -> None:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from datetime import datetime
 from typing import Any
 
 import httpx
 import psutil
 import pytest
-from fake_manager import HI, TEMPLATE, FakeManager, entry_of
-from pictures import base64_of, png
+from fake_manager import TEMPLATE, FakeManager
 from servers import Server
-
-from moegguf.models.folder import demo_path
 
 QUESTION = {"role": "user", "content": "What does moegguf do?"}
 
@@ -31,92 +27,6 @@ def test_real_statistics_add_up(server: Server) -> None:
 
 def tool(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
-
-
-def test_messages_of_the_name_come_before_those_of_the_request(http: httpx.Client, manager: FakeManager) -> None:
-    turns = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
-    own = entry_of(demo_path(), "own:latest", system="Be kind.", messages=turns, parameters={"stop": ["END"]})
-    manager.catalog.known[own.name] = own
-    terse = {"role": "system", "content": "Be terse."}
-    for said, more, contents in (
-        (HI, {}, ["Be kind.", "a", "b", "hi"]),
-        ([terse, *HI], {"truncate": False, "shift": False, "options": {"num_keep": -1}}, ["a", "b", "Be terse.", "hi"]),
-    ):
-        assert http.post("/api/chat", json={"model": "own", "messages": said, **more}).status_code == 200
-        asked = manager.requests[-1]
-        assert [message["content"] for message in asked.messages or ()] == contents
-        assert (asked.truncate, asked.shift, asked.sampling.num_keep) == (
-            (True, True, 4) if not more else (False, False, -1)
-        )
-        assert asked.sampling.stop == ("END",)
-
-
-def test_messages_keep_what_templates_use(http: httpx.Client, manager: FakeManager) -> None:
-    calling = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}, "index": 0}}]}
-    result = {"role": "tool", "content": "3", "tool_name": "add"}
-    http.post("/api/chat", json={"model": "demo", "messages": [*HI, calling, result]})
-    made = [{"function": {"name": "add", "arguments": {"a": 1}}}]
-    assert manager.requests[0].messages == (*HI, {"role": "assistant", "content": "", "tool_calls": made}, result)
-
-
-def test_generate_with_template_raw_and_suffix(http: httpx.Client, manager: FakeManager) -> None:
-    body = {"model": "demo", "prompt": "x"}
-    http.post("/api/generate", json={**body, "system": "S", "context": [1, 2], "template": "T"})
-    asked = manager.requests[-1]
-    assert asked.messages == ({"role": "system", "content": "S"}, {"role": "user", "content": "x"})
-    assert asked.context == (1, 2) and asked.template == "T"
-    last = http.post("/api/generate", json={**body, "raw": True}).text.splitlines()[-1]
-    asked = manager.requests[-1]
-    assert asked.prompt == "x" and asked.messages is None and "context" not in last
-
-
-PICTURE = base64_of(png())
-
-
-@pytest.mark.parametrize(
-    ("path", "more", "words"),
-    [
-        ("/api/chat", {"messages": HI, "think": True}, '"demo:latest" does not support thinking'),
-        ("/api/chat", {"messages": [{**HI[0], "images": [PICTURE]}]}, '"demo:latest" does not support vision'),
-        ("/api/generate", {"prompt": "x", "images": ["aa"]}, '"demo:latest" does not support vision'),
-        ("/api/generate", {"prompt": "x", "suffix": "y"}, '"demo:latest" does not support insert'),
-        *(
-            (
-                "/api/generate",
-                {"prompt": "x", "raw": True, **more},
-                "raw mode does not support template, system, or context",
-            )
-            for more in ({"template": "t"}, {"system": "s"}, {"context": [1]})
-        ),
-        (
-            "/api/generate",
-            {"prompt": "x", "template": "{{ .Prompt }}"},
-            "template: is in Go's language; write it in Jinja",
-        ),
-        ("/api/generate", {"raw": True, "images": [PICTURE]}, "raw mode and suffix do not support images"),
-        *(
-            ("/api/chat", {"messages": HI, "keep_alive": given}, "")
-            for given in ("soon", "", "5 minutes", True, [], "nan")
-        ),
-    ],
-)
-def test_what_cannot_be_done_is_refused_before_loading(
-    http: httpx.Client, manager: FakeManager, path: str, more: dict[str, Any], words: str
-) -> None:
-    reply = http.post(path, json={"model": "demo", **more})
-    assert reply.status_code == 400 and reply.json()["error"].startswith(words)
-    assert not manager.leases
-
-
-@pytest.mark.parametrize(
-    ("path", "more"),
-    [("/api/chat", {"messages": HI}), ("/api/embed", {"input": "x"}), ("/api/embeddings", {"prompt": "x"})],
-)
-def test_keep_alive_in_all_its_forms(http: httpx.Client, manager: FakeManager, path: str, more: dict[str, Any]) -> None:
-    forms = {0: 0, "0": 0, -1: math.inf, "-1m": math.inf, 300: 300, "5m": 300, "1h30m": 5400, 1.5: 1.5}
-    for given in forms:
-        assert http.post(path, json={"model": "demo", **more, "keep_alive": given}).status_code == 200
-    assert [lease[2] for lease in manager.leases] == list(forms.values())
 
 
 def in_memory(server: Server) -> dict[str, Any]:

@@ -16,7 +16,9 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from client_types import check
 from fake_manager import FUNCTIONS, HI, HUB, FakeLease, FakeManager, changed, entry_of
+from openai.types.responses import Response
 
 from moegguf.engine.stats import Stats
 from moegguf.errors import (
@@ -125,22 +127,6 @@ def test_embeddings_in_both_encodings(http: httpx.Client, client: openai.OpenAI,
     assert manager.embedded[0] == (["a", "b"], False, True)
 
 
-@pytest.mark.parametrize(
-    ("given", "inputs"),
-    [("a", ["a"]), (["a"], ["a"]), ([1, 2], [[1, 2]]), ([[1, 2], [3]], [[1, 2], [3]]), (["a", [1]], ["a", [1]])],
-)
-def test_all_forms_of_input(http: httpx.Client, manager: FakeManager, given: Any, inputs: list[Any]) -> None:
-    assert http.post("/v1/embeddings", json={"model": "demo", "input": given}).status_code == 200
-    assert manager.embedded[0][0] == inputs
-
-
-@pytest.mark.parametrize("given", ["", [], [""], [[]], [1.5], [-1], [True], [2**31], {"a": 1}, None, ["a"] * 2049])
-def test_invalid_inputs(http: httpx.Client, given: Any) -> None:
-    response = http.post("/v1/embeddings", json={"model": "demo", "input": given})
-    assert response.status_code == 400
-    assert response.json()["error"]["message"].startswith("input: ")
-
-
 def test_shortened_vectors_are_normalized(http: httpx.Client) -> None:
     def vector(dimensions: int) -> httpx.Response:
         return http.post("/v1/embeddings", json={"model": "demo", "input": "a", "dimensions": dimensions})
@@ -149,26 +135,6 @@ def test_shortened_vectors_are_normalized(http: httpx.Client) -> None:
     assert vector(3).json()["data"][0]["embedding"] == pytest.approx([0.6, 0.8, 0.0])
     assert vector(4).status_code == 400
     assert "at most 3" in vector(4).json()["error"]["message"]
-
-
-def test_a_completion_of_text_and_of_tokens(client: openai.OpenAI, manager: FakeManager) -> None:
-    said = client.completions.create(model="demo", prompt="Once", echo=True)
-    assert (said.choices[0].text, said.object) == ("OnceHello", "text_completion")
-    assert said.usage is not None and said.usage.prompt_tokens == 7
-    tokens = client.completions.create(model="demo", prompt=[79, 110], echo=True, max_tokens=3)
-    assert tokens.choices[0].text == "OnHello"
-    client.completions.create(model="demo", prompt=["Once", "upon"])
-    client.completions.create(model="demo", prompt=[[79]])
-    assert [(ask.prompt, ask.context, ask.sampling.max_tokens) for ask in manager.requests] == [
-        ("Once", (), 16), ("", (79, 110), 3), ("Once", (), 16), ("upon", (), 16), ("", (79,), 16),
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("prompt", [[], [[]], ["a", []], ["a", 1], {}, 3, [1, "a"], [[1], [-2]], None])
-def test_a_completion_of_anything_else_is_refused(http: httpx.Client, prompt: Any) -> None:
-    response = http.post("/v1/completions", json={"model": "demo", "prompt": prompt})
-    assert response.status_code == 400
-    assert response.json()["error"]["message"].startswith("prompt: ")
 
 
 def test_health_reports_read_errors(http: httpx.Client, manager: FakeManager, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,13 +184,6 @@ def test_metrics_count_answers(http: httpx.Client, chat: Post, manager: FakeMana
     assert not [line for line in lines if line.startswith("moegguf_slots{")]
 
 
-def test_limits_of_lists_of_prompts(http: httpx.Client) -> None:
-    many = http.post("/v1/completions", json={"model": "demo", "prompt": ["a"] * 2049})
-    assert many.status_code == 400 and "2049 prompts" in many.json()["error"]["message"]
-    gap = http.post("/v1/completions", json={"model": "demo", "prompt": [[1]], "suffix": "b"})
-    assert gap.status_code == 400 and "suffix" in gap.json()["error"]["message"]
-
-
 def test_a_client_that_leaves_does_not_wait_for_the_text_of_its_tokens(
     http: httpx.Client, manager: FakeManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,3 +203,50 @@ def test_a_client_that_leaves_does_not_wait_for_the_text_of_its_tokens(
         connection.request("POST", "/v1/completions", body)
         assert begun.wait(30)
     assert cancelled.wait(30)
+
+
+FUNCTION: Any = {"type": "function", "strict": True, **FUNCTIONS[0]}
+
+
+def test_a_whole_response_echoes_what_was_asked(http: httpx.Client) -> None:
+    asked = {
+        "model": "able", "input": "hi",
+        "instructions": "Be brief.", "metadata": {"a": "b"}, "max_output_tokens": 9, "temperature": 0.5, "user": "me",
+        "tools": [FUNCTION, {"type": "web_search"}], "tool_choice": {"type": "function", "name": "weather"},
+        "parallel_tool_calls": False, "truncation": "auto", "reasoning": {"effort": "low"}, "store": True,
+        "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}, "verbosity": "low"},
+    }  # fmt: skip
+    found = http.post("/v1/responses", json=asked).json()
+    check(Response, found)
+    for name in ("instructions", "metadata", "max_output_tokens", "temperature", "user", "tool_choice", "truncation"):
+        assert found[name] == asked[name]
+    assert found["store"] is False and found["parallel_tool_calls"] is False
+    assert [tool["name"] for tool in found["tools"]] == ["weather"]
+    assert found["text"] == asked["text"]
+
+
+def test_what_the_client_reads_from_a_streamed_response_can_be_sent_back(
+    http: httpx.Client, manager: FakeManager, client: openai.OpenAI
+) -> None:
+    calls = (ToolCall("c1", "weather", {"city": "Oslo"}), ToolCall("c2", "weather", {}))
+    manager.script = (Delta(thinking="hm"), Delta(text="Hel"), Delta(text="lo"), Delta(tool_calls=calls))
+    asked: Any = {"model": "able", "input": "hi", "tools": [FUNCTION], "include": ["reasoning.encrypted_content"]}
+    with client.responses.stream(**asked) as stream:
+        texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        final = stream.get_final_response()
+    assert texts == ["Hel", "lo"] and final.output_text == "Hello"
+    output = [item.model_dump(exclude_none=True) for item in final.output]
+    assert [item["type"] for item in output] == ["reasoning", "message", "function_call", "function_call"]
+    http.post("/v1/responses", json={"model": "able", "input": output})
+    (answer,) = manager.requests[-1].messages or ()
+    assert answer["thinking"] == "hm" and answer["content"] == "Hello"
+    assert [call["function"]["arguments"] for call in answer["tool_calls"]] == [{"city": "Oslo"}, {}]
+    kept = {name: value for name, value in output[0].items() if name in ("id", "type", "encrypted_content")}
+    items = [{**kept, "summary": []}, {"role": "user", "content": "on"}]
+    http.post("/v1/responses", json={"model": "able", "input": items})
+    assert (manager.requests[-1].messages or ())[0]["thinking"] == "hm"
+
+
+def test_input_tokens(client: openai.OpenAI, manager: FakeManager) -> None:
+    assert client.responses.input_tokens.count(model="demo", input="hi").input_tokens == 42
+    assert manager.leases[-1][3] is False  # does not wait for answers
