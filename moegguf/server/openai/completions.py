@@ -14,7 +14,7 @@ from moegguf.server.common import limits
 from moegguf.server.common.conversation import Conversation, Json
 from moegguf.server.common.objects import MIN_LOGPROB
 from moegguf.server.common.options import MAX_TOKEN
-from moegguf.server.openai.objects import ChoicesReply
+from moegguf.server.openai.chat import ChoicesReply
 from moegguf.server.openai.schema import GenerationBody, one_answer
 from moegguf.serving.events import Done
 

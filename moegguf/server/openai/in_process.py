@@ -11,9 +11,10 @@ from starlette.datastructures import State
 
 from moegguf.server.common.errors import http_error
 from moegguf.server.metrics import Totals
+from moegguf.server.openai.chat import CHAT
 from moegguf.server.openai.completions import COMPLETIONS
-from moegguf.server.openai.conversations import CHAT, RESPONSES
 from moegguf.server.openai.embeddings import whole_embeddings
+from moegguf.server.openai.responses import RESPONSES
 from moegguf.serving.background import BackgroundLeases
 from moegguf.serving.batch.runner import Reply
 

@@ -1,4 +1,4 @@
-"""OpenAI's reply objects of chat, whole or streamed, and what those of completions share with them.
+"""POST /v1/chat/completions: the next message of a conversation, whole or streamed, and what completions share with it.
 
 Follows OpenAI's API reference, with additional keys: `timings` and `prompt_progress` as llama-server writes them, `moe`
 of our own. Thinking is `reasoning` (as in Ollama) and `reasoning_content` (as in llama-server).
@@ -16,7 +16,7 @@ from typing import Any
 
 from moegguf.generate.request import Delta, PromptProgress, Timing, TokenLogprob, ToolCall
 from moegguf.models.entry import ModelEntry
-from moegguf.server.common.conversation import Json, Reply
+from moegguf.server.common.conversation import Conversation, Json, Reply
 from moegguf.server.common.objects import MIN_LOGPROB, cut_object, moe_object
 from moegguf.server.common.streams import dumps
 from moegguf.server.openai.schema import ChatBody, GenerationBody
@@ -230,3 +230,7 @@ class ChatReply(ChoicesReply):
         if calls:
             message["tool_calls"] = calls
         self._add({"message": message, "logprobs": chat_logprobs(delta.logprobs) if self.logprobs else None}, done)
+
+
+CHAT = Conversation(ChatBody, lambda body, entry, _: ChatReply(body, entry))
+routes = [CHAT.at("/v1/chat/completions")]

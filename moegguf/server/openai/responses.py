@@ -1,4 +1,5 @@
-"""The response object of /v1/responses and its stream of events, from the events of an answer.
+"""POST /v1/responses: the next items of a conversation; /v1/responses/input_tokens counts the tokens of its prompt.
+Nothing is stored: an id of a response cannot be looked up later.
 
 An answer is a list of items: thinking, text and calls in the order in which they come. A stream tells each item's
 beginning, growth and end; without a stream only the last object is sent. Thinking is raw, so it is `reasoning_text`
@@ -14,12 +15,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.routing import Route
+
 from moegguf.generate.request import Delta, GenerationRequest, TokenLogprob, ToolCall
-from moegguf.server.common.conversation import EventReply, Json
+from moegguf.server.common.conversation import Conversation, EventReply, Json, counting
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.objects import usage
 from moegguf.server.common.streams import SseResponse, event_line
-from moegguf.server.openai.objects import chat_logprobs, statistics
+from moegguf.server.openai.chat import chat_logprobs, statistics
 from moegguf.server.openai.responses_schema import ENCRYPTED_REASONING, ResponsesBody, encrypted
 from moegguf.server.openai.schema import OpenAITool, ToolChoice
 from moegguf.serving.events import Done, Event
@@ -263,3 +266,11 @@ def _choice(body: ResponsesBody) -> str | Json:
         return choice or "auto"
     named: list[Json] = [{"type": "function", "name": name} for name in choice.names]
     return named[0] if choice.type == "function" else {"type": choice.type, "mode": choice.mode, "tools": named}
+
+
+RESPONSES = Conversation(
+    ResponsesBody, lambda body, entry, generations: ResponseReply(body, entry.name, generations[0])
+)
+COUNT = counting(ResponsesBody, lambda n: {"object": "response.input_tokens", "input_tokens": n})
+
+routes = [RESPONSES.at("/v1/responses"), Route("/v1/responses/input_tokens", COUNT, methods=["POST"])]
