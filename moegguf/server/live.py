@@ -13,7 +13,7 @@ import base64
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -145,11 +145,9 @@ class SnapshotStream:
         return snapshots
 
     async def _wait(self) -> None:
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(POLL_S):
                 await self._changed.wait()
-        except TimeoutError:
-            return
 
 
 def _merge(earlier: Snapshot, later: Snapshot) -> Snapshot:

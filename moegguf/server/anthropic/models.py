@@ -27,7 +27,7 @@ class AnthropicRoute(Route):
     Anthropic's form: the path alone says OpenAI's."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Of Route; no match without the header."""
+        """Route's; no match without the header."""
         if scope["type"] != "http" or all(name != VERSION_HEADER for name, _ in scope["headers"]):
             return Match.NONE, {}
         match, found = super().matches(scope)

@@ -168,7 +168,7 @@ class EventReply(Reply):
         return b"".join(event_line(item["type"], item) for item in self.stream(event))
 
     def add(self, delta: Delta, done: Done) -> None:
-        """As a stream, of which only the object is kept."""
+        """Makes a stream's events, of which only the object is kept."""
         for _ in (*self.stream(delta), *self.stream(done)):
             pass
 

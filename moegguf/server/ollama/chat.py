@@ -23,8 +23,8 @@ from moegguf.server.ollama.objects import ChatReply, GenerateReply, Reply
 from moegguf.server.ollama.schema import ChatRequest, GenerateRequest, GenerationBody
 
 
-def route(path: str, kind: type[GenerationBody], reply_kind: type[Reply]) -> Route:
-    """The endpoint at `path`, streamed unless `stream` is false."""
+def route(path: str, kind: type[GenerationBody], reply_kind: type[Reply], *questions: str) -> Route:
+    """The endpoint at `path`; a body without any of the fields `questions` only loads or unloads the model."""
 
     def encode(body: GenerationBody, entry: ModelEntry, generations: Sequence[GenerationRequest]) -> Reply:
         return reply_kind(entry.name, with_details=bool(body.details), with_context=generations[0].return_context)
@@ -34,7 +34,7 @@ def route(path: str, kind: type[GenerationBody], reply_kind: type[Reply]) -> Rou
     async def respond(request: Request) -> Response:
         start_ns = time.perf_counter_ns()
         body = await read_body(request, kind, limits.IMAGES_BODY_BYTES)
-        if body.asks:
+        if any(getattr(body, name) for name in questions):
             return await conversation.respond_to(request, body, start_ns)
         return await load_only(request, body, reply_kind)
 
@@ -58,6 +58,6 @@ async def load_only(request: Request, body: GenerationBody, kind: type[Reply]) -
 
 
 routes = [
-    route("/api/chat", ChatRequest, ChatReply),
-    route("/api/generate", GenerateRequest, GenerateReply),
+    route("/api/chat", ChatRequest, ChatReply, "messages"),
+    route("/api/generate", GenerateRequest, GenerateReply, "prompt", "suffix", "images"),
 ]

@@ -6,7 +6,6 @@ template are defaults for those of the request.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
@@ -90,11 +89,6 @@ class GenerationBody(ModelBody, Question):
         """True by default."""
         return self.stream is not False
 
-    @property
-    @abstractmethod
-    def asks(self) -> bool:
-        """Whether it has a question; else it only loads or unloads the model."""
-
     def common_fields(self, entry: ModelEntry) -> dict[str, Any]:
         """The fields of a `GenerationRequest` that both requests share."""
         return {
@@ -113,14 +107,9 @@ class ChatRequest(GenerationBody):
     messages: Annotated[list[ChatMessage] | None, Field(max_length=limits.MESSAGES)] = None
     tools: Annotated[list[Tool] | None, Field(max_length=limits.TOOLS)] = None
 
-    @property
-    def asks(self) -> bool:
-        """Whether it has messages."""
-        return bool(self.messages)
-
     def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
         """The only request."""
-        # As Ollama: said before images are judged.
+        # Ollama says this before it judges images.
         check_capabilities(entry, known, {"vision": any(message.images for message in self.messages or ())})
         messages = with_entry_messages((message.as_message() for message in self.messages or ()), entry)
         tools = tuple(tool.model_dump(exclude_none=True) for tool in self.tools or ())
@@ -147,11 +136,6 @@ class GenerateRequest(GenerationBody):
         if self.images and (self.raw or self.suffix):
             raise ValueError("raw mode and suffix do not support images; send them with a prompt for the template")
         return self
-
-    @property
-    def asks(self) -> bool:
-        """Whether it has a prompt."""
-        return bool(self.prompt or self.suffix or self.images)
 
     def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
         """The only request: the prompt through the chat template, or as it is with `raw` or `suffix`."""

@@ -222,7 +222,7 @@ class ChatReply(ChoicesReply):
         return [call_object(call, index) for index, call in self.numbered(delta.tool_calls)]
 
     def add(self, delta: Delta, done: Done) -> None:
-        """As the only choice."""
+        """Adds the only choice."""
         calls = self._calls(delta)
         message: Json = {"role": "assistant", "content": None if calls and not delta.text else delta.text}
         if delta.thinking:

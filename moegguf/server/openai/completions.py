@@ -133,7 +133,7 @@ class CompletionReply(ChoicesReply):
         return found
 
     def add(self, delta: Delta, done: Done) -> None:
-        """As the choice of the next prompt."""
+        """Adds the choice of the next prompt."""
         text = self._before[self._index] + delta.thinking + delta.text
         self._add({"text": text, "logprobs": self._logprobs(delta.logprobs)}, done)
 

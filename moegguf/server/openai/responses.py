@@ -46,7 +46,7 @@ SUMMARY = Form("rs", "summary_index", "reasoning_summary_part", "reasoning_summa
 
 @dataclass
 class OpenItem:
-    """An item whose text still grows. `output_index`: its place in the output."""
+    """An item whose text still grows. `output_index`: its number in the output."""
 
     form: Form
     output_index: int
@@ -58,7 +58,7 @@ class OpenItem:
         self.id = new_id(self.form.prefix)
 
     @property
-    def place(self) -> Json:
+    def keys(self) -> Json:
         """The keys of every event about its part."""
         return {"item_id": self.id, "output_index": self.output_index, self.form.index: 0}
 
@@ -83,7 +83,7 @@ def new_id(prefix: str) -> str:
 
 
 def logprob_objects(logprobs: Iterable[TokenLogprob]) -> list[Json]:
-    """As in chat, but `bytes` is always a list: empty for a token with part of a character."""
+    """Those of chat, but `bytes` is always a list: empty for a token with part of a character."""
     found: list[Json] = chat_logprobs(logprobs)["content"]
     for each in found:
         for token in (each, *each["top_logprobs"]):
@@ -154,21 +154,21 @@ class ResponseReply(EventReply):
         if item.form is MESSAGE:
             more["logprobs"] = logprob_objects(delta.logprobs) if self._with_logprobs else []
             item.logprobs += more["logprobs"]
-        yield self._event(f"response.{item.form.text}.delta", **item.place, delta=text, **more)
+        yield self._event(f"response.{item.form.text}.delta", **item.keys, delta=text, **more)
 
     def begin_block(self, kind: str) -> Iterator[Json]:
         """A message or reasoning item."""
         form = MESSAGE if kind == "text" else SUMMARY if self._body.wants_summary else REASONING
         item = self._item = OpenItem(form, len(self._output), self._body.includes(ENCRYPTED_REASONING))
         yield self._event("response.output_item.added", output_index=item.output_index, item=item.object("in_progress"))
-        yield self._event(f"response.{form.part}.added", **item.place, part=item.part())
+        yield self._event(f"response.{form.part}.added", **item.keys, part=item.part())
 
     def end_block(self, kind: str, done: Done | None = None) -> Iterator[Json]:
         """The whole item; incomplete where the answer was cut."""
         item = self._item
         more = {"logprobs": item.logprobs} if item.form is MESSAGE else {}
-        yield self._event(f"response.{item.form.text}.done", **item.place, text=item.text, **more)
-        yield self._event(f"response.{item.form.part}.done", **item.place, part=item.part())
+        yield self._event(f"response.{item.form.text}.done", **item.keys, text=item.text, **more)
+        yield self._event(f"response.{item.form.part}.done", **item.keys, part=item.part())
         yield self._item_done(item.object("incomplete" if done and done.timing.finish == "length" else "completed"))
 
     def _item_done(self, item: Json) -> Json:
@@ -178,15 +178,15 @@ class ResponseReply(EventReply):
     def call(self, call: ToolCall) -> Iterator[Json]:
         """A function call item."""
         arguments = json.dumps(call.arguments, ensure_ascii=False)
-        place = {"item_id": new_id("fc"), "output_index": len(self._output)}
-        item = {"id": place["item_id"], "type": "function_call", "call_id": call.id, "name": call.name}
+        keys = {"item_id": new_id("fc"), "output_index": len(self._output)}
+        item = {"id": keys["item_id"], "type": "function_call", "call_id": call.id, "name": call.name}
         yield self._event(
             "response.output_item.added",
-            output_index=place["output_index"],
+            output_index=keys["output_index"],
             item={**item, "status": "in_progress", "arguments": ""},
         )
-        yield self._event("response.function_call_arguments.delta", **place, delta=arguments)
-        yield self._event("response.function_call_arguments.done", **place, name=call.name, arguments=arguments)
+        yield self._event("response.function_call_arguments.delta", **keys, delta=arguments)
+        yield self._event("response.function_call_arguments.done", **keys, name=call.name, arguments=arguments)
         yield self._item_done({**item, "status": "completed", "arguments": arguments})
 
     def finish(self, done: Done) -> Iterator[Json]:

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from moegguf.generate.images import text_of
 from moegguf.generate.options import MAX_TOP_LOGPROBS
@@ -22,7 +22,7 @@ from moegguf.server.common import limits
 from moegguf.server.common.body import Body
 from moegguf.server.common.content import call_of, content_of, part_of, text_part, tool_message
 from moegguf.server.common.options import FunctionName, with_entry_messages
-from moegguf.server.openai.schema import EFFORTS, Effort, Limit, OpenAITool, ToolsBody, arguments_of
+from moegguf.server.openai.schema import EFFORTS, Format, Limit, OpenAITool, Reasoning, ToolsBody, arguments_of
 
 log = logging.getLogger(__name__)
 
@@ -178,41 +178,11 @@ def _function(tool: Any) -> Any:
     return {"type": "function", "function": {name: tool.get(name) for name in ("name", "description", "parameters")}}
 
 
-class TextFormat(Body):
-    """`text.format`."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-    strict: bool | None = None
-
-    @model_validator(mode="after")
-    def _has_its_schema(self) -> TextFormat:
-        if self.type == "json_schema" and self.schema_ is None:
-            raise ValueError("schema is missing")
-        return self
-
-
 class TextOptions(Body):
     """`text`."""
 
-    format: TextFormat | None = None
+    format: Format | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
-
-    def as_format(self) -> str | Mapping[str, Any] | None:
-        """The `format` of a `GenerationRequest`."""
-        if self.format is None or self.format.type == "text":
-            return None
-        return self.format.schema_ if self.format.type == "json_schema" else "json"
-
-
-class ReasoningOptions(Body):
-    """`reasoning`. With a summary the thinking is sent as one; else as text."""
-
-    effort: Effort | None = None
-    summary: str | None = None
-    generate_summary: str | None = None
 
 
 class ResponsesBody(ToolsBody):
@@ -223,7 +193,7 @@ class ResponsesBody(ToolsBody):
     tools: Annotated[list[OpenAITool], Field(max_length=limits.TOOLS), BeforeValidator(functions_of)] | None = None
     max_output_tokens: Limit | None = None
     text: TextOptions | None = None
-    reasoning: ReasoningOptions | None = None
+    reasoning: Reasoning | None = None
     truncation: Literal["auto", "disabled"] | None = None
     include: Annotated[list[str], Field(max_length=limits.STOPS)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -264,7 +234,7 @@ class ResponsesBody(ToolsBody):
             template=entry.template,
             tools=self.offered_tools(),
             tool_choice=self.wanted_choice(),
-            format=self.text.as_format() if self.text else None,
+            format=self.text.format.wanted() if self.text and self.text.format else None,
             think=EFFORTS[effort] if effort else None,
             truncate=self.truncation == "auto",
             shift=bool(self.shift),

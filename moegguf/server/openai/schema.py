@@ -152,33 +152,30 @@ class ChatMessage(Body):
         return message
 
 
-class SchemaFormat(Body):
-    """`json_schema` of a response format."""
+def format_of(given: Any) -> Any:
+    """`response_format` as the fields of a `Format`; chat has a schema one level deeper than responses."""
+    named = given.get("json_schema") if isinstance(given, dict) else None
+    return {"type": given.get("type"), **named} if isinstance(named, dict) else given
 
-    name: str | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
 
-
-class ResponseFormat(Body):
-    """`response_format`."""
+class Format(Body):
+    """`response_format` of chat, `text.format` of responses; `schema` with json_object is llama-server's."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: SchemaFormat | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")  # llama-server's, with json_object
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
 
     @model_validator(mode="after")
-    def _has_its_schema(self) -> ResponseFormat:
-        if self.type == "json_schema" and self.json_schema is None:
-            raise ValueError("json_schema is missing")
+    def _has_its_schema(self) -> Format:
+        if self.type == "json_schema" and self.schema_ is None:
+            raise ValueError("schema is missing")
         return self
 
-    def as_format(self) -> str | Mapping[str, Any] | None:
+    def wanted(self) -> str | Mapping[str, Any] | None:
         """The `format` of a `GenerationRequest`."""
-        if self.type == "text":
-            return None
-        if self.type == "json_schema" and self.json_schema is not None:
-            return self.json_schema.schema_
-        return self.schema_ or "json"
+        return None if self.type == "text" else self.schema_ or "json"
 
 
 def choice_of(choice: Any) -> Any:
@@ -249,9 +246,11 @@ class GenerationBody(Question, SamplingOptions):
 
 
 class Reasoning(Body):
-    """`reasoning`."""
+    """`reasoning`. With a summary, responses send the thinking as one; else as text."""
 
     effort: Effort | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
 
 
 class ToolsBody(GenerationBody):
@@ -309,7 +308,7 @@ class ChatBody(ToolsBody):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=limits.MESSAGES)]
     max_completion_tokens: Limit | None = None
-    response_format: ResponseFormat | None = None
+    response_format: Annotated[Format | None, BeforeValidator(format_of)] = None
     reasoning_effort: Effort | None = None
     reasoning: Reasoning | None = None
     think: bool | Literal["low", "medium", "high", "max"] | None = None
@@ -337,7 +336,7 @@ class ChatBody(ToolsBody):
             template=entry.template,
             tools=self.offered_tools(),
             tool_choice=self.wanted_choice(),
-            format=self.response_format.as_format() if self.response_format else None,
+            format=self.response_format.wanted() if self.response_format else None,
             think=self._think(),
             template_options=self.chat_template_kwargs or {},
             truncate=bool(self.truncate),
