@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.streams import NdjsonResponse, json_line
+from moegguf.server.common.streams import LineResponse, json_line
 from moegguf.serving.events import MAX_SNAPSHOTS_PER_S
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ async def live(request: Request) -> Response:
     if name is not None:
         name = (await asyncio.to_thread(request.app.state.catalog.find, name)).name
     stream = SnapshotStream(manager, name, _per_s(query.get("per_s")), request.app.state.ending)
-    return NdjsonResponse(stream.lines())
+    return LineResponse(stream.lines())
 
 
 def _per_s(text: str | None) -> float:

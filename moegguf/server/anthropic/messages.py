@@ -9,15 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from starlette.routing import Route
 
 from moegguf.generate.request import Delta, PromptProgress, Timing, ToolCall
 from moegguf.server.anthropic.schema import CountBody, MessagesBody
 from moegguf.server.common.conversation import Conversation, EventReply, Json, counting
-from moegguf.server.common.streams import SseResponse, event_line
+from moegguf.server.common.errors import HttpError
+from moegguf.server.common.streams import event_line
 from moegguf.serving.events import Done, Event
 
 
@@ -37,20 +37,10 @@ def signature_of(thinking: str) -> str:
     return hashlib.sha256(thinking.encode()).hexdigest()
 
 
-class MessageStream(SseResponse):
-    """The events of a message."""
-
-    ping_line = event_line("ping", {"type": "ping"})
-
-    def error_line(self, body: Mapping[str, Any]) -> bytes:
-        """The event with the error."""
-        return event_line("error", body)
-
-
 class MessageReply(EventReply):
     """The message for one request."""
 
-    response = MessageStream
+    ping_line = event_line({"type": "ping"}, "ping")
 
     def __init__(self, model: str, max_tokens: int) -> None:
         self._max_tokens = max_tokens
@@ -69,6 +59,10 @@ class MessageReply(EventReply):
     def whole(self) -> Json:
         """The message."""
         return self._message
+
+    def error_line(self, error: HttpError, path: str) -> bytes:
+        """The event with the error."""
+        return event_line(error.body(path), "error")
 
     def begin(self, event: Event) -> Iterator[Json]:
         """The message without content."""

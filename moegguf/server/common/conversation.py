@@ -24,7 +24,7 @@ from moegguf.generate.request import Delta, GenerationRequest, ToolCall
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.server.common import limits
 from moegguf.server.common.body import parse_body, read_body, too_large
-from moegguf.server.common.errors import HttpError, http_error
+from moegguf.server.common.errors import HttpError
 from moegguf.server.common.lookup import check_conversation, look_up
 from moegguf.server.common.options import Loading
 from moegguf.server.common.streams import LineResponse, Lines, SseResponse, WholeResponse, event_line
@@ -69,8 +69,7 @@ class Question(Loading):
 class Reply(ABC):
     """The answers to one question in the form of an API."""
 
-    response: ClassVar[type[LineResponse]] = SseResponse  # of a stream
-    end: ClassVar[bytes] = b""  # the last line of a stream
+    ping_line: ClassVar[bytes] = b": ping\n\n"  # in a stream without other events
     n_calls = 0
     start_ns = 0  # when the request came, by perf_counter
 
@@ -89,9 +88,13 @@ class Reply(ABC):
     def whole(self) -> Json:
         """The reply as one object."""
 
-    def failure(self, error: HttpError) -> bytes:
-        """What ends a stream after an error in place of the response's `error_line`; empty for that."""
-        return b""
+    def error_line(self, error: HttpError, path: str) -> bytes:
+        """What ends a stream that has begun, of a request at `path`."""
+        return event_line(error.body(path))
+
+    def streamed(self, lines: Lines) -> LineResponse:
+        """The response with the lines of a stream."""
+        return SseResponse(lines, self.error_line, self.ping_line)
 
     def numbered(self, calls: Iterable[ToolCall]) -> Iterator[tuple[int, ToolCall]]:
         """Tool calls with their number among all of the reply."""
@@ -165,7 +168,7 @@ class EventReply(Reply):
 
     def lines(self, event: Event) -> bytes:
         """Server-sent events with their names."""
-        return b"".join(event_line(item["type"], item) for item in self.stream(event))
+        return b"".join(event_line(item, item["type"]) for item in self.stream(event))
 
     def add(self, delta: Delta, done: Done) -> None:
         """Makes a stream's events, of which only the object is kept."""
@@ -200,7 +203,7 @@ class Conversation(Generic[Kind]):
         """The same for a body that has been read; `start_ns`: when the request came."""
         events, reply = await self._ask(request.app.state, leases_of(request), body)
         reply.start_ns = start_ns
-        return reply.response(_lines(events, reply)) if body.streams else WholeResponse(_whole(events, reply))
+        return reply.streamed(_lines(events, reply)) if body.streams else WholeResponse(_whole(events, reply))
 
     async def whole(self, state: State, leases: Leases, raw: bytes) -> Json:
         """The whole reply to a body as JSON text. Raises MoeggufError."""
@@ -254,17 +257,10 @@ async def answers(
 
 
 async def _lines(events: AsyncGenerator[Event], reply: Reply) -> Lines:
-    try:
-        async with aclosing(events):
-            async for event in events:
-                if lines := reply.lines(event):
-                    yield lines
-        if reply.end:
-            yield reply.end
-    except Exception as error:
-        if not (line := reply.failure(http_error(error))):
-            raise
-        yield line
+    async with aclosing(events):
+        async for event in events:
+            if lines := reply.lines(event):
+                yield lines
 
 
 async def _whole(events: AsyncGenerator[Event], reply: Reply) -> Json:

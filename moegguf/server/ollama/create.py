@@ -21,7 +21,7 @@ from moegguf.server.common import limits
 from moegguf.server.common.body import read_body, refuse_compressed
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.lookup import find
-from moegguf.server.common.streams import Lines, NdjsonResponse, WholeResponse, json_line
+from moegguf.server.common.streams import LineResponse, Lines, WholeResponse, json_line
 from moegguf.server.ollama.schema import CreateRequest, PullRequest
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def told(body: PullRequest | CreateRequest, statuses: AsyncGenerator[dict[str, A
         async with aclosing(statuses):
             return [status async for status in statuses][-1]
 
-    return WholeResponse(last()) if body.stream is False else NdjsonResponse(lines())
+    return WholeResponse(last()) if body.stream is False else LineResponse(lines())
 
 
 async def pull(request: Request) -> Response:

@@ -14,7 +14,7 @@ from moegguf.generate.request import Delta, TokenLogprob, ToolCall
 from moegguf.models.entry import Details
 from moegguf.server.common import conversation
 from moegguf.server.common.objects import MIN_LOGPROB, cut_object, moe_object, to_ns
-from moegguf.server.common.streams import NdjsonResponse, json_line
+from moegguf.server.common.streams import LineResponse, Lines, json_line
 from moegguf.serving.events import Done, Event
 
 NEVER = datetime(2318, 1, 1, tzinfo=UTC)  # expiry of a model that is kept for ever; Ollama gives a similar year
@@ -76,13 +76,15 @@ class Reply(conversation.Reply):
     """A reply by model `name`. `with_details`: with lines for the progress of the prompt, and all of the timing at the
     end. `with_context`: the last object of /api/generate has the tokens to continue from."""
 
-    response = NdjsonResponse
-
     def __init__(self, name: str, *, with_details: bool = False, with_context: bool = False) -> None:
         self._name = name
         self._whole: dict[str, Any]  # from `add` on
         self._with_details = with_details
         self._with_context = with_context
+
+    def streamed(self, lines: Lines) -> LineResponse:
+        """A JSON object on each line."""
+        return LineResponse(lines)
 
     @abstractmethod
     def content(self, text: str, thinking: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:

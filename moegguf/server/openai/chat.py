@@ -18,7 +18,7 @@ from moegguf.generate.request import Delta, PromptProgress, Timing, TokenLogprob
 from moegguf.models.entry import ModelEntry
 from moegguf.server.common.conversation import Conversation, Json, Reply
 from moegguf.server.common.objects import MIN_LOGPROB, cut_object, moe_object
-from moegguf.server.common.streams import dumps
+from moegguf.server.common.streams import event_line
 from moegguf.server.openai.schema import ChatBody, GenerationBody
 from moegguf.serving.events import Done, Event
 
@@ -108,7 +108,6 @@ class ChoicesReply(Reply):
     prefix, whole_kind, chunk_kind = "", "", ""
     empty: Mapping[str, Any] = {}  # a choice of a chunk without content
     n_choices = 1
-    end = b"data: [DONE]\n\n"
 
     def __init__(self, body: GenerationBody, entry: ModelEntry, *, logprobs: bool) -> None:
         self.include_usage = bool(body.stream_options and body.stream_options.include_usage)
@@ -139,7 +138,8 @@ class ChoicesReply(Reply):
         if not (items := self._items(event)):
             return b""
         self._started = not isinstance(event, Done)
-        return b"".join(f"data: {dumps(item)}\n\n".encode() for item in [*first, *items])
+        is_end = isinstance(event, Done) and self._index == self.n_choices
+        return b"".join(map(event_line, [*first, *items])) + (b"data: [DONE]\n\n" if is_end else b"")
 
     def _items(self, event: Event) -> list[Json]:
         if isinstance(event, Delta):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from moegguf.generate.request import Delta, GenerationRequest, TokenLogprob, Too
 from moegguf.server.common.conversation import Conversation, EventReply, Json, counting
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.objects import usage
-from moegguf.server.common.streams import SseResponse, event_line
+from moegguf.server.common.streams import event_line
 from moegguf.server.openai.chat import chat_logprobs, statistics
 from moegguf.server.openai.responses_schema import ENCRYPTED_REASONING, ResponsesBody, encrypted
 from moegguf.server.openai.schema import OpenAITool, ToolChoice
@@ -91,20 +91,8 @@ def logprob_objects(logprobs: Iterable[TokenLogprob]) -> list[Json]:
     return found
 
 
-class ResponsesStream(SseResponse):
-    """The events of a response."""
-
-    def error_line(self, body: Mapping[str, Any]) -> bytes:
-        """The event for an error outside the answer, such as the end of the server."""
-        error = body["error"]
-        fields = {"code": error["code"], "message": error["message"], "param": None, "sequence_number": 0}
-        return event_line("error", {"type": "error", **fields})
-
-
 class ResponseReply(EventReply):
     """The response to one request. `n_ctx` tokens or `max_output_tokens` reached: it is incomplete."""
-
-    response = ResponsesStream
 
     def __init__(self, body: ResponsesBody, model: str, generation: GenerationRequest) -> None:
         self._body = body
@@ -135,13 +123,11 @@ class ResponseReply(EventReply):
         """The response."""
         return self._object
 
-    def failure(self, error: HttpError) -> bytes:
-        """The event that ends a stream that has begun."""
-        if not self.started:
-            return b""
+    def error_line(self, error: HttpError, path: str) -> bytes:
+        """The event that ends the stream."""
         code = "server_error" if error.status >= 500 else "invalid_prompt"
         self._object |= {"status": "failed", "error": {"code": code, "message": str(error)}, "output": self._output}
-        return event_line("response.failed", self._event("response.failed", response=self._object))
+        return event_line(self._event("response.failed", response=self._object), "response.failed")
 
     def _event(self, kind: str, **fields: Any) -> Json:
         self._n_events += 1
