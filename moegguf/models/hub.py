@@ -76,16 +76,16 @@ class Snapshot:
         )
 
 
-def repo_folder(repo: str) -> Path:
-    """Where the cache keeps a repository."""
-    return hub_cache() / ("models--" + repo.replace("/", "--"))
+def repo_folder(repo: str, cache: Path) -> Path:
+    """Where a cache keeps a repository."""
+    return cache / ("models--" + repo.replace("/", "--"))
 
 
 def find_cached(name: Name, hidden: Collection[str] = ()) -> ModelEntry | None:
     """The cached model that a hub name means; None when there is none. `hidden`: keys of names to leave out."""
     if not name.is_hub:
         return None
-    for snapshot in _snapshots(name.repo):
+    for snapshot in snapshots(hub_cache(), name.repo):
         models = {tag: selection for tag, selection in models_in(snapshot.paths()) if snapshot.key(tag) not in hidden}
         files = {path for selection in models.values() for path in selection.files}
         with suppress(ModelNotFoundError, OSError):
@@ -98,7 +98,7 @@ def find_cached(name: Name, hidden: Collection[str] = ()) -> ModelEntry | None:
 def cached_models() -> Iterator[ModelEntry]:
     """Every model in the cache that has a name, the newest commit of each."""
     seen: set[str] = set()
-    for snapshot in _snapshots():
+    for snapshot in snapshots(hub_cache()):
         for tag, selection in models_in(snapshot.paths()):
             with suppress(ModelNameError, OSError):
                 entry = snapshot.entry(tag, selection)
@@ -108,10 +108,10 @@ def cached_models() -> Iterator[ModelEntry]:
                     yield entry
 
 
-def _snapshots(repo: str | None = None) -> Iterator[Snapshot]:
-    """Of one repository (in any case) or of all; of each the commit of `main` first, then the newest."""
+def snapshots(cache: Path, repo: str | None = None) -> Iterator[Snapshot]:
+    """The commits of one repository (in any case) or of all; for each that of `main` first, then the newest."""
     wanted = None if repo is None else f"models--{repo.replace('/', '--')}".lower()
-    for folder in _folders(hub_cache(), wanted):
+    for folder in _folders(cache, wanted):
         kind, *parts = folder.name.split("--")
         if kind != "models" or len(parts) != 2:
             continue

@@ -8,28 +8,23 @@ the last of them is cancelled.
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moegguf.atomic_write import write_atomically
 from moegguf.errors import ModelNotFoundError, MoeggufError, PullError
-from moegguf.models.blobs import check_space
 from moegguf.models.catalog import Catalog
 from moegguf.models.entry import ModelEntry, PullStatus
-from moegguf.models.hub import Snapshot, find_cached, hub_cache, hub_endpoint, hub_offline, repo_folder
+from moegguf.models.hub import Snapshot, find_cached, hub_cache, hub_endpoint, hub_offline
 from moegguf.models.names import DEFAULT_TAG, Name, parse_name
-from moegguf.models.selection import FileSelection, models_in, select_files
+from moegguf.models.selection import models_in, select_files
 
 if TYPE_CHECKING:
-    from moegguf.models.hub_api import HubFile, Repository
+    from moegguf.models.hub_api import HubFile
 
-MAX_PARALLEL_FILES = 4
 REPORT_S = 0.2
 
 Report = Callable[[PullStatus], None]
@@ -152,85 +147,25 @@ class _Download:
 
     def _fetch(self) -> ModelEntry:
         from moegguf.models.hub_api import read_repository
-        from moegguf.models.hub_fetch import missing_bytes
+        from moegguf.models.hub_commit import fetch_files, link_commit
 
         self._step("pulling manifest")
         repository = read_repository(self.name.repo, self.stopped)
         selection = select_files(repository.files, self.name.tag, repo=repository.repo)
         files = [repository.files[path] for path in selection.paths]
-        check_space(hub_cache(), sum(missing_bytes(file) for file in files), self.name.canonical)
         for file in files:
             digest = f"sha256:{file.etag}" if file.is_large else ""
             self.steps.append(PullStatus(f"pulling {file.etag[:12]}", digest, file.path, file.size_bytes))
-        self._fetch_files(files)
+        fetch_files(files, self.name.canonical, self._on_bytes, self.stopped)
         self._step("verifying sha256 digest")
         self._step("writing manifest")
-        entry = _publish(repository, selection, files)
+        found = Snapshot(repository.repo, link_commit(repository, files))
+        tag = next((tag for tag, other in models_in(found.paths()) if other.files == selection.files), DEFAULT_TAG)
         self._step("success")
-        return entry
+        return found.entry(tag, selection)
 
     def _step(self, status: str) -> None:
         self.steps.append(PullStatus(status))
 
-    def _fetch_files(self, files: list[HubFile]) -> None:
-        """All files, MAX_PARALLEL_FILES at a time. Raises the first error after the other threads have stopped."""
-        waiting, errors = iter(files), list[BaseException]()
-        threads = [
-            threading.Thread(target=self._fetch_waiting, args=(waiting, errors), name="pull file", daemon=True)
-            for _ in range(min(MAX_PARALLEL_FILES, len(files)))
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
-
-    def _fetch_waiting(self, waiting: Iterator[HubFile], errors: list[BaseException]) -> None:
-        """One file after the other, as long as there are any; `waiting` is shared between threads."""
-        from moegguf.models.hub_fetch import fetch_file
-
-        try:
-            for file in waiting:
-                if errors:
-                    break
-                fetch_file(file, partial(self.n_bytes.__setitem__, file.path), self.stopped)
-        except BaseException as error:  # raised by _fetch_files
-            errors.append(error)
-            self.stopped.set()
-
-
-def _publish(repository: Repository, selection: FileSelection, files: list[HubFile]) -> ModelEntry:
-    """Links the commit's paths to the blobs, then sets `main` to this commit."""
-    folder = repo_folder(repository.repo)
-    snapshot = folder / "snapshots" / repository.commit
-    try:
-        for file in files:
-            _link(snapshot / file.path, folder / "blobs" / file.etag)
-        (folder / "refs").mkdir(exist_ok=True)
-        write_atomically(
-            folder / ".main", repository.commit.encode()
-        )  # a temporary file in refs/ would be taken for a branch
-        os.replace(folder / ".main", folder / "refs" / "main")
-        found = Snapshot(repository.repo, snapshot)
-        tag = next((tag for tag, other in models_in(found.paths()) if other.files == selection.files), DEFAULT_TAG)
-        return found.entry(tag, selection)
-    except OSError as error:
-        raise PullError(
-            f"{repository.repo} was fetched, but cannot be linked in {str(folder)!r} ({error.strerror or error})."
-        ) from error
-
-
-def _link(link: Path, blob: Path) -> None:
-    """Makes a relative link, as huggingface_hub does, unless it exists."""
-    link.parent.mkdir(parents=True, exist_ok=True)
-    target = os.path.relpath(blob, link.parent)
-    if link.is_symlink() and os.readlink(link) == target:
-        return
-    link.unlink(missing_ok=True)
-    try:
-        link.symlink_to(target)
-    except FileExistsError:  # made by another process in the meantime
-        pass
-    except OSError:  # a file system without symbolic links
-        os.link(blob, link)
+    def _on_bytes(self, file: HubFile, n_bytes: int) -> None:
+        self.n_bytes[file.path] = n_bytes

@@ -92,7 +92,7 @@ def test_a_name_that_is_accepted_reads_back_as_itself_and_stays_in_its_folder(te
         assert "/" not in piece and "\\" not in piece and "\0" not in piece and ".." not in piece
         assert piece == "" or (root / piece).parent == root
     if name.is_hub:
-        assert len(repo_folder(name.repo).name.split("--")) == 3
+        assert len(repo_folder(name.repo, Path()).name.split("--")) == 3
 
 
 @given(st.builds(lambda m, t: f"{m}:{t}", st.from_regex(r"[A-Za-z0-9_][a-z0-9_-]{0,9}", fullmatch=True),
