@@ -7,7 +7,6 @@ the last of them is cancelled.
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -62,33 +61,21 @@ def _offline(name: Name) -> ModelEntry:
 
 def _report_until_done(download: _Download, report: Report, cancelled: threading.Event | None) -> ModelEntry:
     """Reports steps and progress until the download has ended; returns the model or raises the download's error."""
-    n_steps = 0
-    reported_bytes: dict[str, int | None] = {}  # by file
+    reported: dict[str, PullStatus] = {}
     while True:
-        done = download.done.wait(REPORT_S if n_steps else 0.02)
-        for step in itertools.islice(list(download.steps), n_steps, None):
-            n_steps += 1
-            if step.file:
-                reported_bytes.setdefault(step.file, None)
-            else:
-                _report_files(download, reported_bytes, report)
-            report(step)
-        _report_files(download, reported_bytes, report)
-        if done and n_steps == len(download.steps):
+        done = download.done.wait(REPORT_S if reported else 0.02)
+        for key, status in list(download.statuses.items()):
+            if key not in reported and status.completed_bytes is not None:
+                report(replace(status, completed_bytes=None))
+            if reported.get(key) != status:
+                reported[key] = status
+                report(status)
+        if done:
             return download.result()
         if cancelled is not None and cancelled.is_set():
             raise PullError(
                 f"fetching {download.name.canonical} was stopped; received bytes are kept, pull again to continue."
             )
-
-
-def _report_files(download: _Download, reported_bytes: dict[str, int | None], report: Report) -> None:
-    for step in list(download.steps):
-        if step.file in reported_bytes:
-            n_bytes = download.n_bytes.get(step.file)
-            if n_bytes not in (None, reported_bytes[step.file]):
-                reported_bytes[step.file] = n_bytes
-                report(replace(step, completed_bytes=n_bytes))
 
 
 _running: dict[tuple[str, str, Path], _Download] = {}
@@ -117,15 +104,14 @@ def _shared_download(name: Name) -> Iterator[_Download]:
 
 
 class _Download:
-    """The download of one name, on threads of its own. `steps` grows; `n_bytes`: bytes received, by file."""
+    """The download of one name, on threads of its own. `statuses`: its steps so far, and files by path, in order."""
 
     def __init__(self, name: Name) -> None:
         self.name = name
         self.n_users = 0
         self.stopped = threading.Event()
         self.done = threading.Event()
-        self.steps: list[PullStatus] = []
-        self.n_bytes: dict[str, int] = {}
+        self.statuses: dict[str, PullStatus] = {}
         self._entry: ModelEntry | None = None
         self._error: BaseException | None = None
 
@@ -155,7 +141,8 @@ class _Download:
         files = [repository.files[path] for path in selection.paths]
         for file in files:
             digest = f"sha256:{file.etag}" if file.is_large else ""
-            self.steps.append(PullStatus(f"pulling {file.etag[:12]}", digest, file.path, file.size_bytes))
+            status = PullStatus(f"pulling {file.etag[:12]}", digest, file.path, file.size_bytes)
+            self.statuses[file.path] = status
         fetch_files(files, self.name.canonical, self._on_bytes, self.stopped)
         self._step("verifying sha256 digest")
         self._step("writing manifest")
@@ -165,7 +152,7 @@ class _Download:
         return found.entry(tag, selection)
 
     def _step(self, status: str) -> None:
-        self.steps.append(PullStatus(status))
+        self.statuses[status] = PullStatus(status)
 
     def _on_bytes(self, file: HubFile, n_bytes: int) -> None:
-        self.n_bytes[file.path] = n_bytes
+        self.statuses[file.path] = replace(self.statuses[file.path], completed_bytes=n_bytes)

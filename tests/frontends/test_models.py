@@ -35,6 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("qwen-q4_0", "Qwen-Q4_0.gguf"),
         ("qwen-q4_0.gguf", "Qwen-Q4_0.gguf"),
         ("big-q8_0", "Big-Q8_0-00001-of-00002.gguf"),
+        ("big-q8_0-00001-of-00002:latest", "Big-Q8_0-00001-of-00002.gguf"),
         ("mix", "mix/mix.gguf"),
     ],
 )
@@ -50,7 +51,7 @@ def test_a_path_is_itself_and_a_folder_its_only_model(folder: Path) -> None:
 
 
 def test_later_shards_are_no_models_of_their_own(folder: Path) -> None:
-    assert sorted(models_by_name()) == ["big-q8_0", "big-q8_0-00001-of-00002", "mix", "qwen-q4_0"]
+    assert sorted(models_by_name()) == ["big-q8_0", "mix", "qwen-q4_0"]
 
 
 @pytest.mark.parametrize(
