@@ -116,16 +116,15 @@ class Cursor:
             self.fail(f"the key-values hold more than {KEPT_TOTAL_BYTES} bytes of text and numbers; {FETCH_AGAIN}")
 
     def strings(self, count: int, hashed: bool) -> None:
-        """Reads `count` strings of an array; keeps only a hash of each when `hashed`."""
+        """Reads `count` strings of an array; appends a hash of each that is not empty to `tokens` when `hashed`."""
         self.n_strings += count
         if count > MAX_STRINGS or self.n_strings > MAX_ALL_STRINGS:
             self.fail(f"an array of {count} strings is too long, at most {MAX_STRINGS} are allowed")
         if count * 8 > self.size - self.pos:
             self.fail(f"{count} strings do not fit before the end of the file at {self.size}; {FETCH_AGAIN}")
-        step = self._step_hashed if hashed else self._step
         while count:
             at = self.need(8)
-            after, left = step(at, count)
+            after, left = self._step(at, count, hashed)
             self.pos = self.base + after
             if left == count:  # the next string does not end in this chunk
                 n = self.u64()
@@ -138,20 +137,8 @@ class Cursor:
                 self.need(8 + n)
             count = left
 
-    def _step(self, pos: int, count: int) -> tuple[int, int]:
+    def _step(self, pos: int, count: int, hashed: bool) -> tuple[int, int]:
         """Steps over up to `count` strings that end in the chunk; returns (index after, strings left)."""
-        buf, end, unpack = self.buf, len(self.buf), U64.unpack_from
-        last = end - 8
-        while count and pos <= last:
-            after = pos + 8 + unpack(buf, pos)[0]
-            if after > end:
-                break
-            pos = after
-            count -= 1
-        return pos, count
-
-    def _step_hashed(self, pos: int, count: int) -> tuple[int, int]:
-        """As _step, and appends a hash of every string that is not empty to `tokens`."""
         buf, end, unpack, add = self.buf, len(self.buf), U64.unpack_from, self.tokens.append
         last = end - 8
         while count and pos <= last:
@@ -159,11 +146,12 @@ class Cursor:
             after = start + unpack(buf, pos)[0]
             if after > end:
                 break
-            text = buf[start:after]
-            if b"\0" in text:  # llama.cpp reads a token up to its first zero byte
-                text = text[: text.index(b"\0")]
-            if text:
-                add(hash(text))
+            if hashed:
+                text = buf[start:after]
+                if b"\0" in text:  # llama.cpp reads a token up to its first zero byte
+                    text = text[: text.index(b"\0")]
+                if text:
+                    add(hash(text))
             pos = after
             count -= 1
         return pos, count
@@ -235,22 +223,71 @@ class ArrayInfo:
 
 
 @dataclass(frozen=True)
-class GgufFile:
-    """The checked header of one file. `metadata` has scalars, strings up to 1 MiB, short numeric arrays."""
+class FileVersion:
+    """One file and its identity when it was read, from which a later change is detected."""
 
     path: Path
     n_bytes: int
     dev: int
     ino: int
     mtime_ns: int
+
+    @staticmethod
+    def now(path: Path) -> FileVersion:
+        """The file as it is. Raises OSError."""
+        info = path.stat()
+        return FileVersion(path, info.st_size, info.st_dev, info.st_ino, info.st_mtime_ns)
+
+    def is_as_read(self, fd: int) -> bool:
+        """Whether the open file `fd` is this one, unchanged."""
+        now = os.fstat(fd)
+        return (now.st_size, now.st_ino, now.st_mtime_ns) == (self.n_bytes, self.ino, self.mtime_ns)
+
+    def is_overwritten(self) -> bool:
+        """Whether the file was written to since; False where it was moved, deleted or replaced by another file."""
+        try:
+            now = self.now(self.path)
+        except OSError:
+            return False
+        same_file = (now.dev, now.ino) == (self.dev, self.ino)
+        return same_file and (now.n_bytes, now.mtime_ns) != (self.n_bytes, self.mtime_ns)
+
+
+@dataclass(frozen=True)
+class Shard(FileVersion):
+    """One file of the model. `header_bytes`: where its data begin."""
+
+    header_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """The checked header of one file. `metadata` has scalars, strings up to 1 MiB, short numeric arrays."""
+
+    shard: Shard
     version: int
     alignment: int
-    data_offset: int
     n_byte_tokens: int  # of the 256 bytes, those with a token of their own
     metadata: Mapping[str, Value]
     value_types: Mapping[str, int]  # of each key, its GGUF value type
     arrays: Mapping[str, ArrayInfo]
     tensors: tuple[TensorInfo, ...]
+
+    @property
+    def name(self) -> str:
+        """The file's name, with which messages start."""
+        return self.shard.path.name
+
+    def key_error(self, key: str, rule: str) -> ModelFormatError:
+        """The error of a key that breaks a rule."""
+        return ModelFormatError(f"{self.name}: key '{key}' {rule}; the file cannot be run, fetch it again.")
+
+    def tensor_error(self, tensor: TensorInfo, rule: str) -> ModelFormatError:
+        """The error of a tensor that breaks a rule."""
+        return ModelFormatError(
+            f"{self.name}: tensor '{tensor.name}', data at offset {tensor.offset}: {rule};"
+            " the file cannot be run, convert or fetch it again."
+        )
 
 
 def _read_array(cur: Cursor, key: str) -> tuple[Value | None, ArrayInfo]:
@@ -481,7 +518,6 @@ def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
         data_offset, tensors = _read_tensors(cur, n_tensors, alignment)
     finally:
         os.close(fd)
-    return GgufFile(
-        path, info.st_size, info.st_dev, info.st_ino, info.st_mtime_ns,
-        version, alignment, data_offset, _count_byte_tokens(cur.tokens), metadata, value_types, arrays, tensors,
-    )  # fmt: skip
+    shard = Shard(path, info.st_size, info.st_dev, info.st_ino, info.st_mtime_ns, data_offset)
+    n_byte_tokens = _count_byte_tokens(cur.tokens)
+    return GgufFile(shard, version, alignment, n_byte_tokens, metadata, value_types, arrays, tensors)

@@ -48,7 +48,7 @@ def _fetch_header(file: HubFile, path: Path) -> None:
     while True:
         _fetch_range(file, path, begin, end)
         with suppress(ModelFormatError):  # of the zeros after what was fetched
-            if read_gguf(path).data_offset <= end:
+            if read_gguf(path).shard.header_bytes <= end:
                 return
         if end == file.size_bytes:
             read_gguf(path)  # raises the error: nothing is missing

@@ -51,8 +51,8 @@ def test_reads_what_was_written(tmp_path: Path) -> None:
         ("t0", (32, 3), 54, "Q4_0"),
         ("t1", (5,), 20, "F32"),
     ]
-    assert [t.offset - file.data_offset for t in file.tensors] == [0, 64]
-    assert file.data_offset % 64 == 0 and file.n_bytes == (tmp_path / "ok.gguf").stat().st_size
+    assert [t.offset - file.shard.header_bytes for t in file.tensors] == [0, 64]
+    assert file.shard.header_bytes % 64 == 0 and file.shard.n_bytes == (tmp_path / "ok.gguf").stat().st_size
 
 
 def test_version_2_is_read(tmp_path: Path) -> None:
