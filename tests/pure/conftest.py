@@ -11,6 +11,8 @@ import pytest
 if TYPE_CHECKING:
     from fake_hub import FakeHub
 
+    from moegguf.models.catalog import Catalog
+
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
@@ -32,6 +34,18 @@ def repo(hub: FakeHub) -> FakeHub:
 
     hub.add("User/Repo-GGUF", dict(FILES))
     return hub
+
+
+@pytest.fixture
+def catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Catalog:
+    """The catalog where all models and data are below this test's folder."""
+    from moegguf.models.catalog import Catalog
+
+    for name, folder in (("MOEGGUF_HOME", "home"), ("HF_HOME", "hf"), ("OLLAMA_MODELS", "ollama")):
+        monkeypatch.setenv(name, str(tmp_path / folder))
+    for name in ("MOEGGUF_MODELS", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    return Catalog()
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from typing import Any
 
 import crashing
 import pytest
-from catalog_helpers import cache, names, set_folders
+from catalog_helpers import cache, names
 
 from moegguf.models.catalog import Catalog, demo_path
 from moegguf.models.entry import ModelEntry
@@ -22,17 +22,7 @@ from moegguf.models.index import Index
 from moegguf.models.recipe import Recipe
 from moegguf.settings import data_folder
 
-pytestmark = pytest.mark.usefixtures("stand_in_files")
-
-
-@pytest.fixture(autouse=True)
-def _set_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_folders(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def catalog() -> Catalog:
-    return Catalog()
+pytestmark = pytest.mark.usefixtures("catalog", "stand_in_files")
 
 
 def named(name: str, **values: Any) -> ModelEntry:

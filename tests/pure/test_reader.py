@@ -159,12 +159,6 @@ def test_bad_file(tmp_path: Path, kind: str) -> None:
     assert re.search(pattern, message), message
 
 
-def test_37_byte_file_with_an_empty_key(tmp_path: Path) -> None:
-    data = b"GGUF" + u32(3) + u64(0) + u64(1) + u64(0) + u32(0) + b"\1"
-    assert len(data) == 37
-    assert "the key is empty" in refuse(tmp_path, data)
-
-
 def edges(g: Gguf) -> list[int]:
     """Offsets where a part of the header ends: fixed fields, key-values, tensor entries."""
     ends = [0, 4, 8, 16, 24]
@@ -175,27 +169,20 @@ def edges(g: Gguf) -> list[int]:
     return ends
 
 
-def test_cut_at_every_edge_of_the_header(tmp_path: Path) -> None:
+def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
     g = moe()
     data, ends = g.build(), edges(g)
-    assert ends[-1] == len(g.header())
+    n_header = len(g.header())
+    assert ends[-1] == n_header
     rng = random.Random(2)
-    sizes = {size + by for size in ends for by in (-1, 0, 1) if 0 <= size + by <= ends[-1]}
-    sizes |= {rng.randrange(ends[-1]) for _ in range(100)}
+    sizes = {size + by for size in ends for by in (-1, 0, 1) if 0 <= size + by <= n_header}
+    sizes |= {rng.randrange(n_header) for _ in range(100)} | {
+        rng.randrange(n_header, len(data) - 32) for _ in range(100)
+    }
     path = tmp_path / "cut.gguf"
     for size in sizes:
         path.write_bytes(data[:size])
-        with pytest.raises(ModelFormatError, match="offset"):
-            read_gguf(path)
-
-
-def test_cut_at_100_sizes_of_the_data(tmp_path: Path) -> None:
-    data = moe().build()
-    rng = random.Random(1)
-    path = tmp_path / "cut.gguf"
-    for size in (rng.randrange(len(moe().header()), len(data) - 32) for _ in range(100)):
-        path.write_bytes(data[:size])
-        with pytest.raises(ModelFormatError, match="past the end"):
+        with pytest.raises(ModelFormatError, match="offset" if size <= n_header else "past the end"):
             read_gguf(path)
 
 
