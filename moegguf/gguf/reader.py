@@ -267,9 +267,9 @@ class GgufFile:
     shard: Shard
     version: int
     alignment: int
-    n_byte_tokens: int  # of the 256 bytes, those with a token of their own
+    n_byte_tokens: int  # how many of the 256 bytes have a token of their own
     metadata: Mapping[str, Value]
-    value_types: Mapping[str, int]  # of each key, its GGUF value type
+    value_types: Mapping[str, int]  # {key: GGUF value type}
     arrays: Mapping[str, ArrayInfo]
     tensors: tuple[TensorInfo, ...]
 

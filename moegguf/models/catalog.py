@@ -1,7 +1,7 @@
 """All models of this machine by name: looked up, listed, copied, created and removed here.
 
 Sources, in this order: paths (where allowed), the demo, MOEGGUF_MODELS, our index, the Hugging Face cache, Ollama's
-stores. Of two models with one name the first is used. Only our own files and, when no name uses them any more, those in
+stores. The first of two models with one name is used. Only our own files and, when no name uses them any more, those in
 the Hugging Face cache are ever deleted.
 """
 

@@ -112,7 +112,7 @@ def human_number(n: int) -> str:
 
 
 def _capabilities(metadata: Mapping[str, Value], arch: str, template: str | None, *, vision: bool) -> tuple[str, ...]:
-    """As Ollama derives them: a model with pooling embeds, any other completes."""
+    """Ollama's rules: a model with pooling embeds, any other completes."""
     if f"{arch}.pooling_type" in metadata:
         return ("embedding",)
     found = ["completion", *(["vision"] if vision else []), *capabilities_of(template)]

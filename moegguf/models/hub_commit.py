@@ -78,7 +78,7 @@ def move_files(repository: Repository, files: Sequence[HubFile], folder: Path) -
             path = folder / file.path
             if file.blob.is_symlink():  # moved by an earlier call
                 continue
-            for other in file.blob.parent.iterdir():  # of the version that this one replaces
+            for other in file.blob.parent.iterdir():  # links of the version that this one replaces
                 if other.is_symlink() and other.resolve() == path.resolve():
                     other.unlink()
             path.parent.mkdir(parents=True, exist_ok=True)

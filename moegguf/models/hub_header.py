@@ -36,7 +36,7 @@ def remote_model(name: str) -> Iterator[ModelEntry]:
     selection = select_files(repository.files, parsed.tag, repo=repository.repo)
     with tempfile.TemporaryDirectory(prefix="moegguf-header-") as folder:
         for path in selection.paths:
-            with suppress(ModelFormatError) if path == selection.mmproj else nullcontext():  # as of a fetched model
+            with suppress(ModelFormatError) if path == selection.mmproj else nullcontext():  # a damaged one is ignored
                 _fetch_header(repository.files[path], Path(folder) / PurePosixPath(path).name)
         yield file_entry(Path(folder) / PurePosixPath(selection.files[0]).name, "hub", parsed.canonical)
 
@@ -47,7 +47,7 @@ def _fetch_header(file: HubFile, path: Path) -> None:
     path.touch()
     while True:
         _fetch_range(file, path, begin, end)
-        with suppress(ModelFormatError):  # of the zeros after what was fetched
+        with suppress(ModelFormatError):  # for the zeros after the fetched bytes
             if read_gguf(path).shard.header_bytes <= end:
                 return
         if end == file.size_bytes:

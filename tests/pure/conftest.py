@@ -49,7 +49,7 @@ def catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Catalog:
 
 
 @pytest.fixture
-def stand_in_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def any_file_is_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files with any contents count as models, for tests of names and downloads."""
     from moegguf.models import catalog, hub_fetch
 

@@ -21,7 +21,7 @@ from moegguf.models.hub import hub_cache
 from moegguf.models.pull import pull
 from moegguf.models.recipe import Recipe
 
-pytestmark = pytest.mark.usefixtures("catalog", "stand_in_files")
+pytestmark = pytest.mark.usefixtures("catalog", "any_file_is_a_model")
 
 
 # Looking up

@@ -22,7 +22,7 @@ from moegguf.models.index import Index
 from moegguf.models.recipe import Recipe
 from moegguf.settings import data_folder
 
-pytestmark = pytest.mark.usefixtures("catalog", "stand_in_files")
+pytestmark = pytest.mark.usefixtures("catalog", "any_file_is_a_model")
 
 
 def named(name: str, **values: Any) -> ModelEntry:
