@@ -15,8 +15,8 @@ import errno
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -50,10 +50,8 @@ def fetch_file(file: HubFile, on_bytes: OnBytes, stopped: threading.Event) -> No
     """Downloads the file's blob into the cache. Raises ModelNotFoundError, ModelFormatError, PullError, Stopped."""
     with hub_errors(file.repo, file.path):
         try:
-            if file.size_bytes > PLAIN_LIMIT_BYTES:
-                _fetch_chunked(file, on_bytes, stopped)
-            else:
-                _fetch_plain(file, on_bytes, stopped)
+            fetch = _fetch_chunked if file.size_bytes > PLAIN_LIMIT_BYTES else _fetch_plain
+            fetch(file, on_bytes, stopped)
         except OSError as error:
             if error.errno is None:  # not of the disk
                 raise
@@ -73,21 +71,19 @@ def _is_cached(file: HubFile) -> bool:
     return file.blob.is_file() and file.blob.stat().st_size == file.size_bytes
 
 
-@contextmanager
-def _locked(file: HubFile, on_bytes: OnBytes, stopped: threading.Event) -> Iterator[None]:
-    """Holds the file's lock in the cache; while another process has it, reports the bytes that process has."""
+def _locked(file: HubFile, on_bytes: OnBytes, stopped: threading.Event) -> ExitStack:
+    """The file's lock in the cache, held; while another process has it, reports the bytes that process has."""
     path = file.folder.parent / ".locks" / file.folder.name / f"{file.etag}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        while True:
-            try:
-                stack.enter_context(WeakFileLock(path, timeout=LOCK_WAIT_S))
-                break
-            except TimeoutError:
-                if stopped.is_set():
-                    raise Stopped from None
-                on_bytes(_partial_bytes(file))
-        yield
+    stack = ExitStack()
+    while True:
+        try:
+            stack.enter_context(WeakFileLock(path, timeout=LOCK_WAIT_S))
+            return stack
+        except TimeoutError:
+            if stopped.is_set():
+                raise Stopped from None
+            on_bytes(_partial_bytes(file))
 
 
 def _fetch_plain(file: HubFile, on_bytes: OnBytes, stopped: threading.Event) -> None:
