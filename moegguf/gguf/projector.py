@@ -119,27 +119,20 @@ def _check_types(file: GgufFile) -> None:
     for key, expected in VALUE_TYPES.items():
         found = file.value_types.get(key, expected)
         if found != expected:
-            raise ModelFormatError(
-                f"{file.name}: {key} is of GGUF type {expected}, but here of type {found}; fetch it again."
-            )
+            raise file.key_error(key, f"is of GGUF type {found}, but must be of type {expected}")
 
 
 def _size(file: GgufFile, name: str, most: int, least: int = 1) -> int:
     value = file.metadata.get(f"clip.vision.{name}")
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise ModelFormatError(
-            f"{file.name}: clip.vision.{name} is a number from {least} to {most}, but is {value!r}; fetch it again."
-        )
+        raise file.key_error(f"clip.vision.{name}", f"must be a number from {least} to {most}, but is {value!r}")
     return value
 
 
 def _check_epsilon(file: GgufFile) -> None:
     value = file.metadata.get("clip.vision.attention.layer_norm_epsilon")
     if not isinstance(value, float) or not 0 <= value < 1:
-        raise ModelFormatError(
-            f"{file.name}: clip.vision.attention.layer_norm_epsilon is a number from 0 to 1, but is {value!r};"
-            " fetch it again."
-        )
+        raise file.key_error("clip.vision.attention.layer_norm_epsilon", f"must be from 0 to 1, but is {value!r}")
 
 
 def _check_shapes(file: GgufFile, kind: str, patch: int, n_embd: int, n_patches: int) -> None:
