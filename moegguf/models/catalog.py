@@ -108,13 +108,14 @@ class Catalog:
         if not text.strip():
             raise ModelNotFoundError(f"a model is given by its name, but is {text!r}; try {DEMO_NAME!r}.")
         if self.paths and (path := _existing(text, Path.is_file)):
-            return _entry_at(path)
+            return file_entry(path, "path", str(path.absolute()))
         if text.lower() in (DEMO_NAME, f"{DEMO_NAME}:{DEFAULT_TAG}"):
             return demo_entry()
         if found := self._find_by_name(text):
             return found
         if self.paths and (folder := _existing(text, Path.is_dir)):
-            return _entry_at(only_model(folder))
+            path = only_model(folder)
+            return file_entry(path, "path", str(path.absolute()))
         raise self._not_found(text)
 
     def copy(self, source: str, destination: str) -> ModelEntry:
@@ -300,11 +301,6 @@ def _existing(text: str, is_kind: Callable[[Path], bool]) -> Path | None:
         path = Path(text).expanduser()
         return path if is_kind(path) else None
     return None
-
-
-def _entry_at(path: Path) -> ModelEntry:
-    """The model in a file, named by its absolute path."""
-    return file_entry(path, "path", str(path.absolute()))
 
 
 def _path_not_found(text: str) -> ModelNotFoundError:
