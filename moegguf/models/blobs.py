@@ -69,10 +69,9 @@ class BlobStore:
 
     def path(self, digest: str) -> Path:
         """The file of a digest. Raises ModelNameError, ModelNotFoundError when it is missing."""
-        path = self.folder / blob_name(digest)
-        if not path.is_file() or path.is_symlink():
+        if not self.has(digest):
             raise ModelNotFoundError(f"there is no blob {blob_name(digest)!r}; send it first.")
-        return path
+        return self.folder / blob_name(digest)
 
     def has(self, digest: str) -> bool:
         """Whether the blob is complete. Raises ModelNameError."""

@@ -10,6 +10,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 from moegguf.errors import ModelFormatError, PullError
@@ -46,7 +47,12 @@ def _fetch_header(file: HubFile, path: Path) -> None:
     begin, end = 0, min(FIRST_BYTES, file.size_bytes)
     path.touch()
     while True:
-        _fetch_range(file, path, begin, end)
+        with hub_errors(file.repo, file.path):
+            data = with_retries(partial(_read_range, file, begin, end), threading.Event())
+        with open(path, "r+b") as output:
+            output.seek(begin)
+            output.write(data)
+            output.truncate(file.size_bytes)
         with suppress(ModelFormatError):  # for the zeros after the fetched bytes
             if read_gguf(path).shard.header_bytes <= end:
                 return
@@ -59,16 +65,6 @@ def _fetch_header(file: HubFile, path: Path) -> None:
                 " damaged, or not a GGUF file."
             )
         begin, end = end, min(2 * end, file.size_bytes, MOST_BYTES)
-
-
-def _fetch_range(file: HubFile, path: Path, begin: int, end: int) -> None:
-    """Writes bytes `begin` to `end` of the file to `path`, which then has the file's size."""
-    with hub_errors(file.repo, file.path):
-        data = with_retries(lambda: _read_range(file, begin, end), threading.Event())
-    with open(path, "r+b") as output:
-        output.seek(begin)
-        output.write(data)
-        output.truncate(file.size_bytes)
 
 
 def _read_range(file: HubFile, begin: int, end: int) -> bytes:

@@ -41,22 +41,19 @@ def pull(name: str, catalog: Catalog, report: Report, cancelled: threading.Event
             f"{parsed.canonical!r} cannot be pulled: models come from Hugging Face; write hf.co/user/repository, or"
             " hf.co/user/repository:Q4_K_M for one quantisation."
         )
-    if hub_offline():
-        entry = _offline(parsed)
-        report(PullStatus("success"))
-    else:
+    if not hub_offline():
         with _shared_download(parsed) as download:
             entry = _report_until_done(download, report, cancelled)
+    elif found := find_cached(parsed):
+        entry = found
+        report(PullStatus("success"))
+    else:
+        raise PullError(
+            f"{parsed.canonical} is not in {str(hub_cache())!r}, and HF_HUB_OFFLINE is set; unset it to fetch the"
+            " model."
+        )
     catalog.unhide(entry.name)
     return entry
-
-
-def _offline(name: Name) -> ModelEntry:
-    if found := find_cached(name):
-        return found
-    raise PullError(
-        f"{name.canonical} is not in {str(hub_cache())!r}, and HF_HUB_OFFLINE is set; unset it to fetch the model."
-    )
 
 
 def _report_until_done(download: _Download, report: Report, cancelled: threading.Event | None) -> ModelEntry:
