@@ -7,6 +7,7 @@ file itself is moved to its name, and a cache inside that folder keeps a link to
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,7 +18,7 @@ from moegguf.atomic_write import write_atomically
 from moegguf.errors import PullError
 from moegguf.models.blobs import check_space
 from moegguf.models.hub_api import HubFile, Repository
-from moegguf.models.hub_fetch import fetch_file, missing_bytes
+from moegguf.models.hub_fetch import fetch_file, is_copy, missing_bytes
 
 MAX_PARALLEL_FILES = 4
 
@@ -30,7 +31,8 @@ def fetch_files(files: Sequence[HubFile], what: str, on_bytes: OnBytes, stopped:
 
     Raises the first error, or Stopped, after the other threads have stopped.
     """
-    check_space(files[0].folder, sum(map(missing_bytes, files)), what)
+    if files:
+        check_space(files[0].folder, sum(map(missing_bytes, files)), what)
     waiting, errors = iter(files), list[BaseException]()
 
     def fetch_waiting() -> None:
@@ -71,20 +73,47 @@ def link_commit(repository: Repository, files: Sequence[HubFile]) -> Path:
     return snapshot
 
 
+def find_missing(
+    repository: Repository, files: Sequence[HubFile], folder: Path, stopped: threading.Event
+) -> list[HubFile]:
+    """Those of the files that `folder` does not have yet under their paths. Raises PullError."""
+    missing = []
+    with _disk_errors(repository, folder):
+        for file in files:
+            if file.blob.is_symlink() and (not file.blob.exists() or os.readlink(file.blob) != _back(file, folder)):
+                file.blob.unlink()  # deleted since, or it had another name
+            if not file.blob.is_symlink() and is_copy(folder / file.path, file, stopped):
+                _link_back(file, folder)
+            elif not file.blob.is_symlink():
+                missing.append(file)
+    return missing
+
+
 def move_files(repository: Repository, files: Sequence[HubFile], folder: Path) -> None:
     """Moves the blobs to their paths in `folder`, and leaves links to them. Raises PullError."""
     with _disk_errors(repository, folder):
         for file in files:
             path = folder / file.path
-            if file.blob.is_symlink():  # moved by an earlier call
-                continue
-            for other in file.blob.parent.iterdir():  # links of the version that this one replaces
-                if other.is_symlink() and other.resolve() == path.resolve():
-                    other.unlink()
             path.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(file.blob, path)
-            with suppress(OSError):  # without symbolic links the next call fetches the file again
-                file.blob.symlink_to(os.path.relpath(path, file.blob.parent))
+            if file.blob.is_symlink():  # the same content under two paths
+                shutil.copyfile(file.blob, path)
+            else:
+                os.replace(file.blob, path)
+                _link_back(file, folder)
+
+
+def _back(file: HubFile, folder: Path) -> str:
+    return os.path.relpath(folder / file.path, file.blob.parent)
+
+
+def _link_back(file: HubFile, folder: Path) -> None:
+    """Makes the blob a link to the file in `folder`, in place of those of the versions that were there before."""
+    file.blob.parent.mkdir(parents=True, exist_ok=True)
+    for other in file.blob.parent.iterdir():
+        if other.is_symlink() and os.readlink(other) == _back(file, folder):
+            other.unlink()
+    with suppress(OSError):  # a file system without symbolic links: the next call reads the file to check it
+        file.blob.symlink_to(_back(file, folder))
 
 
 @contextmanager

@@ -59,6 +59,14 @@ def fetch_file(file: HubFile, on_bytes: OnBytes, stopped: threading.Event) -> No
     on_bytes(file.size_bytes)
 
 
+def is_copy(path: Path, file: HubFile, stopped: threading.Event) -> bool:
+    """Whether the file at `path` has the file's size and digest; reads all of it. Raises OSError, Stopped."""
+    if not path.is_file() or path.stat().st_size != file.size_bytes:
+        return False
+    with open(path, "rb") as found:
+        return _Body(found, file, lambda _: None, stopped).is_verified()
+
+
 def _partial(file: HubFile) -> Path:
     return file.blob.with_name(f"{file.etag}.incomplete")
 

@@ -31,7 +31,7 @@ def fetch(
     from huggingface_hub.utils import tqdm
 
     from moegguf.models.hub_api import HubFile, read_repository
-    from moegguf.models.hub_commit import fetch_files, link_commit, move_files
+    from moegguf.models.hub_commit import fetch_files, find_missing, link_commit, move_files
 
     folder, stopped = Path(local_dir) if local_dir else None, threading.Event()
     cache = folder / ".cache" / "moegguf" if folder else Path(cache or hub_cache())
@@ -47,18 +47,19 @@ def fetch(
                 return here / _matching(paths, repo_id, filename, others)[0]
         raise
     files = [repository.files[path] for path in _matching(sorted(repository.files), repo_id, filename, others)]
-    received = dict.fromkeys(files, 0)
-    with tqdm(total=sum(file.size_bytes for file in files), desc=repo_id, unit="B", unit_scale=True) as bar:
+    missing = find_missing(repository, files, folder, stopped) if folder else files
+    received = dict.fromkeys(missing, 0)
+    with tqdm(total=sum(file.size_bytes for file in missing), desc=repo_id, unit="B", unit_scale=True) as bar:
 
         def on_bytes(file: HubFile, n_bytes: int) -> None:
             received[file] = n_bytes
             bar.n = sum(received.values())
             bar.update(0)
 
-        fetch_files(files, repo_id, on_bytes, stopped)
+        fetch_files(missing, repo_id, on_bytes, stopped)
     if folder is None:
         return link_commit(repository, files) / files[0].path
-    move_files(repository, files, folder)
+    move_files(repository, missing, folder)
     return folder / files[0].path
 
 

@@ -74,6 +74,15 @@ def test_a_cut_download_is_continued_and_checked(hub: FakeHub, tmp_path: Path) -
         fetch("u/r", cache=tmp_path / "y")
 
 
+def test_the_same_file_under_another_name_comes_too(hub: FakeHub, tmp_path: Path) -> None:
+    hub.add("u/twins", {"a-Q4_0.gguf": DATA, "b-Q8_0.gguf": DATA})
+    assert fetch("u/twins", "a*", ["b*"], local_dir=tmp_path).read_bytes() == DATA
+    assert (tmp_path / "b-Q8_0.gguf").read_bytes() == DATA
+    hub.add("u/twins", {"c-Q4_0.gguf": DATA})
+    assert fetch("u/twins", local_dir=tmp_path) == tmp_path / "c-Q4_0.gguf"
+    assert (tmp_path / "c-Q4_0.gguf").read_bytes() == (tmp_path / "a-Q4_0.gguf").read_bytes() == DATA
+
+
 def test_a_new_version_replaces_the_file_and_a_deleted_one_comes_again(hub: FakeHub, tmp_path: Path) -> None:
     for data in (DATA, b"GGUF" + DATA[:3:-1], DATA):
         hub.repos["u/r"].files[ONE] = data
@@ -95,7 +104,14 @@ def test_without_a_network_there_is_what_was_fetched(
                 fetch("u/r", "*Q4*", cache=tmp_path / "empty")
 
 
-def test_a_file_system_without_links_only_fetches_again(
+@pytest.mark.parametrize("content", [DATA, DATA[:-1] + b"?", DATA[:-1]], ids=["same", "another", "cut"])
+def test_a_file_that_was_put_there_is_kept_if_it_is_the_same(hub: FakeHub, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / ONE).write_bytes(content)
+    assert fetch("u/r", local_dir=tmp_path).read_bytes() == DATA
+    assert hub.gets(ONE) == [""] * (content != DATA)
+
+
+def test_a_file_system_without_links_fetches_nothing_again(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
@@ -104,4 +120,4 @@ def test_a_file_system_without_links_only_fetches_again(
     monkeypatch.setattr(os, "symlink", refuse)
     for _ in range(2):
         assert fetch("u/r", local_dir=tmp_path).read_bytes() == DATA
-    assert hub.gets(ONE) == ["", ""]
+    assert hub.gets(ONE) == [""]
