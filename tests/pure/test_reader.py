@@ -186,24 +186,6 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
             read_gguf(path)
 
 
-def test_damaged_bytes_give_a_format_error_or_a_file(tmp_path: Path) -> None:
-    good = moe().build()
-    n_header = len(moe().header())
-    path = tmp_path / "flip.gguf"
-    refused = 0
-    for seed in range(700):
-        rng = random.Random(seed)
-        data = bytearray(good)
-        for _ in range(rng.choice((1, 1, 2, 8))):
-            data[rng.randrange(n_header)] = rng.choice((0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)))
-        path.write_bytes(data)
-        try:
-            read_gguf(path)
-        except ModelFormatError:
-            refused += 1
-    assert 100 < refused < 700
-
-
 HOSTILE = {
     "strings": u64(1) + KEY + u32(ARR) + u32(STR) + u64(1 << 22),
     "numbers": u64(1) + KEY + u32(ARR) + u32(build.U64) + u64(1 << 30),
