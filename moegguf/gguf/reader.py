@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from moegguf.errors import ExpertIOError, ModelFormatError, ModelNotFoundError, OptionError
 
@@ -55,8 +55,7 @@ class Cursor:
 
     def need(self, n: int) -> int:
         """Reads the next `n` (at most a chunk) bytes into `buf`; returns their index there."""
-        if self.pos + n > self.size:
-            self.fail(f"needs {n} bytes but the file ends at {self.size}; {FETCH_AGAIN}")
+        self._check_end(n)
         at = self.pos - self.base
         if at < 0 or at + n > len(self.buf):
             self.buf = self._read(self.pos, max(n, CHUNK_BYTES))
@@ -64,6 +63,10 @@ class Cursor:
             if len(self.buf) < n:
                 self.fail(f"the file got shorter while it was read; {FETCH_AGAIN}")
         return at
+
+    def _check_end(self, n: int) -> None:
+        if self.pos + n > self.size:
+            self.fail(f"needs {n} bytes but the file ends at {self.size}; {FETCH_AGAIN}")
 
     def _read(self, offset: int, n: int) -> bytes:
         parts: list[bytes] = []
@@ -75,29 +78,23 @@ class Cursor:
             raise ExpertIOError(f"{self.label}: reading at offset {offset} failed ({error.strerror}).") from error
         return b"".join(parts)
 
+    def scalar(self, item: struct.Struct) -> Any:
+        """The next value of this format."""
+        at = self.need(item.size)
+        self.pos += item.size
+        return item.unpack_from(self.buf, at)[0]
+
     def u32(self) -> int:
         """The next 4 bytes as a number."""
-        value = self.peek_u32()
-        self.pos += 4
-        return value
-
-    def peek_u32(self) -> int:
-        """The next 4 bytes as a number, without moving on."""
-        at = self.need(4)
-        value: int = U32.unpack_from(self.buf, at)[0]
-        return value
+        return int(self.scalar(U32))
 
     def u64(self) -> int:
         """The next 8 bytes as a number."""
-        at = self.need(8)
-        value: int = U64.unpack_from(self.buf, at)[0]
-        self.pos += 8
-        return value
+        return int(self.scalar(U64))
 
     def skip(self, n: int) -> None:
         """Moves on by `n` bytes without reading them."""
-        if self.pos + n > self.size:
-            self.fail(f"needs {n} bytes but the file ends at {self.size}; {FETCH_AGAIN}")
+        self._check_end(n)
         self.pos += n
 
     def string(self, cap: int, what: str) -> bytes:
@@ -311,9 +308,8 @@ def _read_array(cur: Cursor, key: str) -> tuple[Value | None, ArrayInfo]:
     return values, info
 
 
-def _read_value(cur: Cursor) -> Value | None:
+def _read_value(cur: Cursor, gguf_type: int) -> Value | None:
     """One scalar; None for a string too long to keep."""
-    gguf_type = cur.u32()
     if gguf_type == STRING:
         n = cur.u64()
         if n > MAX_STRING_BYTES:
@@ -327,9 +323,7 @@ def _read_value(cur: Cursor) -> Value | None:
         return cur.buf[at : at + n].decode("utf-8", "replace")
     if gguf_type not in _SCALARS:
         cur.fail(f"value type {gguf_type} does not exist", cur.pos - 4)
-    item = struct.Struct(_SCALARS[gguf_type])
-    value: bool | int | float = item.unpack_from(cur.buf, cur.need(item.size))[0]
-    cur.pos += item.size
+    value: bool | int | float = cur.scalar(struct.Struct(_SCALARS[gguf_type]))
     return value
 
 
@@ -348,13 +342,12 @@ def _read_key_values(cur: Cursor, n_kv: int) -> tuple[dict[str, Value], dict[str
         cur.what = f"key {_short(key)}"
         if key in value_types:
             cur.fail("the key is there twice", start)
-        value_types[key] = cur.peek_u32()
         value: Value | None
+        value_types[key] = cur.u32()
         if value_types[key] == ARRAY:
-            cur.pos += 4
             value, arrays[key] = _read_array(cur, key)
         else:
-            value = _read_value(cur)
+            value = _read_value(cur, value_types[key])
         if value is not None:
             metadata[key] = value
     return metadata, value_types, arrays
