@@ -26,6 +26,7 @@ MAX_TAG = 160  # whole file names are tags
 _HUB_HOSTS = {HUB_HOST, "huggingface.co", "www.huggingface.co", "www.hf.co"}
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*", re.ASCII)
 _HOST = re.compile(r"(?=[^/]*[.:]|localhost$)[a-z0-9_][a-z0-9_.-]*(:\d{1,5})?", re.ASCII)
+_DEVICES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE | re.ASCII)
 _RESERVED = {"hf", "ollama"}  # prefixes, not models
 
 FORMS = 'write "model:tag", or "hf.co/user/repo:Q4_K_M" for a model of Hugging Face'
@@ -162,6 +163,8 @@ def _fault(part: str, most: int) -> str | None:
         return f"has a part of {len(part)} characters, at most {most} are allowed"
     if not _PART.fullmatch(part) or ".." in part or part.endswith("."):
         return f"has {part!r:.40}, but a part starts with a letter or digit and has only those and . _ -"
+    if _DEVICES.fullmatch(part):
+        return f"has {part!r:.40}, which is a device on some systems"
     return None
 
 

@@ -43,7 +43,7 @@ print([path for path in opened if not path.startswith(allowed)])
 def test_bad_names_open_nothing_outside_our_folders(tmp_path: Path) -> None:
     (tmp_path / "secret.gguf").write_bytes(b"secret")
     bad = [
-        "../../etc/passwd", "/etc/passwd", "a\0b", "%2e%2e/x", "x" * 10_000, "\u2025/x", "../secret.gguf",
+        "../../etc/passwd", "/etc/passwd", "a\0b", "%2e%2e/x", "x" * 10_000, "\u2025/x", "CON", "../secret.gguf",
         str(tmp_path / "secret.gguf"), "sha256:../../secret.gguf", "hf.co/../secret", "ollama:../secret", "~/x", ".",
     ]  # fmt: skip
     places = {"MOEGGUF_HOME": "home", "HF_HOME": "hf", "OLLAMA_MODELS": "ollama"}
