@@ -10,7 +10,7 @@ from fake_hub import FakeHub, cut_after, other_bytes, status
 from pull_helpers import DATA
 
 from moegguf.errors import ModelNotFoundError, PullError
-from moegguf.models import hub_api
+from moegguf.models import hub_api, hub_fetch
 from moegguf.models.hub import hub_cache
 from moegguf.models.pretrained import fetch
 
@@ -72,6 +72,16 @@ def test_a_cut_download_is_continued_and_checked(hub: FakeHub, tmp_path: Path) -
     hub.faults[ONE] = [other_bytes(DATA[:-1] + b"?")]
     with pytest.raises(PullError, match="another digest"):
         fetch("u/r", cache=tmp_path / "y")
+
+
+def test_very_large_files_come_into_the_folder_as_well(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_fetch, "PLAIN_LIMIT_BYTES", 1 << 20)
+    for _ in range(2):
+        path = fetch("u/r", local_dir=tmp_path)
+        assert path.read_bytes() == DATA and not path.is_symlink()
+    assert len(hub.gets(ONE)) == 1
 
 
 def test_the_same_file_under_another_name_comes_too(hub: FakeHub, tmp_path: Path) -> None:
