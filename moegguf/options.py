@@ -17,7 +17,7 @@ SERVER = "Server"
 GROUPS = (MODEL, MEMORY, SAMPLING, OUTPUT, SERVER, RESEARCH)
 
 KV_CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
-"""As llama.cpp's tools take them."""
+"""The names that llama.cpp's tools take."""
 MAX_CONTEXT_TOKENS = 1 << 24
 MAX_KV_TOKENS = 1 << 28  # of all sequences of a context
 MAX_BATCH_PARALLEL = 256
@@ -100,8 +100,8 @@ _TABLE = (
     ),
     Option(
         "vram_cache", "load", MEMORY,
-        "Memory of a GPU for experts, in the same forms; --expert-cache is RAM beside it. Of several GPUs together;"
-        " with commas, of each. Prompts may be staged in a part of it (`moegguf estimate`).",
+        "Memory of a GPU for experts, in the same forms; --expert-cache is RAM beside it. With several GPUs it is"
+        " their sum, or one for each, with commas. Prompts may be staged in a part of it (`moegguf estimate`).",
         ("--vram-cache",), "BUDGET", "VRAM_CACHE", "budget", "auto",
     ),
     Option(

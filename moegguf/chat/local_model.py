@@ -139,7 +139,7 @@ class LocalModel:
         """A map of the experts: which are in memory, and which the last answer used."""
         from rich.console import Console
 
-        from moegguf.terminal.heatmap import heatmap, legend, places_line
+        from moegguf.terminal.heatmap import heatmap, legend, tiers_line
         from moegguf.terminal.statistics import staged
 
         loaded = self.llm.session
@@ -156,7 +156,7 @@ class LocalModel:
         used, came = (uses - used_before)[layers], (loads - loaded_before)[layers]
         console.print(heatmap(state, used, came, layers, width=width, vram=stats.in_vram))
         console.print(legend(width, stats.in_vram))
-        print_message(f"{places_line(state, stats.in_vram)}; hit rate {stats.hit_rate:.1%}")
+        print_message(f"{tiers_line(state, stats.in_vram)}; hit rate {stats.hit_rate:.1%}")
         if stats.staging_bytes:
             print_message(f"Prompts staged since load: {staged(stats)}.")
         if not stats.exact:
