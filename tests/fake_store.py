@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Announcement, Float32s, Phase, RoutingEvent
 from moegguf.native.predictor import NativeForecast, NativePredictor
+from moegguf.native.store import Store
 
 SHAPE = MoeShape(n_layer=4, n_expert=4, n_expert_used=2, layers=(1, 2, 3), expert_bytes=100)
 AMPLE = PrefetchOptions(window=2, budget_bytes=10_000, watchdog=False)
@@ -107,8 +108,8 @@ def make_controller(
     store: RecordingStore | None = None,
     **options: Any,
 ) -> Controller:
-    made = ActingOptions(**options)
-    return Controller(SHAPE, policy or LRU, predictor or NoPrediction(SHAPE), store or RecordingStore(), made)
+    acted_on = cast(Store, store or RecordingStore())
+    return Controller(SHAPE, policy or LRU, predictor or NoPrediction(SHAPE), acted_on, ActingOptions(**options))
 
 
 def announcement(phase: Phase = Phase.DECODE, sequence: int = 0, n_tokens: int = 1) -> Announcement:

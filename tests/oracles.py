@@ -9,8 +9,7 @@ from typing import ClassVar, TypeVar
 import numpy as np
 
 from moegguf.controller.predictors.base import Predictor
-from moegguf.controller.predictors.popularity import Affinity, Popularity
-from moegguf.controller.predictors.token_table import TokenTable
+from moegguf.controller.predictors.counts import Affinity, Popularity, TokenTable
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Announcement, Float32s, Phase, RoutingEvent
 from moegguf.trace.belady import Lookups, ReplayCounts

@@ -20,9 +20,8 @@ from moegguf.controller.measured import (
     Measured,
     write_measured,
 )
-from moegguf.controller.policies import make_policy, policy_names
+from moegguf.controller.policies import AUTO, device_policy, make_policy, policy_names, ram_policy
 from moegguf.controller.policies.base import LRU, AnyPolicy
-from moegguf.controller.policies.of_tiers import AUTO, of_compute_tier, of_ram_below
 from moegguf.controller.predictors import PREDICTORS, make_predictor, prefetch_predictor
 from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.prefetch import PrefetchOptions
@@ -302,7 +301,7 @@ class TraceAnalysis:
             raise OptionError(f"--device-link is given {len(device_links)} times; several GPUs need --tensor-split.")
         _check_prefetching(options, options.timed or bool(device_links), predictors)
         plain = self.policies([name for name in policies if "=" not in name]) if ALL in policies else policies
-        of_tiers = {name: (of_compute_tier(name, "vram"), of_ram_below(name)) for name in plain}
+        of_tiers = {name: (device_policy(name, "vram"), ram_policy(name)) for name in plain}
         for name in {vram for vram, _ in of_tiers.values()} - {AUTO}:
             self.policy(name)
         named = self.predictors(predictors)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from moegguf.controller.predictors.skip import Skip
+from moegguf.controller.predictors.router_inputs import Skip
 from moegguf.controller.shape import MoeShape
 from moegguf.gguf.routers import Routers
 from moegguf.native.events import Float32s

@@ -13,9 +13,8 @@ from traces import SMALL, random_trace
 
 from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
-from moegguf.controller.policies.base import LRU, AnyPolicy, Policy
+from moegguf.controller.policies.base import LOCALITY, LRU, AnyPolicy, Policy
 from moegguf.controller.policies.baselines import LeastStale, Lfu, LfuRequest, Random
-from moegguf.controller.policies.locality import LOCALITY
 from moegguf.controller.policies.sparsity import SparsityAware
 from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.prefetch import PrefetchOptions

@@ -24,7 +24,7 @@ from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
 from moegguf.controller.policies.sparsity import SparsityAware
 from moegguf.controller.predictors.base import NoPrediction, Predictor
-from moegguf.controller.predictors.previous_token import PreviousToken
+from moegguf.controller.predictors.counts import PreviousToken
 from moegguf.controller.watchdog import Watchdog, WatchdogOptions
 from moegguf.native.events import Float32s, Phase, RoutingEvent
 from moegguf.native.store import NativePolicy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moegguf.controller.predictors.mlp import MlpPredictor, probabilities, window_pairs
+from moegguf.controller.predictors.router_inputs import MlpPredictor, probabilities, window_pairs
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.native.events import Phase, RoutingEvent

@@ -7,7 +7,7 @@ import pytest
 from oracles import accuracy, counted
 from traces import random_trace
 
-from moegguf.controller.predictors.popularity import Affinity, Popularity
+from moegguf.controller.predictors.counts import Affinity, Popularity
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Phase, RoutingEvent
 from moegguf.trace.trace import Trace, TraceHeader

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from traces import random_trace
 
-from moegguf.controller.predictors.previous_token import PreviousToken
+from moegguf.controller.predictors.counts import PreviousToken
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Announcement, Phase, RoutingEvent
 

@@ -9,7 +9,7 @@ import pytest
 from oracles import accuracy
 from traces import hidden_routers, random_trace
 
-from moegguf.controller.predictors.skip import Skip
+from moegguf.controller.predictors.router_inputs import Skip
 from moegguf.controller.shape import MoeShape
 from moegguf.gguf.routers import Gating, Router, Routers
 from moegguf.native.events import Announcement, Float32s, Phase, RoutingEvent

@@ -9,7 +9,7 @@ import pytest
 from oracles import accuracy, counted
 from traces import random_trace
 
-from moegguf.controller.predictors.token_table import MAX_COUNT, TokenTable
+from moegguf.controller.predictors.counts import MAX_COUNT, TokenTable
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.native.events import Announcement, Phase, RoutingEvent
