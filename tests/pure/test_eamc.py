@@ -82,7 +82,7 @@ def test_a_request_joins_the_collection_when_the_next_one_begins() -> None:
     for pass_, phase in enumerate((Phase.PREFILL, Phase.DECODE, Phase.DECODE)):
         for il in range(4):
             predictor.observe(routed(il, il % 2, pass_=pass_, phase=phase))
-    assert predictor.eamcs.n_entries == 0
+    assert predictor.eamcs.prefill.n_entries == predictor.eamcs.decode.n_entries == 0
     predictor.observe(routed(0, 0, pass_=3, sequence=1))
     np.testing.assert_array_equal(predictor.eamcs.prefill.state, [[[1, 0], [0, 1], [1, 0], [0, 1]]])
     np.testing.assert_array_equal(predictor.eamcs.decode.state, [[[2, 0], [0, 2], [2, 0], [0, 2]]])

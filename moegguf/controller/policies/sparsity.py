@@ -9,7 +9,7 @@ import numpy as np
 from moegguf.controller.collection import EamcPair
 from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
-from moegguf.controller.predictors.eamc import N_MATCHES, OWN_SHARE, Learner, PredictEam
+from moegguf.controller.predictors.eamc import OWN_SHARE, Learner, PredictEam
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Float32s
 
@@ -22,24 +22,16 @@ class SparsityAware(Learner):
 
     pEAM are the aggregated counts of past requests that resemble the pass in progress and n_token their sum in that
     row, independent of the predictor in use. L layers have experts and il counts these from 0. Early layers are
-    favoured because little can be prefetched for them (section 4.6); `layer_decay` False omits that factor, for a store
-    without prefetching. Without any counts all scores are 0: least recent use.
+    favoured because little can be prefetched for them (section 4.6). Without any counts all scores are 0: least recent
+    use.
     """
 
     name: ClassVar[str] = "sparsity"
 
-    def __init__(
-        self,
-        shape: MoeShape,
-        eamcs: EamcPair | None = None,
-        n_matches: int = N_MATCHES,
-        own_share: float = 0.0,
-        layer_decay: bool = True,
-    ) -> None:
-        self.predict_eam = PredictEam(shape, eamcs, n_matches, own_share)
+    def __init__(self, shape: MoeShape, eamcs: EamcPair | None = None, own_share: float = 0.0) -> None:
+        self.predict_eam = PredictEam(shape, eamcs, own_share=own_share)
         self._decay = np.zeros((shape.n_layer, 1), np.float32)
-        ahead = np.arange(len(shape.layers)) if layer_decay else np.zeros(len(shape.layers))
-        self._decay[list(shape.layers), 0] = 1 - ahead / len(shape.layers)
+        self._decay[list(shape.layers), 0] = 1 - np.arange(len(shape.layers)) / len(shape.layers)
 
     def scores(self, history: History, forecast: Forecast) -> Float32s | None:
         """(n_layer, n_expert), updated at every routing event."""

@@ -140,7 +140,8 @@ class TokenTable(Predictor):
     def from_weights(cls, shape: MoeShape, weights: Weights) -> TokenTable:
         """From a file's arrays; ValueError when they do not fit the shape."""
         tokens = weights.arrays["tokens"]
-        if tokens.ndim != 1 or tokens.dtype != np.int32 or not _distinct_below(tokens, shape.n_vocab):
+        below = tokens.min(initial=0) >= 0 and tokens.max(initial=-1) < shape.n_vocab
+        if tokens.ndim != 1 or tokens.dtype != np.int32 or not below or len(np.unique(tokens)) != len(tokens):
             raise ValueError("'tokens' must be different token ids of the model")
         counts = weights.array("counts", len(tokens), len(shape.layers), shape.n_expert)
         if counts.min(initial=0) < 0 or counts.max(initial=0) > MAX_COUNT:
@@ -187,9 +188,3 @@ class TokenTable(Predictor):
         popularity = self._popularity[rows]
         sums = np.maximum(popularity.sum(axis=-1, keepdims=True), 1.0)
         return np.asarray(popularity * (self.shape.n_expert_used / sums), np.float32)
-
-
-def _distinct_below(tokens: npt.NDArray[np.int32], n_vocab: int) -> bool:
-    if len(tokens) == 0:
-        return True
-    return bool(tokens.min() >= 0 and tokens.max() < n_vocab and len(np.unique(tokens)) == len(tokens))
