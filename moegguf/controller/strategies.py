@@ -46,7 +46,7 @@ class Strategy:
         return {name: getattr(self, name) for name in ("chunked", "preempt", "overlap", "sweep", "stream")}
 
     def store_options(self) -> StoreOptions:
-        """Of a live model."""
+        """The options of a live model's store."""
         return StoreOptions(**self.switches)
 
     def parts(self, policy: Any, predictor: Any, prefetch: Prefetch) -> tuple[Any, Any, Prefetch]:

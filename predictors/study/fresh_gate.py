@@ -23,5 +23,5 @@ class FreshGate(Skip):
         """None: it is a control, and predicts nothing."""
 
     def predict(self, il: int, distance: int) -> Float32s | None:
-        """As `Predictor.predict`, at distance 0 only."""
+        """None but at distance 0."""
         return self._through_router(il, distance) if distance == 0 else None

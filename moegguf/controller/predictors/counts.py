@@ -32,11 +32,11 @@ class Popularity(Predictor):
         return cls(shape, weights.array("popularity", len(shape.layers), shape.n_expert))
 
     def fork(self) -> Popularity:
-        """As `Predictor.fork`."""
+        """Itself: it keeps nothing of a sequence."""
         return self
 
     def predict(self, il: int, distance: int) -> Float32s | None:
-        """As `Predictor.predict`; does not depend on `distance`."""
+        """The same at any distance."""
         row = self.shape.row_of.get(il)
         return None if row is None else self._probabilities[row]
 
@@ -68,15 +68,15 @@ class Affinity(Predictor):
             np.minimum(self._probabilities, 1.0, out=self._probabilities)
 
     def predict(self, il: int, distance: int) -> Float32s | None:
-        """As `Predictor.predict`, at distance 1 only."""
+        """None but at distance 1."""
         return self._probabilities if distance == 1 and il == self._next else None
 
     def fork(self) -> Affinity:
-        """As `Predictor.fork`."""
+        """Shares the matrix."""
         return Affinity(self.shape, self.affinity)
 
     def native(self) -> NativePredictor:
-        """As `Predictor.native`."""
+        """The matrix."""
         return NativePredictor(self.name, {"affinity": np.ascontiguousarray(self.affinity, np.float32)})
 
 
@@ -104,15 +104,15 @@ class PreviousToken(Predictor):
         self._seen[event.il] = True
 
     def predict(self, il: int, distance: int) -> Float32s | None:
-        """As `Predictor.predict`, at any distance."""
+        """The same at any distance."""
         return self._used[il] if il in self.shape.row_of and self._seen[il] else None
 
     def fork(self) -> PreviousToken:
-        """As `Predictor.fork`."""
+        """Shares nothing."""
         return PreviousToken(self.shape)
 
     def native(self) -> NativePredictor:
-        """As `Predictor.native`."""
+        """Needs no arrays."""
         return NativePredictor(self.name)
 
 
@@ -160,7 +160,7 @@ class TokenTable(Predictor):
             self._token = -1
 
     def predict(self, il: int, distance: int) -> Float32s | None:
-        """As `Predictor.predict`, at any distance; None without a token."""
+        """The same at any distance; None without a token."""
         row = self.shape.row_of.get(il)
         if row is None or self._token < 0:
             return None
@@ -173,13 +173,13 @@ class TokenTable(Predictor):
         return np.minimum((counts + average) / (float(counts.sum()) / n_used + 1.0), 1.0)
 
     def fork(self) -> TokenTable:
-        """As `Predictor.fork`."""
+        """Shares the counts."""
         other = copy.copy(self)
         other._token = -1
         return other
 
     def native(self) -> NativePredictor:
-        """As `Predictor.native`."""
+        """The counts, and what an average token uses."""
         average = self._average(slice(None))
         return NativePredictor(self.name, {"entry_of": self._entry_of, "counts": self._counts, "average": average})
 

@@ -151,7 +151,7 @@ class EamcPredictor(Learner, Predictor):
         self.predict_eam.update(self._history)
 
     def predict(self, il: int, distance: int) -> Float32s | None:
-        """As `Predictor.predict`, at any distance; None when neither the collection nor this request has counts."""
+        """The same at any distance; None when neither the collection nor this request has counts."""
         if il not in self.shape.row_of:
             return None
         probabilities = self.predict_eam.row(il)

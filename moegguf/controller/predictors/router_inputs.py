@@ -63,15 +63,15 @@ class Skip(InputPredictor):
         self.routers = routers
 
     def predict(self, il: int, distance: int) -> Float32s | None:
-        """As `Predictor.predict`: the probabilities of the router of layer `il`."""
+        """The probabilities of the router of layer `il`."""
         return self._through_router(il, distance) if distance > 0 else None
 
     def fork(self) -> Skip:
-        """As `Predictor.fork`."""
+        """Shares the routers."""
         return type(self)(self.shape, self.routers)
 
     def native(self) -> NativePredictor | None:
-        """As `Predictor.native`: the routers in signed bytes, with a scale per expert."""
+        """The routers in signed bytes, with a scale per expert."""
         arrays: dict[str, Array] = {
             "n_embd": integers(self.shape.n_embd), "gating": integers(self.routers.gating),
             "n_group": integers(self.routers.n_group), "n_group_used": integers(self.routers.n_group_used),
@@ -84,7 +84,7 @@ class Skip(InputPredictor):
         return NativePredictor(self.name, arrays)
 
     def release(self) -> None:
-        """As `Predictor.release`: the routers in float32."""
+        """Forgets the routers in float32."""
         self.routers = replace(self.routers, routers={})
 
     def _through_router(self, il: int, distance: int) -> Float32s | None:
@@ -144,7 +144,7 @@ class MlpPredictor(InputPredictor):
         return cls(shape, {pair: network(pair) for pair in window_pairs(shape, windows)})
 
     def predict(self, il: int, distance: int) -> Float32s | None:
-        """As `Predictor.predict`; None for a pair without a network."""
+        """None for a pair without a network."""
         vector = self._input_for(il, distance)
         network = None if self._source is None else self._networks.get((self._source, il))
         if vector is None or network is None:
@@ -154,11 +154,11 @@ class MlpPredictor(InputPredictor):
         return probabilities(logits, self.shape.n_expert_used)
 
     def fork(self) -> MlpPredictor:
-        """As `Predictor.fork`."""
+        """Shares the networks."""
         return MlpPredictor(self.shape, self._networks)
 
     def native(self) -> NativePredictor | None:
-        """As `Predictor.native`: the networks as they are, in signed bytes; None in a model of one MoE layer."""
+        """The networks as they are, in signed bytes; None in a model of one MoE layer."""
         if not self._networks:
             return None
         arrays: dict[str, Array] = {

@@ -50,7 +50,7 @@ class PerSequence(Predictor):
                 follower.observe(_event_of(event, part, self._announced))
 
     def predict(self, il: int, distance: int) -> Float32s | None:
-        """As `Predictor.predict`, of the sequences of this pass together."""
+        """The probability that any sequence of this pass uses each expert."""
         found = [row for follower in self._present if (row := follower.predict(il, distance)) is not None]
         if len(found) < 2:
             return found[0] if found else None
@@ -58,7 +58,7 @@ class PerSequence(Predictor):
         return 1 - unused
 
     def native(self) -> NativePredictor | None:
-        """As `Predictor.native`; the store follows each sequence likewise, and asks eight of them at most."""
+        """The one wrapped; the store follows each sequence likewise, and asks eight of them at most."""
         return self._alone.native()
 
     def _set_present(self, parts: list[Part]) -> None:
