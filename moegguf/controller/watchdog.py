@@ -38,8 +38,8 @@ class Watchdog:
     smaller stall can cost more compute than it saves. Periods with and without differ in that alone: the controller
     listens, counts and predicts in both.
 
-    A trial alternates periods, shorter ones without prefetching, as it mostly pays; the first token of a period is left out,
-    because it bears the effects of the period before. It ends as soon as the difference is clear: when the token times
+    A trial alternates periods, shorter ones without prefetching, as it mostly pays; the first token of each is left
+    out, because it bears the effects of the period before. It ends as soon as the difference is clear: when token times
     with prefetching, made longer by the gain that it has to bring, rank below those without, or above, by `certainty`.
     Ranks, so that a few slow tokens do not decide. Otherwise the medians of all periods decide, until the next trial.
 

@@ -18,10 +18,12 @@ import numpy.typing as npt
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import TraceError
 from moegguf.native.events import Announcement, Float32s, Int32s, Phase, RoutingEvent
-from moegguf.trace.format import BLOCK_BYTES, MAX_TEXT, FileHeader, TraceWriter
-from moegguf.trace.trace import Setting, Trace, TraceHeader
+from moegguf.trace.format import TraceWriter
+from moegguf.trace.header import FileHeader
+from moegguf.trace.trace import MAX_TEXT, Setting, Trace, TraceHeader
 
 BLOCK_PASSES = 256
+BLOCK_BYTES = 64 << 20  # of one block in memory, unless a single pass has more
 
 T = TypeVar("T")
 

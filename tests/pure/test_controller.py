@@ -131,7 +131,7 @@ def test_the_watchdog_keeps_prefetching_only_while_it_saves_time() -> None:
         assert controller.watchdog is not None
         assert controller.prefetching
         options = controller.watchdog.options
-        n_trial = options.warm_tokens + options.turns * (options.off_tokens + options.on_tokens)
+        n_trial = options.warm_tokens + options.periods * (options.off_tokens + options.on_tokens)
         for pass_ in range(n_trial + 10):
             run_pass(controller, pass_=pass_)
             store.clock_ns += 1000 - saved_ns * controller.prefetching
