@@ -11,6 +11,7 @@ import pytest
 from oracles import lru
 from traces import SMALL, random_trace
 
+from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
 from moegguf.controller.policies.base import LOCALITY, LRU, AnyPolicy, Policy
@@ -22,7 +23,7 @@ from moegguf.controller.shape import MoeShape
 from moegguf.errors import CallbackError, OptionError
 from moegguf.native.events import Float32s, RoutingEvent
 from moegguf.native.store import NativePolicy
-from moegguf.trace.analysis import gap_closed_by, replay_table
+from moegguf.trace.analysis import TraceAnalysis, gap_closed_by
 from moegguf.trace.belady import BELADY, Lookups, belady
 from moegguf.trace.simulate import SimOptions, SimResult, Simulation, fitted, layout_of, slots_of
 
@@ -159,10 +160,11 @@ def test_a_layout_is_made_from_the_shape_alone() -> None:
 
 def test_the_table_comes_in_order_with_the_bound_last() -> None:
     reported: list[str] = []
-    policies = {"lru": lambda: LRU, "lfu-decay": lambda: LFU_DECAY}
-    rows = replay_table(TRACE, policies, {"none": lambda: NoPrediction(SMALL)}, [0.25, 0.5], progress=reported.append)  # type: ignore[arg-type]
+    analysis = TraceAnalysis(TRACE, Artifacts(None))
+    policies = ["lru", "lfu-decay"]
+    rows = analysis.simulate(policies, ["none"], [0.25, 0.5], progress=lambda *step: reported.append(step[0]))
     assert [(row.policy, row.share) for row in rows] == [
         ("lru", 0.25), ("lfu-decay", 0.25), (BELADY, 0.25), ("lru", 0.5), ("lfu-decay", 0.5), (BELADY, 0.5),
     ]  # fmt: skip
     assert [gap_closed_by(rows, row) for row in rows[:3:2]] == [0.0, 1.0]
-    assert reported[0] == "lru with none in 20 slots"
+    assert reported[0] == "hit rates: lru with none in 20 slots"
