@@ -106,7 +106,7 @@ def test_layers_without_experts_are_ignored() -> None:
     assert controller.history.clock == controller.n_events == 0
 
 
-FOUR_TURNS = WatchdogOptions(off_tokens=4, on_tokens=4, turns=2, certainty=float("inf"), warm_tokens=0, pause_tokens=10)
+FOUR_PERIODS = WatchdogOptions(off_tokens=4, on_tokens=4, periods=2, certainty=float("inf"), warm_tokens=0, pause_tokens=10)
 
 
 def with_watchdog(store: RecordingStore) -> Controller:
@@ -140,14 +140,14 @@ def test_the_watchdog_keeps_prefetching_only_while_it_saves_time() -> None:
         assert controller.may_prefetch
 
 
-def test_turns_without_prefetching_differ_in_acting_only() -> None:
+def test_periods_without_prefetching_differ_in_acting_only() -> None:
     store = RecordingStore()
     native = NativePolicy("next-use", {}, takes_forecast=True)
     controller = make_controller(
         native, ScriptedPredictor(first_two, store), store, prefetch=replace(AMPLE, watchdog=True),
         clock_ns=lambda: store.clock_ns,
     )  # fmt: skip
-    controller.watchdog = Watchdog(FOUR_TURNS)
+    controller.watchdog = Watchdog(FOUR_PERIODS)
     seen: dict[bool, set[str]] = {False: set(), True: set()}
     predicted: dict[bool, list[int]] = {False: [], True: []}
     for pass_ in range(18):
@@ -162,7 +162,7 @@ def test_turns_without_prefetching_differ_in_acting_only() -> None:
     assert seen[True] - seen[False] == {"prefetch", "forecast"}
     assert set(predicted[True]) == set(predicted[False])
     assert controller.watchdog.resting and controller.redundant
-    assert store.named("forecast") == []  # cleared once, when the turn ended
+    assert store.named("forecast") == []  # cleared once, when the period ended
     assert controller.history.clock == 18 * 3
 
 
@@ -178,7 +178,7 @@ def test_the_store_predicts_nothing_between_trials_that_said_no() -> None:
     store = RecordingStore()
     controller = native_prediction(store, PreviousToken(SHAPE), prefetch=replace(AMPLE, watchdog=True))
     assert store.actions == [("policy", "lru"), ("predictor", "previous-token")]
-    controller.watchdog = Watchdog(FOUR_TURNS)
+    controller.watchdog = Watchdog(FOUR_PERIODS)
     for pass_ in range(17):
         run_pass(controller, pass_=pass_)
         store.clock_ns += 1000

@@ -164,7 +164,7 @@ def test_a_store_that_cannot_begin_to_predict_again_is_one_warning() -> None:
     controller = build_controller(SHAPE, LRU, Foretold(first_two), store, options)
     assert controller is not None
     assert controller.native
-    brief = WatchdogOptions(off_tokens=2, on_tokens=2, turns=1, warm_tokens=0, gain=0.9, pause_tokens=4)
+    brief = WatchdogOptions(off_tokens=2, on_tokens=2, periods=1, warm_tokens=0, gain=0.9, pause_tokens=4)
     controller.watchdog = Watchdog(brief)
 
     def decode() -> None:
