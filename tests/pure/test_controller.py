@@ -106,7 +106,9 @@ def test_layers_without_experts_are_ignored() -> None:
     assert controller.history.clock == controller.n_events == 0
 
 
-FOUR_PERIODS = WatchdogOptions(off_tokens=4, on_tokens=4, periods=2, certainty=float("inf"), warm_tokens=0, pause_tokens=10)
+FOUR_PERIODS = WatchdogOptions(
+    off_tokens=4, on_tokens=4, periods=2, certainty=float("inf"), warm_tokens=0, pause_tokens=10
+)
 
 
 def with_watchdog(store: RecordingStore) -> Controller:
