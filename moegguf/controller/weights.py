@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -85,20 +85,6 @@ def load(
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
         warnings.warn(f"the file {str(path)!r} is not used: {why}; going on without it.", stacklevel=2)
         return None
-
-
-def load_nearest(
-    paths: Iterable[Path], predictor: str, fingerprint: str, shape: MoeShape, build: Callable[[Weights], T]
-) -> T | None:
-    """`load` of the first usable file; None when none is. Raises FileNotFoundError without any path."""
-    path = None
-    for path in paths:
-        found = load(path, predictor, fingerprint, shape, build)
-        if found is not None:
-            return found
-    if path is None:
-        raise FileNotFoundError
-    return None
 
 
 def _read(path: Path, predictor: str, fingerprint: str, shape: MoeShape) -> Weights:

@@ -9,7 +9,6 @@ from moegguf.controller.policies.base import LOCALITY, LRU, AnyPolicy
 from moegguf.controller.policies.baselines import LeastStale, Lfu, LfuRequest, Random, Static
 from moegguf.controller.policies.sparsity import OwnSparsityAware, SparsityAware
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.weights import load_nearest
 from moegguf.errors import OptionError
 from moegguf.native.store import native_policies
 
@@ -19,12 +18,9 @@ TIERS = ("vram", "ram")
 
 def _static(shape: MoeShape, artifacts: Artifacts) -> AnyPolicy:
     """From the nearest popularity file of the model; LRU, after a warning, when every such file is damaged."""
-    n_row = len(shape.layers)
+    size = len(shape.layers), shape.n_expert
     try:
-        static = load_nearest(
-            artifacts.find("popularity.safetensors"), "popularity", artifacts.fingerprint, shape,
-            lambda weights: Static(shape, weights.array("popularity", n_row, shape.n_expert)),
-        )  # fmt: skip
+        static = artifacts.load("popularity", shape, lambda saved: Static(shape, saved.array("popularity", *size)))
     except FileNotFoundError as error:
         raise OptionError(
             "the policy 'static' needs the model's popularity.safetensors (predictors/train/predictor.py, on a trace)."

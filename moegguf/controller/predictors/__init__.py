@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.predictors.base import NoPrediction, Predictor
@@ -12,7 +13,7 @@ from moegguf.controller.predictors.expert_mlp import ExpertMlp
 from moegguf.controller.predictors.router_inputs import MlpPredictor, Skip
 from moegguf.controller.predictors.routing_path import RoutingPath
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.weights import Weights, load_nearest
+from moegguf.controller.weights import Weights
 from moegguf.errors import OptionError
 
 Make = Callable[[MoeShape, Artifacts], Predictor]
@@ -22,9 +23,8 @@ def _learned(name: str, build: Callable[[MoeShape, Weights], Predictor]) -> Make
     """From the nearest usable file `NAME.safetensors`; OptionError without a file, NoPrediction if all are damaged."""
 
     def make(shape: MoeShape, artifacts: Artifacts) -> Predictor:
-        paths = artifacts.find(f"{name}.safetensors")
         try:
-            found = load_nearest(paths, name, artifacts.fingerprint, shape, lambda weights: build(shape, weights))
+            found = artifacts.load(name, shape, partial(build, shape))
         except FileNotFoundError as error:
             raise OptionError(
                 f"the predictor {name!r} has to be trained for this model first, on a trace"
