@@ -350,7 +350,7 @@ class TraceAnalysis:
                 fetched = PrefetchOptions() if fetched is True else fetched or None
                 result = Simulation(
                     self.trace, self.policy(found.policy), self.predictor(ahead or found.predictor), n_slots,
-                    replace(options, prefetch=fetched, **strategy.switches),
+                    replace(options, prefetch=fetched, store=strategy.store),
                 ).run()  # fmt: skip
                 rows.append(_row(result.policy, result.predictor, share, result, strategy=strategy.name))
             rows.append(_bound(self.trace, share))

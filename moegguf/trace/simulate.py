@@ -60,19 +60,15 @@ class SimOptions:
     """Options of a replay.
 
     prefetch: None acts on no prediction. link_bytes_per_s 0: transfers are free. layer_compute_us: time of a layer
-    for one token; a pass of n tokens takes n times as long. ram: None, unless layers compute on a device. The others:
-    as in StoreOptions.
+    for one token; a pass of n tokens takes n times as long. store: switches that a strategy sets. ram: None,
+    unless layers compute on a device.
     """
 
     prefetch: PrefetchOptions | None = None
     link_bytes_per_s: float = 0.0
     link_latency_s: float = 0.0
     layer_compute_us: float = 0.0
-    overlap: bool = True
-    sweep: bool = True
-    stream: bool = False
-    chunked: bool = True
-    preempt: bool = True
+    store: StoreOptions = field(default_factory=StoreOptions)
     ram: RamTier | None = None
 
     @property
@@ -83,15 +79,14 @@ class SimOptions:
     @property
     def any_pass(self) -> bool:
         """Whether passes of more experts of a layer than there are slots need no splitting."""
-        return self.ram.n_staging > 0 if self.ram else self.store.can_stream
+        return self.ram.n_staging > 0 if self.ram else self.simulated.can_stream
 
     @property
-    def store(self) -> StoreOptions:
+    def simulated(self) -> StoreOptions:
         """The options of the simulated store."""
         copied = (self.ram and self.ram.link) or Link(0.0)
-        return StoreOptions(
-            repack=False, fill=False, simulate=True, overlap=self.overlap, sweep=self.sweep, stream=self.stream,
-            chunked=self.chunked, preempt=self.preempt, link_bytes_per_s=self.link_bytes_per_s,
+        return replace(
+            self.store, repack=False, fill=False, simulate=True, link_bytes_per_s=self.link_bytes_per_s,
             link_latency_s=self.link_latency_s, copy_bytes_per_s=copied.bytes_per_s, copy_latency_s=copied.latency_s,
             staging=self.ram.n_staging if self.ram else None,
         )  # fmt: skip
@@ -381,7 +376,8 @@ class Simulation:
         """
         options = self.options
         ram = options.ram
-        store = Store(layout_of(self.trace.shape), self.slots, options.store, n_lower_slots=ram.n_slots if ram else 0)
+        n_ram = ram.n_slots if ram else 0
+        store = Store(layout_of(self.trace.shape), self.slots, options.simulated, n_lower_slots=n_ram)
         try:
             if ram is not None and ram.n_slots:
                 store.set_policy_of(Tier.LOWER, ram.policy)

@@ -79,7 +79,7 @@ def simulated(trace: Trace, policy: Policy | str, predictor: str, path: Path, n_
     artifacts = Artifacts(read_layout(path))
     made = make_policy(policy, trace.shape, artifacts) if isinstance(policy, str) else policy
     ahead = make_predictor(predictor, trace.shape, artifacts)
-    return Simulation(trace, made, ahead, n_slots, SimOptions(sweep=False)).run()
+    return Simulation(trace, made, ahead, n_slots, SimOptions(store=StoreOptions(sweep=False))).run()
 
 
 def assert_equal(trace: Trace, result: SimResult) -> None:
@@ -181,7 +181,7 @@ def test_a_simulation_of_two_tiers_counts_what_each_of_them_counted(
     assert trace.header.settings["events_dropped"] == 0
     ram_tier = RamTier(n_slots[1], ram, Link(2e9, 2e-5), staging)
     policy, predictor = make_policy(vram, trace.shape, Artifacts(read_layout(model))), NoPrediction(trace.shape)
-    options = SimOptions(sweep=False, link_bytes_per_s=1e9, ram=ram_tier)
+    options = SimOptions(store=StoreOptions(sweep=False), link_bytes_per_s=1e9, ram=ram_tier)
     result = Simulation(trace, policy, predictor, n_slots[0], options).run()
     assert compared(tiers) == compared({name: result.tiers[name] for name in tiers})
     assert all(result.tiers[name].evictions > 0 for name in (VRAM, RAM))

@@ -314,7 +314,7 @@ def test_simulated_devices_count_what_each_of_two_servers_counted(
     ram_tier = RamTier(n_ram, "slru", Link(2e9, 2e-5), staging)
     policy = make_policy("next-use", trace.shape, Artifacts(read_layout(path)))
     slots = [replace(device, link=None) for device in devices]
-    options = SimOptions(sweep=False, link_bytes_per_s=1e9, ram=ram_tier)
+    options = SimOptions(store=StoreOptions(sweep=False), link_bytes_per_s=1e9, ram=ram_tier)
     result = Simulation(trace, policy, NoPrediction(trace.shape), slots, options).run()
     for name in tiers:
         for figure in compared:

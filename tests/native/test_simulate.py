@@ -22,7 +22,7 @@ from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import CallbackError, OptionError
 from moegguf.native.events import Float32s, RoutingEvent
-from moegguf.native.store import NativePolicy
+from moegguf.native.store import NativePolicy, StoreOptions
 from moegguf.trace.analysis import TraceAnalysis, gap_closed_by
 from moegguf.trace.belady import BELADY, Lookups, belady
 from moegguf.trace.simulate import SimOptions, SimResult, Simulation, fitted, layout_of, slots_of
@@ -42,7 +42,7 @@ def run(policy: AnyPolicy, n_slots: int = 24, **options: object) -> SimResult:
 
 @pytest.mark.parametrize("n_slots", [2, 3, 5, 8, 9, 10, 16, 24, 40, 79, 80])
 def test_the_store_counts_what_an_independent_lru_counts(n_slots: int) -> None:
-    result = run(LRU, n_slots, sweep=False, overlap=False)
+    result = run(LRU, n_slots, store=StoreOptions(sweep=False, overlap=False))
     replay = lru(Lookups.of(fitted(TRACE, n_slots)), n_slots)
     counted = (result.counters["lookups"], result.counters["misses"], result.counters["evictions"])
     assert counted == (replay.lookups, replay.misses, replay.evictions)
@@ -96,7 +96,7 @@ def test_a_policy_that_fails_ends_the_simulation_with_its_name() -> None:
 
 
 def test_time_is_compute_plus_stall() -> None:
-    result = run(LRU, link_bytes_per_s=1e9, layer_compute_us=5.0, sweep=False)
+    result = run(LRU, link_bytes_per_s=1e9, layer_compute_us=5.0, store=StoreOptions(sweep=False))
     decode = result.decode
     assert decode.stall_ns == decode.bytes_missed  # a byte per ns, nothing overlaps
     assert decode.tokens == 6 * 40
