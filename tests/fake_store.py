@@ -83,8 +83,14 @@ class ScriptedPredictor(Predictor):
 
     name: ClassVar[str] = "scripted"
 
-    def __init__(self, answer: Callable[[int], Any], store: RecordingStore | None = None) -> None:
-        super().__init__(SHAPE, reach=3)
+    def __init__(
+        self,
+        answer: Callable[[int], Any],
+        store: RecordingStore | None = None,
+        shape: MoeShape = SHAPE,
+        reach: int = 3,
+    ) -> None:
+        super().__init__(shape, reach)
         self.answer, self.store = answer, store or RecordingStore()
 
     def announce(self, announcement: Announcement) -> None:

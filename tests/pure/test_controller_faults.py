@@ -55,8 +55,6 @@ def raises() -> Any:
 BAD_ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
     "raises": (raises, "raised ZeroDivisionError: mine"),
     "flat": (lambda: np.zeros(16, np.float32), r"the shape \(16,\), not \(4, 4\)"),
-    "transposed": (lambda: np.zeros((4, 5), np.float32), r"the shape \(4, 5\)"),
-    "number": (lambda: 1.0, r"the shape \(\)"),
     "slow": (lambda: time.sleep(0.06), r"took 0\.\d s at one routing event"),
 }
 
@@ -94,10 +92,7 @@ def test_a_predictor_that_raises_is_dropped_with_one_warning(where: str, monkeyp
 
 
 INVALID: dict[str, Callable[[int], Any]] = {
-    "long": lambda il: np.zeros(5, np.float32),
-    "table": lambda il: np.zeros(SHAPE.table, np.float32),
     "nan": lambda il: np.array([0, np.nan, 0, 0], np.float32),
-    "text": lambda il: "no",
     "slow": lambda il: time.sleep(0.06),
 }
 
@@ -125,15 +120,6 @@ def test_the_forecast_of_a_dropped_predictor_is_discarded() -> None:
         controller.observe(routed(2))
     run_pass(controller, pass_=1)
     assert [known for _, known in policy.seen] == [[2, 3], [], [], [], []]
-
-
-def test_probabilities_out_of_range_are_clipped() -> None:
-    store = RecordingStore()
-    wild = ScriptedPredictor(lambda il: np.array([7, -7, np.inf, -np.inf], np.float32))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        run_pass(make_controller(CountingPolicy(), wild, store, prefetch=AMPLE))
-    assert store.named("prefetch")[0] == [(1, 0), (1, 2), (2, 0), (2, 2)]
 
 
 def test_an_error_after_stop_is_no_warning() -> None:
