@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, cast
 
 import numpy as np
+from traces import routed
 
 from moegguf.controller.controller import ActingOptions, Controller
 from moegguf.controller.forecast import Forecast
@@ -122,14 +123,10 @@ def announcement(phase: Phase = Phase.DECODE, sequence: int = 0, n_tokens: int =
     return Announcement(0, sequence, phase, np.zeros(n_tokens, np.int32))
 
 
-def routed(il: int, *experts: int, phase: Phase = Phase.DECODE, pass_: int = 0, sequence: int = 0) -> RoutingEvent:
-    return RoutingEvent(pass_, 0, 0, sequence, phase, 0, il, np.array([experts or (0, 1)], np.int32))
-
-
 def run_pass(controller: Controller, phase: Phase = Phase.DECODE, pass_: int = 0, sequence: int = 0) -> None:
     controller.announce(announcement(phase, sequence))
     for il in SHAPE.layers:
-        controller.observe(routed(il, phase=phase, pass_=pass_, sequence=sequence))
+        controller.observe(routed(il, 0, 1, phase=phase, pass_=pass_, sequence=sequence))
 
 
 def run_passes(controller: Controller, passes: Iterable[int]) -> None:

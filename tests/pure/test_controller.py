@@ -15,9 +15,9 @@ from fake_store import (
     announcement,
     first_two,
     make_controller,
-    routed,
     run_pass,
 )
+from traces import routed
 
 from moegguf.controller.controller import ActingOptions, Controller, build_controller
 from moegguf.controller.forecast import Forecast
@@ -38,7 +38,7 @@ def test_an_event_updates_predicts_scores_and_prefetches_in_this_order() -> None
         ("announce", 0), ("predict", (1, 1)), ("predict", (2, 2)), ("prefetch", [(1, 0), (1, 1), (2, 0), (2, 1)]),
     ]  # fmt: skip
     store.actions.clear()
-    controller.observe(routed(1))
+    controller.observe(routed(1, 0, 1))
     assert store.actions == [
         ("observe", 1), ("predict", (2, 1)), ("predict", (3, 2)), ("policy", 1), ("scores", 1.0),
         ("prefetch", [(3, 0), (3, 1)]),
@@ -102,7 +102,7 @@ def test_none_keeps_the_last_scores() -> None:
 
 def test_layers_without_experts_are_ignored() -> None:
     controller = make_controller(CountingPolicy())
-    controller.observe(routed(0))
+    controller.observe(routed(0, 0, 1))
     assert controller.history.clock == controller.n_events == 0
 
 

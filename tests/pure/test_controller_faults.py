@@ -18,10 +18,10 @@ from fake_store import (
     announcement,
     first_two,
     make_controller,
-    routed,
     run_pass,
     run_passes,
 )
+from traces import routed
 
 from moegguf.controller.controller import ActingOptions, build_controller
 from moegguf.controller.forecast import Forecast
@@ -114,10 +114,10 @@ def test_the_forecast_of_a_dropped_predictor_is_discarded() -> None:
     predictor = ScriptedPredictor(first_two)
     controller = make_controller(policy, predictor)
     controller.announce(announcement())
-    controller.observe(routed(1))
+    controller.observe(routed(1, 0, 1))
     predictor.answer = lambda il: raises()
     with pytest.warns(UserWarning, match="going on without it"):
-        controller.observe(routed(2))
+        controller.observe(routed(2, 0, 1))
     run_pass(controller, pass_=1)
     assert [known for _, known in policy.seen] == [[2, 3], [], [], [], []]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
-from traces import random_trace
+from traces import random_trace, routed
 
 from moegguf.controller.collection import Eamc, EamcPair
 from moegguf.controller.predictors.eamc import EamcPredictor, OwnEamcPredictor
@@ -20,11 +20,6 @@ FOUR = MoeShape(n_layer=4, n_expert=2, n_expert_used=1, layers=(0, 1, 2, 3))
 ONE_TOKEN = [[0, 1], [1, 0], [1, 0], [1, 0]]
 MATCHED = [[0, 2], [2, 0], [2, 0], [0, 2]], [[0, 3], [3, 0], [0, 3], [1, 2]]
 AGGREGATED = [[0, 1], [1, 0], [0.4, 0.6], [0.2, 0.8]]
-
-
-def routed(il: int, *experts: int, pass_: int = 0, sequence: int = 0, phase: Phase = Phase.DECODE) -> RoutingEvent:
-    """One token's choice at layer `il`."""
-    return RoutingEvent(pass_, 0, 0, sequence, phase, 0, il, np.array([experts], np.int32))
 
 
 def announced(sequence: int, phase: Phase = Phase.DECODE) -> Announcement:

@@ -6,14 +6,13 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from oracles import accuracy
+from oracles import accuracy, routers_of
 from traces import hidden_routers, random_trace, routed
 
 from moegguf.controller.predictors.router_inputs import MlpPredictor, Skip, probabilities, window_pairs
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
-from moegguf.gguf.routers import Gating, Router, Routers
-from moegguf.native.events import Announcement, Float32s, Phase, RoutingEvent
+from moegguf.native.events import Announcement, Phase, RoutingEvent
 from moegguf.native.matvec import QuantizedMatrix
 from predictors.study.fresh_gate import FreshGate
 
@@ -21,18 +20,13 @@ SHAPE = MoeShape(n_layer=4, n_expert=4, n_expert_used=1, layers=(1, 3), n_embd=4
 IDENTITY = np.eye(4, dtype=np.float32)
 
 
-def routers(shape: MoeShape, matrices: Float32s) -> Routers:
-    rows = zip(shape.layers, matrices, strict=True)
-    return Routers(Gating.SOFTMAX, {il: Router(shape.n_expert_used, matrix) for il, matrix in rows})
-
-
 def test_the_input_goes_through_the_later_layers_router() -> None:
-    skip = Skip(SHAPE, routers(SHAPE, np.stack([IDENTITY, IDENTITY[::-1]])))
+    skip = Skip(SHAPE, routers_of(SHAPE, np.stack([IDENTITY, IDENTITY[::-1]])))
     skip.observe(routed(1, 0, inputs=[[0, 0, 5, 0]]))
     found = skip.predict(3, 1)
     assert found is not None and found.argmax() == 1  # turned round by layer 3's matrix
     assert skip.predict(1, 0) is skip.predict(3, 2) is skip.predict(0, 1) is None
-    fresh = FreshGate(SHAPE, routers(SHAPE, np.stack([IDENTITY] * 2)))  # at distance 0 only
+    fresh = FreshGate(SHAPE, routers_of(SHAPE, np.stack([IDENTITY] * 2)))  # at distance 0 only
     fresh.observe(routed(3, 0, inputs=[[0, 7, 0, 0]]))
     found = fresh.predict(3, 0)
     assert found is not None and found.argmax() == 1
@@ -51,7 +45,7 @@ def test_the_input_goes_through_the_later_layers_router() -> None:
     ],
 )
 def test_no_prediction_after_invalid_events(invalid: RoutingEvent) -> None:
-    skip = Skip(SHAPE, routers(SHAPE, np.ones((2, 4, 4), np.float32)))
+    skip = Skip(SHAPE, routers_of(SHAPE, np.ones((2, 4, 4), np.float32)))
     skip.observe(routed(1, 0, inputs=[[1, 2, 3, 4]]))
     assert skip.predict(3, 1) is not None
     skip.observe(invalid)
@@ -59,7 +53,7 @@ def test_no_prediction_after_invalid_events(invalid: RoutingEvent) -> None:
 
 
 def test_a_new_pass_discards_the_last_input_and_events_may_reuse_their_arrays() -> None:
-    skip = Skip(SHAPE, routers(SHAPE, np.stack([IDENTITY] * 2)))
+    skip = Skip(SHAPE, routers_of(SHAPE, np.stack([IDENTITY] * 2)))
     reused = routed(1, 0, inputs=[[9, 0, 0, 0]])
     skip.observe(reused)
     assert reused.inputs is not None
@@ -72,7 +66,7 @@ def test_a_new_pass_discards_the_last_input_and_events_may_reuse_their_arrays() 
 
 def test_on_a_trace_the_fresh_gate_is_always_right_and_skip_gets_worse_with_distance() -> None:
     trace = random_trace(n_sequences=6, with_inputs=True, structure=1.0, seed=1)
-    real = routers(trace.shape, hidden_routers(trace.shape, 1))
+    real = routers_of(trace.shape, hidden_routers(trace.shape, 1))
     assert accuracy(FreshGate(trace.shape, real), trace, 0) == 1.0
     found = [accuracy(Skip(trace.shape, real), trace, distance) for distance in (1, 2, 3, 4)]
     assert all(near > far for near, far in pairwise(found))

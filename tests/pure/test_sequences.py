@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from oracles import counted
+from oracles import counted, routers_of
 from traces import SMALL, hidden_routers, random_trace
 
 from moegguf.controller.predictors import sequences
@@ -15,7 +15,6 @@ from moegguf.controller.predictors.counts import Affinity, Popularity, PreviousT
 from moegguf.controller.predictors.eamc import EamcPredictor
 from moegguf.controller.predictors.router_inputs import Skip
 from moegguf.controller.predictors.sequences import PerSequence, per_sequence
-from moegguf.gguf.routers import Gating, Router, Routers
 from moegguf.native.events import Announcement, Float32s
 from moegguf.trace.trace import Trace
 from predictors.study.arrange import grouped
@@ -30,18 +29,12 @@ def batched(trace: Trace) -> Trace:
     return grouped(trace, [np.concatenate([tokens[:3] for tokens in of]), *steps])
 
 
-def skip() -> Skip:
-    matrices = hidden_routers(SMALL, 0)
-    routers = {il: Router(SMALL.n_expert_used, matrix) for il, matrix in zip(SMALL.layers, matrices, strict=True)}
-    return Skip(SMALL, Routers(Gating.SOFTMAX, routers))
-
-
 MAKE: dict[str, Callable[[], Predictor]] = {
     "previous-token": lambda: PreviousToken(SMALL),
     "token-id": lambda: counted(TokenTable, TRACE),
     "popularity": lambda: counted(Popularity, TRACE),
     "affinity": lambda: counted(Affinity, TRACE),
-    "skip": skip,
+    "skip": lambda: Skip(SMALL, routers_of(SMALL, hidden_routers(SMALL, 0))),
 }
 
 Forecasts = dict[tuple[int, int], list[Float32s | None]]  # by pass and row
