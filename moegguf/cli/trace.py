@@ -6,7 +6,6 @@ Results go to stdout, progress to stderr. Flags and tables only; the work is in 
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -139,11 +138,11 @@ def showing_progress() -> Iterator[Progress]:
     """Yields a progress callback: a bar on a terminal, elsewhere a line per stage."""
     from moegguf.terminal.progress import ProgressBar
 
-    last = ""
+    last, interrupted = "", False
 
     def show(step: str, share: float) -> None:
         nonlocal last
-        if interrupted.is_set():  # a KeyboardInterrupt in a callback from C is lost
+        if interrupted:  # a KeyboardInterrupt in a callback from C is lost
             raise KeyboardInterrupt
         bar.show(step, share)
         stage, _, detail = step.partition(":")
@@ -151,22 +150,15 @@ def showing_progress() -> Iterator[Progress]:
             print_message(f"{stage} ...")
         last = stage
 
-    with interrupt_flag() as interrupted, ProgressBar() as bar:
-        yield show
-
-
-@contextmanager
-def interrupt_flag() -> Iterator[threading.Event]:
-    """Yields an event that Ctrl-C sets before it raises KeyboardInterrupt."""
-    interrupted = threading.Event()
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        interrupted.set()
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        interrupted = True
         signal.default_int_handler(number, frame)
 
-    before = signal.signal(signal.SIGINT, handle)
+    before = signal.signal(signal.SIGINT, interrupt)
     try:
-        yield interrupted
+        with ProgressBar() as bar:
+            yield show
     finally:
         signal.signal(signal.SIGINT, before)
 
