@@ -121,7 +121,7 @@ def _devices(name: str | None, split_mode: int, main_gpu: int) -> tuple[Device, 
 
 def default_store() -> StoreOptions:
     """How experts are moved where the caller does not say it: as the strategy of MOEGGUF_STRATEGY does."""
-    return find_strategy(read_environment().strategy).store_options()
+    return find_strategy(read_environment().strategy).store
 
 
 def plan_known(

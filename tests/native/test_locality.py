@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from moegguf.controller.policies.locality import LOCALITY
+from moegguf.controller.policies.base import LOCALITY
 from moegguf.controller.shape import MoeShape
 from moegguf.native.store import Lane, Store, StoreOptions
 from moegguf.trace.simulate import layout_of

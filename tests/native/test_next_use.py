@@ -22,7 +22,7 @@ from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
 from moegguf.native import abi, library
 from moegguf.native.events import Float32s, Phase, RoutingEvent
-from moegguf.native.store import NativePolicy, Store
+from moegguf.native.store import NativePolicy, Store, StoreOptions
 from moegguf.trace.simulate import SimOptions, Simulation
 
 
@@ -359,8 +359,9 @@ def test_a_forecast_of_the_wrong_shape_is_refused(two: FakeModel, open_store: Op
 def test_as_many_hits_as_the_python_policy(n_slots: int) -> None:
     trace = random_trace(n_sequences=6, n_prefill=6, n_decode=40)
     policies = NativePolicy("next-use", takes_forecast=True), Scored(NextUse(SMALL))
+    options = SimOptions(store=StoreOptions(sweep=False))
     native, scored = (
-        Simulation(trace, policy, NoPrediction(SMALL), n_slots, SimOptions(sweep=False)).run() for policy in policies
+        Simulation(trace, policy, NoPrediction(SMALL), n_slots, options).run() for policy in policies
     )
     assert native.decode.lookups == scored.decode.lookups
     # A request's first event has no scores yet where a listener makes them.
