@@ -10,7 +10,6 @@ from moegguf.chat.parameters import load_options_with
 from moegguf.generate.images import with_images
 from moegguf.generate.options import LOAD_PARAMETERS, sampling_with
 from moegguf.generate.request import GenerationRequest, Message, Sampling
-from moegguf.terminal.loading import LoadOptions
 
 if TYPE_CHECKING:
     from moegguf.generate.request import Timing
@@ -23,11 +22,12 @@ Snapshot = tuple[list[Message], str]  # messages, pending text
 
 @dataclass
 class Conversation:
-    """Messages and settings. `parameters` (set in the chat) override `initial_parameters` (from the command line),
-    and those the model's own. `pending_text` goes before the next message."""
+    """Messages and settings. `base_options`: keywords of `Llama` from the command line. `parameters` (set in the chat)
+    override `initial_parameters` (from the command line), and those the model's own. `pending_text` goes before the
+    next message."""
 
     entry: NamedModel
-    base_options: LoadOptions = field(default_factory=LoadOptions)
+    base_options: Mapping[str, Any] = field(default_factory=dict)
     initial_parameters: Mapping[str, Any] = field(default_factory=dict)
     parameters: dict[str, Any] = field(default_factory=dict)
     system: str | None = None
@@ -105,8 +105,8 @@ class Conversation:
         """Removes the parameters of loading that were set in the chat: with them the model cannot be loaded."""
         self.parameters = {name: value for name, value in self.parameters.items() if name not in LOAD_PARAMETERS}
 
-    def load_options(self) -> LoadOptions:
-        """How the model has to be loaded for the next answer."""
+    def load_options(self) -> dict[str, Any]:
+        """How the model has to be loaded for the next answer: keywords of `Llama`."""
         return load_options_with(self.base_options, self.all_parameters())
 
     def request(self) -> GenerationRequest:

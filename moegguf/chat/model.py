@@ -1,12 +1,12 @@
-"""What a chat asks of its model, whether it is loaded in this process or in a running server."""
+"""What a chat asks of its model, whether it is in a worker of this program or in a running server."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from moegguf.chat.answer import RemoteAnswer
     from moegguf.chat.conversation import Conversation
-    from moegguf.generate.answer import AnyAnswer
     from moegguf.generate.request import Timing
     from moegguf.models.entry import NamedModel
     from moegguf.models.recipe import Recipe
@@ -29,7 +29,7 @@ class ChatModel(Protocol):
     def prepare(self, conversation: Conversation, spinner: Spinner) -> None:
         """Loads the model again when the conversation asks for another context, cache or number of threads."""
 
-    def answer(self, conversation: Conversation) -> AnyAnswer:
+    def answer(self, conversation: Conversation) -> RemoteAnswer:
         """The answer to the conversation's last message, not computed yet."""
 
     def check_parameter(self, name: str) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from moegguf.errors import OptionError
 from moegguf.generate.options import LOAD_PARAMETERS
 from moegguf.models import recipe
 from moegguf.quantities import parse_expert_cache
-from moegguf.terminal.loading import LoadOptions
 
 
 def parse_parameter(name: str, values: Sequence[str]) -> Any:
@@ -29,11 +27,12 @@ def parse_parameter(name: str, values: Sequence[str]) -> Any:
     return value
 
 
-def load_options_with(base: LoadOptions, parameters: Mapping[str, Any]) -> LoadOptions:
-    """`base` changed by those of `parameters` in LOAD_PARAMETERS. 0, and num_gpu -1, mean moegguf's default."""
-    changes: dict[str, Any] = {}
-    for name, field in LOAD_PARAMETERS.items():
+def load_options_with(base: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords of `Llama`: `base` changed by those of `parameters` in LOAD_PARAMETERS. 0, and num_gpu -1, mean
+    moegguf's default, which is left out."""
+    changed = dict(base)
+    for name, keyword in LOAD_PARAMETERS.items():
         if name in parameters:
             value = parameters[name]
-            changes[field] = None if value == (-1 if name == "num_gpu" else 0) else value
-    return replace(base, **changes)
+            changed[keyword] = None if value == (-1 if name == "num_gpu" else 0) else value
+    return {keyword: value for keyword, value in changed.items() if value is not None}

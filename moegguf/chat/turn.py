@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moegguf.errors import MoeggufError
-from moegguf.generate.answer import AnyAnswer, BackgroundAnswer
 from moegguf.terminal.keyboard import cancel_on_interrupt
 from moegguf.terminal.messages import print_message
 from moegguf.terminal.progress import prompt_text
 
 if TYPE_CHECKING:
+    from moegguf.chat.answer import RemoteAnswer
     from moegguf.chat.printer import Printer
     from moegguf.generate.request import PromptProgress, Timing
     from moegguf.terminal.progress import Spinner
@@ -50,30 +50,27 @@ def shift_text(timing: Timing) -> str:
 
 
 def print_answer(
-    answer: AnyAnswer, printer: Printer, spinner: Spinner, *, exit_timeout_s: float | None = None
+    answer: RemoteAnswer, printer: Printer, spinner: Spinner, *, exit_timeout_s: float | None = None
 ) -> Reply:
     """Prints an answer. Ctrl-C cancels it; a second one, or `exit_timeout_s` seconds, end the process."""
-    if cut := cut_text(answer.timing):
-        print_message(cut)
     spinner.show("")
 
     def on_progress(now: PromptProgress) -> None:
         spinner.show(prompt_text(now.n_tokens, now.n_cached, now.n_done, now.seconds))
 
     def cancel() -> None:
-        if not background.cancel(CANCEL_TIMEOUT_S):
+        if not answer.cancel(CANCEL_TIMEOUT_S):
             print_message("\nstopping after the current pass; Ctrl + c again ends moegguf")
 
-    background, error = BackgroundAnswer(answer, on_progress), None
+    error = None
     with cancel_on_interrupt(cancel, exit_timeout_s) as interrupts:
         try:
-            for delta in background:
+            for delta in answer.deltas(on_progress):
                 spinner.close()
                 printer.show(delta)
         except MoeggufError as fault:
             error = fault
         finally:
             spinner.close()
-    late_cut = "" if cut else cut_text(answer.timing)  # a server tells at the end what it left out
-    notes = tuple(filter(None, (late_cut, shift_text(answer.timing))))
+    notes = tuple(filter(None, (cut_text(answer.timing), shift_text(answer.timing))))
     return Reply(answer.timing, interrupts.count > 0, notes, error)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import queue
 import socket
 import threading
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moegguf.chat.answer import RemoteAnswer
 from moegguf.cli.client import Client, Json, ServerError
 from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
-from moegguf.generate.decoding import OnProgress
 from moegguf.generate.images import images_of, text_of
 from moegguf.generate.options import LOAD_PARAMETERS
 from moegguf.generate.request import Delta, Message, PromptProgress, Timing
@@ -240,55 +239,40 @@ def _listed(model: Json) -> ModelEntry:
     return ModelEntry(model["name"], "own", (), model["size"], model["digest"], modified, missing=missing)
 
 
-class ServedAnswer:
-    """One answer of a server to the body of /api/chat, as `moegguf.generate.answer.Answer` is one of a model here.
-
-    `load_s` and `decisions` are those of the model in the server, complete with `timing`.
-    """
+class ServedAnswer(RemoteAnswer):
+    """One answer of a server to the body of /api/chat. `load_s` and `decisions` are those of the model there."""
 
     def __init__(self, client: Client, body: Mapping[str, Any], load_s: float = 0.0) -> None:
-        self.timing = Timing(finish="cancelled")
-        self.load_s = load_s
-        self.decisions: Mapping[str, Any] = {}
+        super().__init__(load_s)
         self._client = client
         self._body = {**body, "stream": True, "details": True}
-        self._cancelled = threading.Event()
-        self._lines: queue.SimpleQueue[Json | BaseException | None] = queue.SimpleQueue()
 
-    def cancel(self) -> None:
-        """Ends the answer at once. The server stops with its next line, which ends the connection."""
-        self._cancelled.set()
-        self._lines.put(None)
-
-    def deltas(self, on_progress: OnProgress | None = None) -> Generator[Delta, None, None]:
-        """The parts of the answer as they arrive. Raises ServerError, NoServerError."""
+    def _begin(self) -> None:
         # On a thread of its own: the first line may wait for a load or for other answers, which nothing interrupts.
         threading.Thread(target=self._read, name="moegguf-served", daemon=True).start()
-        while (line := self._lines.get()) is not None and not self._cancelled.is_set():
-            if isinstance(line, BaseException):
-                raise line
-            if line.get("done"):
-                self._finish(line)
-                return
-            if "prompt_progress" in line:
-                if on_progress is not None:
-                    on_progress(build(PromptProgress, line["prompt_progress"]))
-                continue
-            message = line["message"]
-            yield Delta(message.get("content", ""), message.get("thinking", ""))
+
+    def _stop(self) -> None:
+        """The server stops with its next line, which ends the connection."""
+        self._end()
 
     def _read(self) -> None:
         try:
             with closing(self._client.stream("/api/chat", self._body)) as lines:
                 for line in lines:
-                    if self._cancelled.is_set():
+                    if self._ended.is_set():
                         return
-                    self._lines.put(line)
-            self._lines.put(self._client.lost_connection())
+                    self._take(line)
+            self._end(self._client.lost_connection())
         except BaseException as error:  # raised again by `deltas`
-            self._lines.put(error)
+            self._end(error)
 
-    def _finish(self, line: Mapping[str, Any]) -> None:
-        self.timing = build(Timing, line["timing"])
-        self.load_s += line.get("load_duration", 0) / 1e9
-        self.decisions = line["decisions"]
+    def _take(self, line: Mapping[str, Any]) -> None:
+        if line.get("done"):
+            self.timing = build(Timing, line["timing"])
+            self.load_s += line.get("load_duration", 0) / 1e9
+            self.decisions = line["decisions"]
+            self._end()
+        elif "prompt_progress" in line:
+            self._put(build(PromptProgress, line["prompt_progress"]))
+        else:
+            self._put(Delta(line["message"].get("content", ""), line["message"].get("thinking", "")))

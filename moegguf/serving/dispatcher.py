@@ -454,9 +454,9 @@ class Dispatcher:
             self.dispatch()
 
     async def _start_process(self, model: ManagedModel, config: LoadConfig) -> None:
-        def on_progress(fraction: float) -> None:
+        def on_progress(fraction: float | None) -> None:
             for waiter in model.waiters:
-                waiter.on_progress(fraction)
+                waiter.on_progress(fraction or 0.0)
 
         model.process = process = await WorkerProcess.start(
             functools.partial(self._subscribers.publish, model),

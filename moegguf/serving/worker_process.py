@@ -43,6 +43,7 @@ CANCELLED_PASS = "compute_async failed with error 1"  # what llama.cpp says of G
 MAX_FAILURE_CHARS = 300
 DEVICE_FAILURE_MARK = "moegguf: the device failed:"
 _LOST = "the device that computed the model failed ({}); the next request loads the model again without that device."
+OnLoad = Callable[[float | None], object]
 _DRAIN_S = 1.0  # to read what a process wrote before it exited
 
 
@@ -151,10 +152,18 @@ def _ignore() -> None:
 class WorkerProcess:
     """A worker process, whose errors name no model: many names may share it. `stats` and `decisions`: as last
     reported. `exited`: the error that describes the exit, set when the process has ended; `on_exit` is called
-    then, before its requests get the error."""
+    then, before its requests get the error. `cancel_grace_s`: how long a cancelled request may take to end."""
 
-    def __init__(self, on_snapshot: Callable[[Snapshot], None], echo_stderr: bool = False) -> None:
+    def __init__(
+        self,
+        on_snapshot: Callable[[Snapshot], None],
+        echo_stderr: bool = False,
+        on_warning: Callable[[str], object] | None = None,
+        cancel_grace_s: float = CANCEL_GRACE_S,
+    ) -> None:
         self._echo_stderr = echo_stderr
+        self._on_warning = on_warning or self._echo_warning
+        self._cancel_grace_s = cancel_grace_s
         self.stats = Stats()
         self.decisions: Mapping[str, Any] = {}
         self.exited: asyncio.Future[WorkerError] = asyncio.get_running_loop().create_future()
@@ -163,7 +172,7 @@ class WorkerProcess:
         self._lost = asyncio.Event()
         self._loaded: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._load_progressed = asyncio.Event()
-        self._on_progress: Callable[[float], object] = lambda fraction: None
+        self._on_progress: OnLoad = lambda fraction: None
         self._requests: dict[int, PendingRequest] = {}
         self._last_id = 0
         self._kill_reason = ""
@@ -178,13 +187,13 @@ class WorkerProcess:
         on_snapshot: Callable[[Snapshot], None],
         *,
         command: Sequence[str] = COMMAND,
-        echo_stderr: bool = False,
+        **options: Any,
     ) -> WorkerProcess:
-        """Starts a worker, which waits for `load`; `echo_stderr` copies its stderr to the server's.
+        """Starts a worker, which waits for `load`. options: of the constructor.
 
         Raises WorkerError when the system cannot start a process.
         """
-        self, loop = cls(on_snapshot, echo_stderr), asyncio.get_running_loop()
+        self, loop = cls(on_snapshot, **options), asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -213,9 +222,9 @@ class WorkerProcess:
         """The process id."""
         return self._child.pid
 
-    async def load(self, config: LoadConfig, stall_s: float, on_progress: Callable[[float], object]) -> Ready:
-        """Loads the model; `on_progress` gets the fraction read. Raises the errors of loading, WorkerError when the
-        process exits, LoadStalledError after `stall_s` without progress."""
+    async def load(self, config: LoadConfig, stall_s: float, on_progress: OnLoad) -> Ready:
+        """Loads the model; `on_progress` gets the fraction read, None while the file is tried. Raises the errors of
+        loading, WorkerError when the process exits, LoadStalledError after `stall_s` without progress."""
         self._on_progress = on_progress
         self.send("load", config=config)
         outcomes: set[asyncio.Future[Any]] = {self._loaded, self.exited}
@@ -263,7 +272,7 @@ class WorkerProcess:
         return self._kill_timer(request_id)
 
     def _kill_timer(self, request_id: int) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(CANCEL_GRACE_S, self._kill_stuck, request_id)
+        return asyncio.get_running_loop().call_later(self._cancel_grace_s, self._kill_stuck, request_id)
 
     def _kill_stuck(self, request_id: int) -> None:
         """Kills a process that does not end a cancelled request; while it has others, one may be in a long pass."""
@@ -306,6 +315,8 @@ class WorkerProcess:
                 request.put("error", build_error(message["error"]))
             elif request is not None:
                 request.put("value", message["value"])
+        elif kind == "warning":
+            self._on_warning(message["text"])
         elif kind == "snapshot":
             snapshot = build(Snapshot, message["snapshot"])
             self.stats, self.decisions = snapshot.stats, message["decisions"]
@@ -324,7 +335,7 @@ class WorkerProcess:
         if self._loaded.done():
             return
         if kind == "loading":
-            self._on_progress(float(message["fraction"]))
+            self._on_progress(message["fraction"])
         elif kind == "ready":
             self._update_stats(message)
             self._loaded.set_result(build(Ready, message["ready"]))
@@ -349,6 +360,10 @@ class WorkerProcess:
         reading.cancel()
         self._transport.close()
         self._finish(code)
+
+    def _echo_warning(self, text: str) -> None:
+        if self._echo_stderr:
+            sys.stderr.write(f"warning: {text}\n")
 
     async def _read_stderr(self) -> None:
         """Keeps the tail of the process's stderr, for the error message of a crash."""
