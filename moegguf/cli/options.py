@@ -92,19 +92,19 @@ def panel(group: str, *names: str, help: str, **settings: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=group, **settings)
 
 
-def hand_to_workers(given: Given) -> None:
-    """Has workers load models with the options given, which it takes out. Raises OptionError for unknown names."""
+def loading_options(given: Given) -> Given:
+    """The options given that are for workers, taken out. Raises OptionError for unknown names, also in the
+    environment."""
     from moegguf.controller.strategies import find_strategy
     from moegguf.options import TO_WORKERS
-    from moegguf.settings import hand_to_workers, read_environment
+    from moegguf.settings import read_environment
 
-    if strategy := given.get("strategy", read_environment().strategy):
-        given["strategy"] = find_strategy(strategy).name
+    find_strategy(given.get("strategy", read_environment().strategy))
     if "policy" in given:
         from moegguf.engine.live_controller import ControllerOptions
 
         ControllerOptions(given["policy"])
-    hand_to_workers({name: given.pop(name) for name in TO_WORKERS if name in given})
+    return {name: given.pop(name) for name in TO_WORKERS if name in given}
 
 
 def parse_threads(text: str) -> int | None:

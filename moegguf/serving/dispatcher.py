@@ -420,10 +420,10 @@ class Dispatcher:
 
     async def _find_gpu(self) -> Device | None:
         """The device for the next model, with what it would have free without models; None: the CPU."""
-        environment = read_environment()
-        if not environment.hooks or environment.placement == "cpu":
+        environment, chosen = read_environment(), self._settings.loading
+        if not environment.hooks or chosen.get("placement", environment.placement) == "cpu":
             return None
-        if not environment.vram_cache and not has_gpu():
+        if not chosen.get("vram_cache", environment.vram_cache) and not has_gpu():
             return None
         gpu = self._device_limits.choose(await asyncio.to_thread(self._devices))
         return gpu and self._device_limits.update(gpu, self._used_on(gpu.name))
