@@ -55,7 +55,7 @@ class ExpertUses:
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]]) -> ExpertUses:
-        """Of counts (n_layer, n_expert)."""
+        """From counts (n_layer, n_expert)."""
         most = max(1, max(map(max, rows)))
         return cls(len(rows), len(rows[0]), bytes(round(count * 255 / most) for row in rows for count in row))
 

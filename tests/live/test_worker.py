@@ -26,7 +26,7 @@ from moegguf.generate.embedding import Embeddings, embed
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Sampling, Timing
 from moegguf.serving import worker
 from moegguf.serving.events import ExpertUses, Snapshot
-from moegguf.serving.ray.preference import Eam
+from moegguf.serving.ray.preference import cosine
 from moegguf.serving.wire import LoadConfig, Message, build, decode, encode
 from moegguf.serving.worker import Worker
 from moegguf.serving.worker_process import PendingRequest, WorkerProcess
@@ -102,11 +102,11 @@ async def test_uses_of_experts_are_told_of_each_request_that_asks(tiny: TinyMode
         assert await uses_of(process, "a a a") == []
         alone = [await uses_of(process, text, expert_uses=True) for text in ("a a a", "z z z")]
         both = await asyncio.gather(*(uses_of(process, text, expert_uses=True) for text in ("a a a", "z z z")))
-        eams = [[Eam.of_uses(uses) for uses in found] for found in (*alone, *both)]
+        eams = [*alone, *both]
         first, second, first_beside, second_beside = (found[0] for found in eams)
     assert all(len(found) == 1 for found in eams)
-    assert first.cosine(second) < 0.5
-    assert first.cosine(first_beside) > 0.98 and second.cosine(second_beside) > 0.98
+    assert cosine(first, second) < 0.5
+    assert cosine(first, first_beside) > 0.98 and cosine(second, second_beside) > 0.98
 
 
 @in_loop
