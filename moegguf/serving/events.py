@@ -63,6 +63,18 @@ class ExpertUses:
 Event = PromptProgress | Delta | ExpertUses | Done
 
 
+def join(deltas: Sequence[Delta]) -> Delta:
+    """One delta with the content of all, in order. Thinking comes before its answer, also in one delta."""
+    if len(deltas) == 1:
+        return deltas[0]
+    return Delta(
+        text="".join(delta.text for delta in deltas),
+        thinking="".join(delta.thinking for delta in deltas),
+        tool_calls=tuple(call for delta in deltas for call in delta.tool_calls),
+        logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
+    )
+
+
 @dataclass(frozen=True)
 class LoadedName:
     """A name that uses a model in memory, with its digest, and when it gives the model up if it stays unused (aware

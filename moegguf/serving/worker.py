@@ -40,15 +40,13 @@ from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, T
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.projector import read_projector
 from moegguf.gguf.reader import GGML_TYPES, ggml_type
-from moegguf.serving.delta_buffer import INTERVAL_S, DeltaBuffer
 from moegguf.serving.events import ExpertUses, Snapshot
-from moegguf.serving.outbox import Outbox
+from moegguf.serving.outbox import PROGRESS_S, Events, Outbox, every
 from moegguf.serving.snapshots import SnapshotSender
 from moegguf.serving.wire import MAX_MESSAGE_BYTES, LoadConfig, Message, Ready, build, decode, encode, encode_error
 
 EXIT_GRACE_S = 5.0  # for a running computation after the socket has closed
 FIRST_DELTA_PAUSE_S = 0.0005  # the server and its client need a processor to show the first delta
-PROGRESS_S = 0.1  # between two progress messages
 KEYWORDS = [each.name for each in fields(LoadConfig) if each.name not in ("name", "path", "plan", "schedule", "silent")]
 """Those of `Llama` among a config's fields."""
 
@@ -307,61 +305,6 @@ def _encoded(error: Exception) -> Message:
     if not isinstance(error, MoeggufError):
         traceback.print_exception(error)
     return encode_error(error)
-
-
-class Events:
-    """Sends an answer's events to the server, in the manner of `AnswerEvents`; without `stream` one delta, last.
-    `sent_first` is called after the first delta of a stream."""
-
-    def __init__(
-        self,
-        request_id: int,
-        *,
-        stream: bool,
-        send: Callable[[int, Delta | PromptProgress], None],
-        sent_first: Callable[[], None],
-        end: Callable[[int, Timing, Exception | None], object],
-    ) -> None:
-        self._id = request_id
-        self._stream = stream
-        self._send = send
-        self._sent_first = sent_first
-        self._end = end
-        self._buffer = DeltaBuffer(lambda delta: send(request_id, delta), INTERVAL_S if stream else math.inf)
-        self._is_first = True
-        self._progress_is_due = every(PROGRESS_S, time.monotonic())
-
-    def on_progress(self, progress: PromptProgress) -> None:
-        """Sends it, unless the last one is recent."""
-        if self._stream and (self._progress_is_due() or progress.n_done == progress.n_tokens):
-            self._send(self._id, progress)
-
-    def on_delta(self, delta: Delta) -> None:
-        """Sends it, or keeps it for a moment."""
-        self._buffer.put(delta)
-        if self._stream and self._is_first:
-            self._sent_first()
-        self._is_first = False
-
-    def on_end(self, timing: Timing, error: Exception | None) -> None:
-        """Sends what is left, and the end."""
-        if error is None:
-            self._buffer.flush()
-        self._end(self._id, timing, error)
-
-
-def every(interval_s: float, last_s: float) -> Callable[[], bool]:
-    """A function that is True at most once per interval. `last_s`: when it counts as True before (time.monotonic)."""
-
-    def is_due() -> bool:
-        nonlocal last_s
-        now_s = time.monotonic()
-        if now_s - last_s < interval_s:
-            return False
-        last_s = now_s
-        return True
-
-    return is_due
 
 
 def open_model(config: LoadConfig, progress: LoadProgress) -> Llama:

@@ -24,7 +24,7 @@ from moegguf.errors import ContextError, ModelFormatError, ModelNotFoundError, O
 from moegguf.generate.answer import Answer
 from moegguf.generate.embedding import Embeddings, embed
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Sampling, Timing
-from moegguf.serving import worker
+from moegguf.serving import outbox
 from moegguf.serving.events import ExpertUses, Snapshot
 from moegguf.serving.ray.preference import cosine
 from moegguf.serving.wire import LoadConfig, Message, build, decode, encode
@@ -301,7 +301,7 @@ class Sends:
 
 
 def test_what_a_pass_gives_its_answers_is_sent_in_one_call(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "INTERVAL_S", 0.0)  # no delta waits for the next one
+    monkeypatch.setattr(outbox, "DELTA_S", 0.0)  # no delta waits for the next one
     sends = Sends()
     served = Worker(cast(socket.socket, sends))
     assert served._load(LoadConfig("tiny", str(tiny()), n_ctx=256, n_seq_max=4, n_threads=1))

@@ -18,8 +18,7 @@ from moegguf.generate.request import Delta, GenerationRequest, Sampling, Timing,
 from moegguf.models.entry import ModelEntry
 from moegguf.server.openai.objects import ChatReply, CompletionReply, usage
 from moegguf.server.openai.schema import ChatBody
-from moegguf.serving.delta_buffer import join
-from moegguf.serving.events import Done, LoadOverrides
+from moegguf.serving.events import Done, LoadOverrides, join
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 CLOCK = {"type": "function", "function": {"name": "clock", "description": "the time", "strict": True}}
