@@ -21,148 +21,106 @@ if TYPE_CHECKING:
     from moegguf.bench.spec import Spec
 
 
-Values = list[str]
+def _values(panel_: str, names: str, metavar: str, help: str, *default: str) -> tuple[Any, Any]:
+    """A flag whose values are separated by commas, or that is given several times."""
+    return Annotated[list[str], panel(panel_, *names.split(), metavar=metavar, help=help)], list(default)
 
-Models = Annotated[
-    Values,
-    panel(
-        OFTEN,
-        "-m", "--model", metavar="MODEL", help="GGUF file (the first one of a split model) or a name; may be repeated."
-    ),
-]
-HubModels = Annotated[
-    Values,
-    panel(MODEL, "-hf", "--hf-repo", metavar="USER/REPOSITORY[:QUANT]", help="The same, pulled from Hugging Face."),
-]
-Prompts = Annotated[Values, panel(OFTEN, "-p", "--n-prompt", metavar="N,...", help="Tokens of a prompt.")]
-Gens = Annotated[Values, panel(OFTEN, "-n", "--n-gen", metavar="N,...", help="Tokens to generate.")]
-Pairs = Annotated[Values, panel(SAMPLING, "-pg", metavar="PP,TG", help="A prompt and a generation in one test.")]
-Depths = Annotated[
-    Values, panel(SAMPLING, "-d", "--n-depth", metavar="N,...", help="Tokens before the test, not timed.")
-]
-Repetitions = Annotated[
-    int, panel(OFTEN, "-r", "--repetitions", metavar="N", min=1, help="Times each test runs in a process.")
-]
-Text = Annotated[
-    Path | None,
-    panel(
-        SAMPLING,
-        "--text",
-        metavar="FILE",
-        exists=True,
-        dir_okay=False,
-        help="Feed this file's tokens; the default, random tokens, gives unrealistic hit rates.",
-    ),
-]
-Greedy = Annotated[
-    bool,
-    panel(SAMPLING, "--greedy", help="Generate the likeliest token, not random ones; set a prompt length with -d."),
-]
-Seed = Annotated[int, panel(SAMPLING, "--seed", metavar="N", min=0, help="Of the random tokens.")]
-NoWarmup = Annotated[bool, panel(SAMPLING, "--no-warmup", help="No untimed run before each test.")]
-Delay = Annotated[float, panel(SAMPLING, "--delay", metavar="SECONDS", min=0, help="Seconds before each test.")]
 
-Batches = Annotated[Values, panel(MODEL, "-b", "--batch-size", metavar="N,...", help="Tokens of one call.")]
-Ubatches = Annotated[Values, panel(MODEL, "-ub", "--ubatch-size", metavar="N,...", help="Tokens of one pass.")]
-TypesK = Annotated[Values, panel(MEMORY, "-ctk", "--cache-type-k", metavar="TYPE,...", help="Type of the K cache.")]
-TypesV = Annotated[Values, panel(MEMORY, "-ctv", "--cache-type-v", metavar="TYPE,...", help="Type of the V cache.")]
-Threads = Annotated[
-    Values, panel(MODEL, "-t", "--threads", metavar="N,...", help="Default: the processors this process may use.")
-]
-GpuLayers = Annotated[Values, panel(MODEL, "-ngl", "--n-gpu-layers", metavar="N,...", help="Layers on a GPU; -1: all.")]
-FlashAttn = Annotated[Values, panel(MODEL, "-fa", "--flash-attn", metavar="on|off|auto", help="on, off or auto.")]
-Caches = Annotated[
-    Values, panel(OFTEN, "--expert-cache", metavar="BUDGET,...", help='Memory for experts: "auto", "4GiB", "50%".')
-]
-Placement = Annotated[
-    str,
-    panel(
-        MEMORY,
-        "--placement",
+def _value(kind: Any, default: Any, panel_: str, name: str, help: str, **settings: Any) -> tuple[Any, Any]:
+    return Annotated[kind, panel(panel_, *name.split(), help=help, **settings)], default
+
+
+def _switch(panel_: str, name: str, help: str) -> tuple[Any, Any]:
+    return _value(bool, False, panel_, name, help)
+
+
+FLAGS = {
+    "model": _values(
+        OFTEN, "-m --model", "MODEL", "GGUF file (the first one of a split model) or a name; may be repeated."
+    ),
+    "hf_repo": _values(MODEL, "-hf --hf-repo", "USER/REPOSITORY[:QUANT]", "The same, pulled from Hugging Face."),
+    "n_prompt": _values(OFTEN, "-p --n-prompt", "N,...", "Tokens of a prompt.", "512"),
+    "n_gen": _values(OFTEN, "-n --n-gen", "N,...", "Tokens to generate.", "128"),
+    "pg": _values(SAMPLING, "-pg", "PP,TG", "A prompt and a generation in one test."),
+    "n_depth": _values(SAMPLING, "-d --n-depth", "N,...", "Tokens before the test, not timed.", "0"),
+    "repetitions": _value(
+        int, 5, OFTEN, "-r --repetitions", "Times each test runs in a process.", metavar="N", min=1
+    ),
+    "text": _value(
+        Path | None, None, SAMPLING, "--text",
+        "Feed this file's tokens; the default, random tokens, gives unrealistic hit rates.",
+        metavar="FILE", exists=True, dir_okay=False,
+    ),
+    "greedy": _switch(
+        SAMPLING, "--greedy", "Generate the likeliest token, not random ones; set a prompt length with -d."
+    ),
+    "seed": _value(int, 0, SAMPLING, "--seed", "Of the random tokens.", metavar="N", min=0),
+    "no_warmup": _switch(SAMPLING, "--no-warmup", "No untimed run before each test."),
+    "delay": _value(float, 0, SAMPLING, "--delay", "Seconds before each test.", metavar="SECONDS", min=0),
+    "batch": _values(MODEL, "-b --batch-size", "N,...", "Tokens of one call.", "2048"),
+    "ubatch": _values(MODEL, "-ub --ubatch-size", "N,...", "Tokens of one pass.", "512"),
+    "type_k": _values(MEMORY, "-ctk --cache-type-k", "TYPE,...", "Type of the K cache.", "f16"),
+    "type_v": _values(MEMORY, "-ctv --cache-type-v", "TYPE,...", "Type of the V cache.", "f16"),
+    "threads": _values(MODEL, "-t --threads", "N,...", "Default: the processors this process may use."),
+    "n_gpu_layers": _values(MODEL, "-ngl --n-gpu-layers", "N,...", "Layers on a GPU; -1: all.", "-1"),
+    "flash_attn": _values(MODEL, "-fa --flash-attn", "on|off|auto", "on, off or auto.", "auto"),
+    "expert_cache": _values(
+        OFTEN, "--expert-cache", "BUDGET,...", 'Memory for experts: "auto", "4GiB", "50%".', "auto"
+    ),
+    "readers": _value(int, 4, RESEARCH, "--readers", "Threads that read experts.", metavar="N", min=1),
+    "no_repack": _switch(RESEARCH, "--no-repack", "Do not repack experts for faster kernels."),
+    "no_overlap": _switch(RESEARCH, "--no-overlap", "Wait for all of an expert before computing with it."),
+    "no_sweep": _switch(RESEARCH, "--no-sweep", "Do not fetch the next layer ahead during a prompt."),
+    "no_direct": _switch(RESEARCH, "--no-direct", "Read experts through the page cache."),
+    "placement": _value(
+        str, "", MEMORY, "--placement",
+        "What goes into that memory: auto, layers, slots or cpu; the others alternate with the first as by --against.",
         metavar="WHERE,...",
-        help="What goes into that memory: auto, layers, slots or cpu; the others alternate with the first as by"
-        " --against.",
     ),
-]
-Misses = Annotated[
-    str,
-    panel(
-        MEMORY,
-        "--misses",
-        metavar="HOW,...",
-        help="Experts that the GPU lacks: fetch, or compute (on the CPU where that is faster; not exact); the others"
+    "misses": _value(
+        str, "", MEMORY, "--misses",
+        "Experts that the GPU lacks: fetch, or compute (on the CPU where that is faster; not exact); the others"
         " alternate with the first as by --against.",
+        metavar="HOW,...",
     ),
-]
-Readers = Annotated[int, panel(RESEARCH, "--readers", metavar="N", min=1, help="Threads that read experts.")]
-NoRepack = Annotated[
-    bool,
-    panel(RESEARCH, "--no-repack", help="Do not repack experts for faster kernels."),
-]
-NoOverlap = Annotated[bool, panel(RESEARCH, "--no-overlap", help="Wait for all of an expert before computing with it.")]
-NoSweep = Annotated[bool, panel(RESEARCH, "--no-sweep", help="Do not fetch the next layer ahead during a prompt.")]
-NoDirect = Annotated[bool, panel(RESEARCH, "--no-direct", help="Read experts through the page cache.")]
-SimulateLink = Annotated[
-    str | None,
-    panel(
-        RESEARCH,
-        "--simulate-link",
+    "simulate_link": _value(
+        str | None, None, RESEARCH, "--simulate-link",
+        "Put layers and slots on a device of this machine's own, behind such a link in real time: \"24GB/s,35us\".",
         metavar="BANDWIDTH[,LATENCY]",
-        help='Put layers and slots on a device of this machine\'s own, behind such a link in real time: "24GB/s,35us".',
     ),
-]
-SimulateThreads = Annotated[
-    int,
-    panel(
-        RESEARCH,
-        "--simulate-threads",
-        metavar="N",
-        min=0,
-        max=512,
-        help="Threads of that device, so that it is faster than the CPU with fewer (-t); 0: as many.",
+    "simulate_threads": _value(
+        int, 0, RESEARCH, "--simulate-threads",
+        "Threads of that device, so that it is faster than the CPU with fewer (-t); 0: as many.",
+        metavar="N", min=0, max=512,
     ),
-]
-
-Strategy = Annotated[
-    str,
-    panel(
-        RESEARCH,
-        "--strategy",
+    "strategy": _value(
+        str, "moegguf", RESEARCH, "--strategy",
+        "What decides on experts, as in `moegguf run`; the others alternate with the first as by --against.",
         metavar="NAME,...",
-        help="What decides on experts, as in `moegguf run`; the others alternate with the first as by --against.",
     ),
-]
-WarmStart = Annotated[
-    bool,
-    panel(
-        MEMORY,
-        "--warm-start/--no-warm-start",
-        help="Begin with the experts that earlier runs used most; remember this one's, also of random tokens.",
+    "warm_start": _value(
+        bool, False, MEMORY, "--warm-start/--no-warm-start",
+        "Begin with the experts that earlier runs used most; remember this one's, also of random tokens.",
     ),
-]
-
-Against = Annotated[
-    Values,
-    panel(
-        OFTEN,
-        "--against",
-        metavar="SYSTEMS",
-        help="Alternate with llama.cpp itself (mmap, resident; the suffix -plain or -repacked chooses kernels), another"
+    "against": _values(
+        OFTEN, "--against", "SYSTEMS",
+        "Alternate with llama.cpp itself (mmap, resident; the suffix -plain or -repacked chooses kernels), another"
         " strategy, or the first system without one feature; a wrong name lists them all.",
     ),
-]
-Rounds = Annotated[
-    int | None, panel(RESEARCH, "--rounds", metavar="N", min=1, help="Rounds; default 3 with --against, else 1.")
-]
-MemoryLimit = Annotated[
-    str | None, panel(MEMORY, "--memory-limit", metavar="SIZE", help="Run each system in a memory cgroup of this size.")
-]
-RequireLimit = Annotated[bool, panel(MEMORY, "--require-limit", help="Fail where no such cgroup can be made.")]
-KeepPageCache = Annotated[
-    bool, panel(MEMORY, "--keep-page-cache", help="Do not drop the file from the page cache before each run.")
-]
-Output = Annotated[str, panel(OFTEN, "-o", "--output", metavar="FORMAT", help="md, json, jsonl, csv or sql.")]
-Verbose = Annotated[bool, panel(OUTPUT, "-v", "--verbose", help="Show llama.cpp's own messages.")]
+    "rounds": _value(
+        int | None, None, RESEARCH, "--rounds", "Rounds; default 3 with --against, else 1.", metavar="N", min=1
+    ),
+    "memory_limit": _value(
+        str | None, None, MEMORY, "--memory-limit", "Run each system in a memory cgroup of this size.", metavar="SIZE"
+    ),
+    "require_limit": _switch(MEMORY, "--require-limit", "Fail where no such cgroup can be made."),
+    "keep_page_cache": _switch(
+        MEMORY, "--keep-page-cache", "Do not drop the file from the page cache before each run."
+    ),
+    "output": _value(str, "md", OFTEN, "-o --output", "md, json, jsonl, csv or sql.", metavar="FORMAT"),
+    "verbose": _switch(OUTPUT, "-v --verbose", "Show llama.cpp's own messages."),
+}  # fmt: skip
+"""{name: flag}, those of llama-bench where that has them."""
 
 _RANGE = re.compile(r"(-?\d{1,9})(?:-(\d{1,9})(?:([+*])(\d{1,9}))?)?")
 
@@ -214,68 +172,26 @@ def parse_tests(
     return [(p, n, d) for d, (p, n) in itertools.product(parse_ints(n_depth, "-d"), shapes)]
 
 
-@flags("vram_cache", "policy", "predictor", "prefetch")
-def bench(
-    model: Models = [],
-    hf_repo: HubModels = [],
-    n_prompt: Prompts = ["512"],
-    n_gen: Gens = ["128"],
-    pg: Pairs = [],
-    n_depth: Depths = ["0"],
-    repetitions: Repetitions = 5,
-    text: Text = None,
-    greedy: Greedy = False,
-    seed: Seed = 0,
-    no_warmup: NoWarmup = False,
-    delay: Delay = 0,
-    batch: Batches = ["2048"],
-    ubatch: Ubatches = ["512"],
-    type_k: TypesK = ["f16"],
-    type_v: TypesV = ["f16"],
-    threads: Threads = [],
-    n_gpu_layers: GpuLayers = ["-1"],
-    flash_attn: FlashAttn = ["auto"],
-    expert_cache: Caches = ["auto"],
-    readers: Readers = 4,
-    no_repack: NoRepack = False,
-    no_overlap: NoOverlap = False,
-    no_sweep: NoSweep = False,
-    no_direct: NoDirect = False,
-    placement: Placement = "",
-    misses: Misses = "",
-    simulate_link: SimulateLink = None,
-    simulate_threads: SimulateThreads = 0,
-    strategy: Strategy = "moegguf",
-    warm_start: WarmStart = False,
-    against: Against = [],
-    rounds: Rounds = None,
-    memory_limit: MemoryLimit = None,
-    require_limit: RequireLimit = False,
-    keep_page_cache: KeepPageCache = False,
-    output: Output = "md",
-    verbose: Verbose = False,
-    *,
-    given: Given,
-) -> None:
+@flags("vram_cache", "policy", "predictor", "prefetch", own=FLAGS)
+def bench(*, given: Given, **chosen: Any) -> None:
     """Measure prompt and generation speed, hit rate, bytes, stalls and the share of the link's bound.
 
     Takes llama-bench's flags and prints its formats. `--against mmap,resident` alternates with llama.cpp itself.
     """
-    chosen = dict(locals())
     from moegguf.cli.bench_format import FORMATS
 
-    if output not in FORMATS:
-        raise OptionError(f"-o takes {', '.join(FORMATS)}, but not {output!r}.")
-    chosen["strategy"], *beside = _strategies(strategy)
-    placed = split([placement])
-    chosen["placement"] = placed[0] if placed else None
-    missed = split([misses])
-    chosen["misses"] = missed[0] if missed else None
-    replaced = [*(f"placed-{name}" for name in placed[1:]), *(f"misses-{name}" for name in missed[1:])]
-    others = list(dict.fromkeys([*beside, *replaced, *split(against)]))
-    groups = _groups(chosen, others, limit := _limit(memory_limit, require_limit))
-    rows = _measure(groups, rounds or (3 if others else 1), limit, not keep_page_cache)
-    typer.echo(FORMATS[output](rows), nl=False)
+    if chosen["output"] not in FORMATS:
+        raise OptionError(f"-o takes {', '.join(FORMATS)}, but not {chosen['output']!r}.")
+    chosen["strategy"], *others = _strategies(chosen["strategy"])
+    for name, prefix in (("placement", "placed"), ("misses", "misses")):
+        first, *more = split([chosen[name]]) or [""]
+        chosen[name] = first or None
+        others += [f"{prefix}-{other}" for other in more]
+    others = list(dict.fromkeys([*others, *split(chosen["against"])]))
+    limit = _limit(chosen["memory_limit"], chosen["require_limit"])
+    groups = _groups({**chosen, "given": given}, others, limit)
+    rows = _measure(groups, chosen["rounds"] or (3 if others else 1), limit, not chosen["keep_page_cache"])
+    typer.echo(FORMATS[chosen["output"]](rows), nl=False)
     if any(row["error"] and row["system"] == chosen["strategy"] for row in rows):
         raise typer.Exit(1)
 
