@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from moegguf.chat.commands import completion_words, run_command
 from moegguf.chat.history import InputHistory, history_path
 from moegguf.chat.reader import Reader, is_quoted_message, unquoted
-from moegguf.chat.session import ChatSession
-from moegguf.chat.turn import print_error
+from moegguf.chat.session import ChatSession, print_error
 from moegguf.errors import MoeggufError
 from moegguf.settings import read_settings, shows_tracebacks
 from moegguf.terminal.keyboard import keyboard_echo_off

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from moegguf.chat.answer import RemoteAnswer
+from moegguf.chat.model import RemoteAnswer
 from moegguf.errors import MoeggufError
 from moegguf.generate.request import Delta, PromptProgress, Timing
 from moegguf.models.entry import ModelEntry
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from moegguf.chat.conversation import Conversation
     from moegguf.generate.request import GenerationRequest
     from moegguf.gguf.experts import ExpertLayout
-    from moegguf.models.recipe import Recipe
+    from moegguf.models.catalog import Catalog
     from moegguf.serving.events import Snapshot
     from moegguf.terminal.progress import Spinner
 
@@ -70,11 +70,12 @@ class LocalModel:
         """Whether messages may have images."""
         return self._ready.reads_images
 
-    def find(self, name: str) -> ModelEntry:
-        """A model of this machine."""
+    @property
+    def names(self) -> Catalog:
+        """The models of this machine."""
         from moegguf.models.catalog import Catalog
 
-        return Catalog().find(name)
+        return Catalog()
 
     def load(self, conversation: Conversation, spinner: Spinner) -> None:
         """Closes the present model first, since memory may not hold two; loads it again when the new one fails."""
@@ -187,12 +188,6 @@ class LocalModel:
 
         print_model(layout_facts(local_model(self._entry)) | entry_facts(self._entry))
 
-    def modelfile(self) -> str:
-        """The Modelfile that makes the model."""
-        from moegguf.models.catalog import Catalog
-
-        return Catalog().modelfile(self._entry)
-
     def template(self) -> str:
         """The name's own template, or that of the file."""
         from moegguf.gguf.experts import read_layout
@@ -229,19 +224,6 @@ class LocalModel:
         if not self._counts_uses and not uses.any():
             print_message("Uses are counted from the next answer on.")
         self._counts_uses = True
-
-    def print_list(self, prefix: str) -> None:
-        """The models on this machine, as `moegguf list` shows them."""
-        from moegguf.models.catalog import Catalog
-        from moegguf.terminal.tables import print_model_list
-
-        print_model_list(Catalog().entries(prefix))
-
-    def create(self, name: str, recipe: Recipe) -> None:
-        """Stores a new model in this machine's catalog."""
-        from moegguf.models.catalog import Catalog
-
-        Catalog().create(name, recipe)
 
     def close(self) -> None:
         """Ends the worker, if there is one."""

@@ -23,7 +23,7 @@ from moegguf.terminal.progress import Spinner
 if TYPE_CHECKING:
     from moegguf.chat.conversation import Conversation
     from moegguf.chat.model import ChatModel
-    from moegguf.chat.turn import Reply
+    from moegguf.chat.session import Reply
 
 EXIT_TIMEOUT_S = 1.0  # after Ctrl-C during an answer
 
@@ -64,7 +64,7 @@ def answer_once(model: ChatModel, conversation: Conversation, prompt: str, spinn
     """Prints the answer to `prompt`, then statistics if verbose; closes the model. Returns the exit code."""
     from moegguf.chat.image_files import extract_images
     from moegguf.chat.printer import Printer
-    from moegguf.chat.turn import print_answer
+    from moegguf.chat.session import print_answer
 
     conversation.add_user_message(*(extract_images(prompt) if model.reads_images else (prompt, [])))
     printer = Printer(wrap=conversation.word_wrap, hide_thinking=conversation.hide_thinking)

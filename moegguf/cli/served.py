@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moegguf.chat.answer import RemoteAnswer
+from moegguf.chat.model import RemoteAnswer
 from moegguf.cli.client import Client, Json, ServerError
 from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
 from moegguf.generate.images import images_of, text_of
@@ -63,6 +63,40 @@ def server_with(model: str, keep_alive: str | None = None) -> ServedModel | None
         return None
 
 
+class ServedNames:
+    """The models that a server knows."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def show(self, name: str) -> Json:
+        """What the server tells of a model. Raises ModelNotFoundError."""
+        try:
+            return dict(self._client.post("/api/show", {"model": name}, KNOWN_S))
+        except ServerError as error:
+            if error.status == 404:
+                raise ModelNotFoundError(str(error)) from None
+            raise
+
+    def find(self, name: str, shown: Json | None = None) -> NamedModel:
+        """A model, with what the server's name for it has. shown: what `show` gave."""
+        text = (shown or self.show(name))["modelfile"]
+        return NamedModel(parse_name(name).canonical, **parse(text).overrides)
+
+    def entries(self, prefix: str) -> list[ModelEntry]:
+        """Those whose names begin so."""
+        models = self._client.get("/api/tags")["models"]
+        return [_listed(model) for model in models if model["name"].lower().startswith(prefix.lower())]
+
+    def create(self, name: str, recipe: Recipe) -> None:
+        """Stores a new model in the server."""
+        self._client.post("/api/create", {"model": name, "from": recipe.from_, **recipe.overrides})
+
+    def modelfile(self, entry: NamedModel) -> str:
+        """The Modelfile that makes the model there."""
+        return str(self.show(entry.name)["modelfile"])
+
+
 class ServedModel:
     """A `moegguf.chat.model.ChatModel` in a server, which keeps it for `keep_alive` after an answer. `entry`: its name.
 
@@ -71,24 +105,13 @@ class ServedModel:
 
     def __init__(self, client: Client, name: str, keep_alive: str | None) -> None:
         self._client = client
-        self._shown = self._show(name)
-        self.entry = self._named(name, self._shown)
+        self.names = ServedNames(client)
+        self._shown = self.names.show(name)
+        self.entry = self.names.find(name, self._shown)
         self._keep_alive = keep_alive
         self._load_parameters: Json = {}
         self._new_load_s = 0.0  # of a load since the last answer
         self._answer: ServedAnswer
-
-    def _show(self, name: str) -> Json:
-        try:
-            return dict(self._client.post("/api/show", {"model": name}, KNOWN_S))
-        except ServerError as error:
-            if error.status == 404:
-                raise ModelNotFoundError(str(error)) from None
-            raise
-
-    @staticmethod
-    def _named(name: str, shown: Json) -> NamedModel:
-        return NamedModel(parse_name(name).canonical, **parse(shown["modelfile"]).overrides)
 
     @property
     def reads_images(self) -> bool:
@@ -104,14 +127,10 @@ class ServedModel:
         info = self._shown["model_info"]
         return int(info.get(f"{info.get('general.architecture')}.context_length", 0))
 
-    def find(self, name: str) -> NamedModel:
-        """A model that the server knows."""
-        return self._named(name, self._show(name))
-
     def load(self, conversation: Conversation, spinner: Spinner) -> None:
         """Has the server load the conversation's model."""
         name, start_s = conversation.entry.name, time.perf_counter()
-        shown, parameters = self._show(name), _load_parameters(conversation)
+        shown, parameters = self.names.show(name), _load_parameters(conversation)
         spinner.show(f"loading {name} in the server at {self._client.host.url}")
         body = {"model": name, "prompt": "", "stream": False, "options": parameters}
         if self._keep_alive is not None and parse_duration(self._keep_alive):  # 0 would unload it
@@ -188,10 +207,6 @@ class ServedModel:
         }
         print_message("\n".join(f"  {name:<16}{value}" for name, value in rows.items()))
 
-    def modelfile(self) -> str:
-        """The Modelfile that makes the model there."""
-        return str(self._shown["modelfile"])
-
     def template(self) -> str:
         """The prompt template."""
         return str(self._shown["template"])
@@ -199,17 +214,6 @@ class ServedModel:
     def print_experts(self) -> None:
         """Where its experts are shown."""
         print_message(f"The model is in the server at {self._client.host.url}: `moegguf top` shows its experts.")
-
-    def print_list(self, prefix: str) -> None:
-        """The models that the server knows."""
-        from moegguf.terminal.tables import print_model_list
-
-        models = self._client.get("/api/tags")["models"]
-        print_model_list(_listed(model) for model in models if model["name"].lower().startswith(prefix.lower()))
-
-    def create(self, name: str, recipe: Recipe) -> None:
-        """Stores a new model in the server's catalog."""
-        self._client.post("/api/create", {"model": name, "from": recipe.from_, **recipe.overrides})
 
     def close(self) -> None:
         """The server keeps the model for other requests."""

@@ -47,33 +47,6 @@ OnLoad = Callable[[float | None], object]
 _DRAIN_S = 1.0  # to read what a process wrote before it exited
 
 
-class WorkerConnection(asyncio.Protocol):
-    """Splits the bytes from a worker into lines. `on_lost` is called at the end of the connection, or when a line
-    exceeds MAX_MESSAGE_BYTES."""
-
-    def __init__(self, on_line: Callable[[bytearray], None], on_lost: Callable[[], None]) -> None:
-        self._on_line = on_line
-        self._on_lost = on_lost
-        self._rest = bytearray()
-
-    def data_received(self, data: bytes) -> None:
-        """Of asyncio.Protocol."""
-        searched = len(self._rest)
-        self._rest += data
-        while (end := self._rest.find(b"\n", searched)) >= 0:
-            line = self._rest[:end]
-            del self._rest[: end + 1]
-            searched = 0
-            self._on_line(line)
-        if len(self._rest) > MAX_MESSAGE_BYTES:
-            self._rest.clear()
-            self._on_lost()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        """Of asyncio.Protocol."""
-        self._on_lost()
-
-
 class PendingRequest:
     """A request sent to a worker, and its events. `on_end` is called once, when `ended` becomes True; `on_cancel`
     sends the cancellation and returns the timer that kills the worker."""
@@ -169,7 +142,6 @@ class WorkerProcess:
         self.exited: asyncio.Future[WorkerError] = asyncio.get_running_loop().create_future()
         self.on_exit: Callable[[], None] = _ignore
         self._on_snapshot = on_snapshot
-        self._lost = asyncio.Event()
         self._loaded: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._load_progressed = asyncio.Event()
         self._on_progress: OnLoad = lambda fraction: None
@@ -177,7 +149,7 @@ class WorkerProcess:
         self._last_id = 0
         self._kill_reason = ""
         self._stderr_tail = bytearray()
-        self._transport: asyncio.Transport
+        self._writer: asyncio.StreamWriter
         self._child: asyncio.subprocess.Process
         self._supervisor: asyncio.Task[None]
 
@@ -193,7 +165,7 @@ class WorkerProcess:
 
         Raises WorkerError when the system cannot start a process.
         """
-        self, loop = cls(on_snapshot, **options), asyncio.get_running_loop()
+        self = cls(on_snapshot, **options)
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -211,10 +183,8 @@ class WorkerProcess:
             raise WorkerError(
                 f"no process can be started for the model ({error}); end others, then try again."
             ) from None
-        self._transport, _ = await loop.create_unix_connection(
-            lambda: WorkerConnection(self._on_line, self._lost.set), sock=ours
-        )
-        self._supervisor = loop.create_task(self._supervise())
+        reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_MESSAGE_BYTES)
+        self._supervisor = asyncio.create_task(self._supervise(reader))
         return self
 
     @property
@@ -259,13 +229,13 @@ class WorkerProcess:
         self._last_id += 1
         line = encode({"kind": kind, "id": self._last_id, **fields})
         request = self._requests[self._last_id] = PendingRequest(on_end, functools.partial(self._cancel, self._last_id))
-        self._transport.write(line)
+        self._writer.write(line)
         return request
 
     def send(self, kind: str, **fields: Any) -> None:
         """Sends a message without a reply; dropped when the process has ended."""
         if not self.exited.done():
-            self._transport.write(encode({"kind": kind, **fields}))
+            self._writer.write(encode({"kind": kind, **fields}))
 
     def _cancel(self, request_id: int) -> asyncio.TimerHandle:
         self.send("cancel", id=request_id)
@@ -291,18 +261,21 @@ class WorkerProcess:
     async def close(self, grace_s: float = CLOSE_GRACE_S) -> None:
         """Closes the socket, kills the process if it does not exit within `grace_s`, and returns after its exit.
         Idempotent."""
-        self._transport.close()
+        self._writer.close()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(self._supervisor), grace_s)
             return
         self.kill("it did not exit after its socket was closed")
         await asyncio.shield(self._supervisor)
 
-    def _on_line(self, line: bytearray) -> None:
-        try:
-            self._on_message(decode(line))
-        except (MoeggufError, KeyError, TypeError) as error:
-            self.kill(f"it sent an invalid message: {error}")
+    async def _read_messages(self, reader: asyncio.StreamReader) -> None:
+        """Takes messages until the connection ends; a last line without its end is of a worker that was killed."""
+        with contextlib.suppress(OSError):
+            try:
+                while (line := await reader.readline()).endswith(b"\n"):
+                    self._on_message(decode(line))
+            except (MoeggufError, ValueError, KeyError, TypeError) as error:  # ValueError: too long
+                self.kill(f"it sent an invalid message: {error}")
 
     def _on_message(self, message: Message) -> None:
         kind = message["kind"]
@@ -345,10 +318,10 @@ class WorkerProcess:
     def _update_stats(self, message: Message) -> None:
         self.stats, self.decisions = build(Stats, message["stats"]), message["decisions"]
 
-    async def _supervise(self) -> None:
+    async def _supervise(self, reader: asyncio.StreamReader) -> None:
         """Waits for the exit of the process, then ends all of its requests."""
         reading = asyncio.ensure_future(self._read_stderr())
-        lost, exited = asyncio.ensure_future(self._lost.wait()), asyncio.ensure_future(self._child.wait())
+        lost, exited = asyncio.ensure_future(self._read_messages(reader)), asyncio.ensure_future(self._child.wait())
         await asyncio.wait({lost, exited}, return_when=asyncio.FIRST_COMPLETED)
         if not exited.done():
             await asyncio.wait({exited}, timeout=CLOSE_GRACE_S)
@@ -358,7 +331,7 @@ class WorkerProcess:
         await asyncio.wait({lost, reading}, timeout=_DRAIN_S)
         lost.cancel()
         reading.cancel()
-        self._transport.close()
+        self._writer.close()
         self._finish(code)
 
     def _echo_warning(self, text: str) -> None:

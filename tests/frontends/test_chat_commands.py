@@ -10,7 +10,7 @@ import pytest
 from chat_terminal import echo_chat
 from terminal import ENTER, Terminal
 
-from moegguf.chat.parameters import load_options_with, parse_parameter
+from moegguf.chat.conversation import load_options_with, parse_parameter
 from moegguf.errors import MoeggufError
 from moegguf.generate.options import sampling_with
 from moegguf.generate.request import Sampling
