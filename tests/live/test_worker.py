@@ -6,8 +6,6 @@ import asyncio
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -243,35 +241,6 @@ async def test_it_exits_when_its_socket_closes_even_during_an_answer(tiny: TinyM
         assert isinstance(await anext(running.events()), PromptProgress)
         await process.close()
         assert process._child.returncode == 0
-
-
-PARENT = """
-import asyncio, sys
-from moegguf.serving.worker_process import WorkerProcess
-from moegguf.serving.wire import LoadConfig
-async def main():
-    process = await WorkerProcess.start(lambda snapshot: None)
-    await process.load(LoadConfig("tiny", sys.argv[1], 512, n_threads=1), 60, lambda fraction: None)
-    print(process.pid, flush=True)
-    await asyncio.Event().wait()
-asyncio.run(main())
-"""
-
-
-def test_it_does_not_outlive_a_server_that_is_killed(tiny: TinyModel) -> None:
-    with subprocess.Popen([sys.executable, "-c", PARENT, str(tiny())], stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        worker = psutil.Process(int(server.stdout.readline()))
-        server.kill()
-        server.wait()
-        worker.wait(timeout=20)
-
-
-@in_loop
-async def test_concurrent_requests_are_answered_in_order(tiny: TinyModel) -> None:
-    async with worker_of(tiny()) as process:
-        answers = await asyncio.gather(*(answer_of(process, REQUEST) for _ in range(8)))
-        assert len({text for text, _, _ in answers}) == 1
 
 
 @in_loop
