@@ -17,7 +17,7 @@ SERVER = "Server"
 GROUPS = (MODEL, MEMORY, SAMPLING, OUTPUT, SERVER, RESEARCH)
 
 KV_CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
-"""As llama.cpp's tools take them."""
+"""Names that llama.cpp's tools take."""
 MAX_CONTEXT_TOKENS = 1 << 24
 MAX_KV_TOKENS = 1 << 28  # of all sequences of a context
 MAX_BATCH_PARALLEL = 256

@@ -283,7 +283,7 @@ class StdoutAnswers:
         from moegguf.serving.batch.answers import Counts
 
         self.counts = Counts()
-        self.places: set[int] = set()
+        self.answered: set[int] = set()
 
     def append(self, number: int, entry: Entry) -> None:
         """Prints the answer of a line."""

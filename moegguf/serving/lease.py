@@ -96,6 +96,7 @@ class Lease(Calls):
                     yield Done(build(Timing, event), self.load_s, self._process.decisions)
 
     async def value(self, kind: str, **fields: Any) -> Any:
+        """The last event of a request."""
         async with aclosing(self._events(kind, **fields)) as events:
             async for value in events:
                 last = value

@@ -23,7 +23,7 @@ PROGRESS_S = 0.1  # between two messages of progress
 
 
 class Outbox:
-    """Sends lines over `connection` at once, in the order they were put; those of a `together` block at its end, in one
+    """Sends lines over `connection` at once, in the order they were put; those of a `one_call` block at its end, in one
     call."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -45,7 +45,7 @@ class Outbox:
         return self._held is not None
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def one_call(self) -> Iterator[None]:
         """A block, of one thread at a time and short: lines of other threads wait for its end, too. Raises OSError when
         the socket is closed."""
         with self._lock:

@@ -172,7 +172,7 @@ class Worker:
             if not isinstance(error, MoeggufError):
                 raise
             return False
-        self._loop = loop = BatchLoop(llm, make_schedule(config.schedule, llm), together=self._together)
+        self._loop = loop = BatchLoop(llm, make_schedule(config.schedule, llm), together=self._one_call)
         self._snapshots = SnapshotSender(config.name, llm, loop, self._send_snapshot)
         ready = Ready(llm.n_ctx(), plan_fields(llm), llm.n_seq_max, llm.reads_images)
         self._send("ready", ready=ready, **self._statistics())
@@ -223,9 +223,9 @@ class Worker:
         return self._loop.submit(build(GenerationRequest, message["generation"]), events)
 
     @contextmanager
-    def _together(self) -> Iterator[None]:
+    def _one_call(self) -> Iterator[None]:
         """What the answers of a step send, in one call."""
-        with self._outbox.together():
+        with self._outbox.one_call():
             yield
         if self._first_delta_held:
             self._first_delta_held = False
@@ -246,7 +246,7 @@ class Worker:
             self._end(request_id, error=_encoded(error))
 
     def _send_uses(self, request_id: int) -> None:
-        """Of an answer that has ended."""
+        """Tells which experts an answer that has ended used, where that was asked for."""
         with self._jobs_lock:
             job = self._jobs.get(request_id)
         if self._uses is not None and isinstance(job, BatchedAnswer):

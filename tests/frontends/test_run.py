@@ -299,7 +299,7 @@ def test_a_prompt_longer_than_the_context_is_cut_and_says_so(moegguf: Command, t
 
 
 def test_the_first_word_comes_within_two_seconds() -> None:
-    """Of processor time: other jobs share this machine."""
+    """Two seconds of processor time: other jobs share this machine."""
     command = [sys.executable, "-m", "moegguf.cli.app", "run", "demo", "hi", "-t", "1", "-n", "1"]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment())
     _, status, used = os.wait4(process.pid, 0)

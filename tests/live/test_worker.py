@@ -82,7 +82,7 @@ async def test_it_answers_as_the_model_in_process_does(tiny: TinyModel, load: Lo
 @in_loop
 @pytest.mark.parametrize("n_seq_max", [1, 2])
 async def test_uses_of_experts_are_told_of_each_request_that_asks(tiny: TinyModel, n_seq_max: int) -> None:
-    """Of its own tokens, beside another one that computes at the same time.
+    """Only its own tokens count, beside another one that computes at the same time.
 
     Biases hold the answers' tokens fixed: a pass of two sequences rounds otherwise than a pass of one, and one other
     token of random weights leads to another answer.

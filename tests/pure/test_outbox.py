@@ -26,7 +26,7 @@ def test_lines_of_a_block_leave_in_one_call_also_where_it_fails() -> None:
     outbox = Outbox(connection)
 
     def fill_and_fail() -> None:
-        with outbox.together():
+        with outbox.one_call():
             assert outbox.holds
             outbox.put(b"b\n")
             outbox.put(b"c\n")
@@ -36,7 +36,7 @@ def test_lines_of_a_block_leave_in_one_call_also_where_it_fails() -> None:
     outbox.put(b"a\n")
     with pytest.raises(RuntimeError):
         fill_and_fail()
-    with outbox.together():
+    with outbox.one_call():
         pass
     outbox.put(b"d\n")
     assert not outbox.holds and connection.calls == [b"a\n", b"b\nc\n", b"d\n"]

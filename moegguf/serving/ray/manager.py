@@ -191,7 +191,7 @@ class ReplicaLease(Calls):
                 items.cancel()
 
     async def value(self, kind: str, **fields: Any) -> Any:
-        """As `Lease.value`."""
+        """The value of a request to some replica."""
         for last in (False, True):
             try:
                 with ray_errors():

@@ -147,7 +147,7 @@ class Report:
     eam: ExpertUses | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """As Ray Serve carries it from `record_routing_stats` to every router."""
+        """The JSON that Ray Serve carries from `record_routing_stats` to every router."""
         eam = self.eam and [self.eam.n_layer, self.eam.n_expert, base64.b64encode(self.eam.counts).decode()]
         return {"n_sequences": self.n_sequences, "sequences": [list(each) for each in self.sequences], "eam": eam}
 

@@ -54,7 +54,7 @@ class Failure:
 
 
 Item = Event | Failure
-"""Of an answer; a `Failure` ends it."""
+"""An item of an answer; a `Failure` ends it."""
 
 
 class Replica:
@@ -80,7 +80,7 @@ class Replica:
         self._watching = asyncio.create_task(self._watch())
 
     async def __del__(self) -> None:
-        """Of Ray Serve: at the end of the replica."""
+        """Called by Ray Serve at the end of the replica."""
         self._watching.cancel()
         with suppress(asyncio.CancelledError):
             await self._watching
@@ -132,7 +132,7 @@ class Replica:
         return next(iter(self._manager.loaded()), None)
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Of Ray Serve: a `Report`, which it brings to every router."""
+        """Called by Ray Serve: a `Report`, which it brings to every router."""
         self._forget_after_restart()
         self._export_counters()
         return replace(self._held, eam=self._activity.recent).as_json()
