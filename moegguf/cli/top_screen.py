@@ -66,7 +66,7 @@ class ModelView:
 
     @property
     def n_lines(self) -> int:
-        """Of the model, without its map: name, four figures, several tiers, staging, a blank line."""
+        """Lines of the model without its map: name, four figures, several tiers, staging, a blank line."""
         return LINES_PER_MODEL + (len(self.tiers) if len(self.tiers) > 1 else 0) + self.stages
 
     @property

@@ -17,6 +17,7 @@ from typing import Any
 import typer
 
 from moegguf.errors import MoeggufError
+from moegguf.settings import shows_tracebacks
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 UsageError = typer.BadParameter.__base__ or typer.BadParameter  # typer does not export the class itself
@@ -69,7 +70,7 @@ def run_with_exit_code(call: Callable[[], Any]) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else EXIT_FAILURE
     except BaseException as error:  # an interrupt has an exit code, too
-        if os.environ.get("MOEGGUF_DEBUG", "") not in ("", "0"):
+        if shows_tracebacks():
             raise
         return _print_failure(error)
 
