@@ -35,7 +35,7 @@ Int32s = npt.NDArray[np.int32]
 class Actions(Protocol):
     """What a controller acts on: the store, live or simulated."""
 
-    def set_policy(self, name: str, **parameters: float | Sequence[float]) -> None:
+    def set_policy(self, name: str, /, **parameters: float | Sequence[float]) -> None:
         """Chooses the eviction policy that the store carries out where no scores are set."""
 
     def set_scores(self, scores: Float32s | None) -> None:

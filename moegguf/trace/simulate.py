@@ -397,7 +397,7 @@ class Simulation:
         store = Store(layout_of(self.trace.shape), self.slots, options.store, n_lower_slots=options.n_lower_slots)
         try:
             if options.below is not None and options.n_lower_slots:
-                store.set_policy_of(Tier.LOWER, options.below.policy)
+                store.set_policy(options.below.policy, Tier.LOWER)
                 if options.below.cpu:
                     store.model_computed_misses(options.below.cpu)
             lane = store.open_lane()

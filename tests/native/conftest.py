@@ -10,7 +10,7 @@ import pytest
 from fake_model import FakeModel, Open, make_model
 from product import Product
 
-from moegguf.native import abi, library
+from moegguf.native import library
 from moegguf.native.store import Lane, Store, StoreOptions
 
 
@@ -18,7 +18,7 @@ from moegguf.native.store import Lane, Store, StoreOptions
 def no_faults() -> Iterator[None]:
     """Every test ends with every fault disarmed."""
     yield
-    for kind in abi.FAULT:
+    for kind in library.FAULT:
         library.arm_fault(kind, 0)
 
 

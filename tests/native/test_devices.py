@@ -111,7 +111,7 @@ def test_a_simulation_of_several_devices_counts_what_the_engine_counts(
         devices = [replace(of, lower=below) for of, below in zip(two(n_slots), lower_of, strict=True)]
         devices[0] = replace(devices[0], link=Link(1e9, 5e-6))
         store, lane = open_store(fake, devices, n_lower_slots=n_lower, fill=False, **options)
-        store.set_policy_of(Tier.LOWER, "slru")
+        store.set_policy("slru", Tier.LOWER)
         for il, experts in skewed(300, seed=2):
             lane.acquire(il, experts)
         store.drain(10)

@@ -224,15 +224,15 @@ def test_a_policy_or_parameter_that_does_not_exist_is_refused_with_those_that_do
 def test_a_malformed_policy_is_refused_by_the_library_too(two: FakeModel, open_store: Open) -> None:
     store, _ = open_store(two, 4)
     set_native, value = library.load().moegguf_store_set_policy, (c.c_float * 1)(1)
-    for n in (-1, 65, 1 << 30):
-        assert set_native(store.handle, 0, c.byref(abi.Policy(b"next-use", n, 0, None))) == abi.INVALID
-    assert set_native(store.handle, 0, c.byref(abi.Policy(None, 0, 0, None))) == abi.INVALID
-    assert set_native(store.handle, 0, c.byref(abi.Policy(b"next-use", 1, 0, None))) == abi.INVALID
+    policies: list[tuple[Any, ...]] = [(None, 0, 0), *((b"next-use", n, 0) for n in (-1, 1, 65, 1 << 30))]
     for name, n, values in ((None, 1, value), (b"weights", 1, None), (b"weights", -1, value)):
-        table = (abi.Parameter * 1)(abi.Parameter(name, n, 0, values))
-        assert set_native(store.handle, 0, c.byref(abi.Policy(b"next-use", 1, 0, table))) == abi.INVALID
-    assert set_native(None, 0, None) == abi.INVALID
-    assert set_native(store.handle, 0, None) == abi.OK
+        policies.append((b"next-use", 1, 0, (abi.Parameter * 1)(abi.Parameter(name, n, 0, values))))
+    for policy in policies:
+        with pytest.raises(OptionError):
+            set_native(store.handle, 0, c.byref(abi.Policy(*policy)))
+    with pytest.raises(OptionError):
+        set_native(None, 0, None)
+    set_native(store.handle, 0, None)
 
 
 class Scored:

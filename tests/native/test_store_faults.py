@@ -43,7 +43,7 @@ def n_threads() -> int:
 
 
 def n_seen(kind: str) -> int:
-    return int(library.load().moegguf_fault_count(abi.FAULT[kind]))
+    return int(library.load().moegguf_fault_count(library.FAULT[kind]))
 
 
 def story(fake: FakeModel, options: StoreOptions, kind: str) -> tuple[MoeggufError | None, int]:

@@ -156,7 +156,7 @@ def test_a_simulation_counts_what_the_engine_counts(
     ):
         store, lane = open_store(fake, n_upper, n_lower_slots=n_lower, **options)
         for tier, policy in zip(Tier, policies, strict=True):
-            store.set_policy_of(tier, policy)
+            store.set_policy(policy, tier)
         for il, experts in skewed(300, seed=2):
             lane.acquire(il, experts)
         store.drain(10)
@@ -243,7 +243,7 @@ def test_without_a_tier_below_none_is_named(fake: FakeModel, open_store: Open) -
         store.tier,
         store.residency,
         lambda tier: store.resize(4, tier),
-        lambda tier: store.set_policy_of(tier, "lru"),
+        lambda tier: store.set_policy("lru", tier),
     ):
         with pytest.raises(OptionError, match="no slots in RAM below those of a device"):
             call(Tier.LOWER)
