@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 from fake_model import FakeModel, Open, make_model
+from hypothesis import Phase, settings
 from product import Product
 
 from moegguf.native import library
 from moegguf.native.store import Lane, Store, StoreOptions
+
+# Any failing example will do for tools/fault_check.py.
+settings.register_profile("no-shrinking", phases=[Phase.explicit, Phase.generate])
 
 
 @pytest.fixture(autouse=True)

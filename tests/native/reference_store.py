@@ -56,7 +56,8 @@ class ReferenceStore:
         self.moment = (0, False, False)  # il, sweep, token
         self.resize_to = self.tick = 0
         self.computing = self.has_failed = False
-        self.counters = dict.fromkeys(("lookups", "hits_ready", "misses", "evictions"), 0)
+        names = "lookups", "hits_ready", "misses", "evictions", "bytes_missed", "bytes_prefetched"
+        self.counters = dict.fromkeys(names, 0)
         self.set_policy("lru")
 
     def set_policy(self, name: str) -> None:
@@ -109,7 +110,7 @@ class ReferenceStore:
             if places[e] < 0:
                 places[e] = s = self._take((il, e))
                 self.slots[s].broken = reads_fail  # type: ignore[union-attr]
-                self.has_failed |= reads_fail
+                self._read("bytes_missed", reads_fail)
                 lane.pinned.add(s)
         kept = np.exp2(np.float32(-len(ids)))
         self.average[il] *= kept
@@ -122,14 +123,16 @@ class ReferenceStore:
         s = -1
         if self.find(expert) < 0:
             s = self._take(expert, self._score(expert) + self._offset(expert[0]) if self._ordered() else None)
-        if s >= 0 and reads_fail:
-            self.slots[s], self.has_failed = None, True
+        if s >= 0:
+            self._read("bytes_prefetched", reads_fail)
+            self.slots[s] = None if reads_fail else self.slots[s]
 
     def warm(self, experts: Sequence[Expert]) -> None:
         """Into free slots, which ends for good with the first read that has failed."""
         for expert in experts:
             if self.find(expert) < 0 and None in self.slots[: self.n_usable] and not self.has_failed:
                 self._take(expert)
+                self._read("bytes_prefetched", fails=False)
 
     def resize(self, n_slots: int) -> None:
         """With the next routing event; at once before the first one."""
@@ -160,6 +163,10 @@ class ReferenceStore:
     def _evict(self, s: int) -> None:
         self.counters["evictions"] += self.slots[s] is not None
         self.slots[s] = None
+
+    def _read(self, counter: str, fails: bool) -> None:
+        self.counters[counter] += 0 if fails else self.shape.expert_bytes
+        self.has_failed |= fails
 
     def _use(self, s: int) -> None:
         self.tick += 1

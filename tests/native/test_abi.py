@@ -1,8 +1,10 @@
-"""The C ABI as a careless caller uses it: every wrong argument is a typed error, and the process lives."""
+"""The library as a careless caller uses it: every wrong argument is a typed error, and the process lives."""
 
 from __future__ import annotations
 
 import ctypes as c
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -209,3 +211,18 @@ def test_a_folder_without_the_library_is_named(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("MOEGGUF_LIBRARY", str(tmp_path))
     with pytest.raises(LibraryError, match=str(tmp_path)):
         library.find_library()
+
+
+LOGGED = """
+import sys
+from moegguf.native import library
+library.load()
+base = library._open(library.find_library(), "ggml-base")
+for level in (1, 2, 3, 4):  # from DEBUG to ERROR
+    base.ggml_log_internal(level, f"level {level}\\n".encode())
+"""
+
+
+def test_errors_alone_are_written() -> None:
+    run = subprocess.run([sys.executable, "-c", LOGGED], capture_output=True, text=True, check=True)
+    assert (run.stdout, run.stderr) == ("", "level 4\n")

@@ -134,18 +134,6 @@ def test_a_file_system_that_turns_direct_reads_down_later_is_read_through_the_ca
     assert was_direct == 0 or store.info()["direct"] == 0
 
 
-def test_a_prefetch_that_fails_harms_no_gate(fake: FakeModel, open_store: Open) -> None:
-    store, lane = open_store(fake, 8)
-    lane.acquire(0, [0, 1])
-    library.arm_fault("read", 1, sticky=True)
-    store.prefetch([1, 1], [4, 5])
-    store.drain(5)
-    assert store.counters()["read_errors"] > 0
-    library.arm_fault("read", 0)
-    fake.acquire(store, lane, 1, [4, 5])
-    assert (store.residency()[1, [4, 5]] == 2).all()
-
-
 def test_a_fill_that_fails_leaves_a_store_that_reads_on_demand(fake: FakeModel, open_store: Open) -> None:
     library.arm_fault("stat", 5, sticky=True)
     store, lane = open_store(fake, 32)
