@@ -29,8 +29,7 @@ from moegguf.server.common.lookup import check_conversation, look_up
 from moegguf.server.common.options import Loading
 from moegguf.server.common.streams import LineResponse, Lines, SseResponse, WholeResponse, event_line
 from moegguf.server.metrics import record
-from moegguf.serving.delta_buffer import join
-from moegguf.serving.events import Done, Event
+from moegguf.serving.events import Done, Event, join
 
 if TYPE_CHECKING:
     from moegguf.serving.background import Leases

@@ -11,7 +11,7 @@ from moegguf.native.predictor import NativePredictor
 MOST_SEQUENCES = 64  # of a pass that is predicted, and that are followed at once
 
 
-class Together(Predictor):
+class PerSequence(Predictor):
     """Follows each sequence with a predictor of its own (`Predictor.fork`), which sees what it would see alone.
 
     As long as one request comes after another, `alone` sees all of them. A pass of more than MOST_SEQUENCES has no
@@ -33,7 +33,7 @@ class Together(Predictor):
         """Passes on what each sequence evaluates."""
         parts = announcement.parts()
         self._announced, self._pass = announcement, -1
-        self._take_part(parts)
+        self._set_present(parts)
         for part, follower in zip(parts, self._present, strict=False):
             tokens = announcement.tokens[part.rows]
             follower.announce(Announcement(announcement.lane, part.sequence, part.phase, tokens))
@@ -43,14 +43,14 @@ class Together(Predictor):
         parts = event.parts()
         if event.pass_ != self._pass:
             self._pass = event.pass_
-            self._take_part(parts)
+            self._set_present(parts)
         for part in parts:
             follower = self._followers.get(part.sequence)
             if follower is not None:
-                follower.observe(self._of(event, part))
+                follower.observe(_event_of(event, part, self._announced))
 
     def predict(self, il: int, distance: int) -> Float32s | None:
-        """As `Predictor.predict`, of the sequences of this pass together."""
+        """The probability that any sequence of this pass uses each expert."""
         found = [row for follower in self._present if (row := follower.predict(il, distance)) is not None]
         if len(found) < 2:
             return found[0] if found else None
@@ -58,10 +58,10 @@ class Together(Predictor):
         return 1 - unused
 
     def native(self) -> NativePredictor | None:
-        """As `Predictor.native`; the store follows each sequence likewise, and asks eight of them at most."""
+        """The one wrapped; the store follows each sequence likewise, and asks eight of them at most."""
         return self._alone.native()
 
-    def _take_part(self, parts: list[Part]) -> None:
+    def _set_present(self, parts: list[Part]) -> None:
         present = dict.fromkeys(part.sequence for part in parts)
         if len(present) > MOST_SEQUENCES:
             self._present = []
@@ -75,20 +75,21 @@ class Together(Predictor):
             del self._followers[sequence]
         self._present = [self._followers[sequence] for sequence in present]
 
-    def _of(self, event: RoutingEvent, part: Part) -> RoutingEvent:
-        """The event of one sequence, as if it were alone."""
-        if event.sequences is None:
-            return event
-        rows, first = part.rows, event.first_token
-        if first > 0 and self._announced is not None and self._announced.sequences is not None:
-            first = int(np.count_nonzero(self._announced.sequences[:first] == part.sequence))
-        return event._replace(
-            sequence=part.sequence, phase=part.phase, first_token=first, expert_ids=event.expert_ids[rows],
-            weights=None if event.weights is None else event.weights[rows],
-            inputs=None if event.inputs is None else event.inputs[rows], sequences=None, phases=None,
-        )  # fmt: skip
+
+def _event_of(event: RoutingEvent, part: Part, announced: Announcement | None) -> RoutingEvent:
+    """The event of one sequence, as if it were alone."""
+    if event.sequences is None:
+        return event
+    rows, first = part.rows, event.first_token
+    if first > 0 and announced is not None and announced.sequences is not None:
+        first = int(np.count_nonzero(announced.sequences[:first] == part.sequence))
+    return event._replace(
+        sequence=part.sequence, phase=part.phase, first_token=first, expert_ids=event.expert_ids[rows],
+        weights=None if event.weights is None else event.weights[rows],
+        inputs=None if event.inputs is None else event.inputs[rows], sequences=None, phases=None,
+    )  # fmt: skip
 
 
-def together(predictor: Predictor) -> Predictor:
+def per_sequence(predictor: Predictor) -> Predictor:
     """The predictor for passes of several sequences; itself where it takes them as they are."""
-    return predictor if predictor.fork() is None else Together(predictor)
+    return predictor if predictor.fork() is None else PerSequence(predictor)

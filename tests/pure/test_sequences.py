@@ -6,18 +6,15 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from oracles import counted
+from oracles import counted, routers_of
 from traces import SMALL, hidden_routers, random_trace
 
-from moegguf.controller.predictors import together as together_module
+from moegguf.controller.predictors import sequences
 from moegguf.controller.predictors.base import NoPrediction, Predictor
+from moegguf.controller.predictors.counts import Affinity, Popularity, PreviousToken, TokenTable
 from moegguf.controller.predictors.eamc import EamcPredictor
-from moegguf.controller.predictors.popularity import Affinity, Popularity
-from moegguf.controller.predictors.previous_token import PreviousToken
-from moegguf.controller.predictors.skip import Skip
-from moegguf.controller.predictors.together import Together, together
-from moegguf.controller.predictors.token_table import TokenTable
-from moegguf.gguf.routers import Gating, Router, Routers
+from moegguf.controller.predictors.router_inputs import Skip
+from moegguf.controller.predictors.sequences import PerSequence, per_sequence
 from moegguf.native.events import Announcement, Float32s
 from moegguf.trace.trace import Trace
 from predictors.study.arrange import grouped
@@ -32,18 +29,12 @@ def batched(trace: Trace) -> Trace:
     return grouped(trace, [np.concatenate([tokens[:3] for tokens in of]), *steps])
 
 
-def skip() -> Skip:
-    matrices = hidden_routers(SMALL, 0)
-    routers = {il: Router(SMALL.n_expert_used, matrix) for il, matrix in zip(SMALL.layers, matrices, strict=True)}
-    return Skip(SMALL, Routers(Gating.SOFTMAX, routers))
-
-
 MAKE: dict[str, Callable[[], Predictor]] = {
     "previous-token": lambda: PreviousToken(SMALL),
     "token-id": lambda: counted(TokenTable, TRACE),
     "popularity": lambda: counted(Popularity, TRACE),
     "affinity": lambda: counted(Affinity, TRACE),
-    "skip": skip,
+    "skip": lambda: Skip(SMALL, routers_of(SMALL, hidden_routers(SMALL, 0))),
 }
 
 Forecasts = dict[tuple[int, int], list[Float32s | None]]  # by pass and row
@@ -73,7 +64,7 @@ def _copy(row: Float32s | None) -> Float32s | None:
 @pytest.mark.parametrize("name", MAKE)
 def test_the_forecast_is_the_union_of_what_each_is_predicted_alone(name: str) -> None:
     batch = batched(TRACE)
-    found = forecasts(Together(MAKE[name]()), batch)
+    found = forecasts(PerSequence(MAKE[name]()), batch)
     alone = [forecasts(MAKE[name](), TRACE.select([sequence])) for sequence in TRACE.sequences()]
     for step in range(8):
         for row in range(-1, len(SMALL.layers) - 1):
@@ -88,7 +79,7 @@ def test_the_forecast_is_the_union_of_what_each_is_predicted_alone(name: str) ->
 
 @pytest.mark.parametrize("name", MAKE)
 def test_one_request_after_another_is_predicted_as_without_it(name: str) -> None:
-    wrapped, plain = forecasts(Together(MAKE[name]()), TRACE), forecasts(MAKE[name](), TRACE)
+    wrapped, plain = forecasts(PerSequence(MAKE[name]()), TRACE), forecasts(MAKE[name](), TRACE)
     assert wrapped.keys() == plain.keys()
     for key, (row,) in plain.items():
         np.testing.assert_array_equal(wrapped[key][0], row)
@@ -96,14 +87,14 @@ def test_one_request_after_another_is_predicted_as_without_it(name: str) -> None
 
 def test_what_takes_batches_as_they_are_is_left_alone() -> None:
     for predictor in (EamcPredictor(SMALL), NoPrediction(SMALL)):
-        assert together(predictor) is predictor
-    wrapped = together(PreviousToken(SMALL))
+        assert per_sequence(predictor) is predictor
+    wrapped = per_sequence(PreviousToken(SMALL))
     assert wrapped.name == "previous-token" and wrapped.native() is not None
 
 
 def test_a_pass_of_too_many_sequences_is_not_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(together_module, "MOST_SEQUENCES", 3)
-    predictor = Together(counted(Popularity, TRACE))
+    monkeypatch.setattr(sequences, "MOST_SEQUENCES", 3)
+    predictor = PerSequence(counted(Popularity, TRACE))
     found = forecasts(predictor, batched(TRACE))
     assert all(found[1, row] == [None] for row in range(-1, len(SMALL.layers) - 1))
 
