@@ -23,7 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "generate": {"engine", "native", "gguf"},
     "serving": {"generate", "engine", "models", "gguf"},
     "terminal": {"generate", "engine", "models", "gguf"},
-    "chat": {"terminal", "generate", "engine", "models", "gguf"},
+    "chat": {"terminal", "serving", "generate", "engine", "models", "gguf"},
     "server": {"serving", "generate", "engine", "models", "gguf"},
     "cli": {
         "chat",

@@ -1,4 +1,4 @@
-"""OpenAI's reply objects of chat and completion, whole or streamed.
+"""POST /v1/chat/completions: the next message of a conversation, whole or streamed, and what completions share with it.
 
 Follows OpenAI's API reference, with additional keys: `timings` and `prompt_progress` as llama-server writes them, `moe`
 of our own. Thinking is `reasoning` (as in Ollama) and `reasoning_content` (as in llama-server).
@@ -10,14 +10,16 @@ import json
 import secrets
 import time
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from moegguf.generate.request import Delta, PromptProgress, Timing, TokenLogprob, ToolCall
-from moegguf.server.common.conversation import Json, Reply
+from moegguf.models.entry import ModelEntry
+from moegguf.server.common.conversation import Conversation, Json, Reply
 from moegguf.server.common.objects import MIN_LOGPROB, cut_object, moe_object
-from moegguf.server.common.streams import dumps
+from moegguf.server.common.streams import event_line
+from moegguf.server.openai.schema import ChatBody, GenerationBody
 from moegguf.serving.events import Done, Event
 
 
@@ -86,20 +88,6 @@ def _token_object(text: str, logprob: float) -> Json:
     return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": bytes_}
 
 
-def completion_logprobs(logprobs: Sequence[TokenLogprob], offset: int) -> Json:
-    """`logprobs` of completion; `offset`: position of the first of these tokens in the text."""
-    offsets = []
-    for logprob in logprobs:
-        offsets.append(offset)
-        offset += len(logprob.text)
-    return {
-        "tokens": [logprob.text for logprob in logprobs],
-        "token_logprobs": [max(logprob.logprob, MIN_LOGPROB) for logprob in logprobs],
-        "top_logprobs": [{text: max(logprob, MIN_LOGPROB) for text, logprob in logprob.top} for logprob in logprobs],
-        "text_offset": offsets,
-    }
-
-
 def call_object(call: ToolCall, index: int) -> Json:
     """A tool call; its arguments are JSON text in this API."""
     arguments = json.dumps(call.arguments, ensure_ascii=False)
@@ -114,21 +102,17 @@ def total(timing: Timing, later: Timing) -> Timing:
     return replace(later, **{name: getattr(timing, name) + getattr(later, name) for name in names})
 
 
-class _Reply(Reply):
-    """The reply to one request, of one choice or more in turn; its objects share id and time. `fingerprint`: digest of
-    the weights, for `system_fingerprint`."""
+class ChoicesReply(Reply):
+    """The reply to one request, of one choice or more in turn; its objects share id and time."""
 
     prefix, whole_kind, chunk_kind = "", "", ""
     empty: Mapping[str, Any] = {}  # a choice of a chunk without content
     n_choices = 1
-    end = b"data: [DONE]\n\n"
 
-    def __init__(
-        self, model: str, fingerprint: str, *, include_usage: bool, logprobs: bool, with_progress: bool = False
-    ) -> None:
-        self.include_usage = include_usage
+    def __init__(self, body: GenerationBody, entry: ModelEntry, *, logprobs: bool) -> None:
+        self.include_usage = bool(body.stream_options and body.stream_options.include_usage)
         self.logprobs = logprobs
-        self._with_progress = with_progress
+        self._with_progress = bool(body.return_progress)
         self._started = False  # the current choice
         self._choices: list[Json] = []  # the complete ones of a whole reply
         self._index = 0  # of the current choice
@@ -136,8 +120,8 @@ class _Reply(Reply):
         self._head = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
-            "model": model,
-            "system_fingerprint": f"moegguf-{fingerprint[:12]}",
+            "model": entry.name,
+            "system_fingerprint": f"moegguf-{entry.digest[:12]}",
         }
 
     @abstractmethod
@@ -154,7 +138,8 @@ class _Reply(Reply):
         if not (items := self._items(event)):
             return b""
         self._started = not isinstance(event, Done)
-        return b"".join(f"data: {dumps(item)}\n\n".encode() for item in [*first, *items])
+        is_end = isinstance(event, Done) and self._index == self.n_choices
+        return b"".join(map(event_line, [*first, *items])) + (b"data: [DONE]\n\n" if is_end else b"")
 
     def _items(self, event: Event) -> list[Json]:
         if isinstance(event, Delta):
@@ -206,11 +191,14 @@ class _Reply(Reply):
         return self._object(self.whole_kind, self._choices, usage=usage(self._timing), **statistics(self._timing))
 
 
-class ChatReply(_Reply):
+class ChatReply(ChoicesReply):
     """A reply of /v1/chat/completions."""
 
     prefix, whole_kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
     empty: Mapping[str, Any] = {"delta": {}}
+
+    def __init__(self, body: ChatBody, entry: ModelEntry) -> None:
+        super().__init__(body, entry, logprobs=bool(body.logprobs))
 
     def first(self) -> Json:
         """The chunk before all others."""
@@ -234,7 +222,7 @@ class ChatReply(_Reply):
         return [call_object(call, index) for index, call in self.numbered(delta.tool_calls)]
 
     def add(self, delta: Delta, done: Done) -> None:
-        """As the only choice."""
+        """Adds the only choice."""
         calls = self._calls(delta)
         message: Json = {"role": "assistant", "content": None if calls and not delta.text else delta.text}
         if delta.thinking:
@@ -244,45 +232,5 @@ class ChatReply(_Reply):
         self._add({"message": message, "logprobs": chat_logprobs(delta.logprobs) if self.logprobs else None}, done)
 
 
-class CompletionReply(_Reply):
-    """A reply of /v1/completions with one choice per prompt; whole and streamed objects are alike."""
-
-    prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
-    empty: Mapping[str, Any] = {"text": ""}
-
-    def __init__(self, model: str, fingerprint: str, *, n_choices: int = 1, **form: bool) -> None:
-        super().__init__(model, fingerprint, **form)
-        self.n_choices = n_choices
-        self.echo([""] * n_choices)
-
-    def echo(self, prompts: Sequence[str]) -> None:
-        """Sets the text that each choice begins with."""
-        self._before = prompts
-        self._offset = len(prompts[0])
-
-    def first(self) -> Json:
-        """The chunk before all others of a choice."""
-        return self._chunk({"text": self._before[self._index]})
-
-    def _end_choice(self, done: Done) -> None:
-        super()._end_choice(done)
-        self._offset = len(self._before[self._index]) if self._index < self.n_choices else 0
-
-    def chunks(self, delta: Delta) -> list[Json]:
-        """One chunk; none for an empty delta."""
-        text = delta.thinking + delta.text
-        if not text and not delta.logprobs:
-            return []
-        return [self._chunk({"text": text, "logprobs": self._logprobs(delta.logprobs)})]
-
-    def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> Json | None:
-        if not self.logprobs:
-            return None
-        found = completion_logprobs(logprobs, self._offset)
-        self._offset += sum(len(logprob.text) for logprob in logprobs)
-        return found
-
-    def add(self, delta: Delta, done: Done) -> None:
-        """As the choice of the next prompt."""
-        text = self._before[self._index] + delta.thinking + delta.text
-        self._add({"text": text, "logprobs": self._logprobs(delta.logprobs)}, done)
+CHAT = Conversation(ChatBody, lambda body, entry, _: ChatReply(body, entry))
+routes = [CHAT.at("/v1/chat/completions")]

@@ -1,4 +1,5 @@
-"""The response object of /v1/responses and its stream of events, from the events of an answer.
+"""POST /v1/responses: the next items of a conversation; /v1/responses/input_tokens counts the tokens of its prompt.
+Nothing is stored: an id of a response cannot be looked up later.
 
 An answer is a list of items: thinking, text and calls in the order in which they come. A stream tells each item's
 beginning, growth and end; without a stream only the last object is sent. Thinking is raw, so it is `reasoning_text`
@@ -10,15 +11,18 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from moegguf.generate.request import Delta, GenerationRequest, Timing, TokenLogprob, ToolCall
-from moegguf.server.common.conversation import EventReply, Json
+from starlette.routing import Route
+
+from moegguf.generate.request import Delta, GenerationRequest, TokenLogprob, ToolCall
+from moegguf.server.common.conversation import Conversation, EventReply, Json, counting
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.streams import SseResponse, event_line
-from moegguf.server.openai.objects import chat_logprobs, statistics
+from moegguf.server.common.objects import usage
+from moegguf.server.common.streams import event_line
+from moegguf.server.openai.chat import chat_logprobs, statistics
 from moegguf.server.openai.responses_schema import ENCRYPTED_REASONING, ResponsesBody, encrypted
 from moegguf.server.openai.schema import OpenAITool, ToolChoice
 from moegguf.serving.events import Done, Event
@@ -42,7 +46,7 @@ SUMMARY = Form("rs", "summary_index", "reasoning_summary_part", "reasoning_summa
 
 @dataclass
 class OpenItem:
-    """An item whose text still grows. `output_index`: its place in the output."""
+    """An item whose text still grows. `output_index`: its number in the output."""
 
     form: Form
     output_index: int
@@ -54,7 +58,7 @@ class OpenItem:
         self.id = new_id(self.form.prefix)
 
     @property
-    def place(self) -> Json:
+    def keys(self) -> Json:
         """The keys of every event about its part."""
         return {"item_id": self.id, "output_index": self.output_index, self.form.index: 0}
 
@@ -78,20 +82,8 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(16)}"
 
 
-def usage(timing: Timing) -> Json:
-    """Token counts; those of the input include tokens cached from an earlier request."""
-    n_input = timing.prompt_tokens + timing.cached_tokens
-    return {
-        "input_tokens": n_input,
-        "input_tokens_details": {"cached_tokens": timing.cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": timing.answer_tokens,
-        "output_tokens_details": {"reasoning_tokens": timing.thinking_tokens},
-        "total_tokens": n_input + timing.answer_tokens,
-    }
-
-
 def logprob_objects(logprobs: Iterable[TokenLogprob]) -> list[Json]:
-    """As in chat, but `bytes` is always a list: empty for a token with part of a character."""
+    """Those of chat, but `bytes` is always a list: empty for a token with part of a character."""
     found: list[Json] = chat_logprobs(logprobs)["content"]
     for each in found:
         for token in (each, *each["top_logprobs"]):
@@ -99,20 +91,8 @@ def logprob_objects(logprobs: Iterable[TokenLogprob]) -> list[Json]:
     return found
 
 
-class ResponsesStream(SseResponse):
-    """The events of a response."""
-
-    def error_line(self, body: Mapping[str, Any]) -> bytes:
-        """The event for an error outside the answer, such as the end of the server."""
-        error = body["error"]
-        fields = {"code": error["code"], "message": error["message"], "param": None, "sequence_number": 0}
-        return event_line("error", {"type": "error", **fields})
-
-
 class ResponseReply(EventReply):
     """The response to one request. `n_ctx` tokens or `max_output_tokens` reached: it is incomplete."""
-
-    response = ResponsesStream
 
     def __init__(self, body: ResponsesBody, model: str, generation: GenerationRequest) -> None:
         self._body = body
@@ -143,13 +123,11 @@ class ResponseReply(EventReply):
         """The response."""
         return self._object
 
-    def failure(self, error: HttpError) -> bytes:
-        """The event that ends a stream that has begun."""
-        if not self.started:
-            return b""
+    def error_line(self, error: HttpError, path: str) -> bytes:
+        """The event that ends the stream."""
         code = "server_error" if error.status >= 500 else "invalid_prompt"
         self._object |= {"status": "failed", "error": {"code": code, "message": str(error)}, "output": self._output}
-        return event_line("response.failed", self._event("response.failed", response=self._object))
+        return event_line(self._event("response.failed", response=self._object), "response.failed")
 
     def _event(self, kind: str, **fields: Any) -> Json:
         self._n_events += 1
@@ -162,21 +140,21 @@ class ResponseReply(EventReply):
         if item.form is MESSAGE:
             more["logprobs"] = logprob_objects(delta.logprobs) if self._with_logprobs else []
             item.logprobs += more["logprobs"]
-        yield self._event(f"response.{item.form.text}.delta", **item.place, delta=text, **more)
+        yield self._event(f"response.{item.form.text}.delta", **item.keys, delta=text, **more)
 
     def begin_block(self, kind: str) -> Iterator[Json]:
         """A message or reasoning item."""
         form = MESSAGE if kind == "text" else SUMMARY if self._body.wants_summary else REASONING
         item = self._item = OpenItem(form, len(self._output), self._body.includes(ENCRYPTED_REASONING))
         yield self._event("response.output_item.added", output_index=item.output_index, item=item.object("in_progress"))
-        yield self._event(f"response.{form.part}.added", **item.place, part=item.part())
+        yield self._event(f"response.{form.part}.added", **item.keys, part=item.part())
 
     def end_block(self, kind: str, done: Done | None = None) -> Iterator[Json]:
         """The whole item; incomplete where the answer was cut."""
         item = self._item
         more = {"logprobs": item.logprobs} if item.form is MESSAGE else {}
-        yield self._event(f"response.{item.form.text}.done", **item.place, text=item.text, **more)
-        yield self._event(f"response.{item.form.part}.done", **item.place, part=item.part())
+        yield self._event(f"response.{item.form.text}.done", **item.keys, text=item.text, **more)
+        yield self._event(f"response.{item.form.part}.done", **item.keys, part=item.part())
         yield self._item_done(item.object("incomplete" if done and done.timing.finish == "length" else "completed"))
 
     def _item_done(self, item: Json) -> Json:
@@ -186,15 +164,15 @@ class ResponseReply(EventReply):
     def call(self, call: ToolCall) -> Iterator[Json]:
         """A function call item."""
         arguments = json.dumps(call.arguments, ensure_ascii=False)
-        place = {"item_id": new_id("fc"), "output_index": len(self._output)}
-        item = {"id": place["item_id"], "type": "function_call", "call_id": call.id, "name": call.name}
+        keys = {"item_id": new_id("fc"), "output_index": len(self._output)}
+        item = {"id": keys["item_id"], "type": "function_call", "call_id": call.id, "name": call.name}
         yield self._event(
             "response.output_item.added",
-            output_index=place["output_index"],
+            output_index=keys["output_index"],
             item={**item, "status": "in_progress", "arguments": ""},
         )
-        yield self._event("response.function_call_arguments.delta", **place, delta=arguments)
-        yield self._event("response.function_call_arguments.done", **place, name=call.name, arguments=arguments)
+        yield self._event("response.function_call_arguments.delta", **keys, delta=arguments)
+        yield self._event("response.function_call_arguments.done", **keys, name=call.name, arguments=arguments)
         yield self._item_done({**item, "status": "completed", "arguments": arguments})
 
     def finish(self, done: Done) -> Iterator[Json]:
@@ -209,7 +187,13 @@ class ResponseReply(EventReply):
             "completed_at": None if is_cut else int(time.time()),
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": self._output,
-            "usage": usage(timing),
+            "usage": usage(
+                timing.prompt_tokens + timing.cached_tokens,
+                timing.cached_tokens,
+                timing.answer_tokens,
+                timing.thinking_tokens,
+                cache_write_tokens=0,
+            ),
             **statistics(timing),
         }
         yield self._event(f"response.{status}", response=self._object)
@@ -266,7 +250,13 @@ def _choice(body: ResponsesBody) -> str | Json:
     choice = body.tool_choice
     if not isinstance(choice, ToolChoice):
         return choice or "auto"
-    if choice.allowed_tools is None:
-        return {"type": "function", "name": body.wanted_choice()}
-    tools = [{"type": "function", "name": tool.function.name} for tool in choice.allowed_tools.tools]
-    return {"type": "allowed_tools", "mode": choice.allowed_tools.mode, "tools": tools}
+    named: list[Json] = [{"type": "function", "name": name} for name in choice.names]
+    return named[0] if choice.type == "function" else {"type": choice.type, "mode": choice.mode, "tools": named}
+
+
+RESPONSES = Conversation(
+    ResponsesBody, lambda body, entry, generations: ResponseReply(body, entry.name, generations[0])
+)
+COUNT = counting(ResponsesBody, lambda n: {"object": "response.input_tokens", "input_tokens": n})
+
+routes = [RESPONSES.at("/v1/responses"), Route("/v1/responses/input_tokens", COUNT, methods=["POST"])]
