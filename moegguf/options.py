@@ -101,8 +101,8 @@ _TABLE = (
     ),
     Option(
         "vram_cache", "load", MEMORY,
-        "Memory of a GPU for experts, in the same forms; --expert-cache is RAM beside it. Of several GPUs together;"
-        " with commas, of each. Prompts may be staged in a part of it (`moegguf estimate`).",
+        "Memory of a GPU for experts, in the same forms; --expert-cache is RAM beside it. With several GPUs it is"
+        " their sum, or one for each, with commas. Prompts may be staged in a part of it (`moegguf estimate`).",
         ("--vram-cache",), "BUDGET", "VRAM_CACHE", "budget", "auto",
     ),
     Option(

@@ -146,6 +146,10 @@ class Graph:
         """The node that ggml_<name> makes. Numbers that are no tensors are given as ctypes."""
         return Ggml._pointer(getattr(self._base, f"ggml_{name}"), self._contexts[0], *arguments)
 
+    def change(self, name: str, *arguments: Any) -> None:
+        """Calls ggml_<name>, which changes a node."""
+        getattr(self._base, f"ggml_{name}")(*arguments)
+
     def supports(self, node: c.c_void_p) -> bool:
         """Whether the CPU computes this node, whose weights are in the buffer type of weights."""
         self._allocate()

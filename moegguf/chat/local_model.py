@@ -205,7 +205,7 @@ class LocalModel:
         import numpy as np
         from rich.console import Console
 
-        from moegguf.terminal.heatmap import heatmap, legend, places_line
+        from moegguf.terminal.heatmap import heatmap, legend, tiers_line
         from moegguf.terminal.statistics import staged
 
         found = self._experts(move=False)
@@ -222,7 +222,7 @@ class LocalModel:
         console.print(f"{self._entry.name}: layers down, experts across{grouping}")
         console.print(heatmap(state, uses, loads, layers, width=width, vram=stats.in_vram))
         console.print(legend(width, stats.in_vram))
-        print_message(f"{places_line(state, stats.in_vram)}; hit rate {stats.hit_rate:.1%}")
+        print_message(f"{tiers_line(state, stats.in_vram)}; hit rate {stats.hit_rate:.1%}")
         if stats.staging_bytes:
             print_message(f"Prompts staged since load: {staged(stats)}.")
         if not stats.exact:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import re
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -21,106 +22,97 @@ if TYPE_CHECKING:
     from moegguf.bench.spec import Spec
 
 
-def _values(panel_: str, names: str, metavar: str, help: str, *default: str) -> tuple[Any, Any]:
-    """A flag whose values are separated by commas, or that is given several times."""
-    return Annotated[list[str], panel(panel_, *names.split(), metavar=metavar, help=help)], list(default)
+class Flag(NamedTuple):
+    """A flag of this command alone. A list takes values with commas between them, or the flag several times."""
+
+    name: str
+    flags: str
+    metavar: str | None
+    group: str
+    help: str
+    default: Any = ()
+    kind: Any = list[str]
+    limits: Mapping[str, Any] = {}
 
 
-def _value(kind: Any, default: Any, panel_: str, name: str, help: str, **settings: Any) -> tuple[Any, Any]:
-    return Annotated[kind, panel(panel_, *name.split(), help=help, **settings)], default
+FLAGS = (
+    Flag("model", "-m --model", "MODEL", OFTEN,
+         "GGUF file (the first one of a split model) or a name; may be repeated."),
+    Flag("hf_repo", "-hf --hf-repo", "USER/REPOSITORY[:QUANT]", MODEL, "The same, pulled from Hugging Face."),
+    Flag("n_prompt", "-p --n-prompt", "N,...", OFTEN, "Tokens of a prompt.", ["512"]),
+    Flag("n_gen", "-n --n-gen", "N,...", OFTEN, "Tokens to generate.", ["128"]),
+    Flag("pg", "-pg", "PP,TG", SAMPLING, "A prompt and a generation in one test."),
+    Flag("n_depth", "-d --n-depth", "N,...", SAMPLING, "Tokens before the test, not timed.", ["0"]),
+    Flag("repetitions", "-r --repetitions", "N", OFTEN, "Times each test runs in a process.", 5, int, {"min": 1}),
+    Flag("text", "--text", "FILE", SAMPLING,
+         "Feed this file's tokens; the default, random tokens, gives unrealistic hit rates.",
+         None, Path | None, {"exists": True, "dir_okay": False}),
+    Flag("greedy", "--greedy", None, SAMPLING,
+         "Generate the likeliest token, not random ones; set a prompt length with -d.", False, bool),
+    Flag("seed", "--seed", "N", SAMPLING, "Of the random tokens.", 0, int, {"min": 0}),
+    Flag("no_warmup", "--no-warmup", None, SAMPLING, "No untimed run before each test.", False, bool),
+    Flag("delay_s", "--delay", "SECONDS", SAMPLING, "Seconds before each test.", 0, float, {"min": 0}),
+    Flag("n_batch", "-b --batch-size", "N,...", MODEL, "Tokens of one call.", ["2048"]),
+    Flag("n_ubatch", "-ub --ubatch-size", "N,...", MODEL, "Tokens of one pass.", ["512"]),
+    Flag("type_k", "-ctk --cache-type-k", "TYPE,...", MEMORY, "Type of the K cache.", ["f16"]),
+    Flag("type_v", "-ctv --cache-type-v", "TYPE,...", MEMORY, "Type of the V cache.", ["f16"]),
+    Flag("n_threads", "-t --threads", "N,...", MODEL, "Default: the processors this process may use."),
+    Flag("n_gpu_layers", "-ngl --n-gpu-layers", "N,...", MODEL, "Layers on a GPU; -1: all.", ["-1"]),
+    Flag("flash_attn", "-fa --flash-attn", "on|off|auto", MODEL, "on, off or auto.", ["auto"]),
+    Flag("expert_cache", "--expert-cache", "BUDGET,...", OFTEN,
+         'Memory for experts: "auto", "4GiB", "50%".', ["auto"]),
+    Flag("readers", "--readers", "N", RESEARCH, "Threads that read experts.", 4, int, {"min": 1}),
+    Flag("no_repack", "--no-repack", None, RESEARCH, "Do not repack experts for faster kernels.", False, bool),
+    Flag("no_overlap", "--no-overlap", None, RESEARCH,
+         "Wait for all of an expert before computing with it.", False, bool),
+    Flag("no_sweep", "--no-sweep", None, RESEARCH,
+         "Do not fetch the next layer ahead during a prompt.", False, bool),
+    Flag("no_direct", "--no-direct", None, RESEARCH, "Read experts through the page cache.", False, bool),
+    Flag("placement", "--placement", "WHERE,...", MEMORY,
+         "What goes into that memory: auto, layers, slots or cpu; the others alternate with the first as by"
+         " --against.", "", str),
+    Flag("misses", "--misses", "HOW,...", MEMORY,
+         "Experts that the GPU lacks: fetch, or compute (on the CPU where that is faster; not exact); the others"
+         " alternate with the first as by --against.", "", str),
+    Flag("simulate_link", "--simulate-link", "BANDWIDTH[,LATENCY]", RESEARCH,
+         'Put layers and slots on a device of this machine\'s own, behind such a link in real time: "24GB/s,35us".',
+         None, str | None),
+    Flag("simulate_threads", "--simulate-threads", "N", RESEARCH,
+         "Threads of that device, so that it is faster than the CPU with fewer (-t); 0: as many.",
+         0, int, {"min": 0, "max": 512}),
+    Flag("strategy", "--strategy", "NAME,...", RESEARCH,
+         "What decides on experts, as in `moegguf run`; the others alternate with the first as by --against.",
+         "moegguf", str),
+    Flag("warm_start", "--warm-start/--no-warm-start", None, MEMORY,
+         "Begin with the experts that earlier runs used most; remember this one's, also of random tokens.",
+         False, bool),
+    Flag("against", "--against", "SYSTEMS", OFTEN,
+         "Alternate with llama.cpp itself (mmap, resident; the suffix -plain or -repacked chooses kernels), another"
+         " strategy, or the first system without one feature; a wrong name lists them all."),
+    Flag("rounds", "--rounds", "N", RESEARCH, "Rounds; default 3 with --against, else 1.",
+         None, int | None, {"min": 1}),
+    Flag("memory_limit", "--memory-limit", "SIZE", MEMORY, "Run each system in a memory cgroup of this size.",
+         None, str | None),
+    Flag("require_limit", "--require-limit", None, MEMORY, "Fail where no such cgroup can be made.", False, bool),
+    Flag("keep_page_cache", "--keep-page-cache", None, MEMORY,
+         "Do not drop the file from the page cache before each run.", False, bool),
+    Flag("output", "-o --output", "FORMAT", OFTEN, "md, json, jsonl, csv or sql.", "md", str),
+    Flag("verbose", "-v --verbose", None, OUTPUT, "Show llama.cpp's own messages.", False, bool),
+)  # fmt: skip
 
 
-def _switch(panel_: str, name: str, help: str) -> tuple[Any, Any]:
-    return _value(bool, False, panel_, name, help)
+def _own_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds FLAGS to a command, which gets their values by name."""
+    parameters = [inspect.signature(command, eval_str=True).parameters["given"]]
+    for flag in FLAGS:
+        shown = panel(flag.group, *flag.flags.split(), metavar=flag.metavar, help=flag.help, **flag.limits)
+        kind = Annotated[flag.kind, shown]  # type: ignore[name-defined]  # known when this runs
+        default = [] if flag.default == () else flag.default
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(flag.name, keyword, default=default, annotation=kind))
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return command
 
-
-FLAGS = {
-    "model": _values(
-        OFTEN, "-m --model", "MODEL", "GGUF file (the first one of a split model) or a name; may be repeated."
-    ),
-    "hf_repo": _values(MODEL, "-hf --hf-repo", "USER/REPOSITORY[:QUANT]", "The same, pulled from Hugging Face."),
-    "n_prompt": _values(OFTEN, "-p --n-prompt", "N,...", "Tokens of a prompt.", "512"),
-    "n_gen": _values(OFTEN, "-n --n-gen", "N,...", "Tokens to generate.", "128"),
-    "pg": _values(SAMPLING, "-pg", "PP,TG", "A prompt and a generation in one test."),
-    "n_depth": _values(SAMPLING, "-d --n-depth", "N,...", "Tokens before the test, not timed.", "0"),
-    "repetitions": _value(
-        int, 5, OFTEN, "-r --repetitions", "Times each test runs in a process.", metavar="N", min=1
-    ),
-    "text": _value(
-        Path | None, None, SAMPLING, "--text",
-        "Feed this file's tokens; the default, random tokens, gives unrealistic hit rates.",
-        metavar="FILE", exists=True, dir_okay=False,
-    ),
-    "greedy": _switch(
-        SAMPLING, "--greedy", "Generate the likeliest token, not random ones; set a prompt length with -d."
-    ),
-    "seed": _value(int, 0, SAMPLING, "--seed", "Of the random tokens.", metavar="N", min=0),
-    "no_warmup": _switch(SAMPLING, "--no-warmup", "No untimed run before each test."),
-    "delay": _value(float, 0, SAMPLING, "--delay", "Seconds before each test.", metavar="SECONDS", min=0),
-    "batch": _values(MODEL, "-b --batch-size", "N,...", "Tokens of one call.", "2048"),
-    "ubatch": _values(MODEL, "-ub --ubatch-size", "N,...", "Tokens of one pass.", "512"),
-    "type_k": _values(MEMORY, "-ctk --cache-type-k", "TYPE,...", "Type of the K cache.", "f16"),
-    "type_v": _values(MEMORY, "-ctv --cache-type-v", "TYPE,...", "Type of the V cache.", "f16"),
-    "threads": _values(MODEL, "-t --threads", "N,...", "Default: the processors this process may use."),
-    "n_gpu_layers": _values(MODEL, "-ngl --n-gpu-layers", "N,...", "Layers on a GPU; -1: all.", "-1"),
-    "flash_attn": _values(MODEL, "-fa --flash-attn", "on|off|auto", "on, off or auto.", "auto"),
-    "expert_cache": _values(
-        OFTEN, "--expert-cache", "BUDGET,...", 'Memory for experts: "auto", "4GiB", "50%".', "auto"
-    ),
-    "readers": _value(int, 4, RESEARCH, "--readers", "Threads that read experts.", metavar="N", min=1),
-    "no_repack": _switch(RESEARCH, "--no-repack", "Do not repack experts for faster kernels."),
-    "no_overlap": _switch(RESEARCH, "--no-overlap", "Wait for all of an expert before computing with it."),
-    "no_sweep": _switch(RESEARCH, "--no-sweep", "Do not fetch the next layer ahead during a prompt."),
-    "no_direct": _switch(RESEARCH, "--no-direct", "Read experts through the page cache."),
-    "placement": _value(
-        str, "", MEMORY, "--placement",
-        "What goes into that memory: auto, layers, slots or cpu; the others alternate with the first as by --against.",
-        metavar="WHERE,...",
-    ),
-    "misses": _value(
-        str, "", MEMORY, "--misses",
-        "Experts that the GPU lacks: fetch, or compute (on the CPU where that is faster; not exact); the others"
-        " alternate with the first as by --against.",
-        metavar="HOW,...",
-    ),
-    "simulate_link": _value(
-        str | None, None, RESEARCH, "--simulate-link",
-        "Put layers and slots on a device of this machine's own, behind such a link in real time: \"24GB/s,35us\".",
-        metavar="BANDWIDTH[,LATENCY]",
-    ),
-    "simulate_threads": _value(
-        int, 0, RESEARCH, "--simulate-threads",
-        "Threads of that device, so that it is faster than the CPU with fewer (-t); 0: as many.",
-        metavar="N", min=0, max=512,
-    ),
-    "strategy": _value(
-        str, "moegguf", RESEARCH, "--strategy",
-        "What decides on experts, as in `moegguf run`; the others alternate with the first as by --against.",
-        metavar="NAME,...",
-    ),
-    "warm_start": _value(
-        bool, False, MEMORY, "--warm-start/--no-warm-start",
-        "Begin with the experts that earlier runs used most; remember this one's, also of random tokens.",
-    ),
-    "against": _values(
-        OFTEN, "--against", "SYSTEMS",
-        "Alternate with llama.cpp itself (mmap, resident; the suffix -plain or -repacked chooses kernels), another"
-        " strategy, or the first system without one feature; a wrong name lists them all.",
-    ),
-    "rounds": _value(
-        int | None, None, RESEARCH, "--rounds", "Rounds; default 3 with --against, else 1.", metavar="N", min=1
-    ),
-    "memory_limit": _value(
-        str | None, None, MEMORY, "--memory-limit", "Run each system in a memory cgroup of this size.", metavar="SIZE"
-    ),
-    "require_limit": _switch(MEMORY, "--require-limit", "Fail where no such cgroup can be made."),
-    "keep_page_cache": _switch(
-        MEMORY, "--keep-page-cache", "Do not drop the file from the page cache before each run."
-    ),
-    "output": _value(str, "md", OFTEN, "-o --output", "md, json, jsonl, csv or sql.", metavar="FORMAT"),
-    "verbose": _switch(OUTPUT, "-v --verbose", "Show llama.cpp's own messages."),
-}  # fmt: skip
-"""{name: flag}, those of llama-bench where that has them."""
 
 _RANGE = re.compile(r"(-?\d{1,9})(?:-(\d{1,9})(?:([+*])(\d{1,9}))?)?")
 
@@ -172,7 +164,8 @@ def parse_tests(
     return [(p, n, d) for d, (p, n) in itertools.product(parse_ints(n_depth, "-d"), shapes)]
 
 
-@flags("vram_cache", "policy", "predictor", "prefetch", own=FLAGS)
+@flags("vram_cache", "policy", "predictor", "prefetch")
+@_own_flags
 def bench(*, given: Given, **chosen: Any) -> None:
     """Measure prompt and generation speed, hit rate, bytes, stalls and the share of the link's bound.
 
@@ -180,18 +173,19 @@ def bench(*, given: Given, **chosen: Any) -> None:
     """
     from moegguf.cli.bench_format import FORMATS
 
-    if chosen["output"] not in FORMATS:
-        raise OptionError(f"-o takes {', '.join(FORMATS)}, but not {chosen['output']!r}.")
-    chosen["strategy"], *others = _strategies(chosen["strategy"])
+    output, rounds = chosen["output"], chosen["rounds"]
+    if output not in FORMATS:
+        raise OptionError(f"-o takes {', '.join(FORMATS)}, but not {output!r}.")
+    chosen["strategy"], *beside = _strategies(chosen["strategy"])
     for name, prefix in (("placement", "placed"), ("misses", "misses")):
-        first, *more = split([chosen[name]]) or [""]
+        first, *others = split([chosen[name]]) or [""]
         chosen[name] = first or None
-        others += [f"{prefix}-{other}" for other in more]
-    others = list(dict.fromkeys([*others, *split(chosen["against"])]))
+        beside += [f"{prefix}-{other}" for other in others]
+    others = list(dict.fromkeys([*beside, *split(chosen["against"])]))
     limit = _limit(chosen["memory_limit"], chosen["require_limit"])
-    groups = _groups({**chosen, "given": given}, others, limit)
-    rows = _measure(groups, chosen["rounds"] or (3 if others else 1), limit, not chosen["keep_page_cache"])
-    typer.echo(FORMATS[chosen["output"]](rows), nl=False)
+    groups = _groups(chosen, given, others, limit)
+    rows = _measure(groups, rounds or (3 if others else 1), limit, not chosen["keep_page_cache"])
+    typer.echo(FORMATS[output](rows), nl=False)
     if any(row["error"] and row["system"] == chosen["strategy"] for row in rows):
         raise typer.Exit(1)
 
@@ -204,7 +198,9 @@ def _strategies(names: str) -> list[str]:
     return list(dict.fromkeys([*(name for name in found if name == OWN), *found]))
 
 
-def _groups(chosen: dict[str, Any], others: Sequence[str], limit: int | None) -> list[list[BenchedSystem]]:
+def _groups(
+    chosen: dict[str, Any], given: Given, others: Sequence[str], limit: int | None
+) -> list[list[BenchedSystem]]:
     """The systems to alternate, for every combination of settings."""
     from moegguf.bench.series import combinations, make_systems
     from moegguf.engine.machine import count_cpus
@@ -212,52 +208,45 @@ def _groups(chosen: dict[str, Any], others: Sequence[str], limit: int | None) ->
     from moegguf.terminal.loading import find_or_pull
 
     pulled = [str(find_or_pull(hub_name(name)).path) for name in chosen["hf_repo"]]
-    chosen = chosen | {"model": [*(str(find_model(name)) for name in chosen["model"]), *pulled]}
-    if not chosen["model"]:
+    models = [*(str(find_model(name)) for name in chosen["model"]), *pulled]
+    if not models:
         raise OptionError("there is no model to measure; name one with -m or -hf.")
     caches = split(chosen["expert_cache"])
     for cache in caches:
         parse_expert_cache(cache)
     lists: dict[str, Sequence[Any]] = {
-        "model": chosen["model"],
+        "model": models,
         "n_gpu_layers": parse_ints(chosen["n_gpu_layers"], "-ngl"),
-        "n_batch": parse_ints(chosen["batch"], "-b"),
-        "n_ubatch": parse_ints(chosen["ubatch"], "-ub"),
-        "type_k": split(chosen["type_k"]),
-        "type_v": split(chosen["type_v"]),
-        "flash_attn": split(chosen["flash_attn"]),
-        "n_threads": parse_ints(chosen["threads"], "-t") or [count_cpus()],
+        "n_batch": parse_ints(chosen["n_batch"], "-b"),
+        "n_ubatch": parse_ints(chosen["n_ubatch"], "-ub"),
+        **{name: split(chosen[name]) for name in ("type_k", "type_v", "flash_attn")},
+        "n_threads": parse_ints(chosen["n_threads"], "-t") or [count_cpus()],
     }
-    return [make_systems(spec, caches, others, limit) for spec in combinations(_base(chosen), lists)]
+    base = _base(models[0], chosen, given)
+    return [make_systems(spec, caches, others, limit) for spec in combinations(base, lists)]
 
 
-def _base(chosen: dict[str, Any]) -> Spec:
+def _base(model: str, chosen: dict[str, Any], given: Given) -> Spec:
     from moegguf.bench.spec import Spec, Test
     from moegguf.engine.live_controller import ControllerOptions
 
-    given = chosen["given"]
     ControllerOptions(given.get("policy", "auto"), given.get("predictor"))  # raises before anything runs
     tests = parse_tests(chosen["n_prompt"], chosen["n_gen"], chosen["pg"], chosen["n_depth"])
     text = chosen["text"]
-    switches = {name: False for name in ("overlap", "sweep", "direct") if chosen[f"no_{name}"]}
+    as_given = (
+        "repetitions", "strategy", "placement", "misses", "simulate_link", "simulate_threads", "seed", "delay_s",
+        "warm_start", "verbose",
+    )  # fmt: skip
     return Spec(
-        model=chosen["model"][0],
+        model=model,
         tests=tuple(Test(*test) for test in tests),
         repack=not chosen["no_repack"],
-        repetitions=chosen["repetitions"],
-        store={"readers": chosen["readers"]} | switches,
-        strategy=chosen["strategy"],
+        store={"readers": chosen["readers"]}
+        | {name: False for name in ("overlap", "sweep", "direct") if chosen[f"no_{name}"]},
         feed="greedy" if chosen["greedy"] else "text" if text else "random",
         text=str(text) if text else None,
-        placement=chosen["placement"],
-        misses=chosen["misses"],
-        simulate_link=chosen["simulate_link"],
-        simulate_threads=chosen["simulate_threads"],
-        seed=chosen["seed"],
         warmup=not chosen["no_warmup"],
-        delay_s=chosen["delay"],
-        warm_start=chosen["warm_start"],
-        verbose=chosen["verbose"],
+        **{name: chosen[name] for name in as_given},
         **given,
     )
 

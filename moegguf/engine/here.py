@@ -121,7 +121,7 @@ def _devices(name: str | None, split_mode: int, main_gpu: int) -> tuple[Device, 
 
 def default_store(strategy: str | None = None) -> StoreOptions:
     """How experts are moved where the caller does not say it: as the strategy does. None: MOEGGUF_STRATEGY."""
-    return find_strategy(read_environment().strategy if strategy is None else strategy).store_options()
+    return find_strategy(read_environment().strategy if strategy is None else strategy).store
 
 
 def plan_known(

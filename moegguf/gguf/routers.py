@@ -6,7 +6,6 @@ float32.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -168,22 +167,16 @@ def _read_router(layout: ExpertLayout, layer: MoeLayer, tensors: dict[str, tuple
 
 def _read_tensor(file: GgufFile, tensor: TensorInfo, shape: tuple[int, ...]) -> Float32s:
     """The tensor as float32, in numpy's order of dimensions: `shape` reversed."""
-
-    def bad(rule: str) -> ModelFormatError:
-        return ModelFormatError(
-            f"{file.path.name}: tensor '{tensor.name}', data at offset {tensor.offset}: {rule}; fetch the file again."
-        )
-
     if tensor.shape != shape:
-        raise bad(f"its shape must be {shape}, but is {tensor.shape}")
+        raise file.tensor_error(tensor, f"its shape must be {shape}, but is {tensor.shape}")
     data = np.frombuffer(_read_bytes(file, tensor), np.uint8)
     try:
         values = quants.dequantize(_typed(data, tensor, shape), GGMLQuantizationType(tensor.ggml_type))
     except (ValueError, NotImplementedError) as error:
-        raise bad(f"type {tensor.type_name} cannot be read here ({error})") from error
+        raise file.tensor_error(tensor, f"type {tensor.type_name} cannot be read here ({error})") from error
     out = np.ascontiguousarray(values, np.float32).reshape(shape[::-1])
     if not np.isfinite(out).all():
-        raise bad("it holds numbers that are not finite")
+        raise file.tensor_error(tensor, "it holds numbers that are not finite")
     return out
 
 
@@ -195,14 +188,13 @@ def _typed(data: npt.NDArray[np.uint8], tensor: TensorInfo, shape: tuple[int, ..
 
 def _read_bytes(file: GgufFile, tensor: TensorInfo) -> bytes:
     try:
-        with open(file.path, "rb") as stream:
-            now = os.fstat(stream.fileno())
-            if (now.st_size, now.st_ino, now.st_mtime_ns) != (file.n_bytes, file.ino, file.mtime_ns):
-                raise ModelFormatError(f"{file.path.name} was replaced while it was read; open the model again.")
+        with open(file.shard.path, "rb") as stream:
+            if not file.shard.is_as_read(stream.fileno()):
+                raise ModelFormatError(f"{file.name} was replaced while it was read; open the model again.")
             stream.seek(tensor.offset)
             data = stream.read(tensor.n_bytes)
     except OSError as error:
-        raise ExpertIOError(f"{file.path.name}: reading '{tensor.name}' failed ({error}).") from error
+        raise ExpertIOError(f"{file.name}: reading '{tensor.name}' failed ({error}).") from error
     if len(data) != tensor.n_bytes:
-        raise ModelFormatError(f"{file.path.name}: ends inside tensor '{tensor.name}'; fetch the file again.")
+        raise ModelFormatError(f"{file.name}: ends inside tensor '{tensor.name}'; fetch the file again.")
     return data

@@ -28,7 +28,7 @@ from typing import Any
 from moegguf.engine.devices import has_gpu, query_gpus
 from moegguf.engine.machine import Device
 from moegguf.errors import BudgetError, BusyError, DeviceLostError, MoeggufError, OptionError, WorkerError
-from moegguf.gguf.experts import FileVersion
+from moegguf.gguf.reader import FileVersion
 from moegguf.quantities import ExpertCache, format_bytes
 from moegguf.serving.events import LoadOverrides
 from moegguf.serving.managed_model import ManagedModel, Purpose, State, Waiter, process_key, with_defaults

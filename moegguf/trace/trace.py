@@ -17,6 +17,7 @@ from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Announcement, Float32s, Int32s, Phase, RoutingEvent
 
 TRACE_VERSION = 2
+MAX_TEXT = 4096  # characters of a label, a name or a setting
 
 Setting = str | int | float
 

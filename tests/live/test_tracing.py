@@ -11,7 +11,7 @@ from running import Llama, Load, Reference, TinyModel, greedy_logits, random_pro
 
 from moegguf.bench.record import RecordOptions, record
 from moegguf.engine.recording import TraceOptions
-from moegguf.errors import GenerationCancelled, OptionError, TraceError
+from moegguf.errors import GenerationCancelled, TraceError
 from moegguf.gguf.fingerprint import fingerprint
 from moegguf.native import library
 from moegguf.native.events import Announcement, Phase, RoutingEvent
@@ -161,14 +161,6 @@ def test_closed_in_the_middle_of_a_pass(tiny: TinyModel, load: Load, tmp_path: P
     assert [path.name for path in tmp_path.iterdir()] == ["t"]
 
 
-def test_without_any_pass_the_trace_is_empty(tiny: TinyModel, load: Load, tmp_path: Path) -> None:
-    llm = load(tiny(), trace=tmp_path / "t", **TIGHT)
-    llm.close()
-    trace = read(tmp_path / "t")
-    assert (trace.n_pass, trace.n_tokens) == (0, 0)
-    assert list(trace.events()) == []
-
-
 def test_where_no_file_can_be_made_nothing_is_loaded(tiny: TinyModel, tmp_path: Path) -> None:
     with pytest.raises(TraceError):
         Llama(tiny(), verbose=False, trace=tmp_path / "nowhere" / "t", **TIGHT)
@@ -228,14 +220,6 @@ def test_attention_is_that_of_run_while_recording(
     assert opened == [getattr(library.llama_cpp(), f"LLAMA_FLASH_ATTN_TYPE_{kind}")]
 
 
-def test_a_model_without_experts_has_nothing_to_record(
-    tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MOEGGUF_HOOKS", "0")
-    with pytest.raises(OptionError, match="nothing to record"):
-        record(tiny(), [], tmp_path / "t", RecordOptions(), verbose=False, n_ctx=64, n_threads=1)
-
-
 def test_what_fails_while_recording_leaves_no_file(tiny: TinyModel, tmp_path: Path) -> None:
     (tmp_path / "t").write_text("an older trace")
 
@@ -248,13 +232,3 @@ def test_what_fails_while_recording_leaves_no_file(tiny: TinyModel, tmp_path: Pa
         record(tiny(), prompts, tmp_path / "t", RecordOptions(2), progress, n_ctx=256, n_threads=1, verbose=False)
     assert [path.name for path in tmp_path.iterdir()] == ["t"]
     assert (tmp_path / "t").read_text() == "an older trace"
-
-
-@pytest.mark.parametrize(("n_ctx", "held"), [(32, 256), (300, 512)])  # whole pages
-def test_a_long_prompt_is_cut_to_the_context(tiny: TinyModel, tmp_path: Path, n_ctx: int, held: int) -> None:
-    options = RecordOptions(n_predict=4)
-    with pytest.warns(UserWarning, match="1 of 1 prompts, .* were cut"):
-        record(tiny(), [Prompt("word " * 600, "x")], tmp_path / "t", options, n_ctx=n_ctx, n_threads=1, verbose=False)
-    trace = read(tmp_path / "t")
-    assert held - 6 < trace.n_tokens < held
-    assert trace.decode().n_tokens <= 4

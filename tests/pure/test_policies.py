@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from reference_policies import LEAST, LfuDecay, Lru, NextUse, Rates
 
+from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.controller import name_of
 from moegguf.controller.history import History
 from moegguf.controller.policies import OWN_POLICIES, make_policy
@@ -16,7 +16,6 @@ from moegguf.controller.policies.base import Policy
 from moegguf.controller.policies.baselines import LeastStale, Lfu, LfuRequest, Random, Static
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
-from moegguf.gguf.routers import Routers
 from moegguf.native.events import Float32s, Phase, RoutingEvent
 from moegguf.native.store import NativePolicy
 
@@ -171,7 +170,7 @@ def test_next_use_evicts_the_rare_before_the_far() -> None:
 
 @pytest.mark.parametrize("name", ["lfu", "lfu-request", "random", "least-stale"])
 def test_policies_work_without_prediction_and_return_the_shape(name: str) -> None:
-    history, policy = History(TWO), OWN_POLICIES[name](TWO, NoArtifacts())
+    history, policy = History(TWO), OWN_POLICIES[name](TWO, Artifacts(None))
     assert isinstance(policy, Policy)
     events = [routed(0, 1, [0, 3], phase=Phase.PREFILL), routed(1, 1, [1]), routed(1, 2, [2])]
     scores = last_scores(policy, history, events)
@@ -182,31 +181,16 @@ def test_policies_work_without_prediction_and_return_the_shape(name: str) -> Non
 
 @pytest.mark.parametrize("name", ["lru", "lfu-decay", "next-use", "locality"])
 def test_native_policies_are_names_that_the_store_carries_out(name: str) -> None:
-    policy = make_policy(name, TWO, NoArtifacts())
+    policy = make_policy(name, TWO, Artifacts(None))
     assert isinstance(policy, NativePolicy) and not isinstance(policy, Policy)
     assert name_of(policy) == name
     assert policy.takes_forecast == (name in ("next-use", "locality"))
 
 
-class NoArtifacts:
-    """A model without artifacts."""
-
-    fingerprint = ""
-
-    def find(self, name: str) -> Iterator[Path]:
-        return iter(())
-
-    def routers(self) -> Routers:
-        raise AssertionError("no policy reads routers")
-
-    def collection(self, shape: MoeShape) -> None:
-        return None
-
-
 def test_names_and_what_is_missing() -> None:
     for name in OWN_POLICIES.keys() - {"static"}:
-        assert name_of(make_policy(name, TWO, NoArtifacts())) == name
+        assert name_of(make_policy(name, TWO, Artifacts(None))) == name
     with pytest.raises(OptionError, match="'static' needs"):
-        make_policy("static", TWO, NoArtifacts())
+        make_policy("static", TWO, Artifacts(None))
     with pytest.raises(OptionError, match="no policy 'lruu'; known are lru, lfu"):
-        make_policy("lruu", TWO, NoArtifacts())
+        make_policy("lruu", TWO, Artifacts(None))
