@@ -387,7 +387,7 @@ class Llama(UpstreamLlama):
             tokens += chunk.tokens
             outputs += [0] * (n - 1)
             outputs.append(chunk.wants_logits)
-        self._session.lane.announce_each(sequences, phases, tokens, outputs)
+        self._session.lane.announce(sequences, phases, tokens, outputs)
 
     def clear(self) -> None:
         """Empties all sequences."""

@@ -380,7 +380,7 @@ class Simulation:
         store = Store(layout_of(self.trace.shape), self.slots, options.simulated, n_lower_slots=n_ram)
         try:
             if ram is not None and ram.n_slots:
-                store.set_policy_of(Tier.LOWER, ram.policy)
+                store.set_policy(ram.policy, Tier.LOWER)
                 if ram.cpu:
                     store.model_computed_misses(ram.cpu)
             lane = store.open_lane()

@@ -530,7 +530,7 @@ def test_tokens_are_announced_only_where_something_uses_them(
         given = getattr(Lane, name)
         monkeypatch.setattr(Lane, name, lambda lane, *columns: (announced.append(lane), given(lane, *columns))[1])
 
-    count("announce_each")
+    count("announce")
     assert resident.session is not None and many.session is not None
     solo(resident, of_tokens(resident, [5, 6, 7]))
     assert announced == []

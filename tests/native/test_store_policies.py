@@ -1,11 +1,10 @@
-"""Next use as the store itself estimates it: victims by hand arithmetic, and the same ones as the Python policy's."""
+"""Eviction policies of the store: victims by hand arithmetic, and the same ones as the Python policy's."""
 
 from __future__ import annotations
 
 import ctypes as c
 import math
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,18 @@ import numpy as np
 import pytest
 from fake_model import FakeModel, Open, make_model
 from reference_policies import NextUse
-from traces import SMALL, random_trace
+from traces import random_trace
 
-from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
+from moegguf.controller.policies.base import LOCALITY
 from moegguf.controller.predictors.base import NoPrediction
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
 from moegguf.native import abi, library
 from moegguf.native.events import Float32s, Phase, RoutingEvent
-from moegguf.native.store import NativePolicy, Store, StoreOptions
-from moegguf.trace.simulate import SimOptions, Simulation
+from moegguf.native.store import Lane, NativePolicy, Store, StoreOptions
+from moegguf.trace.belady import Lookups, belady
+from moegguf.trace.simulate import SimOptions, Simulation, layout_of
 
 
 def rates(half_lives_tokens: tuple[float, ...], weights: tuple[float, ...], distance_weight: float) -> NativePolicy:
@@ -107,60 +107,6 @@ def test_two_averages_are_added_by_their_weights(told: Told) -> None:
         assert there(store) == {(0, 3), left}
 
 
-def test_a_pass_of_more_tokens_evicts_by_recency(told: Told) -> None:
-    store, event = told()
-    event(0, 2, 2)
-    assert there(store) == {(1, 0), (1, 1), (0, 2)}
-
-
-def test_so_does_its_last_layer_that_computes_one_token_only(told: Told) -> None:
-    """(0, 0) falls to 15/64 in the two tokens: 3.77 passes, where (1, 1) would need 4."""
-    story = [(0, 0)] * 3 + STORY[1:]
-    store, event = told(4, story=story)
-    event(0, 3, 3)
-    event(1, 2)
-    assert there(store) == {(1, 0), (1, 1), (0, 3), (1, 2)}
-    store, event = told(4, story=[*story, (0, 3), (0, 3)])
-    event(1, 2)
-    assert there(store) == {(0, 0), (1, 0), (0, 3), (1, 2)}
-
-
-def test_rates_come_and_go_at_run_time(told: Told) -> None:
-    store, event = told()
-    set_policy(store, None)
-    event(0, 2)
-    assert there(store) == {(1, 0), (1, 1), (0, 2)}
-    store, event = told()
-    set_policy(store, HALVING)  # starts again: no use is known, the phase decides, and (0, 0) has the longer way
-    event(0, 2)
-    assert there(store) == {(1, 0), (1, 1), (0, 2)}
-
-
-def test_a_score_table_comes_before(told: Told) -> None:
-    store, event = told()
-    table = np.zeros(store.shape)
-    table[1, 0] = -1
-    store.set_scores(table)
-    event(0, 2)
-    assert there(store) == {(0, 0), (1, 1), (0, 2)}
-    store.set_scores(None)
-    event(0, 3)  # which counted meanwhile: (0, 0) is at 3/8 and (1, 1) still at 1/4
-    assert (1, 1) not in there(store)
-
-
-def test_a_prefetch_takes_the_place_of_what_is_used_later_only(told: Told) -> None:
-    store, event = told()
-    event(0, 2)
-    store.prefetch([1, 1], [1, 6])  # 3.5 passes and never; (0, 0) in 1/0.375 - 1 + 1
-    store.drain(5)
-    assert there(store) == {(0, 0), (1, 0), (0, 2)}
-    assert store.counters()["prefetch_dropped"] == 2
-    event(0, 2)  # (0, 0) in 5.3 now
-    store.prefetch([1], [1])
-    store.drain(5)
-    assert there(store) == {(1, 1), (1, 0), (0, 2)}
-
-
 def test_a_resident_pool_starts_counting_when_it_shrinks(two: FakeModel, open_store: Open) -> None:
     store, lane = open_store(two, 16, fill=False)
     set_policy(store, HALVING)
@@ -224,60 +170,15 @@ def test_a_policy_or_parameter_that_does_not_exist_is_refused_with_those_that_do
 def test_a_malformed_policy_is_refused_by_the_library_too(two: FakeModel, open_store: Open) -> None:
     store, _ = open_store(two, 4)
     set_native, value = library.load().moegguf_store_set_policy, (c.c_float * 1)(1)
-    for n in (-1, 65, 1 << 30):
-        assert set_native(store.handle, 0, c.byref(abi.Policy(b"next-use", n, 0, None))) == abi.INVALID
-    assert set_native(store.handle, 0, c.byref(abi.Policy(None, 0, 0, None))) == abi.INVALID
-    assert set_native(store.handle, 0, c.byref(abi.Policy(b"next-use", 1, 0, None))) == abi.INVALID
+    policies: list[tuple[Any, ...]] = [(None, 0, 0), *((b"next-use", n, 0) for n in (-1, 1, 65, 1 << 30))]
     for name, n, values in ((None, 1, value), (b"weights", 1, None), (b"weights", -1, value)):
-        table = (abi.Parameter * 1)(abi.Parameter(name, n, 0, values))
-        assert set_native(store.handle, 0, c.byref(abi.Policy(b"next-use", 1, 0, table))) == abi.INVALID
-    assert set_native(None, 0, None) == abi.INVALID
-    assert set_native(store.handle, 0, None) == abi.OK
-
-
-class Scored:
-    """The Python policy by scores, as with a predictor."""
-
-    name = "next-use by scores"
-
-    def __init__(self, policy: NextUse) -> None:
-        self._policy = policy
-
-    def scores(self, history: History, forecast: Forecast) -> Float32s | None:
-        return self._policy.scores(history, forecast)
-
-
-@pytest.mark.parametrize(("n_slots", "resized"), [(4, 4), (6, 6), (10, 10), (16, 16), (16, 5), (5, 16)])
-def test_the_same_victims_as_the_python_policy(tmp_path: Path, open_store: Open, n_slots: int, resized: int) -> None:
-    """Prompts between the tokens; floors, sizes that change, two lanes in turn. Halves are exact in any arithmetic."""
-    fake = make_model(tmp_path, n_layer=4, dense_layers=(1,))
-    shape, rng = MoeShape.of(fake.layout), np.random.default_rng(n_slots)
-    policy, history, ahead = NextUse(shape, (1.0,), (1.0,), 1.0), History(shape), Forecast(shape, 1)
-    stores = [open_store(fake, max(n_slots, resized), simulate=True, sweep=False) for _ in range(2)]
-    lanes = [(lane, store.open_lane()) for store, lane in stores]
-    (native, _), (scored, _) = stores
-    in_turn = min(n_slots, resized) >= 10  # a lane keeps its last experts pinned
-    native.resize(n_slots)
-    scored.resize(n_slots)
-    set_policy(native, HALVING)
-    scores: Float32s | None = None
-    for pass_ in range(80):
-        n_tokens = int(rng.choice([1, 1, 1, 2]))
-        if pass_ == 40:
-            native.resize(resized)
-            scored.resize(resized)
-        for il in shape.layers:
-            ids = np.stack([rng.permutation(rng.integers(3, 9))[:2] for _ in range(n_tokens)]).astype(np.int32)
-            scored.set_scores(scores if n_tokens == 1 else None)
-            for lane in lanes:
-                lane[in_turn and pass_ // 3 % 2].acquire(il, ids)
-            assert np.array_equal(native.residency(), scored.residency()), (pass_, il)
-            history.update(RoutingEvent(pass_, 0, 0, 0, Phase.DECODE, -1, il, ids))
-            table = policy.scores(history, ahead)
-            scores = None if table is None else table.copy()
-    assert native.counters()["evictions"] == scored.counters()["evictions"] > 100
-    for pair in lanes:
-        pair[1].close()
+        policies.append((b"next-use", 1, 0, (abi.Parameter * 1)(abi.Parameter(name, n, 0, values))))
+    for policy in policies:
+        with pytest.raises(OptionError):
+            set_native(store.handle, 0, c.byref(abi.Policy(*policy)))
+    with pytest.raises(OptionError):
+        set_native(None, 0, None)
+    set_native(store.handle, 0, None)
 
 
 class Known:
@@ -355,40 +256,142 @@ def test_a_forecast_of_the_wrong_shape_is_refused(two: FakeModel, open_store: Op
             store.set_forecast(np.zeros(shape, np.float32), [0])
 
 
+@pytest.fixture
+def one(tmp_path: Path) -> FakeModel:
+    """One layer of 8 experts, one of which a token uses."""
+    return make_model(tmp_path, n_layer=1, n_used=1)
+
+
+def resident_after(
+    one: FakeModel, open_store: Open, experts: Iterable[int], share: float, n_slots: int = 3
+) -> set[int]:
+    store, lane = open_store(one, n_slots)
+    store.set_policy("slru", protected_share=share)
+    for expert in experts:
+        one.acquire(store, lane, 0, [[expert]])
+    return resident(store)
+
+
+def resident(store: Store) -> set[int]:
+    return set(np.flatnonzero(store.residency()[0] == 2).tolist())
+
+
+def test_used_again_outlives_used_once(one: FakeModel, open_store: Open) -> None:
+    assert resident_after(one, open_store, [0, 0, 1, 2, 3], 0.8) == {0, 2, 3}
+    assert resident_after(one, open_store, [0, 0, 1, 2, 3], 0.0) == {1, 2, 3}  # nothing is protected: LRU
+
+
+def test_the_protected_segment_gives_up_its_least_recent_expert(one: FakeModel, open_store: Open) -> None:
+    """With one of three protected, 1 takes the place of 0, which then goes before 2."""
+    assert resident_after(one, open_store, [0, 0, 1, 1, 2, 3], 0.3) == {1, 2, 3}
+    assert resident_after(one, open_store, [0, 0, 1, 1, 2, 3], 0.7) == {0, 1, 3}
+
+
+def test_what_was_evicted_starts_on_probation(one: FakeModel, open_store: Open) -> None:
+    story = [0, 0, 1, 1, 2, 3, 0, 4, 5]  # 0 is evicted for 3, comes back, and is not protected by its earlier uses
+    assert resident_after(one, open_store, story, 0.3) == {1, 4, 5}
+
+
+def test_a_share_outside_of_0_to_1_is_refused(one: FakeModel, open_store: Open) -> None:
+    store, _ = open_store(one, 3)
+    for share in (-0.1, 1.1, float("nan")):
+        with pytest.raises(OptionError, match="protected share"):
+            store.set_policy("slru", protected_share=share)
+
+
 @pytest.mark.parametrize("n_slots", [9, 20, 40])
-def test_as_many_hits_as_the_python_policy(n_slots: int) -> None:
+def test_it_replays_alike_each_time_and_stays_below_belady(n_slots: int) -> None:
     trace = random_trace(n_sequences=6, n_prefill=6, n_decode=40)
-    policies = NativePolicy("next-use", takes_forecast=True), Scored(NextUse(SMALL))
-    options = SimOptions(store=StoreOptions(sweep=False))
-    native, scored = (
-        Simulation(trace, policy, NoPrediction(SMALL), n_slots, options).run() for policy in policies
+    shape = trace.shape
+    first, again = (
+        Simulation(trace, NativePolicy("slru"), NoPrediction(shape), n_slots, SimOptions()).run() for _ in range(2)
     )
-    assert native.decode.lookups == scored.decode.lookups
-    # A request's first event has no scores yet where a listener makes them.
-    assert native.decode.hits == pytest.approx(scored.decode.hits, rel=0.02)
+    assert first == again
+    assert 0 < first.hit_rate <= belady(Lookups.of(trace), n_slots).hit_rate
 
 
-def test_two_lanes_compute_while_rates_change(fake: FakeModel, open_store: Open) -> None:
-    store, lane = open_store(fake, 10)
-    lanes, failures = [lane, store.open_lane()], list[BaseException]()
+PAPER = MoeShape(n_layer=4, n_expert=4, n_expert_used=2, layers=(0, 1, 2, 3))  # the example of section 3.2.1
+Expert = tuple[int, int]
 
-    def run(n: int) -> None:
-        rng = np.random.default_rng(n)
-        try:
-            for _ in range(60):
-                fake.token(store, lanes[n], rng.permutation(8)[:2])
-        except BaseException as error:
-            failures.append(error)
 
-    threads = [threading.Thread(target=run, args=(n,)) for n in range(2)]
-    for thread in threads:
-        thread.start()
-    rng = np.random.default_rng(9)
-    while any(thread.is_alive() for thread in threads):
-        set_policy(store, None if rng.random() < 0.2 else rates((40.0, 2000.0), (0.85, 0.15), 2.0))
-        store.prefetch(rng.integers(0, 4, 3), rng.integers(0, 8, 3))
-    for thread in threads:
-        thread.join()
-    lanes[1].close()
-    assert failures == []
-    assert store.counters()["evictions"] > 0
+class Pool:
+    """A simulated store that evicts by the policy, and what a controller would do to it."""
+
+    def __init__(self, n_slots: int) -> None:
+        self.store = Store(
+            layout_of(PAPER), n_slots, StoreOptions(repack=False, fill=False, simulate=True, sweep=False)
+        )
+        self.store.set_policy(LOCALITY.name, **LOCALITY.parameters)
+        self.lane = Lane(self.store)
+
+    def route(self, il: int, *experts: int) -> set[Expert]:
+        """The router of layer `il` chooses these; returns the experts that lost their slots for them."""
+        before = self.there()
+        self.lane.acquire(il, [list(experts)])
+        return before - self.there()
+
+    def predict(self, **layers: Sequence[int]) -> None:
+        """l1=(0, 2): the experts 0 and 2 of layer 1 are predicted."""
+        statuses = np.zeros(PAPER.table, np.float32)
+        for name, experts in layers.items():
+            statuses[int(name[1:]), list(experts)] = 1
+        self.store.set_forecast(statuses, [int(name[1:]) for name in layers])
+
+    def prefetch(self, *experts: Expert) -> None:
+        il, ids = zip(*experts, strict=True)
+        self.store.prefetch(np.array(il, np.int32), np.array(ids, np.int32))
+        self.store.drain()
+
+    def there(self) -> set[Expert]:
+        return {(int(il), int(expert)) for il, expert in np.argwhere(self.store.residency() == 2)}
+
+    def close(self) -> None:
+        self.lane.close()
+        self.store.close()
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    pool = Pool(8)
+    yield pool
+    pool.close()
+
+
+def test_a_mispredicted_expert_goes_first_at_the_routing_event_that_shows_it(pool: Pool) -> None:
+    pool.route(0, 0, 1)
+    pool.predict(l1=(0, 1), l2=(0, 1), l3=(0, 1))
+    pool.prefetch((1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1))
+    assert len(pool.there()) == 8
+    assert pool.route(1, 0, 2) == {(1, 1)}  # predicted and not chosen: before completed ones and those to come
+
+
+def test_then_those_that_have_completed_go_and_of_the_predicted_the_farthest(pool: Pool) -> None:
+    pool.route(0, 0, 1)
+    pool.predict(l1=(0, 1), l2=(0, 1), l3=(0, 1))
+    pool.prefetch((1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1))
+    assert pool.route(1, 2, 3) == {(1, 0), (1, 1)}
+    assert pool.route(2, 2, 3) == {(2, 0), (2, 1)}
+    assert pool.route(3, 2, 0) == {(3, 1)}
+    pool.predict(l0=(0, 1), l1=(2, 3), l2=(2, 3), l3=(2, 0))  # the next token
+    assert pool.route(0, 2, 3) <= {(0, 0), (0, 1), (3, 0), (3, 2)}
+
+
+def test_a_misprediction_does_not_evict_a_hot_expert(pool: Pool) -> None:
+    for _ in range(8):
+        for il in range(4):
+            pool.route(il, 0, 1)
+    pool.predict(l1=(0, 1, 3))
+    pool.prefetch((1, 3))
+    assert pool.route(1, 1, 2) == {(1, 3)}  # 0 and 3 were predicted and not chosen
+    assert (1, 0) in pool.there()
+
+
+def test_without_predictions_it_is_decayed_frequency(pool: Pool) -> None:
+    for _ in range(6):
+        for il in range(4):
+            pool.route(il, 0, 1)
+    for il in range(4):
+        pool.route(il, 2, 3)  # once each
+    for il in range(4):
+        pool.route(il, 0, 1)
+    assert pool.there() == {(il, expert) for il in range(4) for expert in (0, 1)}
