@@ -11,8 +11,7 @@ import moegguf
 
 STRAY = """
 import sys
-from moegguf.models import hub as hub_delete
-from moegguf.models import details, ollama_store, pull
+from moegguf.models import details, hub, ollama_store, pull  # all that is imported later would be opened
 from moegguf.models.catalog import Catalog
 from moegguf.models.recipe import Recipe
 allowed = tuple(sys.argv[1].split(":"))
