@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from moegguf.gguf.experts import ExpertLayout
     from moegguf.models.catalog import Catalog
     from moegguf.serving.events import Snapshot
+    from moegguf.serving.worker_process import PendingRequest
     from moegguf.terminal.progress import Spinner
 
 
@@ -31,15 +32,17 @@ class WorkerAnswer(RemoteAnswer):
     def __init__(self, worker: OwnWorker, generation: GenerationRequest, load_s: float) -> None:
         super().__init__(load_s)
         self._worker = worker
-        self._request = worker.request("generate", generation=generation, stream=True)
+        self._generation = generation
+        self._request: PendingRequest | None = None
 
     def _begin(self) -> None:
-        self._worker.run(self._read())
+        self._request = self._worker.request("generate", generation=self._generation, stream=True)
+        self._worker.run(self._read(self._request))
 
-    async def _read(self) -> None:
+    async def _read(self, request: PendingRequest) -> None:
         error = None
         try:
-            async for event in self._request.events():
+            async for event in request.events():
                 if isinstance(event, Delta | PromptProgress):
                     self._put(event)
                 else:
@@ -50,7 +53,10 @@ class WorkerAnswer(RemoteAnswer):
         self._end(error)
 
     def _stop(self) -> None:
-        self._worker.cancel(self._request)
+        if self._request is None:
+            self._end()
+        else:
+            self._worker.cancel(self._request)
 
 
 class LocalModel:
@@ -124,7 +130,7 @@ class LocalModel:
         return self._worker
 
     def answer(self, conversation: Conversation) -> WorkerAnswer:
-        """The answer to the last message. Raises OptionError for what cannot be sent, WorkerError."""
+        """The answer to the last message. Raises WorkerError."""
         self._experts(move=True)
         load_s, self._load_s = self._load_s, 0.0
         self._answer = WorkerAnswer(self._own, conversation.request(), load_s)

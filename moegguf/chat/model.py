@@ -49,8 +49,8 @@ class RemoteAnswer(ABC):
 
     def deltas(self, on_progress: OnProgress) -> Generator[Delta, None, None]:
         """The parts of the answer as they arrive; iterate once. Ending the loop early cancels the answer."""
-        self._begin()
         try:
+            self._begin()
             while (part := self._next()) is not None:
                 if isinstance(part, BaseException):
                     raise part

@@ -23,6 +23,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
+from io import BufferedReader
 from typing import Any
 
 from moegguf.engine.here import plan_here
@@ -62,7 +63,6 @@ class Worker:
         self._outbox = Outbox(connection)
         self._first_delta_held = False  # an answer's first delta is among the lines of a step
         self._beside: queue.SimpleQueue[Message] = queue.SimpleQueue()  # what does not wait for an answer to end
-        self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._jobs: dict[int, BatchedAnswer | Task] = {}  # by request, until they end
         self._jobs_lock = threading.RLock()
         self._closing = False
@@ -73,10 +73,11 @@ class Worker:
 
     def run(self) -> None:
         """Loads the model of the first message, then runs requests until the socket closes."""
-        threading.Thread(target=self._read_messages, name="moegguf-messages", daemon=True).start()
+        lines = self._connection.makefile("rb")
+        first = lines.readline(MAX_MESSAGE_BYTES)
+        threading.Thread(target=self._read_messages, args=(lines,), name="moegguf-messages", daemon=True).start()
         threading.Thread(target=self._reply_beside, name="moegguf-beside", daemon=True).start()
-        message = self._messages.get()
-        if message is None or not self._load(build(LoadConfig, message["config"])):
+        if not first or not self._load(build(LoadConfig, decode(first)["config"])):
             return
         try:
             self._answer_messages()
@@ -90,9 +91,9 @@ class Worker:
 
     # The reading thread.
 
-    def _read_messages(self) -> None:
+    def _read_messages(self, lines: BufferedReader) -> None:
         try:
-            with self._connection.makefile("rb") as lines:
+            with lines:
                 while line := lines.readline(MAX_MESSAGE_BYTES):
                     self._on_message(decode(line))
         finally:
@@ -106,23 +107,17 @@ class Worker:
             self._submit(message)
         elif kind == "watch" and self._snapshots is not None:
             self._snapshots.watch(message["per_s"])
-        elif kind == "tokenize":  # the vocabulary is read-only, so this need not wait for the current answer
-            self._reply(self._tokenize, message)
-        elif kind == "detokenize":
-            self._reply(self._detokenize, message)
-        elif kind == "experts":
-            self._reply(self._experts, message)
         elif kind in ("count", "budget"):  # a slow template would keep the next cancel from being read
             self._beside.put(message)
-        else:
-            self._messages.put(message)
+        else:  # what is only read, so that this need not wait for the current answer
+            now = {"tokenize": self._tokenize, "detokenize": self._detokenize, "experts": self._experts}
+            self._reply(now[kind], message)
 
     def _reply_beside(self) -> None:
-        handlers = {"count": self._count, "budget": self._set_budget}
         with suppress(BrokenPipeError, ConnectionResetError):
             while True:
                 message = self._beside.get()
-                self._reply(handlers[message["kind"]], message)
+                self._reply(self._count if message["kind"] == "count" else self._set_budget, message)
 
     def _tokenize(self, message: Message) -> list[int]:
         text = to_utf8(message["text"])
@@ -153,7 +148,6 @@ class Worker:
     def _on_socket_closed(self) -> None:
         """Cancels what runs; exits after EXIT_GRACE_S if it does not stop."""
         self._closing = True
-        self._messages.put(None)
         if self._loop is not None:
             self._loop.close()
         timer = threading.Timer(EXIT_GRACE_S, os._exit, (1,))

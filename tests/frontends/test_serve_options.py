@@ -42,9 +42,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     return found
 
 
-def test_workers_get_what_flags_say(
-    started: list[Settings], tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_get_what_flags_say(started: list[Settings], tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     before = dict(os.environ)
     assert serve() == serve(strategy="promoe", warm_start=False, policy="lru", expert_cache="25%") == 0
     assert dict(os.environ) == before

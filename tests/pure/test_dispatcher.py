@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from scripted_manager import FakeCatalog, answer_text, generate, in_loop, manager_of, until
+from scripted_manager import FakeCatalog, answer_text, begun, generate, in_loop, manager_of, until
 
 from moegguf.errors import (
     BudgetError,
@@ -178,8 +178,7 @@ async def test_one_client_cannot_fill_the_queue_against_others(catalog: FakeCata
 async def test_a_cancelled_waiter_is_skipped(catalog: FakeCatalog, tmp_path: Path) -> None:
     go = tmp_path / "go"
     async with manager_of(catalog) as manager:
-        first = asyncio.create_task(generate(manager, "a", f"hold {go}"))
-        await until(lambda: manager.loaded() and manager.loaded()[0].busy)
+        first = await begun(manager, "a", go)
         second, third = (asyncio.create_task(generate(manager, "a", f"say {word}")) for word in ("two", "three"))
         await until(lambda: waiting(manager) == 2)
         second.cancel()
@@ -353,8 +352,7 @@ async def test_only_other_options_that_are_given_load_it_again(catalog: FakeCata
 async def test_a_reload_waits_for_the_requests_before_it(catalog: FakeCatalog, tmp_path: Path) -> None:
     go = tmp_path / "go"
     async with manager_of(catalog) as manager:
-        first = asyncio.create_task(generate(manager, "a", f"hold {go}"))
-        await until(lambda: manager.loaded() and manager.loaded()[0].busy)
+        first = await begun(manager, "a", go)
         second = asyncio.create_task(generate(manager, "a", "say two"))
         await until(lambda: waiting(manager) == 1)
         other = asyncio.create_task(generate(manager, "a", "say other", LoadOverrides(n_ctx=8192)))
@@ -424,8 +422,7 @@ async def test_debug_echoes_the_stderr_of_workers(catalog: FakeCatalog, capsys: 
 async def test_shared_leases_do_not_wait_for_answers_and_cannot_generate(catalog: FakeCatalog, tmp_path: Path) -> None:
     go = tmp_path / "go"
     async with manager_of(catalog) as manager:
-        running = asyncio.create_task(generate(manager, "a", f"hold {go}"))
-        await until(lambda: manager.loaded() and manager.loaded()[0].busy)
+        running = await begun(manager, "a", go)
         async with manager.lease("a", will_answer=False) as lease:
             assert await lease.tokenize("ab") == [97, 98]
             with pytest.raises(OptionError, match="will_answer"):
@@ -451,8 +448,7 @@ async def test_unloading_waits_for_the_answer_and_waiters_load_again(catalog: Fa
     go = tmp_path / "go"
     async with manager_of(catalog) as manager:
         assert await manager.unload("a") is False
-        running = asyncio.create_task(generate(manager, "a", f"hold {go}"))
-        await until(lambda: manager.loaded() and manager.loaded()[0].busy)
+        running = await begun(manager, "a", go)
         behind = asyncio.create_task(generate(manager, "a", "say behind"))
         await until(lambda: waiting(manager) == 1)
         unloading = asyncio.create_task(manager.unload("a"))
@@ -480,8 +476,7 @@ async def test_the_state_of_a_loaded_model(catalog: FakeCatalog) -> None:
 async def test_closing_lets_answers_finish_and_refuses_waiters(catalog: FakeCatalog, tmp_path: Path) -> None:
     go = tmp_path / "go"
     async with manager_of(catalog) as manager:
-        running = asyncio.create_task(generate(manager, "a", f"hold {go}"))
-        await until(lambda: manager.loaded() and manager.loaded()[0].busy)
+        running = await begun(manager, "a", go)
         behind = asyncio.create_task(generate(manager, "a", "say behind"))
         await until(lambda: waiting(manager) == 1)
         closing = asyncio.create_task(manager.__aexit__())
