@@ -27,7 +27,7 @@ LIMITS = {
     "moegguf/gguf": 2_000,
     "moegguf/models": 3_300,
     "moegguf/native": 16_000,
-    "moegguf/server": 7_400,
+    "moegguf/server": 7_390,
     "moegguf/serving": 5_400,
     "moegguf/terminal": 1_900,
     "moegguf/trace": 2_300,
