@@ -27,7 +27,7 @@ LIMITS = {
     "moegguf/gguf": 1_890,
     "moegguf/models": 3_090,
     "moegguf/native": 16_000,
-    "moegguf/server": 7_800,
+    "moegguf/server": 7_390,
     "moegguf/serving": 5_400,
     "moegguf/terminal": 1_650,
     "moegguf/trace": 2_300,

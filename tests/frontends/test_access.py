@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import http.client
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import Command
-from fake_manager import FakeCatalog, FakeManager, entry_of, running
+from fake_manager import FakeManager, running
 from servers import call, serving
 from starlette.responses import PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
@@ -25,21 +25,10 @@ EVIL = "https://evil.example"
 
 
 @pytest.fixture
-def catalog(tiny: Callable[..., Path]) -> FakeCatalog:
-    return FakeCatalog(entry_of(tiny("tiny-qwen2moe")))
-
-
-@pytest.fixture
-def url(catalog: FakeCatalog) -> Iterator[str]:
-    with running(make_app(FakeManager(catalog), catalog, Settings())) as found:  # type: ignore[arg-type]
-        yield found
-
-
-@pytest.fixture
-def guarded(catalog: FakeCatalog) -> Iterator[str]:
+def guarded(manager: FakeManager) -> Iterator[str]:
     """A server for others, with a key; where it really listens does not matter to it."""
     settings = Settings(host=parse_host("0.0.0.0"), api_key=KEY, origins=("https://friend.example",))
-    with running(make_app(FakeManager(catalog), catalog, settings)) as found:  # type: ignore[arg-type]
+    with running(make_app(manager, manager.catalog, settings)) as found:  # type: ignore[arg-type]
         yield found
 
 

@@ -135,22 +135,18 @@ class ChoicesReply(Reply):
     def lines(self, event: Event) -> bytes:
         """Server-sent events without a name."""
         first = [] if self._started else [self.first()]  # before the last chunk of a choice ends it
-        if not (items := self._items(event)):
+        items: list[Json] = []
+        if isinstance(event, Delta):
+            items = self.chunks(event)
+        elif isinstance(event, Done):
+            items = self.last(event)
+        elif isinstance(event, PromptProgress) and self._with_progress:
+            items = [self._chunk(self.empty, prompt_progress=prompt_progress(event))]
+        if not items:
             return b""
         self._started = not isinstance(event, Done)
         is_end = isinstance(event, Done) and self._index == self.n_choices
         return b"".join(map(event_line, [*first, *items])) + (b"data: [DONE]\n\n" if is_end else b"")
-
-    def _items(self, event: Event) -> list[Json]:
-        if isinstance(event, Delta):
-            return self.chunks(event)
-        if isinstance(event, Done):
-            return self.last(event)
-        return [self.progress(event)] if self._with_progress and isinstance(event, PromptProgress) else []
-
-    def progress(self, progress: PromptProgress) -> Json:
-        """An empty chunk with `prompt_progress`."""
-        return self._chunk(self.empty, prompt_progress=prompt_progress(progress))
 
     def _finish(self, done: Done) -> str:
         """OpenAI's `finish_reason`, which has no "cancelled"."""
