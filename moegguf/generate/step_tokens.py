@@ -15,19 +15,13 @@ if TYPE_CHECKING:
 
 MIN_SHARED_TOKENS = 32  # of a prefix that another prompt is about to compute, to wait for it
 MIXED_STEP_TOKENS = 128  # of a step in which sequences decode, where experts need not be read for it
-# From 64 tokens on, ggml's flash attention on the CPU computes tiles of 64 tokens by 64 cells of the KV cache, all of
-# one in which any token sees any cell; below, only what a token sees. Tiles are faster where a sequence has an eighth
-# of the cells or more: 32 sequences of 50 tokens take 1.4 times as long by tiles, 4 of them 0.9 (demo, one thread).
-ROW_STEP_TOKENS = 63
-ROW_SEQUENCES = 48  # of a step, at most; more take turns, so that prompts have room beside them
-ROWS_PAY_CELLS = 8  # times the tokens of the longest prompt
 
 Part = tuple[BatchedAnswer, int]  # of a step: how many tokens of which answer
 
 
 class StepTokens:
     """Divides a step's budget. `step_tokens`: of a step in which some decode; None: a whole pass where experts have to
-    be read for it, else MIXED_STEP_TOKENS, or ROW_STEP_TOKENS where these are faster."""
+    be read for it, else MIXED_STEP_TOKENS."""
 
     def __init__(self, llm: Llama, slots: KvSlots, step_tokens: int | None) -> None:
         self._llm = llm
@@ -37,21 +31,17 @@ class StepTokens:
         self._step_tokens = step_tokens or (
             min(MIXED_STEP_TOKENS, self._pass_tokens) if resident else self._pass_tokens
         )
-        self._has_row_steps = step_tokens is None and resident and llm.plan.device is None
 
     def parts(self, chosen: Sequence[BatchedAnswer], n_step: int) -> list[Part]:
         """The next token of every sequence that decodes, and tokens of prompts up to the budget. `n_step` counts steps:
         where a step has too few tokens for all, they take turns."""
-        by_rows, most = self._attends_by_rows(chosen), self._llm.n_batch
-        n_turn = min(most, ROW_SEQUENCES) if by_rows else most
-        if len(chosen) > n_turn:  # as many in each turn
-            n_turn = -(-len(chosen) // -(-len(chosen) // n_turn))
+        most = self._llm.n_batch
+        if len(chosen) > most:  # as many in each turn
+            n_turn = -(-len(chosen) // -(-len(chosen) // most))
             first = n_step * n_turn % len(chosen)
             chosen = (*chosen[first:], *chosen[:first])[:n_turn]
         parts = [(answer, 1) for answer in chosen if answer.decodes]
-        budget = self._pass_tokens
-        if parts:
-            budget = min(self._step_tokens, ROW_STEP_TOKENS) if by_rows else self._step_tokens
+        budget = self._step_tokens if parts else self._pass_tokens
         n_left = min(max(budget, len(parts) + 1), most) - len(parts)
         prompts = list[BatchedAnswer]()
         for answer in chosen:
@@ -62,11 +52,6 @@ class StepTokens:
             prompts.append(answer)
             parts.append((answer, n))
         return parts
-
-    def _attends_by_rows(self, chosen: Sequence[BatchedAnswer]) -> bool:
-        """Whether steps below tiles of attention pay: each of `chosen` has few of the cells."""
-        n_longest = max((len(answer.context) for answer in chosen if not answer.decodes), default=0)
-        return self._has_row_steps and self._slots.n_tokens >= ROWS_PAY_CELLS * n_longest
 
     def _begins(self, answer: BatchedAnswer, prompts: Sequence[BatchedAnswer]) -> bool:
         """Whether a prompt is evaluated in this step, after it got the longest prefix that another sequence holds; not

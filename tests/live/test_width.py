@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from answering import DEMO
+from answering import DEMO, TinyModel
 
 from moegguf.engine.llama import Llama
 from moegguf.engine.sequences import Chunk
 from moegguf.native.events import Phase
+from tools.models import PRESETS
 
 N_TOKENS, N_CELLS = 60, 256
 
@@ -60,6 +61,18 @@ def test_a_prompt_has_the_same_bits_in_passes_of_any_width(
     llm.clear()
     for n, found in in_passes(llm, tokens_of(llm, 1, N_TOKENS), widths).items():
         assert found == alone[n], f"after {n} tokens"
+
+
+@pytest.mark.parametrize("preset", sorted(name for name in PRESETS if name.startswith("tiny-")))
+@pytest.mark.parametrize("quant", ["q4_k_m", "q8_0"])
+def test_every_architecture_has_the_same_bits_in_passes_of_any_width(tiny: TinyModel, preset: str, quant: str) -> None:
+    with Llama(tiny(preset, quant), n_ctx=N_CELLS, n_seq_max=2, flash_attn=True, verbose=False) as llm:
+        tokens = tokens_of(llm, 1, N_TOKENS)
+        one_by_one = in_passes(llm, tokens, [1] * N_TOKENS)
+        for widths in [60], [7, 1, 33, 2, 17]:
+            llm.clear()
+            for n, found in in_passes(llm, tokens, widths).items():
+                assert found == one_by_one[n], f"after {n} tokens, in passes of {widths}"
 
 
 def test_other_sequences_in_the_pass_and_in_the_cache_change_no_bit(llm: Llama, alone: dict[int, bytes]) -> None:
