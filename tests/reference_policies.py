@@ -15,15 +15,6 @@ from moegguf.native.events import Float32s
 LEAST = 1e-4  # a token uses no expert less often than this
 
 
-class Lru:
-    """No scores: least recent use."""
-
-    name: ClassVar[str] = "lru"
-
-    def scores(self, history: History, forecast: Forecast) -> Float32s | None:
-        return None
-
-
 class Rates:
     """table (n_half_life, n_layer, n_expert): the share of a layer's tokens that used an expert, the last ones most.
 

@@ -1,4 +1,4 @@
-"""Each policy by a few events and its victim: the lowest score goes first, least recently used among equals."""
+"""Each policy by a few events and its victim: the lowest score, least recently used among equals. Policies by tier."""
 
 from __future__ import annotations
 
@@ -6,18 +6,27 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from reference_policies import LEAST, LfuDecay, Lru, NextUse, Rates
+from reference_policies import LEAST, LfuDecay, NextUse, Rates
 
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.controller import name_of
 from moegguf.controller.history import History
-from moegguf.controller.policies import OWN_POLICIES, make_policy
+from moegguf.controller.policies import (
+    OWN_POLICIES,
+    check_policy,
+    device_policy,
+    make_policy,
+    parse_policies,
+    ram_policy,
+)
 from moegguf.controller.policies.base import Policy
 from moegguf.controller.policies.baselines import LeastStale, Lfu, LfuRequest, Random, Static
 from moegguf.controller.shape import MoeShape
+from moegguf.engine.live_controller import ControllerOptions
 from moegguf.errors import OptionError
 from moegguf.native.events import Float32s, Phase, RoutingEvent
 from moegguf.native.store import NativePolicy
+from moegguf.settings import read_environment
 
 TWO = MoeShape(n_layer=3, n_expert=4, n_expert_used=1, layers=(1, 2))
 Expert = tuple[int, int]
@@ -71,11 +80,6 @@ def uses_of(experts: Sequence[int], il: int = 1, sequence: int = 0) -> list[Rout
 
 
 A, B, C = (1, 0), (1, 1), (1, 2)
-
-
-def test_lru_has_no_scores() -> None:
-    assert Lru().scores(History(TWO), FixedForecast(TWO)) is None
-    assert victim(Lru(), [A, B, C], uses_of([0, 1, 2, 0])) == B
 
 
 def test_lfu_evicts_the_least_frequently_used() -> None:
@@ -189,3 +193,42 @@ def test_names_and_what_is_missing() -> None:
         make_policy("static", TWO, Artifacts(None))
     with pytest.raises(OptionError, match="no policy 'lruu'; known are lru, lfu"):
         make_policy("lruu", TWO, Artifacts(None))
+
+
+@pytest.mark.parametrize(
+    ("text", "vram", "ram", "below"),
+    [
+        ("next-use", "next-use", "next-use", "lru"),
+        ("auto", "auto", "auto", "lru"),
+        ("vram=next-use,ram=slru", "next-use", "slru", "slru"),
+        (" ram = lfu-decay ", "auto", "lfu-decay", "lfu-decay"),
+        ("vram=lfu", "lfu", "auto", "lru"),
+        ("ram=auto,vram=lru", "lru", "auto", "lru"),
+    ],
+)
+def test_each_tier_has_its_own_policy(text: str, vram: str, ram: str, below: str) -> None:
+    assert ControllerOptions(policy=text).policy == text
+    assert (device_policy(text, "vram"), device_policy(text, "ram"), ram_policy(text)) == (vram, ram, below)
+
+
+@pytest.mark.parametrize("text", ["vram=", "gpu=lru", "vram=lru,vram=slru", "vram=lru,slru", "=lru", "vram=lru,"])
+def test_texts_that_name_no_policy_of_a_tier_are_refused(text: str) -> None:
+    with pytest.raises(OptionError, match=r"vram=NAME,ram=NAME|there is no policy"):
+        parse_policies(text)
+    with pytest.raises(OptionError):
+        ControllerOptions(policy=text)
+
+
+def test_unknown_policies_and_those_that_ram_below_a_device_cannot_have_are_refused() -> None:
+    with pytest.raises(OptionError, match="there is no policy 'none'; known are auto, lru"):
+        check_policy("none")
+    with pytest.raises(OptionError, match="no policy 'best'"):
+        ControllerOptions(policy="ram=best")
+    for name in ("next-use", "lfu"):
+        with pytest.raises(OptionError, match=f"slots in RAM below a device evict by lru, .*not by '{name}'"):
+            ram_policy(f"ram={name}")
+
+
+def test_the_environment_may_name_them() -> None:
+    assert read_environment({}).policy == "auto"
+    assert read_environment({"MOEGGUF_POLICY": " vram=lru,ram=slru "}).policy == "vram=lru,ram=slru"
