@@ -304,7 +304,7 @@ def simulate(
     if vram_cache is not None:
         if save or strategy:
             raise OptionError("--save and --strategy are about slots in RAM alone: leave out --vram-cache.")
-        parts = _names_of_tiers(policy), split(predictor) if predictor else ["none"]
+        parts = _tier_policies(policy), split(predictor) if predictor else ["none"]
         split_by = _parse_tensor_split(tensor_split) if tensor_split is not None else []
         budgets = parse_shares(vram_cache, "--vram-cache", of_each=bool(split_by)), shares
         links = [parse_link(text) for text in device_link]
@@ -333,7 +333,7 @@ def simulate(
         print_message(f"saved {path}: auto chooses by {choosing.sample_size(full)}; reported are others")
 
 
-def _names_of_tiers(texts: list[str]) -> list[str]:
+def _tier_policies(texts: list[str]) -> list[str]:
     """Policies of two tiers: a text with an "=" is one, of others each name."""
     return [name for text in texts for name in ([text] if "=" in text else split([text]))] or ["all"]
 

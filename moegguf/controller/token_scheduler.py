@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from moegguf.controller.forecast import statuses
 from moegguf.controller.routing_paths import RoutingPaths
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Float32s
@@ -79,15 +80,6 @@ class TokenScheduler:
             nearest[chosen] = np.inf
             chosen.append(int(np.argmin(nearest)))
         return np.array(chosen, np.int64)
-
-
-def statuses(paths: Float32s, n_expert_used: int) -> npt.NDArray[np.bool_]:
-    """Paths (n, n_moe_layer, n_expert) as ExpertFlow predicts them (section 3.1): of each layer the n_expert_used
-    likeliest experts are active, the others idle.
-    """
-    k = min(n_expert_used, paths.shape[2])
-    kth = np.partition(paths, -k, axis=2)[:, :, -k, np.newaxis]
-    return (paths >= kth) & (paths > 0)
 
 
 def similarities(paths: Paths) -> Float32s:

@@ -281,8 +281,8 @@ class TraceAnalysis:
             raise OptionError(f"--device-link is given {len(device_links)} times; several GPUs need --tensor-split.")
         _check_prefetching(options, options.timed or bool(device_links), predictors)
         plain = self.policies([name for name in policies if "=" not in name]) if ALL in policies else policies
-        of_tiers = {name: (device_policy(name, "vram"), ram_policy(name)) for name in plain}
-        for name in {vram for vram, _ in of_tiers.values()} - {AUTO}:
+        by_tier = {name: (device_policy(name, "vram"), ram_policy(name)) for name in plain}
+        for name in {vram for vram, _ in by_tier.values()} - {AUTO}:
             self.policy(name)
         named = self.predictors(predictors)
         shape, window = self.trace.shape, slot_tokens(f"{SIMULATED}0")
@@ -291,9 +291,9 @@ class TraceAnalysis:
             for shares in ([tuple(vram_shares)] if tensor_split else [(share,) for share in vram_shares])
         }
         rows, pairs = list[Row](), list(itertools.product(budgets.items(), ram_shares))
-        step = step_reporter(progress, "hit rates", len(pairs) * len(of_tiers) * len(named))
+        step = step_reporter(progress, "hit rates", len(pairs) * len(by_tier) * len(named))
         for ((share, devices), ram_share), (label, (vram, ram)), ahead in itertools.product(
-            pairs, of_tiers.items(), named
+            pairs, by_tier.items(), named
         ):
             step(f"{label} with {ahead} in {share:.4g} of the experts over {ram_share:.4g}")
             n_slots: int | tuple[DeviceSlots, ...] = devices if len(devices) > 1 else devices[0].n_slots

@@ -1,26 +1,21 @@
-"""Every API's bodies: what the model is asked, or the refusal, as `encodings/bodies.txt` has it.
-
-`MOEGGUF_RECORD=1 pytest tests/frontends/test_bodies.py` writes the file anew; read the difference.
-"""
+"""Every API's bodies: what the model is asked, or the refusal, as `encodings/bodies.txt` has it."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import httpx
 from fake_manager import FUNCTIONS, HI, TEMPLATE, FakeManager, entry_of
 from pictures import base64_of, png
+from recorded import check_recorded
 
 from moegguf.generate.request import GenerationRequest, Sampling
 from moegguf.models.folder import demo_path
 from moegguf.server.openai.schema import ChatBody
 
-FILE = Path(__file__).with_name("encodings") / "bodies.txt"
 Bodies = list[dict[str, Any]]
 
 WEATHER, CLOCK = ({"type": "function", "function": function} for function in FUNCTIONS)
@@ -259,6 +254,4 @@ def test_what_the_model_is_asked_or_the_refusal_is_as_recorded(http: httpx.Clien
     manager.catalog.known[own.name] = own
     text = "\n".join(told(http, manager)) + "\n"
     text = text.replace(json.dumps(TEMPLATE), '"TEMPLATE"').replace(PICTURE, "PICTURE")
-    if os.environ.get("MOEGGUF_RECORD"):
-        FILE.write_text(text, encoding="utf-8")
-    assert text == FILE.read_text(encoding="utf-8")
+    check_recorded("bodies", text)

@@ -1,11 +1,8 @@
-"""Every API's encoding of the same answers: byte for byte as in `encodings/`, and by the types of the clients.
-
-`MOEGGUF_RECORD=1 pytest tests/frontends/test_encodings.py` writes the files anew; read the difference.
-"""
+"""Every API's encoding of the same answers: byte for byte as in `encodings/`, and by the types of the clients."""
 
 from __future__ import annotations
 
-import os
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -17,13 +14,14 @@ import openai.types.chat
 import openai.types.responses
 import pytest
 from client_types import check, kinds_of
-from fake_manager import FUNCTIONS, HI, FakeManager, changed, objects
+from fake_manager import FUNCTIONS, HI, HUB, FakeManager, changed, entry_of, objects
+from recorded import check_recorded
 
 from moegguf.engine.stats import Stats
 from moegguf.errors import ExpertIOError
 from moegguf.generate.request import Delta, PromptProgress, Timing, TokenLogprob, ToolCall
+from moegguf.package import __version__
 
-FOLDER = Path(__file__).with_name("encodings")
 PROGRESS = (PromptProgress(10, 2, 6, 0.25), PromptProgress(10, 2, 10, 0.5))
 CHANCE = TokenLogprob("hé", -0.5, (("x", -1.0), ("\ufffd", float("-inf"))))
 CALLS = (ToolCall("c1", "weather", {"city": "Ås"}), ToolCall("c2", "clock", {}))
@@ -83,13 +81,46 @@ EVENTS = {
 }
 
 
+CLAUDE = {"anthropic-version": "2023-06-01"}
+TEXTS: dict[str, Any] = {"model": "demo", "input": ["a", "b"], "prompt": "a"}
+# What has no answer of a model, in order: method, path, body and headers.
+OTHERS: list[tuple[str, str, dict[str, Any] | None, dict[str, str]]] = [
+    *(("GET", path, None, {}) for path in (
+        "/", "/api/version", "/api/tags", "/api/ps", "/v1/models", "/v1/models/demo", f"/v1/models/{HUB}",
+        "/v1/models/hf.co%2Fuser%2Frepo-GGUF%3AQ4_K_M", "/health", "/props", "/props?model=able", "/live?once=1",
+        *(f"/v1/models/{name}" for name in ("nobody", "hf.co/a/b:c", "../../etc/passwd", "%2e%2e", "x" * 600)),
+    )),
+    *(("GET", f"/v1/models{query}", None, CLAUDE) for query in (
+        "", "?limit=2", "?after_id=able:latest", "?before_id=mine:latest&limit=2", "/demo", "/nobody", "?limit=0",
+        "?limit=1001", "?limit=x", "?after_id=nobody", "?after_id=demo:latest&before_id=x",
+    )),
+    *(("POST", path, TEXTS | more, {}) for path in ("/api/embed", "/v1/embeddings") for more in (
+        {}, {"encoding_format": "base64"}, {"dimensions": 1}, {"dimensions": 3}, {"dimensions": 4}, {"input": "a"},
+    )),
+    *(("POST", "/api/embeddings", {"model": "demo", "prompt": text}, {}) for text in ("a", "")),
+    *(("POST", "/tokenize", body, {}) for body in (
+        {"content": "ab"}, {"content": "a", "with_pieces": True}, {"content": "a", "model": "able"},
+        {"content": "a"},  # two models are loaded
+    )),
+    ("POST", "/detokenize", {"tokens": [97, 98], "model": "demo"}, {}),
+    *(("POST", path, {"messages": HI, "input": "hi", "model": "demo"}, {}) for path in (
+        "/v1/messages/count_tokens?beta=true", "/v1/responses/input_tokens",
+    )),
+    ("GET", "/props", None, {}), ("GET", "/health", None, {}), ("GET", "/api/ps", None, {}),
+]  # fmt: skip
+
+
 def without_chance(text: str) -> str:
     """The text with the same ids, times and durations in every run."""
     text = re.sub(r"\b(msg|resp|rs|fc|chatcmpl|cmpl)([_-])[0-9a-f]{24,32}\b", r"\1\2ID", text)
     text = re.sub(r'"(created|created_at|completed_at)":\d+', r'"\1":1', text)
-    return re.sub(
-        r'"created_at":"[^"]+Z"', '"created_at":"TIME"', re.sub(r'"total_duration":\d+', '"total_duration":1', text)
-    )
+    text = text.replace(__version__, "VERSION")
+    text = re.sub(r'"total_duration":\d+', '"total_duration":1', text)
+    return re.sub(r'"(created_at|expires_at)":"[^"]+Z"', r'"\1":"TIME"', text)
+
+
+def shown(reply: httpx.Response) -> str:
+    return f"{reply.status_code} {reply.headers['content-type']}\n{without_chance(reply.text).strip()}\n\n"
 
 
 @pytest.mark.parametrize("name", ASKED)
@@ -99,13 +130,25 @@ def test_answers_are_encoded_as_recorded(http: httpx.Client, manager: FakeManage
     for case, (manager.script, manager.timing) in CASES.items():
         for stream in (False, True):
             reply = http.post(path, json={"model": "able", "stream": stream, **body, **more.get(case, {})})
-            told += f"# {case}{', streamed' if stream else ''}: {reply.status_code} {reply.headers['content-type']}\n"
-            told += without_chance(reply.text).strip() + "\n\n"
-    file = FOLDER / f"{name}.txt"
-    if os.environ.get("MOEGGUF_RECORD"):
-        FOLDER.mkdir(exist_ok=True)
-        file.write_text(told, encoding="utf-8")
-    assert told == file.read_text(encoding="utf-8")
+            told += f"# {case}{', streamed' if stream else ''}: {shown(reply)}"
+    check_recorded(name, told)
+
+
+def test_what_has_no_answer_is_encoded_as_recorded(
+    http: httpx.Client, manager: FakeManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF")
+    manager.catalog.known["broken:latest"] = entry_of(tmp_path / "broken.gguf", "broken:latest")
+    told = ""
+    for method, path, body, headers in OTHERS:
+        told += f"# {method} {path[:80]} {json.dumps(body) if body else ''}{' as Claude' if headers else ''}: "
+        told += shown(http.request(method, path, json=body, headers=headers))
+    monkeypatch.setattr("fake_manager.STATS", Stats(read_errors=2))
+    told += f"# with errors of reading: {shown(http.get('/health'))}"
+    manager.catalog.known.clear()
+    told += "".join(f"# no models: {shown(http.get('/v1/models', headers=each))}" for each in ({}, CLAUDE))
+    check_recorded("others", told)
+    assert not any(will_answer for path, *_, will_answer in manager.leases if path == "able:latest")
 
 
 @pytest.mark.parametrize("name", ASKED)

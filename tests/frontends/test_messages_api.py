@@ -117,16 +117,5 @@ def test_models_are_listed_in_pages_for_anthropics_clients(
     found = client.models.retrieve("demo")
     assert found.id == "demo:latest" and found == next(model for model in page if model.id == found.id)
     assert found.max_input_tokens == details(entry_of(demo_path())).n_ctx_train
-    with httpx.Client(base_url=url, headers={"anthropic-version": "2023-06-01"}, trust_env=False) as http:
-        whole = http.get("/v1/models").json()
-        assert whole.keys() == {"data", "has_more", "first_id", "last_id"}
-        check(list[ModelInfo], whole["data"])
-        for query in ("limit=0", "limit=1001", "limit=x", "after_id=nobody", "after_id=demo:latest&before_id=x"):
-            refused = http.get(f"/v1/models?{query}")
-            assert refused.status_code == 400 and refused.json()["error"]["type"] == "invalid_request_error", query
-        unknown = http.get("/v1/models/nobody")
-        assert unknown.status_code == 404
-        check(ErrorResponse, unknown.json())
-        manager.catalog.known.clear()
-        assert http.get("/v1/models").json() == {"data": [], "has_more": False, "first_id": None, "last_id": None}
-    assert httpx.get(f"{url}/v1/models").json() == {"object": "list", "data": []}  # others get OpenAI's form
+    whole = httpx.get(f"{url}/v1/models", headers={"anthropic-version": "2023-06-01"}, trust_env=False).json()
+    check(list[ModelInfo], whole["data"])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
+from recorded import check_recorded
 from servers import Server
 
 from moegguf.engine.stats import Stats, TierStats
@@ -53,7 +52,7 @@ def numbered(fields: Iterable[str], first: int) -> dict[str, int]:
 
 
 def test_every_figure_has_its_name_help_and_labels() -> None:
-    """`encodings/metrics.txt`, where every number stands for one field (MOEGGUF_RECORD=1 writes it)."""
+    """`encodings/metrics.txt`, where every number stands for one field."""
     totals = Totals()
     for name, n in (("a:latest", 1), ("a:latest", 2), ("b:latest", 4)):
         counts = {"prompt_tokens": 10 * n, "cached_tokens": n, "answer_tokens": 20 * n}
@@ -70,10 +69,7 @@ def test_every_figure_has_its_name_help_and_labels() -> None:
     totals.update(loaded)
     text = exposition(totals, loaded)
     samples(text)
-    file = Path(__file__).with_name("encodings") / "metrics.txt"
-    if os.environ.get("MOEGGUF_RECORD"):
-        file.write_text(text, encoding="utf-8")
-    assert text == file.read_text(encoding="utf-8")
+    check_recorded("metrics", text)
     found = samples(exposition(Totals(), []))  # without models: llama-server's
     assert found["llamacpp:prompt_tokens_total"] == found["llamacpp:predicted_tokens_seconds"] == 0
     assert not [name for name in found if name.startswith("moegguf_")]

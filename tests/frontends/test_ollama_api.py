@@ -5,10 +5,9 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-import httpx
 import psutil
 import pytest
-from fake_manager import TEMPLATE, FakeManager
+from fake_manager import TEMPLATE
 from servers import Server
 
 QUESTION = {"role": "user", "content": "What does moegguf do?"}
@@ -150,12 +149,3 @@ def test_blobs_are_kept_by_their_digest_only(server: Server) -> None:
         assert server.call(f"/api/blobs/{bad}", data).status in (400, 404)
     kept = [path.name for path in (server.home / "blobs").iterdir()]
     assert good.replace(":", "-") in kept and not [name for name in kept if name.endswith(".partial")]
-
-
-def test_embeddings_of_the_manager_are_passed_on(http: httpx.Client, manager: FakeManager) -> None:
-    reply = http.post("/api/embed", json={"model": "demo", "input": ["a", "b"], "truncate": False}).json()
-    assert len(reply["embeddings"]) == 2 and reply["prompt_eval_count"] == 8 and reply["load_duration"] == 125_000_000
-    assert manager.embedded[-1] == (["a", "b"], False, True)
-    http.post("/api/embeddings", json={"model": "demo", "prompt": "a"})
-    assert manager.embedded[-1] == (["a"], True, False)
-    assert http.post("/api/embeddings", json={"model": "demo", "prompt": ""}).json() == {"embedding": []}

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from http.client import HTTPConnection
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,10 +16,9 @@ import numpy as np
 import openai
 import pytest
 from client_types import check
-from fake_manager import FUNCTIONS, HI, HUB, FakeLease, FakeManager, changed, entry_of
+from fake_manager import FUNCTIONS, HI, HUB, FakeLease, FakeManager, changed
 from openai.types.responses import Response
 
-from moegguf.engine.stats import Stats
 from moegguf.errors import (
     AllocationError,
     BudgetError,
@@ -96,26 +94,6 @@ def test_models_are_listed_and_found_by_escaped_and_plain_ids(client: openai.Ope
     assert facts["meta"]["size"] == demo_path().stat().st_size
 
 
-def test_an_empty_catalog(manager: FakeManager, http: httpx.Client) -> None:
-    manager.catalog.known.clear()
-    assert http.get("/v1/models").json() == {"object": "list", "data": []}
-
-
-def test_an_unreadable_file_is_listed(manager: FakeManager, http: httpx.Client, tmp_path: Path) -> None:
-    broken = tmp_path / "broken.gguf"
-    broken.write_bytes(b"GGUF")
-    manager.catalog.known["broken:latest"] = entry_of(broken, "broken:latest")
-    found = {model["id"]: model for model in http.get("/v1/models").json()["data"]}
-    assert found["broken:latest"].keys() == {"id", "object", "created", "owned_by"}
-
-
-@pytest.mark.parametrize("name", ["nobody", "hf.co/a/b:c", "../../etc/passwd", "/etc/passwd", "%2e%2e", "x" * 600])
-def test_unknown_models_are_not_found(client: openai.OpenAI, name: str) -> None:
-    with pytest.raises(openai.NotFoundError) as retrieved:
-        client.models.retrieve(name)
-    assert retrieved.value.code == "model_not_found"
-
-
 def test_embeddings_in_both_encodings(http: httpx.Client, client: openai.OpenAI, manager: FakeManager) -> None:
     found = client.embeddings.create(model="demo", input=["a", "b"])
     assert [each.embedding for each in found.data] == [pytest.approx([0.6, 0.8, 0.0])] * 2
@@ -125,46 +103,6 @@ def test_embeddings_in_both_encodings(http: httpx.Client, client: openai.OpenAI,
     plain = http.post("/v1/embeddings", json={"model": "demo", "input": "a"}).json()
     assert plain["data"] == [{"object": "embedding", "index": 0, "embedding": pytest.approx([0.6, 0.8, 0.0])}]
     assert manager.embedded[0] == (["a", "b"], False, True)
-
-
-def test_shortened_vectors_are_normalized(http: httpx.Client) -> None:
-    def vector(dimensions: int) -> httpx.Response:
-        return http.post("/v1/embeddings", json={"model": "demo", "input": "a", "dimensions": dimensions})
-
-    assert vector(1).json()["data"][0]["embedding"] == pytest.approx([1.0])
-    assert vector(3).json()["data"][0]["embedding"] == pytest.approx([0.6, 0.8, 0.0])
-    assert vector(4).status_code == 400
-    assert "at most 3" in vector(4).json()["error"]["message"]
-
-
-def test_health_reports_read_errors(http: httpx.Client, manager: FakeManager, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert http.get("/health").json() == {"status": "ok"}
-    http.post("/v1/completions", json={"model": "demo", "prompt": "a"})
-    assert http.get("/health").json() == {"status": "ok"}
-    monkeypatch.setattr("fake_manager.STATS", Stats(read_errors=2))
-    assert http.get("/health").json() == {"status": "degraded", "read_errors": {"demo:latest": 2}}
-
-
-def test_props_of_a_model(http: httpx.Client, manager: FakeManager) -> None:
-    assert http.get("/props").status_code == 400
-    props = http.get("/props", params={"model": "mine"}).json()
-    assert props["default_generation_settings"]["params"]["temperature"] == 0.25
-    assert props["is_sleeping"] is True and props["modalities"] == {"vision": False, "audio": False}
-    assert props["model_path"] == demo_path().name
-    http.post("/v1/completions", json={"model": "demo", "prompt": "a"})
-    props = http.get("/props").json()
-    assert (props["model_alias"], props["default_generation_settings"]["n_ctx"]) == ("demo:latest", 4096)
-    assert "{%" in props["chat_template"]
-
-
-def test_tokenize_and_detokenize(http: httpx.Client, manager: FakeManager) -> None:
-    assert http.post("/tokenize", json={"model": "demo", "content": "ab"}).json() == {"tokens": [97, 98]}
-    deltas = http.post("/tokenize", json={"content": "a", "with_pieces": True}).json()
-    assert deltas == {"tokens": [{"id": 97, "piece": "a"}]}
-    assert http.post("/detokenize", json={"tokens": [97, 98]}).json() == {"content": "ab"}
-    assert [lease[3] for lease in manager.leases] == [False] * 3  # nobody's answer is waited for
-    http.post("/detokenize", json={"tokens": [97], "model": "mine"})
-    assert http.post("/tokenize", json={"content": "a"}).status_code == 400  # two models are loaded
 
 
 def test_metrics_count_answers(http: httpx.Client, chat: Post, manager: FakeManager) -> None:

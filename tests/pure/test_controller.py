@@ -130,7 +130,6 @@ def test_the_watchdog_keeps_prefetching_only_while_it_saves_time() -> None:
     for saved_ns, stays in ((300, True), (-300, False)):
         store = RecordingStore()
         controller = with_watchdog(store)
-        assert controller.watchdog is not None
         assert controller.prefetching
         options = controller.watchdog.options
         n_trial = options.warm_tokens + options.periods * (options.off_tokens + options.on_tokens)
@@ -214,7 +213,6 @@ def test_the_watchdog_does_not_count_the_time_of_prompts() -> None:
         for n in range(8):
             run_pass(controller, pass_=9 * request + 1 + n, sequence=request)
             store.clock_ns += 700 if controller.prefetching else 1000
-    assert controller.watchdog is not None
     assert controller.watchdog.last_gain == pytest.approx(0.3, abs=0.01)
 
 
@@ -237,7 +235,6 @@ def test_a_native_policy_gets_the_forecast_of_decoded_tokens_if_it_takes_one() -
         store = RecordingStore()
         native = NativePolicy("next-use", {}, takes_forecast=takes)
         made = build_controller(SHAPE, native, ScriptedPredictor(first_two), store, ActingOptions())
-        assert made is not None
         run_pass(made, Phase.PREFILL)
         run_pass(made)
         forecasts = [known for what, known in store.actions if what == "forecast"]

@@ -148,7 +148,6 @@ def test_a_store_that_cannot_begin_to_predict_again_is_one_warning() -> None:
     store = Full()
     options = ActingOptions(prefetch=PrefetchOptions())
     controller = build_controller(SHAPE, LRU, Foretold(first_two), store, options)
-    assert controller is not None
     assert controller.native
     brief = WatchdogOptions(off_tokens=2, on_tokens=2, periods=1, warm_tokens=0, gain=0.9, pause_tokens=4)
     controller.watchdog = Watchdog(brief)

@@ -47,7 +47,6 @@ def test_a_copying_network_returns_the_history_in_order() -> None:
     mlp = ExpertMlp.from_weights(SHAPE, weights((8, 8, 8, 8, 8, 8)))
     mlp.observe(routed(0, 3, 0, pass_=7))
     probabilities = mlp.predict(1, 1)
-    assert probabilities is not None
     expected = 1 / (1 + np.exp(-np.array([1, 0.25, 0, 0])))
     assert probabilities == pytest.approx(expected, abs=0.01)
     mlp.observe(routed(1, 1, 2, pass_=7))

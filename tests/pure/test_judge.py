@@ -29,7 +29,6 @@ def run(trace: Trace, judge: Judge) -> Judge:
 def test_the_fresh_gate_has_accuracy_1(seed: int) -> None:
     trace = random_trace(seed=seed, with_inputs=True)
     fresh = run(trace, Judge(fresh_gate(trace, seed))).table().fresh
-    assert fresh is not None
     assert fresh.due == 4 * 24 * len(trace.shape.layers)
     assert (fresh.coverage, fresh.accuracy, fresh.top_k_hit) == (1, 1, 1)
 

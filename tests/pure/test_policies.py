@@ -112,10 +112,8 @@ def test_random_draws_again_and_repeats_itself() -> None:
 def test_least_stale_evicts_computed_layers_before_layers_ahead() -> None:
     four = MoeShape(n_layer=4, n_expert=4, n_expert_used=1, layers=(0, 1, 2, 3))
     scores = last_scores(LeastStale(four), History(four), [routed(0, 0, [0])])
-    assert scores is not None
     assert scores[:, 0].tolist() == [0, 0, 1, 1]  # layer 1 is next: what it needs is pinned by then
     scores = last_scores(LeastStale(four), History(four), [routed(0, 3, [0])])
-    assert scores is not None
     assert scores[:, 0].tolist() == [0, 1, 1, 1]
 
 
@@ -145,7 +143,6 @@ def test_next_use_by_hand() -> None:
     policy = NextUse(TWO, half_lives_tokens=(1.0,), weights=(1.0,), distance_weight=1.0)
     history = History(TWO)
     scores = last_scores(policy, history, uses_of([0, 1, 1]))
-    assert scores is not None
     shares = {0: 0.125, 1: 0.75}
     for expert, share in shares.items():  # layer 1 comes again after layer 2: one event of two later
         assert scores[1, expert] == pytest.approx(-(1 / share - 1 + 1 / 2), rel=1e-5)
@@ -158,7 +155,6 @@ def test_next_use_takes_the_forecast_of_this_pass() -> None:
     history = History(TWO)
     last_scores(policy, history, uses_of([0, 0], il=2))  # 0.75 for expert 0 of layer 2
     scores = last_scores(policy, history, [routed(50, 1, [0])], FixedForecast(TWO, 2, [0.0, 0.5, 1.0, 0.0]))
-    assert scores is not None
     assert scores[2].tolist() == pytest.approx([-1 / 0.75, -0.5 / LEAST, 0, -1 / LEAST], rel=1e-5)
 
 
@@ -174,7 +170,6 @@ def test_policies_work_without_prediction_and_return_the_shape(name: str) -> Non
     assert isinstance(policy, Policy)
     events = [routed(0, 1, [0, 3], phase=Phase.PREFILL), routed(1, 1, [1]), routed(1, 2, [2])]
     scores = last_scores(policy, history, events)
-    assert scores is not None
     assert scores.shape == TWO.table
     assert np.isfinite(scores).all()
 

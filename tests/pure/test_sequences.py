@@ -73,7 +73,6 @@ def test_the_forecast_is_the_union_of_what_each_is_predicted_alone(name: str) ->
             if not rows:
                 assert union is None
                 continue
-            assert union is not None
             np.testing.assert_allclose(union, 1 - np.prod([1 - r for r in rows], axis=0), atol=1e-6)
 
 

@@ -31,7 +31,6 @@ def scores_after(
 ) -> Float32s:
     history.update(RoutingEvent(pass_, 0, 0, sequence, Phase.DECODE, 0, il, np.array([[e]], np.int32)))
     scores = policy.scores(history, NoForecast())
-    assert scores is not None
     return scores
 
 

@@ -10,10 +10,11 @@ from oracles import counted
 from traces import SMALL, random_trace
 
 from moegguf.controller.artifacts import Artifacts
+from moegguf.controller.forecast import statuses
 from moegguf.controller.predictors.counts import PreviousToken, TokenTable
 from moegguf.controller.routing_paths import PredictedPaths, RecentPaths, RoutingPaths, make_paths
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.token_scheduler import TokenScheduler, similarities, statuses
+from moegguf.controller.token_scheduler import TokenScheduler, similarities
 from moegguf.errors import OptionError
 from moegguf.native.events import Announcement, Phase, RoutingEvent
 from moegguf.trace.trace import Trace

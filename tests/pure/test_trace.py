@@ -120,7 +120,6 @@ def test_shuffling_keeps_popularity_and_loses_order() -> None:
     prefill = np.repeat(trace.pass_phase == Phase.PREFILL, np.diff(trace.pass_start))
     assert np.array_equal(control.expert_ids[:, prefill], trace.expert_ids[:, prefill])
     assert np.array_equal(control.tokens, trace.tokens) and control.inputs is trace.inputs
-    assert trace.weights is not None and control.weights is not None
     for row in range(len(SMALL.layers)):
         before = sorted(zip(map(tuple, trace.expert_ids[row]), map(tuple, trace.weights[row]), strict=True))
         after = sorted(zip(map(tuple, control.expert_ids[row]), map(tuple, control.weights[row]), strict=True))

@@ -49,7 +49,6 @@ def test_what_was_saved_comes_back_without_a_warning(path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = load(path)
-    assert found is not None
     assert found.facts == {"passes": 7}
     assert np.array_equal(found.array("table", 3, 4), TABLE)
     assert [p.name for p in path.parent.iterdir()] == [path.name]
@@ -59,7 +58,6 @@ def test_half_precision_comes_back_as_float32(tmp_path: Path) -> None:
     path = tmp_path / "half"
     weights_file.save(path, "popularity", "abc", SHAPE, Weights({"table": TABLE.astype(np.float16)}))
     found = load(path)
-    assert found is not None
     assert found.array("table", 3, 4).dtype == np.float32
 
 
