@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moegguf.chat.commands import completion_words, run_command
-from moegguf.chat.history import InputHistory, history_path
+from moegguf.chat.history import InputHistory
 from moegguf.chat.reader import Reader, is_quoted_message, unquoted
 from moegguf.chat.session import ChatSession, print_error
 from moegguf.errors import MoeggufError
-from moegguf.settings import read_settings, shows_tracebacks
+from moegguf.settings import data_folder, read_settings, shows_tracebacks
 from moegguf.terminal.keyboard import keyboard_echo_off
 from moegguf.terminal.messages import print_message
 
@@ -22,7 +22,7 @@ class Chat:
     """The loop over what is typed; closes the model, which is loaded, at the end."""
 
     def __init__(self, model: ChatModel, conversation: Conversation) -> None:
-        history = InputHistory(history_path(), enabled=read_settings().history)
+        history = InputHistory(data_folder() / "history", enabled=read_settings().history)
         self._session = ChatSession(model, conversation, history)
         self._reader = Reader(history, completion_words())
 

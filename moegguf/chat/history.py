@@ -8,15 +8,8 @@ from pathlib import Path
 
 from prompt_toolkit.history import FileHistory
 
-from moegguf.settings import data_folder
-
 MAX_ENTRIES = 100
 OWNER_ONLY = 0o600
-
-
-def history_path() -> Path:
-    """The history file in the data folder."""
-    return data_folder() / "history"
 
 
 class InputHistory(FileHistory):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,6 @@ from moegguf.terminal.messages import print_message
 if TYPE_CHECKING:
     from moegguf.chat.conversation import Conversation
     from moegguf.generate.request import GenerationRequest
-    from moegguf.gguf.experts import ExpertLayout
     from moegguf.models.catalog import Catalog
     from moegguf.serving.events import Snapshot
     from moegguf.serving.worker_process import PendingRequest
@@ -44,7 +43,7 @@ class WorkerAnswer(RemoteAnswer):
         try:
             async for event in request.events():
                 if isinstance(event, Delta | PromptProgress):
-                    self._put(event)
+                    self._parts.put(event)
                 else:
                     self.timing = build(Timing, event)
         except MoeggufError as failure:
@@ -102,15 +101,21 @@ class LocalModel:
         settings = read_settings()
         worker = OwnWorker(lambda text: print_message(f"warning: {text}"), echo_stderr=self._log or settings.debug)
         try:
-            layout = _layout_for(entry, options)
+            from moegguf.gguf.experts import read_layout
+            from moegguf.models.details import projector_of
+            from moegguf.terminal.loading import warn_of_long_context
+            from moegguf.terminal.progress import loading_text
+
+            layout, projector = read_layout(entry.path), projector_of(entry)  # while the worker starts
+            warn_of_long_context(layout, options.get("n_ctx"))
 
             def on_progress(share: float | None) -> None:
-                spinner.show(_loading_text(layout, share, time.perf_counter() - start_s))
+                text = loading_text(layout.name, share, layout.dense_bytes, time.perf_counter() - start_s)
+                spinner.show(f"trying {layout.name}, the first time it is loaded" if share is None else text)
 
-            defaults = {"mmproj": _projector_path(entry), "flash_attn": settings.flash_attention}
+            defaults = {"mmproj": projector and str(projector.path), "flash_attn": settings.flash_attention}
             chosen: dict[str, Any] = {**defaults, **options, "verbose": self._log, "silent": not self._log}
-            config = LoadConfig(entry.name, str(entry.path), **chosen)
-            self._ready = worker.load(config, on_progress)
+            self._ready = worker.load(LoadConfig(entry.name, str(entry.path), **chosen), on_progress)
         except BaseException:  # also an interrupt
             worker.kill()
             worker.close()
@@ -202,32 +207,15 @@ class LocalModel:
 
     def print_experts(self) -> None:
         """A map of the experts: which are in memory, and which the last answer used."""
-        import numpy as np
-        from rich.console import Console
-
-        from moegguf.terminal.heatmap import heatmap, legend, tiers_line
-        from moegguf.terminal.statistics import staged
+        from moegguf.terminal.heatmap import print_map
 
         found = self._experts(move=False)
         if not found.layers:
             print_message("This model has no experts.")
             return
-        layers, stats, shape = found.layers, found.stats, (len(found.layers), found.n_expert)
-        state, uses, loads = (
-            np.frombuffer(each, np.uint8).reshape(shape) for each in (found.state, found.uses, found.loads)
-        )
-        console = Console(stderr=True, highlight=False)
-        width = console.width - 1
-        grouping = _grouping(found.n_expert, width, layers)
-        console.print(f"{self._entry.name}: layers down, experts across{grouping}")
-        console.print(heatmap(state, uses, loads, layers, width=width, vram=stats.in_vram))
-        console.print(legend(width, stats.in_vram))
-        print_message(f"{tiers_line(state, stats.in_vram)}; hit rate {stats.hit_rate:.1%}")
-        if stats.staging_bytes:
-            print_message(f"Prompts staged since load: {staged(stats)}.")
-        if not stats.exact:
-            print_message(f"Not exact: the CPU has computed {stats.misses_computed} of {stats.misses} misses.")
-        if not self._counts_uses and not uses.any():
+        parts = (found.state, found.uses, found.loads)
+        print_map(self._entry.name, parts, found.layers, found.n_expert, found.stats)
+        if not self._counts_uses and not any(found.uses):
             print_message("Uses are counted from the next answer on.")
         self._counts_uses = True
 
@@ -236,36 +224,3 @@ class LocalModel:
         worker, self._worker, self._loaded = self._worker, None, None
         if worker is not None:
             worker.close()
-
-
-def _layout_for(entry: ModelEntry, options: Mapping[str, Any]) -> ExpertLayout:
-    """The model's layout; warns where a longer context is asked for than it was trained on."""
-    from moegguf.gguf.experts import read_layout
-    from moegguf.terminal.loading import warn_of_long_context
-
-    layout = read_layout(entry.path)
-    warn_of_long_context(layout, options.get("n_ctx"))
-    return layout
-
-
-def _projector_path(entry: ModelEntry) -> str | None:
-    """The model's own projector, if it can be used."""
-    from moegguf.models.details import projector_of
-
-    own = projector_of(entry)
-    return str(own.path) if own else None
-
-
-def _loading_text(layout: ExpertLayout, share: float | None, seconds: float) -> str:
-    from moegguf.terminal.progress import loading_text
-
-    if share is None:
-        return f"trying {layout.name}, the first time it is loaded"
-    return loading_text(layout.name, share, layout.dense_bytes, seconds)
-
-
-def _grouping(n_expert: int, width: int, layers: Sequence[int]) -> str:
-    from moegguf.terminal.heatmap import MIN_COLUMNS, group_size
-
-    n = group_size(n_expert, max(MIN_COLUMNS, width - len(str(max(layers))) - 1))
-    return f", {n} to a letter" if n > 1 else ""

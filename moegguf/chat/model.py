@@ -21,8 +21,8 @@ POLL_S = 0.1  # a signal that another thread receives does not interrupt queue.g
 
 
 class RemoteAnswer(ABC):
-    """One answer, whose parts arrive on another thread (`put`, then `end`); `deltas` gives them to the main thread,
-    which Ctrl-C can then interrupt.
+    """One answer, whose parts arrive on another thread (in `_parts`, then `_end`); `deltas` gives them to the main
+    thread, which Ctrl-C can then interrupt.
 
     `timing` and `decisions` (`Llama.decisions`) are complete when it has ended. `load_s`: of a load before it.
     """
@@ -68,9 +68,6 @@ class RemoteAnswer(ABC):
                 return self._parts.get(timeout=POLL_S)
             except queue.Empty:
                 continue
-
-    def _put(self, part: Delta | PromptProgress) -> None:
-        self._parts.put(part)
 
     def _end(self, error: BaseException | None = None) -> None:
         """Ends the deltas, with an error if there is one; a second call has no effect."""

@@ -277,6 +277,6 @@ class ServedAnswer(RemoteAnswer):
             self.decisions = line["decisions"]
             self._end()
         elif "prompt_progress" in line:
-            self._put(build(PromptProgress, line["prompt_progress"]))
+            self._parts.put(build(PromptProgress, line["prompt_progress"]))
         else:
-            self._put(Delta(line["message"].get("content", ""), line["message"].get("thinking", "")))
+            self._parts.put(Delta(line["message"].get("content", ""), line["message"].get("thinking", "")))

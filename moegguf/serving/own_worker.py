@@ -37,11 +37,6 @@ class OwnWorker:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     @property
-    def pid(self) -> int:
-        """The process id."""
-        return self._process.pid
-
-    @property
     def stats(self) -> Stats:
         """Statistics since the load, as of the last reply."""
         return self._process.stats

@@ -199,11 +199,3 @@ async def test_with_less_memory_fewer_experts_and_the_same_answer(files: Files) 
     async with running_manager(files, n_ctx=512, memory_bytes=minimum - 1) as manager:
         with pytest.raises(BudgetError, match=r"needs at least .*MOEGGUF_MEMORY"):
             await generate(manager, "a", story(5))
-
-
-@in_loop
-async def test_concurrent_requests_get_the_same_answers(files: Files) -> None:
-    async with running_manager(files) as manager:
-        asked = [("ab"[seed % 2], story(seed // 2)) for seed in range(16)]
-        alone = [await generate(manager, name, generation) for name, generation in asked]
-        assert await asyncio.gather(*(generate(manager, name, generation) for name, generation in asked)) == alone

@@ -18,7 +18,7 @@ import pytest
 from scripted_manager import in_loop, until
 
 from moegguf.engine.llama import Llama
-from moegguf.errors import ContextError, ModelFormatError, ModelNotFoundError, OptionError, WorkerError
+from moegguf.errors import ModelFormatError, ModelNotFoundError, OptionError, WorkerError
 from moegguf.generate.answer import Answer
 from moegguf.generate.embedding import Embeddings, embed
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Sampling, Timing
@@ -127,27 +127,6 @@ async def test_an_answer_can_be_cancelled(tiny: TinyModel) -> None:
         timing = build(Timing, [event async for event in events][-1])
         assert timing.finish == "cancelled" and timing.answer_tokens < 200
         assert (await answer_of(process, REQUEST))[1].finish == "length"
-
-
-@in_loop
-async def test_an_answer_can_be_cancelled_before_it_begins(tiny: TinyModel) -> None:
-    async with worker_of(tiny()) as process:
-        first, second = (
-            process.request("generate", generation=generation, stream=True) for generation in (REQUEST, ENDLESS)
-        )
-        second.cancel()
-        assert build(Timing, await value_of(first)).finish == "length"
-        assert build(Timing, [event async for event in second.events()][-1]).answer_tokens == 0
-
-
-@in_loop
-async def test_a_prompt_that_is_too_long_is_a_typed_error(tiny: TinyModel) -> None:
-    async with worker_of(tiny()) as process:
-        with pytest.raises(ContextError):
-            await answer_of(process, GenerationRequest(prompt="a b c d " * 2000, shift=False))
-        with pytest.raises(OptionError):
-            await answer_of(process, GenerationRequest(prompt="a", n_logprobs=99))
-        assert (await answer_of(process, REQUEST))[0]
 
 
 @in_loop

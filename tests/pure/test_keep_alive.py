@@ -87,16 +87,6 @@ async def test_the_least_recently_used_idle_model_is_unloaded_first(catalog: Fak
 
 
 @in_loop
-async def test_no_more_models_are_unloaded_than_needed(catalog: FakeCatalog) -> None:
-    for name, size in (("a", 200), ("b", 300), ("c", 400), ("d", 500)):
-        catalog.add(name, size, size)
-    async with manager_of(catalog, memory_bytes=1000 << 20) as manager:
-        for name in "abcd":
-            await generate(manager, name, "say x")
-        assert names(manager) == {"c", "d"}
-
-
-@in_loop
 async def test_beside_a_busy_model_another_gets_fewer_slots(catalog: FakeCatalog, tmp_path: Path) -> None:
     catalog.add("a", 600, 600)
     catalog.add("b", 800, 200)
@@ -194,17 +184,6 @@ async def test_a_model_that_never_fits_is_an_error_with_numbers(catalog: FakeCat
             await generate(manager, "a", "say x")
         assert names(manager) == {"b"}, "no model was unloaded for it"
         assert await generate(manager, "b", "say x") == "x"
-
-
-@in_loop
-async def test_max_models(catalog: FakeCatalog) -> None:
-    for name in "abc":
-        catalog.add(name)
-    async with manager_of(catalog, max_models=2) as manager:
-        for name in "abc":
-            await generate(manager, name, "say x")
-            assert len(manager.loaded()) <= 2
-        assert names(manager) == {"b", "c"}
 
 
 @in_loop
