@@ -26,14 +26,14 @@ LIMITS = {
     "moegguf/generate": 4_800,
     "moegguf/gguf": 2_000,
     "moegguf/models": 3_300,
-    "moegguf/native": 16_000,
+    "moegguf/native": 15_580,
     "moegguf/server": 7_800,
     "moegguf/serving": 5_400,
     "moegguf/terminal": 1_900,
     "moegguf/trace": 2_300,
     "predictors": 5_920,
-    "tests": 46_000,
-    "tools": 5_300,
+    "tests": 45_600,
+    "tools": 5_210,
 }
 
 
