@@ -196,14 +196,19 @@ class StoreMachine(RuleBasedStateMachine):
     def event(self, n: int, il: int, seed: int, n_tokens: int) -> None:
         self.do_event(self.context(n), self.expert((il, 0))[0], seed, n_tokens)
 
-    @rule(n=lanes, seed=seeds, n_passes=st.integers(1, 5), n_tokens=st.sampled_from([1, 1, 1, 2, 12]))
-    def passes(self, n: int, seed: int, n_passes: int, n_tokens: int) -> None:
-        """Whole passes: most of what a store does."""
+    @rule(
+        n=lanes, seed=seeds, n_passes=st.integers(1, 5), n_tokens=st.sampled_from([1, 1, 1, 2, 12]),
+        ahead=st.booleans(),
+    )  # fmt: skip
+    def passes(self, n: int, seed: int, n_passes: int, n_tokens: int, ahead: bool) -> None:
+        """Whole passes, with prefetches between their layers: most of what a store does."""
         for pass_ in range(n_passes):
-            for layer in self.layout.layers:
+            for row, layer in enumerate(self.layout.layers):
                 self.do_event(self.context(n), layer.il, seed + 100 * pass_ + layer.il, n_tokens)
-                if self.exact:
-                    self.store.drain(10)
+                if ahead:
+                    self.the_reference_agrees()
+                    self.prefetch((row + 1, seed + pass_))
+                self.the_reference_agrees()
 
     def do_event(self, context: Context, il: int, seed: int, n_tokens: int) -> None:
         ids = self.route(seed, il, n_tokens)
