@@ -26,13 +26,13 @@ LIMITS = {
     "moegguf/generate": 4_800,
     "moegguf/gguf": 2_000,
     "moegguf/models": 3_300,
-    "moegguf/native": 15_580,
+    "moegguf/native": 16_800,
     "moegguf/server": 7_800,
     "moegguf/serving": 5_400,
     "moegguf/terminal": 1_900,
     "moegguf/trace": 2_300,
     "predictors": 5_920,
-    "tests": 45_600,
+    "tests": 43_950,
     "tools": 5_210,
 }
 

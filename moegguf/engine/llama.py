@@ -175,7 +175,7 @@ class Llama(UpstreamLlama):
         policy = read_environment().policy if isinstance(policy, str) and policy == "auto" else policy
         chosen = ControllerOptions(*of.parts(policy, predictor, prefetch), lockstep)
         options.update(mmproj=mmproj, n_seq_max=n_seq_max, kv_tokens=kv_tokens)
-        store = of.store_options() if store is None else store
+        store = of.store if store is None else store
         warm_start = read_environment().warm_start if warm_start is None else warm_start
         self._keywords = dict(
             model_path=model_path, expert_cache=expert_cache, vram_cache=vram_cache, placement=placement,

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from moegguf.gguf.experts import ExpertLayout, ExpertMatrix, Kind, MoeLayer, Shard
+from moegguf.gguf.experts import ExpertLayout, ExpertMatrix, Kind, MoeLayer
 from moegguf.gguf.hparams import Hparams
+from moegguf.gguf.reader import Shard
 from moegguf.native.store import Lane, Store
 
 F32, F16, Q4_0, Q8_0, Q4_K, Q6_K, IQ4_NL, MXFP4 = 0, 1, 2, 8, 12, 14, 20, 39
