@@ -59,22 +59,18 @@ def _struct_name(name: str) -> str:
 
 
 def _type(declaration: str, *, is_field: bool = False) -> Any:
-    """The type in a declaration, with a name or without. Callers give arguments that point to numbers as addresses."""
-    base = re.sub(r"\b(const|struct|enum)\b", "", declaration).replace("*", " * ").split()[0]
-    n_stars = declaration.count("*")
-    if base == "void" and not n_stars:
-        return None
-    if base == "char" and n_stars == 1:
-        return c.c_char_p
-    if base in _SCALARS and n_stars < 2 and (is_field or not n_stars):
-        type_ = _SCALARS[base]
-    elif base == "char" and is_field:
-        type_ = c.c_char_p
-    else:
-        type_ = _STRUCTS.get(_struct_name(base))
-    if type_ is None or (base in _SCALARS and n_stars and not is_field):
-        return c.c_void_p  # of ggml's, of the library's own, or untyped
-    return c.POINTER(type_) if n_stars else type_
+    """The type in a declaration, with a name or without; what is not of this header is an address.
+
+    Fields keep what they point to. Callers give arguments that point to numbers as addresses.
+    """
+    base, n_stars = re.sub(r"\b(const|struct|enum)\b|\*", " ", declaration).split()[0], declaration.count("*")
+    if base == "char" and n_stars:
+        return c.c_char_p if n_stars == 1 else c.POINTER(c.c_char_p)
+    known = _SCALARS.get(base) or _STRUCTS.get(_struct_name(base))
+    if n_stars == 0:
+        return None if base == "void" else known or c.c_void_p
+    as_address = known is None or n_stars > 1 or (base in _SCALARS and not is_field)
+    return c.c_void_p if as_address else c.POINTER(known)
 
 
 def _field(declaration: str) -> tuple[str, Any]:

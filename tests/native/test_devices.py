@@ -1,20 +1,15 @@
-"""Several devices, each with slots for its own layers that are filled from the same slots in RAM; remote ones."""
+"""Several devices: each has slots for its own layers, and all are filled from the same slots in RAM."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from fake_model import Q4_K, Q6_K, FakeModel, Open, Types, check_counters, make_model, random_events
-from own_process import in_own_process
-from rpc_device import in_child, in_child_of_two, register
+from fake_model import FakeModel, Open, check_counters
 
 from moegguf.errors import OptionError
-from moegguf.native.link_device import Pinned, add_link_device
 from moegguf.native.store import DeviceSlots, Store, StoreOptions, Tier
 from moegguf.quantities import Link
 
@@ -39,8 +34,8 @@ def skewed(n_events: int, seed: int = 0) -> list[Event]:
     return [(n % 4, rng.choice(8, 2, False, weights / weights.sum()).tolist()) for n in range(n_events)]
 
 
-def two(n_slots: Sequence[int], names: Sequence[str | None] = (None, None), lower: bool = True) -> list[DeviceSlots]:
-    return [DeviceSlots(name, n, of, lower) for name, n, of in zip(names, n_slots, LAYERS, strict=True)]
+def two(n_slots: Sequence[int]) -> list[DeviceSlots]:
+    return [DeviceSlots(None, n, of, lower=True) for n, of in zip(n_slots, LAYERS, strict=True)]
 
 
 def figures(store: Store) -> list[dict[str, int]]:
@@ -161,74 +156,3 @@ def test_a_layer_on_no_device_and_a_device_without_layers_are_refused(fake: Fake
     for devices in ([first], [first, second, replace(first, layers=())], [first, replace(second, n_slots=0)], []):
         with pytest.raises(OptionError):
             Store(fake.layout, devices, StoreOptions(repack=False))
-
-
-def walk_on(fake: FakeModel, names: Sequence[str | None]) -> tuple[list[dict[str, Any]], str]:
-    """Random events with checked bytes on the devices of these names; the figures of each, and the note of RAM."""
-    store = Store(fake.layout, two((6, 3), names), StoreOptions(repack=False), 7)
-    lane = store.open_lane()
-    try:
-        for il, experts in skewed(160):
-            fake.acquire(store, lane, il, experts)
-        lane.acquire(0, [0, 1])
-        store.drain(10)
-        check_sums(store)
-        return [store.device(index) for index in (0, 1)], store.tier(Tier.LOWER)["note"]
-    finally:
-        lane.close()
-        store.close()
-
-
-def behind_two_links(fake: FakeModel) -> tuple[list[dict[str, Any]], str]:
-    return walk_on(fake, [add_link_device(Link(2e9)), add_link_device(Link(5e8), pinned=False)])
-
-
-def pinned_for_one(fake: FakeModel) -> tuple[list[dict[str, Any]], str, dict[str, Any]]:
-    """Two devices of which the first pins memory for itself alone, and what a store says with the second alone."""
-    names = [add_link_device(Link(2e9)), add_link_device(Link(2e9), pinned=Pinned.OF_FIRST)]
-    devices, note = walk_on(fake, names)
-    store = Store(fake.layout, 6, StoreOptions(device=names[1]), 7)
-    alone = store.tier(Tier.LOWER)
-    store.close()
-    return devices, note, alone
-
-
-def on_two_servers(rpc: Path, ports: tuple[int, int], fake: FakeModel) -> tuple[list[dict[str, Any]], str]:
-    return walk_on(fake, [register(rpc, port) for port in ports])
-
-
-def test_two_links_of_different_speed(fake: FakeModel) -> None:
-    devices, note = in_own_process(behind_two_links, fake)
-    assert all(of["evictions"] > 0 and of["hits_ready"] > 0 for of in devices)
-    assert devices[0]["device"] != devices[1]["device"]
-    assert f"pageable for {devices[1]['device']}" in note
-
-
-def test_memory_that_is_pinned_for_the_first_device_is_not_for_others(fake: FakeModel) -> None:
-    devices, note, alone = in_own_process(pinned_for_one, fake)
-    assert all(of["evictions"] > 0 and of["hits_ready"] > 0 for of in devices)
-    assert note == "slots in RAM are pinned for LINK0, and pageable for LINK1"
-    assert (alone["pinned_memory"], alone["device"]) == (0, "LINK1")
-    assert alone["note"].startswith("LINK1 offers no pinned memory")
-
-
-def test_two_rpc_servers(tmp_path: Path) -> None:
-    devices, note = in_child_of_two(on_two_servers, make_model(tmp_path))
-    assert [of["device"] for of in devices] == ["RPC0", "RPC1"]
-    assert all(of["evictions"] > 0 and of["hits_ready"] > 0 for of in devices)
-    assert "RPC0, RPC1 offers no pinned memory" in note
-
-
-def events_on_rpc(rpc: Path, port: int, fake: FakeModel, n_slots: int) -> dict[str, int]:
-    """Random events and prefetches with checked bytes; the counters afterwards."""
-    return random_events(fake, n_slots, register(rpc, port))
-
-
-@pytest.mark.parametrize("n_slots", [5, 32], ids=["shared", "resident, then shrunk"])
-def test_slots_on_an_rpc_device_hold_the_files_bytes(tmp_path: Path, n_slots: int) -> None:
-    types: tuple[Types, ...] = ({"gate": Q4_K, "up": Q4_K, "down": Q6_K}, {"gate_up": Q6_K, "down": Q4_K})
-    fake = make_model(tmp_path, n_embd=256, n_ff=256, types=types)
-    counters = in_child(events_on_rpc, fake, n_slots)
-    check_counters(counters, n_slots)
-    assert counters["evictions"] > 0
-    assert counters["prefetch_started"] > 0 or n_slots == 32

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_model import FakeModel, check_counters, make_model, random_events
+from fake_model import FakeModel, make_model
 from own_process import in_own_process
 from product import InitParams, load
 
@@ -193,19 +193,6 @@ def test_copies_take_at_least_latency_and_bytes_over_bandwidth_which_those_in_on
     assert two >= 0.12
     assert there_and_back >= 0.07
     assert in_stream >= 0.14
-
-
-def store_on_link(fake: FakeModel, n_slots: int, strict_seed: int) -> dict[str, int]:
-    """Random events and prefetches with checked bytes; the counters afterwards."""
-    return random_events(fake, n_slots, add_link_device(Link(1e9, 1e-5), strict_seed=strict_seed))
-
-
-@pytest.mark.parametrize("strict_seed", [0, 1])
-@pytest.mark.parametrize("n_slots", [5, 32], ids=["shared", "resident, then shrunk"])
-def test_slots_behind_a_link_hold_the_files_bytes(tmp_path: Path, n_slots: int, strict_seed: int) -> None:
-    counters = in_own_process(store_on_link, make_model(tmp_path), n_slots, strict_seed)
-    check_counters(counters, n_slots)
-    assert counters["evictions"] > 0
 
 
 def store_on_full_device(fake: FakeModel) -> str:

@@ -8,15 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_model import Q4_K, Q6_K, FakeModel, Open, Types, make_model
-from own_process import in_own_process
-from rpc_device import in_child, register
+from fake_model import FakeModel, Open, make_model
 from test_tiers import check_tiers, held
 
 from moegguf.errors import OptionError
-from moegguf.native.link_device import add_link_device
+from moegguf.native import abi
 from moegguf.native.store import DeviceSlots, Lane, Store, StoreOptions, Tier
-from moegguf.quantities import Link
 
 N_TOKENS = (1, 2, 3, 9, 33)
 IDS = np.arange(24).reshape(12, 2) * 3 % 8  # of 12 tokens: every expert, three times
@@ -170,36 +167,11 @@ def test_a_number_of_tensors_that_cannot_be(fake: FakeModel, open_store: Open) -
     for n in (-1, 3):
         with pytest.raises(OptionError, match=f"at most 2 staging tensors, not {n}"):
             open_store(fake, 8, n_lower_slots=8, staging=n)
+    store, _ = open_store(fake, 8, n_lower_slots=8, staging=2)
+    with pytest.raises(OptionError, match="keep the size"):
+        store.resize(4, abi.STAGING_TIER)
     store, _ = open_store(fake, 8, staging=2)  # nothing to stage from
     assert store.staging() == {}
-
-
-def on_rpc(rpc: Path, port: int, fake: FakeModel, sizes: tuple[int, int, int]) -> None:
-    run_on(fake, sizes, register(rpc, port))
-
-
-def on_link(fake: FakeModel, sizes: tuple[int, int, int]) -> None:
-    run_on(fake, sizes, add_link_device(Link(1e9, 1e-5), strict_seed=1))
-
-
-def run_on(fake: FakeModel, sizes: tuple[int, int, int], device: str) -> None:
-    store = Store(fake.layout, sizes[0], StoreOptions(device=device, staging=sizes[2]), n_lower_slots=sizes[1])
-    lane = store.open_lane()
-    try:
-        staged = events(fake, store, lane, 16)
-        check_figures(store, staged)
-        assert store.staging()["device"] == device
-    finally:
-        lane.close()
-        store.close()
-
-
-@pytest.mark.parametrize("sizes", [(2, 1, 1), (4, 8, 1), (13, 13, 2), (9, 32, 2)])
-@pytest.mark.parametrize("device", ["rpc", "link"])
-def test_other_devices(tmp_path: Path, sizes: tuple[int, int, int], device: str) -> None:
-    types: tuple[Types, ...] = ({"gate": Q4_K, "up": Q4_K, "down": Q6_K}, {"gate_up": Q6_K, "down": Q4_K})
-    fake = make_model(tmp_path, n_embd=256, n_ff=256, types=types)
-    in_child(on_rpc, fake, sizes) if device == "rpc" else in_own_process(on_link, fake, sizes)
 
 
 @pytest.mark.parametrize("simulate", [False, True])

@@ -194,7 +194,23 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(n=lanes, il=layers, seed=seeds, n_tokens=st.sampled_from([1, 1, 1, 2, 12]))
     def event(self, n: int, il: int, seed: int, n_tokens: int) -> None:
-        context, (il, _) = self.context(n), self.expert((il, 0))
+        self.do_event(self.context(n), self.expert((il, 0))[0], seed, n_tokens)
+
+    @rule(
+        n=lanes, seed=seeds, n_passes=st.integers(1, 5), n_tokens=st.sampled_from([1, 1, 1, 2, 12]),
+        ahead=st.booleans(),
+    )  # fmt: skip
+    def passes(self, n: int, seed: int, n_passes: int, n_tokens: int, ahead: bool) -> None:
+        """Whole passes, with prefetches between their layers: most of what a store does."""
+        for pass_ in range(n_passes):
+            for row, layer in enumerate(self.layout.layers):
+                self.do_event(self.context(n), layer.il, seed + 100 * pass_ + layer.il, n_tokens)
+                if ahead:
+                    self.the_reference_agrees()
+                    self.prefetch((row + 1, seed + pass_))
+                self.the_reference_agrees()
+
+    def do_event(self, context: Context, il: int, seed: int, n_tokens: int) -> None:
         ids = self.route(seed, il, n_tokens)
         self.make_room(context, il, np.unique(ids).size)
         if context.failed is not None:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from fake_model import Q4_K, Q6_K, FakeModel, Open, Types, check_counters, make_model
-from rpc_device import in_child, register
+from fake_model import FakeModel, Open
 
 from moegguf.errors import AllocationError, OptionError
 from moegguf.native import library
-from moegguf.native.store import Lane, Store, StoreOptions, Tier
+from moegguf.native.store import Store, StoreOptions, Tier
 
 EVENT = tuple[int, list[int]]
 FIGURES = ("lookups", "hits_ready", "hits_late", "misses", "evictions", "bytes_missed", "bytes_prefetched")
@@ -209,36 +206,3 @@ def test_memory_that_is_not_pinned_says_why(fake: FakeModel, open_store: Open) -
     assert lower["device"] == "CPU"
     assert "CPU offers no pinned memory" in lower["note"]
     assert store.tier()["note"] == ""
-
-
-def events_on_rpc(rpc: Path, port: int, fake: FakeModel, n_upper: int, n_lower: int) -> tuple[Any, ...]:
-    """Random events and prefetches with checked bytes; the figures afterwards."""
-    store = Store(fake.layout, n_upper, StoreOptions(device=register(rpc, port)), n_lower_slots=n_lower)
-    lane: Lane = store.open_lane()
-    try:
-        rng = np.random.default_rng(0)
-        for n, (il, experts) in enumerate(skewed(160)):
-            fake.acquire(store, lane, il, experts)
-            if n % 4 == 0:
-                store.prefetch([(il + 1) % 4] * 2, rng.permutation(8)[:2])
-        lane.acquire(0, [0, 1])
-        store.drain(10)
-        return store.counters(), store.tier(), store.tier(Tier.LOWER)
-    finally:
-        lane.close()
-        store.close()
-
-
-@pytest.mark.parametrize(("n_upper", "n_lower"), [(2, 1), (13, 13), (32, 8)])
-def test_an_rpc_device_is_filled_from_ram(tmp_path: Path, n_upper: int, n_lower: int) -> None:
-    types: tuple[Types, ...] = ({"gate": Q4_K, "up": Q4_K, "down": Q6_K}, {"gate_up": Q6_K, "down": Q4_K})
-    fake = make_model(tmp_path, n_embd=256, n_ff=256, types=types)
-    counters, upper, lower = in_child(events_on_rpc, fake, n_upper, n_lower)
-    check_counters(counters, n_upper)
-    assert upper["device"] == "RPC0"
-    assert lower["device"] == "RPC0"
-    assert "RPC0 offers no pinned memory" in lower["note"]
-    assert (upper["evictions"] > 0) == (n_upper < 32)
-    if n_upper == 13:
-        assert lower["hits_ready"] > 0
-        assert lower["evictions"] > 0

@@ -17,10 +17,10 @@ from moegguf.engine.cost import Speeds
 from moegguf.engine.device_split import DeviceRoom, LayerBytes, split_layers, tensor_split_for
 from moegguf.engine.here import parse_vram_caches
 from moegguf.engine.machine import Device, Machine, Memory
-from moegguf.engine.memory import kv_bytes
+from moegguf.engine.memory import kv_bytes, margin_bytes
 from moegguf.engine.plan import Budgets, Plan, Sizes, slot_bytes
 from moegguf.engine.planner import make_plan
-from moegguf.engine.ram_plan import VRAM_MARGIN_BYTES
+from moegguf.engine.ram_plan import VRAM_MARGIN_BYTES, divide_ram_slots, host_bytes
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.native.slot_sizes import slot_tokens
@@ -294,3 +294,30 @@ def test_simulated_devices_divide_budgets_as_a_plan_does(layout: ExpertLayout, t
 def test_one_budget_that_holds_too_little_for_every_device_is_refused(layout: ExpertLayout) -> None:
     with pytest.raises(BudgetError, match="vram_cache holds 3 experts on GPU1, but a token needs 4"):
         plan(layout, str(7 * slot_bytes(layout)), tensor_split=[1, 1])
+
+
+@pytest.mark.parametrize(("n_on_cpu", "n_below"), [(30, 2), (2, 30), (16, 16), (30, 0)])
+def test_slots_in_ram_are_divided_so_that_both_have_what_they_need(n_on_cpu: int, n_below: int) -> None:
+    for total in range(3, n_on_cpu + n_below + 1):
+        on_cpu, below = divide_ram_slots(total, n_on_cpu, n_below, 2)
+        assert on_cpu + below == total
+        assert 2 <= on_cpu <= n_on_cpu
+        assert min(1, n_below) <= below <= n_below
+
+
+def test_what_devices_hold_is_every_weight_the_context_and_their_buffers(layout: ExpertLayout) -> None:
+    chosen, _ = plan(layout, "25%", tensor_split=[1, 1], staging=0)
+    beside = sum(part.total_bytes - part.n_slots * chosen.slot_bytes for part in chosen.devices)
+    assert beside >= chosen.dense_bytes + chosen.kv_bytes + 2 * chosen.compute_bytes
+
+
+def test_auto_counts_what_lies_in_ram_beside_slots(layout: ExpertLayout) -> None:
+    """Where the CPU computes layers: their weights, context and buffers, too."""
+    how = budgets("25%", "auto", 4096, choice="slots", divided=True, n_gpu_layers=9)
+    most = make_plan(layout, machine(8 * GIB, 8 * GIB), how)
+    beside = most.compute_bytes + margin_bytes(GIB)
+    memory = Memory(64 * GIB, most.host_bytes - 20 * most.slot_bytes + beside, "the machine")
+    assert memory.available_bytes < GIB
+    found = make_plan(layout, Machine(memory, devices=devices(8 * GIB, 8 * GIB)), how)
+    assert found.n_lower_slots < most.n_lower_slots
+    assert host_bytes(layout, found.n_ubatch) < found.host_bytes <= memory.available_bytes - beside

@@ -1,0 +1,114 @@
+"""Slots in memory that is not the host's: on devices behind links and on RPC servers, one or two, staged or not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_model import Q4_K, Q6_K, FakeModel, Types, check_counters, make_model
+from own_process import in_own_process
+from rpc_device import in_child, in_child_of_two, register
+from test_staging import N_TOKENS, check_staged, routed
+from test_tiers import check_tiers
+
+from moegguf.native.link_device import Pinned, add_link_device
+from moegguf.native.store import DeviceSlots, Store, StoreOptions, Tier
+from moegguf.quantities import Link
+
+Size = tuple[int, int, int]  # slots of each device, slots in RAM below, staging tensors
+Figures = tuple[list[dict[str, Any]], dict[str, Any]]  # of each device, of RAM
+FAST = Link(1e9, 1e-5)
+MIXED: tuple[Types, ...] = ({"gate": Q4_K, "up": Q4_K, "down": Q6_K}, {"gate_up": Q6_K, "down": Q4_K})
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> FakeModel:
+    """4 layers of 8 experts, top-2, of several types."""
+    return make_model(tmp_path, n_embd=256, n_ff=256, types=MIXED)
+
+
+def passes_on(fake: FakeModel, size: Size, names: Sequence[str]) -> Figures:
+    """Random passes and prefetches with checked bytes; a pool without others below shrinks at last."""
+    n_slots, n_lower, staging = size
+    devices = [
+        DeviceSlots(name, n_slots, range(d, 4, len(names)), n_lower > 0, staging) for d, name in enumerate(names)
+    ]
+    store = Store(fake.layout, devices, StoreOptions(), n_lower)
+    lane, rng = store.open_lane(), np.random.default_rng(0)
+    try:
+        assert store.info()["n_repacked"] == 0
+        for n in range(40):
+            if n == 30 and not n_lower:
+                store.resize(max(2, n_slots // 3))
+            n_tokens = int(rng.choice(N_TOKENS)) if staging and n % 2 else 1
+            lane.announce(n, 0, range(n_tokens))
+            for il in range(4):
+                ids = routed(rng, n_tokens)
+                slots = lane.acquire(il, ids)
+                fake.check(store, il, ids, slots) if n_tokens == 1 else check_staged(fake, store, il, ids, slots)
+                store.prefetch([(il + 1) % 4] * 2, rng.permutation(8)[:2])
+        lane.take_failure()
+        store.drain(10)
+        check_counters(store.counters(), n_slots * len(names))
+        if n_lower:
+            check_tiers(store)
+        if staging:
+            assert store.staging()["lookups"] > 0 and store.staging()["device"] == names[0]
+        found = [store.device(d) for d in range(len(names))]
+        assert all(of["evictions"] > 0 and (of["hits_ready"] > 0 or n_slots < 5) for of in found)
+        assert [of["device"] for of in found] == list(names)
+        return found, store.tier(Tier.LOWER) if n_lower else {}
+    finally:
+        lane.close()
+        store.close()
+
+
+def on_rpc(rpc: Path, ports: int | tuple[int, int], fake: FakeModel, size: Size) -> Figures:
+    return passes_on(fake, size, [register(rpc, port) for port in ([ports] if isinstance(ports, int) else ports)])
+
+
+@pytest.mark.parametrize("size", [(5, 0, 0), (32, 0, 0), (2, 1, 0), (13, 13, 0), (4, 8, 1), (9, 32, 2)])
+def test_an_rpc_device(mixed: FakeModel, size: Size) -> None:
+    _, ram = in_child(on_rpc, mixed, size)
+    assert size[1] == 0 or (ram["device"] == "RPC0" and "RPC0 offers no pinned memory" in ram["note"])
+
+
+def test_two_rpc_servers(mixed: FakeModel) -> None:
+    devices, ram = in_child_of_two(on_rpc, mixed, (5, 7, 0))
+    assert [of["device"] for of in devices] == ["RPC0", "RPC1"]
+    assert "RPC0, RPC1 offers no pinned memory" in ram["note"]
+
+
+def behind_a_link(fake: FakeModel, size: Size, strict_seed: int) -> Figures:
+    return passes_on(fake, size, [add_link_device(FAST, strict_seed=strict_seed)])
+
+
+@pytest.mark.parametrize("strict_seed", [0, 1])
+@pytest.mark.parametrize("size", [(5, 0, 0), (32, 0, 0), (4, 8, 1), (13, 13, 2)])
+def test_a_device_behind_a_link(mixed: FakeModel, size: Size, strict_seed: int) -> None:
+    in_own_process(behind_a_link, mixed, size, strict_seed)
+
+
+def behind_two_links(fake: FakeModel, pinned: Pinned) -> tuple[str, dict[str, Any]]:
+    """What is said of RAM below two devices, and below the second of them alone."""
+    names = [add_link_device(Link(2e9)), add_link_device(Link(5e8), pinned=pinned)]
+    _, ram = passes_on(fake, (5, 7, 0), names)
+    store = Store(fake.layout, 6, StoreOptions(device=names[1]), 7)
+    alone = store.tier(Tier.LOWER)
+    store.close()
+    return ram["note"], alone
+
+
+@pytest.mark.parametrize(
+    ("pinned", "why"), [(Pinned.NOT, "was refused pinned memory"), (Pinned.OF_FIRST, "offers no pinned memory")]
+)
+def test_memory_that_is_pinned_for_the_first_device_is_not_for_others(
+    mixed: FakeModel, pinned: Pinned, why: str
+) -> None:
+    note, alone = in_own_process(behind_two_links, mixed, pinned)
+    assert note == "slots in RAM are pinned for LINK0, and pageable for LINK1"
+    assert (alone["pinned_memory"], alone["device"]) == (0, "LINK1")
+    assert alone["note"].startswith(f"LINK1 {why}")
