@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from moegguf.cli.client import Client, Json, ServerError
 from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
-from moegguf.generate.decoding import OnProgress
+from moegguf.generate.answer import OnProgress
 from moegguf.generate.images import images_of, text_of
 from moegguf.generate.options import LOAD_PARAMETERS
 from moegguf.generate.request import Delta, Message, PromptProgress, Timing

@@ -159,7 +159,7 @@ def test_the_same_steps_beside_other_tokens_give_the_same_bits(pair: tuple[Llama
             of_tokens(many, random_tokens(many, own if i == target else others, n), seed=1)
             for i, n in enumerate(lengths)
         ]
-        many.clear()
+        many.context.clear()
         received = answers_together(
             many, requests, step_tokens=16
         )  # their order of arrival decides who gets which cells
@@ -172,7 +172,7 @@ def test_the_same_steps_beside_other_tokens_give_the_same_bits(pair: tuple[Llama
 
 def test_a_request_without_others_has_the_bits_of_a_solo_one(pair: tuple[Llama, Llama]) -> None:
     many, one = pair
-    many.clear()
+    many.context.clear()
     request = of_tokens(one, random_tokens(one, np.random.default_rng(7), 70), max_tokens=20)
     with running(many) as loop:
         [received] = answers_of(loop, [request])
@@ -195,7 +195,7 @@ def test_exact_requests_have_the_bits_of_solo_ones_among_others(pair: tuple[Llam
 
 def test_a_prefix_that_all_share_is_computed_once(pair: tuple[Llama, Llama]) -> None:
     many, one = pair
-    many.clear()
+    many.context.clear()
     random = np.random.default_rng(4)
     system = random_tokens(one, random, 120)
     requests = [of_tokens(one, system + random_tokens(one, random, 5)) for _ in range(6)]
@@ -255,13 +255,13 @@ def test_attention_passes_over_the_cells_of_other_sequences(load: Load) -> None:
     random, logits = np.random.default_rng(5), list[list[bytes]]()
     tokens = random_tokens(llm, random, 24)
     for beside in (0, 1, 8, 19):  # cells between two of sequence 0: none, fewer than are masked at once, as many, more
-        llm.clear()
+        llm.context.clear()
         rows = list[bytes]()
         for n_past, token in enumerate(tokens[: 256 // (beside + 1)]):
             if beside:
                 others = random_tokens(llm, random, beside)
-                llm.eval_chunks([Chunk(1, others, n_past * beside, 1, Phase.PREFILL, wants_logits=False)])
-            llm.eval_chunks([Chunk(0, [token], n_past, 0, Phase.DECODE)])
+                llm.context.eval_chunks([Chunk(1, others, n_past * beside, 1, Phase.PREFILL, wants_logits=False)])
+            llm.context.eval_chunks([Chunk(0, [token], n_past, 0, Phase.DECODE)])
             rows.append(bytes(np.ctypeslib.as_array(llm._ctx.get_logits_ith(0), shape=(llm.n_vocab(),))))
         logits.append(rows)
     for rows in logits[1:]:
@@ -292,7 +292,7 @@ def test_sampler_and_constraint_go_on_after_an_answer_was_put_back(load: Load) -
     request = ask("What is a hit?", format=of_length(30), repeat_penalty=1.3, max_tokens=60)
 
     def answer(n_put_back: int) -> str:
-        many.clear()
+        many.context.clear()
         left, began = [n_put_back], threading.Event()
 
         def after(step: int) -> None:
@@ -319,7 +319,7 @@ def test_poisoned_requests_end_alone(load: Load) -> None:
     many = load(DEMO, n_seq_max=4, logits_all=False)
     good = ask(QUESTION, max_tokens=30)
     alone, _ = reply(many, QUESTION, max_tokens=30)
-    many.clear()
+    many.context.clear()
     bad = {
         OptionError: ask(QUESTION, logit_bias={many.n_vocab(): 1.0}),
         TemplateError: ask(QUESTION, template="{{ 1 / 0 }}"),
@@ -356,7 +356,7 @@ def test_a_read_error_ends_those_that_need_the_expert(pair: tuple[Llama, Llama],
     many, one = pair
     random = np.random.default_rng(9)
     requests = [of_tokens(one, random_tokens(one, random, 10), max_tokens=20) for _ in range(4)]
-    evaluate = many.eval_chunks
+    evaluate = many.context.eval_chunks
     victims: list[BatchedAnswer] = []
 
     def fail_for_the_victim(chunks: Sequence[Chunk]) -> list[int] | None:
@@ -368,7 +368,7 @@ def test_a_read_error_ends_those_that_need_the_expert(pair: tuple[Llama, Llama],
         if step == 5:
             victims.append(loop._running[2])
 
-    monkeypatch.setattr(many, "eval_chunks", fail_for_the_victim)
+    monkeypatch.setattr(many.context, "eval_chunks", fail_for_the_victim)
     with running(many, Scripted(choose_a_victim)) as loop:
         received = answers_of(loop, requests)
     assert [type(events.error) for events in received].count(ExpertIOError) == 1
