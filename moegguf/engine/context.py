@@ -303,6 +303,9 @@ class Context:
             return False
         self._bindings.llama_memory_seq_rm(memory, target, -1, -1)
         self._bindings.llama_memory_seq_cp(memory, source, target, 0, n_tokens)
+        if target == 0:  # which tokens these are, only the caller knows: they equal no prompt
+            self._llm.n_tokens, self._llm._requires_eval = n_tokens, True
+            self._llm.input_ids[:n_tokens] = PLACEHOLDER
         return True
 
     def clear(self) -> None:
