@@ -70,15 +70,9 @@ class _Measured(Llama):
         self._spec = spec
         super().__init__(spec.model, **options)
 
-    @property
-    def model_params(self) -> Any:
-        params = Llama.model_params.fget(self)  # type: ignore[attr-defined]  # a property
+    def _attach_model(self, params: Any) -> None:
+        super()._attach_model(params)
         params.use_extra_bufts = self._spec.repack
-        return params
-
-    @model_params.setter
-    def model_params(self, params: Any) -> None:
-        self._model_params = params
 
 
 def load(spec: Spec) -> Llama:
@@ -152,7 +146,7 @@ def _read(path: str) -> bytes:
 
 def greedy_token(llama: Llama) -> int:
     """The most probable next token."""
-    return int(llama.logits().argmax())
+    return int(llama.context.logits().argmax())
 
 
 @dataclass

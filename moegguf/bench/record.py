@@ -71,7 +71,7 @@ def _run_all(
     n_cut = 0
     for number, prompt in enumerate(prompts):
         progress(f"prompt {number + 1} of {len(prompts)}", number / len(prompts))
-        recording.label(llm.next_sequence, prompt.label)
+        recording.label(llm.context.next_request, prompt.label)
         n_cut += _run(llm, prompt, options)
     if n_cut:
         warnings.warn(

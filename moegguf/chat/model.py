@@ -8,8 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from moegguf.generate.decoding import OnProgress
-from moegguf.generate.request import Delta, PromptProgress, Timing
+from moegguf.generate.request import Delta, OnProgress, PromptProgress, Timing
 
 if TYPE_CHECKING:
     from moegguf.chat.conversation import Conversation

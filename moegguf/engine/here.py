@@ -124,9 +124,7 @@ def default_store(strategy: str | None = None) -> StoreOptions:
     return find_strategy(read_environment().strategy if strategy is None else strategy).store
 
 
-def plan_known(
-    layout: ExpertLayout, machine: Machine, budgets: Budgets, measure: Callable[[Device], Speeds]
-) -> Plan:
+def plan_known(layout: ExpertLayout, machine: Machine, budgets: Budgets, measure: Callable[[Device], Speeds]) -> Plan:
     """`make_plan` with what is known of the model, and with speeds where they decide between placements.
 
     measure: the speeds of a device with the model. Raises BudgetError, OptionError, also where the device has no kernel

@@ -155,9 +155,7 @@ def default_contexts(layout: ExpertLayout) -> tuple[int, ...]:
     return (trained, *(n for n in powers if LEAST_CTX_TOKENS <= n < trained))
 
 
-def choose_context(
-    layout: ExpertLayout, available_bytes: int, n_ubatch: int, pool_bytes: int = 0, **cache: Any
-) -> int:
+def choose_context(layout: ExpertLayout, available_bytes: int, n_ubatch: int, pool_bytes: int = 0, **cache: Any) -> int:
     """Tokens of context where the user gives none: the largest, up to the model's own, in a tenth of the free memory,
     or in a quarter where every expert fits beside it. Up to 4,096 tokens may take more, but never more than it leaves
     to experts, or than `pool_bytes`, when they are given, leave to it. cache: type_k, type_v and flash_attn, as

@@ -261,18 +261,3 @@ class ContextImages:
             if span.begin < n_tokens and (not same or span.end > n_tokens):
                 return span.begin
         return n_tokens
-
-
-class PositionedBatch:
-    """The batch of the bindings' `Llama`, with the positions that images leave to the tokens after them."""
-
-    def __init__(self, batch: Any, images: ContextImages) -> None:
-        self._batch = batch
-        self._images = images
-
-    def set_batch(self, batch: Sequence[int], n_past: int, logits_all: bool) -> None:
-        """Of the bindings' batch; `n_past` tokens come before."""
-        self._batch.set_batch(batch=batch, n_past=self._images.position(n_past), logits_all=logits_all)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._batch, name)

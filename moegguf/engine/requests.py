@@ -62,15 +62,13 @@ class RequestCounter:
     """Counts the requests of one context.
 
     A request is one call that generates: its first evaluation is the prompt, all later ones decode. Without such a
-    call, an evaluation from an empty context begins a request, single tokens after it decode. What follows an image
-    belongs to the prompt, too.
+    call, an evaluation from an empty context begins a request, single tokens after it decode.
     """
 
     def __init__(self) -> None:
         self.sequence = -1
         self._at_prompt = False
         self._generating = False
-        self._after_image = False
 
     def run(self, steps: Generator[Step, Any, None]) -> Generator[Step, Any, None]:
         """The same steps, counted as one request."""
@@ -91,14 +89,4 @@ class RequestCounter:
             self._at_prompt = False
             self.sequence += 1
             return Phase.PREFILL
-        if self._after_image:
-            self._after_image = False
-            return Phase.PREFILL
         return Phase.DECODE if self._generating or n_tokens == 1 else Phase.PREFILL
-
-    def next_image(self, n_past: int, n_tokens: int) -> Phase:
-        """The phase of an image after `n_past` tokens, as `next_phase`."""
-        self._after_image = True
-        self.next_phase(n_past, n_tokens)
-        self._after_image = True
-        return Phase.PREFILL

@@ -7,7 +7,7 @@ tokens, so that a prefix is copied without copying data.
 from __future__ import annotations
 
 import ctypes as c
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,51 +78,23 @@ class PassBatch:
         for name, array in pointers.items():
             setattr(self.batch, name, c.cast(array.ctypes.data, kinds[name]))
 
-    def fill(self, chunks: Sequence[Chunk]) -> list[int]:
-        """Sets the tokens; returns each chunk's row of logits, that of its last token. Raises OptionError for a chunk
-        without tokens, which has none."""
+    def fill(
+        self, chunks: Sequence[Chunk], position: Callable[[int], int] = int, all_logits: bool = False
+    ) -> list[int]:
+        """Sets the tokens; returns each chunk's row of logits, that of its last token. position: of the token after the
+        first n. all_logits: those of every token are wanted. Raises OptionError for a chunk without tokens."""
         begin, rows = 0, list[int]()
         for chunk in chunks:
             if not chunk.tokens:
                 raise OptionError(f"sequence {chunk.sequence} has no tokens to evaluate; give at least one.")
             end = begin + len(chunk.tokens)
             self._tokens[begin:end] = chunk.tokens
-            self._positions[begin:end] = np.arange(chunk.n_past, chunk.n_past + len(chunk.tokens))
+            first = position(chunk.n_past)
+            self._positions[begin:end] = np.arange(first, first + end - begin)
             self._sequences[begin:end] = chunk.sequence
-            self._logits[begin:end] = 0
-            self._logits[end - 1] = chunk.wants_logits
+            self._logits[begin:end] = all_logits
+            self._logits[end - 1] = all_logits or chunk.wants_logits
             rows.append(end - 1)
             begin = end
         self.batch.n_tokens = begin
         return rows
-
-
-class ContextSequences:
-    """The KV cache of a context by sequence. Tokens count from the beginning of their sequence."""
-
-    def __init__(self, context: Any) -> None:
-        self._bindings = library.llama_cpp()
-        self._memory = context.memory
-        self._n_swa = self._bindings.llama_model_n_swa(context.model.model)  # tokens of a sliding window; 0: none
-
-    def truncate(self, sequence: int, n_tokens: int) -> bool:
-        """Keeps its first `n_tokens`; without success it is empty, and the result False."""
-        # llama.cpp gives cells of tokens that have left a sequence's own window to others.
-        first = self._bindings.llama_memory_seq_pos_min(self._memory, sequence)
-        whole = not self._n_swa or first <= max(0, n_tokens - self._n_swa + 1)
-        if whole and self._bindings.llama_memory_seq_rm(self._memory, sequence, n_tokens, -1):
-            return True
-        self._bindings.llama_memory_seq_rm(self._memory, sequence, -1, -1)
-        return False
-
-    def copy(self, source: int, target: int, n_tokens: int) -> bool:
-        """Makes the first `n_tokens` of `source` all of `target`; False where some of them have left a window."""
-        if self._bindings.llama_memory_seq_pos_min(self._memory, source) != 0:
-            return False
-        self._bindings.llama_memory_seq_rm(self._memory, target, -1, -1)
-        self._bindings.llama_memory_seq_cp(self._memory, source, target, 0, n_tokens)
-        return True
-
-    def clear(self) -> None:
-        """Empties all of them; the next token is placed as in a new context."""
-        self._bindings.llama_memory_clear(self._memory, False)

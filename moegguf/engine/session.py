@@ -1,4 +1,4 @@
-"""The expert store of one model, the lane of its context, and the llama.cpp parameters that attach them.
+"""The expert store of one model, the lane of its context, what decides and records there, and its budgets.
 
 Lifetimes: the store is opened before the model and closed after it, because the model's expert tensors lie in the
 store's reserved buffer type. The arrays passed to llama.cpp are kept here until then.
@@ -12,20 +12,24 @@ import itertools
 import os
 import warnings
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from moegguf.engine.batch import layer_slots
 from moegguf.engine.devices import gpus
+from moegguf.engine.here import Budget
 from moegguf.engine.listeners import RoutingListeners
 from moegguf.engine.plan import DevicePlan, Plan
+from moegguf.engine.resize import EVERY_DEVICE, Resize
 from moegguf.engine.stats import CPU, RAM, VRAM, Stats, TierStats
 from moegguf.errors import AllocationError, ForkError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native import library
+from moegguf.native.events import Phase
 from moegguf.native.slot_sizes import most_slots, padded
 from moegguf.native.store import DeviceSlots, Store, StoreOptions, Tier
 
@@ -155,17 +159,36 @@ class _Override(c.Structure):
     _fields_ = [("pattern", c.c_char_p), ("buft", c.c_void_p)]
 
 
-class Session:
-    """One store and one lane, attached to one `Llama`. `layout`: of the layers whose experts have slots."""
+class ExpertController(Protocol):
+    """What a session needs of a `LiveController`."""
 
-    def __init__(self, layout: ExpertLayout, plan: Plan, options: StoreOptions) -> None:
+    def before_tokens(self, phase: Phase, n_sequences: int = 1) -> None:
+        """Tokens are evaluated next."""
+
+    def update(self, n_slots: int) -> None:
+        """There are so many slots now."""
+
+    def figures(self) -> dict[str, Any]:
+        """Of `Llama.decisions`."""
+
+    def close(self) -> None:
+        """Stops deciding."""
+
+
+class Session:
+    """One store and one lane, attached to one `Llama`. `layout`: of the layers whose experts have slots. stages_beside:
+    as for `Resize`. controller: what decides on its experts, if there is one."""
+
+    def __init__(self, layout: ExpertLayout, plan: Plan, options: StoreOptions, stages_beside: bool = False) -> None:
         self.layout = layout
         self.plan = plan
+        self.controller: ExpertController | None = None
         self._bindings = library.llama_cpp()
         self._pid = os.getpid()
         self.store = open_store(layout, plan, options)
         self.lane = self.store.open_lane()
         self.listeners = RoutingListeners(self.store)
+        self._resize = Resize(plan, layout, self.store, stages_beside)
         self._overrides = (_Override * 2)(_Override(expert_tensors(layout), self.store.buffer_type), _Override())
         handles = {device.name: device.handle for device in gpus()} if plan.devices else {}
         on_devices = [handles[part.name] for part in plan.devices if part.name]
@@ -200,6 +223,53 @@ class Session:
         params.abort_callback_data = self.lane.handle
         # With a pool in host memory and layers on a GPU this would copy whole arenas to the GPU.
         params.op_offload = False
+
+    def before_tokens(self, phase: Phase, n_sequences: int = 1) -> None:
+        """Tokens are evaluated next (`LiveController.before_tokens`)."""
+        if self.controller is not None:
+            self.controller.before_tokens(phase, n_sequences)
+
+    def set_budget(
+        self,
+        expert_cache: Budget | None,
+        vram_cache: Budget | None,
+        synchronize: Callable[[], object],
+        on_fewer: Callable[[], object],
+    ) -> None:
+        """Changes the budgets, as `Llama.set_budget`, while nothing is evaluated. `synchronize`: waits for devices;
+        `on_fewer`: is called where these then have fewer slots than at load."""
+        store, on_device = self.store, self.plan.device is not None
+        wanted = self._resize.slots(expert_cache, vram_cache)
+        try:
+            if on_device:
+                synchronize()
+                for (tier, device), n_slots in reversed(wanted.items()):
+                    store.reallocate(n_slots, tier, device)
+            elif wanted:
+                store.resize(wanted[EVERY_DEVICE])
+        finally:
+            if wanted.get(EVERY_DEVICE, self.plan.device_slots) < self.plan.device_slots:
+                on_fewer()
+            if self.controller is not None and any(tier is Tier.COMPUTE for tier, _ in wanted):
+                n_slots = store.info()["n_slots_usable"] if on_device else wanted[EVERY_DEVICE]
+                self.controller.update(n_slots)
+
+    def give_slots_back(self, unload: Callable[[], object]) -> bool:
+        """Leaves half of the slots' memory on a device to what did not fit beside them, of which `unload` frees a part;
+        False where there is none."""
+        least = sum(device.pass_slots for device in self.store.devices)
+        n_slots = self.store.info()["n_slots_usable"]
+        if self.plan.device is None or n_slots <= least:
+            return False
+        unload()
+        fewer = max(least, n_slots // 2)
+        self.store.reallocate(fewer)
+        warnings.warn(
+            f"{self.plan.device} has no memory for weights and a context beside {n_slots} expert slots; going on with"
+            f" {fewer}, which is slower; give a smaller vram_cache, or lower n_ctx.",
+            stacklevel=2,
+        )
+        return True
 
     @property
     def forked(self) -> bool:

@@ -80,15 +80,16 @@ def read_an_image(llm: Llama) -> None:
     """Reads a small image between texts, as far as the context goes. Raises what the projector raises."""
     from moegguf.engine.projector import Image
 
-    assert llm.projector is not None
-    prompt = llm.projector.tokenize(["look", "\n"], [Image(_ppm(), IMAGE_WIDTH, IMAGE_HEIGHT)])
+    reader = llm.context.open_projector()
+    assert reader is not None
+    prompt = reader.tokenize(["look", "\n"], [Image(_ppm(), IMAGE_WIDTH, IMAGE_HEIGHT)])
     llm.reset()
     at = 0
     for span in prompt.spans:
         if span.end >= llm.n_ctx():
             return
         llm.eval(prompt.tokens[at : span.begin])
-        llm.eval_image(prompt, span)
+        llm.context.eval_image(prompt, span, llm.context.begin_request())
         at = span.end
     llm.eval(prompt.tokens[at:])
 

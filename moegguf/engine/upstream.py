@@ -1,10 +1,10 @@
-"""llama-cpp-python's `Llama` with what has nothing to do with experts: downloads, logit_bias, grammars, context shift,
-pickling, tokenizing."""
+"""llama-cpp-python's `Llama` with what has nothing to do with experts: downloads, logit_bias, grammars, pickling,
+tokenizing."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -44,7 +44,6 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
     input_ids: npt.NDArray[np.intc]
     _batch: Any
     _requires_eval: bool  # whether the last row of logits is of other tokens than the context, or of another request
-    _chunk_rows: Collection[int] = ()  # of the last pass with several sequences, those with logits
     _grammar: GrammarMask | None = None  # of the request that samples now
     tokenizer_: Any
 
@@ -81,30 +80,16 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
         return super()._init_sampler(*arguments, logits_processor=logits_processor, **options)
 
     def sample(self, *arguments: Any, **options: Any) -> int:
-        """As in llama-cpp-python. Raises what `check_logits` raises."""
-        self.check_logits()
+        """The next token, as in llama-cpp-python."""
         token: int = super().sample(*arguments, **options)
         if self._grammar is not None:
             self._grammar.accept(token)
         return token
 
-    def check_logits(self, row: int = -1) -> None:
-        """Raises OptionError unless the request that computes now has evaluated what this row of logits is of.
-
-        `row`: as `eval_chunks` returns it; -1: of the last token in the context.
-        """
-        if self._requires_eval if row < 0 else row not in self._chunk_rows:
-            raise OptionError("there are no logits of this request to take a token from; evaluate a token first.")
-
-    def logits(self, row: int = -1) -> Floats:
-        """[n_vocab] logits, valid until the next pass. Raises what `check_logits` raises."""
-        self.check_logits(row)
-        return np.ctypeslib.as_array(self._ctx.get_logits_ith(row), shape=(self.n_vocab(),))
-
     def generate(
         self, *arguments: Any, stopping_criteria: Sequence[Any] | None = None, **options: Any
     ) -> Generator[int, Sequence[int] | None, None]:
-        """As in llama-cpp-python. Ends where a grammar allows no token, also without an end-of-text token."""
+        """Tokens as in llama-cpp-python. Ends where a grammar allows no token, also without an end-of-text token."""
         return super().generate(
             *arguments, stopping_criteria=self._with_grammar_end(stopping_criteria, options), **options
         )
@@ -138,21 +123,6 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
             stopping_criteria=stopping_criteria,
             **options,
         )
-
-    @property
-    def can_shift(self) -> bool:
-        """Whether tokens can be dropped from the middle of the context: not from a recurrent model's state, nor where
-        positions are more than a number."""
-        memory = self._ctx.memory
-        return memory is not None and not self._is_stateful and bool(_bindings.llama_memory_can_shift(memory))
-
-    def shift(self, n_keep: int, n_discard: int) -> None:
-        """Drops `n_discard` tokens after the first `n_keep` of the context; later ones move up. Needs `can_shift`."""
-        end = n_keep + n_discard
-        self._ctx.kv_cache_seq_rm(0, n_keep, end)
-        self._ctx.kv_cache_seq_shift(0, end, self.n_tokens, -n_discard)
-        self.input_ids[n_keep : self.n_tokens - n_discard] = self.input_ids[end : self.n_tokens].copy()
-        self.n_tokens -= n_discard
 
     @property
     def _is_stateful(self) -> bool:

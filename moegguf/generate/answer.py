@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator
 from typing import TYPE_CHECKING
 
-from moegguf.errors import GenerationCancelled
-from moegguf.generate.decoding import Cancellation, OnProgress, decode, prefill, reuse_prefix, shift_context
-from moegguf.generate.request import Delta, GenerationRequest
+from moegguf.generate.batched_answer import BatchedAnswer
+from moegguf.generate.batching import BatchLoop
+from moegguf.generate.request import Delta, GenerationRequest, OnProgress, Timing
 from moegguf.generate.sequence import SequenceState
 
 if TYPE_CHECKING:
@@ -16,21 +15,46 @@ if TYPE_CHECKING:
     from moegguf.generate.prompt import Prompt
 
 
+class _Collected:
+    """Collects the events of an answer, until they are taken."""
+
+    def __init__(self) -> None:
+        self.on_progress: OnProgress = lambda _progress: None
+        self.deltas: list[Delta] = []
+        self.ended = False
+        self.error: Exception | None = None
+
+    def on_delta(self, delta: Delta) -> None:
+        self.deltas.append(delta)
+
+    def on_end(self, timing: Timing, error: Exception | None) -> None:
+        self.ended, self.error = True, error
+
+    def take(self) -> list[Delta]:
+        """The deltas since the last call."""
+        taken, self.deltas = self.deltas, []
+        return taken
+
+
 class Answer:
-    """One answer to one request, computed while its `deltas` are iterated. `state`: of the request, where it was read
-    already.
+    """One answer to one request, computed while its `deltas` are iterated: a loop of one request (`BatchLoop`).
 
     `timing` is complete when they end, also by an exception. Raises what `SequenceState` raises, before anything is
     computed.
     """
 
-    def __init__(self, llm: Llama, request: GenerationRequest, state: SequenceState | None = None) -> None:
+    def __init__(self, llm: Llama, request: GenerationRequest) -> None:
         self.llm = llm
         self.request = request
-        self._state = SequenceState(llm, request) if state is None else state
-        self.timing = self._state.timing
-        self._cancellation = Cancellation(llm)
-        self._n_clean: int | None = None  # tokens at the beginning of a shifted context, as if nothing had shifted
+        self._state = SequenceState(llm, request)
+        self._events = _Collected()
+        self._answer = BatchedAnswer(request, self._events, self._state)
+        self._loop = BatchLoop(llm, n_slots=1)
+
+    @property
+    def timing(self) -> Timing:
+        """Counts and times."""
+        return self._state.timing
 
     @property
     def prompt(self) -> Prompt:
@@ -42,63 +66,26 @@ class Answer:
 
         A model with experts stops in the middle of a pass, another one after it; a prompt stops after a batch.
         """
-        self._cancellation.request()
+        self._loop.cancel(self._answer)
 
     def deltas(self, on_progress: OnProgress | None = None) -> Generator[Delta, None, None]:
         """The parts of the answer as they are generated; iterate once. Closing the generator ends the answer.
 
         `on_progress` is called after every n_batch tokens of the prompt. Raises ExpertIOError, ClosedError, ...
         """
-        return self.llm.as_request(self._deltas(on_progress))
+        if on_progress is not None:
+            self._events.on_progress = on_progress
+        return self.llm.context.as_request(self._deltas())
 
-    def _deltas(self, on_progress: OnProgress | None) -> Generator[Delta, None, None]:
-        timing, start, before = self.timing, time.perf_counter(), self.llm.stats()
-        timing.finish = "cancelled"
+    def _deltas(self) -> Generator[Delta, None, None]:
+        self.timing.finish = "cancelled"
+        self._loop.submit_read(self._answer)
         try:
-            with self._cancellation.computing():
-                self._prefill(on_progress)
-                yield from self._decode(start)
-        except GenerationCancelled:
-            pass  # timing.finish is "cancelled"
+            while not self._events.ended:
+                self._loop.take_turn()
+                yield from self._events.take()
         finally:
-            timing.total_s = time.perf_counter() - start
-            timing.prompt_s = timing.prompt_s or timing.total_s
-            timing.answer_s = timing.total_s - timing.prompt_s
-            timing.stats = self.llm.stats() - before
-
-    def _prefill(self, on_progress: OnProgress | None) -> None:
-        prompt, timing = self._state.prompt, self.timing
-        self._cancellation.check()
-        timing.cached_tokens = reuse_prefix(self.llm, prompt, enabled=self._state.reuses_prefix)
-        prefill(self.llm, prompt, timing.cached_tokens, self._cancellation, on_progress)
-        timing.prompt_tokens = len(prompt.tokens) - timing.cached_tokens
-
-    def _decode(self, start: float) -> Generator[Delta, None, None]:
-        """Deltas until the model ends the answer, a stop string or the token limit is reached, or it is cancelled."""
-        timing, state, first_stats = self.timing, self._state, None
-        try:
-            for token in decode(self.llm, state.sampler, self._cancellation, self._shift if state.shifts else None):
-                if first_stats is None:
-                    timing.prompt_s, first_stats = time.perf_counter() - start, self.llm.stats()
-                delta = state.accept(token)
-                if delta is not None:
-                    yield delta
-                if state.ended:
-                    break
-            else:
-                state.end("stop")
-        except GenerationCancelled:
-            pass  # text that was held back still follows
-        finally:
-            state.note_end()
-            if self._n_clean is not None:
-                self.llm.truncate(self._n_clean)
-            timing.answer_stats = self.llm.stats() - (first_stats or self.llm.stats())
-        if delta := state.last_delta():
-            yield delta
-
-    def _shift(self) -> None:
-        """Makes room in the full context. What stays was computed with what goes: only the first tokens are reused."""
-        self._n_clean = self._state.n_kept
-        shift_context(self.llm, self._n_clean)
-        self.timing.n_shifts += 1
+            self._loop.close()
+            self._loop.end_all()
+        if self._events.error is not None:
+            raise self._events.error

@@ -12,6 +12,7 @@ from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, T
 from moegguf.generate.sequence import SequenceState
 
 if TYPE_CHECKING:
+    from moegguf.engine.projector import ImageSpan
     from moegguf.engine.stats import Stats
 
 _tickets = itertools.count(1)
@@ -38,6 +39,7 @@ class Slot:
     tokens: list[int] = field(default_factory=list)
     answer: BatchedAnswer | None = None
     n_used: int = 0  # the step in which it was last used
+    n_clean: int | None = None  # tokens at the beginning of a shifted context, as if nothing had shifted
 
 
 class Task:
@@ -55,13 +57,14 @@ class Task:
 
 
 class BatchedAnswer:
-    """A request in a loop, from its submission to its end. Its `timing` is complete then.
+    """A request in a loop, from its submission to its end. Its `timing` is complete then. `state`: the request, where
+    it was read already.
 
     For a `Schedule`: `ticket` (order of arrival), `context` (tokens that the KV cache has to hold before the next one
     is sampled), `n_evaluated` (of these, those that it holds) and `number` (of the request in routing events).
     """
 
-    def __init__(self, request: GenerationRequest, events: AnswerEvents) -> None:
+    def __init__(self, request: GenerationRequest, events: AnswerEvents, state: SequenceState | None = None) -> None:
         self.ticket = next(_tickets)
         self.request = request
         self.events = events
@@ -69,7 +72,7 @@ class BatchedAnswer:
         self.context: list[int] = []
         self.number = -1
         self.cancelled = False
-        self.state: SequenceState | None = None
+        self.state = state
         self.error: Exception | None = None  # of reading the request
         self.slot: Slot | None = None
         self.has_begun = False  # since it got its slot
@@ -97,6 +100,12 @@ class BatchedAnswer:
         """The request, as it was read. It must have been."""
         assert self.state is not None
         return self.state
+
+    @property
+    def image(self) -> ImageSpan | None:
+        """The next image of the prompt that is to be evaluated."""
+        images = self.sequence.prompt.images
+        return next(iter(images.spans_from(self.n_evaluated)), None) if images is not None else None
 
     @property
     def alone(self) -> bool:

@@ -5,7 +5,7 @@ Prompt tokens of others take part up to the step's budget, so that a long prompt
 a sequence: what one of them fails with, or its cancellation, does not reach another.
 
 The last bits of an answer depend on what else is in its passes, as in llama.cpp. A request with `exact`, one with
-images, and every request of a context with one sequence (`Llama.n_seq_max`) is computed alone, by `Answer`.
+images, and every request of a context with one sequence (`Llama.n_seq_max`) is computed alone: in steps of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from moegguf.errors import ClosedError, ContextError, ExpertIOError, GenerationCancelled
-from moegguf.generate.answer import Answer
 from moegguf.generate.batched_answer import AnswerEvents, BatchedAnswer, Task
 from moegguf.generate.kv_slots import KvSlots
 from moegguf.generate.request import GenerationRequest
@@ -35,7 +34,7 @@ class BatchLoop:
     """Owns the context of a model: `run` computes, on one thread, what others submit, until `close`.
 
     `schedule`: which sequences compute in a step. `step_tokens`: its budget, as of `StepTokens`. `together`: the block
-    in which the answers of a step get their events.
+    in which the answers of a step get their events. `n_slots`: sequences of the context to use; None: all.
     """
 
     def __init__(
@@ -44,16 +43,17 @@ class BatchLoop:
         schedule: Schedule | None = None,
         step_tokens: int | None = None,
         together: Callable[[], AbstractContextManager[None]] = nullcontext,
+        n_slots: int | None = None,
     ) -> None:
         self._llm = llm
         self._schedule = schedule or Fifo()
         self._together = together
-        self._slots = KvSlots(llm)
+        self._slots = KvSlots(llm, n_slots or llm.n_seq_max)
         self._step_tokens = StepTokens(llm, self._slots, step_tokens)
         self._changed = threading.Condition()  # of the five below
         self._arrived: list[BatchedAnswer | Task] = []
         self._computing: tuple[BatchedAnswer, ...] = ()
-        self._stop_alone: tuple[BatchedAnswer | Task, Callable[[], object]] | None = None
+        self._task: Task | None = None  # that runs
         self._closing = False
         self._readers: set[threading.Thread] = set()
         self._waiting: list[BatchedAnswer | Task] = []  # by ticket; from here on of the loop's thread
@@ -66,14 +66,12 @@ class BatchLoop:
     @property
     def n_running(self) -> int:
         """Answers that are computed now."""
-        return len(self._running) + (self._stop_alone is not None)
+        return len(self._running) + (self._task is not None)
 
     @property
     def n_answer_tokens(self) -> int:
         """Tokens of all answers so far."""
-        alone = self._stop_alone
-        running = [*self._running, *([alone[0]] if alone and isinstance(alone[0], BatchedAnswer) else ())]
-        return self._n_ended_tokens + sum(answer.timing.answer_tokens for answer in running)
+        return self._n_ended_tokens + sum(answer.timing.answer_tokens for answer in list(self._running))
 
     # From any thread.
 
@@ -95,6 +93,10 @@ class BatchLoop:
         self._arrive(answer)
         return answer
 
+    def submit_read(self, answer: BatchedAnswer) -> None:
+        """`submit` of a request that was read."""
+        self._arrive(answer)
+
     def submit_task(
         self, run: Callable[[], object], cancel: Callable[[], object], fail: Callable[[Exception], object]
     ) -> Task:
@@ -108,8 +110,8 @@ class BatchLoop:
         """Ends an answer, normally: after the step that computes now, at once if nobody else takes part in it."""
         with self._changed:
             job.cancelled = True
-            if self._stop_alone is not None and self._stop_alone[0] is job:
-                self._stop_alone[1]()
+            if self._task is not None and self._task is job:
+                self._task.stop()
             elif self._computing and all(answer.cancelled for answer in self._computing):
                 self._llm.cancel()
             self._changed.notify()
@@ -122,8 +124,8 @@ class BatchLoop:
                 answer.cancelled = True
             if self._computing:
                 self._llm.cancel()
-            if self._stop_alone is not None:
-                self._stop_alone[1]()
+            if self._task is not None:
+                self._task.stop()
             self._changed.notify()
 
     def _read(self, answer: BatchedAnswer) -> None:
@@ -153,21 +155,25 @@ class BatchLoop:
         failure: Exception | None = None
         try:
             while self._has_work():
-                self._turn()
+                self.take_turn()
         except Exception as error:
             failure = error
             raise
         finally:
             with self._changed:
                 self._closing = True
-            for reader in list(self._readers):  # they use the model
-                reader.join()
-            self._take_arrived()
-            for job in [*self._running, *self._waiting]:
-                if isinstance(job, BatchedAnswer):
-                    self._end(job, failure)
-                else:
-                    self._drop(job, failure or ClosedError("the model is closed; load it again."))
+            self.end_all(failure)
+
+    def end_all(self, failure: Exception | None = None) -> None:
+        """After `close`, ends what waits or runs: as cancelled, or with `failure`."""
+        for reader in list(self._readers):  # they use the model
+            reader.join()
+        self._take_arrived()
+        for job in [*self._running, *self._waiting]:
+            if isinstance(job, BatchedAnswer):
+                self._end(job, failure)
+            else:
+                self._drop(job, failure or ClosedError("the model is closed; load it again."))
 
     def _has_work(self) -> bool:
         """Waits for some; False after `close`."""
@@ -176,7 +182,8 @@ class BatchLoop:
                 self._changed.wait()
             return not self._closing
 
-    def _turn(self) -> None:
+    def take_turn(self) -> None:
+        """Ends what was cancelled, begins what can begin, and computes a step."""
         self._take_arrived()
         for job in [job for job in (*self._running, *self._waiting) if job.cancelled]:
             if isinstance(job, BatchedAnswer):
@@ -202,64 +209,55 @@ class BatchLoop:
         those behind it."""
         while self._waiting and not (self._is_full and self._running):
             first = self._waiting[0]
-            if isinstance(first, Task) or first.alone:
-                if self._running:
-                    return
-                self._waiting.pop(0)
-                self._run_alone(first)
-                continue
+            if self._running and (isinstance(first, Task) or first.alone or self._running[0].alone):
+                return
             if not self._slots.has_free:
                 return
             self._waiting.pop(0)
-            self._begin(first)
+            if isinstance(first, Task):
+                self._run_task(first)
+            elif first.state is not None or self._read_here(first):
+                self._begin(first)
+
+    def _read_here(self, answer: BatchedAnswer) -> bool:
+        """Reads a request that no other thread has read; False where that ended it."""
+        try:
+            answer.state = SequenceState(self._llm, answer.request)
+        except Exception as error:
+            answer.events.on_end(answer.timing, error)
+            return False
+        return True
 
     def _begin(self, answer: BatchedAnswer) -> None:
         if answer.number < 0:
-            answer.begin(self._llm.begin_request(), self._stats_now())
+            answer.begin(self._llm.context.begin_request(), self._stats_now())
+        if answer.alone:
+            self._slots.clear()
         self._slots.place(answer)
         insort(self._running, answer, key=lambda known: known.ticket)
+        if answer.n_pending > self._llm.n_batch:
+            answer.events.on_progress(answer.progress())
 
-    def _run_alone(self, job: BatchedAnswer | Task) -> None:
+    def _run_task(self, task: Task) -> None:
         """From an empty context, which it leaves empty; where it has one sequence only, from what was left there."""
         self._stats = None
         self._slots.clear()
-        if isinstance(job, BatchedAnswer):
-            self._answer_alone(job)
-        else:
-            self._set_alone(job, job.stop)
-            try:
-                job.run()
-            finally:
-                self._set_alone(None)
-                self._llm.resume()  # a cancel may have come after its end
-        self._slots.clear()
-
-    def _answer_alone(self, answer: BatchedAnswer) -> None:
-        error = None
+        with self._changed:
+            self._task = task
+            if task.cancelled or self._closing:
+                task.stop()
         try:
-            alone = Answer(self._llm, answer.request, answer.state)
-            answer.timing = alone.timing
-            self._set_alone(answer, alone.cancel)
-            for delta in alone.deltas(answer.events.on_progress):
-                answer.events.on_delta(delta)
-        except Exception as raised:
-            error = raised
+            task.run()
         finally:
-            self._set_alone(None)
-        answer.number = self._llm.request_number
-        self._n_ended_tokens += answer.timing.answer_tokens
-        answer.events.on_end(answer.timing, error)
+            with self._changed:
+                self._task = None
+            self._llm.resume()  # a cancel may have come after its end
+        self._slots.clear()
 
     def _drop(self, task: Task, error: Exception) -> None:
         """Ends a task that waits."""
         self._waiting.remove(task)
         task.fail(error)
-
-    def _set_alone(self, job: BatchedAnswer | Task | None, stop: Callable[[], object] = lambda: None) -> None:
-        with self._changed:
-            self._stop_alone = None if job is None else (job, stop)
-            if job is not None and (job.cancelled or self._closing):
-                stop()
 
     def _end(self, answer: BatchedAnswer, error: Exception | None = None) -> None:
         """Ends an answer that waits or runs. Its slot keeps the tokens, for prompts that begin with them."""
@@ -268,9 +266,10 @@ class BatchLoop:
         else:
             self._waiting.remove(answer)
         if answer.slot is not None:
-            answer.slot.answer = None
-            answer.slot = None
+            self._slots.release(answer)
             self._is_full = False
+            if answer.alone:
+                self._slots.clear()
         if answer.number >= 0:
             error = error or self._complete(answer)
             answer.note_end(self._stats_now())
@@ -341,7 +340,7 @@ class BatchLoop:
         while remaining:
             try:
                 with _Computing(self, tuple(answer for answer, _ in remaining)):
-                    rows = self._llm.eval_chunks([chunk_of(part) for part in remaining])
+                    rows = self._evaluate_parts(remaining)
             except BaseException:  # the sequences end as they were before the pass
                 for answer, _ in remaining:
                     assert answer.slot is not None
@@ -354,6 +353,15 @@ class BatchLoop:
             remaining = [part for part in remaining if part[0].slot is not None]
         return [], []
 
+    def _evaluate_parts(self, parts: Sequence[Part]) -> list[int] | None:
+        """Their rows of logits; None when the KV cache has no room for them."""
+        answer, context = parts[0][0], self._llm.context
+        image, prompt = answer.image, answer.sequence.prompt.images
+        if prompt is not None and image is not None and image.begin == answer.n_evaluated:
+            context.eval_image(prompt, image, answer.number)
+            return [-1]
+        return context.eval_chunks([chunk_of(part) for part in parts])
+
     def _make_room(self) -> bool:
         """Drops the tokens of the least recently used slot that nobody uses, else puts the newest answer back in the
         queue: it is computed again later. False when only one runs."""
@@ -364,8 +372,7 @@ class BatchLoop:
         newest = self._running.pop()
         assert newest.slot is not None
         self._slots.truncate(newest.slot, 0)
-        newest.slot.answer = None
-        newest.slot = None
+        self._slots.release(newest)
         insort(self._waiting, newest, key=lambda known: known.ticket)
         self._is_full = True
         return True
@@ -379,7 +386,7 @@ class BatchLoop:
         if is_prompt:
             answer.timing.prompt_tokens = len(slot.tokens) - answer.timing.cached_tokens
             answer.events.on_progress(answer.progress())
-        if not answer.n_pending:
+        if not answer.n_pending and not answer.cancelled:
             self._sample(answer, row)
 
     def _sample(self, answer: BatchedAnswer, row: int) -> None:

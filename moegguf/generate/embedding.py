@@ -41,7 +41,7 @@ def embed(
     """
     limit = _limit(llm)
     token_lists = [_tokens(llm, item, limit, truncate) for item in inputs]
-    vectors = [vector for tokens in token_lists for vector in llm.as_request(_steps(llm, tokens))]
+    vectors = [vector for tokens in token_lists for vector in llm.context.as_request(_steps(llm, tokens))]
     if normalize:
         vectors = [_normalized(vector) for vector in vectors]
     return Embeddings([vector.tolist() for vector in vectors], sum(map(len, token_lists)))
@@ -116,7 +116,7 @@ def _pooled(llm: Llama, tokens: list[int]) -> Generator[npt.NDArray[np.float64],
         llm._batch.add_sequence(tokens, 0, True)
         llm._ctx.decode(llm._batch)
 
-    llm.evaluate(decode, tokens)
+    llm.context.evaluate(decode, tokens)
     pooled = llm.pooling_type() != library.llama_cpp().LLAMA_POOLING_TYPE_NONE
     yield _vector(llm, llm._ctx.get_embeddings_seq(0) if pooled else llm._ctx.get_embeddings_ith(-1))
 

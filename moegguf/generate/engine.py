@@ -190,7 +190,7 @@ class Engine:
 
     def close(self) -> None:
         """Cancels what runs and frees the model. Twice is harmless."""
-        self._llm.check_caller()
+        self._llm.context.check_caller()
         self._loop.close()
         self._thread.join()
         self._llm.close()
@@ -202,7 +202,7 @@ class Engine:
         self.close()
 
     def _submit(self, request: GenerationRequest, events: _Collected | _Streamed) -> BatchedAnswer:
-        self._llm.check_caller()
+        self._llm.context.check_caller()
         if not self._thread.is_alive():
             raise ClosedError("the engine is closed; make another one.")
         return self._loop.submit(request, events)

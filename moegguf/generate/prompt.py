@@ -202,7 +202,7 @@ class _Renderer:
 
     def image_tokens(self, message: Message) -> int:
         """The tokens of a message's images."""
-        images, projector = mark_images([message]).images, self._llm.projector
+        images, projector = mark_images([message]).images, self._llm.context.open_projector()
         if not images or projector is None:
             return 0
         return len(projector.tokenize([""] * (len(images) + 1), images).tokens)
@@ -211,7 +211,8 @@ class _Renderer:
         return _render(self._llm, self.vocabulary, self.template, messages, self._request)
 
     def _read_images(self, marked: Marked, text: str) -> ImagePrompt:
-        if self._llm.projector is None:
+        projector = self._llm.context.open_projector()
+        if projector is None:
             raise CapabilityError(
                 "this model was loaded without a projector, so it cannot read images; give the mmproj file that belongs"
                 " to it (--mmproj, or beside the model), or ask without images."
@@ -220,7 +221,7 @@ class _Renderer:
         if texts is None:
             raise TemplateError("the chat template leaves out an image; the model needs another one.")
         texts[-1] = texts[-1] or "\n"  # the answer begins after a text
-        images = self._llm.projector.tokenize(texts, marked.images)
+        images = projector.tokenize(texts, marked.images)
         n_bos = len(images.tokens) - len(_without_second_bos(self._first, images.tokens))
         return images.after(self._first, n_bos)
 

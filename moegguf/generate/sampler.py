@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def logprob_of(token: int, llm: Llama, n_top: int, row: int = -1) -> TokenLogprob:
     """The log probability of `token` by a row of the last pass's logits, and of the `n_top` likeliest tokens, which may
     include it."""
-    logits = llm.logits(row)
+    logits = llm.context.logits(row)
     most = logits.max()
     log_total = most + np.log(np.exp(logits - most, dtype=np.float64).sum())
     top = np.argpartition(logits, -n_top)[-n_top:] if n_top else np.empty(0, np.intp)
@@ -92,10 +92,10 @@ class Sampler:
         """The next token, by that row of the last pass's logits; -1: the last one. None when the answer is complete and
         the model has no end-of-generation token.
 
-        Raises SchemaError when the constraint allows no token of finite logit, and what `Llama.check_logits` raises.
+        Raises SchemaError when the constraint allows no token of finite logit, and what `Context.check_logits` raises.
         """
         if self._matcher is None:
-            self._llm.check_logits(row)
+            self._llm.context.check_logits(row)
             return int(self._chain.sample(self._llm._ctx, row))
         token = self._apply(row)
         if not self._matcher.allows(token):
@@ -111,7 +111,7 @@ class Sampler:
     def _apply(self, row: int, allowed: npt.NDArray[np.bool_] | None = None) -> int:
         """A token by the samplers, not yet accepted by them; [n_vocab] `allowed` masks the others."""
         array, candidates = self._candidates, self._candidates.candidates
-        array.copy_logits(self._llm.logits(row))
+        array.copy_logits(self._llm.context.logits(row))
         candidates.selected = -1
         if allowed is not None:
             logits = array.candidates_data.logit

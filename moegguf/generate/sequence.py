@@ -1,6 +1,6 @@
 """One request while it is answered: prompt, sampler, constraint, text, stops, limits; all but the evaluation of tokens.
 
-`answer.py` computes one alone, `batching.py` many together.
+`batching.py` evaluates its tokens.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from moegguf.errors import OptionError
 from moegguf.generate.constraint import constraint_for
-from moegguf.generate.decoding import shifted_first
 from moegguf.generate.options import MAX_TOP_LOGPROBS
 from moegguf.generate.prompt import read_prompt
 from moegguf.generate.request import Delta, GenerationRequest, Timing, TokenLogprob
@@ -19,6 +18,7 @@ from moegguf.generate.transcript import new_transcript
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
 
+MIN_SHIFTED = 4  # tokens at the end of the context that a shift may drop; llama.cpp's number
 MAX_CONTEXTS = 10  # of tokens in an answer without a limit, when the context shifts; Ollama's number
 
 
@@ -35,14 +35,14 @@ class SequenceState:
         self.generated: list[int] = []
         self.ended = False
         self._llm = llm
-        llm.check_generates()
+        llm.context.check_generates()
         self.prompt = read_prompt(llm, llm.vocabulary, request)
         self.timing.cut_messages, self.timing.cut_tokens = self.prompt.cut_messages, self.prompt.cut_tokens
         self._n_logprobs = _checked_n_logprobs(request.n_logprobs)
         constraint = constraint_for(request, self.prompt.template, self.prompt.end, self.prompt.continuation)
         self.sampler = Sampler(llm, request.sampling, self.prompt.text_tokens, constraint)
         self._transcript = new_transcript(request, self.prompt, llm.vocabulary)
-        self.shifts = request.shift and llm.can_shift and self.prompt.images is None
+        self.shifts = request.shift and llm.context.can_shift and self.prompt.images is None
         self._limit = self._token_limit()
 
     @property
@@ -56,7 +56,7 @@ class SequenceState:
         """Tokens at the beginning that stay when the context shifts."""
         n_keep = self.request.sampling.num_keep
         n_first = len(self.prompt.tokens) if n_keep < 0 else n_keep + len(self._llm.vocabulary.bos_tokens)
-        return shifted_first(self._llm, n_first)
+        return min(n_first, self._llm.n_ctx() - MIN_SHIFTED)
 
     def accept(self, token: int, row: int = -1) -> Delta | None:
         """The delta after a sampled token, if any. `row`: of the logits that it was sampled from."""

@@ -41,13 +41,15 @@ class StepTokens:
             first = n_step * n_turn % len(chosen)
             chosen = (*chosen[first:], *chosen[:first])[:n_turn]
         parts = [(answer, 1) for answer in chosen if answer.decodes]
-        budget = self._step_tokens if parts else self._pass_tokens
+        budget = most if chosen[0].alone or len(self._slots) == 1 else self._pass_tokens
+        if parts:
+            budget = self._step_tokens
         n_left = min(max(budget, len(parts) + 1), most) - len(parts)
         prompts = list[BatchedAnswer]()
         for answer in chosen:
             if answer.decodes or n_left <= 0 or not self._begins(answer, prompts):
                 continue
-            n = min(answer.n_pending, n_left)
+            n = _next_tokens(answer, n_left)
             n_left -= n
             prompts.append(answer)
             parts.append((answer, n))
@@ -67,6 +69,15 @@ class StepTokens:
         if not answer.timing.prompt_tokens:
             answer.timing.cached_tokens = answer.n_evaluated
         return True
+
+
+def _next_tokens(answer: BatchedAnswer, n_most: int) -> int:
+    """How many tokens of a prompt come next: a whole image, or those before one."""
+    image = answer.image
+    if image is None:
+        return min(answer.n_pending, n_most)
+    n_before = image.begin - answer.n_evaluated
+    return min(n_before, n_most) or image.n_tokens
 
 
 def chunk_of(part: Part) -> Chunk:

@@ -322,7 +322,7 @@ def passes(model: str, batches: Sequence[int], n_passes: int, rounds: int) -> st
 
     def compute(llm: Llama, batch: int) -> None:
         tokens = random.integers(llm.n_vocab(), size=batch).tolist()
-        llm.eval_chunks([Chunk(i, [token], n_past[i], i, Phase.DECODE) for i, token in enumerate(tokens)])
+        llm.context.eval_chunks([Chunk(i, [token], n_past[i], i, Phase.DECODE) for i, token in enumerate(tokens)])
         n_past[:batch] = [n + 1 for n in n_past[:batch]]
 
     with Llama(model, expert_cache="100%", n_seq_max=max(batches), **options) as llm:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moegguf.controller.controller import Controller
+from moegguf.engine.live_controller import LiveController
 from moegguf.engine.llama import Llama
 from moegguf.gguf.experts import read_layout
 from moegguf.native.store import Store
@@ -30,15 +31,9 @@ N_PROMPT, N_NEW = 200, 32
 class WithoutRepacking(Llama):
     """Plain llama.cpp keeps weights in the CPU's interleaved layout; this one does not, as a pool of plain slots."""
 
-    @property
-    def model_params(self) -> Structure:
-        params = super().model_params
+    def _attach_model(self, params: Structure) -> None:
+        super()._attach_model(params)
         params.use_extra_bufts = False
-        return params
-
-    @model_params.setter
-    def model_params(self, params: Structure) -> None:
-        self._model_params = params
 
 
 def random_prompt(llm: Llama, n_tokens: int = N_PROMPT, seed: int = 0) -> list[int]:
@@ -113,9 +108,9 @@ def hooks_off() -> Iterator[None]:
 
 def controller_of(llm: Llama) -> Controller:
     """The controller that decides for a model."""
-    assert llm._live_controller is not None
-    assert llm._live_controller.controller is not None
-    return llm._live_controller.controller
+    assert llm.session is not None and isinstance(llm.session.controller, LiveController)
+    assert llm.session.controller.controller is not None
+    return llm.session.controller.controller
 
 
 def count_scores(llm: Llama) -> list[bool]:

@@ -35,6 +35,7 @@ from moegguf.generate.batched_answer import BatchedAnswer
 from moegguf.generate.kv_slots import common_tokens
 from moegguf.generate.request import GenerationRequest, TokenLogprob
 from moegguf.native import library
+from moegguf.native.events import Phase
 from moegguf.native.store import Lane
 
 BOUND = 1.0  # of a logprob of the tiny models, whose random routers amplify last bits most
@@ -158,7 +159,7 @@ def test_the_same_steps_beside_other_tokens_give_the_same_bits(pair: tuple[Llama
             of_tokens(many, random_tokens(many, own if i == target else others, n), seed=1)
             for i, n in enumerate(lengths)
         ]
-        many.clear()
+        many.context.clear()
         received = answers_together(
             many, requests, step_tokens=16
         )  # their order of arrival decides who gets which cells
@@ -171,7 +172,7 @@ def test_the_same_steps_beside_other_tokens_give_the_same_bits(pair: tuple[Llama
 
 def test_a_request_without_others_has_the_bits_of_a_solo_one(pair: tuple[Llama, Llama]) -> None:
     many, one = pair
-    many.clear()
+    many.context.clear()
     request = of_tokens(one, random_tokens(one, np.random.default_rng(7), 70), max_tokens=20)
     with running(many) as loop:
         [received] = answers_of(loop, [request])
@@ -194,7 +195,7 @@ def test_exact_requests_have_the_bits_of_solo_ones_among_others(pair: tuple[Llam
 
 def test_a_prefix_that_all_share_is_computed_once(pair: tuple[Llama, Llama]) -> None:
     many, one = pair
-    many.clear()
+    many.context.clear()
     random = np.random.default_rng(4)
     system = random_tokens(one, random, 120)
     requests = [of_tokens(one, system + random_tokens(one, random, 5)) for _ in range(6)]
@@ -257,7 +258,7 @@ def test_sampler_and_constraint_go_on_after_an_answer_was_put_back(load: Load) -
     request = ask("What is a hit?", format=of_length(30), repeat_penalty=1.3, max_tokens=60)
 
     def answer(n_put_back: int) -> str:
-        many.clear()
+        many.context.clear()
         left, began = [n_put_back], threading.Event()
 
         def after(step: int) -> None:
@@ -284,7 +285,7 @@ def test_poisoned_requests_end_alone(load: Load) -> None:
     many = load(DEMO, n_seq_max=4, logits_all=False)
     good = ask(QUESTION, max_tokens=30)
     alone, _ = reply(many, QUESTION, max_tokens=30)
-    many.clear()
+    many.context.clear()
     bad = {
         OptionError: ask(QUESTION, logit_bias={many.n_vocab(): 1.0}),
         TemplateError: ask(QUESTION, template="{{ 1 / 0 }}"),
@@ -321,7 +322,7 @@ def test_a_read_error_ends_those_that_need_the_expert(pair: tuple[Llama, Llama],
     many, one = pair
     random = np.random.default_rng(9)
     requests = [of_tokens(one, random_tokens(one, random, 10), max_tokens=20) for _ in range(4)]
-    evaluate = many.eval_chunks
+    evaluate = many.context.eval_chunks
     victims: list[BatchedAnswer] = []
 
     def fail_for_the_victim(chunks: Sequence[Chunk]) -> list[int] | None:
@@ -333,7 +334,7 @@ def test_a_read_error_ends_those_that_need_the_expert(pair: tuple[Llama, Llama],
         if step == 5:
             victims.append(loop._running[2])
 
-    monkeypatch.setattr(many, "eval_chunks", fail_for_the_victim)
+    monkeypatch.setattr(many.context, "eval_chunks", fail_for_the_victim)
     with running(many, Scripted(choose_a_victim)) as loop:
         received = answers_of(loop, requests)
     assert [type(events.error) for events in received].count(ExpertIOError) == 1
@@ -468,6 +469,13 @@ def test_memory_stays_flat_over_many_requests(pair: tuple[Llama, Llama]) -> None
 
     run(10)
     assert run(30) - run(5) < 16 << 20
+
+
+def test_a_prefix_that_was_copied_equals_no_prompt_of_the_models_own_methods(load: Load) -> None:
+    llm = load(DEMO, n_seq_max=2, logits_all=False)
+    llm.context.eval_chunks([Chunk(1, [5, 6, 7], 0, 1, Phase.PREFILL)])
+    assert llm.context.copy(1, 0, 3)
+    assert (llm.n_tokens, llm.input_ids[:3].tolist()) == (3, [-1] * 3)
 
 
 @pytest.mark.parametrize(

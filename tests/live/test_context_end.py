@@ -122,7 +122,7 @@ def test_a_shift_and_the_expert_cache_do_not_disturb_each_other(preset: str, tin
 
 def test_a_recurrent_model_cannot_shift_and_ends(demo: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "_is_hybrid", True)
-    assert not demo.can_shift
+    assert not demo.context.can_shift
     _, timing = reply(demo, QUESTION, logit_bias=endless(demo))
     assert (timing.finish, timing.n_shifts) == ("length", 0)
 

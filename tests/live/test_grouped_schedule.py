@@ -41,12 +41,12 @@ def decode_together(llm: Llama, after_each: Callable[[list[int]], object] = lamb
     rows of logits of these passes."""
     random = np.random.default_rng(0)
     tokens = random.integers(0, llm.n_vocab(), (N_SEQUENCES, N_PROMPT + N_DECODE)).tolist()
-    requests = [llm.begin_request() for _ in range(N_SEQUENCES)]
+    requests = [llm.context.begin_request() for _ in range(N_SEQUENCES)]
     for half in (range(2), range(2, N_SEQUENCES)):
-        llm.eval_chunks([Chunk(s, tokens[s][:N_PROMPT], 0, requests[s], Phase.PREFILL) for s in half])
+        llm.context.eval_chunks([Chunk(s, tokens[s][:N_PROMPT], 0, requests[s], Phase.PREFILL) for s in half])
     for at in range(N_PROMPT, N_PROMPT + N_DECODE):
         chunks = [Chunk(s, [tokens[s][at]], at, requests[s], Phase.DECODE) for s in range(N_SEQUENCES)]
-        after_each(llm.eval_chunks(chunks) or [])
+        after_each(llm.context.eval_chunks(chunks) or [])
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_predicting_for_several_sequences_changes_no_logit(tiny: TinyModel, pred
             pointers = [llm._ctx.get_logits_ith(row) for row in rows]
             found.extend(np.ctypeslib.as_array(each, (llm.n_vocab(),)).copy() for each in pointers)
 
-        llm.clear()
+        llm.context.clear()
         decode_together(llm, keep)
         return np.array(found)
 
@@ -125,7 +125,7 @@ def test_each_sequence_is_followed_and_the_next_group_fetched(tiny: TinyModel) -
         assert llm.session is not None
         paths = RecentPaths(MoeShape.of(llm.layout), half_life_tokens=1.0)
         groups = SequenceGroups(llm.session, paths)
-        requests = [llm.begin_request() for _ in range(2)]
+        requests = [llm.context.begin_request() for _ in range(2)]
         computed: list[list[int]] = []
         for at in range(8):
             group = groups.next_group({request: NextToken(7, at // 2) for request in requests})
@@ -133,7 +133,7 @@ def test_each_sequence_is_followed_and_the_next_group_fetched(tiny: TinyModel) -
             for request in group:
                 n_past = sum(request in earlier for earlier in computed[:-1])
                 slot = requests.index(request)
-                llm.eval_chunks([Chunk(slot, [7 + slot], n_past, request, Phase.DECODE)])
+                llm.context.eval_chunks([Chunk(slot, [7 + slot], n_past, request, Phase.DECODE)])
             llm.session.store.drain()
         groups.close()
         groups.close()
@@ -217,9 +217,9 @@ def test_an_event_of_a_mixed_pass_says_who_reads_and_who_decodes(tiny: TinyModel
     with Llama(tiny(), n_ctx=64, n_threads=1, verbose=False, n_seq_max=2, expert_cache="40%", strategy="lru") as llm:
         assert llm.session is not None
         llm.session.store.listen(on_routing=seen.append)
-        first, second = llm.begin_request(), llm.begin_request()
-        llm.eval_chunks([Chunk(0, [5, 6], 0, first, Phase.PREFILL)])
-        llm.eval_chunks([Chunk(1, [7, 8, 9], 0, second, Phase.PREFILL), Chunk(0, [5], 2, first, Phase.DECODE)])
+        first, second = llm.context.begin_request(), llm.context.begin_request()
+        llm.context.eval_chunks([Chunk(0, [5, 6], 0, first, Phase.PREFILL)])
+        llm.context.eval_chunks([Chunk(1, [7, 8, 9], 0, second, Phase.PREFILL), Chunk(0, [5], 2, first, Phase.DECODE)])
         llm.session.store.listen()
     mixed = [event for event in seen if event.sequences is not None]
     assert {event.phase for event in mixed} == {Phase.DECODE}, "as a pass of single tokens: some of it decodes"

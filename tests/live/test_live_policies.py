@@ -153,7 +153,7 @@ CALLS: dict[str, Callable[[Llama], object]] = {
     "answer": lambda llm: Answer(llm, GenerationRequest(prompt="x")).deltas(),
     "eval": lambda llm: llm.eval([1]),
     "embed": lambda llm: llm.embed("x"),
-    "shift": lambda llm: llm.shift(0, 1),
+    "shift": lambda llm: llm.context.shift(0, 1),
     "budget": lambda llm: llm.set_expert_cache("30%"),
     "close": lambda llm: llm.close(),
 }
@@ -293,7 +293,7 @@ def test_two_threads_of_one_model_are_decided_for_in_turn(own: Own, load: Load) 
 
     alone = [generate(1), generate(2)]
     assert in_threads(lambda: generate(1), lambda: generate(2)) == alone
-    assert llm.next_sequence == 4
+    assert llm.context.next_request == 4
 
 
 def test_phases_and_requests_as_a_listener_receives_them(own: Own, load: Load) -> None:

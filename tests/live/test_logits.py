@@ -24,7 +24,7 @@ EMPTY = "{{ '' }}"  # a template that renders no text
 WITH_BOS = {"kv_overrides": {"tokenizer.ggml.add_bos_token": True}}
 READERS: list[Callable[[Llama], object]] = [
     lambda llm: llm.sample(),
-    lambda llm: llm.logits(),
+    lambda llm: llm.context.logits(),
     lambda llm: logprob_of(5, llm, 1),
     lambda llm: Sampler(llm, Sampling(temperature=0), ()).sample(),
 ]
@@ -78,7 +78,7 @@ def test_a_request_begins_without_logits(demo: Llama) -> None:
         yield taken[0]
 
     with pytest.raises(OptionError, match="no logits of this request"):
-        list(demo.as_request(steps()))
+        list(demo.context.as_request(steps()))
     assert not taken
 
 
@@ -114,7 +114,7 @@ def test_an_embedding_leaves_no_logits_to_the_next_request(load: Load, options: 
     llm = load(DEMO, logits_all=False, **options)
     embed(llm, ["a cat"])
     with pytest.raises(OptionError, match="no logits of this request"):
-        list(llm.as_request(llm.logits() for _ in range(1)))
+        list(llm.context.as_request(llm.context.logits() for _ in range(1)))
 
 
 @pytest.mark.parametrize("given", ["", ["a cat", ""], [""]], ids=str)
@@ -147,13 +147,13 @@ def test_a_state_that_is_loaded_has_no_logits(load: Load) -> None:
 
 def test_a_pass_of_several_gives_only_its_own_rows(load: Load) -> None:
     llm = load(DEMO, n_seq_max=2, logits_all=False)
-    rows = llm.eval_chunks([Chunk(0, [5, 6], 0, 1, Phase.PREFILL), Chunk(1, [7], 0, 2, Phase.PREFILL, False)])
+    rows = llm.context.eval_chunks([Chunk(0, [5, 6], 0, 1, Phase.PREFILL), Chunk(1, [7], 0, 2, Phase.PREFILL, False)])
     assert rows == [1, 2]
-    llm.logits(1)
+    llm.context.logits(1)
     for row in (-1, 0, 2, 3):
         with pytest.raises(OptionError, match="no logits of this request"):
-            llm.logits(row)
+            llm.context.logits(row)
     with pytest.raises(OptionError, match="has no tokens"):
-        llm.eval_chunks([Chunk(0, [8], 2, 1, Phase.DECODE), Chunk(1, [], 1, 2, Phase.DECODE)])
+        llm.context.eval_chunks([Chunk(0, [8], 2, 1, Phase.DECODE), Chunk(1, [], 1, 2, Phase.DECODE)])
     with pytest.raises(OptionError, match="no logits of this request"):
-        llm.logits(1)
+        llm.context.logits(1)

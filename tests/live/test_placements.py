@@ -89,19 +89,13 @@ class ExpertsOfTheFirstLayersOnTheCpu(Llama):
 
     repack = False  # as slots that are not repacked
 
-    @property
-    def model_params(self) -> c.Structure:
-        params = super().model_params
+    def _attach_model(self, params: c.Structure) -> None:
+        super()._attach_model(params)
         cpu = c.CDLL(str(next(library.find_library().glob("libggml-base.*")))).ggml_backend_cpu_buffer_type
         cpu.restype = c.c_void_p
         self._overrides = (_Override * 2)(_Override(b"blk\\.(0|1)" + EXPERT_TENSORS.encode(), cpu()), _Override())
         params.tensor_buft_overrides = c.addressof(self._overrides)
         params.use_extra_bufts = self.repack
-        return params
-
-    @model_params.setter
-    def model_params(self, params: c.Structure) -> None:
-        self._model_params = params
 
 
 def layers_on_rpc(rpc: Path, port: int, path: Path, ram: str) -> tuple[Logits, Logits, dict[str, int]]:

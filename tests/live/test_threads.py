@@ -84,7 +84,7 @@ def test_only_decoding_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ThreadGovernor, "decide", lambda _self, _now_s, _others, s: token_s.append(s) or 1)
     monkeypatch.setattr("moegguf.engine.load.count_cpus", lambda: 2)
     with Llama(DEMO, n_ctx=64, verbose=False) as llm:
-        for other in (lambda: None, lambda: llm.eval([5, 6]), lambda: llm.evaluate(int)):
+        for other in (lambda: None, lambda: llm.eval([5, 6]), lambda: llm.context.evaluate(int)):
             monkeypatch.setattr(threadpool, "PERIOD_S", 1e9)
             llm.eval([5])
             other()

@@ -76,7 +76,7 @@ def test_a_trace_equals_what_another_listener_received(
 ) -> None:
     llm, second = load_recording(load, tiny(preset), tmp_path / "t", logits_all=logits_all)
     for n, label in enumerate(("prose", "code")):
-        llm.recording.label(llm.next_sequence, label)
+        llm.recording.label(llm.context.next_request, label)
         llm.create_completion(random_prompt(llm, 10, seed=n), max_tokens=6, temperature=0)
     stats = llm.stats()
     llm.close()

@@ -242,7 +242,7 @@ def test_a_trial_reads_a_whole_image(
     monkeypatch.setenv("MOEGGUF_TRIAL_LOAD", "0")
     llm = load(tiny(preset), mmproj=projector(kind), n_ctx=trial.N_CTX, n_batch=trial.N_BATCH)
     trial_process.read_an_image(llm)
-    assert llm.images and llm.n_tokens > 16
+    assert llm.context.images and llm.n_tokens > 16
 
 
 def test_a_cancelled_load_ends_the_trial(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from pictures import deep_png, interlaced_png, jpeg_header, message, png, png_bomb, png_of
 
-from moegguf.engine import llama as engine
+from moegguf.engine import context as engine
 from moegguf.engine.llama import Llama
 from moegguf.errors import BudgetError, CapabilityError, ContextError, ModelFormatError, OptionError
 from moegguf.generate.answer import Answer
@@ -89,7 +89,7 @@ def test_image_tokens_count_and_share_positions(tiny: Tiny, projector: Projector
     _, timing = answer(llm, [message("look ", png(128, 128), "what is it?")])
     n_image = timing.prompt_tokens + timing.cached_tokens - texts
     assert n_image > 64  # 8 x 8 tokens and the marks around them
-    assert llm.n_tokens - llm.images.position(llm.n_tokens) == 64 - 8
+    assert llm.n_tokens - llm.context.images.position(llm.n_tokens) == 64 - 8
     with pytest.raises(ContextError, match="num_ctx"):
         answer(llm, [message(png(256, 256), "what is it?")])
 
@@ -187,7 +187,7 @@ def test_data_beyond_the_header_are_not_inflated(tiny: Tiny, projector: Projecto
 
 
 def test_the_largest_image_of_a_kind_is_decoded(tiny: Tiny, projector: Projector, load: Load) -> None:
-    reader, height = load(tiny(), mmproj=projector()).projector, DECODED_BYTES // WIDE_BYTES // 4096
+    reader, height = load(tiny(), mmproj=projector()).context.open_projector(), DECODED_BYTES // WIDE_BYTES // 4096
     assert reader is not None
     reader._mtmd.mtmd_bitmap_free(reader._bitmap(read_image(deep_png(4096, height)), with_pixels=True))
     with pytest.raises(OptionError, match="pixels"):
@@ -198,7 +198,7 @@ def test_an_error_keeps_no_image_and_is_told_once(
     tiny: Tiny, projector: Projector, load: Load, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     llm = load(tiny(), mmproj=projector(), verbose=False)
-    reader = llm.projector
+    reader = llm.context.open_projector()
     assert reader is not None
     with monkeypatch.context() as patch:
         patch.setattr(reader._mtmd, "mtmd_encode_chunk", lambda *_: 1)
@@ -238,7 +238,7 @@ def test_threads_share_one_projector(
 
     monkeypatch.setattr(engine, "Projector", Slow)
     llm = load(tiny(), mmproj=projector("mlp"))
-    threads = [threading.Thread(target=lambda: llm.projector) for _ in range(2)]
+    threads = [threading.Thread(target=lambda: llm.context.open_projector()) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -34,7 +34,7 @@ def logits(llm: Llama) -> bytes:
 
 def computed(llm: Llama, tokens: list[int], n_past: int, sequence: int = 0) -> bytes:
     phase = Phase.DECODE if len(tokens) == 1 else Phase.PREFILL
-    llm.eval_chunks([Chunk(sequence, tokens, n_past, sequence, phase)])
+    llm.context.eval_chunks([Chunk(sequence, tokens, n_past, sequence, phase)])
     return logits(llm)
 
 
@@ -50,7 +50,7 @@ def in_passes(llm: Llama, tokens: list[int], widths: list[int]) -> dict[int, byt
 @pytest.fixture
 def alone(llm: Llama) -> dict[int, bytes]:
     """The logits after each token, computed one by one in an empty context."""
-    llm.clear()
+    llm.context.clear()
     return in_passes(llm, tokens_of(llm, 1, N_TOKENS), [1] * N_TOKENS)
 
 
@@ -58,7 +58,7 @@ def alone(llm: Llama) -> dict[int, bytes]:
 def test_a_prompt_has_the_same_bits_in_passes_of_any_width(
     llm: Llama, alone: dict[int, bytes], widths: list[int]
 ) -> None:
-    llm.clear()
+    llm.context.clear()
     for n, found in in_passes(llm, tokens_of(llm, 1, N_TOKENS), widths).items():
         assert found == alone[n], f"after {n} tokens"
 
@@ -70,34 +70,34 @@ def test_every_architecture_has_the_same_bits_in_passes_of_any_width(tiny: TinyM
         tokens = tokens_of(llm, 1, N_TOKENS)
         one_by_one = in_passes(llm, tokens, [1] * N_TOKENS)
         for widths in [60], [7, 1, 33, 2, 17]:
-            llm.clear()
+            llm.context.clear()
             for n, found in in_passes(llm, tokens, widths).items():
                 assert found == one_by_one[n], f"after {n} tokens, in passes of {widths}"
 
 
 def test_other_sequences_in_the_pass_and_in_the_cache_change_no_bit(llm: Llama, alone: dict[int, bytes]) -> None:
-    llm.clear()
+    llm.context.clear()
     tokens, others = tokens_of(llm, 1, N_TOKENS), tokens_of(llm, 2, 80)
     computed(llm, others[:50], 0, sequence=1)
     for n in range(0, 30, 3):  # two sequences in each pass
-        llm.eval_chunks(
+        llm.context.eval_chunks(
             [
                 Chunk(1, others[50 + n : 52 + n], 50 + n, 1, Phase.PREFILL, wants_logits=False),
                 Chunk(0, tokens[n : n + 3], n, 0, Phase.PREFILL),
             ]
         )
         assert logits(llm) == alone[n + 3]
-        llm.eval_chunks([Chunk(1, others[52 + n : 53 + n], 52 + n, 1, Phase.DECODE)])
-    llm.sequences.truncate(1, 0)  # frees cells before and between those of sequence 0
+        llm.context.eval_chunks([Chunk(1, others[52 + n : 53 + n], 52 + n, 1, Phase.DECODE)])
+    llm.context.truncate(0, sequence=1)  # frees cells before and between those of sequence 0
     for n in range(30, N_TOKENS):
         assert computed(llm, tokens[n : n + 1], n) == alone[n + 1], f"after {n + 1} tokens"
 
 
 def test_a_prefix_that_another_sequence_computed_has_the_same_bits(llm: Llama, alone: dict[int, bytes]) -> None:
-    llm.clear()
+    llm.context.clear()
     tokens = tokens_of(llm, 1, N_TOKENS)
     computed(llm, tokens[:41], 0, sequence=2)
-    assert llm.sequences.copy(2, 0, 37)
+    assert llm.context.copy(2, 0, 37)
     computed(llm, tokens_of(llm, 3, 9), 41, sequence=2)
     for n in range(37, N_TOKENS):
         assert computed(llm, tokens[n : n + 1], n) == alone[n + 1], f"after {n + 1} tokens"

@@ -48,15 +48,9 @@ class Upstream(Llama):
         self._overrides = (_Override * (n_cpu_moe + 1))(*(_Override(text, buffer_type()) for text in patterns))
         super().__init__(path, **options)
 
-    @property
-    def model_params(self) -> Any:
-        params = Llama.model_params.fget(self)  # type: ignore[attr-defined]  # a property
+    def _attach_model(self, params: Any) -> None:
+        super()._attach_model(params)
         params.tensor_buft_overrides = c.addressof(self._overrides)
-        return params
-
-    @model_params.setter
-    def model_params(self, params: Any) -> None:
-        self._model_params = params
 
 
 class Held:

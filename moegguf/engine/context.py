@@ -1,0 +1,343 @@
+"""The llama.cpp context of a loaded model: evaluates tokens and images, one call at a time, each whole or not at all.
+
+It may hold several sequences. Sequence 0 is that of the `Llama` itself, whose `n_tokens` and `input_ids` say what it
+holds. Does not know prompts, sampling, or how a model is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from moegguf.engine.projector import PLACEHOLDER, ContextImages, ImagePrompt, ImageSpan, Projector
+from moegguf.engine.requests import RequestCounter, RequestLock
+from moegguf.engine.sequences import Chunk, PassBatch
+from moegguf.errors import CallbackError, CapabilityError, ClosedError, GenerationCancelled, MoeggufError, OptionError
+from moegguf.native import library
+from moegguf.native.events import Phase
+
+if TYPE_CHECKING:
+    from moegguf.engine.session import Session
+    from moegguf.engine.threadpool import GovernedThreads
+    from moegguf.engine.upstream import Floats, UpstreamLlama
+
+Step = TypeVar("Step")
+_FULL = "llama_decode returned 1"
+_ABORTED = "llama_decode returned 2"  # by our abort callback: for a failure with a reason, or for cancel()
+
+
+class Context:
+    """What evaluates in the context of `llm`. session: of a model with experts; threads: where their number follows the
+    load of the machine; mmproj: the file of its projector.
+
+    Evaluations raise ExpertIOError, GenerationCancelled, ForkError, ClosedError, and CallbackError from a policy,
+    predictor or listener of this model.
+    """
+
+    def __init__(
+        self,
+        llm: UpstreamLlama,
+        session: Session | None,
+        threads: GovernedThreads | None = None,
+        mmproj: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._llm: UpstreamLlama = weakref.proxy(llm)  # type: ignore[assignment]  # which holds this object
+        self._session, self._threads, self._mmproj = session, threads, mmproj
+        self._bindings = library.llama_cpp()
+        self._n_swa = self._bindings.llama_model_n_swa(llm.model)  # tokens of a sliding window; 0: none
+        self._batch = PassBatch(llm.n_batch)
+        self._chunk_rows: Sequence[int] = ()  # of the last pass, those with logits
+        self._request_lock = RequestLock()
+        self._requests = RequestCounter()
+        self._projector: Projector | None = None
+        self._projector_lock = threading.Lock()
+        self._closed = False
+        self.lock = threading.RLock()  # held during each evaluation
+        self.images = ContextImages()  # of sequence 0
+        self.eval_s = 0.0  # of all evaluations
+
+    def check_open(self) -> None:
+        """Raises ClosedError or ForkError when the model cannot be used."""
+        if self._closed:
+            raise ClosedError("the model is closed; load it again.")
+        if self._session is not None:
+            self._session.check_process()
+
+    def check_caller(self) -> None:
+        """Raises CallbackError from a policy, predictor or listener of this model, which an evaluation may wait for."""
+        if self._session is not None and self._session.store.calls_back:
+            raise CallbackError(
+                "a policy, predictor or listener cannot use the model that calls it, which would wait for itself; call"
+                " another one, or this one from another thread once it has returned."
+            )
+
+    def check_generates(self) -> None:
+        """Raises CapabilityError for a model that only embeds: it has no context to go on from. Raises ClosedError."""
+        self.check_open()
+        if self._llm._ctx.memory is None:
+            arch = self._llm.metadata.get("general.architecture", "such")
+            raise CapabilityError(f"{arch} models do not generate text, they embed it; take another model.")
+
+    # Requests.
+
+    @property
+    def next_request(self) -> int:
+        """The number in routing events of the next request."""
+        return self._requests.sequence + 1
+
+    def begin_request(self) -> int:
+        """The number in routing events of a request that `eval_chunks` evaluates."""
+        return self._requests.begin()
+
+    def as_request(self, steps: Generator[Step, Any, None]) -> Generator[Step, Any, None]:
+        """The same steps, which evaluate tokens, as one request, which begins without logits; others wait for it.
+
+        Raises ClosedError, ForkError.
+        """
+
+        def with_own_logits() -> Generator[Step, Any, None]:
+            self._llm._requires_eval = True  # the logits are of the request before
+            yield from steps
+
+        return self.one_request(with_own_logits())
+
+    def one_request(self, steps: Generator[Step, Any, None]) -> Generator[Step, Any, None]:
+        """`as_request` of steps that may go on with the logits of the request before."""
+        self.check_caller()
+        self.check_open()
+        return self._request_lock.run(self._requests.run(steps))
+
+    # Evaluations.
+
+    def eval(self, tokens: Sequence[int]) -> None:
+        """Evaluates tokens of sequence 0, `n_batch` at a time. A failed call leaves the tokens before it in place, so
+        that it can be repeated."""
+        self.guarded(self._eval, tokens)
+
+    def _eval(self, tokens: Sequence[int]) -> None:
+        llm, phase = self._llm, self._requests.next_phase(self._llm.n_tokens, len(tokens))
+        self.images.truncate(llm.n_tokens)
+        llm._ctx.kv_cache_seq_rm(0, self.images.position(llm.n_tokens), -1)  # what a failed pass has left
+        for begin in range(0, len(tokens), llm.n_batch):
+            batch = tokens[begin : begin + llm.n_batch]
+            self._evaluate([Chunk(0, batch, llm.n_tokens, self._requests.sequence, phase)])
+
+    def eval_chunks(self, chunks: Sequence[Chunk]) -> list[int] | None:
+        """Evaluates at most `n_batch` tokens of some sequences together; returns each chunk's row of logits, or None
+        when the KV cache has no room for them. After an exception some of the tokens may be in the context: truncate
+        the sequences."""
+        rows: list[int] | None = self.guarded(self._eval_chunks, chunks)
+        return rows
+
+    def _eval_chunks(self, chunks: Sequence[Chunk]) -> list[int] | None:
+        try:
+            return self._evaluate(chunks)
+        except RuntimeError as error:
+            if str(error) == _FULL:
+                return None
+            raise
+
+    def _evaluate(self, chunks: Sequence[Chunk]) -> list[int]:
+        """One call of llama_decode."""
+        llm = self._llm
+        self._announce(chunks)
+        own = chunks[-1] if chunks[-1].sequence == 0 else None
+        llm._requires_eval = True
+        rows = self._batch.fill(chunks, self.images.position, all_logits=llm._logits_all and len(chunks) == 1)
+        self.computed(lambda: llm._ctx.decode(self._batch), sum(len(chunk.tokens) for chunk in chunks))
+        self._chunk_rows = [row for chunk, row in zip(chunks, rows, strict=True) if chunk.wants_logits]
+        for chunk in chunks:
+            if chunk.sequence == 0:
+                llm.n_tokens = chunk.n_past + len(chunk.tokens)
+                llm.input_ids[chunk.n_past : llm.n_tokens] = chunk.tokens
+        if own is not None and own.wants_logits:
+            llm._requires_eval = False
+            if llm._logits_all and len(chunks) == 1:
+                logits = np.ctypeslib.as_array(llm._ctx.get_logits(), shape=(len(own.tokens), llm.n_vocab()))
+                llm.scores[own.n_past : llm.n_tokens] = logits
+        return rows
+
+    def _announce(self, chunks: Sequence[Chunk]) -> None:
+        """Tells the store whose tokens come next."""
+        first, session = chunks[0], self._session
+        if session is None:
+            return
+        decodes = all(chunk.phase == Phase.DECODE for chunk in chunks)
+        session.before_tokens(Phase.DECODE if decodes else Phase.PREFILL, len(chunks))
+        if not session.lane.awaits_tokens(first.request, first.phase):
+            return
+        sequences, phases, tokens, outputs = list[int](), list[int](), list[int](), list[int]()
+        for chunk in chunks:
+            n = len(chunk.tokens)
+            sequences += [chunk.request] * n
+            phases += [chunk.phase] * n
+            tokens += chunk.tokens
+            outputs += [0] * (n - 1)
+            outputs.append(chunk.wants_logits)
+        session.lane.announce(sequences, phases, tokens, outputs)
+
+    def eval_image(self, prompt: ImagePrompt, span: ImageSpan, request: int) -> None:
+        """Evaluates an image's span of `prompt`, whose tokens before it are in sequence 0. request: its number in
+        routing events. Raises what evaluations raise, and OptionError for a damaged image."""
+        self.guarded(self._eval_image, prompt, span, request)
+
+    def _eval_image(self, prompt: ImagePrompt, span: ImageSpan, request: int) -> None:
+        llm, projector = self._llm, self.open_projector()
+        assert projector is not None
+        if self._session is not None:
+            self._session.before_tokens(Phase.PREFILL)
+            self._session.lane.announce(request, Phase.PREFILL, ())
+        self.truncate(span.begin)
+        sizes = self.images.position(span.begin), llm.n_batch, llm.context_params.n_ubatch
+        self.computed(lambda: projector.evaluate(llm.ctx, prompt, span, *sizes), span.n_tokens)
+        llm.input_ids[span.begin : span.end] = PLACEHOLDER
+        llm.n_tokens = span.end
+        self.images.add(span)
+
+    def open_projector(self) -> Projector | None:
+        """What reads images, loaded by the first call; None without `mmproj`. Raises ModelFormatError."""
+        with self._projector_lock:  # a server counts tokens beside a running answer
+            if self._projector is None and self._mmproj:
+                self.check_open()
+                self._projector = Projector(self._mmproj, self._llm)
+            return self._projector
+
+    def evaluate(self, call: Callable[[], Any], tokens: Sequence[int] = ()) -> Any:
+        """The result of `call`, a request of its own that evaluates `tokens` itself (empty: unknown)."""
+
+        def announced() -> Any:
+            self._llm._requires_eval = True
+            number = self._requests.begin()
+            if self._session is not None:
+                self._session.lane.announce(number, Phase.PREFILL, tokens)
+            return self.computed(call, len(tokens))
+
+        return self.guarded(announced)
+
+    def computed(self, call: Callable[[], Any], n_tokens: int) -> Any:
+        """The result of `call`, which evaluates so many tokens (0: unknown), with as many threads as are best now."""
+        if self._threads is None:
+            return call()
+        self._threads.before_pass()
+        start_s = time.perf_counter()
+        result = call()
+        self._threads.after_pass(n_tokens, time.perf_counter() - start_s)
+        return result
+
+    def guarded(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """The result of `call`, alone; when it fails, sequence 0 is as before, and the reason is a typed error."""
+        self.check_caller()
+        with self.lock:
+            self.check_open()
+            session, before, start_s = self._session, self._llm.n_tokens, time.perf_counter()
+            if session is not None:
+                session.raise_failure()  # a callback's error since the last call
+            self._chunk_rows = ()
+            try:
+                result = call(*arguments)
+                if session is not None:
+                    session.raise_failure()
+                return result
+            except BaseException as error:  # also an interrupt: no token stays half computed
+                self._roll_back(before)
+                if session is not None and not isinstance(error, MoeggufError):
+                    session.raise_failure()
+                    if str(error) == _ABORTED:
+                        raise GenerationCancelled("generation was cancelled; resume() allows it again.") from None
+                raise
+            finally:
+                self.eval_s += time.perf_counter() - start_s
+
+    def _roll_back(self, n_tokens: int) -> None:
+        """After a failed pass: keeps the `n_tokens` tokens before it, and marks the context's logits as stale."""
+        if self._llm._is_stateful:
+            self._llm.reset()
+        else:
+            self._llm.n_tokens = n_tokens
+        self._llm._requires_eval = True
+
+    # Logits.
+
+    def check_logits(self, row: int = -1) -> None:
+        """Raises OptionError unless the request that computes now has evaluated what this row of logits is of.
+
+        `row`: as `eval_chunks` returns it; -1: of the last token in sequence 0.
+        """
+        if self._llm._requires_eval if row < 0 else row not in self._chunk_rows:
+            raise OptionError("there are no logits of this request to take a token from; evaluate a token first.")
+
+    def logits(self, row: int = -1) -> Floats:
+        """[n_vocab] logits, valid until the next pass. Raises what `check_logits` raises."""
+        self.check_logits(row)
+        return np.ctypeslib.as_array(self._llm._ctx.get_logits_ith(row), shape=(self._llm.n_vocab(),))
+
+    # The KV cache. Tokens count from the beginning of their sequence.
+
+    def truncate(self, n_tokens: int, sequence: int = 0) -> bool:
+        """Keeps the first `n_tokens` of a sequence; where that cannot be, it is empty then, and the result False: a
+        recurrent state cannot go back, and cells of tokens that have left a sliding window are given to others."""
+        llm, memory = self._llm, self._llm._ctx.memory
+        position = self.images.position(n_tokens) if sequence == 0 else n_tokens
+        first = self._bindings.llama_memory_seq_pos_min(memory, sequence) if self._n_swa else 0
+        kept = first <= max(0, position - self._n_swa + 1)
+        kept = kept and bool(self._bindings.llama_memory_seq_rm(memory, sequence, position, -1))
+        if sequence == 0 and kept:
+            self.images.truncate(n_tokens)
+            llm.n_tokens, llm._requires_eval = n_tokens, True  # the logits are of other tokens
+        elif sequence == 0:
+            llm.reset()
+        if not kept:
+            self._bindings.llama_memory_seq_rm(memory, sequence, -1, -1)
+        return kept
+
+    def copy(self, source: int, target: int, n_tokens: int) -> bool:
+        """Makes the first `n_tokens` of `source` all of `target`; False where some of them have left a window."""
+        memory = self._llm._ctx.memory
+        if self._bindings.llama_memory_seq_pos_min(memory, source) != 0:
+            return False
+        self._bindings.llama_memory_seq_rm(memory, target, -1, -1)
+        self._bindings.llama_memory_seq_cp(memory, source, target, 0, n_tokens)
+        if target == 0:  # which tokens these are, only the caller knows: they equal no prompt
+            self._llm.n_tokens, self._llm._requires_eval = n_tokens, True
+            self._llm.input_ids[:n_tokens] = PLACEHOLDER
+        return True
+
+    def clear(self) -> None:
+        """Empties all sequences; the next token is placed as in a new context."""
+        self._bindings.llama_memory_clear(self._llm._ctx.memory, False)
+        self._llm.reset()
+
+    @property
+    def can_shift(self) -> bool:
+        """Whether tokens can be dropped from the middle of the context: not from a recurrent model's state, nor where
+        positions are more than a number."""
+        memory = self._llm._ctx.memory
+        return memory is not None and not self._llm._is_stateful and bool(self._bindings.llama_memory_can_shift(memory))
+
+    def shift(self, n_keep: int, n_discard: int) -> None:
+        """Drops `n_discard` tokens after the first `n_keep` of sequence 0; later ones move up. Needs `can_shift`."""
+        self.check_caller()
+        with self.lock:
+            self.check_open()
+            llm, end = self._llm, n_keep + n_discard
+            llm._ctx.kv_cache_seq_rm(0, n_keep, end)
+            llm._ctx.kv_cache_seq_shift(0, end, llm.n_tokens, -n_discard)
+            llm.input_ids[n_keep : llm.n_tokens - n_discard] = llm.input_ids[end : llm.n_tokens].copy()
+            llm.n_tokens -= n_discard
+
+    def close(self, forked: bool = False) -> None:
+        """Ends every use with ClosedError, and frees the projector, after the evaluation in progress; not so in a child
+        process, `forked`."""
+        self._closed = True
+        if forked:
+            return
+        with self.lock, self._projector_lock:
+            if self._projector is not None:
+                self._projector.close()
+                self._projector = None

@@ -1,0 +1,149 @@
+"""Loads a model: tries it, opens the expert store, has llama.cpp read the weights, and starts what runs beside them.
+
+The store is opened before the model and closed after it, since the model's expert tensors lie in the store's reserved
+buffer type.
+"""
+
+from __future__ import annotations
+
+import ctypes as c
+import os
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+from moegguf.controller.artifacts import Artifacts
+from moegguf.engine.error_log import llama_log
+from moegguf.engine.live_controller import ControllerOptions, LiveController
+from moegguf.engine.load import LoadPlan, LoadProgress
+from moegguf.engine.readahead import readahead
+from moegguf.engine.recording import Recording, TraceOptions
+from moegguf.engine.session import Session
+from moegguf.engine.threadpool import GovernedThreads, Threadpool
+from moegguf.engine.trial import try_first
+from moegguf.engine.warm_start import WarmStart
+from moegguf.errors import MoeggufError, OptionError
+from moegguf.native import library
+from moegguf.native.store import StoreOptions
+
+
+class Loader:
+    """One load by this plan. options: those of the plan, as the user gave them. `n_seq_max`: sequences of the context,
+    known once the model is read. Raises what `Llama` raises."""
+
+    def __init__(
+        self, load_plan: LoadPlan, options: dict[str, Any], store: StoreOptions, progress: LoadProgress
+    ) -> None:
+        self.load_plan, self.n_seq_max = load_plan, load_plan.n_seq_max
+        self.session: Session | None = None
+        self.threads: GovernedThreads | None = None
+        self.recording: Recording | None = None
+        self._warm_start: WarmStart | None = None
+        self._progress = progress
+        self._no_devices = (c.c_void_p * 1)()  # a list that ends at once
+        self._threadpool: Threadpool | None = None
+        self._bindings = library.llama_cpp()
+        plan = load_plan.plan
+        try_first(load_plan.layout, options, progress.wait, load_plan.projector)
+        if load_plan.no_device or plan.layers_on:
+            store = replace(store, device=None)  # it named the one to place experts on: these slots are the CPU's
+        if load_plan.hooks:
+            self.session = Session(load_plan.slots_layout, plan, store, load_plan.stages_beside)
+
+    def start_controller(self, options: ControllerOptions) -> None:
+        """Before the context exists: what decides on experts."""
+        session, load_plan = self.session, self.load_plan
+        if session is None:
+            return
+        if not load_plan.plan.exact:
+            session.store.compute_misses(load_plan.options["n_threads"])
+        session.controller = LiveController(session, Artifacts(load_plan.layout), options, self.n_seq_max)
+        for warning in load_plan.plan.warnings:
+            warnings.warn(warning, stacklevel=3)
+
+    def attach_model(self, params: c.Structure) -> None:
+        """Sets the experts' buffer type and the progress callback in struct llama_model_params."""
+        if self.session is not None:
+            self.session.attach_model(params)
+        if self._progress.callback is not None:
+            params.progress_callback = self._progress.callback
+        if self.load_plan.no_device:
+            params.devices = c.addressof(self._no_devices)
+
+    def attach_context(self, model: Any, params: c.Structure) -> None:
+        """Sets the expert hook, the sequences and flash attention in struct llama_context_params, for this model."""
+        if self._bindings.llama_model_is_recurrent(model) or self._bindings.llama_model_is_hybrid(model):
+            self.n_seq_max = 1
+        if self.n_seq_max > 1:
+            n_kv = self.load_plan.plan.kv_tokens
+            params.n_seq_max, params.n_ctx, params.kv_unified = self.n_seq_max, n_kv, True
+        if self.load_plan.options.get("flash_attn", False) is None:  # the base class knows on and off
+            params.flash_attn_type = self._bindings.LLAMA_FLASH_ATTN_TYPE_AUTO
+        if self.session is not None:
+            self.session.attach_context(params)
+
+    def read(self, construct: Callable[[], None], unload: Callable[[], None]) -> None:
+        """Has `construct` make llama.cpp's model and context. Where a device has no memory for these, again with fewer
+        slots, after `unload`."""
+        while True:
+            llama_log().forget()
+            try:
+                with readahead(self.session.layout) if self.session else nullcontext():
+                    construct()
+                break
+            except MoeggufError:
+                raise
+            except (MemoryError, ValueError) as error:
+                self._progress.raise_reason()
+                if self.session is None or not self.session.give_slots_back(unload):
+                    raise self.load_plan.failure(error, llama_log().reason()) from error
+        self.load_plan.layout.check_not_overwritten()
+        if self.session is not None and (reason := self.session.not_computed()):
+            warnings.warn(reason, stacklevel=3)
+
+    def start_threads(self, context: int) -> None:
+        """Compute threads of this context."""
+        options, governed = self.load_plan.options, self.load_plan.govern_threads
+        n_threads, n_threads_batch = options["n_threads"], options["n_threads_batch"]
+        if max(n_threads, n_threads_batch) == 1:
+            return
+        if self.load_plan.hooks or governed:
+            self._threadpool = Threadpool(context, n_threads, n_threads_batch)
+        if governed:
+            self.threads = GovernedThreads(context, n_threads, self._stall_s)
+
+    def _stall_s(self) -> float:
+        return self.session.store.counters()["stall_ns"] / 1e9 if self.session is not None else 0.0
+
+    def start_parts(self, warm_start: bool, trace: str | os.PathLike[str] | TraceOptions | None) -> None:
+        """What was asked for beside the model."""
+        session, artifacts = self.session, Artifacts(self.load_plan.layout)
+        if trace and session is None:
+            raise OptionError(
+                "trace: there are no experts in this model, or MOEGGUF_HOOKS=0 is set: nothing to record."
+            )
+        if session is None:
+            return
+        if warm_start and not session.plan.whole_layers:
+            self._warm_start = WarmStart(session, artifacts)
+            self._warm_start.begin()
+        if trace:
+            self.recording = Recording(session, artifacts, trace)
+
+    def end_parts(self, discard: bool = False) -> None:
+        """Ends what decides and records, and saves what they have learned; `discard`: without a recording's file."""
+        if self.recording is not None and discard:
+            self.recording.discard()
+        controller = self.session.controller if self.session is not None else None
+        for part in (controller, self.recording, self._warm_start):
+            if part is not None:
+                part.close()
+
+    def close(self) -> None:
+        """Frees threads and store, once llama.cpp's context and model are gone. Twice is harmless."""
+        if self._threadpool is not None:
+            self._threadpool.close()
+        if self.session is not None:
+            self.session.close()
