@@ -373,15 +373,12 @@ void Acquire::pin_present(Lane & lane, int il, int most) {
         if (s < 0 || (int)lane.pinned.size() >= most) {
             continue;
         }
-        Slot & slot = residency.slot(s);
         (residency.complete(s) ? n_ready : n_late) += 1;
-        n_useful += slot.prefetched;
-        slot.prefetched = false;
-        slot.claims += 1;
+        n_useful += residency.request(s);
         if (residency.failed(s) && computes_with(*lane.tier, s)) {
             lane.fail(MOEGGUF_IO, il, expert, transfers_.error());
         } else if (residency.failed(s)) {
-            residency.set_failed(s, false); // for passes that have ended: this one reads again
+            residency.forgive(s); // for passes that have ended: this one reads again
         }
         residency.pin(s);
         lane.pinned.push_back(s);

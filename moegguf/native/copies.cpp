@@ -65,7 +65,7 @@ void Copies::queue(int s, uint8_t kinds, bool demand) {
     const Place source = to_.source_tier(s).place(to_.source(s));
     for (; kinds; kinds &= kinds - 1) {
         const uint8_t kind = kinds & -kinds;
-        (demand ? demand_ : prefetch_).push({source, to_.place(s), slot.il, slot.expert, kind, demand, slot.claims});
+        (demand ? demand_ : prefetch_).push({source, to_.place(s), slot.il, slot.expert, kind, demand, slot.requests});
     }
     update_gauges();
 }
@@ -136,11 +136,11 @@ void Copies::finish(const Job & job, const std::string & why) {
     } else {
         count(shared_.counters.read_errors);
         shared_.error = why;
-        if (slot.pins > 0 && slot.claims != job.claims) { // as for reads: this says nothing about a later request
-            to_.residency.slot(s).queued |= job.kinds;
+        if (slot.pins > 0 && slot.requests != job.requests) { // as for reads: this says nothing about a later request
+            to_.residency.queue(s, job.kinds);
             queue(s, job.kinds, true);
         } else {
-            to_.residency.set_failed(s, true);
+            to_.residency.fail(s);
         }
     }
     submitted_[s].fetch_and(uint8_t(~job.kinds), std::memory_order_release);

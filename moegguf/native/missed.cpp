@@ -231,8 +231,8 @@ bool Missed::take(MissedJob & job, const Moment & now, int expert, const int32_t
     if (r < 0) {
         return false;
     }
-    below.residency.slot(r).claims += 1;
-    below.residency.set_failed(r, false); // of passes that have ended
+    below.residency.request(r);
+    below.residency.forgive(r); // of passes that have ended
     below.residency.pin(r);
     transfers_.demand_below(r);
     const int first = (int)job.choices.size();

@@ -78,9 +78,9 @@ struct Job {
     Place destination;
     int il = -1;
     int expert = -1;
-    uint8_t kinds = 0;   // bits of the matrices to move, one unless chunking is off
-    bool demand = false; // a routing event needs it; a prefetch otherwise
-    uint32_t claims = 0; // of the destination, when this was queued
+    uint8_t kinds = 0;     // bits of the matrices to move, one unless chunking is off
+    bool demand = false;   // a routing event needs it; a prefetch otherwise
+    uint32_t requests = 0; // of the destination, when this was queued
     uint64_t begun_ns = 0;
     int streamed = -1; // its place among the experts that are streamed; -1: the slot's own expert
 };

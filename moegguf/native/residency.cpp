@@ -1,6 +1,7 @@
 #include "residency.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace moegguf {
 namespace {
@@ -62,20 +63,12 @@ void Residency::set_floors() {
     }
 }
 
-void Residency::set_failed(int s, bool failed) {
-    if (failed) {
-        state_[s].fetch_or(failed_bit, std::memory_order_release);
-    } else {
-        state_[s].fetch_and(uint8_t(~failed_bit), std::memory_order_relaxed);
-    }
-}
-
 bool Residency::evictable(int s) const {
     const Slot & slot = slots_[s];
     return slot.expert >= 0 && slot.pins == 0 && slot.reading == 0 && s < n_usable_;
 }
 
-void Residency::place(int s) {
+void Residency::update_order(int s) {
     if (evictable(s) == order_.contains(s)) {
         return;
     }
@@ -152,7 +145,7 @@ void Residency::assign(int s, int il, int expert) {
     count(counters_.slots_used);
     free_.remove(s);
     policy_->on_load(il, expert);
-    place(s);
+    update_order(s);
 }
 
 void Residency::vacate(int s) {
@@ -186,7 +179,7 @@ void Residency::reserve(int s, int il) {
     free_.remove(s);
 }
 
-void Residency::adopt(int s, int expert) {
+void Residency::keep(int s, int expert) {
     Slot & slot = slots_[s];
     slot.expert = expert;
     slot.last_use = ++tick_;
@@ -198,11 +191,17 @@ void Residency::adopt(int s, int expert) {
     publish(s, layout_.layers[slot.il].chunks);
 }
 
+bool Residency::request(int s) {
+    Slot & slot = slots_[s];
+    slot.requests += 1;
+    return std::exchange(slot.prefetched, false);
+}
+
 void Residency::hold(int s) {
     slots_[s].pins += 1;
     if (slots_[s].pins == 1) {
         count(counters_.slots_pinned);
-        place(s);
+        update_order(s);
     }
 }
 
@@ -220,7 +219,7 @@ void Residency::unpin(int s) {
     slot.pins -= 1;
     if (slot.pins == 0) {
         uncount(counters_.slots_pinned);
-        place(s);
+        update_order(s);
     }
 }
 
@@ -228,19 +227,19 @@ void Residency::touch(int s) {
     slots_[s].last_use = ++tick_;
     if (order_.contains(s)) {
         order_.remove(s);
-        place(s);
+        update_order(s);
     }
 }
 
 void Residency::begin_read(int s, uint8_t kinds) {
     slots_[s].queued &= ~kinds;
     slots_[s].reading |= kinds;
-    place(s);
+    update_order(s);
 }
 
 void Residency::end_read(int s, uint8_t kinds) {
     slots_[s].reading &= ~kinds;
-    place(s);
+    update_order(s);
 }
 
 void Residency::exchange_policy(std::unique_ptr<EvictionPolicy> & policy) {
@@ -302,7 +301,7 @@ void Residency::set_usable(int n) {
     n_usable_ = n;
     set_floors();
     for (int s = 0; s < n_slots(); s++) {
-        place(s);
+        update_order(s);
     }
 }
 

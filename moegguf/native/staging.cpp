@@ -98,8 +98,7 @@ void PromptStaging::count_look_ups(const Lane & lane, int il) {
         const int s = slots.residency.find(il, expert);
         if (s >= 0 && slots.residency.complete(s)) {
             n_ready += 1;
-            n_useful += slots.residency.slot(s).prefetched;
-            slots.residency.slot(s).prefetched = false;
+            n_useful += slots.residency.request(s);
         }
     }
     const uint64_t n = lane.distinct.size();
@@ -118,11 +117,9 @@ void PromptStaging::pin_there(Lane & lane, int il) {
         if (s < 0) {
             continue;
         }
-        Slot & slot = tier.residency.slot(s);
         (tier.residency.complete(s) ? n_ready : n_late) += 1;
-        slot.prefetched = false;
-        slot.claims += 1;
-        tier.residency.set_failed(s, false); // of passes that have ended
+        tier.residency.request(s);
+        tier.residency.forgive(s); // of passes that have ended
         tier.residency.pin(s);
         lane.pinned.push_back(s);
         lane.slot_of[expert] = s;
@@ -159,14 +156,14 @@ void PromptStaging::pin_rest(Lane & lane, const Moment & now) {
 // what stays does not depend on how fast it came.
 void PromptStaging::drop(Tier & tier, const Lane * keep, int il) {
     for (int s = 0; s < tier.residency.n_slots(); s++) {
-        Slot & slot = tier.residency.slot(s);
+        const Slot & slot = tier.residency.slot(s);
         if (slot.il < 0 || slot.pins > 0) {
             continue;
         }
         const bool chosen = keep && slot.il == il && keep->slot_of[slot.expert] != Lane::not_chosen;
         const bool in_vain = slot.prefetched && (!keep || slot.il == il);
         if (!chosen && (in_vain || !tier.residency.complete(s))) {
-            slot.queued = 0;
+            tier.residency.drop(s, all_kinds);
             tier.retire(s); // when it has arrived, where a copy has begun
         }
     }
@@ -318,7 +315,7 @@ bool PromptStaging::borrow(Tier & to, int il, int expert) {
     if (s < 0) { // or another context computes with the tensor
         return false;
     }
-    to.residency.slot(s).prefetched = true;
+    to.residency.mark_prefetched(s);
     to.borrow(s, from, source);
     transfers_.copy(to, s, false);
     return true;

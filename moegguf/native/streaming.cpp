@@ -68,7 +68,7 @@ bool Streaming::next_read(Job & job) {
 }
 
 void Streaming::arrived(const Job & job) {
-    if (!busy() || job.claims != number_) {
+    if (!busy() || job.requests != number_) {
         return;
     }
     Kind & kind = of(job.kinds);
@@ -149,7 +149,7 @@ void Streaming::end() {
     const int n = (int)experts_.size(), n_slots = (int)slots_.size();
     for (int i = std::max(0, n - n_slots); i < n; i++) {
         if (tier_->residency.find(il_, experts_[i]) < 0) { // another lane may have loaded it
-            tier_->adopt(slots_[i % n_slots], experts_[i]);
+            tier_->keep(slots_[i % n_slots], experts_[i]);
         }
     }
     stop(*lane_);

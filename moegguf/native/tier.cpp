@@ -156,8 +156,8 @@ int Tier::empty_slot(int il, int expert, const Moment & now, const Bid & bid) {
     return s;
 }
 
-void Tier::adopt(int s, int expert) {
-    residency.adopt(s, expert);
+void Tier::keep(int s, int expert) {
+    residency.keep(s, expert);
     n_absent_chunks_ -= __builtin_popcount(residency.ready(s));
     report_residency(s, true);
 }

@@ -49,7 +49,7 @@ class Tier {
     void set_pass_slots(int n_slots);                                            // what passes that are not staged need
     int take_slot(int il, int expert, const Moment & now, const Bid & bid = {}); // -1: none
     int reserve_slot(int il, const Moment & now); // for experts that are streamed; -1: none
-    void adopt(int s, int expert);                // which is in such a slot, whole
+    void keep(int s, int expert);                 // which is in such a slot, whole
     void retire(int s);                 // empties a slot, and gives its memory back when it is no longer usable
     void publish(int s, uint8_t kinds); // bytes are there
     void unpin(int s);                  // and what was put off while it was pinned

@@ -137,11 +137,11 @@ void Transfers::drop_prefetches(int il) {
     prefetch_.filter([&](const Job & job) {
         const int s = job.destination.slot;
         Tier & to = tier_of(job);
-        Slot & slot = to.residency.slot(s);
+        const Slot & slot = to.residency.slot(s);
         if (!to.holds(job.destination) || slot.il != il || slot.pins > 0) {
             return true;
         }
-        slot.queued &= ~job.kinds;
+        to.residency.drop(s, job.kinds);
         if (slot.reading == 0 && slot.queued == 0 && !to.residency.complete(s)) {
             to.retire(s); // counted as wasted
         }
@@ -161,9 +161,9 @@ void Transfers::drop_waiting(Tier & to, int il) {
     to.copies->drop_prefetches(il);
     waiting_ = to.borrowers();
     for (int s : waiting_) {
-        Slot & slot = to.residency.slot(s);
+        const Slot & slot = to.residency.slot(s);
         if (slot.il == il && slot.pins == 0) {
-            slot.queued = 0;
+            to.residency.drop(s, all_kinds);
             to.retire(s);
         }
     }
@@ -209,7 +209,7 @@ void Transfers::queue(Tier & to, int s, uint8_t kinds, bool demand) {
     }
     Tier & from = to.source_tier(s);
     const uint8_t there = kinds & from.residency.ready(r);
-    to.residency.slot(s).queued |= kinds;
+    to.residency.queue(s, kinds);
     if (there) {
         to.copies->queue(s, there, demand);
     }
@@ -217,13 +217,13 @@ void Transfers::queue(Tier & to, int s, uint8_t kinds, bool demand) {
 }
 
 void Transfers::queue_reads(Tier & to, int s, uint8_t kinds, bool demand) {
-    Slot & slot = to.residency.slot(s);
+    const Slot & slot = to.residency.slot(s);
     const bool whole = !demand && !shared_.has(MOEGGUF_CHUNKED);
     while (kinds) {
         const uint8_t bits = whole ? kinds : lowest_bit(kinds);
         (demand ? demand_ : prefetch_)
-            .push({Place{TierId::disk}, to.place(s), slot.il, slot.expert, bits, demand, slot.claims});
-        slot.queued |= bits;
+            .push({Place{TierId::disk}, to.place(s), slot.il, slot.expert, bits, demand, slot.requests});
+        to.residency.queue(s, bits);
         kinds &= ~bits;
     }
 }
@@ -268,8 +268,8 @@ bool Transfers::look_up_source(Tier & to, int s) {
         }
     }
     if (r >= 0) {
-        to.source_tier(s).residency.slot(r).claims += 1;
-        to.source_tier(s).residency.set_failed(r, false); // of passes that have ended
+        to.source_tier(s).residency.request(r);
+        to.source_tier(s).residency.forgive(r); // of passes that have ended
     }
     return looks_up;
 }
@@ -279,7 +279,7 @@ void Transfers::take_source(Tier & to, int s, const Bid & bid) {
     const Slot & slot = to.residency.slot(s);
     const int r = to.below()->take_slot(slot.il, slot.expert, now_, bid);
     if (r >= 0) {
-        to.below()->residency.slot(r).claims += 1;
+        to.below()->residency.request(r);
         to.borrow(s, r);
     }
 }
@@ -463,7 +463,7 @@ bool Transfers::start_prefetch(int il, int expert, BidIn bid) {
         const int r = below->residency.find(il, expert);
         r >= 0 ? to.borrow(s, r) : take_source(to, s, bid(below->residency));
     }
-    to.residency.slot(s).prefetched = true;
+    to.residency.mark_prefetched(s);
     count(shared_.counters.prefetch_started);
     queue(to, s, layout_.layers[il].chunks, false);
     wake_all(to);
@@ -618,13 +618,13 @@ void Transfers::finish_failed(Tier & to, const Job & job, const std::string & wh
     count(shared_.counters.read_errors);
     shared_.error = why;
     // A read from before the last routing event says nothing about that event's request: it gets one of its own.
-    if (job.streamed < 0 && slot.pins > 0 && slot.claims != job.claims) {
+    if (job.streamed < 0 && slot.pins > 0 && slot.requests != job.requests) {
         queue_reads(to, s, job.kinds, true);
         update_gauges();
         shared_.work.notify_one();
         return;
     }
-    to.residency.set_failed(s, true);
+    to.residency.fail(s);
     if (job.destination.tier == TierId::lower) {
         for_tiers_above(job.il, [&](Tier & above) { fail_above(above, job); });
     }
@@ -633,7 +633,7 @@ void Transfers::finish_failed(Tier & to, const Job & job, const std::string & wh
 // It will not come there either.
 void Transfers::fail_above(Tier & upper, const Job & job) {
     if (const int s = slot_above(upper, job); s >= 0) {
-        upper.residency.set_failed(s, true);
+        upper.residency.fail(s);
         upper.tidy(s);
     }
 }
