@@ -1,8 +1,10 @@
 // arrivals.h: the order in which the CPU's MUL_MAT_ID takes matrices that may still be on their way: those that are
 // there first, the others as they arrive (ProMoE's reordered inference).
+//
+// It may read the state of slots that are pinned, and waits for them. It orders no transfer and changes no slot.
 #pragma once
 
-#include "streaming.h"
+#include "streamed_supply.h"
 
 namespace moegguf {
 
@@ -11,8 +13,8 @@ namespace moegguf {
 class Arrivals {
   public:
     // Tells the tensors of the pool in the CPU's memory, where there is one and its kernels ask. Otherwise, and in
-    // layers of other tiers, lanes wait before they multiply.
-    Arrivals(const Layout & layout, Shared & shared, Tier * tier, Streaming & streaming);
+    // layers of other tiers, contexts wait before they multiply.
+    Arrivals(const Layout & layout, Shared & shared, Tier * tier, StreamedSupply & streamed);
 
     bool on(int il) const { return !tensors_.empty() && tier_->layers.has[il]; }
 
@@ -34,7 +36,7 @@ class Arrivals {
 
     Shared & shared_;
     Tier * const tier_; // nullptr: none
-    Streaming & streaming_;
+    StreamedSupply & streamed_;
     std::vector<PoolTensor> tensors_; // [layout.matrices]
 };
 

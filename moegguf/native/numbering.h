@@ -1,4 +1,5 @@
-// numbering.h: which slot ids the multiplications of a layer use. No memory, no file: only numbers.
+// numbering.h: which slot ids the multiplications of a layer use. Knows numbers only: no memory, no file, no experts
+// held.
 #pragma once
 
 #include "layout.h"
@@ -28,7 +29,7 @@ class Numbering {
         }
     }
 
-    // Places for experts that are staged (staging.h): layers take n_tensors windows in turn, each with a place for
+    // Slots for experts that are staged (staged_supply.h): layers take n_tensors windows in turn, each with a slot for
     // every expert of a layer, so that slot ids equal expert ids.
     struct InTurn {
         int n_tensors;

@@ -13,14 +13,14 @@ constexpr float use_half_life_tokens = 64.0f;
 // The smallest rank goes first: score, then distance of the next use in a sweep, then age.
 struct Residency::Rank {
     float score;
-    int turn;
+    int order;
     uint64_t last_use;
 
     bool before(const Rank & other) const {
         if (score != other.score) {
             return score < other.score;
         }
-        return turn != other.turn ? turn < other.turn : last_use < other.last_use;
+        return order != other.order ? order < other.order : last_use < other.last_use;
     }
 };
 
@@ -82,7 +82,7 @@ void Residency::update_order(int s) {
 
 // One candidate per layer. Layers at their floor give nothing while another one has something to give. In a sweep every
 // layer will be needed again in order, so the layer that was just computed is needed last.
-int Residency::victim(const Moment & now) {
+int Residency::victim(const LayerStep & now) {
     const int n_layer = (int)layout_.layers.size();
     EvictionPolicy & policy = this->policy();
     const bool ordered = policy.orders(now);
@@ -101,7 +101,7 @@ int Residency::victim(const Moment & now) {
         }
         if (now.sweep) {
             const int distance = (il - now.il + n_layer) % n_layer;
-            rank.turn = -(distance == 0 ? n_layer : distance);
+            rank.order = -(distance == 0 ? n_layer : distance);
         }
         const bool above_floor = count_[il] > floor_[il];
         if (best[above_floor] < 0 || rank.before(best_rank[above_floor])) {
@@ -112,7 +112,7 @@ int Residency::victim(const Moment & now) {
     return best[1] >= 0 ? best[1] : best[0];
 }
 
-int Residency::choose(int il, int expert, const Moment & now, const Bid & bid) {
+int Residency::choose(int il, int expert, const LayerStep & now, const Worth & worth) {
     if (numbering_.resident()) {
         const int s = numbering_.own_slot(il, expert);
         return slots_[s].pins == 0 && slots_[s].reading == 0 ? s : -1;
@@ -126,8 +126,8 @@ int Residency::choose(int il, int expert, const Moment & now, const Bid & bid) {
         return -1;
     }
     const Slot & slot = slots_[s];
-    const bool cheap = !ordered(now) || score(slot.il, slot.expert, now) < bid.score;
-    return cheap && chance(slot.il, slot.expert) < bid.chance ? s : -1;
+    const bool cheap = !ordered(now) || score(slot.il, slot.expert, now) < worth.score;
+    return cheap && chance(slot.il, slot.expert) < worth.chance ? s : -1;
 }
 
 void Residency::assign(int s, int il, int expert) {
@@ -293,7 +293,7 @@ void Residency::count_uses(bool on) {
     average_use_ = on ? std::make_unique<FadingAverage>(layout_, use_half_life_tokens) : nullptr;
 }
 
-float Residency::score(int il, int expert, const Moment & now) const {
+float Residency::score(int il, int expert, const LayerStep & now) const {
     return policy().score(il, expert) + policy().layer_offset(il, now);
 }
 

@@ -19,7 +19,7 @@ namespace moegguf {
 
 struct Slot {
     int il = -1;             // -1: free
-    int expert = -1;         // -1 with a layer: several pass through (streaming.h)
+    int expert = -1;         // -1 with a layer: several pass through (streamed_supply.h)
     uint32_t generation = 0; // bumped at every change of owner
     int pins = 0;
     uint32_t requests = 0; // routing events that asked for this expert here
@@ -31,8 +31,8 @@ struct Slot {
     bool streams() const { return il >= 0 && expert < 0; }
 };
 
-// Everything here belongs to the store's lock, except what says "any thread": a lane reads the state of slots that it
-// has pinned, which keep their owner meanwhile.
+// Everything here belongs to the store's lock, except what says "any thread": a context reads the state of slots that
+// it has pinned, which keep their owner meanwhile.
 class Residency {
   public:
     Residency(const Layout & layout, const LayerSet & layers, const Numbering & numbering, Counters & counters);
@@ -52,8 +52,8 @@ class Residency {
     void forgive(int s) { state_[s].fetch_and(uint8_t(~failed_bit), std::memory_order_relaxed); } // it is read again
 
     // A free slot or a victim for (il, expert), or -1 when every slot is pinned or being read, or the victim is worth
-    // no less than the bid.
-    int choose(int il, int expert, const Moment & now, const Bid & bid);
+    // no less than it.
+    int choose(int il, int expert, const LayerStep & now, const Worth & worth);
     void assign(int s, int il, int expert);
     void vacate(int s);
     void reserve(int s, int il);  // a free slot, for experts that are streamed
@@ -79,8 +79,8 @@ class Residency {
     void exchange_scores(std::vector<float> & scores); // empty: the policy decides
     void on_routing(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens);
     void on_forecast(int il, const float * probabilities);
-    bool ordered(const Moment & now) const { return policy().orders(now); }
-    float score(int il, int expert, const Moment & now) const; // where ordered
+    bool ordered(const LayerStep & now) const { return policy().orders(now); }
+    float score(int il, int expert, const LayerStep & now) const; // where ordered
 
     // The chance of an expert to be used when its layer comes next: as predicted, else the share of the last tokens
     // that used it. Known while uses are counted.
@@ -94,7 +94,7 @@ class Residency {
     static constexpr uint8_t ready_bits = (1 << MOEGGUF_MAX_KINDS) - 1, failed_bit = 1 << 7;
 
     EvictionPolicy & policy() const { return scores_.set() ? (EvictionPolicy &)scores_ : *policy_; }
-    int victim(const Moment & now);
+    int victim(const LayerStep & now);
     bool evictable(int s) const;
     void update_order(int s); // in or out of the order of eviction, as its slot is evictable or not
     void set_floors();

@@ -6,7 +6,7 @@ namespace {
 
 class Lru final : public EvictionPolicy {
   public:
-    bool orders(const Moment &) const override { return false; }
+    bool orders(const LayerStep &) const override { return false; }
     float score(int, int) const override { return 0.0f; }
 };
 

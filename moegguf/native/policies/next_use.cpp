@@ -21,7 +21,7 @@ class NextUse final : public EvictionPolicy {
   public:
     NextUse(const Layout & layout, const Parameters & given);
 
-    bool orders(const Moment & now) const override { return now.decodes; }
+    bool orders(const LayerStep & now) const override { return now.decodes; }
     bool on_routing(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens) override;
     bool on_forecast(int il, const float * probabilities) override;
 
@@ -32,7 +32,7 @@ class NextUse final : public EvictionPolicy {
     }
 
     // ... which is this far from a routing event of layer now.il.
-    float layer_offset(int il, const Moment & now) const override {
+    float layer_offset(int il, const LayerStep & now) const override {
         return -distance_[layout_.row_of[il] - layout_.row_of[now.il] + layout_.n_moe_layers - 1];
     }
 

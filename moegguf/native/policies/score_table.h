@@ -1,4 +1,5 @@
 // score_table.h: scores written from outside, one per expert. While a table is set it comes before the chosen policy.
+// Arithmetic only: no threads, no locks.
 #pragma once
 
 #include "policies/policy.h"
@@ -10,7 +11,7 @@ class ScoreTable final : public EvictionPolicy {
     explicit ScoreTable(const Layout & layout) : layout_(layout) {}
 
     bool set() const { return !table_.empty(); }
-    bool orders(const Moment &) const override { return set(); }
+    bool orders(const LayerStep &) const override { return set(); }
     float score(int il, int expert) const override { return table_[layout_.key(il, expert)]; }
 
     // Scores that are no finite numbers count as 0.

@@ -23,7 +23,7 @@ class Slru final : public EvictionPolicy {
         }
     }
 
-    bool orders(const Moment & now) const override { return !now.sweep; }
+    bool orders(const LayerStep & now) const override { return !now.sweep; }
     float score(int il, int expert) const override { return used_[layout_.key(il, expert)] > 0 ? 1.0f : 0.0f; }
 
     void on_load(int il, int expert) override {
