@@ -26,7 +26,7 @@ LIMITS = {
     "moegguf/generate": 4_800,
     "moegguf/gguf": 2_000,
     "moegguf/models": 3_300,
-    "moegguf/native": 16_000,
+    "moegguf/native": 16_270,
     "moegguf/server": 7_800,
     "moegguf/serving": 5_400,
     "moegguf/terminal": 1_900,

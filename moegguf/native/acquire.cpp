@@ -1,6 +1,6 @@
 #include "acquire.h"
 
-#include "slot_supply.h"
+#include "store.h"
 
 #include <algorithm>
 
@@ -14,21 +14,19 @@ constexpr auto longest_reads = std::chrono::seconds(60);
 
 } // namespace
 
-Acquire::Acquire(Store & store, const Layout & layout, Shared & shared, Tiers & tiers, Transfers & transfers,
-                 Forecaster & forecaster, Events & events, Contexts & contexts, SlotSupply & slots,
-                 StreamedSupply & streamed, StagedSupply & staged)
+Acquire::Acquire(Store & store)
     : store_(store),
-      layout_(layout),
-      shared_(shared),
-      tiers_(tiers),
-      transfers_(transfers),
-      forecaster_(forecaster),
-      events_(events),
-      contexts_(contexts),
-      slots_(slots),
-      streamed_(streamed),
-      staged_(staged),
-      supplies_{&slots, &streamed, &staged} {
+      layout_(store.layout),
+      shared_(store.shared),
+      tiers_(store.tiers),
+      transfers_(store.transfers),
+      forecaster_(store.forecaster),
+      events_(store.events),
+      contexts_(store.contexts),
+      slots_(store.slots),
+      streamed_(store.streamed),
+      staged_(store.staged),
+      supplies_{&slots_, &streamed_, &staged_} {
 }
 
 // The barrier.

@@ -15,9 +15,7 @@ class SlotSupply;
 
 class Acquire {
   public:
-    Acquire(Store & store, const Layout & layout, Shared & shared, Tiers & tiers, Transfers & transfers,
-            Forecaster & forecaster, Events & events, Contexts & contexts, SlotSupply & slots,
-            StreamedSupply & streamed, StagedSupply & staged);
+    explicit Acquire(Store & store); // whose other parts are there
 
     std::unique_ptr<Context> open_context();
     void close_context(Context & context);
@@ -45,7 +43,7 @@ class Acquire {
     void count_idle(Context & context, int il, int n_expert_used, int n_tokens);
 
     void watch(bool on) { watched_ = on; } // on: no layer is idle, so that activity is complete
-    void resize(Tier & tier, int n_slots); // from the next routing event on; in RAM below devices at once
+    void resize(Tier & tier, int n_slots); // from the next routing event on; the tier in RAM at once
     // The same at once with memory of its own size, on any device; no pass is under way in any context.
     void reallocate(Tier & tier, int n_slots);
 

@@ -44,8 +44,8 @@ int Arrivals::next(ggml_mul_mat_id_order * order, const int64_t * row_counts, in
         return arrivals.streamed_.next(order, n_as, t.kind, ith); // -1: past all of them, or given up
     }
     while (order->n_late > 0) {
-        const auto settled = [&](int i) { return arrivals.is_settled(t, arrivals.slot(t, order->late[i], streams)); };
-        const int i = arrivals.wait(order->n_late, settled, ith == 0);
+        const auto decided = [&](int i) { return arrivals.is_decided(t, arrivals.slot(t, order->late[i], streams)); };
+        const int i = arrivals.wait(order->n_late, decided, ith == 0);
         if (i < 0) {
             break;
         }
@@ -69,14 +69,14 @@ bool Arrivals::is_there(const PoolTensor & t, int s) const {
 
 // There, or a read that failed, or slot ids of a failed pass: those slots may be empty, or a prefetch's that is dropped
 // without notice. Under the store's lock.
-bool Arrivals::is_settled(const PoolTensor & t, int s) const {
+bool Arrivals::is_decided(const PoolTensor & t, int s) const {
     const Slot & slot = tier_->residency.slot(s);
     return is_there(t, s) || tier_->residency.failed(s) || slot.pins == 0 || !((slot.queued | slot.reading) & t.kind);
 }
 
 // Waits until one of n matrices has arrived, or will not come; returns its index, -1 when cancelled.
-template <typename Settled>
-int Arrivals::wait(int n, Settled settled, bool first_thread) {
+template <typename Decided>
+int Arrivals::wait(int n, Decided decided, bool first_thread) {
     if (shared_.forked()) { // a thread of the parent may hold the lock
         return -1;
     }
@@ -84,7 +84,7 @@ int Arrivals::wait(int n, Settled settled, bool first_thread) {
     Lock lock(shared_.mutex);
     int found = 0;
     const bool any = shared_.wait(lock, [&] {
-        for (found = 0; found < n && !settled(found);) {
+        for (found = 0; found < n && !decided(found);) {
             found++;
         }
         return found < n;

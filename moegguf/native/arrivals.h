@@ -30,9 +30,9 @@ class Arrivals {
     static int next(ggml_mul_mat_id_order * order, const int64_t * row_counts, int n_as, int ith);
     int slot(const PoolTensor & t, int id, bool streams) const;
     bool is_there(const PoolTensor & t, int s) const;
-    bool is_settled(const PoolTensor & t, int s) const;
-    template <typename Settled>
-    int wait(int n, Settled settled, bool first_thread);
+    bool is_decided(const PoolTensor & t, int s) const;
+    template <typename Decided>
+    int wait(int n, Decided decided, bool first_thread);
 
     Shared & shared_;
     Tier * const tier_; // nullptr: none

@@ -31,7 +31,7 @@ bool Pinned::available(uint8_t kinds) const {
                        [&](int s) { return !missing(s, kinds) && !tier->residency.failed(s); });
 }
 
-bool Pinned::settled(uint8_t kinds) const {
+bool Pinned::decided(uint8_t kinds) const {
     return std::all_of(slots.begin(), slots.end(),
                        [&](int s) { return !missing(s, kinds) || tier->residency.failed(s); });
 }

@@ -84,7 +84,7 @@ struct Pinned {
         slots.push_back(s);
     }
     bool available(uint8_t kinds) const;   // every matrix in `kinds` is there, and none failed. Any thread, as all here
-    bool settled(uint8_t kinds) const;     // every such matrix is there, or will not come
+    bool decided(uint8_t kinds) const;     // every such matrix is there, or will not come
     bool pending(uint8_t kinds) const;     // some are on their way, or failed, and the stream does not wait for them
     bool awaits_file(uint8_t kinds) const; // some are not even in RAM; under the store's lock
 

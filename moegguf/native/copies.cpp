@@ -78,13 +78,10 @@ bool Copies::begin_next(Job & job) {
     for (Ring<Job> * ring : {&demand_, &prefetch_}) {
         while (!ring->empty()) {
             job = ring->pop();
-            const int s = job.destination.slot;
-            const Slot & slot = to_.residency.slot(s);
-            if (to_.holds(job.destination) && (job.kinds & slot.queued & ~to_.residency.ready(s) & ~slot.reading) &&
-                !to_.residency.failed(s)) {
+            if (to_.still_wanted(job)) {
                 update_gauges();
                 job.begun_ns = shared_.clock->now_ns();
-                to_.residency.begin_read(s, job.kinds);
+                to_.residency.begin_read(job.destination.slot, job.kinds);
                 count(shared_.counters.chunks_reading);
                 return true;
             }

@@ -85,7 +85,7 @@ void Forecaster::stop() {
         stopping_ = true;
     }
     arrived_.notify_all();
-    settled_.notify_all();
+    caught_up_.notify_all();
     if (thread_.joinable()) {
         thread_.join();
     }
@@ -194,7 +194,7 @@ void Forecaster::post(const PassTokens & of, int il, uint64_t pass, Fill fill) {
 void Forecaster::keep_step() {
     if (lockstep_) {
         std::unique_lock<std::mutex> lock(inbox_mutex_);
-        settled_.wait(lock, [this] { return stopping_ || (size_ == 0 && !busy_); });
+        caught_up_.wait(lock, [this] { return stopping_ || (size_ == 0 && !busy_); });
     }
 }
 
@@ -222,7 +222,7 @@ void Forecaster::run() {
         lock.lock();
         busy_ = false;
         if (size_ == 0) {
-            settled_.notify_all();
+            caught_up_.notify_all();
         }
     }
 }

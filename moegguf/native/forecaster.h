@@ -126,7 +126,7 @@ class Forecaster {
     // The ring, under its own lock. When it is full the oldest record goes.
     std::mutex inbox_mutex_;
     std::condition_variable arrived_;
-    std::condition_variable settled_;
+    std::condition_variable caught_up_;
     std::array<Record, 64> ring_;
     size_t head_ = 0;
     size_t size_ = 0;

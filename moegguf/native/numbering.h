@@ -34,13 +34,13 @@ class Numbering {
     struct InTurn {
         int n_tensors;
     };
-    Numbering(const Layout & layout, const LayerSet & layers, InTurn turn)
-        : n_slots_(turn.n_tensors * layout.n_expert_max),
+    Numbering(const Layout & layout, const LayerSet & layers, InTurn tensors)
+        : n_slots_(tensors.n_tensors * layout.n_expert_max),
           resident_(true),
           windows_(layout.layers.size(), {0, 0}) {
         int n = 0;
         for (int il : layers.moe_layers) {
-            windows_[il] = {n % turn.n_tensors * layout.n_expert_max, layout.layers[il].n_expert};
+            windows_[il] = {n % tensors.n_tensors * layout.n_expert_max, layout.layers[il].n_expert};
             n += 1;
         }
     }

@@ -109,7 +109,7 @@ Store::Store(const moegguf_config & config)
       staged(layout, shared, contexts, transfers, tiers),
       arrivals(layout, shared, tiers.on_cpu, streamed),
       forecaster(layout, shared, tiers, transfers),
-      acquire(*this, layout, shared, tiers, transfers, forecaster, events, contexts, slots, streamed, staged),
+      acquire(*this),
       buft_(make_reserved_buft(this), free_reserved_buft) {
     try {
         start_links(config);

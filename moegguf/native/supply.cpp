@@ -80,7 +80,7 @@ void Supply::wait(Context & context, uint8_t kinds) {
         stall(shared_, *pinned.tier, lock, [&] {
             file_done = from_file ? shared_.clock->now_ns() : file_done;
             from_file = ram && pinned.awaits_file(kinds);
-            return pinned.settled(kinds);
+            return pinned.decided(kinds);
         });
         if (ram) {
             count(ram->counters.stall_ns, file_done - start);

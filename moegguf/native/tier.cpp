@@ -137,6 +137,13 @@ void Tier::set_pass_slots(int n_slots) {
     pass_slots = std::min(std::max(n_slots, layers.n_used_max), residency.n_slots());
 }
 
+uint8_t Tier::still_wanted(const Job & job) const {
+    const int s = job.destination.slot;
+    const Slot & slot = residency.slot(s);
+    const bool is_wanted = holds(job.destination) && !residency.failed(s);
+    return is_wanted ? job.kinds & slot.queued & ~residency.ready(s) & ~slot.reading : 0;
+}
+
 int Tier::take_slot(int il, int expert, const LayerStep & now, const Worth & worth) {
     const int s = empty_slot(il, expert, now, worth);
     if (s >= 0) {

@@ -43,6 +43,8 @@ class Tier {
     Pool * pool() const { return pool_.get(); } // nullptr: it has no memory
     SlotRef ref(int s) const { return {id, s, residency.slot(s).generation}; }
     bool holds(const SlotRef & ref) const { return residency.slot(ref.slot).generation == ref.generation; }
+    // Matrices of a transfer to a slot here that are still of use: it is the same expert's, and they came no other way.
+    uint8_t still_wanted(const Job & job) const;
 
     Tier * ram() const { return ram_; } // nullptr: none
     Copies * copies = nullptr;          // into its slots; set before anything is computed

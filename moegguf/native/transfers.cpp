@@ -288,18 +288,11 @@ bool Transfers::next_job(Job & job) {
     return found;
 }
 
-// Jobs whose slot changed hands or whose matrix came another way are passed over.
 bool Transfers::next_queued(Ring<Job> & ring, Job & job) {
     while (!ring.empty()) {
         job = ring.pop();
-        const int s = job.destination.slot;
-        const Tier & to = tiers_.of(job.destination, job.il);
-        const Slot & slot = to.residency.slot(s);
-        if (!to.holds(job.destination)) {
-            continue;
-        }
-        job.kinds &= slot.queued & ~to.residency.ready(s) & ~slot.reading;
-        if (job.kinds && !to.residency.failed(s)) {
+        job.kinds = tiers_.of(job.destination, job.il).still_wanted(job);
+        if (job.kinds) {
             return true;
         }
     }

@@ -26,13 +26,6 @@ class DecayedFrequency final : public EvictionPolicy {
 } // namespace
 
 extern const PolicyType decayed_frequency_policy;
-const PolicyType decayed_frequency_policy = {
-    "lfu-decay",
-    0,
-    [] { return std::vector<const char *>{"half_life_tokens"}; },
-    [](const Layout & layout, const Parameters & given) -> std::unique_ptr<EvictionPolicy> {
-        return std::make_unique<DecayedFrequency>(layout, given);
-    },
-};
+const PolicyType decayed_frequency_policy = {"lfu-decay", 0, {"half_life_tokens"}, make_policy_of<DecayedFrequency>};
 
 } // namespace moegguf

@@ -6,6 +6,8 @@ namespace {
 
 class Lru final : public EvictionPolicy {
   public:
+    Lru(const Layout &, const Parameters &) {}
+
     bool orders(const LayerStep &) const override { return false; }
     float score(int, int) const override { return 0.0f; }
 };
@@ -13,11 +15,6 @@ class Lru final : public EvictionPolicy {
 } // namespace
 
 extern const PolicyType lru_policy;
-const PolicyType lru_policy = {
-    "lru",
-    0,
-    [] { return std::vector<const char *>{}; },
-    [](const Layout &, const Parameters &) -> std::unique_ptr<EvictionPolicy> { return std::make_unique<Lru>(); },
-};
+const PolicyType lru_policy = {"lru", 0, {}, make_policy_of<Lru>};
 
 } // namespace moegguf

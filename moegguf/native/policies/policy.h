@@ -80,10 +80,15 @@ class Parameters {
     std::vector<std::vector<float>> values_;
 };
 
+template <typename T>
+std::unique_ptr<EvictionPolicy> make_policy_of(const Layout & layout, const Parameters & given) {
+    return std::make_unique<T>(layout, given);
+}
+
 struct PolicyType {
     const char * name;
-    uint32_t traits;                           // enum moegguf_policy_trait
-    std::vector<const char *> (*parameters)(); // their names
+    uint32_t traits;                      // enum moegguf_policy_trait
+    std::vector<const char *> parameters; // their names
     std::unique_ptr<EvictionPolicy> (*make)(const Layout & layout, const Parameters & parameters);
 };
 

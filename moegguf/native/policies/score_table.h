@@ -9,6 +9,7 @@ namespace moegguf {
 class ScoreTable final : public EvictionPolicy {
   public:
     explicit ScoreTable(const Layout & layout) : layout_(layout) {}
+    ScoreTable(const Layout & layout, const Parameters &) : layout_(layout) {}
 
     bool set() const { return !table_.empty(); }
     bool orders(const LayerStep &) const override { return set(); }

@@ -83,13 +83,6 @@ class Slru final : public EvictionPolicy {
 } // namespace
 
 extern const PolicyType slru_policy;
-const PolicyType slru_policy = {
-    "slru",
-    0,
-    [] { return std::vector<const char *>{"protected_share"}; },
-    [](const Layout & layout, const Parameters & given) -> std::unique_ptr<EvictionPolicy> {
-        return std::make_unique<Slru>(layout, given);
-    },
-};
+const PolicyType slru_policy = {"slru", 0, {"protected_share"}, make_policy_of<Slru>};
 
 } // namespace moegguf
