@@ -124,10 +124,6 @@ void Tiers::add_staging(const Layout & layout, const moegguf_device & device, Ti
         std::clamp(slots.residency.n_slots() / slots.layers.n_used_max, 1, most_slot_tokens(device.name));
 }
 
-Tier & Tiers::of(const SlotRef & ref, int il) const {
-    return ref.tier == TierId::ram ? *ram : ref.tier == TierId::staging ? *of(il).staging : of(il);
-}
-
 Tier & Tiers::of(int il, int n_tokens) const {
     Tier & slots = of(il);
     return slots.staging && n_tokens > slots.slot_tokens ? *slots.staging : slots;
@@ -135,13 +131,6 @@ Tier & Tiers::of(int il, int n_tokens) const {
 
 void Tier::set_pass_slots(int n_slots) {
     pass_slots = std::min(std::max(n_slots, layers.n_used_max), residency.n_slots());
-}
-
-uint8_t Tier::still_wanted(const Job & job) const {
-    const int s = job.destination.slot;
-    const Slot & slot = residency.slot(s);
-    const bool is_wanted = holds(job.destination) && !residency.failed(s);
-    return is_wanted ? job.kinds & slot.queued & ~residency.ready(s) & ~slot.reading : 0;
 }
 
 int Tier::take_slot(int il, int expert, const LayerStep & now, const Worth & worth) {
@@ -362,16 +351,6 @@ LookUps::~LookUps() {
         count(counters.hits_late, late_);
         count(counters.misses, missed - late_);
     }
-}
-
-int LookUps::find(int il, int expert) {
-    const int s = tier_.residency.find(il, expert);
-    n_ += 1;
-    if (s >= 0) {
-        (tier_.residency.complete(s) ? ready_ : late_) += 1;
-    }
-    tier_.residency.count_look_up(il, expert);
-    return s;
 }
 
 void LookUps::add(int il, int expert, bool is_ready) {

@@ -44,7 +44,12 @@ class Tier {
     SlotRef ref(int s) const { return {id, s, residency.slot(s).generation}; }
     bool holds(const SlotRef & ref) const { return residency.slot(ref.slot).generation == ref.generation; }
     // Matrices of a transfer to a slot here that are still of use: it is the same expert's, and they came no other way.
-    uint8_t still_wanted(const Job & job) const;
+    uint8_t still_wanted(const Job & job) const {
+        const int s = job.destination.slot;
+        const Slot & slot = residency.slot(s);
+        const bool is_wanted = holds(job.destination) && !residency.failed(s);
+        return is_wanted ? job.kinds & slot.queued & ~residency.ready(s) & ~slot.reading : 0;
+    }
 
     Tier * ram() const { return ram_; } // nullptr: none
     Copies * copies = nullptr;          // into its slots; set before anything is computed
@@ -114,7 +119,16 @@ class LookUps {
     LookUps(const LookUps &) = delete;
     LookUps & operator=(const LookUps &) = delete;
 
-    int find(int il, int expert);                   // its slot, -1: a miss
+    // Its slot; -1: a miss.
+    int find(int il, int expert) {
+        const int s = tier_.residency.find(il, expert);
+        n_ += 1;
+        if (s >= 0) {
+            (tier_.residency.complete(s) ? ready_ : late_) += 1;
+        }
+        tier_.residency.count_look_up(il, expert);
+        return s;
+    }
     void add(int il, int expert, bool is_ready);    // one whose answer is known otherwise
     void add_ready(int n) { n_ += n, ready_ += n; } // of layers that are not told which
 
@@ -144,7 +158,9 @@ struct Tiers {
     Tiers(const Layout & layout, const moegguf_config & config, Events & events);
 
     Tier & of(int il) const { return *compute[device_of_layer[il]]; }
-    Tier & of(const SlotRef & ref, int il) const;
+    Tier & of(const SlotRef & ref, int il) const {
+        return ref.tier == TierId::ram ? *ram : ref.tier == TierId::staging ? *of(il).staging : of(il);
+    }
     template <typename Holds>
     bool any(Holds holds) const {
         return std::any_of(compute.begin(), compute.end(), [&](const auto & tier) { return holds(*tier); });
