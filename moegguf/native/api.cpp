@@ -1,69 +1,29 @@
-// api.cpp: the C ABI over the store. The only place where exceptions become status codes.
+// api.cpp: the C ABI over the store.
+#include "api.h"
+
 #include "device_failure.h"
 #include "link_device.h"
 #include "speeds.h"
-#include "store.h"
 
 #include <algorithm>
 #include <cstring>
-#include <new>
 
 using namespace moegguf;
 
 namespace {
 
-thread_local std::string last_error;
-
-template <typename F>
-int guarded(F && body) {
-    try {
-        body();
-        last_error.clear();
-        return MOEGGUF_OK;
-    } catch (const Error & e) {
-        last_error = e.what();
-        return e.status;
-    } catch (const std::bad_alloc &) {
-        last_error = "out of memory";
-        return MOEGGUF_MEMORY;
-    } catch (const std::exception & e) {
-        last_error = e.what();
-        return MOEGGUF_INVALID;
-    }
-}
-
-template <typename T>
-T & given(T * pointer) {
-    if (!pointer) {
-        throw Error(MOEGGUF_INVALID, "a pointer is null that must not be");
-    }
-    return *pointer;
-}
-
-template <typename F>
-int on(moegguf_store * store, F && body) {
-    return guarded([&] {
-        if (!store) {
-            throw Error(MOEGGUF_INVALID, "no store");
-        }
-        if (store->store.shared.forked()) {
-            throw Error(MOEGGUF_FORKED, "the model was loaded in the parent process; load it again in this one");
-        }
-        body(store->store);
-    });
-}
-
-void check_size(const Lane & lane, int32_t n_expert_used, int32_t n_tokens) {
+void check_size(const Context & context, int32_t n_expert_used, int32_t n_tokens) {
     constexpr int32_t most_tokens = 1 << 24;
-    if (n_expert_used < 1 || n_expert_used > lane.store.layout.n_expert_max || n_tokens < 1 || n_tokens > most_tokens) {
+    if (n_expert_used < 1 || n_expert_used > context.store.layout.n_expert_max || n_tokens < 1 ||
+        n_tokens > most_tokens) {
         throw Error(MOEGGUF_INVALID,
                     "a routing event has ids of at least one token, and no more per token than experts");
     }
 }
 
-void check_failure(const Lane & lane) {
-    if (lane.failed) {
-        throw Error((moegguf_status)lane.failure.status, lane.failure.message);
+void check_failure(const Context & context) {
+    if (context.failed()) {
+        throw Error((moegguf_status)context.failure.reason.status, context.failure.reason.message);
     }
 }
 
@@ -152,14 +112,6 @@ int moegguf_store_info(moegguf_store * store, moegguf_pool_info * info) {
 
 int moegguf_store_counters(moegguf_store * store, moegguf_counters * counters) {
     return on(store, [&](Store & s) { s.read_counters(given(counters)); });
-}
-
-int moegguf_store_compute_misses(moegguf_store * store, int32_t n_threads) {
-    return on(store, [&](Store & s) { s.missed.start(n_threads); });
-}
-
-int moegguf_store_computed(moegguf_store * store, moegguf_computed * computed) {
-    return on(store, [&](Store & s) { s.missed.info(given(computed)); });
 }
 
 int moegguf_store_tier(moegguf_store * store, int32_t tier, moegguf_tier_info * info) {
@@ -260,11 +212,7 @@ int moegguf_store_read_slot(moegguf_store * store, int32_t matrix, int32_t slot,
 }
 
 int moegguf_store_probe(moegguf_store * store, double seconds, double * bytes_per_s) {
-    return on(store, [&](Store & s) { given(bytes_per_s) = s.transfers.probe(seconds); });
-}
-
-int moegguf_store_sim_compute_misses(moegguf_store * store, double bytes_per_ns, double layer_ns) {
-    return on(store, [&](Store & s) { s.missed.start_modelled(bytes_per_ns, layer_ns); });
+    return on(store, [&](Store & s) { given(bytes_per_s) = s.probe(seconds); });
 }
 
 int moegguf_store_sim_advance(moegguf_store * store, uint64_t ns) {
@@ -274,13 +222,13 @@ int moegguf_store_sim_advance(moegguf_store * store, uint64_t ns) {
 int moegguf_lane_open(moegguf_store * store, moegguf_lane ** lane) {
     return on(store, [&](Store & s) {
         moegguf_lane *& opened = given(lane);
-        opened = new moegguf_lane{s.acquire.open_lane()};
+        opened = new moegguf_lane{s.acquire.open_context()};
     });
 }
 
 void moegguf_lane_close(moegguf_lane * lane) {
-    if (lane && !lane->lane->store.shared.forked()) {
-        lane->lane->store.acquire.close_lane(*lane->lane);
+    if (lane && !lane->context->store.shared.forked()) {
+        lane->context->store.acquire.close_context(*lane->context);
         delete lane;
     }
 }
@@ -288,23 +236,23 @@ void moegguf_lane_close(moegguf_lane * lane) {
 int moegguf_lane_acquire(moegguf_lane * lane, int32_t il, const int32_t * expert_ids, int32_t n_expert_used,
                          int32_t n_tokens, const float * inputs, int32_t n_embd, int32_t * slot_ids) {
     return guarded([&] {
-        Lane & l = *given(lane).lane;
-        check_size(l, n_expert_used, n_tokens);
+        Context & c = *given(lane).context;
+        check_size(c, n_expert_used, n_tokens);
         memcpy(&given(slot_ids), &given(expert_ids), sizeof(int32_t) * n_expert_used * n_tokens);
         if (inputs && n_embd <= 0) {
             throw Error(MOEGGUF_INVALID, "a router's input has values, not " + std::to_string(n_embd));
         }
-        Routed routed;
-        routed.inputs = inputs;
-        routed.n_embd = inputs ? n_embd : 0;
-        l.store.acquire.acquire(l, il, slot_ids, n_expert_used, n_tokens, all_kinds, routed);
-        check_failure(l);
+        Choice choice = {il, slot_ids, n_expert_used, n_tokens, all_kinds};
+        choice.inputs = inputs;
+        choice.n_embd = inputs ? n_embd : 0;
+        c.store.acquire.acquire(c, choice);
+        check_failure(c);
     });
 }
 
 int moegguf_lane_replay(moegguf_lane * lane, const moegguf_routing * routing, int64_t * n_done) {
     return guarded([&] {
-        Lane & l = *given(lane).lane;
+        Context & c = *given(lane).context;
         const moegguf_routing & r = given(routing);
         given(n_done) = 0;
         if (r.n_events < 0 || (r.n_events > 0 && (!r.il || !r.n_tokens || !r.n_expert_used || !r.expert_ids))) {
@@ -312,24 +260,24 @@ int moegguf_lane_replay(moegguf_lane * lane, const moegguf_routing * routing, in
         }
         int64_t n_ids = 0;
         for (int64_t i = 0; i < r.n_events; i++) {
-            check_size(l, r.n_expert_used[i], r.n_tokens[i]);
+            check_size(c, r.n_expert_used[i], r.n_tokens[i]);
             n_ids += (int64_t)r.n_expert_used[i] * r.n_tokens[i];
         }
         if (n_ids != r.n_ids) {
             throw Error(MOEGGUF_INVALID, "the events have " + std::to_string(n_ids) + " expert ids together, not " +
                                              std::to_string(r.n_ids));
         }
-        if (r.compute_ns && !l.store.shared.simulated()) {
+        if (r.compute_ns && !c.store.shared.clock->can_advance()) {
             throw Error(MOEGGUF_INVALID, "only a simulation has a modelled clock");
         }
-        *n_done = l.store.replay(l, r);
-        check_failure(l);
+        *n_done = c.store.replay(c, r);
+        check_failure(c);
     });
 }
 
 int moegguf_lane_awaits_tokens(moegguf_lane * lane, int32_t sequence, int32_t phase) {
-    Lane & l = *lane->lane;
-    return l.store.acquire.awaits_tokens(l, sequence, phase);
+    Context & c = *lane->context;
+    return c.store.acquire.awaits_tokens(c, sequence, phase);
 }
 
 int moegguf_lane_announce(moegguf_lane * lane, const moegguf_tokens_event * tokens) {
@@ -343,26 +291,26 @@ int moegguf_lane_announce(moegguf_lane * lane, const moegguf_tokens_event * toke
             (event.phases && !std::all_of(event.phases, event.phases + event.n_tokens, known))) {
             throw Error(MOEGGUF_INVALID, "tokens of several sequences have a sequence, a phase and an output each");
         }
-        Lane & l = *given(lane).lane;
-        if (l.store.shared.forked()) { // a thread of the parent may hold the lock
+        Context & c = *given(lane).context;
+        if (c.store.shared.forked()) { // a thread of the parent may hold the lock
             throw Error(MOEGGUF_FORKED, "the model was loaded in the parent process");
         }
-        event.lane = l.id;
-        l.store.acquire.announce_tokens(l, event);
+        event.lane = c.id;
+        c.store.acquire.announce_tokens(c, event);
     });
 }
 
 int moegguf_lane_is_clear(moegguf_lane * lane) {
-    return lane->lane->store.acquire.is_clear(*lane->lane);
+    return lane->context->store.acquire.is_clear(*lane->context);
 }
 
 int moegguf_lane_failure(moegguf_lane * lane, moegguf_failure * failure, int clear) {
-    return guarded([&] { given(lane).lane->store.acquire.take_failure(*lane->lane, given(failure), clear); });
+    return guarded([&] { given(lane).context->store.acquire.take_failure(*lane->context, given(failure), clear); });
 }
 
 void moegguf_lane_chain(moegguf_lane * lane, ggml_backend_sched_eval_callback next, void * user) {
-    lane->lane->next_eval = next;
-    lane->lane->next_user = user;
+    lane->context->next_eval = next;
+    lane->context->next_user = user;
 }
 
 } // extern "C"

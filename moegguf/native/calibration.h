@@ -1,4 +1,5 @@
 // calibration.h: what a predictor's probabilities are worth: how often experts predicted with one were used.
+// Arithmetic only: it knows no layer, no slot and no thread.
 #pragma once
 
 #include <algorithm>

@@ -1,11 +1,23 @@
-// clock.h: one monotonic clock for every figure that the store reports.
+// clock.h: time as a store sees it, and who carries its transfers: real, or virtual for simulations. (A third kind, a
+// link simulated in real time, is a device of ggml's: link_device.h.)
+//
+// Nothing else in a store knows which of them it lives by. Knows no slots and no files.
 #pragma once
 
 #include <chrono>
+#include <condition_variable>
 #include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
 
 namespace moegguf {
 
+class Link;
+struct LinkSpeed;
+
+// One monotonic clock for every figure of real time.
 inline uint64_t now_ns() {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
         .count();
@@ -16,5 +28,27 @@ template <typename T>
 void fade_in(T & mean, T value) {
     mean += mean > 0 ? (value - mean) / 32 : value;
 }
+
+class Clock {
+  public:
+    using Deadline = std::chrono::steady_clock::time_point;
+
+    virtual ~Clock() = default;
+    virtual uint64_t now_ns() const = 0;
+    virtual uint64_t real_ns() const = 0; // 0 where time is virtual: its threads do not wait
+
+    // Returns when something may have changed that threads tell by `changed`; the lock is free meanwhile. false:
+    // nothing will, or not before the deadline.
+    virtual bool wait(std::condition_variable & changed, std::unique_lock<std::mutex> & lock, Deadline deadline) = 0;
+
+    virtual void carry(Link & link, LinkSpeed speed) = 0; // its transfers, from now on; links carried first go first
+    virtual std::thread start_thread(std::function<void()> body) = 0; // none in virtual time: its caller does the work
+    // Compute time passes, under the lock. Throws Error(INVALID) where time is real.
+    virtual void advance(uint64_t ns) = 0;
+    virtual bool can_advance() const = 0;
+};
+
+// `virtual_ns`: where virtual time is counted; nullptr: real time.
+std::unique_ptr<Clock> make_clock(uint64_t * virtual_ns);
 
 } // namespace moegguf

@@ -19,19 +19,14 @@ int matrix_of(const Layout & layout, const Job & job) {
 
 } // namespace
 
-Copies::Copies(const Layout & layout, const moegguf_device & device, Shared & shared, Tier & to)
+Copies::Copies(const Layout & layout, Shared & shared, Tier & to)
     : layout_(layout),
       shared_(shared),
       to_(to),
       submitted_(to.residency.n_slots()) {
-    link.bytes_per_ns = device.sim_copy_bytes_per_ns;
-    link.latency_ns = device.sim_copy_latency_ns;
-    if (!shared.simulated()) {
-        start_thread();
-    }
 }
 
-void Copies::start_thread() {
+void Copies::start_threads() {
     ggml_backend_dev_t device = to_.pool()->memory().device;
     backend_.reset(ggml_backend_dev_init(device, nullptr));
     if (!backend_) {
@@ -49,7 +44,7 @@ void Copies::start_thread() {
     }
 }
 
-Copies::~Copies() {
+void Copies::stop() {
     {
         Lock lock(shared_.mutex);
         shared_.stopping = true;
@@ -62,10 +57,10 @@ Copies::~Copies() {
 
 void Copies::queue(int s, uint8_t kinds, bool demand) {
     const Slot & slot = to_.residency.slot(s);
-    const Place source = to_.source_tier(s).place(to_.source(s));
+    const SlotRef source = to_.source_tier(s).ref(to_.source(s));
     for (; kinds; kinds &= kinds - 1) {
         const uint8_t kind = kinds & -kinds;
-        (demand ? demand_ : prefetch_).push({source, to_.place(s), slot.il, slot.expert, kind, demand, slot.claims});
+        (demand ? demand_ : prefetch_).push({source, to_.ref(s), slot.il, slot.expert, kind, demand, slot.requests});
     }
     update_gauges();
 }
@@ -78,16 +73,16 @@ void Copies::drop_prefetches(int il) {
     update_gauges();
 }
 
-bool Copies::next(Job & job) {
+bool Copies::begin_next(Job & job) {
     const bool had_any = !idle();
     for (Ring<Job> * ring : {&demand_, &prefetch_}) {
         while (!ring->empty()) {
             job = ring->pop();
-            const int s = job.destination.slot;
-            const Slot & slot = to_.residency.slot(s);
-            if (to_.holds(job.destination) && (job.kinds & slot.queued & ~to_.residency.ready(s) & ~slot.reading) &&
-                !to_.residency.failed(s)) {
+            if (to_.still_wanted(job)) {
                 update_gauges();
+                job.begun_ns = shared_.clock->now_ns();
+                to_.residency.begin_read(job.destination.slot, job.kinds);
+                count(shared_.counters.chunks_reading);
                 return true;
             }
         }
@@ -106,23 +101,17 @@ Tier & Copies::source(const Job & job) const {
         case TierId::compute:
             return *to_.staged_for;
         default:
-            return *to_.below();
+            return *to_.ram();
     }
 }
 
-// Copies within the device take no time: its memory is far faster than any link.
-void Copies::start(Job & job, uint64_t bytes, uint64_t clock_ns) {
-    begin(job);
-    link.start(job, bytes, clock_ns);
-    link.done_ns = job.source.tier == TierId::lower ? link.done_ns : clock_ns;
-    count(busy_ns_, link.done_ns - clock_ns);
-    fade_in(bytes_ns_, double(link.done_ns - clock_ns) / bytes);
+uint64_t Copies::link_bytes(const Job & job) const {
+    return job.source.tier == TierId::ram ? layout_.matrices[matrix_of(layout_, job)].expert_bytes : 0;
 }
 
-void Copies::begin(Job & job) {
-    job.begun_ns = shared_.clock_ns();
-    to_.residency.begin_read(job.destination.slot, job.kinds);
-    count(shared_.counters.chunks_reading);
+void Copies::note_time(const Job & job, uint64_t ns) {
+    count(busy_ns_, ns);
+    fade_in(bytes_ns_, double(ns) / layout_.matrices[matrix_of(layout_, job)].expert_bytes);
 }
 
 void Copies::finish(const Job & job, const std::string & why) {
@@ -136,11 +125,11 @@ void Copies::finish(const Job & job, const std::string & why) {
     } else {
         count(shared_.counters.read_errors);
         shared_.error = why;
-        if (slot.pins > 0 && slot.claims != job.claims) { // as for reads: this says nothing about a later request
-            to_.residency.slot(s).queued |= job.kinds;
+        if (slot.pins > 0 && slot.requests != job.requests) { // as for reads: this says nothing about a later request
+            to_.residency.queue(s, job.kinds);
             queue(s, job.kinds, true);
         } else {
-            to_.residency.set_failed(s, true);
+            to_.residency.fail(s);
         }
     }
     submitted_[s].fetch_and(uint8_t(~job.kinds), std::memory_order_release);
@@ -193,14 +182,14 @@ void Copies::run() {
             in_flight_ = false;
         }
         lock.lock();
-        note_time(took_ns);
+        note_batch_time(took_ns);
         for (const Job & job : batch_) {
             finish(job, why);
         }
     }
 }
 
-void Copies::note_time(uint64_t ns) {
+void Copies::note_batch_time(uint64_t ns) {
     uint64_t bytes = 0;
     for (const Job & job : batch_) {
         bytes += layout_.matrices[matrix_of(layout_, job)].expert_bytes;
@@ -217,8 +206,7 @@ bool Copies::take_batch() {
     const auto more = [&] {
         return batch_.empty() || !demand_.empty() || (!batch_.back().demand && batch_.size() < most);
     };
-    while (more() && next(job)) {
-        begin(job);
+    while (more() && begin_next(job)) {
         batch_.push_back(job);
     }
     return !batch_.empty();
@@ -235,7 +223,7 @@ void Copies::submit_batch() {
         const Job & job = batch_[first];
         const int matrix = matrix_of(layout_, job), n = count_neighbours(first);
         const Pool &from = *source(job).pool(), &to = *to_.pool();
-        if (job.source.tier == TierId::lower) {
+        if (job.source.tier == TierId::ram) {
             to.write_slots(backend_.get(), matrix, job.destination.slot, n, from.data(matrix, job.source.slot));
         } else {
             to.copy_slots(backend_.get(), matrix, job.destination.slot, n, from, job.source.slot);

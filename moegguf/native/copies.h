@@ -1,5 +1,7 @@
-// copies.h: copies into one tier's slots on a device, from slots in host memory and from others on the device. Their
+// copies.h: the link into one tier's slots on a device: copies from slots in RAM and from others on the device. Their
 // thread has a backend of its own, which is a stream of its own where the device has streams.
+//
+// It fills slots that have a source (tier.h), and chooses none.
 #pragma once
 
 #include "link.h"
@@ -9,11 +11,10 @@
 
 namespace moegguf {
 
-class Copies {
+class Copies final : public Link {
   public:
-    // Starts the thread, unless simulated.
-    Copies(const Layout & layout, const moegguf_device & device, Shared & shared, Tier & to);
-    ~Copies();
+    Copies(const Layout & layout, Shared & shared, Tier & to);
+    ~Copies() override { stop(); }
     Copies(const Copies &) = delete;
     Copies & operator=(const Copies &) = delete;
 
@@ -22,9 +23,14 @@ class Copies {
     void wake() { work_.notify_one(); }
     void drop_prefetches(int il); // of this layer, to slots that are not pinned
     bool idle() const { return demand_.empty() && prefetch_.empty(); }
-    bool next(Job & job); // that is still of use
-    void begin(Job & job);
-    void finish(const Job & job, const std::string & why);
+
+    // Link.
+    void start_threads() override;
+    bool begin_next(Job & job) override;
+    void finish(const Job & job, const std::string & why) override;
+    uint64_t link_bytes(const Job & job) const override; // 0 within the device: its memory is far faster than any link
+    void note_time(const Job & job, uint64_t ns) override;
+    void stop(); // the store, and the thread
 
     // Whether copies can be waited for by the stream that computes: the device has events.
     bool has_events() const { return event_ != nullptr; }
@@ -35,21 +41,16 @@ class Copies {
 
     double bytes_ns() const { return bytes_ns_; } // of a copy, per byte, on average; 0: none yet; under the lock
     uint64_t n_stream_waits() const { return get(n_stream_waits_); }
-    uint64_t busy_ns() const { return get(busy_ns_); } // of the thread, or of the modelled link
-
-    Tier & source(const Job & job) const;                     // whose slot it copies
-    void start(Job & job, uint64_t bytes, uint64_t clock_ns); // simulation
-
-    ModelledLink link; // simulation
+    uint64_t busy_ns() const { return get(busy_ns_); } // of the thread, or of the link in virtual time
 
   private:
-    void start_thread();
+    Tier & source(const Job & job) const; // whose slot it copies
     void run();
     bool take_batch();
     void submit_batch();
     void mark_submitted(Lock & lock);
     int count_neighbours(size_t first) const;
-    void note_time(uint64_t ns);
+    void note_batch_time(uint64_t ns);
     void update_gauges();
 
     const Layout & layout_;

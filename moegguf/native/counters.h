@@ -1,4 +1,5 @@
 // counters.h: figures that any thread may raise or read without a lock.
+// Knows nothing of what is counted.
 #pragma once
 
 #include "moegguf.h"

@@ -2,6 +2,7 @@
 //
 // ggml's backends call ggml_abort() then, from any thread, and expect no return. Who started the process finds the line
 // on its stderr (moegguf/serving/worker_process.py), and goes on without the device.
+// It writes one line and changes nothing of a store.
 #pragma once
 
 namespace moegguf {

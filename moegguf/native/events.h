@@ -1,4 +1,7 @@
 // events.h: what happened, carried from compute and reader threads to the listener's own thread.
+//
+// It copies what it is given into a ring of its own, and calls the listener. It knows no slot and never takes the
+// store's lock; whoever holds that may call residency() only.
 #pragma once
 
 #include "moegguf.h"

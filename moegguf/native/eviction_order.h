@@ -1,4 +1,5 @@
 // eviction_order.h: the experts that may be evicted, in two orders per layer: by recency and by score.
+// It may ask the policy for scores. It knows neither what is in a slot nor why that may be evicted.
 #pragma once
 
 #include "policies/policy.h"

@@ -20,11 +20,6 @@ struct Arm {
 
 Arm arms[MOEGGUF_FAULT_KINDS];
 
-void sleep_for(time_t seconds, long ns) {
-    struct timespec pause = {seconds, ns};
-    nanosleep(&pause, nullptr);
-}
-
 } // namespace
 
 bool fault(moegguf_fault_kind kind) {
@@ -51,7 +46,8 @@ int sys_fstat(int fd, struct stat * st) {
 
 ssize_t sys_pread(int fd, void * buffer, size_t n, off_t offset) {
     if (fault(MOEGGUF_FAULT_SLOW_READ)) {
-        sleep_for(2, 0);
+        struct timespec pause = {2, 0};
+        nanosleep(&pause, nullptr);
     }
     if (fault(MOEGGUF_FAULT_EINTR)) {
         errno = EINTR;
@@ -65,12 +61,6 @@ ssize_t sys_pread(int fd, void * buffer, size_t n, off_t offset) {
         n = 4096;
     }
     return pread(fd, buffer, n, offset);
-}
-
-void slow_compute() {
-    if (fault(MOEGGUF_FAULT_SLOW_COMPUTE)) {
-        sleep_for(0, 20'000'000);
-    }
 }
 
 void * sys_aligned_alloc(size_t alignment, size_t n) {

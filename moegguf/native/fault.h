@@ -1,4 +1,5 @@
 // fault.h: the one shim between the store and the operations that can fail, so that tests can make the Nth fail.
+// Knows nothing of the store.
 #pragma once
 
 #include "moegguf.h"
@@ -14,7 +15,6 @@ bool fault(moegguf_fault_kind kind);
 int sys_open(const char * path, int flags);
 int sys_fstat(int fd, struct stat * st);
 ssize_t sys_pread(int fd, void * buffer, size_t n, off_t offset);
-void slow_compute(); // 20 ms more, where that is armed
 void * sys_aligned_alloc(size_t alignment, size_t n);
 
 } // namespace moegguf

@@ -44,17 +44,17 @@ bool only_renamed(const struct stat & opened, const struct stat & now, const std
 } // namespace
 
 // Whole huge pages, unless less than half of one is needed.
-Staging::Staging(size_t n) : size_(up(n) + Shard::alignment) {
+ReadBuffer::ReadBuffer(size_t n) : size_(up(n) + Shard::alignment) {
     const bool huge = size_ > huge_page_bytes / 2;
     size_ = huge ? (size_ + huge_page_bytes - 1) / huge_page_bytes * huge_page_bytes : size_;
     data_ = (uint8_t *)sys_aligned_alloc(huge ? huge_page_bytes : Shard::alignment, size_);
     if (!data_) {
-        throw Error(MOEGGUF_MEMORY, "no memory for a reader's staging buffer of " + std::to_string(size_) + " bytes");
+        throw Error(MOEGGUF_MEMORY, "no memory for a read buffer of " + std::to_string(size_) + " bytes");
     }
     ask_for_huge_pages(data_, size_);
 }
 
-Staging::~Staging() {
+ReadBuffer::~ReadBuffer() {
     free(data_);
 }
 
@@ -77,7 +77,7 @@ Shard::Shard(const std::string & path, bool direct)
 }
 
 bool Shard::direct_agrees() const {
-    Staging a(check_bytes), b(check_bytes);
+    ReadBuffer a(check_bytes), b(check_bytes);
     const ssize_t via_cache = sys_pread(buffered_.fd, a.data(), check_bytes, 0);
     const ssize_t via_disk = sys_pread(direct_.fd, b.data(), check_bytes, 0);
     return via_cache > 0 && via_cache == via_disk && memcmp(a.data(), b.data(), via_cache) == 0;
@@ -133,17 +133,17 @@ bool Shard::fill(int fd, uint8_t * data, uint64_t offset, size_t n, size_t neede
     return true;
 }
 
-const uint8_t * Shard::read(uint64_t offset, size_t n, const Staging & staging, ReadStats & stats) const {
+const uint8_t * Shard::read(uint64_t offset, size_t n, const ReadBuffer & buffer, ReadStats & stats) const {
     const uint64_t start = now_ns();
     int error = 0;
     for (int attempt = 0; attempt < 2; attempt++) {
         const bool direct = use_direct_;
         const uint64_t begin = direct ? down(offset) : offset;
         const uint64_t end = direct ? up(offset + n) : offset + n;
-        if (fill(direct ? direct_.fd : buffered_.fd, staging.data(), begin, end - begin, offset + n - begin, error)) {
+        if (fill(direct ? direct_.fd : buffered_.fd, buffer.data(), begin, end - begin, offset + n - begin, error)) {
             check_unchanged(); // after the bytes were read: a write that changed them is seen
             stats.read_ns += now_ns() - start;
-            return staging.data() + (offset - begin);
+            return buffer.data() + (offset - begin);
         }
         if (direct && error == EINVAL) {
             use_direct_ = false; // refused from now on; the page cache still works

@@ -1,4 +1,6 @@
 // files.h: bytes of the GGUF's shards, read past the page cache where the file system can be trusted with it.
+//
+// It may only read, at offsets that the layout has checked against the file. Knows no slot and no expert.
 #pragma once
 
 #include "layout.h"
@@ -11,12 +13,12 @@
 namespace moegguf {
 
 // A reader's own aligned memory; read() returns a pointer into it.
-class Staging {
+class ReadBuffer {
   public:
-    explicit Staging(size_t n); // Throws Error(MEMORY).
-    ~Staging();
-    Staging(const Staging &) = delete;
-    Staging & operator=(const Staging &) = delete;
+    explicit ReadBuffer(size_t n); // Throws Error(MEMORY).
+    ~ReadBuffer();
+    ReadBuffer(const ReadBuffer &) = delete;
+    ReadBuffer & operator=(const ReadBuffer &) = delete;
 
     uint8_t * data() const { return data_; }
     size_t size() const { return size_; }
@@ -48,7 +50,7 @@ class Shard {
     Shard(const std::string & path, bool direct); // Throws Error(IO).
 
     // n bytes at offset. Throws Error(IO): the file was written to since it was opened, or twice the same system error.
-    const uint8_t * read(uint64_t offset, size_t n, const Staging & staging, ReadStats & stats) const;
+    const uint8_t * read(uint64_t offset, size_t n, const ReadBuffer & buffer, ReadStats & stats) const;
 
     bool direct() const { return use_direct_; }
 

@@ -63,12 +63,10 @@ void Forecaster::start(const moegguf_predictor & chosen) {
         head_ = size_ = 0;
         stopping_ = false;
     }
-    if (!shared_.simulated()) {
-        try {
-            thread_ = std::thread([this] { run(); });
-        } catch (const std::system_error & e) {
-            throw Error(MOEGGUF_MEMORY, std::string("cannot start the predictor's thread: ") + e.what());
-        }
+    try {
+        thread_ = shared_.clock->start_thread([this] { run(); });
+    } catch (const std::system_error & e) {
+        throw Error(MOEGGUF_MEMORY, std::string("cannot start the predictor's thread: ") + e.what());
     }
     Lock lock(shared_.mutex);
     for (auto & tier : tiers_.compute) {
@@ -87,13 +85,13 @@ void Forecaster::stop() {
         stopping_ = true;
     }
     arrived_.notify_all();
-    settled_.notify_all();
+    caught_up_.notify_all();
     if (thread_.joinable()) {
         thread_.join();
     }
     forget();
     Lock lock(shared_.mutex);
-    transfers_.set_wishes({});
+    transfers_.forget(Cause::forecast);
     for (auto & tier : tiers_.compute) {
         tier->residency.count_uses(false);
     }
@@ -184,7 +182,7 @@ void Forecaster::post(const PassTokens & of, int il, uint64_t pass, Fill fill) {
     } catch (const std::bad_alloc &) {
         return; // no reason for the pass to end
     }
-    if (shared_.simulated()) {
+    if (!thread_.joinable()) { // virtual time
         follow(record, true);
         return;
     }
@@ -193,10 +191,10 @@ void Forecaster::post(const PassTokens & of, int il, uint64_t pass, Fill fill) {
     arrived_.notify_one();
 }
 
-void Forecaster::settle() {
+void Forecaster::keep_step() {
     if (lockstep_) {
         std::unique_lock<std::mutex> lock(inbox_mutex_);
-        settled_.wait(lock, [this] { return stopping_ || (size_ == 0 && !busy_); });
+        caught_up_.wait(lock, [this] { return stopping_ || (size_ == 0 && !busy_); });
     }
 }
 
@@ -224,7 +222,7 @@ void Forecaster::run() {
         lock.lock();
         busy_ = false;
         if (size_ == 0) {
-            settled_.notify_all();
+            caught_up_.notify_all();
         }
     }
 }
@@ -398,11 +396,11 @@ void Forecaster::unite(Row & row, int il, int distance) {
 
 void Forecaster::act() {
     Lock lock(shared_.mutex);
-    wishes_.clear();
+    wants_.clear();
     for (int at = row_ + 1; at < layout_.n_moe_layers; at++) {
         Row & row = rows_[at];
-        const uint64_t turn = turn_of(at);
-        if (row.distance == 0 || turn <= transfers_.turn()) {
+        const uint64_t deadline = step_of(at);
+        if (row.distance == 0 || deadline <= transfers_.step()) {
             continue; // unknown, or its time has passed meanwhile
         }
         if (!row.told) {
@@ -411,19 +409,23 @@ void Forecaster::act() {
             row.told = true;
         }
         if (prefetching_) {
-            wish_for_row(at, turn);
+            want_row(at, deadline);
         }
     }
     const uint64_t n_started = get(shared_.counters.prefetch_started) - n_started_, most = options_.most_prefetches;
     const size_t n_left = most > n_started ? most - n_started : 0;
-    wishes_.resize(std::min(wishes_.size(), n_left));
-    transfers_.set_wishes(wishes_);
+    wants_.resize(std::min(wants_.size(), n_left));
+    transfers_.forget(Cause::forecast); // this is what is known now
+    for (const Want & want : wants_) {
+        transfers_.want(want);
+    }
+    transfers_.wake_idle_reader();
 }
 
 // Of a layer's most probable experts, as many as the tokens can use, those that are not there and worth it.
-// An expert that is used with chance p saves its stall, or as much of it as there is time until its layer's turn; one
+// An expert that is used with chance p saves its stall, or as much of it as there is time until its layer comes; one
 // that is not keeps the link from others for nothing. What is left is what the expert evicted for it may be worth.
-void Forecaster::wish_for_row(int at, uint64_t turn) {
+void Forecaster::want_row(int at, uint64_t deadline) {
     const Row & row = rows_[at];
     const int il = layout_.moe_layers[at];
     const float saved = transfers_.share_in_time(at - row_);
@@ -434,7 +436,7 @@ void Forecaster::wish_for_row(int at, uint64_t turn) {
         const float p = row.chances[e];
         const float worth = options_.waste_weight > 0.0f ? p * saved - (1.0f - p) * options_.waste_weight : INFINITY;
         if (row.likely[e] > 0.0f && worth > 0.0f && tiers_.of(il).residency.find(il, e) < 0) {
-            wishes_.push_back({turn, il, e, worth});
+            wants_.push_back({il, e, Cause::forecast, worth, deadline});
         }
     }
 }

@@ -1,5 +1,8 @@
 // forecaster.h: predicts what a pass will use, on a thread of its own, and acts on it: protects slots, asks for
 // prefetches. Compute threads leave what a layer showed in a ring, and go on.
+//
+// It may tell policies and the transfer queue of a tier's layers what it expects, under the store's lock. It pins and
+// evicts nothing, and what it says changes speed, never a token.
 #pragma once
 
 #include "calibration.h"
@@ -23,7 +26,7 @@ struct PassTokens {
 // the sweep covers better. Each sequence is followed by a predictor of its own, which sees what it would see alone; an
 // expert's chance is that any of them uses it, 1 - prod(1 - p). Of more than most_asked sequences as many are asked,
 // at even distances, and the others count as their average; of more than most_sequences none: they use most experts.
-// With several lanes each of their events is followed as it comes; a pass of another lane ends what was predicted.
+// With several contexts each of their events is followed as it comes; a pass of another one ends what was predicted.
 class Forecaster {
   public:
     Forecaster(const Layout & layout, Shared & shared, Tiers & tiers, Transfers & transfers)
@@ -48,7 +51,7 @@ class Forecaster {
     // expert_ids [n_tokens][n_expert_used]; inputs [n_tokens][n_embd], NULL: not asked for.
     void routing(int il, const PassTokens & of, const int32_t * expert_ids, int n_expert_used, const float * inputs,
                  int n_embd, uint64_t pass);
-    void settle(); // in lockstep: returns when everything was predicted that could be
+    void keep_step(); // in lockstep: returns when everything was predicted that could be
 
   private:
     static constexpr int most_asked = 8;
@@ -106,8 +109,8 @@ class Forecaster {
     bool ask_followers(int il, int distance);
     void unite(Row & row, int il, int distance);
     void act();
-    void wish_for_row(int row, uint64_t turn);
-    uint64_t turn_of(int row) const { return pass_ * layout_.layers.size() + layout_.moe_layers[row]; }
+    void want_row(int row, uint64_t deadline);
+    uint64_t step_of(int row) const { return pass_ * layout_.layers.size() + layout_.moe_layers[row]; }
 
     const Layout & layout_;
     Shared & shared_;
@@ -123,7 +126,7 @@ class Forecaster {
     // The ring, under its own lock. When it is full the oldest record goes.
     std::mutex inbox_mutex_;
     std::condition_variable arrived_;
-    std::condition_variable settled_;
+    std::condition_variable caught_up_;
     std::array<Record, 64> ring_;
     size_t head_ = 0;
     size_t size_ = 0;
@@ -148,7 +151,7 @@ class Forecaster {
     std::vector<float> each_; // [most_asked][n_expert_max] scratch, as asked_
     std::vector<int> asked_;
     std::vector<int> best_;
-    std::vector<Wish> wishes_;
+    std::vector<Want> wants_;
     mutable std::mutex rows_mutex_; // read() looks at rows_ from other threads
 };
 

@@ -1,4 +1,5 @@
 // free_slots.h: the lowest free slot, found in a bitmap of two levels.
+// Knows numbers only.
 #pragma once
 
 #include <cstddef>

@@ -8,27 +8,27 @@ namespace moegguf {
 namespace {
 
 // Whether to stop at the node with the expert ids.
-bool must_acquire(Lane & lane, const ggml_tensor * t, int il) {
-    Acquire & acquire = lane.store.acquire;
+bool must_acquire(Context & context, const ggml_tensor * t, int il) {
+    Acquire & acquire = context.store.acquire;
     if (acquire.idle(il)) {
-        acquire.count_idle(lane, il, (int)t->ne[0], (int)t->ne[1]);
+        acquire.count_idle(context, il, (int)t->ne[0], (int)t->ne[1]);
         return false;
     }
     return true;
 }
 
 // The matrices to wait for once this node was computed.
-uint8_t kinds_after(const Lane & lane, const ggml_tensor * t) {
+uint8_t kinds_after(const Context & context, const ggml_tensor * t) {
     const int ready_il = layer_of(t, ready_node), il = ready_il >= 0 ? ready_il : layer_of(t, down_node);
-    if (!lane.store.layout.has_experts(il) || lane.store.arrivals.on(il)) {
+    if (!context.store.layout.has_experts(il) || context.store.arrivals.on(il)) {
         return 0;
     }
     return ready_il >= 0 ? all_kinds & ~down_kind : down_kind;
 }
 
 // Whether the scheduler has to stop at this node.
-bool must_stop(Lane & lane, const ggml_tensor * t) {
-    if (lane.store.missed.must_write(lane, t)) {
+bool must_stop(Context & context, const ggml_tensor * t) {
+    if (context.supply && context.supply->changes(context, t)) {
         return true;
     }
     if (!is_of_experts(t)) {
@@ -36,104 +36,77 @@ bool must_stop(Lane & lane, const ggml_tensor * t) {
     }
     const int il = layer_of(t, ids_node);
     if (il >= 0) {
-        return must_acquire(lane, t, il);
+        return must_acquire(context, t, il);
     }
-    const uint8_t kinds = kinds_after(lane, t);
-    return kinds && lane.store.acquire.pending(lane, kinds);
+    const uint8_t kinds = kinds_after(context, t);
+    return kinds && !context.failed() && !context.store.shared.forked() && context.pinned.pending(kinds);
 }
 
-// The floats of a tensor: in place where they lie in host memory, copied to `scratch` where not. NULL when the
-// tensor does not hold n of them in a row.
-const float * floats(const ggml_tensor * t, size_t n, std::vector<float> & scratch) {
-    if (!t || t->type != GGML_TYPE_F32 || !ggml_is_contiguous(t) || (size_t)ggml_nelements(t) != n || !t->buffer) {
-        return nullptr;
+// What observers asked for besides the ids; the patch makes these tensors sources of the node.
+void read_details(Context & context, const ggml_tensor * t, Choice & choice) {
+    const Store & store = context.store;
+    if (store.events.wants_weights()) {
+        choice.weights = floats(t->src[1], (size_t)choice.n_expert_used * choice.n_tokens, context.weights);
     }
-    if (ggml_backend_buffer_is_host(t->buffer)) {
-        return (const float *)t->data;
+    const int n_tokens = choice.n_tokens;
+    if ((store.events.wants_inputs(n_tokens) || store.forecaster.wants_inputs(n_tokens)) && t->src[2]) {
+        choice.n_embd = (int)t->src[2]->ne[0];
+        choice.inputs = floats(t->src[2], (size_t)choice.n_embd * n_tokens, context.inputs);
     }
-    scratch.resize(n);
-    ggml_backend_tensor_get(t, scratch.data(), 0, n * sizeof(float));
-    return scratch.data();
-}
-
-// What the listener asked for besides the ids; the patch makes these tensors sources of the node.
-Routed routed(Lane & lane, const ggml_tensor * t, size_t n_used, size_t n_tokens) {
-    const Events & events = lane.store.events;
-    Routed known;
-    if (events.wants_weights()) {
-        known.weights = floats(t->src[1], n_used * n_tokens, lane.weights);
-    }
-    const bool inputs = events.wants_inputs((int)n_tokens) || lane.store.forecaster.wants_inputs((int)n_tokens);
-    if (inputs && t->src[2]) {
-        known.n_embd = (int)t->src[2]->ne[0];
-        known.inputs = floats(t->src[2], known.n_embd * n_tokens, lane.inputs);
-    }
-    return known;
 }
 
 // What computes the layer, where that is a stream on the device of the slots that can wait for copies itself.
-ggml_backend_t stream_of(const Lane & lane, const Tier & tier, ggml_tensor * t) {
+ggml_backend_t stream_of(const Context & context, const Tier & tier, ggml_tensor * t) {
     const Copies * copies = tier.copies;
-    if (!copies || !copies->has_events() || !lane.scheduler) {
+    if (!copies || !copies->has_events() || !context.scheduler) {
         return nullptr;
     }
-    ggml_backend_t backend = ggml_backend_sched_get_tensor_backend(lane.scheduler, t);
+    ggml_backend_t backend = ggml_backend_sched_get_tensor_backend(context.scheduler, t);
     const bool same = backend && ggml_backend_get_device(backend) == tier.pool()->memory().device;
     return same ? backend : nullptr;
 }
 
-// The CPU begins with the experts that it computes, beside the device.
-void begin_missed(Lane & lane, const ggml_tensor * t) {
-    if (!lane.missed || lane.failed) {
-        return;
-    }
-    const int n_tokens = (int)t->ne[1], n_embd = (int)t->src[2]->ne[0];
-    const float * inputs = floats(t->src[2], (size_t)n_embd * n_tokens, lane.inputs);
-    const float * weights =
-        lane.chain->weights_input ? floats(t->src[1], (size_t)ggml_nelements(t), lane.weights) : nullptr;
-    lane.store.missed.begin(lane, inputs, n_embd, weights, n_tokens);
-}
-
-void acquire_experts(Lane & lane, ggml_tensor * t, int il) {
-    const int n_used = (int)t->ne[0], n_tokens = (int)t->ne[1];
-    const size_t n = (size_t)n_used * n_tokens;
-    const uint8_t kinds = lane.store.shared.has(MOEGGUF_OVERLAP) ? 0 : all_kinds;
+void acquire_experts(Context & context, ggml_tensor * t, int il) {
+    Store & store = context.store;
+    const bool in_place = ggml_backend_buffer_is_host(t->buffer);
+    Choice choice = {il, (int32_t *)t->data, (int)t->ne[0], (int)t->ne[1]};
+    const size_t n = (size_t)choice.n_expert_used * choice.n_tokens;
     if (n == 0) {
         return;
     }
-    lane.stream = lane.store.layout.has_experts(il) ? stream_of(lane, lane.store.tiers.of(il), t) : nullptr;
-    lane.ids_in_place = ggml_backend_buffer_is_host(t->buffer);
-    lane.chain = chain_of(t);
-    const Routed known = routed(lane, t, n_used, n_tokens);
-    if (ggml_backend_buffer_is_host(t->buffer)) {
-        lane.store.acquire.acquire(lane, il, (int32_t *)t->data, n_used, n_tokens, kinds, known);
-        begin_missed(lane, t);
-        return;
+    choice.wait_kinds = store.shared.has(MOEGGUF_OVERLAP) ? 0 : all_kinds;
+    choice.ids_in_place = in_place;
+    choice.node = t;
+    choice.stream = store.layout.has_experts(il) ? stream_of(context, store.tiers.of(il), t) : nullptr;
+    read_details(context, t, choice);
+    if (!in_place) {
+        context.ids.resize(n);
+        ggml_backend_tensor_get(t, context.ids.data(), 0, n * sizeof(int32_t));
+        choice.ids = context.ids.data();
     }
-    lane.ids.resize(n);
-    ggml_backend_tensor_get(t, lane.ids.data(), 0, n * sizeof(int32_t));
-    lane.store.acquire.acquire(lane, il, lane.ids.data(), n_used, n_tokens, kinds, known);
-    begin_missed(lane, t);
-    ggml_backend_tensor_set(t, lane.ids.data(), 0, n * sizeof(int32_t));
+    store.acquire.acquire(context, choice);
+    if (!in_place) {
+        ggml_backend_tensor_set(t, context.ids.data(), 0, n * sizeof(int32_t));
+    }
 }
 
 // What a stop is for. No exception leaves it: the caller is C.
-void stopped(Lane & lane, ggml_tensor * t) {
-    const bool writes = lane.store.missed.must_write(lane, t);
-    if (!writes && !is_of_experts(t)) {
+void stopped(Context & context, ggml_tensor * t) {
+    const bool changes = context.supply && context.supply->changes(context, t);
+    if (!changes && !is_of_experts(t)) {
         return;
     }
     const int il = layer_of(t, ids_node);
     try {
-        if (writes) {
-            lane.store.missed.write(lane, t);
+        if (changes) {
+            context.supply->change(context, t);
         } else if (il >= 0) {
-            acquire_experts(lane, t, il);
-        } else if (const uint8_t kinds = kinds_after(lane, t)) {
-            lane.store.acquire.wait(lane, kinds);
+            acquire_experts(context, t, il);
+        } else if (const uint8_t kinds = kinds_after(context, t); kinds && context.supply) {
+            context.supply->wait(context, kinds);
         }
     } catch (const std::exception & e) {
-        lane.fail(MOEGGUF_MEMORY, il, -1, e.what());
+        context.fail(MOEGGUF_MEMORY, il, -1, e.what());
         if (il >= 0) {
             ggml_backend_tensor_memset(t, 0, 0, ggml_nbytes(t)); // slots that exist, for a pass that ends here
         }
@@ -146,23 +119,23 @@ void stopped(Lane & lane, ggml_tensor * t) {
 using namespace moegguf;
 
 extern "C" bool moegguf_eval(ggml_tensor * t, bool ask, void * user) {
-    Lane & lane = *((moegguf_lane *)user)->lane;
+    Context & context = *((moegguf_lane *)user)->context;
     // Both callbacks see every node that either of them asked for.
     if (ask) {
-        return (lane.next_eval && lane.next_eval(t, true, lane.next_user)) || must_stop(lane, t);
+        return (context.next_eval && context.next_eval(t, true, context.next_user)) || must_stop(context, t);
     }
-    stopped(lane, t);
-    return !lane.next_eval || lane.next_eval(t, false, lane.next_user);
+    stopped(context, t);
+    return !context.next_eval || context.next_eval(t, false, context.next_user);
 }
 
 extern "C" bool moegguf_abort(void * user) {
-    Lane & lane = *((moegguf_lane *)user)->lane;
-    return lane.store.acquire.must_abort(lane);
+    Context & context = *((moegguf_lane *)user)->context;
+    return context.store.acquire.must_abort(context);
 }
 
 extern "C" void moegguf_set_scheduler(ggml_backend_sched_eval_callback eval, void * lane, ggml_backend_sched_t sched) {
     if (eval == moegguf_eval) {
-        ((moegguf_lane *)lane)->lane->scheduler = sched;
+        ((moegguf_lane *)lane)->context->scheduler = sched;
     }
 }
 

@@ -1,4 +1,5 @@
 // huge_pages.h: memory in pages of 2 MiB, where the system has them. Elsewhere nothing changes.
+// It may advise the kernel about the memory that it is given, and touches none of it.
 #pragma once
 
 #include <sys/mman.h>

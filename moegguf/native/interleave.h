@@ -1,4 +1,5 @@
 // interleave.h: expert rows from the file's layout into the one that the CPU's kernels multiply with, past the cache.
+// It may write the memory of the slot that it is given. Knows no pool.
 #pragma once
 
 #include "layout.h"

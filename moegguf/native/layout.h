@@ -1,4 +1,5 @@
 // layout.h: where each expert lies in the file, and what a slot has to hold. Immutable plain data, no I/O.
+// Knows no slot and no device.
 #pragma once
 
 #include "moegguf.h"

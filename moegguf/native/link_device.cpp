@@ -1,8 +1,8 @@
 #include "link_device.h"
 
+#include "command_queue.h"
 #include "layout.h"
 #include "shared_bandwidth.h"
-#include "stream.h"
 #include "strict_device.h"
 
 #include "ggml-backend-impl.h" // devices are not public; patches/README.md lists what we lean on
@@ -241,7 +241,7 @@ bool is_host(ggml_backend_buffer_type_t) {
 struct Backend {
     LinkDevice & device;
     ggml_backend_ptr cpu;
-    Stream stream; // copies; computing waits for them
+    CommandQueue queue; // copies; computing waits for them
 };
 
 Backend & of(ggml_backend_t backend) {
@@ -249,13 +249,13 @@ Backend & of(ggml_backend_t backend) {
 }
 
 void synchronize(ggml_backend_t backend) {
-    of(backend).stream.mark()->wait();
+    of(backend).queue.mark()->wait();
 }
 
 void copy_async(ggml_backend_t backend, SharedBandwidth & direction, void * to, const void * from, size_t n,
                 const void * host) {
     LinkDevice & device = of(backend).device;
-    of(backend).stream.push([&device, &direction, to, from, n] { device.copy(direction, to, from, n); });
+    of(backend).queue.push([&device, &direction, to, from, n] { device.copy(direction, to, from, n); });
     if (!device.pinned(host, n)) {
         synchronize(backend);
     }
@@ -269,8 +269,8 @@ void get_tensor_async(ggml_backend_t backend, const ggml_tensor * t, void * data
     copy_async(backend, of(backend).device.to_host, data, address(t, offset), n, data);
 }
 
-void wait_in(Backend & backend, const std::shared_ptr<Stream::Point> & point) {
-    backend.stream.push([point] { point->wait(); });
+void wait_in(Backend & backend, const std::shared_ptr<CommandQueue::Point> & point) {
+    backend.queue.push([point] { point->wait(); });
 }
 
 // Within the device; behind what the source's stream has to do, and what the destination's has.
@@ -280,10 +280,10 @@ bool copy_tensor_async(ggml_backend_t source, ggml_backend_t destination, const 
         return false;
     }
     if (source != destination) {
-        wait_in(of(destination), of(source).stream.mark());
+        wait_in(of(destination), of(source).queue.mark());
     }
     LinkDevice & device = of(destination).device;
-    of(destination).stream.push([&device, to_data = to->data, from_data = from->data, n = ggml_nbytes(from)] {
+    of(destination).queue.push([&device, to_data = to->data, from_data = from->data, n = ggml_nbytes(from)] {
         device.move(to_data, from_data, n);
     });
     return true;
@@ -300,9 +300,9 @@ ggml_status compute(ggml_backend_t backend, ggml_cgraph * graph) {
 
 struct Event {
     std::mutex mutex;
-    std::shared_ptr<Stream::Point> point;
+    std::shared_ptr<CommandQueue::Point> point;
 
-    std::shared_ptr<Stream::Point> recorded() {
+    std::shared_ptr<CommandQueue::Point> recorded() {
         std::lock_guard<std::mutex> lock(mutex);
         return point;
     }
@@ -314,7 +314,7 @@ Event & of(ggml_backend_event_t event) {
 
 void record(ggml_backend_t backend, ggml_backend_event_t event) {
     std::lock_guard<std::mutex> lock(of(event).mutex);
-    of(event).point = of(backend).stream.mark();
+    of(event).point = of(backend).queue.mark();
 }
 
 void wait_for(ggml_backend_t backend, ggml_backend_event_t event) {
@@ -385,7 +385,7 @@ ggml_backend_t new_backend(ggml_backend_dev_t device, const char *) {
     interface.event_record = record;
     interface.event_wait = wait_for;
     return new ggml_backend{guid(), interface, device,
-                            new Backend{of(device), std::move(cpu), Stream(of(device).strict)}};
+                            new Backend{of(device), std::move(cpu), CommandQueue(of(device).strict)}};
 }
 
 const char * device_name(ggml_backend_dev_t device) {

@@ -38,9 +38,9 @@
 //   compute thread(s): moegguf_eval, moegguf_abort, and in the CPU's MUL_MAT_ID the order of matrices (arrivals.h).
 //                      Allocation-free once warm. Take the store's lock briefly where slots are pinned or waited for,
 //                      and not for a layer of a resident pool or for matrices that are there.
-//   reader threads   : pread into staging, write into slots. Never call out.
-//   copy threads     : one per device: copies from slots below to it. Never calls out.
-//   missed.h's thread: computes experts on the CPU from slots below that are pinned meanwhile. Never calls out.
+//   reader threads   : pread into read buffers, write into slots. Never call out.
+//   copy threads     : one per device: copies from slots in RAM to it. Never calls out.
+//   cpu_misses thread: computes experts on the CPU from slots in RAM that are pinned meanwhile. Never calls out.
 //   predictor thread : takes what compute threads leave, predicts, asks for prefetches under the store's lock.
 //   event thread     : calls the listener's callbacks. The only thread that enters foreign code.
 //   any thread       : everything else below, unless it says otherwise. Counters are read without the lock, so figures
@@ -167,7 +167,7 @@ struct moegguf_counters {
     uint64_t stall_ns;  // compute threads waiting for bytes, or for experts that the CPU computes beside a device
     uint64_t hook_ns;   // time in the hook without the stall
     uint64_t read_ns;   // summed over readers: pread
-    uint64_t upload_ns; // summed over readers: staging to slot, repacking included
+    uint64_t upload_ns; // summed over readers: read buffer to slot, repacking included
     uint64_t prefetch_requested;
     uint64_t prefetch_started;
     uint64_t prefetch_useful;  // prefetched and then looked up before eviction

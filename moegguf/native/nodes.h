@@ -1,10 +1,13 @@
-// nodes.h: the nodes of llama.cpp's graph that the eval callback stops at, by name, as patches/slot-ids.patch has them.
+// nodes.h: the nodes of llama.cpp's graph that the eval callback stops at, by name, as patches/slot-ids.patch has them,
+// and what they carry. Knows no store.
 #pragma once
 
+#include "ggml-backend.h"
 #include "ggml.h"
 
 #include <cstdlib>
 #include <cstring>
+#include <vector>
 
 namespace moegguf {
 
@@ -22,6 +25,37 @@ template <size_t n>
 int layer_of(const ggml_tensor * t, const char (&prefix)[n]) {
     static_assert(n <= sizeof(t->name));
     return memcmp(t->name, prefix, n - 1) == 0 ? atoi(t->name + n - 1) : -1;
+}
+
+// Words of op_params of the node of slot ids: whether experts may be missing, what a supply keeps there, its store.
+constexpr int waits_word = 0, supply_word = 2, store_word = 4;
+static_assert((store_word - supply_word) * sizeof(int32_t) >= sizeof(void *), "each has its place");
+static_assert(store_word * sizeof(int32_t) + sizeof(void *) <= GGML_MAX_OP_PARAMS, "all fit");
+
+template <typename T>
+T * op_pointer(const ggml_tensor * ids, int word) {
+    T * pointer;
+    memcpy(&pointer, ids->op_params + word, sizeof(pointer));
+    return pointer;
+}
+
+template <typename T>
+void set_op_pointer(ggml_tensor * ids, int word, T * pointer) {
+    memcpy(ids->op_params + word, &pointer, sizeof(pointer));
+}
+
+// The floats of a tensor: in place where they lie in host memory, copied to `scratch` where not. NULL when the
+// tensor does not hold n of them in a row.
+inline const float * floats(const ggml_tensor * t, size_t n, std::vector<float> & scratch) {
+    if (!t || t->type != GGML_TYPE_F32 || !ggml_is_contiguous(t) || (size_t)ggml_nelements(t) != n || !t->buffer) {
+        return nullptr;
+    }
+    if (ggml_backend_buffer_is_host(t->buffer)) {
+        return (const float *)t->data;
+    }
+    scratch.resize(n);
+    ggml_backend_tensor_get(t, scratch.data(), 0, n * sizeof(float));
+    return scratch.data();
 }
 
 } // namespace moegguf

@@ -1,4 +1,5 @@
-// numbering.h: which slot ids the multiplications of a layer use. No memory, no file: only numbers.
+// numbering.h: which slot ids the multiplications of a layer use. Knows numbers only: no memory, no file, no experts
+// held.
 #pragma once
 
 #include "layout.h"
@@ -28,18 +29,18 @@ class Numbering {
         }
     }
 
-    // Places for experts that are staged (staging.h): layers take n_tensors windows in turn, each with a place for
+    // Slots for experts that are staged (staged_supply.h): layers take n_tensors windows in turn, each with a slot for
     // every expert of a layer, so that slot ids equal expert ids.
     struct InTurn {
         int n_tensors;
     };
-    Numbering(const Layout & layout, const LayerSet & layers, InTurn turn)
-        : n_slots_(turn.n_tensors * layout.n_expert_max),
+    Numbering(const Layout & layout, const LayerSet & layers, InTurn tensors)
+        : n_slots_(tensors.n_tensors * layout.n_expert_max),
           resident_(true),
           windows_(layout.layers.size(), {0, 0}) {
         int n = 0;
         for (int il : layers.moe_layers) {
-            windows_[il] = {n % turn.n_tensors * layout.n_expert_max, layout.layers[il].n_expert};
+            windows_[il] = {n % tensors.n_tensors * layout.n_expert_max, layout.layers[il].n_expert};
             n += 1;
         }
     }

@@ -265,7 +265,7 @@ Pool::Pool(const Layout & layout, const LayerSet & layers, const Numbering & num
     }
     if (kernels_ask_for_order()) {
         n_ids_ = layout.n_expert_max;
-        make_place_mark();
+        make_cpu_anchor();
     }
     if (!numbering.resident()) {
         share_all_slots(numbering.n_slots());
@@ -350,16 +350,16 @@ void Pool::make_tensor(const Matrix & m, int matrix, Window window) {
 }
 
 // In plain memory: interleaved weights are of no use to nodes that do not multiply.
-void Pool::make_place_mark() {
-    place_mark_ = ggml_new_tensor_1d(context_.get(), GGML_TYPE_I32, 1);
-    ggml_set_name(place_mark_, "place_mark");
-    mark_memory_.reset(ggml_backend_buft_alloc_buffer(memory_.buft, ggml_backend_buft_get_alignment(memory_.buft)));
-    if (!mark_memory_ ||
-        ggml_backend_tensor_alloc(mark_memory_.get(), place_mark_, ggml_backend_buffer_get_base(mark_memory_.get())) !=
-            GGML_STATUS_SUCCESS) {
+void Pool::make_cpu_anchor() {
+    cpu_anchor_ = ggml_new_tensor_1d(context_.get(), GGML_TYPE_I32, 1);
+    ggml_set_name(cpu_anchor_, "cpu_anchor");
+    anchor_memory_.reset(ggml_backend_buft_alloc_buffer(memory_.buft, ggml_backend_buft_get_alignment(memory_.buft)));
+    if (!anchor_memory_ ||
+        ggml_backend_tensor_alloc(anchor_memory_.get(), cpu_anchor_,
+                                  ggml_backend_buffer_get_base(anchor_memory_.get())) != GGML_STATUS_SUCCESS) {
         throw Error(MOEGGUF_MEMORY, "no memory for a tensor of four bytes");
     }
-    ggml_backend_buffer_set_usage(mark_memory_.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+    ggml_backend_buffer_set_usage(anchor_memory_.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
 }
 
 bool Pool::kernels_ask_for_order() const {

@@ -1,4 +1,7 @@
 // pool.h: fast memory for experts on one ggml device, and the tensors that llama.cpp multiplies with.
+//
+// It may allocate, write and free its own arenas, and bind its tensors to them. It does not know which expert is in a
+// slot, nor who may write there: its callers see to that.
 #pragma once
 
 #include "interleave.h"
@@ -62,7 +65,7 @@ class Pool {
     void set_op_params(int matrix, const void * pointer);
     // Where they do, a weight that nothing is computed with: ggml puts a node on the device that the weights among its
     // sources are on, and these kernels are to read the very ids that the hook has written.
-    ggml_tensor * place_mark() const { return place_mark_; }
+    ggml_tensor * cpu_anchor() const { return cpu_anchor_; }
 
     // Every layer's window becomes all slots: for a pool that leaves the resident numbering.
     void share_all_slots(int n_slots);
@@ -96,7 +99,7 @@ class Pool {
     uint8_t * address(int matrix, int slot) const;
     ggml_tensor slots_view(int matrix, int slot, int n) const;
     void make_tensor(const Matrix & m, int matrix, Window window);
-    void make_place_mark();
+    void make_cpu_anchor();
 
     PoolMemory memory_;
     std::vector<ggml_backend_buffer_type_t> interleaved_; // per matrix; nullptr: plain
@@ -109,8 +112,8 @@ class Pool {
     std::vector<ggml_tensor *> slot_;    // [n_matrices], a template: one expert in slot 0
     std::vector<moegguf_kind> kind_;
     std::vector<uint64_t> padding_; // [n_matrices] behind an expert; 0 where slots are interleaved
-    ggml_backend_buffer_ptr mark_memory_;
-    ggml_tensor * place_mark_ = nullptr;
+    ggml_backend_buffer_ptr anchor_memory_;
+    ggml_tensor * cpu_anchor_ = nullptr;
     uint64_t bytes_ = 0;
     int n_allocated_ = 0; // slots that every arena has room for
     int n_ids_ = 0;       // that kernels may be given, also where there are fewer slots: experts that are streamed

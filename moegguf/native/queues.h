@@ -1,4 +1,4 @@
-// queues.h: transfers to be made, as data. Demand before prefetch; a chunk is one matrix of one expert.
+// queues.h: transfers to be made, as data; a chunk is one matrix of one expert. Knows no threads and no links.
 #pragma once
 
 #include "layout.h"
@@ -62,42 +62,40 @@ class Ring {
     size_t size_ = 0;
 };
 
-// Disk is where every expert has its place: the shards of the GGUF. The others have slots: those that layers compute
-// with, those in host memory that slots of a device are filled from, and those of tensors that prompts are staged in.
-enum class TierId : uint8_t { disk, lower, compute, staging };
+// Disk is where every expert lies: the shards of the GGUF. The others have slots: those that layers compute with, those
+// in RAM that slots of a device are filled from, and those of tensors that prompts are staged in.
+enum class TierId : uint8_t { disk, ram, compute, staging };
 
-// Where an expert is: in a slot while the slot's generation holds. On disk the layout has its offsets, and slot is -1.
-struct Place {
+// An expert's slot, while the slot's generation holds. On disk the layout has its offsets, and slot is -1.
+struct SlotRef {
     TierId tier = TierId::disk;
     int slot = -1;
     uint32_t generation = 0;
 };
 
 struct Job {
-    Place source;
-    Place destination;
+    SlotRef source;
+    SlotRef destination;
     int il = -1;
     int expert = -1;
-    uint8_t kinds = 0;   // bits of the matrices to move, one unless chunking is off
-    bool demand = false; // a routing event needs it; a prefetch otherwise
-    uint32_t claims = 0; // of the destination, when this was queued
+    uint8_t kinds = 0;     // bits of the matrices to move, one unless chunking is off
+    bool demand = false;   // a routing event needs it; a prefetch otherwise
+    uint32_t requests = 0; // of the destination, when this was queued
     uint64_t begun_ns = 0;
-    int streamed = -1; // its place among the experts that are streamed; -1: the slot's own expert
+    int streamed = -1; // its index among the experts that are streamed; -1: the slot's own expert
 };
 
-// An expert asked for early, which has no slot yet.
-struct PrefetchRequest {
-    int il;
-    int expert;
-};
+// Who wants an expert before a layer needs it, in the order in which they are served.
+enum class Cause : uint8_t { request, forecast, warm_start };
 
-// An expert that a predictor expects to be used at a turn (Moment). Transferred only while the link has nothing that is
-// needed now, and never after that turn.
-struct Wish {
-    uint64_t turn;
+// An expert that is worth having: transferred only while the link has nothing that is needed now, in place of one that
+// is worth less. What a request is worth is said by the eviction policy; a warm start takes free slots only.
+struct Want {
     int il;
     int expert;
-    float worth; // of having it, as a chance: above that of the expert that makes room
+    Cause cause = Cause::request;
+    float value = 0;                // of a forecast: of having it, as a chance
+    uint64_t deadline = UINT64_MAX; // of a forecast: the layer step (LayerStep) that uses it; too late from then on
 };
 
 } // namespace moegguf

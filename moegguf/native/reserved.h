@@ -1,4 +1,5 @@
 // reserved.h: a buffer type that only reserves address space, where llama.cpp believes its expert tensors to be.
+// Nothing may read or write there. Knows of a store only its address.
 #pragma once
 
 #include "ggml-backend.h"

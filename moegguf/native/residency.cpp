@@ -1,6 +1,7 @@
 #include "residency.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace moegguf {
 namespace {
@@ -12,14 +13,14 @@ constexpr float use_half_life_tokens = 64.0f;
 // The smallest rank goes first: score, then distance of the next use in a sweep, then age.
 struct Residency::Rank {
     float score;
-    int turn;
+    int order;
     uint64_t last_use;
 
     bool before(const Rank & other) const {
         if (score != other.score) {
             return score < other.score;
         }
-        return turn != other.turn ? turn < other.turn : last_use < other.last_use;
+        return order != other.order ? order < other.order : last_use < other.last_use;
     }
 };
 
@@ -62,20 +63,12 @@ void Residency::set_floors() {
     }
 }
 
-void Residency::set_failed(int s, bool failed) {
-    if (failed) {
-        state_[s].fetch_or(failed_bit, std::memory_order_release);
-    } else {
-        state_[s].fetch_and(uint8_t(~failed_bit), std::memory_order_relaxed);
-    }
-}
-
 bool Residency::evictable(int s) const {
     const Slot & slot = slots_[s];
     return slot.expert >= 0 && slot.pins == 0 && slot.reading == 0 && s < n_usable_;
 }
 
-void Residency::place(int s) {
+void Residency::update_order(int s) {
     if (evictable(s) == order_.contains(s)) {
         return;
     }
@@ -89,7 +82,7 @@ void Residency::place(int s) {
 
 // One candidate per layer. Layers at their floor give nothing while another one has something to give. In a sweep every
 // layer will be needed again in order, so the layer that was just computed is needed last.
-int Residency::victim(const Moment & now) {
+int Residency::victim(const LayerStep & now) {
     const int n_layer = (int)layout_.layers.size();
     EvictionPolicy & policy = this->policy();
     const bool ordered = policy.orders(now);
@@ -108,7 +101,7 @@ int Residency::victim(const Moment & now) {
         }
         if (now.sweep) {
             const int distance = (il - now.il + n_layer) % n_layer;
-            rank.turn = -(distance == 0 ? n_layer : distance);
+            rank.order = -(distance == 0 ? n_layer : distance);
         }
         const bool above_floor = count_[il] > floor_[il];
         if (best[above_floor] < 0 || rank.before(best_rank[above_floor])) {
@@ -119,7 +112,7 @@ int Residency::victim(const Moment & now) {
     return best[1] >= 0 ? best[1] : best[0];
 }
 
-int Residency::choose(int il, int expert, const Moment & now, const Bid & bid) {
+int Residency::choose(int il, int expert, const LayerStep & now, const Worth & worth) {
     if (numbering_.resident()) {
         const int s = numbering_.own_slot(il, expert);
         return slots_[s].pins == 0 && slots_[s].reading == 0 ? s : -1;
@@ -133,8 +126,8 @@ int Residency::choose(int il, int expert, const Moment & now, const Bid & bid) {
         return -1;
     }
     const Slot & slot = slots_[s];
-    const bool cheap = !ordered(now) || score(slot.il, slot.expert, now) < bid.score;
-    return cheap && chance(slot.il, slot.expert) < bid.chance ? s : -1;
+    const bool cheap = !ordered(now) || score(slot.il, slot.expert, now) < worth.score;
+    return cheap && chance(slot.il, slot.expert) < worth.chance ? s : -1;
 }
 
 void Residency::assign(int s, int il, int expert) {
@@ -152,7 +145,7 @@ void Residency::assign(int s, int il, int expert) {
     count(counters_.slots_used);
     free_.remove(s);
     policy_->on_load(il, expert);
-    place(s);
+    update_order(s);
 }
 
 void Residency::vacate(int s) {
@@ -186,7 +179,7 @@ void Residency::reserve(int s, int il) {
     free_.remove(s);
 }
 
-void Residency::adopt(int s, int expert) {
+void Residency::keep(int s, int expert) {
     Slot & slot = slots_[s];
     slot.expert = expert;
     slot.last_use = ++tick_;
@@ -198,11 +191,17 @@ void Residency::adopt(int s, int expert) {
     publish(s, layout_.layers[slot.il].chunks);
 }
 
+bool Residency::request(int s) {
+    Slot & slot = slots_[s];
+    slot.requests += 1;
+    return std::exchange(slot.prefetched, false);
+}
+
 void Residency::hold(int s) {
     slots_[s].pins += 1;
     if (slots_[s].pins == 1) {
         count(counters_.slots_pinned);
-        place(s);
+        update_order(s);
     }
 }
 
@@ -220,7 +219,7 @@ void Residency::unpin(int s) {
     slot.pins -= 1;
     if (slot.pins == 0) {
         uncount(counters_.slots_pinned);
-        place(s);
+        update_order(s);
     }
 }
 
@@ -228,19 +227,19 @@ void Residency::touch(int s) {
     slots_[s].last_use = ++tick_;
     if (order_.contains(s)) {
         order_.remove(s);
-        place(s);
+        update_order(s);
     }
 }
 
 void Residency::begin_read(int s, uint8_t kinds) {
     slots_[s].queued &= ~kinds;
     slots_[s].reading |= kinds;
-    place(s);
+    update_order(s);
 }
 
 void Residency::end_read(int s, uint8_t kinds) {
     slots_[s].reading &= ~kinds;
-    place(s);
+    update_order(s);
 }
 
 void Residency::exchange_policy(std::unique_ptr<EvictionPolicy> & policy) {
@@ -294,7 +293,7 @@ void Residency::count_uses(bool on) {
     average_use_ = on ? std::make_unique<FadingAverage>(layout_, use_half_life_tokens) : nullptr;
 }
 
-float Residency::score(int il, int expert, const Moment & now) const {
+float Residency::score(int il, int expert, const LayerStep & now) const {
     return policy().score(il, expert) + policy().layer_offset(il, now);
 }
 
@@ -302,7 +301,7 @@ void Residency::set_usable(int n) {
     n_usable_ = n;
     set_floors();
     for (int s = 0; s < n_slots(); s++) {
-        place(s);
+        update_order(s);
     }
 }
 

@@ -1,4 +1,9 @@
-// residency.h: which expert is in which slot, and which one is evicted next. Bookkeeping only: no threads, no I/O.
+// residency.h: which expert is in which slot, and which one is evicted next.
+//
+// A slot is absent, then given to an expert (assign) whose matrices are queued, read and ready, each on its own; it is
+// pinned while layers compute with it or another slot is filled from it, and absent again when it is vacated. Every
+// change of owner bumps its generation. Residency owns every slot and alone changes one: others call its verbs.
+// Bookkeeping only: it knows no memory, no file, no thread and no counter but those of its tier's slots.
 #pragma once
 
 #include "counters.h"
@@ -14,11 +19,11 @@ namespace moegguf {
 
 struct Slot {
     int il = -1;             // -1: free
-    int expert = -1;         // -1 with a layer: several pass through (streaming.h)
+    int expert = -1;         // -1 with a layer: several pass through (streamed_supply.h)
     uint32_t generation = 0; // bumped at every change of owner
     int pins = 0;
-    uint32_t claims = 0; // acquires that asked for this expert here
-    uint8_t queued = 0;  // a bit per matrix kind
+    uint32_t requests = 0; // routing events that asked for this expert here
+    uint8_t queued = 0;    // a bit per matrix kind
     uint8_t reading = 0;
     bool prefetched = false; // came early and was not looked up since
     uint64_t last_use = 0;
@@ -26,13 +31,12 @@ struct Slot {
     bool streams() const { return il >= 0 && expert < 0; }
 };
 
-// Everything here belongs to the store's lock, except what says "any thread": a lane reads the state of slots that it
-// has pinned, which keep their owner meanwhile.
+// Everything here belongs to the store's lock, except what says "any thread": a context reads the state of slots that
+// it has pinned, which keep their owner meanwhile.
 class Residency {
   public:
     Residency(const Layout & layout, const LayerSet & layers, const Numbering & numbering, Counters & counters);
 
-    Slot & slot(int s) { return slots_[s]; }
     const Slot & slot(int s) const { return slots_[s]; }
     int n_slots() const { return (int)slots_.size(); }
     int n_usable() const { return n_usable_; }
@@ -44,20 +48,25 @@ class Residency {
     bool failed(int s) const { return state_[s].load(std::memory_order_acquire) & failed_bit; }
     bool complete(int s) const { return ready(s) == layout_.layers[slots_[s].il].chunks; }
     void publish(int s, uint8_t kinds) { state_[s].fetch_or(kinds, std::memory_order_release); }
-    void set_failed(int s, bool failed);
+    void fail(int s) { state_[s].fetch_or(failed_bit, std::memory_order_release); }
+    void forgive(int s) { state_[s].fetch_and(uint8_t(~failed_bit), std::memory_order_relaxed); } // it is read again
 
     // A free slot or a victim for (il, expert), or -1 when every slot is pinned or being read, or the victim is worth
-    // no less than the bid.
-    int choose(int il, int expert, const Moment & now, const Bid & bid);
+    // no less than it.
+    int choose(int il, int expert, const LayerStep & now, const Worth & worth);
     void assign(int s, int il, int expert);
     void vacate(int s);
-    void reserve(int s, int il);   // a free slot, for experts that are streamed
-    void adopt(int s, int expert); // such a slot, by the expert that is in it, whole
+    void reserve(int s, int il);  // a free slot, for experts that are streamed
+    void keep(int s, int expert); // in such a slot the expert that is there, whole
 
     void pin(int s);  // by a look-up or for a miss: the most recent use
     void hold(int s); // as a pin, without a use
     void unpin(int s);
-    void touch(int s); // as recent as if it was used now, without a use
+    void touch(int s);   // as recent as if it was used now, without a use
+    bool request(int s); // by a routing event; whether it came early and nobody has asked for it since
+    void mark_prefetched(int s) { slots_[s].prefetched = true; }
+    void queue(int s, uint8_t kinds) { slots_[s].queued |= kinds; }
+    void drop(int s, uint8_t kinds) { slots_[s].queued &= ~kinds; } // queued no longer
     void begin_read(int s, uint8_t kinds);
     void end_read(int s, uint8_t kinds);
 
@@ -70,8 +79,8 @@ class Residency {
     void exchange_scores(std::vector<float> & scores); // empty: the policy decides
     void on_routing(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens);
     void on_forecast(int il, const float * probabilities);
-    bool ordered(const Moment & now) const { return policy().orders(now); }
-    float score(int il, int expert, const Moment & now) const; // where ordered
+    bool ordered(const LayerStep & now) const { return policy().orders(now); }
+    float score(int il, int expert, const LayerStep & now) const; // where ordered
 
     // The chance of an expert to be used when its layer comes next: as predicted, else the share of the last tokens
     // that used it. Known while uses are counted.
@@ -85,9 +94,9 @@ class Residency {
     static constexpr uint8_t ready_bits = (1 << MOEGGUF_MAX_KINDS) - 1, failed_bit = 1 << 7;
 
     EvictionPolicy & policy() const { return scores_.set() ? (EvictionPolicy &)scores_ : *policy_; }
-    int victim(const Moment & now);
+    int victim(const LayerStep & now);
     bool evictable(int s) const;
-    void place(int s); // in or out of the order of eviction, as its slot is evictable or not
+    void update_order(int s); // in or out of the order of eviction, as its slot is evictable or not
     void set_floors();
 
     const Layout & layout_;

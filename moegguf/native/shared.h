@@ -1,12 +1,12 @@
-// shared.h: what the parts of one store share: its lock, its switches, its counters.
+// shared.h: what the parts of one store share: its lock, its switches, its counters, its clock, and the one way in
+// which threads that compute wait.
+// Knows no slot and no queue.
 #pragma once
 
 #include "clock.h"
 #include "counters.h"
 
 #include <atomic>
-#include <condition_variable>
-#include <mutex>
 #include <string>
 
 #include <pthread.h>
@@ -20,29 +20,57 @@ using Lock = std::unique_lock<std::mutex>;
 inline std::atomic<uint32_t> fork_generation{0};
 inline const int fork_counted = pthread_atfork(nullptr, nullptr, [] { fork_generation.fetch_add(1); });
 
+inline thread_local uint64_t waited_ns = 0; // real time that this thread has spent in Shared::wait
+
 struct Shared {
-    explicit Shared(uint32_t flags) : flags(flags) {}
+    explicit Shared(uint32_t flags)
+        : flags(flags),
+          clock(make_clock(flags & MOEGGUF_SIMULATE ? &counters.sim_clock_ns : nullptr)) {}
 
     const uint32_t flags;         // enum moegguf_flag
     std::mutex mutex;             // "the store's lock": residency, numbering and queues
     std::condition_variable work; // readers wait on it
-    std::condition_variable done; // lanes wait on it
+    std::condition_variable done; // whoever waits for slots or bytes
     Counters counters;
+    const std::unique_ptr<Clock> clock;
     std::atomic<bool> cancelled{false};
     std::atomic<bool> stopping{false};
     std::string error;                 // why a transfer failed last; under the lock
     std::atomic<uint64_t> given_up{0}; // how often a kernel left matrices out, because it was cancelled
 
     bool has(moegguf_flag flag) const { return flags & flag; }
-    bool simulated() const { return has(MOEGGUF_SIMULATE); }
 
     // In a child the locks and threads are the parent's: nothing may be touched.
     bool forked() const { return fork_generation.load(std::memory_order_relaxed) != born_; }
 
-    // Real, or modelled.
-    uint64_t clock_ns() const { return simulated() ? get(counters.sim_clock_ns) : now_ns(); }
+    // Until done(), which is asked under the lock and again after every change; the lock is free in between. false: it
+    // will not be, or not before the deadline, or the store is cancelled or closed.
+    template <typename Done>
+    bool wait(Lock & lock, Done done, Clock::Deadline deadline = Clock::Deadline::max()) {
+        return wait_for(lock, done, deadline, [this] { return cancelled || stopping; });
+    }
+    // The same, also while the store is cancelled.
+    template <typename Done>
+    bool wait_regardless(Lock & lock, Done done, Clock::Deadline deadline) {
+        return wait_for(lock, done, deadline, [] { return false; });
+    }
 
   private:
+    template <typename Done, typename Ends>
+    bool wait_for(Lock & lock, Done done, Clock::Deadline deadline, Ends ends) {
+        if (done()) {
+            return true;
+        }
+        const uint64_t start = clock->real_ns();
+        bool is_done = false, goes_on = true;
+        while (!is_done && goes_on && !ends()) {
+            goes_on = clock->wait(this->done, lock, deadline);
+            is_done = done();
+        }
+        waited_ns += clock->real_ns() - start;
+        return is_done;
+    }
+
     const uint32_t born_ = fork_generation;
 };
 

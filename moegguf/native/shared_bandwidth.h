@@ -1,4 +1,5 @@
 // shared_bandwidth.h: one direction of a link in real time, whose bandwidth all copies under way share equally.
+// It may keep a caller waiting. Knows no device.
 #pragma once
 
 #include "clock.h"

@@ -1,4 +1,5 @@
 // short_slices.h: for threads that work for some microseconds at a time and must not wait behind those that compute.
+// It changes the calling thread only.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,5 @@
 // short_spins.h: compute threads that wait for each other leave the processor sooner to those that read.
+// It may start one thread for the process, which does nothing. Knows no store.
 #pragma once
 
 #include <memory>

@@ -49,9 +49,9 @@ class Experts {
         }
         const Files files(layout, /*direct =*/false);
         for (const Matrix & m : layout.matrices) {
-            const Staging staging(m.expert_bytes + 2 * Shard::alignment);
+            const ReadBuffer buffer(m.expert_bytes + 2 * Shard::alignment);
             ReadStats stats;
-            const uint8_t * data = files[m.shard].read(m.offset, m.expert_bytes, staging, stats);
+            const uint8_t * data = files[m.shard].read(m.offset, m.expert_bytes, buffer, stats);
             bytes_.emplace_back(data, data + m.expert_bytes);
         }
     }

@@ -1,5 +1,7 @@
 // speeds.h: how fast a machine is with a model's experts, measured with the pools, copies and kernels that a store
 // uses.
+//
+// It allocates and frees pools of its own. Knows no store that is open.
 #pragma once
 
 #include "moegguf.h"

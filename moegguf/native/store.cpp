@@ -10,13 +10,12 @@ namespace moegguf {
 
 namespace {
 
-std::vector<std::unique_ptr<Copies>> make_copies(const Layout & layout, const moegguf_config & config, Shared & shared,
-                                                 Tiers & tiers) {
+std::vector<std::unique_ptr<Copies>> make_copies(const Layout & layout, Shared & shared, Tiers & tiers) {
     std::vector<std::unique_ptr<Copies>> copies;
-    for (size_t d = 0; d < tiers.compute.size(); d++) {
-        for (Tier * to : {tiers.compute[d].get(), tiers.staging[d].get()}) {
-            if (to && to->below()) {
-                copies.push_back(std::make_unique<Copies>(layout, config.devices[d], shared, *to));
+    for (const auto & of_kind : {&tiers.compute, &tiers.staging}) {
+        for (const auto & to : *of_kind) {
+            if (to && to->ram()) {
+                copies.push_back(std::make_unique<Copies>(layout, shared, *to));
                 to->copies = copies.back().get();
             }
         }
@@ -48,8 +47,8 @@ std::vector<int> share_out(const std::vector<Tier *> & tiers, int n) {
     return shares;
 }
 
-// Counters of look-ups and slots, which each tier has its own of.
-constexpr uint64_t moegguf_counters::* of_tiers[] = {
+// Counters that each tier has its own of.
+constexpr uint64_t moegguf_counters::* tier_counters[] = {
     &moegguf_counters::lookups,    &moegguf_counters::hits_ready,   &moegguf_counters::hits_late,
     &moegguf_counters::misses,     &moegguf_counters::evictions,    &moegguf_counters::prefetch_wasted,
     &moegguf_counters::slots_used, &moegguf_counters::slots_pinned,
@@ -103,16 +102,47 @@ Store::Store(const moegguf_config & config)
     : layout(config),
       shared(config.flags),
       tiers(layout, config, events),
-      streaming(layout, shared, tiers.on_cpu),
-      arrivals(layout, shared, tiers.on_cpu, streaming),
-      copies(make_copies(layout, config, shared, tiers)),
-      admission(layout),
-      transfers(layout, config, shared, tiers, streaming, admission),
-      staging(layout, shared, tiers, transfers),
+      copies(make_copies(layout, shared, tiers)),
+      transfers(layout, config.n_readers, shared, tiers),
+      slots(layout, shared, contexts, transfers, tiers),
+      streamed(layout, shared, contexts, transfers, tiers.on_cpu),
+      staged(layout, shared, contexts, transfers, tiers),
+      arrivals(layout, shared, tiers.on_cpu, streamed),
       forecaster(layout, shared, tiers, transfers),
-      missed(layout, shared, tiers, transfers, admission),
-      acquire(*this, layout, shared, tiers, streaming, transfers, staging, forecaster, missed, events),
+      acquire(*this),
       buft_(make_reserved_buft(this), free_reserved_buft) {
+    try {
+        start_links(config);
+    } catch (...) {
+        stop_links();
+        throw;
+    }
+}
+
+Store::~Store() {
+    events.stop(); // while what its callbacks may call is still there
+    forecaster.set(nullptr);
+    stop_links();
+}
+
+void Store::start_links(const moegguf_config & config) {
+    shared.clock->carry(transfers, {config.sim_bytes_per_ns, config.sim_latency_ns});
+    for (size_t d = 0; d < tiers.compute.size(); d++) {
+        const moegguf_device & device = config.devices[d];
+        for (Tier * to : {tiers.compute[d].get(), tiers.staging[d].get()}) {
+            if (to && to->copies) {
+                shared.clock->carry(*to->copies, {device.sim_copy_bytes_per_ns, device.sim_copy_latency_ns});
+            }
+        }
+    }
+}
+
+// Supplies may be gone from then on.
+void Store::stop_links() {
+    for (const auto & link : copies) {
+        link->stop();
+    }
+    transfers.stop();
 }
 
 ggml_tensor * Store::pool_tensor(const char * name, int n_tokens) const {
@@ -130,9 +160,9 @@ std::vector<Tier *> Store::tiers_at(int index) {
         for (auto & tier : tiers.compute) {
             found.push_back(tier.get());
         }
-    } else if (index == MOEGGUF_LOWER_TIER && tiers.below) {
-        found.push_back(tiers.below.get());
-    } else if (index == MOEGGUF_STAGING_TIER && staging.on()) {
+    } else if (index == MOEGGUF_LOWER_TIER && tiers.ram) {
+        found.push_back(tiers.ram.get());
+    } else if (index == MOEGGUF_STAGING_TIER && staged.on()) {
         for (auto & tier : tiers.staging) {
             if (tier) {
                 found.push_back(tier.get());
@@ -188,28 +218,22 @@ void Store::set_forecast(const float * probabilities, const uint8_t * known, siz
 }
 
 void Store::prefetch(const int32_t * il, const int32_t * experts, size_t n, bool replace) {
-    Lock lock(shared.mutex);
-    if (replace) {
-        transfers.drop_requests();
-    }
-    for (size_t i = 0; i < n; i++) {
-        count(shared.counters.prefetch_requested);
-        if (!layout.has_expert(il[i], experts[i]) || tiers.of(il[i]).residency.find(il[i], experts[i]) >= 0 ||
-            !transfers.prefetch(il[i], experts[i])) {
-            count(shared.counters.prefetch_dropped);
-        }
-    }
-    transfers.wake_readers();
+    want(Cause::request, il, experts, n, replace);
 }
 
 void Store::warm(const int32_t * il, const int32_t * experts, size_t n) {
-    std::vector<PrefetchRequest> wanted;
-    wanted.reserve(n);
-    for (size_t i = 0; i < n; i++) {
-        wanted.push_back({il[i], experts[i]});
-    }
+    want(Cause::warm_start, il, experts, n, true);
+}
+
+void Store::want(Cause cause, const int32_t * il, const int32_t * experts, size_t n, bool replace) {
     Lock lock(shared.mutex);
-    transfers.set_warm(wanted);
+    if (replace) {
+        transfers.forget(cause);
+    }
+    for (size_t i = 0; i < n; i++) {
+        transfers.want({il[i], experts[i], cause});
+    }
+    transfers.wake_readers();
 }
 
 std::vector<Tier *> Store::resized_at(int index) {
@@ -244,34 +268,37 @@ void Store::cancel(bool on) {
 }
 
 bool Store::drain(double timeout_s) {
-    Lock lock(shared.mutex);
-    if (shared.simulated()) {
-        while (!transfers.idle()) {
-            transfers.step();
-        }
-        return true;
-    }
     constexpr double longest_s = 1e7;
-    const double limit_s = timeout_s > 0 ? std::min(timeout_s, longest_s) : 0;
-    return shared.done.wait_for(lock, std::chrono::duration<double>(limit_s), [this] { return transfers.idle(); });
+    const std::chrono::duration<double> limit(timeout_s > 0 ? std::min(timeout_s, longest_s) : 0);
+    const auto deadline =
+        std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::nanoseconds>(limit);
+    Lock lock(shared.mutex);
+    return shared.wait_regardless(lock, [this] { return transfers.idle(); }, deadline);
+}
+
+double Store::probe(double seconds) const {
+    if (!transfers.readers()) {
+        throw Error(MOEGGUF_INVALID, "a probe reads the files of a store for some seconds");
+    }
+    return transfers.readers()->probe(seconds);
 }
 
 void Store::advance(uint64_t ns) {
     Lock lock(shared.mutex);
-    transfers.advance(ns);
+    shared.clock->advance(ns);
 }
 
-int64_t Store::replay(Lane & lane, const moegguf_routing & routing) {
+int64_t Store::replay(Context & context, const moegguf_routing & routing) {
     std::vector<int32_t> slot_ids;
     const int32_t * ids = routing.expert_ids;
     int64_t n_done = 0;
-    for (; n_done < routing.n_events && !lane.failed; n_done++) {
+    for (; n_done < routing.n_events && !context.failed(); n_done++) {
         const int n_used = routing.n_expert_used[n_done], n_tokens = routing.n_tokens[n_done];
         const size_t n = (size_t)n_used * n_tokens;
         slot_ids.assign(ids, ids + n);
         ids += n;
-        acquire.acquire(lane, routing.il[n_done], slot_ids.data(), n_used, n_tokens, all_kinds);
-        if (routing.compute_ns && !lane.failed) {
+        acquire.acquire(context, {routing.il[n_done], slot_ids.data(), n_used, n_tokens, all_kinds});
+        if (routing.compute_ns && !context.failed()) {
             advance(routing.compute_ns[n_done]);
         }
     }
@@ -282,7 +309,7 @@ void Store::read_counters(moegguf_counters & out) const {
     copy(shared.counters, out);
     out.events_dropped = events.dropped();
     for (const auto & tier : tiers.compute) {
-        for (const auto figure : of_tiers) {
+        for (const auto figure : tier_counters) {
             out.*figure += get(tier->counters.*figure);
         }
     }
@@ -293,7 +320,7 @@ void Store::read_counters(moegguf_counters & out) const {
 }
 
 void Store::tier_info(int index, moegguf_tier_info & out) {
-    const bool no_staging = index == MOEGGUF_STAGING_TIER && !staging.on();
+    const bool no_staging = index == MOEGGUF_STAGING_TIER && !staged.on();
     const std::vector<Tier *> of = no_staging ? std::vector<Tier *>() : tiers_at(index);
     Lock lock(shared.mutex);
     out = {};
@@ -335,11 +362,12 @@ void Store::info(moegguf_pool_info & out) {
         out.resident = out.resident && tier->numbering.resident();
     }
     out.slot_bytes = layout.strides.slot_bytes();
-    out.staging_bytes = transfers.staging_bytes();
+    const Readers * readers = transfers.readers();
+    out.staging_bytes = readers ? readers->buffer_bytes() : 0;
     out.n_experts = layout.n_experts;
     out.n_layers = layout.n_moe_layers;
     out.n_matrices = (int)layout.matrices.size();
-    out.direct = transfers.direct();
+    out.direct = readers && readers->direct();
 }
 
 void Store::residency(int index, uint8_t * map, size_t n) {

@@ -1,15 +1,20 @@
-// store.h: the expert store: puts its parts together. What each does is said in its own header.
+// store.h: the expert store: puts its parts together and answers what is asked of all of them. What each does is said
+// in its own header.
 #pragma once
 
 #include "acquire.h"
 #include "arrivals.h"
+#include "cpu_misses/cpu_misses.h"
 
 namespace moegguf {
+
+// The supply of slots; SlotSupply itself without the CPU's computing of misses.
+using StoreSlots = CpuMisses;
 
 class Store {
   public:
     explicit Store(const moegguf_config & config);
-    ~Store() { events.stop(); } // while what its callbacks may call is still there
+    ~Store();
     Store(const Store &) = delete;
     Store & operator=(const Store &) = delete;
 
@@ -18,14 +23,14 @@ class Store {
     Shared shared;
     Events events;
     Tiers tiers;
-    Streaming streaming;
-    Arrivals arrivals;
-    const std::vector<std::unique_ptr<Copies>> copies; // to tiers that have one below
-    Admission admission;
+    Contexts contexts;
+    const std::vector<std::unique_ptr<Copies>> copies; // to tiers that are filled from RAM
     Transfers transfers;
-    PromptStaging staging;
+    StoreSlots slots;
+    StreamedSupply streamed;
+    StagedSupply staged;
+    Arrivals arrivals;
     Forecaster forecaster;
-    Missed missed;
     Acquire acquire;
     std::atomic<bool> has_graph{false}; // of a model, which is loaded by then
 
@@ -41,8 +46,9 @@ class Store {
     void reallocate(int tier, int n_slots);
     void cancel(bool on);
     bool drain(double timeout_s);
+    double probe(double seconds) const;
     void advance(uint64_t ns);
-    int64_t replay(Lane & lane, const moegguf_routing & routing); // events done
+    int64_t replay(Context & context, const moegguf_routing & routing); // events done
 
     void read_counters(moegguf_counters & out) const;
     void info(moegguf_pool_info & out);
@@ -52,6 +58,9 @@ class Store {
     void read_slot(int matrix, int slot, void * out, size_t n) const;
 
   private:
+    void want(Cause cause, const int32_t * il, const int32_t * experts, size_t n, bool replace);
+    void start_links(const moegguf_config & config);
+    void stop_links();
     std::vector<Tier *> tiers_at(int index); // enum moegguf_tier; all of them one kind. Throws Error(INVALID).
     // Those that share out a number of slots: the CPU's beside devices are in RAM, and keep theirs.
     std::vector<Tier *> resized_at(int index);

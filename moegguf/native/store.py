@@ -42,9 +42,9 @@ class DeviceSlots:
     """A device that computes layers, by ggml's name (None: the CPU), and the slots there for their experts.
 
     layers: those with experts among them count. lower: what is missed comes through slots in RAM below, where the store
-    has some. staging: tensors of a layer's full shape that prompts are staged in (native/staging.h). pass_slots: those
-    that a pass may need there at once where it is not staged, which resizing leaves; 0: those of a token. link: from
-    RAM to the device, of a simulation; None: as the store's options say.
+    has some. staging: tensors of a layer's full shape that prompts are staged in (native/staged_supply.h). pass_slots:
+    those that a pass may need there at once where it is not staged, which resizing leaves; 0: those of a token. link:
+    from RAM to the device, of a simulation; None: as the store's options say.
     """
 
     name: str | None

@@ -1,4 +1,5 @@
 // strict_device.h: what CUDA asks of those who use its memory and its kernels, for the simulated device's strict mode.
+// It may write padding and products of the tensors that it is given. Knows no store.
 #pragma once
 
 #include "ggml-backend.h"

@@ -28,11 +28,6 @@ std::vector<int> devices_of_layers(const Layout & layout, const moegguf_config &
     return devices;
 }
 
-bool is_cpu(const moegguf_device & device, bool simulated) {
-    return !device.name ||
-           (!simulated && ggml_backend_dev_type(find_device(device.name)) == GGML_BACKEND_DEVICE_TYPE_CPU);
-}
-
 } // namespace
 
 // Kernels multiply each token on its own up to ggml's get_mmvq_mmid_max_batch, which is this at least.
@@ -42,14 +37,14 @@ int most_slot_tokens(const char * device) {
 }
 
 Tier::Tier(TierId id, const Layout & layout, const LayerSet & layers, const Numbering & numbering,
-           const PoolMemory * memory, Tier * below, Events & events)
+           const Memory & memory, Tier * ram, Events & events)
     : id(id),
       layers(layers),
       numbering(numbering),
       residency(layout, this->layers, this->numbering, counters),
       events_(events),
-      below_(below),
-      source_(below ? numbering.n_slots() : 0),
+      ram_(ram),
+      source_(ram ? numbering.n_slots() : 0),
       n_absent_chunks_(layers.n_chunks) {
     if (memory) {
         pool_ = std::make_unique<Pool>(layout, layers, this->numbering, *memory);
@@ -62,27 +57,30 @@ Tier::Tier(TierId id, const Layout & layout, const LayerSet & layers, const Numb
 
 Tiers::Tiers(const Layout & layout, const moegguf_config & config, Events & events)
     : device_of_layer(devices_of_layers(layout, config)) {
-    const bool simulated = config.flags & MOEGGUF_SIMULATE;
+    const bool has_memory = !(config.flags & MOEGGUF_SIMULATE);
     const auto layers_where = [&](auto holds) {
         std::vector<uint8_t> of(layout.layers.size());
         std::transform(device_of_layer.begin(), device_of_layer.end(), of.begin(), holds);
         return LayerSet(layout, of);
     };
-    const auto has_lower = [&](int d) { return config.n_lower_slots > 0 && config.devices[d].has_lower_tier; };
+    const auto has_ram = [&](int d) { return config.n_lower_slots > 0 && config.devices[d].has_lower_tier; };
     if (config.n_lower_slots < 0) {
         invalid("a tier has slots, not " + std::to_string(config.n_lower_slots));
     }
-    const LayerSet lower = layers_where(has_lower);
-    if (!lower.moe_layers.empty()) {
+    const LayerSet in_ram = layers_where(has_ram);
+    if (!in_ram.moe_layers.empty()) {
         std::vector<ggml_backend_dev_t> devices;
-        for (int d = 0; !simulated && d < config.n_devices; d++) {
-            if (has_lower(d)) {
+        for (int d = 0; has_memory && d < config.n_devices; d++) {
+            if (has_ram(d)) {
                 devices.push_back(find_device(config.devices[d].name));
             }
         }
-        const PoolMemory memory = simulated ? PoolMemory() : host_memory(devices);
-        below = std::make_unique<Tier>(TierId::lower, layout, lower, Numbering(layout, lower, config.n_lower_slots),
-                                       simulated ? nullptr : &memory, nullptr, events);
+        Memory memory;
+        if (has_memory) {
+            memory = host_memory(devices);
+        }
+        ram = std::make_unique<Tier>(TierId::ram, layout, in_ram, Numbering(layout, in_ram, config.n_lower_slots),
+                                     memory, nullptr, events);
     }
     for (int d = 0; d < config.n_devices; d++) {
         const moegguf_device & device = config.devices[d];
@@ -90,32 +88,36 @@ Tiers::Tiers(const Layout & layout, const moegguf_config & config, Events & even
         if (layers.moe_layers.empty() || device.n_slots <= 0) {
             invalid("a device of a store has layers with experts, and slots");
         }
-        const PoolMemory memory = simulated ? PoolMemory() : device_memory(device.name, config.flags & MOEGGUF_REPACK);
-        compute.push_back(
-            std::make_unique<Tier>(TierId::compute, layout, layers, Numbering(layout, layers, device.n_slots),
-                                   simulated ? nullptr : &memory, has_lower(d) ? below.get() : nullptr, events));
-        if (is_cpu(device, simulated)) {
+        Memory memory;
+        if (has_memory) {
+            memory = device_memory(device.name, config.flags & MOEGGUF_REPACK);
+        }
+        compute.push_back(std::make_unique<Tier>(TierId::compute, layout, layers,
+                                                 Numbering(layout, layers, device.n_slots), memory,
+                                                 has_ram(d) ? ram.get() : nullptr, events));
+        const bool is_cpu = memory && ggml_backend_dev_type(memory->device) == GGML_BACKEND_DEVICE_TYPE_CPU;
+        if (is_cpu || !device.name) {
             on_cpu = compute.back().get();
         }
-        add_staging(layout, device, *compute.back(), simulated ? nullptr : &memory, events);
+        add_staging(layout, device, *compute.back(), memory, events);
         compute.back()->set_pass_slots(device.n_pass_slots);
     }
 }
 
 // Where what is missed can come from RAM: a device without that has a slot for each expert.
-void Tiers::add_staging(const Layout & layout, const moegguf_device & device, Tier & slots, const PoolMemory * memory,
+void Tiers::add_staging(const Layout & layout, const moegguf_device & device, Tier & slots, const Memory & memory,
                         Events & events) {
     if (device.n_staging_tensors < 0 || device.n_staging_tensors > most_staging_tensors) {
         invalid("a device has at most " + std::to_string(most_staging_tensors) + " staging tensors, not " +
                 std::to_string(device.n_staging_tensors));
     }
     staging.emplace_back();
-    if (device.n_staging_tensors == 0 || !slots.below() || slots.numbering.resident()) {
+    if (device.n_staging_tensors == 0 || !slots.ram() || slots.numbering.resident()) {
         return;
     }
     const Numbering in_turn(layout, slots.layers, Numbering::InTurn{device.n_staging_tensors});
     staging.back() =
-        std::make_unique<Tier>(TierId::staging, layout, slots.layers, in_turn, memory, slots.below(), events);
+        std::make_unique<Tier>(TierId::staging, layout, slots.layers, in_turn, memory, slots.ram(), events);
     staging.back()->staged_for = &slots;
     slots.staging = staging.back().get();
     slots.slot_tokens =
@@ -131,15 +133,15 @@ void Tier::set_pass_slots(int n_slots) {
     pass_slots = std::min(std::max(n_slots, layers.n_used_max), residency.n_slots());
 }
 
-int Tier::take_slot(int il, int expert, const Moment & now, const Bid & bid) {
-    const int s = empty_slot(il, expert, now, bid);
+int Tier::take_slot(int il, int expert, const LayerStep & now, const Worth & worth) {
+    const int s = empty_slot(il, expert, now, worth);
     if (s >= 0) {
         residency.assign(s, il, expert);
     }
     return s;
 }
 
-int Tier::reserve_slot(int il, const Moment & now) {
+int Tier::reserve_slot(int il, const LayerStep & now) {
     const int s = empty_slot(il, 0, now, {});
     if (s >= 0) {
         residency.reserve(s, il);
@@ -147,8 +149,8 @@ int Tier::reserve_slot(int il, const Moment & now) {
     return s;
 }
 
-int Tier::empty_slot(int il, int expert, const Moment & now, const Bid & bid) {
-    const int s = residency.choose(il, expert, now, bid);
+int Tier::empty_slot(int il, int expert, const LayerStep & now, const Worth & worth) {
+    const int s = residency.choose(il, expert, now, worth);
     if (s >= 0 && residency.slot(s).il >= 0) {
         count(counters.evictions);
         release_slot(s);
@@ -156,8 +158,8 @@ int Tier::empty_slot(int il, int expert, const Moment & now, const Bid & bid) {
     return s;
 }
 
-void Tier::adopt(int s, int expert) {
-    residency.adopt(s, expert);
+void Tier::keep(int s, int expert) {
+    residency.keep(s, expert);
     n_absent_chunks_ -= __builtin_popcount(residency.ready(s));
     report_residency(s, true);
 }
@@ -200,9 +202,9 @@ void Tier::count_arrival(bool demand, uint64_t bytes) {
 }
 
 void Tier::borrow(int s, int source) {
-    source_[s] = {below_, source};
+    source_[s] = {ram_, source};
     borrowers_.push_back(s);
-    below_->residency.pin(source);
+    ram_->residency.pin(source);
 }
 
 void Tier::borrow(int s, Tier & from, int source) {
@@ -242,9 +244,9 @@ void Tier::release_slot(int s) {
     }
     give_back(s);
     if (!slot.streams()) {
-        const bool leaves_device = below_ && id == TierId::compute;
-        if (const int r = leaves_device ? below_->residency.find(slot.il, slot.expert) : -1; r >= 0) {
-            below_->residency.touch(r); // copies of what stays above age, and go before what has just left it
+        const bool leaves_device = ram_ && id == TierId::compute;
+        if (const int r = leaves_device ? ram_->residency.find(slot.il, slot.expert) : -1; r >= 0) {
+            ram_->residency.touch(r); // copies of what stays above age, and go before what has just left it
         }
         n_absent_chunks_ += __builtin_popcount(residency.ready(s));
         report_residency(s, false);
@@ -338,6 +340,30 @@ void Tier::evict_all() {
             count(counters.evictions);
             release_slot(s);
         }
+    }
+}
+
+LookUps::~LookUps() {
+    Counters & counters = tier_.counters;
+    count(counters.lookups, n_);
+    count(counters.hits_ready, ready_);
+    if (const uint64_t missed = n_ - ready_; missed > 0) {
+        count(counters.hits_late, late_);
+        count(counters.misses, missed - late_);
+    }
+}
+
+void LookUps::add(int il, int expert, bool is_ready) {
+    n_ += 1;
+    ready_ += is_ready;
+    tier_.residency.count_look_up(il, expert);
+}
+
+void count_stall(Shared & shared, Tier & tier, uint64_t ns) {
+    count(shared.counters.stall_ns, ns);
+    count(tier.counters.stall_ns, ns);
+    if (tier.staged_for) {
+        count(tier.staged_for->counters.stall_ns, ns);
     }
 }
 

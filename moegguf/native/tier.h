@@ -1,5 +1,8 @@
-// tier.h: slots on one device for its layers: their memory, their numbering, which experts they hold. The tiers of a
-// store: one per device that computes layers, and one below them in host memory.
+// tier.h: slots on one device for its layers: their memory, their numbering, which experts they hold, and which slots
+// of other tiers they are filled from. The tiers of a store: one per device that computes layers, one in RAM that those
+// of devices are filled from, and staging tensors for prompts.
+//
+// Look-ups and stalls are counted here and nowhere else. Knows no queue, no thread and no event.
 #pragma once
 
 #include "events.h"
@@ -15,18 +18,21 @@ namespace moegguf {
 
 class Copies;
 
-// The most tensors of a device that prompts are staged in (staging.h).
+// The most tensors of a device that prompts are staged in (staged_supply.h).
 constexpr int most_staging_tensors = 2;
 
 // Up to so many tokens of a pass a device's kernels round as with every expert resident, however many slots there are.
 int most_slot_tokens(const char * device);
 
+using Memory = std::optional<PoolMemory>; // none, in a simulation
+
 // All calls come under the store's lock unless they say otherwise.
 class Tier {
   public:
-    // memory nullptr: simulated. below: its slots may be filled from slots of that tier; nullptr: from the file only.
-    Tier(TierId id, const Layout & layout, const LayerSet & layers, const Numbering & numbering,
-         const PoolMemory * memory, Tier * below, Events & events);
+    // ram: its slots may be filled from slots of that tier; nullptr: from the
+    // file only.
+    Tier(TierId id, const Layout & layout, const LayerSet & layers, const Numbering & numbering, const Memory & memory,
+         Tier * ram, Events & events);
 
     const TierId id;
     const LayerSet layers; // whose experts may be here
@@ -34,22 +40,29 @@ class Tier {
     Numbering numbering;
     Residency residency;
 
-    Pool * pool() const { return pool_.get(); } // nullptr: simulated
-    Place place(int s) const { return {id, s, residency.slot(s).generation}; }
-    bool holds(const Place & place) const { return residency.slot(place.slot).generation == place.generation; }
+    Pool * pool() const { return pool_.get(); } // nullptr: it has no memory
+    SlotRef ref(int s) const { return {id, s, residency.slot(s).generation}; }
+    bool holds(const SlotRef & ref) const { return residency.slot(ref.slot).generation == ref.generation; }
+    // Matrices of a transfer to a slot here that are still of use: it is the same expert's, and they came no other way.
+    uint8_t still_wanted(const Job & job) const {
+        const int s = job.destination.slot;
+        const Slot & slot = residency.slot(s);
+        const bool is_wanted = holds(job.destination) && !residency.failed(s);
+        return is_wanted ? job.kinds & slot.queued & ~residency.ready(s) & ~slot.reading : 0;
+    }
 
-    Tier * below() const { return below_; } // nullptr: none
-    Copies * copies = nullptr;              // into its slots; set before anything is computed
-    Tier * staged_for = nullptr;            // of a staging tier: the one with slots on the same device
-    Tier * staging = nullptr;               // the other way round
-    int slot_tokens = 0;                    // with staging: passes of more tokens are staged
-    int pass_slots = 0;                     // that a pass may need at once: the pool gets no smaller
-    std::atomic<int> resize_to{0};          // slots from the next routing event on; 0: no resize is due
+    Tier * ram() const { return ram_; } // nullptr: none
+    Copies * copies = nullptr;          // into its slots; set before anything is computed
+    Tier * staged_for = nullptr;        // of a staging tier: the one with slots on the same device
+    Tier * staging = nullptr;           // the other way round
+    int slot_tokens = 0;                // with staging: passes of more tokens are staged
+    int pass_slots = 0;                 // that a pass may need at once: the pool gets no smaller
+    std::atomic<int> resize_to{0};      // slots from the next routing event on; 0: no resize is due
 
-    void set_pass_slots(int n_slots);                                            // what passes that are not staged need
-    int take_slot(int il, int expert, const Moment & now, const Bid & bid = {}); // -1: none
-    int reserve_slot(int il, const Moment & now); // for experts that are streamed; -1: none
-    void adopt(int s, int expert);                // which is in such a slot, whole
+    void set_pass_slots(int n_slots); // what passes that are not staged need
+    int take_slot(int il, int expert, const LayerStep & now, const Worth & worth = {}); // -1: none
+    int reserve_slot(int il, const LayerStep & now); // for experts that are streamed; -1: none
+    void keep(int s, int expert);                    // which is in such a slot, whole
     void retire(int s);                 // empties a slot, and gives its memory back when it is no longer usable
     void publish(int s, uint8_t kinds); // bytes are there
     void unpin(int s);                  // and what was put off while it was pinned
@@ -62,7 +75,7 @@ class Tier {
     // wanted any more.
     int source(int s) const { return source_.empty() ? -1 : source_[s].slot; }
     Tier & source_tier(int s) const { return *source_[s].tier; } // where there is a source
-    void borrow(int s, int source);                              // of the tier below, as a use of it
+    void borrow(int s, int source);                              // of the tier in RAM, as a use of it
     void borrow(int s, Tier & from, int source);                 // not as a use
     void give_back(int s);
     const std::vector<int> & borrowers() const { return borrowers_; } // slots that have a source
@@ -83,28 +96,61 @@ class Tier {
     };
 
     void evict_all();
-    int empty_slot(int il, int expert, const Moment & now, const Bid & bid);
+    int empty_slot(int il, int expert, const LayerStep & now, const Worth & worth);
     void release_slot(int s);
     void spin_shortly();
 
     Events & events_;
-    Tier * const below_;
+    Tier * const ram_;
     std::unique_ptr<Pool> pool_;
     std::optional<ShortSpins> short_spins_; // where processors compute, and may have to wait for experts
-    std::vector<Source> source_;            // [n_slots]; empty where no tier is below
+    std::vector<Source> source_;            // [n_slots]; empty where nothing is filled from RAM
     std::vector<int> borrowers_;
     uint64_t bytes_missed_ = 0; // that came into slots, from wherever
     uint64_t bytes_prefetched_ = 0;
     std::atomic<int> n_absent_chunks_{0}; // of all experts
 };
 
-// A compute thread has waited for bytes of this tier.
-inline void count_stall(Shared & shared, Tier & tier, uint64_t ns) {
-    count(shared.counters.stall_ns, ns);
-    count(tier.counters.stall_ns, ns);
-    if (tier.staged_for) {
-        count(tier.staged_for->counters.stall_ns, ns);
+// The look-ups of a routing event in one tier, counted there when it ends: lookups = hits_ready + hits_late + misses.
+class LookUps {
+  public:
+    explicit LookUps(Tier & tier) : tier_(tier) {}
+    ~LookUps();
+    LookUps(const LookUps &) = delete;
+    LookUps & operator=(const LookUps &) = delete;
+
+    // Its slot; -1: a miss.
+    int find(int il, int expert) {
+        const int s = tier_.residency.find(il, expert);
+        n_ += 1;
+        if (s >= 0) {
+            (tier_.residency.complete(s) ? ready_ : late_) += 1;
+        }
+        tier_.residency.count_look_up(il, expert);
+        return s;
     }
+    void add(int il, int expert, bool is_ready);    // one whose answer is known otherwise
+    void add_ready(int n) { n_ += n, ready_ += n; } // of layers that are not told which
+
+  private:
+    Tier & tier_;
+    uint64_t n_ = 0, ready_ = 0, late_ = 0;
+};
+
+void count_stall(Shared & shared, Tier & tier, uint64_t ns);
+
+// Shared::wait by a thread that computes with slots of this tier: a stall. Adds what it took to `also`.
+template <typename Done>
+bool stall(Shared & shared, Tier & tier, Lock & lock, Done done, Clock::Deadline deadline = Clock::Deadline::max(),
+           uint64_t * also = nullptr) {
+    const uint64_t start = shared.clock->now_ns();
+    const bool came = shared.wait(lock, done, deadline);
+    const uint64_t stall_ns = shared.clock->now_ns() - start;
+    count_stall(shared, tier, stall_ns);
+    if (also) {
+        *also += stall_ns;
+    }
+    return came;
 }
 
 struct Tiers {
@@ -112,6 +158,9 @@ struct Tiers {
     Tiers(const Layout & layout, const moegguf_config & config, Events & events);
 
     Tier & of(int il) const { return *compute[device_of_layer[il]]; }
+    Tier & of(const SlotRef & ref, int il) const {
+        return ref.tier == TierId::ram ? *ram : ref.tier == TierId::staging ? *of(il).staging : of(il);
+    }
     template <typename Holds>
     bool any(Holds holds) const {
         return std::any_of(compute.begin(), compute.end(), [&](const auto & tier) { return holds(*tier); });
@@ -119,7 +168,7 @@ struct Tiers {
 
     // The tier that computes a layer of a pass for so many tokens.
     Tier & of(int il, int n_tokens) const;
-    void add_staging(const Layout & layout, const moegguf_device & device, Tier & slots, const PoolMemory * memory,
+    void add_staging(const Layout & layout, const moegguf_device & device, Tier & slots, const Memory & memory,
                      Events & events);
     template <typename Body>
     void for_copies(Body body) const {
@@ -132,7 +181,7 @@ struct Tiers {
         }
     }
 
-    std::unique_ptr<Tier> below;                // in host memory, that others are filled from; nullptr: none
+    std::unique_ptr<Tier> ram;                  // that others are filled from; nullptr: none
     std::vector<std::unique_ptr<Tier>> compute; // that layers compute on, one per device
     std::vector<std::unique_ptr<Tier>> staging; // [compute], that their prompts are staged in; nullptr: none
     std::vector<int> device_of_layer;           // [n_layer]

@@ -1,130 +1,113 @@
-// transfers.h: moves experts into slots: queues and reader threads, or a modelled link. What a tier below has comes
-// from there (copies.h).
+// transfers.h: which bytes go where next: the one queue of what layers need and of what is worth having early, and the
+// link from the files. What RAM has goes to a device by copies (copies.h).
+//
+// It may take, fill and empty slots of every tier under the store's lock. It reads no file itself: readers do
+// (readers.h).
 #pragma once
 
-#include "admission.h"
 #include "copies.h"
-#include "files.h"
-#include "streaming.h"
+#include "link.h"
+#include "readers.h"
 
-#include <thread>
+#include <functional>
 
 namespace moegguf {
 
-class Transfers {
+// Reads that come before all others, in an order of their own (streamed_supply.h). Under the store's lock.
+class StreamedReads {
   public:
-    // Opens the files and starts the readers, unless simulated. Experts of tiers with one below go through its slots.
-    Transfers(const Layout & layout, const moegguf_config & config, Shared & shared, Tiers & tiers,
-              Streaming & streaming, const Admission & admission);
-    ~Transfers();
-    Transfers(const Transfers &) = delete;
-    Transfers & operator=(const Transfers &) = delete;
+    virtual ~StreamedReads() = default;
+    virtual bool next_read(Job & job) = 0;     // the next matrix that has a slot
+    virtual void arrived(const Job & job) = 0; // its bytes are there
+};
+
+class Transfers final : public Link {
+  public:
+    // n_readers: threads that will carry them. Throws Error(INVALID).
+    Transfers(const Layout & layout, int n_readers, Shared & shared, Tiers & tiers);
+
+    // Before anything is computed. streamed: may be destroyed only after stop(). admits: whether an expert may have a
+    // slot that is not free before it is needed.
+    void set_streamed(StreamedReads & streamed) { streamed_ = &streamed; }
+    void set_admission(std::function<bool(int il, int expert)> admits) { admits_ = std::move(admits); }
+    void stop() { readers_.reset(); } // the store is stopping
 
     // Under the store's lock.
-    // Every matrix of slots of one layer that is not there or being read, before all prefetches.
+    // What layers need now, before all else: every matrix of slots of one layer that is not there or being read.
     void demand(Tier & tier, const std::vector<int> & slots);
-    void demand_below(int s);                 // the same of a pinned slot of the tier below, for itself
+    void demand_in_ram(int s);                // the same of a pinned slot in RAM, for itself
     void copy(Tier & to, int s, bool demand); // every matrix, from the slot that is its source
-    bool prefetch(int il, int expert);        // false: queued already are more than any link moves in time
+    // What is worth having early: each cause in the order given, requests first. wake_readers() when all is said.
+    void want(const Want & want);
+    void forget(Cause cause); // what was wanted for it and has no slot yet
     void wake_readers() { shared_.work.notify_all(); }
-    void set_wishes(const std::vector<Wish> & wishes);           // the most urgent first; replaces those before
-    void drop_prefetches(int il);                                // of this layer, in pinned slots excepted
-    void set_warm(const std::vector<PrefetchRequest> & experts); // to be put into free slots, replacing those before
-    void drop_requests();                                        // prefetches that have no slot yet
+    void wake_idle_reader();       // for what is worth having, unless something is read that a layer waits for
+    void drop_prefetches(int il);  // of this layer, in pinned slots excepted
+    void hold_prefetches(bool on); // a context waits for slots: prefetches take none
     bool reading() const { return get(shared_.counters.chunks_reading) > 0; }
     bool idle() const; // nothing queued, read, or left to fill
-    const std::string & error() const { return shared_.error; }
-    bool awaits_file(const Tier & tier, int s, uint8_t kinds) const; // some matrices are not even in the tier below
-    void hold_prefetches(bool on);                                   // an acquire waits for slots: prefetches take none
-    void set_moment(const Moment & now);
-    uint64_t turn() const { return now_.turn; } // of the last routing event
 
+    void set_step(const LayerStep & now);
+    uint64_t step() const { return now_.number; } // of the last routing event
     // How much of an expert's transfer fits into the time until `distance` layers from now are routed, at most 1.
     float share_in_time(int distance) const;
 
-    // Simulation, under the store's lock. step: finish the transfer in flight, or start the next.
-    void step();
-    void advance(uint64_t ns);
+    // Link.
+    void start_threads() override;
+    bool begin_next(Job & job) override;
+    void finish(const Job & job, const std::string & why) override;
+    uint64_t link_bytes(const Job & job) const override;
+    void note_time(const Job &, uint64_t) override {}
 
-    // Any thread.
-    bool direct() const { return files_ && files_->direct(); }
-    uint64_t staging_bytes() const;
-    double probe(double seconds) const; // bytes/s, reading random experts without uploads
+    const Readers * readers() const { return readers_.get(); } // nullptr: nothing is read
 
   private:
-    void start_readers(const moegguf_config & config);
-    void run_reader(int index);
+    static constexpr int n_causes = 3;
+
+    Ring<Want> & wanted(Cause cause) { return wants_[(int)cause]; }
     bool next_job(Job & job);
-    bool next_speculative(Job & job);
     bool next_queued(Ring<Job> & ring, Job & job);
-    bool next_prefetch(Job & job);
+    bool next_wanted(Cause cause, Job & job);
     bool next_fill(Job & job);
-    bool next_wish(Job & job);
-    template <typename BidIn>
-    bool start_prefetch(int il, int expert, BidIn bid);
+    bool start_prefetch(const Want & want);
+    Worth worth(const Want & want, const Residency & residency) const;
     bool filling() const;
+    bool fills_compute() const;
     bool fill(Tier & to, int il, int expert);
     void wake_all(const Tier & to);
     void queue(Tier & to, int s, uint8_t kinds, bool demand);
     void queue_reads(Tier & to, int s, uint8_t kinds, bool demand);
     void find_sources(Tier & to, const std::vector<int> & slots);
-    bool look_up_source(Tier & to, int s);
-    void take_source(Tier & to, int s, const Bid & bid);
-    void pass_on(Tier & to, const Job & job);
-    void drop_waiting(Tier & to, int il);
-    Tier & tier_of(const Job & job) {
-        switch (job.destination.tier) {
-            case TierId::lower:
-                return *tiers_.below;
-            case TierId::staging:
-                return *tiers_.of(job.il).staging;
-            default:
-                return tiers_.of(job.il);
-        }
-    }
+    bool look_up_source(Tier & to, int s, LookUps & in_ram);
+    void take_source(Tier & to, int s, const Worth & worth);
     template <typename Body>
-    void for_tiers_above(int il, Body body);
-    bool fills_compute() const;
-    void begin(Job & job);
-    void copy_from_disk(const Job & job, const Staging & staging, ReadStats & stats, uint64_t & upload_ns);
-    void write(const Tier & to, int matrix, int slot, int64_t row, int64_t n_rows, const uint8_t * data);
-    void finish(const Job & job, const std::string & why);
+    void for_slots_above(const Job & job, Body body);
+    void drop_waiting(Tier & to, int il);
     void finish_failed(Tier & to, const Job & job, const std::string & why);
-    void fail_above(Tier & upper, const Job & job);
-    bool start_idle_links();
-    ModelledLink * first_to_end();
-    void end_transfer(ModelledLink & link);
-    uint64_t bytes_of(const Job & job) const;
+    size_t n_queued() const;
     void update_gauges();
 
     const Layout & layout_;
+    const int n_readers_;
+    int n_at_once_ = 1; // transfers
     Shared & shared_;
     Tiers & tiers_;
-    Streaming & streaming_;
-    const Admission & admission_;
-    std::vector<int32_t> missed_; // scratch: experts that were looked up in the tier below
-    std::unique_ptr<Files> files_;
-    std::vector<std::unique_ptr<Staging>> staging_; // one per reader
-    std::mutex upload_;                             // devices that are not host memory take one upload at a time
-    ModelledLink link_;
+    StreamedReads * streamed_ = nullptr;
+    std::function<bool(int il, int expert)> admits_; // empty: all
     Ring<Job> demand_;
     Ring<Job> prefetch_;
-    Ring<PrefetchRequest> requests_; // prefetches that have no slot yet
-    std::vector<Wish> wishes_;
-    size_t next_wish_ = 0; // those before it were taken
+    Ring<Want> wants_[n_causes]; // that have no slot yet
     int n_demand_reading_ = 0;
+    int fill_next_ = 0; // keys of experts that were tried, where a tier has a slot for each
+    int fill_next_ram_ = 0;
+    bool held_ = false;
+    LayerStep now_;      // the last routing event
     float chunk_ns_ = 0; // moving averages: of a transfer,
     float layer_ns_ = 0; // between layers of a pass of one token, without stall: while the link is free
     uint64_t computed_ns_ = 0;
-    std::vector<PrefetchRequest> warm_; // to be put into free slots, the first before all others
-    size_t next_warm_ = 0;
-    int fill_next_ = 0;
-    int fill_next_below_ = 0;
-    uint64_t clock_ns_ = 0;    // simulation
-    std::vector<int> waiting_; // scratch
-    bool held_ = false;
-    Moment now_; // the last routing event
-    std::vector<std::thread> readers_;
+    std::vector<int32_t> looked_up_; // scratch
+    std::vector<int> waiting_;       // scratch
+    std::unique_ptr<Readers> readers_;
 };
 
 } // namespace moegguf

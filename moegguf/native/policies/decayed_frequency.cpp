@@ -12,7 +12,7 @@ class DecayedFrequency final : public EvictionPolicy {
     DecayedFrequency(const Layout & layout, const Parameters & given)
         : average_(layout, given.value("half_life_tokens", default_half_life_tokens)) {}
 
-    bool orders(const Moment & now) const override { return now.token; }
+    bool orders(const LayerStep & now) const override { return now.token; }
     bool on_routing(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens) override {
         average_.count(il, expert_ids, n_expert_used, n_tokens);
         return true;
@@ -26,13 +26,6 @@ class DecayedFrequency final : public EvictionPolicy {
 } // namespace
 
 extern const PolicyType decayed_frequency_policy;
-const PolicyType decayed_frequency_policy = {
-    "lfu-decay",
-    0,
-    [] { return std::vector<const char *>{"half_life_tokens"}; },
-    [](const Layout & layout, const Parameters & given) -> std::unique_ptr<EvictionPolicy> {
-        return std::make_unique<DecayedFrequency>(layout, given);
-    },
-};
+const PolicyType decayed_frequency_policy = {"lfu-decay", 0, {"half_life_tokens"}, make_policy_of<DecayedFrequency>};
 
 } // namespace moegguf

@@ -6,18 +6,15 @@ namespace {
 
 class Lru final : public EvictionPolicy {
   public:
-    bool orders(const Moment &) const override { return false; }
+    Lru(const Layout &, const Parameters &) {}
+
+    bool orders(const LayerStep &) const override { return false; }
     float score(int, int) const override { return 0.0f; }
 };
 
 } // namespace
 
 extern const PolicyType lru_policy;
-const PolicyType lru_policy = {
-    "lru",
-    0,
-    [] { return std::vector<const char *>{}; },
-    [](const Layout &, const Parameters &) -> std::unique_ptr<EvictionPolicy> { return std::make_unique<Lru>(); },
-};
+const PolicyType lru_policy = {"lru", 0, {}, make_policy_of<Lru>};
 
 } // namespace moegguf

@@ -1,11 +1,11 @@
 // next_use.cpp: Belady's rule with an estimate in place of the future: evicts the expert whose next use is expected
 // last.
 //
-// Of the tokens that pass its layer, a part p = sum(weight * average) uses an expert; that is 1 / p - 1 passes from its
-// layer's next turn, and distance_weight scales the part of a pass until that turn. Where a predictor forecasts that
-// the layer's next turn uses the expert with probability q, it is (1 - trust * q) / p passes from that turn. Where
-// several sequences decode together, p has the same order. Other passes of more than one token are left to recency and
-// the sweep, but count.
+// Of the tokens that pass its layer, a part p = sum(weight * average) uses an expert; that is 1 / p - 1 passes after
+// its layer comes next, and distance_weight scales the part of a pass until then. Where a predictor forecasts that the
+// layer uses the expert then with probability q, it is (1 - trust * q) / p passes after that. Where several sequences
+// decode together, p has the same order. Other passes of more than one token are left to recency and the sweep, but
+// count.
 //
 // In published routing half of a token's experts are used again within eight tokens, in other models far fewer:
 // averages over a dozen tokens, some dozens and all of them are good for both.
@@ -21,18 +21,18 @@ class NextUse final : public EvictionPolicy {
   public:
     NextUse(const Layout & layout, const Parameters & given);
 
-    bool orders(const Moment & now) const override { return now.decodes; }
+    bool orders(const LayerStep & now) const override { return now.decodes; }
     bool on_routing(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens) override;
     bool on_forecast(int il, const float * probabilities) override;
 
-    // -(expected passes until the next use of an expert), counted from its layer's next turn ...
+    // -(expected passes until the next use of an expert), counted from when its layer comes next ...
     float score(int il, int expert) const override {
         const int key = layout_.key(il, expert);
         return known_[il] ? -wait_[key] * (1.0f - trust_ * forecast_[key]) : 1.0f - wait_[key];
     }
 
     // ... which is this far from a routing event of layer now.il.
-    float layer_offset(int il, const Moment & now) const override {
+    float layer_offset(int il, const LayerStep & now) const override {
         return -distance_[layout_.row_of[il] - layout_.row_of[now.il] + layout_.n_moe_layers - 1];
     }
 
@@ -47,7 +47,7 @@ class NextUse final : public EvictionPolicy {
     std::vector<float> wait_;     // [n_layer * n_expert_max], passes between uses
     std::vector<float> forecast_; // [n_layer * n_expert_max], probabilities where known_
     std::vector<uint8_t> known_;  // [n_layer]
-    std::vector<float> distance_; // [2 * n_moe_layers - 1], by rows ahead: part of a pass until a layer's turn
+    std::vector<float> distance_; // [2 * n_moe_layers - 1], by rows ahead: part of a pass until a layer comes
 };
 
 NextUse::NextUse(const Layout & layout, const Parameters & given) : layout_(layout) {
@@ -133,13 +133,9 @@ bool NextUse::on_forecast(int il, const float * probabilities) {
 } // namespace
 
 extern const PolicyType next_use_policy;
-const PolicyType next_use_policy = {
-    "next-use",
-    MOEGGUF_POLICY_FORECAST,
-    [] { return std::vector<const char *>{"half_lives_tokens", "weights", "distance_weight", "trust"}; },
-    [](const Layout & layout, const Parameters & given) -> std::unique_ptr<EvictionPolicy> {
-        return std::make_unique<NextUse>(layout, given);
-    },
-};
+const PolicyType next_use_policy = {"next-use",
+                                    MOEGGUF_POLICY_FORECAST,
+                                    {"half_lives_tokens", "weights", "distance_weight", "trust"},
+                                    make_policy_of<NextUse>};
 
 } // namespace moegguf

@@ -12,23 +12,23 @@
 
 namespace moegguf {
 
-// The routing event that slots are chosen at.
-struct Moment {
-    int il = 0;         // the layer computing now
-    bool sweep = false; // of several tokens: every layer's experts, more than there are slots, will be needed in order
-    bool token = false; // a pass of one token
-    uint64_t turn = 0;  // counts layers over all passes: pass * n_layer + il
+// The layer of a pass that slots are chosen for.
+struct LayerStep {
+    int il = 0;           // computing now
+    bool sweep = false;   // of several tokens: every layer's experts, more than there are slots, are needed in order
+    bool token = false;   // a pass of one token
+    uint64_t number = 0;  // counts layers over all passes: pass * n_layer + il
     bool decodes = false; // a pass of one token, or of one of each of several sequences
 };
 
 // What an expert to be loaded is worth: it takes the slot of one that is worth less.
-struct Bid {
+struct Worth {
     float score = INFINITY;  // as the policy scores it; where the policy orders by score
     float chance = INFINITY; // to be used when its layer comes next
 };
 
 // The expert with the lowest score is evicted first, the least recently used among equals. The score at a moment is
-// score(il, expert) + layer_offset(il, moment), so that the order within a layer holds from one of its routing events
+// score(il, expert) + layer_offset(il, step), so that the order within a layer holds from one of its routing events
 // to the next, and an eviction compares one expert per layer.
 //
 // All calls come under the store's lock.
@@ -36,8 +36,8 @@ class EvictionPolicy {
   public:
     virtual ~EvictionPolicy() = default;
 
-    // Whether scores decide at this moment; where not, recency does.
-    virtual bool orders(const Moment & now) const = 0;
+    // Whether scores decide at this step; where not, recency does.
+    virtual bool orders(const LayerStep & now) const = 0;
 
     // What the router chose at layer il, expert_ids [n_tokens][n_expert_used]. True when scores of this layer changed:
     // its order is then built again before the next eviction.
@@ -60,7 +60,7 @@ class EvictionPolicy {
     virtual void on_evict(int il, int expert) { (void)il, (void)expert; }
 
     virtual float score(int il, int expert) const = 0; // never NaN
-    virtual float layer_offset(int il, const Moment & now) const {
+    virtual float layer_offset(int il, const LayerStep & now) const {
         (void)il, (void)now;
         return 0.0f;
     }
@@ -80,10 +80,15 @@ class Parameters {
     std::vector<std::vector<float>> values_;
 };
 
+template <typename T>
+std::unique_ptr<EvictionPolicy> make_policy_of(const Layout & layout, const Parameters & given) {
+    return std::make_unique<T>(layout, given);
+}
+
 struct PolicyType {
     const char * name;
-    uint32_t traits;                           // enum moegguf_policy_trait
-    std::vector<const char *> (*parameters)(); // their names
+    uint32_t traits;                      // enum moegguf_policy_trait
+    std::vector<const char *> parameters; // their names
     std::unique_ptr<EvictionPolicy> (*make)(const Layout & layout, const Parameters & parameters);
 };
 

@@ -80,11 +80,10 @@ std::unique_ptr<EvictionPolicy> make_policy(const Layout & layout, const moegguf
     }
     const PolicyType & type = type_of(chosen.name);
     const Parameters parameters(chosen);
-    const std::vector<const char *> known = type.parameters();
     for (const std::string & name : parameters.names()) {
-        if (std::find(known.begin(), known.end(), name) == known.end()) {
+        if (std::find(type.parameters.begin(), type.parameters.end(), name) == type.parameters.end()) {
             throw Error(MOEGGUF_INVALID, "the policy '" + std::string(type.name) + "' has no parameter '" + name +
-                                             "'; known are " + listed(known));
+                                             "'; known are " + listed(type.parameters));
         }
     }
     return type.make(layout, parameters);

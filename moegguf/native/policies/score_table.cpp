@@ -16,13 +16,6 @@ std::vector<float> ScoreTable::finite(const float * scores, size_t n) {
 
 // By name without a table: recency, until moegguf_store_set_scores gives one.
 extern const PolicyType score_table_policy;
-const PolicyType score_table_policy = {
-    "scores",
-    MOEGGUF_POLICY_SCORES,
-    [] { return std::vector<const char *>{}; },
-    [](const Layout & layout, const Parameters &) -> std::unique_ptr<EvictionPolicy> {
-        return std::make_unique<ScoreTable>(layout);
-    },
-};
+const PolicyType score_table_policy = {"scores", MOEGGUF_POLICY_SCORES, {}, make_policy_of<ScoreTable>};
 
 } // namespace moegguf

@@ -1,4 +1,5 @@
 // score_table.h: scores written from outside, one per expert. While a table is set it comes before the chosen policy.
+// Arithmetic only: no threads, no locks.
 #pragma once
 
 #include "policies/policy.h"
@@ -8,9 +9,10 @@ namespace moegguf {
 class ScoreTable final : public EvictionPolicy {
   public:
     explicit ScoreTable(const Layout & layout) : layout_(layout) {}
+    ScoreTable(const Layout & layout, const Parameters &) : layout_(layout) {}
 
     bool set() const { return !table_.empty(); }
-    bool orders(const Moment &) const override { return set(); }
+    bool orders(const LayerStep &) const override { return set(); }
     float score(int il, int expert) const override { return table_[layout_.key(il, expert)]; }
 
     // Scores that are no finite numbers count as 0.

@@ -23,7 +23,7 @@ class Slru final : public EvictionPolicy {
         }
     }
 
-    bool orders(const Moment & now) const override { return !now.sweep; }
+    bool orders(const LayerStep & now) const override { return !now.sweep; }
     float score(int il, int expert) const override { return used_[layout_.key(il, expert)] > 0 ? 1.0f : 0.0f; }
 
     void on_load(int il, int expert) override {
@@ -83,13 +83,6 @@ class Slru final : public EvictionPolicy {
 } // namespace
 
 extern const PolicyType slru_policy;
-const PolicyType slru_policy = {
-    "slru",
-    0,
-    [] { return std::vector<const char *>{"protected_share"}; },
-    [](const Layout & layout, const Parameters & given) -> std::unique_ptr<EvictionPolicy> {
-        return std::make_unique<Slru>(layout, given);
-    },
-};
+const PolicyType slru_policy = {"slru", 0, {"protected_share"}, make_policy_of<Slru>};
 
 } // namespace moegguf

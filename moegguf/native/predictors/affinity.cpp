@@ -48,12 +48,6 @@ class Affinity final : public Predictor {
 } // namespace
 
 extern const PredictorType affinity_predictor;
-const PredictorType affinity_predictor = {
-    "affinity",
-    false,
-    [](const Layout & layout, const Arrays & arrays) -> std::unique_ptr<Predictor> {
-        return std::make_unique<Affinity>(layout, arrays);
-    },
-};
+const PredictorType affinity_predictor = {"affinity", false, make_predictor<Affinity>};
 
 } // namespace moegguf

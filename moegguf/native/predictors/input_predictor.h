@@ -1,4 +1,5 @@
 // input_predictor.h: what predictors from the router's input share.
+// Arithmetic only: no threads, no locks.
 #pragma once
 
 #include "predictors/matvec.h"

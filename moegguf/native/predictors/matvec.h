@@ -1,4 +1,5 @@
 // matvec.h: a matrix of signed bytes times a vector, for predictors.
+// Arithmetic only: it knows no layer.
 #pragma once
 
 #include <cstdint>

@@ -67,12 +67,6 @@ class Mlp final : public InputPredictor {
 } // namespace
 
 extern const PredictorType mlp_predictor;
-const PredictorType mlp_predictor = {
-    "mlp",
-    true,
-    [](const Layout & layout, const Arrays & arrays) -> std::unique_ptr<Predictor> {
-        return std::make_unique<Mlp>(layout, arrays);
-    },
-};
+const PredictorType mlp_predictor = {"mlp", true, make_predictor<Mlp>};
 
 } // namespace moegguf

@@ -61,6 +61,11 @@ class Arrays {
     std::map<std::string, moegguf_array> arrays_;
 };
 
+template <typename T>
+std::unique_ptr<Predictor> make_predictor(const Layout & layout, const Arrays & arrays) {
+    return std::make_unique<T>(layout, arrays);
+}
+
 struct PredictorType {
     const char * name;
     bool needs_inputs; // computes with router inputs

@@ -7,7 +7,7 @@ namespace {
 // Probability 1 for these, 0 for the others. Of a pass of many tokens, the last one counts. Needs no training.
 class PreviousToken final : public Predictor {
   public:
-    explicit PreviousToken(const Layout & layout)
+    PreviousToken(const Layout & layout, const Arrays &)
         : layout_(layout),
           used_(layout.n_keys(), 0.0f),
           seen_(layout.layers.size(), 0) {}
@@ -35,12 +35,6 @@ class PreviousToken final : public Predictor {
 } // namespace
 
 extern const PredictorType previous_token_predictor;
-const PredictorType previous_token_predictor = {
-    "previous-token",
-    false,
-    [](const Layout & layout, const Arrays &) -> std::unique_ptr<Predictor> {
-        return std::make_unique<PreviousToken>(layout);
-    },
-};
+const PredictorType previous_token_predictor = {"previous-token", false, make_predictor<PreviousToken>};
 
 } // namespace moegguf

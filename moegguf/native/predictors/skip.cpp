@@ -125,12 +125,6 @@ void Skip::keep_best_groups(float * scores, int n_expert) {
 } // namespace
 
 extern const PredictorType skip_predictor;
-const PredictorType skip_predictor = {
-    "skip",
-    true,
-    [](const Layout & layout, const Arrays & arrays) -> std::unique_ptr<Predictor> {
-        return std::make_unique<Skip>(layout, arrays);
-    },
-};
+const PredictorType skip_predictor = {"skip", true, make_predictor<Skip>};
 
 } // namespace moegguf

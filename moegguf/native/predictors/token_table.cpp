@@ -66,12 +66,6 @@ class TokenTable final : public Predictor {
 } // namespace
 
 extern const PredictorType token_table_predictor;
-const PredictorType token_table_predictor = {
-    "token-id",
-    false,
-    [](const Layout & layout, const Arrays & arrays) -> std::unique_ptr<Predictor> {
-        return std::make_unique<TokenTable>(layout, arrays);
-    },
-};
+const PredictorType token_table_predictor = {"token-id", false, make_predictor<TokenTable>};
 
 } // namespace moegguf

@@ -1,4 +1,5 @@
-// stream.h: work done in order on a thread of its own, and points in it to wait for, as a GPU's stream has them.
+// command_queue.h: work done in order on a thread of its own, and points in it to wait for, as a GPU's stream has them.
+// Knows nothing of what the work is.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +13,7 @@
 
 namespace moegguf {
 
-class Stream {
+class CommandQueue {
     struct Queue {
         std::mutex mutex;
         std::condition_variable changed;
@@ -59,7 +60,7 @@ class Stream {
         }
 
       private:
-        friend class Stream;
+        friend class CommandQueue;
 
         void reach() {
             std::lock_guard<std::mutex> lock(mutex_);
@@ -75,13 +76,13 @@ class Stream {
     };
 
     // late: nothing is done before somebody waits for a point behind it.
-    explicit Stream(bool late = false) : queue_(std::make_shared<Queue>()) {
+    explicit CommandQueue(bool late = false) : queue_(std::make_shared<Queue>()) {
         queue_->n_wanted = late ? 0 : UINT64_MAX;
         thread_ = std::thread([this] { run(); });
     }
 
     // Does what was pushed before.
-    ~Stream() {
+    ~CommandQueue() {
         push(nullptr);
         queue_->want(UINT64_MAX);
         thread_.join();

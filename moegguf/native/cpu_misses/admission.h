@@ -1,4 +1,5 @@
 // admission.h: which experts may take a slot on a device, where the CPU computes what is missed there.
+// Arithmetic only: it knows no slot and no thread.
 #pragma once
 
 #include "layout.h"

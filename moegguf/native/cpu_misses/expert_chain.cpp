@@ -1,7 +1,6 @@
-#include "expert_chain.h"
+#include "cpu_misses/expert_chain.h"
 
 #include "nodes.h"
-#include "store.h"
 
 #include "ggml-impl.h" // ggml_cgraph is not public; patches/README.md lists what we lean on
 
@@ -9,17 +8,6 @@
 
 namespace moegguf {
 namespace {
-
-// Words of op_params. The first is moegguf_slot_ids' own.
-constexpr int chain_word = 2, store_word = 4;
-static_assert((store_word - chain_word) * sizeof(int32_t) >= sizeof(ExpertChain *), "the store's address comes behind");
-static_assert(store_word * sizeof(int32_t) + sizeof(Store *) <= GGML_MAX_OP_PARAMS, "both fit");
-
-Store * store_of_ids(const ggml_tensor * ids) {
-    Store * store;
-    memcpy(&store, ids->op_params + store_word, sizeof(store));
-    return store;
-}
 
 // What each row computes from the same row of its sources, element by element or half by half.
 bool computes_rows(ggml_op op) {
@@ -240,25 +228,19 @@ void ExpertChain::read_rows() {
     }
 }
 
-void mark_chain(ggml_tensor * ids, Store & store) {
-    const Store * address = &store;
-    memcpy(ids->op_params + store_word, &address, sizeof(address));
+const ExpertChain * chain_of(const ggml_tensor * ids) {
+    return op_pointer<const ExpertChain>(ids, supply_word);
 }
 
-const ExpertChain * chain_of(const ggml_tensor * ids) {
-    const ExpertChain * chain;
-    memcpy(&chain, ids->op_params + chain_word, sizeof(chain));
-    return chain;
+void set_chain(ggml_tensor * ids, const ExpertChain * chain) {
+    set_op_pointer(ids, supply_word, chain);
 }
 
 bool multiplies_down(const ggml_tensor * t, int il) {
     return t->op == GGML_OP_MUL_MAT_ID && layer_of(t->src[1], down_node) == il;
 }
 
-void read_chains(const ggml_cgraph & graph) {
-    Store * store = nullptr;
-    int n_layers = 0;
-    std::string note;
+void read_chains(const ggml_cgraph & graph, const Layout & layout, const Serves & serves, const FoundChain & found) {
     for (int i = 0; i < graph.n_nodes; i++) {
         const ggml_tensor * t = graph.nodes[i];
         const int il = t->op == GGML_OP_MUL_MAT_ID ? layer_of(t->src[1], down_node) : -1;
@@ -266,22 +248,12 @@ void read_chains(const ggml_cgraph & graph) {
             continue;
         }
         ggml_tensor * ids = t->src[2]->src[0];
-        store = store_of_ids(ids);
-        if (!store->missed.serves(il, (int)ids->ne[1])) {
-            continue;
+        if (serves(il, (int)ids->ne[1])) {
+            ExpertChain chain;
+            chain.il = il;
+            const std::string why = ChainReader(graph, t, layout.layers[il]).read(chain);
+            found(ids, std::move(chain), why);
         }
-        ExpertChain chain;
-        chain.il = il;
-        const std::string why = ChainReader(graph, t, store->layout.layers[il]).read(chain);
-        const ExpertChain * kept = why.empty() ? store->missed.keep(std::move(chain)) : nullptr;
-        if (!why.empty() && note.empty()) {
-            note = "layer " + std::to_string(il) + " " + why;
-        }
-        n_layers += why.empty();
-        memcpy(ids->op_params + chain_word, &kept, sizeof(kept));
-    }
-    if (store && (n_layers > 0 || !note.empty())) {
-        store->missed.set_layers(n_layers, note);
     }
 }
 

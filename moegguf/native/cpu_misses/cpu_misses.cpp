@@ -1,7 +1,7 @@
-#include "missed.h"
+#include "cpu_misses/cpu_misses.h"
 
-#include "clock.h"
 #include "fault.h"
+#include "nodes.h"
 #include "short_slices.h"
 
 #include <algorithm>
@@ -24,7 +24,7 @@ void follow(double & mean_ns, double ns) {
 
 } // namespace
 
-Missed::~Missed() {
+CpuMisses::~CpuMisses() {
     {
         Lock lock(shared_.mutex);
         stopping_ = true;
@@ -36,46 +36,51 @@ Missed::~Missed() {
     }
 }
 
-void Missed::check_tiers(bool possible) const {
-    const auto has_lower = [](const Tier & tier) { return tier.below() != nullptr; };
-    if (!possible || !tiers_.any(has_lower)) {
+void CpuMisses::check_tiers(bool possible) const {
+    const auto has_ram = [](const Tier & tier) { return tier.ram() != nullptr; };
+    if (!possible || !tiers_.any(has_ram)) {
         throw Error(MOEGGUF_INVALID,
                     "misses can be computed where a device has slots over slots in RAM, by a thread"
                     " at least");
     }
 }
 
-void Missed::start(int n_threads) {
-    check_tiers(!shared_.simulated() && n_threads > 0);
+void CpuMisses::set_on() {
+    admission_.start();
+    transfers_.set_admission([this](int il, int expert) { return admission_.admits(il, expert); });
+    on_ = true;
+}
+
+void CpuMisses::start(int n_threads) {
+    check_tiers(n_threads > 0 && tiers_.compute[0]->pool());
     Lock lock(shared_.mutex);
     if (on_) {
         return;
     }
     backend_ = make_backend(find_device(nullptr), n_threads);
-    admission_.start();
     try {
         thread_ = std::thread([this] { run(); });
     } catch (const std::system_error & e) {
         throw Error(MOEGGUF_MEMORY, std::string("cannot start the thread that computes misses: ") + e.what());
     }
-    on_ = true;
+    set_on();
 }
 
-void Missed::start_modelled(double bytes_per_ns, double layer_ns) {
-    check_tiers(shared_.simulated() && bytes_per_ns > 0 && layer_ns >= 0);
+void CpuMisses::start_modelled(double bytes_per_ns, double layer_ns) {
+    check_tiers(bytes_per_ns > 0 && layer_ns >= 0 && !tiers_.compute[0]->pool());
     Lock lock(shared_.mutex);
-    admission_.start();
     bytes_ns_ = 1 / bytes_per_ns;
     start_ns_ = layer_ns;
-    on_ = true;
+    modelled_ = true;
+    set_on();
 }
 
-bool Missed::serves(int il, int n_tokens) const {
-    return on_ && n_tokens <= most_tokens && tiers_.of(il).below();
+bool CpuMisses::serves(int il, int n_tokens) const {
+    return on_ && n_tokens <= most_tokens && tiers_.of(il).ram();
 }
 
 // Graphs are built again and again, with few chains.
-const ExpertChain * Missed::keep(ExpertChain chain) {
+const ExpertChain * CpuMisses::keep(ExpertChain chain) {
     std::lock_guard<std::mutex> lock(chains_mutex_);
     const auto known = std::find_if(chains_.begin(), chains_.end(), [&](const auto & one) { return *one == chain; });
     if (known != chains_.end()) {
@@ -85,13 +90,28 @@ const ExpertChain * Missed::keep(ExpertChain chain) {
     return chains_.emplace_back(std::make_unique<const ExpertChain>(std::move(chain))).get();
 }
 
-void Missed::set_layers(int n_layers, const std::string & note) {
-    Lock lock(shared_.mutex);
-    n_layers_ = n_layers;
-    note_ = note;
+void CpuMisses::read_graph(const ggml_cgraph & graph) {
+    if (!on_) {
+        return;
+    }
+    int n_layers = 0;
+    std::string note;
+    const auto serves = [this](int il, int n_tokens) { return this->serves(il, n_tokens); };
+    read_chains(graph, layout_, serves, [&](ggml_tensor * ids, ExpertChain chain, const std::string & why) {
+        if (!why.empty() && note.empty()) {
+            note = "layer " + std::to_string(chain.il) + " " + why;
+        }
+        n_layers += why.empty();
+        set_chain(ids, why.empty() ? keep(std::move(chain)) : nullptr);
+    });
+    if (n_layers > 0 || !note.empty()) {
+        Lock lock(shared_.mutex);
+        n_layers_ = n_layers;
+        note_ = note;
+    }
 }
 
-void Missed::info(moegguf_computed & out) {
+void CpuMisses::info(moegguf_computed & out) {
     Lock lock(shared_.mutex);
     out = {};
     out.misses = n_computed_;
@@ -105,70 +125,93 @@ void Missed::info(moegguf_computed & out) {
     snprintf(out.note, sizeof(out.note), "%s", note_.c_str());
 }
 
+CpuMisses::Kept & CpuMisses::kept(Context & context) {
+    if (!context.kept) {
+        context.kept = std::make_shared<Kept>();
+    }
+    return *static_cast<Kept *>(context.kept.get());
+}
+
+MissJob * CpuMisses::job_of(const Context & context) {
+    return context.kept ? static_cast<const Kept *>(context.kept.get())->job : nullptr;
+}
+
 // The router's choice.
 
-void Missed::note_uses(const Lane & lane, int il) {
+void CpuMisses::observe(Context & context, Lock &) {
     if (on_) {
-        admission_.note_uses(il, lane.distinct, get(shared_.counters.tokens));
+        admission_.note_uses(context.event.il, context.event.experts, get(shared_.counters.tokens));
     }
 }
 
-void Missed::choose(Lane & lane, const Moment & now, const int32_t * ids, int n_expert_used, int n_tokens) {
-    const Tier & tier = *lane.tier;
-    const bool possible = lane.chain || shared_.simulated();
-    if (!serves(now.il, n_tokens) || !possible || tier.numbering.resident()) {
+bool CpuMisses::pin_absent(Context & context, Lock & lock) {
+    choose(context);
+    if (!SlotSupply::pin_absent(context, lock)) {
+        return false;
+    }
+    if (!find_dummies(context)) {
+        fail_without_slot(context, context.event.experts[0]);
+        return false;
+    }
+    return true;
+}
+
+// Marks experts that the CPU computes as those that need no slot.
+void CpuMisses::choose(Context & context) {
+    Event & event = context.event;
+    const Tier & tier = *context.pinned.tier;
+    const ExpertChain * chain = event.node ? chain_of(event.node) : nullptr;
+    if (!serves(event.il, event.n_tokens) || !(chain || modelled_) || tier.numbering.resident()) {
         return;
     }
     missing_.clear();
-    std::copy_if(lane.distinct.begin(), lane.distinct.end(), std::back_inserter(missing_),
-                 [&](int expert) { return lane.slot_of[expert] == Lane::no_slot_yet; });
+    std::copy_if(event.experts.begin(), event.experts.end(), std::back_inserter(missing_),
+                 [&](int expert) { return event.slot_of[expert] == Event::no_slot_yet; });
     const bool takes_none = tier.residency.has_free(); // of another expert
-    const auto admitted = [&](int expert) { return takes_none || admission_.admits(now.il, expert); };
+    const auto admitted = [&](int expert) { return takes_none || admission_.admits(event.il, expert); };
     const auto first_to_share = std::stable_partition(missing_.begin(), missing_.end(),
-                                                      [&](int expert) { return comes_as_fast(now.il, expert); });
+                                                      [&](int expert) { return comes_as_fast(event.il, expert); });
     std::stable_partition(first_to_share, missing_.end(), admitted);
     const int n_missed = (int)missing_.size();
-    const int n_copies = count_fastest(now.il, int(first_to_share - missing_.begin()), n_missed);
+    const int n_copies = count_fastest(event.il, int(first_to_share - missing_.begin()), n_missed);
     if (n_copies == n_missed) {
-        measure(lane, now.il, n_expert_used);
+        measure(context, chain);
         return;
     }
     for (int i = 0; i < n_copies; i++) { // what they are copied from makes no room for those that follow
-        if (const int r = tier.below()->residency.find(now.il, missing_[i]); r >= 0) {
-            tier.below()->residency.touch(r);
+        if (const int r = tier.ram()->residency.find(event.il, missing_[i]); r >= 0) {
+            tier.ram()->residency.touch(r);
         }
     }
-    MissedJob & job = new_job(lane, now.il, n_expert_used);
+    MissJob & job = new_job(context, chain);
+    LookUps in_ram(*tiers_.ram);
     for (int i = n_missed - 1; i >= n_copies; i--) { // first uses first
         const int expert = missing_[i];
-        if (!take(job, now, expert, ids, n_expert_used * n_tokens)) {
+        if (!take(job, event, expert, in_ram)) {
             continue;
         }
-        lane.slot_of[expert] = Lane::computed_below;
+        event.slot_of[expert] = Event::needs_no_slot;
         if (admitted(expert)) { // a slot when the link is free
-            count(shared_.counters.prefetch_requested);
-            if (!transfers_.prefetch(now.il, expert)) {
-                count(shared_.counters.prefetch_dropped);
-            }
+            transfers_.want({event.il, expert});
         }
     }
     transfers_.wake_readers();
     if (job.experts.empty()) {
-        forget(lane);
+        forget(context);
     }
 }
 
 // Whether an expert is there no later by a copy, where it is still to be read: that goes on matrix by matrix meanwhile,
 // and the processor begins when all have come.
-bool Missed::comes_as_fast(int il, int expert) const {
-    const Residency & below = tiers_.below->residency;
-    const int r = below.find(il, expert);
+bool CpuMisses::comes_as_fast(int il, int expert) const {
+    const Residency & in_ram = tiers_.ram->residency;
+    const int r = in_ram.find(il, expert);
     const double last_ns = tiers_.of(il).copies->bytes_ns() / __builtin_popcount(layout_.layers[il].chunks);
-    return (r < 0 || !below.complete(r)) && bytes_ns_ >= last_ns;
+    return (r < 0 || !in_ram.complete(r)) && bytes_ns_ >= last_ns;
 }
 
 // Of a layer's misses, so many copies, `least` or more, that link and processor end as soon as they can side by side.
-int Missed::count_fastest(int il, int least, int n_missed) const {
+int CpuMisses::count_fastest(int il, int least, int n_missed) const {
     const double expert_ns = (double)expert_bytes(il), copy_ns = expert_ns * tiers_.of(il).copies->bytes_ns();
     const auto layer_ns = [&](int n) {
         const int n_computed = n_missed - n;
@@ -184,60 +227,56 @@ int Missed::count_fastest(int il, int least, int n_missed) const {
 
 // Where copies are faster, the processor computes one of them as well now and then, for which nothing waits: its
 // average stays that of today. That of copies does without: what is admitted is copied anyway.
-void Missed::measure(Lane & lane, int il, int n_expert_used) {
+void CpuMisses::measure(Context & context, const ExpertChain * chain) {
     constexpr int events_between = 32;
     n_copied_ += !missing_.empty();
-    const int r = missing_.empty() ? -1 : tiers_.below->residency.find(il, missing_.back());
-    if (n_copied_ < events_between || shared_.simulated() || r < 0 || !tiers_.below->residency.complete(r)) {
+    Residency & in_ram = tiers_.ram->residency;
+    const int r = missing_.empty() ? -1 : in_ram.find(context.event.il, missing_.back());
+    if (n_copied_ < events_between || modelled_ || r < 0 || !in_ram.complete(r)) {
         return;
     }
     n_copied_ = 0;
-    MissedJob & job = new_job(lane, il, n_expert_used);
+    MissJob & job = new_job(context, chain);
     job.measures = true;
-    tiers_.below->residency.pin(r);
+    in_ram.pin(r);
     job.choices.push_back(0); // any input takes as long
     job.experts.push_back({missing_.back(), r, 0, 1, false});
 }
 
-MissedJob & Missed::new_job(Lane & lane, int il, int n_expert_used) {
+MissJob & CpuMisses::new_job(Context & context, const ExpertChain * chain) {
     const auto free = std::find_if(jobs_.begin(), jobs_.end(),
                                    [](const auto & job) { return !job->wanted && (!job->begun || job->done); });
-    MissedJob & job = free == jobs_.end() ? *jobs_.emplace_back(std::make_unique<MissedJob>()) : **free;
-    job.il = il;
-    job.n_expert_used = n_expert_used;
-    job.chain = lane.chain;
+    MissJob & job = free == jobs_.end() ? *jobs_.emplace_back(std::make_unique<MissJob>()) : **free;
+    job.il = context.event.il;
+    job.n_expert_used = context.event.n_expert_used;
+    job.chain = chain;
     job.experts.clear();
     job.choices.clear();
     job.wanted = true;
     job.begun = job.done = job.given_up = job.measures = false;
     job.failed_expert = -1;
     job.why.clear();
-    lane.missed = &job;
+    kept(context).job = &job;
     return job;
 }
 
-// False where no slot below can be had for it.
-bool Missed::take(MissedJob & job, const Moment & now, int expert, const int32_t * ids, int n_choices) {
-    Tier & below = *tiers_.below;
-    int r = below.residency.find(now.il, expert);
-    count(below.counters.lookups);
-    count(r < 0                         ? below.counters.misses
-          : below.residency.complete(r) ? below.counters.hits_ready
-                                        : below.counters.hits_late);
-    below.residency.count_look_up(now.il, expert);
+// False where no slot in RAM can be had for it.
+bool CpuMisses::take(MissJob & job, const Event & event, int expert, LookUps & in_ram) {
+    Tier & ram = *tiers_.ram;
+    int r = in_ram.find(event.il, expert);
     if (r < 0) {
-        r = below.take_slot(now.il, expert, now);
+        r = ram.take_slot(event.il, expert, event.step);
     }
     if (r < 0) {
         return false;
     }
-    below.residency.slot(r).claims += 1;
-    below.residency.set_failed(r, false); // of passes that have ended
-    below.residency.pin(r);
-    transfers_.demand_below(r);
+    ram.residency.request(r);
+    ram.residency.forgive(r); // for passes that have ended
+    ram.residency.pin(r);
+    transfers_.demand_in_ram(r);
     const int first = (int)job.choices.size();
-    for (int i = 0; i < n_choices; i++) {
-        if (ids[i] == expert) {
+    for (int i = 0; i < (int)event.n_ids(); i++) {
+        if (event.ids[i] == expert) {
             job.choices.push_back(i);
         }
     }
@@ -245,21 +284,23 @@ bool Missed::take(MissedJob & job, const Moment & now, int expert, const int32_t
     return true;
 }
 
-// Any slots that no expert of the event is in, as many as a token may need.
-bool Missed::find_stand_ins(Lane & lane) const {
-    lane.stand_ins.clear();
-    if (!lane.missed || lane.missed->measures) {
+// Any slots that no expert of the event is in, as many as a token may need. False where there are too few.
+bool CpuMisses::find_dummies(Context & context) {
+    const MissJob * job = job_of(context);
+    if (!job || job->measures) {
         return true;
     }
-    std::vector<int> & found = lane.stand_ins;
-    const Residency & residency = lane.tier->residency;
-    const size_t n_wanted = std::min<size_t>(lane.missed->experts.size(), lane.missed->n_expert_used);
+    std::vector<int> & found = kept(context).dummy_slots;
+    found.clear();
+    const Residency & residency = context.pinned.tier->residency;
+    const size_t n_wanted = std::min<size_t>(job->experts.size(), job->n_expert_used);
     const auto among = [](const std::vector<int> & slots, int s) {
         return std::find(slots.begin(), slots.end(), s) != slots.end();
     };
     for (const bool quiet : {true, false}) { // rather those that nothing is written into
         for (int s = 0; s < residency.n_usable() && found.size() < n_wanted; s++) {
-            if ((residency.slot(s).reading == 0) == quiet && !among(lane.pinned, s) && !among(found, s)) {
+            const bool is_quiet = residency.slot(s).reading == 0;
+            if (is_quiet == quiet && !among(context.pinned.slots, s) && !among(found, s)) {
                 found.push_back(s);
             }
         }
@@ -267,37 +308,84 @@ bool Missed::find_stand_ins(Lane & lane) const {
     return found.size() == n_wanted;
 }
 
-void Missed::forget(Lane & lane) {
-    if (!lane.missed) {
+void CpuMisses::release(Context & context, int next_il) {
+    if (job_of(context) && next_il > context.pass.il) {
+        context.fail(MOEGGUF_INVALID, context.pass.il, -1,
+                     "experts that the CPU has computed did not reach the layer's output");
+    }
+    forget(context);
+    SlotSupply::release(context, next_il);
+}
+
+// What was chosen at the event before.
+void CpuMisses::forget(Context & context) {
+    MissJob * job = job_of(context);
+    if (!job) {
         return;
     }
-    MissedJob & job = *lane.missed;
-    lane.missed = nullptr;
-    job.wanted = false;
-    if (!job.begun) {
-        release(job);
+    kept(context).job = nullptr;
+    job->wanted = false;
+    if (!job->begun) {
+        release(*job);
     }
 }
 
-void Missed::release(MissedJob & job) {
-    for (const MissedJob::Expert & expert : job.experts) {
-        tiers_.below->unpin(expert.slot);
+void CpuMisses::release(MissJob & job) {
+    for (const MissJob::Expert & expert : job.experts) {
+        tiers_.ram->unpin(expert.slot);
     }
 }
 
-void Missed::begin(Lane & lane, const float * inputs, int n_embd, const float * weights, int n_tokens) {
-    MissedJob & job = *lane.missed;
+void CpuMisses::wait(Context & context, uint8_t kinds) {
+    if (modelled_ && job_of(context)) {
+        begin_modelled(context);
+    }
+    SlotSupply::wait(context, kinds);
+}
+
+void CpuMisses::finish(Context & context) {
+    write_slot_ids(context);
+    if (!job_of(context)) {
+        return;
+    }
+    modelled_ ? end_modelled(context) : begin(context);
+}
+
+void CpuMisses::write_slot_ids(Context & context) {
+    const MissJob * job = job_of(context);
+    if (!job || job->measures) {
+        SlotSupply::finish(context);
+        return;
+    }
+    Event & event = context.event;
+    const std::vector<int> & dummies = kept(context).dummy_slots;
+    const int first_slot = context.pinned.tier->numbering.window(event.il).first_slot;
+    int n_dummies = 0;
+    for (size_t i = 0; i < event.n_ids(); i++) {
+        n_dummies = i % event.n_expert_used == 0 ? 0 : n_dummies; // a token's are distinct
+        const int s = event.slot_of[event.ids[i]];
+        event.ids[i] = (s == Event::needs_no_slot ? dummies[n_dummies++] : s) - first_slot;
+    }
+}
+
+// The CPU begins with the experts that it computes, beside the device.
+void CpuMisses::begin(Context & context) {
+    MissJob & job = *job_of(context);
+    const ggml_tensor & node = *context.event.node;
+    const int n_tokens = (int)node.ne[1], n_embd = (int)node.src[2]->ne[0];
+    const size_t n_choices = (size_t)n_tokens * job.n_expert_used;
+    const float * inputs = floats(node.src[2], (size_t)n_embd * n_tokens, context.inputs);
+    const float * weights = job.chain->weights_input ? floats(node.src[1], n_choices, context.weights) : nullptr;
     const bool known = inputs && (weights || !job.chain->weights_input);
     if (!known && !job.measures) {
-        lane.fail(MOEGGUF_INVALID, job.il, -1, "the layer's input cannot be read for the CPU");
+        context.fail(MOEGGUF_INVALID, job.il, -1, "the layer's input cannot be read for the CPU");
         return;
     }
     if (!known) {
         Lock lock(shared_.mutex);
-        forget(lane);
+        forget(context);
         return;
     }
-    const size_t n_choices = (size_t)n_tokens * job.n_expert_used;
     job.n_embd = n_embd;
     job.inputs.assign(inputs, inputs + (size_t)n_tokens * n_embd);
     job.weights.assign(weights, weights + (weights ? n_choices : 0));
@@ -308,50 +396,50 @@ void Missed::begin(Lane & lane, const float * inputs, int n_embd, const float * 
     queue_.push(&job);
     work_.notify_one();
     if (job.measures) {
-        forget(lane);
+        forget(context);
     }
 }
 
 // The multiplication.
 
-bool Missed::is_next(const Lane & lane, const ggml_tensor * t) const {
-    return multiplies_down(t, lane.missed->il);
+bool CpuMisses::changes(const Context & context, const ggml_tensor * node) const {
+    const MissJob * job = job_of(context);
+    return job && multiplies_down(node, job->il);
 }
 
 // Something that is to be computed is still in the file.
-bool Missed::awaits_file(const MissedJob & job) const {
-    const Residency & below = tiers_.below->residency;
-    return std::any_of(job.experts.begin(), job.experts.end(), [&](const MissedJob::Expert & expert) {
-        return !expert.computed && !below.complete(expert.slot);
+bool CpuMisses::awaits_file(const MissJob & job) const {
+    const Residency & in_ram = tiers_.ram->residency;
+    return std::any_of(job.experts.begin(), job.experts.end(), [&](const MissJob::Expert & expert) {
+        return !expert.computed && !in_ram.complete(expert.slot);
     });
 }
 
 // A stall of the layer's device, and of the file's link as long as anything comes from there.
-void Missed::wait(Lane & lane, const MissedJob & job, Lock & lock) {
+void CpuMisses::await_rows(Context & context, const MissJob & job, Lock & lock) {
     const uint64_t start = now_ns();
     uint64_t file_done = start;
-    while (!lane.failed && !job.done && !shared_.cancelled) {
-        const bool from_file = awaits_file(job);
-        shared_.done.wait(lock);
+    bool from_file = false;
+    const auto done = [&] {
         file_done = from_file ? now_ns() : file_done;
-    }
-    const uint64_t waited_ns = now_ns() - start;
-    stall_ns_ += waited_ns;
-    count_stall(shared_, *lane.tier, waited_ns);
-    count(tiers_.below->counters.stall_ns, file_done - start);
+        from_file = awaits_file(job);
+        return job.done || context.failed();
+    };
+    stall(shared_, *context.pinned.tier, lock, done, Clock::Deadline::max(), &stall_ns_);
+    count(tiers_.ram->counters.stall_ns, file_done - start);
 }
 
-void Missed::write(Lane & lane, ggml_tensor * t) {
-    MissedJob & job = *lane.missed;
+void CpuMisses::change(Context & context, ggml_tensor * t) {
+    MissJob & job = *job_of(context);
     if (shared_.forked()) {
         return;
     }
     Lock lock(shared_.mutex);
-    wait(lane, job, lock);
+    await_rows(context, job, lock);
     if (!job.done || job.given_up) {
-        lane.fail(MOEGGUF_CANCELLED, job.il, -1, "cancelled");
+        context.fail(MOEGGUF_CANCELLED, job.il, -1, "cancelled");
     } else if (!job.why.empty()) {
-        lane.fail(MOEGGUF_IO, job.il, job.failed_expert, job.why);
+        context.fail(MOEGGUF_IO, job.il, job.failed_expert, job.why);
     }
     lock.unlock();
     const uint64_t start = now_ns();
@@ -359,7 +447,7 @@ void Missed::write(Lane & lane, ggml_tensor * t) {
         return std::find(job.choices.begin(), job.choices.end(), i) != job.choices.end();
     };
     const int n_choices = (int)(t->ne[1] * t->ne[2]);
-    for (int i = 0; i < n_choices && !lane.failed;) { // neighbours in one copy
+    for (int i = 0; i < n_choices && !context.failed();) { // neighbours in one copy
         int n = 0;
         while (i + n < n_choices && chosen(i + n)) {
             n++;
@@ -371,43 +459,41 @@ void Missed::write(Lane & lane, ggml_tensor * t) {
     }
     lock.lock();
     follow(write_ns_, (double)(now_ns() - start));
-    forget(lane);
+    forget(context);
 }
 
-// Simulation.
+// Virtual time.
 
-void Missed::begin_modelled(Lane & lane) {
-    MissedJob & job = *lane.missed;
-    const uint64_t start = shared_.clock_ns();
+void CpuMisses::begin_modelled(Context & context) {
+    Lock lock(shared_.mutex);
+    MissJob & job = *job_of(context);
+    const uint64_t start = shared_.clock->now_ns();
     job.computed_ns = start + uint64_t(start_ns_);
     for (size_t n_left = job.experts.size(); n_left > 0; n_left -= ready_.size()) {
-        while (!find_ready(job)) {
-            transfers_.step();
+        if (!stall(shared_, *context.pinned.tier, lock, [&] { return find_ready(job); })) {
+            return;
         }
         const auto took_ns = uint64_t(bytes_ns_ * double(ready_.size() * expert_bytes(job.il)));
-        job.computed_ns = std::max(job.computed_ns, shared_.clock_ns()) + took_ns;
+        job.computed_ns = std::max(job.computed_ns, shared_.clock->now_ns()) + took_ns;
         n_computed_ += ready_.size();
         compute_ns_ += took_ns;
     }
-    count_modelled_stall(lane, start);
+    stall_ns_ += shared_.clock->now_ns() - start;
 }
 
-void Missed::end_modelled(Lane & lane) {
-    const uint64_t now = shared_.clock_ns();
-    transfers_.advance(std::max(now, lane.missed->computed_ns) - now);
-    count_modelled_stall(lane, now);
-    forget(lane);
-}
-
-void Missed::count_modelled_stall(const Lane & lane, uint64_t since_ns) {
-    const uint64_t waited_ns = shared_.clock_ns() - since_ns;
-    stall_ns_ += waited_ns;
-    count_stall(shared_, *lane.tier, waited_ns);
+// What the link copies meanwhile is there.
+void CpuMisses::end_modelled(Context & context) {
+    Lock lock(shared_.mutex);
+    const uint64_t now = shared_.clock->now_ns();
+    shared_.clock->advance(std::max(now, job_of(context)->computed_ns) - now);
+    stall_ns_ += shared_.clock->now_ns() - now;
+    count_stall(shared_, *context.pinned.tier, shared_.clock->now_ns() - now);
+    forget(context);
 }
 
 // The thread.
 
-void Missed::run() {
+void CpuMisses::run() {
     ask_for_short_slices();
     Lock lock(shared_.mutex);
     while (!stopping_) {
@@ -415,7 +501,7 @@ void Missed::run() {
             work_.wait(lock);
             continue;
         }
-        MissedJob & job = *queue_.pop();
+        MissJob & job = *queue_.pop();
         computing_ = true;
         follow(start_ns_, (double)(now_ns() - job.queued_ns));
         try {
@@ -434,7 +520,7 @@ void Missed::run() {
 }
 
 // Experts that are there already first, together; the others as they come.
-void Missed::compute(MissedJob & job, Lock & lock) {
+void CpuMisses::compute(MissJob & job, Lock & lock) {
     for (size_t n_left = job.experts.size(); n_left > 0; n_left -= ready_.size()) {
         while (!find_ready(job)) {
             if (!job.wanted || !job.why.empty() || shared_.cancelled || stopping_) {
@@ -445,7 +531,9 @@ void Missed::compute(MissedJob & job, Lock & lock) {
         }
         lock.unlock();
         const uint64_t start = now_ns();
-        slow_compute();
+        if (fault(MOEGGUF_FAULT_SLOW_COMPUTE)) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        }
         compute_ready(job);
         const uint64_t took_ns = now_ns() - start;
         lock.lock();
@@ -456,14 +544,14 @@ void Missed::compute(MissedJob & job, Lock & lock) {
 }
 
 // Those that have come since. Notes what will not come.
-bool Missed::find_ready(MissedJob & job) {
-    const Residency & below = tiers_.below->residency;
+bool CpuMisses::find_ready(MissJob & job) {
+    const Residency & in_ram = tiers_.ram->residency;
     ready_.clear();
-    for (MissedJob::Expert & expert : job.experts) {
-        if (!expert.computed && below.complete(expert.slot)) {
+    for (MissJob::Expert & expert : job.experts) {
+        if (!expert.computed && in_ram.complete(expert.slot)) {
             expert.computed = true;
             ready_.push_back(&expert);
-        } else if (!expert.computed && below.failed(expert.slot)) {
+        } else if (!expert.computed && in_ram.failed(expert.slot)) {
             job.failed_expert = expert.expert;
             job.why = shared_.error;
         }
@@ -471,10 +559,10 @@ bool Missed::find_ready(MissedJob & job) {
     return !ready_.empty() && job.why.empty();
 }
 
-void Missed::compute_ready(MissedJob & job) {
+void CpuMisses::compute_ready(MissJob & job) {
     const size_t n_nodes = job.chain->n_nodes() * ready_.size();
     size_t n_floats = 0;
-    for (const MissedJob::Expert * expert : ready_) {
+    for (const MissJob::Expert * expert : ready_) {
         n_floats += (job.chain->row_floats() + 2 * job.n_embd) * expert->n_choices; // with input and output
     }
     memory_.resize(std::max(memory_.size(), n_nodes * (ggml_tensor_overhead() + GGML_MEM_ALIGN) +
@@ -486,7 +574,7 @@ void Missed::compute_ready(MissedJob & job) {
     ggml_context * ctx = context.get();
     ggml_cgraph * graph = ggml_new_graph_custom(ctx, n_nodes, false);
     std::vector<ggml_tensor *> products;
-    for (const MissedJob::Expert * expert : ready_) {
+    for (const MissJob::Expert * expert : ready_) {
         ggml_tensor * w[MOEGGUF_MAX_KINDS] = {};
         ggml_set_no_alloc(ctx, true);
         for (int kind = 0; kind < MOEGGUF_MAX_KINDS; kind++) {
@@ -494,7 +582,7 @@ void Missed::compute_ready(MissedJob & job) {
             if (matrix >= 0) {
                 const Matrix & m = layout_.matrices[matrix];
                 w[kind] = ggml_new_tensor_2d(ctx, m.type, m.ne0, m.ne1);
-                w[kind]->data = (void *)tiers_.below->pool()->data(matrix, expert->slot);
+                w[kind]->data = (void *)tiers_.ram->pool()->data(matrix, expert->slot);
             }
         }
         ggml_set_no_alloc(ctx, false);
@@ -521,7 +609,7 @@ void Missed::compute_ready(MissedJob & job) {
     }
 }
 
-uint64_t Missed::expert_bytes(int il) const {
+uint64_t CpuMisses::expert_bytes(int il) const {
     uint64_t bytes = 0;
     for (int matrix : layout_.layers[il].matrix) {
         bytes += matrix >= 0 ? layout_.matrices[matrix].expert_bytes : 0;

@@ -1,12 +1,12 @@
 // expert_chain.h: what a layer computes between its input and the product with its down matrices: read from
-// llama.cpp's graph, and built again for single experts.
+// llama.cpp's graph, and built again for single experts. Knows no store.
 #pragma once
 
 #include "layout.h"
 
-namespace moegguf {
+#include <functional>
 
-class Store;
+namespace moegguf {
 
 // Values of the model that each expert has its own row of: a bias for each element, or one scale.
 struct ExpertRows {
@@ -42,13 +42,16 @@ struct ExpertChain {
     void read_rows(); // from where the model has them
 };
 
-// The node of slot ids of a store's layer, whose chain is not known yet.
-void mark_chain(ggml_tensor * ids, Store & store);
-const ExpertChain * chain_of(const ggml_tensor * ids); // nullptr: not known, the device has to compute every expert
-bool multiplies_down(const ggml_tensor * t, int il);   // with a layer's down matrices
+// A node of slot ids carries its layer's chain. nullptr: not known, the device has to compute every expert.
+const ExpertChain * chain_of(const ggml_tensor * ids);
+void set_chain(ggml_tensor * ids, const ExpertChain * chain);
+bool multiplies_down(const ggml_tensor * t, int il); // with a layer's down matrices
 
-// Reads the chain of every layer of a whole graph, where misses are to be computed, and tells the store.
-void read_chains(const ggml_cgraph & graph);
+// Reads the chains of those layers of a whole graph that are served, by their tokens. `why` the CPU cannot compute the
+// same; empty: it can.
+using Serves = std::function<bool(int il, int n_tokens)>;
+using FoundChain = std::function<void(ggml_tensor * ids, ExpertChain chain, const std::string & why)>;
+void read_chains(const ggml_cgraph & graph, const Layout & layout, const Serves & serves, const FoundChain & found);
 
 // The product of an expert's down matrix with what its chain makes of x, [n_embd, n_rows]. `w`: the expert's matrices,
 // by kind; those of others NULL.

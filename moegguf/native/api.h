@@ -1,0 +1,53 @@
+// api.h: how calls of the C ABI end: exceptions become status codes here and nowhere else.
+//
+// It may call everything of a store. It decides nothing itself.
+#pragma once
+
+#include "store.h"
+
+#include <new>
+
+namespace moegguf {
+
+inline thread_local std::string last_error;
+
+template <typename F>
+int guarded(F && body) {
+    try {
+        body();
+        last_error.clear();
+        return MOEGGUF_OK;
+    } catch (const Error & e) {
+        last_error = e.what();
+        return e.status;
+    } catch (const std::bad_alloc &) {
+        last_error = "out of memory";
+        return MOEGGUF_MEMORY;
+    } catch (const std::exception & e) {
+        last_error = e.what();
+        return MOEGGUF_INVALID;
+    }
+}
+
+template <typename T>
+T & given(T * pointer) {
+    if (!pointer) {
+        throw Error(MOEGGUF_INVALID, "a pointer is null that must not be");
+    }
+    return *pointer;
+}
+
+template <typename F>
+int on(moegguf_store * store, F && body) {
+    return guarded([&] {
+        if (!store) {
+            throw Error(MOEGGUF_INVALID, "no store");
+        }
+        if (store->store.shared.forked()) {
+            throw Error(MOEGGUF_FORKED, "the model was loaded in the parent process; load it again in this one");
+        }
+        body(store->store);
+    });
+}
+
+} // namespace moegguf

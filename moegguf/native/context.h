@@ -1,0 +1,148 @@
+// context.h: one llama_context as a store knows it (a "lane" of the C ABI): the tokens that were announced, its place
+// in a pass, the routing event that it is served for, the slots that it computes with, and why its pass failed.
+//
+// All of it belongs to the thread that computes; what is pinned changes under the store's lock. Data only: it waits for
+// nothing and moves nothing.
+#pragma once
+
+#include "policies/policy.h"
+#include "tier.h"
+
+#include "ggml-backend.h"
+
+#include <string>
+
+namespace moegguf {
+
+class Store;
+class Supply;
+
+// Tokens that come next, as announced, with those of them that no pass has taken yet.
+struct Announced {
+    int sequence = -1;
+    int phase = MOEGGUF_PREFILL;
+    int n_tokens = 0;
+    int next = 0;                   // the first one that no pass has taken
+    std::vector<int32_t> sequences; // [n_tokens], as phases and outputs, where there are several; else empty
+    std::vector<int32_t> phases;
+    std::vector<int32_t> outputs;
+};
+
+struct Pass {
+    static constexpr int none = INT32_MAX; // any layer that comes next starts a pass
+
+    int il = none; // the layer computing now
+    uint64_t number = 0;
+    int n_tokens = 0;     // its last layer may compute fewer
+    bool decodes = false; // it has one token, or one of each sequence
+    int n_experts = 0;    // so far, over all layers
+    bool cycles = false;  // several tokens touch more experts than there are slots
+    int first_token = -1; // of those announced; -1: these are others
+};
+
+// What the router chose at a layer, and how it is asked for.
+struct Choice {
+    int il = -1;
+    int32_t * ids = nullptr; // [n_tokens][n_expert_used] experts; slots once they are served
+    int n_expert_used = 0;
+    int n_tokens = 0;
+    uint8_t wait_kinds = 0;          // matrices that the caller waits for
+    bool ids_in_place = false;       // kernels read them there
+    ggml_tensor * node = nullptr;    // of the graph; nullptr: there is none
+    ggml_backend_t stream = nullptr; // computes the layer, where it can wait for copies itself
+    const float * weights = nullptr;
+    const float * inputs = nullptr; // [n_tokens][n_embd]
+    int n_embd = 0;
+};
+
+struct Event : Choice {
+    static constexpr int not_chosen = -1, no_slot_yet = -2, needs_no_slot = -3; // instead of a slot
+
+    // Of this choice. Returns an id that is of no expert of the layer; nullptr: they all are.
+    const int32_t * begin(const Choice & choice, int n_expert);
+
+    LayerStep step;
+    bool nearly_all = false;        // practically every expert of the layer is chosen
+    bool keeps_ids = false;         // kernels are given experts instead of slots (streamed_supply.h)
+    std::vector<int> experts;       // that were chosen, in order of first choice
+    std::vector<int> slot_of;       // [n_expert_max]
+    std::vector<int32_t> sequences; // [n_tokens], as phases: scratch for observers
+    std::vector<int32_t> phases;
+    size_t n_ids() const { return (size_t)n_expert_used * n_tokens; }
+};
+
+// Slots of one tier that a layer is computed with.
+struct Pinned {
+    Tier * tier = nullptr; // of the layer computing now, never nullptr
+    std::vector<int> slots;
+    uint8_t chunks = 0;              // matrices of that layer
+    ggml_backend_t stream = nullptr; // computes it, and waits for copies itself; nullptr: the thread waits
+    uint8_t ordered = 0;             // matrices that the stream waits for
+
+    void pin(int s) {
+        tier->residency.pin(s);
+        slots.push_back(s);
+    }
+    bool available(uint8_t kinds) const;   // every matrix in `kinds` is there, and none failed. Any thread, as all here
+    bool decided(uint8_t kinds) const;     // every such matrix is there, or will not come
+    bool pending(uint8_t kinds) const;     // some are on their way, or failed, and the stream does not wait for them
+    bool awaits_file(uint8_t kinds) const; // some are not even in RAM; under the store's lock
+
+  private:
+    uint8_t missing(int s, uint8_t kinds) const;
+};
+
+struct Failure {
+    std::atomic<bool> failed{false};
+    moegguf_failure reason{};
+    uint64_t read_errors = 0; // of the store, when this context's failures were last noted
+    uint64_t given_up = 0;    // likewise
+};
+
+struct Context {
+    Context(Store & store, Tier & tier, int id, int n_expert_max);
+
+    // The first failure of a pass is kept; from then on its slot ids are all 0.
+    void fail(moegguf_status status, int il, int expert, const std::string & why);
+    bool failed() const { return failure.failed; }
+    // Nothing has failed in the store since note_failures() looked, which does so under its lock.
+    bool noted(const Shared & shared) const {
+        return failure.read_errors == get(shared.counters.read_errors) && failure.given_up == shared.given_up;
+    }
+    void note_failures(const Shared & shared); // of what is pinned
+
+    bool gather_tokens(int n_event_tokens); // into event.sequences and phases; false: all are of announced.sequence
+    bool has_one_token_each() const;        // the pass decodes one token of each of several sequences
+
+    Store & store;
+    const int id;
+    Announced announced;
+    Pass pass;
+    Event event;
+    Pinned pinned;
+    Supply * supply = nullptr;  // of the layer computing now; nullptr: none holds anything for it
+    std::shared_ptr<void> kept; // by a supply between events, for itself
+    Failure failure;
+    ggml_backend_sched_t scheduler = nullptr; // that computes; nullptr: not known
+    std::vector<int32_t> ids;                 // scratch for devices whose memory is not the host's, as what follows
+    std::vector<float> weights;
+    std::vector<float> inputs;
+    ggml_backend_sched_eval_callback next_eval = nullptr;
+    void * next_user = nullptr;
+};
+
+// The contexts of a store; all under its lock.
+struct Contexts {
+    std::vector<Context *> all;
+    bool short_of_slots = false; // one waits for slots: no other may take any
+
+    bool alone() const { return all.size() == 1; }
+    // Whether one whose pass has not failed yet pins a slot: it must find the failure of its read there.
+    bool compute_with(const Tier & tier, int s) const;
+};
+
+} // namespace moegguf
+
+struct moegguf_lane {
+    std::unique_ptr<moegguf::Context> context;
+};

@@ -1,0 +1,247 @@
+#include "streamed_supply.h"
+
+#include <algorithm>
+
+namespace moegguf {
+namespace {
+
+// Slots that a layer is streamed through, at most: while one is multiplied with, readers fill the rest.
+constexpr int most_streaming_slots = 8;
+
+} // namespace
+
+StreamedSupply::StreamedSupply(const Layout & layout, Shared & shared, Contexts & contexts, Transfers & transfers,
+                               Tier * tier)
+    : Supply(layout, shared, contexts, transfers),
+      tier_(tier),
+      possible_(tier && !tier->pool() && shared.has(MOEGGUF_OVERLAP)),
+      slot_of_(layout.n_expert_max, -1) {
+    slots_.reserve(layout.n_expert_max);
+    experts_.reserve(layout.n_expert_max);
+    for (Kind & kind : kinds_) {
+        kind.held = std::make_unique<std::atomic<int>[]>(layout.n_expert_max);
+        kind.n_past = std::make_unique<std::atomic<int>[]>(layout.n_expert_max);
+    }
+    transfers.set_streamed(*this);
+}
+
+// A caller that waits for matrices here cannot be given some of them at a time.
+bool StreamedSupply::takes(const Context & context) const {
+    const Event & event = context.event;
+    const Tier & tier = *context.pinned.tier;
+    if (!possible_ || &tier != tier_ || tier.ram() || tier.numbering.resident() || event.n_tokens == 1) {
+        return false;
+    }
+    const bool asked = !kernels_take() || (event.wait_kinds == 0 && event.ids_in_place); // kernels ask for these ids
+    return asked && ((int)event.experts.size() > tier.residency.n_usable() || shared_.has(MOEGGUF_STREAM));
+}
+
+bool StreamedSupply::place(Context & context, Lock & lock) {
+    Event & event = context.event;
+    Pinned & pinned = context.pinned;
+    if (!wait_until_unblocked(context, lock)) {
+        return false;
+    }
+    pin_present(context, tier_->residency.n_usable() - most_slots(context));
+    if (shared_.has(MOEGGUF_PREEMPT)) {
+        transfers_.drop_prefetches(event.il);
+    }
+    const size_t n_present = pinned.slots.size(), n_absent = event.experts.size() - n_present;
+    if (n_absent > 0 && !take_slots(context, n_absent, lock)) {
+        return false;
+    }
+    event.keeps_ids = n_absent > 0;
+    if (event.keeps_ids) {
+        begin(context, n_present);
+    }
+    tier_->residency.on_routing(event.il, event.ids, event.n_expert_used, event.n_tokens);
+    transfers_.demand(*tier_, pinned.slots);
+    transfers_.wake_readers();
+    return true;
+}
+
+// Half of a small pool, so that what is there of the layer is not read again.
+int StreamedSupply::most_slots(const Context & context) const {
+    const int n_usable = tier_->residency.n_usable(), half = std::max(2, n_usable / 2);
+    return std::min({most_streaming_slots, half, n_usable, (int)context.event.experts.size()});
+}
+
+// At least one slot, and more as there are some.
+bool StreamedSupply::take_slots(Context & context, size_t n_absent, Lock & lock) {
+    const Event & event = context.event;
+    const auto reserve = [&] { return tier_->reserve_slot(event.il, event.step); };
+    const size_t most = std::min<size_t>(n_absent, most_slots(context));
+    size_t n = 0;
+    for (int s = wait_for_slot(
+             context, reserve, [this] { return !shared_.cancelled; }, lock);
+         s >= 0; s = n < most ? reserve() : -1) {
+        context.pinned.pin(s);
+        n += 1;
+    }
+    if (n == 0) {
+        fail_without_slot(context, *std::find_if(event.experts.begin(), event.experts.end(),
+                                                 [&](int expert) { return event.slot_of[expert] < 0; }));
+    }
+    return n > 0;
+}
+
+void StreamedSupply::begin(const Context & context, size_t n_present) {
+    const Event & event = context.event;
+    context_ = &context;
+    il_ = event.il;
+    number_ += 1;
+    given_up_ = false;
+    slots_.assign(context.pinned.slots.begin() + n_present, context.pinned.slots.end());
+    slot_of_ = event.slot_of;
+    experts_.clear();
+    std::copy_if(event.experts.begin(), event.experts.end(), std::back_inserter(experts_),
+                 [&](int expert) { return slot_of_[expert] < 0; });
+    for (Kind & kind : kinds_) {
+        kind.n_asked = kind.n_free = 0;
+        for (size_t r = 0; r < slots_.size(); r++) {
+            kind.held[r].store(-1, std::memory_order_relaxed);
+        }
+        for (size_t i = 0; i < experts_.size(); i++) {
+            kind.n_past[i].store(0, std::memory_order_relaxed);
+        }
+    }
+    ids_.store(event.ids, std::memory_order_release);
+}
+
+void StreamedSupply::stop() {
+    ids_.store(nullptr, std::memory_order_release);
+    context_ = nullptr;
+    shared_.done.notify_all(); // others may stream now
+}
+
+void StreamedSupply::release(Context & context, int next_il) {
+    if (context_ == &context) {
+        stop();
+    }
+    Supply::release(context, next_il);
+}
+
+// Kernels wait for what they take themselves.
+void StreamedSupply::wait(Context & context, uint8_t kinds) {
+    if (!kernels_take()) {
+        Lock lock(shared_.mutex);
+        stall(shared_, *tier_, lock, [this] { return !context_; });
+    }
+    Supply::wait(context, kinds);
+}
+
+void StreamedSupply::finish(Context & context) {
+    if (!context.event.keeps_ids) {
+        Supply::finish(context);
+    }
+}
+
+bool StreamedSupply::next_read(Job & job) {
+    if (!context_) {
+        return false;
+    }
+    for (const uint8_t kinds : order_of_use) {
+        const uint8_t bit = kinds & layout_.layers[il_].chunks;
+        if (bit == 0) {
+            continue;
+        }
+        Kind & kind = of(bit);
+        const int i = kind.n_asked, n_slots = (int)slots_.size();
+        if (i < std::min((int)experts_.size(), kind.n_free + n_slots)) {
+            kind.n_asked += 1;
+            job = {SlotRef{}, tier_->ref(slots_[i % n_slots]), il_, experts_[i], bit, true, number_};
+            job.streamed = i;
+            return true;
+        }
+    }
+    return false;
+}
+
+void StreamedSupply::arrived(const Job & job) {
+    if (!context_ || job.requests != number_) {
+        return;
+    }
+    Kind & kind = of(job.kinds);
+    kind.held[job.streamed % slots_.size()].store(job.streamed, std::memory_order_release);
+    if (!kernels_take()) { // multiplied with at once
+        give_free(kind);
+    }
+}
+
+int StreamedSupply::next(ggml_mul_mat_id_order * order, int n_as, uint8_t kind_bit, int ith) {
+    Kind & kind = of(kind_bit);
+    const int i = order->i - n_as, n = (int)experts_.size();
+    if (i > n) {
+        return -1;
+    }
+    order->i += 1;
+    if (i > 0) {
+        pass(kind, i - 1, order->n_threads);
+    }
+    if (i == n || !wait_for_index(kind, i, ith == 0)) {
+        return -1;
+    }
+    order->at = slots_[i % slots_.size()];
+    return experts_[i];
+}
+
+// Until index i is there; false when it will not come.
+bool StreamedSupply::wait_for_index(Kind & kind, int i, bool first_thread) {
+    const size_t r = i % slots_.size();
+    const std::atomic<int> & held = kind.held[r];
+    if (held.load(std::memory_order_acquire) == i) {
+        return true;
+    }
+    if (shared_.forked()) {
+        return false;
+    }
+    const uint64_t start = now_ns();
+    Lock lock(shared_.mutex);
+    const auto over = [&] { return held >= i || given_up_ || tier_->residency.failed(slots_[r]); };
+    shared_.wait(lock, over);
+    if (first_thread) { // threads wait side by side: their time is counted once
+        count_stall(shared_, *tier_, now_ns() - start);
+    }
+    if (held == i) {
+        return true;
+    }
+    shared_.given_up += !given_up_ && !tier_->residency.failed(slots_[r]); // not for a failed read
+    given_up_ = true;
+    shared_.done.notify_all();
+    return false;
+}
+
+// A thread is past index i; the last one frees its slot.
+void StreamedSupply::pass(Kind & kind, int i, int n_threads) {
+    if (kind.n_past[i].fetch_add(1, std::memory_order_acq_rel) + 1 == n_threads) {
+        Lock lock(shared_.mutex);
+        give_free(kind);
+    }
+}
+
+void StreamedSupply::give_free(Kind & kind) {
+    kind.n_free += 1; // in order: threads pass in order
+    shared_.work.notify_one();
+    const int n = (int)experts_.size();
+    const auto done = [&](int bit) { return !(layout_.layers[il_].chunks >> bit & 1) || kinds_[bit].n_free == n; };
+    bool all = true;
+    for (int bit = 0; bit < MOEGGUF_MAX_KINDS; bit++) {
+        all = all && done(bit);
+    }
+    if (all) {
+        end();
+    }
+}
+
+// The last experts stay, as if they had been loaded for good.
+void StreamedSupply::end() {
+    const int n = (int)experts_.size(), n_slots = (int)slots_.size();
+    for (int i = std::max(0, n - n_slots); i < n; i++) {
+        if (tier_->residency.find(il_, experts_[i]) < 0) { // another context may have loaded it
+            tier_->keep(slots_[i % n_slots], experts_[i]);
+        }
+    }
+    stop();
+}
+
+} // namespace moegguf
