@@ -17,7 +17,7 @@ SERVER = "Server"
 GROUPS = (MODEL, MEMORY, SAMPLING, OUTPUT, SERVER, RESEARCH)
 
 KV_CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
-"""As llama.cpp's tools take them."""
+"""Names that llama.cpp's tools take."""
 MAX_CONTEXT_TOKENS = 1 << 24
 MAX_KV_TOKENS = 1 << 28  # of all sequences of a context
 MAX_BATCH_PARALLEL = 256
@@ -27,6 +27,7 @@ PLACEMENTS = ("auto", "layers", "slots", "cpu")
 """Where experts go on a machine with a GPU: see engine/plan.py."""
 MISSES = ("fetch", "compute")
 """What happens to experts that a GPU lacks: they are copied there, or the CPU computes them where that is faster."""
+KERNELS = ("avx512", "avx2", "upstream")
 SCHEDULES = ("fifo", "expertflow", "auto")
 """Which of the sequences that run compute in a step."""
 
@@ -100,8 +101,8 @@ _TABLE = (
     ),
     Option(
         "vram_cache", "load", MEMORY,
-        "Memory of a GPU for experts, in the same forms; --expert-cache is RAM beside it. Of several GPUs together;"
-        " with commas, of each. Prompts may be staged in a part of it (`moegguf estimate`).",
+        "Memory of a GPU for experts, in the same forms; --expert-cache is RAM beside it. With several GPUs it is"
+        " their sum, or one for each, with commas. Prompts may be staged in a part of it (`moegguf estimate`).",
         ("--vram-cache",), "BUDGET", "VRAM_CACHE", "budget", "auto",
     ),
     Option(
@@ -177,6 +178,10 @@ _TABLE = (
         ("--prefetch/--no-prefetch",), kind="switch", default="the strategy's",
     ),
     Option("hooks", "load", RESEARCH, "0 runs plain llama.cpp.", variable="HOOKS", kind="switch", default="1"),
+    Option(
+        "kernels", "load", RESEARCH, "The CPU's kernels for interleaved weights, to compare.", variable="KERNELS",
+        kind="choice", default="the fastest that the processor has", choices=KERNELS,
+    ),
     Option(
         "host", "server", SERVER, "Where to listen, and where clients look for the server.", ("--host",),
         "HOST[:PORT]", "HOST", "address", "127.0.0.1:11434", often=True,
@@ -262,6 +267,10 @@ _TABLE = (
         default="0",
     ),
     Option(
+        "editor", "server", OUTPUT, "Editor that Ctrl-G opens in a chat.", variable="EDITOR",
+        default="that of VISUAL or EDITOR",
+    ),
+    Option(
         "models", "load", MODEL, "Folder of GGUF files known by name.", variable="MODELS", kind="path",
     ),
     Option(
@@ -280,7 +289,7 @@ _TABLE = (
 
 OPTIONS: Mapping[str, Option] = {option.name: option for option in _TABLE}
 TO_WORKERS = ("expert_cache", "vram_cache", "placement", "misses", "warm_start", "strategy", "policy")
-"""Options of loading that a server, or a batch, hands to its workers by their variables."""
+"""Options of loading that a server, or a batch, has flags for, and hands to its workers."""
 
 
 def _flag(name: str) -> str:

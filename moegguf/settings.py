@@ -45,6 +45,7 @@ class Environment:
     models: Path | None = None
     home: Path | None = None
     trial_load: Literal["on", "off", "again"] = "on"
+    kernels: str = ""
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
@@ -55,10 +56,9 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
     return Environment(**_read(Environment, ("MOEGGUF_",), environ))
 
 
-def hand_to_workers(given: Mapping[str, str | bool]) -> None:
-    """Has this process, and those that it starts, find options in the environment."""
-    for name, value in given.items():
-        os.environ[f"MOEGGUF_{OPTIONS[name].variable}"] = str(int(value)) if isinstance(value, bool) else value
+def shows_tracebacks() -> bool:
+    """Whether MOEGGUF_DEBUG is set, whatever else in the environment cannot be read."""
+    return os.environ.get("MOEGGUF_DEBUG", "") not in ("", "0")
 
 
 def parse_choice(name: str, text: str) -> str:
@@ -153,7 +153,8 @@ def _is_ipv6(text: str) -> bool:
 @dataclass(frozen=True)
 class Settings:
     """Options of the server, as `options` describes them. Durations in seconds, `math.inf` without a limit; None:
-    chosen where it is used. `api_key` is not in the repr.
+    chosen where it is used. `api_key` is not in the repr. `loading`: options of loading that count before the
+    environment's, by name.
     """
 
     host: Host = field(default_factory=Host)
@@ -177,6 +178,8 @@ class Settings:
     batch_window_s: float = 86400.0
     upload_bytes: int = 200 << 20
     storage_bytes: int = 10 << 30
+    editor: str = ""
+    loading: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
@@ -191,7 +194,7 @@ def _read(kind: type[Environment] | type[Settings], prefixes: Sequence[str], env
     """{field of `kind`: value} of the variables that are set; empty counts as unset, and quotes are taken off."""
     env = os.environ if environ is None else environ
     found = {}
-    for option in (OPTIONS[each.name] for each in fields(kind)):
+    for option in (OPTIONS[each.name] for each in fields(kind) if each.name in OPTIONS):
         texts = ((prefix + option.variable, env.get(prefix + option.variable, "")) for prefix in prefixes)
         texts_set = ((name, stripped) for name, text in texts if (stripped := text.strip().strip("\"'")))
         name, text = next(texts_set, (f"MOEGGUF_{option.variable}", ""))

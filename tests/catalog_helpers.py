@@ -1,4 +1,4 @@
-"""Helpers of the tests of the catalog: folders for one test, and a filled Hugging Face cache."""
+"""Helpers of the tests of the catalog: a filled Hugging Face cache, uploaded files, names."""
 
 from __future__ import annotations
 
@@ -7,18 +7,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-import pytest
-
 from moegguf.models.catalog import Catalog
 from moegguf.models.hub import hub_cache
-
-
-def set_folders(home: Path, patch: pytest.MonkeyPatch) -> None:
-    """All models and data are below `home`."""
-    for name, folder in (("MOEGGUF_HOME", "home"), ("HF_HOME", "hf"), ("OLLAMA_MODELS", "ollama")):
-        patch.setenv(name, str(home / folder))
-    for name in ("MOEGGUF_MODELS", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_TOKEN"):
-        patch.delenv(name, raising=False)
 
 
 def cache(repo: str, files: dict[str, bytes], commit: str = "a" * 40, main: bool = True) -> Path:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
+from traces import routed
 
 from moegguf.controller.controller import ActingOptions, Controller
 from moegguf.controller.forecast import Forecast
@@ -16,6 +17,7 @@ from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Announcement, Float32s, Phase, RoutingEvent
 from moegguf.native.predictor import NativeForecast, NativePredictor
+from moegguf.native.store import Store
 
 SHAPE = MoeShape(n_layer=4, n_expert=4, n_expert_used=2, layers=(1, 2, 3), expert_bytes=100)
 AMPLE = PrefetchOptions(window=2, budget_bytes=10_000, watchdog=False)
@@ -82,8 +84,14 @@ class ScriptedPredictor(Predictor):
 
     name: ClassVar[str] = "scripted"
 
-    def __init__(self, answer: Callable[[int], Any], store: RecordingStore | None = None) -> None:
-        super().__init__(SHAPE, reach=3)
+    def __init__(
+        self,
+        answer: Callable[[int], Any],
+        store: RecordingStore | None = None,
+        shape: MoeShape = SHAPE,
+        reach: int = 3,
+    ) -> None:
+        super().__init__(shape, reach)
         self.answer, self.store = answer, store or RecordingStore()
 
     def announce(self, announcement: Announcement) -> None:
@@ -107,22 +115,18 @@ def make_controller(
     store: RecordingStore | None = None,
     **options: Any,
 ) -> Controller:
-    made = ActingOptions(**options)
-    return Controller(SHAPE, policy or LRU, predictor or NoPrediction(SHAPE), store or RecordingStore(), made)
+    acted_on = cast(Store, store or RecordingStore())
+    return Controller(SHAPE, policy or LRU, predictor or NoPrediction(SHAPE), acted_on, ActingOptions(**options))
 
 
 def announcement(phase: Phase = Phase.DECODE, sequence: int = 0, n_tokens: int = 1) -> Announcement:
     return Announcement(0, sequence, phase, np.zeros(n_tokens, np.int32))
 
 
-def routed(il: int, *experts: int, phase: Phase = Phase.DECODE, pass_: int = 0, sequence: int = 0) -> RoutingEvent:
-    return RoutingEvent(pass_, 0, 0, sequence, phase, 0, il, np.array([experts or (0, 1)], np.int32))
-
-
 def run_pass(controller: Controller, phase: Phase = Phase.DECODE, pass_: int = 0, sequence: int = 0) -> None:
     controller.announce(announcement(phase, sequence))
     for il in SHAPE.layers:
-        controller.observe(routed(il, phase=phase, pass_=pass_, sequence=sequence))
+        controller.observe(routed(il, 0, 1, phase=phase, pass_=pass_, sequence=sequence))
 
 
 def run_passes(controller: Controller, passes: Iterable[int]) -> None:

@@ -9,9 +9,9 @@ from typing import ClassVar, TypeVar
 import numpy as np
 
 from moegguf.controller.predictors.base import Predictor
-from moegguf.controller.predictors.popularity import Affinity, Popularity
-from moegguf.controller.predictors.token_table import TokenTable
+from moegguf.controller.predictors.counts import Affinity, Popularity, TokenTable
 from moegguf.controller.shape import MoeShape
+from moegguf.gguf.routers import Gating, Router, Routers
 from moegguf.native.events import Announcement, Float32s, Phase, RoutingEvent
 from moegguf.trace.belady import Lookups, ReplayCounts
 from moegguf.trace.trace import Trace, TraceHeader
@@ -88,27 +88,10 @@ class Unpredictive(Predictor):
         return self.answer
 
 
-class FreshGate(Predictor):
-    """The router itself, on the input observed last: distance 0 only."""
-
-    name: ClassVar[str] = "fresh gate"
-    needs_inputs: ClassVar[bool] = True
-
-    def __init__(self, shape: MoeShape, routers: Float32s) -> None:
-        super().__init__(shape, 0)
-        self.routers = routers
-        self.logits: Float32s | None = None
-        self.il = -1
-
-    def observe(self, event: RoutingEvent) -> None:
-        assert event.inputs is not None
-        self.il = event.il
-        self.logits = self.routers[self.shape.row_of[event.il]] @ event.inputs[-1]
-
-    def predict(self, il: int, distance: int) -> Float32s | None:
-        if distance != 0 or il != self.il or self.logits is None:
-            return None
-        return 1 / (1 + np.exp(-self.logits))
+def routers_of(shape: MoeShape, matrices: Float32s) -> Routers:
+    """Routers (len(shape.layers), n_expert, n_embd) as a model has them."""
+    rows = zip(shape.layers, matrices, strict=True)
+    return Routers(Gating.SOFTMAX, {il: Router(shape.n_expert_used, matrix) for il, matrix in rows})
 
 
 def counted(kind: type[Counted], trace: Trace) -> Counted:

@@ -84,7 +84,7 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def base64_of(data: bytes) -> str:
-    """As it is sent to a server."""
+    """The form in which it is sent to a server."""
     return base64.b64encode(data).decode()
 
 

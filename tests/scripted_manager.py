@@ -118,3 +118,10 @@ async def generate(
     """The text of an answer, from acquiring the model to releasing it."""
     async with manager.lease(name, overrides, **options) as lease:
         return await answer_text(lease, prompt)
+
+
+async def begun(manager: ModelManager, name: str, gate: Path) -> asyncio.Task[str]:
+    """An answer that has begun, and ends once there is a file `gate`."""
+    task = asyncio.create_task(generate(manager, name, f"hold {gate}"))
+    await until(lambda: manager.loaded() and manager.loaded()[0].busy)
+    return task

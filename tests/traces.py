@@ -8,12 +8,13 @@ neighbouring tokens share experts, layers predict each other, and token ids deci
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from moegguf.controller.shape import MoeShape
-from moegguf.native.events import Float32s, Phase
+from moegguf.native.events import Float32s, Phase, RoutingEvent
 from moegguf.trace.trace import Trace, TraceHeader
 
 SMALL = MoeShape(
@@ -71,6 +72,22 @@ def random_trace(
         weights=weights if with_weights else None,
         inputs=inputs if with_inputs else None,
     )
+
+
+def routed(
+    il: int,
+    *tokens: int | Sequence[int],
+    pass_: int = 0,
+    sequence: int = 0,
+    phase: Phase = Phase.DECODE,
+    first_token: int = 0,
+    inputs: Sequence[Sequence[float]] | None = None,
+) -> RoutingEvent:
+    """The event of layer `il`: one token's experts, or a list of experts for each of several tokens."""
+    ids = [list(token) for token in tokens if not isinstance(token, int)] or [list(tokens)]
+    vectors = None if inputs is None else np.array(inputs, np.float32)
+    expert_ids = np.array(ids, np.int32).reshape(len(ids), len(ids[0]))
+    return RoutingEvent(pass_, 0, 0, sequence, phase, first_token, il, expert_ids, None, vectors)
 
 
 def same(one: Trace, other: Trace) -> bool:

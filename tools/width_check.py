@@ -2,8 +2,8 @@
 
 Each operation of the supported architectures' graphs is computed by ggml for 1, 2, 3, 4, 7, 8, 16, 33, 64 and 512 rows
 (tokens), and every row is compared with what the same row gives alone. Products are taken with every quantisation that
-ggml can make, as plain and, where the processor has a layout for it, as interleaved weights; attention both over a
-cache that is the same for all widths and over one in which a row that is computed alone has only its own sequence.
+ggml can make, as plain and, where the processor has a layout for it, as interleaved weights; attention over a cache of
+several sequences. That others' cells change no bit is a property of a whole graph: tests/live/test_width.py.
 
 Usage: python tools/width_check.py [--only REGEX] [--threads N] [--all]
 Lists the operations of which a row changes, with the widths and how many of their rows; `--all` lists the others too.
@@ -146,6 +146,10 @@ class Graph:
         """The node that ggml_<name> makes. Numbers that are no tensors are given as ctypes."""
         return Ggml._pointer(getattr(self._base, f"ggml_{name}"), self._contexts[0], *arguments)
 
+    def change(self, name: str, *arguments: Any) -> None:
+        """Calls ggml_<name>, which changes a node."""
+        getattr(self._base, f"ggml_{name}")(*arguments)
+
     def supports(self, node: c.c_void_p) -> bool:
         """Whether the CPU computes this node, whose weights are in the buffer type of weights."""
         self._allocate()
@@ -238,11 +242,8 @@ def products(ggml: Ggml, n_in: int, n_out: int, n_rows: int) -> Iterator[Case]:
                     yield Case(f"{operation} {name} {layout}", compute)
 
 
-def attention(ggml: Ggml, is_flash: bool, is_apart: bool, n_rows: int) -> Compute:
-    """Attention of rows q [n, n_head, d], each with the cells of its own sequence up to its own position.
-
-    With `is_apart` a row that is computed alone has a cache of its own sequence only, else that of all.
-    """
+def attention(ggml: Ggml, is_flash: bool, n_rows: int) -> Compute:
+    """Attention of rows q [n, n_head, d], each with the cells of its own sequence up to its own position."""
     rng = np.random.default_rng(3)
     d, n_head, n_head_kv = 64, 4, 2
     q = rng.standard_normal((n_rows, n_head, d)).astype(np.float32)
@@ -252,25 +253,20 @@ def attention(ggml: Ggml, is_flash: bool, is_apart: bool, n_rows: int) -> Comput
     scale = c.c_float(d**-0.5)
 
     def compute(rows: Sequence[int]) -> Array:
-        n = len(rows)
-        kept = cells
-        if is_apart and n == 1:
-            own = cells[cells % N_SEQUENCES == rows[0] % N_SEQUENCES]
-            kept = np.concatenate([own, np.setdiff1d(cells, own)])[: N_CELLS // 2]
         graph = ggml.graph()
-        mask = graph.array(np.where(sees[np.ix_(np.array(rows), kept)], 0, -np.inf).astype(np.float16))
+        mask = graph.array(np.where(sees[list(rows)], 0, -np.inf).astype(np.float16))
         queries = graph.array(q[list(rows)].transpose(1, 0, 2))
-        keys = graph.array(k[:, kept])
+        keys = graph.array(k)
         if is_flash:
-            values = graph.array(v[:, kept])
+            values = graph.array(v)
             zero = c.c_float(0)
             node = graph.op("flash_attn_ext", queries, keys, values, mask, scale, zero, zero)
         else:
-            values = graph.array(v[:, kept].transpose(0, 2, 1))
+            values = graph.array(v.transpose(0, 2, 1))
             weights = graph.op("soft_max_ext", graph.op("mul_mat", keys, queries), mask, scale, c.c_float(0))
             mixed = graph.op("mul_mat", values, weights)
             node = graph.op("cont", graph.op("permute", mixed, 0, 2, 1, 3))
-        out = graph.compute(node, (n, n_head, d))
+        out = graph.compute(node, (len(rows), n_head, d))
         graph.close()
         return out
 
@@ -300,9 +296,7 @@ def weighted_sum(graph: Graph, experts: c.c_void_p, weights: c.c_void_p) -> c.c_
 def others(ggml: Ggml, n: int, n_rows: int) -> Iterator[Case]:
     """Attention, norms, rope, softmax, top-k, gates and weighted sums."""
     for is_flash in (True, False):
-        for is_apart in (False, True):
-            name = f"{'flash' if is_flash else 'plain'} attention, {'other' if is_apart else 'same'} cache alone"
-            yield Case(name, attention(ggml, is_flash, is_apart, n_rows))
+        yield Case(f"{'flash' if is_flash else 'plain'} attention", attention(ggml, is_flash, n_rows))
     rng = np.random.default_rng(4)
     x, y = (rng.standard_normal((n_rows, n)).astype(np.float32) for _ in range(2))
     heads = rng.standard_normal((n_rows, 4, 64)).astype(np.float32)

@@ -7,7 +7,6 @@ timed calls, so that systems can be compared. bench/series.py runs several syste
 
 from __future__ import annotations
 
-import ctypes as c
 import json
 import os
 import resource
@@ -27,6 +26,7 @@ from moegguf.bench.memory_limit import die_with_parent
 from moegguf.bench.rows import imitated_routing
 from moegguf.bench.spec import Spec, Test
 from moegguf.controller.strategies import find_strategy
+from moegguf.engine.devices import all_devices
 from moegguf.engine.llama import Llama
 from moegguf.engine.machine import read_machine
 from moegguf.engine.stats import Stats
@@ -42,29 +42,13 @@ from moegguf.quantities import parse_link
 _CPU, _GPU, _IGPU, _ACCEL = 0, 1, 2, 3  # enum ggml_backend_dev_type
 
 
-def _functions(ggml: Any) -> Any:
-    for name in ("ggml_backend_dev_count", "ggml_backend_reg_count", "ggml_backend_reg_dev_count"):
-        getattr(ggml, name).restype = c.c_size_t
-    for name in ("ggml_backend_dev_get", "ggml_backend_reg_get"):
-        getattr(ggml, name).restype, getattr(ggml, name).argtypes = c.c_void_p, [c.c_size_t]
-    for name in ("ggml_backend_dev_description", "ggml_backend_reg_name"):
-        getattr(ggml, name).restype, getattr(ggml, name).argtypes = c.c_char_p, [c.c_void_p]
-    ggml.ggml_backend_dev_type.argtypes = ggml.ggml_backend_reg_dev_count.argtypes = [c.c_void_p]
-    return ggml
-
-
 def describe_build(bindings: ModuleType) -> dict[str, Any]:
     """build_commit, build_number, cpu_info, gpu_info, backends of the library behind `bindings`."""
-    try:
-        ggml = _functions(bindings.llama_cpp._lib)  # libllama links to ggml, so its symbols are found through it
-    except AttributeError:
-        names, kinds, backends = [], [], []
-    else:
-        devices = [ggml.ggml_backend_dev_get(i) for i in range(ggml.ggml_backend_dev_count())]
-        names = [ggml.ggml_backend_dev_description(device).decode() for device in devices]
-        kinds = [ggml.ggml_backend_dev_type(device) for device in devices]
-        found = [ggml.ggml_backend_reg_get(i) for i in range(ggml.ggml_backend_reg_count())]
-        backends = [ggml.ggml_backend_reg_name(r).decode() for r in found if ggml.ggml_backend_reg_dev_count(r)]
+    ggml, devices = all_devices()
+    names = [ggml.ggml_backend_dev_description(device).decode() for device in devices]
+    kinds = [ggml.ggml_backend_dev_type(device) for device in devices]
+    found = (ggml.ggml_backend_reg_name(ggml.ggml_backend_dev_backend_reg(device)) for device in devices)
+    backends = dict.fromkeys(name.decode() for name in found)
 
     def by_kind(*wanted: int) -> str:
         return ", ".join(name for name, kind in zip(names, kinds, strict=True) if kind in wanted)

@@ -50,41 +50,31 @@ def imitated_routing(metadata: Mapping[str, object]) -> str:
     return f"random weights that reuse experts as published of {name} ({LOCALITY_KEY})"
 
 
+# Of llama-bench's options those that this has not, as they always are here.
+_ALWAYS = {
+    "cpu_mask": "0x0", "cpu_strict": False, "poll": 50, "n_cpu_moe": 0, "split_mode": "layer", "main_gpu": 0,
+    "no_kv_offload": False, "tensor_split": "0.00", "lazy_mode": "auto", "embeddings": False, "no_host": False,
+    "fit_target": 0, "fit_min_ctx": 0,
+}  # fmt: skip
+_AS_GIVEN = ("n_batch", "n_ubatch", "n_threads", "type_k", "type_v", "n_gpu_layers", "repack")
+
+
 def _fixed(system: BenchedSystem) -> Row:
     """Fields that depend on the settings only."""
     spec = system.spec
+    own = {name: getattr(spec, name) or "" for name in ("expert_cache", "vram_cache", "misses")}
     return {
+        **_ALWAYS,
+        **{name: getattr(spec, name) for name in _AS_GIVEN},
+        **(dict.fromkeys(own, "") if system.is_llama_cpp else own),
         "model_filename": spec.model,
-        "n_batch": spec.n_batch,
-        "n_ubatch": spec.n_ubatch,
-        "n_threads": spec.n_threads,
-        "cpu_mask": "0x0",
-        "cpu_strict": False,
-        "poll": 50,
-        "type_k": spec.type_k,
-        "type_v": spec.type_v,
-        "n_gpu_layers": spec.n_gpu_layers,
-        "n_cpu_moe": 0,
-        "split_mode": "layer",
-        "main_gpu": 0,
-        "no_kv_offload": False,
         "flash_attn": FLASH_ATTN[spec.flash_attn],
         "devices": f"simulated link {spec.simulate_link}" if spec.simulate_link else "auto",
-        "tensor_split": "0.00",
         "tensor_buft_overrides": "none" if system.is_llama_cpp else "experts=moegguf",
         "load_mode": _LOAD_MODES[spec.system],
-        "lazy_mode": "auto",
-        "embeddings": False,
         "no_op_offload": int(not system.is_llama_cpp),
-        "no_host": False,
-        "repack": spec.repack,
-        "fit_target": 0,
-        "fit_min_ctx": 0,
         "system": system.label,
         "note": system.note,
-        "expert_cache": "" if system.is_llama_cpp else spec.expert_cache,
-        "vram_cache": "" if system.is_llama_cpp else spec.vram_cache or "",
-        "misses": "" if system.is_llama_cpp else spec.misses or "",
         "feed": spec.feed + (f" {spec.text}" if spec.text else ""),
     }
 

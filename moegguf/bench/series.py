@@ -6,6 +6,7 @@ killed by the limit is a result, not an error. What is measured is in bench/meas
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -52,10 +53,12 @@ ON_DEVICE: dict[str, dict[str, Any]] = {
     "no-staging": {"store": {"staging": 0}},
     **{f"staging-{n}": {"store": {"staging": n}} for n in range(1, STAGING_TENSORS + 1)},
 }
-VARIANTS = WITHOUT | STEPS | ON_DEVICE
-
-PLACED = {f"placed-{choice}": choice for choice in PLACEMENTS}  # the same with another --placement
-MISSED = {f"misses-{choice}": choice for choice in MISSES}  # the same with other --misses
+# The same with another --placement, or other --misses.
+ELSEWHERE: dict[str, dict[str, Any]] = {
+    **{f"placed-{choice}": {"placement": choice} for choice in PLACEMENTS},
+    **{f"misses-{choice}": {"misses": choice} for choice in MISSES},
+}
+VARIANTS = WITHOUT | STEPS | ON_DEVICE | ELSEWHERE
 
 Progress = Callable[[str], object]
 
@@ -102,7 +105,7 @@ def resident_bytes(layout: ExpertLayout, spec: Spec) -> int:
 
 def compared_system(name: str, base: Spec, layout: ExpertLayout, limit_bytes: int | None) -> BenchedSystem:
     """The system that `--against` names: "mmap", "resident", "moegguf", each also "-plain", "-repacked"; or of
-    VARIANTS, PLACED or MISSED, or of `controller.strategies`, as a whole.
+    VARIANTS, or of `controller.strategies`, as a whole.
 
     Repacked weights are a copy in memory. "mmap" is llama.cpp's default, which repacks; when that copy does not fit,
     the weights stay in the file instead, as the default would be killed. Raises OptionError for another name.
@@ -112,10 +115,6 @@ def compared_system(name: str, base: Spec, layout: ExpertLayout, limit_bytes: in
         return BenchedSystem(
             name, replace(base, strategy=name, policy="auto", predictor=None, prefetch=None, store=store)
         )
-    if name in PLACED:
-        return BenchedSystem(name, replace(base, placement=PLACED[name]))
-    if name in MISSED:
-        return BenchedSystem(name, replace(base, misses=MISSED[name]))
     if name in VARIANTS:
         changed = VARIANTS[name]
         return BenchedSystem(name, replace(base, **changed | {"store": base.store | changed.get("store", {})}))
@@ -123,7 +122,7 @@ def compared_system(name: str, base: Spec, layout: ExpertLayout, limit_bytes: in
     if system not in SYSTEMS or kernels not in ("", *_KERNELS):
         raise OptionError(
             "--against takes mmap, resident and moegguf, each also with -plain or -repacked, and"
-            f" {', '.join([*DECIDING, *VARIANTS, *PLACED, *MISSED])}, but not {name!r}."
+            f" {', '.join([*DECIDING, *VARIANTS])}, but not {name!r}."
         )
     repack = _KERNELS.get(kernels, base.repack if system == "moegguf" else True)
     note = f"llama.cpp, {'default kernels' if repack else 'no repack'}" if system != "moegguf" else ""
@@ -152,19 +151,12 @@ def make_systems(
     return own + [compared_system(name, own[0].spec, layout, limit_bytes) for name in against]
 
 
-def schedule(group: Sequence[BenchedSystem], rounds: int) -> Iterator[tuple[int, BenchedSystem]]:
-    """A B C A B C ..."""
-    for n in range(rounds):
-        for system in group:
-            yield n, system
-
-
 def run_series(
     group: Sequence[BenchedSystem], rounds: int, run: Runner, progress: Progress | None = None
 ) -> Iterator[Outcome]:
-    """Every system once per round, in turns, each outcome as soon as it is known. A failed system is not run again."""
+    """Every system once per round: A B C A B C, each outcome as soon as it is known. A failed one is not run again."""
     failed: list[BenchedSystem] = []
-    for n, system in schedule(group, rounds):
+    for n, system in itertools.product(range(rounds), group):
         if any(system is other for other in failed):
             continue
         if progress is not None:

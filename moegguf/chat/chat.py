@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from moegguf.chat.commands import completion_words, run_command
 from moegguf.chat.history import InputHistory, history_path
 from moegguf.chat.reader import Reader, is_quoted_message, unquoted
-from moegguf.chat.session import ChatSession
-from moegguf.chat.turn import print_error
+from moegguf.chat.session import ChatSession, print_error
 from moegguf.errors import MoeggufError
-from moegguf.settings import read_settings
+from moegguf.settings import read_settings, shows_tracebacks
 from moegguf.terminal.keyboard import keyboard_echo_off
 from moegguf.terminal.messages import print_message
 
@@ -70,7 +68,7 @@ class Chat:
             conversation.restore(snapshot)
             print_error(error)
         except Exception as error:  # an internal fault must not lose the conversation
-            if os.environ.get("MOEGGUF_DEBUG", "") not in ("", "0"):
+            if shows_tracebacks():
                 raise
             conversation.restore(snapshot)
             print_message(f"error: unexpected {type(error).__name__}: {' '.join(str(error).split())}")

@@ -11,9 +11,9 @@ import typer
 
 from moegguf.chat import help as help_texts
 from moegguf.chat import show_commands
-from moegguf.chat.parameters import parse_parameter
+from moegguf.chat.conversation import parse_parameter
 from moegguf.chat.reader import QUOTES, unquoted
-from moegguf.chat.turn import print_error
+from moegguf.chat.session import print_error
 from moegguf.errors import MoeggufError, OptionError
 from moegguf.generate.options import THINK_LEVELS
 from moegguf.terminal.arguments import parse_format
@@ -72,7 +72,7 @@ def _save(session: ChatSession, name: str) -> None:
     if len(name.split()) != 1:
         print_message("Usage:\n  /save <modelname>")
         return
-    session.model.create(name, show_commands.recipe(session.conversation))
+    session.model.names.create(name, show_commands.recipe(session.conversation))
     print_message(f"Created new model '{name}'")
 
 

@@ -1,4 +1,5 @@
-"""One conversation: its model, its messages and its settings. Plain data; computes and prints nothing."""
+"""One conversation: its model, its messages, its settings and Ollama's options. Plain data; computes and prints
+nothing."""
 
 from __future__ import annotations
 
@@ -6,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from moegguf.chat.parameters import load_options_with
+from moegguf.errors import OptionError
 from moegguf.generate.images import with_images
 from moegguf.generate.options import LOAD_PARAMETERS, sampling_with
 from moegguf.generate.request import GenerationRequest, Message, Sampling
-from moegguf.terminal.loading import LoadOptions
+from moegguf.models import recipe
+from moegguf.quantities import parse_expert_cache
 
 if TYPE_CHECKING:
     from moegguf.generate.request import Timing
@@ -23,11 +25,12 @@ Snapshot = tuple[list[Message], str]  # messages, pending text
 
 @dataclass
 class Conversation:
-    """Messages and settings. `parameters` (set in the chat) override `initial_parameters` (from the command line),
-    and those the model's own. `pending_text` goes before the next message."""
+    """Messages and settings. `base_options`: keywords of `Llama` from the command line. `parameters` (set in the chat)
+    override `initial_parameters` (from the command line), and those the model's own. `pending_text` goes before the
+    next message."""
 
     entry: NamedModel
-    base_options: LoadOptions = field(default_factory=LoadOptions)
+    base_options: Mapping[str, Any] = field(default_factory=dict)
     initial_parameters: Mapping[str, Any] = field(default_factory=dict)
     parameters: dict[str, Any] = field(default_factory=dict)
     system: str | None = None
@@ -105,8 +108,8 @@ class Conversation:
         """Removes the parameters of loading that were set in the chat: with them the model cannot be loaded."""
         self.parameters = {name: value for name, value in self.parameters.items() if name not in LOAD_PARAMETERS}
 
-    def load_options(self) -> LoadOptions:
-        """How the model has to be loaded for the next answer."""
+    def load_options(self) -> dict[str, Any]:
+        """How the model has to be loaded for the next answer: keywords of `Llama`."""
         return load_options_with(self.base_options, self.all_parameters())
 
     def request(self) -> GenerationRequest:
@@ -120,3 +123,30 @@ class Conversation:
             shift=self.context_shift,
             sampling=sampling_with(Sampling(), self.all_parameters()),
         )
+
+
+def parse_parameter(name: str, values: Sequence[str]) -> Any:
+    """The value written by `values`; `stop` takes all of them, every other option the first.
+
+    Raises OptionError for an unknown name or a value out of range, BudgetError for an expert_cache.
+    """
+    if name not in recipe.PARAMETERS:
+        raise OptionError(f"unknown parameter '{name}'")
+    if name == "stop":
+        return list(values)
+    value = recipe.parse_parameter(name, values[0])
+    recipe.check_ranges({name: value})
+    if name == "expert_cache":
+        parse_expert_cache(value)
+    return value
+
+
+def load_options_with(base: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords of `Llama`: `base` changed by those of `parameters` in LOAD_PARAMETERS. 0, and num_gpu -1, mean
+    moegguf's default, which is left out."""
+    changed = dict(base)
+    for name, keyword in LOAD_PARAMETERS.items():
+        if name in parameters:
+            value = parameters[name]
+            changed[keyword] = None if value == (-1 if name == "num_gpu" else 0) else value
+    return {keyword: value for keyword, value in changed.items() if value is not None}

@@ -1,46 +1,87 @@
-"""A model that is loaded in the chat's own process."""
+"""A model of this machine, in a worker that belongs to this program."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from moegguf.chat.model import RemoteAnswer
 from moegguf.errors import MoeggufError
-from moegguf.generate.answer import Answer
+from moegguf.generate.request import Delta, PromptProgress, Timing
 from moegguf.models.entry import ModelEntry
-from moegguf.terminal.loading import LoadOptions, load
+from moegguf.serving.own_worker import OwnWorker
+from moegguf.serving.wire import LoadConfig, Ready, build
+from moegguf.settings import read_settings
 from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:
     from moegguf.chat.conversation import Conversation
-    from moegguf.engine.llama import Llama
-    from moegguf.generate.request import Timing
-    from moegguf.models.recipe import Recipe
+    from moegguf.generate.request import GenerationRequest
+    from moegguf.gguf.experts import ExpertLayout
+    from moegguf.models.catalog import Catalog
+    from moegguf.serving.events import Snapshot
+    from moegguf.serving.worker_process import PendingRequest
     from moegguf.terminal.progress import Spinner
 
 
+class WorkerAnswer(RemoteAnswer):
+    """An answer of a worker to `generation`."""
+
+    def __init__(self, worker: OwnWorker, generation: GenerationRequest, load_s: float) -> None:
+        super().__init__(load_s)
+        self._worker = worker
+        self._generation = generation
+        self._request: PendingRequest | None = None
+
+    def _begin(self) -> None:
+        self._request = self._worker.request("generate", generation=self._generation, stream=True)
+        self._worker.run(self._read(self._request))
+
+    async def _read(self, request: PendingRequest) -> None:
+        error = None
+        try:
+            async for event in request.events():
+                if isinstance(event, Delta | PromptProgress):
+                    self._put(event)
+                else:
+                    self.timing = build(Timing, event)
+        except MoeggufError as failure:
+            error = failure
+        self.decisions = self._worker.decisions
+        self._end(error)
+
+    def _stop(self) -> None:
+        if self._request is None:
+            self._end()
+        else:
+            self._worker.cancel(self._request)
+
+
 class LocalModel:
-    """A `ChatModel` of this machine's catalog; `load` comes first."""
+    """A `ChatModel` of this machine's catalog; `load` comes first. log: shows llama.cpp's messages."""
 
-    llm: Llama
-
-    def __init__(self) -> None:
-        self._loaded: tuple[ModelEntry, LoadOptions] | None = None
-        self._load_s = 0.0  # of the load before the last answer
-        self._new_load_s = 0.0  # of a load since then
-        self._activity_before: tuple[Any, Any] = (0, 0)  # (uses, loads) before the last answer
+    def __init__(self, *, log: bool = False) -> None:
+        self._log = log
+        self._worker: OwnWorker | None = None
+        self._ready = Ready(n_ctx=0)
+        self._loaded: tuple[ModelEntry, Mapping[str, Any]] | None = None
+        self._load_s = 0.0  # since the last answer
         self._counts_uses = False
+        self._answer: WorkerAnswer
 
     @property
     def reads_images(self) -> bool:
         """Whether messages may have images."""
-        return self.llm.reads_images
+        return self._ready.reads_images
 
-    def find(self, name: str) -> ModelEntry:
-        """A model of this machine."""
+    @property
+    def names(self) -> Catalog:
+        """The models of this machine."""
         from moegguf.models.catalog import Catalog
 
-        return Catalog().find(name)
+        return Catalog()
 
     def load(self, conversation: Conversation, spinner: Spinner) -> None:
         """Closes the present model first, since memory may not hold two; loads it again when the new one fails."""
@@ -55,33 +96,60 @@ class LocalModel:
                 self._open(*before, spinner)
             raise
 
-    def _open(self, entry: ModelEntry, options: LoadOptions, spinner: Spinner) -> None:
-        self.llm, self._new_load_s = load(entry, options, spinner)
-        self._loaded = entry, options
-        self._activity_before = (0, 0)
+    def _open(self, entry: ModelEntry, options: Mapping[str, Any], spinner: Spinner) -> None:
+        start_s = time.perf_counter()
+        spinner.show("starting a worker")
+        settings = read_settings()
+        worker = OwnWorker(lambda text: print_message(f"warning: {text}"), echo_stderr=self._log or settings.debug)
+        try:
+            layout = _layout_for(entry, options)
+
+            def on_progress(share: float | None) -> None:
+                spinner.show(_loading_text(layout, share, time.perf_counter() - start_s))
+
+            defaults = {"mmproj": _projector_path(entry), "flash_attn": settings.flash_attention}
+            chosen: dict[str, Any] = {**defaults, **options, "verbose": self._log, "silent": not self._log}
+            config = LoadConfig(entry.name, str(entry.path), **chosen)
+            self._ready = worker.load(config, on_progress)
+        except BaseException:  # also an interrupt
+            worker.kill()
+            worker.close()
+            raise
+        self._worker, self._loaded = worker, (entry, options)
+        self._load_s = time.perf_counter() - start_s
 
     def prepare(self, conversation: Conversation, spinner: Spinner) -> None:
-        """Loads the model again when a parameter asks for another context, cache or number of threads."""
-        if self._loaded is None or conversation.load_options() != self._loaded[1]:
+        """Loads the model again when a parameter asks for another context, cache or number of threads, and when its
+        process has ended."""
+        if self._loaded is None or self._own.has_ended or conversation.load_options() != self._loaded[1]:
             self.load(conversation, spinner)
 
-    def answer(self, conversation: Conversation) -> Answer:
-        """The answer to the last message. Raises what makes it impossible: ContextError, SchemaError, ..."""
-        self._load_s, self._new_load_s = self._new_load_s, 0.0
-        if self.llm.session is not None:
-            if self._counts_uses:  # off before the first /experts: counting slows a fully resident pool
-                self.llm.session.store.watch(True)
-            self._activity_before = self.llm.session.store.activity()
-        return Answer(self.llm, conversation.request())
+    @property
+    def _own(self) -> OwnWorker:
+        assert self._worker is not None
+        return self._worker
+
+    def answer(self, conversation: Conversation) -> WorkerAnswer:
+        """The answer to the last message. Raises WorkerError."""
+        self._experts(move=True)
+        load_s, self._load_s = self._load_s, 0.0
+        self._answer = WorkerAnswer(self._own, conversation.request(), load_s)
+        return self._answer
+
+    def _experts(self, *, move: bool) -> Snapshot:
+        """The experts now, with what was used and loaded since the last answer began; move: one begins now."""
+        from moegguf.serving.events import Snapshot
+
+        return build(Snapshot, self._own.call("experts", mark=move))
 
     def check_parameter(self, name: str) -> None:
         """Every parameter has its effect here."""
 
     def facts(self) -> list[str]:
         """Context size and number of expert slots."""
-        stats = self.llm.stats()
-        facts = [f"context of {self.llm.n_ctx():,} tokens"]
-        if self.llm.reads_images:
+        stats = self._own.stats
+        facts = [f"context of {self._ready.n_ctx:,} tokens"]
+        if self.reads_images:
             facts.append("reads images")
         if stats.n_experts:
             first, n_ram = stats.tiers[0].n_slots, sum(tier.n_slots for tier in stats.tiers[1:])
@@ -93,17 +161,18 @@ class LocalModel:
 
     def statistics(self, timing: Timing, *, with_load: bool) -> list[str]:
         """Lines about the last answer, and about a load before it."""
+        from moegguf.engine.cost import Placement
         from moegguf.terminal.statistics import statistics
 
-        placed = self.llm.plan.placement
-        load_s = self._load_s if with_load else 0.0
-        return statistics(timing, load_s, self.llm.decisions(), placed.chosen if placed else None)
+        placement = self._ready.plan.get("placement")
+        chosen = None if placement is None else build(Placement, placement["chosen"])
+        return statistics(timing, self._answer.load_s if with_load else 0.0, self._answer.decisions, chosen)
 
     def totals(self) -> list[str]:
         """Lines about all answers since the load."""
         from moegguf.terminal.statistics import total_lines
 
-        return total_lines(self.llm.stats())
+        return total_lines(self._own.stats)
 
     @property
     def _entry(self) -> ModelEntry:
@@ -125,38 +194,35 @@ class LocalModel:
 
         print_model(layout_facts(local_model(self._entry)) | entry_facts(self._entry))
 
-    def modelfile(self) -> str:
-        """The Modelfile that makes the model."""
-        from moegguf.models.catalog import Catalog
-
-        return Catalog().modelfile(self._entry)
-
     def template(self) -> str:
         """The name's own template, or that of the file."""
-        return self._entry.template or self.llm.layout.chat_template or ""
+        from moegguf.gguf.experts import read_layout
+
+        return self._entry.template or read_layout(self._entry.path).chat_template or ""
 
     def print_experts(self) -> None:
         """A map of the experts: which are in memory, and which the last answer used."""
+        import numpy as np
         from rich.console import Console
 
-        from moegguf.terminal.heatmap import heatmap, legend, places_line
+        from moegguf.terminal.heatmap import heatmap, legend, tiers_line
         from moegguf.terminal.statistics import staged
 
-        loaded = self.llm.session
-        if loaded is None:
+        found = self._experts(move=False)
+        if not found.layers:
             print_message("This model has no experts.")
             return
-        store, layers = loaded.store, [layer.il for layer in self.llm.layout.layers]
-        state, (uses, loads), stats = loaded.places()[layers], store.activity(), self.llm.stats()
-        used_before, loaded_before = self._activity_before
+        layers, stats, shape = found.layers, found.stats, (len(found.layers), found.n_expert)
+        state, uses, loads = (
+            np.frombuffer(each, np.uint8).reshape(shape) for each in (found.state, found.uses, found.loads)
+        )
         console = Console(stderr=True, highlight=False)
         width = console.width - 1
-        grouping = _grouping(state.shape[1], width, layers)
+        grouping = _grouping(found.n_expert, width, layers)
         console.print(f"{self._entry.name}: layers down, experts across{grouping}")
-        used, came = (uses - used_before)[layers], (loads - loaded_before)[layers]
-        console.print(heatmap(state, used, came, layers, width=width, vram=stats.in_vram))
+        console.print(heatmap(state, uses, loads, layers, width=width, vram=stats.in_vram))
         console.print(legend(width, stats.in_vram))
-        print_message(f"{places_line(state, stats.in_vram)}; hit rate {stats.hit_rate:.1%}")
+        print_message(f"{tiers_line(state, stats.in_vram)}; hit rate {stats.hit_rate:.1%}")
         if stats.staging_bytes:
             print_message(f"Prompts staged since load: {staged(stats)}.")
         if not stats.exact:
@@ -165,27 +231,40 @@ class LocalModel:
             print_message("Uses are counted from the next answer on.")
         self._counts_uses = True
 
-    def print_list(self, prefix: str) -> None:
-        """The models on this machine, as `moegguf list` shows them."""
-        from moegguf.models.catalog import Catalog
-        from moegguf.terminal.tables import print_model_list
-
-        print_model_list(Catalog().entries(prefix))
-
-    def create(self, name: str, recipe: Recipe) -> None:
-        """Stores a new model in this machine's catalog."""
-        from moegguf.models.catalog import Catalog
-
-        Catalog().create(name, recipe)
-
     def close(self) -> None:
-        """Closes the model, if there is one."""
-        if self._loaded is not None:
-            self.llm.close()
-            self._loaded = None
+        """Ends the worker, if there is one."""
+        worker, self._worker, self._loaded = self._worker, None, None
+        if worker is not None:
+            worker.close()
 
 
-def _grouping(n_expert: int, width: int, layers: list[int]) -> str:
+def _layout_for(entry: ModelEntry, options: Mapping[str, Any]) -> ExpertLayout:
+    """The model's layout; warns where a longer context is asked for than it was trained on."""
+    from moegguf.gguf.experts import read_layout
+    from moegguf.terminal.loading import warn_of_long_context
+
+    layout = read_layout(entry.path)
+    warn_of_long_context(layout, options.get("n_ctx"))
+    return layout
+
+
+def _projector_path(entry: ModelEntry) -> str | None:
+    """The model's own projector, if it can be used."""
+    from moegguf.models.details import projector_of
+
+    own = projector_of(entry)
+    return str(own.path) if own else None
+
+
+def _loading_text(layout: ExpertLayout, share: float | None, seconds: float) -> str:
+    from moegguf.terminal.progress import loading_text
+
+    if share is None:
+        return f"trying {layout.name}, the first time it is loaded"
+    return loading_text(layout.name, share, layout.dense_bytes, seconds)
+
+
+def _grouping(n_expert: int, width: int, layers: Sequence[int]) -> str:
     from moegguf.terminal.heatmap import MIN_COLUMNS, group_size
 
     n = group_size(n_expert, max(MIN_COLUMNS, width - len(str(max(layers))) - 1))

@@ -16,12 +16,12 @@ from prompt_toolkit.shortcuts import CompleteStyle
 from prompt_toolkit.styles import Style
 
 from moegguf.chat.history import InputHistory
+from moegguf.settings import read_settings
 
 PROMPT, CONTINUATION = ">>> ", "... "
 PLACEHOLDER = "Send a message (/? for help)"
 QUOTES = '"""'
 STYLE = Style.from_dict({"placeholder": "ansibrightblack"})
-EDITORS = ("MOEGGUF_EDITOR", "OLLAMA_EDITOR")
 
 _QUOTED = re.compile(r'\s*(?P<before>/set\s+system\s+)?"""(?P<text>.*)', re.DOTALL)
 
@@ -110,7 +110,6 @@ def _keys() -> KeyBindings:
 
 
 def _choose_editor() -> None:
-    """prompt_toolkit reads VISUAL, then EDITOR; MOEGGUF_EDITOR and Ollama's variable override both."""
-    chosen = next((value for name in EDITORS if (value := os.environ.get(name))), None)
-    if chosen:
+    """prompt_toolkit reads VISUAL, then EDITOR, of the environment only; the setting overrides both."""
+    if chosen := read_settings().editor:
         os.environ["VISUAL"] = chosen

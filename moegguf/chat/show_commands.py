@@ -34,7 +34,7 @@ def _license(session: ChatSession) -> None:
 
 
 def _modelfile(session: ChatSession) -> None:
-    print_message(session.model.modelfile())
+    print_message(session.model.names.modelfile(session.conversation.entry))
 
 
 def _parameters(session: ChatSession) -> None:
@@ -83,7 +83,9 @@ def recipe(conversation: Conversation) -> Recipe:
 
 def list_models(session: ChatSession, prefix: str) -> None:
     """The models that /load takes."""
-    session.model.print_list(prefix)
+    from moegguf.terminal.tables import print_model_list
+
+    print_model_list(session.model.names.entries(prefix))
 
 
 def show_statistics(session: ChatSession, _rest: str) -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
-from moegguf.cli.options import OFTEN, Given, flags, hand_to_workers, panel
+from moegguf.cli.options import OFTEN, Given, flags, loading_options, panel
 from moegguf.errors import BatchFileError, MoeggufError
 from moegguf.options import MAX_BATCH_PARALLEL, MAX_CONTEXT_TOKENS, MAX_KV_TOKENS, MEMORY, MODEL, TO_WORKERS
 from moegguf.terminal.loading import find_or_pull
@@ -120,7 +120,7 @@ def batch(
 
     settings = read_settings()
     here = local or bool(given) or ctx is not None or kv_tokens is not None
-    hand_to_workers(given)
+    settings = replace(settings, loading=loading_options(given))
     target = output_path(requests, output)
     with open_requests(requests, model) as found:
         if target is not None and (done := finished(target, found)):
@@ -283,7 +283,7 @@ class StdoutAnswers:
         from moegguf.serving.batch.answers import Counts
 
         self.counts = Counts()
-        self.places: set[int] = set()
+        self.answered: set[int] = set()
 
     def append(self, number: int, entry: Entry) -> None:
         """Prints the answer of a line."""

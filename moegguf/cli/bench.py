@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import re
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -21,148 +22,97 @@ if TYPE_CHECKING:
     from moegguf.bench.spec import Spec
 
 
-Values = list[str]
+class Flag(NamedTuple):
+    """A flag of this command alone. A list takes values with commas between them, or the flag several times."""
 
-Models = Annotated[
-    Values,
-    panel(
-        OFTEN,
-        "-m", "--model", metavar="MODEL", help="GGUF file (the first one of a split model) or a name; may be repeated."
-    ),
-]
-HubModels = Annotated[
-    Values,
-    panel(MODEL, "-hf", "--hf-repo", metavar="USER/REPOSITORY[:QUANT]", help="The same, pulled from Hugging Face."),
-]
-Prompts = Annotated[Values, panel(OFTEN, "-p", "--n-prompt", metavar="N,...", help="Tokens of a prompt.")]
-Gens = Annotated[Values, panel(OFTEN, "-n", "--n-gen", metavar="N,...", help="Tokens to generate.")]
-Pairs = Annotated[Values, panel(SAMPLING, "-pg", metavar="PP,TG", help="A prompt and a generation in one test.")]
-Depths = Annotated[
-    Values, panel(SAMPLING, "-d", "--n-depth", metavar="N,...", help="Tokens before the test, not timed.")
-]
-Repetitions = Annotated[
-    int, panel(OFTEN, "-r", "--repetitions", metavar="N", min=1, help="Times each test runs in a process.")
-]
-Text = Annotated[
-    Path | None,
-    panel(
-        SAMPLING,
-        "--text",
-        metavar="FILE",
-        exists=True,
-        dir_okay=False,
-        help="Feed this file's tokens; the default, random tokens, gives unrealistic hit rates.",
-    ),
-]
-Greedy = Annotated[
-    bool,
-    panel(SAMPLING, "--greedy", help="Generate the likeliest token, not random ones; set a prompt length with -d."),
-]
-Seed = Annotated[int, panel(SAMPLING, "--seed", metavar="N", min=0, help="Of the random tokens.")]
-NoWarmup = Annotated[bool, panel(SAMPLING, "--no-warmup", help="No untimed run before each test.")]
-Delay = Annotated[float, panel(SAMPLING, "--delay", metavar="SECONDS", min=0, help="Seconds before each test.")]
+    name: str
+    flags: str
+    metavar: str | None
+    group: str
+    help: str
+    default: Any = ()
+    kind: Any = list[str]
+    limits: Mapping[str, Any] = {}
 
-Batches = Annotated[Values, panel(MODEL, "-b", "--batch-size", metavar="N,...", help="Tokens of one call.")]
-Ubatches = Annotated[Values, panel(MODEL, "-ub", "--ubatch-size", metavar="N,...", help="Tokens of one pass.")]
-TypesK = Annotated[Values, panel(MEMORY, "-ctk", "--cache-type-k", metavar="TYPE,...", help="Type of the K cache.")]
-TypesV = Annotated[Values, panel(MEMORY, "-ctv", "--cache-type-v", metavar="TYPE,...", help="Type of the V cache.")]
-Threads = Annotated[
-    Values, panel(MODEL, "-t", "--threads", metavar="N,...", help="Default: the processors this process may use.")
-]
-GpuLayers = Annotated[Values, panel(MODEL, "-ngl", "--n-gpu-layers", metavar="N,...", help="Layers on a GPU; -1: all.")]
-FlashAttn = Annotated[Values, panel(MODEL, "-fa", "--flash-attn", metavar="on|off|auto", help="on, off or auto.")]
-Caches = Annotated[
-    Values, panel(OFTEN, "--expert-cache", metavar="BUDGET,...", help='Memory for experts: "auto", "4GiB", "50%".')
-]
-Placement = Annotated[
-    str,
-    panel(
-        MEMORY,
-        "--placement",
-        metavar="WHERE,...",
-        help="What goes into that memory: auto, layers, slots or cpu; the others alternate with the first as by"
-        " --against.",
-    ),
-]
-Misses = Annotated[
-    str,
-    panel(
-        MEMORY,
-        "--misses",
-        metavar="HOW,...",
-        help="Experts that the GPU lacks: fetch, or compute (on the CPU where that is faster; not exact); the others"
-        " alternate with the first as by --against.",
-    ),
-]
-Readers = Annotated[int, panel(RESEARCH, "--readers", metavar="N", min=1, help="Threads that read experts.")]
-NoRepack = Annotated[
-    bool,
-    panel(RESEARCH, "--no-repack", help="Do not repack experts for faster kernels."),
-]
-NoOverlap = Annotated[bool, panel(RESEARCH, "--no-overlap", help="Wait for all of an expert before computing with it.")]
-NoSweep = Annotated[bool, panel(RESEARCH, "--no-sweep", help="Do not fetch the next layer ahead during a prompt.")]
-NoDirect = Annotated[bool, panel(RESEARCH, "--no-direct", help="Read experts through the page cache.")]
-SimulateLink = Annotated[
-    str | None,
-    panel(
-        RESEARCH,
-        "--simulate-link",
-        metavar="BANDWIDTH[,LATENCY]",
-        help='Put layers and slots on a device of this machine\'s own, behind such a link in real time: "24GB/s,35us".',
-    ),
-]
-SimulateThreads = Annotated[
-    int,
-    panel(
-        RESEARCH,
-        "--simulate-threads",
-        metavar="N",
-        min=0,
-        max=512,
-        help="Threads of that device, so that it is faster than the CPU with fewer (-t); 0: as many.",
-    ),
-]
 
-Strategy = Annotated[
-    str,
-    panel(
-        RESEARCH,
-        "--strategy",
-        metavar="NAME,...",
-        help="What decides on experts, as in `moegguf run`; the others alternate with the first as by --against.",
-    ),
-]
-WarmStart = Annotated[
-    bool,
-    panel(
-        MEMORY,
-        "--warm-start/--no-warm-start",
-        help="Begin with the experts that earlier runs used most; remember this one's, also of random tokens.",
-    ),
-]
+FLAGS = (
+    Flag("model", "-m --model", "MODEL", OFTEN,
+         "GGUF file (the first one of a split model) or a name; may be repeated."),
+    Flag("hf_repo", "-hf --hf-repo", "USER/REPOSITORY[:QUANT]", MODEL, "The same, pulled from Hugging Face."),
+    Flag("n_prompt", "-p --n-prompt", "N,...", OFTEN, "Tokens of a prompt.", ["512"]),
+    Flag("n_gen", "-n --n-gen", "N,...", OFTEN, "Tokens to generate.", ["128"]),
+    Flag("pg", "-pg", "PP,TG", SAMPLING, "A prompt and a generation in one test."),
+    Flag("n_depth", "-d --n-depth", "N,...", SAMPLING, "Tokens before the test, not timed.", ["0"]),
+    Flag("repetitions", "-r --repetitions", "N", OFTEN, "Times each test runs in a process.", 5, int, {"min": 1}),
+    Flag("text", "--text", "FILE", SAMPLING,
+         "Feed this file's tokens; the default, random tokens, gives unrealistic hit rates.",
+         None, Path | None, {"exists": True, "dir_okay": False}),
+    Flag("greedy", "--greedy", None, SAMPLING,
+         "Generate the likeliest token, not random ones; set a prompt length with -d.", False, bool),
+    Flag("seed", "--seed", "N", SAMPLING, "Of the random tokens.", 0, int, {"min": 0}),
+    Flag("no_warmup", "--no-warmup", None, SAMPLING, "No untimed run before each test.", False, bool),
+    Flag("delay_s", "--delay", "SECONDS", SAMPLING, "Seconds before each test.", 0, float, {"min": 0}),
+    Flag("n_batch", "-b --batch-size", "N,...", MODEL, "Tokens of one call.", ["2048"]),
+    Flag("n_ubatch", "-ub --ubatch-size", "N,...", MODEL, "Tokens of one pass.", ["512"]),
+    Flag("type_k", "-ctk --cache-type-k", "TYPE,...", MEMORY, "Type of the K cache.", ["f16"]),
+    Flag("type_v", "-ctv --cache-type-v", "TYPE,...", MEMORY, "Type of the V cache.", ["f16"]),
+    Flag("n_threads", "-t --threads", "N,...", MODEL, "Default: the processors this process may use."),
+    Flag("n_gpu_layers", "-ngl --n-gpu-layers", "N,...", MODEL, "Layers on a GPU; -1: all.", ["-1"]),
+    Flag("flash_attn", "-fa --flash-attn", "on|off|auto", MODEL, "on, off or auto.", ["auto"]),
+    Flag("expert_cache", "--expert-cache", "BUDGET,...", OFTEN,
+         'Memory for experts: "auto", "4GiB", "50%".', ["auto"]),
+    Flag("readers", "--readers", "N", RESEARCH, "Threads that read experts.", 4, int, {"min": 1}),
+    Flag("no_repack", "--no-repack", None, RESEARCH, "Do not repack experts for faster kernels.", False, bool),
+    Flag("no_overlap", "--no-overlap", None, RESEARCH,
+         "Wait for all of an expert before computing with it.", False, bool),
+    Flag("no_sweep", "--no-sweep", None, RESEARCH,
+         "Do not fetch the next layer ahead during a prompt.", False, bool),
+    Flag("no_direct", "--no-direct", None, RESEARCH, "Read experts through the page cache.", False, bool),
+    Flag("placement", "--placement", "WHERE,...", MEMORY,
+         "What goes into that memory: auto, layers, slots or cpu; the others alternate with the first as by"
+         " --against.", "", str),
+    Flag("misses", "--misses", "HOW,...", MEMORY,
+         "Experts that the GPU lacks: fetch, or compute (on the CPU where that is faster; not exact); the others"
+         " alternate with the first as by --against.", "", str),
+    Flag("simulate_link", "--simulate-link", "BANDWIDTH[,LATENCY]", RESEARCH,
+         'Put layers and slots on a device of this machine\'s own, behind such a link in real time: "24GB/s,35us".',
+         None, str | None),
+    Flag("simulate_threads", "--simulate-threads", "N", RESEARCH,
+         "Threads of that device, so that it is faster than the CPU with fewer (-t); 0: as many.",
+         0, int, {"min": 0, "max": 512}),
+    Flag("strategy", "--strategy", "NAME,...", RESEARCH,
+         "What decides on experts, as in `moegguf run`; the others alternate with the first as by --against.",
+         "moegguf", str),
+    Flag("warm_start", "--warm-start/--no-warm-start", None, MEMORY,
+         "Begin with the experts that earlier runs used most; remember this one's, also of random tokens.",
+         False, bool),
+    Flag("against", "--against", "SYSTEMS", OFTEN,
+         "Alternate with llama.cpp itself (mmap, resident; the suffix -plain or -repacked chooses kernels), another"
+         " strategy, or the first system without one feature; a wrong name lists them all."),
+    Flag("rounds", "--rounds", "N", RESEARCH, "Rounds; default 3 with --against, else 1.",
+         None, int | None, {"min": 1}),
+    Flag("memory_limit", "--memory-limit", "SIZE", MEMORY, "Run each system in a memory cgroup of this size.",
+         None, str | None),
+    Flag("require_limit", "--require-limit", None, MEMORY, "Fail where no such cgroup can be made.", False, bool),
+    Flag("keep_page_cache", "--keep-page-cache", None, MEMORY,
+         "Do not drop the file from the page cache before each run.", False, bool),
+    Flag("output", "-o --output", "FORMAT", OFTEN, "md, json, jsonl, csv or sql.", "md", str),
+    Flag("verbose", "-v --verbose", None, OUTPUT, "Show llama.cpp's own messages.", False, bool),
+)  # fmt: skip
 
-Against = Annotated[
-    Values,
-    panel(
-        OFTEN,
-        "--against",
-        metavar="SYSTEMS",
-        help="Alternate with llama.cpp itself (mmap, resident; the suffix -plain or -repacked chooses kernels), another"
-        " strategy, or the first system without one feature; a wrong name lists them all.",
-    ),
-]
-Rounds = Annotated[
-    int | None, panel(RESEARCH, "--rounds", metavar="N", min=1, help="Rounds; default 3 with --against, else 1.")
-]
-MemoryLimit = Annotated[
-    str | None, panel(MEMORY, "--memory-limit", metavar="SIZE", help="Run each system in a memory cgroup of this size.")
-]
-RequireLimit = Annotated[bool, panel(MEMORY, "--require-limit", help="Fail where no such cgroup can be made.")]
-KeepPageCache = Annotated[
-    bool, panel(MEMORY, "--keep-page-cache", help="Do not drop the file from the page cache before each run.")
-]
-Output = Annotated[str, panel(OFTEN, "-o", "--output", metavar="FORMAT", help="md, json, jsonl, csv or sql.")]
-Verbose = Annotated[bool, panel(OUTPUT, "-v", "--verbose", help="Show llama.cpp's own messages.")]
+
+def _own_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds FLAGS to a command, which gets their values by name."""
+    parameters = [inspect.signature(command, eval_str=True).parameters["given"]]
+    for flag in FLAGS:
+        shown = panel(flag.group, *flag.flags.split(), metavar=flag.metavar, help=flag.help, **flag.limits)
+        kind = Annotated[flag.kind, shown]  # type: ignore[name-defined]  # known when this runs
+        default = [] if flag.default == () else flag.default
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(flag.name, keyword, default=default, annotation=kind))
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return command
+
 
 _RANGE = re.compile(r"(-?\d{1,9})(?:-(\d{1,9})(?:([+*])(\d{1,9}))?)?")
 
@@ -215,66 +165,26 @@ def parse_tests(
 
 
 @flags("vram_cache", "policy", "predictor", "prefetch")
-def bench(
-    model: Models = [],
-    hf_repo: HubModels = [],
-    n_prompt: Prompts = ["512"],
-    n_gen: Gens = ["128"],
-    pg: Pairs = [],
-    n_depth: Depths = ["0"],
-    repetitions: Repetitions = 5,
-    text: Text = None,
-    greedy: Greedy = False,
-    seed: Seed = 0,
-    no_warmup: NoWarmup = False,
-    delay: Delay = 0,
-    batch: Batches = ["2048"],
-    ubatch: Ubatches = ["512"],
-    type_k: TypesK = ["f16"],
-    type_v: TypesV = ["f16"],
-    threads: Threads = [],
-    n_gpu_layers: GpuLayers = ["-1"],
-    flash_attn: FlashAttn = ["auto"],
-    expert_cache: Caches = ["auto"],
-    readers: Readers = 4,
-    no_repack: NoRepack = False,
-    no_overlap: NoOverlap = False,
-    no_sweep: NoSweep = False,
-    no_direct: NoDirect = False,
-    placement: Placement = "",
-    misses: Misses = "",
-    simulate_link: SimulateLink = None,
-    simulate_threads: SimulateThreads = 0,
-    strategy: Strategy = "moegguf",
-    warm_start: WarmStart = False,
-    against: Against = [],
-    rounds: Rounds = None,
-    memory_limit: MemoryLimit = None,
-    require_limit: RequireLimit = False,
-    keep_page_cache: KeepPageCache = False,
-    output: Output = "md",
-    verbose: Verbose = False,
-    *,
-    given: Given,
-) -> None:
+@_own_flags
+def bench(*, given: Given, **chosen: Any) -> None:
     """Measure prompt and generation speed, hit rate, bytes, stalls and the share of the link's bound.
 
     Takes llama-bench's flags and prints its formats. `--against mmap,resident` alternates with llama.cpp itself.
     """
-    chosen = dict(locals())
     from moegguf.cli.bench_format import FORMATS
 
+    output, rounds = chosen["output"], chosen["rounds"]
     if output not in FORMATS:
         raise OptionError(f"-o takes {', '.join(FORMATS)}, but not {output!r}.")
-    chosen["strategy"], *beside = _strategies(strategy)
-    placed = split([placement])
-    chosen["placement"] = placed[0] if placed else None
-    missed = split([misses])
-    chosen["misses"] = missed[0] if missed else None
-    replaced = [*(f"placed-{name}" for name in placed[1:]), *(f"misses-{name}" for name in missed[1:])]
-    others = list(dict.fromkeys([*beside, *replaced, *split(against)]))
-    groups = _groups(chosen, others, limit := _limit(memory_limit, require_limit))
-    rows = _measure(groups, rounds or (3 if others else 1), limit, not keep_page_cache)
+    chosen["strategy"], *beside = _strategies(chosen["strategy"])
+    for name, prefix in (("placement", "placed"), ("misses", "misses")):
+        first, *others = split([chosen[name]]) or [""]
+        chosen[name] = first or None
+        beside += [f"{prefix}-{other}" for other in others]
+    others = list(dict.fromkeys([*beside, *split(chosen["against"])]))
+    limit = _limit(chosen["memory_limit"], chosen["require_limit"])
+    groups = _groups(chosen, given, others, limit)
+    rows = _measure(groups, rounds or (3 if others else 1), limit, not chosen["keep_page_cache"])
     typer.echo(FORMATS[output](rows), nl=False)
     if any(row["error"] and row["system"] == chosen["strategy"] for row in rows):
         raise typer.Exit(1)
@@ -288,7 +198,9 @@ def _strategies(names: str) -> list[str]:
     return list(dict.fromkeys([*(name for name in found if name == OWN), *found]))
 
 
-def _groups(chosen: dict[str, Any], others: Sequence[str], limit: int | None) -> list[list[BenchedSystem]]:
+def _groups(
+    chosen: dict[str, Any], given: Given, others: Sequence[str], limit: int | None
+) -> list[list[BenchedSystem]]:
     """The systems to alternate, for every combination of settings."""
     from moegguf.bench.series import combinations, make_systems
     from moegguf.engine.machine import count_cpus
@@ -296,52 +208,45 @@ def _groups(chosen: dict[str, Any], others: Sequence[str], limit: int | None) ->
     from moegguf.terminal.loading import find_or_pull
 
     pulled = [str(find_or_pull(hub_name(name)).path) for name in chosen["hf_repo"]]
-    chosen = chosen | {"model": [*(str(find_model(name)) for name in chosen["model"]), *pulled]}
-    if not chosen["model"]:
+    models = [*(str(find_model(name)) for name in chosen["model"]), *pulled]
+    if not models:
         raise OptionError("there is no model to measure; name one with -m or -hf.")
     caches = split(chosen["expert_cache"])
     for cache in caches:
         parse_expert_cache(cache)
     lists: dict[str, Sequence[Any]] = {
-        "model": chosen["model"],
+        "model": models,
         "n_gpu_layers": parse_ints(chosen["n_gpu_layers"], "-ngl"),
-        "n_batch": parse_ints(chosen["batch"], "-b"),
-        "n_ubatch": parse_ints(chosen["ubatch"], "-ub"),
-        "type_k": split(chosen["type_k"]),
-        "type_v": split(chosen["type_v"]),
-        "flash_attn": split(chosen["flash_attn"]),
-        "n_threads": parse_ints(chosen["threads"], "-t") or [count_cpus()],
+        "n_batch": parse_ints(chosen["n_batch"], "-b"),
+        "n_ubatch": parse_ints(chosen["n_ubatch"], "-ub"),
+        **{name: split(chosen[name]) for name in ("type_k", "type_v", "flash_attn")},
+        "n_threads": parse_ints(chosen["n_threads"], "-t") or [count_cpus()],
     }
-    return [make_systems(spec, caches, others, limit) for spec in combinations(_base(chosen), lists)]
+    base = _base(models[0], chosen, given)
+    return [make_systems(spec, caches, others, limit) for spec in combinations(base, lists)]
 
 
-def _base(chosen: dict[str, Any]) -> Spec:
+def _base(model: str, chosen: dict[str, Any], given: Given) -> Spec:
     from moegguf.bench.spec import Spec, Test
     from moegguf.engine.live_controller import ControllerOptions
 
-    given = chosen["given"]
     ControllerOptions(given.get("policy", "auto"), given.get("predictor"))  # raises before anything runs
     tests = parse_tests(chosen["n_prompt"], chosen["n_gen"], chosen["pg"], chosen["n_depth"])
     text = chosen["text"]
-    switches = {name: False for name in ("overlap", "sweep", "direct") if chosen[f"no_{name}"]}
+    as_given = (
+        "repetitions", "strategy", "placement", "misses", "simulate_link", "simulate_threads", "seed", "delay_s",
+        "warm_start", "verbose",
+    )  # fmt: skip
     return Spec(
-        model=chosen["model"][0],
+        model=model,
         tests=tuple(Test(*test) for test in tests),
         repack=not chosen["no_repack"],
-        repetitions=chosen["repetitions"],
-        store={"readers": chosen["readers"]} | switches,
-        strategy=chosen["strategy"],
+        store={"readers": chosen["readers"]}
+        | {name: False for name in ("overlap", "sweep", "direct") if chosen[f"no_{name}"]},
         feed="greedy" if chosen["greedy"] else "text" if text else "random",
         text=str(text) if text else None,
-        placement=chosen["placement"],
-        misses=chosen["misses"],
-        simulate_link=chosen["simulate_link"],
-        simulate_threads=chosen["simulate_threads"],
-        seed=chosen["seed"],
         warmup=not chosen["no_warmup"],
-        delay_s=chosen["delay"],
-        warm_start=chosen["warm_start"],
-        verbose=chosen["verbose"],
+        **{name: chosen[name] for name in as_given},
         **given,
     )
 

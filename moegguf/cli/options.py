@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import typer
@@ -44,9 +44,14 @@ class Command(TyperCommand):
                     formatter.write_dl(records)
 
 
-def flags(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def flags(
+    *names: str, own: Mapping[str, tuple[Any, Any]] = {}
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Adds the flags of options to a command, which gets those that were given as its argument `given`, in the form
-    that the option has in Python. Raises OptionError or BudgetError for a value that cannot be read."""
+    that the option has in Python. Raises OptionError or BudgetError for a value that cannot be read.
+
+    own: flags that only this command has, by name: (annotation, default).
+    """
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
@@ -54,11 +59,14 @@ def flags(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             given = {name: value for name in names if (value := values.pop(name, None)) is not None}
             return command(given={name: _read(OPTIONS[name], value) for name, value in given.items()}, **values)
 
-        own = inspect.signature(command, eval_str=True)
-        parameters = [parameter for name, parameter in own.parameters.items() if name != "given"]
-        for name in names:
-            parameters.append(_parameter(OPTIONS[name]))
-        call.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        signature = inspect.signature(command, eval_str=True)
+        parameters = [each for each in signature.parameters.values() if each.name not in ("given", "chosen")]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters += [
+            inspect.Parameter(name, keyword, default=default, annotation=kind) for name, (kind, default) in own.items()
+        ]
+        parameters += [_parameter(OPTIONS[name]) for name in names]
+        call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return call
 
@@ -92,19 +100,19 @@ def panel(group: str, *names: str, help: str, **settings: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=group, **settings)
 
 
-def hand_to_workers(given: Given) -> None:
-    """Has workers load models with the options given, which it takes out. Raises OptionError for unknown names."""
+def loading_options(given: Given) -> Given:
+    """The options given that are for workers, taken out. Raises OptionError for unknown names, also in the
+    environment."""
     from moegguf.controller.strategies import find_strategy
     from moegguf.options import TO_WORKERS
-    from moegguf.settings import hand_to_workers, read_environment
+    from moegguf.settings import read_environment
 
-    if strategy := given.get("strategy", read_environment().strategy):
-        given["strategy"] = find_strategy(strategy).name
+    find_strategy(given.get("strategy", read_environment().strategy))
     if "policy" in given:
         from moegguf.engine.live_controller import ControllerOptions
 
         ControllerOptions(given["policy"])
-    hand_to_workers({name: given.pop(name) for name in TO_WORKERS if name in given})
+    return {name: given.pop(name) for name in TO_WORKERS if name in given}
 
 
 def parse_threads(text: str) -> int | None:

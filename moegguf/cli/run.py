@@ -16,14 +16,14 @@ from moegguf.cli.options import OFTEN, Command, Given, Insecure, flags, hub_name
 from moegguf.errors import OptionError
 from moegguf.options import MODEL, OPTIONS, OUTPUT
 from moegguf.terminal.arguments import parse_format, parse_think
-from moegguf.terminal.loading import LoadOptions, find_or_pull
+from moegguf.terminal.loading import find_or_pull
 from moegguf.terminal.messages import EXIT_INTERRUPTED, print_message
 from moegguf.terminal.progress import Spinner
 
 if TYPE_CHECKING:
     from moegguf.chat.conversation import Conversation
     from moegguf.chat.model import ChatModel
-    from moegguf.chat.turn import Reply
+    from moegguf.chat.session import Reply
 
 EXIT_TIMEOUT_S = 1.0  # after Ctrl-C during an answer
 
@@ -64,7 +64,7 @@ def answer_once(model: ChatModel, conversation: Conversation, prompt: str, spinn
     """Prints the answer to `prompt`, then statistics if verbose; closes the model. Returns the exit code."""
     from moegguf.chat.image_files import extract_images
     from moegguf.chat.printer import Printer
-    from moegguf.chat.turn import print_answer
+    from moegguf.chat.session import print_answer
 
     conversation.add_user_message(*(extract_images(prompt) if model.reads_images else (prompt, [])))
     printer = Printer(wrap=conversation.word_wrap, hide_thinking=conversation.hide_thinking)
@@ -140,7 +140,7 @@ Local = Annotated[
     panel(
         MODEL,
         "--local",
-        help="Load the model here even when a server runs; options of loading imply it, but for --ctx.",
+        help="Load the model for this command even when a server runs; options of loading imply it, but for --ctx.",
     ),
 ]
 Verbose = Annotated[
@@ -234,9 +234,7 @@ def run(
         for name, value in given.items()
         if name in PARAMETERS or name not in of_loading
     }
-    load_options = LoadOptions(
-        verbose=verbose, **{name: value for name, value in of_loading.items() if name not in PARAMETERS}
-    )
+    load_options = {name: value for name, value in of_loading.items() if name not in PARAMETERS}
     settings: dict[str, Any] = {
         "system": system_prompt,
         "format": None if output_format is None else parse_format(output_format),
@@ -251,7 +249,7 @@ def run(
         return load_in_server(name, keep_alive)
     here = local or verbose > 1 or bool(of_loading.keys() - {"n_ctx"})
     chosen = None if here else in_server(name, parameters, settings, keep_alive)
-    chat_model, conversation = chosen or in_this_process(name, load_options, parameters, settings)
+    chat_model, conversation = chosen or in_own_worker(name, load_options, parameters, settings, log=verbose > 1)
     with Spinner() as spinner:
         if text is None or not chosen:  # a server loads for the answer
             chat_model.load(conversation, spinner)
@@ -274,8 +272,8 @@ def in_server(
     return model, Conversation(model.entry, initial_parameters=model.with_context(parameters), **settings)
 
 
-def in_this_process(
-    name: str, load_options: LoadOptions, parameters: dict[str, Any], settings: dict[str, Any]
+def in_own_worker(
+    name: str, load_options: dict[str, Any], parameters: dict[str, Any], settings: dict[str, Any], *, log: bool
 ) -> tuple[ChatModel, Conversation]:
     """A conversation with a model of this machine, which is pulled first when it is not there."""
     from moegguf.chat.conversation import Conversation
@@ -288,4 +286,4 @@ def in_this_process(
         parameters = {**parameters, "num_ctx": read_layout(entry.path).hparams.n_ctx_train}
     if (n_ctx := read_settings().n_ctx) and "num_ctx" not in entry.parameters:
         parameters = {"num_ctx": n_ctx, **parameters}
-    return LocalModel(), Conversation(entry, load_options, parameters, **settings)
+    return LocalModel(log=log), Conversation(entry, load_options, parameters, **settings)

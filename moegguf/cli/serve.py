@@ -6,7 +6,7 @@ import socket
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-from moegguf.cli.options import OFTEN, Command, Given, flags, hand_to_workers, panel
+from moegguf.cli.options import OFTEN, Command, Given, flags, loading_options, panel
 from moegguf.errors import OptionError
 from moegguf.options import OPTIONS, TO_WORKERS
 from moegguf.terminal.messages import print_message
@@ -40,10 +40,9 @@ def serve(
     given: Given,
 ) -> int:
     """Serve models over the Ollama, OpenAI and Anthropic APIs, with a web page."""
-    placement_given = "placement" in given
-    hand_to_workers(given)
-    settings = serve_settings(port, given)
-    _warn_without_gpu(placement_given)
+    loading = loading_options(given)
+    settings = replace(serve_settings(port, given), loading=loading)
+    _warn_without_gpu(loading)
     from moegguf.server.serve import listen, run_server
 
     listener = listen(settings.host)
@@ -53,20 +52,19 @@ def serve(
         listener.close()
 
 
-def _warn_without_gpu(placement_given: bool) -> None:
+def _warn_without_gpu(loading: Given) -> None:
     """Says what becomes of settings that need a GPU where there is none. The environment's own placement is left to
     the plans' reasons: one environment may serve machines with and without a GPU."""
     from moegguf.engine.devices import has_gpu
     from moegguf.settings import read_environment
 
-    environment = read_environment()
-    placed = placement_given and environment.placement in ("slots", "layers")
-    if not (placed or environment.vram_cache) or has_gpu():
+    placement, vram_cache = loading.get("placement"), loading.get("vram_cache", read_environment().vram_cache)
+    if not (placement in ("slots", "layers") or vram_cache) or has_gpu():
         return
-    if environment.vram_cache:
+    if vram_cache:
         wanted, so = "--vram-cache", "models with experts cannot be loaded"
     else:
-        wanted, so = f"--placement {environment.placement}", "the CPU computes every model"
+        wanted, so = f"--placement {placement}", "the CPU computes every model"
     print_message(
         f"warning: {wanted} needs a GPU, and this build of moegguf sees none (`moegguf doctor` lists devices): {so}"
     )

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import queue
 import socket
 import threading
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moegguf.chat.model import RemoteAnswer
 from moegguf.cli.client import Client, Json, ServerError
 from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
-from moegguf.generate.answer import OnProgress
 from moegguf.generate.images import images_of, text_of
 from moegguf.generate.options import LOAD_PARAMETERS
 from moegguf.generate.request import Delta, Message, PromptProgress, Timing
@@ -64,6 +63,40 @@ def server_with(model: str, keep_alive: str | None = None) -> ServedModel | None
         return None
 
 
+class ServedNames:
+    """The models that a server knows."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def show(self, name: str) -> Json:
+        """What the server tells of a model. Raises ModelNotFoundError."""
+        try:
+            return dict(self._client.post("/api/show", {"model": name}, KNOWN_S))
+        except ServerError as error:
+            if error.status == 404:
+                raise ModelNotFoundError(str(error)) from None
+            raise
+
+    def find(self, name: str, shown: Json | None = None) -> NamedModel:
+        """A model, with what the server's name for it has. shown: what `show` gave."""
+        text = (shown or self.show(name))["modelfile"]
+        return NamedModel(parse_name(name).canonical, **parse(text).overrides)
+
+    def entries(self, prefix: str) -> list[ModelEntry]:
+        """Those whose names begin so."""
+        models = self._client.get("/api/tags")["models"]
+        return [_listed(model) for model in models if model["name"].lower().startswith(prefix.lower())]
+
+    def create(self, name: str, recipe: Recipe) -> None:
+        """Stores a new model in the server."""
+        self._client.post("/api/create", {"model": name, "from": recipe.from_, **recipe.overrides})
+
+    def modelfile(self, entry: NamedModel) -> str:
+        """The Modelfile that makes the model there."""
+        return str(self.show(entry.name)["modelfile"])
+
+
 class ServedModel:
     """A `moegguf.chat.model.ChatModel` in a server, which keeps it for `keep_alive` after an answer. `entry`: its name.
 
@@ -72,24 +105,13 @@ class ServedModel:
 
     def __init__(self, client: Client, name: str, keep_alive: str | None) -> None:
         self._client = client
-        self._shown = self._show(name)
-        self.entry = self._named(name, self._shown)
+        self.names = ServedNames(client)
+        self._shown = self.names.show(name)
+        self.entry = self.names.find(name, self._shown)
         self._keep_alive = keep_alive
         self._load_parameters: Json = {}
         self._new_load_s = 0.0  # of a load since the last answer
         self._answer: ServedAnswer
-
-    def _show(self, name: str) -> Json:
-        try:
-            return dict(self._client.post("/api/show", {"model": name}, KNOWN_S))
-        except ServerError as error:
-            if error.status == 404:
-                raise ModelNotFoundError(str(error)) from None
-            raise
-
-    @staticmethod
-    def _named(name: str, shown: Json) -> NamedModel:
-        return NamedModel(parse_name(name).canonical, **parse(shown["modelfile"]).overrides)
 
     @property
     def reads_images(self) -> bool:
@@ -105,14 +127,10 @@ class ServedModel:
         info = self._shown["model_info"]
         return int(info.get(f"{info.get('general.architecture')}.context_length", 0))
 
-    def find(self, name: str) -> NamedModel:
-        """A model that the server knows."""
-        return self._named(name, self._show(name))
-
     def load(self, conversation: Conversation, spinner: Spinner) -> None:
         """Has the server load the conversation's model."""
         name, start_s = conversation.entry.name, time.perf_counter()
-        shown, parameters = self._show(name), _load_parameters(conversation)
+        shown, parameters = self.names.show(name), _load_parameters(conversation)
         spinner.show(f"loading {name} in the server at {self._client.host.url}")
         body = {"model": name, "prompt": "", "stream": False, "options": parameters}
         if self._keep_alive is not None and parse_duration(self._keep_alive):  # 0 would unload it
@@ -189,10 +207,6 @@ class ServedModel:
         }
         print_message("\n".join(f"  {name:<16}{value}" for name, value in rows.items()))
 
-    def modelfile(self) -> str:
-        """The Modelfile that makes the model there."""
-        return str(self._shown["modelfile"])
-
     def template(self) -> str:
         """The prompt template."""
         return str(self._shown["template"])
@@ -200,17 +214,6 @@ class ServedModel:
     def print_experts(self) -> None:
         """Where its experts are shown."""
         print_message(f"The model is in the server at {self._client.host.url}: `moegguf top` shows its experts.")
-
-    def print_list(self, prefix: str) -> None:
-        """The models that the server knows."""
-        from moegguf.terminal.tables import print_model_list
-
-        models = self._client.get("/api/tags")["models"]
-        print_model_list(_listed(model) for model in models if model["name"].lower().startswith(prefix.lower()))
-
-    def create(self, name: str, recipe: Recipe) -> None:
-        """Stores a new model in the server's catalog."""
-        self._client.post("/api/create", {"model": name, "from": recipe.from_, **recipe.overrides})
 
     def close(self) -> None:
         """The server keeps the model for other requests."""
@@ -240,55 +243,40 @@ def _listed(model: Json) -> ModelEntry:
     return ModelEntry(model["name"], "own", (), model["size"], model["digest"], modified, missing=missing)
 
 
-class ServedAnswer:
-    """One answer of a server to the body of /api/chat, as `moegguf.generate.answer.Answer` is one of a model here.
-
-    `load_s` and `decisions` are those of the model in the server, complete with `timing`.
-    """
+class ServedAnswer(RemoteAnswer):
+    """One answer of a server to the body of /api/chat. `load_s` and `decisions` are those of the model there."""
 
     def __init__(self, client: Client, body: Mapping[str, Any], load_s: float = 0.0) -> None:
-        self.timing = Timing(finish="cancelled")
-        self.load_s = load_s
-        self.decisions: Mapping[str, Any] = {}
+        super().__init__(load_s)
         self._client = client
         self._body = {**body, "stream": True, "details": True}
-        self._cancelled = threading.Event()
-        self._lines: queue.SimpleQueue[Json | BaseException | None] = queue.SimpleQueue()
 
-    def cancel(self) -> None:
-        """Ends the answer at once. The server stops with its next line, which ends the connection."""
-        self._cancelled.set()
-        self._lines.put(None)
-
-    def deltas(self, on_progress: OnProgress | None = None) -> Generator[Delta, None, None]:
-        """The parts of the answer as they arrive. Raises ServerError, NoServerError."""
+    def _begin(self) -> None:
         # On a thread of its own: the first line may wait for a load or for other answers, which nothing interrupts.
         threading.Thread(target=self._read, name="moegguf-served", daemon=True).start()
-        while (line := self._lines.get()) is not None and not self._cancelled.is_set():
-            if isinstance(line, BaseException):
-                raise line
-            if line.get("done"):
-                self._finish(line)
-                return
-            if "prompt_progress" in line:
-                if on_progress is not None:
-                    on_progress(build(PromptProgress, line["prompt_progress"]))
-                continue
-            message = line["message"]
-            yield Delta(message.get("content", ""), message.get("thinking", ""))
+
+    def _stop(self) -> None:
+        """The server stops with its next line, which ends the connection."""
+        self._end()
 
     def _read(self) -> None:
         try:
             with closing(self._client.stream("/api/chat", self._body)) as lines:
                 for line in lines:
-                    if self._cancelled.is_set():
+                    if self._ended.is_set():
                         return
-                    self._lines.put(line)
-            self._lines.put(self._client.lost_connection())
+                    self._take(line)
+            self._end(self._client.lost_connection())
         except BaseException as error:  # raised again by `deltas`
-            self._lines.put(error)
+            self._end(error)
 
-    def _finish(self, line: Mapping[str, Any]) -> None:
-        self.timing = build(Timing, line["timing"])
-        self.load_s += line.get("load_duration", 0) / 1e9
-        self.decisions = line["decisions"]
+    def _take(self, line: Mapping[str, Any]) -> None:
+        if line.get("done"):
+            self.timing = build(Timing, line["timing"])
+            self.load_s += line.get("load_duration", 0) / 1e9
+            self.decisions = line["decisions"]
+            self._end()
+        elif "prompt_progress" in line:
+            self._put(build(PromptProgress, line["prompt_progress"]))
+        else:
+            self._put(Delta(line["message"].get("content", ""), line["message"].get("thinking", "")))

@@ -17,7 +17,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from moegguf.terminal.heatmap import heatmap, legend, places_line
+from moegguf.terminal.heatmap import heatmap, legend, tiers_line
 from moegguf.terminal.units import human_bytes, human_time, percent
 
 Facts = dict[str, Any]
@@ -66,7 +66,7 @@ class ModelView:
 
     @property
     def n_lines(self) -> int:
-        """Of the model, without its map: name, four figures, several tiers, staging, a blank line."""
+        """Lines of the model without its map: name, four figures, several tiers, staging, a blank line."""
         return LINES_PER_MODEL + (len(self.tiers) if len(self.tiers) > 1 else 0) + self.stages
 
     @property
@@ -138,7 +138,7 @@ class ModelView:
         table.add_column(no_wrap=True, style="green")
         spark_cells = min(HISTORY_POINTS, width - 46)
         speed = self.speeds[-1] if self.speeds else None
-        resident = places_line(self.state, self.in_vram)
+        resident = tiers_line(self.state, self.in_vram)
         rows: Sequence[tuple[str, str, str, str]] = (
             ("hit rate", _ratio(now["hits"], now["lookups"]), _ratio(total["hits"], total["lookups"]),
              spark(self.hit_rates, spark_cells, 1.0)),

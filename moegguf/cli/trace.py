@@ -6,7 +6,6 @@ Results go to stdout, progress to stderr. Flags and tables only; the work is in 
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -139,11 +138,11 @@ def showing_progress() -> Iterator[Progress]:
     """Yields a progress callback: a bar on a terminal, elsewhere a line per stage."""
     from moegguf.terminal.progress import ProgressBar
 
-    last = ""
+    last, interrupted = "", False
 
     def show(step: str, share: float) -> None:
         nonlocal last
-        if interrupted.is_set():  # a KeyboardInterrupt in a callback from C is lost
+        if interrupted:  # a KeyboardInterrupt in a callback from C is lost
             raise KeyboardInterrupt
         bar.show(step, share)
         stage, _, detail = step.partition(":")
@@ -151,22 +150,15 @@ def showing_progress() -> Iterator[Progress]:
             print_message(f"{stage} ...")
         last = stage
 
-    with interrupt_flag() as interrupted, ProgressBar() as bar:
-        yield show
-
-
-@contextmanager
-def interrupt_flag() -> Iterator[threading.Event]:
-    """Yields an event that Ctrl-C sets before it raises KeyboardInterrupt."""
-    interrupted = threading.Event()
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        interrupted.set()
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        interrupted = True
         signal.default_int_handler(number, frame)
 
-    before = signal.signal(signal.SIGINT, handle)
+    before = signal.signal(signal.SIGINT, interrupt)
     try:
-        yield interrupted
+        with ProgressBar() as bar:
+            yield show
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -311,8 +303,8 @@ def simulate(
         options = replace(options, prefetch=PrefetchOptions() if prefetch else None)
     if vram_cache is not None:
         if save or strategy:
-            raise OptionError("--save and --strategy are of one tier, in RAM: leave out --vram-cache.")
-        parts = _names_of_tiers(policy), split(predictor) if predictor else ["none"]
+            raise OptionError("--save and --strategy are about slots in RAM alone: leave out --vram-cache.")
+        parts = _tier_policies(policy), split(predictor) if predictor else ["none"]
         split_by = _parse_tensor_split(tensor_split) if tensor_split is not None else []
         budgets = parse_shares(vram_cache, "--vram-cache", of_each=bool(split_by)), shares
         links = [parse_link(text) for text in device_link]
@@ -320,12 +312,11 @@ def simulate(
             results = analysis.simulate_tiers(*parts, *budgets, options, links, split_by, progress)
         print_json(plain(results)) if as_json else print_tiers(results, analysis.sample_size(full))
         return
-    if device_link:
-        raise OptionError("--device-link is from RAM to a GPU, whose share of the experts is missing: --vram-cache.")
-    if tensor_split is not None:
-        raise OptionError("--tensor-split is of GPUs, whose share of the experts is missing: --vram-cache.")
-    if any("=" in text for text in policy):
-        raise OptionError("--policy vram=NAME,ram=NAME is of two tiers: --vram-cache says how large that of a GPU is.")
+    of_gpus = {"--device-link": bool(device_link), "--tensor-split": tensor_split is not None}
+    of_gpus["--policy vram=NAME,ram=NAME"] = any("=" in text for text in policy)
+    for flag, given in of_gpus.items():
+        if given:
+            raise OptionError(f"{flag} is about GPUs, whose share of the experts is missing: --vram-cache.")
     if save and strategy:
         raise OptionError("--save is for policies and predictors, from which `auto` chooses, not for --strategy.")
     choosing, reported = analysis.halves() if save else (analysis, analysis)
@@ -342,7 +333,7 @@ def simulate(
         print_message(f"saved {path}: auto chooses by {choosing.sample_size(full)}; reported are others")
 
 
-def _names_of_tiers(texts: list[str]) -> list[str]:
+def _tier_policies(texts: list[str]) -> list[str]:
     """Policies of two tiers: a text with an "=" is one, of others each name."""
     return [name for text in texts for name in ([text] if "=" in text else split([text]))] or ["all"]
 
@@ -358,11 +349,11 @@ def _simulated(
     progress: Progress,
 ) -> list[Row]:
     """The replays of strategies, or else of all policies with all predictors named."""
-    of, ahead = split(policies), split(predictors)
+    named, ahead = split(policies), split(predictors)
     if not strategies:
-        of, ahead = of if policies else ["all"], ahead if predictors else ["none"]
-        return analysis.simulate(of, ahead, shares, options, progress)
-    if len(of) > 1 or len(ahead) > 1:
+        named, ahead = named if policies else ["all"], ahead if predictors else ["none"]
+        return analysis.simulate(named, ahead, shares, options, progress)
+    if len(named) > 1 or len(ahead) > 1:
         raise OptionError("beside --strategy, --policy and --predictor take one name each, which replaces its own.")
-    parts = of[0] if of else "auto", ahead[0] if ahead else None
+    parts = named[0] if named else "auto", ahead[0] if ahead else None
     return analysis.simulate_strategies(split(strategies), shares, options, *parts, prefetch, progress)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import errno
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +34,8 @@ from moegguf.settings import data_folder
 MEASURED = "measured.json"
 COLLECTION = "eamc.safetensors"
 USES = "uses.safetensors"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -87,14 +91,23 @@ class Artifacts:
             raise OptionError("this predictor needs the routers of the model: name the model, too (--model).")
         return read_routers(self.layout)
 
+    def load(self, kind: str, shape: MoeShape, build: Callable[[weights.Weights], T]) -> T | None:
+        """What `build` makes of the nearest usable file KIND.safetensors; None, with a warning for each, when all are
+        damaged or foreign. Raises FileNotFoundError where there is none."""
+        path = None
+        for path in self.find(f"{kind}.safetensors"):
+            found = weights.load(path, kind, self.fingerprint, shape, build)
+            if found is not None:
+                return found
+        if path is None:
+            raise FileNotFoundError
+        return None
+
     def collection(self, shape: MoeShape) -> EamcPair | None:
         """The nearest EAM collection; a damaged or foreign one is skipped with a warning."""
-        try:
-            return weights.load_nearest(
-                self.find(COLLECTION), "eamc", self.fingerprint, shape, partial(EamcPair.from_weights, shape)
-            )
-        except FileNotFoundError:
-            return None
+        with suppress(FileNotFoundError):
+            return self.load("eamc", shape, partial(EamcPair.from_weights, shape))
+        return None
 
     def save_collection(self, shape: MoeShape, saved: weights.Weights) -> None:
         """Saves an `EamcPair.weights()`, atomically; a folder that is not writable is a warning."""
@@ -110,10 +123,9 @@ class Artifacts:
                 raise ValueError("'uses' holds numbers below zero")
             return found
 
-        try:
-            return weights.load_nearest(self.find(USES), "uses", self.fingerprint, shape, build)
-        except FileNotFoundError:
-            return None
+        with suppress(FileNotFoundError):
+            return self.load("uses", shape, build)
+        return None
 
     def save_uses(self, shape: MoeShape, uses: npt.NDArray[np.float32]) -> None:
         """Saves what `uses` reads, atomically; a folder that is not writable is a warning."""

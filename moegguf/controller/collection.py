@@ -20,7 +20,6 @@ from moegguf.native.nearest import TINY, Query
 CAPACITY = 1000
 _INITIAL_CAPACITY = 16
 _PHASES = ("prefill", "decode")
-_KINDS = (np.uint8, np.uint16, np.float32)  # of saved counts
 
 
 class Eamc:
@@ -42,12 +41,6 @@ class Eamc:
         self._row_norm2 = np.zeros((n_layer, 0), np.float32)
         self._tokens = np.zeros(0, np.float32)
         self._query = Query(self._columns, self._row_norm2, self._tokens)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory held, unused capacity included."""
-        arrays = self._entries, self._columns, self._row_norm2, self._tokens, self._query.dot, self._query.norm2
-        return sum(array.nbytes for array in arrays)
 
     @property
     def state(self) -> Counts:
@@ -156,12 +149,8 @@ class EamcPair:
         """From an earlier `weights()`, of each the last `capacity` entries; ValueError when they do not fit."""
         if sorted(weights.arrays) != sorted(_PHASES):
             raise ValueError(f"it holds {sorted(weights.arrays)}, not {sorted(_PHASES)}")
-        states = {phase: weights.array(phase, len(found), *shape.table) for phase, found in weights.arrays.items()}
-        if any(found.dtype not in _KINDS for found in weights.arrays.values()):
-            raise ValueError(f"its counts must be of the types {', '.join(kind.__name__ for kind in _KINDS)}")
-        if any(state.min(initial=0) < 0 for state in states.values()):
-            raise ValueError("some counts are negative")
-        return cls(*(Eamc.from_state(states[phase], capacity) for phase in _PHASES))
+        states = (weights.array(phase, len(weights.arrays[phase]), *shape.table) for phase in _PHASES)
+        return cls(*(Eamc.from_state(state, capacity) for state in states))
 
     def states(self) -> dict[str, Counts]:
         """{phase: a copy of its entries}, which another thread can save."""
@@ -176,16 +165,6 @@ class EamcPair:
         """Both collections, to be saved."""
         return self.packed(self.states())
 
-    @property
-    def n_entries(self) -> int:
-        """Entries of both."""
-        return self.prefill.n_entries + self.decode.n_entries
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory held by both."""
-        return self.prefill.nbytes + self.decode.nbytes
-
     def of(self, phase: Phase) -> Eamc:
         """The collection that passes of this phase are matched against."""
         return self.prefill if phase == Phase.PREFILL else self.decode
@@ -198,7 +177,7 @@ class EamcPair:
 
 def _narrowed(counts: Counts) -> npt.NDArray[np.generic]:
     """The same numbers in the smallest type that holds them exactly."""
-    for kind in _KINDS[:-1]:
+    for kind in (np.uint8, np.uint16):
         if counts.max(initial=0) <= np.iinfo(kind).max and np.array_equal(counts, np.trunc(counts)):
             return counts.astype(kind)
     return counts

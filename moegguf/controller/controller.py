@@ -8,56 +8,23 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
-from moegguf.controller.policies.base import AnyPolicy, Policy
-from moegguf.controller.policies.locality import Locality
+from moegguf.controller.policies.base import AnyPolicy, Locality, Policy
 from moegguf.controller.predictors.base import NoPrediction, Predictor
-from moegguf.controller.predictors.together import together
+from moegguf.controller.predictors.sequences import per_sequence
 from moegguf.controller.prefetch import Prefetcher, PrefetchOptions, most_prefetches
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.watchdog import Watchdog
 from moegguf.errors import CallbackError, MoeggufError
-from moegguf.native.events import Announcement, Float32s, Phase, RoutingEvent
+from moegguf.native.events import Announcement, Phase, RoutingEvent
 from moegguf.native.predictor import NativeForecast, NativePredictor
-from moegguf.native.store import NativePolicy
-
-Int32s = npt.NDArray[np.int32]
-
-
-class Actions(Protocol):
-    """What a controller acts on: the store, live or simulated."""
-
-    def set_policy(self, name: str, **parameters: float | Sequence[float]) -> None:
-        """Chooses the eviction policy that the store carries out where no scores are set."""
-
-    def set_scores(self, scores: Float32s | None) -> None:
-        """Sets the score table (n_layer, n_expert): the lowest is evicted first. None: the policy decides."""
-
-    def set_forecast(self, probabilities: Float32s | None, known: Sequence[int] = ()) -> None:
-        """Sets the probabilities (n_layer, n_expert) of the `known` layers for a policy that takes them."""
-
-    def prefetch(self, il: Int32s, experts: Int32s, replace: bool = False) -> None:
-        """Requests the experts (il[i], experts[i]) ahead of demand; replace: instead of those queued before."""
-
-    def set_predictor(self, predictor: NativePredictor | None, forecast: NativeForecast) -> None:
-        """Has the store predict by itself; None: no longer."""
-
-    def act_on_forecasts(self, on: bool) -> None:
-        """Whether it prefetches what it predicts."""
-
-    def residency(self) -> npt.NDArray[np.uint8]:
-        """(n_layer, n_expert): 0 absent, 1 in flight, 2 resident."""
-
-    def counters(self) -> Mapping[str, int]:
-        """The store's counters."""
+from moegguf.native.store import NativePolicy, Store
 
 
 @dataclass(frozen=True)
@@ -78,7 +45,7 @@ class ActingOptions:
 
 
 def build_controller(
-    shape: MoeShape, policy: AnyPolicy, predictor: Predictor, store: Actions, options: ActingOptions
+    shape: MoeShape, policy: AnyPolicy, predictor: Predictor, store: Store, options: ActingOptions
 ) -> Controller | None:
     """The controller of one model, live or simulated; None when the store needs none.
 
@@ -91,7 +58,7 @@ def build_controller(
     native = _native(policy, predictor, options)
     if native:
         predictor.release()
-    return Controller(shape, policy, predictor if native else together(predictor), store, options, native)
+    return Controller(shape, policy, predictor if native else per_sequence(predictor), store, options, native)
 
 
 class Controller:
@@ -106,7 +73,7 @@ class Controller:
         shape: MoeShape,
         policy: AnyPolicy,
         predictor: Predictor,
-        actions: Actions,
+        store: Store,
         options: ActingOptions,
         native: NativePredictor | None = None,
     ) -> None:
@@ -121,7 +88,7 @@ class Controller:
         self.n_events = 0  # routing events
         self.stopped = False
         self._scored = self._forecast_set = False
-        self._actions = actions
+        self._store = store
         self._prefetcher = Prefetcher(shape, options.prefetch) if options.prefetch else None
         self._native, self._native_forecast = native, _native_forecast(shape, predictor, options)
         self._predicting, self._acting = False, True
@@ -155,7 +122,7 @@ class Controller:
             phase = Phase.DECODE if all(part.phase == Phase.DECODE for part in parts) else Phase.PREFILL
             self.count_token(phase, self.options.clock_ns(), len(parts))
         if self.predictor is not None:
-            self._predict(self.predictor, announcement)
+            self._guarded(self._drop_predictor, self._begin_pass, self.predictor, announcement)
         self._act(announcement.phase)
         self.seconds += time.perf_counter() - start
 
@@ -167,9 +134,9 @@ class Controller:
         self.n_events += 1
         self.history.update(event)
         if self.predictor is not None:
-            self._look_ahead(self.predictor, event)
+            self._guarded(self._drop_predictor, self._look_ahead, self.predictor, event)
         if isinstance(self.policy, Policy):
-            self._score(self.policy, event.phase)
+            self._guarded(self._drop_policy, self._score, self.policy, event.phase)
         self._act(event.phase)
         self.seconds += time.perf_counter() - start
 
@@ -193,52 +160,48 @@ class Controller:
         predicting = self.predictor is not None and not self._refused
         if self._predicting != predicting:
             self._predicting = predicting
-            self._actions.set_predictor(self._native if predicting else None, self._native_forecast)
+            self._store.set_predictor(self._native if predicting else None, self._native_forecast)
         if self._acting != self.prefetching:
             self._acting = self.prefetching
-            self._actions.act_on_forecasts(self._acting)
+            self._store.act_on_forecasts(self._acting)
 
     @property
     def _refused(self) -> bool:
         """Whether the last trial said that prefetching does not pay, and the next one has not begun."""
         return self.watchdog is not None and self.watchdog.resting and not self.watchdog.on
 
-    def _predict(self, predictor: Predictor, announcement: Announcement) -> None:
+    def _guarded(self, switch_off: Callable[[str], None], act: Callable[..., None], *arguments: object) -> None:
+        """Has a policy or predictor act; what raises, or takes too long, is switched off."""
         start = time.perf_counter()
         try:
-            predictor.announce(announcement)
-            if not self.native:
-                self._forecast.begin_pass(predictor)
-            self._check_time(start)
+            act(*arguments)
+            took = time.perf_counter() - start
+            if took > self.options.slowest_s:
+                raise TimeoutError(f"took {took:.1f} s at one routing event")
         except Exception as error:
-            self._drop_predictor(_reason(error))
+            switch_off(_reason(error))
+
+    def _begin_pass(self, predictor: Predictor, announcement: Announcement) -> None:
+        predictor.announce(announcement)
+        if not self.native:
+            self._forecast.begin_pass(predictor)
 
     def _look_ahead(self, predictor: Predictor, event: RoutingEvent) -> None:
-        start = time.perf_counter()
-        try:
-            predictor.observe(event)
-            if not self.native:
-                self._forecast.advance(predictor, event.il)
-            self._check_time(start)
-        except Exception as error:
-            self._drop_predictor(_reason(error))
+        predictor.observe(event)
+        if not self.native:
+            self._forecast.advance(predictor, event.il)
 
     def _score(self, policy: Policy, phase: Phase) -> None:
-        start = time.perf_counter()
-        try:
-            scores = policy.scores(self.history, self._forecast)
-            if scores is not None and np.shape(scores) != self.shape.table:
-                raise ValueError(f"scores have the shape {np.shape(scores)}, not {self.shape.table}")
-            # A prompt's pass needs every layer once, in order: the store's own pipeline covers that better than any
-            # probability (DuoServe-MoE, section 5: prefill and decode scheduled apart).
-            if phase == Phase.PREFILL:
-                self._clear_scores()
-            elif scores is not None:
-                self._actions.set_scores(scores)
-                self._scored = True
-            self._check_time(start)
-        except Exception as error:
-            self._drop_policy(_reason(error))
+        scores = policy.scores(self.history, self._forecast)
+        if scores is not None and np.shape(scores) != self.shape.table:
+            raise ValueError(f"scores have the shape {np.shape(scores)}, not {self.shape.table}")
+        # A prompt's pass needs every layer once, in order: the store's own pipeline covers that better than any
+        # probability (DuoServe-MoE, section 5: prefill and decode scheduled apart).
+        if phase == Phase.PREFILL:
+            self._clear_scores()
+        elif scores is not None:
+            self._store.set_scores(scores)
+            self._scored = True
 
     def _act(self, phase: Phase) -> None:
         """Passes the forecast on: to a policy that takes it, and as prefetch requests."""
@@ -250,45 +213,41 @@ class Controller:
         if isinstance(self.policy, NativePolicy) and self.policy.takes_forecast:
             statuses = isinstance(self.policy, Locality)
             table = self._forecast.statuses() if statuses else self._forecast.probabilities()
-            self._actions.set_forecast(table, self._forecast.known())
+            self._store.set_forecast(table, self._forecast.known())
             self._forecast_set = True
         if self.prefetching:
             assert self._prefetcher is not None
-            layers, experts = self._prefetcher.requests(self._forecast, self._actions.residency)
+            layers, experts = self._prefetcher.requests(self._forecast, self._store.residency)
             if layers.size or self._prefetcher.options.by_proximity:
-                self._actions.prefetch(layers, experts, self._prefetcher.options.by_proximity)
+                self._store.prefetch(layers, experts, self._prefetcher.options.by_proximity)
 
     def _clear_scores(self) -> None:
         if self._scored:
-            self._actions.set_scores(None)
+            self._store.set_scores(None)
             self._scored = False
 
     def _clear_forecast(self) -> None:
         if self._forecast_set:
-            self._actions.set_forecast(None)
+            self._store.set_forecast(None)
             self._forecast_set = False
 
-    def _check_time(self, start: float) -> None:
-        took = time.perf_counter() - start
-        if took > self.options.slowest_s:
-            raise TimeoutError(f"took {took:.1f} s at one routing event")
-
     def _drop_predictor(self, why: str) -> None:
-        if self.options.strict:
-            _refuse("predictor", self.predictor, why)
         name, self.predictor, self._prefetcher = name_of(self.predictor), None, None
         self._forecast.clear()
         self._direct_store()
-        if not self.stopped:
-            warnings.warn(f"the predictor {name} {why}; going on without it.", stacklevel=2)
+        self._tell(f"the predictor {name} {why}", "going on without it")
 
     def _drop_policy(self, why: str) -> None:
-        if self.options.strict:
-            _refuse("policy", self.policy, why)
         name, self.policy = name_of(self.policy), None
         if not self.stopped:
             self._clear_scores()
-            warnings.warn(f"the policy {name} {why}; going on with LRU.", stacklevel=2)
+        self._tell(f"the policy {name} {why}", "going on with LRU")
+
+    def _tell(self, what: str, going_on: str) -> None:
+        if self.options.strict:
+            raise CallbackError(f"{what}; the simulation has no result.")
+        if not self.stopped:
+            warnings.warn(f"{what}; {going_on}.", stacklevel=4)
 
     def pause(self) -> None:
         """Leaves the store to itself for now: what was scored and forecast does not count any more."""
@@ -306,12 +265,8 @@ def name_of(policy_or_predictor: object) -> str:
     return str(getattr(policy_or_predictor, "title", "") or getattr(policy_or_predictor, "name", "") or own)
 
 
-def _refuse(kind: str, what: object, why: str) -> NoReturn:
-    raise CallbackError(f"the {kind} {name_of(what)} {why}; the simulation has no result.")
-
-
 def _forecast(shape: MoeShape, predictor: Predictor, prefetch: PrefetchOptions | None) -> Forecast:
-    """As prefetching asks; for a policy alone as far as the predictor reaches, but matrix products have their price."""
+    """A window as prefetching asks; for a policy alone the predictor's reach, but matrix products have their price."""
     if prefetch is not None:
         return Forecast(shape, prefetch.window, prefetch.again)
     return Forecast(shape, PrefetchOptions.window if predictor.needs_inputs else predictor.reach)

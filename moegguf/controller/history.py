@@ -75,14 +75,15 @@ class History:
         if self.new_pass:
             self._n_pass += 1
             self.iteration[:] = 0
-            self._take_part(frozenset(part.sequence for part in parts))
+            self._set_present(frozenset(part.sequence for part in parts))
         n_expert = self.shape.n_expert
         for part in parts:
             counts = np.bincount(event.expert_ids[part.rows].ravel(), minlength=n_expert)
             self.requests[part.sequence].of(part.phase)[event.il] += counts
             (self.prefill if part.phase == Phase.PREFILL else self.decode)[event.il] += counts
             self.iteration[event.il] += counts
-        used = self._used(event)
+        used = np.zeros(n_expert, np.bool_)
+        used[event.expert_ids.ravel()] = True
         self.clock += 1
         self.last_use[event.il, used] = self.clock
         self.uses[event.il] += used
@@ -91,7 +92,7 @@ class History:
     def expect(self, announcement: Announcement) -> None:
         """Makes `prefill` and `decode` those of the requests announced, before their pass's first event."""
         self.finished = []
-        self._take_part(frozenset(part.sequence for part in announcement.parts()))
+        self._set_present(frozenset(part.sequence for part in announcement.parts()))
 
     def end_all(self) -> list[tuple[Counts, Counts]]:
         """Ends all requests: their rEAMs (prefill, decode), the oldest first."""
@@ -101,18 +102,13 @@ class History:
         self._add_up()
         return ended
 
-    def _used(self, event: RoutingEvent) -> npt.NDArray[np.bool_]:
-        used = np.zeros(self.shape.n_expert, np.bool_)
-        used[event.expert_ids.ravel()] = True
-        return used
-
-    def _take_part(self, present: frozenset[int]) -> None:
+    def _set_present(self, present: frozenset[int]) -> None:
         one_by_one = len(present) == len(self._present) == 1 and not present & self.requests.keys()
         for sequence in self._present - present if one_by_one else ():
             self._end(sequence)
         for sequence in present:
             request = self.requests.pop(sequence, None)  # and back, as the last: in order of last use
-            self.requests[sequence] = request or Request(self._empty(), self._empty())
+            self.requests[sequence] = request or Request(*np.zeros((2, *self.shape.table), np.float32))
             self.requests[sequence].last_pass = self._n_pass
         for sequence in [s for s, r in self.requests.items() if self._n_pass - r.last_pass > ABSENT_PASSES]:
             self._end(sequence)
@@ -133,6 +129,3 @@ class History:
     def _end(self, sequence: int) -> None:
         ended = self.requests.pop(sequence)
         self.finished.append((ended.prefill, ended.decode))
-
-    def _empty(self) -> Counts:
-        return np.zeros(self.shape.table, np.float32)

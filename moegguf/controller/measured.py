@@ -7,16 +7,19 @@ that did not beat LRU in the measurement is not chosen.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, TypeVar
 
 from moegguf.atomic_write import write_atomically
 from moegguf.errors import OptionError
 
 VERSION = 1
 LEAST_GAIN = 0.005  # of the hit rate: less is noise between traces
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -93,18 +96,17 @@ def interpolate(rates: Mapping[float, float], share: float) -> float:
 
 def write_measured(path: Path, measured: Measured) -> None:
     """Writes the file atomically."""
-    facts = asdict(measured)
-    facts["version"] = VERSION
-    facts["hit_rates"] = {
-        name: {f"{share:g}": round(rate, 5) for share, rate in rates.items()}
-        for name, rates in measured.hit_rates.items()
-    }
-    facts["ranges"] = {
-        name: {f"{share:g}": [round(end, 5) for end in ends] for share, ends in table.items()}
-        for name, table in measured.ranges.items()
-    }
-    facts["bound"] = {f"{share:g}": round(rate, 5) for share, rate in measured.bound.items()}
+    facts = _rounded(asdict(measured) | {"version": VERSION})
     write_atomically(path, (json.dumps(facts, indent=1) + "\n").encode())
+
+
+def _rounded(value: Any) -> Any:
+    """The value with rates of five digits, and shares as keys in as few as they need."""
+    if isinstance(value, dict):
+        return {f"{key:g}" if isinstance(key, float) else key: _rounded(part) for key, part in value.items()}
+    if isinstance(value, tuple):
+        return [_rounded(part) for part in value]
+    return round(value, 5) if isinstance(value, float) else value
 
 
 def read_measured(path: Path) -> Measured:
@@ -113,22 +115,30 @@ def read_measured(path: Path) -> Measured:
         facts = json.loads(path.read_text(encoding="utf-8"))
         if facts["version"] != VERSION:
             raise ValueError(f"its version is {facts['version']}, not {VERSION}")
-        rates = {
-            str(name): {float(share): float(rate) for share, rate in table.items()}
-            for name, table in facts["hit_rates"].items()
-        }
-        ranges = {
-            str(name): {float(share): (float(low), float(high)) for share, (low, high) in table.items()}
-            for name, table in facts.get("ranges", {}).items()
-        }
-        bound = {float(share): float(rate) for share, rate in facts.get("bound", {}).items()}
-        pairs = [pair for table in (*rates.values(), bound) for pair in table.items()]
-        pairs += [(share, end) for table in ranges.values() for share, ends in table.items() for end in ends]
-        if not all(0 < share <= 1 and 0 <= rate <= 1 for share, rate in pairs):
-            raise ValueError("shares and hit rates lie between 0 and 1")
+        rates = {str(name): _by_share(table, _share) for name, table in facts["hit_rates"].items()}
+        ranges = {str(name): _by_share(table, _ends) for name, table in facts.get("ranges", {}).items()}
+        bound = _by_share(facts.get("bound", {}), _share)
         predictors = {str(name): str(predictor) for name, predictor in facts["predictors"].items()}
         return Measured(
             str(facts["fingerprint"]), rates, predictors, str(facts["prefetch"]), facts["about"], ranges, bound
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise OptionError(f"{path} is not a measurement of policies ({error}); delete it or measure again.") from error
+
+
+def _by_share(table: Mapping[str, Any], read: Callable[[Any], T]) -> dict[float, T]:
+    found = {_share(at): read(value) for at, value in table.items()}
+    if 0 in found:
+        raise ValueError("a share of the experts lies above 0")
+    return found
+
+
+def _ends(value: Any) -> tuple[float, float]:
+    low, high = value
+    return _share(low), _share(high)
+
+
+def _share(value: Any) -> float:
+    if not 0 <= float(value) <= 1:
+        raise ValueError("shares and hit rates lie between 0 and 1")
+    return float(value)

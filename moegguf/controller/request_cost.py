@@ -79,7 +79,7 @@ def staging_slots(staged_bytes: int, slot_bytes: int) -> int:
 
 
 def best_staging(layout: ExpertLayout, passes: Callable[[int], Passes | None], wanted: int | None = None) -> int:
-    """Of 0, 1 and STAGING_TENSORS staging tensors on each device the most that fit: with more than one, into
+    """The most of 0, 1 and STAGING_TENSORS staging tensors on each device that fit: with more than one, into
     STAGING_SHARE of the memory for experts; with one, where a request costs less so than with prompts in passes that
     slots are exact for, and a token's experts over all layers keep their slots where there are as many without. None
     where every expert has a slot. passes: with so many tensors; None: they do not fit. wanted: so many, where they fit.

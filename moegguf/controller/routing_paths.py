@@ -6,11 +6,12 @@ cheaper. A predictor of one sequence is `Predictor.fork`ed for each.
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import numpy as np
 
-from moegguf.controller.predictors import ArtifactSource, make_predictor
+from moegguf.controller.artifacts import Artifacts
+from moegguf.controller.predictors import make_predictor
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
@@ -20,8 +21,12 @@ RECENT_HALF_LIFE_TOKENS = 4.0
 PATHS = ("recent", "token-id", "routing-path")
 
 
-class RoutingPaths(Protocol):
+class RoutingPaths:
     """Follows sequences, and predicts what each of them uses next. Calls come from one thread at a time."""
+
+    def __init__(self, shape: MoeShape) -> None:
+        self.shape = shape
+        self._paths: dict[int, Float32s | None] = {}
 
     def observe(self, event: RoutingEvent) -> None:
         """A layer was routed, of one sequence or several."""
@@ -31,12 +36,14 @@ class RoutingPaths(Protocol):
 
     def path(self, sequence: int) -> Float32s | None:
         """(n_moe_layer, n_expert): the probability that the sequence uses an expert next; None: unknown."""
+        return self._paths.get(sequence)
 
     def forget(self, sequence: int) -> None:
         """The sequence has ended."""
+        self._paths.pop(sequence, None)
 
 
-class RecentPaths:
+class RecentPaths(RoutingPaths):
     """A sequence goes on as it did: how often its last tokens used an expert, each half as much after
     RECENT_HALF_LIFE_TOKENS.
     """
@@ -44,9 +51,8 @@ class RecentPaths:
     name: ClassVar[str] = "recent"
 
     def __init__(self, shape: MoeShape, half_life_tokens: float = RECENT_HALF_LIFE_TOKENS) -> None:
-        self.shape = shape
+        super().__init__(shape)
         self._kept = np.float32(np.exp2(-1 / half_life_tokens))
-        self._shares: dict[int, Float32s] = {}
 
     def observe(self, event: RoutingEvent) -> None:
         """Counts the last token of each sequence that decodes."""
@@ -55,39 +61,24 @@ class RecentPaths:
             return
         for part in event.parts():
             ids = event.expert_ids[part.rows][-1]
-            shares = self._shares.get(part.sequence)
+            shares = self._paths.get(part.sequence)
             if shares is None:
                 shares = np.zeros((len(self.shape.layers), self.shape.n_expert), np.float32)
-                self._shares[part.sequence] = shares
+                self._paths[part.sequence] = shares
             shares[row] *= self._kept
             shares[row, ids[ids >= 0]] += 1 - self._kept
 
-    def expect(self, sequence: int, tokens: Int32s) -> None:
-        """Nothing: what the token is does not matter."""
 
-    def path(self, sequence: int) -> Float32s | None:
-        """As `RoutingPaths.path`; None before its first token."""
-        return self._shares.get(sequence)
-
-    def forget(self, sequence: int) -> None:
-        """As `RoutingPaths.forget`."""
-        self._shares.pop(sequence, None)
-
-
-class PredictedPaths:
-    """From the tokens themselves, by a predictor that needs nothing else and knows all layers at once."""
+class PredictedPaths(RoutingPaths):
+    """Paths from the tokens themselves, by a predictor that needs nothing else and knows all layers at once."""
 
     def __init__(self, predictor: Predictor) -> None:
-        self.shape = predictor.shape
+        super().__init__(predictor.shape)
         self._predictor = predictor
         self._followers: dict[int, Predictor] = {}
-        self._paths: dict[int, Float32s | None] = {}
-
-    def observe(self, event: RoutingEvent) -> None:
-        """Nothing: routing does not matter."""
 
     def expect(self, sequence: int, tokens: Int32s) -> None:
-        """Predicts."""
+        """Predicts; the path is unknown where the predictor has no answer for a layer."""
         follower = self._followers.get(sequence) or self._predictor.fork() or self._predictor
         self._followers[sequence] = follower
         follower.announce(Announcement(0, sequence, Phase.DECODE, tokens))
@@ -95,17 +86,13 @@ class PredictedPaths:
         rows = [row for row in predicted if row is not None]
         self._paths[sequence] = np.stack(rows) if len(rows) == len(self.shape.layers) else None
 
-    def path(self, sequence: int) -> Float32s | None:
-        """As `RoutingPaths.path`; None before `expect`, and where the predictor has no answer."""
-        return self._paths.get(sequence)
-
     def forget(self, sequence: int) -> None:
-        """As `RoutingPaths.forget`."""
+        """The sequence has ended."""
+        super().forget(sequence)
         self._followers.pop(sequence, None)
-        self._paths.pop(sequence, None)
 
 
-def make_paths(name: str, shape: MoeShape, artifacts: ArtifactSource) -> RoutingPaths:
+def make_paths(name: str, shape: MoeShape, artifacts: Artifacts) -> RoutingPaths:
     """The predicted paths of this name (`PATHS`). Raises OptionError for an unknown name, or without a trained file."""
     if name == RecentPaths.name:
         return RecentPaths(shape)

@@ -16,6 +16,7 @@ from moegguf.native.store import StoreOptions
 
 OWN = "moegguf"
 EVERY_LAYER = 1 << 16  # a window over all of them
+SWITCHES = ("chunked", "preempt", "overlap", "sweep", "stream")
 
 Prefetch = PrefetchOptions | bool | None
 
@@ -24,7 +25,7 @@ Prefetch = PrefetchOptions | bool | None
 class Strategy:
     """What a strategy sets. `policy` "auto", and None: what was measured to be best for the model.
 
-    chunked, preempt, overlap, sweep, stream: as in StoreOptions. sources: {field: where the paper says so, or what it
+    store: what it sets of a store, one of SWITCHES. sources: {field or switch: where the paper says so, or what it
     leaves open and what was taken}. A paper's prefetching is always on: none knows a watchdog or a limit of bytes.
     """
 
@@ -33,21 +34,13 @@ class Strategy:
     policy: str = "auto"
     predictor: str | None = None
     prefetch: Prefetch = None
-    chunked: bool = True
-    preempt: bool = True
-    overlap: bool = True
-    sweep: bool = True
-    stream: bool = False
+    store: StoreOptions = field(default_factory=StoreOptions)
     sources: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def switches(self) -> dict[str, Any]:
-        """The options of a store that it sets."""
-        return {name: getattr(self, name) for name in ("chunked", "preempt", "overlap", "sweep", "stream")}
-
-    def store_options(self) -> StoreOptions:
-        """Of a live model."""
-        return StoreOptions(**self.switches)
+        """{switch of a store: its value}."""
+        return {name: getattr(self.store, name) for name in SWITCHES}
 
     def parts(self, policy: Any, predictor: Any, prefetch: Prefetch) -> tuple[Any, Any, Prefetch]:
         """Policy, predictor (names or objects) and prefetching as chosen; "auto" and None are the strategy's.
@@ -75,7 +68,7 @@ STRATEGIES = {
     for strategy in (
         Strategy(
             "none", "LRU alone, each layer waiting for its experts", "lru", "none", False,
-            overlap=False, sweep=False,
+            store=StoreOptions(overlap=False, sweep=False),
             sources={"policy": "no decisions: the store's default, with its floor per layer, and nothing ahead"},
         ),
         Strategy(
@@ -84,7 +77,7 @@ STRATEGIES = {
         ),
         Strategy(
             "moe-infinity", "MoE-Infinity", "sparsity", "eamc", _prefetch(EVERY_LAYER, again=True, by_proximity=True),
-            chunked=False, overlap=False,
+            store=StoreOptions(chunked=False, overlap=False),
             sources={
                 "policy": "4.7, algorithm 1; only ended requests are matched (4.5)",
                 "predictor": "4.5: EAMC, several matches summed and normalised by row",
@@ -109,7 +102,8 @@ STRATEGIES = {
             },
         ),
         Strategy(
-            "expertflow", "ExpertFlow", "locality", "routing-path", _prefetch(EVERY_LAYER, again=False), chunked=False,
+            "expertflow", "ExpertFlow", "locality", "routing-path", _prefetch(EVERY_LAYER, again=False),
+            store=StoreOptions(chunked=False),
             sources={
                 "policy": "3.2.1 PLEC and 3.2.2 real-time correction, at the routing event that shows the difference",
                 "predictor": "3.1: all layers at once from the tokens, before the pass",
@@ -120,8 +114,8 @@ STRATEGIES = {
             },
         ),
         Strategy(
-            "duoserve", "DuoServe-MoE", "lru", "expert-mlp", _prefetch(1, again=True), chunked=False,
-            sweep=False, stream=True,
+            "duoserve", "DuoServe-MoE", "lru", "expert-mlp", _prefetch(1, again=True),
+            store=StoreOptions(chunked=False, sweep=False, stream=True),
             sources={
                 "policy": "5.1: k slots in all, refilled for each layer. The number of slots is the budget's, not a"
                 " strategy's; with more than k, which it leaves open, LRU",

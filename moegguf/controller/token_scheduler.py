@@ -1,7 +1,8 @@
 """ExpertFlow's token scheduler (sections 3.3 and 4.2): which of the running sequences compute in the next step.
 
-All running sequences are split into groups of similar predicted paths, and each step computes one group; when all have
-computed, they are split anew. KV stays where it is, by sequence id: that is the paper's merge and re-index.
+All running sequences are split into groups of similar predicted paths by balanced K-means (section 3.3.3), and each
+step computes one group; when all have computed, they are split anew. KV stays where it is, by sequence id: that is the
+paper's merge and re-index. A path is which experts of each layer a token uses, as recorded or as predicted.
 
 With n sequences in groups of at most m no sequence waits more than 2 * ceil(n / m) - 2 steps between two of its own: it
 may compute first in one round and last in the next. Those that arrive within a round join the next one.
@@ -14,12 +15,20 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from moegguf.controller.grouping import Indices, clustered, similarities
+from moegguf.controller.forecast import statuses
 from moegguf.controller.routing_paths import RoutingPaths
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Float32s
 
 ROUNDS = 2  # of K-means each time: it goes on from the last round's groups
+MAX_ROUNDS = 10
+
+_ONES = np.unpackbits(np.arange(1 << 16, dtype=np.uint16).view(np.uint8).reshape(-1, 2), axis=1).sum(
+    axis=1, dtype=np.uint8
+)
+
+Paths = npt.NDArray[np.bool_]  # (n_tokens, n_moe_layer, n_expert)
+Indices = npt.NDArray[np.int64]
 
 
 class TokenScheduler:
@@ -59,7 +68,7 @@ class TokenScheduler:
         similarity = similarities(statuses(np.stack(known), self.shape.n_expert_used))
         medoids = self._first_medoids(similarity, n_groups, running)
         groups = clustered(similarity, medoids, ROUNDS)
-        self._medoids = [running[_central(similarity, group)] for group in groups]
+        self._medoids = [running[i] for i in _medoids(similarity, groups).tolist()]
         return [[running[i] for i in group.tolist()] for group in groups]
 
     def _first_medoids(self, similarity: Float32s, n_groups: int, running: list[int]) -> Indices:
@@ -73,14 +82,50 @@ class TokenScheduler:
         return np.array(chosen, np.int64)
 
 
-def statuses(paths: Float32s, n_expert_used: int) -> npt.NDArray[np.bool_]:
-    """Paths (n, n_moe_layer, n_expert) as ExpertFlow predicts them (section 3.1): of each layer the n_expert_used
-    likeliest experts are active, the others idle.
+def similarities(paths: Paths) -> Float32s:
+    """(n_tokens, n_tokens): 1 - Hamming distance / size of a path, the usual form of formula 6 (missing from our text).
+
+    Bit by bit, on this thread: a matrix product's threads would compete with those that compute the model.
     """
-    k = min(n_expert_used, paths.shape[2])
-    kth = np.partition(paths, -k, axis=2)[:, :, -k, np.newaxis]
-    return (paths >= kth) & (paths > 0)
+    flat = np.packbits(paths.reshape(len(paths), -1), axis=1)
+    words = np.pad(flat, ((0, 0), (0, flat.shape[1] % 2))).view(np.uint16)
+    distances = np.array([_ONES[words ^ row].sum(axis=1, dtype=np.int64) for row in words])
+    return (1 - distances / max(1, paths[0].size)).astype(np.float32)
 
 
-def _central(similarity: Float32s, group: Indices) -> int:
-    return int(group[np.argmax(similarity[np.ix_(group, group)].sum(axis=1))])
+def clustered(similarity: Float32s, centroids: Indices, most_rounds: int = MAX_ROUNDS) -> list[Indices]:
+    """Ascending indices of the tokens of each group; groups are equal in size, or differ by one. They begin with these
+    centroids, which become the token of each group that is most similar to its others, until they stay.
+
+    similarity (n_tokens, n_tokens).
+    """
+    for _ in range(most_rounds):
+        groups = _balanced(similarity[:, centroids])
+        medoids = _medoids(similarity, groups)
+        if np.array_equal(medoids, centroids):
+            break
+        centroids = medoids
+    return groups
+
+
+def _balanced(similarity: Float32s) -> list[Indices]:
+    """similarity (n_tokens, n_groups), to the centroids. Tokens that lose most by their second choice come first."""
+    n_tokens, n_groups = similarity.shape
+    preferences = np.argsort(-similarity, axis=1, kind="stable")
+    ordered = np.take_along_axis(similarity, preferences, axis=1)
+    regret = ordered[:, 0] - ordered[:, min(1, n_groups - 1)]
+    least, larger = divmod(n_tokens, n_groups)  # `larger` groups have one token more
+    groups: list[list[int]] = [[] for _ in range(n_groups)]
+    for token in np.argsort(-regret, kind="stable").tolist():
+        for group in preferences[token].tolist():
+            full = len(groups[group]) - least
+            if full < 0 or (full == 0 and larger > 0):
+                larger -= full == 0
+                groups[group].append(token)
+                break
+    return [np.sort(np.array(group, np.int64)) for group in groups]
+
+
+def _medoids(similarity: Float32s, groups: list[Indices]) -> Indices:
+    """The token of each group that is most similar to its others."""
+    return np.array([group[np.argmax(similarity[np.ix_(group, group)].sum(axis=1))] for group in groups], np.int64)

@@ -1,4 +1,4 @@
-"""Switches prefetching off when it costs time: compares time per token with and without it, in turns."""
+"""Switches prefetching off when it costs time: compares time per token with and without it, alternately."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import numpy as np
 class WatchdogOptions:
     """Length of a trial and its threshold.
 
-    off_tokens, on_tokens: length of a turn without and with prefetching. turns: of each, per trial at most.
-    least_turns: of each, before a trial may end early. certainty: standard errors of the rank-sum test that end it; it
-    is asked after every pair of turns, and with 3.4 ends about one in a hundred trials of what makes no difference.
+    off_tokens, on_tokens: length of a period without and with prefetching. periods: of each, per trial at most.
+    least_periods: of each, before a trial may end early. certainty: standard errors of the rank-sum test that end it;
+    asked after every pair of periods, and with 3.4 it ends about one in a hundred trials of what makes no difference.
     warm_tokens: with prefetching, before the first trial, not counted: slots are filled meanwhile. gain: share of a
     token's time that prefetching must save to stay on. pause_tokens: tokens until the next trial, doubled after each up
     to `max_pause_tokens`.
@@ -22,8 +22,8 @@ class WatchdogOptions:
 
     off_tokens: int = 8
     on_tokens: int = 16
-    turns: int = 8
-    least_turns: int = 2
+    periods: int = 8
+    least_periods: int = 2
     certainty: float = 3.4
     warm_tokens: int = 16
     gain: float = 0.03
@@ -35,16 +35,16 @@ class Watchdog:
     """Whether prefetching is on now. Takes the time of every decoded token.
 
     The criterion is time, which includes both the stall and the cost of moving bytes: on a machine of few cores a
-    smaller stall can cost more compute than it saves. Turns with and without differ in that alone: the controller
+    smaller stall can cost more compute than it saves. Periods with and without differ in that alone: the controller
     listens, counts and predicts in both.
 
-    A trial takes turns, shorter ones without prefetching, as it mostly pays; the first token of a turn is left out,
-    because it bears the effects of the turn before. It ends as soon as the difference is clear: when the token times
+    A trial alternates periods, shorter ones without prefetching, as it mostly pays; the first token of each is left
+    out, because it bears the effects of the period before. It ends as soon as the difference is clear: when token times
     with prefetching, made longer by the gain that it has to bring, rank below those without, or above, by `certainty`.
-    Ranks, so that a few slow tokens do not decide. Otherwise the medians of all turns decide, until the next trial.
+    Ranks, so that a few slow tokens do not decide. Otherwise the medians of all periods decide, until the next trial.
 
     Where several sequences are decoded together, a token is one of each of them. A trial compares passes of equally
-    many sequences; others do not count, and a whole turn of these begins it anew.
+    many sequences; others do not count, and a whole period of these begins it anew.
     """
 
     def __init__(self, options: WatchdogOptions | None = None) -> None:
@@ -55,8 +55,8 @@ class Watchdog:
         self._warm_tokens = self.options.warm_tokens
         self._pause_tokens = 0
         self._next_pause_tokens = self.options.pause_tokens
-        self._turn_ns: list[int] = []
-        self._turns_ns: dict[bool, list[list[int]]] = {False: [], True: []}
+        self._period_ns: list[int] = []
+        self._periods_ns: dict[bool, list[list[int]]] = {False: [], True: []}
         self._previous_ns: int | None = None
         self._n_sequences = 1  # of the passes that the trial compares, and of the last one
         self._n_last_sequences = 1
@@ -81,33 +81,33 @@ class Watchdog:
             self._pause_tokens -= 1
             self.on = self.on and self._pause_tokens > 0
         elif self._is_compared(n_last):
-            self._turn_ns.append(now_ns - previous)
-            if len(self._turn_ns) == (self.options.on_tokens if self.on else self.options.off_tokens):
-                self._end_turn()
+            self._period_ns.append(now_ns - previous)
+            if len(self._period_ns) == (self.options.on_tokens if self.on else self.options.off_tokens):
+                self._end_period()
 
     def pause(self) -> None:
         """A prompt is computed next; its time is not counted."""
         self._previous_ns = None
 
     def _is_compared(self, n_sequences: int) -> bool:
-        """Whether a pass of so many sequences counts in this trial, which begins anew after a turn of others."""
+        """Whether a pass of so many sequences counts in this trial, which begins anew after a period of others."""
         self._n_others = self._n_others + 1 if n_sequences != self._n_sequences else 0
         if self._n_others > self.options.off_tokens:
             self._n_sequences, self._n_others, self.on = n_sequences, 0, False
-            self._turn_ns, self._turns_ns = [], {False: [], True: []}
+            self._period_ns, self._periods_ns = [], {False: [], True: []}
         return not self._n_others
 
-    def _end_turn(self) -> None:
-        self._turns_ns[self.on].append(self._turn_ns[1:])
-        self._turn_ns = []
+    def _end_period(self) -> None:
+        self._periods_ns[self.on].append(self._period_ns[1:])
+        self._period_ns = []
         ended_pair, self.on = self.on, not self.on
-        n = len(self._turns_ns[True])
-        if ended_pair and (n == self.options.turns or (n >= self.options.least_turns and self._is_clear())):
+        n = len(self._periods_ns[True])
+        if ended_pair and (n == self.options.periods or (n >= self.options.least_periods and self._is_clear())):
             self._decide()
 
     def _is_clear(self) -> bool:
-        """Whether ranks of single tokens are certain, and say what the turns' medians say."""
-        without, with_ = (np.concatenate(self._turns_ns[on]).astype(np.float64) for on in (False, True))
+        """Whether ranks of single tokens are certain, and say what the periods' medians say."""
+        without, with_ = (np.concatenate(self._periods_ns[on]).astype(np.float64) for on in (False, True))
         with_ /= 1 - self.options.gain
         wins = np.sign(without[:, np.newaxis] - with_).mean()  # 1: every token with prefetching was faster
         n, m = len(without), len(with_)
@@ -115,12 +115,12 @@ class Watchdog:
         return bool(abs(errors) >= self.options.certainty) and (errors > 0) == (self._gain() >= self.options.gain)
 
     def _gain(self) -> float:
-        without, with_ = (median(sum(turn) / len(turn) for turn in self._turns_ns[on]) for on in (False, True))
+        without, with_ = (median(sum(period) / len(period) for period in self._periods_ns[on]) for on in (False, True))
         return 1 - with_ / without if without > 0 else 0.0
 
     def _decide(self) -> None:
         self.last_gain = self._gain()
-        self._turns_ns = {False: [], True: []}
+        self._periods_ns = {False: [], True: []}
         self._pause_tokens = self._next_pause_tokens
         self._next_pause_tokens = min(2 * self._next_pause_tokens, self.options.max_pause_tokens)
         self.trials += 1

@@ -10,15 +10,14 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError
-from safetensors.numpy import load as parse
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as serialize
 
 from moegguf.atomic_write import write_atomically
@@ -43,14 +42,11 @@ class Weights:
         """The named array as float32; ValueError when it is missing, has another shape or is not finite."""
         found = self.arrays.get(name)
         if found is None or found.shape != shape:
-            raise ValueError(f"'{name}' must have the shape {shape}, but {_shape_of(found)}")
+            what = "is missing" if found is None else f"has {found.shape}"
+            raise ValueError(f"'{name}' must have the shape {shape}, but {what}")
         if found.dtype.kind == "f" and not np.isfinite(found).all():
             raise ValueError(f"'{name}' holds numbers that are not finite")
         return np.ascontiguousarray(found, np.float32)
-
-
-def _shape_of(found: npt.NDArray[Any] | None) -> str:
-    return "is missing" if found is None else f"has {found.shape}"
 
 
 def save(path: str | os.PathLike[str], predictor: str, fingerprint: str, shape: MoeShape, weights: Weights) -> None:
@@ -91,51 +87,24 @@ def load(
         return None
 
 
-def load_nearest(
-    paths: Iterable[Path], predictor: str, fingerprint: str, shape: MoeShape, build: Callable[[Weights], T]
-) -> T | None:
-    """`load` of the first usable file; None when none is. Raises FileNotFoundError without any path."""
-    path = None
-    for path in paths:
-        found = load(path, predictor, fingerprint, shape, build)
-        if found is not None:
-            return found
-    if path is None:
-        raise FileNotFoundError
-    return None
-
-
 def _read(path: Path, predictor: str, fingerprint: str, shape: MoeShape) -> Weights:
-    with open(path, "rb") as stream:
-        data = stream.read(MAX_FILE_BYTES + 1)
-    if len(data) > MAX_FILE_BYTES:
+    if path.stat().st_size > MAX_FILE_BYTES:
         raise ValueError(f"it is larger than {MAX_FILE_BYTES} bytes")
-    head = _head(data)
-    expected = {"version": FORMAT_VERSION, "predictor": predictor, "fingerprint": fingerprint}
-    for key, value in expected.items():
-        if head.get(key) != value:
-            raise ValueError(f"its {key} must be {value!r}, but is {head.get(key)!r:.80}")
-    found, required = head.get("shape"), json.loads(json.dumps(asdict(shape)))
-    if not isinstance(found, dict) or any(found.get(key) != required[key] for key in SHAPE_KEYS):
-        raise ValueError("it was made for a model of another shape")
-    arrays, facts = parse(data), head.get("facts")
+    with safe_open(path, "numpy") as file:
+        head = json.loads((file.metadata() or {}).get("moegguf", "null"))
+        if not isinstance(head, dict):
+            raise ValueError("it was not written by moegguf, or by an old version of it")
+        expected = {"version": FORMAT_VERSION, "predictor": predictor, "fingerprint": fingerprint}
+        for key, value in expected.items():
+            if head.get(key) != value:
+                raise ValueError(f"its {key} must be {value!r}, but is {head.get(key)!r:.80}")
+        found, required = head.get("shape"), json.loads(json.dumps(asdict(shape)))
+        if not isinstance(found, dict) or any(found.get(key) != required[key] for key in SHAPE_KEYS):
+            raise ValueError("it was made for a model of another shape")
+        arrays, facts = {name: file.get_tensor(name) for name in file.keys()}, head.get("facts")  # noqa: SIM118
     if head.pop("sha256", None) != _checksum(head, arrays) or not isinstance(facts, dict):
         raise ValueError("its contents do not match their checksum; it is damaged")
     return Weights(arrays, facts)
-
-
-def _head(data: bytes) -> dict[str, Any]:
-    """The `moegguf` JSON of the safetensors header."""
-    n_bytes = int.from_bytes(data[:8], "little")
-    if len(data) < 8 or n_bytes > len(data) - 8:
-        raise ValueError("it is no safetensors file, or ends too early")
-    header = json.loads(data[8 : 8 + n_bytes])
-    metadata = header.get("__metadata__") if isinstance(header, dict) else None
-    ours = metadata.get("moegguf") if isinstance(metadata, dict) else None
-    head = json.loads(ours) if isinstance(ours, str) else None
-    if not isinstance(head, dict):
-        raise ValueError("it was not written by moegguf, or by an old version of it")
-    return head
 
 
 def _checksum(head: Mapping[str, Any], arrays: Arrays) -> str:

@@ -180,7 +180,7 @@ class Context:
             tokens += chunk.tokens
             outputs += [0] * (n - 1)
             outputs.append(chunk.wants_logits)
-        session.lane.announce_each(sequences, phases, tokens, outputs)
+        session.lane.announce(sequences, phases, tokens, outputs)
 
     def eval_image(self, prompt: ImagePrompt, span: ImageSpan, request: int) -> None:
         """Evaluates an image's span of `prompt`, whose tokens before it are in sequence 0. request: its number in
@@ -303,6 +303,9 @@ class Context:
             return False
         self._bindings.llama_memory_seq_rm(memory, target, -1, -1)
         self._bindings.llama_memory_seq_cp(memory, source, target, 0, n_tokens)
+        if target == 0:  # which tokens these are, only the caller knows: they equal no prompt
+            self._llm.n_tokens, self._llm._requires_eval = n_tokens, True
+            self._llm.input_ids[:n_tokens] = PLACEHOLDER
         return True
 
     def clear(self) -> None:

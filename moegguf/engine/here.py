@@ -119,9 +119,9 @@ def _devices(name: str | None, split_mode: int, main_gpu: int) -> tuple[Device, 
     return (devices[main_gpu],)
 
 
-def default_store() -> StoreOptions:
-    """How experts are moved where the caller does not say it: as the strategy of MOEGGUF_STRATEGY does."""
-    return find_strategy(read_environment().strategy).store_options()
+def default_store(strategy: str | None = None) -> StoreOptions:
+    """How experts are moved where the caller does not say it: as the strategy does. None: MOEGGUF_STRATEGY."""
+    return find_strategy(read_environment().strategy if strategy is None else strategy).store
 
 
 def plan_known(layout: ExpertLayout, machine: Machine, budgets: Budgets, measure: Callable[[Device], Speeds]) -> Plan:

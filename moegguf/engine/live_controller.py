@@ -14,12 +14,11 @@ from typing import Any
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.controller import ActingOptions, Controller, build_controller, name_of
 from moegguf.controller.measured import UNMEASURED, UNMEASURED_WITHOUT_PREDICTIONS, ControllerChoice, Measured
-from moegguf.controller.policies import make_policy
+from moegguf.controller.policies import AUTO, check_policy, device_policy, make_policy, parse_policies, ram_policy
 from moegguf.controller.policies.base import LRU, AnyPolicy, Policy
-from moegguf.controller.policies.of_tiers import AUTO, check_policy, of_compute_tier, of_ram_below, parse_policies
-from moegguf.controller.predict_eam import Learner
 from moegguf.controller.predictors import PREDICTORS, make_predictor, prefetch_predictor
 from moegguf.controller.predictors.base import Predictor
+from moegguf.controller.predictors.eamc import Learner
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.shape import MoeShape
 from moegguf.engine.checkpoint import CollectionCheckpoint
@@ -134,12 +133,12 @@ class LiveController:
             return
         session = self.session
         if Tier.LOWER in session.store.tiers:
-            self.policy_below = of_ram_below(text)
-            session.store.set_policy_of(Tier.LOWER, self.policy_below)
+            self.policy_below = ram_policy(text)
+            session.store.set_policy(self.policy_below, Tier.LOWER)
         tiers = [name.lower() for name in session.tiers()]
         if "=" in text and not set(tiers) & set(parse_policies(text)):
             warnings.warn(f"policy={text!r} has no effect: experts lie in {tiers[0].upper()} only", stacklevel=2)
-        self.options = replace(self.options, policy=of_compute_tier(text, tiers[0]))
+        self.options = replace(self.options, policy=device_policy(text, tiers[0]))
 
     def _choose(self) -> ControllerChoice:
         """The names to use; those of objects given by the user do not matter."""

@@ -137,7 +137,7 @@ class Llama(UpstreamLlama):
         policy = environment.policy if isinstance(policy, str) and policy == "auto" else policy
         chosen = ControllerOptions(*named.parts(policy, predictor, prefetch), lockstep)
         options.update(mmproj=mmproj, n_seq_max=n_seq_max, kv_tokens=kv_tokens)
-        store = named.store_options() if store is None else store
+        store = named.store if store is None else store
         warm_start = environment.warm_start if warm_start is None else warm_start
         self._keywords = dict(
             model_path=model_path, expert_cache=expert_cache, vram_cache=vram_cache, placement=placement,
@@ -159,8 +159,8 @@ class Llama(UpstreamLlama):
             self.context = Context(self, self.session, loader.threads, mmproj if self.reads_images else None)
             loader.start_parts(warm_start and not lockstep, trace)
         except BaseException:  # also an interrupt: nothing of a load stays
-            if self.session is not None:
-                self.session.end_parts(discard=True)  # keeps an older trace file
+            if self._loader is not None:
+                self._loader.end_parts(discard=True)  # keeps an older trace file
             self.close()
             raise
 
@@ -226,6 +226,11 @@ class Llama(UpstreamLlama):
         self.context.images.truncate(0)
         self.input_ids.fill(PLACEHOLDER)
 
+    def sample(self, *arguments: Any, **options: Any) -> int:
+        """The next token, as in llama-cpp-python. Raises OptionError where this request has evaluated nothing yet."""
+        self.context.check_logits()
+        return super().sample(*arguments, **options)
+
     def embed(self, *arguments: Any, **options: Any) -> Any:
         """As in llama-cpp-python; raises what `eval` raises, and OptionError for a text without tokens."""
         texts = arguments[0] if arguments else options.get("input", ())
@@ -265,7 +270,7 @@ class Llama(UpstreamLlama):
     @property
     def recording(self) -> Recording | None:
         """The trace being recorded, None without `trace`."""
-        return self.session.recording if self.session is not None else None
+        return self._loader.recording if self._loader is not None else None
 
     def set_expert_cache(self, expert_cache: Budget) -> None:
         """`set_budget(expert_cache=...)`."""
@@ -328,8 +333,7 @@ class Llama(UpstreamLlama):
         if forked:
             return  # the parent process owns it
         try:
-            if self.session is not None:
-                self.session.end_parts()
+            self._loader.end_parts()
         finally:  # also when the trace could not be written
             self._unload()
             closed: Any = ClosedModel()

@@ -39,6 +39,8 @@ class Loader:
         self.load_plan, self.n_seq_max = load_plan, load_plan.n_seq_max
         self.session: Session | None = None
         self.threads: GovernedThreads | None = None
+        self.recording: Recording | None = None
+        self._warm_start: WarmStart | None = None
         self._progress = progress
         self._no_devices = (c.c_void_p * 1)()  # a list that ends at once
         self._threadpool: Threadpool | None = None
@@ -125,10 +127,19 @@ class Loader:
         if session is None:
             return
         if warm_start and not session.plan.whole_layers:
-            session.warm_start = WarmStart(session, artifacts)
-            session.warm_start.begin()
+            self._warm_start = WarmStart(session, artifacts)
+            self._warm_start.begin()
         if trace:
-            session.recording = Recording(session, artifacts, trace)
+            self.recording = Recording(session, artifacts, trace)
+
+    def end_parts(self, discard: bool = False) -> None:
+        """Ends what decides and records, and saves what they have learned; `discard`: without a recording's file."""
+        if self.recording is not None and discard:
+            self.recording.discard()
+        controller = self.session.controller if self.session is not None else None
+        for part in (controller, self.recording, self._warm_start):
+            if part is not None:
+                part.close()
 
     def close(self) -> None:
         """Frees threads and store, once llama.cpp's context and model are gone. Twice is harmless."""

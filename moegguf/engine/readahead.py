@@ -11,7 +11,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from moegguf.gguf.experts import ExpertLayout, Shard
+from moegguf.gguf.experts import ExpertLayout
+from moegguf.gguf.reader import Shard
 
 STEP_BYTES = 4 << 20
 

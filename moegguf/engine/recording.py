@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.shape import MoeShape
@@ -13,8 +14,10 @@ from moegguf.engine.session import Session
 from moegguf.native.events import Announcement, RoutingEvent
 from moegguf.native.store import EVERY_PASS, ListenOptions
 from moegguf.package import __version__
-from moegguf.trace.recorder import Recorder
 from moegguf.trace.trace import TraceHeader
+
+if TYPE_CHECKING:
+    from moegguf.trace.recorder import Recorder
 
 # Counters of the live run, kept in the file so that a simulation can be compared with them.
 COUNTED = ("lookups", "hits_ready", "hits_late", "misses", "evictions", "stall_ns", "events_dropped")
@@ -35,6 +38,8 @@ class Recording:
     """
 
     def __init__(self, session: Session, artifacts: Artifacts, options: TraceOptions | str | os.PathLike[str]) -> None:
+        from moegguf.trace.recorder import Recorder
+
         if not isinstance(options, TraceOptions):
             options = TraceOptions(options)
         self._session = session

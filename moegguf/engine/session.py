@@ -14,7 +14,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,11 +32,6 @@ from moegguf.native import library
 from moegguf.native.events import Phase
 from moegguf.native.slot_sizes import most_slots, padded
 from moegguf.native.store import DeviceSlots, Store, StoreOptions, Tier
-
-if TYPE_CHECKING:
-    from moegguf.engine.live_controller import LiveController
-    from moegguf.engine.recording import Recording
-    from moegguf.engine.warm_start import WarmStart
 
 EXPERT_TENSORS = r"\.ffn_(gate|up|down|gate_up)_exps\.weight"
 
@@ -164,16 +159,30 @@ class _Override(c.Structure):
     _fields_ = [("pattern", c.c_char_p), ("buft", c.c_void_p)]
 
 
+class ExpertController(Protocol):
+    """What a session needs of a `LiveController`."""
+
+    def before_tokens(self, phase: Phase, n_sequences: int = 1) -> None:
+        """Tokens are evaluated next."""
+
+    def update(self, n_slots: int) -> None:
+        """There are so many slots now."""
+
+    def figures(self) -> dict[str, Any]:
+        """Of `Llama.decisions`."""
+
+    def close(self) -> None:
+        """Stops deciding."""
+
+
 class Session:
     """One store and one lane, attached to one `Llama`. `layout`: of the layers whose experts have slots. stages_beside:
-    as for `Resize`. controller, recording, warm_start: what is made for it, until `end_parts`."""
+    as for `Resize`. controller: what decides on its experts, if there is one."""
 
     def __init__(self, layout: ExpertLayout, plan: Plan, options: StoreOptions, stages_beside: bool = False) -> None:
         self.layout = layout
         self.plan = plan
-        self.controller: LiveController | None = None
-        self.recording: Recording | None = None
-        self.warm_start: WarmStart | None = None
+        self.controller: ExpertController | None = None
         self._bindings = library.llama_cpp()
         self._pid = os.getpid()
         self.store = open_store(layout, plan, options)
@@ -216,7 +225,7 @@ class Session:
         params.op_offload = False
 
     def before_tokens(self, phase: Phase, n_sequences: int = 1) -> None:
-        """As `LiveController.before_tokens`."""
+        """Tokens are evaluated next (`LiveController.before_tokens`)."""
         if self.controller is not None:
             self.controller.before_tokens(phase, n_sequences)
 
@@ -261,14 +270,6 @@ class Session:
             stacklevel=2,
         )
         return True
-
-    def end_parts(self, discard: bool = False) -> None:
-        """Ends what decides and records, and saves what they have learned; `discard`: without a recording's file."""
-        if self.recording is not None and discard:
-            self.recording.discard()
-        for part in (self.controller, self.recording, self.warm_start):
-            if part is not None:
-                part.close()
 
     @property
     def forked(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +14,6 @@ from moegguf.engine.grammar import GrammarMask
 from moegguf.errors import OptionError
 from moegguf.models.pretrained import fetch
 from moegguf.native import library
-
-if TYPE_CHECKING:
-    from moegguf.engine.context import Context
 
 _bindings = library.llama_cpp()
 
@@ -42,7 +39,6 @@ class BoundedTokenizer(_bindings.LlamaTokenizer):  # type: ignore[name-defined] 
 class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at run time
     """Base of our `Llama`, which keeps the keywords of its constructor in `_keywords`, for pickling."""
 
-    context: Context
     _keywords: dict[str, Any]
     n_tokens: int
     input_ids: npt.NDArray[np.intc]
@@ -84,8 +80,7 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
         return super()._init_sampler(*arguments, logits_processor=logits_processor, **options)
 
     def sample(self, *arguments: Any, **options: Any) -> int:
-        """The next token, as in llama-cpp-python. Raises OptionError where this request has evaluated nothing yet."""
-        self.context.check_logits()
+        """The next token, as in llama-cpp-python."""
         token: int = super().sample(*arguments, **options)
         if self._grammar is not None:
             self._grammar.accept(token)

@@ -40,7 +40,7 @@ class KvSlots:
         """Gives it the free slot whose tokens are the least loss, of equal ones the least recently used. There must be
         one."""
         free = [slot for slot in self._slots if slot.answer is None]
-        if free[0].sequence == 0:  # the model's own methods use it, too
+        if len(self._slots) == 1:  # the model's own methods use it, too
             free[0].tokens = self._llm.input_ids[: self._llm.n_tokens].tolist()
         shared = {slot.sequence: self._common_prefix(slot, answer) for slot in free}
         slot = min(free, key=lambda slot: (len(slot.tokens) - shared[slot.sequence], slot.n_used))

@@ -5,7 +5,7 @@ The chat, and the server through its workers, fill in a `GenerationRequest` and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,6 +114,9 @@ class PromptProgress:
     n_cached: int
     n_done: int
     seconds: float
+
+
+OnProgress = Callable[[PromptProgress], object]
 
 
 @dataclass

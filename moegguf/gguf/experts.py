@@ -12,15 +12,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Literal
 
 from moegguf.errors import ExpertIOError, ModelFormatError
+from moegguf.gguf.checks import check_tokenizer, check_types
 from moegguf.gguf.hparams import Hparams, check_attention, read_hparams
-from moegguf.gguf.reader import GgufFile, TensorInfo, Value
+from moegguf.gguf.reader import GgufFile, Shard, TensorInfo, Value
 from moegguf.gguf.shards import read_shards
-from moegguf.gguf.tensor_types import check_types
-from moegguf.gguf.tokenizer import check_tokenizer
 
 Kind = Literal["gate", "up", "down", "gate_up"]
 KINDS: tuple[Kind, ...] = ("gate", "up", "down", "gate_up")
@@ -29,44 +27,6 @@ _EXPERTS = re.compile(r"blk\.(\d{1,6})\.ffn_(gate|up|down|gate_up)_exps\.weight"
 _EXPERT_ROWS = re.compile(r"blk\.\d+\.ffn_(gate|up|down|gate_up)_exps\.(bias|scale)")
 _LAYER = re.compile(r"blk\.(\d{1,6})\.")
 _ROUTER = re.compile(r"blk\.(\d{1,6})\.ffn_gate_inp\.weight")
-
-
-@dataclass(frozen=True)
-class FileVersion:
-    """One file and its identity when it was read, from which a later change is detected."""
-
-    path: Path
-    n_bytes: int
-    dev: int
-    ino: int
-    mtime_ns: int
-
-    @staticmethod
-    def now(path: Path) -> FileVersion:
-        """The file as it is. Raises OSError."""
-        info = path.stat()
-        return FileVersion(path, info.st_size, info.st_dev, info.st_ino, info.st_mtime_ns)
-
-    def is_overwritten(self) -> bool:
-        """Whether the file was written to since; False where it was moved, deleted or replaced by another file."""
-        try:
-            now = self.now(self.path)
-        except OSError:
-            return False
-        same_file = (now.dev, now.ino) == (self.dev, self.ino)
-        return same_file and (now.n_bytes, now.mtime_ns) != (self.n_bytes, self.mtime_ns)
-
-
-@dataclass(frozen=True)
-class Shard(FileVersion):
-    """One file of the model. `header_bytes`: where its data begin."""
-
-    header_bytes: int = 0
-
-    @classmethod
-    def of(cls, file: GgufFile) -> Shard:
-        """Of a file whose header was read."""
-        return cls(file.path, file.n_bytes, file.dev, file.ino, file.mtime_ns, file.data_offset)
 
 
 @dataclass(frozen=True)
@@ -190,17 +150,22 @@ class ExpertLayout:
     def only(self, layers: Iterable[int]) -> ExpertLayout:
         """The same model where only these layers' experts count as experts, and those of the others as weights that
         every token uses."""
-        wanted = set(layers)
-        kept = tuple(layer for layer in self.layers if layer.il in wanted)
-        expert_bytes = sum(layer.n_expert * layer.expert_bytes for layer in kept)
-        dense_bytes = self.dense_bytes + self.expert_bytes - expert_bytes
+        wanted, kept = set(layers), list[MoeLayer]()
         layer_dense_bytes = dict(self.layer_dense_bytes)
+        moved_bytes = 0
         for layer in self.layers:
-            if layer.il not in wanted:
-                own_bytes = layer.n_expert * layer.expert_bytes
-                layer_dense_bytes[layer.il] = layer_dense_bytes.get(layer.il, 0) + own_bytes
+            if layer.il in wanted:
+                kept.append(layer)
+                continue
+            own_bytes = layer.n_expert * layer.expert_bytes
+            layer_dense_bytes[layer.il] = layer_dense_bytes.get(layer.il, 0) + own_bytes
+            moved_bytes += own_bytes
         return replace(
-            self, layers=kept, expert_bytes=expert_bytes, dense_bytes=dense_bytes, layer_dense_bytes=layer_dense_bytes
+            self,
+            layers=tuple(kept),
+            expert_bytes=self.expert_bytes - moved_bytes,
+            dense_bytes=self.dense_bytes + moved_bytes,
+            layer_dense_bytes=layer_dense_bytes,
         )
 
     @property
@@ -223,7 +188,7 @@ def read_layout(path: str | os.PathLike[str]) -> ExpertLayout:
     file, the key or tensor, and the offset), ExpertIOError when the disk fails.
     """
     files = read_shards(path)
-    label = files[0].path.name
+    label = files[0].name
     if not any(file.tensors for file in files):
         raise ModelFormatError(f"{label}: there are no tensors in it (a vocabulary file?); give a complete model.")
     hparams = read_hparams(files[0].metadata, label)
@@ -239,7 +204,7 @@ def read_layout(path: str | os.PathLike[str]) -> ExpertLayout:
     embedding = tensors.get("token_embd.weight")
     return ExpertLayout(
         arch=hparams.arch,
-        shards=tuple(map(Shard.of, files)),
+        shards=tuple(file.shard for file in files),
         n_layer=hparams.n_layer,
         layers=layers,
         dense_bytes=total_bytes - expert_bytes - unused_bytes,
@@ -287,13 +252,6 @@ def _count_types(tensors: Mapping[str, TensorInfo]) -> dict[str, tuple[int, int]
     return dict(sorted(types.items()))
 
 
-def _bad(file: GgufFile, name: str, offset: int, rule: str) -> ModelFormatError:
-    return ModelFormatError(
-        f"{file.path.name}: tensor '{name}', data at offset {offset}: {rule};"
-        " the file cannot be run, convert or fetch it again."
-    )
-
-
 def _expert_matrices(files: tuple[GgufFile, ...], hparams: Hparams) -> Iterator[ExpertMatrix]:
     """The stacked expert matrices of all layers, each checked against the metadata's expert count."""
     for shard, file in enumerate(files):
@@ -303,15 +261,13 @@ def _expert_matrices(files: tuple[GgufFile, ...], hparams: Hparams) -> Iterator[
                 continue
             il, kind = int(match[1]), match[2]
             if il >= hparams.n_layer_all:
-                rule = f"layer {il} is beyond the {hparams.n_layer_all} layers of the model"
-                raise _bad(file, tensor.name, tensor.offset, rule)
+                raise file.tensor_error(tensor, f"layer {il} is beyond the {hparams.n_layer_all} layers of the model")
             if len(tensor.shape) != 3:
-                rule = f"experts are stacked in 3 dimensions, but the shape is {tensor.shape}"
-                raise _bad(file, tensor.name, tensor.offset, rule)
+                raise file.tensor_error(tensor, f"experts are stacked in 3 dimensions, but the shape is {tensor.shape}")
             ne0, ne1, n_expert = tensor.shape
             if n_expert != hparams.n_expert:
                 rule = f"holds {n_expert} experts, but '{hparams.arch}.expert_count' is {hparams.n_expert}"
-                raise _bad(file, tensor.name, tensor.offset, rule)
+                raise file.tensor_error(tensor, rule)
             yield ExpertMatrix(
                 il, _kind(kind), tensor.name, tensor.ggml_type, ne0, ne1, n_expert,
                 shard, tensor.offset, tensor.n_bytes // n_expert,
@@ -329,7 +285,8 @@ def _layers(matrices: list[ExpertMatrix], hparams: Hparams, files: tuple[GgufFil
     for il, kinds in sorted(by_layer.items()):
         first = next(iter(kinds.values()))
         if rule := _layer_fault(kinds, hparams.n_expert_used[il]):
-            raise _bad(files[first.shard], first.name, first.offset, f"layer {il} {rule}")
+            file = files[first.shard]
+            raise file.tensor_error(next(t for t in file.tensors if t.name == first.name), f"layer {il} {rule}")
         ordered = tuple(kinds[kind] for kind in KINDS if kind in kinds)
         yield MoeLayer(il, first.n_expert, hparams.n_expert_used[il], ordered)
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moegguf.errors import ModelFormatError
-from moegguf.gguf.experts import Shard
-from moegguf.gguf.reader import GgufFile, read_gguf
+from moegguf.gguf.reader import GgufFile, Shard, read_gguf
 
 U32, I32, F32, BOOL, STRING = 4, 5, 6, 7, 8  # GGUF value types
 # What libmtmd reads, and asserts to be of these types; without "clip.".
@@ -85,20 +84,20 @@ def read_projector(path: str | os.PathLike[str]) -> ProjectorHeader:
     arch = file.metadata.get("general.architecture")
     if arch != "clip":
         raise ModelFormatError(
-            f"{file.path.name} is not a projector for images: its architecture is {arch!r} instead of 'clip';"
+            f"{file.name} is not a projector for images: its architecture is {arch!r} instead of 'clip';"
             " give the mmproj file that belongs to the model."
         )
     if file.metadata.get("clip.has_vision_encoder") is not True:
-        raise ModelFormatError(f"{file.path.name} is a projector, but not for images; give another mmproj file.")
+        raise ModelFormatError(f"{file.name} is a projector, but not for images; give another mmproj file.")
     _check_types(file)
     kind = file.metadata.get("clip.projector_type") or file.metadata.get("clip.vision.projector_type")
     if not isinstance(kind, str):
-        raise ModelFormatError(f"{file.path.name} does not say which kind of projector it is; fetch it again.")
+        raise ModelFormatError(f"{file.name} does not say which kind of projector it is; fetch it again.")
     side, patch = (_size(file, name, MAX_SIDE_PIXELS) for name in ("image_size", "patch_size"))
     n_embd, n_head = (_size(file, name, MAX_DIMENSION) for name in ("embedding_length", "attention.head_count"))
     if patch > side or n_embd % n_head:
         raise ModelFormatError(
-            f"{file.path.name}: patches of {patch} pixels in an image of {side}, or {n_head} heads in {n_embd} rows,"
+            f"{file.name}: patches of {patch} pixels in an image of {side}, or {n_head} heads in {n_embd} rows,"
             " do not fit; fetch it again."
         )
     n_patches = (side // patch) ** 2
@@ -106,7 +105,7 @@ def read_projector(path: str | os.PathLike[str]) -> ProjectorHeader:
     _check_epsilon(file)
     _check_shapes(file, kind, patch, n_embd, n_patches)
     return ProjectorHeader(
-        Shard.of(file),
+        file.shard,
         kind,
         sum(tensor.n_bytes for tensor in file.tensors),
         n_embd,
@@ -120,28 +119,20 @@ def _check_types(file: GgufFile) -> None:
     for key, expected in VALUE_TYPES.items():
         found = file.value_types.get(key, expected)
         if found != expected:
-            raise ModelFormatError(
-                f"{file.path.name}: {key} is of GGUF type {expected}, but here of type {found}; fetch it again."
-            )
+            raise file.key_error(key, f"is of GGUF type {found}, but must be of type {expected}")
 
 
 def _size(file: GgufFile, name: str, most: int, least: int = 1) -> int:
     value = file.metadata.get(f"clip.vision.{name}")
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise ModelFormatError(
-            f"{file.path.name}: clip.vision.{name} is a number from {least} to {most}, but is {value!r}; fetch it"
-            " again."
-        )
+        raise file.key_error(f"clip.vision.{name}", f"must be a number from {least} to {most}, but is {value!r}")
     return value
 
 
 def _check_epsilon(file: GgufFile) -> None:
     value = file.metadata.get("clip.vision.attention.layer_norm_epsilon")
     if not isinstance(value, float) or not 0 <= value < 1:
-        raise ModelFormatError(
-            f"{file.path.name}: clip.vision.attention.layer_norm_epsilon is a number from 0 to 1, but is {value!r};"
-            " fetch it again."
-        )
+        raise file.key_error("clip.vision.attention.layer_norm_epsilon", f"must be from 0 to 1, but is {value!r}")
 
 
 def _check_shapes(file: GgufFile, kind: str, patch: int, n_embd: int, n_patches: int) -> None:
@@ -154,6 +145,6 @@ def _check_shapes(file: GgufFile, kind: str, patch: int, n_embd: int, n_patches:
         fits &= positions == (n_embd, n_patches + n_class)
     if not fits:
         raise ModelFormatError(
-            f"{file.path.name}: tensors of shapes {patches} and {positions} do not fit patches of {patch} pixels and"
+            f"{file.name}: tensors of shapes {patches} and {positions} do not fit patches of {patch} pixels and"
             f" {n_patches} of them in {n_embd} rows; fetch it again."
         )

@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from moegguf.errors import ExpertIOError, ModelFormatError, ModelNotFoundError, OptionError
 
@@ -55,8 +55,7 @@ class Cursor:
 
     def need(self, n: int) -> int:
         """Reads the next `n` (at most a chunk) bytes into `buf`; returns their index there."""
-        if self.pos + n > self.size:
-            self.fail(f"needs {n} bytes but the file ends at {self.size}; {FETCH_AGAIN}")
+        self._check_end(n)
         at = self.pos - self.base
         if at < 0 or at + n > len(self.buf):
             self.buf = self._read(self.pos, max(n, CHUNK_BYTES))
@@ -64,6 +63,10 @@ class Cursor:
             if len(self.buf) < n:
                 self.fail(f"the file got shorter while it was read; {FETCH_AGAIN}")
         return at
+
+    def _check_end(self, n: int) -> None:
+        if self.pos + n > self.size:
+            self.fail(f"needs {n} bytes but the file ends at {self.size}; {FETCH_AGAIN}")
 
     def _read(self, offset: int, n: int) -> bytes:
         parts: list[bytes] = []
@@ -75,29 +78,23 @@ class Cursor:
             raise ExpertIOError(f"{self.label}: reading at offset {offset} failed ({error.strerror}).") from error
         return b"".join(parts)
 
+    def scalar(self, item: struct.Struct) -> Any:
+        """The next value of this format."""
+        at = self.need(item.size)
+        self.pos += item.size
+        return item.unpack_from(self.buf, at)[0]
+
     def u32(self) -> int:
         """The next 4 bytes as a number."""
-        value = self.peek_u32()
-        self.pos += 4
-        return value
-
-    def peek_u32(self) -> int:
-        """The next 4 bytes as a number, without moving on."""
-        at = self.need(4)
-        value: int = U32.unpack_from(self.buf, at)[0]
-        return value
+        return int(self.scalar(U32))
 
     def u64(self) -> int:
         """The next 8 bytes as a number."""
-        at = self.need(8)
-        value: int = U64.unpack_from(self.buf, at)[0]
-        self.pos += 8
-        return value
+        return int(self.scalar(U64))
 
     def skip(self, n: int) -> None:
         """Moves on by `n` bytes without reading them."""
-        if self.pos + n > self.size:
-            self.fail(f"needs {n} bytes but the file ends at {self.size}; {FETCH_AGAIN}")
+        self._check_end(n)
         self.pos += n
 
     def string(self, cap: int, what: str) -> bytes:
@@ -116,16 +113,15 @@ class Cursor:
             self.fail(f"the key-values hold more than {KEPT_TOTAL_BYTES} bytes of text and numbers; {FETCH_AGAIN}")
 
     def strings(self, count: int, hashed: bool) -> None:
-        """Reads `count` strings of an array; keeps only a hash of each when `hashed`."""
+        """Reads `count` strings of an array; appends a hash of each that is not empty to `tokens` when `hashed`."""
         self.n_strings += count
         if count > MAX_STRINGS or self.n_strings > MAX_ALL_STRINGS:
             self.fail(f"an array of {count} strings is too long, at most {MAX_STRINGS} are allowed")
         if count * 8 > self.size - self.pos:
             self.fail(f"{count} strings do not fit before the end of the file at {self.size}; {FETCH_AGAIN}")
-        step = self._step_hashed if hashed else self._step
         while count:
             at = self.need(8)
-            after, left = step(at, count)
+            after, left = self._step(at, count, hashed)
             self.pos = self.base + after
             if left == count:  # the next string does not end in this chunk
                 n = self.u64()
@@ -138,20 +134,8 @@ class Cursor:
                 self.need(8 + n)
             count = left
 
-    def _step(self, pos: int, count: int) -> tuple[int, int]:
+    def _step(self, pos: int, count: int, hashed: bool) -> tuple[int, int]:
         """Steps over up to `count` strings that end in the chunk; returns (index after, strings left)."""
-        buf, end, unpack = self.buf, len(self.buf), U64.unpack_from
-        last = end - 8
-        while count and pos <= last:
-            after = pos + 8 + unpack(buf, pos)[0]
-            if after > end:
-                break
-            pos = after
-            count -= 1
-        return pos, count
-
-    def _step_hashed(self, pos: int, count: int) -> tuple[int, int]:
-        """As _step, and appends a hash of every string that is not empty to `tokens`."""
         buf, end, unpack, add = self.buf, len(self.buf), U64.unpack_from, self.tokens.append
         last = end - 8
         while count and pos <= last:
@@ -159,11 +143,12 @@ class Cursor:
             after = start + unpack(buf, pos)[0]
             if after > end:
                 break
-            text = buf[start:after]
-            if b"\0" in text:  # llama.cpp reads a token up to its first zero byte
-                text = text[: text.index(b"\0")]
-            if text:
-                add(hash(text))
+            if hashed:
+                text = buf[start:after]
+                if b"\0" in text:  # llama.cpp reads a token up to its first zero byte
+                    text = text[: text.index(b"\0")]
+                if text:
+                    add(hash(text))
             pos = after
             count -= 1
         return pos, count
@@ -235,22 +220,71 @@ class ArrayInfo:
 
 
 @dataclass(frozen=True)
-class GgufFile:
-    """The checked header of one file. `metadata` has scalars, strings up to 1 MiB, short numeric arrays."""
+class FileVersion:
+    """One file and its identity when it was read, from which a later change is detected."""
 
     path: Path
     n_bytes: int
     dev: int
     ino: int
     mtime_ns: int
+
+    @staticmethod
+    def now(path: Path) -> FileVersion:
+        """The file as it is. Raises OSError."""
+        info = path.stat()
+        return FileVersion(path, info.st_size, info.st_dev, info.st_ino, info.st_mtime_ns)
+
+    def is_as_read(self, fd: int) -> bool:
+        """Whether the open file `fd` is this one, unchanged."""
+        now = os.fstat(fd)
+        return (now.st_size, now.st_ino, now.st_mtime_ns) == (self.n_bytes, self.ino, self.mtime_ns)
+
+    def is_overwritten(self) -> bool:
+        """Whether the file was written to since; False where it was moved, deleted or replaced by another file."""
+        try:
+            now = self.now(self.path)
+        except OSError:
+            return False
+        same_file = (now.dev, now.ino) == (self.dev, self.ino)
+        return same_file and (now.n_bytes, now.mtime_ns) != (self.n_bytes, self.mtime_ns)
+
+
+@dataclass(frozen=True)
+class Shard(FileVersion):
+    """One file of the model. `header_bytes`: where its data begin."""
+
+    header_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """The checked header of one file. `metadata` has scalars, strings up to 1 MiB, short numeric arrays."""
+
+    shard: Shard
     version: int
     alignment: int
-    data_offset: int
-    n_byte_tokens: int  # of the 256 bytes, those with a token of their own
+    n_byte_tokens: int  # how many of the 256 bytes have a token of their own
     metadata: Mapping[str, Value]
-    value_types: Mapping[str, int]  # of each key, its GGUF value type
+    value_types: Mapping[str, int]  # {key: GGUF value type}
     arrays: Mapping[str, ArrayInfo]
     tensors: tuple[TensorInfo, ...]
+
+    @property
+    def name(self) -> str:
+        """The file's name, with which messages start."""
+        return self.shard.path.name
+
+    def key_error(self, key: str, rule: str) -> ModelFormatError:
+        """The error of a key that breaks a rule."""
+        return ModelFormatError(f"{self.name}: key '{key}' {rule}; the file cannot be run, fetch it again.")
+
+    def tensor_error(self, tensor: TensorInfo, rule: str) -> ModelFormatError:
+        """The error of a tensor that breaks a rule."""
+        return ModelFormatError(
+            f"{self.name}: tensor '{tensor.name}', data at offset {tensor.offset}: {rule};"
+            " the file cannot be run, convert or fetch it again."
+        )
 
 
 def _read_array(cur: Cursor, key: str) -> tuple[Value | None, ArrayInfo]:
@@ -274,9 +308,8 @@ def _read_array(cur: Cursor, key: str) -> tuple[Value | None, ArrayInfo]:
     return values, info
 
 
-def _read_value(cur: Cursor) -> Value | None:
+def _read_value(cur: Cursor, gguf_type: int) -> Value | None:
     """One scalar; None for a string too long to keep."""
-    gguf_type = cur.u32()
     if gguf_type == STRING:
         n = cur.u64()
         if n > MAX_STRING_BYTES:
@@ -290,9 +323,7 @@ def _read_value(cur: Cursor) -> Value | None:
         return cur.buf[at : at + n].decode("utf-8", "replace")
     if gguf_type not in _SCALARS:
         cur.fail(f"value type {gguf_type} does not exist", cur.pos - 4)
-    item = struct.Struct(_SCALARS[gguf_type])
-    value: bool | int | float = item.unpack_from(cur.buf, cur.need(item.size))[0]
-    cur.pos += item.size
+    value: bool | int | float = cur.scalar(struct.Struct(_SCALARS[gguf_type]))
     return value
 
 
@@ -311,13 +342,12 @@ def _read_key_values(cur: Cursor, n_kv: int) -> tuple[dict[str, Value], dict[str
         cur.what = f"key {_short(key)}"
         if key in value_types:
             cur.fail("the key is there twice", start)
-        value_types[key] = cur.peek_u32()
         value: Value | None
+        value_types[key] = cur.u32()
         if value_types[key] == ARRAY:
-            cur.pos += 4
             value, arrays[key] = _read_array(cur, key)
         else:
-            value = _read_value(cur)
+            value = _read_value(cur, value_types[key])
         if value is not None:
             metadata[key] = value
     return metadata, value_types, arrays
@@ -481,7 +511,6 @@ def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
         data_offset, tensors = _read_tensors(cur, n_tensors, alignment)
     finally:
         os.close(fd)
-    return GgufFile(
-        path, info.st_size, info.st_dev, info.st_ino, info.st_mtime_ns,
-        version, alignment, data_offset, _count_byte_tokens(cur.tokens), metadata, value_types, arrays, tensors,
-    )  # fmt: skip
+    shard = Shard(path, info.st_size, info.st_dev, info.st_ino, info.st_mtime_ns, data_offset)
+    n_byte_tokens = _count_byte_tokens(cur.tokens)
+    return GgufFile(shard, version, alignment, n_byte_tokens, metadata, value_types, arrays, tensors)

@@ -6,7 +6,6 @@ float32.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -21,7 +20,6 @@ from moegguf.gguf.reader import GgufFile, TensorInfo
 from moegguf.gguf.shards import read_shards
 
 Float32s = npt.NDArray[np.float32]
-Int32s = npt.NDArray[np.int32]
 
 
 class Gating(IntEnum):
@@ -68,41 +66,31 @@ class Routers:
     n_group: int = 1
     n_group_used: int = 1
 
-    def select(self, il: int, inputs: Float32s) -> Int32s:
-        """The experts (n_tokens, n_expert_used) for router inputs (n_tokens, n_embd), the best first."""
-        scores = self._scores(self.routers[il], inputs)
-        best = np.argsort(-scores, axis=1, kind="stable")
-        return best[:, : self.routers[il].n_expert_used].astype(np.int32)
-
     def probabilities(self, il: int, inputs: Float32s) -> Float32s:
         """(n_expert,) in [0, 1] for one router input (n_embd,): higher is chosen sooner, excluded groups are 0.
 
         0.5 is an even share among n_expert_used: scores, made to add up to 1, against 1 / n_expert_used.
         """
         router = self.routers[il]
-        scores = self._scores(router, inputs[None])[0]
+        scores = self._scores(router, inputs)
         lowest = float(scores.min(where=np.isfinite(scores), initial=0.0))
         shares = np.maximum(scores - lowest, 0.0)
         shares *= router.n_expert_used / max(float(shares.sum()), 1e-30)
         return shares / (1.0 + shares)
 
     def _scores(self, router: Router, inputs: Float32s) -> Float32s:
-        """(n_tokens, n_expert): the scores by which experts are chosen; -inf in groups that were not chosen."""
-        logits = inputs @ router.matrix.T
+        """(n_expert,): the scores by which experts are chosen; -inf in groups that were not chosen."""
+        logits = router.matrix @ inputs
         if router.logit_bias is not None:
             logits += router.logit_bias
         scores = _probabilities(self.gating, logits)
         if router.choice_bias is not None:
             scores += router.choice_bias
-        return self._within_groups(scores) if self.n_group > 1 else scores
-
-    def _within_groups(self, scores: Float32s) -> Float32s:
-        groups = scores.reshape(len(scores), self.n_group, -1)
-        group_scores = np.sort(groups, axis=2)[:, :, -2:].sum(axis=2)
-        unused = np.argsort(-group_scores, axis=1, kind="stable")[:, self.n_group_used :]
-        masked = groups.copy()
-        np.put_along_axis(masked, unused[:, :, None], -np.inf, axis=1)
-        return masked.reshape(scores.shape)
+        if self.n_group > 1:
+            groups = scores.reshape(self.n_group, -1)
+            best = np.sort(groups)[:, -2:].sum(axis=1)
+            groups[np.argsort(-best, kind="stable")[self.n_group_used :]] = -np.inf
+        return scores
 
 
 def _probabilities(gating: Gating, logits: Float32s) -> Float32s:
@@ -110,8 +98,8 @@ def _probabilities(gating: Gating, logits: Float32s) -> Float32s:
         return (0.5 * (1.0 + np.tanh(0.5 * logits))).astype(np.float32)
     if gating == Gating.SQRT_SOFTPLUS:
         return np.sqrt(np.logaddexp(np.float32(0), logits))
-    powers = np.exp(logits - logits.max(axis=1, keepdims=True))
-    return powers / powers.sum(axis=1, keepdims=True)
+    powers = np.exp(logits - logits.max())
+    return powers / powers.sum()
 
 
 def read_routers(layout: ExpertLayout) -> Routers:
@@ -168,22 +156,16 @@ def _read_router(layout: ExpertLayout, layer: MoeLayer, tensors: dict[str, tuple
 
 def _read_tensor(file: GgufFile, tensor: TensorInfo, shape: tuple[int, ...]) -> Float32s:
     """The tensor as float32, in numpy's order of dimensions: `shape` reversed."""
-
-    def bad(rule: str) -> ModelFormatError:
-        return ModelFormatError(
-            f"{file.path.name}: tensor '{tensor.name}', data at offset {tensor.offset}: {rule}; fetch the file again."
-        )
-
     if tensor.shape != shape:
-        raise bad(f"its shape must be {shape}, but is {tensor.shape}")
+        raise file.tensor_error(tensor, f"its shape must be {shape}, but is {tensor.shape}")
     data = np.frombuffer(_read_bytes(file, tensor), np.uint8)
     try:
         values = quants.dequantize(_typed(data, tensor, shape), GGMLQuantizationType(tensor.ggml_type))
     except (ValueError, NotImplementedError) as error:
-        raise bad(f"type {tensor.type_name} cannot be read here ({error})") from error
+        raise file.tensor_error(tensor, f"type {tensor.type_name} cannot be read here ({error})") from error
     out = np.ascontiguousarray(values, np.float32).reshape(shape[::-1])
     if not np.isfinite(out).all():
-        raise bad("it holds numbers that are not finite")
+        raise file.tensor_error(tensor, "it holds numbers that are not finite")
     return out
 
 
@@ -195,14 +177,13 @@ def _typed(data: npt.NDArray[np.uint8], tensor: TensorInfo, shape: tuple[int, ..
 
 def _read_bytes(file: GgufFile, tensor: TensorInfo) -> bytes:
     try:
-        with open(file.path, "rb") as stream:
-            now = os.fstat(stream.fileno())
-            if (now.st_size, now.st_ino, now.st_mtime_ns) != (file.n_bytes, file.ino, file.mtime_ns):
-                raise ModelFormatError(f"{file.path.name} was replaced while it was read; open the model again.")
+        with open(file.shard.path, "rb") as stream:
+            if not file.shard.is_as_read(stream.fileno()):
+                raise ModelFormatError(f"{file.name} was replaced while it was read; open the model again.")
             stream.seek(tensor.offset)
             data = stream.read(tensor.n_bytes)
     except OSError as error:
-        raise ExpertIOError(f"{file.path.name}: reading '{tensor.name}' failed ({error}).") from error
+        raise ExpertIOError(f"{file.name}: reading '{tensor.name}' failed ({error}).") from error
     if len(data) != tensor.n_bytes:
-        raise ModelFormatError(f"{file.path.name}: ends inside tensor '{tensor.name}'; fetch the file again.")
+        raise ModelFormatError(f"{file.name}: ends inside tensor '{tensor.name}'; fetch the file again.")
     return data

@@ -69,19 +69,19 @@ def _split_number(shard: GgufFile, key: str, default: int) -> int:
     value = shard.metadata.get(key, default)
     limit = MAX_SHARDS if key != "split.tensors.count" else MAX_TENSORS * 2
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= limit:
-        raise ModelFormatError(f"{shard.path.name}: key '{key}' must be from 0 to {limit}, but is {str(value)[:40]!r}.")
+        raise ModelFormatError(f"{shard.name}: key '{key}' must be from 0 to {limit}, but is {str(value)[:40]!r}.")
     return value
 
 
 def _check_single(first: GgufFile, named_as_shard: bool, count: int) -> None:
     if count > 1:
         raise ModelFormatError(
-            f"{first.path.name}: key 'split.count' is {count}, but the name does not end in"
+            f"{first.name}: key 'split.count' is {count}, but the name does not end in"
             f" -00001-of-{count:05d}.gguf; restore the shards' original names."
         )
     if named_as_shard:
         raise ModelFormatError(
-            f"{first.path.name}: the name is that of a shard, but key 'split.count' is missing or at most 1;"
+            f"{first.name}: the name is that of a shard, but key 'split.count' is missing or at most 1;"
             " join the parts with llama-gguf-split --merge, or rename a complete file."
         )
 
@@ -90,7 +90,7 @@ def _read_member(first: GgufFile, prefix: str, number: int, count: int) -> GgufF
     """Shard `number` (from 1), checked to belong to `first`."""
     path = Path(shard_path(prefix, number, count))
     if not path.exists():
-        raise ModelNotFoundError(f"shard {path.name!r} is missing beside {first.path.name!r}; fetch it as well.")
+        raise ModelNotFoundError(f"shard {path.name!r} is missing beside {first.name!r}; fetch it as well.")
     shard = read_gguf(path)
     if "split.no" not in shard.metadata:
         raise ModelFormatError(f"shard {path.name}: key 'split.no' is missing, so it is not a shard; fetch it again.")
@@ -116,19 +116,17 @@ def _check_together(shards: list[GgufFile], prefix: str, count: int) -> None:
         for tensor in shard.tensors:
             if tensor.name in seen:
                 raise ModelFormatError(
-                    f"shard {shard.path.name}: tensor {tensor.name!r} is in {seen[tensor.name]} too;"
+                    f"shard {shard.name}: tensor {tensor.name!r} is in {seen[tensor.name]} too;"
                     " one of them comes from another model."
                 )
-            seen[tensor.name] = shard.path.name
+            seen[tensor.name] = shard.name
         if len(seen) > MAX_TENSORS * 2:
-            raise ModelFormatError(
-                f"shard {shard.path.name}: more than {MAX_TENSORS * 2} tensors in all are not allowed."
-            )
+            raise ModelFormatError(f"shard {shard.name}: more than {MAX_TENSORS * 2} tensors in all are not allowed.")
     expected = _split_number(shards[0], "split.tensors.count", len(seen))
     if expected != len(seen):
-        counts = ", ".join(f"{s.path.name}: {len(s.tensors)}" for s in shards[:8])
+        counts = ", ".join(f"{s.name}: {len(s.tensors)}" for s in shards[:8])
         raise ModelFormatError(
-            f"{shards[0].path.name}: key 'split.tensors.count' is {expected}, but the shards have"
+            f"{shards[0].name}: key 'split.tensors.count' is {expected}, but the shards have"
             f" {len(seen)} tensors ({counts}); one of them comes from another model."
         )
     extra = Path(shard_path(prefix, count + 1, count))

@@ -1,6 +1,8 @@
-"""Uploaded files by digest (blobs), named only once they are complete and verified.
+"""Uploaded files by digest (blobs), named only once they are complete and verified, and the sets they form.
 
-`blob_name` alone builds file names from digests, and accepts nothing but `sha256:` and 64 hex digits.
+A set is a folder named by its digest, in which each file of a model has its own name: hard links to the blobs, so that
+llama.cpp finds the shards of a split model beside each other. `blob_name` alone builds file names from digests, and
+accepts nothing but `sha256:` and 64 hex digits.
 """
 
 from __future__ import annotations
@@ -10,15 +12,23 @@ import hashlib
 import os
 import re
 import shutil
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 
 from moegguf.atomic_write import locked_temporary, remove_abandoned
-from moegguf.errors import ModelFormatError, ModelNameError, ModelNotFoundError, PullError
+from moegguf.errors import ModelFormatError, ModelNameError, ModelNotFoundError, OptionError, PullError
+from moegguf.gguf.experts import read_layout
+from moegguf.models.entry import ModelEntry, combined_digest, size_of
+from moegguf.models.selection import select_files
 from moegguf.quantities import format_bytes
+from moegguf.settings import data_folder
 
 MARGIN_BYTES = 64 << 20  # left free on the disk
+MAX_FILES = 1024
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+() -]{0,199}", re.ASCII)
 _DIGEST = re.compile(r"sha256[:-]([0-9a-fA-F]{64})", re.ASCII)
 
 
@@ -46,18 +56,22 @@ def check_space(folder: Path, n_bytes: int, what: str) -> None:
         )
 
 
-class BlobStore:
-    """The blobs in `folder`."""
+def sets_folder() -> Path:
+    """The folder of all sets."""
+    return data_folder() / "sets"
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+
+class BlobStore:
+    """The blobs in the data folder, and the sets of them."""
+
+    def __init__(self) -> None:
+        self.folder = data_folder() / "blobs"
 
     def path(self, digest: str) -> Path:
         """The file of a digest. Raises ModelNameError, ModelNotFoundError when it is missing."""
-        path = self.folder / blob_name(digest)
-        if not path.is_file() or path.is_symlink():
+        if not self.has(digest):
             raise ModelNotFoundError(f"there is no blob {blob_name(digest)!r}; send it first.")
-        return path
+        return self.folder / blob_name(digest)
 
     def has(self, digest: str) -> bool:
         """Whether the blob is complete. Raises ModelNameError."""
@@ -67,6 +81,70 @@ class BlobStore:
     def writer(self, digest: str, size_bytes: int | None = None) -> BlobWriter:
         """A context manager that receives one blob. Raises PullError when `size_bytes` do not fit the disk."""
         return BlobWriter(self.folder, digest, size_bytes)
+
+    def make_set(self, files: Mapping[str, str]) -> ModelEntry:
+        """The model (without a name) in a set of {file name: digest of a blob}.
+
+        Raises ModelNotFoundError for a missing blob, ModelFormatError for files that are not a model, OptionError for
+        names that are not file names.
+        """
+        if len(files) > MAX_FILES:
+            raise OptionError(f"a model has at most {MAX_FILES} files, but these are {len(files)}.")
+        for name in files:
+            if not _FILE_NAME.fullmatch(name) or ".." in name:
+                raise OptionError(f"{name!r:.60} is not the name of a file; give names such as 'model.gguf'.")
+        named = {name if name.lower().endswith(".gguf") else f"{name}.gguf": blob for name, blob in files.items()}
+        sources = {name: self.path(blob) for name, blob in named.items()}
+        selection = select_files(named, repo="the list of files")
+        listing = "\n".join(sorted(f"{name} {blob_name(blob)}" for name, blob in named.items()))
+        try:
+            folder = self._link(sources, hashlib.sha256(listing.encode()).hexdigest())
+        except OSError as error:
+            reason = error.strerror or error
+            raise PullError(f"the files cannot be kept in {str(sets_folder())!r} ({reason}).") from error
+        paths = tuple(folder / name for name in selection.files)
+        try:
+            read_layout(paths[0])
+        except BaseException:  # also an interrupt: nothing half checked stays
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return ModelEntry(
+            name="",
+            source="own",
+            files=paths,
+            size_bytes=size_of(paths),
+            digest=combined_digest([blob_name(named[name]).removeprefix("sha256-") for name in selection.files]),
+            modified=datetime.now(UTC),
+            mmproj=folder / selection.mmproj if selection.mmproj else None,
+        )
+
+    def clean(self, used: Iterable[Path]) -> None:
+        """Removes sets without a file among `used`, and the blobs that only those linked to."""
+        kept = {path.parent for path in used}
+        for folder in list(sets_folder().iterdir()) if sets_folder().is_dir() else []:
+            if folder in kept:
+                continue
+            with suppress(OSError):
+                inodes = {path.stat().st_ino for path in folder.iterdir()}
+                shutil.rmtree(folder)
+                for blob in self.folder.glob("sha256-*"):
+                    info = blob.stat()
+                    if info.st_ino in inodes and info.st_nlink == 1:
+                        blob.unlink()
+
+    def _link(self, sources: Mapping[str, Path], digest: str) -> Path:
+        """The folder of the set: filled under a temporary name and renamed, so that it is complete or absent."""
+        folder = sets_folder() / digest
+        temporary = sets_folder() / f".{digest}.{os.getpid()}"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        for name, blob in sources.items():
+            os.link(blob, temporary / name)
+        if folder.exists():
+            shutil.rmtree(temporary)
+        else:
+            os.replace(temporary, folder)
+        return folder
 
 
 class BlobWriter:

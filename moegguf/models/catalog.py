@@ -1,7 +1,7 @@
 """All models of this machine by name: looked up, listed, copied, created and removed here.
 
 Sources, in this order: paths (where allowed), the demo, MOEGGUF_MODELS, our index, the Hugging Face cache, Ollama's
-stores. Of two models with one name the first is used. Only our own files and, when no name uses them any more, those in
+stores. The first of two models with one name is used. Only our own files and, when no name uses them any more, those in
 the Hugging Face cache are ever deleted.
 """
 
@@ -21,14 +21,12 @@ from moegguf.errors import (
     ModelFormatError,
     ModelNameError,
     ModelNotFoundError,
-    MoeggufError,
     OptionError,
     PullError,
 )
 from moegguf.gguf.reader import begins_as_gguf, is_other_kind
 from moegguf.models.blobs import BlobStore
 from moegguf.models.entry import ModelEntry, model_digest
-from moegguf.models.file_sets import FileSets, entry_of, origin, record_of, used_files
 from moegguf.models.folder import (
     DEMO_NAME,
     demo_entry,
@@ -40,8 +38,8 @@ from moegguf.models.folder import (
     name_key,
     only_model,
 )
-from moegguf.models.hub import cached_models, delete_cached, find_cached
-from moegguf.models.index import Contents, Index, Record
+from moegguf.models.hub import cached_models, cached_name, delete_cached, find_cached
+from moegguf.models.index import Contents, Index, renamed, updated
 from moegguf.models.modelfile import render
 from moegguf.models.names import DEFAULT_TAG, HUB_HOST, OLLAMA_PREFIX, Name, parse_name
 from moegguf.models.ollama_store import find_in_ollama, ollama_models
@@ -75,12 +73,7 @@ class Catalog:
     @property
     def blobs(self) -> BlobStore:
         """The uploaded files in the data folder."""
-        return BlobStore(data_folder() / "blobs")
-
-    @property
-    def file_sets(self) -> FileSets:
-        """The sets of uploaded files in the data folder."""
-        return FileSets(self.blobs)
+        return BlobStore()
 
     def entries(self, prefix: str = "") -> list[ModelEntry]:
         """Models whose names start with `prefix` (in any case), newest first; no files that are not GGUF."""
@@ -104,19 +97,25 @@ class Catalog:
 
     def modelfile(self, entry: ModelEntry) -> str:
         """The Modelfile that makes the same model again, also when the entry's name was removed."""
-        return render(entry, origin(entry, self.index.read().hidden))
+        if entry.source in ("demo", "hub", "ollama"):
+            return render(entry, entry.name)
+        if entry.path == demo_path():
+            return render(entry, f"{DEMO_NAME}:{DEFAULT_TAG}")
+        # A name that stays when the entry's is removed.
+        return render(entry, cached_name(entry.files, self.index.read().hidden) or str(entry.path))
 
     def _find(self, text: str) -> ModelEntry:
         if not text.strip():
             raise ModelNotFoundError(f"a model is given by its name, but is {text!r}; try {DEMO_NAME!r}.")
         if self.paths and (path := _existing(text, Path.is_file)):
-            return _entry_at(path)
+            return file_entry(path, "path", str(path.absolute()))
         if text.lower() in (DEMO_NAME, f"{DEMO_NAME}:{DEFAULT_TAG}"):
             return demo_entry()
         if found := self._find_by_name(text):
             return found
         if self.paths and (folder := _existing(text, Path.is_dir)):
-            return _entry_at(only_model(folder))
+            path = only_model(folder)
+            return file_entry(path, "path", str(path.absolute()))
         raise self._not_found(text)
 
     def copy(self, source: str, destination: str) -> ModelEntry:
@@ -152,7 +151,7 @@ class Catalog:
             raise ModelFormatError(f"{base.path} is not a GGUF file; give a .gguf model file, or a model's name.")
 
         def make() -> ModelEntry:
-            entry = base or self.file_sets.make(recipe.files)
+            entry = base or self.blobs.make_set(recipe.files)
             made = replace(entry, parameters={**entry.parameters, **parameters}, **given)
             if made.overrides == entry.overrides:
                 return made
@@ -193,14 +192,9 @@ class Catalog:
             yield demo_entry()
         yield from folder_models()
         contents = self.index.read()
-        yield from self._own_entries(contents)
+        yield from map(updated, contents.entries)
         yield from (entry for entry in cached_models() if entry.name.lower() not in contents.hidden)
         yield from ollama_models()
-
-    def _own_entries(self, contents: Contents) -> Iterator[ModelEntry]:
-        for record in contents.records:
-            with suppress(MoeggufError):
-                yield entry_of(record)
 
     def _find_by_name(self, text: str) -> ModelEntry | None:
         if not text.lower().startswith(OLLAMA_PREFIX) and (found := find_in_folder(text)):
@@ -212,21 +206,21 @@ class Catalog:
                 return None  # most likely a path that does not exist
             raise
         contents = self.index.read()
-        if record := contents.find(name.key):
-            return entry_of(record)
+        if entry := contents.find(name.key):
+            return updated(entry)
         return find_cached(name, contents.hidden) or find_in_ollama(name)
 
     def _save(self, make: Callable[[], ModelEntry], target: Name) -> ModelEntry:
         """Saves the result of `make` under the name `target`; `make` runs under the index's lock."""
-        made: list[Record] = []
+        made: list[ModelEntry] = []
 
         def edit(contents: Contents) -> Contents:
-            made.append(record_of(make(), target.canonical))
-            return contents.with_record(made[0])
+            made.append(renamed(make(), target.canonical))
+            return contents.with_entry(made[0])
 
         self.index.read()  # repairs a damaged file first
         self.index.change(edit, after=self._clean)
-        return entry_of(made[0])
+        return updated(made[0])
 
     def _free_name(self, text: str) -> Name:
         """The name, if no other source has it. Raises ModelNameError, OptionError."""
@@ -239,11 +233,11 @@ class Catalog:
 
     def _clean(self, contents: Contents) -> None:
         """Deletes file sets that no name uses, and the unused files of hidden names from the Hugging Face cache."""
-        self.file_sets.clean(contents.records)
+        self.blobs.clean(contents.files())
         hidden = [find_cached(parse_name(key)) for key in contents.hidden]
         if not any(hidden):
             return
-        used = used_files(contents.records)
+        used = {path.resolve() for path in contents.files()}
         for entry in cached_models():
             if entry.name.lower() not in contents.hidden:
                 used |= {path.resolve() for path in entry.all_files}
@@ -307,11 +301,6 @@ def _existing(text: str, is_kind: Callable[[Path], bool]) -> Path | None:
         path = Path(text).expanduser()
         return path if is_kind(path) else None
     return None
-
-
-def _entry_at(path: Path) -> ModelEntry:
-    """The model in a file, named by its absolute path."""
-    return file_entry(path, "path", str(path.absolute()))
 
 
 def _path_not_found(text: str) -> ModelNotFoundError:

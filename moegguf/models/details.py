@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from moegguf.errors import MoeggufError
 from moegguf.gguf.chat_template import capabilities_of
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.projector import ProjectorHeader, read_projector
-from moegguf.gguf.reader import GGML_TYPES, Value
+from moegguf.gguf.reader import GGML_TYPES, FileVersion, Value
 from moegguf.models.entry import Details, ModelEntry
 
 # {general.file_type: name}, llama_ftype in llama.h
@@ -52,31 +53,26 @@ def details(entry: ModelEntry) -> Details:
 def layout_of(path: Path) -> ExpertLayout:
     """`read_layout`, cached until the file changes."""
     try:
-        info = path.stat()
+        return _layout(FileVersion.now(path))
     except OSError:
         return read_layout(path)  # raises the error for this path
-    return _layout(path, info.st_size, info.st_mtime_ns)
 
 
 @lru_cache(maxsize=64)
-def _layout(path: Path, _size: int, _mtime_ns: int) -> ExpertLayout:
-    return read_layout(path)
+def _layout(file: FileVersion) -> ExpertLayout:
+    return read_layout(file.path)
 
 
 def projector_of(entry: ModelEntry) -> ProjectorHeader | None:
     """The header of an entry's projector; None without one, and for a damaged one: the model then reads texts only."""
-    if entry.mmproj is None:
-        return None
-    try:
-        info = entry.mmproj.stat()
-        return _projector(entry.mmproj, info.st_size, info.st_mtime_ns)
-    except (OSError, MoeggufError):
-        return None
+    with suppress(OSError, MoeggufError):
+        return _projector(FileVersion.now(entry.mmproj)) if entry.mmproj else None
+    return None
 
 
 @lru_cache(maxsize=64)
-def _projector(path: Path, _size: int, _mtime_ns: int) -> ProjectorHeader:
-    return read_projector(path)
+def _projector(file: FileVersion) -> ProjectorHeader:
+    return read_projector(file.path)
 
 
 def parameters(layout: ExpertLayout) -> tuple[int, int]:
@@ -112,7 +108,7 @@ def human_number(n: int) -> str:
 
 
 def _capabilities(metadata: Mapping[str, Value], arch: str, template: str | None, *, vision: bool) -> tuple[str, ...]:
-    """As Ollama derives them: a model with pooling embeds, any other completes."""
+    """Ollama's rules: a model with pooling embeds, any other completes."""
     if f"{arch}.pooling_type" in metadata:
         return ("embedding",)
     found = ["completion", *(["vision"] if vision else []), *capabilities_of(template)]

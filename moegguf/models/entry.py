@@ -122,19 +122,13 @@ def digest_of(files: tuple[Path, ...]) -> str:
     Else over each file's size, first and last MiB: the header, and weights that differ between trainings. Hashing all
     of a 200 GB model would take minutes. Raises OSError.
     """
-    addresses = [_CONTENT_ADDRESS.fullmatch(os.path.basename(_link_target(path))) for path in files]
+    targets = [os.readlink(path) if path.is_symlink() else str(path) for path in files]
+    addresses = [_CONTENT_ADDRESS.fullmatch(os.path.basename(target)) for target in targets]
     if all(addresses):
         return combined_digest([address[1] for address in addresses if address])
-    return combined_digest([_sampled(path) for path in files])
-
-
-def _link_target(path: Path) -> str:
-    return os.readlink(path) if path.is_symlink() else str(path)
-
-
-def _sampled(path: Path) -> str:
-    info = path.stat()
-    return _sampled_digest(str(path), info.st_size, info.st_mtime_ns)
+    infos = [path.stat() for path in files]
+    samples = [_sample(str(path), info.st_size, info.st_mtime_ns) for path, info in zip(files, infos, strict=True)]
+    return combined_digest(samples)
 
 
 def model_digest(files_digest: str, overrides: Overrides) -> str:
@@ -162,7 +156,7 @@ def modified_at(path: Path) -> datetime:
 
 
 @lru_cache(maxsize=4096)
-def _sampled_digest(path: str, size_bytes: int, _mtime_ns: int) -> str:
+def _sample(path: str, size_bytes: int, _mtime_ns: int) -> str:
     """The digest of one file, computed again only when the file has changed."""
     digest = hashlib.sha256(f"{size_bytes}\n".encode())
     with open(path, "rb") as file:

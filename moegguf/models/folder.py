@@ -46,25 +46,20 @@ def models_by_name() -> dict[str, Path]:
 
 
 def find_in_folder(text: str) -> ModelEntry | None:
-    """The model in MOEGGUF_MODELS of this name, with or without ".gguf" and the tag `latest`."""
-    known = models_by_name()
+    """The model in MOEGGUF_MODELS of this name, with or without ".gguf", a shard's number and the tag `latest`."""
     keys = {name_key(text), name_key(text.lower().removesuffix(f":{DEFAULT_TAG}"))}
-    path = next((path for key, path in known.items() if key in keys or _as_name(key) in keys), None)
-    return _folder_entry(path, _shortest(known)[path]) if path else None
+    for key, path in models_by_name().items():
+        known = {key, name_key(path.stem)}
+        if keys & (known | set(map(_as_name, known))):
+            return _folder_entry(path, key)
+    return None
 
 
 def folder_models() -> Iterator[ModelEntry]:
-    """The models in MOEGGUF_MODELS, once each, by their shortest name."""
-    for path, key in _shortest(models_by_name()).items():
+    """The models in MOEGGUF_MODELS."""
+    for key, path in models_by_name().items():
         with suppress(ModelNameError, OSError):
             yield _folder_entry(path, key)
-
-
-def _shortest(known: dict[str, Path]) -> dict[Path, str]:
-    names: dict[Path, str] = {}
-    for key, path in known.items():
-        names[path] = min(names.get(path, key), key, key=len)
-    return names
 
 
 def _folder_entry(path: Path, key: str) -> ModelEntry:
@@ -79,7 +74,7 @@ def _as_name(text: str) -> str:
 
 def only_model(folder: Path) -> Path:
     """The model in `folder`. Raises ModelNotFoundError when there is none, or more than one."""
-    files = sorted(set(_models_in(folder.glob("*.gguf")).values()))
+    files = list(_models_in(folder.glob("*.gguf")).values())
     if len(files) == 1:
         return files[0]
     if not files:
@@ -113,11 +108,10 @@ def name_key(name: str) -> str:
 
 
 def _models_in(files: Iterable[Path]) -> dict[str, Path]:
-    """{name: file}; the first shard of a split model has two names, with and without the number."""
+    """{name in lower case: first file}; that of a split model has no shard number."""
     models: dict[str, Path] = {}
     for file in sorted(file for file in files if is_model(file.name) and file.is_file()):
         shard = parse_shard_name(file.stem)
         if shard.number == 1:
             models.setdefault(name_key(shard.prefix), file)
-            models.setdefault(name_key(file.stem), file)
     return models

@@ -54,13 +54,8 @@ class Snapshot:
 
     def paths(self) -> list[str]:
         """The cached GGUF files, by their path in the repository."""
-        found = []
-        for folder, _, names in os.walk(self.folder):
-            inside = os.path.relpath(folder, self.folder)
-            for name in names:
-                if name.lower().endswith(".gguf") and os.path.isfile(os.path.join(folder, name)):
-                    found.append(name if inside == "." else f"{inside.replace(os.sep, '/')}/{name}")
-        return sorted(found)
+        files = (path for path in self.folder.rglob("*") if path.name.lower().endswith(".gguf") and path.is_file())
+        return sorted(path.relative_to(self.folder).as_posix() for path in files)
 
     def entry(self, tag: str, selection: FileSelection) -> ModelEntry:
         """The model of that name. Raises OSError when a file is missing."""
@@ -76,16 +71,16 @@ class Snapshot:
         )
 
 
-def repo_folder(repo: str) -> Path:
-    """Where the cache keeps a repository."""
-    return hub_cache() / ("models--" + repo.replace("/", "--"))
+def repo_folder(repo: str, cache: Path) -> Path:
+    """Where a cache keeps a repository."""
+    return cache / ("models--" + repo.replace("/", "--"))
 
 
 def find_cached(name: Name, hidden: Collection[str] = ()) -> ModelEntry | None:
     """The cached model that a hub name means; None when there is none. `hidden`: keys of names to leave out."""
     if not name.is_hub:
         return None
-    for snapshot in _snapshots(name.repo):
+    for snapshot in snapshots(hub_cache(), name.repo):
         models = {tag: selection for tag, selection in models_in(snapshot.paths()) if snapshot.key(tag) not in hidden}
         files = {path for selection in models.values() for path in selection.files}
         with suppress(ModelNotFoundError, OSError):
@@ -98,7 +93,7 @@ def find_cached(name: Name, hidden: Collection[str] = ()) -> ModelEntry | None:
 def cached_models() -> Iterator[ModelEntry]:
     """Every model in the cache that has a name, the newest commit of each."""
     seen: set[str] = set()
-    for snapshot in _snapshots():
+    for snapshot in snapshots(hub_cache()):
         for tag, selection in models_in(snapshot.paths()):
             with suppress(ModelNameError, OSError):
                 entry = snapshot.entry(tag, selection)
@@ -108,34 +103,16 @@ def cached_models() -> Iterator[ModelEntry]:
                     yield entry
 
 
-def _snapshots(repo: str | None = None) -> Iterator[Snapshot]:
-    """Of one repository (in any case) or of all; of each the commit of `main` first, then the newest."""
-    wanted = None if repo is None else f"models--{repo.replace('/', '--')}".lower()
-    for folder in _folders(hub_cache(), wanted):
-        kind, *parts = folder.name.split("--")
-        if kind != "models" or len(parts) != 2:
-            continue
-        main = _main_commit(folder)
-        commits = _folders(folder / "snapshots")
-        commits.sort(key=lambda path: (path.name == main, _mtime_ns(path), path.name), reverse=True)
-        yield from (Snapshot("/".join(parts), commit) for commit in commits)
-
-
-def _folders(path: Path, wanted: str | None = None) -> list[Path]:
-    """The folders in `path`; only those of the name `wanted` (in lower case) when it is given."""
-    try:
-        with os.scandir(path) as found:
-            names = [part.name for part in found if wanted in (None, part.name.lower()) and part.is_dir()]
-    except OSError:
-        return []
-    return [path / name for name in sorted(names)]
-
-
-def _mtime_ns(path: Path) -> int:
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return 0
+def snapshots(cache: Path, repo: str | None = None) -> Iterator[Snapshot]:
+    """The commits of one repository (in any case) or of all; for each that of `main` first, then the newest."""
+    wanted = None if repo is None else repo_folder(repo, cache).name.lower()
+    for folder in sorted(cache.glob("models--*/")):
+        _, *parts = folder.name.split("--")
+        if len(parts) == 2 and wanted in (None, folder.name.lower()):
+            main = _main_commit(folder)
+            with suppress(OSError):  # deleted in the meantime
+                commits = [(path.name == main, path.stat().st_mtime_ns, path) for path in folder.glob("snapshots/*/")]
+                yield from (Snapshot("/".join(parts), path) for *_, path in sorted(commits, reverse=True))
 
 
 def _main_commit(folder: Path) -> str:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -30,7 +30,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
 from moegguf.errors import ModelNotFoundError, MoeggufError, PullError
-from moegguf.models.hub import hub_endpoint
+from moegguf.models.hub import hub_cache, hub_endpoint, repo_folder
 from moegguf.package import __version__
 
 TRIES = 4
@@ -50,31 +50,44 @@ class Stopped(Exception):  # noqa: N818 (a state asked for, not a fault)
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of a repository's commit. `etag`: the SHA-256 of a large file, the git hash of a small one."""
+    """A file of a repository's commit. `etag`: the SHA-256 of a large file, the git hash of a small one.
+
+    `folder`: where a cache keeps the repository.
+    """
 
     repo: str
     commit: str
     path: str
     size_bytes: int
     etag: str
+    folder: Path
 
     @property
     def is_large(self) -> bool:
         """Whether the Hub stores it as a large file (LFS), so that `etag` is a SHA-256."""
         return len(self.etag) == 64
 
+    @property
+    def blob(self) -> Path:
+        """Where the cache keeps the complete file."""
+        return self.folder / "blobs" / self.etag
+
 
 @dataclass(frozen=True)
 class Repository:
-    """One commit of a repository, with the files that can be fetched."""
+    """One commit of a repository, with the files that can be fetched into its `folder` of a cache."""
 
     repo: str
     commit: str
+    folder: Path
     files: dict[str, HubFile]
 
 
-def read_repository(repo: str, stopped: threading.Event) -> Repository:
-    """The newest commit of `main` of "user/repo". Raises ModelNotFoundError, PullError, Stopped."""
+def read_repository(repo: str, stopped: threading.Event, cache: Path | None = None) -> Repository:
+    """The newest commit of `main` of "user/repo"; `cache`: another one than the Hub's.
+
+    Raises ModelNotFoundError, PullError, Stopped.
+    """
     api = HfApi(endpoint=hub_endpoint(), library_name="moegguf", library_version=__version__)
     with hub_errors(repo):
         info = with_retries(lambda: api.model_info(repo, files_metadata=True, timeout=TIMEOUT_S), stopped)
@@ -82,11 +95,12 @@ def read_repository(repo: str, stopped: threading.Event) -> Repository:
     if not _HEX40.fullmatch(commit):
         raise PullError(f"{hub_endpoint()} sent no commit of {repo!r}; try again later.")
     name = info.id if isinstance(info.id, str) and info.id.lower() == repo.lower() else repo
-    files = [file for sibling in info.siblings or [] if (file := _file(name, commit, sibling))]
-    return Repository(name, commit, {file.path: file for file in files})
+    folder = repo_folder(name, cache or hub_cache())
+    files = [file for sibling in info.siblings or [] if (file := _file(name, commit, folder, sibling))]
+    return Repository(name, commit, folder, {file.path: file for file in files})
 
 
-def _file(repo: str, commit: str, sibling: Any) -> HubFile | None:
+def _file(repo: str, commit: str, folder: Path, sibling: Any) -> HubFile | None:
     """None for a file without a size, a digest or a relative path inside the repository."""
     path, lfs = str(sibling.rfilename), sibling.lfs or {}
     etag = str(lfs.get("sha256") or sibling.blob_id or "")
@@ -96,7 +110,7 @@ def _file(repo: str, commit: str, sibling: Any) -> HubFile | None:
         return None
     if not (_HEX64.fullmatch(etag) or _HEX40.fullmatch(etag)) or not isinstance(size, int) or size < 0:
         return None
-    return HubFile(repo, commit, path, size, etag)
+    return HubFile(repo, commit, path, size, etag, folder)
 
 
 @contextmanager

@@ -15,8 +15,8 @@ import errno
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,7 +28,7 @@ from huggingface_hub.utils import WeakFileLock, tqdm
 from moegguf.errors import ModelFormatError, PullError
 from moegguf.gguf.reader import MAGIC
 from moegguf.models.blobs import free_bytes, sync_folder
-from moegguf.models.hub import hub_cache, hub_endpoint, repo_folder
+from moegguf.models.hub import hub_endpoint
 from moegguf.models.hub_api import HubFile, Stopped, hub_errors, open_bytes, with_retries
 from moegguf.package import __version__
 from moegguf.quantities import format_bytes
@@ -50,10 +50,8 @@ def fetch_file(file: HubFile, on_bytes: OnBytes, stopped: threading.Event) -> No
     """Downloads the file's blob into the cache. Raises ModelNotFoundError, ModelFormatError, PullError, Stopped."""
     with hub_errors(file.repo, file.path):
         try:
-            if file.size_bytes > PLAIN_LIMIT_BYTES:
-                _fetch_chunked(file, on_bytes, stopped)
-            else:
-                _fetch_plain(file, on_bytes, stopped)
+            fetch = _fetch_chunked if file.size_bytes > PLAIN_LIMIT_BYTES else _fetch_plain
+            fetch(file, on_bytes, stopped)
         except OSError as error:
             if error.errno is None:  # not of the disk
                 raise
@@ -61,12 +59,16 @@ def fetch_file(file: HubFile, on_bytes: OnBytes, stopped: threading.Event) -> No
     on_bytes(file.size_bytes)
 
 
-def _blob(file: HubFile) -> Path:
-    return repo_folder(file.repo) / "blobs" / file.etag
+def is_copy(path: Path, file: HubFile, stopped: threading.Event) -> bool:
+    """Whether the file at `path` has the file's size and digest; reads all of it. Raises OSError, Stopped."""
+    if not path.is_file() or path.stat().st_size != file.size_bytes:
+        return False
+    with open(path, "rb") as found:
+        return _Body(found, file, lambda _: None, stopped).is_verified()
 
 
 def _partial(file: HubFile) -> Path:
-    return _blob(file).with_name(f"{file.etag}.incomplete")
+    return file.blob.with_name(f"{file.etag}.incomplete")
 
 
 def _partial_bytes(file: HubFile) -> int:
@@ -74,29 +76,27 @@ def _partial_bytes(file: HubFile) -> int:
 
 
 def _is_cached(file: HubFile) -> bool:
-    return _blob(file).is_file() and _blob(file).stat().st_size == file.size_bytes
+    return file.blob.is_file() and file.blob.stat().st_size == file.size_bytes
 
 
-@contextmanager
-def _locked(file: HubFile, on_bytes: OnBytes, stopped: threading.Event) -> Iterator[None]:
-    """Holds the file's lock in the cache; while another process has it, reports the bytes that process has."""
-    path = hub_cache() / ".locks" / repo_folder(file.repo).name / f"{file.etag}.lock"
+def _locked(file: HubFile, on_bytes: OnBytes, stopped: threading.Event) -> ExitStack:
+    """The file's lock in the cache, held; while another process has it, reports the bytes that process has."""
+    path = file.folder.parent / ".locks" / file.folder.name / f"{file.etag}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        while True:
-            try:
-                stack.enter_context(WeakFileLock(path, timeout=LOCK_WAIT_S))
-                break
-            except TimeoutError:
-                if stopped.is_set():
-                    raise Stopped from None
-                on_bytes(_partial_bytes(file))
-        yield
+    stack = ExitStack()
+    while True:
+        try:
+            stack.enter_context(WeakFileLock(path, timeout=LOCK_WAIT_S))
+            return stack
+        except TimeoutError:
+            if stopped.is_set():
+                raise Stopped from None
+            on_bytes(_partial_bytes(file))
 
 
 def _fetch_plain(file: HubFile, on_bytes: OnBytes, stopped: threading.Event) -> None:
     """The whole file; a resumed file with a wrong digest is downloaded once more from the start."""
-    _blob(file).parent.mkdir(parents=True, exist_ok=True)
+    file.blob.parent.mkdir(parents=True, exist_ok=True)
     with _locked(file, on_bytes, stopped):
         if _is_cached(file):
             return
@@ -114,8 +114,8 @@ def _fetch_plain(file: HubFile, on_bytes: OnBytes, stopped: threading.Event) -> 
                 )
             output.flush()
             os.fsync(output.fileno())
-        os.replace(_partial(file), _blob(file))
-        sync_folder(_blob(file).parent)
+        os.replace(_partial(file), file.blob)
+        sync_folder(file.blob.parent)
 
 
 def _request(body: _Body) -> None:
@@ -218,13 +218,13 @@ def _fetch_chunked(file: HubFile, on_bytes: OnBytes, stopped: threading.Event) -
             return super().update(n)
 
     hf_hub_download(
-        file.repo, file.path, revision=file.commit, cache_dir=hub_cache(), endpoint=hub_endpoint(),
+        file.repo, file.path, revision=file.commit, cache_dir=file.folder.parent, endpoint=hub_endpoint(),
         tqdm_class=Bar, library_name="moegguf", library_version=__version__,
     )  # fmt: skip
 
 
 def _disk_error(file: HubFile, error: OSError) -> PullError:
-    folder = repo_folder(file.repo)
+    folder = file.folder
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return PullError(
             f"the disk of {str(folder)!r} is full: {file.path} needs {format_bytes(missing_bytes(file))} more,"

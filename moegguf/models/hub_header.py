@@ -10,6 +10,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 from moegguf.errors import ModelFormatError, PullError
@@ -36,7 +37,7 @@ def remote_model(name: str) -> Iterator[ModelEntry]:
     selection = select_files(repository.files, parsed.tag, repo=repository.repo)
     with tempfile.TemporaryDirectory(prefix="moegguf-header-") as folder:
         for path in selection.paths:
-            with suppress(ModelFormatError) if path == selection.mmproj else nullcontext():  # as of a fetched model
+            with suppress(ModelFormatError) if path == selection.mmproj else nullcontext():  # a damaged one is ignored
                 _fetch_header(repository.files[path], Path(folder) / PurePosixPath(path).name)
         yield file_entry(Path(folder) / PurePosixPath(selection.files[0]).name, "hub", parsed.canonical)
 
@@ -46,9 +47,14 @@ def _fetch_header(file: HubFile, path: Path) -> None:
     begin, end = 0, min(FIRST_BYTES, file.size_bytes)
     path.touch()
     while True:
-        _fetch_range(file, path, begin, end)
-        with suppress(ModelFormatError):  # of the zeros after what was fetched
-            if read_gguf(path).data_offset <= end:
+        with hub_errors(file.repo, file.path):
+            data = with_retries(partial(_read_range, file, begin, end), threading.Event())
+        with open(path, "r+b") as output:
+            output.seek(begin)
+            output.write(data)
+            output.truncate(file.size_bytes)
+        with suppress(ModelFormatError):  # for the zeros after the fetched bytes
+            if read_gguf(path).shard.header_bytes <= end:
                 return
         if end == file.size_bytes:
             read_gguf(path)  # raises the error: nothing is missing
@@ -59,16 +65,6 @@ def _fetch_header(file: HubFile, path: Path) -> None:
                 " damaged, or not a GGUF file."
             )
         begin, end = end, min(2 * end, file.size_bytes, MOST_BYTES)
-
-
-def _fetch_range(file: HubFile, path: Path, begin: int, end: int) -> None:
-    """Writes bytes `begin` to `end` of the file to `path`, which then has the file's size."""
-    with hub_errors(file.repo, file.path):
-        data = with_retries(lambda: _read_range(file, begin, end), threading.Event())
-    with open(path, "r+b") as output:
-        output.seek(begin)
-        output.write(data)
-        output.truncate(file.size_bytes)
 
 
 def _read_range(file: HubFile, begin: int, end: int) -> bytes:

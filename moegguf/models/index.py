@@ -1,8 +1,8 @@
 """The index of names made here: one small JSON file, replaced atomically under a lock between processes.
 
-A record has what a name adds to files that lie elsewhere: in the Hugging Face cache, in a file set, in the package, or
-at a path. A damaged index is renamed with a warning, and what can still be read of it is kept. Models in the caches are
-found without it.
+A name adds to files that lie elsewhere, at a location: "hub:" and a path in the Hugging Face cache, "sets:" and a path
+in our folder of sets, "demo:", or an absolute path. A damaged index is renamed with a warning, and what can still be
+read of it is kept. Models in the caches are found without it.
 """
 
 from __future__ import annotations
@@ -13,59 +13,96 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import lru_cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from moegguf.atomic_write import write_atomically
 from moegguf.errors import MoeggufError, PullError
-from moegguf.models.entry import Overrides
+from moegguf.models.blobs import sets_folder
+from moegguf.models.entry import ModelEntry, digest_of, model_digest, size_of
+from moegguf.models.folder import DEMO_FILE, demo_path
+from moegguf.models.hub import hub_cache
 from moegguf.models.names import parse_name
 from moegguf.models.recipe import check_overrides, check_text
+from moegguf.settings import data_folder
 
 VERSION = 1
 MAX_INDEX_BYTES = 64 << 20
 
 
-@dataclass(frozen=True)
-class Record(Overrides):
-    """One name in the index. `files` and `mmproj` are locations (models/file_sets.py); `digest` and `files_digest` are
-    those of `ModelEntry` when the name was made."""
+def _location_of(path: Path) -> str:
+    if path in (demo_path(), Path(DEMO_FILE)):
+        return "demo:"
+    for prefix, root in (("hub", hub_cache()), ("sets", sets_folder())):
+        if path.is_relative_to(root):
+            return f"{prefix}:{path.relative_to(root).as_posix()}"
+    return str(path.absolute())
 
-    name: str
-    files: tuple[str, ...]
-    digest: str
-    modified: datetime
-    mmproj: str | None = None
-    parent: str = ""
-    files_digest: str = ""
 
-    @property
-    def key(self) -> str:
-        """Equal for names that differ only by case."""
-        return self.name.lower()
+def _path_at(location: str) -> Path:
+    """The path of a location, where the file may be missing. Raises ValueError for one outside its folder."""
+    prefix, _, rest = location.partition(":")
+    if prefix == "demo":
+        return demo_path() or Path(DEMO_FILE)
+    if prefix in ("hub", "sets") and ".." not in PurePosixPath(rest).parts and not rest.startswith("/"):
+        return (hub_cache() if prefix == "hub" else sets_folder()) / rest
+    if os.path.isabs(location):
+        return Path(location)
+    raise ValueError("location")
+
+
+def renamed(entry: ModelEntry, name: str) -> ModelEntry:
+    """What the index stores of `entry` under a new name."""
+    parent = "" if entry.source == "path" else entry.name
+    now = datetime.now(UTC)
+    return replace(entry, name=name, source="own", parent=parent, modified=now, files_digest=entry.weights)
+
+
+def updated(entry: ModelEntry) -> ModelEntry:
+    """An entry of the index with the sizes and digests of its files now, and in `missing` those no longer there."""
+    there = [path for path in entry.all_files if path.is_file()]
+    missing = tuple(path for path in entry.files if path not in there)
+    files_digest = entry.files_digest
+    named_by_digest = all(_location_of(path).startswith(("hub:", "sets:")) for path in entry.files)
+    if not missing and not (named_by_digest and files_digest):  # a file at a path may be another one than when named
+        with suppress(OSError):  # not readable
+            files_digest = digest_of(entry.files)
+    return replace(
+        entry,
+        size_bytes=size_of(there),
+        digest=entry.digest if files_digest == entry.files_digest else model_digest(files_digest, entry),
+        mmproj=entry.mmproj if entry.mmproj in there else None,
+        files_digest=files_digest,
+        missing=missing,
+    )
 
 
 @dataclass(frozen=True)
 class Contents:
-    """All of an index. `hidden`: keys of removed names of the Hugging Face cache whose files records still use."""
+    """All of an index. `entries`: as stored, see `updated`. `hidden`: keys of removed names of the Hugging Face cache
+    whose files entries still use."""
 
-    records: tuple[Record, ...] = ()
+    entries: tuple[ModelEntry, ...] = ()
     hidden: frozenset[str] = frozenset()
 
-    def find(self, key: str) -> Record | None:
-        """The record with this key."""
-        return next((record for record in self.records if record.key == key), None)
+    def find(self, key: str) -> ModelEntry | None:
+        """The entry with this key, as stored."""
+        return next((entry for entry in self.entries if entry.name.lower() == key), None)
 
-    def with_record(self, record: Record) -> Contents:
-        """A copy with `record` in place of the one of the same name."""
-        return replace(self, records=(*self.without(record.key).records, record))
+    def with_entry(self, entry: ModelEntry) -> Contents:
+        """A copy with `entry` in place of the one of the same name."""
+        return replace(self, entries=(*self.without(entry.name.lower()).entries, entry))
 
     def without(self, key: str) -> Contents:
-        """A copy without the record with this key."""
-        return replace(self, records=tuple(record for record in self.records if record.key != key))
+        """A copy without the entry with this key."""
+        return replace(self, entries=tuple(entry for entry in self.entries if entry.name.lower() != key))
+
+    def files(self) -> set[Path]:
+        """The files of all entries."""
+        return {path for entry in self.entries for path in entry.all_files}
 
 
 class Index:
@@ -77,11 +114,7 @@ class Index:
 
     def read(self) -> Contents:
         """The contents now; empty when there is no file. A damaged file is repaired, not an error."""
-        try:
-            info = self.path.stat()
-        except OSError:
-            return Contents()
-        contents, is_intact = _load(self.path, info.st_mtime_ns, info.st_ino, info.st_size)
+        contents, is_intact = self._load()
         if not is_intact:
             with suppress(OSError, PullError):  # a folder that cannot be written stays as it is
                 self.change(lambda found: found)
@@ -94,7 +127,7 @@ class Index:
         """
         try:
             with self._locked():
-                contents, is_intact = self._load_now()
+                contents, is_intact = self._load()
                 changed = edit(contents)
                 if not is_intact:
                     self._rename_damaged()
@@ -108,11 +141,12 @@ class Index:
                 raise
             raise PullError(f"the index {str(self.path)!r} cannot be written ({error.strerror or error}).") from error
 
-    def _load_now(self) -> tuple[Contents, bool]:
-        if not self.path.exists():
+    def _load(self) -> tuple[Contents, bool]:
+        try:
+            info = self.path.stat()
+        except OSError:
             return Contents(), True
-        info = self.path.stat()
-        return _load(self.path, info.st_mtime_ns, info.st_ino, info.st_size)
+        return _load(self.path, info.st_mtime_ns, info.st_ino, info.st_size, (hub_cache(), data_folder()))
 
     def _rename_damaged(self) -> None:
         damaged = self.path.with_name(f"models.json.damaged-{datetime.now(UTC):%Y%m%dT%H%M%S%f}")
@@ -133,39 +167,38 @@ class Index:
 
 
 @lru_cache(maxsize=4)
-def _load(path: Path, _mtime_ns: int, _inode: int, size_bytes: int) -> tuple[Contents, bool]:
-    """(what could be read, whether that is all); read again only when the file has changed."""
+def _load(path: Path, _mtime_ns: int, _inode: int, size_bytes: int, _folders: object) -> tuple[Contents, bool]:
+    """(what could be read, whether that is all); read again only when the file or a folder of locations has changed."""
     if size_bytes > MAX_INDEX_BYTES:
         return Contents(), False
     try:
         data = json.loads(path.read_bytes())
-        listed, hidden = data["models"], data["hidden"]
+        listed, hidden = list(data["models"]), frozenset(map(str, data["hidden"]))
         is_intact = data["version"] == VERSION
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return Contents(), False
-    records: dict[str, Record] = {}
-    for values in listed if isinstance(listed, list) else []:
+    entries: dict[str, ModelEntry] = {}
+    for values in listed:
         try:
-            record = _record(values)
-            records[record.key] = record
+            entry = _entry(values)
+            entries[entry.name.lower()] = entry
         except (KeyError, TypeError, ValueError, AttributeError):
             is_intact = False
-    keys = {key for key in hidden if isinstance(key, str)} if isinstance(hidden, list) else set()
-    return Contents(tuple(records.values()), frozenset(keys)), is_intact and isinstance(listed, list)
+    return Contents(tuple(entries.values()), hidden), is_intact
 
 
-def _record(values: dict[str, Any]) -> Record:
-    """The record in one item of the file. Raises KeyError, TypeError, ValueError or AttributeError for a bad one."""
-    files = tuple(values["files"])
-    if not files or not all(isinstance(file, str) for file in files):
-        raise ValueError("files")
+def _entry(values: dict[str, Any]) -> ModelEntry:
+    """The entry in one item of the file. Raises KeyError, TypeError, ValueError or AttributeError for a bad one."""
+    mmproj = check_text("mmproj", values.get("mmproj"))
     modified = datetime.fromisoformat(values["modified"])
-    return Record(
+    return ModelEntry(
         name=parse_name(values["name"]).canonical,
-        files=files,
+        source="own",
+        files=(_path_at(values["files"][0]), *map(_path_at, values["files"][1:])),
+        size_bytes=0,
         digest=str(values["digest"]),
         modified=modified if modified.tzinfo else modified.replace(tzinfo=UTC),
-        mmproj=check_text("mmproj", values.get("mmproj")),
+        mmproj=_path_at(mmproj) if mmproj else None,
         parent=str(values.get("parent", "")),
         files_digest=str(values.get("files_digest", "")),
         **check_overrides(values),
@@ -173,6 +206,12 @@ def _record(values: dict[str, Any]) -> Record:
 
 
 def _to_json(contents: Contents) -> bytes:
-    models = [asdict(record) | {"modified": record.modified.isoformat()} for record in contents.records]
+    models = [
+        entry.overrides
+        | {"name": entry.name, "files": list(map(_location_of, entry.files)), "digest": entry.digest}
+        | {"modified": entry.modified.isoformat(), "mmproj": _location_of(entry.mmproj) if entry.mmproj else None}
+        | {"parent": entry.parent, "files_digest": entry.files_digest}
+        for entry in contents.entries
+    ]
     data = {"version": VERSION, "models": models, "hidden": sorted(contents.hidden)}
     return (json.dumps(data, indent=1, ensure_ascii=False) + "\n").encode()

@@ -38,9 +38,9 @@ def parse(text: str) -> Recipe:
     if len(text) > MAX_MODELFILE:
         raise OptionError(f"a Modelfile has at most {MAX_MODELFILE} characters, but this one {len(text)}.")
     found: dict[str, Any] = {"parameters": {}, "messages": []}
-    for number, instruction, rest in _instructions(text.replace("\r\n", "\n")):
+    for number, instruction, word, value in _instructions(text.replace("\r\n", "\n")):
         try:
-            _apply(found, instruction, rest)
+            _apply(found, instruction, word, value)
         except OptionError as error:
             raise OptionError(f"Modelfile, line {number}: {error}") from None
     if "from_" not in found:
@@ -50,7 +50,8 @@ def parse(text: str) -> Recipe:
 
 def render(entry: ModelEntry, base: str) -> str:
     """The Modelfile that creates the same model from `base`, the origin of its files; `parse` reads it back."""
-    lines = [f"FROM {base if _text(base) == base else _quoted(base)}"]
+    bare = _VALUE.match(base)
+    lines = [f"FROM {base if bare and _content(bare) == base else _quoted(base)}"]
     if entry.template is not None:
         lines.append(f"TEMPLATE {_quoted(entry.template)}")
     if entry.system is not None:
@@ -73,8 +74,8 @@ def _parameter_texts(parameters: Mapping[str, Any]) -> Iterator[tuple[str, str]]
             yield name, _format_value(one)
 
 
-def _instructions(text: str) -> Iterator[tuple[int, str, str]]:
-    """(line number, instruction, its arguments with their quotes)."""
+def _instructions(text: str) -> Iterator[tuple[int, str, str, str]]:
+    """(line number, instruction, the word before its value in PARAMETER and MESSAGE, its value)."""
     at = 0
     while at < len(text):
         blank = _LINE.match(text, at)
@@ -82,76 +83,53 @@ def _instructions(text: str) -> Iterator[tuple[int, str, str]]:
             at = blank.end()
             continue
         number = text.count("\n", 0, at) + 1
-        word = _WORD.match(text, at)
-        instruction = word[1].upper() if word else ""
-        if word is None or instruction not in _INSTRUCTIONS:
-            line = text[at:].split("\n", 1)[0]
-            raise OptionError(f"Modelfile, line {number}: {line!r:.60} starts with none of {', '.join(_INSTRUCTIONS)}.")
-        at = word.end()
-        end = _value_end(text, at, instruction, number)
-        yield number, instruction, text[at:end]
-        at = end
+        line = f"Modelfile, line {number}:"
+        found = _WORD.match(text, at)
+        instruction = found[1].upper() if found else ""
+        if found is None or instruction not in _INSTRUCTIONS:
+            start = text[at:].split("\n", 1)[0]
+            raise OptionError(f"{line} {start!r:.60} starts with none of {', '.join(_INSTRUCTIONS)}.")
+        at, word = found.end(), ""
+        if instruction in ("PARAMETER", "MESSAGE"):
+            first = _FIRST_WORD.match(text, at)
+            if first is None:
+                raise OptionError(f"{line} there must be a word and a value.")
+            at, word = first.end(), first[1]
+        value = _VALUE.match(text, at)
+        if value is None:
+            raise OptionError(f"{line} a quote is not closed at the end of a line.")
+        at = value.end()
+        yield number, instruction, word, _content(value)
 
 
-def _value_end(text: str, at: int, instruction: str, number: int) -> int:
-    """The index after an instruction's value, which in PARAMETER and MESSAGE follows one more word."""
-    if instruction in ("PARAMETER", "MESSAGE"):
-        word = _FIRST_WORD.match(text, at)
-        at = word.end() if word else at
-    value = _VALUE.match(text, at)
-    if value is None:
-        raise OptionError(f"Modelfile, line {number}: a quote is not closed at the end of a line.")
-    return value.end()
-
-
-def _apply(found: dict[str, Any], instruction: str, rest: str) -> None:
+def _apply(found: dict[str, Any], instruction: str, word: str, value: str) -> None:
     if instruction == "FROM":
         if "from_" in found:
             raise OptionError("FROM is given twice; a model is made from one base.")
-        found["from_"] = _text(rest).strip()
+        found["from_"] = value.strip()
         if not found["from_"]:
             raise OptionError("FROM needs a name or a path.")
     elif instruction == "PARAMETER":
-        name, value = _pair(rest)
-        _set_parameter(found["parameters"], name.lower(), value)
+        name = word.lower()
+        parsed = parse_parameter(name, value)
+        found["parameters"][name] = [*found["parameters"].get(name, ()), parsed] if name == "stop" else parsed
     elif instruction == "MESSAGE":
-        role, content = _pair(rest)
-        if role.lower() not in ROLES:
-            raise OptionError(f"a message's role is one of {', '.join(ROLES)}, but is {role!r:.40}.")
-        found["messages"].append({"role": role.lower(), "content": check_text("a message", content)})
+        if word.lower() not in ROLES:
+            raise OptionError(f"a message's role is one of {', '.join(ROLES)}, but is {word!r:.40}.")
+        found["messages"].append({"role": word.lower(), "content": check_text("a message", value)})
     elif instruction == "LICENSE":
-        parts = [part for part in (found.get("license"), _text(rest)) if part is not None]
+        parts = [part for part in (found.get("license"), value) if part is not None]
         found["license"] = check_text("LICENSE", "\n".join(parts))
-    elif instruction == "SYSTEM":
-        found["system"] = check_text("SYSTEM", _text(rest))
-    elif instruction == "TEMPLATE":
-        found["template"] = check_text("TEMPLATE", _text(rest))
+    elif instruction in ("SYSTEM", "TEMPLATE"):
+        found[instruction.lower()] = check_text(instruction, value)
     elif instruction == "ADAPTER":
         raise OptionError("adapters cannot be used; give a model that they are merged into.")
 
 
-def _pair(rest: str) -> tuple[str, str]:
-    """A word and the value after it."""
-    word = _FIRST_WORD.match(rest)
-    if word is None:
-        raise OptionError("there must be a word and a value.")
-    return word[1], _text(rest[word.end() :])
-
-
-def _text(value: str) -> str:
-    match = _VALUE.match(value)
-    if match is None:
-        return ""
+def _content(match: re.Match[str]) -> str:
+    """The value that _VALUE found, without its quotes."""
     found = (match[group] for group in ("fenced", "block", "quoted"))
     return next((text for text in found if text is not None), (match["bare"] or "").strip())
-
-
-def _set_parameter(parameters: dict[str, Any], name: str, text: str) -> None:
-    value = parse_parameter(name, text)
-    if name == "stop":
-        parameters.setdefault("stop", []).append(value)
-    else:
-        parameters[name] = value
 
 
 def _format_value(value: Any) -> str:
@@ -170,6 +148,6 @@ def _quoted(text: str) -> str:
         match = _VALUE.match(quoted)
         if quoted.startswith('""""'):
             continue  # may be read as a fence
-        if match and match.end() == len(quoted) and _text(quoted) == text and text[:1] != "\n":
+        if match and match.end() == len(quoted) and _content(match) == text and text[:1] != "\n":
             return quoted
     return f"{fence}\n{text}\n{fence}"

@@ -77,17 +77,17 @@ def parse_name(text: str) -> Name:
     if lowered.startswith("hf:"):
         return _hub_name(text[3:], text)
     if lowered.startswith(OLLAMA_PREFIX):
-        return _ollama_name(text[len(OLLAMA_PREFIX) :], text)
+        namespace, _, last = text[len(OLLAMA_PREFIX) :].rpartition("/")
+        return _name(OLLAMA_HOST, namespace or "library", last, text)
     *before, last = text.split("/")
-    model, _, tag = last.partition(":")
     if not before and lowered not in _HUB_HOSTS:
-        return _checked(Name("", "", model, tag if ":" in last else DEFAULT_TAG), text)
+        return _name("", "", last, text)
     if not before or before[0].lower() in _HUB_HOSTS:
         return _hub_name(text.partition("/")[2], text)
     if len(before) == 1:
         return _hub_name(text, text)
     if len(before) == 2 and before[0]:
-        return _checked(Name(before[0].lower(), before[1], model, tag if ":" in last else DEFAULT_TAG), text)
+        return _name(before[0].lower(), before[1], last, text)
     raise _bad(text, "looks like a path")
 
 
@@ -104,17 +104,9 @@ def is_hub_name(text: str) -> bool:
 def _hub_name(path: str, text: str) -> Name:
     """`user/repo[:tag]`."""
     user, _, rest = path.partition("/")
-    repo, colon, tag = rest.partition(":")
-    if not user or not repo:
+    if not user or not rest.partition(":")[0]:
         raise _bad(text, "names no repository: it needs a user and a repository")
-    return _checked(Name(HUB_HOST, user, repo, tag if colon else DEFAULT_TAG), text)
-
-
-def _ollama_name(path: str, text: str) -> Name:
-    """`[namespace/]model[:tag]` in an Ollama store."""
-    before, _, last = path.rpartition("/")
-    model, colon, tag = last.partition(":")
-    return _checked(Name(OLLAMA_HOST, before or "library", model, tag if colon else DEFAULT_TAG), text)
+    return _name(HUB_HOST, user, rest, text)
 
 
 def _parse_url(text: str) -> Name:
@@ -130,22 +122,25 @@ def _parse_url(text: str) -> Name:
         raise _bad(text, "is not an address of huggingface.co")
     user, repo, *rest = [unquote(part) for part in parts.path.strip("/").split("/")] + [""] * 2
     rest = [part for part in rest if part]
-    repo, colon, tag = repo.partition(":")
     if rest and rest[0] in ("blob", "resolve") and len(rest) > 2:
-        colon, tag = ":", rest[-1]
-    return _checked(Name(HUB_HOST, user, repo, tag if colon else DEFAULT_TAG), text)
+        repo = f"{repo.partition(':')[0]}:{rest[-1]}"
+    return _name(HUB_HOST, user, repo, text)
 
 
-def _checked(name: Name, text: str) -> Name:
+def _name(host: str, namespace: str, last: str, text: str) -> Name:
+    """The name with `model[:tag]` in `last`. Raises ModelNameError for a part that breaks a rule."""
+    model, colon, tag = last.partition(":")
+    name = Name(host, namespace, model, tag if colon else DEFAULT_TAG)
     if (
         (name.host and not (_HOST.fullmatch(name.host) or name.is_hub))
         or ".." in name.host
         or len(name.host) > MAX_HOST
     ):
         raise _bad(text, "has three parts, but the first is not a host")
-    for part in (name.namespace, name.model) if name.host else (name.model,):
-        _check_part(part, MAX_PART, text)
-    _check_part(name.tag, MAX_TAG, text)
+    parts = [(name.model, MAX_PART), (name.tag, MAX_TAG)]
+    for part, most in [(name.namespace, MAX_PART), *parts] if name.host else parts:
+        if fault := _fault(part, most):
+            raise _bad(text, fault)
     if name.host and not name.is_hub and "." in name.namespace:
         raise _bad(text, "has a namespace with a dot")
     if name.is_hub and "--" in name.namespace + "/" + name.model:
@@ -158,11 +153,6 @@ def _checked(name: Name, text: str) -> Name:
 def is_tag(text: str) -> bool:
     """Whether `text` can be the tag of a name."""
     return _fault(text, MAX_TAG) is None
-
-
-def _check_part(part: str, most: int, text: str) -> None:
-    if fault := _fault(part, most):
-        raise _bad(text, fault)
 
 
 def _fault(part: str, most: int) -> str | None:

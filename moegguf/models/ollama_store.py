@@ -10,12 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from moegguf.errors import MoeggufError
 from moegguf.models.blobs import blob_name
@@ -41,20 +39,13 @@ def ollama_models() -> Iterator[ModelEntry]:
 
 
 def find_in_ollama(name: Name) -> ModelEntry | None:
-    """The model that Ollama would run under this name."""
-    for folder in ollama_folders():
-        if found := OllamaStore(folder).find(name):
-            return found
-    return None
-
-
-@dataclass(frozen=True)
-class _Layers:
-    """A manifest's layers by kind: files, and texts ("system", "template", "params", "messages", "license")."""
-
-    model: tuple[Path, ...]
-    projector: tuple[Path, ...]
-    texts: dict[str, list[str]]
+    """The model that Ollama would run under this name: without a host one of Ollama's library; `user/model` may also be
+    one of Ollama's users."""
+    wanted = {(name.host or OLLAMA_HOST, name.namespace or "library", name.model, name.tag)}
+    if name.is_hub:
+        wanted.add((OLLAMA_HOST, name.namespace, name.model, name.tag))
+    keys = {Name(*parts).key for parts in wanted}
+    return next((entry for folder in ollama_folders() for entry in OllamaStore(folder).entries(keys)), None)
 
 
 class OllamaStore:
@@ -63,27 +54,14 @@ class OllamaStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def entries(self) -> Iterator[ModelEntry]:
-        """The models that can be run."""
-        for manifest, name in self._manifests():
-            if entry := self._entry(manifest, name):
-                yield entry
-
-    def find(self, name: Name) -> ModelEntry | None:
-        """The model of this name: without a host in Ollama's library; `user/model` also as one of Ollama's users."""
-        wanted = {(name.host or OLLAMA_HOST, name.namespace or "library", name.model, name.tag)}
-        if name.is_hub:
-            wanted.add((OLLAMA_HOST, name.namespace, name.model, name.tag))
-        keys = {Name(*parts).key for parts in wanted}
-        for manifest, found in self._manifests():
-            if found.key in keys and (entry := self._entry(manifest, found)):
-                return entry
-        return None
-
-    def _manifests(self) -> Iterator[tuple[Path, Name]]:
+    def entries(self, keys: Collection[str] | None = None) -> Iterator[ModelEntry]:
+        """The models that can be run; only those whose names have one of `keys` where these are given."""
         root = self.folder / "manifests"
         for manifest in sorted(root.glob("*/*/*/*")):
-            yield manifest, Name(*manifest.relative_to(root).parts)
+            name = Name(*manifest.relative_to(root).parts)
+            if keys is None or name.key in keys:
+                with suppress(OSError, MoeggufError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                    yield self._entry(manifest, name)
 
     def blob(self, digest: str) -> Path:
         """The file of a digest. Raises ModelNameError, OSError when it is missing or outside the store."""
@@ -95,32 +73,42 @@ class OllamaStore:
             raise FileNotFoundError(str(path))
         return path
 
-    def _entry(self, manifest: Path, name: Name) -> ModelEntry | None:
-        with suppress(OSError, MoeggufError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            shown = _display_name(name)
-            data = _read(self._inside(manifest))
-            layers = self._layers(json.loads(data)["layers"])
-            return _make_entry(shown, manifest, data, layers)
-        return None
-
-    def _layers(self, listed: list[dict[str, Any]]) -> _Layers:
-        """The layers' files and texts. Raises ValueError when they are not a model that can be run."""
+    def _entry(self, manifest: Path, name: Name) -> ModelEntry:
+        """The model of a manifest. Raises the errors that `entries` ignores when it cannot be run."""
+        shown, data = _display_name(name), _read(self._inside(manifest))
         files: dict[str, list[Path]] = {"model": [], "projector": []}
-        texts: dict[str, list[str]] = {}
-        for layer in listed:
+        parts: dict[str, list[str]] = {}
+        for layer in json.loads(data)["layers"]:
             kind = str(layer["mediaType"]).removeprefix(_KIND)
-            if kind == "adapter":
-                raise ValueError("adapters")
             path = self.blob(layer["digest"])
+            if kind == "adapter" or (kind in files and path.stat().st_size != layer["size"]):
+                raise ValueError(kind)
             if kind in files:
-                if path.stat().st_size != layer["size"]:
-                    raise ValueError("size")
                 files[kind].append(path)
             else:
-                texts.setdefault(kind, []).append(_read(path).decode("utf-8", "replace"))
-        if len(files["model"]) != 1:
-            raise ValueError("model")
-        return _Layers(tuple(files["model"]), tuple(files["projector"]), texts)
+                parts.setdefault(kind, []).append(_read(path).decode("utf-8", "replace"))
+        (model,) = files["model"]
+        mmproj = next(iter(files["projector"]), None)
+        texts = {kind: "\n".join(each) for kind, each in parts.items()}
+        template = texts.get("template", "")
+        overrides = {
+            "system": texts.get("system"),
+            "template": template if "{{" in template and not is_go_template(template) else None,
+            "license": texts.get("license"),
+            "parameters": json.loads(parts["params"][0]) if "params" in parts else None,
+            "messages": json.loads(parts["messages"][0]) if "messages" in parts else None,
+        }
+        return ModelEntry(
+            name=shown,
+            source="ollama",
+            files=(model,),
+            size_bytes=size_of((model, mmproj) if mmproj else (model,)),
+            digest=hashlib.sha256(data).hexdigest(),
+            files_digest=digest_of((model,)),
+            modified=datetime.fromtimestamp(manifest.stat().st_mtime, UTC),
+            mmproj=mmproj,
+            **check_overrides(overrides),
+        )
 
 
 def _display_name(name: Name) -> str:
@@ -136,24 +124,3 @@ def _read(path: Path) -> bytes:
     if path.stat().st_size > MAX_LAYER_BYTES:
         raise ValueError("too large")
     return path.read_bytes()
-
-
-def _make_entry(shown: str, manifest: Path, data: bytes, layers: _Layers) -> ModelEntry:
-    texts = {
-        kind: "\n".join(parts) for kind, parts in layers.texts.items() if kind in ("system", "template", "license")
-    }
-    template = texts.pop("template", "")
-    if "{{" in template and not is_go_template(template):
-        texts["template"] = template
-    data_of = {kind: json.loads(layers.texts[kind][0]) for kind in ("params", "messages") if kind in layers.texts}
-    return ModelEntry(
-        name=shown,
-        source="ollama",
-        files=layers.model,
-        size_bytes=size_of((*layers.model, *layers.projector[:1])),
-        digest=hashlib.sha256(data).hexdigest(),
-        files_digest=digest_of(layers.model),
-        modified=datetime.fromtimestamp(manifest.stat().st_mtime, UTC),
-        mmproj=next(iter(layers.projector), None),
-        **check_overrides({**texts, "parameters": data_of.get("params"), "messages": data_of.get("messages")}),
-    )

@@ -7,29 +7,23 @@ the last of them is cancelled.
 
 from __future__ import annotations
 
-import itertools
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moegguf.atomic_write import write_atomically
 from moegguf.errors import ModelNotFoundError, MoeggufError, PullError
-from moegguf.models.blobs import check_space
 from moegguf.models.catalog import Catalog
 from moegguf.models.entry import ModelEntry, PullStatus
-from moegguf.models.hub import Snapshot, find_cached, hub_cache, hub_endpoint, hub_offline, repo_folder
+from moegguf.models.hub import Snapshot, find_cached, hub_cache, hub_endpoint, hub_offline
 from moegguf.models.names import DEFAULT_TAG, Name, parse_name
-from moegguf.models.selection import FileSelection, models_in, select_files
+from moegguf.models.selection import models_in, select_files
 
 if TYPE_CHECKING:
-    from moegguf.models.hub_api import HubFile, Repository
+    from moegguf.models.hub_api import HubFile
 
-MAX_PARALLEL_FILES = 4
 REPORT_S = 0.2
 
 Report = Callable[[PullStatus], None]
@@ -47,53 +41,38 @@ def pull(name: str, catalog: Catalog, report: Report, cancelled: threading.Event
             f"{parsed.canonical!r} cannot be pulled: models come from Hugging Face; write hf.co/user/repository, or"
             " hf.co/user/repository:Q4_K_M for one quantisation."
         )
-    if hub_offline():
-        entry = _offline(parsed)
-        report(PullStatus("success"))
-    else:
+    if not hub_offline():
         with _shared_download(parsed) as download:
             entry = _report_until_done(download, report, cancelled)
+    elif found := find_cached(parsed):
+        entry = found
+        report(PullStatus("success"))
+    else:
+        raise PullError(
+            f"{parsed.canonical} is not in {str(hub_cache())!r}, and HF_HUB_OFFLINE is set; unset it to fetch the"
+            " model."
+        )
     catalog.unhide(entry.name)
     return entry
 
 
-def _offline(name: Name) -> ModelEntry:
-    if found := find_cached(name):
-        return found
-    raise PullError(
-        f"{name.canonical} is not in {str(hub_cache())!r}, and HF_HUB_OFFLINE is set; unset it to fetch the model."
-    )
-
-
 def _report_until_done(download: _Download, report: Report, cancelled: threading.Event | None) -> ModelEntry:
     """Reports steps and progress until the download has ended; returns the model or raises the download's error."""
-    n_steps = 0
-    reported_bytes: dict[str, int | None] = {}  # by file
+    reported: dict[str, PullStatus] = {}
     while True:
-        done = download.done.wait(REPORT_S if n_steps else 0.02)
-        for step in itertools.islice(list(download.steps), n_steps, None):
-            n_steps += 1
-            if step.file:
-                reported_bytes.setdefault(step.file, None)
-            else:
-                _report_files(download, reported_bytes, report)
-            report(step)
-        _report_files(download, reported_bytes, report)
-        if done and n_steps == len(download.steps):
+        done = download.done.wait(REPORT_S if reported else 0.02)
+        for key, status in list(download.statuses.items()):
+            if key not in reported and status.completed_bytes is not None:
+                report(replace(status, completed_bytes=None))
+            if reported.get(key) != status:
+                reported[key] = status
+                report(status)
+        if done:
             return download.result()
         if cancelled is not None and cancelled.is_set():
             raise PullError(
                 f"fetching {download.name.canonical} was stopped; received bytes are kept, pull again to continue."
             )
-
-
-def _report_files(download: _Download, reported_bytes: dict[str, int | None], report: Report) -> None:
-    for step in list(download.steps):
-        if step.file in reported_bytes:
-            n_bytes = download.n_bytes.get(step.file)
-            if n_bytes not in (None, reported_bytes[step.file]):
-                reported_bytes[step.file] = n_bytes
-                report(replace(step, completed_bytes=n_bytes))
 
 
 _running: dict[tuple[str, str, Path], _Download] = {}
@@ -122,15 +101,14 @@ def _shared_download(name: Name) -> Iterator[_Download]:
 
 
 class _Download:
-    """The download of one name, on threads of its own. `steps` grows; `n_bytes`: bytes received, by file."""
+    """The download of one name, on threads of its own. `statuses`: its steps so far, and files by path, in order."""
 
     def __init__(self, name: Name) -> None:
         self.name = name
         self.n_users = 0
         self.stopped = threading.Event()
         self.done = threading.Event()
-        self.steps: list[PullStatus] = []
-        self.n_bytes: dict[str, int] = {}
+        self.statuses: dict[str, PullStatus] = {}
         self._entry: ModelEntry | None = None
         self._error: BaseException | None = None
 
@@ -152,85 +130,26 @@ class _Download:
 
     def _fetch(self) -> ModelEntry:
         from moegguf.models.hub_api import read_repository
-        from moegguf.models.hub_fetch import missing_bytes
+        from moegguf.models.hub_commit import fetch_files, link_commit
 
         self._step("pulling manifest")
         repository = read_repository(self.name.repo, self.stopped)
         selection = select_files(repository.files, self.name.tag, repo=repository.repo)
         files = [repository.files[path] for path in selection.paths]
-        check_space(hub_cache(), sum(missing_bytes(file) for file in files), self.name.canonical)
         for file in files:
             digest = f"sha256:{file.etag}" if file.is_large else ""
-            self.steps.append(PullStatus(f"pulling {file.etag[:12]}", digest, file.path, file.size_bytes))
-        self._fetch_files(files)
+            status = PullStatus(f"pulling {file.etag[:12]}", digest, file.path, file.size_bytes)
+            self.statuses[file.path] = status
+        fetch_files(files, self.name.canonical, self._on_bytes, self.stopped)
         self._step("verifying sha256 digest")
         self._step("writing manifest")
-        entry = _publish(repository, selection, files)
+        found = Snapshot(repository.repo, link_commit(repository, files))
+        tag = next((tag for tag, other in models_in(found.paths()) if other.files == selection.files), DEFAULT_TAG)
         self._step("success")
-        return entry
+        return found.entry(tag, selection)
 
     def _step(self, status: str) -> None:
-        self.steps.append(PullStatus(status))
+        self.statuses[status] = PullStatus(status)
 
-    def _fetch_files(self, files: list[HubFile]) -> None:
-        """All files, MAX_PARALLEL_FILES at a time. Raises the first error after the other threads have stopped."""
-        waiting, errors = iter(files), list[BaseException]()
-        threads = [
-            threading.Thread(target=self._fetch_waiting, args=(waiting, errors), name="pull file", daemon=True)
-            for _ in range(min(MAX_PARALLEL_FILES, len(files)))
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
-
-    def _fetch_waiting(self, waiting: Iterator[HubFile], errors: list[BaseException]) -> None:
-        """One file after the other, as long as there are any; `waiting` is shared between threads."""
-        from moegguf.models.hub_fetch import fetch_file
-
-        try:
-            for file in waiting:
-                if errors:
-                    break
-                fetch_file(file, partial(self.n_bytes.__setitem__, file.path), self.stopped)
-        except BaseException as error:  # raised by _fetch_files
-            errors.append(error)
-            self.stopped.set()
-
-
-def _publish(repository: Repository, selection: FileSelection, files: list[HubFile]) -> ModelEntry:
-    """Links the commit's paths to the blobs, then sets `main` to this commit."""
-    folder = repo_folder(repository.repo)
-    snapshot = folder / "snapshots" / repository.commit
-    try:
-        for file in files:
-            _link(snapshot / file.path, folder / "blobs" / file.etag)
-        (folder / "refs").mkdir(exist_ok=True)
-        write_atomically(
-            folder / ".main", repository.commit.encode()
-        )  # a temporary file in refs/ would be taken for a branch
-        os.replace(folder / ".main", folder / "refs" / "main")
-        found = Snapshot(repository.repo, snapshot)
-        tag = next((tag for tag, other in models_in(found.paths()) if other.files == selection.files), DEFAULT_TAG)
-        return found.entry(tag, selection)
-    except OSError as error:
-        raise PullError(
-            f"{repository.repo} was fetched, but cannot be linked in {str(folder)!r} ({error.strerror or error})."
-        ) from error
-
-
-def _link(link: Path, blob: Path) -> None:
-    """Makes a relative link, as huggingface_hub does, unless it exists."""
-    link.parent.mkdir(parents=True, exist_ok=True)
-    target = os.path.relpath(blob, link.parent)
-    if link.is_symlink() and os.readlink(link) == target:
-        return
-    link.unlink(missing_ok=True)
-    try:
-        link.symlink_to(target)
-    except FileExistsError:  # made by another process in the meantime
-        pass
-    except OSError:  # a file system without symbolic links
-        os.link(blob, link)
+    def _on_bytes(self, file: HubFile, n_bytes: int) -> None:
+        self.statuses[file.path] = replace(self.statuses[file.path], completed_bytes=n_bytes)

@@ -76,7 +76,7 @@ def _models_in(known: tuple[str, ...]) -> tuple[tuple[str, FileSelection], ...]:
 def projector_beside(model: str, names: Sequence[str]) -> str | None:
     """The projector for the file `model` among the `names` of its folder, which other models may share.
 
-    Of the only model, any; else one of the model's name, quantisations aside.
+    With one model in the folder, it is the folder's; otherwise the one with the model's name, quantisations aside.
     """
     others = [name for name in names if is_model(name) and _shard(name).prefix != _shard(model).prefix]
     return _projector(model, [name for name in names if not others or _plain_name(name) == _plain_name(model)])

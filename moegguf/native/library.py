@@ -32,6 +32,7 @@ from moegguf.processor import read_processor
 from moegguf.settings import read_environment
 
 LOG_ERROR = 4  # enum ggml_log_level
+FAULT = abi.enum("fault_kind")
 # 20000: a good part of a millisecond; 300000 is GNU's default. `active` makes it 1000 while experts can be absent
 # (`moegguf/native/short_spins.h`), which costs up to a fifth of the speed where they cannot, and 100 without.
 SPINNING = {"GOMP_SPINCOUNT": "20000", "OMP_WAIT_POLICY": "active"}
@@ -119,13 +120,12 @@ def load() -> c.CDLL:
             _load_backends(folder)
     except OSError as error:
         raise LibraryError(f"the native library in {folder} does not load ({error}); install moegguf again.") from error
-    library.moegguf_abi_version.restype = c.c_uint32
     found = library.moegguf_abi_version()
     if found != abi.ABI_VERSION:
         raise LibraryError(
             f"the native library has ABI {found}, this package needs ABI {abi.ABI_VERSION}; build it again."
         )
-    abi.declare(library)
+    abi.declare(library, check)
     return library
 
 
@@ -237,14 +237,11 @@ def error(status: int, message: str) -> MoeggufError:
 
 
 def check(status: int) -> None:
-    """Raises the typed error for a status that is not abi.OK, with the library's own reason."""
+    """Raises the typed error for a status that is not abi.OK, with the library's own reason. Every call does so."""
     if status != abi.OK:
         raise error(status, load().moegguf_last_error().decode(errors="replace"))
 
 
 def arm_fault(kind: str, nth: int, *, sticky: bool = False, errno: int = 0) -> None:
-    """Makes the nth operation of `kind`, one of `abi.FAULT`, fail from now on, once or for good; nth 0 disarms.
-
-    For tests.
-    """
-    load().moegguf_fault_arm(abi.FAULT[kind], nth, sticky, errno)
+    """For tests: the nth operation of a kind, one of FAULT, fails, once or it and all later; 0: none."""
+    load().moegguf_fault_arm(FAULT[kind], nth, sticky, errno)

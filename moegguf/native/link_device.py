@@ -17,9 +17,9 @@ class Pinned(enum.IntEnum):
     """Memory of the host that a simulated device can have pinned (enum moegguf_pinned): none, its own, or that of the
     first one, which is pinned for that alone, as in Vulkan's backend."""
 
-    NOT = 0
-    OWN = 1
-    OF_FIRST = 2
+    NOT = abi.PINNED_NOT
+    OWN = abi.PINNED_OWN
+    OF_FIRST = abi.PINNED_FIRST
 
 
 def add_link_device(
@@ -39,10 +39,10 @@ def add_link_device(
     as CUDA (link_device.h), with delays by this seed. Raises OptionError for a link without bandwidth.
     """
     name = c.c_char_p()
-    described = abi.LinkStruct(
-        link.bytes_per_s / 1e9, link.latency_s * 1e9, memory_bytes, most_buffer_bytes, pinned, n_threads, strict_seed, 0
+    described = abi.Link(
+        link.bytes_per_s / 1e9, link.latency_s * 1e9, memory_bytes, most_buffer_bytes, pinned, n_threads, strict_seed
     )
-    library.check(library.load().moegguf_link_add(c.byref(described), c.byref(name)))
+    library.load().moegguf_link_add(c.byref(described), c.byref(name))
     assert name.value is not None
     return name.value.decode()
 

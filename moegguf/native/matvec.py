@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from moegguf.errors import OptionError
 from moegguf.native.events import Float32s
-from moegguf.native.library import check, load
+from moegguf.native.library import load
 
 STEPS = 127  # of a signed byte, on each side of zero
 
@@ -43,5 +43,5 @@ class QuantizedMatrix:
                     f"a vector must be {n} float32 in a row, but is {vector.dtype} of shape {vector.shape}."
                 )
         n_rows, n_cols = self.shape
-        check(self._kernel(*self._addresses, n_rows, n_cols, x.ctypes.data, self.relu, out.ctypes.data))
+        self._kernel(*self._addresses, n_rows, n_cols, x.ctypes.data, self.relu, out.ctypes.data)
         return out

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moegguf.native.events import Float32s
-from moegguf.native.library import check, load
+from moegguf.native.library import load
 
 TINY = np.float32(1e-30)  # a squared norm that makes 0/norm a similarity of 0
 MOST = 64  # entries that one match can return
@@ -64,7 +64,7 @@ class Query:
         columns_at = self._columns_at + 4 * il * self._n_expert * self._capacity
         row_norm2_at = self._row_norm2_at + 4 * il * self._capacity
         rows = columns_at, self._capacity, self._row_at, self._n_expert, row_norm2_at
-        check(self._library.moegguf_eamc_add_row(*rows, n_entries, *self._sums_at))
+        self._library.moegguf_eamc_add_row(*rows, n_entries, *self._sums_at)
         return True
 
     def match(self, n: int, n_entries: int) -> npt.NDArray[np.intp]:
@@ -73,5 +73,5 @@ class Query:
         Entries that agree in nothing are not among them. Of entries equally near, those with more tokens come first.
         """
         n = min(n, MOST)
-        check(self._library.moegguf_eamc_match(*self._sums_at, self._tokens_at, n_entries, n, *self._found_at))
+        self._library.moegguf_eamc_match(*self._sums_at, self._tokens_at, n_entries, n, *self._found_at)
         return self._indices[: self._n_found.value].copy()

@@ -14,8 +14,7 @@ from moegguf.errors import OptionError
 from moegguf.native import abi, library
 
 Array = npt.NDArray[Any]
-# enum moegguf_array_type
-TYPE_OF = {np.dtype(type_): i for i, type_ in enumerate((np.float32, np.int8, np.uint16, np.int32))}
+TYPE_OF = {np.dtype(name): value for name, value in abi.enum("array_type").items()}
 
 
 @dataclass(frozen=True)
@@ -42,11 +41,6 @@ class NativeForecast:
     waste_weight: float = 0.1
     lockstep: bool = False
 
-    @property
-    def flags(self) -> int:
-        """The bits of enum moegguf_predict_flag."""
-        return abi.PREDICT_ONCE * self.once | abi.PREDICT_LOCKSTEP * self.lockstep
-
 
 @functools.cache
 def native_predictors() -> tuple[str, ...]:
@@ -57,7 +51,7 @@ def native_predictors() -> tuple[str, ...]:
     return tuple(found)
 
 
-def predictor_struct(predictor: NativePredictor, forecast: NativeForecast) -> abi.Predictor:
+def predictor_struct(predictor: NativePredictor, forecast: NativeForecast) -> Any:
     """The struct moegguf_predictor. It points into the arrays, which must outlive it.
 
     Raises OptionError for an array of another type or that is not contiguous.
@@ -71,8 +65,9 @@ def predictor_struct(predictor: NativePredictor, forecast: NativeForecast) -> ab
             for name, values in predictor.arrays.items()
         )
     )
+    flags = abi.PREDICT_ONCE * forecast.once | abi.PREDICT_LOCKSTEP * forecast.lockstep
     return abi.Predictor(
-        predictor.name.encode(), len(rows), forecast.flags, rows, forecast.window, forecast.most_prefetches,
+        predictor.name.encode(), len(rows), flags, rows, forecast.window, forecast.most_prefetches,
         forecast.waste_weight,
     )  # fmt: skip
 

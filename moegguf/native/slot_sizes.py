@@ -10,12 +10,14 @@ from typing import Any
 from moegguf.gguf.experts import ExpertLayout, Kind
 from moegguf.native import abi, library
 
+KIND = abi.enum("kind")
+
 
 def matrices_of(layout: ExpertLayout, devices: Iterable[str | None] = ()) -> Any:
     """Every expert matrix as an array of struct moegguf_matrix, padded as `padded` says."""
     rows = [
         abi.Matrix(
-            m.name.encode(), m.il, abi.KIND[m.kind], m.ggml_type, m.n_expert, m.ne0, m.ne1, m.shard, m.padding_bytes,
+            m.name.encode(), m.il, KIND[m.kind], m.ggml_type, m.n_expert, m.ne0, m.ne1, m.shard, m.padding_bytes,
             m.offset, m.expert_bytes,
         )
         for m in layout.matrices
@@ -28,7 +30,7 @@ def matrices_of(layout: ExpertLayout, devices: Iterable[str | None] = ()) -> Any
 def pad(matrices: Any, devices: Iterable[str | None]) -> None:
     """Raises the padding of these structs to that of devices, as `padded` says."""
     for name in devices:
-        library.check(library.load().moegguf_pad(name.encode() if name else None, matrices, len(matrices)))
+        library.load().moegguf_pad(name and name.encode(), matrices, len(matrices))
 
 
 def padded(layout: ExpertLayout, devices: Iterable[str | None]) -> ExpertLayout:
@@ -64,15 +66,15 @@ def slot_sizes(layout: ExpertLayout, n_slots: int = 0) -> SlotSizes:
     Raises OptionError for matrices of a kind or type that does not exist.
     """
     sizes, matrices = abi.Sizes(), matrices_of(layout)
-    library.check(library.load().moegguf_slot_sizes(matrices, len(matrices), n_slots, c.byref(sizes)))
-    strides = {kind: sizes.stride_bytes[abi.KIND[kind]] for kind in layout.kinds}
+    library.load().moegguf_slot_sizes(matrices, len(matrices), n_slots, c.byref(sizes))
+    strides = {kind: sizes.stride_bytes[KIND[kind]] for kind in layout.kinds}
     return SlotSizes(strides, sizes.slot_bytes, sizes.pool_bytes, sizes.guard_bytes, bool(sizes.streams))
 
 
 def slot_tokens(device: str | None) -> int:
     """The most tokens of a pass that a device, by ggml's name (None: the CPU), computes as if every expert were
     resident, to the last bit, however many slots there are."""
-    return int(library.load().moegguf_slot_tokens(device.encode() if device else None))
+    return int(library.load().moegguf_slot_tokens(device and device.encode()))
 
 
 def most_slots(layout: ExpertLayout, device: str | None, n_slots: int) -> int:
@@ -80,6 +82,5 @@ def most_slots(layout: ExpertLayout, device: str | None, n_slots: int) -> int:
     there, and the largest tensor that its kernels multiply with, have to hold it. Raises OptionError for an unknown
     name."""
     most, matrices = c.c_int32(), matrices_of(layout, [device])
-    name = device.encode() if device else None
-    library.check(library.load().moegguf_most_slots(name, matrices, len(matrices), n_slots, c.byref(most)))
+    library.load().moegguf_most_slots(device and device.encode(), matrices, len(matrices), n_slots, c.byref(most))
     return most.value

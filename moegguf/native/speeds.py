@@ -60,8 +60,8 @@ def measure_speeds(
     n_slots = _n_slots(layer, slot_sizes(of_layer).slot_bytes)
     paths = [str(shard.path).encode() for shard in layout.shards]
     how, token_bytes = (device, n_threads, repack), layer.n_expert_used * layer.expert_bytes
-    turns: list[abi.SpeedsStruct] = []
-    dense_turns: dict[int, list[abi.SpeedsStruct]] = {}
+    turns: list[Any] = []
+    dense_turns: dict[int, list[Any]] = {}
     dense = {number: _dense_matrix(number, layout.hparams.n_embd) for number in dense_types(layout)}
     for _ in range(TURNS):
         of_layer_s = seconds / TURNS
@@ -96,10 +96,10 @@ def measure_speeds(
     )
 
 
-def best_of(turns: Sequence[abi.SpeedsStruct], token_bytes: int) -> abi.SpeedsStruct:
-    """The best of every figure in some measurements. Bandwidth and latency of copies belong together: those with which
-    so many bytes come soonest."""
-    best = abi.SpeedsStruct()
+def best_of(turns: Sequence[Any], token_bytes: int) -> Any:
+    """The best of every figure in some structs moegguf_speeds. Bandwidth and latency of copies belong together: those
+    with which so many bytes come soonest."""
+    best = abi.Speeds()
     for name in ("cpu_bytes_per_ns", "device_bytes_per_ns", "pinned_memory"):
         setattr(best, name, max(getattr(turn, name) for turn in turns))
     for name in ("cpu_op_ns", "device_op_ns", "stop_ns", "cpu_layer_ns"):
@@ -120,26 +120,26 @@ def dense_types(layout: ExpertLayout) -> dict[int, int]:
     return {number: size for number, size in dense.items() if size > LEAST_SHARE * layout.dense_bytes}
 
 
-def _dense_matrix(dense_type: int, n_embd: int) -> abi.Matrix | None:
+def _dense_matrix(dense_type: int, n_embd: int) -> Any:
     """A matrix of this type as wide as the model; None where that is not a whole number of the type's blocks."""
     _, block, block_bytes = GGML_TYPES[dense_type]
     if n_embd % block:
         return None
     n_rows = max(64, DENSE_BYTES // (n_embd // block * block_bytes))
     n_bytes = n_rows * (n_embd // block) * block_bytes
-    return abi.Matrix(b"dense", 0, abi.KIND["down"], dense_type, 1 << 10, n_embd, n_rows, 0, 0, 0, n_bytes)
+    return abi.Matrix(b"dense", 0, abi.DOWN, dense_type, 1 << 10, n_embd, n_rows, 0, 0, 0, n_bytes)
 
 
 def _measure(
     matrices: Any, paths: list[bytes], il: int, n_used: int, n_slots: int, device: str | None, n_threads: int,
     repack: bool, seconds: float,
-) -> abi.SpeedsStruct:  # fmt: skip
+) -> Any:  # fmt: skip
     pad(matrices, [device])
     used = (c.c_int32 * (il + 1))()
     used[il] = n_used
     config = abi.Config(
         abi=abi.ABI_VERSION,
-        flags=(abi.FLAG["repack"] if repack else 0) | (0 if paths else abi.FLAG["simulate"]),
+        flags=abi.REPACK * repack | abi.SIMULATE * (not paths),
         n_layer=il + 1,
         n_matrices=len(matrices),
         n_shards=len(paths),
@@ -149,8 +149,8 @@ def _measure(
         n_expert_used=used,
         devices=(abi.Device * 1)(abi.Device(device.encode() if device else None, n_slots)),
     )
-    speeds = abi.SpeedsStruct()
-    library.check(library.load().moegguf_measure_speeds(c.byref(config), n_threads, seconds, c.byref(speeds)))
+    speeds = abi.Speeds()
+    library.load().moegguf_measure_speeds(c.byref(config), n_threads, seconds, c.byref(speeds))
     return speeds
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import ctypes as c
 import enum
 import functools
+import math
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,6 @@ from moegguf.errors import CallbackError, ClosedError, OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native import abi, library
 from moegguf.native.events import Announcement, Float32s, Int32s, Phase, Residency, RoutingEvent
-from moegguf.native.library import check
 from moegguf.native.predictor import NativeForecast, NativePredictor, predictor_struct
 from moegguf.native.slot_sizes import matrices_of
 from moegguf.quantities import Link
@@ -56,9 +56,14 @@ class DeviceSlots:
     link: Link | None = None
 
 
-_PHASES = tuple(Phase)
 UInt64s = npt.NDArray[np.uint64]
+Integers = Sequence[int] | Int32s
 EVERY_PASS = 2**31 - 1
+
+
+def _bits(options: StoreOptions | ListenOptions, enum: str) -> int:
+    """The bits of an enum of flags whose names are fields that are True."""
+    return sum(bit for name, bit in abi.enum(enum).items() if getattr(options, name))
 
 
 @dataclass(frozen=True)
@@ -98,12 +103,6 @@ class StoreOptions:
         """Whether experts may be streamed, where kernels can (`SlotSizes.streams`)."""
         return self.overlap and self.device is None
 
-    @property
-    def flags(self) -> int:
-        """The bits of enum moegguf_flag."""
-        named = (field.name for field in fields(self) if field.name in abi.FLAG)
-        return sum(abi.FLAG[name] for name in named if getattr(self, name))
-
 
 @dataclass(frozen=True)
 class ListenOptions:
@@ -122,52 +121,38 @@ class ListenOptions:
     lazy: bool = False
     max_input_tokens: int = 1
 
-    @property
-    def flags(self) -> int:
-        """The bits of enum moegguf_listen_flag."""
-        return sum(bit for name, bit in abi.LISTEN.items() if getattr(self, name))
+
+def _copied(values: Any, *shape: int, dtype: type = np.int32) -> Any:
+    """A copy of that many values of 4 bytes; None for a null pointer."""
+    return np.frombuffer(c.string_at(values, 4 * math.prod(shape)), dtype).reshape(shape) if values else None
 
 
-def _array(address: int | None, dtype: type, rows: int, columns: int) -> Any:
-    """A copy of (rows, columns) 4-byte values; None for no address."""
-    if not address:
-        return None
-    return np.frombuffer(c.string_at(address, 4 * rows * columns), dtype).reshape(rows, columns)
+def _announcement(event: Any) -> Announcement:
+    of_tokens = (_copied(values, event.n_tokens) for values in (event.sequences, event.phases, event.outputs))
+    tokens = _copied(event.tokens, event.n_tokens)
+    return Announcement(event.lane, event.sequence, Phase(event.phase), tokens, *of_tokens)
 
 
-def _announcement(event: abi.TokensEvent) -> Announcement:
-    tokens = np.frombuffer(c.string_at(event.tokens, 4 * event.n_tokens), np.int32)
-    of_tokens = (_row(address, event.n_tokens) for address in (event.sequences, event.phases, event.outputs))
-    return Announcement(event.lane, event.sequence, _PHASES[event.phase], tokens, *of_tokens)
-
-
-def _row(address: int | None, n: int) -> Any:
-    """A copy of n integers; None for no address."""
-    return np.frombuffer(c.string_at(address, 4 * n), np.int32) if address else None
-
-
-def _of_each(tokens: Int32s, values: npt.ArrayLike) -> Int32s:
-    """(n_tokens,): one value for all, or one of each. Raises OptionError."""
-    try:
-        return np.ascontiguousarray(np.broadcast_to(np.asarray(values, np.int32), tokens.shape))
-    except ValueError as error:
-        raise OptionError(f"{tokens.size} tokens have a sequence, a phase and an output each: {error}.") from error
-
-
-def _routing(event: abi.RoutingEventStruct) -> RoutingEvent:
+def _routing(event: Any) -> RoutingEvent:
     n_tokens, n_used = event.n_tokens, event.n_expert_used
     return RoutingEvent(
-        event.pass_, event.time_ns, event.lane, event.sequence, _PHASES[event.phase], event.first_token, event.il,
-        _array(event.expert_ids, np.int32, n_tokens, n_used),
-        _array(event.weights, np.float32, n_tokens, n_used),
-        _array(event.inputs, np.float32, n_tokens, event.n_embd),
-        _row(event.sequences, n_tokens),
-        _row(event.phases, n_tokens),
+        event.pass_, event.time_ns, event.lane, event.sequence, Phase(event.phase), event.first_token, event.il,
+        _copied(event.expert_ids, n_tokens, n_used),
+        _copied(event.weights, n_tokens, n_used, dtype=np.float32),
+        _copied(event.inputs, n_tokens, event.n_embd, dtype=np.float32),
+        _copied(event.sequences, n_tokens),
+        _copied(event.phases, n_tokens),
     )  # fmt: skip
 
 
-def _residency(event: abi.ResidencyEvent) -> Residency:
+def _residency(event: Any) -> Residency:
     return Residency(event.time_ns, event.il, event.expert, event.slot, bool(event.resident))
+
+
+def _arrays(il: Integers, experts: Integers) -> tuple[Any, Any, int]:
+    """(layers, experts, n) of as many pairs as there are."""
+    n = min(len(il), len(experts))
+    return (c.c_int32 * n)(*il[:n]), (c.c_int32 * n)(*experts[:n]), n
 
 
 class NativePolicy(NamedTuple):
@@ -232,7 +217,7 @@ class Store:
     ) -> None:
         self._library = library.load()
         self._handle: int | None = None
-        self._listener: abi.Listener | None = None
+        self._listener: Any = None  # struct moegguf_listener: what C calls must not be collected
         self._callback_error: BaseException | None = None
         self._callback_thread = 0  # that a callback runs on now
         self._predictor: NativePredictor | None = None  # its arrays are in use
@@ -245,7 +230,7 @@ class Store:
         matrices, paths = matrices_of(layout, names), [str(shard.path).encode() for shard in layout.shards]
         config = abi.Config(
             abi=abi.ABI_VERSION,
-            flags=options.flags,
+            flags=_bits(options, "flag"),
             n_layer=layout.n_layer,
             n_matrices=len(matrices),
             n_shards=len(paths),
@@ -261,7 +246,7 @@ class Store:
             sim_latency_ns=options.link_latency_s * 1e9,
         )
         handle = c.c_void_p()
-        check(self._library.moegguf_store_open(c.byref(config), c.byref(handle)))
+        self._library.moegguf_store_open(c.byref(config), c.byref(handle))
         self._handle = handle.value
 
     def _devices(self, n_slots: int | Sequence[DeviceSlots]) -> tuple[DeviceSlots, ...]:
@@ -270,7 +255,7 @@ class Store:
         staging = self.options.staging or 0
         return (DeviceSlots(self.options.device, n_slots, range(self.layout.n_layer), lower=True, staging=staging),)
 
-    def _device(self, device: DeviceSlots) -> abi.Device:
+    def _device(self, device: DeviceSlots) -> Any:
         link = device.link or Link(self.options.copy_bytes_per_s, self.options.copy_latency_s)
         name = device.name.encode() if device.name else None
         per_ns, latency_ns = link.bytes_per_s / 1e9, link.latency_s * 1e9
@@ -297,25 +282,27 @@ class Store:
         """Address of the reserved buffer type, for llama.cpp's tensor_buft_overrides."""
         return int(self._library.moegguf_store_buft(self.handle))
 
+    def _figures(self, call: Any, struct: Any, *arguments: int) -> dict[str, Any]:
+        """The fields of the struct that a call fills, texts decoded."""
+        call(self.handle, *arguments, c.byref(struct))
+        fields = {name: getattr(struct, name) for name, *_ in struct._fields_ if name != "reserved"}
+        return {k: v.decode(errors="replace") if isinstance(v, bytes) else v for k, v in fields.items()}
+
     def counters(self) -> dict[str, int]:
         """Every figure of struct moegguf_counters; times in ns."""
-        counters = abi.Counters()
-        check(self._library.moegguf_store_counters(self.handle, c.byref(counters)))
-        return {name: getattr(counters, name) for name, *_ in counters._fields_}
+        return self._figures(self._library.moegguf_store_counters, abi.Counters())
 
     def info(self) -> dict[str, int]:
         """Every figure of struct moegguf_pool_info."""
-        info = abi.PoolInfo()
-        check(self._library.moegguf_store_info(self.handle, c.byref(info)))
-        return {name: getattr(info, name) for name, *_ in info._fields_}
+        return self._figures(self._library.moegguf_store_info, abi.PoolInfo())
 
     def tier(self, tier: Tier = Tier.COMPUTE) -> dict[str, Any]:
         """Every figure of struct moegguf_tier_info; times in ns. Raises OptionError where there is no such tier."""
-        return self._tier(tier)
+        return self._figures(self._library.moegguf_store_tier, abi.TierInfo(), tier)
 
     def device(self, index: int) -> dict[str, Any]:
         """Those figures of the slots of one of `devices`. Raises OptionError where there is no such device."""
-        return self._tier(abi.DEVICE_TIER + index)
+        return self._figures(self._library.moegguf_store_tier, abi.TierInfo(), abi.DEVICE_TIER + index)
 
     def staging(self) -> dict[str, Any]:
         """Those figures of the tensors that prompts are staged in, of all devices; empty without any.
@@ -323,19 +310,13 @@ class Store:
         Look-ups are those of experts of prompts: a hit had been copied ahead, or its copy had begun. bytes_prefetched
         were copied ahead, bytes_missed while a layer waited; copy_ns were spent on both, stall_ns of it waited for.
         """
-        figures = self._tier(abi.STAGING_TIER)
+        figures = self._figures(self._library.moegguf_store_tier, abi.TierInfo(), abi.STAGING_TIER)
         return figures if figures["n_slots"] else {}
-
-    def _tier(self, index: int) -> dict[str, Any]:
-        info = abi.TierInfo()
-        check(self._library.moegguf_store_tier(self.handle, index, c.byref(info)))
-        figures = {name: getattr(info, name) for name, *_ in info._fields_}
-        return figures | {name: figures[name].decode(errors="replace") for name in ("device", "note")}
 
     def residency(self, tier: Tier = Tier.COMPUTE) -> npt.NDArray[np.uint8]:
         """(n_layer, n_expert): 0 absent, 1 on its way, 2 there. Raises OptionError where there is no such tier."""
         there = np.zeros(self.shape, np.uint8)
-        check(self._library.moegguf_store_residency(self.handle, tier, there.ctypes.data, there.size))
+        self._library.moegguf_store_residency(self.handle, tier, there.ctypes.data, there.size)
         return there
 
     def activity(self) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
@@ -344,12 +325,12 @@ class Store:
         Look-ups of single tokens in a fully resident pool count only while watched: see `watch`.
         """
         uses, loads = np.zeros(self.shape, np.uint32), np.zeros(self.shape, np.uint32)
-        check(self._library.moegguf_store_activity(self.handle, uses.ctypes.data, loads.ctypes.data, uses.size))
+        self._library.moegguf_store_activity(self.handle, uses.ctypes.data, loads.ctypes.data, uses.size)
         return uses, loads
 
     def watch(self, on: bool) -> None:
         """While on, layers of a fully resident pool are not skipped: `activity` is complete, and they cost more."""
-        check(self._library.moegguf_store_watch(self.handle, on))
+        self._library.moegguf_store_watch(self.handle, on)
 
     def set_scores(self, scores: npt.ArrayLike | None) -> None:
         """Scores (n_layer, n_expert): the lowest goes first, least recently used among equals.
@@ -357,10 +338,10 @@ class Store:
         None: the policy set with `set_policy` decides.
         """
         if scores is None:
-            check(self._library.moegguf_store_set_scores(self.handle, None, 0))
+            self._library.moegguf_store_set_scores(self.handle, None, 0)
             return
         table = np.ascontiguousarray(scores, np.float32)
-        check(self._library.moegguf_store_set_scores(self.handle, table.ctypes.data, table.size))
+        self._library.moegguf_store_set_scores(self.handle, table.ctypes.data, table.size)
 
     def set_forecast(self, probabilities: npt.ArrayLike | None, known: Sequence[int] = ()) -> None:
         """What a predictor expects, for policies that take it: replaces the forecast before.
@@ -369,34 +350,27 @@ class Store:
         they are about. None: nothing is known.
         """
         if probabilities is None:
-            check(self._library.moegguf_store_set_forecast(self.handle, None, None, 0))
+            self._library.moegguf_store_set_forecast(self.handle, None, None, 0)
             return
         table = np.ascontiguousarray(probabilities, np.float32)
         if table.shape != self.shape:
             raise OptionError(f"a forecast has the shape {self.shape}, not {table.shape}.")
         mask = np.zeros(len(table), np.uint8)
         mask[list(known)] = 1
-        check(self._library.moegguf_store_set_forecast(self.handle, table.ctypes.data, mask.ctypes.data, table.size))
+        self._library.moegguf_store_set_forecast(self.handle, table.ctypes.data, mask.ctypes.data, table.size)
 
-    def set_policy(self, name: str = "lru", **parameters: float | Sequence[float]) -> None:
-        """The tier that layers compute on evicts by the policy of this name from now on: see `set_policy_of`."""
-        self.set_policy_of(Tier.COMPUTE, name, **parameters)
-
-    def set_policy_of(self, tier: Tier, name: str, **parameters: float | Sequence[float]) -> None:
+    def set_policy(
+        self, name: str = "lru", tier: Tier = Tier.COMPUTE, /, **parameters: float | Sequence[float]
+    ) -> None:
         """A tier evicts by the policy of this name from now on; see `native_policies`. It starts anew.
 
         A score table in force, on the tier that layers compute on, comes before. Raises OptionError for an unknown name
         or parameter, or a value out of range; the policy before then stays.
         """
-        rows = [np.ascontiguousarray(value, np.float32).ravel() for value in parameters.values()]
-        table = (abi.Parameter * len(rows))(
-            *(
-                abi.Parameter(key.encode(), row.size, 0, row.ctypes.data_as(c.POINTER(c.c_float)))
-                for key, row in zip(parameters, rows, strict=True)
-            )
-        )
-        policy = abi.Policy(name.encode(), len(rows), 0, table)
-        check(self._library.moegguf_store_set_policy(self.handle, tier, c.byref(policy)))
+        rows = {key.encode(): np.ravel(value).tolist() for key, value in parameters.items()}
+        table = [abi.Parameter(key, len(row), 0, (c.c_float * len(row))(*row)) for key, row in rows.items()]
+        policy = abi.Policy(name.encode(), len(table), 0, (abi.Parameter * len(table))(*table))
+        self._library.moegguf_store_set_policy(self.handle, tier, c.byref(policy))
 
     def set_predictor(self, predictor: NativePredictor | None, forecast: NativeForecast = NativeForecast()) -> None:
         """Predicts what comes in passes of one token, on a thread of the store's own, and acts on it; None: no longer.
@@ -404,16 +378,13 @@ class Store:
         Raises OptionError for an unknown name, a missing array or one of a wrong size, and a limit out of range; the
         predictor before then stays.
         """
-        if predictor is None:
-            check(self._library.moegguf_store_set_predictor(self.handle, None))
-        else:
-            chosen = predictor_struct(predictor, forecast)
-            check(self._library.moegguf_store_set_predictor(self.handle, c.byref(chosen)))
+        chosen = None if predictor is None else c.byref(predictor_struct(predictor, forecast))
+        self._library.moegguf_store_set_predictor(self.handle, chosen)
         self._predictor = predictor
 
     def act_on_forecasts(self, on: bool) -> None:
         """Whether the store prefetches what its predictor expects. On until switched off."""
-        check(self._library.moegguf_store_act(self.handle, on))
+        self._library.moegguf_store_act(self.handle, on)
 
     def forecast(self) -> tuple[Float32s, npt.NDArray[np.bool_]]:
         """(probabilities (n_layer, n_expert) as the store's predictor gave them, layers (n_layer,) they are about).
@@ -421,30 +392,24 @@ class Store:
         A layer's part ends when it is routed.
         """
         probabilities, known = np.zeros(self.shape, np.float32), np.zeros(self.layout.n_layer, np.uint8)
-        check(
-            self._library.moegguf_store_forecast(
-                self.handle, probabilities.ctypes.data, known.ctypes.data, probabilities.size
-            )
+        self._library.moegguf_store_forecast(
+            self.handle, probabilities.ctypes.data, known.ctypes.data, probabilities.size
         )
         return probabilities, known.astype(bool)
 
-    def prefetch(self, il: Sequence[int] | Int32s, experts: Sequence[int] | Int32s, replace: bool = False) -> None:
+    def prefetch(self, il: Integers, experts: Integers, replace: bool = False) -> None:
         """Asks for experts (il[i], experts[i]) early, in order. Unknown or resident ones are dropped, and counted.
 
         They come behind those asked for before; replace: instead of those of them that have no slot yet.
         """
-        layers, ids = np.ascontiguousarray(il, np.int32), np.ascontiguousarray(experts, np.int32)
-        n = min(layers.size, ids.size)
-        check(self._library.moegguf_store_prefetch(self.handle, layers.ctypes.data, ids.ctypes.data, n, replace))
+        self._library.moegguf_store_prefetch(self.handle, *_arrays(il, experts), replace)
 
-    def warm(self, il: Sequence[int] | Int32s, experts: Sequence[int] | Int32s) -> None:
+    def warm(self, il: Integers, experts: Integers) -> None:
         """Fills free slots with experts (il[i], experts[i]) in the background, the first ones nearest to the layers.
 
         Never before what a pass waits for, and never in place of another expert. Replaces those given before.
         """
-        layers, ids = np.ascontiguousarray(il, np.int32), np.ascontiguousarray(experts, np.int32)
-        n = min(layers.size, ids.size)
-        check(self._library.moegguf_store_warm(self.handle, layers.ctypes.data, ids.ctypes.data, n))
+        self._library.moegguf_store_warm(self.handle, *_arrays(il, experts))
 
     def listen(
         self,
@@ -458,21 +423,22 @@ class Store:
         The arrays are the callee's to keep. An exception in a callback ends its calls and is raised from the next
         `raise_callback_error`.
         """
-        check(self._library.moegguf_store_listen(self.handle, None))
+        self._library.moegguf_store_listen(self.handle, None)
         self._listener = None
         if on_routing is None and on_residency is None and on_tokens is None:
             return
         self._callback_error = None
         options = options or ListenOptions()
-        self._listener = abi.Listener(
-            options.flags,
-            options.max_input_tokens,
-            abi.TOKENS_CALLBACK(self._guarded(_announcement, on_tokens) if on_tokens else 0),
-            abi.ROUTING_CALLBACK(self._guarded(_routing, on_routing) if on_routing else 0),
-            abi.RESIDENCY_CALLBACK(self._guarded(_residency, on_residency) if on_residency else 0),
-            None,
-        )
-        check(self._library.moegguf_store_listen(self.handle, c.byref(self._listener)))
+        self._listener = abi.Listener(_bits(options, "listen_flag"), options.max_input_tokens)
+        types = dict(self._listener._fields_)
+        for name, convert, callback in (
+            ("on_tokens", _announcement, on_tokens),
+            ("on_routing", _routing, on_routing),
+            ("on_residency", _residency, on_residency),
+        ):
+            if callback is not None:
+                setattr(self._listener, name, types[name](self._guarded(convert, callback)))
+        self._library.moegguf_store_listen(self.handle, c.byref(self._listener))
 
     def _guarded(self, convert: Callable[[Any], Any], callback: Callable[[Any], None]) -> Callable[[int, Any], None]:
         def call(_user: int, event: Any) -> None:
@@ -503,7 +469,7 @@ class Store:
 
     def cancel(self, on: bool = True) -> None:
         """Ends passes in flight and to come as cancelled, until called with False."""
-        check(self._library.moegguf_store_cancel(self.handle, on))
+        self._library.moegguf_store_cancel(self.handle, on)
 
     def resize(self, n_slots: int, tier: Tier = Tier.COMPUTE, device: int | None = None) -> None:
         """Uses n_slots slots of a tier from the next routing event on, those below at once.
@@ -513,7 +479,7 @@ class Store:
         that the CPU has beside devices stay as they are.
         """
         index = tier if device is None else abi.DEVICE_TIER + device
-        check(self._library.moegguf_store_resize(self.handle, index, n_slots))
+        self._library.moegguf_store_resize(self.handle, index, n_slots)
 
     def reallocate(self, n_slots: int, tier: Tier = Tier.COMPUTE, device: int | None = None) -> None:
         """Uses n_slots slots of a tier, up to those it was opened with, at once, while no pass is under way.
@@ -523,7 +489,7 @@ class Store:
         that there cannot be.
         """
         index = tier if device is None else abi.DEVICE_TIER + device
-        check(self._library.moegguf_store_reallocate(self.handle, index, n_slots))
+        self._library.moegguf_store_reallocate(self.handle, index, n_slots)
 
     def compute_misses(self, n_threads: int) -> None:
         """From now on the CPU computes what is missed on devices, in passes of up to 8 tokens, from slots in RAM.
@@ -532,44 +498,38 @@ class Store:
         the last 64 tokens: these get no slot on the device, but by `warm` or where slots are free. Not exact, as the
         CPU rounds otherwise than the device. Raises OptionError without slots in RAM below those of a device.
         """
-        check(self._library.moegguf_store_compute_misses(self.handle, n_threads))
+        self._library.moegguf_store_compute_misses(self.handle, n_threads)
 
     def model_computed_misses(self, cpu: Link) -> None:
         """The same in a simulated store, on the modelled clock: at cpu.bytes_per_s, and cpu.latency_s more for a layer
         with some. Raises OptionError where `compute_misses` does, and for a rate of 0."""
         per_ns, layer_ns = cpu.bytes_per_s / 1e9, cpu.latency_s * 1e9
-        check(self._library.moegguf_store_sim_compute_misses(self.handle, per_ns, layer_ns))
+        self._library.moegguf_store_sim_compute_misses(self.handle, per_ns, layer_ns)
 
     def computed(self) -> Computed:
         """What the CPU has computed so since open."""
-        found = abi.Computed()
-        check(self._library.moegguf_store_computed(self.handle, c.byref(found)))
-        note = found.note.decode(errors="replace")
-        return Computed(
-            found.misses, found.compute_ns, found.stall_ns, found.compute_bytes_ns, found.copy_bytes_ns,
-            found.n_layers, note,
-        )  # fmt: skip
+        return Computed(**self._figures(self._library.moegguf_store_computed, abi.Computed()))
 
     def drain(self, timeout_s: float = 600.0) -> None:
         """Waits until nothing is queued or being read."""
-        check(self._library.moegguf_store_drain(self.handle, timeout_s))
+        self._library.moegguf_store_drain(self.handle, timeout_s)
 
     def read_slot(self, matrix: int, slot: int) -> bytes:
         """The bytes of one matrix of the expert in a plain slot. For tests."""
         n_bytes = self.layout.matrices[matrix].expert_bytes
         data = c.create_string_buffer(n_bytes)
-        check(self._library.moegguf_store_read_slot(self.handle, matrix, slot, data, n_bytes))
+        self._library.moegguf_store_read_slot(self.handle, matrix, slot, data, n_bytes)
         return data.raw
 
     def probe(self, seconds: float) -> float:
         """Bytes/s that these readers reach on this file, reading random experts."""
         speed = c.c_double()
-        check(self._library.moegguf_store_probe(self.handle, seconds, c.byref(speed)))
+        self._library.moegguf_store_probe(self.handle, seconds, c.byref(speed))
         return speed.value
 
     def advance(self, ns: int) -> None:
         """Simulation: compute time passes on the modelled clock."""
-        check(self._library.moegguf_store_sim_advance(self.handle, ns))
+        self._library.moegguf_store_sim_advance(self.handle, ns)
 
     def open_lane(self) -> Lane:
         """One context's way into the store."""
@@ -589,7 +549,7 @@ class Lane:
         self._library = library.load()
         self._handle: int | None = None
         handle = c.c_void_p()
-        check(self._library.moegguf_lane_open(store.handle, c.byref(handle)))
+        self._library.moegguf_lane_open(store.handle, c.byref(handle))
         self._handle = handle.value
 
     @property
@@ -617,11 +577,8 @@ class Lane:
         n_tokens, n_used = ids.shape
         vectors = None if inputs is None else np.ascontiguousarray(inputs, np.float32).reshape(n_tokens, -1)
         entered = (None, 0) if vectors is None else (vectors.ctypes.data, vectors.shape[1])
-        check(
-            self._library.moegguf_lane_acquire(
-                self.handle, il, ids.ctypes.data, n_used, n_tokens, *entered, slots.ctypes.data
-            )
-        )
+        event = il, ids.ctypes.data, n_used, n_tokens, *entered, slots.ctypes.data
+        self._library.moegguf_lane_acquire(self.handle, *event)
         return slots
 
     def replay(
@@ -633,16 +590,15 @@ class Lane:
         (n_events,): modelled time that passes after each. Ends at the first event that fails, with its error.
         """
         columns = [np.ascontiguousarray(column, np.int32) for column in (il, n_tokens, n_expert_used, expert_ids)]
-        times = None if compute_ns is None else np.ascontiguousarray(compute_ns, np.uint64)
+        if compute_ns is not None:
+            columns.append(np.ascontiguousarray(compute_ns, np.uint64))  # type: ignore[arg-type]
         n_events = columns[0].size
-        sizes = {column.size for column in columns[:3]} | ({times.size} if times is not None else set())
-        if sizes != {n_events}:
+        if any(column.size != n_events for column in (*columns[:3], *columns[4:])):
             raise OptionError("a replay has one layer, number of tokens, experts per token and time for each event.")
-        routing = abi.Routing(
-            n_events, columns[3].size, *(column.ctypes.data for column in columns),
-            None if times is None else times.ctypes.data,
-        )  # fmt: skip
-        check(self._library.moegguf_lane_replay(self.handle, c.byref(routing), c.byref(c.c_int64())))
+        routing, n_done = abi.Routing(n_events, columns[3].size), c.c_int64()
+        for (name, type_), column in zip(routing._fields_[2:], columns, strict=False):
+            setattr(routing, name, column.ctypes.data_as(type_))
+        self._library.moegguf_lane_replay(self.handle, c.byref(routing), c.byref(n_done))
 
     def awaits_tokens(self, sequence: int, phase: Phase) -> bool:
         """Forgets the tokens announced last: others come next, the first of them of this request and phase.
@@ -653,44 +609,34 @@ class Lane:
 
     def announce(
         self,
-        sequence: int | npt.ArrayLike,
-        phase: Phase | npt.ArrayLike,
-        tokens: npt.ArrayLike,
-        outputs: npt.ArrayLike | None = None,
+        sequence: int | Integers,
+        phase: int | Integers,
+        tokens: Integers,
+        outputs: Integers | None = None,
     ) -> None:
         """Gives the listener the tokens evaluated next, and routing events their requests and phases.
 
         sequence, phase: of all tokens, or of each (n_tokens,). outputs (n_tokens,): whose logits are wanted; None: of
-        all. Raises OptionError.
+        all. Comes before every pass, so that it costs little. Raises OptionError.
         """
-        ids = np.ascontiguousarray(tokens, np.int32)
-        given = sequence, phase, 1 if outputs is None else outputs
-        sequences, phases, wanted = (_of_each(ids, column).tolist() for column in given)
-        if ids.size:
-            self.announce_each(sequences, phases, ids.tolist(), wanted)
-            return
-        event = abi.TokensEvent(0, sequence, phase, 0, None, None, None, None)
-        check(self._library.moegguf_lane_announce(self.handle, c.byref(event)))
-
-    def announce_each(
-        self, sequences: Sequence[int], phases: Sequence[int], tokens: Sequence[int], outputs: Sequence[int]
-    ) -> None:
-        """`announce` of values (n_tokens,) of each of some tokens, at the least cost: it comes before every pass."""
         n = len(tokens)
-        columns: list[Any] = [None] * 3
-        if sequences.count(sequences[0]) < n or phases.count(phases[0]) < n:
-            columns = [(c.c_int32 * n)(*values) for values in (sequences, phases, outputs)]
-        addresses = [column and c.addressof(column) for column in columns]
-        ids = (c.c_int32 * n)(*tokens)
-        event = abi.TokensEvent(0, sequences[0], max(phases), n, c.addressof(ids), *addresses)
-        check(self._library.moegguf_lane_announce(self.handle, c.byref(event)))
+        given = sequence, phase, 1 if outputs is None else outputs
+        columns: list[Any] = [values if hasattr(values, "__len__") else [values] * n for values in given]
+        if any(len(column) != n for column in columns):
+            raise OptionError(f"{n} tokens have a sequence, a phase and an output each, not {[*map(len, columns)]}.")
+        sequences, phases, _ = columns
+        several = n > 0 and any(min(column) < max(column) for column in (sequences, phases))
+        arrays = [(c.c_int32 * n)(*column) for column in columns] if several else []
+        first, of_all = (sequences[0], max(phases)) if n else given[:2]
+        event = abi.TokensEvent(0, first, of_all, n, (c.c_int32 * n)(*tokens), *arrays)
+        self._library.moegguf_lane_announce(self.handle, c.byref(event))
 
-    def take_failure(self) -> abi.Failure | None:
-        """Why the last pass failed, once; None when it did not. For the thread that computes."""
+    def take_failure(self) -> Any:
+        """Why the last pass failed, once: a struct moegguf_failure, or None. For the thread that computes."""
         if self._library.moegguf_lane_is_clear(self.handle):
             return None
         failure = abi.Failure()
-        check(self._library.moegguf_lane_failure(self.handle, c.byref(failure), 1))
+        self._library.moegguf_lane_failure(self.handle, c.byref(failure), 1)
         return failure if failure.status != abi.OK else None
 
     def close(self) -> None:

@@ -168,7 +168,8 @@ void Tier::unpin(int s) {
     if (slot.pins > 0) {
         return;
     }
-    if (residency.failed(s) || slot.streams()) { // the layer that it was reserved for did not come to an end
+    const bool abandoned = slot.queued == 0 && slot.reading == 0 && slot.il >= 0 && !residency.complete(s);
+    if (residency.failed(s) || slot.streams() || abandoned) { // the layer that it was taken for did not come to an end
         retire(s);
     } else if (!usable(s) && slot.reading == 0) {
         count(counters.evictions);

@@ -408,6 +408,7 @@ bool Transfers::next_fill(Job & job) {
             }
         }
         if (next_queued(prefetch_, job)) {
+            update_gauges();
             return true;
         }
     }

@@ -13,7 +13,7 @@ import base64
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.streams import NdjsonResponse, json_line
+from moegguf.server.common.streams import LineResponse, json_line
 from moegguf.serving.events import MAX_SNAPSHOTS_PER_S
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ async def live(request: Request) -> Response:
     if name is not None:
         name = (await asyncio.to_thread(request.app.state.catalog.find, name)).name
     stream = SnapshotStream(manager, name, _per_s(query.get("per_s")), request.app.state.ending)
-    return NdjsonResponse(stream.lines())
+    return LineResponse(stream.lines())
 
 
 def _per_s(text: str | None) -> float:
@@ -145,11 +145,9 @@ class SnapshotStream:
         return snapshots
 
     async def _wait(self) -> None:
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(POLL_S):
                 await self._changed.wait()
-        except TimeoutError:
-            return
 
 
 def _merge(earlier: Snapshot, later: Snapshot) -> Snapshot:

@@ -6,7 +6,6 @@ The page requests nothing but this server, which its content security policy enf
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from starlette.requests import Request
@@ -29,23 +28,11 @@ HEADERS = {
     "x-frame-options": "DENY",
     "cache-control": "no-cache",  # revalidated each time, by ETag
 }
-_QUALITY = re.compile(r";\s*q\s*=\s*([01](?:\.\d{0,3})?)\s*(?:;|$)", re.IGNORECASE)
-
-
-def prefers_html(accept: str) -> bool:
-    """Whether an Accept header prefers text/html to text/plain. `*/*` does not count as text/html."""
-    quality: dict[str, float] = {}
-    for part in accept.split(","):
-        kind, _, rest = part.strip().partition(";")
-        found = _QUALITY.search(f";{rest}")
-        quality[kind.strip().lower()] = float(found[1]) if found else 1.0
-    html = max(quality.get("text/html", 0.0), quality.get("application/xhtml+xml", 0.0))
-    return html > 0 and html >= quality.get("text/plain", 0.0)
 
 
 async def root(request: Request) -> Response:
     """The page for a browser; Ollama's greeting for other clients and for HEAD."""
-    if request.method == "GET" and prefers_html(request.headers.get("accept", "")):
+    if request.method == "GET" and "text/html" in request.headers.get("accept", "").lower():
         return FileResponse(FOLDER / "index.html", headers={**HEADERS, "vary": "Accept"})
     return PlainTextResponse(GREETING, headers={"vary": "Accept", "x-content-type-options": "nosniff"})
 

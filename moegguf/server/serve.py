@@ -132,7 +132,7 @@ class Protocol(H11Protocol):
         super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Of asyncio.Protocol."""
+        """asyncio.Protocol's."""
         self._stop_headers_timer()
         super().connection_lost(exc)
 
@@ -166,7 +166,7 @@ class QuietServer(Server):
         self._accepting: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Of uvicorn.Server."""
+        """uvicorn.Server's."""
         await super().startup(sockets=[])
         if self.started:
             self._listener.setblocking(False)
@@ -200,7 +200,7 @@ class QuietServer(Server):
                 await asyncio.sleep(ACCEPT_RETRY_S)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Of uvicorn.Server."""
+        """uvicorn.Server's."""
         self._on_end()
         if self._accepting is not None:
             self._accepting.cancel()

@@ -17,10 +17,10 @@ class Leases(Protocol):
     """The part of a manager that is needed here."""
 
     def lease(self, *arguments: Any, **options: Any) -> AbstractAsyncContextManager[Any]:
-        """As `ModelManager.lease`."""
+        """The use of a model by one request (`ModelManager.lease`)."""
 
     def loaded(self) -> list[LoadedModel]:
-        """As `ModelManager.loaded`."""
+        """The models in memory."""
 
 
 class BackgroundLeases:

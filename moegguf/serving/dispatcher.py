@@ -28,7 +28,7 @@ from typing import Any
 from moegguf.engine.devices import has_gpu, query_gpus
 from moegguf.engine.machine import Device
 from moegguf.errors import BudgetError, BusyError, DeviceLostError, MoeggufError, OptionError, WorkerError
-from moegguf.gguf.experts import FileVersion
+from moegguf.gguf.reader import FileVersion
 from moegguf.quantities import ExpertCache, format_bytes
 from moegguf.serving.events import LoadOverrides
 from moegguf.serving.managed_model import ManagedModel, Purpose, State, Waiter, process_key, with_defaults
@@ -420,10 +420,10 @@ class Dispatcher:
 
     async def _find_gpu(self) -> Device | None:
         """The device for the next model, with what it would have free without models; None: the CPU."""
-        environment = read_environment()
-        if not environment.hooks or environment.placement == "cpu":
+        environment, chosen = read_environment(), self._settings.loading
+        if not environment.hooks or chosen.get("placement", environment.placement) == "cpu":
             return None
-        if not environment.vram_cache and not has_gpu():
+        if not chosen.get("vram_cache", environment.vram_cache) and not has_gpu():
             return None
         gpu = self._device_limits.choose(await asyncio.to_thread(self._devices))
         return gpu and self._device_limits.update(gpu, self._used_on(gpu.name))
@@ -454,9 +454,9 @@ class Dispatcher:
             self.dispatch()
 
     async def _start_process(self, model: ManagedModel, config: LoadConfig) -> None:
-        def on_progress(fraction: float) -> None:
+        def on_progress(fraction: float | None) -> None:
             for waiter in model.waiters:
-                waiter.on_progress(fraction)
+                waiter.on_progress(fraction or 0.0)
 
         model.process = process = await WorkerProcess.start(
             functools.partial(self._subscribers.publish, model),

@@ -55,12 +55,24 @@ class ExpertUses:
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]]) -> ExpertUses:
-        """Of counts (n_layer, n_expert)."""
+        """From counts (n_layer, n_expert)."""
         most = max(1, max(map(max, rows)))
         return cls(len(rows), len(rows[0]), bytes(round(count * 255 / most) for row in rows for count in row))
 
 
 Event = PromptProgress | Delta | ExpertUses | Done
+
+
+def join(deltas: Sequence[Delta]) -> Delta:
+    """One delta with the content of all, in order. Thinking comes before its answer, also in one delta."""
+    if len(deltas) == 1:
+        return deltas[0]
+    return Delta(
+        text="".join(delta.text for delta in deltas),
+        thinking="".join(delta.thinking for delta in deltas),
+        tool_calls=tuple(call for delta in deltas for call in delta.tool_calls),
+        logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
+    )
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -18,7 +19,32 @@ from moegguf.serving.wire import build
 from moegguf.serving.worker_process import PendingRequest, WorkerProcess
 
 
-class Lease:
+class Calls(ABC):
+    """What a request may ask of a model besides answers."""
+
+    @abstractmethod
+    async def value(self, kind: str, **fields: Any) -> Any:
+        """What the worker answers to a message of this kind. Raises its error, WorkerError."""
+
+    async def embed(self, inputs: Sequence[Any], *, truncate: bool = True, normalize: bool = True) -> Embeddings:
+        """Vectors of texts, or of lists of tokens. Raises what `moegguf.generate.embedding.embed` raises."""
+        fields = {"inputs": list(inputs), "truncate": truncate, "normalize": normalize}
+        return build(Embeddings, await self.value("embed", **fields))
+
+    async def tokenize(self, text: str, special: bool = True) -> list[int]:
+        """The tokens of a text; `special`: with the BOS token, and with names of special tokens parsed as such."""
+        return list(await self.value("tokenize", text=text, special=special))
+
+    async def detokenize(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, special ones by name."""
+        return str(await self.value("detokenize", tokens=list(tokens)))
+
+    async def count(self, generation: GenerationRequest) -> int:
+        """The tokens of a conversation's prompt. Raises what `moegguf.generate.prompt.count_prompt` raises."""
+        return int(await self.value("count", generation=generation))
+
+
+class Lease(Calls):
     """The use of a model, inside `async with`, which sets `entry`, `loaded` (state when the lease was granted) and
     `load_s` (time that the last load took for this lease, 0 when the model was loaded already).
 
@@ -69,24 +95,8 @@ class Lease:
                 else:
                     yield Done(build(Timing, event), self.load_s, self._process.decisions)
 
-    async def embed(self, inputs: Sequence[Any], *, truncate: bool = True, normalize: bool = True) -> Embeddings:
-        """Vectors of texts, or of lists of tokens. Raises what `moegguf.generate.embedding.embed` raises."""
-        fields = {"inputs": list(inputs), "truncate": truncate, "normalize": normalize}
-        return build(Embeddings, await self._value("embed", **fields))
-
-    async def tokenize(self, text: str, special: bool = True) -> list[int]:
-        """The tokens of a text; `special`: with the BOS token, and with names of special tokens parsed as such."""
-        return list(await self._value("tokenize", text=text, special=special))
-
-    async def detokenize(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, special ones by name."""
-        return str(await self._value("detokenize", tokens=list(tokens)))
-
-    async def count(self, generation: GenerationRequest) -> int:
-        """The tokens of a conversation's prompt. Raises what `moegguf.generate.prompt.count_prompt` raises."""
-        return int(await self._value("count", generation=generation))
-
-    async def _value(self, kind: str, **fields: Any) -> Any:
+    async def value(self, kind: str, **fields: Any) -> Any:
+        """The last event of a request."""
         async with aclosing(self._events(kind, **fields)) as events:
             async for value in events:
                 last = value

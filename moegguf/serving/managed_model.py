@@ -17,7 +17,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS
-from moegguf.gguf.experts import FileVersion
+from moegguf.gguf.reader import FileVersion
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache
 from moegguf.serving.events import LoadedModel, LoadedName, LoadOverrides

@@ -58,15 +58,18 @@ def measure(
 ) -> ModelSize:
     """The memory that `entry` needs when loaded with `overrides`. Reads headers: call it from a thread.
 
-    gpu: computes a model with experts, with MOEGGUF_VRAM_CACHE of its memory for them, placed as MOEGGUF_PLACEMENT
-    says; None: the CPU does.
+    gpu: computes a model with experts, with as much of its memory for them, and placed, as the settings or the
+    environment say; None: the CPU does.
 
     Raises ModelFormatError, ModelNotFoundError, BudgetError, OptionError.
     """
     layout, projector = layout_of(entry.path), projector_of(entry)
     flash_attn = True if settings.kv_cache_type != "f16" else settings.flash_attention
     kv_type = ggml_type(settings.kv_cache_type)
-    budgets = given_budgets(overrides.expert_cache or None, None, "auto" if gpu is None else None)
+    chosen = settings.loading
+    placement = "auto" if gpu is None else chosen.get("placement")
+    cache = overrides.expert_cache or chosen.get("expert_cache")
+    budgets = given_budgets(cache, chosen.get("vram_cache"), placement, chosen.get("misses"))
     devices = () if gpu is None or not layout.is_moe else (gpu,)
     here = Machine(_memory(limit_bytes), devices=devices)
     free_bytes = min(limit_bytes, *(device.free_bytes for device in devices)) if devices else limit_bytes
@@ -82,7 +85,7 @@ def measure(
         sizes, n_ctx=n_ctx, n_ubatch=n_batch if embedding else None, n_batch=n_batch, n_seq_max=n_seq_max,
         kv_tokens=settings.kv_tokens,
     ).within(layout, free_bytes, pool_bytes)  # fmt: skip
-    store, n_threads = default_store(), overrides.n_threads or count_cpus()
+    store, n_threads = default_store(chosen.get("strategy")), overrides.n_threads or count_cpus()
     budgets = replace(
         budgets, sizes=sizes, divided=len(budgets.vram) > 1, staging=store.staging, streams=store.overlap,
         margin_bytes=0,
@@ -99,11 +102,12 @@ def measure(
             schedule=settings.schedule,
             n_batch=n_batch,
             n_threads=overrides.n_threads,
-            type_k=kv_type if settings.kv_cache_type != "f16" else None,
-            type_v=kv_type if settings.kv_cache_type != "f16" else None,
+            type_k=settings.kv_cache_type if settings.kv_cache_type != "f16" else None,
+            type_v=settings.kv_cache_type if settings.kv_cache_type != "f16" else None,
             flash_attn=flash_attn,
             embedding=embedding,
             verbose=settings.debug,
+            **chosen,
         )
 
     def plan_with(machine: Machine, budgets: Budgets) -> Plan:

@@ -31,6 +31,7 @@ class SnapshotSender:
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._previous: tuple[Uint32s, Uint32s] | None = None
+        self._mark: tuple[Uint32s, Uint32s] | None = None
         self._previous_tokens = (0, time.monotonic())
 
     def watch(self, per_s: float) -> None:
@@ -49,6 +50,20 @@ class SnapshotSender:
         )
         self._thread.start()
 
+    def since_mark(self, *, move: bool) -> Snapshot:
+        """A snapshot whose `uses` and `loads` are since the mark; `move` makes now the next mark. Uses of a model that
+        is in memory as a whole are counted from the first call without `move` on, as they slow it down."""
+        session = self._llm.session
+        if session is None:
+            return self._snapshot(None, None)
+        now = session.store.activity()
+        taken = self._snapshot(now, self._mark)
+        if move:
+            self._mark = now
+        else:
+            session.store.watch(True)
+        return taken
+
     def close(self) -> None:
         """Stops; returns after the last snapshot was sent. Idempotent."""
         thread, self._thread = self._thread, None
@@ -61,19 +76,21 @@ class SnapshotSender:
 
     def _run(self, stop: threading.Event, interval_s: float) -> None:
         while not stop.wait(interval_s):
+            now = None if self._llm.session is None else self._llm.session.store.activity()
             try:
-                self._send(self._snapshot())
+                self._send(self._snapshot(now, self._previous))
             except OSError:
                 return  # the server closed the socket
+            self._previous = now
 
-    def _snapshot(self) -> Snapshot:
+    def _snapshot(self, now: tuple[Uint32s, Uint32s] | None, before: tuple[Uint32s, Uint32s] | None) -> Snapshot:
+        """The state, with the activity from `before` (None: the load) to `now`; None: of a model without experts."""
         now_s, session = time.monotonic(), self._llm.session
         state, uses, loads = b"", b"", b""
-        if session is not None:
+        if session is not None and now is not None:
             state = session.places()[self._layers].tobytes()
-            activity = session.store.activity()
-            previous, self._previous = self._previous or activity, activity
-            uses, loads = (self._difference(*pair) for pair in zip(activity, previous, strict=True))
+            previous_uses, previous_loads = before or (0, 0)
+            uses, loads = self._difference(now[0], previous_uses), self._difference(now[1], previous_loads)
         return Snapshot(
             model=self._name,
             layers=tuple(self._layers) if session is not None else (),
@@ -87,8 +104,8 @@ class SnapshotSender:
             seconds=now_s - self._start_s,
         )
 
-    def _difference(self, now: Uint32s, previous: Uint32s) -> bytes:
-        return np.minimum(now[self._layers] - previous[self._layers], _MAX_COUNT).astype(np.uint8).tobytes()
+    def _difference(self, now: Uint32s, before: Uint32s | int) -> bytes:
+        return np.minimum((now - before)[self._layers], _MAX_COUNT).astype(np.uint8).tobytes()
 
     def _speed(self, n_tokens: int, now_s: float) -> float:
         """Tokens per second of all answers since the previous snapshot."""

@@ -6,8 +6,9 @@ or models.
 
 To the worker: load (config), generate (id, generation, stream, expert_uses), embed (id, inputs, truncate, normalize),
 tokenize (id, text, special), detokenize (id, tokens), count (id, generation), budget (id, expert_cache_bytes,
-vram_cache_bytes), cancel (id), watch (per_s). From it: loading (fraction), ready (ready), failed (error), event (id,
-and the event under its class name), end (id, value or error, stats, decisions), snapshot (snapshot, decisions).
+vram_cache_bytes), experts (id, mark), cancel (id), watch (per_s). From it: loading (fraction; null while the file is
+tried), warning (text), ready (ready), failed (error), event (id, and the event under its class name), end (id, value or
+error, stats, decisions), snapshot (snapshot, decisions).
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import moegguf.errors
-from moegguf.engine.plan import Plan
 from moegguf.errors import MoeggufError, OptionError, WorkerError
 from moegguf.generate.request import Delta, PromptProgress
 from moegguf.serving.events import ExpertUses
+
+if TYPE_CHECKING:
+    from moegguf.engine.plan import Plan
 
 MAX_MESSAGE_BYTES = 128 << 20  # a prompt of 8 MiB as escapes is 48 MiB; vectors of 8,000 texts are 87 MiB
 
@@ -39,24 +42,38 @@ EVENTS: dict[str, type[Delta] | type[PromptProgress] | type[ExpertUses]] = {
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """The model that a worker loads, and how. `plan`: which memory has what; None: made by the worker. `type_k` and
-    `type_v` are ggml type numbers. `flash_attn`: as `Llama` takes it. `n_ctx`: of each of the `n_seq_max` sequences.
-    `schedule`: which of these compute in a step."""
+    """The model that a worker loads, and how: most fields are keywords of `Llama`, with its defaults.
+
+    `plan`: which memory has what; None: made by the worker, from the budgets. `n_ctx`: of each of the `n_seq_max`
+    sequences; None: as planned. `schedule`: which of these compute in a step. `type_k`, `type_v`: names, such as
+    "q8_0". `verbose`: llama.cpp's log is written; `silent`: nor its errors.
+    """
 
     name: str
     path: str
-    n_ctx: int
+    n_ctx: int | None = None
     plan: Plan | None = None
     n_seq_max: int = 1
     schedule: str = "fifo"
     mmproj: str | None = None
-    n_batch: int = 512
+    n_batch: int | None = None
     n_threads: int | None = None
-    type_k: int | None = None
-    type_v: int | None = None
+    n_gpu_layers: int | None = None
+    type_k: str | None = None
+    type_v: str | None = None
     flash_attn: bool | None = None
     embedding: bool = False
+    expert_cache: str | None = None
+    vram_cache: str | None = None
+    placement: str | None = None
+    misses: str | None = None
+    strategy: str | None = None
+    policy: str | None = None
+    predictor: str | None = None
+    prefetch: bool | None = None
+    warm_start: bool | None = None
     verbose: bool = False
+    silent: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,6 +84,7 @@ class Ready:
     n_ctx: int
     plan: Mapping[str, Any] = field(default_factory=dict)
     n_parallel: int = 1
+    reads_images: bool = False
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
@@ -147,9 +165,16 @@ def _identity(value: Any) -> Any:
 
 
 def _object_reader(kind: type) -> Callable[[Any], Any]:
-    hints = typing.get_type_hints(kind)
+    hints = typing.get_type_hints(kind, localns=_plan_type() if kind is LoadConfig else None)
     readers = {f.name: _reader(hints[f.name]) for f in fields(kind)}
     return lambda data: kind(**{name: readers[name](item) for name, item in data.items()})
+
+
+def _plan_type() -> dict[str, Any]:
+    """Imported for a worker only: it takes a tenth of a second, which `moegguf run` does without."""
+    from moegguf.engine.plan import Plan
+
+    return {"Plan": Plan}
 
 
 def encode_error(error: BaseException) -> Message:

@@ -9,6 +9,7 @@ dispatcher.py's.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import queue
@@ -18,13 +19,17 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from io import BufferedReader
 from typing import Any
 
+from moegguf.engine.here import plan_here
 from moegguf.engine.llama import Llama
 from moegguf.engine.request_uses import UseCounter
+from moegguf.engine.trial import is_due
 from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import MoeggufError
 from moegguf.generate.batched_answer import BatchedAnswer, Task
@@ -33,15 +38,21 @@ from moegguf.generate.embedding import embed
 from moegguf.generate.grouped_schedule import make_schedule
 from moegguf.generate.prompt import count_prompt
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing
-from moegguf.serving.delta_buffer import INTERVAL_S, DeltaBuffer
+from moegguf.gguf.experts import ExpertLayout, read_layout
+from moegguf.gguf.projector import read_projector
+from moegguf.gguf.reader import GGML_TYPES, ggml_type
 from moegguf.serving.events import ExpertUses, Snapshot
-from moegguf.serving.outbox import Outbox
+from moegguf.serving.outbox import PROGRESS_S, Events, Outbox, every
 from moegguf.serving.snapshots import SnapshotSender
 from moegguf.serving.wire import MAX_MESSAGE_BYTES, LoadConfig, Message, Ready, build, decode, encode, encode_error
 
 EXIT_GRACE_S = 5.0  # for a running computation after the socket has closed
 FIRST_DELTA_PAUSE_S = 0.0005  # the server and its client need a processor to show the first delta
-PROGRESS_S = 0.1  # between two progress messages
+KEYWORDS = [each.name for each in fields(LoadConfig) if each.name not in ("name", "path", "plan", "schedule", "silent")]
+"""Those of `Llama` among a config's fields."""
+
+LoadProgress = Callable[[float | None], bool]
+"""Gets the share that was read, None while the file is tried; False ends the load."""
 
 
 class Worker:
@@ -52,7 +63,6 @@ class Worker:
         self._outbox = Outbox(connection)
         self._first_delta_held = False  # an answer's first delta is among the lines of a step
         self._beside: queue.SimpleQueue[Message] = queue.SimpleQueue()  # what does not wait for an answer to end
-        self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._jobs: dict[int, BatchedAnswer | Task] = {}  # by request, until they end
         self._jobs_lock = threading.RLock()
         self._closing = False
@@ -63,10 +73,11 @@ class Worker:
 
     def run(self) -> None:
         """Loads the model of the first message, then runs requests until the socket closes."""
-        threading.Thread(target=self._read_messages, name="moegguf-messages", daemon=True).start()
+        lines = self._connection.makefile("rb")
+        first = lines.readline(MAX_MESSAGE_BYTES)
+        threading.Thread(target=self._read_messages, args=(lines,), name="moegguf-messages", daemon=True).start()
         threading.Thread(target=self._reply_beside, name="moegguf-beside", daemon=True).start()
-        message = self._messages.get()
-        if message is None or not self._load(build(LoadConfig, message["config"])):
+        if not first or not self._load(build(LoadConfig, decode(first)["config"])):
             return
         try:
             self._answer_messages()
@@ -80,9 +91,9 @@ class Worker:
 
     # The reading thread.
 
-    def _read_messages(self) -> None:
+    def _read_messages(self, lines: BufferedReader) -> None:
         try:
-            with self._connection.makefile("rb") as lines:
+            with lines:
                 while line := lines.readline(MAX_MESSAGE_BYTES):
                     self._on_message(decode(line))
         finally:
@@ -96,21 +107,17 @@ class Worker:
             self._submit(message)
         elif kind == "watch" and self._snapshots is not None:
             self._snapshots.watch(message["per_s"])
-        elif kind == "tokenize":  # the vocabulary is read-only, so this need not wait for the current answer
-            self._reply(self._tokenize, message)
-        elif kind == "detokenize":
-            self._reply(self._detokenize, message)
         elif kind in ("count", "budget"):  # a slow template would keep the next cancel from being read
             self._beside.put(message)
-        else:
-            self._messages.put(message)
+        else:  # what is only read, so that this need not wait for the current answer
+            now = {"tokenize": self._tokenize, "detokenize": self._detokenize, "experts": self._experts}
+            self._reply(now[kind], message)
 
     def _reply_beside(self) -> None:
-        handlers = {"count": self._count, "budget": self._set_budget}
         with suppress(BrokenPipeError, ConnectionResetError):
             while True:
                 message = self._beside.get()
-                self._reply(handlers[message["kind"]], message)
+                self._reply(self._count if message["kind"] == "count" else self._set_budget, message)
 
     def _tokenize(self, message: Message) -> list[int]:
         text = to_utf8(message["text"])
@@ -120,6 +127,10 @@ class Worker:
         vocabulary = self._model.vocabulary
         vocabulary.check(message["tokens"])
         return b"".join(vocabulary.piece(token, special=True) for token in message["tokens"]).decode(errors="replace")
+
+    def _experts(self, message: Message) -> Snapshot:
+        assert self._snapshots is not None
+        return self._snapshots.since_mark(move=message["mark"])
 
     def _count(self, message: Message) -> int:
         return count_prompt(self._model, self._model.vocabulary, build(GenerationRequest, message["generation"]))
@@ -137,7 +148,6 @@ class Worker:
     def _on_socket_closed(self) -> None:
         """Cancels what runs; exits after EXIT_GRACE_S if it does not stop."""
         self._closing = True
-        self._messages.put(None)
         if self._loop is not None:
             self._loop.close()
         timer = threading.Timer(EXIT_GRACE_S, os._exit, (1,))
@@ -156,20 +166,26 @@ class Worker:
             if not isinstance(error, MoeggufError):
                 raise
             return False
-        self._loop = loop = BatchLoop(llm, make_schedule(config.schedule, llm), together=self._together)
+        self._loop = loop = BatchLoop(llm, make_schedule(config.schedule, llm), together=self._one_call)
         self._snapshots = SnapshotSender(config.name, llm, loop, self._send_snapshot)
-        self._send("ready", ready=Ready(llm.n_ctx(), plan_fields(llm), llm.n_seq_max), **self._statistics())
+        ready = Ready(llm.n_ctx(), plan_fields(llm), llm.n_seq_max, llm.reads_images)
+        self._send("ready", ready=ready, **self._statistics())
         return True
 
-    def _load_progress_sender(self) -> Callable[[float], bool]:
+    def _load_progress_sender(self) -> LoadProgress:
         is_due = every(PROGRESS_S, -math.inf)
 
-        def send(fraction: float) -> bool:
-            if not self._closing and (is_due() or fraction >= 1):
+        def send(fraction: float | None) -> bool:
+            if not self._closing and (is_due() or fraction == 1):
                 self._send("loading", fraction=fraction)
             return not self._closing
 
         return send
+
+    def send_warning(self, message: Warning | str, *_: Any, **__: Any) -> None:
+        """Tells the server a warning of Python's; in the manner of `warnings.showwarning`."""
+        with suppress(OSError):  # the server closed the socket
+            self._send("warning", text=" ".join(str(message).split()))
 
     def _answer_messages(self) -> None:
         assert self._loop is not None
@@ -201,9 +217,9 @@ class Worker:
         return self._loop.submit(build(GenerationRequest, message["generation"]), events)
 
     @contextmanager
-    def _together(self) -> Iterator[None]:
+    def _one_call(self) -> Iterator[None]:
         """What the answers of a step send, in one call."""
-        with self._outbox.together():
+        with self._outbox.one_call():
             yield
         if self._first_delta_held:
             self._first_delta_held = False
@@ -224,7 +240,7 @@ class Worker:
             self._end(request_id, error=_encoded(error))
 
     def _send_uses(self, request_id: int) -> None:
-        """Of an answer that has ended."""
+        """Tells which experts an answer that has ended used, where that was asked for."""
         with self._jobs_lock:
             job = self._jobs.get(request_id)
         if self._uses is not None and isinstance(job, BatchedAnswer):
@@ -285,77 +301,43 @@ def _encoded(error: Exception) -> Message:
     return encode_error(error)
 
 
-class Events:
-    """Sends an answer's events to the server, in the manner of `AnswerEvents`; without `stream` one delta, last.
-    `sent_first` is called after the first delta of a stream."""
-
-    def __init__(
-        self,
-        request_id: int,
-        *,
-        stream: bool,
-        send: Callable[[int, Delta | PromptProgress], None],
-        sent_first: Callable[[], None],
-        end: Callable[[int, Timing, Exception | None], object],
-    ) -> None:
-        self._id = request_id
-        self._stream = stream
-        self._send = send
-        self._sent_first = sent_first
-        self._end = end
-        self._buffer = DeltaBuffer(lambda delta: send(request_id, delta), INTERVAL_S if stream else math.inf)
-        self._is_first = True
-        self._progress_is_due = every(PROGRESS_S, time.monotonic())
-
-    def on_progress(self, progress: PromptProgress) -> None:
-        """Sends it, unless the last one is recent."""
-        if self._stream and (self._progress_is_due() or progress.n_done == progress.n_tokens):
-            self._send(self._id, progress)
-
-    def on_delta(self, delta: Delta) -> None:
-        """Sends it, or keeps it for a moment."""
-        self._buffer.put(delta)
-        if self._stream and self._is_first:
-            self._sent_first()
-        self._is_first = False
-
-    def on_end(self, timing: Timing, error: Exception | None) -> None:
-        """Sends what is left, and the end."""
-        if error is None:
-            self._buffer.flush()
-        self._end(self._id, timing, error)
-
-
-def every(interval_s: float, last_s: float) -> Callable[[], bool]:
-    """A function that is True at most once per interval. `last_s`: when it counts as True before (time.monotonic)."""
-
-    def is_due() -> bool:
-        nonlocal last_s
-        now_s = time.monotonic()
-        if now_s - last_s < interval_s:
-            return False
-        last_s = now_s
-        return True
-
-    return is_due
-
-
-def open_model(config: LoadConfig, progress: Callable[[float], object]) -> Llama:
+def open_model(config: LoadConfig, progress: LoadProgress) -> Llama:
     """Loads the model of `config`. Raises what `Llama` raises."""
-    options: dict[str, Any] = {name: getattr(config, name) for name in ("type_k", "type_v", "n_threads")}
-    return Llama(
-        config.path,
-        mmproj=config.mmproj,
-        plan=config.plan,
-        n_ctx=config.n_ctx,
-        n_seq_max=config.n_seq_max,
-        n_batch=config.n_batch,
-        flash_attn=config.flash_attn,
-        embedding=config.embedding,
-        verbose=config.verbose,
-        progress=progress,
-        **{name: value for name, value in options.items() if value is not None},
-    )
+    if config.silent:
+        _silence_log()  # before llama.cpp's first line
+    options = {name: value for name in KEYWORDS if (value := getattr(config, name)) is not None}
+    options |= {name: ggml_type(options[name]) for name in ("type_k", "type_v") if name in options}
+    options["flash_attn"] = True if _is_quantised(options.get("type_v")) else config.flash_attn
+    is_tried = False
+    if config.plan is None:
+        layout = read_layout(config.path)
+        options.setdefault("n_ctx", 0)
+        options["n_ctx"] = options["n_ctx"] or _planned_context(layout, options)
+        is_tried = is_due(layout, options, read_projector(config.mmproj) if config.mmproj else None)
+
+    def on_progress(share: float) -> object:
+        return progress(None if is_tried and not share else share)
+
+    llm = Llama(config.path, plan=config.plan, progress=on_progress, **options)
+    if config.silent:
+        _silence_log()  # the bindings have set the level again
+    return llm
+
+
+def _silence_log() -> None:
+    """Turns off llama.cpp's log, which the bindings filter by this logger's level."""
+    logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)
+
+
+def _is_quantised(type_v: int | None) -> bool:
+    """Whether llama.cpp takes a V cache of this type with flash attention only."""
+    return type_v is not None and GGML_TYPES[type_v][1] > 1
+
+
+def _planned_context(layout: ExpertLayout, options: Mapping[str, Any]) -> int:
+    where = ("expert_cache", "vram_cache", "placement", "misses", "n_gpu_layers")
+    types = {name: options[name] for name in ("type_k", "type_v", "flash_attn") if options.get(name) is not None}
+    return plan_here(layout, **{name: options.get(name) for name in where}, **types).n_ctx
 
 
 def plan_fields(llm: Llama) -> dict[str, Any]:
@@ -367,7 +349,9 @@ def main() -> None:
     """Runs a worker on the file descriptor given as the only argument."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the server handles it
     with socket.socket(fileno=int(sys.argv[1])) as connection:
-        Worker(connection).run()
+        worker = Worker(connection)
+        warnings.showwarning = worker.send_warning
+        worker.run()
 
 
 if __name__ == "__main__":

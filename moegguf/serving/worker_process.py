@@ -43,34 +43,8 @@ CANCELLED_PASS = "compute_async failed with error 1"  # what llama.cpp says of G
 MAX_FAILURE_CHARS = 300
 DEVICE_FAILURE_MARK = "moegguf: the device failed:"
 _LOST = "the device that computed the model failed ({}); the next request loads the model again without that device."
+OnLoad = Callable[[float | None], object]
 _DRAIN_S = 1.0  # to read what a process wrote before it exited
-
-
-class WorkerConnection(asyncio.Protocol):
-    """Splits the bytes from a worker into lines. `on_lost` is called at the end of the connection, or when a line
-    exceeds MAX_MESSAGE_BYTES."""
-
-    def __init__(self, on_line: Callable[[bytearray], None], on_lost: Callable[[], None]) -> None:
-        self._on_line = on_line
-        self._on_lost = on_lost
-        self._rest = bytearray()
-
-    def data_received(self, data: bytes) -> None:
-        """Of asyncio.Protocol."""
-        searched = len(self._rest)
-        self._rest += data
-        while (end := self._rest.find(b"\n", searched)) >= 0:
-            line = self._rest[:end]
-            del self._rest[: end + 1]
-            searched = 0
-            self._on_line(line)
-        if len(self._rest) > MAX_MESSAGE_BYTES:
-            self._rest.clear()
-            self._on_lost()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        """Of asyncio.Protocol."""
-        self._on_lost()
 
 
 class PendingRequest:
@@ -151,24 +125,31 @@ def _ignore() -> None:
 class WorkerProcess:
     """A worker process, whose errors name no model: many names may share it. `stats` and `decisions`: as last
     reported. `exited`: the error that describes the exit, set when the process has ended; `on_exit` is called
-    then, before its requests get the error."""
+    then, before its requests get the error. `cancel_grace_s`: how long a cancelled request may take to end."""
 
-    def __init__(self, on_snapshot: Callable[[Snapshot], None], echo_stderr: bool = False) -> None:
+    def __init__(
+        self,
+        on_snapshot: Callable[[Snapshot], None],
+        echo_stderr: bool = False,
+        on_warning: Callable[[str], object] | None = None,
+        cancel_grace_s: float = CANCEL_GRACE_S,
+    ) -> None:
         self._echo_stderr = echo_stderr
+        self._on_warning = on_warning or self._echo_warning
+        self._cancel_grace_s = cancel_grace_s
         self.stats = Stats()
         self.decisions: Mapping[str, Any] = {}
         self.exited: asyncio.Future[WorkerError] = asyncio.get_running_loop().create_future()
         self.on_exit: Callable[[], None] = _ignore
         self._on_snapshot = on_snapshot
-        self._lost = asyncio.Event()
         self._loaded: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._load_progressed = asyncio.Event()
-        self._on_progress: Callable[[float], object] = lambda fraction: None
+        self._on_progress: OnLoad = lambda fraction: None
         self._requests: dict[int, PendingRequest] = {}
         self._last_id = 0
         self._kill_reason = ""
         self._stderr_tail = bytearray()
-        self._transport: asyncio.Transport
+        self._writer: asyncio.StreamWriter
         self._child: asyncio.subprocess.Process
         self._supervisor: asyncio.Task[None]
 
@@ -178,13 +159,13 @@ class WorkerProcess:
         on_snapshot: Callable[[Snapshot], None],
         *,
         command: Sequence[str] = COMMAND,
-        echo_stderr: bool = False,
+        **options: Any,
     ) -> WorkerProcess:
-        """Starts a worker, which waits for `load`; `echo_stderr` copies its stderr to the server's.
+        """Starts a worker, which waits for `load`. options: of the constructor.
 
         Raises WorkerError when the system cannot start a process.
         """
-        self, loop = cls(on_snapshot, echo_stderr), asyncio.get_running_loop()
+        self = cls(on_snapshot, **options)
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -202,10 +183,8 @@ class WorkerProcess:
             raise WorkerError(
                 f"no process can be started for the model ({error}); end others, then try again."
             ) from None
-        self._transport, _ = await loop.create_unix_connection(
-            lambda: WorkerConnection(self._on_line, self._lost.set), sock=ours
-        )
-        self._supervisor = loop.create_task(self._supervise())
+        reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_MESSAGE_BYTES)
+        self._supervisor = asyncio.create_task(self._supervise(reader))
         return self
 
     @property
@@ -213,9 +192,9 @@ class WorkerProcess:
         """The process id."""
         return self._child.pid
 
-    async def load(self, config: LoadConfig, stall_s: float, on_progress: Callable[[float], object]) -> Ready:
-        """Loads the model; `on_progress` gets the fraction read. Raises the errors of loading, WorkerError when the
-        process exits, LoadStalledError after `stall_s` without progress."""
+    async def load(self, config: LoadConfig, stall_s: float, on_progress: OnLoad) -> Ready:
+        """Loads the model; `on_progress` gets the fraction read, None while the file is tried. Raises the errors of
+        loading, WorkerError when the process exits, LoadStalledError after `stall_s` without progress."""
         self._on_progress = on_progress
         self.send("load", config=config)
         outcomes: set[asyncio.Future[Any]] = {self._loaded, self.exited}
@@ -250,20 +229,20 @@ class WorkerProcess:
         self._last_id += 1
         line = encode({"kind": kind, "id": self._last_id, **fields})
         request = self._requests[self._last_id] = PendingRequest(on_end, functools.partial(self._cancel, self._last_id))
-        self._transport.write(line)
+        self._writer.write(line)
         return request
 
     def send(self, kind: str, **fields: Any) -> None:
         """Sends a message without a reply; dropped when the process has ended."""
         if not self.exited.done():
-            self._transport.write(encode({"kind": kind, **fields}))
+            self._writer.write(encode({"kind": kind, **fields}))
 
     def _cancel(self, request_id: int) -> asyncio.TimerHandle:
         self.send("cancel", id=request_id)
         return self._kill_timer(request_id)
 
     def _kill_timer(self, request_id: int) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(CANCEL_GRACE_S, self._kill_stuck, request_id)
+        return asyncio.get_running_loop().call_later(self._cancel_grace_s, self._kill_stuck, request_id)
 
     def _kill_stuck(self, request_id: int) -> None:
         """Kills a process that does not end a cancelled request; while it has others, one may be in a long pass."""
@@ -282,18 +261,21 @@ class WorkerProcess:
     async def close(self, grace_s: float = CLOSE_GRACE_S) -> None:
         """Closes the socket, kills the process if it does not exit within `grace_s`, and returns after its exit.
         Idempotent."""
-        self._transport.close()
+        self._writer.close()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(self._supervisor), grace_s)
             return
         self.kill("it did not exit after its socket was closed")
         await asyncio.shield(self._supervisor)
 
-    def _on_line(self, line: bytearray) -> None:
-        try:
-            self._on_message(decode(line))
-        except (MoeggufError, KeyError, TypeError) as error:
-            self.kill(f"it sent an invalid message: {error}")
+    async def _read_messages(self, reader: asyncio.StreamReader) -> None:
+        """Takes messages until the connection ends; a last line without its end is of a worker that was killed."""
+        with contextlib.suppress(OSError):
+            try:
+                while (line := await reader.readline()).endswith(b"\n"):
+                    self._on_message(decode(line))
+            except (MoeggufError, ValueError, KeyError, TypeError) as error:  # ValueError: too long
+                self.kill(f"it sent an invalid message: {error}")
 
     def _on_message(self, message: Message) -> None:
         kind = message["kind"]
@@ -306,6 +288,8 @@ class WorkerProcess:
                 request.put("error", build_error(message["error"]))
             elif request is not None:
                 request.put("value", message["value"])
+        elif kind == "warning":
+            self._on_warning(message["text"])
         elif kind == "snapshot":
             snapshot = build(Snapshot, message["snapshot"])
             self.stats, self.decisions = snapshot.stats, message["decisions"]
@@ -324,7 +308,7 @@ class WorkerProcess:
         if self._loaded.done():
             return
         if kind == "loading":
-            self._on_progress(float(message["fraction"]))
+            self._on_progress(message["fraction"])
         elif kind == "ready":
             self._update_stats(message)
             self._loaded.set_result(build(Ready, message["ready"]))
@@ -334,10 +318,10 @@ class WorkerProcess:
     def _update_stats(self, message: Message) -> None:
         self.stats, self.decisions = build(Stats, message["stats"]), message["decisions"]
 
-    async def _supervise(self) -> None:
+    async def _supervise(self, reader: asyncio.StreamReader) -> None:
         """Waits for the exit of the process, then ends all of its requests."""
         reading = asyncio.ensure_future(self._read_stderr())
-        lost, exited = asyncio.ensure_future(self._lost.wait()), asyncio.ensure_future(self._child.wait())
+        lost, exited = asyncio.ensure_future(self._read_messages(reader)), asyncio.ensure_future(self._child.wait())
         await asyncio.wait({lost, exited}, return_when=asyncio.FIRST_COMPLETED)
         if not exited.done():
             await asyncio.wait({exited}, timeout=CLOSE_GRACE_S)
@@ -347,8 +331,12 @@ class WorkerProcess:
         await asyncio.wait({lost, reading}, timeout=_DRAIN_S)
         lost.cancel()
         reading.cancel()
-        self._transport.close()
+        self._writer.close()
         self._finish(code)
+
+    def _echo_warning(self, text: str) -> None:
+        if self._echo_stderr:
+            sys.stderr.write(f"warning: {text}\n")
 
     async def _read_stderr(self) -> None:
         """Keeps the tail of the process's stderr, for the error message of a crash."""

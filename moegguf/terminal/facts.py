@@ -44,7 +44,7 @@ class DescribedModel:
     fetched: bool = True
 
     @property
-    def place(self) -> str:
+    def shown_path(self) -> str:
         """Where its first file is."""
         return str(self.entry.path) if self.fetched else f"{self.entry.name}, {self.entry.path.name} (not fetched)"
 
@@ -178,7 +178,7 @@ def estimate_model(
         default = "auto" if plan.placement or plan.device else None
         return {
             "name": found.layout.name,
-            "path": found.place,
+            "path": found.shown_path,
             "fetched": found.fetched,
             "expert_cache": str(cache),
             "vram_cache": vram_cache or read_environment().vram_cache or default,
@@ -195,7 +195,7 @@ def estimate_model(
 
 
 def _disk_speed(found: DescribedModel, plan: Plan) -> DiskSpeed | None:
-    """Of reads as large as those of this model's matrices; None where nothing would be read, or nothing is here yet."""
+    """The disk's speed for reads as large as this model's matrices; None where nothing is read, or not fetched yet."""
     if plan.resident or not found.layout.is_moe or not found.fetched:
         return None
     block_bytes = max(matrix.expert_bytes for matrix in found.layout.matrices)
@@ -205,7 +205,7 @@ def _disk_speed(found: DescribedModel, plan: Plan) -> DiskSpeed | None:
 def _expectation(found: DescribedModel, plan: Plan, disk: DiskSpeed | None) -> Facts:
     """What to expect while answering; the speed of a model that has to read needs that of its disk."""
     speeds = memory_bytes_per_s = None
-    if plan.device is not None:  # of what is read from the disk; how fast a GPU is was not measured
+    if plan.device is not None:  # hit rates and bytes only: the GPU's speed was not measured
         facts = asdict(found.hit_rates.expect(max(plan.n_slots, plan.n_lower_slots)))
         return facts | {"memory_bytes_per_s": None}
     if disk or plan.resident:
@@ -257,7 +257,7 @@ def layout_facts(found: DescribedModel) -> Facts:
     total, active = parameters(layout)
     return {
         "name": layout.name,
-        "path": found.place,
+        "path": found.shown_path,
         "architecture": layout.arch,
         "parameters": total,
         "active_parameters": active,

@@ -7,6 +7,7 @@ The letters differ without colours, too.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ from rich.text import Text
 Counts = npt.NDArray[np.unsignedinteger]
 
 ABSENT, EVICTED, IN_FLIGHT, SOME_RESIDENT, RESIDENT, USED, USED_ALL, FETCHED = "·", "○", "~", "░", "▒", "▓", "█", "+"
-SOME_BELOW, BELOW = ":", "%"  # in RAM, where layers compute in VRAM
+SOME_IN_RAM, ALL_IN_RAM = ":", "%"  # in RAM, where layers compute in VRAM
 IN_RAM, IN_VRAM = 2, 3  # states
 
 STYLES = {
@@ -24,8 +25,8 @@ STYLES = {
     IN_FLIGHT: "yellow",
     SOME_RESIDENT: "blue",
     RESIDENT: "blue",
-    SOME_BELOW: "cyan",
-    BELOW: "cyan",
+    SOME_IN_RAM: "cyan",
+    ALL_IN_RAM: "cyan",
     USED: "green",
     USED_ALL: "green",
     FETCHED: "bright_yellow",
@@ -41,7 +42,7 @@ LEGEND = (
 VRAM_LEGEND = (
     (ABSENT, "on disk"),
     (IN_FLIGHT, "in flight"),
-    (SOME_BELOW + BELOW, "in RAM (some, all)"),
+    (SOME_IN_RAM + ALL_IN_RAM, "in RAM (some, all)"),
     (SOME_RESIDENT + RESIDENT, "in VRAM (some, all)"),
     (USED + USED_ALL, "used"),
     (FETCHED, "used, just fetched"),
@@ -81,7 +82,8 @@ def heatmap(
         if drawn:
             drawn.append("\n")
         drawn.append(f"{layers[row]:>{label - 1}} ", "bright_black")
-        _append_runs(drawn, line)
+        for letter, run in groupby(line):  # terminals draw one styled span per run fastest
+            drawn.append("".join(run), STYLES[letter])
     return drawn
 
 
@@ -101,10 +103,10 @@ def legend(width: int, vram: bool = False) -> Text:
     return text
 
 
-def places_line(state: Counts, vram: bool) -> str:
-    """How many experts are where: "5 of 8 experts in memory", "3 of 8 in VRAM, 2 in RAM only"; with whole layers in
-    VRAM "5 of 16 experts in RAM, 8 in VRAM"."""
-    n_ram, n_vram = (int((state == place).sum()) for place in (IN_RAM, IN_VRAM))
+def tiers_line(state: Counts, vram: bool) -> str:
+    """How many experts are in which tier: "5 of 8 experts in memory", "3 of 8 in VRAM, 2 in RAM only"; with
+    whole layers in VRAM "5 of 16 experts in RAM, 8 in VRAM"."""
+    n_ram, n_vram = (int((state == tier).sum()) for tier in (IN_RAM, IN_VRAM))
     if vram:
         return f"{n_vram:,} of {state.size:,} in VRAM, {n_ram:,} in RAM only"
     if n_vram:  # whole layers
@@ -135,21 +137,12 @@ def _letters(
     is_resident, is_used = state >= (IN_VRAM if vram else IN_RAM), uses > 0
     n_cells = total(np.ones(state.shape, bool))
     some, every = total(is_resident) > 0, total(is_resident) == n_cells
-    n_below = total((state == IN_RAM) & vram)
+    n_in_ram = total((state == IN_RAM) & vram)
     used, fetched = total(is_resident & is_used) > 0, total(is_resident & (loads > 0)) > 0
     in_flight, evicted = total(state == 1) > 0, total(is_used & ~is_resident) > 0
     letters = np.select(
-        [fetched, used & every, used, every, some, in_flight, evicted, n_below == n_cells, n_below > 0],
-        [FETCHED, USED_ALL, USED, RESIDENT, SOME_RESIDENT, IN_FLIGHT, EVICTED, BELOW, SOME_BELOW],
+        [fetched, used & every, used, every, some, in_flight, evicted, n_in_ram == n_cells, n_in_ram > 0],
+        [FETCHED, USED_ALL, USED, RESIDENT, SOME_RESIDENT, IN_FLIGHT, EVICTED, ALL_IN_RAM, SOME_IN_RAM],
         default=ABSENT,
     )
     return [list(map(str, row)) for row in letters]
-
-
-def _append_runs(text: Text, line: list[str]) -> None:
-    """Appends one styled span per run of equal letters, which terminals draw fastest."""
-    start = 0
-    for end in range(1, len(line) + 1):
-        if end == len(line) or line[end] != line[start]:
-            text.append(line[start] * (end - start), STYLES[line[start]])
-            start = end

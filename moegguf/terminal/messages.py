@@ -17,12 +17,13 @@ from typing import Any
 import typer
 
 from moegguf.errors import MoeggufError
+from moegguf.settings import shows_tracebacks
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 UsageError = typer.BadParameter.__base__ or typer.BadParameter  # typer does not export the class itself
 
-_STAND_IN = "moegguf-stand-in"  # a handler of encoding errors
-_STAND_INS = dict(zip("·○░▒▓█▁▂▃▄▅▆▇–×", ".o-=x#___---=-x", strict=True))  # of the maps, sparklines and tables
+_ASCII_ONLY = "moegguf-ascii"  # a handler of encoding errors
+_ASCII_LETTERS = dict(zip("·○░▒▓█▁▂▃▄▅▆▇–×", ".o-=x#___---=-x", strict=True))  # of the maps, sparklines and tables
 
 
 def print_message(text: str) -> None:
@@ -43,18 +44,18 @@ def _replace_closed_streams() -> None:
             setattr(sys, name, os.fdopen(number, "w", encoding="utf-8", closefd=False))
 
 
-def _stand_in(error: UnicodeError) -> tuple[str, int]:
+def _ascii_letters(error: UnicodeError) -> tuple[str, int]:
     assert isinstance(error, UnicodeEncodeError)
     lacking = error.object[error.start : error.end]
-    return "".join(_STAND_INS.get(letter, "?") for letter in lacking), error.end
+    return "".join(_ASCII_LETTERS.get(letter, "?") for letter in lacking), error.end
 
 
 def _replace_what_cannot_be_encoded() -> None:
     """Prints a character of ASCII for one that the encoding of a standard stream lacks, instead of failing."""
-    codecs.register_error(_STAND_IN, _stand_in)
+    codecs.register_error(_ASCII_ONLY, _ascii_letters)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-            stream.reconfigure(errors=_STAND_IN)
+            stream.reconfigure(errors=_ASCII_ONLY)
 
 
 def run_with_exit_code(call: Callable[[], Any]) -> int:
@@ -69,7 +70,7 @@ def run_with_exit_code(call: Callable[[], Any]) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else EXIT_FAILURE
     except BaseException as error:  # an interrupt has an exit code, too
-        if os.environ.get("MOEGGUF_DEBUG", "") not in ("", "0"):
+        if shows_tracebacks():
             raise
         return _print_failure(error)
 

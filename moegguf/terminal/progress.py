@@ -102,7 +102,8 @@ class PullProgress(_Display):
         if self._live is None:
             return
         if not status.total_bytes:
-            self._show_step(status.status)
+            if status.status not in self._tasks:
+                self._tasks[status.status] = self._live.add_task(status.status, total=None)
             return
         key = status.digest or status.file or status.status
         if key not in self._tasks:
@@ -113,10 +114,6 @@ class PullProgress(_Display):
             files = [task for task in self._live.tasks if task.id in self._tasks.values() and task.total]
             total, done = sum(task.total for task in files), sum(task.completed for task in files)
             self._live.update(self._total_task, total=total, completed=done)
-
-    def _show_step(self, text: str) -> None:
-        if text not in self._tasks:
-            self._tasks[text] = self._live.add_task(text, total=None)
 
     def _move_total_last(self) -> None:
         """Adds the total again below a new file: rich shows tasks in the order they were added."""

@@ -44,22 +44,23 @@ def statistics(
 
     The first token comes out of the prompt's last pass, so the eval rate does not count it.
     """
-    lines = [
-        *ollama_lines(timing, load_s),
-        *time_lines(timing),
-        *thread_lines(timing.stats),
-        *expert_lines(timing.stats, timing.answer_stats),
-        *policy_lines(decisions or {}, timing.stats),
-        *placement_lines(timing, predicted),
-    ]
-    return _aligned(lines)
+    lines = _ollama_lines(timing, load_s)
+    if timing.answer_tokens:
+        lines.append(("time to first token", duration(timing.prompt_s)))
+    if timing.cached_tokens:
+        lines.append(("prompt cached", f"{timing.cached_tokens} token(s)"))
+    if timing.stats.n_threads:
+        lines.append(("threads", str(timing.stats.n_threads)))
+    lines += expert_lines(timing.stats, timing.answer_stats)
+    lines += policy_lines(decisions or {}, timing.stats)
+    return _aligned([*lines, *_placement_lines(timing, predicted)])
 
 
 def _aligned(lines: list[Line]) -> list[str]:
     return [f"{label + ':':<{LABEL_WIDTH}}{value}" for label, value in lines]
 
 
-def ollama_lines(timing: Timing, load_s: float) -> list[Line]:
+def _ollama_lines(timing: Timing, load_s: float) -> list[Line]:
     """(label, value) as in `ollama run --verbose`, which omits lines without a value."""
     lines = [("total duration", duration(timing.total_s + load_s))]
     if load_s:
@@ -78,19 +79,6 @@ def ollama_lines(timing: Timing, load_s: float) -> list[Line]:
                 ("eval rate", f"{(timing.answer_tokens - 1) / timing.answer_s:.2f} tokens/s"),
             ]
     return lines
-
-
-def time_lines(timing: Timing) -> list[Line]:
-    """(label, value) of the time to the first token, and of the prompt's cached tokens."""
-    lines = [("time to first token", duration(timing.prompt_s))] if timing.answer_tokens else []
-    if timing.cached_tokens:
-        lines.append(("prompt cached", f"{timing.cached_tokens} token(s)"))
-    return lines
-
-
-def thread_lines(stats: Stats) -> list[Line]:
-    """(label, value) of the compute threads at the end of the answer."""
-    return [("threads", str(stats.n_threads))] if stats.n_threads else []
 
 
 def expert_lines(stats: Stats, decode: Stats) -> list[Line]:
@@ -160,7 +148,7 @@ def _evictions(stats: Stats) -> str:
     return ", ".join(f"{tier.evictions} {tier.name}" for tier in stats.tiers)
 
 
-def placement_lines(timing: Timing, predicted: Placement | None) -> list[Line]:
+def _placement_lines(timing: Timing, predicted: Placement | None) -> list[Line]:
     """(label, value) of the placement; with the speed that was predicted for it where this answer differs much."""
     if predicted is None:
         return []
@@ -178,21 +166,13 @@ def placement_lines(timing: Timing, predicted: Placement | None) -> list[Line]:
 def lookup_shares(stats: Stats) -> str:
     """Shares of lookups by where the expert was: "ram 97.3% in flight 0.4% disk 2.3%"; "vram 80.1% ram 15.0% in flight
     0.4% disk 4.5%"."""
-    if stats.in_vram:
-        return _tier_shares(stats)
-    ready, late = stats.hits_ready / stats.lookups, stats.hits_late / stats.lookups
-    in_flight = f" in flight {late:.1%}" if stats.hits_late else ""
-    return f"ram {ready:.1%}{in_flight} disk {stats.misses / stats.lookups:.1%}"
-
-
-def _tier_shares(stats: Stats) -> str:
-    below, on_cpu = stats.below or TierStats("RAM"), stats.on_cpu or TierStats("CPU")
-    late, n_disk = stats.hits_late + below.hits_late, stats.misses - below.hits
-    in_flight = f" in flight {late / stats.lookups:.1%}" if late else ""
-    n_ram = below.hits_ready + on_cpu.hits_ready
-    in_ram = f" ram {n_ram / stats.lookups:.1%}" if stats.below or stats.on_cpu else ""
-    in_vram = stats.hits_ready - on_cpu.hits_ready
-    return f"vram {in_vram / stats.lookups:.1%}{in_ram}{in_flight} disk {n_disk / stats.lookups:.1%}"
+    ram, cpu = stats.below or TierStats("RAM"), stats.on_cpu or TierStats("CPU")
+    n_late, n_disk = stats.hits_late + ram.hits_late, stats.misses - ram.hits
+    n_ram = ram.hits_ready + cpu.hits_ready if stats.in_vram else stats.hits_ready
+    shares = [("vram", stats.hits_ready - cpu.hits_ready)] if stats.in_vram else []
+    shares += [("ram", n_ram)] if stats.below or stats.on_cpu or not stats.in_vram else []
+    shares += [("in flight", n_late)] if n_late else []
+    return " ".join(f"{where} {n / stats.lookups:.1%}" for where, n in [*shares, ("disk", n_disk)])
 
 
 def total_lines(stats: Stats) -> list[str]:

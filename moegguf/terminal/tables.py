@@ -211,11 +211,15 @@ def _memory_rows(facts: Facts) -> list[Row]:
         slots = f"{plan['n_slots']:,} of {total:,} experts at a time ({plan['n_slots'] / total:.0%})"
         where = f"experts on {plan['device']}" if plan["device"] else "experts in memory"
         rows.append((where, format_bytes(plan["budget_bytes"]), slots))
+    type_k, type_v = facts["cache_types"]
+    types = "" if type_k == type_v == "f16" else f"K in {type_k}, V in {type_v}"
+    rows += [_weights_row(plan), ("context (KV cache)", format_bytes(plan["kv_bytes"]), types)]
+    if plan["projector_bytes"]:
+        rows.append(("reading images", format_bytes(plan["projector_bytes"]), ""))
+    if n := plan["n_staging"]:
+        tensors = f"{n} tensors of a layer's experts" if n > 1 else "a tensor of a layer's experts"
+        rows.append(("staging prompts", format_bytes(plan["staging_bytes"]), tensors))
     rows += [
-        _weights_row(plan),
-        ("context (KV cache)", format_bytes(plan["kv_bytes"]), _cache_types_text(facts["cache_types"])),
-        *([("reading images", format_bytes(plan["projector_bytes"]), "")] if plan["projector_bytes"] else []),
-        *([("staging prompts", format_bytes(plan["staging_bytes"]), _staging_text(plan))] if plan["n_staging"] else []),
         ("buffers", format_bytes(plan["compute_bytes"]), f"for {_tokens(plan['n_ubatch'])} of a prompt at a time"),
         ("all of it", format_bytes(plan["total_bytes"]), ""),
         ("free now", format_bytes(plan["available_bytes"]), _free_memory_text(plan)),
@@ -228,11 +232,6 @@ def _memory_rows(facts: Facts) -> list[Row]:
     if total and not plan["resident"]:
         rows.append(("experts on disk", format_bytes(facts["expert_bytes"]), "read when a token needs them"))
     return rows
-
-
-def _staging_text(plan: Facts) -> str:
-    n = plan["n_staging"]
-    return f"{n} tensors of a layer's experts" if n > 1 else "a tensor of a layer's experts"
 
 
 def _weights_row(plan: Facts) -> Row:
@@ -263,10 +262,6 @@ def _placement_rows(placement: Facts) -> list[Row]:
 def _free_memory_text(plan: Facts) -> str:
     free_bytes = plan["available_bytes"] - plan["total_bytes"]
     return f"{format_bytes(free_bytes)} stay free" if free_bytes >= 0 else f"{format_bytes(-free_bytes)} too few"
-
-
-def _cache_types_text(types: Sequence[str]) -> str:
-    return "" if set(types) == {"f16"} else f"K in {types[0]}, V in {types[1]}"
 
 
 def _expectation_rows(facts: Facts) -> list[Row]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -20,9 +20,8 @@ from moegguf.controller.measured import (
     Measured,
     write_measured,
 )
-from moegguf.controller.policies import make_policy, policy_names
+from moegguf.controller.policies import AUTO, device_policy, make_policy, policy_names, ram_policy
 from moegguf.controller.policies.base import LRU, AnyPolicy
-from moegguf.controller.policies.of_tiers import AUTO, of_compute_tier, of_ram_below
 from moegguf.controller.predictors import PREDICTORS, make_predictor, prefetch_predictor
 from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.prefetch import PrefetchOptions
@@ -37,7 +36,7 @@ from moegguf.trace.belady import BELADY, Lookups, belady, gap_closed
 from moegguf.trace.format import read
 from moegguf.trace.simulate import (
     SIMULATED,
-    RamBelow,
+    RamTier,
     SimOptions,
     SimResult,
     Simulation,
@@ -48,8 +47,6 @@ from moegguf.trace.simulate import (
 from moegguf.trace.trace import Trace
 
 ALL = "all"
-Policies = Mapping[str, Callable[[], AnyPolicy]]
-Predictors = Mapping[str, Callable[[], Predictor]]
 Progress = Callable[[str, float], object]  # "stage: current step", share of the stage done
 
 
@@ -72,14 +69,9 @@ def sample_sequences(trace: Trace, n_tokens: int) -> list[int]:
 
     The first request of every kind is among them.
     """
-    decoded_tokens = dict.fromkeys(trace.sequences(), 0)
-    for sequence in trace.sequence_of[trace.phase_of == Phase.DECODE].tolist():
-        decoded_tokens[sequence] += 1
-    kinds: dict[str, list[int]] = {}
-    for sequence in decoded_tokens:
-        kinds.setdefault(trace.header.labels.get(sequence, ""), []).append(sequence)
+    decoded_tokens = Counter(trace.sequence_of[trace.phase_of == Phase.DECODE].tolist())
     chosen, n_chosen_tokens = list[int](), 0
-    for index, sequences in enumerate(itertools.zip_longest(*kinds.values())):
+    for index, sequences in enumerate(itertools.zip_longest(*_by_kind(trace))):
         for sequence in filter(lambda s: s is not None, sequences):
             if index == 0 or n_chosen_tokens < n_tokens:
                 chosen.append(sequence)
@@ -87,10 +79,18 @@ def sample_sequences(trace: Trace, n_tokens: int) -> list[int]:
     return chosen
 
 
+def _by_kind(trace: Trace) -> list[list[int]]:
+    """The requests of each kind of text."""
+    kinds: dict[str, list[int]] = {}
+    for sequence in trace.sequences():
+        kinds.setdefault(trace.header.labels.get(sequence, ""), []).append(sequence)
+    return list(kinds.values())
+
+
 @dataclass(frozen=True)
 class Row:
     """One replay. `simulated` is None for Belady's bound, which has no store and no time. strategy: "" without one.
-    ram_share: of all experts, in RAM below those of a device; None with one tier. devices: shares of several devices,
+    ram_share: of all experts, in RAM behind those of a device; None with one tier. devices: shares of several devices,
     by name; else empty."""
 
     policy: str
@@ -105,31 +105,12 @@ class Row:
     devices: Mapping[str, float] = field(default_factory=dict)
 
 
-def replay_table(
-    trace: Trace,
-    policies: Policies,
-    predictors: Predictors,
-    shares: Sequence[float],
-    options: SimOptions | None = None,
-    progress: Callable[[str], None] | None = None,
-) -> list[Row]:
-    """Every policy with every predictor at every share of the experts, Belady last; in the order given.
-
-    `progress` is called with a description of each replay before it starts.
-    """
-    rows = []
-    for share in shares:
-        n_slots = slots_of(trace.shape, share)
-        for (policy, new_policy), (predictor, new_predictor) in itertools.product(policies.items(), predictors.items()):
-            if progress is not None:
-                progress(f"{policy} with {predictor} in {n_slots} slots")
-            result = Simulation(trace, new_policy(), new_predictor(), n_slots, options).run()
-            rows.append(Row(policy, predictor, share, n_slots, result.hit_rate, result.decode_hit_rate, result))
-        rows.append(_bound(trace, share, n_slots))
-    return rows
+def _row(policy: str, predictor: str, share: float, result: SimResult, **others: Any) -> Row:
+    return Row(policy, predictor, share, result.n_slots, result.hit_rate, result.decode_hit_rate, result, **others)
 
 
-def _bound(trace: Trace, share: float, n_slots: int) -> Row:
+def _bound(trace: Trace, share: float) -> Row:
+    n_slots = slots_of(trace.shape, share)
     bound = belady(Lookups.of(fitted(trace, n_slots)), n_slots)
     return Row(BELADY, NoPrediction.name, share, n_slots, bound.hit_rate, bound.decode_hit_rate)
 
@@ -186,13 +167,10 @@ class TraceAnalysis:
 
     def halves(self) -> tuple[Self, Self]:
         """Every second request of each kind of text, and the others. Raises OptionError for a single request."""
-        kinds: dict[str, list[int]] = {}
-        for sequence in self.trace.sequences():
-            kinds.setdefault(self.trace.header.labels.get(sequence, ""), []).append(sequence)
-        in_turns = [sequence for sequences in kinds.values() for sequence in sequences]
-        if len(in_turns) < 2:
+        one_by_one = list(itertools.chain(*_by_kind(self.trace)))
+        if len(one_by_one) < 2:
             raise OptionError("the policy is chosen by other requests than are reported; record a trace of several.")
-        first, second = (replace(self, trace=self.trace.select(sorted(in_turns[start::2]))) for start in (0, 1))
+        first, second = (replace(self, trace=self.trace.select(sorted(one_by_one[start::2]))) for start in (0, 1))
         return first, second
 
     def sample_size(self, whole: TraceAnalysis) -> str:
@@ -271,14 +249,15 @@ class TraceAnalysis:
         """
         _check_prefetching(options, options.timed, predictors)
         policies, predictors = self.policies(policies), self.predictors(predictors)
-        return replay_table(
-            self.trace,
-            {name: partial(self.policy, name) for name in policies},
-            {name: partial(self.predictor, name) for name in predictors},
-            shares,
-            options,
-            step_reporter(progress, "hit rates", len(policies) * len(predictors) * len(shares)),
-        )
+        rows, step = list[Row](), step_reporter(progress, "hit rates", len(policies) * len(predictors) * len(shares))
+        for share in shares:
+            n_slots = slots_of(self.trace.shape, share)
+            for policy, ahead in itertools.product(policies, predictors):
+                step(f"{policy} with {ahead} in {n_slots} slots")
+                parts = self.policy(policy), self.predictor(ahead)
+                rows.append(_row(policy, ahead, share, Simulation(self.trace, *parts, n_slots, options).run()))
+            rows.append(_bound(self.trace, share))
+        return rows
 
     def simulate_tiers(
         self,
@@ -302,8 +281,8 @@ class TraceAnalysis:
             raise OptionError(f"--device-link is given {len(device_links)} times; several GPUs need --tensor-split.")
         _check_prefetching(options, options.timed or bool(device_links), predictors)
         plain = self.policies([name for name in policies if "=" not in name]) if ALL in policies else policies
-        of_tiers = {name: (of_compute_tier(name, "vram"), of_ram_below(name)) for name in plain}
-        for name in {vram for vram, _ in of_tiers.values()} - {AUTO}:
+        by_tier = {name: (device_policy(name, "vram"), ram_policy(name)) for name in plain}
+        for name in {vram for vram, _ in by_tier.values()} - {AUTO}:
             self.policy(name)
         named = self.predictors(predictors)
         shape, window = self.trace.shape, slot_tokens(f"{SIMULATED}0")
@@ -312,19 +291,19 @@ class TraceAnalysis:
             for shares in ([tuple(vram_shares)] if tensor_split else [(share,) for share in vram_shares])
         }
         rows, pairs = list[Row](), list(itertools.product(budgets.items(), ram_shares))
-        step = step_reporter(progress, "hit rates", len(pairs) * len(of_tiers) * len(named))
+        step = step_reporter(progress, "hit rates", len(pairs) * len(by_tier) * len(named))
         for ((share, devices), ram_share), (label, (vram, ram)), ahead in itertools.product(
-            pairs, of_tiers.items(), named
+            pairs, by_tier.items(), named
         ):
             step(f"{label} with {ahead} in {share:.4g} of the experts over {ram_share:.4g}")
             n_slots: int | tuple[DeviceSlots, ...] = devices if len(devices) > 1 else devices[0].n_slots
-            below = RamBelow(slots_of(shape, ram_share), ram, devices[0].link, devices[0].staging, window)
+            behind = RamTier(slots_of(shape, ram_share), ram, devices[0].link, devices[0].staging, window)
             policy = self._measured_choice(share, timed=False).policy if vram == AUTO else vram
             parts = self.policy(policy), self.predictor(ahead)
-            result = Simulation(self.trace, *parts, n_slots, replace(options, below=below)).run()
-            row = Row(label, ahead, share, result.n_slots, result.hit_rate, result.decode_hit_rate, result)
+            result = Simulation(self.trace, *parts, n_slots, replace(options, ram=behind)).run()
             of_devices = {str(d.name): d.n_slots / shape.n_expert / len(shape.layers) for d in devices}
-            rows.append(replace(row, ram_share=ram_share, devices=of_devices if len(devices) > 1 else {}))
+            several = of_devices if len(devices) > 1 else {}
+            rows.append(_row(label, ahead, share, result, ram_share=ram_share, devices=several))
         return rows
 
     def simulate_strategies(
@@ -371,15 +350,14 @@ class TraceAnalysis:
                 fetched = PrefetchOptions() if fetched is True else fetched or None
                 result = Simulation(
                     self.trace, self.policy(found.policy), self.predictor(ahead or found.predictor), n_slots,
-                    replace(options, prefetch=fetched, **strategy.switches),
+                    replace(options, prefetch=fetched, store=strategy.store),
                 ).run()  # fmt: skip
-                row = Row(result.policy, result.predictor, share, n_slots, result.hit_rate, result.decode_hit_rate)
-                rows.append(replace(row, simulated=result, strategy=strategy.name))
-            rows.append(_bound(self.trace, share, n_slots))
+                rows.append(_row(result.policy, result.predictor, share, result, strategy=strategy.name))
+            rows.append(_bound(self.trace, share))
         return rows
 
     def _measured_choice(self, share: float, timed: bool) -> ControllerChoice:
-        """As live: without a link, and where the trace or its model lacks what predictions need, without these."""
+        """The live choice; without a link, or what predictions need of the trace or its model, without predictions."""
         if measured := self.artifacts.measured():
             return measured.choose(share)
         name = prefetch_predictor(self.artifacts)

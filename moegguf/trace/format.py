@@ -9,17 +9,13 @@ compress), everything else is deflated.
 from __future__ import annotations
 
 import io
-import json
+import math
 import os
 import struct
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
-from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -28,15 +24,11 @@ import numpy.typing as npt
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import TraceError
 from moegguf.native.events import Phase
-from moegguf.trace.trace import TRACE_VERSION, Trace, TraceHeader
+from moegguf.trace.header import MAX_BLOCKS, Block, FileHeader, decode
+from moegguf.trace.trace import Trace, TraceHeader
 
-FORMAT = "moegguf-trace"
 MAX_HEADER_BYTES = 32 << 20
-MAX_TEXT = 4096  # characters of a label, a name or a setting
-MAX_BLOCKS = 1 << 20
-MAX_TOKENS = 1 << 31
 HEADER = "header.json"
-BLOCK_BYTES = 64 << 20  # of one block in memory, unless a single pass has more
 MAX_TRACE_BYTES = 16 << 30  # of a whole trace in memory
 _NPY_BYTES = 4096  # maximum size of a member's npy header
 _DEFLATE_LEVEL = 1  # routing shrinks to the same size within a tenth at any level
@@ -45,166 +37,6 @@ _DAMAGE = (
     zipfile.BadZipFile, zlib.error, struct.error, tokenize.TokenError, ArithmeticError, EOFError, LookupError,
     MemoryError, RuntimeError, SyntaxError, TypeError, ValueError,
 )  # fmt: skip
-_LIMITS = {
-    "n_layer": (1, 4096),
-    "n_expert": (1, 32767),
-    "n_expert_used": (1, 1024),
-    "n_embd": (0, 1 << 20),
-    "n_vocab": (0, 1 << 30),
-    "expert_bytes": (1, 1 << 50),
-}
-
-
-@dataclass(frozen=True)
-class Block:
-    """One block of a trace file: how many passes and tokens it has, and whether it holds the router's inputs, and
-    the request and phase of each token, where some of its passes have tokens of several.
-    """
-
-    n_pass: int
-    n_tokens: int
-    inputs: bool
-    batches: bool
-
-
-@dataclass(frozen=True)
-class FileHeader:
-    """The header of a trace file. weights, inputs: whether these were recorded. blocks: the file's blocks, in order."""
-
-    shape: MoeShape
-    header: TraceHeader
-    weights: bool
-    inputs: bool
-    blocks: tuple[Block, ...]
-
-    @property
-    def n_pass(self) -> int:
-        """Passes of all blocks."""
-        return sum(block.n_pass for block in self.blocks)
-
-    @property
-    def n_tokens(self) -> int:
-        """Tokens of all blocks."""
-        return sum(block.n_tokens for block in self.blocks)
-
-    def encode(self) -> bytes:
-        """The JSON text. Raises TraceError when `decode` would refuse it."""
-        facts = {
-            "format": FORMAT,
-            "shape": asdict(self.shape),
-            **asdict(self.header),
-            "weights": self.weights,
-            "inputs": self.inputs,
-            "n_pass": self.n_pass,
-            "n_tokens": self.n_tokens,
-            "blocks": [[one.n_pass, one.n_tokens, int(one.inputs), int(one.batches)] for one in self.blocks],
-        }
-        try:
-            data = json.dumps(facts, allow_nan=False).encode()
-        except (TypeError, ValueError) as error:
-            raise TraceError(f"trace header: cannot be written as JSON ({error}); check its settings.") from error
-        decode(data)
-        return data
-
-
-def decode(data: bytes) -> FileHeader:
-    """Parses a header. Raises TraceError for the first field that is missing or out of its limits."""
-    try:
-        raw = json.loads(data, parse_constant=lambda word: _fail("", f"{word} is not a number"))
-    except (ValueError, RecursionError) as error:
-        raise TraceError(f"trace header: is not valid JSON ({error}); record the trace again.") from error
-    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-        _fail("format", f"must be {FORMAT!r}; this is another kind of file")
-    version = _int(raw, "version", 0, 1 << 31)
-    if not 1 <= version <= TRACE_VERSION:
-        _fail("version", f"must be 1 to {TRACE_VERSION}, but is {version}; this moegguf cannot read it")
-    weights, inputs = _bool(raw, "weights"), _bool(raw, "inputs")
-    blocks = _blocks(raw.get("blocks"), inputs, version)
-    found = FileHeader(_shape(raw.get("shape")), _facts(raw), weights, inputs, blocks)
-    for key, expected in (("n_pass", found.n_pass), ("n_tokens", found.n_tokens)):
-        if _int(raw, key, 0, MAX_TOKENS) != expected:
-            _fail(key, f"is {raw[key]}, but its blocks have {expected}")
-    if inputs and found.shape.n_embd == 0:
-        _fail("n_embd", "is 0, but inputs were recorded")
-    return found
-
-
-def _fail(key: str, rule: str) -> NoReturn:
-    raise TraceError(f"trace header: {key} {rule}; record the trace again.")
-
-
-def _int(raw: dict[str, Any], key: str, low: int, high: int) -> int:
-    value = raw.get(key)
-    if type(value) is not int or not low <= value <= high:
-        _fail(key, f"must be a whole number from {low} to {high}, but is {value!r:.40}")
-    return value
-
-
-def _bool(raw: dict[str, Any], key: str) -> bool:
-    value = raw.get(key)
-    if type(value) is not bool:
-        _fail(key, f"must be true or false, but is {value!r:.40}")
-    return value
-
-
-def _text(value: object, key: str) -> str:
-    if not isinstance(value, str) or len(value) > MAX_TEXT:
-        _fail(key, f"must be text of at most {MAX_TEXT} characters, but is {value!r:.40}")
-    return value
-
-
-def _shape(raw: object) -> MoeShape:
-    if not isinstance(raw, dict) or set(raw) != {field.name for field in fields(MoeShape)}:
-        _fail("shape", f"must have the sizes of a model, but is {raw!r:.80}")
-    numbers = {key: _int(raw, key, *limits) for key, limits in _LIMITS.items()}
-    layers = raw["layers"]
-    if not isinstance(layers, list) or any(type(il) is not int for il in layers):
-        _fail("layers", f"must be a list of layer numbers, but is {layers!r:.40}")
-    rising = all(a < b for a, b in pairwise(layers))
-    if not layers or not rising or layers[0] < 0 or layers[-1] >= numbers["n_layer"]:
-        _fail("layers", f"must rise from 0 to below {numbers['n_layer']}, but is {layers!r:.40}")
-    if numbers["n_expert_used"] > numbers["n_expert"]:
-        _fail("n_expert_used", f"is {numbers['n_expert_used']}, more than the {numbers['n_expert']} experts")
-    return MoeShape(layers=tuple(layers), **numbers)
-
-
-def _facts(raw: dict[str, Any]) -> TraceHeader:
-    labels, settings = raw.get("labels"), raw.get("settings")
-    if not isinstance(labels, dict) or not isinstance(settings, dict):
-        _fail("labels and settings", "must both be there")
-    for key, value in settings.items():
-        if type(value) not in (int, float):
-            _text(value, f"setting {key!r:.40}")
-    return TraceHeader(
-        model=_text(raw.get("model"), "model"),
-        fingerprint=_text(raw.get("fingerprint"), "fingerprint"),
-        labels={_sequence(key): _text(value, "label") for key, value in labels.items()},
-        settings={_text(key, "setting"): value for key, value in settings.items()},
-    )
-
-
-def _sequence(key: str) -> int:
-    digits = key.removeprefix("-")
-    if not (digits.isascii() and digits.isdigit() and len(digits) <= 10):
-        _fail("labels", f"belong to numbers of sequences, not to {key!r:.40}")
-    return int(key)
-
-
-def _blocks(raw: object, inputs: bool, version: int) -> tuple[Block, ...]:
-    if not isinstance(raw, list) or len(raw) > MAX_BLOCKS:
-        _fail("blocks", f"must be a list of at most {MAX_BLOCKS}, but is {raw!r:.40}")
-    return tuple(_block(item, inputs, version) for item in raw)
-
-
-def _block(raw: object, inputs: bool, version: int) -> Block:
-    n_fields = 3 if version == 1 else 4  # version 1 had no passes of several requests
-    if not isinstance(raw, list) or len(raw) != n_fields or any(type(value) is not int for value in raw):
-        _fail("blocks", f"must be [passes, tokens, inputs, batches], but one is {raw!r:.40}")
-    n_pass, n_tokens, has_inputs, batches = (*raw, 0)[:4]
-    flags = has_inputs in ((0, 1) if inputs else (0,)) and batches in (0, 1)
-    if not (0 < n_pass <= n_tokens <= MAX_TOKENS and flags):
-        _fail("blocks", f"have at least a pass and a token per pass, but one is {raw!r:.40}")
-    return Block(n_pass, n_tokens, bool(has_inputs), bool(batches))
 
 
 def check(trace: Trace) -> None:
@@ -287,10 +119,7 @@ def _spec_bytes(spec: Spec) -> int:
 
 
 def _array_bytes(dtype: npt.DTypeLike, shape: tuple[int, ...]) -> int:
-    n = np.dtype(dtype).itemsize
-    for size in shape:
-        n *= size  # Python's integers: a forged header must not overflow
-    return n
+    return np.dtype(dtype).itemsize * math.prod(shape)  # Python's integers: a forged header must not overflow
 
 
 def _member(name: str, block: int) -> str:
@@ -305,8 +134,7 @@ def partial_of(path: Path) -> Path:
 class TraceWriter:
     """Writes a trace block by block to PATH.partial, which becomes PATH at close().
 
-    A killed recording leaves no file at PATH. As a context manager it discards the file on an exception. Raises
-    TraceError when a write fails or a block does not fit the shape.
+    A killed recording leaves no file at PATH. Raises TraceError when a write fails or a block does not fit the shape.
     """
 
     def __init__(self, path: str | os.PathLike[str], shape: MoeShape, *, weights: bool, inputs: bool) -> None:
@@ -335,7 +163,7 @@ class TraceWriter:
                 self._write(name, getattr(block, name))
         except OSError as error:
             self._raise_write_error(error)
-        self._blocks.append(Block(block.n_pass, block.n_tokens, has_inputs, batches))
+        self._blocks.append(Block(block.n_pass, block.n_tokens, int(has_inputs), int(batches)))
 
     def close(self, header: TraceHeader) -> None:
         """Writes the header and renames the file to PATH. Raises TraceError."""
@@ -349,7 +177,7 @@ class TraceWriter:
             self._raise_write_error(error)
 
     def discard(self) -> None:
-        """Removes the file."""
+        """Removes the file, unless it is complete."""
         try:
             self._zip.close()
         except OSError:  # disk full: the file is removed anyway
@@ -369,35 +197,16 @@ class TraceWriter:
             f"{self.path}: the trace cannot be written ({error.strerror or error}); choose another place."
         ) from error
 
-    def __enter__(self) -> TraceWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: object, traceback: TracebackType | None) -> None:
-        if kind is not None:
-            self.discard()
-
 
 def write(path: str | os.PathLike[str], trace: Trace) -> None:
     """Writes `trace` to `path`, replacing an existing file. Raises TraceError when it cannot be written."""
-    weights, inputs = trace.weights is not None, trace.inputs is not None
-    with TraceWriter(path, trace.shape, weights=weights, inputs=inputs) as writer:
-        for block in _split(trace):
-            writer.add(block)
+    writer = TraceWriter(path, trace.shape, weights=trace.weights is not None, inputs=trace.inputs is not None)
+    try:
+        if trace.n_pass:
+            writer.add(trace)
         writer.close(trace.header)
-
-
-def _split(trace: Trace) -> Iterator[Trace]:
-    """The trace in parts of at most BLOCK_BYTES, or of one pass."""
-    weights, inputs = trace.weights is not None, trace.inputs is not None
-    batches = trace.token_sequence is not None
-    token_bytes = _spec_bytes(_spec(trace.shape, 0, 1, weights=weights, inputs=inputs, batches=batches))
-    most_tokens = max(1, BLOCK_BYTES // token_bytes)
-    first = 0
-    while first < trace.n_pass:
-        end = int(np.searchsorted(trace.pass_start, trace.pass_start[first] + most_tokens, side="right")) - 1
-        end = min(max(end, first + 1), trace.n_pass)
-        yield trace.take(np.arange(first, end))
-        first = end
+    finally:
+        writer.discard()
 
 
 def read(path: str | os.PathLike[str], max_bytes: int = MAX_TRACE_BYTES) -> Trace:
@@ -421,7 +230,7 @@ def read(path: str | os.PathLike[str], max_bytes: int = MAX_TRACE_BYTES) -> Trac
 def _read(archive: zipfile.ZipFile, max_bytes: int) -> Trace:
     header = _read_header(archive)
     specs = [
-        _spec(header.shape, one.n_pass, one.n_tokens, weights=header.weights, inputs=one.inputs, batches=one.batches)
+        _spec(header.shape, *one[:2], weights=header.weights, inputs=bool(one.inputs), batches=bool(one.batches))
         for one in header.blocks
     ]
     _check_members(archive.infolist(), specs)
@@ -475,15 +284,11 @@ def _check_members(infos: list[zipfile.ZipInfo], specs: list[Spec]) -> None:
 
 
 def _load(archive: zipfile.ZipFile, member: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
-    data = archive.read(member)  # checks the CRC
-    file = io.BytesIO(data)
-    version = np.lib.format.read_magic(file)
-    if version != (1, 0):
-        raise TraceError(f"{member} has npy version {version}, must be (1, 0); record the trace again.")
-    found = np.lib.format.read_array_header_1_0(file)
-    if found != (shape, False, dtype) or len(data) - file.tell() != _array_bytes(dtype, shape):
+    file = io.BytesIO(archive.read(member))  # checks the CRC
+    array = np.lib.format.read_array(file, allow_pickle=False)
+    if array.shape != shape or array.dtype != dtype or file.read(1):
+        found = f"{array.dtype} {array.shape}"
         raise TraceError(f"{member} must be {dtype} {shape}, but is {found}; record the trace again.")
-    array: npt.NDArray[Any] = np.frombuffer(data, dtype, offset=file.tell()).reshape(shape)
     if dtype.kind == "f" and not np.isfinite(array).all():
         raise TraceError(f"{member} has values that are not finite; record the trace again.")
     return array

@@ -7,83 +7,73 @@ thread; label() may be called from any.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import TraceError
-from moegguf.native.events import Announcement, Float32s, Int32s, Phase, RoutingEvent
-from moegguf.trace.format import BLOCK_BYTES, MAX_TEXT, FileHeader, TraceWriter
-from moegguf.trace.trace import Setting, Trace, TraceHeader
+from moegguf.native.events import Announcement, Int32s, RoutingEvent
+from moegguf.trace.format import TraceWriter
+from moegguf.trace.header import FileHeader
+from moegguf.trace.trace import MAX_TEXT, Setting, Trace, TraceHeader
 
 BLOCK_PASSES = 256
+BLOCK_BYTES = 64 << 20  # of one block in memory, unless a single pass has more
 
 T = TypeVar("T")
 
 
-class _LayerRouting(NamedTuple):
-    row: int
-    expert_ids: Int32s
-    weights: Float32s | None
-    inputs: Float32s | None
-
-
 @dataclass(slots=True)
 class _Pass:
-    """A pass while it is recorded."""
+    """A pass while it is recorded: its first event, and for each layer its row and its event, with arrays copied."""
 
-    sequence: int
-    phase: Phase
-    first_token: int
-    time_ns: int
+    first: RoutingEvent
     announced: Announcement | None
-    layers: list[_LayerRouting] = field(default_factory=list)
+    layers: list[tuple[int, RoutingEvent]] = field(default_factory=list)
 
     @property
     def n_tokens(self) -> int:
         """The maximum over layers: the last layer may be computed for some tokens only."""
-        return max((len(layer.expert_ids) for layer in self.layers), default=0)
+        return max((len(event.expert_ids) for _, event in self.layers), default=0)
 
     @property
     def has_inputs(self) -> bool:
-        return any(layer.inputs is not None for layer in self.layers)
-
-    def tokens(self) -> Int32s:
-        """(n_tokens,), -1 where they were not announced."""
-        return self._announced(None if self.announced is None else self.announced.tokens, -1)
+        return any(event.inputs is not None for _, event in self.layers)
 
     @property
-    def of_several(self) -> bool:
+    def is_mixed(self) -> bool:
         """Whether it has tokens of several requests or phases."""
-        return self.first_token >= 0 and self.announced is not None and self.announced.sequences is not None
+        return self.first.first_token >= 0 and self.announced is not None and self.announced.sequences is not None
 
-    def sequences(self) -> Int32s:
-        """(n_tokens,): the request of each token."""
-        return self._announced(self.announced.sequences if self.announced else None, self.sequence)
-
-    def phases(self) -> Int32s:
-        """(n_tokens,): the phase of each token."""
-        return self._announced(self.announced.phases if self.announced else None, self.phase)
-
-    def computed(self, n: int) -> npt.NDArray[np.int64]:
-        """(n,): which tokens a layer with so many was computed for: those whose logits are wanted, or the last ones."""
-        if n < self.n_tokens and self.of_several and self.announced is not None:
-            wanted = np.flatnonzero(self._announced(self.announced.outputs, 0))
-            if len(wanted) == n:
-                return wanted
-        return np.arange(self.n_tokens - n, self.n_tokens)
-
-    def _announced(self, values: Int32s | None, unknown: int) -> Int32s:
+    def of_tokens(self, name: str, unknown: int) -> Int32s:
+        """(n_tokens,): an array of the announcement; `unknown` where it says nothing."""
         found = np.full(self.n_tokens, unknown, np.int32)
-        if self.first_token >= 0 and values is not None:
-            known = values[self.first_token : self.first_token + len(found)]
+        values = getattr(self.announced, name, None)
+        if self.first.first_token >= 0 and values is not None:
+            known = values[self.first.first_token : self.first.first_token + len(found)]
             found[: len(known)] = known
         return found
+
+    def of_layers(self, shape: MoeShape, name: str, size: int, empty: npt.ArrayLike) -> npt.NDArray[Any]:
+        """(n_moe_layer, n_tokens, size): an array of the events; `empty`, whose type it has, where there is none."""
+        n_tokens = self.n_tokens
+        found = np.full((len(shape.layers), n_tokens, size), empty)
+        for row, event in self.layers:
+            values = getattr(event, name)
+            if values is not None:
+                here = self._computed(len(values)) if len(values) < n_tokens else slice(None)
+                found[row, here, : values.shape[1]] = values
+        return found
+
+    def _computed(self, n: int) -> npt.NDArray[np.intp] | slice:
+        """Which tokens a layer with fewer, n, was computed for: those whose logits are wanted, or the last ones."""
+        wanted = np.flatnonzero(self.of_tokens("outputs", 0))
+        return wanted if self.is_mixed and len(wanted) == n else slice(self.n_tokens - n, self.n_tokens)
 
 
 class Recorder:
@@ -136,7 +126,7 @@ class Recorder:
         inputs = event.inputs.copy() if self._inputs and event.inputs is not None else None
         if inputs is not None:
             self._pending_bytes += inputs.nbytes
-        current.layers.append(_LayerRouting(row, event.expert_ids.copy(), weights, inputs))
+        current.layers.append((row, event._replace(expert_ids=event.expert_ids.copy(), weights=weights, inputs=inputs)))
 
     def label(self, sequence: int, text: str) -> None:
         """Sets the kind of text of a request."""
@@ -172,8 +162,7 @@ class Recorder:
             self._finished.append(last)
         if len(self._finished) >= BLOCK_PASSES or self._pending_bytes >= BLOCK_BYTES:
             self._flush()
-        announced = self._announced.get(event.lane)
-        begun = _Pass(event.sequence, event.phase, event.first_token, event.time_ns, announced)
+        begun = _Pass(event, self._announced.get(event.lane))
         self._open[event.lane] = event.pass_, begun
         self._pending_bytes += event.expert_ids.nbytes * 2 * len(self._rows)
         return begun
@@ -181,7 +170,7 @@ class Recorder:
     def _flush(self) -> None:
         """Writes all finished passes, those with inputs apart from those without."""
         # In order of start: with several lanes, the pass that began first may finish later.
-        passes = sorted((one for one in self._finished if one.n_tokens), key=lambda one: one.time_ns)
+        passes = sorted((one for one in self._finished if one.n_tokens), key=lambda one: one.first.time_ns)
         self._finished, self._pending_bytes = [], 0
         for inputs, group in groupby(passes, key=lambda one: one.has_inputs):
             if self._error is not None:
@@ -199,58 +188,29 @@ class Recorder:
 
 def _block(shape: MoeShape, header: TraceHeader, passes: list[_Pass], *, weights: bool, inputs: bool) -> Trace:
     """These passes as arrays."""
-    lengths = [one.n_tokens for one in passes]
-    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    layers = [layer for one in passes for layer in one.layers]
-    rows = np.array([layer.row for layer in layers])
-    at = [start + one.computed(len(layer.expert_ids)) for one, start in zip(passes, starts.tolist(), strict=False)
-          for layer in one.layers]  # fmt: skip
-    several = any(one.of_several for one in passes)
-    size = (len(shape.layers), int(starts[-1]))
-    expert_ids = np.full((*size, shape.n_expert_used), -1, np.int16)
-    _scatter(expert_ids, rows, at, [layer.expert_ids for layer in layers])
-    block = Trace(
+
+    def joined(name: str, size: int, empty: npt.ArrayLike) -> npt.NDArray[Any]:
+        with np.errstate(over="ignore", invalid="ignore"):
+            found = np.concatenate([one.of_layers(shape, name, size, empty) for one in passes], axis=1)
+        # What float16 cannot hold is its largest number, and NaN 0.
+        return np.nan_to_num(found, copy=False) if found.dtype == np.float16 else found
+
+    def by_token(name: str, unknown: Callable[[_Pass], int]) -> Int32s:
+        return np.concatenate([one.of_tokens(name, unknown(one)) for one in passes])
+
+    mixed, k, none = any(one.is_mixed for one in passes), shape.n_expert_used, np.float16(0)
+    return Trace(
         shape=shape,
         header=header,
-        pass_sequence=np.array([one.sequence for one in passes], np.int32),
-        pass_phase=np.array([one.phase for one in passes], np.uint8),
-        pass_first_token=np.array([one.first_token for one in passes], np.int32),
-        pass_ns=np.array([one.time_ns for one in passes], np.int64),
-        pass_start=starts,
-        tokens=np.concatenate([one.tokens() for one in passes]),
-        expert_ids=expert_ids,
-        weights=np.zeros((*size, shape.n_expert_used), np.float16) if weights else None,
-        inputs=np.zeros((*size, shape.n_embd), np.float16) if inputs else None,
-        token_sequence=np.concatenate([one.sequences() for one in passes]) if several else None,
-        token_phase=np.concatenate([one.phases() for one in passes]).astype(np.uint8) if several else None,
+        pass_sequence=np.array([one.first.sequence for one in passes], np.int32),
+        pass_phase=np.array([one.first.phase for one in passes], np.uint8),
+        pass_first_token=np.array([one.first.first_token for one in passes], np.int32),
+        pass_ns=np.array([one.first.time_ns for one in passes], np.int64),
+        pass_start=np.concatenate([[0], np.cumsum([one.n_tokens for one in passes])]).astype(np.int64),
+        tokens=by_token("tokens", lambda one: -1),
+        expert_ids=joined("expert_ids", k, np.int16(-1)),
+        weights=joined("weights", k, none) if weights else None,
+        inputs=joined("inputs", shape.n_embd, none) if inputs else None,
+        token_sequence=by_token("sequences", lambda one: one.first.sequence) if mixed else None,
+        token_phase=by_token("phases", lambda one: one.first.phase).astype(np.uint8) if mixed else None,
     )
-    if block.weights is not None:
-        _scatter(block.weights, rows, at, [layer.weights for layer in layers])
-    if block.inputs is not None:
-        _scatter(block.inputs, rows, at, [layer.inputs for layer in layers])
-    return block
-
-
-def _scatter(
-    target: npt.NDArray[Any],
-    rows: npt.NDArray[np.int64],
-    at: Sequence[npt.NDArray[np.int64]],
-    parts: Sequence[npt.NDArray[Any] | None],
-) -> None:
-    """Copies parts[i] (n_tokens, width) to target[rows[i], at[i], :width]."""
-    widths = np.array([-1 if part is None else part.shape[1] for part in parts])
-    for width in set(widths.tolist()) - {-1}:
-        here = np.flatnonzero(widths == width)
-        chosen = [part for i in here.tolist() if (part := parts[i]) is not None]
-        counts = np.fromiter(map(len, chosen), np.int64)
-        tokens = np.concatenate([at[i] for i in here.tolist()])
-        target[np.repeat(rows[here], counts), tokens, :width] = _cast(target.dtype, np.concatenate(chosen))
-
-
-def _cast(dtype: np.dtype[Any], values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The values in a smaller type; overflow is clamped to the largest number, NaN becomes 0."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        small = values.astype(dtype)
-    if dtype.kind == "f" and not np.isfinite(small).all():
-        np.nan_to_num(small, copy=False)
-    return small

@@ -1,15 +1,16 @@
 """Replays a trace against the same store and the same controller as live, on a modelled link: hits, bytes, stall, t/s.
 
 Its counters equal those of a live run with the same trace, policy and slots. It needs the native library but no model:
-the layout comes from the trace's shape. With `RamBelow` layers compute on one or several devices, with slots there over
-slots in RAM.
+the layout comes from the trace's shape. With a `RamTier` layers compute on one or several devices, with slots there and
+in RAM behind them.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -32,15 +33,13 @@ from moegguf.trace.trace import Trace
 GGML_TYPE_I8 = 24  # one byte per value: an expert of any size is one row
 MOST_TOKENS = 4096  # of a `Part`, so that its arrays stay small
 REAL_TIME = ("hook_ns", "forecast_ns")  # the counters that do not follow from the trace
-
-
 VRAM, RAM, STAGING = "VRAM", "RAM", "staging"  # keys of `SimResult.tiers`
 SIMULATED = "CUDA"  # backend of the devices whose slots are simulated, by ggml's name
 
 
 @dataclass(frozen=True)
-class RamBelow:
-    """Slots in RAM below those that layers compute with, which are a device's then.
+class RamTier:
+    """Slots in RAM behind those that layers compute with, which are a device's then.
 
     policy: a native one. link: from there to the device; None: copies take no time. n_staging: tensors of a layer's
     full shape on each device, beside its slots, in which passes of more than one token are staged. slot_tokens: of a
@@ -61,50 +60,58 @@ class SimOptions:
     """Options of a replay.
 
     prefetch: None acts on no prediction. link_bytes_per_s 0: transfers are free. layer_compute_us: time of a layer
-    for one token; a pass of n tokens takes n times as long. below: None, unless layers compute on a device. The others:
-    as in StoreOptions.
+    for one token; a pass of n tokens takes n times as long. store: switches that a strategy sets. ram: None,
+    unless layers compute on a device.
     """
 
     prefetch: PrefetchOptions | None = None
     link_bytes_per_s: float = 0.0
     link_latency_s: float = 0.0
     layer_compute_us: float = 0.0
-    overlap: bool = True
-    sweep: bool = True
-    stream: bool = False
-    chunked: bool = True
-    preempt: bool = True
-    below: RamBelow | None = None
+    store: StoreOptions = field(default_factory=StoreOptions)
+    ram: RamTier | None = None
 
     @property
     def timed(self) -> bool:
         """Whether transfers take time."""
-        return self.link_bytes_per_s > 0 or (self.below is not None and self.below.link is not None)
-
-    @property
-    def n_lower_slots(self) -> int:
-        """Slots below those that layers compute with."""
-        return self.below.n_slots if self.below else 0
+        return self.link_bytes_per_s > 0 or (self.ram is not None and self.ram.link is not None)
 
     @property
     def any_pass(self) -> bool:
         """Whether passes of more experts of a layer than there are slots need no splitting."""
-        return self.below.n_staging > 0 if self.below else self.store.can_stream
+        return self.ram.n_staging > 0 if self.ram else self.simulated.can_stream
 
     @property
-    def store(self) -> StoreOptions:
+    def simulated(self) -> StoreOptions:
         """The options of the simulated store."""
-        copied = (self.below and self.below.link) or Link(0.0)
-        return StoreOptions(
-            repack=False, fill=False, simulate=True, overlap=self.overlap, sweep=self.sweep, stream=self.stream,
-            chunked=self.chunked, preempt=self.preempt, link_bytes_per_s=self.link_bytes_per_s,
+        copied = (self.ram and self.ram.link) or Link(0.0)
+        return replace(
+            self.store, repack=False, fill=False, simulate=True, link_bytes_per_s=self.link_bytes_per_s,
             link_latency_s=self.link_latency_s, copy_bytes_per_s=copied.bytes_per_s, copy_latency_s=copied.latency_s,
-            staging=self.below.n_staging if self.below else None,
+            staging=self.ram.n_staging if self.ram else None,
         )  # fmt: skip
 
 
+class _Sums:
+    """Counters that add up field by field."""
+
+    lookups: int
+    hits: int
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(*map(operator.add, vars(self).values(), vars(other).values()))
+
+    def __sub__(self, other: Self) -> Self:
+        return type(self)(*map(operator.sub, vars(self).values(), vars(other).values()))
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits per lookup, 0 to 1; 0 without lookups."""
+        return self.hits / max(1, self.lookups)
+
+
 @dataclass(frozen=True)
-class Span:
+class Span(_Sums):
     """Counters over some of the passes. bytes_useful: of experts that were fetched ahead and then used."""
 
     tokens: int = 0
@@ -116,33 +123,18 @@ class Span:
     clock_ns: int = 0
     bytes_useful: int = 0
 
-    def __add__(self, other: Span) -> Span:
-        return Span(*(mine + theirs for mine, theirs in zip(_values(self), _values(other), strict=True)))
-
-    @property
-    def hit_rate(self) -> float:
-        """Hits per lookup, 0 to 1; 0 without lookups."""
-        return self.hits / max(1, self.lookups)
-
     @property
     def moved_per_useful(self) -> float | None:
         """Bytes fetched ahead for one of them that was used; None where none was."""
         return self.bytes_prefetched / self.bytes_useful if self.bytes_useful else None
 
 
-def _values(span: Span) -> tuple[int, ...]:
-    return (
-        span.tokens, span.lookups, span.hits, span.bytes_missed, span.bytes_prefetched, span.stall_ns, span.clock_ns,
-        span.bytes_useful,
-    )  # fmt: skip
-
-
 @dataclass(frozen=True)
-class TierSpan:
-    """Counters of one tier over some of the passes. Below another tier, a lookup is one that missed there.
+class TierSpan(_Sums):
+    """Counters of one tier over some of the passes. In RAM behind a device, a lookup is one that missed there.
 
-    bytes_in: that came into its slots, from wherever. copy_ns: of copies from the tier below. stall_ns: that layers
-    waited; below, while something was still to be read from the file.
+    bytes_in: that came into its slots, from wherever. copy_ns: of copies from RAM. stall_ns: that layers waited; in
+    RAM, while something was still to be read from the file.
     """
 
     lookups: int = 0
@@ -154,22 +146,11 @@ class TierSpan:
 
     @classmethod
     def of(cls, figures: Mapping[str, int]) -> TierSpan:
-        """Of the figures of `Store.tier` since the store was opened."""
+        """The counters in the figures of `Store.tier` since the store was opened."""
         n_bytes = figures["bytes_missed"] + figures["bytes_prefetched"]
         hits = figures["hits_ready"] + figures["hits_late"]
         counted = figures["lookups"], hits, figures["evictions"], n_bytes, figures["copy_ns"], figures["stall_ns"]
         return cls(*counted)
-
-    def __add__(self, other: TierSpan) -> TierSpan:
-        return TierSpan(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
-
-    def __sub__(self, other: TierSpan) -> TierSpan:
-        return TierSpan(*(mine - theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
-
-    @property
-    def hit_rate(self) -> float:
-        """Hits per lookup, 0 to 1; 0 without lookups."""
-        return self.hits / max(1, self.lookups)
 
 
 @dataclass(frozen=True)
@@ -248,7 +229,7 @@ def devices_of(
 
     shares (0 to 1) of all experts: one for all devices together, or one of each. tensor_split: proportions of layers,
     one of each device. links: from RAM, one for all, or one of each; (): copies take no time. slot_tokens: as in
-    `RamBelow`. Raises OptionError.
+    `RamTier`. Raises OptionError.
     """
     n_devices, n_experts = len(tensor_split), [0] * len(tensor_split)
     for option, given in (("--vram-cache", shares), ("--device-link", links or (None,))):
@@ -278,7 +259,7 @@ def fitted(trace: Trace, n_slots: int, slot_tokens: int = NO_LIMIT) -> Trace:
 
 
 def _most_tokens(trace: Trace, n_slots: int, n_layers: int, slot_tokens: int) -> int:
-    """Of a pass with so many slots for so many layers."""
+    """The most tokens of a pass with so many slots for so many layers."""
     shape, longest = trace.shape, int(np.diff(trace.pass_start).max(initial=0))
     if n_slots >= n_layers * shape.n_expert:
         return NO_LIMIT
@@ -382,7 +363,7 @@ class Simulation:
                     " uses."
                 )
         self.options = options or SimOptions()
-        slot_tokens = self.options.below.slot_tokens if self.options.below else NO_LIMIT
+        slot_tokens = self.options.ram.slot_tokens if self.options.ram else NO_LIMIT
         most = min(_most_tokens(trace, device.n_slots, len(device.layers), slot_tokens) for device in devices)
         self.trace = trace if self.options.any_pass else _cut(trace, most)
         self.policy, self.predictor = policy, predictor
@@ -394,12 +375,14 @@ class Simulation:
         Raises CallbackError when the policy or predictor fails.
         """
         options = self.options
-        store = Store(layout_of(self.trace.shape), self.slots, options.store, n_lower_slots=options.n_lower_slots)
+        ram = options.ram
+        n_ram = ram.n_slots if ram else 0
+        store = Store(layout_of(self.trace.shape), self.slots, options.simulated, n_lower_slots=n_ram)
         try:
-            if options.below is not None and options.n_lower_slots:
-                store.set_policy_of(Tier.LOWER, options.below.policy)
-                if options.below.cpu:
-                    store.model_computed_misses(options.below.cpu)
+            if ram is not None and ram.n_slots:
+                store.set_policy(ram.policy, Tier.LOWER)
+                if ram.cpu:
+                    store.model_computed_misses(ram.cpu)
             lane = store.open_lane()
             try:
                 return self._replay(store, lane, progress)
@@ -409,7 +392,7 @@ class Simulation:
             store.close()
 
     def _controller(self, store: Store) -> Controller | None:
-        """As live: None where the store needs none. A policy or predictor that fails ends the simulation."""
+        """The same as live; None where the store needs none. A policy or predictor that fails ends the simulation."""
         options = ActingOptions(
             self.options.prefetch,
             slowest_s=float("inf"),
@@ -420,7 +403,7 @@ class Simulation:
 
     def _replay(self, store: Store, lane: Lane, progress: Callable[[int], None] | None) -> SimResult:
         controller, meter = self._controller(store), _Meter(store, self.trace.shape.expert_bytes)
-        announced = self.options.below is not None and self.options.below.n_staging > 0  # the end of a prompt counts
+        announced = self.options.ram is not None and self.options.ram.n_staging > 0  # the end of a prompt counts
         if controller is None and self.trace.token_sequence is None and not announced:
             self._replay_parts(lane, meter, progress)
         else:

@@ -17,6 +17,7 @@ from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Announcement, Float32s, Int32s, Phase, RoutingEvent
 
 TRACE_VERSION = 2
+MAX_TEXT = 4096  # characters of a label, a name or a setting
 
 Setting = str | int | float
 
@@ -184,11 +185,11 @@ class Trace:
                 several = announcement.sequences is not None
                 yield announcement
             first = int(self.pass_first_token[p]) if p <= announced.get(sequence, -1) else -1
-            for event in self._routing_events(p, sequence, phase, first, used, computed[p]):
-                yield self._with_sequences(event) if several and first >= 0 else event
+            mixed = several and first >= 0
+            yield from self._routing_events(p, sequence, phase, first, mixed, used, computed[p])
 
     def _routing_events(
-        self, p: int, sequence: int, phase: Phase, first: int, used: list[int], computed: list[int]
+        self, p: int, sequence: int, phase: Phase, first: int, mixed: bool, used: list[int], computed: list[int]
     ) -> Iterator[RoutingEvent]:
         start, end = int(self.pass_start[p]), int(self.pass_start[p + 1])
         expert_ids = self.expert_ids[:, start:end].astype(np.int32)
@@ -201,6 +202,8 @@ class Trace:
             yield RoutingEvent(
                 p, time_ns, 0, sequence, phase, first, il, expert_ids[row, here, :k],
                 None if weights is None else weights[row, here, :k], self._inputs(row, start, here),
+                self.sequence_of[start:end][here] if mixed else None,
+                self.phase_of[start:end][here].astype(np.int32) if mixed else None,
             )  # fmt: skip
 
     def _computed_tokens(self, row: int, start: int, end: int, n: int) -> slice | npt.NDArray[np.int64]:
@@ -208,12 +211,6 @@ class Trace:
         if self.token_sequence is None or n == end - start:
             return slice(end - start - n, end - start)
         return np.flatnonzero(self.expert_ids[row, start:end, 0] >= 0)
-
-    def _with_sequences(self, event: RoutingEvent) -> RoutingEvent:
-        start, end = int(self.pass_start[event.pass_]), int(self.pass_start[event.pass_ + 1])
-        here = self._computed_tokens(self.shape.row_of[event.il], start, end, len(event.expert_ids))
-        phases = self.phase_of[start:end][here].astype(np.int32)
-        return event._replace(sequences=self.sequence_of[start:end][here], phases=phases)
 
     def _inputs(self, row: int, start: int, here: slice | npt.NDArray[np.int64]) -> Float32s | None:
         if self.inputs is None:

@@ -36,7 +36,7 @@ class Study(TraceAnalysis):
     known_predictors: ClassVar[tuple[str, ...]] = (*TraceAnalysis.known_predictors, FreshGate.name)
 
     def new_predictor(self, name: str) -> Predictor:
-        """As `TraceAnalysis.new_predictor`, or the oracle, or the control of what is measured."""
+        """The predictor of this name: the oracle and the control of what is measured, too."""
         if name == FreshGate.name:
             return FreshGate(self.trace.shape, self.artifacts.routers())
         return Oracle(self.trace) if name == ORACLE else super().new_predictor(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from moegguf.controller.predictors.skip import Skip
+from moegguf.controller.predictors.router_inputs import Skip
 from moegguf.controller.shape import MoeShape
 from moegguf.gguf.routers import Routers
 from moegguf.native.events import Float32s
@@ -23,5 +23,5 @@ class FreshGate(Skip):
         """None: it is a control, and predicts nothing."""
 
     def predict(self, il: int, distance: int) -> Float32s | None:
-        """As `Predictor.predict`, at distance 0 only."""
+        """None but at distance 0."""
         return self._through_router(il, distance) if distance == 0 else None

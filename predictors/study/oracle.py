@@ -58,7 +58,7 @@ class Oracle(Predictor):
         self._n_tokens = 0
 
     def predict(self, il: int, distance: int) -> Float32s | None:
-        """As `Predictor.predict`: 1 for the experts of the pass's first token, at any distance; None after the end."""
+        """1 for the experts of the pass's first token, at any distance; None after the end."""
         row = self.shape.row_of.get(il)
         if row is None or self._first >= self._expert_ids.shape[1]:
             return None

@@ -86,7 +86,7 @@ def _paths(decode: Trace) -> dict[int, Used]:
 
 
 def _resampled(paths: list[Used], rng: np.random.Generator) -> Counts:
-    """As `Reuse.counts`, for requests of the same lengths made of tokens drawn from all requests."""
+    """`Reuse.counts` for requests of the same lengths made of tokens drawn from all requests."""
     if not paths:
         return np.zeros((0, 1, 1), np.int64)
     tokens = np.concatenate(paths)

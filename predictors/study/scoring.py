@@ -141,7 +141,7 @@ class _BatchJudge(Judge):
         self._n_steps = np.zeros(len(self.distances), np.int64)
 
     def table(self, link: LinkModel | None = None) -> PredictorScore:
-        """As `Judge.table`, with batch_accuracy."""
+        """`Judge.table`, with batch_accuracy."""
         self._close_batch()
         sums = zip(self.distances, self._sums.tolist(), self._n_steps.tolist(), strict=True)
         accuracy = {distance: total / steps if steps else None for distance, total, steps in sums}

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from moegguf.controller.predictors.token_table import MAX_COUNT
+from moegguf.controller.predictors.counts import MAX_COUNT
 from moegguf.controller.weights import Weights
 from moegguf.native.events import Float32s
 from moegguf.trace.trace import Trace

@@ -16,20 +16,17 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from moegguf.controller import weights as weights_file
-from moegguf.controller.collection import EamcPair
+from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.predictors import make_predictor
 from moegguf.controller.predictors.base import NoPrediction, Predictor
-from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
-from moegguf.gguf.experts import ExpertLayout, read_layout
-from moegguf.gguf.fingerprint import fingerprint
-from moegguf.gguf.routers import Routers, read_routers
+from moegguf.gguf.experts import read_layout
 from moegguf.trace import format as trace_file
 from moegguf.trace.trace import Trace
 from predictors.study.scoring import ScoreTable, score
@@ -41,25 +38,13 @@ DISTANCES = (1, 2, 4, 8)
 Figure = dict[str, dict[int, float | None]]
 
 
-@dataclass(frozen=True)
-class Sources:
-    """The artifacts that `make_predictor` needs: the files of one folder, and the routers of one model."""
+class Trained(Artifacts):
+    """The files of one folder only, and the routers of one model."""
 
-    folder: Path
-    layout: ExpertLayout
-    fingerprint: str
-
-    def find(self, name: str) -> Iterator[Path]:
-        """The file of this name in the folder, if it exists."""
-        return (path for path in [self.folder / name] if path.is_file())
-
-    def routers(self) -> Routers:
-        """The model's routers."""
-        return read_routers(self.layout)
-
-    def collection(self, shape: MoeShape) -> EamcPair | None:
-        """None: no collection is used here."""
-        return None
+    def folders(self) -> Iterator[Path]:
+        """The folder."""
+        assert self.folder is not None
+        yield self.folder
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -148,7 +133,7 @@ def _version(package: str) -> str:
         return "none"
 
 
-def evaluate(name: str, heldout: Trace, sources: Sources) -> ScoreTable:
+def evaluate(name: str, heldout: Trace, sources: Artifacts) -> ScoreTable:
     """Scores on held-out requests, beside those of skip where the trace has inputs."""
     names = [name] if heldout.inputs is None else [name, "skip"]
     predictors: list[Predictor] = [make_predictor(name, heldout.shape, sources) for name in names]
@@ -177,7 +162,7 @@ def main(given: Sequence[str] | None = None) -> None:
     args = arguments(given)
     training, heldout = split(args)
     layout = read_layout(args.model)
-    sources = Sources(args.out, layout, fingerprint(layout))
+    sources = Trained(layout, folder=args.out)
     if {training.header.fingerprint, heldout.header.fingerprint} != {sources.fingerprint}:
         raise SystemExit(f"{args.trace} was not recorded from {args.model}: their fingerprints differ.")
     args.out.mkdir(parents=True, exist_ok=True)

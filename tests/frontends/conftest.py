@@ -9,10 +9,15 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from command_line import Command, environment
+from fake_manager import HUB, TEMPLATE, FakeCatalog, FakeManager, entry_of, running
 from servers import Server, serving
 
+from moegguf.models.catalog import demo_path
+from moegguf.server.app import make_app
+from moegguf.settings import Settings
 from moegguf.trace.format import read
 from moegguf.trace.trace import Trace
 
@@ -23,6 +28,29 @@ PROMPTS = (
     {"prompt": "import os", "label": "code"},
 )
 QUICK = ("-t", "1", "-n", "8")
+
+
+@pytest.fixture
+def manager() -> FakeManager:
+    """Scripted answers of `demo`, of `able` with tools and thinking, and of names with defaults and from the Hub."""
+    path = demo_path()
+    assert path is not None
+    own = {"parameters": {"temperature": 0.25, "top_k": 7}, "system": "Be kind."}
+    own_entries = (entry_of(path, "able:latest", template=TEMPLATE), entry_of(path, "mine:latest", **own))
+    return FakeManager(FakeCatalog(entry_of(path), entry_of(path, HUB), *own_entries))
+
+
+@pytest.fixture
+def url(manager: FakeManager) -> Iterator[str]:
+    """A server in this process over `manager`."""
+    with running(make_app(manager, manager.catalog, Settings())) as url:  # type: ignore[arg-type]
+        yield url
+
+
+@pytest.fixture
+def http(url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=url, timeout=30, trust_env=False) as client:
+        yield client
 
 
 @pytest.fixture(scope="session")

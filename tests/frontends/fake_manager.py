@@ -7,6 +7,7 @@ test, and the requests are recorded. `running(app)` serves any ASGI application 
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -28,6 +29,15 @@ from moegguf.quantities import ExpertCache
 from moegguf.server.serve import Protocol
 from moegguf.serving.events import Done, Event, LoadedModel, LoadedName, LoadOverrides, Snapshot
 
+HUB = "hf.co/user/repo-GGUF:Q4_K_M"
+HI: Any = [{"role": "user", "content": "hi"}]
+FUNCTIONS: Any = [{"name": name, "parameters": {"type": "object", "properties": {}}} for name in ("weather", "clock")]
+# A template that knows tools, calls and thinking.
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c | tojson }}"
+    "</tool_call>{% endfor %}\n{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% if enable_thinking %}<think>{% else %}<think></think>{% endif %}"
+)
 STATS = Stats(tokens=3, lookups=10, hits_ready=6, hits_late=1, misses=3, bytes_missed=3000, stall_s=0.5, eval_s=1.0)
 TIMING = Timing(
     prompt_tokens=5, cached_tokens=2, answer_tokens=3, prompt_s=0.25, answer_s=0.5, total_s=0.75, stats=STATS,
@@ -233,6 +243,12 @@ class BusyManager(FakeManager):
                 SNAPSHOT, stats=Stats(tokens=tokens, lookups=10 * tokens, hits_ready=9 * tokens, misses=tokens)
             )
             await asyncio.sleep(0.02)
+
+
+def objects(text: str) -> list[dict[str, Any]]:
+    """The objects of a stream, of lines or server-sent events."""
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith(("data: {", "{"))]
+    return [json.loads(line) for line in lines]
 
 
 @contextmanager

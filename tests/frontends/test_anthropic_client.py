@@ -53,14 +53,6 @@ def text_of(message: Message) -> str:
     return "".join(block.text for block in message.content if block.type == "text")
 
 
-def test_the_models_of_the_server(client: anthropic.Anthropic) -> None:
-    listed = {model.id: model for model in client.models.list()}
-    assert listed["demo:latest"] == client.models.retrieve("demo")
-    assert (listed["demo:latest"].max_input_tokens or 0) > 0
-    with pytest.raises(anthropic.NotFoundError, match="try pulling it first"):
-        client.models.retrieve("nobody")
-
-
 def test_a_whole_message(client: anthropic.Anthropic, whole: Message) -> None:
     assert "moegguf" in text_of(whole) and whole.stop_reason == "end_turn"
     assert whole.usage.input_tokens > 5 and whole.usage.output_tokens > 5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import psutil
 from chat_terminal import ANSWER, QUESTION, demo_chat
 from command_line import TinyModel
 from terminal import Terminal, control
@@ -80,6 +81,15 @@ def test_load_parameters_reload_the_model(tmp_path: Path) -> None:
         assert "did you mean" in chat.ask("/set parameter expert_cache 1")
         chat.ask("/set parameter expert_cache 1KiB")
         assert "error: " in chat.ask(QUESTION)
+        assert ANSWER in chat.ask(QUESTION).replace("\n", " ")
+
+
+def test_a_model_whose_worker_ends_is_loaded_again(tmp_path: Path) -> None:
+    with demo_chat(tmp_path) as chat:
+        chat.prompt()
+        (worker,) = psutil.Process(chat.child.pid).children()
+        worker.kill()
+        psutil.wait_procs([worker], timeout=30)
         assert ANSWER in chat.ask(QUESTION).replace("\n", " ")
 
 

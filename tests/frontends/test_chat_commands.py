@@ -10,11 +10,10 @@ import pytest
 from chat_terminal import echo_chat
 from terminal import ENTER, Terminal
 
-from moegguf.chat.parameters import load_options_with, parse_parameter
+from moegguf.chat.conversation import load_options_with, parse_parameter
 from moegguf.errors import MoeggufError
 from moegguf.generate.options import sampling_with
 from moegguf.generate.request import Sampling
-from moegguf.terminal.loading import LoadOptions
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +138,7 @@ def test_regen_answers_again(chat: Terminal) -> None:
 def test_errors_do_not_end_the_chat(chat: Terminal) -> None:
     chat.ask("/clear")
     assert "error: the prompt has too many tokens." in chat.ask("too long")
-    assert "error: unexpected ZeroDivisionError: so it goes" in chat.ask("crash")
+    assert "error: ZeroDivisionError: so it goes" in chat.ask("crash")
     said = chat.ask("fail")
     assert "half an answer" in said
     assert "error: the disk is gone." in said
@@ -178,7 +177,7 @@ def test_invalid_values_of_parameters(name: str, word: str) -> None:
 def test_parameters_set_sampling_and_load_options() -> None:
     parameters = {"seed": -1, "num_predict": 9, "stop": ["x"], "num_ctx": 512, "numa": True, "top_k": 3}
     assert sampling_with(Sampling(seed=4), parameters) == Sampling(max_tokens=9, stop=("x",), top_k=3)
-    options = LoadOptions(expert_cache="50%", n_threads=2)
-    assert load_options_with(options, parameters) == LoadOptions(expert_cache="50%", n_threads=2, n_ctx=512)
-    assert load_options_with(options, {"num_thread": 0, "num_gpu": -1}) == LoadOptions(expert_cache="50%")
-    assert load_options_with(options, {"num_gpu": 0}).n_gpu_layers == 0
+    options = {"expert_cache": "50%", "n_threads": 2}
+    assert load_options_with(options, parameters) == {**options, "n_ctx": 512}
+    assert load_options_with(options, {"num_thread": 0, "num_gpu": -1}) == {"expert_cache": "50%"}
+    assert load_options_with(options, {"num_gpu": 0})["n_gpu_layers"] == 0

@@ -11,7 +11,7 @@ from chat_terminal import ANSWER, QUESTION
 from command_line import TinyModel, environment
 from pictures import png
 from servers import Server, serving
-from terminal import ENTER, Terminal, control, moegguf_command
+from terminal import Terminal, control, moegguf_command
 
 from moegguf.chat.conversation import Conversation
 from moegguf.cli import served as served_models
@@ -168,12 +168,3 @@ def test_images_are_sent_by_their_paths(tmp_path: Path, tiny: TinyModel, project
         assert "reads images" in chat.text
         said = chat.ask(f"what is {tmp_path}/a.png")
         assert "Added image" in said and "error" not in said
-
-
-def test_local_loads_the_model_here(server: Server, tmp_path: Path) -> None:
-    with served_chat(server, tmp_path, "demo", "--local") as chat:
-        chat.prompt()
-        assert "slots for" in chat.text and "in the server" not in chat.text
-        chat.send("/bye" + ENTER)
-        assert chat.exit_code() == 0
-    assert loaded(server) == {}

@@ -15,44 +15,33 @@ from moegguf.cli.client import Client, NoServerError, ServerError
 from moegguf.errors import MoeggufError
 from moegguf.settings import Host, Settings, parse_host
 
+RESPONSES: dict[str, tuple[int, bytes]] = {
+    "/api/ps": (200, b'{"models": []}'),
+    "/lines": (200, b'{"a": 1}\n\n{"a": 2}\n'),
+    "/faulty": (200, b'{"a": 1}\n{"error": "the process has ended"}\n'),
+    "/missing": (404, b'{"error": "model \'x\' not found"}'),
+    "/v1/missing": (404, b'{"error": {"message": "no such model", "type": "not_found_error"}}'),
+    "/html": (200, b"<html>"),
+    "/moved": (302, b""),
+    "/cut": (200, b'{"a": 1}\n'),
+}
+
 
 class Handler(BaseHTTPRequestHandler):
     """Responds by path; records requests."""
 
     requests: list[tuple[str, str, dict[str, str], Any]]
 
-    def answer(self, status: int, body: bytes, **headers: str) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
     def do_GET(self) -> None:
         length = int(self.headers.get("Content-Length") or 0)
         sent = json.loads(self.rfile.read(length)) if length else None
         type(self).requests.append((self.command, self.path, dict(self.headers), sent))
-        match self.path:
-            case "/api/ps":
-                self.answer(200, b'{"models": []}')
-            case "/lines":
-                self.answer(200, b'{"a": 1}\n\n{"a": 2}\n')
-            case "/faulty":
-                self.answer(200, b'{"a": 1}\n{"error": "the process has ended"}\n')
-            case "/missing":
-                self.answer(404, b'{"error": "model \'x\' not found"}')
-            case "/v1/missing":
-                self.answer(404, b'{"error": {"message": "no such model", "type": "not_found_error"}}')
-            case "/html":
-                self.answer(200, b"<html>")
-            case "/moved":
-                self.answer(302, b"", Location="http://192.0.2.1/")
-            case "/cut":
-                self.send_response(200)
-                self.send_header("Content-Length", "100")
-                self.end_headers()
-                self.wfile.write(b'{"a": 1}\n')
+        status, body = RESPONSES[self.path]
+        self.send_response(status)
+        self.send_header("Location", "http://192.0.2.1/")  # of a redirect
+        self.send_header("Content-Length", str(len(body) + 90 * (self.path == "/cut")))
+        self.end_headers()
+        self.wfile.write(body)
 
     do_POST = do_GET  # noqa: N815 (http.server's name)
 
@@ -82,15 +71,11 @@ def test_get_sends_the_key_and_returns_json(client: Client) -> None:
     assert headers["Authorization"] == "Bearer s3cret"
 
 
-def test_post_sends_json_and_returns_the_last_line(client: Client) -> None:
+def test_post_sends_json_and_returns_the_last_line_and_a_stream_each(client: Client) -> None:
     assert client.post("/lines", {"model": "dämo"}) == {"a": 2}
+    assert list(client.stream("/lines")) == list(client.stream("/lines", {"q": 1})) == [{"a": 1}, {"a": 2}]
     method, _, headers, body = client.requests[0]  # type: ignore[attr-defined]
     assert (method, headers["Content-Type"], body) == ("POST", "application/json", {"model": "dämo"})
-
-
-def test_a_stream_gives_line_by_line(client: Client) -> None:
-    assert list(client.stream("/lines")) == [{"a": 1}, {"a": 2}]
-    assert list(client.stream("/lines", {"q": 1})) == [{"a": 1}, {"a": 2}]
 
 
 def test_an_error_line_raises_after_the_lines_before_it(client: Client) -> None:

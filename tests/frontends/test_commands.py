@@ -95,26 +95,18 @@ def test_show_json_agrees_with_the_layout(moegguf: Command, tiny: TinyModel) -> 
     assert [row["share"] for row in facts["budgets"]] == [0.1, 0.25, 0.5, 1.0]
 
 
-def test_estimate_prints_memory_and_reasons(moegguf: Command, tiny: TinyModel) -> None:
-    done = moegguf("estimate", tiny("tiny-mix"), "--expert-cache", "50%", "--ctx", 512)
+def test_estimate_prints_memory_and_reasons_and_its_json_is_the_plan(moegguf: Command, tiny: TinyModel) -> None:
+    ask = ("estimate", tiny("tiny-mix"), "--ctx", 512, "--expert-cache")
+    done, whole = moegguf(*ask, "50%"), moegguf(*ask, "100%")
     assert done.returncode == 0, done.stderr
-    for words in (
-        "32 of 64 experts at a time (50%)",
-        "KV cache",
-        "hit rate",
-        "tokens/s",
-        "Why",
-        "context of 512 tokens",
-    ):
+    for words in ("32 of 64 experts at a time (50%)", "KV cache", "hit rate", "Why", "context of 512 tokens"):
         assert words in done.stdout
-
-
-def test_estimate_json_is_the_plan(moegguf: Command, tiny: TinyModel) -> None:
-    facts = json.loads(moegguf("estimate", tiny("tiny-mix"), "--expert-cache", "50%", "--json").stdout)
-    assert facts["plan"]["n_slots"] == 32
+    assert re.search(r"read for a token .*[KM]iB +of .*[KM]iB it touches", done.stdout)
+    assert not re.search(r"\d [KMG]B\b(?!/s)", done.stdout), "one unit for sizes"
+    facts, resident = (json.loads(moegguf(*ask, share, "--json").stdout) for share in ("50%", "100%"))
     assert facts["plan"]["budget_bytes"] == 32 * facts["plan"]["slot_bytes"]
-    assert 0 < facts["expected"]["hit_low"] < facts["expected"]["hit_high"] < 1
-    assert facts["disk"]["bytes_per_s"] > 0
+    assert 0 < facts["expected"]["hit_low"] < facts["expected"]["hit_high"] < 1 and facts["disk"]["bytes_per_s"] > 0
+    assert resident["plan"]["resident"] and resident["disk"] is None and "limited by the processor" in whole.stdout
 
 
 def test_estimate_promises_for_the_demo_what_was_measured_and_no_more(moegguf: Command) -> None:
@@ -140,13 +132,6 @@ def test_estimate_counts_the_types_of_the_kv_cache(moegguf: Command, tiny: TinyM
     assert kv_bytes(MOEGGUF_KV_CACHE_TYPE="q8_0") == both
 
 
-def test_estimate_with_every_expert_resident_expects_no_reads(moegguf: Command, tiny: TinyModel) -> None:
-    facts = json.loads(moegguf("estimate", tiny(), "--expert-cache", "100%", "--json").stdout)
-    assert facts["plan"]["resident"]
-    assert facts["disk"] is None
-    assert "limited by the processor" in moegguf("estimate", tiny(), "--expert-cache", "100%").stdout
-
-
 def test_doctor_states_every_section(moegguf: Command, tiny: TinyModel) -> None:
     facts = json.loads(moegguf("doctor", tiny(), "--json").stdout)
     assert list(facts) == ["moegguf", "build", "devices", "machine", "disk", "environment"]
@@ -166,12 +151,6 @@ def test_doctor_never_fails_for_a_missing_fact(moegguf: Command, tmp_path: Path)
     assert "unknown: " in done.stdout
     assert "MOEGGUF_HOOKS: 'perhaps' is neither on nor off; give 1 or 0" in done.stdout
     assert "hush" not in done.stdout
-
-
-def test_an_estimate_has_one_unit_for_sizes(moegguf: Command) -> None:
-    done = moegguf("estimate", "demo", "--expert-cache", "50%")
-    assert re.search(r"read for a token .*[KM]iB +of .*MiB it touches", done.stdout)
-    assert not re.search(r"\d [KMG]B\b(?!/s)", done.stdout)
 
 
 @pytest.mark.parametrize(

@@ -1,46 +1,36 @@
-"""What every API promises of an answer, in each one's own form, over a scripted manager."""
+"""What every API promises of an answer, over a scripted manager; test_encodings.py has its forms."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 import pytest
-from fake_manager import FakeCatalog, FakeManager, entry_of, running
+from fake_manager import FUNCTIONS, HI, FakeManager, objects
 from servers import post, until
 
 from moegguf import errors
 from moegguf.generate.request import Delta, PromptProgress, ToolCall
-from moegguf.models.folder import demo_path
-from moegguf.server.app import make_app
 from moegguf.serving.events import LoadOverrides
-from moegguf.settings import Settings
 
 Json = dict[str, Any]
 
-HI = [{"role": "user", "content": "hi"}]
-NAMES = ("weather", "clock")
-FUNCTIONS = [{"name": name, "parameters": {"type": "object", "properties": {}}} for name in NAMES]
 TOOLS = [{"type": "function", "function": function} for function in FUNCTIONS]
+CALLS = [ToolCall(f"call-of-{function['name']}", function["name"], {}) for function in FUNCTIONS]
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """An API. `text` and `calls` read an object of a stream, `whole_text` and `whole_calls` a whole reply."""
+    """An API. `end`: in the last line of a complete stream; `one_call`: what asks for one call at most."""
 
     path: str
     question: Json
-    text: Callable[[Json], str]
-    whole_text: Callable[[Json], str]
-    end: str  # in the last line of a complete stream
+    end: str
     tools: Json = field(default_factory=dict)
-    one_call: Json = field(default_factory=dict)  # what asks for one call at most
-    calls: Callable[[Json], list[str]] = lambda _: []
-    whole_calls: Callable[[Json], list[str]] = lambda _: []
+    one_call: Json = field(default_factory=dict)
 
     @property
     def form(self) -> str:
@@ -48,63 +38,21 @@ class Dialect:
         return "ollama" if self.path.startswith("/api") else "anthropic" if "messages" in self.path else "openai"
 
 
-def text_of_chunk(item: Json) -> str:
-    return "".join(choice["delta"].get("content") or "" for choice in item["choices"])
-
-
-def calls_of_chunk(item: Json) -> list[str]:
-    return [call["function"]["name"] for choice in item["choices"] for call in choice["delta"].get("tool_calls", ())]
-
-
-def ollama_calls(item: Json) -> list[str]:
-    return [call["function"]["name"] for call in item["message"].get("tool_calls", ())]
-
-
-def counts(item: Json) -> tuple[int, int]:
-    """The tokens of the prompt and of the answer."""
-    response = item.get("response")  # of /v1/responses; a text in /api/generate
-    usage = (response if isinstance(response, dict) else item).get("usage") or item
-    prompt = ("prompt_eval_count", "prompt_tokens", "input_tokens", "cache_read_input_tokens")
-    answer = ("eval_count", "completion_tokens", "output_tokens")
-    return sum(usage.get(name, 0) for name in prompt), sum(usage.get(name, 0) for name in answer)
-
-
-USAGE = {"stream_options": {"include_usage": True}}
 DIALECTS = (
+    Dialect("/api/chat", {"messages": HI}, '"done":true', {"tools": TOOLS}),
+    Dialect("/api/generate", {"prompt": "hi"}, '"done":true'),
     Dialect(
-        "/api/chat", {"messages": HI}, lambda item: item["message"]["content"], lambda item: item["message"]["content"],
-        '"done":true', {"tools": TOOLS}, {}, ollama_calls, ollama_calls,
+        "/v1/chat/completions", {"messages": HI}, "data: [DONE]", {"tools": TOOLS}, {"parallel_tool_calls": False},
     ),
+    Dialect("/v1/completions", {"prompt": "hi"}, "data: [DONE]"),
     Dialect(
-        "/api/generate", {"prompt": "hi"}, lambda item: item["response"], lambda item: item["response"],
-        '"done":true',
-    ),
-    Dialect(
-        "/v1/chat/completions", {"messages": HI, **USAGE}, text_of_chunk,
-        lambda item: item["choices"][0]["message"]["content"], "data: [DONE]", {"tools": TOOLS},
-        {"parallel_tool_calls": False}, calls_of_chunk,
-        lambda item: [call["function"]["name"] for call in item["choices"][0]["message"]["tool_calls"]],
-    ),
-    Dialect(
-        "/v1/completions", {"prompt": "hi", **USAGE}, lambda item: "".join(each["text"] for each in item["choices"]),
-        lambda item: item["choices"][0]["text"], "data: [DONE]",
-    ),
-    Dialect(
-        "/v1/responses", {"input": "hi"},
-        lambda item: item["delta"] if item["type"] == "response.output_text.delta" else "",
-        lambda item: item["output"][0]["content"][0]["text"], '"type":"response.completed"',
+        "/v1/responses", {"input": "hi"}, '"type":"response.completed"',
         {"tools": [{"type": "function", **function} for function in FUNCTIONS]}, {"parallel_tool_calls": False},
-        lambda item: [item["item"]["name"]] if item["type"] == "response.output_item.done" else [],
-        lambda item: [each["name"] for each in item["output"] if each["type"] == "function_call"],
     ),
     Dialect(
-        "/v1/messages", {"messages": HI, "max_tokens": 64},
-        lambda item: item["delta"].get("text", "") if item["type"] == "content_block_delta" else "",
-        lambda item: item["content"][0]["text"], '"type":"message_stop"',
-        {"tools": [{"name": name, "input_schema": {"type": "object"}} for name in NAMES]},
+        "/v1/messages", {"messages": HI, "max_tokens": 64}, '"type":"message_stop"',
+        {"tools": [{"name": each["name"], "input_schema": each["parameters"]} for each in FUNCTIONS]},
         {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
-        lambda item: [item["content_block"]["name"]] if item["type"] == "content_block_start" else [],
-        lambda item: [block["name"] for block in item["content"] if block["type"] == "tool_use"],
     ),
 )  # fmt: skip
 EACH = pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.path)
@@ -114,65 +62,32 @@ WITH_TOOLS = pytest.mark.parametrize(
 WHOLE_OR_STREAM = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 
 
-@pytest.fixture
-def manager() -> FakeManager:
-    own = {"parameters": {"temperature": 0.25, "top_k": 7}, "system": "Be kind."}
-    return FakeManager(FakeCatalog(entry_of(demo_path()), entry_of(demo_path(), "mine:latest", **own)))
-
-
-@pytest.fixture
-def url(manager: FakeManager) -> Iterator[str]:
-    with running(make_app(manager, manager.catalog, Settings())) as url:  # type: ignore[arg-type]
-        yield url
-
-
 Ask = Callable[..., httpx.Response]
 
 
 @pytest.fixture
-def ask(url: str) -> Iterator[Ask]:
-    with httpx.Client(base_url=url, timeout=30, trust_env=False) as client:
-        yield lambda dialect, **more: client.post(dialect.path, json={"model": "demo", **dialect.question, **more})
-
-
-def objects(text: str) -> list[Json]:
-    """The objects of a stream, of lines or server-sent events."""
-    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith(("data: {", "{"))]
-    return [json.loads(line) for line in lines]
-
-
-@EACH
-def test_the_text_and_the_counts_of_an_answer(ask: Ask, dialect: Dialect) -> None:
-    whole = ask(dialect, stream=False).json()
-    assert dialect.whole_text(whole) == "Hello"
-    assert counts(whole) == (7, 3)
-    streamed = ask(dialect, stream=True).text
-    told = [dialect.text(item) for item in objects(streamed)]
-    assert [text for text in told if text] == ["Hel", "lo"]
-    assert dialect.end in streamed.splitlines()[-1] or dialect.end in streamed.splitlines()[-2]
-    counted = [item for item in objects(streamed) if item.get("usage") or "eval_count" in item or "response" in item]
-    assert counts(counted[-1]) == (7, 3)
+def ask(http: httpx.Client) -> Ask:
+    return lambda dialect, **more: http.post(dialect.path, json={"model": "demo", **dialect.question, **more})
 
 
 @WITH_TOOLS
 @WHOLE_OR_STREAM
-def test_calls_come_in_their_order_and_only_the_first_where_one_is_wanted(
-    ask: Ask, manager: FakeManager, dialect: Dialect, stream: bool, monkeypatch: pytest.MonkeyPatch
+def test_only_the_first_call_is_sent_where_one_is_wanted(
+    ask: Ask, manager: FakeManager, dialect: Dialect, stream: bool
 ) -> None:
-    monkeypatch.setattr("moegguf.server.common.conversation.check_conversation", lambda *_: None)
-    manager.script = [Delta(tool_calls=(ToolCall(f"c{name}", name, {}),)) for name in NAMES]
+    for manager.script in ([Delta(tool_calls=(call,)) for call in CALLS], [Delta(tool_calls=tuple(CALLS))]):
+        both = ask(dialect, model="able", stream=stream, **dialect.tools).text
+        assert 0 < both.index(CALLS[0].id) < both.index(CALLS[1].id)
+        if dialect.one_call:
+            one = ask(dialect, model="able", stream=stream, **dialect.tools, **dialect.one_call).text
+            assert CALLS[0].id in one and CALLS[1].id not in one
 
-    def names(**more: Any) -> list[str]:
-        reply = ask(dialect, stream=stream, **dialect.tools, **more)
-        if not stream:
-            return dialect.whole_calls(reply.json())
-        return [name for item in objects(reply.text) for name in dialect.calls(item)]
 
-    assert names() == list(NAMES)
-    if dialect.one_call:
-        assert names(**dialect.one_call) == ["weather"]
-        manager.script = [Delta(tool_calls=tuple(ToolCall(f"c{name}", name, {}) for name in NAMES))]
-        assert names(**dialect.one_call) == ["weather"]
+@WITH_TOOLS
+def test_tools_need_a_template_that_knows_them(ask: Ask, manager: FakeManager, dialect: Dialect) -> None:
+    refused = ask(dialect, **dialect.tools)
+    assert refused.status_code == 400 and "demo:latest does not support tools" in refused.text
+    assert not manager.leases
 
 
 FAULTS: list[tuple[Exception, int]] = [
@@ -235,8 +150,8 @@ def test_an_error_in_mid_stream_is_the_last_object(
 ) -> None:
     manager.script = [Delta(text="Hel"), fault]
     response = ask(dialect, stream=True)
-    *told, last = objects(response.text)
-    assert response.status_code == 200 and "Hel" in [dialect.text(item) for item in told]
+    last = objects(response.text)[-1]
+    assert response.status_code == 200 and '"Hel"' in response.text
     assert dialect.end not in response.text and "a bug" not in response.text
     if dialect.path == "/v1/responses":
         assert last["type"] == "response.failed" and last["response"]["error"]["code"] == "server_error"

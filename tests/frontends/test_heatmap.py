@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from moegguf.terminal.heatmap import LEGEND, group_size, heatmap, legend, places_line
+from moegguf.terminal.heatmap import LEGEND, group_size, heatmap, legend, tiers_line
 
 NONE = np.zeros((2, 6), np.uint8)
 STATE = np.array([[0, 1, 2, 2, 2, 0], [0, 0, 0, 0, 0, 0]], np.uint8)
@@ -80,7 +80,7 @@ def test_experts_in_vram_and_in_ram_have_letters_of_their_own() -> None:
     state = np.array([[0, 1, 2, 3, 3, 2], [2, 3, 3, 0, 0, 0]], np.uint8)
     uses = np.array([[0, 0, 0, 0, 9, 9], [0, 0, 0, 0, 0, 0]], np.uint32)
     assert rows(state, uses, uses * 0, [0, 1], width=80, vram=True) == ["0 ·~%▒█○", "1 %▒▒···"]
-    assert places_line(state, vram=True) == "4 of 12 in VRAM, 3 in RAM only"
+    assert tiers_line(state, vram=True) == "4 of 12 in VRAM, 3 in RAM only"
     halves = np.array([[2, 0] * 8, [3, 2] * 8], np.uint8)
     assert rows(halves, halves * 0, halves * 0, [0, 1], width=10, vram=True) == ["0 ::::::::", "1 ░░░░░░░░"]
     assert "in VRAM" in legend(80, vram=True).plain and "in VRAM" not in legend(80).plain

@@ -108,19 +108,6 @@ def test_whole_images_of_each_kind_are_read(vision: Server, data: bytes) -> None
     assert chat(vision, base64_of(data)).status == 200
 
 
-def test_a_model_without_projector_says_so(vision: Server) -> None:
-    reply = chat(vision, base64_of(png()), model="blind")
-    assert reply.status == 400 and "does not support vision" in reply.error
-
-
-def test_run_sends_images_to_a_server(moegguf: Command, vision: Server, tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(png())
-    question = f"what is {tmp_path / 'a.png'}"
-    done = moegguf("run", "see", question, "-n", 2, "-v", MOEGGUF_HOST=vision.url)
-    assert done.returncode == 0 and "Added image" in done.stderr and "answered by" in done.stderr
-    assert "Added image" not in moegguf("run", "blind", question, "-n", 2, MOEGGUF_HOST=vision.url).stderr
-
-
 def test_run_takes_a_path_and_a_projector(moegguf: Command, tiny: Tiny, projector: Tiny, tmp_path: Path) -> None:
     (tmp_path / "a b.png").write_bytes(png())
     options = ("--temperature", 0, "-n", 4, "-t", 1, "-c", 512, "--expert-cache", "50%")

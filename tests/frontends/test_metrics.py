@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
-from dataclasses import replace
+from collections.abc import Iterable
 from typing import Any
 
+from recorded import check_recorded
 from servers import Server
 
 from moegguf.engine.stats import Stats, TierStats
 from moegguf.generate.request import Timing
-from moegguf.server.metrics import Totals, exposition
+from moegguf.server.metrics import FIELDS, TIER_FIELDS, Totals, exposition
 from moegguf.serving.events import LoadedModel
 
 NAME = r"[a-zA-Z_:][a-zA-Z0-9_:]*"
@@ -46,95 +46,33 @@ def samples(text: str) -> dict[str, float]:
     return found
 
 
-def test_a_server_without_models_still_has_llama_servers_metrics() -> None:
-    found = samples(exposition(Totals(), []))
+def numbered(fields: Iterable[str], first: int) -> dict[str, int]:
+    """Another number for every field."""
+    return {name: first + i for i, name in enumerate(fields)}
+
+
+def test_every_figure_has_its_name_help_and_labels() -> None:
+    """`encodings/metrics.txt`, where every number stands for one field."""
+    totals = Totals()
+    for name, n in (("a:latest", 1), ("a:latest", 2), ("b:latest", 4)):
+        counts = {"prompt_tokens": 10 * n, "cached_tokens": n, "answer_tokens": 20 * n}
+        totals.add(name, Timing(prompt_s=n, answer_s=2 * n, **counts))
+    slots = ("n_slots", "slots_used", "pool_bytes")
+    vram, ram = (numbered([*TIER_FIELDS, *slots], first) for first in (200, 300))
+    tiers = (TierStats("VRAM", "CUDA0", **vram), TierStats("RAM", "CUDA0", **ram))
+    stats = Stats(exact=False, tiers=tiers, **numbered([*FIELDS, *slots, "n_experts", "staging_bytes"], 100))
+    gone = 2**22 + 1  # a process that has ended
+    loaded = [
+        model("a:latest", gone, stats=stats, busy=True, queue=2, n_ctx=7),
+        model("b:latest", gone + 1, busy=True, queue=1),
+    ]
+    totals.update(loaded)
+    text = exposition(totals, loaded)
+    samples(text)
+    check_recorded("metrics", text)
+    found = samples(exposition(Totals(), []))  # without models: llama-server's
     assert found["llamacpp:prompt_tokens_total"] == found["llamacpp:predicted_tokens_seconds"] == 0
     assert not [name for name in found if name.startswith("moegguf_")]
-
-
-def test_answers_are_summed_over_models_and_per_model() -> None:
-    totals = Totals()
-    totals.add("a:latest", Timing(prompt_tokens=10, cached_tokens=5, answer_tokens=20, prompt_s=0.5, answer_s=2.0))
-    totals.add("a:latest", Timing(prompt_tokens=10, answer_tokens=20, prompt_s=0.5, answer_s=2.0))
-    totals.add("b:latest", Timing(prompt_tokens=20, answer_tokens=40, prompt_s=1.0, answer_s=4.0))
-    loaded = [model("a:latest", busy=True, queue=2), model("b:latest", 2, busy=True, queue=1)]
-    found = samples(exposition(totals, loaded))
-    assert found["llamacpp:prompt_tokens_total"] == 40
-    assert found["llamacpp:prompt_tokens_cached_total"] == 5
-    assert found["llamacpp:tokens_predicted_total"] == 80
-    assert found["llamacpp:prompt_tokens_seconds"] == 20
-    assert found["llamacpp:predicted_tokens_seconds"] == 10
-    assert found["llamacpp:requests_processing"] == 2
-    assert found["llamacpp:requests_deferred"] == 3
-    assert found['moegguf_answers_total{model="a:latest"}'] == 2
-    assert found['moegguf_answer_seconds_total{model="b:latest"}'] == 4
-
-
-def test_expert_counters_equal_stats() -> None:
-    stats = Stats(
-        tokens=9, lookups=100, hits_ready=60, hits_late=10, misses=30, evictions=7, bytes_missed=4096,
-        bytes_prefetched=512, misses_computed=3, exact=False, stall_s=0.125,
-        compute_s=0.25, compute_stall_s=0.0625,
-        staging_bytes=3 << 20, bytes_staged=5 << 20, staging_copy_s=2.0, staging_stall_s=0.5,
-        n_slots=40, slots_used=39, n_experts=64, pool_bytes=1 << 20,
-    )  # fmt: skip
-    totals, loaded = Totals(), [model(stats=stats, pid=os.getpid(), size_bytes=1 << 21)]
-    totals.update(loaded)
-    found = samples(exposition(totals, loaded))
-    expected = {
-        'moegguf_tokens_total{model="demo:latest"}': 9,
-        'moegguf_expert_lookups_total{model="demo:latest"}': 100,
-        'moegguf_expert_hits_total{kind="ready",model="demo:latest"}': 60,
-        'moegguf_expert_hits_total{kind="late",model="demo:latest"}': 10,
-        'moegguf_expert_misses_total{model="demo:latest"}': 30,
-        'moegguf_expert_misses_computed_total{model="demo:latest"}': 3,
-        'moegguf_compute_seconds_total{model="demo:latest"}': 0.25,
-        'moegguf_compute_stall_seconds_total{model="demo:latest"}': 0.0625,
-        'moegguf_exact{model="demo:latest"}': 0,
-        'moegguf_expert_evictions_total{model="demo:latest"}': 7,
-        'moegguf_expert_read_bytes_total{cause="miss",model="demo:latest"}': 4096,
-        'moegguf_expert_read_bytes_total{cause="prefetch",model="demo:latest"}': 512,
-        'moegguf_stall_seconds_total{model="demo:latest"}': 0.125,
-        'moegguf_staging_bytes{model="demo:latest"}': 3 << 20,
-        'moegguf_staged_bytes_total{model="demo:latest"}': 5 << 20,
-        'moegguf_staging_copy_seconds_total{model="demo:latest"}': 2.0,
-        'moegguf_staging_stall_seconds_total{model="demo:latest"}': 0.5,
-        'moegguf_slots{model="demo:latest"}': 40,
-        'moegguf_slots_used{model="demo:latest"}': 39,
-        'moegguf_experts{model="demo:latest"}': 64,
-        'moegguf_expert_cache_bytes{model="demo:latest"}': 1 << 20,
-        'moegguf_planned_bytes{model="demo:latest"}': 1 << 21,
-    }
-    assert {name: found[name] for name in expected} == expected
-    assert found['moegguf_resident_bytes{model="demo:latest"}'] > 1 << 20  # of this very process
-
-
-def test_tiers_have_counters_and_gauges_of_their_own() -> None:
-    vram = TierStats(
-        "VRAM", "CUDA0", lookups=100, hits_ready=60, hits_late=10, misses=30, evictions=7, bytes_missed=4096,
-        stall_s=0.5, n_slots=16, slots_used=15, pool_bytes=1 << 20,
-    )  # fmt: skip
-    ram = TierStats("RAM", "CUDA0", lookups=30, hits_ready=20, misses=10, bytes_prefetched=512, n_slots=32)
-    totals = Totals()
-    totals.update([model(stats=Stats(lookups=100, tiers=(vram, ram)))])
-    totals.update([model(pid=2, stats=Stats(lookups=1, tiers=(replace(vram, hits_ready=5), ram)))])  # loaded again
-    found = samples(exposition(totals, [model(stats=Stats(tiers=(vram, ram)))]))
-    expected = {
-        ("hits_total", 'kind="ready",', "vram"): 65,
-        ("hits_total", 'kind="late",', "ram"): 0,
-        ("misses_total", "", "ram"): 20,
-        ("evictions_total", "", "vram"): 14,
-        ("stall_seconds_total", "", "vram"): 1.0,
-        ("slots", "", "vram"): 16,
-        ("slots_used", "", "vram"): 15,
-        ("slots", "", "ram"): 32,
-        ("bytes", "", "vram"): 1 << 20,
-    }
-    names = {key: 'moegguf_tier_{}{{device="CUDA0",{}model="demo:latest",tier="{}"}}'.format(*key) for key in expected}
-    assert {key: found.get(name) for key, name in names.items()} == expected
-    received = 'moegguf_tier_received_bytes_total{{cause="{}",device="CUDA0",model="demo:latest",tier="{}"}}'.format
-    assert (found[received("miss", "vram")], found[received("prefetch", "ram")]) == (8192, 1024)
-    assert found['moegguf_expert_lookups_total{model="demo:latest"}'] == 101
 
 
 def test_counters_survive_unloading_and_reloading() -> None:
@@ -162,10 +100,6 @@ def test_names_that_need_escapes_stay_one_line_each() -> None:
     totals.update(loaded)
     found = samples(exposition(totals, loaded))
     assert found['moegguf_expert_misses_total{model="a\\\\b\\"c\\nd:latest"}'] == 0
-
-
-def test_an_ended_process_has_no_resident_memory() -> None:
-    assert samples(exposition(Totals(), [model(pid=2**22 + 1)]))['moegguf_resident_bytes{model="demo:latest"}'] == 0
 
 
 def test_a_real_server_keeps_the_counts_of_an_unloaded_model(server: Server) -> None:

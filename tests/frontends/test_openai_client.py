@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -149,25 +147,6 @@ def test_a_required_tool_call(client: openai.OpenAI) -> None:
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
-def test_a_conversation_with_tool_calls_continues(client: openai.OpenAI) -> None:
-    made = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo", "days": 1}'}}
-    messages: Any = [
-        {"role": "developer", "content": "Be brief."},
-        {"role": "user", "content": [{"type": "text", "text": "Will it rain?"}]},
-        {"role": "assistant", "content": None, "tool_calls": [made]},
-        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
-    ]
-    answer = client.chat.completions.create(
-        model="tools", messages=messages, tools=TOOLS, tool_choice="none", max_tokens=4, seed=1
-    )
-    assert answer.usage is not None and answer.usage.completion_tokens <= 4
-
-
-def test_tools_need_a_capable_model(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="does not support tools"):
-        client.chat.completions.create(**ASKED, tools=TOOLS)
-
-
 def test_json_by_a_schema(client: openai.OpenAI) -> None:
     answer = client.chat.completions.parse(
         model="demo", messages=ASKED["messages"], seed=3, response_format=Animal, max_tokens=200
@@ -275,40 +254,6 @@ def test_an_input_that_is_too_long(client: openai.OpenAI) -> None:
     assert raised.value.code == "context_length_exceeded"
 
 
-def test_models(client: openai.OpenAI) -> None:
-    listed = {model.id: model for model in client.models.list()}
-    assert {"demo:latest", "tools:latest"} <= listed.keys()
-    assert client.models.retrieve("demo:latest") == listed["demo:latest"]
-    assert client.models.retrieve("demo").id == "demo:latest"
-    with pytest.raises(openai.NotFoundError) as raised:
-        client.models.retrieve("hf.co/user/repo:Q4_K_M")
-    assert raised.value.code == "model_not_found"
-
-
-def test_an_unknown_model(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError) as raised:
-        client.chat.completions.create(**{**ASKED, "model": "nobody"})
-    assert raised.value.code == "model_not_found" and raised.value.type == "not_found_error"
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_longer_than_the_context(client: openai.OpenAI, stream: bool) -> None:
-    long = [{"role": "user", "content": "word " * 5000}]
-    with pytest.raises(openai.BadRequestError) as raised:
-        client.chat.completions.create(**{**ASKED, "messages": long}, stream=stream)
-    assert raised.value.code == "context_length_exceeded"
-    assert raised.value.type == "invalid_request_error"
-
-
-def test_unsupported_requests_are_a_400(client: openai.OpenAI) -> None:
-    picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}]}]
-    for fields in ({"n": 2}, {"messages": picture}, {"max_tokens": 0}, {"temperature": -1}):
-        with pytest.raises(openai.BadRequestError) as raised:
-            client.chat.completions.create(**{**ASKED, **fields})
-        assert raised.value.type == "invalid_request_error"
-        assert next(iter(fields)) in str(raised.value)
-
-
 RESPONSE: Any = {"model": "tools", "input": "What does moegguf do?", "extra_body": {"seed": 7}}
 FUNCTIONS: Any = [{"type": "function", "strict": True, **tool["function"]} for tool in TOOLS]
 
@@ -362,20 +307,6 @@ def test_thinking_in_responses(client: openai.OpenAI) -> None:
     assert "".join(told) == reasoning.content[0].text
 
 
-def test_a_list_of_prompts(client: openai.OpenAI) -> None:
-    asked: Any = {"model": "demo", "max_tokens": 6, "temperature": 0}
-    found = client.completions.create(**asked, prompt=["moegguf is", "An expert is"])
-    alone = [
-        client.completions.create(**asked, prompt=prompt).choices[0].text for prompt in ("moegguf is", "An expert is")
-    ]
-    assert [choice.text for choice in found.choices] == alone
-    chunks = client.completions.create(**asked, prompt=["moegguf is", "An expert is"], stream=True)
-    told = ["", ""]
-    for chunk in chunks:
-        told[chunk.choices[0].index] += chunk.choices[0].text
-    assert told == alone
-
-
 def test_every_call_of_the_async_client(served: Server, whole: ChatCompletion) -> None:
     async def call_all() -> None:
         base = f"{served.url}/v1"
@@ -398,23 +329,3 @@ def test_every_call_of_the_async_client(served: Server, whole: ChatCompletion) -
                 await client.models.retrieve("nobody")
 
     asyncio.run(call_all())
-
-
-def test_a_killed_worker_fails_its_answer_and_the_next_one_succeeds(client: openai.OpenAI, served: Server) -> None:
-    ends = served.call("/tokenize", {"model": "tools", "content": "<|endoftext|><|im_start|><|im_end|>"})
-    never = {str(token): -100 for token in ends.json["tokens"]}
-    asked: Any = {**ASKED, "model": "tools", "logit_bias": never}  # goes on until the context is full
-    stream = client.chat.completions.create(**asked, stream=True)
-    assert next(stream).choices[0].delta.role == "assistant"
-    for pid in workers_of(served.pid):
-        os.kill(pid, signal.SIGKILL)
-    with pytest.raises(openai.APIError):
-        list(stream)
-    assert client.chat.completions.create(**{**asked, "max_tokens": 4}).choices
-
-
-def workers_of(pid: int) -> list[int]:
-    """The processes that hold a model for the server."""
-    import psutil
-
-    return [child.pid for child in psutil.Process(pid).children()]

@@ -106,21 +106,6 @@ def test_model_output_never_becomes_html(look: Look) -> None:
         assert page.inner_text(".answer td >> nth=0") == "<iframe srcdoc=x>"
 
 
-def test_markdown(look: Look) -> None:
-    text = "## Title\n\nOne *two* `three`\nfour\n\n1. a\n2. b\n   c\n\n> said\n\n---\n\n"
-    text += "2 * 3 * 4 and snake_case_name\n\n~~~py\nx = 1\n"
-    with running(app_of(manager_of(*deltas(text)))) as url:
-        page = look(url)
-        ask(page, "Write")
-        ended(page)
-        kinds = page.evaluate("[...document.querySelector('.answer .content').children].map((e) => e.tagName)")
-        assert kinds == ["H3", "P", "OL", "BLOCKQUOTE", "HR", "P", "DIV"]
-        assert page.inner_text(".answer em") == "two" and page.locator(".answer em").count() == 1
-        assert page.locator(".answer li").all_inner_texts() == ["a", "b\nc"]
-        assert page.inner_text(".answer .code code").strip() == "x = 1"
-        assert page.inner_text(".answer .code-head span") == "py"
-
-
 def test_thinking_is_collapsed(look: Look) -> None:
     script = [Delta(thinking="Let me "), Delta(thinking="see."), Delta(text="Here.")]
     with running(app_of(manager_of(*script))) as url:

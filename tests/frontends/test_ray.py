@@ -13,7 +13,6 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 from servers import Reply, call
@@ -23,13 +22,12 @@ from ray_application import RayApplication, ray_application
 
 from moegguf.errors import OptionError
 from moegguf.generate.request import GenerationRequest, Sampling, Timing
-from moegguf.serving.events import Done
+from moegguf.serving.events import Done, ExpertUses
 from moegguf.serving.ray import app
 from moegguf.serving.ray.catalog import ConfiguredCatalog
 from moegguf.serving.ray.config import read_config
-from moegguf.serving.ray.conversation import conversation_of
 from moegguf.serving.ray.manager import ReplicaManager
-from moegguf.serving.ray.preference import Eam, Report, RoutingRequest
+from moegguf.serving.ray.preference import Report, RoutingRequest, conversation_of
 from moegguf.serving.ray.replica import Replica
 
 FOREVER = {"type": "string", "minLength": 100_000}
@@ -168,8 +166,8 @@ def test_the_eam_of_a_conversation_is_known_at_its_next_turn() -> None:
     manager = ReplicaManager(ConfiguredCatalog(read_config({})), {})
     turns = [GenerationRequest(messages=({"role": "user", "content": text},)) for text in ("What?", "Who?")]
     first, other = map(conversation_of, turns)
-    found = Eam.of(np.ones((2, 3), np.float32))
-    assert found is not None and manager.eam_of(first) is None
+    found = ExpertUses.of([[1, 1, 1]] * 2)
+    assert manager.eam_of(first) is None
     manager.remember(first, found)
     more = ({"role": "assistant", "content": "That."}, {"role": "user", "content": "Why?"})
     second = conversation_of(GenerationRequest(messages=(*(turns[0].messages or ()), *more)))

@@ -17,8 +17,10 @@ DEMO = ("run", "demo", "What does moegguf do?", "--temperature", 0, "-n", 8)
 
 @pytest.fixture(autouse=True)
 def _unload(server: Server) -> Any:
+    unload = {"model": "demo", "keep_alive": 0}
+    server.call("/api/generate", unload)
     yield
-    server.call("/api/generate", {"model": "demo", "keep_alive": 0})
+    server.call("/api/generate", unload)
 
 
 def loaded(server: Server) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,12 @@ from moegguf.cli.serve import serve, serve_settings
 from moegguf.engine import devices, here
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import read_layout
+from moegguf.models.catalog import Catalog
 from moegguf.server import serve as server
-from moegguf.settings import read_environment
+from moegguf.serving.events import LoadOverrides
+from moegguf.serving.model_size import measure
+from moegguf.serving.wire import LoadConfig
+from moegguf.settings import Settings
 
 
 class Listener:
@@ -24,32 +29,44 @@ class Listener:
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """MOEGGUF_STRATEGY at each start of a server, none of which runs."""
-    strategies: list[str] = []
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
+    """The settings at each start of a server, none of which runs."""
+    found: list[Settings] = []
 
-    def run(*_: Any) -> int:
-        strategies.append(os.environ["MOEGGUF_STRATEGY"])
+    def run(settings: Settings, *_: Any) -> int:
+        found.append(settings)
         return 0
 
-    monkeypatch.setenv("MOEGGUF_STRATEGY", "")  # and gone afterwards
     monkeypatch.setattr(server, "listen", lambda host: Listener())
     monkeypatch.setattr(server, "run_server", run)
-    return strategies
+    return found
 
 
-def test_workers_get_the_strategy_by_the_environment(started: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert serve() == serve(strategy="promoe") == 0
-    monkeypatch.setenv("MOEGGUF_STRATEGY", "lru")
-    serve()
-    assert started == ["", "promoe", "lru"]
+def test_workers_get_what_flags_say(started: list[Settings], tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = dict(os.environ)
+    assert serve() == serve(strategy="promoe", warm_start=False, policy="lru", expert_cache="25%") == 0
+    assert dict(os.environ) == before
+    plain, chosen = (size_of(tiny(), settings) for settings in started)
+    assert (plain.strategy, plain.warm_start, plain.policy) == (None, None, None)  # the environment's, there
+    assert (chosen.strategy, chosen.warm_start, chosen.policy) == ("promoe", False, "lru")
+    assert chosen.plan and plain.plan and chosen.plan.n_slots * 4 == plain.plan.n_slots
+    for wrong in ({"strategy": "promo"}, {"policy": "promo"}):
+        with pytest.raises(OptionError, match="promo"):
+            serve(**wrong)
+    monkeypatch.setenv("MOEGGUF_STRATEGY", "promo")
     with pytest.raises(OptionError, match="no strategy 'promo'"):
-        serve(strategy="promo")
-    assert len(started) == 3
+        serve()
+    assert len(started) == 2
+
+
+def size_of(path: Path, settings: Settings) -> LoadConfig:
+    """What a worker of a server with these settings gets."""
+    size = measure(Catalog(paths=True).find(str(path)), LoadOverrides(n_ctx=256), settings, 1 << 32)
+    return size.load_config(size.plan_within(1 << 32, 0))
 
 
 def test_what_needs_a_gpu_is_told_where_there_is_none(
-    started: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    started: list[Settings], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(devices, "has_gpu", lambda: False)
     monkeypatch.setenv("MOEGGUF_PLACEMENT", "slots")
@@ -76,15 +93,6 @@ def test_a_placement_of_the_environment_without_a_gpu_is_a_reason(
     assert "sees no GPU: the CPU computes every layer" in here.plan_here(layout, "50%").reasons[-1]
     monkeypatch.setenv("MOEGGUF_PLACEMENT", "auto")
     assert not any("sees no GPU" in reason for reason in here.plan_here(layout, "50%").reasons)
-
-
-def test_workers_get_the_warm_start_by_the_environment(started: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOEGGUF_WARM_START", "1")
-    serve()
-    assert read_environment().warm_start
-    serve(warm_start=False)
-    assert not read_environment().warm_start
-    assert len(started) == 2
 
 
 def test_flags_count_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,11 +231,6 @@ def test_a_content_length_of_a_gigabyte_is_refused_before_the_body(server: Serve
         assert b" 413 " in connection.recv(100)
 
 
-def test_an_unknown_number_has_no_effect(server: Server) -> None:
-    body = {"model": "demo", "prompt": "x", "options": {"n_discard": -1, "num_predict": 2}, "stream": False}
-    assert server.call("/api/generate", body).json["eval_count"] == 2
-
-
 def test_a_prompt_longer_than_the_context_is_cut_unless_that_is_refused(server: Server) -> None:
     text = "word " * 3000
     few = {"model": "demo", "stream": False, "options": {"num_predict": 3}}

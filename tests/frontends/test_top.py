@@ -5,19 +5,15 @@ from __future__ import annotations
 import base64
 import json
 import re
-import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import pexpect
-import pyte
 import pytest
 from command_line import Command, environment
 from fake_manager import SNAPSHOT, BusyManager, FakeManager, FedManager, running
 from rich.console import Console
 from starlette.applications import Starlette
+from terminal import Terminal, control, moegguf_command
 
 from moegguf.cli.top import apply_line
 from moegguf.cli.top_screen import ModelView, Screen, spark, state_rows
@@ -26,7 +22,7 @@ from moegguf.server.common.errors import HANDLERS
 
 LOADED = {"name": "demo:latest", "size_bytes": 76_000_000, "n_ctx": 4096, "queue": 2, "busy": True, "stopping": False}
 LOADED |= {"expires": None}
-COLOURS = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-7]|9[0-7])(?:;\d+)*m")
+COLOURS = re.compile(rb"\x1b\[(?:\d+;)*(?:3[0-7]|9[0-7])(?:;\d+)*m")
 
 
 def line_of(tokens: int, name: str = "demo:latest", n_layer: int = 6, n_expert: int = 32) -> dict[str, Any]:
@@ -151,11 +147,6 @@ def test_a_line_of_blocks(values: list[float], room: int, most: float | None, li
     assert spark(values, room, most) == line
 
 
-def test_state_rows_are_a_digit_per_expert() -> None:
-    state = base64.b64encode(SNAPSHOT.state).decode()
-    assert state_rows({"layers": [0, 2], "n_expert": 3, "state": state}) == ["201", "220"]
-
-
 # The command
 
 
@@ -209,76 +200,41 @@ def test_without_a_server_there_is_one_clear_sentence(moegguf: Command) -> None:
         assert done.stderr == "error: no server is running at http://127.0.0.1:1; start one with `moegguf serve`.\n"
 
 
-class TopTerminal:
-    """`moegguf top` in a pseudo-terminal."""
-
-    def __init__(self, url: str, columns: int = 80, rows: int = 24, **extra: str) -> None:
-        command = [sys.executable, "-m", "moegguf.cli.app", "top"]
-        names = environment(MOEGGUF_HOST=url, TERM="xterm-256color", **extra)
-        self.child = pexpect.spawn(
-            command[0], command[1:], dimensions=(rows, columns), encoding="utf-8", env=names, timeout=60
-        )
-        self.screen = pyte.Screen(columns, rows)
-        self.stream = pyte.Stream(self.screen)
-        self.output = ""
-
-    def read(self) -> bool:
-        """Reads more output; False at its end."""
-        try:
-            text = self.child.read_nonblocking(1 << 16, timeout=60)
-        except pexpect.EOF:
-            return False
-        self.output += text
-        self.stream.feed(text)
-        return True
-
-    def until(self, pattern: str) -> str:
-        while not (found := re.search(pattern, "\n".join(self.screen.display))):
-            assert self.read(), f"{pattern!r} was not shown:\n{self.output}"
-        return found[0]
-
-    def end(self) -> int | None:
-        while self.read():
-            pass
-        self.child.close()
-        return self.child.exitstatus
+def top_at(url: str, size: tuple[int, int] = (80, 24), **environ: str) -> Terminal:
+    """`moegguf top` in a terminal."""
+    names = environment(MOEGGUF_HOST=url, **environ)
+    return Terminal(moegguf_command("top"), names, columns=size[0], rows=size[1], term="xterm-256color")
 
 
-@contextmanager
-def watching(manager: FakeManager, **options: Any) -> Iterator[TopTerminal]:
-    with serve(manager) as url:
-        shown = TopTerminal(url, **options)
-        try:
-            yield shown
-        finally:
-            shown.child.close(force=True)
+def until(shown: Terminal, pattern: str) -> None:
+    shown.wait(lambda: re.search(pattern, "\n".join(shown.screen.display)), repr(pattern))
 
 
 @pytest.mark.parametrize(("columns", "rows"), [(100, 30), (40, 16)])
 def test_it_runs_until_q(columns: int, rows: int) -> None:
-    with watching(BusyManager(), columns=columns, rows=rows) as shown:
-        shown.until(r"hit rate +90\.0% +90\.0% since load")
-        shown.until(r"speed +12\.5 t/s")
-        shown.until(r"0 █?")
-        shown.child.send("xq")
-        assert shown.end() == 0
-        assert "\x1b[?1049h" in shown.output and shown.output.rindex("\x1b[?1049l") > shown.output.rindex("hit rate")
-        assert COLOURS.search(shown.output)
+    with serve(BusyManager()) as url, top_at(url, (columns, rows)) as shown:
+        until(shown, r"hit rate +90\.0% +90\.0% since load")
+        until(shown, r"speed +12\.5 t/s")
+        until(shown, r"0 █?")
+        shown.send("xq")
+        assert shown.exit_code() == 0
+        assert b"\x1b[?1049h" in shown.raw and shown.raw.rindex(b"\x1b[?1049l") > shown.raw.rindex(b"hit rate")
+        assert COLOURS.search(shown.raw)
 
 
 def test_ctrl_c_quits_and_no_color_applies() -> None:
-    with watching(BusyManager(), NO_COLOR="1") as shown:
-        shown.until("since load")
-        shown.child.sendintr()
-        assert shown.end() == 0
-        assert not COLOURS.search(shown.output)
-        assert "Traceback" not in shown.output
+    with serve(BusyManager()) as url, top_at(url, NO_COLOR="1") as shown:
+        until(shown, "since load")
+        shown.send(control("c"))
+        assert shown.exit_code() == 0
+        assert not COLOURS.search(shown.raw) and b"Traceback" not in shown.raw
 
 
 def test_a_lost_connection_is_an_error() -> None:
     manager = BusyManager()
     with serve(manager) as url:
-        shown = TopTerminal(url)
-        shown.until("since load")
-    assert shown.end() == 1
-    assert f"error: lost the connection to the server at {url}." in " ".join(shown.output.split())
+        shown = top_at(url)
+        until(shown, "since load")
+    with shown:
+        assert shown.exit_code() == 1
+        assert f"error: lost the connection to the server at {url}." in " ".join(shown.text.split())

@@ -74,10 +74,10 @@ def own(tiny: TinyModel, tmp_path: Path) -> Own:
 @pytest.fixture(autouse=True)
 def no_faults() -> Iterator[None]:
     """Every test ends with every fault disarmed."""
-    from moegguf.native import abi, library
+    from moegguf.native import library
 
     yield
-    for kind in abi.FAULT:
+    for kind in library.FAULT:
         library.arm_fault(kind, 0)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moegguf.controller.controller import Controller
+from moegguf.engine.live_controller import LiveController
 from moegguf.engine.llama import Llama
 from moegguf.gguf.experts import read_layout
 from moegguf.native.store import Store
@@ -107,7 +108,7 @@ def hooks_off() -> Iterator[None]:
 
 def controller_of(llm: Llama) -> Controller:
     """The controller that decides for a model."""
-    assert llm.session is not None and llm.session.controller is not None
+    assert llm.session is not None and isinstance(llm.session.controller, LiveController)
     assert llm.session.controller.controller is not None
     return llm.session.controller.controller
 

@@ -12,7 +12,7 @@ from answering import DEMO, QUESTION, Load, TinyModel, ask, reply, text_of
 
 from moegguf.engine.llama import Llama
 from moegguf.errors import ClosedError, ContextError, ExpertIOError, OptionError
-from moegguf.generate.answer import Answer, BackgroundAnswer
+from moegguf.generate.answer import Answer
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress
 from moegguf.native import library
 
@@ -132,8 +132,8 @@ def test_cancelling_an_answer_before_or_after_it_ran_affects_no_other(demo: Llam
 
 
 def test_cancelling_one_that_waits_leaves_the_one_that_runs(demo: Llama) -> None:
-    running, waiting = BackgroundAnswer(Answer(demo, ask(QUESTION))), Answer(demo, ask(QUESTION))
-    deltas = iter(running)
+    running, waiting = Answer(demo, ask(QUESTION)), Answer(demo, ask(QUESTION))
+    deltas = running.deltas()
     first = next(deltas)
     waits = threading.Thread(target=lambda: list(waiting.deltas()))
     waits.start()
@@ -146,27 +146,19 @@ def test_cancelling_one_that_waits_leaves_the_one_that_runs(demo: Llama) -> None
 
 def test_cancelling_ends_a_pass_that_waits_for_a_slow_disk(tiny: TinyModel, load: Load) -> None:
     llm = load(tiny("tiny-mix"), expert_cache="25%")
-    background = BackgroundAnswer(Answer(llm, ask("hello there")))
-    deltas = iter(background)
+    answer = Answer(llm, ask("hello there"))
+    deltas = answer.deltas()
     next(deltas)
     library.arm_fault("slow_read", 1, sticky=True)
     begin = time.monotonic()
-    background.cancel(20)
-    assert not background.running
+    canceller = threading.Timer(0.1, answer.cancel)
+    canceller.start()
+    list(deltas)
+    canceller.join()
     assert time.monotonic() - begin < 10
-    assert background.timing.finish == "cancelled"
+    assert answer.timing.finish == "cancelled"
     library.arm_fault("slow_read", 0)
     assert reply(llm, "hello", max_tokens=3)[1].answer_tokens == 3
-
-
-def test_a_background_answer_is_the_same_and_stops_when_its_loop_ends_early(demo: Llama) -> None:
-    whole = text_of(list(BackgroundAnswer(Answer(demo, ask(QUESTION)))))
-    assert whole == reply(demo, QUESTION)[0]
-    left = BackgroundAnswer(Answer(demo, ask(QUESTION)))
-    for _ in left:
-        break
-    assert left.cancel(10)
-    assert left.timing.total_s > 0
 
 
 def test_a_fault_in_the_middle_is_raised_where_the_deltas_are_read(tiny: TinyModel, load: Load) -> None:
@@ -177,13 +169,12 @@ def test_a_fault_in_the_middle_is_raised_where_the_deltas_are_read(tiny: TinyMod
         library.arm_fault("read", 1, errno=5, sticky=True)
         list(deltas)
 
-    for kind in (lambda answer: answer.deltas(), lambda answer: iter(BackgroundAnswer(answer))):
-        answer = Answer(llm, ask("hello there", temperature=1.0, min_p=0.0))
-        with pytest.raises(ExpertIOError):
-            deltas_until_the_disk_fails(kind(answer))
-        library.arm_fault("read", 0)
-        assert answer.timing.total_s > 0
-        assert reply(llm, "hello", max_tokens=3)[1].answer_tokens == 3
+    answer = Answer(llm, ask("hello there", temperature=1.0, min_p=0.0))
+    with pytest.raises(ExpertIOError):
+        deltas_until_the_disk_fails(answer.deltas())
+    library.arm_fault("read", 0)
+    assert answer.timing.total_s > 0
+    assert reply(llm, "hello", max_tokens=3)[1].answer_tokens == 3
 
 
 def test_the_error_of_a_prompt_that_does_not_fit_states_its_length(demo: Llama) -> None:

@@ -505,6 +505,13 @@ def test_memory_stays_flat_over_many_requests(pair: tuple[Llama, Llama]) -> None
     assert run(30) - run(5) < 16 << 20
 
 
+def test_a_prefix_that_was_copied_equals_no_prompt_of_the_models_own_methods(load: Load) -> None:
+    llm = load(DEMO, n_seq_max=2, logits_all=False)
+    llm.context.eval_chunks([Chunk(1, [5, 6, 7], 0, 1, Phase.PREFILL)])
+    assert llm.context.copy(1, 0, 3)
+    assert (llm.n_tokens, llm.input_ids[:3].tolist()) == (3, [-1] * 3)
+
+
 @pytest.mark.parametrize(
     ("a", "b", "n"), [([], [1], 0), ([1, 2], [1, 2, 3], 2), ([1, 2, 4], [1, 2, 3], 2), ([9], [1], 0)]
 )
@@ -530,7 +537,7 @@ def test_tokens_are_announced_only_where_something_uses_them(
         given = getattr(Lane, name)
         monkeypatch.setattr(Lane, name, lambda lane, *columns: (announced.append(lane), given(lane, *columns))[1])
 
-    count("announce_each")
+    count("announce")
     assert resident.session is not None and many.session is not None
     solo(resident, of_tokens(resident, [5, 6, 7]))
     assert announced == []

@@ -115,9 +115,7 @@ class Router:
     def __init__(self, lane: Lane) -> None:
         self.choices: list[tuple[int, list[list[int]]]] = []
         self._callback = EvalCallback(self._eval)
-        chain = library.load().moegguf_lane_chain
-        chain.restype, chain.argtypes = None, [c.c_void_p, EvalCallback, c.c_void_p]
-        chain(lane.handle, self._callback, None)
+        library.load().moegguf_lane_chain(lane.handle, c.cast(self._callback, c.c_void_p), None)
 
     def _eval(self, tensor: Any, ask: bool, _user: Any) -> bool:
         name = Tensor.from_address(c.cast(tensor, c.c_void_p).value or 0)

@@ -92,13 +92,13 @@ def by_policies(path: Path, policy: str | None) -> dict[str, Any]:
     """Logits with these policies of VRAM and RAM, what the model says of them, and which RAM's slots were given."""
     given = {} if policy is None else {"policy": policy}
     chosen: list[tuple[Tier, str]] = []
-    set_policy_of = Store.set_policy_of
+    set_policy = Store.set_policy
 
-    def recorded(store: Store, tier: Tier, name: str, **parameters: Any) -> None:
-        set_policy_of(store, tier, name, **parameters)
+    def recorded(store: Store, name: str, tier: Tier = Tier.COMPUTE, **parameters: Any) -> None:
+        set_policy(store, name, tier, **parameters)
         chosen.append((tier, name))
 
-    Store.set_policy_of = recorded  # type: ignore[method-assign]
+    Store.set_policy = recorded  # type: ignore[method-assign]
     with behind_a_link(path, 24, 20, placement="slots", **given) as llm:
         assert llm.session is not None
         logits, tiers = greedy_logits(llm), llm.session.tiers()

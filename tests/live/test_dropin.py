@@ -6,28 +6,23 @@ import json
 import multiprocessing
 import os
 import pickle
-from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx2
-import huggingface_hub
 import numpy as np
 import pytest
 from answering import DEMO, QUESTION, Load, TinyModel, ask, reply
+from fake_hub import hub_in_use
 
 from moegguf.engine.llama import Llama
 from moegguf.engine.plan import Plan
-from moegguf.errors import ModelNotFoundError, OptionError, PullError
+from moegguf.errors import ModelNotFoundError, OptionError
 from moegguf.generate.answer import Answer
-from moegguf.models import hub_api
-from moegguf.models.hub_api import HubFile, Repository
 from moegguf.native import library
 
 CHILD_TIMEOUT_S = 60
 GREEDY = {"temperature": 0.0, "max_tokens": 12}
-Fetched = Callable[..., list[str]]
 
 
 @pytest.fixture
@@ -138,82 +133,12 @@ def test_a_model_is_pickled_as_what_it_was_opened_with(load: Load, tmp_path: Pat
         assert pool.submit(greedy_text, llm).result(CHILD_TIMEOUT_S) == expected
 
 
-@pytest.fixture
-def fetched(tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fetched:
-    """A repository on a hub without a network; its files are copied when they are fetched."""
-    single, split = tiny(), sorted(tiny("tiny-qwen2moe", n_split=3).parent.glob("tiny-qwen2moe-q4_0-3-*.gguf"))
-    assert len(split) == 3
-    there = {"tiny-Q4_K_M.gguf": single, "README.md": Path(__file__), "mmproj-F16.gguf": Path(__file__)}
-    there |= {f"Q8_0/{path.name.replace('q4_0-3', 'Q8_0')}": path for path in split}
-    gotten: list[str] = []
-
-    def snapshot(_repo: str, *, allow_patterns: Sequence[str], local_dir: Path, **_: Any) -> str:
-        for name in (name.replace("[[]", "[") for name in allow_patterns):
-            (Path(local_dir) / name).parent.mkdir(exist_ok=True)
-            os.link(there[name], Path(local_dir) / name)
-            gotten.append(name)
-        return str(local_dir)
-
-    files = {name: HubFile("u/r", "0" * 40, name, path.stat().st_size, "0" * 40) for name, path in there.items()}
-    monkeypatch.setattr(hub_api, "read_repository", lambda repo, _stopped: Repository(repo, "0" * 40, files))
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-
-    def fetch(*arguments: Any, **options: Any) -> list[str]:
-        gotten.clear()
-        llm = Llama.from_pretrained("u/r", *arguments, local_dir=tmp_path, n_threads=1, verbose=False, **options)
-        with llm:
+def test_from_pretrained_opens_what_it_fetched(tmp_path: Path) -> None:
+    with hub_in_use(tmp_path) as hub:
+        hub.add("u/r", {"tiny-Q4_0.gguf": DEMO.read_bytes()})
+        with Llama.from_pretrained("u/r", local_dir=tmp_path / "here", n_threads=1, verbose=False) as llm:
+            assert Path(llm.model_path) == tmp_path / "here" / "tiny-Q4_0.gguf"
             assert reply(llm, "hello", max_tokens=2)[1].answer_tokens == 2
-        return list(gotten)
-
-    return fetch
-
-
-def test_from_pretrained_takes_all_shards(fetched: Fetched) -> None:
-    assert fetched("*Q4_K_M.gguf") == ["tiny-Q4_K_M.gguf"]
-
-
-@pytest.mark.parametrize("pattern", ["*Q8_0*", "*Q8_0*-00001-of-00003.gguf", "Q8_0/*"])
-def test_from_pretrained_takes_all_shards_of_a_split_model(fetched: Fetched, pattern: str) -> None:
-    names = fetched(pattern, additional_files=["README.md"])
-    assert [name[-9:] for name in names] == ["0003.gguf", "0003.gguf", "0003.gguf", "README.md"]
-    assert [name[-19:-14] for name in names[:3]] == ["00001", "00002", "00003"]
-
-
-def test_from_pretrained_without_a_file_name_takes_the_default(fetched: Fetched) -> None:
-    assert fetched() == ["tiny-Q4_K_M.gguf"]
-
-
-@pytest.mark.parametrize("pattern", ["*.gguf", "*Q2_K*", "README.md"])
-def test_from_pretrained_wants_one_model(fetched: Fetched, pattern: str) -> None:
-    with pytest.raises(ModelNotFoundError, match=r"tiny-Q4_K_M\.gguf"):
-        fetched(pattern)
-
-
-def test_from_pretrained_says_what_the_network_did(fetched: Fetched, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise httpx2.ConnectError("no route")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(PullError, match="no route"):
-        fetched("*Q4_K_M.gguf")
-
-
-def test_from_pretrained_without_a_network_takes_what_is_cached(
-    tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def unreachable(_repo: str, _stopped: Any) -> None:
-        raise PullError("no network")
-
-    monkeypatch.setattr(hub_api, "read_repository", unreachable)
-    with pytest.raises(PullError, match="no network"):
-        Llama.from_pretrained("u/r", "*.gguf", cache_dir=tmp_path)
-    commit = tmp_path / "models--u--r" / "snapshots" / ("0" * 40)
-    commit.mkdir(parents=True)
-    (tmp_path / "models--u--r" / "refs").mkdir()
-    (tmp_path / "models--u--r" / "refs" / "main").write_text(commit.name)
-    os.link(tiny(), commit / "tiny-Q4_K_M.gguf")
-    with Llama.from_pretrained("u/r", "*Q4*", cache_dir=tmp_path, n_threads=1, verbose=False) as llm:
-        assert Path(llm.model_path) == commit / "tiny-Q4_K_M.gguf"
 
 
 def test_long_tokens_come_whole(demo: Llama, monkeypatch: pytest.MonkeyPatch) -> None:

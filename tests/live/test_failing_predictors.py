@@ -61,8 +61,6 @@ def fails(shape: MoeShape) -> Any:
 
 
 FAILURES: dict[str, Callable[[MoeShape], Any]] = {
-    "long": lambda shape: np.ones(shape.n_expert + 1, np.float32),
-    "ids": lambda shape: [10**6, -1],
     "nan": lambda shape: np.full(shape.n_expert, np.nan, np.float32),
     "raises": fails,
     "sleeps": lambda shape: time.sleep(1.1),

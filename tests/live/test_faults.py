@@ -25,7 +25,7 @@ from moegguf.errors import (
     ModelFormatError,
     MoeggufError,
 )
-from moegguf.native import abi, library
+from moegguf.native import library
 from moegguf.native.store import StoreOptions
 
 N_PROMPT, N_NEW = 20, 12
@@ -33,7 +33,7 @@ N_PROMPT, N_NEW = 20, 12
 
 def operations(kind: str) -> int:
     """Operations of a kind since the fault was armed."""
-    return library.load().moegguf_fault_count(abi.FAULT[kind])
+    return library.load().moegguf_fault_count(library.FAULT[kind])
 
 
 def faults(*kinds: str) -> list[Any]:

@@ -41,7 +41,7 @@ from moegguf.errors import (
     ModelFormatError,
     OptionError,
 )
-from moegguf.native import abi, library
+from moegguf.native import library
 
 CHILD_TIMEOUT_S = 30
 
@@ -151,12 +151,12 @@ def test_a_load_that_fails_leaves_nothing(tiny: TinyModel, tmp_path: Path, fault
         options["type_v"] = 2  # Q4_0, which llama.cpp refuses without flash attention
 
     def fail() -> None:
-        if fault in abi.FAULT:
+        if fault in library.FAULT:
             library.arm_fault(fault, 1, sticky=True)
         errors = (OSError, AllocationError, GenerationCancelled, ModelFormatError, BudgetError)
         with pytest.raises(errors):
             Llama(path, **options)
-        if fault in abi.FAULT:
+        if fault in library.FAULT:
             library.arm_fault(fault, 0)
 
     Llama(tiny(), expert_cache="40%", verbose=False).close()

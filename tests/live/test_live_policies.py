@@ -46,7 +46,7 @@ N_PROMPT, N_NEW = 24, 16
 ALL_TINY = ("tiny-qwen2moe", "tiny-qwen3moe", "tiny-mixtral", "tiny-deepseek2")
 LEARNED = ("static",)
 NATIVE = {*native_policies(), "locality"}
-BRIEF = WatchdogOptions(off_tokens=2, on_tokens=2, turns=1, warm_tokens=0)
+BRIEF = WatchdogOptions(off_tokens=2, on_tokens=2, periods=1, warm_tokens=0)
 EAGER = PrefetchOptions(budget_bytes=1 << 30, least_probability=0.01, watchdog=False)
 
 
@@ -262,7 +262,6 @@ class LiveJudge(Judge):
 @pytest.mark.parametrize("expert_cache", ["100%", "40%"])
 def test_the_fresh_gate_is_always_right(own: Own, load: Load, preset: str, expert_cache: str) -> None:
     llm = load(own(preset), lockstep=True, expert_cache=expert_cache)
-    assert llm.session is not None
     judge = LiveJudge(FreshGate(MoeShape.of(llm.layout), Artifacts(llm.layout).routers()))
     llm.session.listeners.add(judge)
     logits_of(llm)
@@ -337,7 +336,7 @@ def test_prefetching_that_does_not_pay_leaves_the_model_alone_until_its_rest_is_
     assert llm.decisions()["prefetch"] in ("measuring", "paused", "on")
 
 
-def test_what_the_store_predicts_is_acted_on_in_turns_that_differ_in_that_alone(
+def test_what_the_store_predicts_is_acted_on_in_periods_that_differ_in_that_alone(
     own: Own, load: Load, expected: Callable[..., Logits], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Watchdog, "_decide", _never_pays)
@@ -346,11 +345,11 @@ def test_what_the_store_predicts_is_acted_on_in_turns_that_differ_in_that_alone(
     llm = load(own(), policy="next-use", predictor="skip", prefetch=True, **TIGHT)
     controller_of(llm).watchdog = Watchdog(BRIEF)
     assert np.array_equal(logits_of(llm), expected())
-    assert acted[:3] == [False, True, False], "off at first, on for a turn, off again"
+    assert acted[:3] == [False, True, False], "off at first, on for a period, off again"
     assert controller_of(llm).n_events == 0, "Python receives no events"
     assert llm.decisions()["predicted_right"] > 0
 
 
 def _never_pays(watchdog: Watchdog) -> None:
-    watchdog._turns_ns = {False: [], True: []}
+    watchdog._periods_ns = {False: [], True: []}
     watchdog.on, watchdog._pause_tokens = False, 10

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
-import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -18,8 +16,8 @@ import pytest
 from running import share_for
 from scripted_manager import in_loop, n_files
 
-from moegguf.errors import BudgetError, ExpertIOError, ModelNotFoundError, WorkerError
-from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Sampling, Timing
+from moegguf.errors import BudgetError, ExpertIOError, ModelNotFoundError
+from moegguf.generate.request import Delta, GenerationRequest, Sampling, Timing
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache, parse_expert_cache
 from moegguf.serving.events import Done, LoadOverrides
@@ -88,19 +86,6 @@ async def generate(
 
 
 @in_loop
-async def test_a_killed_worker_costs_one_answer(files: Files) -> None:
-    async with running_manager(files) as manager:
-        expected = await generate(manager, "a", story(1))
-        async with manager.lease("a") as lease:
-            answer = aiter(lease.answer(ENDLESS))
-            assert isinstance(await anext(answer), PromptProgress)
-            os.kill(lease.loaded.pid, signal.SIGKILL)
-            with pytest.raises(WorkerError, match=r"model's worker process.*SIGKILL.*loads it again"):
-                await rest_of(answer)
-        assert await generate(manager, "a", story(1)) == expected
-
-
-@in_loop
 async def test_a_file_that_is_overwritten_ends_the_answer_and_is_loaded_anew(files: Files, tmp_path: Path) -> None:
     before, after, served = files.paths["a"], tmp_path / "after.gguf", tmp_path / "served.gguf"
     write_model(after, PRESETS["tiny-qwen2moe"], seed=1)
@@ -121,26 +106,6 @@ async def test_a_file_that_is_overwritten_ends_the_answer_and_is_loaded_anew(fil
         assert await generate(manager, "served", story(3), few) == new
         shutil.copy(before, served)
         assert await generate(manager, "served", story(3), few) == old
-
-
-@in_loop
-async def test_a_cancelled_answer_frees_the_model_within_a_token(files: Files) -> None:
-    async with running_manager(files) as manager:
-        async with manager.lease("a", ONE_THREAD) as lease:
-            async for _ in lease.answer(ENDLESS):
-                break
-        async with manager.lease("a") as lease:
-            assert lease.loaded.n_requests == 2 and lease.load_s == 0
-            assert lease.loaded.stats.tokens < 200, "it stopped long before its end"
-
-
-@in_loop
-async def test_unloading_ends_the_process(files: Files) -> None:
-    async with running_manager(files) as manager:
-        loaded = await manager.load("a", ONE_THREAD)
-        assert psutil.pid_exists(loaded.pid)
-        assert await manager.unload("a")
-        assert not psutil.pid_exists(loaded.pid) and manager.loaded() == []
 
 
 @in_loop
@@ -242,46 +207,3 @@ async def test_concurrent_requests_get_the_same_answers(files: Files) -> None:
         asked = [("ab"[seed % 2], story(seed // 2)) for seed in range(16)]
         alone = [await generate(manager, name, generation) for name, generation in asked]
         assert await asyncio.gather(*(generate(manager, name, generation) for name, generation in asked)) == alone
-
-
-@in_loop
-async def test_another_context_loads_it_again(files: Files) -> None:
-    async with running_manager(files) as manager:
-        pids = {}
-        for n_ctx in (512, None, 512, 1024):
-            async with manager.lease("a", LoadOverrides(n_ctx=n_ctx, n_threads=1)) as lease:
-                pids.setdefault(lease.loaded.n_ctx, lease.loaded.pid)
-                assert (await answer_and_timing(lease, story(1)))[1].answer_tokens == 16
-                assert lease.loaded.n_ctx == (n_ctx or 512)
-        assert len(set(pids.values())) == 2
-
-
-@in_loop
-async def test_the_second_turn_evaluates_only_new_tokens(files: Files) -> None:
-    async with running_manager(files) as manager, manager.lease("a", ONE_THREAD) as lease:
-        first = GenerationRequest(
-            prompt="a long story about a fox and its den", sampling=Sampling(temperature=0, max_tokens=4)
-        )
-        text, timing = await answer_and_timing(lease, first)
-        assert timing.cached_tokens == 0
-        again = GenerationRequest(prompt=str(first.prompt) + text + " and more", sampling=first.sampling)
-        assert (await answer_and_timing(lease, again))[1].cached_tokens >= timing.prompt_tokens - 1
-
-
-@in_loop
-async def test_vectors_and_tokens_through_a_lease(files: Files) -> None:
-    async with running_manager(files) as manager, manager.lease("a", ONE_THREAD) as lease:
-        given = await lease.embed(["a text", "another"])
-        assert len(given.vectors) == 2 and given.n_tokens > 0
-        assert sum(x * x for x in given.vectors[0]) == pytest.approx(1, abs=1e-3)
-        assert await lease.detokenize(await lease.tokenize("some text", special=False)) == "some text"
-
-
-@in_loop
-async def test_views_of_a_real_model(files: Files) -> None:
-    async with running_manager(files) as manager:
-        snapshots = aiter(manager.watch("a", 20))
-        first = asyncio.ensure_future(anext(snapshots))
-        await generate(manager, "a", story(1))
-        snapshot = await first
-        assert snapshot.model == "a:latest" and len(snapshot.state) == len(snapshot.layers) * snapshot.n_expert > 0

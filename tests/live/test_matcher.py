@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 import re
@@ -13,12 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import schemas
 import templates
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from moegguf.errors import SchemaError
 from moegguf.generate.constraint import Constraint, constraint_for
 from moegguf.generate.matcher import Matcher, matcher_tokens
 from moegguf.generate.parsing import AnswerParser
@@ -62,8 +59,6 @@ SCHEMAS: dict[str, Any] = {
     "only optional properties": {"properties": {"a": {"type": "null"}, "b": {"const": 1}, "c": {"type": "boolean"}}},
     "recursion": TREE,
     "arrays": {"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 4},
-    "one item": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 1},
-    "no items": {"type": "array", "items": {"type": "boolean"}, "maxItems": 0},
     "tuples": {"type": "array", "prefixItems": [{"type": "boolean"}, {"type": "null"}]},
     "anyOf": {
         "anyOf": [{"type": "null"}, {"type": "object", "properties": {"a": {"type": "integer"}}}, {"const": "x"}]
@@ -85,14 +80,8 @@ SCHEMAS: dict[str, Any] = {
         "additionalProperties": {"type": "boolean"},
         "required": ["ab"],
     },
-    "integers": {"type": "array", "items": {"type": "integer", "minimum": -120, "maximum": 87}, "maxItems": 9},
-    "positive": {"type": "array", "items": {"type": "integer", "exclusiveMinimum": 0}, "maxItems": 9},
-    "negative": {"type": "array", "items": {"type": "integer", "maximum": -99}, "maxItems": 9},
     "numbers": {"type": "array", "items": {"type": "number", "minimum": -2, "maximum": 30.5}, "maxItems": 9},
-    "shares": {"type": "array", "items": {"type": "number", "minimum": 0, "maximum": 1}, "maxItems": 9},
     "pattern": {"type": "string", "pattern": r"^(\d{3}|[a-c\"\\-]+)(-\w)?\.$"},
-    "pattern anywhere": {"type": "string", "pattern": r"[0-9]"},
-    "dates": {"type": "array", "items": {"type": "string", "format": "date"}, "maxItems": 5},
     "formats": {"prefixItems": [{"type": "string", "format": "uuid"}, {"type": "string", "format": "ipv4"}]},
     "a name that rules have": {"properties": {"value": {"const": 1}, "root": {"const": 2}}, "required": ["value"]},
 }
@@ -216,21 +205,16 @@ def test_what_follows_the_schema_passes(form: Any, text: str, passes: bool, walk
     assert walk(schema_constraint(form)).accepts(text) == passes
 
 
-BOUNDS = [
-    (low, high)
-    for low in (None, -205, -7, 0, 1, 9, 18)
-    for high in (None, -206, -7, 0, 8, 10, 99, 120)
-    if low is None or high is None or low <= high
-]
+WHOLE = st.integers(-300, 300)
 
 
-@pytest.mark.parametrize(("low", "high"), BOUNDS)
-def test_integers_between_bounds(low: int | None, high: int | None, walk: Callable[..., Walk]) -> None:
+@given(low=st.none() | WHOLE, high=st.none() | WHOLE, number=WHOLE | st.integers())
+def test_integers_between_bounds(llm: Llama, low: int | None, high: int | None, number: int) -> None:
+    assume(low is None or high is None or low <= high)
     bounds = {key: bound for key, bound in (("minimum", low), ("maximum", high)) if bound is not None}
-    constraint = schema_constraint({"type": "integer", **bounds})
-    for number in (-1000, -206, -205, -204, -8, -7, -6, -1, 0, 1, 7, 8, 9, 10, 17, 18, 19, 98, 99, 100, 119, 120, 121):
-        fits = (low is None or number >= low) and (high is None or number <= high)
-        assert walk(constraint).accepts(str(number)) == fits, number
+    for near in (number, *bounds.values(), *(bound - 1 for bound in bounds.values())):
+        fits = (low is None or near >= low) and (high is None or near <= high)
+        assert Walk(llm, schema_constraint({"type": "integer", **bounds})).accepts(str(near)) == fits, near
 
 
 def test_a_thinking_model_may_think_first(walk: Callable[..., Walk]) -> None:
@@ -313,12 +297,6 @@ def test_large_repetitions(walk: Callable[..., Walk]) -> None:
     walk(schema_constraint({"type": "string", "pattern": "^(a{50}b|[cd]{9}){100}$"}))
 
 
-@given(st.dictionaries(schemas.words, schemas.anything, max_size=5))
-def test_every_schema_is_followed_or_refused(llm: Llama, form: dict[str, Any]) -> None:
-    with contextlib.suppress(SchemaError):
-        Walk(llm, schema_constraint(form, templates.QWEN))
-
-
 def problems(value: Any, schema: Any, root: Any) -> list[str]:
     """Where a value breaks a schema, for the words that the schemas above use."""
     if isinstance(schema, bool):
@@ -349,7 +327,6 @@ def problems(value: Any, schema: Any, root: Any) -> list[str]:
         out += [f"{value!r} does not match"] * (re.search(schema.get("pattern", ""), value) is None)
     elif isinstance(value, int | float) and not isinstance(value, bool):
         out += [f"{value} is too small"] * (value < schema.get("minimum", -INFINITE))
-        out += [f"{value} is too small"] * (value <= schema.get("exclusiveMinimum", -INFINITE))
         out += [f"{value} is too large"] * (value > schema.get("maximum", INFINITE))
     return out
 

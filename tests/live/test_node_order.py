@@ -28,7 +28,6 @@ def computed_nodes(llm: Llama, tokens: list[int]) -> list[str]:
 
     callback = c.CFUNCTYPE(c.c_bool, c.c_void_p, c.c_bool, c.c_void_p)(note)
     chain = library.load().moegguf_lane_chain
-    chain.restype, chain.argtypes = None, [c.c_void_p, c.c_void_p, c.c_void_p]
     chain(llm.session.lane.handle, c.cast(callback, c.c_void_p), None)
     try:
         llm.eval(tokens)

@@ -23,7 +23,7 @@ from moegguf.gguf.experts import read_layout
 from moegguf.native.store import StoreOptions
 from moegguf.quantities import Link
 from moegguf.trace.format import read
-from moegguf.trace.simulate import RAM, STAGING, VRAM, RamBelow, SimOptions, SimResult, Simulation, TierSpan
+from moegguf.trace.simulate import RAM, STAGING, VRAM, RamTier, SimOptions, SimResult, Simulation, TierSpan
 from moegguf.trace.trace import Trace
 
 COUNTED = ("lookups", "misses", "evictions")
@@ -79,7 +79,7 @@ def simulated(trace: Trace, policy: Policy | str, predictor: str, path: Path, n_
     artifacts = Artifacts(read_layout(path))
     made = make_policy(policy, trace.shape, artifacts) if isinstance(policy, str) else policy
     ahead = make_predictor(predictor, trace.shape, artifacts)
-    return Simulation(trace, made, ahead, n_slots, SimOptions(sweep=False)).run()
+    return Simulation(trace, made, ahead, n_slots, SimOptions(store=StoreOptions(sweep=False))).run()
 
 
 def assert_equal(trace: Trace, result: SimResult) -> None:
@@ -179,9 +179,9 @@ def test_a_simulation_of_two_tiers_counts_what_each_of_them_counted(
     tiers = in_child(live_on_a_device, model, tmp_path / "t", f"vram={vram},ram={ram}", n_slots, staging)
     trace = read(tmp_path / "t")
     assert trace.header.settings["events_dropped"] == 0
-    below = RamBelow(n_slots[1], ram, Link(2e9, 2e-5), staging)
+    ram_tier = RamTier(n_slots[1], ram, Link(2e9, 2e-5), staging)
     policy, predictor = make_policy(vram, trace.shape, Artifacts(read_layout(model))), NoPrediction(trace.shape)
-    options = SimOptions(sweep=False, link_bytes_per_s=1e9, below=below)
+    options = SimOptions(store=StoreOptions(sweep=False), link_bytes_per_s=1e9, ram=ram_tier)
     result = Simulation(trace, policy, predictor, n_slots[0], options).run()
     assert compared(tiers) == compared({name: result.tiers[name] for name in tiers})
     assert all(result.tiers[name].evictions > 0 for name in (VRAM, RAM))

@@ -31,7 +31,7 @@ from moegguf.native.store import DeviceSlots, StoreOptions, Tier
 from moegguf.quantities import Link
 from moegguf.terminal.statistics import expert_lines
 from moegguf.trace.format import read
-from moegguf.trace.simulate import RamBelow, SimOptions, Simulation, TierSpan
+from moegguf.trace.simulate import RamTier, SimOptions, Simulation, TierSpan
 
 OPTIONS: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "logits_all": True, "verbose": False}
 Outcome = tuple[Logits, Logits, dict[str, dict[str, Any]], dict[str, dict[str, Any]], dict[str, tuple[int, ...]]]
@@ -311,10 +311,10 @@ def test_simulated_devices_count_what_each_of_two_servers_counted(
     tiers, devices, n_ram = in_child_of_two(counted_on_two_servers, path, tmp_path / "t", vram, 20, staging)
     trace = read(tmp_path / "t")
     assert trace.header.settings["events_dropped"] == 0
-    below = RamBelow(n_ram, "slru", Link(2e9, 2e-5), staging)
+    ram_tier = RamTier(n_ram, "slru", Link(2e9, 2e-5), staging)
     policy = make_policy("next-use", trace.shape, Artifacts(read_layout(path)))
     slots = [replace(device, link=None) for device in devices]
-    options = SimOptions(sweep=False, link_bytes_per_s=1e9, below=below)
+    options = SimOptions(store=StoreOptions(sweep=False), link_bytes_per_s=1e9, ram=ram_tier)
     result = Simulation(trace, policy, NoPrediction(trace.shape), slots, options).run()
     for name in tiers:
         for figure in compared:

@@ -11,7 +11,7 @@ from running import Llama, Load, Reference, TinyModel, greedy_logits, random_pro
 
 from moegguf.bench.record import RecordOptions, record
 from moegguf.engine.recording import TraceOptions
-from moegguf.errors import GenerationCancelled, OptionError, TraceError
+from moegguf.errors import GenerationCancelled, TraceError
 from moegguf.gguf.fingerprint import fingerprint
 from moegguf.native import library
 from moegguf.native.events import Announcement, Phase, RoutingEvent
@@ -45,7 +45,6 @@ def load_recording(load: Load, path: Path, out: Path, **options: Any) -> tuple[L
     inputs = options.pop("inputs", False)
     llm = load(path, trace=TraceOptions(out, inputs=inputs), **{**TIGHT, **options})
     second = SecondListener()
-    assert llm.session is not None
     llm.session.listeners.add(second)
     return llm, second
 
@@ -62,7 +61,6 @@ def assert_same(trace: Trace, second: SecondListener) -> None:
     for one, other in zip(recorded, expected, strict=True):
         assert one[3:7] == other[3:7]  # sequence, phase, first_token, il
         assert np.array_equal(one.expert_ids, other.expert_ids)
-        assert one.weights is not None
         np.testing.assert_allclose(one.weights, other.weights, atol=1e-3)
     announced = [event for event in events if isinstance(event, Announcement)]
     for one, other in zip(announced, second.announced, strict=True):
@@ -77,7 +75,6 @@ def test_a_trace_equals_what_another_listener_received(
     tiny: TinyModel, load: Load, reference: Reference, tmp_path: Path, preset: str, logits_all: bool
 ) -> None:
     llm, second = load_recording(load, tiny(preset), tmp_path / "t", logits_all=logits_all)
-    assert llm.recording is not None
     for n, label in enumerate(("prose", "code")):
         llm.recording.label(llm.context.next_request, label)
         llm.create_completion(random_prompt(llm, 10, seed=n), max_tokens=6, temperature=0)
@@ -119,10 +116,9 @@ def test_with_inputs_they_are_what_entered_the_router(tiny: TinyModel, load: Loa
     llm.close()
     trace = read(tmp_path / "t")
     routers = read_routers(llm.layout)
-    assert trace.inputs is not None
     agree = [
-        np.mean(routers.select(il, trace.inputs[row].astype(np.float32))[:, 0] == trace.expert_ids[row, :, 0])
-        for row, il in enumerate(trace.shape.layers)
+        np.mean([routers.probabilities(il, x).argmax() for x in inputs.astype(np.float32)] == experts[:, 0])
+        for il, inputs, experts in zip(trace.shape.layers, trace.inputs, trace.expert_ids, strict=True)
     ]
     assert min(agree) > 0.95  # float16 turns a close choice now and then
 
@@ -161,14 +157,6 @@ def test_closed_in_the_middle_of_a_pass(tiny: TinyModel, load: Load, tmp_path: P
     assert [path.name for path in tmp_path.iterdir()] == ["t"]
 
 
-def test_without_any_pass_the_trace_is_empty(tiny: TinyModel, load: Load, tmp_path: Path) -> None:
-    llm = load(tiny(), trace=tmp_path / "t", **TIGHT)
-    llm.close()
-    trace = read(tmp_path / "t")
-    assert (trace.n_pass, trace.n_tokens) == (0, 0)
-    assert list(trace.events()) == []
-
-
 def test_where_no_file_can_be_made_nothing_is_loaded(tiny: TinyModel, tmp_path: Path) -> None:
     with pytest.raises(TraceError):
         Llama(tiny(), verbose=False, trace=tmp_path / "nowhere" / "t", **TIGHT)
@@ -179,13 +167,11 @@ def test_a_trace_that_cannot_be_completed_is_an_error_and_the_model_is_freed(
 ) -> None:
     llm, _ = load_recording(load, tiny(), tmp_path / "t")
     session = llm.session
-    assert session is not None
     greedy_logits(llm, random_prompt(llm, 5), 2)
 
     def full(*_: object, **__: object) -> None:
         raise TraceError("no space left")
 
-    assert llm.recording is not None
     monkeypatch.setattr(llm.recording._recorder, "close", full)
     with pytest.raises(TraceError, match="no space"):
         llm.close()
@@ -228,14 +214,6 @@ def test_attention_is_that_of_run_while_recording(
     assert opened == [getattr(library.llama_cpp(), f"LLAMA_FLASH_ATTN_TYPE_{kind}")]
 
 
-def test_a_model_without_experts_has_nothing_to_record(
-    tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MOEGGUF_HOOKS", "0")
-    with pytest.raises(OptionError, match="nothing to record"):
-        record(tiny(), [], tmp_path / "t", RecordOptions(), verbose=False, n_ctx=64, n_threads=1)
-
-
 def test_what_fails_while_recording_leaves_no_file(tiny: TinyModel, tmp_path: Path) -> None:
     (tmp_path / "t").write_text("an older trace")
 
@@ -248,13 +226,3 @@ def test_what_fails_while_recording_leaves_no_file(tiny: TinyModel, tmp_path: Pa
         record(tiny(), prompts, tmp_path / "t", RecordOptions(2), progress, n_ctx=256, n_threads=1, verbose=False)
     assert [path.name for path in tmp_path.iterdir()] == ["t"]
     assert (tmp_path / "t").read_text() == "an older trace"
-
-
-@pytest.mark.parametrize(("n_ctx", "held"), [(32, 256), (300, 512)])  # whole pages
-def test_a_long_prompt_is_cut_to_the_context(tiny: TinyModel, tmp_path: Path, n_ctx: int, held: int) -> None:
-    options = RecordOptions(n_predict=4)
-    with pytest.warns(UserWarning, match="1 of 1 prompts, .* were cut"):
-        record(tiny(), [Prompt("word " * 600, "x")], tmp_path / "t", options, n_ctx=n_ctx, n_threads=1, verbose=False)
-    trace = read(tmp_path / "t")
-    assert held - 6 < trace.n_tokens < held
-    assert trace.decode().n_tokens <= 4

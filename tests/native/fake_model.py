@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from moegguf.gguf.experts import ExpertLayout, ExpertMatrix, Kind, MoeLayer, Shard
+from moegguf.gguf.experts import ExpertLayout, ExpertMatrix, Kind, MoeLayer
 from moegguf.gguf.hparams import Hparams
-from moegguf.native.store import Lane, Store
+from moegguf.gguf.reader import Shard
+from moegguf.native.store import Lane, Store, StoreOptions
 
 F32, F16, Q4_0, Q8_0, Q4_K, Q6_K, IQ4_NL, MXFP4 = 0, 1, 2, 8, 12, 14, 20, 39
 BLOCKS = {
@@ -160,3 +161,24 @@ def check_counters(counters: dict[str, int], n_slots: int) -> None:
         assert counters[gauge] == 0, gauge
     assert counters["hook_ns"] < 1 << 62  # never below zero
     assert counters["stall_ns"] < 1 << 62
+
+
+def random_events(fake: FakeModel, n_slots: int, device: str) -> dict[str, int]:
+    """Random events and prefetches with checked bytes; the counters afterwards."""
+    store = Store(fake.layout, n_slots, StoreOptions(device=device))
+    lane = store.open_lane()
+    try:
+        assert store.info()["n_repacked"] == 0
+        rng = np.random.default_rng(0)
+        for n in range(120):
+            fake.acquire(store, lane, n % 4, rng.permutation(8)[:2])
+            store.prefetch([(n + 1) % 4] * 2, rng.permutation(8)[:2])
+        if n_slots == 32:
+            store.resize(9)
+            for n in range(40):
+                fake.acquire(store, lane, n % 4, rng.permutation(8)[:2])
+        store.drain(10)
+        return store.counters()
+    finally:
+        lane.close()
+        store.close()

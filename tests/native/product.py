@@ -47,8 +47,6 @@ class Product:
             "ggml_backend_alloc_ctx_tensors_from_buft", "ggml_backend_cpu_buffer_type", "ggml_reshape_2d",
         ))  # fmt: skip
         self._cpu = load("ggml-cpu", ("ggml_backend_cpu_init",))
-        moegguf = library.load()
-        moegguf.moegguf_pool_tensor.restype = c.c_void_p
         self._weights = self._base.ggml_init(InitParams(1 << 16, None, True))
         w = self._base.ggml_new_tensor_3d(
             c.c_void_p(self._weights), m.ggml_type, c.c_int64(m.ne0), c.c_int64(m.ne1), c.c_int64(m.n_expert)
@@ -62,7 +60,7 @@ class Product:
         )
         self.ids = self._base.ggml_new_tensor_2d(c.c_void_p(self._context), I32, c.c_int64(n_used), c.c_int64(n_tokens))
         self._base.ggml_set_name(c.c_void_p(self.ids), b"ffn_moe_slot_ids-0")
-        pool = moegguf.moegguf_pool_tensor(c.c_void_p(w), c.c_void_p(self.ids))
+        pool = library.load().moegguf_pool_tensor(w, self.ids)
         self._out = self._base.ggml_mul_mat_id(
             c.c_void_p(self._context), c.c_void_p(pool), c.c_void_p(self._x), c.c_void_p(self.ids)
         )
@@ -85,9 +83,7 @@ class Product:
 
     def acquire(self) -> None:
         """What the scheduler's callback does once the node with the ids is computed."""
-        evaluate = library.load().moegguf_eval
-        evaluate.restype, evaluate.argtypes = c.c_bool, [c.c_void_p, c.c_bool, c.c_void_p]
-        assert evaluate(self.ids, False, self.lane.handle)
+        assert library.load().moegguf_eval(self.ids, False, self.lane.handle)
 
     def compute(self) -> bytes:
         """The product's bits, [n_tokens][n_used][ne1]."""
@@ -108,9 +104,7 @@ class Product:
 
 def aborts(lane: Lane) -> bool:
     """Whether the lane's pass ends with the node that was computed last."""
-    function = library.load().moegguf_abort
-    function.restype, function.argtypes = c.c_bool, [c.c_void_p]
-    return bool(function(lane.handle))
+    return bool(library.load().moegguf_abort(lane.handle))
 
 
 def check_failure(lane: Lane, status: int) -> None:

@@ -1,8 +1,10 @@
-"""The C ABI as a careless caller uses it: every wrong argument is a typed error, and the process lives."""
+"""The library as a careless caller uses it: every wrong argument is a typed error, and the process lives."""
 
 from __future__ import annotations
 
 import ctypes as c
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,42 +36,34 @@ def test_what_was_built_here_runs_on_this_processor() -> None:
 
 def test_another_abi_is_refused() -> None:
     handle = c.c_void_p()
-    status = library.load().moegguf_store_open(c.byref(abi.Config(abi=99)), c.byref(handle))
-    assert status == abi.INVALID
-    assert b"ABI %d" % abi.ABI_VERSION in library.load().moegguf_last_error()
+    with pytest.raises(OptionError, match=f"ABI {abi.ABI_VERSION}"):
+        library.load().moegguf_store_open(c.byref(abi.Config(abi=99)), c.byref(handle))
     assert handle.value is None
 
 
 def test_null_pointers_are_refused(fake: FakeModel, open_store: Open) -> None:
     lib = library.load()
-    _, lane = open_store(fake, 4)
-    ids = np.zeros(2, np.int32)
-    assert lib.moegguf_store_open(None, None) == abi.INVALID
-    assert lib.moegguf_store_counters(None, c.byref(abi.Counters())) == abi.INVALID
-    assert lib.moegguf_store_drain(None, 1.0) == abi.INVALID
-    assert lib.moegguf_lane_open(None, c.byref(c.c_void_p())) == abi.INVALID
-    assert lib.moegguf_lane_failure(None, c.byref(abi.Failure()), 1) == abi.INVALID
-    assert lib.moegguf_lane_acquire(None, 0, ids.ctypes.data, 2, 1, None, 0, ids.ctypes.data) == abi.INVALID
-    assert lib.moegguf_lane_acquire(lane.handle, 0, None, 2, 1, None, 0, ids.ctypes.data) == abi.INVALID
-    assert lib.moegguf_lane_acquire(lane.handle, 0, ids.ctypes.data, 2, 1, None, 0, None) == abi.INVALID
+    store, lane = open_store(fake, 4)
+    ids, n_bytes = np.zeros(2, np.int32).ctypes.data, fake.layout.matrices[0].expert_bytes
+    calls: list[tuple[Any, ...]] = [
+        (lib.moegguf_store_open, None, None), (lib.moegguf_store_counters, None, c.byref(abi.Counters())),
+        (lib.moegguf_store_drain, None, 1.0), (lib.moegguf_lane_open, None, c.byref(c.c_void_p())),
+        (lib.moegguf_lane_failure, None, c.byref(abi.Failure()), 1),
+        (lib.moegguf_lane_acquire, None, 0, ids, 2, 1, None, 0, ids),
+        (lib.moegguf_lane_acquire, lane.handle, 0, None, 2, 1, None, 0, ids),
+        (lib.moegguf_lane_acquire, lane.handle, 0, ids, 2, 1, None, 0, None),
+        (lib.moegguf_store_info, store.handle, None), (lib.moegguf_store_counters, store.handle, None),
+        (lib.moegguf_store_tier, store.handle, 0, None), (lib.moegguf_store_residency, store.handle, 0, None, 32),
+        (lib.moegguf_store_prefetch, store.handle, None, None, 3, 0),
+        (lib.moegguf_store_read_slot, store.handle, 0, 0, None, n_bytes),
+        (lib.moegguf_store_probe, store.handle, 0.01, None),
+    ]  # fmt: skip
+    for call, *arguments in calls:
+        with pytest.raises(OptionError):
+            call(*arguments)
     assert lib.moegguf_store_buft(None) is None
     lib.moegguf_store_close(None)
     lib.moegguf_lane_close(None)
-
-
-@pytest.mark.parametrize(
-    "call",
-    ["info", "counters", "tier", "residency", "prefetch", "read_slot", "probe"],
-    ids=lambda name: f"store_{name}",
-)
-def test_a_null_pointer_for_a_result_is_refused(fake: FakeModel, open_store: Open, call: str) -> None:
-    store, lane = open_store(fake, 4)
-    arguments: dict[str, tuple[object, ...]] = {
-        "residency": (0, None, 32), "tier": (0, None), "prefetch": (None, None, 3, 0),
-        "read_slot": (0, 0, None, fake.layout.matrices[0].expert_bytes), "probe": (0.01, None),
-    }  # fmt: skip
-    function = getattr(library.load(), f"moegguf_store_{call}")
-    assert function(store.handle, *arguments.get(call, (None,))) == abi.INVALID
     fake.token(store, lane, [0, 1])
 
 
@@ -93,9 +87,10 @@ def test_a_config_that_lacks_something_is_refused(fake: FakeModel, change: dict[
     }  # fmt: skip
     handle = c.c_void_p()
     open_ = library.load().moegguf_store_open
-    assert open_(c.byref(abi.Config(**fields)), c.byref(handle)) == abi.OK
+    open_(c.byref(abi.Config(**fields)), c.byref(handle))
     library.load().moegguf_store_close(handle)
-    assert open_(c.byref(abi.Config(**{**fields, **change})), c.byref(handle)) == abi.INVALID
+    with pytest.raises(OptionError):
+        open_(c.byref(abi.Config(**{**fields, **change})), c.byref(handle))
 
 
 @pytest.mark.parametrize(
@@ -182,7 +177,8 @@ def test_a_event_of_no_or_impossible_size_is_refused(
     store, lane = open_store(fake, 4)
     ids = np.zeros(2, np.int32)
     event = library.load().moegguf_lane_acquire
-    assert event(lane.handle, 0, ids.ctypes.data, n_used, n_tokens, None, 0, ids.ctypes.data) == abi.INVALID
+    with pytest.raises(OptionError):
+        event(lane.handle, 0, ids.ctypes.data, n_used, n_tokens, None, 0, ids.ctypes.data)
     fake.token(store, lane, [0, 1])
 
 
@@ -191,10 +187,11 @@ def test_tables_of_the_wrong_size_are_refused(fake: FakeModel, open_store: Open)
     with pytest.raises(OptionError, match="32 entries"):
         store.set_scores(np.zeros(31))
     small = np.zeros(3, np.uint8)
-    assert library.load().moegguf_store_residency(store.handle, 0, small.ctypes.data, 3) == abi.INVALID
+    with pytest.raises(OptionError):
+        library.load().moegguf_store_residency(store.handle, 0, small.ctypes.data, 3)
     for matrix, slot in ((-1, 0), (0, -1), (99, 0), (0, 4)):
-        status = library.load().moegguf_store_read_slot(store.handle, matrix, slot, small.ctypes.data, 3)
-        assert status == abi.INVALID
+        with pytest.raises(OptionError):
+            library.load().moegguf_store_read_slot(store.handle, matrix, slot, small.ctypes.data, 3)
     fake.token(store, lane, [0, 1])
 
 
@@ -214,3 +211,18 @@ def test_a_folder_without_the_library_is_named(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("MOEGGUF_LIBRARY", str(tmp_path))
     with pytest.raises(LibraryError, match=str(tmp_path)):
         library.find_library()
+
+
+LOGGED = """
+import sys
+from moegguf.native import library
+library.load()
+base = library._open(library.find_library(), "ggml-base")
+for level in (1, 2, 3, 4):  # from DEBUG to ERROR
+    base.ggml_log_internal(level, f"level {level}\\n".encode())
+"""
+
+
+def test_errors_alone_are_written() -> None:
+    run = subprocess.run([sys.executable, "-c", LOGGED], capture_output=True, text=True, check=True)
+    assert (run.stdout, run.stderr) == ("", "level 4\n")

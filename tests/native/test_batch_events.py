@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes as c
 from dataclasses import replace
 
 import numpy as np
@@ -67,8 +68,9 @@ def test_an_announcement_that_does_not_fit_is_refused(fake: FakeModel, open_stor
         lane.announce([1, 2], [0, 2], [10, 11])
     with pytest.raises(OptionError, match="a phase"):
         lane.announce(1, 7, [10, 11])  # type: ignore[arg-type]
-    event = abi.TokensEvent(0, 1, 0, 0, None, 8, None, None)
-    assert library.load().moegguf_lane_announce(lane.handle, event) == abi.INVALID
+    event = abi.TokensEvent(0, 1, 0, 0, None, (c.c_int32 * 1)(), None, None)
+    with pytest.raises(OptionError):
+        library.load().moegguf_lane_announce(lane.handle, event)
 
 
 def batches() -> Trace:

@@ -114,11 +114,12 @@ def test_a_replay_of_impossible_events_is_refused(fake: FakeModel, open_store: O
     with pytest.raises(OptionError, match="only a simulation"):
         lane.replay(il, n_tokens, n_used, flat, np.ones(il.size, np.uint64))
     replay, n_done = library.load().moegguf_lane_replay, c.c_int64()
-    assert replay(None, c.byref(abi.Routing()), c.byref(n_done)) == abi.INVALID
-    assert replay(lane.handle, None, c.byref(n_done)) == abi.INVALID
-    assert replay(lane.handle, c.byref(abi.Routing()), None) == abi.INVALID
-    assert replay(lane.handle, c.byref(abi.Routing(n_events=1)), c.byref(n_done)) == abi.INVALID
-    assert replay(lane.handle, c.byref(abi.Routing(n_events=-1)), c.byref(n_done)) == abi.INVALID
+    for routing in (None, abi.Routing(n_events=1), abi.Routing(n_events=-1)):
+        with pytest.raises(OptionError):
+            replay(lane.handle, routing and c.byref(routing), c.byref(n_done))
+    for broken in ((None, c.byref(abi.Routing()), c.byref(n_done)), (lane.handle, c.byref(abi.Routing()), None)):
+        with pytest.raises(OptionError):
+            replay(*broken)
     none = np.zeros(0, np.int32)
     lane.replay(none, none, none, none)
     assert store.counters()["routing_events"] == 0
@@ -162,16 +163,17 @@ def test_the_sizes_of_slots_are_the_stores(tmp_path: Path, open_store: Open, typ
 
 
 def test_sizes_of_matrices_that_cannot_be_are_refused() -> None:
-    call, sizes = library.load().moegguf_slot_sizes, c.byref(abi.Sizes())
+    call, pad, sizes = library.load().moegguf_slot_sizes, library.load().moegguf_pad, c.byref(abi.Sizes())
+    refused: list[tuple[Any, ...]] = [
+        (call, None, 1, 1, sizes), (call, None, -1, 1, sizes), (call, None, 0, -1, sizes), (call, None, 0, 1, None),
+    ]  # fmt: skip
     for kind, type_ in ((-1, 0), (4, 0), (0, -1), (0, 999), (0, 4)):
         matrices = (abi.Matrix * 1)(abi.Matrix(b"m", 0, kind, type_, 8, 4, 4, 0, 0, 0, 64))
-        assert call(matrices, 1, 1, sizes) == abi.INVALID
-        assert kind or library.load().moegguf_pad(b"CPU", matrices, 1) == abi.INVALID
-    assert call(None, 1, 1, sizes) == abi.INVALID
-    assert call(None, -1, 1, sizes) == abi.INVALID
-    assert call(None, 0, -1, sizes) == abi.INVALID
-    assert call(None, 0, 1, None) == abi.INVALID
-    assert call(None, 0, 1, sizes) == abi.OK
+        refused += [(call, matrices, 1, 1, sizes)] + ([] if kind else [(pad, b"CPU", matrices, 1)])
+    for function, *arguments in refused:
+        with pytest.raises(OptionError):
+            function(*arguments)
+    call(None, 0, 1, sizes)
 
 
 def test_policies_have_names(fake: FakeModel, open_store: Open) -> None:

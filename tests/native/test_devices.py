@@ -1,4 +1,4 @@
-"""Several devices: each has slots for its own layers, and all are filled from the same slots in RAM."""
+"""Several devices, each with slots for its own layers that are filled from the same slots in RAM; remote ones."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_model import FakeModel, Open, check_counters, make_model
+from fake_model import Q4_K, Q6_K, FakeModel, Open, Types, check_counters, make_model, random_events
 from own_process import in_own_process
-from rpc_device import in_child_of_two, register
+from rpc_device import in_child, in_child_of_two, register
 
-from moegguf.errors import ExpertIOError, OptionError
-from moegguf.native import library
+from moegguf.errors import OptionError
 from moegguf.native.link_device import Pinned, add_link_device
 from moegguf.native.store import DeviceSlots, Store, StoreOptions, Tier
 from moegguf.quantities import Link
@@ -82,25 +81,6 @@ def test_a_device_counts_what_a_store_of_its_layers_alone_counts(
         assert store.device(index)["n_slots"] == n_slots[index]
 
 
-@pytest.mark.parametrize("options", [{}, {"repack": True}, {"overlap": False}, {"chunked": False}])
-@pytest.mark.parametrize(("n_slots", "n_lower"), [((2, 2), 1), ((2, 16), 3), ((9, 5), 12), ((16, 16), 4)])
-def test_slots_of_each_device_hold_the_files_bytes(
-    fake: FakeModel, open_store: Open, n_slots: tuple[int, int], n_lower: int, options: dict[str, Any]
-) -> None:
-    store, lane = open_store(fake, two(n_slots), n_lower_slots=n_lower, **options)
-    rng = np.random.default_rng(1)
-    for n, (il, experts) in enumerate(skewed(160)):
-        lane.acquire(il, experts) if store.info()["n_repacked"] else fake.acquire(store, lane, il, experts)
-        if n % 3 == 0:
-            store.prefetch([(il + 1) % 4] * 2, rng.permutation(8)[:2])
-    lane.acquire(0, skewed(1)[0][1])
-    store.drain(10)
-    for index, n in enumerate(n_slots):
-        assert (store.device(index)["evictions"] > 0) == (n < 16)
-    check_sums(store)
-    assert store.tier(Tier.LOWER)["slots_pinned"] == 0
-
-
 @pytest.mark.parametrize("lower_of", [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize(("n_slots", "n_lower"), [((4, 9), 8), ((2, 2), 1), ((16, 3), 12)])
 def test_a_simulation_of_several_devices_counts_what_the_engine_counts(
@@ -111,7 +91,7 @@ def test_a_simulation_of_several_devices_counts_what_the_engine_counts(
         devices = [replace(of, lower=below) for of, below in zip(two(n_slots), lower_of, strict=True)]
         devices[0] = replace(devices[0], link=Link(1e9, 5e-6))
         store, lane = open_store(fake, devices, n_lower_slots=n_lower, fill=False, **options)
-        store.set_policy_of(Tier.LOWER, "slru")
+        store.set_policy("slru", Tier.LOWER)
         for il, experts in skewed(300, seed=2):
             lane.acquire(il, experts)
         store.drain(10)
@@ -176,53 +156,11 @@ def test_no_pool_gets_fewer_slots_than_a_pass_needs_there(fake: FakeModel, open_
             call()
 
 
-def test_one_device_resident_and_shrunk_leaves_the_other_as_it_is(fake: FakeModel, open_store: Open) -> None:
-    store, lane = open_store(fake, two((16, 3)), n_lower_slots=4)
-    assert (store.device(0)["resident"], store.device(1)["resident"]) == (1, 0)
-    store.drain(10)
-    for il, experts in skewed(40):
-        fake.acquire(store, lane, il, experts)
-    assert store.device(0)["misses"] == store.device(0)["evictions"] == 0
-    store.resize(4, device=0)
-    for il, experts in skewed(80, seed=1):
-        fake.acquire(store, lane, il, experts)
-    assert store.device(0)["evictions"] > 0
-    assert store.info()["resident"] == 0
-    store.drain(10)
-    check_sums(store)
-
-
-@pytest.mark.parametrize("kind", ["read", "copy"])
-def test_a_failure_on_one_device_ends_that_pass_only(fake: FakeModel, open_store: Open, kind: str) -> None:
-    store, lane = open_store(fake, two((3, 3)), n_lower_slots=3, fill=False)
-    for il in (0, 2):
-        fake.token(store, lane, [6, 7])
-        library.arm_fault(kind, 1, sticky=True)
-        with pytest.raises(ExpertIOError):
-            lane.acquire(il, [0, 1])
-        library.arm_fault(kind, 0)
-        lane.take_failure()
-        fake.token(store, lane, [0, 1])
-    store.drain(10)
-    check_sums(store)
-
-
 def test_a_layer_on_no_device_and_a_device_without_layers_are_refused(fake: FakeModel) -> None:
     first, second = two((4, 4))
     for devices in ([first], [first, second, replace(first, layers=())], [first, replace(second, n_slots=0)], []):
         with pytest.raises(OptionError):
             Store(fake.layout, devices, StoreOptions(repack=False))
-
-
-def test_two_contexts_share_two_devices(fake: FakeModel, open_store: Open) -> None:
-    store, first = open_store(fake, two((5, 9)), n_lower_slots=6)
-    lanes = (first, store.open_lane())
-    for n, (il, experts) in enumerate(skewed(200)):
-        fake.acquire(store, lanes[n // 4 % 2], il, experts)
-    lanes[1].close()
-    first.acquire(0, [0, 1])
-    store.drain(10)
-    check_sums(store)
 
 
 def walk_on(fake: FakeModel, names: Sequence[str | None]) -> tuple[list[dict[str, Any]], str]:
@@ -279,3 +217,18 @@ def test_two_rpc_servers(tmp_path: Path) -> None:
     assert [of["device"] for of in devices] == ["RPC0", "RPC1"]
     assert all(of["evictions"] > 0 and of["hits_ready"] > 0 for of in devices)
     assert "RPC0, RPC1 offers no pinned memory" in note
+
+
+def events_on_rpc(rpc: Path, port: int, fake: FakeModel, n_slots: int) -> dict[str, int]:
+    """Random events and prefetches with checked bytes; the counters afterwards."""
+    return random_events(fake, n_slots, register(rpc, port))
+
+
+@pytest.mark.parametrize("n_slots", [5, 32], ids=["shared", "resident, then shrunk"])
+def test_slots_on_an_rpc_device_hold_the_files_bytes(tmp_path: Path, n_slots: int) -> None:
+    types: tuple[Types, ...] = ({"gate": Q4_K, "up": Q4_K, "down": Q6_K}, {"gate_up": Q6_K, "down": Q4_K})
+    fake = make_model(tmp_path, n_embd=256, n_ff=256, types=types)
+    counters = in_child(events_on_rpc, fake, n_slots)
+    check_counters(counters, n_slots)
+    assert counters["evictions"] > 0
+    assert counters["prefetch_started"] > 0 or n_slots == 32

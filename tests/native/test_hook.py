@@ -64,9 +64,7 @@ def nodes() -> Iterator[Nodes]:
 
 
 def call(lane: Lane, node: Any, ask: bool) -> bool:
-    function = library.load().moegguf_eval
-    function.restype, function.argtypes = c.c_bool, [c.c_void_p, c.c_bool, c.c_void_p]
-    return bool(function(node, ask, lane.handle))
+    return bool(library.load().moegguf_eval(node, ask, lane.handle))
 
 
 def test_expert_ids_become_slot_ids_in_place(fake: FakeModel, open_store: Open, nodes: Nodes) -> None:

@@ -113,18 +113,6 @@ def test_cancelling_during_a_slow_read_ends_the_event_within_a_second_and_the_ne
     fake.token(store, lane, [0, 1])
 
 
-def test_a_failed_pass_stays_failed_until_its_failure_is_taken(fake: FakeModel, open_store: Open) -> None:
-    store, lane = open_store(fake, 4)
-    store.cancel()
-    with pytest.raises(GenerationCancelled):
-        lane.acquire(0, [0, 1])
-    store.cancel(False)
-    with pytest.raises(GenerationCancelled):
-        lane.acquire(1, [0, 1])
-    assert lane.take_failure() is not None
-    fake.token(store, lane, [0, 1])
-
-
 def in_child(body: Callable[[], bool]) -> None:
     """Runs body in a forked child; fails unless it returns True there within the time."""
     pid = os.fork()

@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_model import FakeModel, check_counters, make_model
+from fake_model import FakeModel, check_counters, make_model, random_events
 from own_process import in_own_process
 from product import InitParams, load
-from random_events import random_events
 
 from moegguf.errors import AllocationError, OptionError
 from moegguf.native.link_device import add_link_device, link_device

@@ -12,7 +12,7 @@ from fake_model import FakeModel, Open
 
 from moegguf.errors import CallbackError
 from moegguf.native import library
-from moegguf.native.events import Announcement, Phase, Residency, RoutingEvent
+from moegguf.native.events import Announcement, Phase, RoutingEvent
 from moegguf.native.store import ListenOptions
 
 
@@ -46,27 +46,6 @@ def test_event_events_come_in_order_with_the_experts_chosen_on_a_thread_of_their
     assert len(threads) == 1
     assert threading.get_ident() not in threads
     assert store.counters()["events_dropped"] == 0
-
-
-def test_residency_events_add_up_to_the_residency_map(fake: FakeModel, open_store: Open) -> None:
-    store, lane = open_store(fake, 9)
-    held: dict[int, tuple[int, int]] = {}
-
-    def on_residency(event: Residency) -> None:
-        if event.resident:
-            held[event.slot] = (event.il, event.expert)
-        else:
-            held.pop(event.slot, None)
-
-    store.listen(on_residency=on_residency)
-    rng = np.random.default_rng(0)
-    for n in range(200):
-        lane.acquire(n % 4, rng.permutation(8)[:2])
-        store.prefetch([(n + 1) % 4] * 2, rng.permutation(8)[:2])
-    store.drain(10)
-    store.listen()
-    assert sorted(held.values()) == [tuple(at) for at in np.argwhere(store.residency() == 2).tolist()]
-    assert store.counters()["evictions"] > 0
 
 
 def test_an_exception_in_a_callback_ends_the_listening_and_is_raised_when_asked_for(

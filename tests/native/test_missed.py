@@ -9,7 +9,7 @@ from moegguf.controller.policies.base import LRU
 from moegguf.controller.predictors.base import NoPrediction
 from moegguf.errors import OptionError
 from moegguf.quantities import Link
-from moegguf.trace.simulate import RamBelow, SimOptions, SimResult, Simulation, slots_of
+from moegguf.trace.simulate import RamTier, SimOptions, SimResult, Simulation, slots_of
 from predictors.study.synthesize import shape_of, synthesize
 
 SHAPE = shape_of("qwen3-30b", 4, expert_bytes=2_654_208)  # 2048 x 768 x 3 in Q4_0
@@ -18,8 +18,8 @@ FAST, SLOW = Link(24e9, 35e-6), Link(1e9, 35e-6)
 
 
 def run(share: float, link: Link, cpu: Link | None, in_ram: float = 1.0) -> SimResult:
-    below = RamBelow(slots_of(SHAPE, in_ram), link=link, cpu=cpu)
-    options = SimOptions(link_bytes_per_s=3e9, layer_compute_us=150, below=below)
+    ram_tier = RamTier(slots_of(SHAPE, in_ram), link=link, cpu=cpu)
+    options = SimOptions(link_bytes_per_s=3e9, layer_compute_us=150, ram=ram_tier)
     return Simulation(TRACE, LRU, NoPrediction(SHAPE), slots_of(SHAPE, share), options).run()
 
 

@@ -15,12 +15,9 @@ import pytest
 from fake_model import FakeModel, Open
 
 from moegguf.controller.predictors.base import Predictor
-from moegguf.controller.predictors.mlp import MlpPredictor, window_pairs
-from moegguf.controller.predictors.popularity import Affinity
-from moegguf.controller.predictors.previous_token import PreviousToken
-from moegguf.controller.predictors.skip import Skip
-from moegguf.controller.predictors.together import together
-from moegguf.controller.predictors.token_table import TokenTable
+from moegguf.controller.predictors.counts import Affinity, PreviousToken, TokenTable
+from moegguf.controller.predictors.router_inputs import MlpPredictor, Skip, window_pairs
+from moegguf.controller.predictors.sequences import per_sequence
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.errors import OptionError
@@ -176,7 +173,7 @@ def batch(random: np.random.Generator, lane: Lane, sequences: list[int], referen
 @pytest.mark.parametrize("name", [name for name in MADE if name != "skip-groups"])
 def test_several_sequences_are_predicted_as_the_reference_predicts_them_together(name: str) -> None:
     """Each followed by itself, in passes of changing sequences; only those that compute count."""
-    random, reference = rng(), together(MADE[name]())
+    random, reference = rng(), per_sequence(MADE[name]())
     comparison = Comparison(reference)
     with simulated() as (store, lane):
         store.set_predictor(native(MADE[name]()), EVERYTHING)

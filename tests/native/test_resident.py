@@ -1,4 +1,4 @@
-"""A slot for every expert; pools that shrink and grow while they are used."""
+"""A slot for every expert; pools that shrink and grow while they are used; how often each expert was used."""
 
 from __future__ import annotations
 
@@ -74,50 +74,6 @@ def test_gates_get_their_bytes_while_the_fill_goes_on(fake: FakeModel, open_stor
     assert store.counters()["bytes_missed"] + store.counters()["bytes_prefetched"] == fake.layout.expert_bytes
 
 
-def test_a_shrunk_pool_is_within_its_size_after_one_gate_and_grows_back(fake: FakeModel, open_store: Open) -> None:
-    store, lane = open_store(fake, 20)
-    for first in range(0, 8, 2):
-        fake.token(store, lane, [first, first + 1])
-    assert store.counters()["slots_used"] == 20
-    store.resize(6)
-    fake.acquire(store, lane, 0, [1, 4])
-    assert store.counters()["slots_used"] <= 6
-    assert store.info()["n_slots_usable"] == 6
-    fake.token(store, lane, [2, 5])
-    store.resize(20)
-    for first in range(0, 8, 2):
-        fake.token(store, lane, [first, first + 1])
-    assert store.counters()["slots_used"] == 20
-    check_counters(store.counters(), 20)
-
-
-def test_a_resident_pool_that_shrinks_becomes_a_shared_one_and_keeps_its_bytes(
-    fake: FakeModel, open_store: Open
-) -> None:
-    store, lane = open_store(fake, 32)
-    store.drain(10)
-    fake.token(store, lane, [1, 6])
-    store.resize(31)
-    fake.token(store, lane, [1, 6])
-    assert store.info()["resident"] == 0
-    assert store.counters()["misses"] <= 2
-    for n_slots in (9, 3, 32, 2):
-        store.resize(n_slots)
-        for first in range(0, 8, 2):
-            fake.token(store, lane, [first, first + 1])
-        assert store.counters()["slots_used"] <= n_slots
-    assert store.counters()["evictions"] > 0
-
-
-def test_a_pool_may_shrink_while_its_fill_goes_on(fake: FakeModel, open_store: Open) -> None:
-    store, lane = open_store(fake, 32)
-    store.resize(5)
-    for first in range(0, 8, 2):
-        fake.token(store, lane, [first, first + 1])
-    store.drain(10)
-    check_counters(store.counters(), 5)
-
-
 def test_a_pool_that_shrinks_gives_its_memory_back(tmp_path: Path, open_store: Open) -> None:
     fake = make_model(tmp_path, n_layer=2, n_embd=512, n_ff=256, types=({"up": F32, "down": F32},))
     store, lane = open_store(fake, 16)
@@ -137,17 +93,6 @@ def test_sizes_that_the_pool_cannot_have_are_refused(fake: FakeModel, open_store
     with pytest.raises(OptionError, match="2 to 32 slots"):
         store.resize(n_slots)
     fake.token(store, lane, [0, 1])
-
-
-def test_a_resident_pool_with_several_contexts_keeps_its_size(fake: FakeModel, open_store: Open) -> None:
-    store, lane = open_store(fake, 32)
-    other = store.open_lane()
-    with pytest.raises(OptionError, match="several contexts"):
-        store.resize(8)
-    other.close()
-    store.resize(8)
-    fake.token(store, lane, [0, 1])
-    assert store.info()["resident"] == 0
 
 
 def test_a_second_context_that_comes_before_a_resize_is_done_keeps_its_slots(fake: FakeModel, open_store: Open) -> None:
@@ -174,3 +119,30 @@ def test_a_probe_of_no_length_is_refused(fake: FakeModel, open_store: Open, seco
     store, _ = open_store(fake, 4)
     with pytest.raises(OptionError):
         store.probe(seconds)
+
+
+def test_activity_counts_look_ups_and_slots_per_expert(fake: FakeModel, open_store: Open) -> None:
+    store, lane = open_store(fake, 8)
+    for experts in ([0, 1], [0, 2], [0, 1]):
+        fake.token(store, lane, experts)
+    uses, loads = store.activity()
+    counters = store.counters()
+    assert uses.shape == loads.shape == store.shape
+    assert uses[0].tolist() == [3, 2, 1, 0, 0, 0, 0, 0]
+    assert uses.sum() == counters["lookups"]
+    assert loads.sum() == counters["misses"]
+
+
+def test_an_expert_that_was_evicted_and_came_back_counts_as_two_loads(fake: FakeModel, open_store: Open) -> None:
+    store, lane = open_store(fake, 2)
+    for expert in (0, 1, 2, 0):
+        fake.acquire(store, lane, 0, [[expert]])
+    assert store.activity()[1][0].tolist()[:3] == [2, 1, 1]
+
+
+def test_watching_can_be_turned_on_and_off(fake: FakeModel, open_store: Open) -> None:
+    store, lane = open_store(fake, 32)
+    store.watch(True)
+    fake.token(store, lane, [1, 5])
+    store.watch(False)
+    assert store.activity()[0].sum() == store.counters()["lookups"] == 8

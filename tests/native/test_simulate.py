@@ -11,19 +11,19 @@ import pytest
 from oracles import lru
 from traces import SMALL, random_trace
 
+from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
-from moegguf.controller.policies.base import LRU, AnyPolicy, Policy
+from moegguf.controller.policies.base import LOCALITY, LRU, AnyPolicy, Policy
 from moegguf.controller.policies.baselines import LeastStale, Lfu, LfuRequest, Random
-from moegguf.controller.policies.locality import LOCALITY
 from moegguf.controller.policies.sparsity import SparsityAware
 from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import CallbackError, OptionError
 from moegguf.native.events import Float32s, RoutingEvent
-from moegguf.native.store import NativePolicy
-from moegguf.trace.analysis import gap_closed_by, replay_table
+from moegguf.native.store import NativePolicy, StoreOptions
+from moegguf.trace.analysis import TraceAnalysis, gap_closed_by
 from moegguf.trace.belady import BELADY, Lookups, belady
 from moegguf.trace.simulate import SimOptions, SimResult, Simulation, fitted, layout_of, slots_of
 
@@ -42,7 +42,7 @@ def run(policy: AnyPolicy, n_slots: int = 24, **options: object) -> SimResult:
 
 @pytest.mark.parametrize("n_slots", [2, 3, 5, 8, 9, 10, 16, 24, 40, 79, 80])
 def test_the_store_counts_what_an_independent_lru_counts(n_slots: int) -> None:
-    result = run(LRU, n_slots, sweep=False, overlap=False)
+    result = run(LRU, n_slots, store=StoreOptions(sweep=False, overlap=False))
     replay = lru(Lookups.of(fitted(TRACE, n_slots)), n_slots)
     counted = (result.counters["lookups"], result.counters["misses"], result.counters["evictions"])
     assert counted == (replay.lookups, replay.misses, replay.evictions)
@@ -96,7 +96,7 @@ def test_a_policy_that_fails_ends_the_simulation_with_its_name() -> None:
 
 
 def test_time_is_compute_plus_stall() -> None:
-    result = run(LRU, link_bytes_per_s=1e9, layer_compute_us=5.0, sweep=False)
+    result = run(LRU, link_bytes_per_s=1e9, layer_compute_us=5.0, store=StoreOptions(sweep=False))
     decode = result.decode
     assert decode.stall_ns == decode.bytes_missed  # a byte per ns, nothing overlaps
     assert decode.tokens == 6 * 40
@@ -160,10 +160,11 @@ def test_a_layout_is_made_from_the_shape_alone() -> None:
 
 def test_the_table_comes_in_order_with_the_bound_last() -> None:
     reported: list[str] = []
-    policies = {"lru": lambda: LRU, "lfu-decay": lambda: LFU_DECAY}
-    rows = replay_table(TRACE, policies, {"none": lambda: NoPrediction(SMALL)}, [0.25, 0.5], progress=reported.append)  # type: ignore[arg-type]
+    analysis = TraceAnalysis(TRACE, Artifacts(None))
+    policies = ["lru", "lfu-decay"]
+    rows = analysis.simulate(policies, ["none"], [0.25, 0.5], progress=lambda *step: reported.append(step[0]))
     assert [(row.policy, row.share) for row in rows] == [
         ("lru", 0.25), ("lfu-decay", 0.25), (BELADY, 0.25), ("lru", 0.5), ("lfu-decay", 0.5), (BELADY, 0.5),
     ]  # fmt: skip
     assert [gap_closed_by(rows, row) for row in rows[:3:2]] == [0.0, 1.0]
-    assert reported[0] == "lru with none in 20 slots"
+    assert reported[0] == "hit rates: lru with none in 20 slots"

@@ -13,8 +13,7 @@ from own_process import in_own_process
 from rpc_device import in_child, register
 from test_tiers import check_tiers, held
 
-from moegguf.errors import ExpertIOError, MoeggufError, OptionError
-from moegguf.native import abi, library
+from moegguf.errors import OptionError
 from moegguf.native.link_device import add_link_device
 from moegguf.native.store import DeviceSlots, Lane, Store, StoreOptions, Tier
 from moegguf.quantities import Link
@@ -69,23 +68,6 @@ def check_figures(store: Store, staged: int) -> None:
     assert figures["stall_ns"] <= store.tier()["stall_ns"]
 
 
-@pytest.mark.parametrize("options", [{}, {"repack": False, "direct": False}, {"chunked": False, "overlap": False}])
-@pytest.mark.parametrize("staging", [1, 2])
-@pytest.mark.parametrize(("n_upper", "n_lower"), [(2, 1), (4, 8), (13, 5), (9, 32)])
-def test_places_hold_the_files_bytes_whatever_the_sizes(
-    fake: FakeModel, open_store: Open, n_upper: int, n_lower: int, staging: int, options: dict[str, Any]
-) -> None:
-    options = {"repack": False, **options}
-    store, lane = open_store(fake, n_upper, n_lower_slots=n_lower, staging=staging, fill=False, **options)
-    staged = events(fake, store, lane, 24)
-    check_figures(store, staged)
-    assert store.staging()["bytes_prefetched"] > 0 or staging == 1 or n_lower == 1
-    assert store.tier()["evictions"] > 0
-    assert store.tier(Tier.LOWER)["evictions"] > 0 or n_lower == 32
-    lane.acquire(0, [[0, 1]])
-    assert store.staging()["slots_pinned"] == 0
-
-
 @pytest.mark.parametrize("staging", [1, 2])
 @pytest.mark.parametrize(("n_upper", "n_lower"), [(2, 1), (4, 8), (13, 5), (9, 32)])
 def test_a_simulation_counts_what_the_engine_counts(
@@ -121,73 +103,6 @@ def prompt(store: Store, lane: Lane, fake: FakeModel, seed: int = 0, n_tokens: i
     for il in range(fake.layout.n_layer):
         ids = routed(rng, n_tokens)
         check_staged(fake, store, il, ids, lane.acquire(il, ids))
-
-
-def prompts(store: Store, lane: Lane, fake: FakeModel) -> None:
-    for seed in range(3):
-        prompt(store, lane, fake, seed)
-
-
-@pytest.mark.parametrize("sizes", [(2, 1, 1), (9, 12, 2)])
-def test_a_failed_read_or_copy_ends_that_pass_only(
-    fake: FakeModel, open_store: Open, sizes: tuple[int, int, int]
-) -> None:
-    store, lane = open_store(fake, sizes[0], n_lower_slots=sizes[1], staging=sizes[2], fill=False)
-    for n, kind in enumerate(("read", "copy", "read", "copy")):
-        library.arm_fault(kind, 1 + n, sticky=True)
-        with pytest.raises(ExpertIOError):
-            prompts(store, lane, fake)
-        library.arm_fault(kind, 0)
-        lane.take_failure()
-        prompt(store, lane, fake, n)
-        fake.token(store, lane, [n, n + 1])
-    lane.take_failure()
-    store.drain(10)
-    check_tiers(store)
-
-
-def test_a_pass_that_is_cancelled_leaves_every_tier_usable(fake: FakeModel, open_store: Open) -> None:
-    store, lane = open_store(fake, 4, n_lower_slots=6, staging=2)
-    prompt(store, lane, fake)
-    store.cancel()
-    with pytest.raises(MoeggufError):
-        lane.acquire(0, IDS)
-    store.cancel(False)
-    lane.take_failure()
-    prompt(store, lane, fake)
-    store.drain(10)
-    check_tiers(store)
-
-
-def test_slots_change_their_number_between_the_layers_of_prompts(fake: FakeModel, open_store: Open) -> None:
-    store, lane = open_store(fake, 20, n_lower_slots=24, staging=2)
-    rng = np.random.default_rng(0)
-    for n in range(60):
-        if n % 7 == 0:
-            for tier, most in zip(Tier, (20, 24), strict=True):
-                (store.resize if n % 2 else store.reallocate)(int(rng.integers(2, most + 1)), tier)
-        il, ids = n % 4, routed(rng, int(rng.choice(N_TOKENS)))
-        slot_ids = lane.acquire(il, ids)
-        fake.check(store, il, ids, slot_ids) if len(ids) == 1 else check_staged(fake, store, il, ids, slot_ids)
-    lane.take_failure()
-    store.drain(10)
-    check_tiers(store)
-    with pytest.raises(OptionError, match="keep the size"):
-        store.resize(4, abi.STAGING_TIER)
-
-
-def test_two_contexts_take_turns(fake: FakeModel, open_store: Open) -> None:
-    store, first = open_store(fake, 9, n_lower_slots=9, staging=2)
-    second = store.open_lane()
-    for n in range(6):
-        lane = (first, second)[n % 2]
-        prompt(store, lane, fake, n)
-        fake.token(store, lane, [n, n + 2])
-    second.close()
-    prompt(store, first, fake)
-    first.take_failure()
-    store.drain(10)
-    check_tiers(store)
 
 
 def test_two_contexts_compute_prompts_and_tokens_at_once(fake: FakeModel, open_store: Open) -> None:

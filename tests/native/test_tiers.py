@@ -11,7 +11,7 @@ import pytest
 from fake_model import Q4_K, Q6_K, FakeModel, Open, Types, check_counters, make_model
 from rpc_device import in_child, register
 
-from moegguf.errors import AllocationError, ExpertIOError, MoeggufError, OptionError
+from moegguf.errors import AllocationError, OptionError
 from moegguf.native import library
 from moegguf.native.store import Lane, Store, StoreOptions, Tier
 
@@ -109,29 +109,6 @@ def test_two_tiers_count_what_two_lrus_count(fake: FakeModel, open_store: Open, 
     check_tiers(store)
 
 
-@pytest.mark.parametrize("options", [{}, {"repack": True}, {"chunked": False, "overlap": False}, {"direct": False}])
-@pytest.mark.parametrize(
-    ("n_upper", "n_lower"), [(2, 1), (2, 2), (3, 13), (13, 3), (13, 13), (32, 4), (5, 32), (32, 32)]
-)
-def test_slots_hold_the_files_bytes_whatever_the_sizes(
-    fake: FakeModel, open_store: Open, n_upper: int, n_lower: int, options: dict[str, Any]
-) -> None:
-    plain = {**options, "repack": False} if n_upper != 2 else options
-    store, lane = open_store(fake, n_upper, n_lower_slots=n_lower, **plain)
-    rng = np.random.default_rng(1)
-    repacked = store.info()["n_repacked"] > 0
-    for n, (il, experts) in enumerate(skewed(160)):
-        lane.acquire(il, experts) if repacked else fake.acquire(store, lane, il, experts)
-        if n % 3 == 0:
-            store.prefetch([(il + 1) % 4] * 2, rng.permutation(8)[:2])
-    lane.acquire(0, skewed(1)[0][1])
-    store.drain(10)
-    lane.take_failure()
-    check_counters(store.counters(), n_upper)
-    assert (store.tier()["evictions"] > 0) == (n_upper < 32)
-    assert store.tier(Tier.LOWER)["evictions"] > 0 or n_upper == 32 or n_lower == 32
-
-
 def test_an_expert_that_stays_above_is_the_first_to_go_below(fake: FakeModel, open_store: Open) -> None:
     store, lane = open_store(fake, 8, n_lower_slots=8)
     for n in range(60):  # experts 0 and 1 of each layer stay above; others of layer 3 come and go
@@ -156,7 +133,7 @@ def test_a_simulation_counts_what_the_engine_counts(
     ):
         store, lane = open_store(fake, n_upper, n_lower_slots=n_lower, **options)
         for tier, policy in zip(Tier, policies, strict=True):
-            store.set_policy_of(tier, policy)
+            store.set_policy(policy, tier)
         for il, experts in skewed(300, seed=2):
             lane.acquire(il, experts)
         store.drain(10)
@@ -181,39 +158,6 @@ def test_the_modelled_clock_has_two_links_that_move_at_the_same_time(fake: FakeM
     before_ns = store.counters()["sim_clock_ns"]
     lane.acquire(0, [0, 1])
     assert abs(store.counters()["sim_clock_ns"] - before_ns - 2 * n_bytes / 4) <= 6
-
-
-@pytest.mark.parametrize("sizes", [(2, 1), (13, 13), (8, 32)])
-def test_a_failed_read_or_copy_ends_that_pass_only(fake: FakeModel, open_store: Open, sizes: tuple[int, int]) -> None:
-    store, lane = open_store(fake, sizes[0], n_lower_slots=sizes[1], fill=False)
-    for kind, il, experts in (("read", 0, [0, 1]), ("copy", 0, [2, 3]), ("read", 1, [2, 3]), ("copy", 1, [4, 5])):
-        fake.token(store, lane, [6, 7])
-        library.arm_fault(kind, 1, sticky=True)
-        with pytest.raises(ExpertIOError):
-            lane.acquire(il, experts)
-        library.arm_fault(kind, 0)
-        lane.take_failure()
-        fake.acquire(store, lane, il, experts)
-    store.drain(10)
-    check_tiers(store)
-
-
-def test_both_tiers_change_their_size_while_they_are_used(fake: FakeModel, open_store: Open) -> None:
-    store, lane = open_store(fake, 20, n_lower_slots=24)
-    sizes = [(20, 24), (3, 24), (3, 2), (20, 2), (2, 1), (20, 24)]
-    for n, (il, experts) in enumerate(skewed(240)):
-        if n % 40 == 0:
-            for tier, n_slots in zip(Tier, sizes[n // 40], strict=True):
-                store.resize(n_slots, tier)
-        fake.acquire(store, lane, il, experts)
-        for tier, n_slots in zip(Tier, sizes[n // 40], strict=True):
-            assert store.tier(tier)["n_slots_usable"] == n_slots
-            assert store.tier(tier)["slots_used"] <= n_slots
-    for tier, n_slots in ((Tier.LOWER, 0), (Tier.LOWER, 25), (Tier.COMPUTE, 1), (Tier.COMPUTE, 21)):
-        with pytest.raises(OptionError, match="slots, not"):
-            store.resize(n_slots, tier)
-    store.drain(10)
-    check_tiers(store)
 
 
 @pytest.mark.parametrize(("n_upper", "n_lower"), [(6, 0), (6, 4), (32, 4)])
@@ -243,7 +187,7 @@ def test_without_a_tier_below_none_is_named(fake: FakeModel, open_store: Open) -
         store.tier,
         store.residency,
         lambda tier: store.resize(4, tier),
-        lambda tier: store.set_policy_of(tier, "lru"),
+        lambda tier: store.set_policy("lru", tier),
     ):
         with pytest.raises(OptionError, match="no slots in RAM below those of a device"):
             call(Tier.LOWER)
@@ -265,31 +209,6 @@ def test_memory_that_is_not_pinned_says_why(fake: FakeModel, open_store: Open) -
     assert lower["device"] == "CPU"
     assert "CPU offers no pinned memory" in lower["note"]
     assert store.tier()["note"] == ""
-
-
-def test_two_contexts_share_two_tiers(fake: FakeModel, open_store: Open) -> None:
-    store, first = open_store(fake, 9, n_lower_slots=9)
-    second = store.open_lane()
-    for n, (il, experts) in enumerate(skewed(200)):
-        lane = (first, second)[n % 2]
-        fake.acquire(store, lane, il, experts)
-    second.close()
-    first.acquire(0, [0, 1])
-    store.drain(10)
-    check_counters(store.counters(), 9)
-
-
-def test_a_pass_that_is_cancelled_leaves_both_tiers_usable(fake: FakeModel, open_store: Open) -> None:
-    store, lane = open_store(fake, 4, n_lower_slots=4)
-    fake.token(store, lane, [0, 1])
-    store.cancel()
-    with pytest.raises(MoeggufError):
-        lane.acquire(0, [4, 5])
-    store.cancel(False)
-    lane.take_failure()
-    fake.token(store, lane, [4, 5])
-    store.drain(10)
-    check_tiers(store)
 
 
 def events_on_rpc(rpc: Path, port: int, fake: FakeModel, n_upper: int, n_lower: int) -> tuple[Any, ...]:

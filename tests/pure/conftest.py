@@ -11,6 +11,8 @@ import pytest
 if TYPE_CHECKING:
     from fake_hub import FakeHub
 
+    from moegguf.models.catalog import Catalog
+
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
@@ -35,7 +37,19 @@ def repo(hub: FakeHub) -> FakeHub:
 
 
 @pytest.fixture
-def stand_in_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Catalog:
+    """The catalog where all models and data are below this test's folder."""
+    from moegguf.models.catalog import Catalog
+
+    for name, folder in (("MOEGGUF_HOME", "home"), ("HF_HOME", "hf"), ("OLLAMA_MODELS", "ollama")):
+        monkeypatch.setenv(name, str(tmp_path / folder))
+    for name in ("MOEGGUF_MODELS", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    return Catalog()
+
+
+@pytest.fixture
+def any_file_is_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files with any contents count as models, for tests of names and downloads."""
     from moegguf.models import catalog, hub_fetch
 

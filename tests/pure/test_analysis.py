@@ -172,7 +172,6 @@ def test_auto_uses_the_saved_hit_rates(analysis: Study, user: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         measured = Artifacts(None, TRACE.header.fingerprint).measured()
-    assert measured is not None
     assert dict(measured.hit_rates) == {"lru": {0.5: 0.5, 0.25: 0.3}, "lfu": {0.5: 0.7, 0.25: 0.3}}
     assert measured.about["requests"] == 6
     assert Artifacts(None, "another").measured() is None

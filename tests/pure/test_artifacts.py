@@ -72,7 +72,6 @@ def test_beside_the_model_and_in_the_users_folder_by_fingerprint(artifacts: Arti
 
 
 def test_the_nearest_comes_first(artifacts: Artifacts, tmp_path: Path) -> None:
-    assert artifacts.model_folder is not None
     with_folder = Artifacts(artifacts.layout, folder=tmp_path / "with_folder")
     last = put(artifacts.user_folder, "x")
     assert list(with_folder.find("x")) == [last]
@@ -90,7 +89,6 @@ def test_a_folder_of_that_name_is_no_file(artifacts: Artifacts) -> None:
 def test_a_folder_that_cannot_be_searched_is_one_warning_and_the_next_one_is_taken(
     artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert artifacts.model_folder is not None
     put(artifacts.model_folder, "x")
     readable, is_file = put(artifacts.user_folder, "x"), Path.is_file
 
@@ -134,7 +132,6 @@ def test_what_ships_is_found_by_the_fingerprint_in_its_measurement(
 
 def test_it_writes_beside_the_model(artifacts: Artifacts) -> None:
     assert artifacts.writable_folder() == artifacts.model_folder
-    assert artifacts.model_folder is not None
     assert artifacts.model_folder.is_dir()
 
 
@@ -169,7 +166,6 @@ def test_of_a_trace_alone_the_fingerprint_is_all_that_is_known() -> None:
 
 
 def test_a_measurement_of_another_model_is_skipped_without_a_warning(artifacts: Artifacts) -> None:
-    assert artifacts.model_folder is not None
     measured(artifacts.model_folder, "cd" * 16)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -179,13 +175,11 @@ def test_a_measurement_of_another_model_is_skipped_without_a_warning(artifacts: 
 
 
 def test_a_damaged_measurement_is_one_warning(artifacts: Artifacts) -> None:
-    assert artifacts.model_folder is not None
     put(artifacts.model_folder, MEASURED, json.dumps({"version": 99}).encode())
     measured(artifacts.user_folder, artifacts.fingerprint, "skip")
     with pytest.warns(UserWarning, match="measured.json is not a measurement") as caught:
         found = artifacts.measured()
     assert len(caught) == 1
-    assert found is not None
     assert found.prefetch == "skip"
 
 
@@ -193,35 +187,28 @@ def test_a_collection_is_kept_and_found_again(artifacts: Artifacts) -> None:
     assert artifacts.collection(SHAPE) is None
     artifacts.save_collection(SHAPE, pair(3).weights())
     found = artifacts.collection(SHAPE)
-    assert found is not None
     assert (found.prefill.n_entries, found.decode.n_entries) == (3, 3)
     artifacts.save_collection(SHAPE, pair(4).weights())
     again = artifacts.collection(SHAPE)
-    assert again is not None
     assert again.decode.n_entries == 4
-    assert artifacts.model_folder is not None
     assert [path.name for path in artifacts.model_folder.iterdir()] == [COLLECTION]
 
 
 def test_a_damaged_or_foreign_collection_is_one_warning_and_the_next_one_is_taken(artifacts: Artifacts) -> None:
-    assert artifacts.model_folder is not None
     artifacts.user_folder.mkdir(parents=True)
     weights.save(artifacts.user_folder / COLLECTION, "eamc", artifacts.fingerprint, SHAPE, pair(2).weights())
     put(artifacts.model_folder, COLLECTION, b"\x80\x04N.")
     with pytest.warns(UserWarning, match="is not used") as caught:
         found = artifacts.collection(SHAPE)
     assert len(caught) == 1
-    assert found is not None
     assert found.decode.n_entries == 2
     weights.save(artifacts.model_folder / COLLECTION, "eamc", "cd" * 16, SHAPE, pair(3).weights())
     with pytest.warns(UserWarning, match="its fingerprint must be"):
         found = artifacts.collection(SHAPE)
-    assert found is not None
     assert found.decode.n_entries == 2
 
 
 def test_a_collection_that_cannot_be_kept_is_a_warning(artifacts: Artifacts) -> None:
-    assert artifacts.model_folder is not None
     artifacts.model_folder.write_bytes(b"in the way")
     with pytest.warns(UserWarning, match="was not saved"):
         artifacts.save_collection(SHAPE, pair(1).weights())

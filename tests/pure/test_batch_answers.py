@@ -106,7 +106,7 @@ async def test_a_torn_last_line_is_dropped_wherever_it_was_torn(tmp_path: Path) 
             journal.path.write_bytes(whole[:n_bytes])
             again = journal_of(tmp_path, requests)
             n_whole = sum(end <= n_bytes for end in ends)
-            assert list(again.places) == [1, 2, 3][:n_whole]
+            assert list(again.answered) == [1, 2, 3][:n_whole]
             assert journal.path.stat().st_size == ([0, *ends][n_whole])
             again.close()
 

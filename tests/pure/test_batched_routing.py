@@ -159,7 +159,6 @@ def test_a_file_of_version_1_is_read(tmp_path: Path) -> None:
 
 def test_the_phases_of_tokens_are_checked(tmp_path: Path) -> None:
     trace = batched()
-    assert trace.token_phase is not None
     wrong = replace(trace, token_phase=np.full_like(trace.token_phase, 2))
     write(tmp_path / "t.npz", wrong)
     with pytest.raises(TraceError, match="token_phase must be at most 1"):

@@ -5,29 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import floors_of, lru
+from oracles import floors_of, hand_made, lru
 from traces import random_trace
 
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
-from moegguf.native.events import Phase
 from moegguf.trace.belady import Lookups, belady
-from moegguf.trace.trace import Trace, TraceHeader
+from moegguf.trace.trace import Trace
 
 
 def trace_of(passes: Sequence[Sequence[Sequence[int]]], n_expert: int = 4) -> Trace:
     """passes[p][row]: the experts of one token in each layer."""
     n_row, k = len(passes[0]), len(passes[0][0])
-    n = len(passes)
-    return Trace(
-        MoeShape(n_row, n_expert, k, tuple(range(n_row))), TraceHeader(), np.zeros(n, np.int32),
-        np.full(n, Phase.DECODE, np.uint8), np.zeros(n, np.int32), np.zeros(n, np.int64), np.arange(n + 1),
-        np.full(n, -1, np.int32), np.array(passes, np.int16).transpose(1, 0, 2),
-    )  # fmt: skip
+    path = [[list(layer) for layer in token] for token in passes]
+    return hand_made(MoeShape(n_row, n_expert, k, tuple(range(n_row))), [path])
 
 
 def one_layer(experts: Sequence[int]) -> Trace:

@@ -23,7 +23,6 @@ from moegguf.bench.series import (
     make_systems,
     resident_bytes,
     run_series,
-    schedule,
 )
 from moegguf.bench.series import test_name as name_of
 from moegguf.bench.spec import Spec, Test
@@ -175,11 +174,6 @@ def test_systems_of_one_group(tiny: Any) -> None:
         ("mmap", "mmap", True), ("resident", "resident", True),
     ]  # fmt: skip
     assert [entry.spec.expert_cache for entry in group[:2]] == ["30%", "100%"]
-
-
-def test_systems_take_turns() -> None:
-    order = [(n, entry.label) for n, entry in schedule([OWN, MMAP], 2)]
-    assert order == [(0, "moegguf"), (0, "mmap"), (1, "moegguf"), (1, "mmap")]
 
 
 def test_what_was_killed_is_not_run_again() -> None:

@@ -10,7 +10,7 @@ from datetime import UTC
 from pathlib import Path
 
 import pytest
-from catalog_helpers import cache, names, set_folders
+from catalog_helpers import cache, names
 from fake_hub import FakeHub
 
 from moegguf.errors import ModelNameError, ModelNotFoundError, OptionError, PullError
@@ -21,17 +21,7 @@ from moegguf.models.hub import hub_cache
 from moegguf.models.pull import pull
 from moegguf.models.recipe import Recipe
 
-pytestmark = pytest.mark.usefixtures("stand_in_files")
-
-
-@pytest.fixture(autouse=True)
-def _set_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_folders(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def catalog() -> Catalog:
-    return Catalog()
+pytestmark = pytest.mark.usefixtures("catalog", "any_file_is_a_model")
 
 
 # Looking up
@@ -96,28 +86,65 @@ def test_clients_of_a_server_are_told_no_path_and_no_command(
         Catalog(paths=False).find("demo")
 
 
-def test_files_in_moegguf_models_are_listed_once(
-    catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in (
-        "Qwen-Q4_0.gguf",
-        "Big-00001-of-00002.gguf",
-        "Big-00002-of-00002.gguf",
-        "two words.gguf",
-        "sub/x.gguf",
-    ):
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """MOEGGUF_MODELS with a model, a split one, and one in a folder of its own."""
+    big = [f"Big-Q8_0-0000{n}-of-00002.gguf" for n in (1, 2)]
+    for name in ("Qwen-Q4_0.gguf", *big, "mix/mix.gguf", "two words.gguf", "notes.txt"):
         path = tmp_path / "models" / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(name.encode())
+        path.write_bytes(b"GGUF" if name.endswith("gguf") else b"")
     monkeypatch.setenv("MOEGGUF_MODELS", str(tmp_path / "models"))
+    return tmp_path / "models"
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("Qwen-Q4_0", "Qwen-Q4_0.gguf"),
+        ("qwen-q4_0", "Qwen-Q4_0.gguf"),
+        ("qwen-q4_0.gguf", "Qwen-Q4_0.gguf"),
+        ("big-q8_0", "Big-Q8_0-00001-of-00002.gguf"),
+        ("big-q8_0-00001-of-00002:latest", "Big-Q8_0-00001-of-00002.gguf"),
+        ("mix", "mix/mix.gguf"),
+    ],
+)
+def test_names_are_file_names_in_the_models_folder(folder: Path, name: str, file: str) -> None:
+    assert find_model(name) == folder / file
+
+
+def test_a_path_is_itself_and_a_folder_its_only_model(folder: Path) -> None:
+    assert find_model(folder / "notes.txt") == folder / "notes.txt"
+    assert find_model(folder / "mix") == folder / "mix/mix.gguf"
+    with pytest.raises(ModelNotFoundError, match="has 3 models"):
+        find_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("qwen-q4_1", "did you mean 'qwen-q4_0'"), ("xyzzy", "MOEGGUF_MODELS has"), ("", "try 'demo'"), ("dem", "'demo'")],
+)
+def test_an_unknown_name_gets_the_nearest_ones(folder: Path, name: str, words: str) -> None:
+    with pytest.raises(ModelNotFoundError, match=words):
+        find_model(name)
+
+
+def test_a_misspelt_path_gets_the_nearest_file(folder: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"Qwen-Q4_0\.gguf"):
+        find_model(folder / "Qwen-Q4_O.gguf")
+
+
+def test_files_in_moegguf_models_are_listed_once(catalog: Catalog, folder: Path) -> None:
     listed = [entry for entry in catalog.entries() if entry.source == "folder"]
-    assert sorted(entry.name for entry in listed) == ["Big:latest", "Qwen-Q4_0:latest", "two-words:latest", "x:latest"]
+    assert sorted(entry.name for entry in listed) == [
+        "Big-Q8_0:latest", "Qwen-Q4_0:latest", "mix:latest", "two-words:latest"
+    ]  # fmt: skip
     for entry in listed:
         assert catalog.find(entry.name) == entry
         assert Catalog(paths=False).find(entry.name.lower()) == entry
-    assert len(catalog.find("big").files) == 2
+    assert len(catalog.find("big-q8_0").files) == 2
     with pytest.raises(OptionError, match="a file in the folder MOEGGUF_MODELS"):
-        catalog.remove("big")
+        catalog.remove("big-q8_0")
 
 
 def test_what_other_programs_have_cached_is_found(catalog: Catalog) -> None:

@@ -15,16 +15,16 @@ from fake_store import (
     announcement,
     first_two,
     make_controller,
-    routed,
     run_pass,
 )
+from traces import routed
 
 from moegguf.controller.controller import ActingOptions, Controller, build_controller
 from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
 from moegguf.controller.policies.sparsity import SparsityAware
 from moegguf.controller.predictors.base import NoPrediction, Predictor
-from moegguf.controller.predictors.previous_token import PreviousToken
+from moegguf.controller.predictors.counts import PreviousToken
 from moegguf.controller.watchdog import Watchdog, WatchdogOptions
 from moegguf.native.events import Float32s, Phase, RoutingEvent
 from moegguf.native.store import NativePolicy
@@ -38,7 +38,7 @@ def test_an_event_updates_predicts_scores_and_prefetches_in_this_order() -> None
         ("announce", 0), ("predict", (1, 1)), ("predict", (2, 2)), ("prefetch", [(1, 0), (1, 1), (2, 0), (2, 1)]),
     ]  # fmt: skip
     store.actions.clear()
-    controller.observe(routed(1))
+    controller.observe(routed(1, 0, 1))
     assert store.actions == [
         ("observe", 1), ("predict", (2, 1)), ("predict", (3, 2)), ("policy", 1), ("scores", 1.0),
         ("prefetch", [(3, 0), (3, 1)]),
@@ -102,11 +102,13 @@ def test_none_keeps_the_last_scores() -> None:
 
 def test_layers_without_experts_are_ignored() -> None:
     controller = make_controller(CountingPolicy())
-    controller.observe(routed(0))
+    controller.observe(routed(0, 0, 1))
     assert controller.history.clock == controller.n_events == 0
 
 
-FOUR_TURNS = WatchdogOptions(off_tokens=4, on_tokens=4, turns=2, certainty=float("inf"), warm_tokens=0, pause_tokens=10)
+FOUR_PERIODS = WatchdogOptions(
+    off_tokens=4, on_tokens=4, periods=2, certainty=float("inf"), warm_tokens=0, pause_tokens=10
+)
 
 
 def with_watchdog(store: RecordingStore) -> Controller:
@@ -128,10 +130,9 @@ def test_the_watchdog_keeps_prefetching_only_while_it_saves_time() -> None:
     for saved_ns, stays in ((300, True), (-300, False)):
         store = RecordingStore()
         controller = with_watchdog(store)
-        assert controller.watchdog is not None
         assert controller.prefetching
         options = controller.watchdog.options
-        n_trial = options.warm_tokens + options.turns * (options.off_tokens + options.on_tokens)
+        n_trial = options.warm_tokens + options.periods * (options.off_tokens + options.on_tokens)
         for pass_ in range(n_trial + 10):
             run_pass(controller, pass_=pass_)
             store.clock_ns += 1000 - saved_ns * controller.prefetching
@@ -140,14 +141,14 @@ def test_the_watchdog_keeps_prefetching_only_while_it_saves_time() -> None:
         assert controller.may_prefetch
 
 
-def test_turns_without_prefetching_differ_in_acting_only() -> None:
+def test_periods_without_prefetching_differ_in_acting_only() -> None:
     store = RecordingStore()
     native = NativePolicy("next-use", {}, takes_forecast=True)
     controller = make_controller(
         native, ScriptedPredictor(first_two, store), store, prefetch=replace(AMPLE, watchdog=True),
         clock_ns=lambda: store.clock_ns,
     )  # fmt: skip
-    controller.watchdog = Watchdog(FOUR_TURNS)
+    controller.watchdog = Watchdog(FOUR_PERIODS)
     seen: dict[bool, set[str]] = {False: set(), True: set()}
     predicted: dict[bool, list[int]] = {False: [], True: []}
     for pass_ in range(18):
@@ -162,7 +163,7 @@ def test_turns_without_prefetching_differ_in_acting_only() -> None:
     assert seen[True] - seen[False] == {"prefetch", "forecast"}
     assert set(predicted[True]) == set(predicted[False])
     assert controller.watchdog.resting and controller.redundant
-    assert store.named("forecast") == []  # cleared once, when the turn ended
+    assert store.named("forecast") == []  # cleared once, when the period ended
     assert controller.history.clock == 18 * 3
 
 
@@ -178,7 +179,7 @@ def test_the_store_predicts_nothing_between_trials_that_said_no() -> None:
     store = RecordingStore()
     controller = native_prediction(store, PreviousToken(SHAPE), prefetch=replace(AMPLE, watchdog=True))
     assert store.actions == [("policy", "lru"), ("predictor", "previous-token")]
-    controller.watchdog = Watchdog(FOUR_TURNS)
+    controller.watchdog = Watchdog(FOUR_PERIODS)
     for pass_ in range(17):
         run_pass(controller, pass_=pass_)
         store.clock_ns += 1000
@@ -212,7 +213,6 @@ def test_the_watchdog_does_not_count_the_time_of_prompts() -> None:
         for n in range(8):
             run_pass(controller, pass_=9 * request + 1 + n, sequence=request)
             store.clock_ns += 700 if controller.prefetching else 1000
-    assert controller.watchdog is not None
     assert controller.watchdog.last_gain == pytest.approx(0.3, abs=0.01)
 
 
@@ -235,7 +235,6 @@ def test_a_native_policy_gets_the_forecast_of_decoded_tokens_if_it_takes_one() -
         store = RecordingStore()
         native = NativePolicy("next-use", {}, takes_forecast=takes)
         made = build_controller(SHAPE, native, ScriptedPredictor(first_two), store, ActingOptions())
-        assert made is not None
         run_pass(made, Phase.PREFILL)
         run_pass(made)
         forecasts = [known for what, known in store.actions if what == "forecast"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from catalog_helpers import add_blob, cache, files_of, names, send, set_folders
+from catalog_helpers import add_blob, cache, files_of, names, send
 
 from moegguf.errors import ModelFormatError, ModelNameError, ModelNotFoundError, OptionError, PullError
 from moegguf.models import blobs
@@ -19,15 +19,7 @@ from moegguf.models.modelfile import parse
 from moegguf.models.recipe import Recipe
 from moegguf.settings import data_folder
 
-
-@pytest.fixture(autouse=True)
-def _set_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_folders(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def catalog() -> Catalog:
-    return Catalog()
+pytestmark = pytest.mark.usefixtures("catalog")
 
 
 def test_a_copy_is_a_name_and_no_bytes(catalog: Catalog) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
-from traces import random_trace
+from traces import random_trace, routed
 
 from moegguf.controller.collection import Eamc, EamcPair
 from moegguf.controller.predictors.eamc import EamcPredictor, OwnEamcPredictor
@@ -20,11 +20,6 @@ FOUR = MoeShape(n_layer=4, n_expert=2, n_expert_used=1, layers=(0, 1, 2, 3))
 ONE_TOKEN = [[0, 1], [1, 0], [1, 0], [1, 0]]
 MATCHED = [[0, 2], [2, 0], [2, 0], [0, 2]], [[0, 3], [3, 0], [0, 3], [1, 2]]
 AGGREGATED = [[0, 1], [1, 0], [0.4, 0.6], [0.2, 0.8]]
-
-
-def routed(il: int, *experts: int, pass_: int = 0, sequence: int = 0, phase: Phase = Phase.DECODE) -> RoutingEvent:
-    """One token's choice at layer `il`."""
-    return RoutingEvent(pass_, 0, 0, sequence, phase, 0, il, np.array([experts], np.int32))
 
 
 def announced(sequence: int, phase: Phase = Phase.DECODE) -> Announcement:
@@ -82,7 +77,7 @@ def test_a_request_joins_the_collection_when_the_next_one_begins() -> None:
     for pass_, phase in enumerate((Phase.PREFILL, Phase.DECODE, Phase.DECODE)):
         for il in range(4):
             predictor.observe(routed(il, il % 2, pass_=pass_, phase=phase))
-    assert predictor.eamcs.n_entries == 0
+    assert predictor.eamcs.prefill.n_entries == predictor.eamcs.decode.n_entries == 0
     predictor.observe(routed(0, 0, pass_=3, sequence=1))
     np.testing.assert_array_equal(predictor.eamcs.prefill.state, [[[1, 0], [0, 1], [1, 0], [0, 1]]])
     np.testing.assert_array_equal(predictor.eamcs.decode.state, [[[2, 0], [0, 2], [2, 0], [0, 2]]])

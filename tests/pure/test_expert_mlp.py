@@ -6,19 +6,15 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from traces import routed
 
 from moegguf.controller.predictors.expert_mlp import HIDDEN_SIZES, ExpertMlp, state_size, states
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
-from moegguf.native.events import Phase, RoutingEvent
 
 SHAPE = MoeShape(n_layer=4, n_expert=4, n_expert_used=2, layers=(0, 1, 3), n_embd=2, n_vocab=6)
 POPULARITY = np.arange(12, dtype=np.float32).reshape(3, 4) / 12
 AFFINITY = np.arange(32, dtype=np.float32).reshape(2, 4, 4) / 32
-
-
-def routed(pass_: int, il: int, *ids: int) -> RoutingEvent:
-    return RoutingEvent(pass_, 0, 0, 0, Phase.DECODE, 0, il, np.array([ids], np.int32))
 
 
 def weights(hidden: tuple[int, ...]) -> Weights:
@@ -49,12 +45,11 @@ def test_the_state_is_history_popularity_and_the_rows_of_the_experts_chosen() ->
 
 def test_a_copying_network_returns_the_history_in_order() -> None:
     mlp = ExpertMlp.from_weights(SHAPE, weights((8, 8, 8, 8, 8, 8)))
-    mlp.observe(routed(7, 0, 3, 0))
+    mlp.observe(routed(0, 3, 0, pass_=7))
     probabilities = mlp.predict(1, 1)
-    assert probabilities is not None
     expected = 1 / (1 + np.exp(-np.array([1, 0.25, 0, 0])))
     assert probabilities == pytest.approx(expected, abs=0.01)
-    mlp.observe(routed(7, 1, 1, 2))
+    mlp.observe(routed(1, 1, 2, pass_=7))
     later = mlp.predict(3, 1)
     assert later is not None and later.argsort().tolist() == [1, 2, 3, 0]
 
@@ -62,17 +57,18 @@ def test_a_copying_network_returns_the_history_in_order() -> None:
 def test_it_needs_every_layer_of_the_pass_and_looks_one_ahead() -> None:
     mlp = ExpertMlp.from_weights(SHAPE, weights((8, 8, 8, 8, 8, 8)))
     assert mlp.predict(0, 1) is None and mlp.predict(1, 1) is None
-    mlp.observe(routed(0, 0, 1, 2))
+    mlp.observe(routed(0, 1, 2, pass_=0))
     assert mlp.predict(1, 1) is not None
     assert mlp.predict(3, 1) is None and mlp.predict(3, 2) is None and mlp.predict(2, 1) is None
-    mlp.observe(routed(0, 3, 1, 2))  # layer 1 was missed
+    mlp.observe(routed(3, 1, 2, pass_=0))  # layer 1 was missed
     assert mlp.predict(3, 1) is None
-    for invalid in (routed(1, 0, 1, 9), routed(2, 0, 1), routed(3, 0, 1, -1), routed(4, 2, 1, 2)):
+    for pass_, (il, *ids) in enumerate(((0, 1, 9), (0, 1), (0, 1, -1), (2, 1, 2)), start=1):
+        invalid = routed(il, *ids, pass_=pass_)
         mlp.observe(invalid)
         assert mlp.predict(1, 1) is None
-    mlp.observe(routed(5, 0, 1, 2)._replace(expert_ids=np.zeros((3, 2), np.int32)))
+    mlp.observe(routed(0, 1, 2, pass_=5)._replace(expert_ids=np.zeros((3, 2), np.int32)))
     assert mlp.predict(1, 1) is None
-    mlp.observe(routed(6, 0, 1, 2))
+    mlp.observe(routed(0, 1, 2, pass_=6))
     assert mlp.predict(1, 1) is not None
 
 

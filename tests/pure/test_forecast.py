@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
 
 import numpy as np
 import pytest
+from fake_store import ScriptedPredictor
 
 from moegguf.controller.forecast import Forecast
-from moegguf.controller.predictors.base import NoPrediction, Predictor
+from moegguf.controller.predictors.base import NoPrediction
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Float32s
 
@@ -18,18 +18,16 @@ FIVE = MoeShape(n_layer=6, n_expert=4, n_expert_used=2, layers=(1, 2, 3, 4, 5))
 Answer = Callable[[int, int], object]
 
 
-class ScriptedPredictor(Predictor):
-    """Predicts `answer(il, distance)`; records its calls."""
-
-    name: ClassVar[str] = "scripted"
+class ByDistance(ScriptedPredictor):
+    """Predicts `answer(il, distance)`; `calls` are those it was asked for."""
 
     def __init__(self, answer: Answer, reach: int = 9) -> None:
-        super().__init__(FIVE, reach)
-        self.answer, self.calls = answer, list[tuple[int, int]]()
+        super().__init__(lambda il: None, shape=FIVE, reach=reach)
+        self.answer_at, self.calls = answer, list[tuple[int, int]]()
 
     def predict(self, il: int, distance: int) -> Float32s | None:
         self.calls.append((il, distance))
-        return self.answer(il, distance)  # type: ignore[return-value]
+        return self.answer_at(il, distance)  # type: ignore[return-value]
 
 
 def by_distance(il: int, distance: int) -> Float32s:
@@ -37,7 +35,7 @@ def by_distance(il: int, distance: int) -> Float32s:
 
 
 def test_before_the_first_event_the_first_layer_is_at_distance_1() -> None:
-    forecast, predictor = Forecast(FIVE, 2), ScriptedPredictor(by_distance)
+    forecast, predictor = Forecast(FIVE, 2), ByDistance(by_distance)
     forecast.begin_pass(predictor)
     assert predictor.calls == [(1, 1), (2, 2)]
     assert forecast.known() == [1, 2]
@@ -46,7 +44,7 @@ def test_before_the_first_event_the_first_layer_is_at_distance_1() -> None:
 
 
 def test_the_window_slides_and_the_nearer_prediction_replaces_the_farther_one() -> None:
-    forecast, predictor = Forecast(FIVE, 2), ScriptedPredictor(by_distance)
+    forecast, predictor = Forecast(FIVE, 2), ByDistance(by_distance)
     forecast.begin_pass(predictor)
     forecast.advance(predictor, 1)
     assert predictor.calls[2:] == [(2, 1), (3, 2)]
@@ -59,7 +57,7 @@ def test_the_window_slides_and_the_nearer_prediction_replaces_the_farther_one() 
 
 def test_once_each_layer_is_predicted_when_it_comes_into_the_window() -> None:
     # From inputs, nothing is predicted before the first layer, which then does so for the whole window (footnote 1).
-    predictor = ScriptedPredictor(lambda il, distance: by_distance(il, distance) if forecast.il > 0 else None)
+    predictor = ByDistance(lambda il, distance: by_distance(il, distance) if forecast.il > 0 else None)
     forecast = Forecast(FIVE, 3, again=False)
     forecast.begin_pass(predictor)
     assert forecast.known() == []
@@ -68,15 +66,15 @@ def test_once_each_layer_is_predicted_when_it_comes_into_the_window() -> None:
         forecast.advance(predictor, il)
     assert predictor.calls == [(2, 1), (3, 2), (4, 3), (5, 3)]
     np.testing.assert_array_equal(forecast.probabilities()[1:], 0)  # routed by now
-    forecast.begin_pass(ScriptedPredictor(by_distance))
+    forecast.begin_pass(ByDistance(by_distance))
     assert forecast.known() == [1, 2, 3]  # from tokens: before the pass
 
 
 def test_no_prediction_beyond_the_reach_or_the_last_layer() -> None:
-    short = ScriptedPredictor(by_distance, reach=1)
+    short = ByDistance(by_distance, reach=1)
     Forecast(FIVE, 4).advance(short, 1)
     assert short.calls == [(2, 1)]
-    late = ScriptedPredictor(by_distance)
+    late = ByDistance(by_distance)
     Forecast(FIVE, 4).advance(late, 4)
     assert late.calls == [(5, 1)]
     without = Forecast(FIVE, 4)
@@ -86,8 +84,8 @@ def test_no_prediction_beyond_the_reach_or_the_last_layer() -> None:
 
 def test_a_prediction_stays_valid_until_its_layer_is_routed() -> None:
     forecast = Forecast(FIVE, 4)
-    forecast.begin_pass(ScriptedPredictor(by_distance))
-    no_prediction = ScriptedPredictor(lambda il, distance: None)
+    forecast.begin_pass(ByDistance(by_distance))
+    no_prediction = ByDistance(lambda il, distance: None)
     forecast.advance(no_prediction, 1)
     assert forecast.known() == [2, 3, 4]
     assert forecast.probabilities()[3, 0] == np.float32(1 / 4)
@@ -97,15 +95,15 @@ def test_a_prediction_stays_valid_until_its_layer_is_routed() -> None:
 
 def test_a_new_pass_discards_the_forecast() -> None:
     forecast = Forecast(FIVE, 4)
-    forecast.begin_pass(ScriptedPredictor(by_distance))
-    forecast.begin_pass(ScriptedPredictor(lambda il, distance: None))
+    forecast.begin_pass(ByDistance(by_distance))
+    forecast.begin_pass(ByDistance(lambda il, distance: None))
     assert forecast.known() == []
     assert not forecast.probabilities().any()
 
 
 def test_numbers_out_of_range_are_clipped() -> None:
     forecast = Forecast(FIVE, 1)
-    forecast.begin_pass(ScriptedPredictor(lambda il, distance: [-3, 0.5, 2, np.inf]))
+    forecast.begin_pass(ByDistance(lambda il, distance: [-3, 0.5, 2, np.inf]))
     np.testing.assert_array_equal(forecast.probabilities()[1], np.array([0, 0.5, 1, 1], np.float32))
 
 
@@ -116,13 +114,13 @@ def test_numbers_out_of_range_are_clipped() -> None:
 )
 def test_invalid_output_is_an_error(invalid: object) -> None:
     with pytest.raises((ValueError, TypeError)):
-        Forecast(FIVE, 1).begin_pass(ScriptedPredictor(lambda il, distance: invalid))
+        Forecast(FIVE, 1).begin_pass(ByDistance(lambda il, distance: invalid))
 
 
 def test_statuses_are_the_most_probable_as_many_as_a_token_uses_and_all_that_are_likely() -> None:
     rows = {1: [0.4, 0.1, 0.3, 0.0], 2: [0.9, 0.6, 0.7, 0.4], 3: [0.2, 0.0, 0.0, 0.0]}
     forecast = Forecast(FIVE, 3)
-    forecast.begin_pass(ScriptedPredictor(lambda il, distance: np.array(rows[il], np.float32)))
+    forecast.begin_pass(ByDistance(lambda il, distance: np.array(rows[il], np.float32)))
     assert forecast.statuses()[1:5].tolist() == [[1, 0, 1, 0], [1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
     forecast.clear()
     assert not forecast.statuses().any()

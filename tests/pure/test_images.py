@@ -181,7 +181,7 @@ def test_a_key_of_another_type_is_refused(tmp_path: Path, key: str, value_type: 
     value: Any = [pair.value] if value_type == 9 else pair.value
     changed = type(pair)(key, value_type, value, pair.gguf_type if value_type == 9 else None)
     write_file(good.with_pair(i, changed), tmp_path / "bad.gguf")
-    with pytest.raises(ModelFormatError, match=rf"bad\.gguf: {key} is of GGUF type"):
+    with pytest.raises(ModelFormatError, match=rf"bad\.gguf: key '{key}' is of GGUF type"):
         read_projector(tmp_path / "bad.gguf")
 
 

@@ -13,41 +13,37 @@ from typing import Any
 
 import crashing
 import pytest
-from catalog_helpers import cache, names, set_folders
+from catalog_helpers import cache, names
 
-from moegguf.errors import ModelNotFoundError
-from moegguf.models.catalog import Catalog
-from moegguf.models.index import Index, Record
+from moegguf.models.catalog import Catalog, demo_path
+from moegguf.models.entry import ModelEntry
+from moegguf.models.hub import hub_cache
+from moegguf.models.index import Index
 from moegguf.models.recipe import Recipe
 from moegguf.settings import data_folder
 
-pytestmark = pytest.mark.usefixtures("stand_in_files")
+pytestmark = pytest.mark.usefixtures("catalog", "any_file_is_a_model")
 
 
-@pytest.fixture(autouse=True)
-def _set_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_folders(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def catalog() -> Catalog:
-    return Catalog()
-
-
-def record(name: str, **values: Any) -> Record:
-    return Record(name, ("demo:",), "0" * 64, datetime.now(UTC), **values)
+def named(name: str, **values: Any) -> ModelEntry:
+    demo = demo_path()
+    assert demo
+    return ModelEntry(name, "own", (demo,), 0, "0" * 64, datetime.now(UTC), **values)
 
 
 def test_the_index_keeps_everything(tmp_path: Path) -> None:
     index = Index(tmp_path / "deep" / "folder")
-    full = record(
+    full = named(
         "Me:v1", system="é\n\"", template="{{ x }}", parameters={"stop": ["a"], "top_k": 3, "temperature": 0.25},
-        messages=({"role": "user", "content": "x"},), license="MIT", parent="demo:latest", mmproj="hub:x",
+        messages=({"role": "user", "content": "x"},), license="MIT", parent="demo:latest", mmproj=hub_cache() / "x",
     )  # fmt: skip
-    index.change(lambda contents: contents.with_record(full))
-    assert Index(index.folder).read().records == (full,)
-    index.change(lambda contents: contents.with_record(record("ME:V1")))
-    assert [found.name for found in index.read().records] == ["ME:V1"]
+    index.change(lambda contents: contents.with_entry(full))
+    assert Index(index.folder).read().entries == (full,)
+    index.change(lambda contents: contents.with_entry(named("ME:V1")))
+    assert [found.name for found in index.read().entries] == ["ME:V1"]
+
+
+OUTSIDE = ("7", '"hub:../../x.gguf"', '"sets:/etc/passwd"', '"sets:../../x.gguf"', '"what:x"', '"x.gguf"')
 
 
 @pytest.mark.parametrize(
@@ -59,15 +55,15 @@ def test_the_index_keeps_everything(tmp_path: Path) -> None:
         (lambda text: "[" * 200_000, 0),
         (lambda text: text.replace('"version": 1', '"version": 2'), 2),
         (lambda text: text.replace('"a:latest"', '"../a"'), 1),
-        (lambda text: text.replace('"demo:"', "7", 1), 1),
+        *((lambda text, place=place: text.replace('"demo:"', place, 1), 1) for place in OUTSIDE),
         (lambda text: text.replace('"temperature": 0.5', '"temperature": "hot"'), 1),
         (lambda text: text.replace('"models": [', '"models": [3, null, {"name": "x"}, '), 2),
     ],
 )
 def test_a_damaged_index_is_set_aside_and_what_can_be_read_is_kept(damage: Any, kept: int) -> None:
     index = Index(data_folder())
-    first = record("a:latest", parameters={"temperature": 0.5})
-    index.change(lambda contents: contents.with_record(first).with_record(record("b:latest")))
+    first = named("a:latest", parameters={"temperature": 0.5})
+    index.change(lambda contents: contents.with_entry(first).with_entry(named("b:latest")))
     broken = damage(index.path.read_text())
     assert broken != index.path.read_text()
     index.path.write_text(broken)
@@ -79,18 +75,6 @@ def test_a_damaged_index_is_set_aside_and_what_can_be_read_is_kept(damage: Any, 
     assert [path.read_text() for path in aside] == [broken]
     Catalog().copy("demo", "new")
     assert len(json.loads(index.path.read_text())["models"]) == kept + 1
-
-
-def test_records_that_lead_out_of_their_folder_are_no_models(tmp_path: Path) -> None:
-    (tmp_path / "secret.gguf").write_bytes(b"secret")
-    for n, file in enumerate(
-        ("hub:../../secret.gguf", "sets:/etc/passwd", "sets:../../secret.gguf", "what:x", "x.gguf")
-    ):
-        bad = Record(f"bad{n}:latest", (file,), "0" * 64, datetime.now(UTC))
-        Index(data_folder()).change(lambda contents, bad=bad: contents.with_record(bad))
-    assert names() == ["demo:latest"]
-    with pytest.raises(ModelNotFoundError):
-        Catalog().find("bad0")
 
 
 def test_many_who_write_lose_nothing(tmp_path: Path) -> None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from oracles import FreshGate, Oracle, Unpredictive
-from traces import SMALL, hidden_routers, random_trace
+from oracles import Oracle, Unpredictive, routers_of
+from traces import SMALL, hidden_routers, random_trace, routed
 
 from moegguf.native.events import Announcement, Phase, RoutingEvent
 from moegguf.trace.trace import Trace
 from predictors.study.accuracy import LinkModel
+from predictors.study.fresh_gate import FreshGate
 from predictors.study.judge import Judge
 from predictors.study.scoring import score
+
+
+def fresh_gate(trace: Trace, seed: int) -> FreshGate:
+    return FreshGate(trace.shape, routers_of(trace.shape, hidden_routers(trace.shape, seed)))
 
 
 def run(trace: Trace, judge: Judge) -> Judge:
@@ -23,21 +28,20 @@ def run(trace: Trace, judge: Judge) -> Judge:
 @pytest.mark.parametrize("seed", range(4))
 def test_the_fresh_gate_has_accuracy_1(seed: int) -> None:
     trace = random_trace(seed=seed, with_inputs=True)
-    fresh = run(trace, Judge(FreshGate(trace.shape, hidden_routers(trace.shape, seed)))).table().fresh
-    assert fresh is not None
+    fresh = run(trace, Judge(fresh_gate(trace, seed))).table().fresh
     assert fresh.due == 4 * 24 * len(trace.shape.layers)
     assert (fresh.coverage, fresh.accuracy, fresh.top_k_hit) == (1, 1, 1)
 
 
 def test_a_wrong_router_has_not() -> None:
     trace = random_trace(seed=1, with_inputs=True)
-    fresh = run(trace, Judge(FreshGate(trace.shape, hidden_routers(trace.shape, 2)))).table().fresh
+    fresh = run(trace, Judge(fresh_gate(trace, 2))).table().fresh
     assert fresh is not None and fresh.accuracy is not None and fresh.accuracy < 0.5
 
 
 def test_a_control_runs_beside_a_predictor() -> None:
     trace = random_trace(with_inputs=True)
-    control = FreshGate(trace.shape, hidden_routers(trace.shape, 0))
+    control = fresh_gate(trace, 0)
     table = run(trace, Judge(Oracle(trace, n_wrong=1), control=control)).table()
     assert table.fresh is not None and table.fresh.accuracy == 1
     assert table.means[1].accuracy == 0.5
@@ -53,18 +57,14 @@ def test_live_figures_are_those_of_the_trace() -> None:
     assert live.fresh is None  # a predictor with a reach is not its own control
 
 
-def routed(il: int, ids: list[list[int]], *, pass_: int = 0, phase: Phase = Phase.DECODE) -> RoutingEvent:
-    return RoutingEvent(pass_, 0, 0, 0, phase, -1, il, np.array(ids, np.int32).reshape(len(ids), -1))
-
-
 def test_invalid_events_are_neither_measured_nor_an_error() -> None:
     judge = Judge(Unpredictive(SMALL, np.ones(SMALL.n_expert, np.float32)))
-    judge.observe(routed(0, [[1, 2]]))  # a layer without experts
-    judge.observe(routed(1, [[-1, -1]]))  # padding
-    judge.observe(routed(1, [[1, 99]], pass_=1))  # an expert that does not exist
-    judge.observe(routed(1, [[1, 2], [3, 4]], pass_=2))  # two tokens
-    judge.observe(routed(5, [[1, 2]], pass_=2))  # the last layer computed for one of them
-    judge.observe(routed(1, [[1, 2]], pass_=3, phase=Phase.PREFILL))
+    judge.observe(routed(0, 1, 2))  # a layer without experts
+    judge.observe(routed(1, -1, -1))  # padding
+    judge.observe(routed(1, 1, 99, pass_=1))  # an expert that does not exist
+    judge.observe(routed(1, [1, 2], [3, 4], pass_=2))  # two tokens
+    judge.observe(routed(5, 1, 2, pass_=2))  # the last layer computed for one of them
+    judge.observe(routed(1, 1, 2, pass_=3, phase=Phase.PREFILL))
     assert judge.table().means[1].due == 0
     assert judge.tally.ranks[..., 1:].sum() == 0
 

@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from scripted_manager import FakeCatalog, answer_text, generate, in_loop, manager_of, until
+from scripted_manager import FakeCatalog, answer_text, begun, generate, in_loop, manager_of, until
 
 from moegguf.errors import BudgetError
 from moegguf.serving import dispatcher
@@ -102,8 +102,7 @@ async def test_beside_a_busy_model_another_gets_fewer_slots(catalog: FakeCatalog
     catalog.add("b", 800, 200)
     go = tmp_path / "go"
     async with manager_of(catalog, memory_bytes=1000 << 20) as manager:
-        held = asyncio.create_task(generate(manager, "a", f"hold {go}"))
-        await until(lambda: manager.loaded() and manager.loaded()[0].busy)
+        held = await begun(manager, "a", go)
         assert await generate(manager, "b", "say x") == "x"
         assert sum(model.size_bytes for model in manager.loaded()) == 1000 << 20
         go.touch()
@@ -117,8 +116,7 @@ async def test_a_model_that_does_not_fit_waits_for_a_busy_one(catalog: FakeCatal
     catalog.add("b", 800, 500)
     go = tmp_path / "go"
     async with manager_of(catalog, memory_bytes=1000 << 20) as manager:
-        held = asyncio.create_task(generate(manager, "a", f"hold {go}"))
-        await until(lambda: manager.loaded() and manager.loaded()[0].busy)
+        held = await begun(manager, "a", go)
         other = asyncio.create_task(generate(manager, "b", "say x"))
         later = asyncio.create_task(generate(manager, "a", "say later"))
         await until(lambda: manager.loaded()[0].queue == 1)

@@ -23,7 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "generate": {"engine", "native", "gguf"},
     "serving": {"generate", "engine", "models", "gguf"},
     "terminal": {"generate", "engine", "models", "gguf"},
-    "chat": {"terminal", "generate", "engine", "models", "gguf"},
+    "chat": {"terminal", "serving", "generate", "engine", "models", "gguf"},
     "server": {"serving", "generate", "engine", "models", "gguf"},
     "cli": {
         "chat",
@@ -62,7 +62,7 @@ OWNED: dict[str, set[str]] = {
     "httpx2": {"models"},
     "starlette": {"server"},
     "uvicorn": {"server"},
-    "pydantic": {"server"},
+    "pydantic": {"server", "trace"},
     "python_multipart": {"server"},
     "prometheus_client": {"server"},
     "llguidance": {"generate"},

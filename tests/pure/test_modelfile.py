@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moegguf.errors import OptionError
@@ -109,12 +109,6 @@ def entry_of(**values: Any) -> ModelEntry:
     return ModelEntry("me:latest", "own", (Path("/x.gguf"),), 1, "0" * 64, datetime.now(UTC), **values)
 
 
-def test_a_text_that_begins_with_a_quote_is_no_fence() -> None:
-    entry = entry_of(system='"\n', license="\n")
-    read = parse(render(entry, "me:latest"))
-    assert (read.system, read.license) == (entry.system, entry.license)
-
-
 def test_what_is_shown_of_a_model_s_parameters() -> None:
     entry = entry_of(parameters={"temperature": 0.5, "stop": ["a", "b"], "use_mmap": False, "top_p": 0.0})
     assert parameter_lines(entry.parameters) == [
@@ -146,6 +140,7 @@ messages = st.lists(st.fixed_dictionaries({"role": st.sampled_from(ROLES), "cont
     messages=messages,
     license=st.none() | texts,
 )
+@example(system='"\n', template=None, parameters={}, messages=(), license="\n")
 def test_what_is_written_reads_back_the_same(**made: Any) -> None:
     assert parse(render(entry_of(**made), "me:latest")) == Recipe(from_="me:latest", **made)
 

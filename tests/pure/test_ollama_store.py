@@ -15,7 +15,7 @@ from moegguf.errors import ModelNameError, ModelNotFoundError, OptionError
 from moegguf.models.catalog import Catalog
 from moegguf.models.ollama_store import OllamaStore, ollama_folders
 
-pytestmark = pytest.mark.usefixtures("stand_in_files")
+pytestmark = pytest.mark.usefixtures("any_file_is_a_model")
 
 KIND = "application/vnd.ollama.image."
 GO = "{{ if .System }}{{ .System }}{{ end }}{{ .Prompt }}"

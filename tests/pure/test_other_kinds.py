@@ -31,6 +31,15 @@ def test_other_files_are_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         read_layout(path)
 
 
+def test_other_files_are_not_suggested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEGGUF_MODELS", str(tmp_path))
+    (tmp_path / "junk.gguf").write_bytes(b"<html>")
+    for wrong in ("junc", str(tmp_path / "junc.gguf")):
+        with pytest.raises(ModelNotFoundError) as caught:
+            Catalog().find(wrong)
+        assert "junk" not in str(caught.value)
+
+
 def test_a_pipe_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOEGGUF_MODELS", str(tmp_path))
     moe().write(tmp_path / "good.gguf")

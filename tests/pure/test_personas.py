@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from catalog_helpers import cache, names, set_folders
+from catalog_helpers import cache, names
 
 from moegguf.errors import ModelNotFoundError
 from moegguf.models.catalog import Catalog, demo_path
@@ -14,17 +14,8 @@ from moegguf.models.modelfile import parse
 from moegguf.models.recipe import Recipe
 from moegguf.terminal.tables import print_model_list
 
+pytestmark = pytest.mark.usefixtures("catalog")
 PIRATE = Recipe(from_="demo", system="You are a pirate.", parameters={"temperature": 0.5, "stop": ["x"]})
-
-
-@pytest.fixture(autouse=True)
-def _set_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_folders(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def catalog() -> Catalog:
-    return Catalog()
 
 
 @pytest.fixture

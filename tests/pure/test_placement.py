@@ -16,7 +16,7 @@ from moegguf.engine.planner import make_plan
 from moegguf.engine.ram_plan import VRAM_MARGIN_BYTES, plan_layers
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
-from moegguf.native.abi import SpeedsStruct
+from moegguf.native import abi
 from moegguf.native.speeds import best_of
 from moegguf.quantities import GIB, Link, parse_expert_cache
 
@@ -190,8 +190,8 @@ def test_hit_curves() -> None:
 
 
 def test_of_several_turns_of_measuring_each_figure_is_the_best() -> None:
-    first = SpeedsStruct(cpu_bytes_per_ns=2, cpu_op_ns=5, device_bytes_per_ns=9, copy_bytes_per_ns=1, copy_ns=10)
-    second = SpeedsStruct(cpu_bytes_per_ns=3, cpu_op_ns=6, device_bytes_per_ns=8, copy_bytes_per_ns=2, copy_ns=70)
+    first = abi.Speeds(cpu_bytes_per_ns=2, cpu_op_ns=5, device_bytes_per_ns=9, copy_bytes_per_ns=1, copy_ns=10)
+    second = abi.Speeds(cpu_bytes_per_ns=3, cpu_op_ns=6, device_bytes_per_ns=8, copy_bytes_per_ns=2, copy_ns=70)
     few, many = (best_of([first, second], n_bytes) for n_bytes in (50, 200))
     assert (few.cpu_bytes_per_ns, few.cpu_op_ns, few.device_bytes_per_ns) == (3, 5, 9)
     assert (few.copy_bytes_per_ns, few.copy_ns) == (1, 10)  # both of one turn: the soonest for so many bytes

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from reference_policies import LEAST, LfuDecay, Lru, NextUse, Rates
 
+from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.controller import name_of
 from moegguf.controller.history import History
 from moegguf.controller.policies import OWN_POLICIES, make_policy
@@ -16,7 +16,6 @@ from moegguf.controller.policies.base import Policy
 from moegguf.controller.policies.baselines import LeastStale, Lfu, LfuRequest, Random, Static
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
-from moegguf.gguf.routers import Routers
 from moegguf.native.events import Float32s, Phase, RoutingEvent
 from moegguf.native.store import NativePolicy
 
@@ -113,10 +112,8 @@ def test_random_draws_again_and_repeats_itself() -> None:
 def test_least_stale_evicts_computed_layers_before_layers_ahead() -> None:
     four = MoeShape(n_layer=4, n_expert=4, n_expert_used=1, layers=(0, 1, 2, 3))
     scores = last_scores(LeastStale(four), History(four), [routed(0, 0, [0])])
-    assert scores is not None
     assert scores[:, 0].tolist() == [0, 0, 1, 1]  # layer 1 is next: what it needs is pinned by then
     scores = last_scores(LeastStale(four), History(four), [routed(0, 3, [0])])
-    assert scores is not None
     assert scores[:, 0].tolist() == [0, 1, 1, 1]
 
 
@@ -146,7 +143,6 @@ def test_next_use_by_hand() -> None:
     policy = NextUse(TWO, half_lives_tokens=(1.0,), weights=(1.0,), distance_weight=1.0)
     history = History(TWO)
     scores = last_scores(policy, history, uses_of([0, 1, 1]))
-    assert scores is not None
     shares = {0: 0.125, 1: 0.75}
     for expert, share in shares.items():  # layer 1 comes again after layer 2: one event of two later
         assert scores[1, expert] == pytest.approx(-(1 / share - 1 + 1 / 2), rel=1e-5)
@@ -159,7 +155,6 @@ def test_next_use_takes_the_forecast_of_this_pass() -> None:
     history = History(TWO)
     last_scores(policy, history, uses_of([0, 0], il=2))  # 0.75 for expert 0 of layer 2
     scores = last_scores(policy, history, [routed(50, 1, [0])], FixedForecast(TWO, 2, [0.0, 0.5, 1.0, 0.0]))
-    assert scores is not None
     assert scores[2].tolist() == pytest.approx([-1 / 0.75, -0.5 / LEAST, 0, -1 / LEAST], rel=1e-5)
 
 
@@ -171,42 +166,26 @@ def test_next_use_evicts_the_rare_before_the_far() -> None:
 
 @pytest.mark.parametrize("name", ["lfu", "lfu-request", "random", "least-stale"])
 def test_policies_work_without_prediction_and_return_the_shape(name: str) -> None:
-    history, policy = History(TWO), OWN_POLICIES[name](TWO, NoArtifacts())
+    history, policy = History(TWO), OWN_POLICIES[name](TWO, Artifacts(None))
     assert isinstance(policy, Policy)
     events = [routed(0, 1, [0, 3], phase=Phase.PREFILL), routed(1, 1, [1]), routed(1, 2, [2])]
     scores = last_scores(policy, history, events)
-    assert scores is not None
     assert scores.shape == TWO.table
     assert np.isfinite(scores).all()
 
 
 @pytest.mark.parametrize("name", ["lru", "lfu-decay", "next-use", "locality"])
 def test_native_policies_are_names_that_the_store_carries_out(name: str) -> None:
-    policy = make_policy(name, TWO, NoArtifacts())
+    policy = make_policy(name, TWO, Artifacts(None))
     assert isinstance(policy, NativePolicy) and not isinstance(policy, Policy)
     assert name_of(policy) == name
     assert policy.takes_forecast == (name in ("next-use", "locality"))
 
 
-class NoArtifacts:
-    """A model without artifacts."""
-
-    fingerprint = ""
-
-    def find(self, name: str) -> Iterator[Path]:
-        return iter(())
-
-    def routers(self) -> Routers:
-        raise AssertionError("no policy reads routers")
-
-    def collection(self, shape: MoeShape) -> None:
-        return None
-
-
 def test_names_and_what_is_missing() -> None:
     for name in OWN_POLICIES.keys() - {"static"}:
-        assert name_of(make_policy(name, TWO, NoArtifacts())) == name
+        assert name_of(make_policy(name, TWO, Artifacts(None))) == name
     with pytest.raises(OptionError, match="'static' needs"):
-        make_policy("static", TWO, NoArtifacts())
+        make_policy("static", TWO, Artifacts(None))
     with pytest.raises(OptionError, match="no policy 'lruu'; known are lru, lfu"):
-        make_policy("lruu", TWO, NoArtifacts())
+        make_policy("lruu", TWO, Artifacts(None))

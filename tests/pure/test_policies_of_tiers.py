@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moegguf.controller.policies.of_tiers import check_policy, of_compute_tier, of_ram_below, parse_policies
+from moegguf.controller.policies import check_policy, device_policy, parse_policies, ram_policy
 from moegguf.engine.live_controller import ControllerOptions
 from moegguf.errors import OptionError
 from moegguf.settings import read_environment
@@ -23,7 +23,7 @@ from moegguf.settings import read_environment
 )
 def test_each_tier_has_its_own_policy(text: str, vram: str, ram: str, below: str) -> None:
     assert ControllerOptions(policy=text).policy == text
-    assert (of_compute_tier(text, "vram"), of_compute_tier(text, "ram"), of_ram_below(text)) == (vram, ram, below)
+    assert (device_policy(text, "vram"), device_policy(text, "ram"), ram_policy(text)) == (vram, ram, below)
 
 
 @pytest.mark.parametrize("text", ["vram=", "gpu=lru", "vram=lru,vram=slru", "vram=lru,slru", "=lru", "vram=lru,"])
@@ -41,7 +41,7 @@ def test_unknown_policies_and_those_that_ram_below_a_device_cannot_have_are_refu
         ControllerOptions(policy="ram=best")
     for name in ("next-use", "lfu"):
         with pytest.raises(OptionError, match=f"slots in RAM below a device evict by lru, .*not by '{name}'"):
-            of_ram_below(f"ram={name}")
+            ram_policy(f"ram={name}")
 
 
 def test_the_environment_may_name_them() -> None:

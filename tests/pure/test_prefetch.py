@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import numpy as np
 import pytest
+from fake_store import ScriptedPredictor
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moegguf.controller.forecast import Forecast
-from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.prefetch import Prefetcher, PrefetchOptions
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Float32s
 
 SHAPE = MoeShape(n_layer=5, n_expert=6, n_expert_used=2, layers=(1, 2, 3, 4), expert_bytes=100)
-
-
-class Table(Predictor):
-    """Predicts the same for a layer at every distance."""
-
-    name: ClassVar[str] = "table"
-
-    def __init__(self, table: Float32s) -> None:
-        super().__init__(SHAPE, reach=9)
-        self.table = table
-
-    def predict(self, il: int, distance: int) -> Float32s | None:
-        return self.table[il]
 
 
 def probabilities(**rows: list[float]) -> Float32s:
@@ -39,7 +24,7 @@ def probabilities(**rows: list[float]) -> Float32s:
 
 
 def forecast_of(table: Float32s, il: int | None = None, window: int = 4) -> Forecast:
-    forecast, predictor = Forecast(SHAPE, window), Table(table)
+    forecast, predictor = Forecast(SHAPE, window), ScriptedPredictor(lambda il: table[il], shape=SHAPE, reach=9)
     forecast.begin_pass(predictor)
     if il is not None:
         forecast.advance(predictor, il)
@@ -85,27 +70,6 @@ def test_by_proximity_what_is_still_absent_is_requested_again_in_its_new_order()
 def test_an_expert_of_probability_0_is_never_prefetched() -> None:
     all_ = PrefetchOptions(budget_bytes=10_000, least_probability=0)
     assert requests_of(Prefetcher(SHAPE, all_), forecast_of(probabilities(l1=[0, 0, 0.1, 0, 0, 0]))) == [(1, 2)]
-
-
-def test_experts_below_the_least_probability_are_not_prefetched() -> None:
-    picky = PrefetchOptions(budget_bytes=10_000, least_probability=0.5)
-    assert requests_of(Prefetcher(SHAPE, picky), forecast_of(SOME)) == [(1, 1), (1, 2), (2, 4)]
-
-
-@pytest.mark.parametrize("state", [1, 2])
-def test_resident_experts_and_those_in_flight_cost_nothing(state: int) -> None:
-    resident = np.zeros(SHAPE.table, np.float32)
-    resident[1, 1] = resident[2, 4] = state
-    two = PrefetchOptions(budget_bytes=200)
-    assert requests_of(Prefetcher(SHAPE, two), forecast_of(SOME), resident) == [(1, 2), (2, 0)]
-
-
-def test_an_expert_is_requested_once_in_a_pass() -> None:
-    prefetcher = Prefetcher(SHAPE, AMPLE)
-    assert requests_of(prefetcher, forecast_of(SOME))
-    assert requests_of(prefetcher, forecast_of(SOME)) == []
-    prefetcher.begin_pass()
-    assert requests_of(prefetcher, forecast_of(SOME))[0] == (1, 1)
 
 
 def test_the_budget_is_that_of_a_token() -> None:

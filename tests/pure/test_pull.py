@@ -24,7 +24,7 @@ from moegguf.models.entry import PullStatus
 from moegguf.models.hub import hub_cache
 from moegguf.models.pull import pull
 
-pytestmark = pytest.mark.usefixtures("stand_in_files")
+pytestmark = pytest.mark.usefixtures("any_file_is_a_model")
 
 
 def test_a_model_comes_with_its_projector_and_ollama_s_words(repo: FakeHub) -> None:

@@ -16,7 +16,7 @@ from moegguf.errors import ModelNotFoundError, PullError
 from moegguf.models import blobs, hub_api, hub_fetch
 from moegguf.models.hub import hub_cache
 
-pytestmark = pytest.mark.usefixtures("stand_in_files")
+pytestmark = pytest.mark.usefixtures("any_file_is_a_model")
 
 
 @pytest.mark.parametrize(

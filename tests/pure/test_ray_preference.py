@@ -13,19 +13,21 @@ import pytest
 from moegguf.engine.stats import Stats
 from moegguf.generate.request import GenerationRequest, Sampling
 from moegguf.serving.events import ExpertUses, Snapshot
-from moegguf.serving.ray.activity import ExpertActivity
-from moegguf.serving.ray.conversation import FIRST_CUT_BYTES, Conversation, conversation_of
 from moegguf.serving.ray.preference import (
+    FIRST_CUT_BYTES,
     MAX_IMBALANCE,
     Candidate,
-    Eam,
+    Conversation,
+    ExpertActivity,
     Report,
     RoutingRequest,
     computes_alone,
+    conversation_of,
+    cosine,
     rank,
 )
 
-WITHOUT_RAY = ("config", "conversation", "preference", "activity", "catalog")
+WITHOUT_RAY = ("config", "preference", "catalog")
 
 
 def talk(*contents: str, **fields: Any) -> GenerationRequest:
@@ -43,10 +45,8 @@ def holding(*conversations: Conversation, n_sequences: int = 1, **fields: Any) -
     return Report(n_sequences, tuple(map(digests, conversations)), **fields)
 
 
-def eam(*rows: tuple[int, ...]) -> Eam:
-    found = Eam.of(np.array(rows, np.float32))
-    assert found is not None
-    return found
+def eam(*rows: tuple[int, ...]) -> ExpertUses:
+    return ExpertUses.of(rows)
 
 
 FIRST = conversation_of(talk("", "What is an expert?"))
@@ -116,7 +116,7 @@ def test_then_the_one_whose_experts_fit() -> None:
 
 
 def test_experts_of_other_models_do_not_fit() -> None:
-    assert eam((1, 2)).cosine(eam((1, 2, 3))) is None
+    assert cosine(eam((1, 2)), eam((1, 2, 3))) is cosine(eam((0, 0)), eam((0, 1))) is None
     assert rank(RoutingRequest(NEXT, eam((1, 2))), [Candidate(Report(eam=eam((1, 2, 3))))]) == [[0]]
 
 
@@ -145,8 +145,8 @@ def test_what_was_sent_since_the_report_counts_and_takes_the_place_of_the_oldest
 
 
 def test_a_report_travels_as_json_and_stays_small() -> None:
-    counts = np.random.default_rng(0).integers(0, 500, (48, 128)).astype(np.float32)
-    report = holding(NEXT, eam=Eam.of(counts))
+    counts = np.random.default_rng(0).integers(0, 500, (48, 128)).tolist()
+    report = holding(NEXT, eam=ExpertUses.of(counts))
     text = json.dumps(report.as_json())
     assert Report.from_json(json.loads(text)) == report
     assert len(text) < 12_000
@@ -163,12 +163,7 @@ def test_the_recent_use_is_that_of_the_last_snapshots() -> None:
     for uses in ((9, 0, 0, 0), (0, 2, 0, 0), (0, 0, 0, 0), (0, 0, 0, 2)):
         activity.add(snapshot(*uses))
     recent = activity.recent
-    assert recent is not None and recent.cosine(eam((9, 0), (0, 0))) > 0.9
-
-
-def test_a_requests_eam_is_of_its_own_tokens() -> None:
-    assert Eam.of_uses(ExpertUses(2, 2, bytes((0, 255, 0, 255)))) == eam((0, 1), (0, 1))
-    assert Eam.of_uses(ExpertUses(2, 2, bytes(4))) is None
+    assert recent is not None and (cosine(recent, eam((9, 0), (0, 0))) or 0) > 0.9
 
 
 def test_what_is_computed_alone_empties_the_cache() -> None:
@@ -182,4 +177,3 @@ def test_where_nothing_was_used_nothing_is_known() -> None:
     activity = ExpertActivity()
     activity.add(snapshot(0, 0, 0, 0))
     assert activity.recent is None
-    assert Eam.of(np.zeros((2, 2), np.float32)) is None

@@ -90,3 +90,8 @@ def test_python_examples_compile_and_import_what_exists() -> None:
 
 def test_no_figure_is_promised_that_is_not_there() -> None:
     assert not re.search(r"\b(TODO|TABLE|TBD)\b", TEXT)
+
+
+def test_figures_have_a_spread_and_no_excuses() -> None:
+    assert not re.search(r"\b(noisy|noise|quieter|busy (core|machine)|loaded machine|another day|other work)\b", TEXT)
+    assert not re.search(r"(^|[.|] )(As|Of) [a-z]", TEXT, re.MULTILINE), "a sentence begins with its subject"

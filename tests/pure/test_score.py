@@ -126,7 +126,6 @@ def test_batches_join_the_paths_of_their_sequences_step_by_step() -> None:
     table = score(trace, [Oracle(trace), Oracle(trace, n_wrong=2)], [1, 2], batch_sequences=2)
     right, wrong = table.scores
     assert right.batch_accuracy == {1: 1, 2: 1}
-    assert wrong.batch_accuracy is not None
     assert all(value is not None and value < 1 for value in wrong.batch_accuracy.values())
     assert (right.name, wrong.name) == ("oracle", "oracle 2")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_manager import FakeCatalog, generate, in_loop, manager_of, until
+from scripted_manager import FakeCatalog, begun, generate, in_loop, manager_of, until
 
 from moegguf.engine.stats import Stats
 from moegguf.errors import WorkerError
@@ -55,8 +55,7 @@ async def test_names_of_one_file_share_a_process(catalog: FakeCatalog) -> None:
 async def test_their_requests_wait_in_one_queue(catalog: FakeCatalog, tmp_path: Path) -> None:
     go = tmp_path / "go"
     async with manager_of(catalog) as manager:
-        first = asyncio.create_task(generate(manager, "a", f"hold {go}"))
-        await until(lambda: manager.loaded() and manager.loaded()[0].busy)
+        first = await begun(manager, "a", go)
         second = asyncio.create_task(generate(manager, "b", "say b"))
         await until(lambda: manager.loaded()[0].queue == 1)
         assert not second.done()
@@ -150,8 +149,7 @@ async def test_the_process_ends_with_its_last_name(catalog: FakeCatalog) -> None
 async def test_a_name_is_unloaded_after_its_answer_and_others_go_on(catalog: FakeCatalog, tmp_path: Path) -> None:
     go = tmp_path / "go"
     async with manager_of(catalog) as manager:
-        held = asyncio.create_task(generate(manager, "a", f"hold {go}"))
-        await until(lambda: manager.loaded() and manager.loaded()[0].busy)
+        held = await begun(manager, "a", go)
         behind = asyncio.create_task(generate(manager, "b", "say b"))
         await until(lambda: manager.loaded()[0].queue == 1)
         unloading = asyncio.create_task(manager.unload("a"))
@@ -168,8 +166,7 @@ async def test_an_unused_name_is_unloaded_at_once_while_another_answers(catalog:
     go = tmp_path / "go"
     async with manager_of(catalog) as manager:
         await generate(manager, "b", "say x")
-        held = asyncio.create_task(generate(manager, "a", f"hold {go}"))
-        await until(lambda: manager.loaded()[0].busy)
+        held = await begun(manager, "a", go)
         async with asyncio.timeout(20):
             assert await manager.unload("b") is True
         assert names(manager) == ["a"] and not held.done()

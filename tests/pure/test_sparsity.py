@@ -31,13 +31,12 @@ def scores_after(
 ) -> Float32s:
     history.update(RoutingEvent(pass_, 0, 0, sequence, Phase.DECODE, 0, il, np.array([[e]], np.int32)))
     scores = policy.scores(history, NoForecast())
-    assert scores is not None
     return scores
 
 
-def figure_6(layer_decay: bool = True) -> SparsityAware:
+def figure_6() -> SparsityAware:
     pair = EamcPair(Eamc(3, 2), Eamc.from_state(REQUEST))
-    return SparsityAware(THREE, pair, own_share=0, layer_decay=layer_decay)
+    return SparsityAware(THREE, pair)
 
 
 def victim(scores: Float32s, *resident: str) -> str:
@@ -60,8 +59,6 @@ def test_the_score_is_algorithm_1() -> None:
     decay = np.array([[1], [2 / 3], [1 / 3]])
     probabilities = np.array([[1 / 3, 2 / 3], [0, 1], [0, 1]])
     np.testing.assert_allclose(scores, (probabilities + EPSILON) * decay, rtol=1e-5)
-    plain = scores_after(figure_6(layer_decay=False), History(THREE), 0, 0)
-    np.testing.assert_allclose(plain, probabilities + EPSILON, rtol=1e-5)
 
 
 def test_of_experts_never_used_the_deepest_goes_first() -> None:
@@ -70,12 +67,12 @@ def test_of_experts_never_used_the_deepest_goes_first() -> None:
 
 
 def test_without_counts_recency_decides() -> None:
-    policy, history = SparsityAware(THREE, own_share=0), History(THREE)
+    policy, history = SparsityAware(THREE), History(THREE)
     assert not scores_after(policy, history, 0, 1).any()
 
 
 def test_a_finished_request_guides_the_next() -> None:
-    policy, history = SparsityAware(THREE, own_share=0), History(THREE)
+    policy, history = SparsityAware(THREE), History(THREE)
     for pass_ in range(3):
         for il in range(3):
             scores_after(policy, history, il, 1, pass_=pass_)

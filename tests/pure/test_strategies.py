@@ -49,9 +49,9 @@ def test_what_the_papers_differ_in() -> None:
     assert windows("promoe") == (4, False, False)
     assert windows("expertflow") == (EVERY_LAYER, False, False)
     assert windows("duoserve") == (1, True, False)
-    assert [name for name in PAPERS if STRATEGIES[name].chunked] == ["promoe"]
-    assert STRATEGIES["none"].store_options() == StoreOptions(overlap=False, sweep=False)
-    assert STRATEGIES[OWN].store_options() == STRATEGIES["lru"].store_options() == StoreOptions()
+    assert [name for name in PAPERS if STRATEGIES[name].store.chunked] == ["promoe"]
+    assert STRATEGIES["none"].store == StoreOptions(overlap=False, sweep=False)
+    assert STRATEGIES[OWN].store == STRATEGIES["lru"].store == StoreOptions()
 
 
 def test_parts_named_by_themselves_replace_the_systems() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,15 +9,13 @@ from hypothesis import strategies as st
 from oracles import counted
 from traces import SMALL, random_trace
 
-from moegguf.controller.collection import EamcPair
-from moegguf.controller.grouping import similarities
-from moegguf.controller.predictors.previous_token import PreviousToken
-from moegguf.controller.predictors.token_table import TokenTable
-from moegguf.controller.routing_paths import PredictedPaths, RecentPaths, make_paths
+from moegguf.controller.artifacts import Artifacts
+from moegguf.controller.forecast import statuses
+from moegguf.controller.predictors.counts import PreviousToken, TokenTable
+from moegguf.controller.routing_paths import PredictedPaths, RecentPaths, RoutingPaths, make_paths
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.token_scheduler import TokenScheduler, statuses
+from moegguf.controller.token_scheduler import TokenScheduler, similarities
 from moegguf.errors import OptionError
-from moegguf.gguf.routers import Routers
 from moegguf.native.events import Announcement, Phase, RoutingEvent
 from moegguf.trace.trace import Trace
 from predictors.study.arrange import used_experts
@@ -132,39 +127,16 @@ def test_too_few_requests_for_two_batches_are_refused(batch_size: int) -> None:
         effects(random_trace(n_sequences=4, n_decode=2), batch_size)
 
 
-class NoArtifacts:
-    """A model about which nothing was saved."""
-
-    fingerprint = ""
-
-    def find(self, name: str) -> Iterator[Path]:
-        return iter(())
-
-    def routers(self) -> Routers:
-        raise AssertionError
-
-    def collection(self, shape: MoeShape) -> EamcPair | None:
-        return None
-
-
-class FixedPaths:
+class FixedPaths(RoutingPaths):
     """Paths that a test sets."""
 
     def __init__(self, paths: np.ndarray | dict[int, np.ndarray]) -> None:
-        self.paths = dict(enumerate(paths)) if isinstance(paths, np.ndarray) else paths
-
-    def observe(self, event: RoutingEvent) -> None:
-        pass
-
-    def expect(self, sequence: int, tokens: np.ndarray) -> None:
-        pass
+        super().__init__(SMALL)
+        self._paths |= dict(enumerate(paths)) if isinstance(paths, np.ndarray) else paths
 
     def path(self, sequence: int) -> np.ndarray | None:
-        found = self.paths.get(sequence)
+        found = super().path(sequence)
         return None if found is None else found.astype(np.float32)
-
-    def forget(self, sequence: int) -> None:
-        self.paths.pop(sequence, None)
 
 
 TWO_LAYERS = MoeShape(n_layer=2, n_expert=8, n_expert_used=1, layers=(0, 1))
@@ -205,7 +177,7 @@ def test_no_sequence_waits_longer_than_said(data: st.DataObject) -> None:
     for _ in range(60):
         for _ in range(int(rng.integers(0, 3))):
             running.append(arrived)
-            paths.paths[arrived] = rng.random((2, 8))
+            paths._paths[arrived] = rng.random((2, 8))
             waits[arrived], arrived = 0, arrived + 1
         if len(running) > 12 or (running and rng.random() < 0.3):
             ended = running.pop(int(rng.integers(len(running))))
@@ -263,8 +235,8 @@ def test_a_predictor_without_an_answer_is_no_path() -> None:
 
 
 def test_paths_have_names() -> None:
-    assert isinstance(make_paths("recent", SMALL, NoArtifacts()), RecentPaths)
+    assert isinstance(make_paths("recent", SMALL, Artifacts(None)), RecentPaths)
     with pytest.raises(OptionError, match="known are recent, token-id, routing-path"):
-        make_paths("recnt", SMALL, NoArtifacts())
+        make_paths("recnt", SMALL, Artifacts(None))
     with pytest.raises(OptionError, match="has to be trained"):
-        make_paths("token-id", SMALL, NoArtifacts())
+        make_paths("token-id", SMALL, Artifacts(None))

@@ -1,4 +1,4 @@
-"""A trace in memory: events in live order, selections by request, shuffling; and the synthetic traces of the tests."""
+"""A trace in memory: events in live order, selections by request, shuffling."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import pytest
-from traces import SMALL, hidden_routers, random_trace, same
+from traces import SMALL, random_trace, same
 
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Announcement, Phase, RoutingEvent
@@ -121,7 +120,6 @@ def test_shuffling_keeps_popularity_and_loses_order() -> None:
     prefill = np.repeat(trace.pass_phase == Phase.PREFILL, np.diff(trace.pass_start))
     assert np.array_equal(control.expert_ids[:, prefill], trace.expert_ids[:, prefill])
     assert np.array_equal(control.tokens, trace.tokens) and control.inputs is trace.inputs
-    assert trace.weights is not None and control.weights is not None
     for row in range(len(SMALL.layers)):
         before = sorted(zip(map(tuple, trace.expert_ids[row]), map(tuple, trace.weights[row]), strict=True))
         after = sorted(zip(map(tuple, control.expert_ids[row]), map(tuple, control.weights[row]), strict=True))
@@ -150,58 +148,3 @@ def test_a_failed_pass_has_events_of_the_layers_computed() -> None:
     trace.expert_ids[2:, 2] = -1
     check(trace)
     assert [event.il for event in routing_events(trace) if event.pass_ == 1] == [1, 2]
-
-
-def test_synthetic_traces_follow_from_their_seed() -> None:
-    one = random_trace(seed=1, with_inputs=True)
-    assert same(one, random_trace(seed=1, with_inputs=True))
-    assert not np.array_equal(one.expert_ids, random_trace(seed=2).expert_ids)
-    assert np.array_equal(one.expert_ids, random_trace(seed=1, with_weights=False).expert_ids)
-    assert one.sequences() == [0, 1, 2, 3] and one.n_tokens == 4 * 32 and one.n_pass == 4 * 25
-    assert one.header.labels == {0: "kind0", 1: "kind1", 2: "kind0", 3: "kind1"}
-    check(one)
-
-
-def test_synthetic_routing_is_the_top_of_the_hidden_routers() -> None:
-    trace = random_trace(seed=4, with_inputs=True)
-    for event in routing_events(trace):
-        assert event.inputs is not None
-        logits = event.inputs @ hidden_routers(SMALL, 4)[SMALL.row_of[event.il]].T
-        assert np.array_equal(np.argsort(-logits, axis=1, kind="stable")[:, :2], event.expert_ids)
-
-
-def test_synthetic_traces_have_their_structure() -> None:
-    trace = random_trace(n_sequences=8, n_decode=100, seed=5).decode()
-    noise = random_trace(n_sequences=8, n_decode=100, seed=5, structure=0).decode()
-    assert reuse(trace) > 2 * reuse(noise)
-    assert label_distance(trace) > 2 * label_distance(noise), "labels prefer experts"
-    assert information(trace) > 3 * information(noise), "a layer predicts the next"
-    assert token_agreement(trace) > 1.5 * token_agreement(noise), "the token decides a part"
-
-
-def label_distance(trace: Trace) -> float:
-    """Between the popularity of experts in the texts of both labels, over all layers."""
-    kinds = [trace.select(sequences) for sequences in ([0, 2, 4, 6], [1, 3, 5, 7])]
-    shares = [np.stack([np.bincount(ids.ravel(), minlength=16) for ids in kind.expert_ids]) for kind in kinds]
-    return float(np.abs(shares[0] / shares[0].sum() - shares[1] / shares[1].sum()).sum())
-
-
-def information(trace: Trace) -> float:
-    """Of the best expert of a layer about that of the next, in nats."""
-    joint = np.zeros((16, 16))
-    np.add.at(joint, (trace.expert_ids[0, :, 0], trace.expert_ids[1, :, 0]), 1 / trace.n_tokens)
-    apart = np.outer(joint.sum(axis=1), joint.sum(axis=0))
-    return float((joint[joint > 0] * np.log(joint[joint > 0] / apart[joint > 0])).sum())
-
-
-def token_agreement(trace: Trace) -> float:
-    """The probability that two occurrences of the commonest token have the same best expert."""
-    ids = trace.expert_ids[0, trace.tokens == np.bincount(trace.tokens).argmax(), 0]
-    return float(((np.bincount(ids) / len(ids)) ** 2).sum())
-
-
-@pytest.mark.parametrize("n_prefill", [0, 1])
-def test_synthetic_traces_may_be_short(n_prefill: int) -> None:
-    trace = random_trace(n_sequences=1, n_prefill=n_prefill, n_decode=1)
-    check(trace)
-    assert len(routing_events(trace)) == (1 + n_prefill) * 5

@@ -19,9 +19,9 @@ from traces import random_trace
 
 from moegguf.controller import weights as weights_file
 from moegguf.controller.predictors import LEARNED
+from moegguf.controller.predictors.counts import Affinity
 from moegguf.controller.predictors.expert_mlp import ExpertMlp
-from moegguf.controller.predictors.mlp import MlpPredictor
-from moegguf.controller.predictors.popularity import Affinity
+from moegguf.controller.predictors.router_inputs import MlpPredictor
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.gguf.experts import read_layout

@@ -31,17 +31,6 @@ class Queue:
         return first
 
 
-def test_one_request_comes_after_the_first_of_many() -> None:
-    queue = Queue()
-    for _ in range(60):
-        queue.add("many")
-    assert queue.serve()[2] == "many"
-    queue.add("one")
-    assert [queue.serve()[2] for _ in range(2)] == ["one", "many"]
-    queue.add("one")
-    assert [queue.serve()[2] for _ in range(2)] in (["one", "many"], ["many", "one"])
-
-
 def test_a_client_that_was_idle_has_no_turns_saved() -> None:
     queue = Queue()
     queue.add("idle")

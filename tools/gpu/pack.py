@@ -28,7 +28,7 @@ NOT_BUILT = re.compile(
     r"ggml/src/ggml-(blas|cann|et|hexagon|hip|metal|musa|opencl|openvino|rpc|sycl|virtgpu|webgpu|zdnn|zendnn)/.*"
 )
 
-# Of moegguf's own dependencies, those that its models, the tests and the measurements import, and what these import.
+# Those of moegguf's own dependencies that its models, the tests and the measurements import, and what these import.
 PRODUCT = ("diskcache", "gguf", "jinja2", "numpy", "platformdirs", "psutil", "safetensors", "typing-extensions")
 BESIDE = ("markupsafe", "pyyaml", "tqdm", "pytest", "iniconfig", "packaging", "pluggy", "pygments")
 PYTHON = "3.12"

@@ -1,6 +1,6 @@
 """Random projectors for images (mmproj): a small vision transformer and the matrices that map to a text model.
 
-Of each kind that libmtmd treats in its own way: "mlp" (LLaVA: a fixed number of tokens, causal attention), "gemma3"
+One of each kind that libmtmd treats in its own way: "mlp" (LLaVA: a fixed number of tokens, causal attention), "gemma3"
 (pooled, attention among all tokens of an image) and "qwen2vl_merger" (as many tokens as the size asks for, positions of
 M-RoPE).
 """

@@ -180,7 +180,7 @@ class SlowRouting:
 
     @property
     def _length(self) -> float:
-        """Of query and key: their product, over the root of the head's width, is 1 / (angle * memory_tokens)."""
+        """Scale of query and key: their product, over the root of the head's width, is 1 / (angle * memory_tokens)."""
         score = 1 / (self._angle(self._pair_index) * self.locality.memory_tokens)
         return sqrt(score * sqrt(self.shape.n_embd_head))
 

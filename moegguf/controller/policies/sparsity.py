@@ -9,7 +9,7 @@ import numpy as np
 from moegguf.controller.collection import EamcPair
 from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
-from moegguf.controller.predict_eam import N_MATCHES, OWN_SHARE, PredictEam
+from moegguf.controller.predictors.eamc import OWN_SHARE, Learner, PredictEam
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Float32s
 
@@ -17,45 +17,26 @@ from moegguf.native.events import Float32s
 EPSILON = 1e-6
 
 
-class SparsityAware:
+class SparsityAware(Learner):
     """score = (pEAM[il, e] / n_token + epsilon) * (1 - il / L), over all layers.
 
     pEAM are the aggregated counts of past requests that resemble the pass in progress and n_token their sum in that
     row, independent of the predictor in use. L layers have experts and il counts these from 0. Early layers are
-    favoured because little can be prefetched for them (section 4.6); `layer_decay` False omits that factor, for a store
-    without prefetching. Without any counts all scores are 0: least recent use.
+    favoured because little can be prefetched for them (section 4.6). Without any counts all scores are 0: least recent
+    use.
     """
 
     name: ClassVar[str] = "sparsity"
 
-    def __init__(
-        self,
-        shape: MoeShape,
-        eamcs: EamcPair | None = None,
-        n_matches: int = N_MATCHES,
-        own_share: float = 0.0,
-        layer_decay: bool = True,
-    ) -> None:
-        self._predict_eam = PredictEam(shape, eamcs, n_matches, own_share)
+    def __init__(self, shape: MoeShape, eamcs: EamcPair | None = None, own_share: float = 0.0) -> None:
+        self.predict_eam = PredictEam(shape, eamcs, own_share=own_share)
         self._decay = np.zeros((shape.n_layer, 1), np.float32)
-        ahead = np.arange(len(shape.layers)) if layer_decay else np.zeros(len(shape.layers))
-        self._decay[list(shape.layers), 0] = 1 - ahead / len(shape.layers)
-
-    @property
-    def eamcs(self) -> EamcPair:
-        """The prefill and decode collections."""
-        return self._predict_eam.eamcs
-
-    def learned(self, history: History) -> EamcPair:
-        """As `Learner.learned`."""
-        for ream in history.end_all():
-            self.eamcs.add(*ream)
-        return self.eamcs
+        self._decay[list(shape.layers), 0] = 1 - np.arange(len(shape.layers)) / len(shape.layers)
 
     def scores(self, history: History, forecast: Forecast) -> Float32s | None:
         """(n_layer, n_expert), updated at every routing event."""
-        self._predict_eam.update(history)
-        probabilities = self._predict_eam.table()
+        self.predict_eam.update(history)
+        probabilities = self.predict_eam.table()
         if not probabilities.any():
             return probabilities
         probabilities += np.float32(EPSILON)

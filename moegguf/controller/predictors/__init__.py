@@ -2,53 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Protocol
+from collections.abc import Callable
+from functools import partial
 
-from moegguf.controller.collection import EamcPair
+from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.predictors.base import NoPrediction, Predictor
+from moegguf.controller.predictors.counts import Affinity, Popularity, PreviousToken, TokenTable
 from moegguf.controller.predictors.eamc import EamcPredictor, OwnEamcPredictor
 from moegguf.controller.predictors.expert_mlp import ExpertMlp
-from moegguf.controller.predictors.mlp import MlpPredictor
-from moegguf.controller.predictors.popularity import Affinity, Popularity
-from moegguf.controller.predictors.previous_token import PreviousToken
+from moegguf.controller.predictors.router_inputs import MlpPredictor, Skip
 from moegguf.controller.predictors.routing_path import RoutingPath
-from moegguf.controller.predictors.skip import Skip
-from moegguf.controller.predictors.token_table import TokenTable
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.weights import Weights, load_nearest
+from moegguf.controller.weights import Weights
 from moegguf.errors import OptionError
-from moegguf.gguf.routers import Routers
 
-
-class ArtifactSource(Protocol):
-    """Where the saved artifacts of one model are found: what predictors and policies are made from."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Of the model's routers."""
-
-    def find(self, name: str) -> Iterator[Path]:
-        """Files of this name about the model, in order of preference."""
-
-    def routers(self) -> Routers:
-        """The model's own routers."""
-
-    def collection(self, shape: MoeShape) -> EamcPair | None:
-        """A new copy of its EAM collection; None when none was saved."""
-
-
-Make = Callable[[MoeShape, ArtifactSource], Predictor]
+Make = Callable[[MoeShape, Artifacts], Predictor]
 
 
 def _learned(name: str, build: Callable[[MoeShape, Weights], Predictor]) -> Make:
     """From the nearest usable file `NAME.safetensors`; OptionError without a file, NoPrediction if all are damaged."""
 
-    def make(shape: MoeShape, artifacts: ArtifactSource) -> Predictor:
-        paths = artifacts.find(f"{name}.safetensors")
+    def make(shape: MoeShape, artifacts: Artifacts) -> Predictor:
         try:
-            found = load_nearest(paths, name, artifacts.fingerprint, shape, lambda weights: build(shape, weights))
+            found = artifacts.load(name, shape, partial(build, shape))
         except FileNotFoundError as error:
             raise OptionError(
                 f"the predictor {name!r} has to be trained for this model first, on a trace"
@@ -77,7 +53,7 @@ LEARNED: dict[str, Callable[[MoeShape, Weights], Predictor]] = {
 PREDICTORS: dict[str, Make] = {**UNTRAINED, **{name: _learned(name, build) for name, build in LEARNED.items()}}
 
 
-def make_predictor(name: str, shape: MoeShape, artifacts: ArtifactSource) -> Predictor:
+def make_predictor(name: str, shape: MoeShape, artifacts: Artifacts) -> Predictor:
     """The predictor of this name for a model.
 
     With a damaged file it is `NoPrediction`, after a warning. Raises OptionError for an unknown name, and for a
@@ -89,7 +65,7 @@ def make_predictor(name: str, shape: MoeShape, artifacts: ArtifactSource) -> Pre
     return make(shape, artifacts)
 
 
-def prefetch_predictor(artifacts: ArtifactSource) -> str:
+def prefetch_predictor(artifacts: Artifacts) -> str:
     """The name of the most accurate predictor to prefetch with: the learned one where this model has it, or `skip`."""
     trained = next(artifacts.find("mlp.safetensors"), None) is not None
     return MlpPredictor.name if trained else Skip.name

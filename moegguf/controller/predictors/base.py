@@ -5,8 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-import numpy as np
-
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Announcement, Float32s, Int32s, RoutingEvent
 from moegguf.native.predictor import NativePredictor
@@ -69,40 +67,6 @@ class NoPrediction(Predictor):
     def predict(self, il: int, distance: int) -> Float32s | None:
         """None."""
         return None
-
-
-class InputPredictor(Predictor):
-    """Base of predictors from the router's input: keeps a copy of the last one, if it is one token's and finite.
-
-    Passes of several tokens are left out: a prompt uses most experts anyway, and costs a vector per token.
-    """
-
-    needs_inputs: ClassVar[bool] = True
-
-    def __init__(self, shape: MoeShape, reach: int) -> None:
-        super().__init__(shape, reach)
-        self._input = np.zeros(shape.n_embd, np.float32)
-        self._source: int | None = None  # the layer of that input
-
-    def announce(self, announcement: Announcement) -> None:
-        """Discards the input of the pass before."""
-        self._source = None
-
-    def observe(self, event: RoutingEvent) -> None:
-        """Copies the event's input."""
-        self._source = None
-        inputs = event.inputs
-        if inputs is None or inputs.shape != (1, self.shape.n_embd) or event.il not in self.shape.row_of:
-            return
-        np.copyto(self._input, inputs[0])
-        if np.isfinite(np.dot(self._input, self._input)):
-            self._source = event.il
-
-    def _input_for(self, il: int, distance: int) -> Float32s | None:
-        """The input kept, if its layer is `distance` MoE layers before `il`."""
-        if self._source is None or self.shape.layer_after(self._source, distance) != il:
-            return None
-        return self._input
 
 
 def single_choice(shape: MoeShape, event: RoutingEvent) -> Int32s | None:

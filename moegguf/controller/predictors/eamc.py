@@ -1,20 +1,119 @@
-"""MoE-Infinity's predictor (section 4.5): experts of past requests with similar routing so far."""
+"""MoE-Infinity's prediction (section 4.5): expert probabilities from past requests that resemble the pass in progress.
+
+`PredictEam` takes requests from a `History`, adds them to the collections, matches the pass in progress and aggregates
+the matches. The predictor and the eviction policy each have one of their own.
+"""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
-from moegguf.controller.collection import EamcPair
-from moegguf.controller.history import History
-from moegguf.controller.predict_eam import N_MATCHES, OWN_SHARE, PredictEam
+from moegguf.controller.collection import CAPACITY, EamcPair
+from moegguf.controller.history import Counts, History
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.shape import MoeShape
-from moegguf.native.events import Announcement, Float32s, RoutingEvent
+from moegguf.native.events import Announcement, Float32s, Phase, RoutingEvent
+
+N_MATCHES = 8
+OWN_SHARE = 0.5  # of the variants that also count the request in progress; the paper's have 0
+
+_TINY = np.float32(1e-30)
+_NO_MATCHES: npt.NDArray[np.intp] = np.zeros(0, np.intp)
 
 
-class EamcPredictor(Predictor):
+class PredictEam:
+    """The aggregated EAM of the pass in progress: matched rEAMs summed cell by cell, rows normalised to a sum of 1.
+
+    Of several requests in a pass, the iEAM of all together is matched, and an entry is added for each that ends.
+
+    The sum is unweighted, as in the paper: an entry counts by its tokens. `own_share` is not the paper's: that part of
+    a row's probability comes from the request's own rEAM so far, of the same phase, because "expert reuse is limited to
+    request-level EAMs" (section 4.4) and this one is the closest. `eamcs` may already have entries, and is owned by
+    this object from then on.
+    """
+
+    def __init__(
+        self, shape: MoeShape, eamcs: EamcPair | None = None, n_matches: int = N_MATCHES, own_share: float = 0.0
+    ) -> None:
+        self.eamcs = eamcs or EamcPair.empty(*shape.table, CAPACITY)
+        self.n_matches = n_matches
+        self.own_share = own_share
+        self._eamc = self.eamcs.prefill
+        self._ream: Counts = np.zeros(shape.table, np.float32)
+        self._matches: npt.NDArray[np.intp] | None = _NO_MATCHES
+
+    def update(self, history: History) -> None:
+        """Adds the last routing event of the history, and the rEAMs of the requests that ended with it."""
+        self._learn(history)
+        self._select_phase(history, history.phase)
+        if history.new_pass:
+            self._eamc.begin_pass()
+        self._eamc.add_query_row(history.il, history.iteration[history.il])
+        self._matches = None
+
+    def begin_pass(self, history: History, phase: Phase) -> None:
+        """A pass of this phase begins: without matches, only the requests' own rEAMs count."""
+        self._learn(history)
+        self._select_phase(history, phase)
+        self._matches = _NO_MATCHES
+
+    def matches(self) -> npt.NDArray[np.intp]:
+        """Indices of the entries aggregated."""
+        if self._matches is None:
+            self._matches = self._eamc.match(self.n_matches)
+        return self._matches
+
+    def row(self, il: int) -> Float32s:
+        """(n_expert,): probabilities of layer `il`; all 0 without any counts."""
+        return self._blend(self._eamc.total_row(self.matches(), il), self._ream[il])
+
+    def table(self) -> Float32s:
+        """(n_layer, n_expert): `row` of every layer, computed ones included (reuse by the next token)."""
+        return self._blend(self._eamc.total(self.matches()), self._ream)
+
+    def _learn(self, history: History) -> None:
+        for ream in history.finished:
+            self.eamcs.add(*ream)
+
+    def _select_phase(self, history: History, phase: Phase) -> None:
+        self._eamc = self.eamcs.of(phase)
+        self._ream = history.prefill if phase == Phase.PREFILL else history.decode
+
+    def _blend(self, matched: Counts, own: Counts) -> Float32s:
+        share_matched, share_own = np.float32(1 - self.own_share), np.float32(self.own_share)
+        blend: Float32s = np.multiply(matched, share_matched / _tokens(matched), dtype=np.float32)
+        blend += own * (share_own / _tokens(own))
+        # where only one of them has counts, it gets the whole weight
+        blend /= np.maximum(np.add.reduce(blend, -1, keepdims=True), _TINY)
+        return blend
+
+
+def _tokens(counts: Counts) -> Counts:
+    """Sums of the rows, at least 1."""
+    return np.maximum(np.add.reduce(counts, -1, keepdims=True), np.float32(1))
+
+
+class Learner:
+    """A predictor or policy that learns an EAM collection to be saved."""
+
+    predict_eam: PredictEam
+
+    @property
+    def eamcs(self) -> EamcPair:
+        """The prefill and decode collections, of the requests that have ended."""
+        return self.predict_eam.eamcs
+
+    def learned(self, history: History) -> EamcPair:
+        """The collections, with the requests in progress (those of the history) added. They end with this."""
+        for ream in history.end_all():
+            self.eamcs.add(*ream)
+        return self.eamcs
+
+
+class EamcPredictor(Learner, Predictor):
     """Probabilities from the collection of past requests' EAMs, matched on the rows of this pass seen so far.
 
     Needs no training: a request's rEAM is added to the collection when the request ends: when the next one begins, or
@@ -33,18 +132,13 @@ class EamcPredictor(Predictor):
         own_share: float = 0.0,
     ) -> None:
         super().__init__(shape, reach=len(shape.layers))
-        self._predict_eam = PredictEam(shape, eamcs, n_matches, own_share)
+        self.predict_eam = PredictEam(shape, eamcs, n_matches, own_share)
         self._history = History(shape)
-
-    @property
-    def eamcs(self) -> EamcPair:
-        """The prefill and decode collections; `learned` adds the request in progress."""
-        return self._predict_eam.eamcs
 
     def announce(self, announcement: Announcement) -> None:
         """Begins a pass, and ends the requests that `History` says."""
         self._history.expect(announcement)
-        self._predict_eam.begin_pass(self._history, announcement.phase)
+        self.predict_eam.begin_pass(self._history, announcement.phase)
 
     def observe(self, event: RoutingEvent) -> None:
         """Adds the event to the iEAM and matches it; ids outside the shape are left out."""
@@ -54,24 +148,22 @@ class EamcPredictor(Predictor):
         if ids.min(initial=0) < 0:
             event = event._replace(expert_ids=ids[ids >= 0], sequences=None, phases=None)
         self._history.update(event)
-        self._predict_eam.update(self._history)
+        self.predict_eam.update(self._history)
 
     def predict(self, il: int, distance: int) -> Float32s | None:
-        """As `Predictor.predict`, at any distance; None when neither the collection nor this request has counts."""
+        """The same at any distance; None when neither the collection nor this request has counts."""
         if il not in self.shape.row_of:
             return None
-        probabilities = self._predict_eam.row(il)
+        probabilities = self.predict_eam.row(il)
         if not probabilities.any():
             return None
         probabilities *= self.shape.n_expert_used  # the row sums to 1, but a token uses n_expert_used
         return np.minimum(probabilities, 1, out=probabilities)
 
     def learned(self, history: History) -> EamcPair:
-        """As `Learner.learned`."""
-        for ream in history.end_all():
-            self.eamcs.add(*ream)
+        """The same; the predictor's own history begins anew, too."""
         self._history = History(self.shape)
-        return self.eamcs
+        return super().learned(history)
 
 
 class OwnEamcPredictor(EamcPredictor):

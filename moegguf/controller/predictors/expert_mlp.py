@@ -90,7 +90,7 @@ class ExpertMlp(Predictor):
         return cls(shape, popularity, weights.array("affinity", n_layer - 1, n_expert, n_expert), layers)
 
     def fork(self) -> ExpertMlp:
-        """As `Predictor.fork`."""
+        """Shares the network and both statistics."""
         return ExpertMlp(self.shape, self._popularity, self._affinity, self._network)
 
     def observe(self, event: RoutingEvent) -> None:
@@ -106,7 +106,7 @@ class ExpertMlp(Predictor):
         self._rows_seen += 1
 
     def predict(self, il: int, distance: int) -> Float32s | None:
-        """As `Predictor.predict`, at distance 1 only."""
+        """None but at distance 1."""
         row = self.shape.row_of.get(il)
         if distance != 1 or row is None or row < 1 or row != self._rows_seen:
             return None

@@ -203,7 +203,7 @@ class RoutingPath(Predictor):
         return cls(shape, PathNetwork(shape, weights))
 
     def fork(self) -> RoutingPath:
-        """As `Predictor.fork`."""
+        """Shares the network."""
         return RoutingPath(self.shape, self.network)
 
     def announce(self, announcement: Announcement) -> None:
@@ -234,7 +234,7 @@ class RoutingPath(Predictor):
             self._begin_chunk()
 
     def predict(self, il: int, distance: int) -> Float32s | None:
-        """As `Predictor.predict`, at any distance; None for a pass that was not announced."""
+        """The same at any distance; None for a pass that was not announced."""
         row = self.shape.row_of.get(il)
         return None if self._table is None or row is None else self._table[row]
 

@@ -1,6 +1,7 @@
 // avx512.cpp: the kernels for processors with AVX-512 and its VNNI.
 #include "isa_avx512.h"
 
+#include "attention.h"
 #include "find.h"
 #include "floats.h"
 
@@ -12,6 +13,10 @@ const Kernel * find_avx512(Layout layout) {
 
 MultiplyFloats find_floats_avx512(FloatType type) {
     return find_floats<Avx512>(type);
+}
+
+const AttentionKernels * find_attention_avx512() {
+    return &attention_kernels<Avx512>;
 }
 
 } // namespace moegguf::kernels

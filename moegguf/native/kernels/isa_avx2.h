@@ -2,6 +2,8 @@
 // of each. What it gives is what isa_avx512.h gives.
 #pragma once
 
+#include "kernels.h"
+
 #include <immintrin.h>
 
 #include <cstdint>
@@ -106,6 +108,81 @@ struct Avx2 {
     static __m256i minus_8(__m256i pairs, int offset) {
         const __m256i fours = _mm256_mullo_epi16(pairs, _mm256_set1_epi16((short)-offset));
         return _mm256_add_epi16(fours, _mm256_shuffle_epi32(fours, 0xb1));
+    }
+
+    // ---- for attention.h ----
+
+    static F load(const float * x) { return _mm256_loadu_ps(x); }
+    static void store(float * out, F x) { _mm256_storeu_ps(out, x); }
+    static F load_f16_row(const uint16_t * x) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)x)); }
+    static F broadcast_f16(const char * x) { return _mm256_set1_ps(_cvtsh_ss((uint8_t)x[0] | (uint8_t)x[1] << 8)); }
+    static I load_i8(const char * x) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)x)); }
+    static F add(F a, F b) { return _mm256_add_ps(a, b); }
+    static F div(F a, F b) { return _mm256_div_ps(a, b); }
+    static F max(F a, F b) { return _mm256_max_ps(a, b); }
+    static F abs(F x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
+    static F with_sign(F size, F x) { return _mm256_or_ps(size, _mm256_and_ps(_mm256_set1_ps(-0.0f), x)); }
+    static F times_power(F x, F shifted) {
+        return _mm256_castsi256_ps(
+            _mm256_add_epi32(_mm256_castps_si256(x), _mm256_slli_epi32(_mm256_castps_si256(shifted), 23)));
+    }
+    static F zero_where_less(F x, F a, F b) { return _mm256_andnot_ps(_mm256_cmp_ps(a, b, _CMP_LT_OQ), x); }
+    static F add_or_masked(F x, F bias) {
+        return _mm256_blendv_ps(_mm256_add_ps(x, bias), bias,
+                                _mm256_cmp_ps(bias, _mm256_set1_ps(-__builtin_inff()), _CMP_EQ_OQ));
+    }
+    static F first_lanes(F x, int n) {
+        const I lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+        return _mm256_blendv_ps(_mm256_set1_ps(-3e38f), x,
+                                _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(n), lane)));
+    }
+    static float first(F x) { return _mm256_cvtss_f32(x); }
+    static float greatest(F x) {
+        __m128 most = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+        most = _mm_max_ps(most, _mm_movehl_ps(most, most));
+        return _mm_cvtss_f32(_mm_max_ss(most, _mm_movehdup_ps(most)));
+    }
+    static uint32_t bits(I a, I b) { // of the lanes of 16 bits of a, then of b
+        return (uint32_t)_mm256_movemask_epi8(_mm256_permute4x64_epi64(_mm256_packs_epi16(a, b), 0xd8));
+    }
+    static SeenKeys see(const uint16_t * mask) {
+        const I a = _mm256_loadu_si256((const I *)mask), b = _mm256_loadu_si256((const I *)mask + 1);
+        const I masked = _mm256_set1_epi16((short)0xfc00);
+        const uint32_t seen = ~bits(_mm256_cmpeq_epi16(a, masked), _mm256_cmpeq_epi16(b, masked));
+        return {seen, seen & ~bits(_mm256_cmpeq_epi16(a, zero()), _mm256_cmpeq_epi16(b, zero()))};
+    }
+    // Halves i to i + 7 of 16 rows: x[j] gets half i + j of rows 0 to 7, y[j] of the others.
+    static MOEGGUF_INLINE void transpose_halves(const char * const * rows, int64_t i, F (&x)[8], F (&y)[8]) {
+        const auto eight = [rows, i](int row) { return _mm_loadu_si128((const __m128i *)(rows[row] + 2 * i)); };
+        I h[8], g[8];
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; j++) {
+            h[j] = _mm256_inserti128_si256(_mm256_castsi128_si256(eight(j)), eight(j + 8), 1);
+        }
+#pragma GCC unroll 4
+        for (int j = 0; j < 8; j += 2) {
+            g[j] = _mm256_unpacklo_epi16(h[j], h[j + 1]);
+            g[j + 1] = _mm256_unpackhi_epi16(h[j], h[j + 1]);
+        }
+#pragma GCC unroll 2
+        for (int j = 0; j < 8; j += 4) {
+            h[j] = _mm256_unpacklo_epi32(g[j], g[j + 2]);
+            h[j + 1] = _mm256_unpackhi_epi32(g[j], g[j + 2]);
+            h[j + 2] = _mm256_unpacklo_epi32(g[j + 1], g[j + 3]);
+            h[j + 3] = _mm256_unpackhi_epi32(g[j + 1], g[j + 3]);
+        }
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) {
+            g[2 * j] = _mm256_unpacklo_epi64(h[j], h[j + 4]);
+            g[2 * j + 1] = _mm256_unpackhi_epi64(h[j], h[j + 4]);
+        }
+        alignas(64) uint16_t halves[8][16]; // conversions from memory need no shuffle
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; j++) {
+            _mm256_store_si256((I *)halves[j], g[j]);
+            x[j] = load_f16_row(halves[j]);
+            y[j] = load_f16_row(halves[j] + 8);
+        }
     }
 
     // ---- 16 lanes of floats, for floats.h ----

@@ -2,6 +2,8 @@
 // successive values of each.
 #pragma once
 
+#include "kernels.h"
+
 #include <immintrin.h>
 
 #include <cstdint>
@@ -114,6 +116,72 @@ struct Avx512 {
     static __m256i minus_8(__m256i pairs, int offset) {
         const __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi16((short)-offset));
         return _mm256_add_epi32(fours, _mm256_shuffle_epi32(fours, 0xb1));
+    }
+
+    // ---- for attention.h ----
+
+    static F load(const float * x) { return _mm512_loadu_ps(x); }
+    static void store(float * out, F x) { _mm512_storeu_ps(out, x); }
+    static F load_f16_row(const uint16_t * x) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)x)); }
+    static F broadcast_f16(const char * x) { return _mm512_set1_ps(_cvtsh_ss((uint8_t)x[0] | (uint8_t)x[1] << 8)); }
+    static I load_i8(const char * x) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)x)); }
+    static F add(F a, F b) { return _mm512_add_ps(a, b); }
+    static F div(F a, F b) { return _mm512_div_ps(a, b); }
+    static F max(F a, F b) { return _mm512_max_ps(a, b); }
+    static F abs(F x) { return _mm512_abs_ps(x); }
+    static F with_sign(F size, F x) { return _mm512_or_ps(size, _mm512_and_ps(_mm512_set1_ps(-0.0f), x)); }
+    static F times_power(F x, F shifted) {
+        return _mm512_castsi512_ps(
+            _mm512_add_epi32(_mm512_castps_si512(x), _mm512_slli_epi32(_mm512_castps_si512(shifted), 23)));
+    }
+    static F zero_where_less(F x, F a, F b) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, b, _CMP_NLT_UQ), x); }
+    static F add_or_masked(F x, F bias) {
+        const __mmask16 masked = _mm512_cmp_ps_mask(bias, _mm512_set1_ps(-__builtin_inff()), _CMP_EQ_OQ);
+        return _mm512_mask_mov_ps(_mm512_add_ps(x, bias), masked, bias);
+    }
+    static F first_lanes(F x, int n) { return _mm512_mask_mov_ps(_mm512_set1_ps(-3e38f), (1 << n) - 1, x); }
+    static float first(F x) { return _mm512_cvtss_f32(x); }
+    static float greatest(F x) { return _mm512_reduce_max_ps(x); }
+    static SeenKeys see(const uint16_t * mask) {
+        const I m = _mm512_loadu_si512(mask);
+        const uint32_t seen = _mm512_cmpneq_epi16_mask(m, _mm512_set1_epi16((short)0xfc00));
+        return {seen, seen & _mm512_test_epi16_mask(m, m)};
+    }
+    // Halves i to i + 7 of 32 rows: x[j] gets half i + j of rows 0 to 15, y[j] of the others.
+    static MOEGGUF_INLINE void transpose_halves(const char * const * rows, int64_t i, F (&x)[8], F (&y)[8]) {
+        const auto eight = [rows, i](int row) { return _mm_loadu_si128((const __m128i *)(rows[row] + 2 * i)); };
+        I h[8], g[8];
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; j++) { // a quarter of h[j]: row j of 8
+            h[j] = _mm512_castsi128_si512(eight(j));
+            h[j] = _mm512_inserti32x4(h[j], eight(j + 8), 1);
+            h[j] = _mm512_inserti32x4(h[j], eight(j + 16), 2);
+            h[j] = _mm512_inserti32x4(h[j], eight(j + 24), 3);
+        }
+#pragma GCC unroll 4
+        for (int j = 0; j < 8; j += 2) {
+            g[j] = _mm512_unpacklo_epi16(h[j], h[j + 1]);
+            g[j + 1] = _mm512_unpackhi_epi16(h[j], h[j + 1]);
+        }
+#pragma GCC unroll 2
+        for (int j = 0; j < 8; j += 4) {
+            h[j] = _mm512_unpacklo_epi32(g[j], g[j + 2]);
+            h[j + 1] = _mm512_unpackhi_epi32(g[j], g[j + 2]);
+            h[j + 2] = _mm512_unpacklo_epi32(g[j + 1], g[j + 3]);
+            h[j + 3] = _mm512_unpackhi_epi32(g[j + 1], g[j + 3]);
+        }
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) {
+            g[2 * j] = _mm512_unpacklo_epi64(h[j], h[j + 4]);
+            g[2 * j + 1] = _mm512_unpackhi_epi64(h[j], h[j + 4]);
+        }
+        alignas(64) uint16_t halves[8][32]; // conversions from memory need no shuffle
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; j++) {
+            _mm512_store_si512(halves[j], g[j]);
+            x[j] = load_f16_row(halves[j]);
+            y[j] = load_f16_row(halves[j] + 16);
+        }
     }
 
     // ---- 16 lanes of floats, for floats.h ----

@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#define MOEGGUF_INLINE inline __attribute__((always_inline))
+
 namespace moegguf::kernels {
 
 // Weights of 8 interleaved rows, as upstream's repack.cpp lays them out.
@@ -38,5 +40,72 @@ const Kernel * find_avx2(Layout layout);
 const Kernel * find_avx512(Layout layout);
 MultiplyFloats find_floats_avx2(FloatType type);
 MultiplyFloats find_floats_avx512(FloatType type);
+
+// ---- attention: rows are queries, keys are cells of a cache that some of them see ----
+
+constexpr int most_rows = 64, most_keys = 32; // of a tile
+constexpr int few_rows = 8;
+
+// A score is factor * (query . key), soft-capped where cap is not 0: cap * tanh(factor * (query . key)).
+struct AttentionScale {
+    float factor, cap;
+};
+
+// Of each row: the greatest score, the sum of e^(score - max), and that of values times those, [n_rows][n].
+struct AttentionSums {
+    float *max, *sum, *values;
+};
+
+// Which of 32 keys a row sees, and of which of those the mask is not 0: a bit for each.
+struct SeenKeys {
+    uint32_t seen, biased;
+};
+
+// Rows that are read soon, of n_bytes each.
+struct RowsToPrefetch {
+    const char * const * rows;
+    int64_t n, n_bytes;
+};
+
+// Keys and values are rows of n floats, or of halves, one pointer each; n is a multiple of 16.
+enum class CacheType { f32, f16 };
+
+// Two ways with the same bits: of many rows, each has a lane, and a score is at [key][row], of n_lanes rows. Of few
+// rows, each key has a lane, and a score is at [row][key], of most_keys keys. queries: [n][n_lanes] in both.
+struct AttentionKernels {
+    int lanes; // n_lanes is a multiple
+
+    SeenKeys (*see)(const uint16_t * mask); // of 32 halves
+    void (*q8_0_to_float)(const char * values, int64_t n, float * out);
+    void (*f16_to_float)(const char * values, int64_t n, float * out);
+
+    bool (*is_finite)(const char * values, int64_t n, CacheType type);
+
+    // n_rows: a multiple of lanes. keys: [n_keys rounded up to 16][n]
+    void (*score)(const float * queries, int n_lanes, int n_rows, const float * keys, int n_keys, int64_t n,
+                  float * scores);
+    // n_rows: at most few_rows. keys [most_keys]: halves
+    void (*score_few)(const float * queries, int n_lanes, int n_rows, const char * const * keys, int n_keys, int64_t n,
+                      const RowsToPrefetch & soon, float * scores);
+
+    // Scores become e^(score - max); max and sum of each row are kept up. bias: as scores, -inf where a row does not
+    // see a key; nullptr: 0. rescale [n_rows]: what `values` have to be multiplied with.
+    void (*soften)(float * scores, const float * bias, int n_lanes, int n_rows, int n_keys,
+                   const AttentionScale & scale, const AttentionSums & sums, float * rescale);
+    void (*soften_few)(float * scores, const float * bias, int n_rows, int n_keys, const AttentionScale & scale,
+                       const AttentionSums & sums, float * rescale);
+
+    // out [n_rows][n] = out * rescale + the keys' values times p, which is at [key * key_stride + row * row_stride].
+    // keys [n_keys]: which of the values and of p.
+    void (*mix)(const float * p, int key_stride, int row_stride, int n_rows, CacheType type,
+                const char * const * values, int64_t n, const uint8_t * keys, int n_keys, const float * rescale,
+                float * out);
+
+    // The sums over two parts of the keys.
+    void (*merge)(const AttentionSums & into, const AttentionSums & part, int n_rows, int64_t n);
+};
+
+const AttentionKernels * find_attention_avx2();
+const AttentionKernels * find_attention_avx512();
 
 } // namespace moegguf::kernels

@@ -3,10 +3,10 @@
 #include "multiply.h"
 
 #include "ggml-cpu-impl.h"
+#include "instructions.h"
 #include "kernels.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 
 namespace moegguf::kernels {
@@ -14,27 +14,6 @@ namespace {
 
 constexpr int max_tile = 16;
 constexpr int64_t part_bytes = 256 << 10; // of weights that are multiplied with all rows before the next ones
-
-enum class Instructions { upstream, avx2, avx512 };
-
-Instructions detect() {
-#if defined(__x86_64__)
-    const char * forced = getenv("MOEGGUF_KERNELS"); // upstream or avx2: to compare
-    const auto is = [forced](const char * name) { return forced && strcmp(forced, name) == 0; };
-    __builtin_cpu_init();
-    if (!is("upstream") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-        const bool has_512 = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-                             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
-        return has_512 && !is("avx2") ? Instructions::avx512 : Instructions::avx2;
-    }
-#endif
-    return Instructions::upstream;
-}
-
-Instructions instructions() {
-    static const Instructions found = detect();
-    return found;
-}
 
 const Kernel * find(Layout layout) {
 #if defined(__x86_64__)

@@ -14,6 +14,12 @@ extern "C" {
 // MUL_MAT with weights that are floats: computes this thread's share. False: upstream's kernels do it.
 bool moegguf_multiply_floats(const struct ggml_compute_params * params, struct ggml_tensor * op);
 
+// FLASH_ATTN_EXT: computes this thread's share. False: upstream's kernels do it.
+bool moegguf_attention(const struct ggml_compute_params * params, struct ggml_tensor * op);
+
+// The bytes of work memory that it needs.
+size_t moegguf_attention_work_size(const struct ggml_tensor * op, int n_threads);
+
 #ifdef __cplusplus
 }
 

@@ -5,8 +5,6 @@
 #include "kernels.h"
 #include "types.h"
 
-#define MOEGGUF_INLINE inline __attribute__((always_inline))
-
 namespace moegguf::kernels {
 namespace {
 

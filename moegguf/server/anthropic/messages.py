@@ -1,28 +1,123 @@
-"""POST /v1/messages: the next message of a conversation; /v1/messages/count_tokens counts its tokens."""
+"""POST /v1/messages: the next message of a conversation; /v1/messages/count_tokens counts its tokens.
+
+An answer is a list of blocks: thinking, text and calls in the order in which they come. A stream tells each block's
+beginning, growth and end; without a stream only the message is sent.
+"""
 
 from __future__ import annotations
 
-from starlette.requests import Request
-from starlette.responses import Response
+import hashlib
+import json
+import secrets
+from collections.abc import Iterator
+
 from starlette.routing import Route
 
-from moegguf.server.anthropic.objects import MessageReply
+from moegguf.generate.request import Delta, PromptProgress, Timing, ToolCall
 from moegguf.server.anthropic.schema import CountBody, MessagesBody
-from moegguf.server.common.conversation import answers, count_tokens, read_question, respond
+from moegguf.server.common.conversation import Conversation, EventReply, Json, counting
+from moegguf.server.common.errors import HttpError
+from moegguf.server.common.streams import event_line
+from moegguf.serving.events import Done, Event
 
 
-async def messages(request: Request) -> Response:
-    """The next message, whole or streamed."""
-    body, entry, generations = await read_question(request, MessagesBody)
-    return respond(body, answers(request, body, entry, generations), MessageReply(entry.name, body.max_tokens))
+def usage(timing: Timing) -> Json:
+    """Token counts. `input_tokens` are those computed for this request; the others of the prompt were cached."""
+    return {
+        "input_tokens": timing.prompt_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": timing.cached_tokens,
+        "output_tokens": timing.answer_tokens,
+        "output_tokens_details": {"thinking_tokens": timing.thinking_tokens},
+    }
 
 
-async def count(request: Request) -> Response:
-    """The number of tokens of a conversation's prompt."""
-    return await count_tokens(request, CountBody, lambda n: {"input_tokens": n})
+def signature_of(thinking: str) -> str:
+    """A signature, which clients send back with the thinking; nothing checks it."""
+    return hashlib.sha256(thinking.encode()).hexdigest()
 
 
-routes = [
-    Route("/v1/messages", messages, methods=["POST"]),
-    Route("/v1/messages/count_tokens", count, methods=["POST"]),
-]
+class MessageReply(EventReply):
+    """The message for one request."""
+
+    ping_line = event_line({"type": "ping"}, "ping")
+
+    def __init__(self, model: str, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._content: list[Json] = []  # the last block may still grow
+        self._message: Json = {
+            "id": f"msg_{secrets.token_hex(12)}",
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+            "content": self._content,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage(Timing()),
+        }
+
+    def whole(self) -> Json:
+        """The message."""
+        return self._message
+
+    def error_line(self, error: HttpError, path: str) -> bytes:
+        """The event with the error."""
+        return event_line(error.body(path), "error")
+
+    def begin(self, event: Event) -> Iterator[Json]:
+        """The message without content."""
+        known = Timing()  # a prompt's counts are known when its progress came first
+        if isinstance(event, PromptProgress):
+            known = Timing(prompt_tokens=event.n_tokens - event.n_cached, cached_tokens=event.n_cached)
+        yield {"type": "message_start", "message": {**self._message, "content": [], "usage": usage(known)}}
+
+    def begin_block(self, kind: str) -> Iterator[Json]:
+        """An empty block; thinking has a signature."""
+        yield self._new_block({"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {}))
+
+    def grow(self, text: str, delta: Delta) -> Iterator[Json]:
+        """The text."""
+        self._content[-1][self.open] += text
+        yield self._delta({"type": f"{self.open}_delta", self.open: text})
+
+    def _new_block(self, block: Json) -> Json:
+        self._content.append(block)
+        return {"type": "content_block_start", "index": len(self._content) - 1, "content_block": dict(block)}
+
+    def _delta(self, delta: Json) -> Json:
+        return {"type": "content_block_delta", "index": len(self._content) - 1, "delta": delta}
+
+    def end_block(self, kind: str, done: Done | None = None) -> Iterator[Json]:
+        """Its end; of thinking, after the signature."""
+        if kind == "thinking":
+            block = self._content[-1]
+            block["signature"] = signature_of(block["thinking"])
+            yield self._delta({"type": "signature_delta", "signature": block["signature"]})
+        yield {"type": "content_block_stop", "index": len(self._content) - 1}
+
+    def call(self, call: ToolCall) -> Iterator[Json]:
+        """A block of tool use."""
+        yield self._new_block({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
+        self._content[-1]["input"] = call.arguments
+        yield self._delta({"type": "input_json_delta", "partial_json": json.dumps(call.arguments, ensure_ascii=False)})
+        yield from self.end_block("tool_use")
+
+    def finish(self, done: Done) -> Iterator[Json]:
+        """The reason of the end, and the counts."""
+        stop = {"stop_reason": self._stop_reason(done.timing), "stop_sequence": done.timing.stop_string or None}
+        self._message |= {**stop, "usage": usage(done.timing)}
+        yield {"type": "message_delta", "delta": stop, "usage": self._message["usage"]}
+        yield {"type": "message_stop"}
+
+    def _stop_reason(self, timing: Timing) -> str:
+        if timing.finish == "length":
+            return "max_tokens" if timing.answer_tokens >= self._max_tokens else "model_context_window_exceeded"
+        if self.n_calls:
+            return "tool_use"
+        return "stop_sequence" if timing.stop_string else "end_turn"
+
+
+MESSAGES = Conversation(MessagesBody, lambda body, entry, _: MessageReply(entry.name, body.max_tokens))
+COUNT = counting(CountBody, lambda n: {"input_tokens": n})
+
+routes = [MESSAGES.at("/v1/messages"), Route("/v1/messages/count_tokens", COUNT, methods=["POST"])]

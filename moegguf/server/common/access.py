@@ -23,11 +23,11 @@ from moegguf.settings import Network
 
 # Ollama's defaults (envconfig/config.go), with and without a port.
 ORIGINS = (
-    *(f"{scheme}://{host}" for scheme in ("http", "https") for host in ("localhost", "127.0.0.1", "0.0.0.0", "[::1]")),
     *(
-        f"{scheme}://{host}:*"
+        f"{scheme}://{host}{port}"
         for scheme in ("http", "https")
         for host in ("localhost", "127.0.0.1", "0.0.0.0", "[::1]")
+        for port in ("", ":*")
     ),
     *("app://*", "file://*", "tauri://*", "vscode-webview://*", "vscode-file://*"),
 )
@@ -81,7 +81,9 @@ class AccessControl:
             return await error_response(refusal, scope["path"])(scope, receive, send)
         if scope["method"] == "OPTIONS":
             return await preflight(origin, headers)(scope, receive, send)
-        current_client.set(client_of(scope["client"]))
+        # Whose turn a request takes: its address. What a proxy says of its clients is not believed, as anyone can write
+        # it, and neither is a key, which is the same for all where one is checked.
+        current_client.set(scope["client"][0] if scope["client"] else "")
         await self._app(scope, receive, with_cors(send, origin) if origin else send)
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes], origin: str) -> HttpError | None:
@@ -135,12 +137,6 @@ def origin_pattern(origins: Sequence[str]) -> re.Pattern[str]:
 def is_same_origin(origin: str, host: str) -> bool:
     """Whether the page was served by this server."""
     return bool(host) and origin.lower() in (f"http://{host.lower()}", f"https://{host.lower()}")
-
-
-def client_of(address: tuple[str, int] | None) -> str:
-    """Whose turn a request takes: its address. What a proxy says of its clients is not believed, as anyone can write
-    it, and neither is a key, which is the same for all where one is checked."""
-    return address[0] if address else ""
 
 
 @lru_cache(maxsize=256)

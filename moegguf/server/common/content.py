@@ -38,6 +38,24 @@ def image_of_url(url: str) -> Part:
     return image_of_base64(url[found.end() :])
 
 
+def part_of(part: Any, texts: Mapping[str, str], image_kind: str) -> Part:
+    """A part of OpenAI's messages: a text, under {its type: its key}, or an image. Raises ValueError for others."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    first = next(iter(texts))
+    if kind == image_kind:
+        given = part.get("image_url")
+        url = given.get("url") if isinstance(given, dict) else given
+        if not isinstance(url, str):
+            raise ValueError('image_url must be {"url": "data:image/png;base64,..."}')
+        return image_of_url(url)
+    if isinstance(kind, str) and kind not in texts:
+        raise ValueError(f"parts of type {kind[:40]!r} are not supported; send {first} or {image_kind}")
+    text = part.get(texts[kind]) if isinstance(kind, str) else None
+    if not isinstance(text, str):
+        raise ValueError(f'a part must be {{"type": "{first}", "text": "..."}}')
+    return text_part(text)
+
+
 def content_of(parts: Sequence[Part]) -> str | list[Part]:
     """The content of a message: one text, its parts joined by newlines, unless there are images."""
     if any(part["type"] == "image" for part in parts):

@@ -1,40 +1,42 @@
 """What every API does with a question: reads it, runs its generations, and sends the reply, whole or streamed.
 
-An API has a body that makes `GenerationRequest`s (`Question`), and encodes events (`Reply`). Neither waits: leases,
-loops, errors in mid stream, disconnects and counts for `/metrics` are here.
+An API has bodies that make `GenerationRequest`s (`Question`) and replies that encode events (`Reply`); a `Conversation`
+is an endpoint of both. Neither waits: leases, loops, errors in mid stream, disconnects and counts for `/metrics` are
+here.
 """
 
 from __future__ import annotations
 
 import re
+import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
+from starlette.datastructures import State
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from moegguf.generate.request import Delta, GenerationRequest, ToolCall
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.server.common import limits
-from moegguf.server.common.body import read_body
-from moegguf.server.common.errors import HttpError, http_error
+from moegguf.server.common.body import parse_body, read_body, too_large
+from moegguf.server.common.errors import HttpError
 from moegguf.server.common.lookup import check_conversation, look_up
 from moegguf.server.common.options import Loading
 from moegguf.server.common.streams import LineResponse, Lines, SseResponse, WholeResponse, event_line
 from moegguf.server.metrics import record
-from moegguf.serving.delta_buffer import join
-from moegguf.serving.events import Done, Event
+from moegguf.serving.events import Done, Event, join
 
 if TYPE_CHECKING:
-    from moegguf.serving.background import BackgroundLeases
-    from moegguf.serving.manager import ModelManager
+    from moegguf.serving.background import Leases
+    from moegguf.serving.lease import Lease
 
 Json = dict[str, Any]
 
-BACKGROUND = (b"priority", b"u=7")  # RFC 9218: the urgency of what nobody waits for
 _BACKGROUND = re.compile(r"(^|,)\s*u=7\s*(,|;|$)")
 
 
@@ -66,9 +68,12 @@ class Question(Loading):
 class Reply(ABC):
     """The answers to one question in the form of an API."""
 
-    response: ClassVar[type[LineResponse]] = SseResponse  # of a stream
-    end: ClassVar[bytes] = b""  # the last line of a stream
+    ping_line: ClassVar[bytes] = b": ping\n\n"  # in a stream without other events
     n_calls = 0
+    start_ns = 0  # when the request came, by perf_counter
+
+    async def prepare(self, lease: Lease) -> None:  # noqa: B027 (most need nothing)
+        """Asks the model for what the reply needs besides the answer, before it."""
 
     @abstractmethod
     def lines(self, event: Event) -> bytes:
@@ -82,9 +87,13 @@ class Reply(ABC):
     def whole(self) -> Json:
         """The reply as one object."""
 
-    def failure(self, error: HttpError) -> bytes:
-        """What ends a stream after an error in place of the response's `error_line`; empty for that."""
-        return b""
+    def error_line(self, error: HttpError, path: str) -> bytes:
+        """What ends a stream that has begun, of a request at `path`."""
+        return event_line(error.body(path))
+
+    def streamed(self, lines: Lines) -> LineResponse:
+        """The response with the lines of a stream."""
+        return SseResponse(lines, self.error_line, self.ping_line)
 
     def numbered(self, calls: Iterable[ToolCall]) -> Iterator[tuple[int, ToolCall]]:
         """Tool calls with their number among all of the reply."""
@@ -158,44 +167,83 @@ class EventReply(Reply):
 
     def lines(self, event: Event) -> bytes:
         """Server-sent events with their names."""
-        return b"".join(event_line(item["type"], item) for item in self.stream(event))
+        return b"".join(event_line(item, item["type"]) for item in self.stream(event))
 
     def add(self, delta: Delta, done: Done) -> None:
-        """As a stream, of which only the object is kept."""
+        """Makes a stream's events, of which only the object is kept."""
         for _ in (*self.stream(delta), *self.stream(done)):
             pass
 
 
 Kind = TypeVar("Kind", bound=Question)
-Asked = tuple[Kind, ModelEntry, Sequence[GenerationRequest]]
+Encode = Callable[[Kind, ModelEntry, Sequence[GenerationRequest]], Reply]
+"""(body, model, what it is asked) to the reply, before any event."""
 
 
-async def read_question(request: Request, kind: type[Kind], limit: int = limits.IMAGES_BODY_BYTES) -> Asked[Kind]:
-    """The body, the model's entry, and what the model is asked. Raises MoeggufError."""
-    body = await read_body(request, kind, limit)
-    return await understood(request, body)
+@dataclass(frozen=True)
+class Conversation(Generic[Kind]):
+    """An endpoint: the body that it takes, at most `limit` bytes, and the reply."""
+
+    kind: type[Kind]
+    encode: Encode[Kind]
+    limit: int = limits.IMAGES_BODY_BYTES
+
+    def at(self, path: str) -> Route:
+        """The route of the endpoint."""
+        return Route(path, self.respond, methods=["POST"])
+
+    async def respond(self, request: Request) -> Response:
+        """The reply, whole or streamed."""
+        start_ns = time.perf_counter_ns()
+        body = await read_body(request, self.kind, self.limit)
+        return await self.respond_to(request, body, start_ns)
+
+    async def respond_to(self, request: Request, body: Kind, start_ns: int) -> Response:
+        """The same for a body that has been read; `start_ns`: when the request came."""
+        events, reply = await self._ask(request.app.state, leases_of(request), body)
+        reply.start_ns = start_ns
+        return reply.streamed(_lines(events, reply)) if body.streams else WholeResponse(_whole(events, reply))
+
+    async def whole(self, state: State, leases: Leases, raw: bytes) -> Json:
+        """The whole reply to a body as JSON text. Raises MoeggufError."""
+        if len(raw) > self.limit:
+            raise too_large(self.limit)
+        return await _whole(*await self._ask(state, leases, parse_body(raw, self.kind)))
+
+    async def _ask(self, state: State, leases: Leases, body: Kind) -> tuple[AsyncGenerator[Event], Reply]:
+        entry, generations = await understand(state, body)
+        reply = self.encode(body, entry, generations)
+        return answers(state, leases, body, entry, generations, reply), reply
 
 
-async def understood(request: Request, body: Kind) -> Asked[Kind]:
-    """The same for a body that has been read."""
-    entry, known = await look_up(request.app.state.catalog, body.model_name)
+async def understand(state: State, body: Question) -> tuple[ModelEntry, Sequence[GenerationRequest]]:
+    """The model of a question, and what it is asked. Raises MoeggufError."""
+    entry, known = await look_up(state.catalog, body.model_name)
     generations = body.generations(entry, known)
     check_conversation(entry, known, generations[0])
-    return body, entry, generations
+    return entry, generations
 
 
-def leases_of(request: Request) -> ModelManager | BackgroundLeases:
-    """What gives a request the use of a model: `lease`. With `Priority: u=7` others come first."""
+def leases_of(request: Request) -> Leases:
+    """What gives a request the use of a model: `lease`. With `Priority: u=7` (RFC 9218: nobody waits for it) others
+    come first."""
     state = request.app.state
-    return state.background if _BACKGROUND.search(request.headers.get("priority", "")) else state.manager
+    found: Leases = state.background if _BACKGROUND.search(request.headers.get("priority", "")) else state.manager
+    return found
 
 
 async def answers(
-    request: Request, body: Question, entry: ModelEntry, generations: Sequence[GenerationRequest]
+    state: State,
+    leases: Leases,
+    body: Question,
+    entry: ModelEntry,
+    generations: Sequence[GenerationRequest],
+    reply: Reply,
 ) -> AsyncGenerator[Event]:
     """The events of each generation in turn; a `Done` ends each. Closing it stops the answer. Between two generations
     other requests have their turn."""
-    async with leases_of(request).lease(entry, body.overrides(), body.keep_alive_s()) as lease:
+    async with leases.lease(entry, body.overrides(), body.keep_alive_s()) as lease:
+        await reply.prepare(lease)
         for generation in generations:
             has_call = False
             async with aclosing(lease.answer(generation, stream=body.streams)) as events:
@@ -203,27 +251,15 @@ async def answers(
                     if isinstance(event, Delta) and event.tool_calls and not body.parallel_calls:
                         event = replace(event, tool_calls=() if has_call else event.tool_calls[:1])
                         has_call = True
-                    record(request.app.state, entry.name, event)
+                    record(state, entry.name, event)
                     yield event
 
 
-def respond(body: Question, events: AsyncGenerator[Event], reply: Reply) -> Response:
-    """The reply with the answers in `events`."""
-    return reply.response(_lines(events, reply)) if body.streams else WholeResponse(_whole(events, reply))
-
-
 async def _lines(events: AsyncGenerator[Event], reply: Reply) -> Lines:
-    try:
-        async with aclosing(events):
-            async for event in events:
-                if lines := reply.lines(event):
-                    yield lines
-        if reply.end:
-            yield reply.end
-    except Exception as error:
-        if not (line := reply.failure(http_error(error))):
-            raise
-        yield line
+    async with aclosing(events):
+        async for event in events:
+            if lines := reply.lines(event):
+                yield lines
 
 
 async def _whole(events: AsyncGenerator[Event], reply: Reply) -> Json:
@@ -238,13 +274,18 @@ async def _whole(events: AsyncGenerator[Event], reply: Reply) -> Json:
     return reply.whole()
 
 
-async def count_tokens(request: Request, kind: type[Question], encode: Callable[[int], Json]) -> Response:
-    """The tokens of a conversation's prompt, through the model's own template; loads the model if needed, and does not
-    wait for running answers."""
-    body, entry, (generation,) = await read_question(request, kind)
+def counting(kind: type[Question], encode: Callable[[int], Json]) -> Callable[[Request], Awaitable[Response]]:
+    """An endpoint for the tokens of a conversation's prompt, through the model's own template; loads the model if
+    needed, and does not wait for running answers."""
 
-    async def work() -> Json:
-        async with request.app.state.manager.lease(entry, body.overrides(), will_answer=False) as lease:
-            return encode(await lease.count(generation))
+    async def count(request: Request) -> Response:
+        body = await read_body(request, kind, limits.IMAGES_BODY_BYTES)
+        entry, (generation,) = await understand(request.app.state, body)
 
-    return WholeResponse(work())
+        async def work() -> Json:
+            async with request.app.state.manager.lease(entry, body.overrides(), will_answer=False) as lease:
+                return encode(await lease.count(generation))
+
+        return WholeResponse(work())
+
+    return count

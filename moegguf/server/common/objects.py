@@ -29,6 +29,17 @@ def moe_object(stats: Stats) -> dict[str, Any]:
     }
 
 
+def usage(n_input: int, n_cached: int, n_output: int, n_thinking: int, **details: int) -> dict[str, Any]:
+    """Token counts as OpenAI's responses and batches have them; those of the input include cached ones."""
+    return {
+        "input_tokens": n_input,
+        "input_tokens_details": {"cached_tokens": n_cached, **details},
+        "output_tokens": n_output,
+        "output_tokens_details": {"reasoning_tokens": n_thinking},
+        "total_tokens": n_input + n_output,
+    }
+
+
 def shorten(vectors: npt.NDArray[np.float32], n_dimensions: int | None) -> npt.NDArray[np.float32]:
     """The first `n_dimensions` of each vector, normalized again: (n, n_embd) to (n, n_dimensions). Unchanged when
     `n_dimensions` is None, 0 or not below n_embd."""

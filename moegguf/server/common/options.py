@@ -52,23 +52,10 @@ Budget = Annotated[str | int | None, AfterValidator(_budget)]
 Stop = Annotated[str, Field(max_length=limits.STOP_CHARS)]
 
 
-class Options(Body):
-    """The options of Ollama that have an effect here, `exact`, and `expert_cache` with its alias `moe_cache_ram`. None:
-    the model's parameter, or the default.
+class SamplingOptions(Body):
+    """How tokens are chosen: Ollama's options, which are also keys of OpenAI's bodies, and `exact`: computed without
+    other requests. seed -1: random. None: the model's parameter, or the default."""
 
-    num_predict -1 and -2: until the model ends or the context is full; num_keep: tokens that stay when it is, -1: the
-    prompt; seed -1: random; num_thread 0 and num_ctx 0: the default; num_thread: at most the processors. exact:
-    computed without other requests. num_batch has no effect in a request, whose passes others share: it belongs to a
-    name (`create`).
-    """
-
-    num_ctx: Whole = _in_range("num_ctx")
-    num_batch: Whole = _in_range("num_batch")
-    num_thread: Whole = _in_range("num_thread")
-    expert_cache: Budget = None
-    moe_cache_ram: Budget = None
-    num_predict: Whole = _in_range("num_predict")
-    num_keep: Whole = _in_range("num_keep")
     seed: Whole = _in_range("seed")
     temperature: Number = _in_range("temperature")
     top_k: Whole = _in_range("top_k")
@@ -81,6 +68,23 @@ class Options(Body):
     frequency_penalty: Number = _in_range("frequency_penalty")
     stop: Annotated[list[Stop] | None, Field(max_length=limits.STOPS)] = None
     exact: bool | None = None
+
+
+class Options(SamplingOptions):
+    """The other options of Ollama that have an effect here, and `expert_cache` with its alias `moe_cache_ram`.
+
+    num_predict -1 and -2: until the model ends or the context is full; num_keep: tokens that stay when it is, -1: the
+    prompt; num_thread 0 and num_ctx 0: the default; num_thread: at most the processors. num_batch has no effect in a
+    request, whose passes others share: it belongs to a name (`create`).
+    """
+
+    num_ctx: Whole = _in_range("num_ctx")
+    num_batch: Whole = _in_range("num_batch")
+    num_thread: Whole = _in_range("num_thread")
+    expert_cache: Budget = None
+    moe_cache_ram: Budget = None
+    num_predict: Whole = _in_range("num_predict")
+    num_keep: Whole = _in_range("num_keep")
 
     @model_validator(mode="before")
     @classmethod

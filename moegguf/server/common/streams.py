@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -18,9 +18,10 @@ from starlette.types import Receive, Scope, Send
 
 from moegguf.errors import BusyError
 from moegguf.server.common import limits
-from moegguf.server.common.errors import error_response, http_error
+from moegguf.server.common.errors import HttpError, error_response, http_error
 
 Lines = AsyncGenerator[bytes, None]
+ErrorLine = Callable[[HttpError, str], bytes]
 
 
 def dumps(value: Any) -> str:
@@ -28,9 +29,19 @@ def dumps(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
-def event_line(name: str, data: Mapping[str, Any]) -> bytes:
-    """A server-sent event with a name."""
-    return f"event: {name}\ndata: {dumps(data)}\n\n".encode()
+def json_line(value: Any) -> bytes:
+    """An object for a LineResponse."""
+    return dumps(value).encode() + b"\n"
+
+
+def event_line(data: Mapping[str, Any], name: str = "") -> bytes:
+    """A server-sent event, with a name or without."""
+    return f"{f'event: {name}' if name else ''}\ndata: {dumps(data)}\n\n".lstrip().encode()
+
+
+def error_json_line(error: HttpError, path: str) -> bytes:
+    """The line for an error of a request at `path`."""
+    return json_line(error.body(path))
 
 
 async def _end(*tasks: asyncio.Task[None]) -> None:
@@ -103,18 +114,18 @@ class WholeResponse(CancellableResponse):
 
 
 class LineResponse(CancellableResponse):
-    """The items of `lines`, each sent at once. `lines` is always closed."""
+    """The items of `lines`, each sent at once: JSON objects. `lines` is always closed. `error_line`: the last one after
+    an error behind the first byte."""
 
-    def __init__(self, lines: Lines) -> None:
+    media_type = "application/x-ndjson"
+
+    def __init__(self, lines: Lines, error_line: ErrorLine = error_json_line) -> None:
         super().__init__()
         self._lines = lines
+        self._error_line = error_line
         self._started = False
         self.status_code = 200
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
-
-    def error_line(self, body: Mapping[str, Any]) -> bytes:
-        """The line for an error after the first byte."""
-        return json_line(body)
 
     async def work(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the lines, then a line for an error."""
@@ -130,7 +141,7 @@ class LineResponse(CancellableResponse):
         """Sends an error in place of the reply, or of the rest of it."""
         if not self._started:
             return await super().fail(error, scope, receive, send)
-        await self._send(send, self.error_line(http_error(error).body(scope["path"])))
+        await self._send(send, self._error_line(http_error(error), scope["path"]))
         await self._send(send, b"", more=False)
 
     async def _send(self, send: Send, line: bytes, more: bool = True) -> None:
@@ -140,28 +151,16 @@ class LineResponse(CancellableResponse):
         await send({"type": "http.response.body", "body": line, "more_body": more})
 
 
-class NdjsonResponse(LineResponse):
-    """One JSON object per line."""
-
-    media_type = "application/x-ndjson"
-
-
-def json_line(value: Any) -> bytes:
-    """An object for NdjsonResponse."""
-    return dumps(value).encode() + b"\n"
-
-
 class SseResponse(LineResponse):
     """Server-sent events: each item is a whole event with its blank line. `ping_line` keeps an idle stream open."""
 
     media_type = "text/event-stream; charset=utf-8"
     ping_s = limits.PING_S
-    ping_line = b": ping\n\n"
 
-    def error_line(self, body: Mapping[str, Any]) -> bytes:
-        """An event with the error."""
-        return b"data: " + dumps(body).encode() + b"\n\n"
+    def __init__(self, lines: Lines, error_line: ErrorLine, ping_line: bytes) -> None:
+        super().__init__(lines, error_line)
+        self._ping_line = ping_line
 
     async def ping(self, send: Send) -> None:
         """Sends `ping_line`."""
-        await self._send(send, self.ping_line)
+        await self._send(send, self._ping_line)

@@ -3,6 +3,6 @@
 Promises: requests and replies in the format of Ollama's own server (api/types.go). Does not know OpenAI's API.
 """
 
-from moegguf.server.ollama import chat, create, embed, models, pull, show
+from moegguf.server.ollama import chat, create, embed, models
 
-routes = [route for module in (chat, models, show, embed, pull, create) for route in module.routes]
+routes = [route for module in (chat, models, embed, create) for route in module.routes]

@@ -1,31 +1,109 @@
-"""/api/create and /api/blobs: a new name for a model, from another name or from uploaded files."""
+"""/api/pull: downloads a model; a disconnect stops that, unless others wait for it. /api/create and /api/blobs: a new
+name for a model, from another name or from uploaded files."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import threading
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from moegguf.errors import ModelFormatError
+from moegguf.models.entry import PullStatus
+from moegguf.models.pull import pull as fetch
 from moegguf.models.recipe import Recipe, left_out
 from moegguf.server.common import limits
 from moegguf.server.common.body import read_body, refuse_compressed
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.lookup import find
-from moegguf.server.common.streams import Lines, NdjsonResponse, WholeResponse, json_line
-from moegguf.server.ollama.schema import CreateRequest
+from moegguf.server.common.streams import LineResponse, Lines, WholeResponse, json_line
+from moegguf.server.ollama.schema import CreateRequest, PullRequest
+
+if TYPE_CHECKING:
+    from moegguf.models.catalog import Catalog
 
 CHUNK_BYTES = 1 << 20
+SUCCESS = "success"
+
+
+def told(body: PullRequest | CreateRequest, statuses: AsyncGenerator[dict[str, Any]]) -> Response:
+    """The statuses, a line each; without `stream` the last one alone, which is `success`."""
+
+    async def lines() -> Lines:
+        async with aclosing(statuses):
+            async for status in statuses:
+                yield json_line(status)
+
+    async def last() -> dict[str, Any]:
+        async with aclosing(statuses):
+            return [status async for status in statuses][-1]
+
+    return WholeResponse(last()) if body.stream is False else LineResponse(lines())
+
+
+async def pull(request: Request) -> Response:
+    """Downloads a model."""
+    body = await read_body(request, PullRequest)
+    return told(body, pulling(body.model_name, request.app.state.catalog))
+
+
+async def pulling(name: str, catalog: Catalog) -> AsyncGenerator[dict[str, Any]]:
+    """The progress of a download, which runs on a daemon thread. Raises what `moegguf.models.pull.pull` raises.
+
+    Closing it stops the download; the received part is kept.
+    """
+    loop, cancelled = asyncio.get_running_loop(), threading.Event()
+    items: asyncio.Queue[PullStatus | BaseException | None] = asyncio.Queue()
+
+    def put(item: PullStatus | BaseException | None) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(items.put_nowait, item)
+
+    def work() -> None:
+        try:
+            fetch(name, catalog, put, cancelled)
+        except BaseException as error:  # raised again by the consumer
+            put(error)
+        else:
+            put(None)
+
+    threading.Thread(target=work, name="moegguf-pull", daemon=True).start()
+    try:
+        while (item := await items.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            if item.status != SUCCESS:  # which is said when all has ended
+                yield status_object(item)
+        yield {"status": SUCCESS}
+    finally:
+        cancelled.set()
+
+
+def status_object(status: PullStatus) -> dict[str, Any]:
+    """A status as Ollama writes it; `completed` is absent before the first bytes."""
+    found: dict[str, Any] = {"status": status.status}
+    if status.digest or status.file:
+        found |= {"digest": status.digest, "total": status.total_bytes}
+    if status.file:
+        found["file"] = status.file
+    if status.completed_bytes is not None:
+        found["completed"] = status.completed_bytes
+    return found
 
 
 async def create(request: Request) -> Response:
     """Creates the name; the statuses are Ollama's."""
     body = await read_body(request, CreateRequest)
-    catalog = request.app.state.catalog
-    recipe = recipe_of(body)
+    return told(body, creating(body, recipe_of(body), request.app.state.catalog))
+
+
+async def creating(body: CreateRequest, recipe: Recipe, catalog: Catalog) -> AsyncGenerator[dict[str, Any]]:
+    """The steps. Raises HttpError 400, 404."""
 
     def make() -> None:
         if recipe.from_:
@@ -35,21 +113,14 @@ async def create(request: Request) -> Response:
         except ModelFormatError as error:
             raise HttpError(400, str(error)) from None
 
-    async def lines() -> Lines:
-        await asyncio.to_thread(make)
-        for digest in recipe.files.values():
-            yield json_line({"status": f"using existing layer {digest}"})
-        for sentence in left_out(recipe):
-            yield json_line({"status": f"warning: {sentence}"})
-        yield json_line({"status": "writing manifest"})
-        yield json_line({"status": "success"})
-
-    async def whole() -> dict[str, Any]:
-        await asyncio.to_thread(make)
-        warnings = left_out(recipe)
-        return {"status": "success", **({"warnings": warnings} if warnings else {})}
-
-    return WholeResponse(whole()) if body.stream is False else NdjsonResponse(lines())
+    await asyncio.to_thread(make)
+    for digest in recipe.files.values():
+        yield {"status": f"using existing layer {digest}"}
+    warnings = left_out(recipe)
+    for sentence in warnings:
+        yield {"status": f"warning: {sentence}"}
+    yield {"status": "writing manifest"}
+    yield {"status": SUCCESS, **({"warnings": warnings} if warnings and body.stream is False else {})}
 
 
 def recipe_of(body: CreateRequest) -> Recipe:
@@ -117,6 +188,7 @@ async def _write(request: Request, write: Any) -> None:
 
 
 routes = [
+    Route("/api/pull", pull, methods=["POST"]),
     Route("/api/create", create, methods=["POST"]),
     Route("/api/blobs/{digest:path}", has_blob, methods=["HEAD"]),
     Route("/api/blobs/{digest:path}", add_blob, methods=["POST"]),

@@ -23,7 +23,7 @@ TOO_LONG = "the input length exceeds the context length"
 
 
 async def embed(request: Request) -> Response:
-    """A normalized vector per text of a list, empty ones too; without a text, only loads the model. As Ollama does."""
+    """A normalized vector per text of a list, empty ones too; without a text, only loads the model."""
     start_ns = time.perf_counter_ns()
     body = await read_body(request, EmbedRequest)
     texts = [text for text in (body.input,) if text] if isinstance(body.input, str) else body.input or []

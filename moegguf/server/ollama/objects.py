@@ -1,8 +1,5 @@
 """Ollama's JSON objects (api/types.go): model details, times, statistics of an answer, and the replies of /api/chat and
-/api/generate.
-
-A streamed reply has a line per token, so its constant part is encoded once and only the text per line.
-"""
+/api/generate."""
 
 from __future__ import annotations
 
@@ -11,31 +8,16 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from functools import lru_cache
-from json import encoder
 from typing import Any
 
 from moegguf.generate.request import Delta, TokenLogprob, ToolCall
 from moegguf.models.entry import Details
 from moegguf.server.common import conversation
 from moegguf.server.common.objects import MIN_LOGPROB, cut_object, moe_object, to_ns
-from moegguf.server.common.streams import NdjsonResponse, dumps
+from moegguf.server.common.streams import LineResponse, Lines, json_line
 from moegguf.serving.events import Done, Event
 
 NEVER = datetime(2318, 1, 1, tzinfo=UTC)  # expiry of a model that is kept for ever; Ollama gives a similar year
-
-quote = encoder.encode_basestring
-
-
-@lru_cache(maxsize=2)
-def _second_text(seconds: int) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
-
-
-def now_text() -> str:
-    """The current time as RFC 3339 in UTC."""
-    seconds, ns = divmod(time.time_ns(), 1_000_000_000)
-    return f"{_second_text(seconds)}.{ns // 1000:06d}Z"
 
 
 def time_text(moment: datetime | None) -> str:
@@ -91,27 +73,22 @@ def _present(**fields: Any) -> dict[str, Any]:
 
 
 class Reply(conversation.Reply):
-    """A reply by model `name`, to a request that arrived at `start_ns` (perf_counter). `with_details`: with lines for
-    the progress of the prompt, and all of the timing at the end. `with_context`: the last object of /api/generate has
-    the tokens to continue from."""
+    """A reply by model `name`. `with_details`: with lines for the progress of the prompt, and all of the timing at the
+    end. `with_context`: the last object of /api/generate has the tokens to continue from."""
 
-    response = NdjsonResponse
-
-    def __init__(self, name: str, start_ns: int, *, with_details: bool = False, with_context: bool = False) -> None:
+    def __init__(self, name: str, *, with_details: bool = False, with_context: bool = False) -> None:
         self._name = name
-        self._start_ns = start_ns
-        self._head = f'{{"model":{quote(name)},"created_at":"'
         self._whole: dict[str, Any]  # from `add` on
         self._with_details = with_details
         self._with_context = with_context
 
+    def streamed(self, lines: Lines) -> LineResponse:
+        """A JSON object on each line."""
+        return LineResponse(lines)
+
     @abstractmethod
     def content(self, text: str, thinking: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The fields with the model's output."""
-
-    @abstractmethod
-    def text_json(self, text: str) -> str:
-        """`content` of a text alone, as JSON without its braces."""
 
     def final_fields(self, done: Done) -> dict[str, Any]:
         """Fields of the last object only, besides the statistics."""
@@ -120,27 +97,18 @@ class Reply(conversation.Reply):
     def lines(self, event: Event) -> bytes:
         """The line for an event; empty for events that Ollama's API does not have, unless `with_details`."""
         if isinstance(event, Delta):
-            return self._delta_line(event)
+            return json_line(self._object(self._delta_fields(event) | {"done": False})) if event != Delta() else b""
         if isinstance(event, Done):
             more = {"timing": asdict(event.timing), "decisions": event.decisions} if self._with_details else {}
-            figures = statistics(event, self._start_ns) | more
-            return self._line(self.content("", "", ()) | self.final_fields(event) | figures)
-        return self._line({"prompt_progress": asdict(event), "done": False}) if self._with_details else b""
-
-    def _delta_line(self, delta: Delta) -> bytes:
-        if delta.text and not (delta.thinking or delta.tool_calls or delta.logprobs):
-            return f'{self._head}{now_text()}",{self.text_json(delta.text)},"done":false}}\n'.encode()
-        if delta == Delta():
-            return b""
-        return self._line(self._delta_fields(delta) | {"done": False})
-
-    def _line(self, rest: dict[str, Any]) -> bytes:
-        return f'{self._head}{now_text()}",{dumps(rest)[1:]}\n'.encode()
+            figures = statistics(event, self.start_ns) | more
+            return json_line(self._object(self.content("", "", ()) | self.final_fields(event) | figures))
+        progress = {"prompt_progress": asdict(event), "done": False}
+        return json_line(self._object(progress)) if self._with_details else b""
 
     def add(self, delta: Delta, done: Done) -> None:
         """With the statistics."""
         content = self._delta_fields(delta)
-        self._whole = self._object(content | self.final_fields(done) | statistics(done, self._start_ns))
+        self._whole = self._object(content | self.final_fields(done) | statistics(done, self.start_ns))
 
     def whole(self) -> dict[str, Any]:
         """The answer."""
@@ -151,7 +119,7 @@ class Reply(conversation.Reply):
         return self._object(self.content("", "", ()) | {"done": True, "done_reason": reason})
 
     def _object(self, rest: dict[str, Any]) -> dict[str, Any]:
-        return {"model": self._name, "created_at": now_text(), **rest}
+        return {"model": self._name, "created_at": time_text(datetime.now(UTC)), **rest}
 
     def _delta_fields(self, delta: Delta) -> dict[str, Any]:
         calls = [call_object(call, index) for index, call in self.numbered(delta.tool_calls)]
@@ -167,10 +135,6 @@ class ChatReply(Reply):
         message: dict[str, Any] = {"role": "assistant", "content": text}
         return {"message": message | _present(thinking=thinking, tool_calls=list(calls))}
 
-    def text_json(self, text: str) -> str:
-        """`message` with a text alone."""
-        return f'"message":{{"role":"assistant","content":{quote(text)}}}'
-
 
 class GenerateReply(Reply):
     """The reply of /api/generate."""
@@ -178,10 +142,6 @@ class GenerateReply(Reply):
     def content(self, text: str, thinking: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """`response`, `thinking`, `tool_calls`."""
         return {"response": text} | _present(thinking=thinking, tool_calls=list(calls))
-
-    def text_json(self, text: str) -> str:
-        """`response`."""
-        return f'"response":{quote(text)}'
 
     def final_fields(self, done: Done) -> dict[str, Any]:
         """With `context`."""

@@ -14,7 +14,7 @@ from moegguf.generate.images import MAX_IMAGES, with_images
 from moegguf.generate.options import MAX_TOP_LOGPROBS, THINK_LEVELS
 from moegguf.generate.request import GenerationRequest, Message
 from moegguf.models.entry import Details, ModelEntry
-from moegguf.models.recipe import MAX_TOKENS
+from moegguf.models.recipe import MAX_TOKENS, is_go_template
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body
 from moegguf.server.common.conversation import Question
@@ -109,13 +109,11 @@ class ChatRequest(GenerationBody):
 
     def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
         """The only request."""
-        # As Ollama: said before images are judged.
+        # Ollama says this before it judges images.
         check_capabilities(entry, known, {"vision": any(message.images for message in self.messages or ())})
         messages = with_entry_messages((message.as_message() for message in self.messages or ()), entry)
         tools = tuple(tool.model_dump(exclude_none=True) for tool in self.tools or ())
-        return [
-            GenerationRequest(messages=messages, tools=tools, template=entry.template, **self.common_fields(entry))
-        ]
+        return [GenerationRequest(messages=messages, tools=tools, template=entry.template, **self.common_fields(entry))]
 
 
 class GenerateRequest(GenerationBody):
@@ -129,15 +127,23 @@ class GenerateRequest(GenerationBody):
     raw: bool | None = None
     images: Images | None = None
 
+    @model_validator(mode="after")
+    def _goes_together(self) -> GenerateRequest:
+        if self.raw and (self.template or self.system or self.context):
+            raise ValueError("raw mode does not support template, system, or context")
+        if self.template and is_go_template(self.template):
+            raise ValueError("template: is in Go's language; write it in Jinja, as the model's own (/api/show has it)")
+        if self.images and (self.raw or self.suffix):
+            raise ValueError("raw mode and suffix do not support images; send them with a prompt for the template")
+        return self
+
     def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
         """The only request: the prompt through the chat template, or as it is with `raw` or `suffix`."""
         needs = {"generate": True, "vision": bool(self.images), "insert": bool(self.suffix)}
         check_capabilities(entry, known, {**needs, "thinking": bool(self.think)})
         fields, prompt = self.common_fields(entry), self.prompt or ""
         if self.raw or self.suffix:
-            return [
-                GenerationRequest(prompt=prompt, suffix=self.suffix or None, return_context=not self.raw, **fields)
-            ]
+            return [GenerationRequest(prompt=prompt, suffix=self.suffix or None, return_context=not self.raw, **fields)]
         system = entry.system if self.system is None else self.system
         messages: list[Message] = [{"role": "system", "content": system}] if system else []
         if not self.context:

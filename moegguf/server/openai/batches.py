@@ -1,4 +1,4 @@
-"""/v1/batches: files of requests, answered while nobody else waits."""
+"""/v1/files and /v1/batches: files of requests, answered while nobody else waits, and of their answers."""
 
 from __future__ import annotations
 
@@ -8,27 +8,113 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body, read_body
 from moegguf.server.common.errors import NO_RETRY, HttpError
-from moegguf.server.openai.files import check_expiry
+from moegguf.server.common.forms import Form, read_form
+from moegguf.server.common.lists import page
+from moegguf.server.common.objects import usage
 from moegguf.server.openai.in_process import ENDPOINTS
-from moegguf.server.openai.lists import page
-from moegguf.serving.batch.answers import Counts
-from moegguf.serving.batch.batches import CANCELLABLE, Batch, Batches
+from moegguf.serving.batch.batches import CANCELLABLE, INPUT_PURPOSE, Batch, Batches
+from moegguf.serving.batch.files import StoredFile
 
-MAX_LISTED, DEFAULT_LISTED = 100, 20
+MAX_FILES_LISTED = 10_000
+MAX_BATCHES_LISTED, DEFAULT_BATCHES_LISTED = 100, 20
 TIMES = (
     "created_at", "in_progress_at", "expires_at", "finalizing_at", "completed_at", "failed_at", "expired_at",
     "cancelling_at", "cancelled_at",
 )  # fmt: skip
+EXPIRY_S = range(3600, 2_592_001)  # OpenAI's
 
 Key = Annotated[str, Field(max_length=64)]
 Value = Annotated[str, Field(max_length=512)]
 Id = Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARS)]
+
+
+def _batches(request: Request) -> Batches:
+    return request.app.state.batches
+
+
+def file_object(file: StoredFile) -> dict[str, Any]:
+    """A file as OpenAI describes it."""
+    return {
+        "id": file.id,
+        "object": "file",
+        "bytes": file.n_bytes,
+        "created_at": file.created_at,
+        "expires_at": file.expires_at,
+        "filename": file.filename,
+        "purpose": file.purpose,
+        "status": "processed",
+        "status_details": None,
+    }
+
+
+def check_expiry(anchor: object, seconds: object) -> int | None:
+    """Seconds from `expires_after`; None without. Raises HttpError 400."""
+    if anchor is None and seconds is None:
+        return None
+    if anchor != "created_at":
+        raise HttpError(400, f"expires_after.anchor: must be 'created_at', but is {str(anchor)[:40]!r}")
+    text = str(seconds)
+    if not (text.isascii() and text.isdecimal() and len(text) < 9 and int(text) in EXPIRY_S):
+        raise HttpError(
+            400, f"expires_after.seconds: must be from {EXPIRY_S[0]} to {EXPIRY_S[-1]}, but is {text[:40]!r}"
+        )
+    return int(text)
+
+
+async def create_file(request: Request) -> Response:
+    """Stores a file. Raises HttpError 400, 413, StorageError, BusyError."""
+    with _batches(request).files.new() as file:
+        form = await read_form(request, file.write, request.app.state.settings.upload_bytes)
+        purpose, expires_after_s = _checked(form)
+        return JSONResponse(file_object(file.finish(form.filename or "", purpose, expires_after_s)))
+
+
+def _checked(form: Form) -> tuple[str, int | None]:
+    if form.filename is None:
+        raise HttpError(400, "file: field required")
+    purpose = form.fields.get("purpose")
+    if purpose != INPUT_PURPOSE:
+        found = "is missing" if purpose is None else f"is {purpose[:40]!r}"
+        raise HttpError(400, f"purpose: must be '{INPUT_PURPOSE}', but {found}")
+    fields = (form.fields.get(f"expires_after[{name}]") for name in ("anchor", "seconds"))
+    return purpose, check_expiry(*fields)
+
+
+async def list_files(request: Request) -> Response:
+    """The files, newest first unless `order` is asc."""
+    query = request.query_params
+    if query.get("order", "desc") not in ("asc", "desc"):
+        raise HttpError(400, "order: must be 'asc' or 'desc'")
+    files = [file for file in _batches(request).files.all() if query.get("purpose", file.purpose) == file.purpose]
+    if query.get("order") != "asc":
+        files.reverse()
+    return listed(request, [file_object(file) for file in files], MAX_FILES_LISTED)
+
+
+async def retrieve_file(request: Request) -> Response:
+    """One file's description. Raises UnknownIdError."""
+    return JSONResponse(file_object(_batches(request).files.get(request.path_params["file"])))
+
+
+async def file_content(request: Request) -> Response:
+    """The contents of a file. Raises UnknownIdError."""
+    store, file_id = _batches(request).files, request.path_params["file"]
+    return FileResponse(
+        store.path(file_id), media_type="application/octet-stream", filename=store.get(file_id).filename
+    )
+
+
+async def delete_file(request: Request) -> Response:
+    """Removes a file. Raises UnknownIdError."""
+    file_id = request.path_params["file"]
+    _batches(request).files.delete(file_id)
+    return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
 
 def _endpoint(value: str) -> str:
@@ -56,6 +142,7 @@ class BatchBody(Body):
 
 def batch_object(batch: Batch) -> dict[str, Any]:
     """A batch as OpenAI describes it."""
+    counts = batch.counts
     return {
         "id": batch.id,
         "object": "batch",
@@ -70,27 +157,12 @@ def batch_object(batch: Batch) -> dict[str, Any]:
         **{name: value for name, value in asdict(batch).items() if name in TIMES},
         "request_counts": {
             "total": batch.total,
-            "completed": batch.counts.completed,
-            "failed": batch.counts.failed,
+            "completed": counts.completed,
+            "failed": counts.failed,
         },
-        "usage": usage_object(batch.counts),
+        "usage": usage(counts.input_tokens, counts.cached_tokens, counts.output_tokens, counts.reasoning_tokens),
         "metadata": batch.metadata,
     }
-
-
-def usage_object(counts: Counts) -> dict[str, Any]:
-    """The tokens of all answers."""
-    return {
-        "input_tokens": counts.input_tokens,
-        "input_tokens_details": {"cached_tokens": counts.cached_tokens},
-        "output_tokens": counts.output_tokens,
-        "output_tokens_details": {"reasoning_tokens": counts.reasoning_tokens},
-        "total_tokens": counts.input_tokens + counts.output_tokens,
-    }
-
-
-def _batches(request: Request) -> Batches:
-    return request.app.state.batches
 
 
 async def create_batch(request: Request) -> Response:
@@ -105,7 +177,7 @@ async def create_batch(request: Request) -> Response:
 async def list_batches(request: Request) -> Response:
     """The batches, newest first."""
     objects = [batch_object(batch) for batch in _batches(request).all()]
-    return JSONResponse(page(request, objects, MAX_LISTED, DEFAULT_LISTED))
+    return listed(request, objects, MAX_BATCHES_LISTED, DEFAULT_BATCHES_LISTED)
 
 
 async def retrieve_batch(request: Request) -> Response:
@@ -125,7 +197,17 @@ async def cancel_batch(request: Request) -> Response:
     return JSONResponse(batch_object(batch))
 
 
+def listed(request: Request, objects: list[dict[str, Any]], most: int, default: int | None = None) -> Response:
+    """The page that the query asks for. Raises HttpError 400."""
+    return JSONResponse({"object": "list", **page(request, objects, most, default or most)})
+
+
 routes = [
+    Route("/v1/files", create_file, methods=["POST"]),
+    Route("/v1/files", list_files, methods=["GET"]),
+    Route("/v1/files/{file}", retrieve_file, methods=["GET"]),
+    Route("/v1/files/{file}", delete_file, methods=["DELETE"]),
+    Route("/v1/files/{file}/content", file_content, methods=["GET"]),
     Route("/v1/batches", create_batch, methods=["POST"]),
     Route("/v1/batches", list_batches, methods=["GET"]),
     Route("/v1/batches/{batch}", retrieve_batch, methods=["GET"]),

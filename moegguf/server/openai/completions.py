@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from moegguf.generate.options import MAX_TOP_LOGPROBS
-from moegguf.generate.request import GenerationRequest
+from moegguf.generate.request import Delta, GenerationRequest, TokenLogprob
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.server.common import limits
-from moegguf.server.common.conversation import answers, read_question, respond
+from moegguf.server.common.conversation import Conversation, Json
+from moegguf.server.common.objects import MIN_LOGPROB
 from moegguf.server.common.options import MAX_TOKEN
-from moegguf.server.openai.objects import CompletionReply
+from moegguf.server.openai.chat import ChoicesReply
 from moegguf.server.openai.schema import GenerationBody, one_answer
-from moegguf.serving.events import Event
+from moegguf.serving.events import Done
+
+if TYPE_CHECKING:
+    from moegguf.serving.lease import Lease
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -77,33 +77,66 @@ class CompletionBody(GenerationBody):
         ]
 
 
-async def completions(request: Request) -> Response:
-    """The completion, whole or streamed."""
-    body, entry, generations = await read_question(request, CompletionBody, limits.BODY_BYTES)
-    reply = CompletionReply(
-        entry.name, entry.digest, logprobs=body.logprobs is not None, n_choices=len(body.prompt), **body.stream_form()
-    )
-    events = answers(request, body, entry, generations)
-    return respond(body, echoed(request, entry, body, reply, events) if body.echo else events, reply)
+def completion_logprobs(logprobs: Sequence[TokenLogprob], offset: int) -> Json:
+    """`logprobs` of completion; `offset`: position of the first of these tokens in the text."""
+    offsets = []
+    for logprob in logprobs:
+        offsets.append(offset)
+        offset += len(logprob.text)
+    return {
+        "tokens": [logprob.text for logprob in logprobs],
+        "token_logprobs": [max(logprob.logprob, MIN_LOGPROB) for logprob in logprobs],
+        "top_logprobs": [{text: max(logprob, MIN_LOGPROB) for text, logprob in logprob.top} for logprob in logprobs],
+        "text_offset": offsets,
+    }
 
 
-async def echoed(
-    request: Request, entry: ModelEntry, body: CompletionBody, reply: CompletionReply, events: AsyncGenerator[Event]
-) -> AsyncGenerator[Event]:
-    """The events, after the reply has got the prompts."""
-    async with aclosing(events):
-        reply.echo(await prompt_texts(request, entry, body))
-        async for event in events:
-            yield event
+class CompletionReply(ChoicesReply):
+    """A reply of /v1/completions with one choice per prompt; whole and streamed objects are alike."""
+
+    prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    empty: Mapping[str, Any] = {"text": ""}
+
+    def __init__(self, body: CompletionBody, entry: ModelEntry) -> None:
+        super().__init__(body, entry, logprobs=body.logprobs is not None)
+        self.n_choices = len(body.prompt)
+        self._echoed = body.prompt if body.echo else []
+        self._before = [""] * self.n_choices  # the text that each choice begins with
+        self._offset = 0
+
+    async def prepare(self, lease: Lease) -> None:
+        """Makes text of prompts that are echoed."""
+        for i, prompt in enumerate(self._echoed):
+            self._before[i] = prompt if isinstance(prompt, str) else await lease.detokenize(prompt)
+        self._offset = len(self._before[0])
+
+    def first(self) -> Json:
+        """The chunk before all others of a choice."""
+        return self._chunk({"text": self._before[self._index]})
+
+    def _end_choice(self, done: Done) -> None:
+        super()._end_choice(done)
+        self._offset = len(self._before[self._index]) if self._index < self.n_choices else 0
+
+    def chunks(self, delta: Delta) -> list[Json]:
+        """One chunk; none for an empty delta."""
+        text = delta.thinking + delta.text
+        if not text and not delta.logprobs:
+            return []
+        return [self._chunk({"text": text, "logprobs": self._logprobs(delta.logprobs)})]
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> Json | None:
+        if not self.logprobs:
+            return None
+        found = completion_logprobs(logprobs, self._offset)
+        self._offset += sum(len(logprob.text) for logprob in logprobs)
+        return found
+
+    def add(self, delta: Delta, done: Done) -> None:
+        """Adds the choice of the next prompt."""
+        text = self._before[self._index] + delta.thinking + delta.text
+        self._add({"text": text, "logprobs": self._logprobs(delta.logprobs)}, done)
 
 
-async def prompt_texts(request: Request, entry: ModelEntry, body: CompletionBody) -> list[str]:
-    """The prompts as text, for `echo`."""
-    texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
-    if len(texts) == len(body.prompt):
-        return texts
-    async with request.app.state.manager.lease(entry.name, body.overrides(), will_answer=False) as lease:
-        return [p if isinstance(p, str) else str(await lease.detokenize(p)) for p in body.prompt]
-
-
-routes = [Route("/v1/completions", completions, methods=["POST"])]
+COMPLETIONS = Conversation(CompletionBody, lambda body, entry, _: CompletionReply(body, entry), limits.BODY_BYTES)
+routes = [COMPLETIONS.at("/v1/completions")]

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from pydantic import BeforeValidator, Field
+from starlette.datastructures import State
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from moegguf.server.common import limits
-from moegguf.server.common.body import read_body
-from moegguf.server.common.conversation import leases_of
+from moegguf.server.common.body import parse_body, read_body, too_large
+from moegguf.server.common.conversation import Json, leases_of
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.objects import shorten
 from moegguf.server.common.options import MAX_TOKEN, Loading, ModelName
@@ -24,6 +25,7 @@ from moegguf.server.common.streams import WholeResponse
 
 if TYPE_CHECKING:
     from moegguf.generate.embedding import Embeddings
+    from moegguf.serving.background import Leases
 
 Text = str | list[int]  # a text, or its tokens
 
@@ -57,7 +59,7 @@ class EmbeddingsBody(Loading):
     truncate: bool | None = None
 
 
-def embeddings_object(model: str, found: Embeddings, body: EmbeddingsBody) -> dict[str, Any]:
+def embeddings_object(model: str, found: Embeddings, body: EmbeddingsBody) -> Json:
     """The reply. Raises HttpError 400 for more dimensions than the model has."""
     vectors = np.asarray(found.vectors, dtype="<f4").reshape(len(body.input), -1)
     n_embd = vectors.shape[1]
@@ -78,12 +80,18 @@ def embeddings_object(model: str, found: Embeddings, body: EmbeddingsBody) -> di
 
 async def embeddings(request: Request) -> Response:
     """A normalized vector per text."""
-    body = await read_body(request, EmbeddingsBody)
-    return WholeResponse(_embed(request, body))
+    return WholeResponse(_embed(leases_of(request), await read_body(request, EmbeddingsBody)))
 
 
-async def _embed(request: Request, body: EmbeddingsBody) -> dict[str, Any]:
-    async with leases_of(request).lease(body.model, body.overrides(), body.keep_alive_s()) as lease:
+async def whole_embeddings(state: State, leases: Leases, raw: bytes) -> Json:
+    """The reply to a body as JSON text. Raises MoeggufError."""
+    if len(raw) > limits.BODY_BYTES:
+        raise too_large(limits.BODY_BYTES)
+    return await _embed(leases, parse_body(raw, EmbeddingsBody))
+
+
+async def _embed(leases: Leases, body: EmbeddingsBody) -> Json:
+    async with leases.lease(body.model, body.overrides(), body.keep_alive_s()) as lease:
         found = await lease.embed(body.input, truncate=bool(body.truncate), normalize=True)
         return embeddings_object(lease.entry.name, found, body)
 

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from moegguf.generate.images import text_of
 from moegguf.generate.options import MAX_TOP_LOGPROBS
@@ -20,9 +20,9 @@ from moegguf.generate.request import GenerationRequest, Message
 from moegguf.models.entry import ModelEntry
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body
-from moegguf.server.common.content import Part, call_of, content_of, image_of_url, text_part, tool_message
+from moegguf.server.common.content import call_of, content_of, part_of, text_part, tool_message
 from moegguf.server.common.options import FunctionName, with_entry_messages
-from moegguf.server.openai.schema import EFFORTS, Effort, Limit, OpenAITool, ToolChoice, ToolsBody, arguments_of
+from moegguf.server.openai.schema import EFFORTS, Format, Limit, OpenAITool, Reasoning, ToolsBody, arguments_of
 
 log = logging.getLogger(__name__)
 
@@ -45,21 +45,9 @@ def parts_of(content: Any) -> Any:
     """A message's content as neutral parts. Raises ValueError for a part that is neither text nor an image."""
     if isinstance(content, str):
         return [text_part(content)]
-    return [_part(part) for part in content] if isinstance(content, list) else content
-
-
-def _part(part: Any) -> Part:
-    kind = part.get("type") if isinstance(part, dict) else None
-    text = part.get(TEXTS[kind]) if isinstance(kind, str) and kind in TEXTS else None
-    if isinstance(text, str):
-        return text_part(text)
-    if kind == "input_image" and isinstance(part.get("image_url"), str):
-        return image_of_url(part["image_url"])
-    if isinstance(kind, str) and kind not in TEXTS:
-        raise ValueError(
-            f"parts of type {kind[:40]!r} are not supported; send input_text, or input_image with image_url"
-        )
-    raise ValueError('a part must be {"type": "input_text", "text": "..."}')
+    if not isinstance(content, list):
+        return content
+    return [part_of(part, TEXTS, "input_image") for part in content]
 
 
 Parts = Annotated[list[dict[str, str]], BeforeValidator(parts_of)]
@@ -190,55 +178,11 @@ def _function(tool: Any) -> Any:
     return {"type": "function", "function": {name: tool.get(name) for name in ("name", "description", "parameters")}}
 
 
-def choice_of(choice: Any) -> Any:
-    """`tool_choice` in the form of chat's."""
-    kind = choice.get("type") if isinstance(choice, dict) else None
-    if kind == "function":
-        return {"type": kind, "function": {"name": choice.get("name")}}
-    if kind == "allowed_tools":
-        tools = choice.get("tools")
-        named = [_function(tool) for tool in tools] if isinstance(tools, list) else tools
-        return {"type": kind, "allowed_tools": {"mode": choice.get("mode"), "tools": named}}
-    if isinstance(kind, str):
-        raise ValueError(f"choices of type {kind[:40]!r} are not supported; name a function")
-    return choice
-
-
-class TextFormat(Body):
-    """`text.format`."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-    strict: bool | None = None
-
-    @model_validator(mode="after")
-    def _has_its_schema(self) -> TextFormat:
-        if self.type == "json_schema" and self.schema_ is None:
-            raise ValueError("schema is missing")
-        return self
-
-
 class TextOptions(Body):
     """`text`."""
 
-    format: TextFormat | None = None
+    format: Format | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
-
-    def as_format(self) -> str | Mapping[str, Any] | None:
-        """The `format` of a `GenerationRequest`."""
-        if self.format is None or self.format.type == "text":
-            return None
-        return self.format.schema_ if self.format.type == "json_schema" else "json"
-
-
-class ReasoningOptions(Body):
-    """`reasoning`. With a summary the thinking is sent as one; else as text."""
-
-    effort: Effort | None = None
-    summary: str | None = None
-    generate_summary: str | None = None
 
 
 class ResponsesBody(ToolsBody):
@@ -247,10 +191,9 @@ class ResponsesBody(ToolsBody):
     input: Annotated[list[Item], Field(min_length=1, max_length=limits.MESSAGES), BeforeValidator(items_of)]
     instructions: str | None = None
     tools: Annotated[list[OpenAITool], Field(max_length=limits.TOOLS), BeforeValidator(functions_of)] | None = None
-    tool_choice: Annotated[Literal["none", "auto", "required"] | ToolChoice | None, BeforeValidator(choice_of)] = None
     max_output_tokens: Limit | None = None
     text: TextOptions | None = None
-    reasoning: ReasoningOptions | None = None
+    reasoning: Reasoning | None = None
     truncation: Literal["auto", "disabled"] | None = None
     include: Annotated[list[str], Field(max_length=limits.STOPS)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -291,7 +234,7 @@ class ResponsesBody(ToolsBody):
             template=entry.template,
             tools=self.offered_tools(),
             tool_choice=self.wanted_choice(),
-            format=self.text.as_format() if self.text else None,
+            format=self.text.format.wanted() if self.text and self.text.format else None,
             think=EFFORTS[effort] if effort else None,
             truncate=self.truncation == "auto",
             shift=bool(self.shift),

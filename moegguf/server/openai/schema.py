@@ -19,16 +19,17 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_v
 from moegguf.generate.options import MAX_TOP_LOGPROBS
 from moegguf.generate.request import GenerationRequest, Message, Sampling
 from moegguf.models.entry import Details, ModelEntry
-from moegguf.models.recipe import MAX_SEED, MAX_TOKENS
+from moegguf.models.recipe import MAX_TOKENS
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body
-from moegguf.server.common.content import Part, call_of, content_of, image_of_url, text_part, tool_message
+from moegguf.server.common.content import call_of, content_of, part_of, tool_message
 from moegguf.server.common.conversation import Question
 from moegguf.server.common.options import (
     MAX_TOKEN,
     CalledFunction,
     Function,
     ModelName,
+    SamplingOptions,
     Stop,
     Tool,
     ToolCall,
@@ -40,12 +41,6 @@ MAX_BIASES = 4096
 EFFORTS: Mapping[str, bool | str] = {
     "none": False, "minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "max", "max": "max",
 }  # fmt: skip
-
-# Ollama's options that are also keys of the body, under the same name.
-OPTIONS = (
-    "temperature", "top_p", "top_k", "min_p", "typical_p", "seed", "stop", "repeat_penalty", "repeat_last_n",
-    "presence_penalty", "frequency_penalty", "exact",
-)  # fmt: skip
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -81,7 +76,6 @@ def token_ids(biases: Any) -> Any:
 
 Limit = Annotated[int, Field(ge=-1, le=MAX_TOKENS), AfterValidator(not_zero)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Penalty = Annotated[float, Field(ge=-100, le=100)]
 
 
 def read_parts(content: Any) -> Any:
@@ -89,23 +83,9 @@ def read_parts(content: Any) -> Any:
 
     Raises ValueError for a part that is neither.
     """
-    return content_of([_part(part) for part in content]) if isinstance(content, list) else content
-
-
-def _part(part: Any) -> Part:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind == "image_url":
-        given = part.get("image_url")
-        url = given.get("url") if isinstance(given, dict) else given
-        if not isinstance(url, str):
-            raise ValueError('image_url must be {"url": "data:image/png;base64,..."}')
-        return image_of_url(url)
-    text = part.get(kind) if kind in ("text", "refusal") else None
-    if isinstance(text, str):
-        return text_part(text)
-    if isinstance(kind, str) and kind not in ("text", "refusal"):
-        raise ValueError(f"parts of type {kind[:40]!r} are not supported; send text or image_url")
-    raise ValueError('a part must be {"type": "text", "text": "..."}')
+    if not isinstance(content, list):
+        return content
+    return content_of([part_of(part, {"text": "text", "refusal": "refusal"}, "image_url") for part in content])
 
 
 def arguments_of(text: Any) -> Any:
@@ -172,66 +152,61 @@ class ChatMessage(Body):
         return message
 
 
-class SchemaFormat(Body):
-    """`json_schema` of a response format."""
+def format_of(given: Any) -> Any:
+    """`response_format` as the fields of a `Format`; chat has a schema one level deeper than responses."""
+    named = given.get("json_schema") if isinstance(given, dict) else None
+    return {"type": given.get("type"), **named} if isinstance(named, dict) else given
 
-    name: str | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
 
-
-class ResponseFormat(Body):
-    """`response_format`."""
+class Format(Body):
+    """`response_format` of chat, `text.format` of responses; `schema` with json_object is llama-server's."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: SchemaFormat | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")  # llama-server's, with json_object
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
 
     @model_validator(mode="after")
-    def _has_its_schema(self) -> ResponseFormat:
-        if self.type == "json_schema" and self.json_schema is None:
-            raise ValueError("json_schema is missing")
+    def _has_its_schema(self) -> Format:
+        if self.type == "json_schema" and self.schema_ is None:
+            raise ValueError("schema is missing")
         return self
 
-    def as_format(self) -> str | Mapping[str, Any] | None:
+    def wanted(self) -> str | Mapping[str, Any] | None:
         """The `format` of a `GenerationRequest`."""
-        if self.type == "text":
-            return None
-        if self.type == "json_schema" and self.json_schema is not None:
-            return self.json_schema.schema_
-        return self.schema_ or "json"
+        return None if self.type == "text" else self.schema_ or "json"
 
 
-class NamedFunction(Body):
-    """A function by name."""
+def choice_of(choice: Any) -> Any:
+    """`tool_choice` as a `ToolChoice` has it; chat nests it deeper than responses. Raises ValueError."""
+    if not isinstance(choice, dict):
+        return choice
+    kind = choice.get("type")
+    if kind not in ("function", "allowed_tools"):
+        raise ValueError(f"choices of type {str(kind)[:40]!r} are not supported; name a function")
+    found = choice.get(kind, choice)
+    tools = [found] if kind == "function" else found.get("tools") if isinstance(found, dict) else None
+    names = [_function_name(tool) for tool in tools] if isinstance(tools, list) else []
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{kind} is missing, or has no names of functions")
+    return {"type": kind, "mode": found.get("mode", "auto"), "names": names}
 
-    name: str
 
-
-class AllowedTool(Body):
-    """An element of `allowed_tools.tools`."""
-
-    function: NamedFunction
-
-
-class AllowedTools(Body):
-    """`allowed_tools` of a tool choice."""
-
-    mode: Literal["auto", "required"]
-    tools: list[AllowedTool]
+def _function_name(tool: Any) -> Any:
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    return function.get("name") if isinstance(function, dict) else None
 
 
 class ToolChoice(Body):
-    """`tool_choice` as an object: one function, or a subset of the tools."""
+    """`tool_choice` as an object: one function, or with `mode` a subset of the tools."""
 
     type: Literal["function", "allowed_tools"]
-    function: NamedFunction | None = None
-    allowed_tools: AllowedTools | None = None
+    mode: Literal["auto", "required"]
+    names: list[str]
 
-    @model_validator(mode="after")
-    def _has_its_type(self) -> ToolChoice:
-        if getattr(self, self.type) is None:
-            raise ValueError(f"{self.type} is missing")
-        return self
+
+Choice = Annotated[Literal["none", "auto", "required"] | ToolChoice | None, BeforeValidator(choice_of)]
 
 
 class StreamOptions(Body):
@@ -240,7 +215,7 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-class GenerationBody(Question):
+class GenerationBody(Question, SamplingOptions):
     """The fields that chat and completion share. A prompt longer than the context is an error unless `truncate` is
     true; `shift` (Ollama's, off here) lets a prompt lose its middle then, and an answer go on in a full context."""
 
@@ -248,19 +223,8 @@ class GenerationBody(Question):
     stream_options: StreamOptions | None = None
     n: Annotated[int, AfterValidator(one_answer)] | None = None
     max_tokens: Limit | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=MAX_TOKEN)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    typical_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-MAX_SEED, le=MAX_SEED)] | None = None
-    stop: Annotated[list[Stop], Field(max_length=limits.STOPS), BeforeValidator(list_of_stops)] | None = None
-    repeat_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    repeat_last_n: Annotated[int, Field(ge=-1, le=MAX_TOKEN)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
+    stop: Annotated[list[Stop] | None, Field(max_length=limits.STOPS), BeforeValidator(list_of_stops)] = None
     logit_bias: Annotated[dict[int, Bias], Field(max_length=MAX_BIASES), BeforeValidator(token_ids)] | None = None
-    exact: bool | None = None
     return_progress: bool | None = None
     truncate: bool | None = None
     shift: bool | None = None
@@ -270,14 +234,9 @@ class GenerationBody(Question):
         """`model`."""
         return self.model
 
-    def stream_form(self) -> dict[str, bool]:
-        """Keywords of a reply: whether a stream ends with a chunk of token counts, and tells the prompt's progress."""
-        include_usage = bool(self.stream_options and self.stream_options.include_usage)
-        return {"include_usage": include_usage, "with_progress": bool(self.return_progress)}
-
     def sampling(self, entry: ModelEntry) -> Sampling:
         """The sampling parameters: the body's own keys, then `options`, then the entry's parameters."""
-        own = {name: getattr(self, name) for name in OPTIONS}
+        own = self.model_dump(include=set(SamplingOptions.model_fields))
         sampling = self.sampling_with(entry, **own, num_predict=self.max_answer_tokens())
         return replace(sampling, logit_bias=self.logit_bias or {})
 
@@ -287,16 +246,18 @@ class GenerationBody(Question):
 
 
 class Reasoning(Body):
-    """`reasoning`."""
+    """`reasoning`. With a summary, responses send the thinking as one; else as text."""
 
     effort: Effort | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
 
 
 class ToolsBody(GenerationBody):
     """The fields of a conversation with tools."""
 
     tools: Annotated[list[OpenAITool], Field(max_length=limits.TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: Choice = None
     parallel_tool_calls: bool | None = None
 
     @property
@@ -316,40 +277,26 @@ class ToolsBody(GenerationBody):
     def _choice_has_tools(self) -> ToolsBody:
         """Raises ValueError for a tool choice without its tools."""
         known = {tool.function.name for tool in self.tools or ()}
-        wanted = self._chosen_names()
         if self.tool_choice == "required" and not known:
             raise ValueError("tool_choice 'required' needs tools")
-        if missing := sorted(wanted - known):
+        wanted = self.tool_choice.names if isinstance(self.tool_choice, ToolChoice) else ()
+        if missing := sorted(set(wanted) - known):
             raise ValueError(f"tool_choice names {missing[0][:80]!r}, which is not among the tools")
         return self
 
-    def _chosen_names(self) -> set[str]:
-        """Functions that the tool choice names."""
-        if not isinstance(self.tool_choice, ToolChoice):
-            return set()
-        if self.tool_choice.function is not None:
-            return {self.tool_choice.function.name}
-        allowed = self.tool_choice.allowed_tools
-        return {tool.function.name for tool in allowed.tools} if allowed else set()
-
     def offered_tools(self) -> tuple[Mapping[str, Any], ...]:
         """The tools in the prompt."""
-        allowed = isinstance(self.tool_choice, ToolChoice) and self.tool_choice.allowed_tools is not None
-        wanted = self._chosen_names()
-        return tuple(
-            tool.model_dump(exclude_none=True)
-            for tool in self.tools or ()
-            if not allowed or tool.function.name in wanted
-        )
+        choice = self.tool_choice
+        names = choice.names if isinstance(choice, ToolChoice) and choice.type == "allowed_tools" else None
+        tools = (tool for tool in self.tools or () if names is None or tool.function.name in names)
+        return tuple(tool.model_dump(exclude_none=True) for tool in tools)
 
     def wanted_choice(self) -> str:
         """The `tool_choice` of a `GenerationRequest`."""
         choice = self.tool_choice
         if not isinstance(choice, ToolChoice):
             return choice or "auto"
-        if choice.function is not None:
-            return choice.function.name
-        return choice.allowed_tools.mode if choice.allowed_tools else "auto"
+        return choice.names[0] if choice.type == "function" else choice.mode
 
 
 class ChatBody(ToolsBody):
@@ -361,7 +308,7 @@ class ChatBody(ToolsBody):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=limits.MESSAGES)]
     max_completion_tokens: Limit | None = None
-    response_format: ResponseFormat | None = None
+    response_format: Annotated[Format | None, BeforeValidator(format_of)] = None
     reasoning_effort: Effort | None = None
     reasoning: Reasoning | None = None
     think: bool | Literal["low", "medium", "high", "max"] | None = None
@@ -389,7 +336,7 @@ class ChatBody(ToolsBody):
             template=entry.template,
             tools=self.offered_tools(),
             tool_choice=self.wanted_choice(),
-            format=self.response_format.as_format() if self.response_format else None,
+            format=self.response_format.wanted() if self.response_format else None,
             think=self._think(),
             template_options=self.chat_template_kwargs or {},
             truncate=bool(self.truncate),

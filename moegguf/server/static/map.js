@@ -103,7 +103,7 @@ export class ExpertMap {
     return this.across ? row * this.cells.nExpert + column : column * this.cells.nExpert + row;
   }
 
-  place(i) {
+  position(i) {
     const il = Math.floor(i / this.cells.nExpert), expert = i % this.cells.nExpert;
     return this.across ? [expert, il] : [il, expert];
   }
@@ -204,7 +204,7 @@ export class ExpertMap {
   }
 
   paintPointer() {
-    const { context, dpr, pitchX, pitchY } = this, [column, row] = this.place(this.pointed);
+    const { context, dpr, pitchX, pitchY } = this, [column, row] = this.position(this.pointed);
     const grow = dpr + Math.max(0, 5 * dpr - pitchX) / 2; // visible also around the smallest cell
     context.strokeStyle = this.ink;
     context.lineWidth = 1.5 * dpr;
@@ -238,7 +238,7 @@ export class ExpertMap {
     const step = STEPS[event.key];
     if (!step || !this.cells) return;
     event.preventDefault();
-    const [column, row] = this.pointed === null ? [0, 0] : this.place(this.pointed);
+    const [column, row] = this.pointed === null ? [0, 0] : this.position(this.pointed);
     const clamp = (value, n) => Math.min(Math.max(value, 0), n - 1);
     this.point(this.index(clamp(column + step[0], this.columns), clamp(row + step[1], this.rows)));
   }

@@ -74,7 +74,7 @@ export class Panel {
     this.last = snapshot;
   }
 
-  /** How many experts are in VRAM, and below it in RAM. */
+  /** How many experts are in VRAM, and in RAM only. */
   where({ tiers }) {
     const { cells } = this.map, nRam = cells.count(IN_RAM), all = count(cells.state.length);
     const nVram = cells.count(IN_VRAM);

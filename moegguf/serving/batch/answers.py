@@ -84,7 +84,7 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Span:
     """Where a line of the journal is, and whether it is an answer."""
 
     offset: int
@@ -96,16 +96,16 @@ class Place:
 class Journal:
     """The answers so far to some requests, in a file that one process at a time may have open.
 
-    `places`: of each answered line by its number. `claim` is told how large the file is to be before it grows, and may
-    raise StorageError. Made by `open_journal`; `close` gives the file free.
+    `answered`: where the answer of each line is, by its number. `charge` is told how large the file is to be before it
+    grows, and may raise StorageError. Made by `open_journal`; `close` gives the file free.
     """
 
     path: Path
     _handle: int
     _n_bytes: int = 0
-    places: dict[int, Place] = field(default_factory=dict)
+    answered: dict[int, Span] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
-    claim: Callable[[int], object] = lambda n_bytes: None
+    charge: Callable[[int], object] = lambda n_bytes: None
 
     @property
     def n_bytes(self) -> int:
@@ -118,26 +118,26 @@ class Journal:
         Raises StorageError; the journal is then as before.
         """
         data = json.dumps(entry, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n"
-        self.claim(self._n_bytes + len(data))
+        self.charge(self._n_bytes + len(data))
         try:
             write_all(self._handle, data)
         except OSError as error:
             with suppress(OSError):
                 os.ftruncate(self._handle, self._n_bytes)
-                self.claim(self._n_bytes)
+                self.charge(self._n_bytes)
             raise storage_error(self.path, error) from None
         self._note(number, entry, len(data))
 
     def _note(self, number: int, entry: Entry, n_bytes: int) -> None:
-        self.places[number] = Place(self._n_bytes, n_bytes, is_answer(entry))
+        self.answered[number] = Span(self._n_bytes, n_bytes, is_answer(entry))
         self._n_bytes += n_bytes
         self.counts.add(entry)
 
-    def lines(self, keep: Callable[[Place], bool] = lambda place: True) -> Iterator[bytes]:
+    def lines(self, keep: Callable[[Span], bool] = lambda span: True) -> Iterator[bytes]:
         """The lines that `keep` chooses, in the order of the requests."""
-        for _, place in sorted(self.places.items()):
-            if keep(place):
-                yield os.pread(self._handle, place.n_bytes, place.offset)
+        for _, span in sorted(self.answered.items()):
+            if keep(span):
+                yield os.pread(self._handle, span.n_bytes, span.offset)
 
     def finish(self, path: Path) -> None:
         """Puts all answers, in the order of the requests, at `path` at once, and removes the journal.
@@ -187,7 +187,7 @@ class Journal:
                 if not raw.endswith(b"\n"):
                     break
                 number, entry = self._parsed(raw, fingerprint)
-                if number in known and number not in self.places:
+                if number in known and number not in self.answered:
                     self._note(number, entry, len(raw))
                 else:
                     raise self._foreign()

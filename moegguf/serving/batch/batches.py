@@ -30,7 +30,7 @@ from moegguf.serving.batch.answers import (
     Counts,
     Entry,
     Journal,
-    Place,
+    Span,
     error_entry,
     open_journal,
     storage_error,
@@ -176,7 +176,7 @@ class Batches:
                 with suppress(OSError):  # it fails when it is read
                     self._files.note_link(batch.input_file_id, self._input(batch))
                 with suppress(OSError):  # there is none before its first answer
-                    self._files.note_claim(self._work(batch), _claimed(self._journal(batch).stat().st_size))
+                    self._files.note_charge(self._work(batch), _charged(self._journal(batch).stat().st_size))
             self._start(batch)
 
     # What clients ask for.
@@ -330,7 +330,7 @@ class Batches:
 
     async def _answer_all(self, batch: Batch) -> None:
         async with self._answers(batch) as (requests, journal):
-            journal.claim = lambda n_bytes: self._files.claim(self._work(batch), _claimed(n_bytes))
+            journal.charge = lambda n_bytes: self._files.charge(self._work(batch), _charged(n_bytes))
 
             def on_answer(entry: Entry) -> None:
                 batch.counts = journal.counts
@@ -343,12 +343,12 @@ class Batches:
         async with self._answers(batch) as (requests, journal):
             if not_executed is not None:
                 await _in_thread(partial(_append_not_executed, requests, journal, not_executed))
-            self._files.drop_claim(self._work(batch))
+            self._files.drop_charge(self._work(batch))
             try:
-                output_id = await self._store(batch, journal, "output", lambda place: place.is_answer)
-                error_id = await self._store(batch, journal, "errors", lambda place: not place.is_answer)
-            except BaseException:  # also where the server ends: the claim is the journal's again
-                self._files.note_claim(self._work(batch), _claimed(journal.n_bytes))
+                output_id = await self._store(batch, journal, "output", lambda span: span.is_answer)
+                error_id = await self._store(batch, journal, "errors", lambda span: not span.is_answer)
+            except BaseException:  # also where the server ends: the charge is the journal's again
+                self._files.note_charge(self._work(batch), _charged(journal.n_bytes))
                 raise
             now = int(self._now())
             times = {f"{status}_at": now, "finalizing_at": batch.finalizing_at or now}
@@ -356,9 +356,9 @@ class Batches:
             self._update(batch, status=status, total=len(requests.lines), **found, **times)
         self._remove_work(batch)
 
-    async def _store(self, batch: Batch, journal: Journal, what: str, keep: Callable[[Place], bool]) -> str | None:
+    async def _store(self, batch: Batch, journal: Journal, what: str, keep: Callable[[Span], bool]) -> str | None:
         """The id of a stored file with the lines that `keep` chooses; None without any. The same id when repeated."""
-        if not any(map(keep, journal.places.values())):
+        if not any(map(keep, journal.answered.values())):
             return None
         lines = journal.lines(keep)
         with self._files.new(f"file-{batch.id.removeprefix('batch_')}-{what}") as file:
@@ -374,7 +374,7 @@ class Batches:
     def _remove_work(self, batch: Batch) -> None:
         with suppress(OSError):
             self._files.unlink(self._input(batch))
-        self._files.drop_claim(self._work(batch))
+        self._files.drop_charge(self._work(batch))
         shutil.rmtree(self._work(batch), ignore_errors=True)
 
     async def _requests(self, batch: Batch) -> Requests:
@@ -457,11 +457,11 @@ async def _in_thread(call: Callable[[], Result], discard: Callable[[Result], obj
 def _append_not_executed(requests: Requests, journal: Journal, code: str) -> None:
     """Adds an error of that code for each request that was not begun. Raises StorageError."""
     for line in requests.lines:
-        if line.number not in journal.places:
+        if line.number not in journal.answered:
             journal.append(line.number, error_entry(requests, line, LineError(code, NOT_EXECUTED_TEXT[code])))
 
 
-def _claimed(n_bytes: int) -> int:
+def _charged(n_bytes: int) -> int:
     """What a journal of that size takes: its answers end in two files."""
     return n_bytes + 2 * DESCRIPTION_BYTES
 

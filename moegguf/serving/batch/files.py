@@ -49,7 +49,7 @@ class FileStore:
         self._n_stored = 0  # bytes of files that are complete
         self._n_uploading = 0  # and of those that are not
         self._links: dict[Path, tuple[str, int]] = {}  # (whose contents, bytes) of links: see `link`
-        self._claims: dict[Path, int] = {}  # bytes of files elsewhere: see `claim`
+        self._charges: dict[Path, int] = {}  # bytes of files elsewhere: see `charge`
 
     def load(self) -> None:
         """Reads the folder, and removes what a killed process has left incomplete. Raises OSError."""
@@ -122,19 +122,19 @@ class FileStore:
         path.unlink(missing_ok=True)
         self._links.pop(path, None)
 
-    def claim(self, path: Path, n_bytes: int) -> None:
-        """Counts a file that becomes so large among what is stored, until `drop_claim`. Raises StorageError above the
+    def charge(self, path: Path, n_bytes: int) -> None:
+        """Counts a file that becomes so large among what is stored, until `drop_charge`. Raises StorageError above the
         limit; the file then counts as before."""
-        self._check_space(n_bytes - self._claims.get(path, 0))
-        self._claims[path] = n_bytes
+        self._check_space(n_bytes - self._charges.get(path, 0))
+        self._charges[path] = n_bytes
 
-    def note_claim(self, path: Path, n_bytes: int) -> None:
+    def note_charge(self, path: Path, n_bytes: int) -> None:
         """Counts a file that is so large already."""
-        self._claims[path] = n_bytes
+        self._charges[path] = n_bytes
 
-    def drop_claim(self, path: Path) -> None:
+    def drop_charge(self, path: Path) -> None:
         """Counts a file no longer."""
-        self._claims.pop(path, None)
+        self._charges.pop(path, None)
 
     def new(self, file_id: str | None = None) -> NewFile:
         """A file to be written; with the id of one that exists, its replacement. Raises StorageError."""
@@ -159,7 +159,7 @@ class FileStore:
     def _n_taken(self) -> int:
         """Bytes of all files, of those that are deleted, but still linked, and of files elsewhere that count."""
         deleted = {of: n_bytes for of, n_bytes in self._links.values() if of not in self._files}
-        return self._n_stored + self._n_uploading + sum(deleted.values()) + sum(self._claims.values())
+        return self._n_stored + self._n_uploading + sum(deleted.values()) + sum(self._charges.values())
 
     def give_back(self, n_bytes: int) -> None:
         """Notes that a new file's bytes are reserved no more."""

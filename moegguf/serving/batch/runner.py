@@ -27,10 +27,10 @@ Answer = Callable[[str, bytes], Awaitable[Reply]]
 
 
 class Answers(Protocol):
-    """Where answers go; `places` has the numbers of lines that have one."""
+    """Where answers go; `answered` has the numbers of lines that have one."""
 
     @property
-    def places(self) -> Any:
+    def answered(self) -> Any:
         """A collection of numbers of lines."""
 
     def append(self, number: int, entry: Entry) -> None:
@@ -59,9 +59,9 @@ async def answer_requests(
             add(line, response_entry(requests, line, reply.status, reply.body))
 
     for line in requests.lines:
-        if line.error is not None and line.number not in answers.places:
+        if line.error is not None and line.number not in answers.answered:
             add(line, error_entry(requests, line, line.error))
-    for group in requests.groups(answers.places):
+    for group in requests.groups(answers.answered):
         pending = iter(group)
         try:
             async with asyncio.TaskGroup() as tasks:

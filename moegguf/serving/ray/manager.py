@@ -16,13 +16,12 @@ from ray.serve.exceptions import BackPressureError, RayServeException
 
 from moegguf.engine.stats import Stats
 from moegguf.errors import BusyError, OptionError, WorkerError
-from moegguf.generate.embedding import Embeddings
 from moegguf.generate.request import GenerationRequest
 from moegguf.models.entry import ModelEntry
-from moegguf.serving.events import Event, LoadedModel, LoadedName, LoadOverrides, Snapshot
+from moegguf.serving.events import Event, ExpertUses, LoadedModel, LoadedName, LoadOverrides, Snapshot
+from moegguf.serving.lease import Calls
 from moegguf.serving.ray.catalog import ConfiguredCatalog
-from moegguf.serving.ray.conversation import Conversation, conversation_of
-from moegguf.serving.ray.preference import Eam, RoutingRequest
+from moegguf.serving.ray.preference import Conversation, RoutingRequest, conversation_of
 from moegguf.serving.ray.replica import Failure
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ class ReplicaManager:
     def __init__(self, catalog: ConfiguredCatalog, handles: Mapping[str, DeploymentHandle]) -> None:
         self._catalog = catalog
         self._handles = handles
-        self._eams: OrderedDict[str, Eam] = OrderedDict()
+        self._eams: OrderedDict[str, ExpertUses] = OrderedDict()
         self._loaded: dict[str, LoadedModel] = {}
         self._updating: asyncio.Task[None]
 
@@ -106,14 +105,14 @@ class ReplicaManager:
         raise OptionError(f"the experts of {name!r} cannot be watched through Ray; see /metrics of Ray's nodes.")
         yield
 
-    def eam_of(self, conversation: Conversation) -> Eam | None:
+    def eam_of(self, conversation: Conversation) -> ExpertUses | None:
         """The EAM of a conversation so far; None where it is not known."""
         known = (
             prefix.digest for prefix in reversed(conversation.prefixes) if prefix.n_bytes >= conversation.least_bytes
         )
         return next((self._eams[digest] for digest in known if digest in self._eams), None)
 
-    def remember(self, conversation: Conversation, eam: Eam) -> None:
+    def remember(self, conversation: Conversation, eam: ExpertUses) -> None:
         """Notes the EAM of a request for its conversation's next turn."""
         if conversation.prefixes:
             self._eams[conversation.prefixes[-1].digest] = eam
@@ -153,7 +152,7 @@ def total(replicas: Sequence[LoadedModel]) -> LoadedModel:
     )
 
 
-class ReplicaLease:
+class ReplicaLease(Calls):
     """The use of a model by one request, as `moegguf.serving.lease.Lease`.
 
     A call whose replica ends before it gave anything is repeated once, by another one. Every call raises WorkerError
@@ -179,7 +178,7 @@ class ReplicaLease:
                 with ray_errors():
                     async for item in items:
                         has_events = True
-                        if isinstance(item, Eam):
+                        if isinstance(item, ExpertUses):
                             self._manager.remember(conversation, item)
                         else:
                             yield checked(item)
@@ -191,28 +190,12 @@ class ReplicaLease:
             finally:
                 items.cancel()
 
-    async def embed(self, inputs: Sequence[Any], *, truncate: bool = True, normalize: bool = True) -> Embeddings:
-        """As `Lease.embed`."""
-        found: Embeddings = await self._value("embed", list(inputs), truncate=truncate, normalize=normalize)
-        return found
-
-    async def tokenize(self, text: str, special: bool = True) -> list[int]:
-        """As `Lease.tokenize`."""
-        return list(await self._value("call", "tokenize", text, special))
-
-    async def detokenize(self, tokens: Sequence[int]) -> str:
-        """As `Lease.detokenize`."""
-        return str(await self._value("call", "detokenize", list(tokens)))
-
-    async def count(self, generation: GenerationRequest) -> int:
-        """As `Lease.count`."""
-        return int(await self._value("call", "count", generation))
-
-    async def _value(self, method: str, *arguments: Any, **options: Any) -> Any:
+    async def value(self, kind: str, **fields: Any) -> Any:
+        """The value of a request to some replica."""
         for last in (False, True):
             try:
                 with ray_errors():
-                    return checked(await getattr(self._handle, method).remote(RoutingRequest(), *arguments, **options))
+                    return checked(await self._handle.value.remote(RoutingRequest(), kind, fields))
             except WorkerError:
                 if last:
                     raise

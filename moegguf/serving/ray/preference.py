@@ -5,8 +5,8 @@ loaded. Plain data and arithmetic; `router.py` asks Ray for the facts and tells 
 from __future__ import annotations
 
 import base64
-import zlib
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,58 +14,127 @@ import numpy as np
 import numpy.typing as npt
 
 from moegguf.generate.request import GenerationRequest
-from moegguf.serving.events import ExpertUses
-from moegguf.serving.ray.conversation import Conversation
+from moegguf.serving.events import ExpertUses, Snapshot
+from moegguf.serving.wire import encode
 
+DIGEST_BYTES = 8
+FIRST_CUT_BYTES = 256  # within a message, hashes at this length and every doubling of it
+KEPT = 0.9  # of the recent use of experts, at each snapshot with any: half of it is of the last 7
 MAX_IMBALANCE = 4  # requests that a preferred replica may have more than the least loaded
 SIMILAR = 0.02  # cosines that differ by no more fit alike
-MAX_COUNT = 255
 
 Counts = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class Eam:
-    """An expert activation matrix (MoE-Infinity, section 4.2): how often each expert was used, scaled to bytes.
+class Prefix:
+    """A beginning of a conversation: its hash, and its length in bytes."""
 
-    `counts`: compressed uint8 (n_layer, n_expert).
-    """
+    digest: str
+    n_bytes: int
 
-    n_layer: int
-    n_expert: int
-    counts: bytes
 
-    @classmethod
-    def of(cls, counts: Counts) -> Eam | None:
-        """The matrix of `counts` (n_layer, n_expert); None where nothing was counted."""
-        most = float(counts.max(initial=0.0))
-        if most <= 0:
-            return None
-        scaled = np.rint(counts * (MAX_COUNT / most)).astype(np.uint8)
-        return cls(scaled.shape[0], scaled.shape[1], zlib.compress(scaled.tobytes(), level=1))
+@dataclass(frozen=True)
+class Conversation:
+    """What a request shares with others: hashes in a chain over its messages, so that equal ones mean equal beginnings.
+    The answer is left out: clients send it back changed (without thinking, with other ids), and the next turn still
+    begins with everything up to the last message before it.
 
-    @classmethod
-    def of_uses(cls, uses: ExpertUses) -> Eam | None:
-        """The matrix of one request, as its worker counted it; None where nothing was counted."""
-        return cls.of(np.frombuffer(uses.counts, np.uint8).reshape(uses.n_layer, uses.n_expert).astype(np.float32))
+    `prefixes`: shortest first. `least_bytes`: a shared beginning of so many is
+    more than a system message: it has the first message of the user, or half of all."""
 
-    def cosine(self, other: Eam) -> float | None:
-        """Between the two, over all layers; None for matrices of other models."""
-        if (self.n_layer, self.n_expert) != (other.n_layer, other.n_expert):
-            return None
-        a, b = self._cells(), other._cells()
-        return float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)))
+    prefixes: tuple[Prefix, ...] = ()
+    least_bytes: int = 0
 
-    def _cells(self) -> Counts:
-        return np.frombuffer(zlib.decompress(self.counts), np.uint8).astype(np.float32)
+    def shared_bytes(self, digests: frozenset[str]) -> int:
+        """The bytes of the longest prefix among `digests`; 0 for one that is too short to matter."""
+        longest = max((prefix.n_bytes for prefix in self.prefixes if prefix.digest in digests), default=0)
+        return longest if longest >= self.least_bytes else 0
+
+
+def conversation_of(request: GenerationRequest) -> Conversation:
+    """The prefixes of a request. Raises OptionError for what JSON cannot hold."""
+    chain, n_bytes, prefixes, first_user_end = hashlib.blake2b(digest_size=DIGEST_BYTES), 0, [], 0
+    chain.update(_head(request))
+    for role, part in _parts(request):
+        for piece in _pieces(part):
+            chain.update(piece)
+            n_bytes += len(piece)
+            prefixes.append(Prefix(chain.copy().hexdigest(), n_bytes))
+        if role == "user" and not first_user_end:
+            first_user_end = n_bytes
+    least_bytes = min(first_user_end or n_bytes, (n_bytes + 1) // 2)
+    return Conversation(tuple(prefixes), least_bytes)
+
+
+def _head(request: GenerationRequest) -> bytes:
+    """What templates write before the first message."""
+    return encode(
+        {
+            "template": request.template,
+            "options": request.template_options,
+            "tools": list(request.tools) if request.tool_choice != "none" else [],
+            "think": request.think,
+        }
+    )
+
+
+def _parts(request: GenerationRequest) -> Iterator[tuple[str, bytes]]:
+    """(role, bytes) of each message; of a prompt, the tokens before it and its text."""
+    if request.messages is not None:
+        for message in request.messages:
+            yield str(message.get("role")), encode(message)
+        return
+    if request.context:
+        yield "context", encode({"context": request.context})
+    yield "prompt", (request.prompt or "").encode(errors="surrogatepass")
+
+
+def _pieces(part: bytes) -> Iterator[bytes]:
+    """`part`, cut at FIRST_CUT_BYTES and every doubling of it."""
+    start, end = 0, FIRST_CUT_BYTES
+    while end < len(part):
+        yield part[start:end]
+        start, end = end, 2 * end
+    yield part[start:]
+
+
+def cosine(one: ExpertUses, other: ExpertUses) -> float | None:
+    """Between two EAMs, over all layers; None for those of other models, and of no use at all."""
+    if (one.n_layer, one.n_expert) != (other.n_layer, other.n_expert):
+        return None
+    a, b = (np.frombuffer(each.counts, np.uint8).astype(np.float32) for each in (one, other))
+    norms = float(np.linalg.norm(a) * np.linalg.norm(b))
+    return float(a @ b) / norms if norms else None
+
+
+class ExpertActivity:
+    """The recent use of experts by all requests of a replica together: `add` each snapshot."""
+
+    def __init__(self) -> None:
+        self._recent: Counts | None = None
+
+    def add(self, snapshot: Snapshot) -> None:
+        """Adds the uses since the previous snapshot."""
+        uses = np.frombuffer(snapshot.uses, np.uint8).astype(np.float32).reshape(-1, max(1, snapshot.n_expert))
+        if not uses.any():
+            return
+        fits = self._recent is not None and self._recent.shape == uses.shape
+        self._recent = self._recent * KEPT + uses if fits and self._recent is not None else uses
+
+    @property
+    def recent(self) -> ExpertUses | None:
+        """Recent use; None while there was none."""
+        return None if self._recent is None else ExpertUses.of(self._recent.tolist())
 
 
 @dataclass(frozen=True)
 class RoutingRequest:
-    """What is known of a request before it is computed. `eam`: of its conversation so far; None: nothing is known."""
+    """What is known of a request before it is computed. `eam`: the uses of experts (an EAM, MoE-Infinity, section 4.2)
+    of its conversation so far; None: nothing is known."""
 
     conversation: Conversation = field(default_factory=Conversation)
-    eam: Eam | None = None
+    eam: ExpertUses | None = None
 
 
 @dataclass(frozen=True)
@@ -75,10 +144,10 @@ class Report:
 
     n_sequences: int = 1
     sequences: tuple[tuple[str, ...], ...] = ()
-    eam: Eam | None = None
+    eam: ExpertUses | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """As Ray Serve carries it from `record_routing_stats` to every router."""
+        """The JSON that Ray Serve carries from `record_routing_stats` to every router."""
         eam = self.eam and [self.eam.n_layer, self.eam.n_expert, base64.b64encode(self.eam.counts).decode()]
         return {"n_sequences": self.n_sequences, "sequences": [list(each) for each in self.sequences], "eam": eam}
 
@@ -87,7 +156,7 @@ class Report:
         """The report in `data`; an empty one before the first."""
         if not data:
             return cls()
-        eam = data["eam"] and Eam(data["eam"][0], data["eam"][1], base64.b64decode(data["eam"][2]))
+        eam = data["eam"] and ExpertUses(data["eam"][0], data["eam"][1], base64.b64decode(data["eam"][2]))
         return cls(data["n_sequences"], tuple(map(tuple, data["sequences"])), eam or None)
 
     def after(self, later: Sequence[tuple[str, ...]]) -> Report:
@@ -142,11 +211,11 @@ def _shared_bytes(conversation: Conversation, report: Report) -> int:
     return max((conversation.shared_bytes(frozenset(each)) for each in report.sequences), default=0)
 
 
-def _fitting(eam: Eam | None, candidates: Sequence[Candidate], of: Sequence[int]) -> list[int]:
+def _fitting(eam: ExpertUses | None, candidates: Sequence[Candidate], of: Sequence[int]) -> list[int]:
     """Those whose recent use of experts is closest to the request's. None of them where either is not known."""
     if eam is None:
         return []
     reported = {i: report_eam for i in of if (report_eam := candidates[i].report.eam) is not None}
-    cosines = {i: cosine for i, other in reported.items() if (cosine := eam.cosine(other)) is not None}
+    cosines = {i: found for i, other in reported.items() if (found := cosine(eam, other)) is not None}
     best = max(cosines.values(), default=0.0)
-    return [i for i, cosine in cosines.items() if cosine >= best - SIMILAR]
+    return [i for i, found in cosines.items() if found >= best - SIMILAR]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,13 +17,11 @@ from ray.serve import metrics
 from moegguf.engine.stats import Stats
 from moegguf.errors import MoeggufError
 from moegguf.generate.request import GenerationRequest
-from moegguf.serving.events import Done, Event, ExpertUses, LoadedModel, LoadOverrides
-from moegguf.serving.lease import Lease
+from moegguf.serving.events import Done, Event, LoadedModel, LoadOverrides
 from moegguf.serving.manager import ModelManager
-from moegguf.serving.ray.activity import ExpertActivity
 from moegguf.serving.ray.catalog import ConfiguredCatalog
 from moegguf.serving.ray.config import MAX_REQUESTS, ModelConfig
-from moegguf.serving.ray.preference import Eam, Report, RoutingRequest, computes_alone
+from moegguf.serving.ray.preference import ExpertActivity, Report, RoutingRequest, computes_alone
 from moegguf.serving.wire import Message, build_error, encode_error
 from moegguf.settings import read_settings
 
@@ -55,8 +53,8 @@ class Failure:
         return build_error(self.error)
 
 
-Item = Event | Eam | Failure
-"""Of an answer: events, then the EAM of the request where it is known; a `Failure` ends it."""
+Item = Event | Failure
+"""An item of an answer; a `Failure` ends it."""
 
 
 class Replica:
@@ -82,7 +80,7 @@ class Replica:
         self._watching = asyncio.create_task(self._watch())
 
     async def __del__(self) -> None:
-        """Of Ray Serve: at the end of the replica."""
+        """Called by Ray Serve at the end of the replica."""
         self._watching.cancel()
         with suppress(asyncio.CancelledError):
             await self._watching
@@ -92,23 +90,17 @@ class Replica:
         self, routing: RoutingRequest, generation: GenerationRequest, stream: bool
     ) -> AsyncGenerator[Item]:
         """The items of an answer. Closing it stops the answer within a token."""
-        eam = None
         try:
-            async with self._lease() as lease, aclosing(_events(lease, generation, stream)) as events:
+            async with (
+                self._manager.lease(self._name, self._overrides) as lease,
+                aclosing(lease.answer(generation, stream=stream, expert_uses=True)) as events,
+            ):
                 async for event in events:
-                    if isinstance(event, ExpertUses):
-                        eam = Eam.of_uses(event)
-                        continue
                     if isinstance(event, Done):
                         self._hold(routing, generation, event)
                     yield event
-            if eam is not None:
-                yield eam
         except MoeggufError as error:
             yield Failure.of(error)
-
-    def _lease(self, *, will_answer: bool = True) -> Lease:
-        return self._manager.lease(self._name, self._overrides, will_answer=will_answer)
 
     def _hold(self, routing: RoutingRequest, generation: GenerationRequest, done: Done) -> None:
         """Notes what the KV cache holds after an answer: not a prompt of which parts were left out. What is computed
@@ -123,32 +115,24 @@ class Replica:
             prefixes = ()
         self._held = self._held.after([prefixes])
 
-    async def embed(self, routing: RoutingRequest, *arguments: Any, **options: Any) -> Any:
-        """Of `Lease`; or a `Failure`."""
-
-        async def call() -> Any:
-            async with self._lease() as lease:
-                found = await lease.embed(*arguments, **options)
+    async def value(self, routing: RoutingRequest, kind: str, fields: Mapping[str, Any]) -> Any:
+        """The value of a request (`Calls.value`); or a `Failure`."""
+        is_embedding = kind == "embed"
+        try:
+            async with self._manager.lease(self._name, self._overrides, will_answer=is_embedding) as lease:
+                found = await lease.value(kind, **fields)
+        except MoeggufError as error:
+            return Failure.of(error)
+        if is_embedding:
             self._held = Report(self._held.n_sequences)  # the texts took the place of a conversation
-            return found
-
-        return await _value_or_failure(call)
-
-    async def call(self, routing: RoutingRequest, method: str, *arguments: Any, **options: Any) -> Any:
-        """The value of a method of `Lease` that needs no answer (tokenize, detokenize, count); or a `Failure`."""
-
-        async def call() -> Any:
-            async with self._lease(will_answer=False) as lease:
-                return await getattr(lease, method)(*arguments, **options)
-
-        return await _value_or_failure(call)
+        return found
 
     async def status(self, routing: RoutingRequest = RoutingRequest()) -> LoadedModel | None:
         """The model in memory; None while it is not, after its worker has ended."""
         return next(iter(self._manager.loaded()), None)
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Of Ray Serve: a `Report`, which it brings to every router."""
+        """Called by Ray Serve: a `Report`, which it brings to every router."""
         self._forget_after_restart()
         self._export_counters()
         return replace(self._held, eam=self._activity.recent).as_json()
@@ -173,19 +157,8 @@ class Replica:
                 self._activity.add(snapshot)
 
 
-def _events(lease: Lease, generation: GenerationRequest, stream: bool) -> AsyncGenerator[Event]:
-    return lease.answer(generation, stream=stream, expert_uses=True)
-
-
 def counter(name: str, text: str, model: str) -> metrics.Counter:
     """A counter of a replica's, which Ray exports."""
     found = metrics.Counter(f"moegguf_{name}", description=text, tag_keys=("model",))
     found.set_default_tags({"model": model})
     return found
-
-
-async def _value_or_failure(call: Callable[[], Awaitable[Any]]) -> Any:
-    try:
-        return await call()
-    except MoeggufError as error:
-        return Failure.of(error)

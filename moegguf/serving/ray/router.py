@@ -21,14 +21,14 @@ class ConversationRouter(RequestRouter):
     """
 
     def initialize_state(self, **options: Any) -> None:
-        """Of Ray Serve: `options` are `request_router_kwargs`, of which there are none."""
+        """Called by Ray Serve: `options` are `request_router_kwargs`, of which there are none."""
         self._sent: defaultdict[ReplicaID, deque[tuple[float, tuple[str, ...]]]] = defaultdict(deque)
         self._last_sent_s: dict[ReplicaID, float] = {}
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Of Ray Serve: replicas in ranks, preferred ones first."""
+        """Called by Ray Serve: replicas in ranks, preferred ones first."""
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True  # when all are full
         # Of equals the first is taken: the one whose cache is the oldest.
@@ -37,19 +37,19 @@ class ConversationRouter(RequestRouter):
         return [[replicas[i] for i in indices] for indices in ranks]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Of Ray Serve: a replica has accepted a request."""
+        """Called by Ray Serve: a replica has accepted a request."""
         prefixes = routing_request(pending_request).conversation.prefixes
         if prefixes:
             self._last_sent_s[replica_id] = now_s = time.monotonic()
             self._sent[replica_id].append((now_s, tuple(prefix.digest for prefix in prefixes)))
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Of Ray Serve: what it held is lost."""
+        """Called by Ray Serve: what it held is lost."""
         super().on_replica_actor_died(replica_id)
         self._forget(replica_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Of Ray Serve: forgets the notes of those that are gone."""
+        """Called by Ray Serve: forgets the notes of those that are gone."""
         super().update_replicas(replicas)
         for gone in self._sent.keys() - {replica.replica_id for replica in replicas}:
             self._forget(gone)

@@ -34,7 +34,7 @@ class Text:
 
 
 def load(model: Path, talks_path: Path, n_text_rows: int, n_talks: int) -> Text:
-    """As many rows of documents, evenly of each kind, and all rows of the conversations."""
+    """So many rows of documents, evenly of each kind, and all rows of the conversations."""
     conversations = talks.load_or_make(talks_path, model, N_HELDOUT + n_talks)
     documents = [document for document in corpus.select(corpus.gather()) if document.kind in KINDS]
     heldout = {

@@ -1,0 +1,551 @@
+// attention.cpp: FLASH_ATTN_EXT, divided among threads by tiles of rows, and by parts of the keys where tiles are few.
+// A row is a query of a token and a head; rows that read the same keys, the heads of a group and successive tokens,
+// share a tile. Keys are taken in the order of their positions, in blocks and parts that end at fixed positions, so
+// that the bits of a row depend neither on the rows nor on the cells beside it, nor on the number of threads.
+#include "cell_lists.h"
+#include "ggml-cpu-impl.h"
+#include "instructions.h"
+#include "kernels.h"
+#include "multiply.h"
+#include "simd-mappings.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+namespace moegguf::kernels {
+namespace {
+
+constexpr int part_keys = 512;         // positions whose sums are merged as one
+constexpr int64_t few_tiles = 4;       // for each thread: with fewer, parts of a tile are divided among threads, too
+constexpr float lowest = -1e30f;       // of scores, in place of -inf: of it and of itself a difference is 0
+constexpr ggml_fp16_t masked = 0xfc00; // -inf
+
+const AttentionKernels * find_kernels() {
+#if defined(__x86_64__)
+    switch (instructions()) {
+        case Instructions::avx512:
+            return find_attention_avx512();
+        case Instructions::avx2:
+            return find_attention_avx2();
+        case Instructions::upstream:
+            return nullptr;
+    }
+#endif
+    return nullptr;
+}
+
+using ToFloat = void (*)(const char * values, int64_t n, float * out);
+
+void f32_to_float(const char * values, int64_t n, float * out) {
+    memcpy(out, values, n * sizeof(float));
+}
+
+ToFloat find_to_float(const AttentionKernels & kernels, ggml_type type) {
+    return type == GGML_TYPE_F32    ? f32_to_float
+           : type == GGML_TYPE_F16  ? kernels.f16_to_float
+           : type == GGML_TYPE_Q8_0 ? kernels.q8_0_to_float
+                                    : nullptr;
+}
+
+int64_t round_up(int64_t n, int64_t to) {
+    return (n + to - 1) / to * to;
+}
+
+// What the KV cache says of the mask's cells; nullptr: nothing.
+const CellLists * lists_of(const ggml_tensor * mask, int64_t n_tokens) {
+    const auto * lists = mask ? (const CellLists *)mask->extra : nullptr;
+    return lists && lists->n_tokens() == n_tokens ? lists : nullptr;
+}
+
+// The operation, its tiles and its parts.
+struct Shape {
+    const ggml_tensor *q, *k, *v, *mask, *sinks, *out;
+    const AttentionKernels * kernels;
+    int64_t n_key, n_value; // floats of a key, and of a value
+    int64_t n_cells, n_tokens, n_head;
+    int64_t n_shared, n_heads, n_of_tokens; // heads that share keys; heads and tokens of a tile, at most
+    int64_t n_groups;                       // of heads
+    const CellLists * lists;                // nullptr: a cell's position is its number, and all tokens have all cells
+    int64_t n_tiles = 0, n_parts = 0;       // n_parts: of a tile, at most
+
+    Shape(const ggml_tensor * op, const AttentionKernels & of)
+        : q(op->src[0]),
+          k(op->src[1]),
+          v(op->src[2]),
+          mask(op->src[3]),
+          sinks(op->src[4]),
+          out(op),
+          kernels(&of),
+          n_key(k->ne[0]),
+          n_value(v->ne[0]),
+          n_cells(k->ne[1]),
+          n_tokens(q->ne[1]),
+          n_head(q->ne[2]),
+          n_shared(n_head / k->ne[2]),
+          n_heads(std::min<int64_t>(n_shared, most_rows)),
+          n_of_tokens(std::min(n_tokens, most_rows / n_heads)),
+          n_groups(k->ne[2] * ((n_shared + n_heads - 1) / n_heads)),
+          lists(lists_of(mask, n_tokens * q->ne[3])) {
+        for (int64_t token = 0; token < n_tokens * q->ne[3]; token = tile_end(token)) {
+            n_tiles += n_groups;
+            n_parts = std::max(n_parts, parts_of(token));
+        }
+    }
+
+    // Tokens of all streams one after the other: of which the next tile begins.
+    int64_t tile_end(int64_t token) const {
+        const int64_t last = std::min(token + n_of_tokens, (token / n_tokens + 1) * n_tokens);
+        int64_t end = token + 1;
+        while (end < last && (!lists || lists->number_of_list(end) == lists->number_of_list(token))) {
+            end++;
+        }
+        return end;
+    }
+
+    int64_t parts_of(int64_t token) const {
+        if (!lists) {
+            return (n_cells + part_keys - 1) / part_keys;
+        }
+        const CellList list = lists->of_token(token);
+        return list.n == 0 ? 0 : list.positions[list.n - 1] / part_keys - list.positions[0] / part_keys + 1;
+    }
+
+    int64_t most_rows_of_tile() const { return round_up(n_heads * n_of_tokens, kernels->lanes); }
+    // Floats of work memory of a thread.
+    int64_t scratch() const {
+        const int64_t n_rows = most_rows_of_tile();
+        return round_up(n_rows * (n_key + 2 * n_value + 5) + few_rows + most_keys * (n_key + n_value) +
+                            2 * most_keys * std::max<int64_t>(n_rows, few_rows),
+                        16);
+    }
+    // Floats of the sums of a part of a tile.
+    int64_t of_part() const { return n_heads * n_of_tokens * (n_value + 2); }
+    bool divides_parts(int n_threads) const { return n_parts > 1 && n_tiles < few_tiles * n_threads; }
+    size_t work_bytes(int n_threads) const {
+        const int64_t of_parts = divides_parts(n_threads) ? n_tiles * n_parts * of_part() : 0;
+        return (n_threads * scratch() + of_parts + 16) * sizeof(float);
+    }
+};
+
+// What attention with ALiBi adds to the scores of a head, times its mask.
+float slope(const ggml_tensor * op, int64_t head, int64_t n_head) {
+    float max_bias;
+    memcpy(&max_bias, (const float *)op->op_params + 1, sizeof(max_bias));
+    if (max_bias <= 0) {
+        return 1;
+    }
+    const int64_t n = (int64_t)1 << (int)floor(log2((double)n_head));
+    return head < n ? powf(powf(2, -max_bias / n), head + 1) : powf(powf(2, -max_bias / 2 / n), 2 * (head - n) + 1);
+}
+
+AttentionScale scale_of(const ggml_tensor * op) {
+    float params[3];
+    memcpy(params, op->op_params, sizeof(params));
+    return {params[2] == 0 ? params[0] : params[0] / params[2], params[2]};
+}
+
+// Cells whose positions follow one another: at most most_keys, and all within one multiple of it.
+struct Block {
+    int n = 0;
+    bool is_run = true; // cells follow one another, too
+    int32_t cells[most_keys];
+};
+
+// Those of a block that are multiplied together, and where they lie: the last one repeated to the end.
+struct Keys {
+    int n;
+    uint8_t bits[most_keys]; // of the block
+    int32_t cells[most_keys];
+    const char *keys[most_keys], *values[most_keys];
+    CacheType value_type;
+};
+
+// Rows [token][head] of one stream and one head of keys.
+struct Tile {
+    const Shape & s;
+    const AttentionKernels & kernels;
+    const AttentionScale scale;
+    int64_t stream, first_head, first_token, n_parts;
+    CellList list;                          // cells nullptr: all
+    int n_heads, n_tokens, n_rows, n_lanes; // n_lanes: n_rows and what fills the last vector
+    float *queries, *keys, *values, *scores, *bias, *rescale;
+    AttentionSums part, all;
+    float slopes[most_rows];
+    SeenKeys seen[most_rows]; // [n_tokens], of a block
+
+    Tile(const Shape & shape, int64_t i, float * memory)
+        : s(shape),
+          kernels(*shape.kernels),
+          scale(scale_of(shape.out)) {
+        const int64_t group = i % s.n_groups, groups_of_key = s.n_groups / s.k->ne[2];
+        int64_t token = 0;
+        for (int64_t n_before = i / s.n_groups; n_before > 0; n_before--) {
+            token = s.tile_end(token);
+        }
+        stream = token / s.n_tokens;
+        first_token = token % s.n_tokens;
+        n_tokens = (int)(s.tile_end(token) - token);
+        n_parts = s.parts_of(token);
+        list = s.lists ? s.lists->of_token(token) : CellList{nullptr, nullptr, s.n_cells};
+        first_head = group / groups_of_key * s.n_shared + group % groups_of_key * s.n_heads;
+        n_heads = (int)std::min(s.n_heads, (group / groups_of_key + 1) * s.n_shared - first_head);
+        n_rows = n_heads * n_tokens;
+        n_lanes = (int)round_up(n_rows, kernels.lanes);
+        const auto take = [&memory](int64_t n) {
+            float * at = memory;
+            memory += n;
+            return at;
+        };
+        queries = take(n_lanes * s.n_key + few_rows);
+        keys = take(most_keys * s.n_key);
+        values = take(most_keys * s.n_value);
+        scores = take(most_keys * std::max(n_lanes, few_rows));
+        bias = take(most_keys * std::max(n_lanes, few_rows));
+        rescale = take(n_lanes);
+        for (AttentionSums * sums : {&part, &all}) {
+            *sums = {take(n_lanes), take(n_lanes), take(n_lanes * s.n_value)};
+        }
+    }
+
+    void load_queries() {
+        memset(queries, 0, (n_lanes * s.n_key + few_rows) * sizeof(float));
+        for (int row = 0; row < n_rows; row++) {
+            const ggml_tensor * q = s.q;
+            const char * from = (const char *)q->data + (first_token + row / n_heads) * q->nb[1] +
+                                (first_head + row % n_heads) * q->nb[2] + stream * q->nb[3];
+            for (int64_t i = 0; i < s.n_key; i++) {
+                queries[i * n_lanes + row] = ((const float *)from)[i];
+            }
+        }
+        for (int i = 0; i < n_heads; i++) {
+            slopes[i] = slope(s.out, first_head + i, s.n_head);
+        }
+    }
+
+    void clear(const AttentionSums & sums) const {
+        std::fill_n(sums.max, n_lanes, lowest);
+        std::fill_n(sums.sum, n_lanes, 0.0f);
+        std::fill_n(sums.values, n_rows * s.n_value, 0.0f);
+    }
+
+    const ggml_fp16_t * mask_of(int64_t token) const {
+        const ggml_tensor * m = s.mask;
+        return (const ggml_fp16_t *)((const char *)m->data + (first_token + token) * m->nb[1] +
+                                     stream % m->ne[3] * m->nb[3]);
+    }
+
+    // Which cells of a block each token sees.
+    void look(const Block & block) {
+        const uint32_t exist = block.n == most_keys ? ~0u : (1u << block.n) - 1;
+        for (int t = 0; t < n_tokens; t++) {
+            seen[t] = {exist, 0};
+            if (s.mask) {
+                const ggml_fp16_t * of_token = mask_of(t);
+                ggml_fp16_t m[most_keys];
+                if (block.is_run) {
+                    memcpy(m, of_token + block.cells[0], block.n * sizeof(*m));
+                } else {
+                    std::transform(block.cells, block.cells + block.n, m, [&](int32_t cell) { return of_token[cell]; });
+                }
+                seen[t] = kernels.see(m);
+                seen[t] = {seen[t].seen & exist, seen[t].biased & exist};
+            }
+        }
+    }
+
+    // False where no token sees any of the cells. Tokens of which one sees all that the other sees are computed
+    // together.
+    bool add_block(const Block & block, const Block & next) {
+        look(block);
+        bool found = false;
+        for (int t = 0; t < n_tokens;) {
+            uint32_t together = seen[t].seen;
+            int end = t + 1;
+            for (; end < n_tokens; end++) {
+                const uint32_t both = together & seen[end].seen;
+                if (both != together && both != seen[end].seen) {
+                    break;
+                }
+                together |= seen[end].seen;
+            }
+            if (together) {
+                add_keys(block, next, together, t, end);
+                found = true;
+            }
+            t = end;
+        }
+        return found;
+    }
+
+    // The keys `together` of a block, which tokens [first, last) see.
+    void add_keys(const Block & block, const Block & next, uint32_t together, int first, int last) {
+        Keys of = {};
+        uint32_t common = together;
+        bool is_biased = false;
+        for (int i = 0; i < block.n; i++) {
+            if (together >> i & 1) {
+                of.bits[of.n] = (uint8_t)i;
+                of.cells[of.n++] = block.cells[i];
+            }
+        }
+        for (int t = first; t < last; t++) {
+            common &= seen[t].seen;
+            is_biased |= seen[t].biased != 0;
+        }
+        // Few rows are computed by themselves; of more, whole vectors: others see nothing then.
+        int row = first * n_heads, n = (last - first) * n_heads;
+        const bool few = n <= few_rows && s.k->type == GGML_TYPE_F16;
+        if (!few && (row % kernels.lanes != 0 || (n % kernels.lanes != 0 && row + n != n_rows))) {
+            is_biased = true;
+            row = 0, n = n_rows;
+        }
+        load_keys(of, few);
+        const int key_stride = few ? 1 : n_lanes, row_stride = few ? most_keys : 1;
+        float * const bias_or_none = is_biased || common != together ? bias : nullptr;
+        if (bias_or_none) {
+            fill_bias(of, first, last, row, n, key_stride, row_stride);
+        }
+        if (few) {
+            const char * soon[2 * most_keys]; // this block's values, the next one's keys
+            std::copy_n(of.values, of.n, soon);
+            for (int i = 0; i < next.n; i++) {
+                soon[of.n + i] = row_of(s.k, next.cells[i]);
+            }
+            kernels.score_few(queries + row, n_lanes, n, of.keys, of.n, s.n_key, {soon, of.n + next.n, 2 * s.n_key},
+                              scores);
+            kernels.soften_few(scores, bias_or_none, n, of.n, scale, at_row(part, row), rescale + row);
+        } else {
+            const int n_vectors = (int)round_up(n, kernels.lanes);
+            kernels.score(queries + row, n_lanes, n_vectors, keys, of.n, s.n_key, scores);
+            kernels.soften(scores, bias_or_none, n_lanes, n_vectors, of.n, scale, at_row(part, row), rescale + row);
+        }
+        const float * p = scores + (first * n_heads - row) * row_stride;
+        if (common == together || are_finite(of, together & ~common)) {
+            mix(of, together, first, last, p, key_stride, row_stride);
+        } else { // zero times a value that a token does not see is not zero
+            for (int t = first; t < last; t++) {
+                mix(of, seen[t].seen, t, t + 1, p + (t - first) * n_heads * row_stride, key_stride, row_stride);
+            }
+        }
+    }
+
+    void load_keys(Keys & of, bool few) const {
+        for (int i = 0; i < most_keys; i++) {
+            const int64_t cell = of.cells[std::min(i, of.n - 1)];
+            of.keys[i] = row_of(s.k, cell), of.values[i] = row_of(s.v, cell);
+        }
+        of.value_type = few && s.v->type == GGML_TYPE_F16 ? CacheType::f16 : CacheType::f32;
+        if (!few) {
+            to_floats(s.k->type, of, of.keys, s.n_key, keys);
+        }
+        if (of.value_type == CacheType::f32) {
+            to_floats(s.v->type, of, of.values, s.n_value, values);
+        }
+    }
+
+    void to_floats(ggml_type type, const Keys & of, const char ** rows, int64_t n, float * to) const {
+        const ToFloat to_float = find_to_float(kernels, type);
+        for (int i = 0; i < of.n; i++) {
+            to_float(rows[i], n, to + i * n);
+        }
+        for (int i = 0; i < most_keys; i++) {
+            rows[i] = (const char *)(to + std::min(i, of.n - 1) * n);
+        }
+    }
+
+    // What is added to the scores of rows [row, row + n), of which tokens [first, last) see some keys.
+    void fill_bias(const Keys & of, int first, int last, int row, int n, int key_stride, int row_stride) const {
+        for (int r = 0; r < n; r++) {
+            const int t = (row + r) / n_heads;
+            const float slope = slopes[(row + r) % n_heads];
+            const SeenKeys x = t >= first && t < last ? seen[t] : SeenKeys{0, 0};
+            for (int i = 0; i < of.n; i++) {
+                const uint32_t bit = 1u << of.bits[i];
+                bias[r * row_stride + i * key_stride] = !(x.seen & bit)  ? -INFINITY
+                                                        : x.biased & bit ? slope * mask_at(t, of.cells[i])
+                                                                         : 0;
+            }
+        }
+    }
+
+    float mask_at(int token, int64_t cell) const { return GGML_CPU_FP16_TO_FP32(mask_of(token)[cell]); }
+
+    bool are_finite(const Keys & of, uint32_t bits) const {
+        for (int i = 0; i < of.n; i++) {
+            if (bits >> of.bits[i] & 1 && !kernels.is_finite(of.values[i], s.n_value, of.value_type)) {
+                return false;
+            }
+        }
+        return true;
+    }
+
+    void mix(const Keys & of, uint32_t bits, int first, int last, const float * p, int key_stride,
+             int row_stride) const {
+        uint8_t which[most_keys];
+        int n = 0;
+        for (int i = 0; i < of.n; i++) {
+            which[n] = (uint8_t)i;
+            n += bits >> of.bits[i] & 1;
+        }
+        const int row = first * n_heads;
+        kernels.mix(p, key_stride, row_stride, (last - first) * n_heads, of.value_type, of.values, s.n_value, which, n,
+                    rescale + row, at_row(part, row).values);
+    }
+
+    AttentionSums at_row(const AttentionSums & sums, int row) const {
+        return {sums.max + row, sums.sum + row, sums.values + row * s.n_value};
+    }
+
+    const char * row_of(const ggml_tensor * x, int64_t cell) const {
+        return (const char *)x->data + cell * x->nb[1] + first_head / s.n_shared * x->nb[2] + stream * x->nb[3];
+    }
+
+    int64_t position(int64_t i) const { return list.cells ? list.positions[i] : i; }
+
+    // The first entry of the list whose position is not before this one.
+    int64_t entry_at(int64_t position) const {
+        return list.cells ? std::lower_bound(list.positions, list.positions + list.n, position) - list.positions
+                          : std::min(position, list.n);
+    }
+
+    // From an entry of the list on, before `end`.
+    Block block_at(int64_t entry, int64_t end) const {
+        Block block;
+        for (int64_t i = entry; i < end && block.n < most_keys; i++) {
+            if (position(i) / most_keys != position(entry) / most_keys) {
+                break;
+            }
+            block.cells[block.n] = list.cells ? list.cells[i] : (int32_t)i;
+            block.is_run &= block.cells[block.n] == block.cells[0] + block.n;
+            block.n++;
+        }
+        return block;
+    }
+
+    // The sums over a part of the keys. False where no token sees any of its cells.
+    bool add_part(int64_t i) {
+        clear(part);
+        if (i >= n_parts) {
+            return false;
+        }
+        const int64_t first = position(0) / part_keys + i;
+        int64_t entry = entry_at(first * part_keys);
+        const int64_t end = entry_at((first + 1) * part_keys);
+        bool found = false;
+        for (Block next = block_at(entry, end); next.n > 0;) {
+            const Block block = next;
+            entry += block.n;
+            next = block_at(entry, end);
+            found |= add_block(block, next);
+        }
+        return found;
+    }
+
+    // Sinks, the division by the sum, and the result of each row.
+    void finish() const {
+        for (int row = 0; row < n_rows; row++) {
+            const int64_t head = first_head + row % n_heads, token = first_token + row / n_heads;
+            float * values_of_row = all.values + row * s.n_value;
+            if (s.sinks) {
+                float score = ((const float *)s.sinks->data)[head], one = 1;
+                memset(part.values, 0, s.n_value * sizeof(float));
+                s.kernels->merge({all.max + row, all.sum + row, values_of_row}, {&score, &one, part.values}, 1,
+                                 s.n_value);
+            }
+            const float factor = all.sum[row] == 0 ? 0 : 1 / all.sum[row];
+            float * to =
+                (float *)((char *)s.out->data + ((stream * s.out->ne[2] + token) * s.out->ne[1] + head) * s.out->nb[1]);
+            for (int64_t d = 0; d < s.n_value; d++) {
+                to[d] = values_of_row[d] * factor;
+            }
+        }
+    }
+};
+
+// Sums of a part as they are kept until all parts are there.
+AttentionSums sums_at(const Shape & s, float * memory) {
+    const int64_t n = s.n_heads * s.n_of_tokens;
+    return {memory, memory + n, memory + 2 * n};
+}
+
+void compute_tiles(const ggml_compute_params * params, const Shape & s, float * scratch) {
+    for (int64_t i = params->ith; i < s.n_tiles; i = ggml_threadpool_chunk_add(params->threadpool, 1)) {
+        Tile tile(s, s.n_tiles - 1 - i, scratch); // last tokens see most
+        tile.load_queries();
+        tile.clear(tile.all);
+        for (int64_t part = 0; part < tile.n_parts; part++) {
+            if (tile.add_part(part)) {
+                s.kernels->merge(tile.all, tile.part, tile.n_rows, s.n_value);
+            }
+        }
+        tile.finish();
+    }
+}
+
+void compute_parts(const ggml_compute_params * params, const Shape & s, float * scratch, float * parts) {
+    const int64_t n = s.n_tiles * s.n_parts;
+    for (int64_t i = params->ith; i < n; i = ggml_threadpool_chunk_add(params->threadpool, 1)) {
+        Tile tile(s, i / s.n_parts, scratch);
+        tile.load_queries();
+        const AttentionSums to = sums_at(s, parts + i * s.of_part());
+        const bool found = tile.add_part(i % s.n_parts);
+        std::copy_n(tile.part.sum, tile.n_rows, to.sum);
+        if (found) {
+            std::copy_n(tile.part.max, tile.n_rows, to.max);
+            std::copy_n(tile.part.values, tile.n_rows * s.n_value, to.values);
+        }
+    }
+    ggml_barrier(params->threadpool);
+    for (int64_t i = params->ith; i < s.n_tiles; i += params->nth) {
+        Tile tile(s, i, scratch);
+        tile.clear(tile.all);
+        for (int64_t part = 0; part < tile.n_parts; part++) {
+            const AttentionSums of_part = sums_at(s, parts + (i * s.n_parts + part) * s.of_part());
+            if (std::any_of(of_part.sum, of_part.sum + tile.n_rows, [](float sum) { return sum != 0; })) {
+                s.kernels->merge(tile.all, of_part, tile.n_rows, s.n_value);
+            }
+        }
+        tile.finish();
+    }
+}
+
+// nullptr: upstream's kernels do it.
+const AttentionKernels * kernels_of(const ggml_tensor * op) {
+    const ggml_tensor *q = op->src[0], *k = op->src[1], *v = op->src[2], *mask = op->src[3];
+    const AttentionKernels * kernels = find_kernels();
+    const bool known = kernels && find_to_float(*kernels, k->type) && find_to_float(*kernels, v->type) &&
+                       q->type == GGML_TYPE_F32 && k->ne[0] % 16 == 0 && v->ne[0] % 16 == 0;
+    const bool fits = k->ne[2] == v->ne[2] && k->ne[3] == q->ne[3] && v->ne[3] == q->ne[3] &&
+                      (!mask || (mask->type == GGML_TYPE_F16 && mask->ne[2] == 1));
+    return known && fits ? kernels : nullptr;
+}
+
+} // namespace
+} // namespace moegguf::kernels
+
+size_t moegguf_attention_work_size(const ggml_tensor * op, int n_threads) {
+    using namespace moegguf::kernels;
+    const AttentionKernels * kernels = kernels_of(op);
+    return kernels ? Shape(op, *kernels).work_bytes(n_threads) : 0;
+}
+
+bool moegguf_attention(const ggml_compute_params * params, ggml_tensor * op) {
+    using namespace moegguf::kernels;
+    const AttentionKernels * kernels = params->use_ref ? nullptr : kernels_of(op);
+    if (!kernels) {
+        return false;
+    }
+    const Shape shape(op, *kernels);
+    if (params->ith == 0) {
+        ggml_threadpool_chunk_set(params->threadpool, params->nth);
+    }
+    ggml_barrier(params->threadpool);
+    float * scratch = (float *)params->wdata + params->ith * shape.scratch();
+    if (shape.divides_parts(params->nth)) {
+        compute_parts(params, shape, scratch, (float *)params->wdata + params->nth * shape.scratch());
+    } else {
+        compute_tiles(params, shape, scratch);
+    }
+    return true;
+}

@@ -1,0 +1,230 @@
+"""The store as plain Python: what its slots hold after each call, when nothing is on its way. No bytes, no time.
+
+It finds victims by looking at every slot, and knows the policies lru, scores, lfu-decay and next-use, all three with
+the parameters of PARAMETERS: halves are exact in any arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moegguf.controller.shape import MoeShape
+
+Expert = tuple[int, int]
+Float32s = npt.NDArray[np.float32]
+ZERO, ONE, LEAST = np.float32(0), np.float32(1), np.float32(1e-4)
+POLICIES = ("lru", "lfu-decay", "next-use")
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "next-use": {"half_lives_tokens": 1.0, "weights": 1.0, "distance_weight": 1.0},
+    "lfu-decay": {"half_life_tokens": 1.0},
+}
+BETWEEN_PASSES = 1 << 30  # any layer that comes next starts a pass
+
+
+@dataclass
+class Slot:
+    """One that holds an expert. `broken`: its read failed, so that it is free once nobody has pinned it."""
+
+    expert: Expert
+    last_use: int
+    broken: bool = False
+
+
+@dataclass(eq=False)
+class ReferenceLane:
+    """pinned: slots. il, pass_tokens: of the pass under way."""
+
+    pinned: set[int] = field(default_factory=set)
+    il: int = BETWEEN_PASSES
+    pass_tokens: int = 0
+
+
+class ReferenceStore:
+    """n_slots, fewer than there are experts, on one device without a tier below."""
+
+    def __init__(self, shape: MoeShape, n_slots: int) -> None:
+        self.shape = shape
+        self.slots: list[Slot | None] = [None] * n_slots
+        self.n_usable = n_slots
+        self.lanes: list[ReferenceLane] = []
+        self.scores: Float32s | None = None
+        self.moment = (0, False, False)  # il, sweep, token
+        self.resize_to = self.tick = 0
+        self.computing = self.has_failed = False
+        names = "lookups", "hits_ready", "misses", "evictions", "bytes_missed", "bytes_prefetched"
+        self.counters = dict.fromkeys(names, 0)
+        self.set_policy("lru")
+
+    def set_policy(self, name: str) -> None:
+        self.policy = name
+        self.average: Float32s = np.zeros(self.shape.table, np.float32)
+
+    def open_lane(self) -> ReferenceLane:
+        self.lanes.append(ReferenceLane())
+        return self.lanes[-1]
+
+    def unpin(self, lane: ReferenceLane) -> None:
+        """What it held may go: it was cancelled, has failed, has ended, or comes to its next layer."""
+        released, lane.pinned = lane.pinned, set()
+        for s in released - self.pinned:
+            slot = self.slots[s]
+            if slot is not None and slot.broken:
+                self.slots[s] = None
+            elif s >= self.n_usable:
+                self._evict(s)
+
+    def end_pass(self, lane: ReferenceLane) -> None:
+        lane.il = BETWEEN_PASSES
+        self.unpin(lane)
+
+    def begin(self, lane: ReferenceLane, il: int, n_tokens: int) -> None:
+        """What happens at every routing event, also of a lane that has failed."""
+        if il <= lane.il:
+            lane.pass_tokens = n_tokens
+        lane.il = il
+        self.computing = True
+        self.unpin(lane)
+        if self.resize_to:
+            self._resize()
+
+    def acquire(
+        self, lane: ReferenceLane, il: int, ids: npt.NDArray[np.int32], *, reads_fail: bool = False
+    ) -> list[list[int]]:
+        """The slot of each id (n_tokens, n_expert_used). They fit beside what other lanes have pinned."""
+        self.begin(lane, il, len(ids))
+        self.moment = (il, len(ids) > 1 and ids.size >= 4 * self.shape.n_expert, lane.pass_tokens == 1)
+        distinct = list(dict.fromkeys(ids.ravel().tolist()))
+        places = {e: self.find((il, e)) for e in distinct}
+        n_hits = sum(s >= 0 for s in places.values())
+        for name, n in (("lookups", len(distinct)), ("hits_ready", n_hits), ("misses", len(distinct) - n_hits)):
+            self.counters[name] += n
+        for s in (s for s in places.values() if s >= 0):
+            self._use(s)
+            lane.pinned.add(s)
+        for e in distinct:
+            if places[e] < 0:
+                places[e] = s = self._take((il, e))
+                self.slots[s].broken = reads_fail  # type: ignore[union-attr]
+                self._read("bytes_missed", reads_fail)
+                lane.pinned.add(s)
+        kept = np.exp2(np.float32(-len(ids)))
+        self.average[il] *= kept
+        for e in ids.ravel():
+            self.average[il, e] += (ONE - kept) / np.float32(len(ids))
+        return [[places[e] for e in row] for row in ids.tolist()]
+
+    def prefetch(self, expert: Expert, *, reads_fail: bool = False) -> None:
+        """Only in place of one that is worth less, where a policy says what experts are worth."""
+        s = -1
+        if self.find(expert) < 0:
+            s = self._take(expert, self._score(expert) + self._offset(expert[0]) if self._ordered() else None)
+        if s >= 0:
+            self._read("bytes_prefetched", reads_fail)
+            self.slots[s] = None if reads_fail else self.slots[s]
+
+    def warm(self, experts: Sequence[Expert]) -> None:
+        """Into free slots, which ends for good with the first read that has failed."""
+        for expert in experts:
+            if self.find(expert) < 0 and None in self.slots[: self.n_usable] and not self.has_failed:
+                self._take(expert)
+                self._read("bytes_prefetched", fails=False)
+
+    def resize(self, n_slots: int) -> None:
+        """With the next routing event; at once before the first one."""
+        self.resize_to = n_slots
+        if not self.computing:
+            self._resize()
+
+    def residency(self) -> npt.NDArray[np.uint8]:
+        """(n_layer, n_expert): 2 there, 0 not."""
+        there = np.zeros(self.shape.table, np.uint8)
+        for slot in self.slots:
+            if slot is not None and not slot.broken:
+                there[slot.expert] = 2
+        return there
+
+    def find(self, expert: Expert) -> int:
+        return next((s for s, slot in enumerate(self.slots) if slot is not None and slot.expert == expert), -1)
+
+    @property
+    def pinned(self) -> set[int]:
+        return set[int]().union(*(lane.pinned for lane in self.lanes))
+
+    def _resize(self) -> None:
+        self.n_usable, self.resize_to = self.resize_to, 0
+        for s in set(range(self.n_usable, len(self.slots))) - self.pinned:
+            self._evict(s)
+
+    def _evict(self, s: int) -> None:
+        self.counters["evictions"] += self.slots[s] is not None
+        self.slots[s] = None
+
+    def _read(self, counter: str, fails: bool) -> None:
+        self.counters[counter] += 0 if fails else self.shape.expert_bytes
+        self.has_failed |= fails
+
+    def _use(self, s: int) -> None:
+        self.tick += 1
+        self.slots[s].last_use = self.tick  # type: ignore[union-attr]
+
+    def _take(self, expert: Expert, below: np.float32 | None = None) -> int:
+        """A free slot or a victim's, where its score is below that; -1: none."""
+        s = self._victim()
+        if s < 0:
+            return -1
+        old = self.slots[s]
+        if old is not None and below is not None and not self._score(old.expert) + self._offset(old.expert[0]) < below:
+            return -1
+        self._evict(s)
+        self.slots[s] = Slot(expert, 0)
+        self._use(s)
+        return s
+
+    def _victim(self) -> int:
+        free = [s for s in range(self.n_usable) if self.slots[s] is None]
+        if free:
+            return free[0]
+        il_now, sweep, _ = self.moment
+        floors, pinned, ranks = self._floors(), self.pinned, list[tuple[bool, tuple[Any, ...], int]]()
+        for il in self.shape.layers:
+            held = [(s, slot) for s, slot in enumerate(self.slots) if slot is not None and slot.expert[0] == il]
+            evictable = [(s, slot) for s, slot in held if s not in pinned and s < self.n_usable]
+            if evictable:
+                s, first = min(evictable, key=lambda of: (self._score(of[1].expert), of[1].last_use))
+                turn = -((il - il_now) % self.shape.n_layer or self.shape.n_layer) if sweep else 0
+                rank = (self._score(first.expert) + self._offset(il), turn, first.last_use)
+                ranks.append((len(held) <= floors[il], rank, s))
+        return min(ranks)[2] if ranks else -1
+
+    def _floors(self) -> dict[int, int]:
+        """Slots that other layers may not take, where there are fewer than a token uses."""
+        layers, share = list(self.shape.layers), dict[int, int]()
+        scarce = self.n_usable < len(layers) * self.shape.n_expert_used
+        left = max(0, self.n_usable - self.shape.n_expert_used) if scarce else 0
+        for n, il in enumerate(layers):
+            share[il] = left // (len(layers) - n)
+            left -= share[il]
+        return share
+
+    def _ordered(self) -> bool:
+        """Whether scores decide, and not recency alone."""
+        return self.scores is not None or (self.policy in PARAMETERS and self.moment[2])
+
+    def _score(self, expert: Expert) -> np.float32:
+        if not self._ordered():
+            return ZERO
+        if self.scores is not None:
+            return self.scores[expert]
+        average = self.average[expert]
+        return ONE - ONE / max(average, LEAST) if self.policy == "next-use" else average
+
+    def _offset(self, il: int) -> np.float32:
+        if self.scores is not None or self.policy != "next-use" or not self._ordered():
+            return ZERO
+        ahead, n = self.shape.row_of[il] - self.shape.row_of[self.moment[0]], len(self.shape.layers)
+        return -(np.float32(ahead if ahead > 0 else ahead + n) / np.float32(n))

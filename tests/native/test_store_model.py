@@ -1,0 +1,481 @@
+"""The store against a model of it: random calls in random order, on small files and on the modelled link.
+
+Where nothing fails in part, nothing is fetched ahead and everything arrives before the next call, the store holds what
+`reference_store.py` says, slot for slot. Elsewhere, and there too: slots that are handed out hold the file's bytes
+until they are given back, no tier exceeds its slots, look-ups are hits and misses, a call fails by a typed error that
+was caused, and nothing stays on its way. MOEGGUF_STORE_EXAMPLES runs so many random sequences, instead of the same few.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+from unittest.mock import MagicMock
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from fake_model import FakeModel, check_counters, make_model
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from product import Product, aborts
+from reference_store import PARAMETERS, POLICIES, ReferenceLane, ReferenceStore
+
+from moegguf.controller.shape import MoeShape
+from moegguf.errors import ExpertIOError, GenerationCancelled, MoeggufError, OptionError
+from moegguf.gguf.experts import ExpertLayout
+from moegguf.native import library
+from moegguf.native.events import Residency
+from moegguf.native.store import DeviceSlots, Lane, Store, StoreOptions, Tier
+
+EXAMPLES = int(os.environ.get("MOEGGUF_STORE_EXAMPLES", "0"))
+Ids = npt.NDArray[np.int32]
+
+# Numbers that stand for one of what there is; shares, for one of so many.
+layers, lanes, seeds = st.integers(0, 5), st.integers(0, 1), st.integers(0, 1 << 16)
+experts = st.tuples(layers, st.integers(0, 8))
+shares = st.floats(0, 1)
+
+
+def prompt(layout: ExpertLayout) -> Ids:
+    """12 tokens that use every expert of a layer between them."""
+    n_used = layout.n_expert_used
+    return (np.arange(12 * n_used).reshape(12, n_used) * 5 % layout.n_expert).astype(np.int32)
+
+
+class Context:
+    """A lane, what the reference knows of it, and what it holds: layer and ids, and the slots of these."""
+
+    def __init__(self, lane: Lane, model: ReferenceLane) -> None:
+        self.lane, self.model = lane, model
+        self.held: tuple[int, Ids, Ids] | None = None
+        self.failed: type[MoeggufError] | None = None
+
+    def let_go(self) -> Any:
+        """As an engine does after each pass. Returns its failure."""
+        self.held = self.failed = None
+        return self.lane.take_failure()
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """One store; `exact`: as long as the reference can tell what it holds."""
+
+    models: Sequence[tuple[FakeModel, bytes]]  # with the bits of a prompt's product where every expert is resident
+
+    @initialize(
+        model=st.integers(0, 2), share=shares, share_below=st.sampled_from([0.0, 0.0, 0.0, 0.05, 0.3, 1.0]),
+        simulate=st.booleans(), exact=st.booleans(), readers=st.integers(1, 3), staging=st.integers(0, 2),
+        switches=st.data(),
+    )  # fmt: skip
+    def open(
+        self, model: int, share: float, share_below: float, simulate: bool, exact: bool, readers: int, staging: int,
+        switches: Any,
+    ) -> None:  # fmt: skip
+        self.fake, self.expected = self.models[model]
+        self.layout = self.fake.layout
+        self.n_all, self.n_used = self.layout.n_expert_total, self.layout.n_expert_used
+        n_lower = math.ceil(share_below * self.n_all)
+        self.exact = exact and share < 1
+        names = ("chunked", "preempt", "overlap", "demand_first", "direct")
+        options = {name: switches.draw(st.booleans(), name) for name in names}
+        if self.exact:
+            n_lower, ahead, n_devices = 0, {"sweep": False, "fill": False}, 1
+        else:
+            ahead = {name: switches.draw(st.booleans(), name) for name in ("sweep", "fill", "stream")}
+            n_devices = switches.draw(st.integers(1, min(2, len(self.layout.layers))), "devices")
+        self.layers = [[layer.il for layer in self.layout.layers[d::n_devices]] for d in range(n_devices)]
+        self.slots = [self.n_of(share, len(layers)) for layers in self.layers]
+        self.usable = list(self.slots)  # the fewest that may be in use from the next event on
+        link = switches.draw(st.sampled_from([0.0, 1e9]), "link") if simulate else 0.0
+        self.n_lower, self.simulate = n_lower, simulate
+        self.staging = staging if n_lower and share < 1 else 0
+        devices = [
+            DeviceSlots(None, n, layers, lower=n_lower > 0, staging=self.staging)
+            for n, layers in zip(self.slots, self.layers, strict=True)
+        ]
+        self.store = Store(
+            self.layout, devices,
+            StoreOptions(
+                repack=False, simulate=simulate, readers=readers, link_bytes_per_s=link, copy_bytes_per_s=4 * link,
+                **options, **ahead,
+            ),
+            n_lower,
+        )  # fmt: skip
+        self.there = dict[tuple[int, int], tuple[int, int]]()
+        self.listens = switches.draw(st.booleans(), "listens")
+        if self.listens:
+            self.store.listen(on_residency=self.note)
+        self.model = ReferenceStore(MoeShape.of(self.layout), self.slots[0]) if self.exact else MagicMock()
+        self.product: Product | None = None
+        self.contexts: list[Context] = []
+        self.open_lane()
+
+    def note(self, event: Residency) -> None:
+        """{(device, slot): what is in it}, as the listener hears it."""
+        at = self.store.device_of(event.il), event.slot
+        if event.resident:
+            self.there[at] = event.il, event.expert
+        else:
+            self.there.pop(at, None)
+
+    @precondition(lambda self: len(self.contexts) < 2)
+    @rule()
+    def open_lane(self) -> None:
+        self.contexts.append(Context(self.store.open_lane(), self.model.open_lane()))
+
+    @precondition(lambda self: len(self.contexts) == 2 and self.product is None)
+    @rule(n=lanes)
+    def close_lane(self, n: int) -> None:
+        context = self.contexts.pop(n)
+        context.lane.close()
+        self.model.unpin(context.model)
+        self.model.lanes.remove(context.model)
+
+    def n_of(self, share: float, n_layers: int) -> int:
+        """Slots of some layers, from those of a token to one for each expert."""
+        return self.n_used + int(share * (n_layers * self.layout.n_expert - self.n_used))
+
+    def usable_for(self, il: int) -> int:
+        return self.usable[self.store.device_of(il)]
+
+    def expert(self, of: tuple[int, int]) -> tuple[int, int]:
+        return self.layout.layers[of[0] % len(self.layout.layers)].il, of[1] % self.layout.n_expert
+
+    # Routing events.
+
+    def context(self, n: int) -> Context:
+        return self.contexts[n % len(self.contexts)]
+
+    def end_pass(self, context: Context) -> None:
+        failed, failure = context.failed, context.let_go()
+        assert (failure is None) == (failed is None)
+        self.model.end_pass(context.model)
+
+    def make_room(self, context: Context, il: int, n_needed: int) -> None:
+        """One thread computes for all contexts here: none may wait for what another one has pinned."""
+        others = [other for other in self.contexts if other is not context]
+        for other in others:
+            n_held = np.unique(other.held[2]).size if other.held else self.n_all  # failed, or streaming
+            if n_held + n_needed > self.usable_for(il) or n_needed > self.n_used:
+                self.end_pass(other)
+
+    def acquire(self, context: Context, il: int, ids: Ids) -> Ids:
+        """An event of a lane that has not failed. Raises what the store does, and keeps what it hands out."""
+        context.held = None
+        try:
+            slots = context.lane.acquire(il, ids)
+        except MoeggufError as error:
+            context.failed = type(error)
+            raise
+        fits = np.unique(ids).size <= self.usable_for(il) and not self.store.options.stream
+        if fits or len(ids) == 1 or self.n_lower or not self.simulate:
+            context.held = (il, ids, slots)  # else they have passed through some slots, and gone
+        return slots
+
+    def route(self, seed: int, il: int, n_tokens: int) -> Ids:
+        """Ids that fit, uneven, so that some experts stay."""
+        rng = np.random.default_rng(seed)
+        some = np.sort(rng.permutation(self.layout.n_expert)[: self.usable_for(il)])
+        share = 1 / (1 + np.arange(some.size))
+        one = [rng.choice(some, self.n_used, replace=False, p=share / share.sum()) for _ in range(n_tokens)]
+        return np.array(one, np.int32)
+
+    @rule(n=lanes, il=layers, seed=seeds, n_tokens=st.sampled_from([1, 1, 1, 2, 12]))
+    def event(self, n: int, il: int, seed: int, n_tokens: int) -> None:
+        context, (il, _) = self.context(n), self.expert((il, 0))
+        ids = self.route(seed, il, n_tokens)
+        self.make_room(context, il, np.unique(ids).size)
+        if context.failed is not None:
+            with pytest.raises(context.failed):
+                context.lane.acquire(il, ids)
+            context.held = None
+            self.model.begin(context.model, il, n_tokens)
+            return
+        slots = self.acquire(context, il, ids)
+        expected = self.model.acquire(context.model, il, ids)
+        if self.exact:
+            assert slots.tolist() == expected
+
+    @precondition(lambda self: not self.exact)
+    @rule(n=lanes, il=layers)
+    def crowded_event(self, n: int, il: int) -> None:
+        """It may need more experts than there are slots."""
+        context, (il, _) = self.context(n), self.expert((il, 0))
+        self.make_room(context, il, self.n_all)
+        self.end_pass(context)
+        with suppress(MoeggufError):
+            self.acquire(context, il, prompt(self.layout))
+        assert context.failed is None or self.usable_for(il) < self.layout.n_expert
+
+    @precondition(lambda self: not (self.exact or self.simulate or self.n_lower))
+    @rule()
+    def product_of_a_prompt(self) -> None:
+        """ggml's own multiplication, with experts that are streamed where they do not fit."""
+        context = self.contexts[0]
+        self.make_room(context, 0, self.n_all)
+        self.end_pass(context)
+        self.product = self.product or Product(self.store, context.lane, self.fake, prompt(self.layout))
+        self.product.set_ids(prompt(self.layout))
+        self.product.acquire()
+        bits = self.product.compute()
+        if aborts(context.lane):  # slots that the layer computes with cannot pass its experts through
+            context.failed = MoeggufError
+            assert self.usable_for(0) < self.layout.n_expert and not self.store.options.overlap
+        else:
+            assert bits == self.expected
+        self.end_pass(context)
+
+    @rule(n=lanes, expert=st.sampled_from([-1, 0, 1 << 20]), il=layers)
+    def event_of_no_expert(self, n: int, expert: int, il: int) -> None:
+        context, n_expert, (il, _) = self.context(n), self.layout.n_expert, self.expert((il, 0))
+        self.end_pass(context)
+        with pytest.raises(MoeggufError, match=f"of {n_expert}"):
+            self.acquire(context, il, np.array([[0, expert or n_expert]], np.int32))
+        self.model.begin(context.model, il, 1)
+
+    @rule(n=lanes)
+    def take_failure(self, n: int) -> None:
+        self.end_pass(self.context(n))
+
+    @rule(n=lanes, n_tokens=st.integers(0, 30))
+    def announce(self, n: int, n_tokens: int) -> None:
+        context = self.context(n)
+        context.lane.announce(n, 0, range(n_tokens))
+        context.model.il = 1 << 30
+
+    # What else is asked of it.
+
+    @rule(of=experts)
+    def prefetch(self, of: tuple[int, int]) -> None:
+        of = self.expert(of)
+        self.store.prefetch([of[0]], [of[1]])
+        self.model.prefetch(of)
+
+    @precondition(lambda self: not self.exact)
+    @rule(of=st.lists(experts, max_size=8), replace=st.booleans())
+    def prefetch_some(self, of: list[tuple[int, int]], replace: bool) -> None:
+        self.store.prefetch([*(il for il, _ in of), 99], [*(e for _, e in of), 0], replace)
+
+    @rule(of=st.lists(experts, max_size=5))
+    def warm(self, of: list[tuple[int, int]]) -> None:
+        of = list(map(self.expert, of))
+        self.store.warm([il for il, _ in of], [e for _, e in of])
+        self.model.warm(of)
+
+    @rule(seed=st.none() | seeds)
+    def set_scores(self, seed: int | None) -> None:
+        table = None if seed is None else np.random.default_rng(seed).integers(0, 4, self.store.shape)
+        self.model.scores = None if table is None else table.astype(np.float32)
+        self.store.set_scores(self.model.scores)
+
+    @rule(name=st.sampled_from(POLICIES))
+    def set_policy(self, name: str) -> None:
+        self.store.set_policy(name, **PARAMETERS.get(name, {}))
+        self.model.set_policy(name)
+
+    @rule(share=shares, d=st.integers(0, 1))
+    def resize(self, share: float, d: int) -> None:
+        d %= len(self.slots)
+        n_slots = self.n_of(share, len(self.layers[d]))
+        kept = self.store.device(d)["resident"] and len(self.contexts) > 1
+        if n_slots > self.slots[d] or kept:
+            with pytest.raises(OptionError, match="several contexts" if n_slots <= self.slots[d] else "slots, not"):
+                self.store.resize(n_slots, device=d)
+            return
+        self.store.resize(n_slots, device=d)
+        self.model.resize(n_slots)
+        self.usable[d] = n_slots
+
+    @precondition(lambda self: self.n_lower)
+    @rule(share=shares, at_once=st.booleans())
+    def resize_below(self, share: float, at_once: bool) -> None:
+        n_slots = max(1, round(share * self.n_lower))
+        if at_once:
+            for context in self.contexts:
+                self.end_pass(context)
+        (self.store.reallocate if at_once else self.store.resize)(n_slots, Tier.LOWER)
+
+    @precondition(lambda self: self.simulate)
+    @rule(us=st.integers(0, 20))
+    def advance(self, us: int) -> None:
+        self.store.advance(1000 * us)
+
+    @rule()
+    def drain(self) -> None:
+        self.store.drain(10)
+
+    # What goes wrong.
+
+    @rule(n=lanes, il=layers, seed=seeds)
+    def cancelled_event(self, n: int, il: int, seed: int) -> None:
+        """What it asked for comes nevertheless."""
+        context, (il, _) = self.context(n), self.expert((il, 0))
+        ids = self.route(seed, il, 1)
+        self.make_room(context, il, self.n_used)
+        self.end_pass(context)
+        self.store.cancel()
+        with pytest.raises(GenerationCancelled):
+            self.acquire(context, il, ids)
+        self.store.cancel(False)
+        self.model.acquire(context.model, il, ids)
+
+    @precondition(lambda self: not self.simulate)
+    @rule(n=lanes, il=layers, seed=seeds, kind=st.sampled_from(["read", "copy"]), nth=st.integers(1, 4))
+    def failing_event(self, n: int, il: int, seed: int, kind: str, nth: int) -> None:
+        context, (il, _) = self.context(n), self.expert((il, 0))
+        ids = self.route(seed, il, 1)
+        self.make_room(context, il, self.n_used)
+        self.end_pass(context)
+        if self.exact:
+            kind, nth = "read", 1
+        library.arm_fault(kind, nth, sticky=True)
+        with suppress(ExpertIOError):
+            self.acquire(context, il, ids)
+        self.store.drain(10)
+        library.arm_fault(kind, 0)
+        self.model.acquire(context.model, il, ids, reads_fail=True)
+        if self.exact:
+            assert (context.failed is not None) == any(slot and slot.broken for slot in self.model.slots)
+        self.end_pass(context)
+
+    @precondition(lambda self: not self.simulate)
+    @rule(of=experts)
+    def failing_prefetch(self, of: tuple[int, int]) -> None:
+        of = self.expert(of)
+        self.store.drain(10)
+        library.arm_fault("read", 1, sticky=True)
+        self.store.prefetch([of[0]], [of[1]])
+        self.store.drain(10)
+        library.arm_fault("read", 0)
+        self.model.prefetch(of, reads_fail=True)
+
+    # What holds after each of them.
+
+    @invariant()
+    def what_is_handed_out_stays(self) -> None:
+        for context in self.contexts:
+            if context.held:
+                self.check_held(*context.held)
+
+    def check_held(self, il: int, ids: Ids, slots: Ids) -> None:
+        if self.staging and len(ids) > 1:
+            assert np.array_equal(ids, slots), "a prompt's experts are staged by their own ids"
+            d = self.store.device_of(il)
+            slots = slots + self.slots[d] + self.layers[d].index(il) % self.staging * self.layout.n_expert
+        elif self.simulate:
+            assert (self.store.residency()[il, np.unique(ids)] == 2).all()
+        if not self.simulate:
+            self.fake.check(self.store, il, ids, slots)
+
+    @invariant()
+    def the_reference_agrees(self) -> None:
+        if not self.exact:
+            return
+        self.store.drain(10)
+        assert np.array_equal(self.store.residency(), self.model.residency())
+        counters = self.store.counters()
+        assert {name: counters[name] for name in self.model.counters} == self.model.counters
+        assert counters["slots_pinned"] == len(self.model.pinned)
+        check_counters(counters, sum(self.slots))
+        if not self.simulate:
+            for s, slot in enumerate(self.model.slots):
+                if slot is not None and not slot.broken:
+                    self.check_slot(*slot.expert, s)
+
+    def check_slot(self, il: int, expert: int, s: int) -> None:
+        for index, m in enumerate(self.layout.matrices):
+            if m.il == il:
+                assert self.store.read_slot(index, s) == self.fake.matrix_bytes(index, expert)
+
+    @invariant()
+    def counters_and_budgets_hold(self) -> None:
+        of_devices = map(self.store.device, range(len(self.slots)))
+        for tier, of in [
+            *((Tier.COMPUTE, of) for of in of_devices),
+            *((tier, self.store.tier(tier)) for tier in self.store.tiers),
+        ]:
+            assert of["lookups"] == of["hits_ready"] + of["hits_late"] + of["misses"]
+            n_coming = int((self.store.residency(tier) == 1).sum())
+            over = of["slots_pinned"] + n_coming  # a tier that shrinks keeps what is in use until it is given back
+            assert of["slots_used"] <= of["n_slots_usable"] + over and of["slots_used"] <= of["n_slots"]
+        counters = self.store.counters()
+        n_done = counters["prefetch_started"] + counters["prefetch_dropped"]
+        assert n_done <= counters["prefetch_requested"]
+        assert counters["prefetch_useful"] + counters["prefetch_wasted"] <= counters["prefetch_started"]
+
+    def teardown(self) -> None:
+        library.arm_fault("read", 0)
+        library.arm_fault("copy", 0)
+        if not hasattr(self, "store"):
+            return
+        try:
+            if sys.exc_info()[0] is None:  # else what failed is told
+                self.check_all_that_is_there()
+        finally:
+            if self.product is not None:
+                self.product.close()
+            for context in self.contexts:
+                context.lane.close()
+            self.store.close()
+
+    def check_all_that_is_there(self) -> None:
+        """Nothing is on its way, and whatever is said to be there has the file's bytes."""
+        for context in self.contexts:
+            self.end_pass(context)
+        self.contexts[0].lane.acquire(self.layout.layers[0].il, [[0]])  # as many slots as were asked for
+        self.contexts[0].let_go()
+        self.store.drain(10)
+        check_counters(self.store.counters(), sum(self.slots))
+        whole, of_devices = self.store.tier(), list(map(self.store.device, range(len(self.slots))))
+        for name in ("lookups", "hits_ready", "hits_late", "misses", "evictions", "slots_used"):
+            assert whole[name] == self.store.counters()[name] == sum(of[name] for of in of_devices)
+        there = self.store.residency()
+        assert (there != 1).all()
+        if self.listens:
+            self.store.listen()
+            assert sorted(self.there.values()) == [tuple(at) for at in np.argwhere(there == 2).tolist()]
+        for il, expert in np.argwhere(there == 2).tolist():
+            n_misses = self.store.counters()["misses"]
+            slots = self.contexts[0].lane.acquire(il, [[expert]])
+            assert self.store.counters()["misses"] == n_misses
+            self.check_held(il, np.array([[expert]], np.int32), slots)
+        self.contexts[0].let_go()
+        assert all(self.store.tier(tier)["slots_pinned"] == 0 for tier in self.store.tiers)
+
+
+def bits(model: FakeModel) -> bytes:
+    """Of a prompt's product, every expert being there."""
+    store = Store(model.layout, model.layout.n_expert_total, StoreOptions(repack=False))
+    lane = store.open_lane()
+    product = Product(store, lane, model, prompt(model.layout))
+    product.acquire()
+    found = product.compute()
+    product.close()
+    lane.close()
+    store.close()
+    return found
+
+
+def test_the_store_does_what_the_reference_does(tmp_path_factory: pytest.TempPathFactory) -> None:
+    made = (
+        make_model(tmp_path_factory.mktemp("model"), n_layer=n_layer, n_expert=n_expert, n_used=n_used, dense_layers=of)
+        for n_layer, n_expert, n_used, of in ((3, 6, 2, ()), (6, 8, 3, (1, 4)), (1, 5, 1, ()))
+    )
+    kind = type("StoreMachine", (StoreMachine,), {"models": [(model, bits(model)) for model in made]})
+    options = settings(
+        max_examples=EXAMPLES or 120, stateful_step_count=40, derandomize=not EXAMPLES, print_blob=bool(EXAMPLES),
+        deadline=None, database=None, suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    run_state_machine_as_test(kind, settings=options)

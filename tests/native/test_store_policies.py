@@ -1,0 +1,397 @@
+"""Eviction policies of the store: victims by hand arithmetic, and the same ones as the Python policy's."""
+
+from __future__ import annotations
+
+import ctypes as c
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_model import FakeModel, Open, make_model
+from reference_policies import NextUse
+from traces import random_trace
+
+from moegguf.controller.history import History
+from moegguf.controller.policies.base import LOCALITY
+from moegguf.controller.predictors.base import NoPrediction
+from moegguf.controller.shape import MoeShape
+from moegguf.errors import OptionError
+from moegguf.native import abi, library
+from moegguf.native.events import Float32s, Phase, RoutingEvent
+from moegguf.native.store import Lane, NativePolicy, Store, StoreOptions
+from moegguf.trace.belady import Lookups, belady
+from moegguf.trace.simulate import SimOptions, Simulation, layout_of
+
+
+def rates(half_lives_tokens: tuple[float, ...], weights: tuple[float, ...], distance_weight: float) -> NativePolicy:
+    return NativePolicy(
+        "next-use", {"half_lives_tokens": half_lives_tokens, "weights": weights, "distance_weight": distance_weight}
+    )
+
+
+def set_policy(store: Store, policy: NativePolicy | None) -> None:
+    if policy is None:
+        store.set_policy("lru")
+    else:
+        store.set_policy(policy.name, **policy.parameters)
+
+
+HALVING = rates((1.0,), (1.0,), 1.0)
+STORY = [(0, 0), (1, 0), (0, 0), (1, 1), (1, 0)]  # (layer, expert): 0.75 for (0, 0), 0.625 for (1, 0), 0.25 for (1, 1)
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> FakeModel:
+    """Two layers of 8 experts, one of which a token uses."""
+    return make_model(tmp_path, n_layer=2, n_used=1)
+
+
+@pytest.fixture
+def told(two: FakeModel, open_store: Open) -> Callable[..., tuple[Store, Callable[..., None]]]:
+    """`told(n_slots, policy)`: a store that has seen STORY, and what gives it another routing event."""
+
+    def tell(
+        n_slots: int = 3, policy: NativePolicy | None = HALVING, story: list[tuple[int, int]] = STORY
+    ) -> tuple[Store, Callable[..., None]]:
+        store, lane = open_store(two, n_slots)
+        set_policy(store, policy)
+
+        def event(il: int, *experts: int) -> None:
+            two.acquire(store, lane, il, [[expert] for expert in experts])
+
+        for il, expert in story:
+            event(il, expert)
+        return store, event
+
+    return tell
+
+
+Told = Callable[..., tuple[Store, Callable[..., None]]]
+
+
+def there(store: Store) -> set[tuple[int, int]]:
+    return {(int(il), int(expert)) for il, expert in np.argwhere(store.residency() == 2)}
+
+
+def test_out_goes_the_expert_expected_last(told: Told) -> None:
+    """At layer 0: (0, 0) in 1/0.75 - 1 + 1 = 1.33 passes, (1, 0) in 1/0.625 - 1 + 1/2 = 1.1, (1, 1) in 3.5."""
+    store, event = told()
+    event(0, 2)
+    assert there(store) == {(0, 0), (1, 0), (0, 2)}
+    store, event = told(policy=None)
+    event(0, 2)
+    assert there(store) == {(1, 0), (1, 1), (0, 2)}  # the least recently used went
+
+
+@pytest.mark.parametrize(
+    ("il", "distance_weight", "left"), [(0, 1.0, (1, 0)), (1, 1.0, (0, 0)), (1, 0.0, (1, 0)), (0, 0.0, (1, 0))]
+)
+def test_of_equal_chances_the_layer_whose_turn_is_later_loses(
+    told: Told, il: int, distance_weight: float, left: tuple[int, int]
+) -> None:
+    """The others of the event's own layer wait for a whole pass; without a phase, recency decides."""
+    store, event = told(2, rates((1.0,), (1.0,), distance_weight), STORY[:2])
+    event(il, 7)
+    assert there(store) == {(il, 7), left}
+
+
+def test_two_averages_are_added_by_their_weights(told: Told) -> None:
+    """Layer 1 saw 1, 1, 1, 0: 0.5 and 0.4375 when halving each token, 1/16 and 3/16 less a bit when fading slowly."""
+    story = [(1, 1), (1, 1), (1, 1), (1, 0)]
+    for weights, left in (((1.0, 0.0), (1, 0)), ((0.1, 0.9), (1, 1))):
+        store, event = told(2, rates((1.0, 10.0), weights, 1.0), story)
+        event(0, 3)
+        assert there(store) == {(0, 3), left}
+
+
+def test_a_resident_pool_starts_counting_when_it_shrinks(two: FakeModel, open_store: Open) -> None:
+    store, lane = open_store(two, 16, fill=False)
+    set_policy(store, HALVING)
+    for _ in range(9):
+        two.acquire(store, lane, 1, [1])  # does not count
+    store.resize(3)
+    for il, expert in [*STORY, (0, 2)]:
+        two.acquire(store, lane, il, [expert])
+    assert there(store) == {(0, 0), (1, 0), (0, 2)}
+
+
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("policy", "rule"),
+    [
+        (rates((), (), 1), "1 to 4 half-lives with a weight each, not 0 with 0"),
+        (rates((1,) * 5, (1,) * 5, 1), "1 to 4 half-lives"),
+        (rates((1, 2), (1,), 1), "a weight each"),
+        *((rates((1, bad), (1, 1), 1), "half-life is a number of tokens above 0") for bad in (0, -1, NAN, INF)),
+        *((rates((1, 1), (1, bad), 1), "weight is 0 or more") for bad in (-1, NAN, INF)),
+        (rates((1, 1), (0, 0), 1), "weights of the averages add up to 0"),
+        (rates((1, 1), (3e38, 3e38), 1), "weights of the averages add up to inf"),
+        *((rates((1,), (1,), bad), "weight of the distance is 0 or more") for bad in (-1, NAN, INF)),
+    ],
+    ids=str,
+)
+def test_rates_that_mean_nothing_are_refused_and_those_in_force_stay(
+    told: Told, policy: NativePolicy, rule: str
+) -> None:
+    store, event = told()
+    with pytest.raises(OptionError, match=rule):
+        set_policy(store, policy)
+    event(0, 2)
+    assert there(store) == {(0, 0), (1, 0), (0, 2)}
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "rule"),
+    [
+        ("lfu", {}, "no eviction policy 'lfu'; known are .*lru.*next-use"),
+        ("", {}, "no eviction policy ''"),
+        ("lru", {"half_life_tokens": 3}, "'lru' has no parameter 'half_life_tokens'; known are none"),
+        ("next-use", {"weight": 1}, "no parameter 'weight'; known are half_lives_tokens, weights, distance_weight"),
+        ("next-use", {"distance_weight": (1, 2)}, "'distance_weight' is one value, not 2"),
+        ("lfu-decay", {"half_life_tokens": ()}, "is one value, not 0"),
+        ("lfu-decay", {"half_life_tokens": 0}, "half-life is a number of tokens above 0"),
+    ],
+)
+def test_a_policy_or_parameter_that_does_not_exist_is_refused_with_those_that_do(
+    told: Told, name: str, parameters: dict[str, Any], rule: str
+) -> None:
+    store, event = told()
+    with pytest.raises(OptionError, match=rule):
+        store.set_policy(name, **parameters)
+    event(0, 2)
+    assert there(store) == {(0, 0), (1, 0), (0, 2)}
+
+
+def test_a_malformed_policy_is_refused_by_the_library_too(two: FakeModel, open_store: Open) -> None:
+    store, _ = open_store(two, 4)
+    set_native, value = library.load().moegguf_store_set_policy, (c.c_float * 1)(1)
+    policies: list[tuple[Any, ...]] = [(None, 0, 0), *((b"next-use", n, 0) for n in (-1, 1, 65, 1 << 30))]
+    for name, n, values in ((None, 1, value), (b"weights", 1, None), (b"weights", -1, value)):
+        policies.append((b"next-use", 1, 0, (abi.Parameter * 1)(abi.Parameter(name, n, 0, values))))
+    for policy in policies:
+        with pytest.raises(OptionError):
+            set_native(store.handle, 0, c.byref(abi.Policy(*policy)))
+    with pytest.raises(OptionError):
+        set_native(None, 0, None)
+    set_native(store.handle, 0, None)
+
+
+class Known:
+    """A forecast of some layers."""
+
+    def __init__(self, table: Float32s, layers: list[int]) -> None:
+        self._table, self._layers = table, layers
+
+    def probabilities(self) -> Float32s:
+        return self._table
+
+    def known(self) -> list[int]:
+        return self._layers
+
+
+@pytest.mark.parametrize("n_slots", [4, 6, 10, 16])
+def test_the_same_victims_as_the_python_policy_with_a_forecast(tmp_path: Path, open_store: Open, n_slots: int) -> None:
+    """Of the layer that is routed now the router's choice counts, not what was forecast of it."""
+    fake = make_model(tmp_path, n_layer=4, dense_layers=(1,))
+    shape, rng = MoeShape.of(fake.layout), np.random.default_rng(n_slots)
+    policy, unaided = (NextUse(shape, (1.0,), (1.0,), 1.0) for _ in range(2))
+    history = History(shape)
+    (native, native_lane), (scored, scored_lane) = (
+        open_store(fake, n_slots, simulate=True, sweep=False) for _ in range(2)
+    )
+    set_policy(native, HALVING)
+    scores: Float32s | None = None
+    differed = 0
+    for pass_ in range(80):
+        for row, il in enumerate(shape.layers):
+            ids = rng.permutation(rng.integers(3, 9))[np.newaxis, :2].astype(np.int32)
+            scored.set_scores(scores)
+            native_lane.acquire(il, ids)
+            scored_lane.acquire(il, ids)
+            assert np.array_equal(native.residency(), scored.residency()), (pass_, il)
+            history.update(RoutingEvent(pass_, 0, 0, 0, Phase.DECODE, -1, il, ids))
+            table = (rng.integers(0, 3, shape.table) / 2).astype(np.float32)
+            ahead = list(shape.layers[row + 1 :])
+            native.set_forecast(table, ahead)
+            scores = np.copy(policy.scores(history, Known(table, ahead[1:])))  # type: ignore[arg-type]
+            differed += not np.array_equal(scores, unaided.scores(history, Known(table, [])))  # type: ignore[arg-type]
+    assert differed == 80
+    assert native.counters()["evictions"] == scored.counters()["evictions"] > 50
+
+
+def test_a_forecast_acts_until_it_is_taken_back(told: Callable[..., tuple[Store, Callable[..., None]]]) -> None:
+    kept = []
+    for forecast in (None, [1.0, 0.0]):
+        store, give = told(3)
+        if forecast is not None:
+            table = np.zeros((2, 8), np.float32)
+            table[1, 1] = 1.0  # the rarest of those resident is sure to be used
+            store.set_forecast(table, [1])
+        give(0, 5)
+        kept.append(store.residency()[1, 1] > 0)
+        store.set_forecast(None)
+    assert kept == [False, True]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -1.0, 7.0])
+def test_slots_are_given_whatever_was_forecast(
+    told: Callable[..., tuple[Store, Callable[..., None]]], value: float
+) -> None:
+    store, give = told(3)
+    for expert in range(8):
+        store.set_forecast(np.full((2, 8), value, np.float32), [0, 1])
+        give(expert % 2, expert)
+        assert store.residency()[expert % 2, expert] > 0
+
+
+def test_a_forecast_of_the_wrong_shape_is_refused(two: FakeModel, open_store: Open) -> None:
+    store, _ = open_store(two, 4)
+    for shape in ((2, 9), (8, 2), (1, 16)):
+        with pytest.raises(OptionError, match=r"shape \(2, 8\)"):
+            store.set_forecast(np.zeros(shape, np.float32), [0])
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> FakeModel:
+    """One layer of 8 experts, one of which a token uses."""
+    return make_model(tmp_path, n_layer=1, n_used=1)
+
+
+def resident_after(
+    one: FakeModel, open_store: Open, experts: Iterable[int], share: float, n_slots: int = 3
+) -> set[int]:
+    store, lane = open_store(one, n_slots)
+    store.set_policy("slru", protected_share=share)
+    for expert in experts:
+        one.acquire(store, lane, 0, [[expert]])
+    return resident(store)
+
+
+def resident(store: Store) -> set[int]:
+    return set(np.flatnonzero(store.residency()[0] == 2).tolist())
+
+
+def test_used_again_outlives_used_once(one: FakeModel, open_store: Open) -> None:
+    assert resident_after(one, open_store, [0, 0, 1, 2, 3], 0.8) == {0, 2, 3}
+    assert resident_after(one, open_store, [0, 0, 1, 2, 3], 0.0) == {1, 2, 3}  # nothing is protected: LRU
+
+
+def test_the_protected_segment_gives_up_its_least_recent_expert(one: FakeModel, open_store: Open) -> None:
+    """With one of three protected, 1 takes the place of 0, which then goes before 2."""
+    assert resident_after(one, open_store, [0, 0, 1, 1, 2, 3], 0.3) == {1, 2, 3}
+    assert resident_after(one, open_store, [0, 0, 1, 1, 2, 3], 0.7) == {0, 1, 3}
+
+
+def test_what_was_evicted_starts_on_probation(one: FakeModel, open_store: Open) -> None:
+    story = [0, 0, 1, 1, 2, 3, 0, 4, 5]  # 0 is evicted for 3, comes back, and is not protected by its earlier uses
+    assert resident_after(one, open_store, story, 0.3) == {1, 4, 5}
+
+
+def test_a_share_outside_of_0_to_1_is_refused(one: FakeModel, open_store: Open) -> None:
+    store, _ = open_store(one, 3)
+    for share in (-0.1, 1.1, float("nan")):
+        with pytest.raises(OptionError, match="protected share"):
+            store.set_policy("slru", protected_share=share)
+
+
+@pytest.mark.parametrize("n_slots", [9, 20, 40])
+def test_it_replays_alike_each_time_and_stays_below_belady(n_slots: int) -> None:
+    trace = random_trace(n_sequences=6, n_prefill=6, n_decode=40)
+    shape = trace.shape
+    first, again = (
+        Simulation(trace, NativePolicy("slru"), NoPrediction(shape), n_slots, SimOptions()).run() for _ in range(2)
+    )
+    assert first == again
+    assert 0 < first.hit_rate <= belady(Lookups.of(trace), n_slots).hit_rate
+
+
+PAPER = MoeShape(n_layer=4, n_expert=4, n_expert_used=2, layers=(0, 1, 2, 3))  # the example of section 3.2.1
+Expert = tuple[int, int]
+
+
+class Pool:
+    """A simulated store that evicts by the policy, and what a controller would do to it."""
+
+    def __init__(self, n_slots: int) -> None:
+        self.store = Store(
+            layout_of(PAPER), n_slots, StoreOptions(repack=False, fill=False, simulate=True, sweep=False)
+        )
+        self.store.set_policy(LOCALITY.name, **LOCALITY.parameters)
+        self.lane = Lane(self.store)
+
+    def route(self, il: int, *experts: int) -> set[Expert]:
+        """The router of layer `il` chooses these; returns the experts that lost their slots for them."""
+        before = self.there()
+        self.lane.acquire(il, [list(experts)])
+        return before - self.there()
+
+    def predict(self, **layers: Sequence[int]) -> None:
+        """l1=(0, 2): the experts 0 and 2 of layer 1 are predicted."""
+        statuses = np.zeros(PAPER.table, np.float32)
+        for name, experts in layers.items():
+            statuses[int(name[1:]), list(experts)] = 1
+        self.store.set_forecast(statuses, [int(name[1:]) for name in layers])
+
+    def prefetch(self, *experts: Expert) -> None:
+        il, ids = zip(*experts, strict=True)
+        self.store.prefetch(np.array(il, np.int32), np.array(ids, np.int32))
+        self.store.drain()
+
+    def there(self) -> set[Expert]:
+        return {(int(il), int(expert)) for il, expert in np.argwhere(self.store.residency() == 2)}
+
+    def close(self) -> None:
+        self.lane.close()
+        self.store.close()
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    pool = Pool(8)
+    yield pool
+    pool.close()
+
+
+def test_a_mispredicted_expert_goes_first_at_the_routing_event_that_shows_it(pool: Pool) -> None:
+    pool.route(0, 0, 1)
+    pool.predict(l1=(0, 1), l2=(0, 1), l3=(0, 1))
+    pool.prefetch((1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1))
+    assert len(pool.there()) == 8
+    assert pool.route(1, 0, 2) == {(1, 1)}  # predicted and not chosen: before completed ones and those to come
+
+
+def test_then_those_that_have_completed_go_and_of_the_predicted_the_farthest(pool: Pool) -> None:
+    pool.route(0, 0, 1)
+    pool.predict(l1=(0, 1), l2=(0, 1), l3=(0, 1))
+    pool.prefetch((1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1))
+    assert pool.route(1, 2, 3) == {(1, 0), (1, 1)}
+    assert pool.route(2, 2, 3) == {(2, 0), (2, 1)}
+    assert pool.route(3, 2, 0) == {(3, 1)}
+    pool.predict(l0=(0, 1), l1=(2, 3), l2=(2, 3), l3=(2, 0))  # the next token
+    assert pool.route(0, 2, 3) <= {(0, 0), (0, 1), (3, 0), (3, 2)}
+
+
+def test_a_misprediction_does_not_evict_a_hot_expert(pool: Pool) -> None:
+    for _ in range(8):
+        for il in range(4):
+            pool.route(il, 0, 1)
+    pool.predict(l1=(0, 1, 3))
+    pool.prefetch((1, 3))
+    assert pool.route(1, 1, 2) == {(1, 3)}  # 0 and 3 were predicted and not chosen
+    assert (1, 0) in pool.there()
+
+
+def test_without_predictions_it_is_decayed_frequency(pool: Pool) -> None:
+    for _ in range(6):
+        for il in range(4):
+            pool.route(il, 0, 1)
+    for il in range(4):
+        pool.route(il, 2, 3)  # once each
+    for il in range(4):
+        pool.route(il, 0, 1)
+    assert pool.there() == {(il, expert) for il in range(4) for expert in (0, 1)}

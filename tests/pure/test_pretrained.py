@@ -1,0 +1,133 @@
+"""`Llama.from_pretrained`: which files a pattern means, and that they come by the download of `pull`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from fake_hub import FakeHub, cut_after, other_bytes, status
+from pull_helpers import DATA
+
+from moegguf.errors import ModelNotFoundError, PullError
+from moegguf.models import hub_api, hub_fetch
+from moegguf.models.hub import hub_cache
+from moegguf.models.pretrained import fetch
+
+ONE = "m-Q4_K_M.gguf"
+SHARDS = [f"Q8_0/m-Q8_0-{n:05d}-of-00003.gguf" for n in (1, 2, 3)]
+
+
+@pytest.fixture
+def hub(hub: FakeHub) -> FakeHub:
+    shards = {name: f"GGUF {name}".encode() for name in SHARDS}
+    hub.add("U/R", {ONE: DATA, "README.md": b"read", "mmproj-F16.gguf": b"GGUF mmproj", **shards})
+    return hub
+
+
+@pytest.mark.parametrize(
+    ("filename", "expected"),
+    [(None, [ONE]), ("*Q4_K_M.gguf", [ONE]), *((each, SHARDS) for each in ("*Q8_0*", SHARDS[0], "Q8_0/*"))],
+)
+@pytest.mark.parametrize("place", ["the hub's cache", "cache_dir", "local_dir"])
+def test_a_pattern_means_all_shards_of_one_model(
+    hub: FakeHub, tmp_path: Path, filename: str | None, expected: list[str], place: str
+) -> None:
+    options = {"cache_dir": "cache", "local_dir": "local_dir"}
+    where = {options[place]: tmp_path / "x"} if place in options else {}
+    for _ in range(2):
+        first = fetch("u/r", filename, ["READ*"], **where)
+        folder = Path(str(first).removesuffix(expected[0]))
+        assert first == folder / expected[0]
+        for path in (*expected, "README.md"):
+            assert (folder / path).read_bytes() == hub.repos["u/r"].files[path]
+            assert (folder / path).is_symlink() == (place != "local_dir")
+        assert folder.is_relative_to(hub_cache() if not where else tmp_path / "x")
+        assert all(len(hub.gets(path)) == 1 for path in expected), "the second call fetches nothing"
+
+
+@pytest.mark.parametrize(
+    ("filename", "others", "words"),
+    [
+        ("*.gguf", [], rf"2 models match '\*\.gguf'.*{ONE}"),
+        ("*Q2_K*", [], f"no file for .*{ONE}"),
+        ("README.md", [], f"no file for .*{ONE}"),
+        (ONE, ["*.txt"], r"0 files match '\*\.txt'"),
+    ],
+)
+def test_a_pattern_for_no_or_two_models_names_those_there_are(
+    hub: FakeHub, filename: str, others: list[str], words: str
+) -> None:
+    with pytest.raises(ModelNotFoundError, match=words):
+        fetch("u/r", filename, others)
+
+
+def test_a_cut_download_is_continued_and_checked(hub: FakeHub, tmp_path: Path) -> None:
+    hub.faults[ONE] = [cut_after(1 << 20), *[status(503)] * hub_api.TRIES]
+    with pytest.raises(PullError, match=r"503.*continues where it stopped"):
+        fetch("u/r", local_dir=tmp_path / "x")
+    assert not (tmp_path / "x" / ONE).exists()
+    assert fetch("u/r", local_dir=tmp_path / "x").read_bytes() == DATA
+    assert hub.gets(ONE)[-1] == f"bytes={1 << 20}-"
+    hub.faults[ONE] = [other_bytes(DATA[:-1] + b"?")]
+    with pytest.raises(PullError, match="another digest"):
+        fetch("u/r", cache=tmp_path / "y")
+
+
+def test_very_large_files_come_into_the_folder_as_well(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_fetch, "PLAIN_LIMIT_BYTES", 1 << 20)
+    for _ in range(2):
+        path = fetch("u/r", local_dir=tmp_path)
+        assert path.read_bytes() == DATA and not path.is_symlink()
+    assert len(hub.gets(ONE)) == 1
+
+
+def test_the_same_file_under_another_name_comes_too(hub: FakeHub, tmp_path: Path) -> None:
+    hub.add("u/twins", {"a-Q4_0.gguf": DATA, "b-Q8_0.gguf": DATA})
+    assert fetch("u/twins", "a*", ["b*"], local_dir=tmp_path).read_bytes() == DATA
+    assert (tmp_path / "b-Q8_0.gguf").read_bytes() == DATA
+    hub.add("u/twins", {"c-Q4_0.gguf": DATA})
+    assert fetch("u/twins", local_dir=tmp_path) == tmp_path / "c-Q4_0.gguf"
+    assert (tmp_path / "c-Q4_0.gguf").read_bytes() == (tmp_path / "a-Q4_0.gguf").read_bytes() == DATA
+
+
+def test_a_new_version_replaces_the_file_and_a_deleted_one_comes_again(hub: FakeHub, tmp_path: Path) -> None:
+    for data in (DATA, b"GGUF" + DATA[:3:-1], DATA):
+        hub.repos["u/r"].files[ONE] = data
+        assert fetch("u/r", local_dir=tmp_path).read_bytes() == data
+    (tmp_path / ONE).unlink()
+    assert fetch("u/r", local_dir=tmp_path).read_bytes() == DATA
+
+
+@pytest.mark.parametrize("place", ["cache", "local_dir"])
+def test_without_a_network_there_is_what_was_fetched(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    fetched = fetch("u/r", "*Q4*", **{place: tmp_path / "x"})
+    for name, value, words in (("HF_ENDPOINT", "http://127.0.0.1:9", "refused"), ("HF_HUB_OFFLINE", "1", "is set")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert fetch("u/r", "*Q4*", **{place: tmp_path / "x"}) == fetched
+            with pytest.raises(PullError, match=words):
+                fetch("u/r", "*Q4*", cache=tmp_path / "empty")
+
+
+@pytest.mark.parametrize("content", [DATA, DATA[:-1] + b"?", DATA[:-1]], ids=["same", "another", "cut"])
+def test_a_file_that_was_put_there_is_kept_if_it_is_the_same(hub: FakeHub, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / ONE).write_bytes(content)
+    assert fetch("u/r", local_dir=tmp_path).read_bytes() == DATA
+    assert hub.gets(ONE) == [""] * (content != DATA)
+
+
+def test_a_file_system_without_links_fetches_nothing_again(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(1, "not permitted")
+
+    monkeypatch.setattr(os, "symlink", refuse)
+    for _ in range(2):
+        assert fetch("u/r", local_dir=tmp_path).read_bytes() == DATA
+    assert hub.gets(ONE) == [""]
