@@ -249,7 +249,7 @@ class LiveController:
         self._listening = needed
 
     def _named(self, policy: str) -> str:
-        """As the options name it, with that of RAM below where that is not LRU."""
+        """The name that the options use, with that of RAM below where that is not LRU."""
         return policy if self.policy_below == LRU.name else f"vram={policy},ram={self.policy_below}"
 
     def figures(self) -> dict[str, Any]:

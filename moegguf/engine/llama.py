@@ -232,7 +232,7 @@ class Llama(UpstreamLlama):
         return super().sample(*arguments, **options)
 
     def embed(self, *arguments: Any, **options: Any) -> Any:
-        """As in llama-cpp-python; raises what `eval` raises, and OptionError for a text without tokens."""
+        """Embeddings as in llama-cpp-python; raises what `eval` raises, and OptionError for a text without tokens."""
         texts = arguments[0] if arguments else options.get("input", ())
         if not all(self.tokenize(to_utf8(text)) for text in ([texts] if isinstance(texts, str) else texts)):
             raise OptionError("a text is empty, and this model begins none with a token of its own; leave it out.")

@@ -252,7 +252,7 @@ class ContextImages:
         return n_tokens - sum(span.n_tokens - span.n_positions for span in self._spans if span.end <= n_tokens)
 
     def common_prefix(self, n_tokens: int, spans: Sequence[ImageSpan]) -> int:
-        """Of `n_tokens` equal tokens of the context and a prompt with `spans`: those before the first image that
+        """How many of `n_tokens` equal tokens of the context and a prompt with `spans` come before the first image that
         differs, or that is not complete."""
         mine = {span.begin: span for span in self._spans}
         for span in spans:

@@ -29,11 +29,11 @@ class UseCounter(RoutingListener):
 
     @property
     def listen_options(self) -> ListenOptions:
-        """Of `RoutingListener`: nobody waits for the counts."""
+        """Nobody waits for the counts."""
         return ListenOptions(lazy=True)
 
     def announce(self, announcement: Announcement) -> None:
-        """Of `RoutingListener`: nothing."""
+        """Ignored: events have all that is needed."""
 
     def observe(self, event: RoutingEvent) -> None:
         """Adds the tokens of each request."""

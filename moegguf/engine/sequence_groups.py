@@ -66,7 +66,7 @@ class SequenceGroups:
             return group
 
     def announce(self, announcement: Announcement) -> None:
-        """Of `RoutingListener`: nothing."""
+        """Ignored: events have all that is needed."""
 
     def observe(self, event: RoutingEvent) -> None:
         """Follows the sequences, and requests what is needed next of a layer that was computed."""

@@ -95,7 +95,7 @@ def open_store(layout: ExpertLayout, plan: Plan, options: StoreOptions) -> Store
 
 
 def staging_of_pool(n_staging: int, n_pools: int) -> int:
-    """Of a device's staging tensors those of each of its pools: one at least, where there are any."""
+    """Staging tensors of each pool of a device that has so many: one at least, where there are any."""
     return max(1, n_staging // n_pools) if n_staging else 0
 
 
@@ -169,7 +169,7 @@ class ExpertController(Protocol):
         """There are so many slots now."""
 
     def figures(self) -> dict[str, Any]:
-        """Of `Llama.decisions`."""
+        """What `Llama.decisions` returns."""
 
     def close(self) -> None:
         """Stops deciding."""

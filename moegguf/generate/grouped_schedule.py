@@ -21,20 +21,20 @@ MIN_GAIN = 0.03  # of the time of a token, twice in a row, to change
 
 
 class ExpertFlow:
-    """Of the sequences that decode one group computes (`SequenceGroups`); prompts take part in every step."""
+    """One group of the sequences that decode computes (`SequenceGroups`); prompts take part in every step."""
 
     def __init__(self, groups: SequenceGroups) -> None:
         self._groups = groups
 
     def choose(self, running: Sequence[BatchedAnswer]) -> Sequence[BatchedAnswer]:
-        """As `Schedule.choose`."""
+        """Those of `running` that compute next."""
         decoding = [answer for answer in running if answer.decodes]
         tokens = {answer.number: NextToken(answer.context[-1], len(answer.context)) for answer in decoding}
         group = set(self._groups.next_group(tokens))
         return [answer for answer in running if answer.number in group or answer.number not in tokens]
 
     def ran(self, step: Step) -> None:
-        """As `Schedule.ran`."""
+        """Nothing depends on it."""
 
     def close(self) -> None:
         """Listens to the model no longer, until it is asked again."""
@@ -63,7 +63,7 @@ class Auto:
         return self._other() if self._trying else self._current
 
     def choose(self, running: Sequence[BatchedAnswer]) -> Sequence[BatchedAnswer]:
-        """As `Schedule.choose`."""
+        """Those of `running` that compute next."""
         return self.current.choose(running)
 
     def ran(self, step: Step) -> None:
@@ -78,7 +78,7 @@ class Auto:
             self._begin(trying=True)
 
     def close(self) -> None:
-        """As `ExpertFlow.close`."""
+        """Listens to the model no longer, until it is asked again."""
         self._grouped.close()
 
     def _other(self) -> Schedule:

@@ -77,7 +77,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As in transformers: without HTML escapes, keys in order. Accepts undefined values and iterators too."""
+    """JSON as in transformers: without HTML escapes, keys in order. Accepts undefined values and iterators too."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_plain
     )

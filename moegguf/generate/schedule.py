@@ -37,4 +37,4 @@ class Fifo:
         return running
 
     def ran(self, step: Step) -> None:
-        """Of `Schedule`."""
+        """Nothing depends on it."""

@@ -153,7 +153,7 @@ def _thinking(think: bool | str | None) -> dict[str, Any]:
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """As JSON; values of other types become text."""
+    """Plain JSON values; values of other types become text."""
     if isinstance(value, str | int | float | None):
         return value
     if depth > MAX_DEPTH:
