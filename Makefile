@@ -50,6 +50,7 @@ lint: $(VENV)/.lint
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/mypy
 	@$(PY) tools/size.py
+	@$(PY) tools/fault_check.py --anchors
 	@$(VENV)/bin/clang-format --dry-run -Werror moegguf/native/*.cpp moegguf/native/*.h moegguf/native/*/*.cpp moegguf/native/*/*.h
 
 lab: $(READY)
