@@ -81,7 +81,7 @@ def test_a_simulated_strategy_counts_what_the_live_one_counted(
     load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path))
-    options = StoreOptions(**STRATEGIES[name].switches | {"sweep": False})  # fetching ahead takes time, which differs
+    options = replace(STRATEGIES[name].store, sweep=False)  # fetching ahead takes time, which differs
     llm = load(
         DEMO, strategy=name, prefetch=False, store=options, lockstep=True,
         trace=TraceOptions(tmp_path / "t", inputs=True), **TIGHT,
@@ -94,7 +94,7 @@ def test_a_simulated_strategy_counts_what_the_live_one_counted(
     trace, layout = read(tmp_path / "t"), read_layout(DEMO)
     share = n_slots / layout.n_expert_total
     analysis = TraceAnalysis(trace, Artifacts(layout, trace.header.fingerprint))
-    monkeypatch.setitem(STRATEGIES, name, replace(STRATEGIES[name], sweep=False))
+    monkeypatch.setitem(STRATEGIES, name, replace(STRATEGIES[name], store=options))
     row, _ = analysis.simulate_strategies([name], [share], prefetch=False)
     assert (row.strategy, row.n_slots) == (name, n_slots)
     assert row.simulated is not None
