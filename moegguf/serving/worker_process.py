@@ -32,6 +32,7 @@ from moegguf.serving.wire import (
     decode,
     encode,
 )
+from moegguf.settings import read_environment
 
 COMMAND = child_command("moegguf.serving.worker")
 
@@ -163,8 +164,9 @@ class WorkerProcess:
     ) -> WorkerProcess:
         """Starts a worker, which waits for `load`. options: of the constructor.
 
-        Raises WorkerError when the system cannot start a process.
+        Raises WorkerError when the system cannot start a process, OptionError for a variable that it could not read.
         """
+        read_environment()  # which is the worker's, too
         self = cls(on_snapshot, **options)
         ours, theirs = socket.socketpair()
         try:

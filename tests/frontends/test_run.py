@@ -158,6 +158,12 @@ def test_faults_have_a_code_and_nothing_on_stdout(moegguf: Command) -> None:
     assert re.fullmatch(r"error: .*nothing-of-that-name.*\n", done.stderr)
 
 
+def test_a_variable_that_no_worker_could_read_is_an_error_of_the_command(moegguf: Command) -> None:
+    done = moegguf("run", "demo", "hello", MOEGGUF_MISSES="guess")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: MOEGGUF_MISSES: 'guess' is none of fetch, compute.\n"
+
+
 def test_an_empty_prompt_loads_the_model_in_a_running_server(moegguf: Command, server: Server) -> None:
     done = moegguf("run", "tiny", "", "--keepalive", "7m", MOEGGUF_HOST=server.url)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
