@@ -27,12 +27,13 @@ import traceback
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from moegguf.engine.llama import Llama
 from moegguf.errors import MoeggufError
-from moegguf.generate.answer import Answer
+from moegguf.generate.engine import Engine
 from moegguf.generate.images import with_images
-from moegguf.generate.request import GenerationRequest, Sampling
+from moegguf.generate.request import Sampling
 from tools.mutants import mutate, read_header, write_file
 
 MEMORY_BYTES = 6 << 30
@@ -51,12 +52,20 @@ def use(path: Path, text_model: Path | None) -> None:
 
 def use_projector(path: Path, text_model: Path) -> None:
     """Asks about some images."""
-    with Llama(text_model, mmproj=path, n_ctx=2048, n_threads=1, expert_cache="100%", verbose=False) as llm:
+    options: dict[str, Any] = {
+        "mmproj": path,
+        "n_ctx": 2048,
+        "n_threads": 1,
+        "expert_cache": "100%",
+        "flash_attn": False,
+    }
+    with Engine(text_model, parallel=1, **options) as engine:
         for width, height in IMAGE_SIZES:
             message = {"role": "user", "content": with_images("what is it?", [png(width, height)])}
             sampling = Sampling(temperature=0.8, max_tokens=3, seed=1)
-            for _ in Answer(llm, GenerationRequest(messages=(message,), sampling=sampling)).deltas():
-                pass
+            (answer,) = engine.chat([message], sampling)
+            if answer.error is not None:
+                raise answer.error
 
 
 def png(width: int, height: int) -> bytes:

@@ -10,6 +10,7 @@ the server's overhead. The client is http.client, so that no client library's ti
 from __future__ import annotations
 
 import argparse
+import asyncio
 import http.client
 import json
 import statistics
@@ -20,9 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from moegguf import Llama
-from moegguf.generate.answer import Answer
-from moegguf.generate.request import GenerationRequest, Sampling
+from moegguf import Engine, Llama, Sampling
 
 QUESTION = "Explain in detail how an expert is fetched, step by step."
 SAMPLING = Sampling(temperature=1.5, seed=6, max_tokens=200)
@@ -38,12 +37,10 @@ class Run:
     text: str
 
 
-def in_process(llm: Llama) -> Run:
-    """The question through `Answer`, as in a worker of the server."""
+async def in_process(engine: Engine) -> Run:
+    """The question through the loop that a worker of the server has."""
     start, first, texts = time.perf_counter(), 0.0, []
-    for piece in Answer(
-        llm, GenerationRequest(messages=({"role": "user", "content": QUESTION},), sampling=SAMPLING)
-    ).deltas():
+    async for piece in engine.stream([{"role": "user", "content": QUESTION}], SAMPLING):
         if piece.text:
             first = first or time.perf_counter() - start
             texts.append(piece.text)
@@ -119,11 +116,11 @@ def main() -> None:
     options = parser.parse_args()
     from moegguf.models.catalog import find_model
 
-    with server() as port, Llama(find_model(options.model), n_ctx=512, verbose=False) as llm:
+    with server() as port, Engine(find_model(options.model), parallel=1, n_ctx=512) as engine:
         connection = http.client.HTTPConnection("127.0.0.1", port)
         runs = {
-            "in process": lambda: in_process(llm),
-            "create_chat_completion": lambda: drop_in(llm),
+            "in process": lambda: asyncio.run(in_process(engine)),
+            "create_chat_completion": lambda: drop_in(engine.llm),
             "server": lambda: over_http(connection, options.model),
         }
         results = measure(runs, options.rounds)

@@ -12,6 +12,7 @@ from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, T
 from moegguf.generate.sequence import SequenceState
 
 if TYPE_CHECKING:
+    from moegguf.engine.llama import Llama
     from moegguf.engine.projector import ImageSpan
     from moegguf.engine.stats import Stats
 
@@ -57,14 +58,13 @@ class Task:
 
 
 class BatchedAnswer:
-    """A request in a loop, from its submission to its end. Its `timing` is complete then. `state`: the request, where
-    it was read already.
+    """A request in a loop, from its submission to its end. Its `timing` is complete then.
 
     For a `Schedule`: `ticket` (order of arrival), `context` (tokens that the KV cache has to hold before the next one
     is sampled), `n_evaluated` (of these, those that it holds) and `number` (of the request in routing events).
     """
 
-    def __init__(self, request: GenerationRequest, events: AnswerEvents, state: SequenceState | None = None) -> None:
+    def __init__(self, request: GenerationRequest, events: AnswerEvents) -> None:
         self.ticket = next(_tickets)
         self.request = request
         self.events = events
@@ -72,13 +72,21 @@ class BatchedAnswer:
         self.context: list[int] = []
         self.number = -1
         self.cancelled = False
-        self.state = state
+        self.state: SequenceState | None = None  # the request, once it was read
         self.error: Exception | None = None  # of reading the request
         self.slot: Slot | None = None
         self.has_begun = False  # since it got its slot
         self._start_s = 0.0
         self._before: Stats | None = None
         self._first: Stats | None = None
+
+    def read(self, llm: Llama) -> Exception | None:
+        """Reads the request; returns what is wrong with it."""
+        try:
+            self.state = SequenceState(llm, self.request)
+        except Exception as error:
+            self.error = error
+        return self.error
 
     @property
     def n_evaluated(self) -> int:

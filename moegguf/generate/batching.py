@@ -22,7 +22,6 @@ from moegguf.generate.batched_answer import AnswerEvents, BatchedAnswer, Task
 from moegguf.generate.kv_slots import KvSlots
 from moegguf.generate.request import GenerationRequest
 from moegguf.generate.schedule import Fifo, Schedule, Step
-from moegguf.generate.sequence import SequenceState
 from moegguf.generate.step_tokens import Part, StepTokens, chunk_of
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ class BatchLoop:
     """Owns the context of a model: `run` computes, on one thread, what others submit, until `close`.
 
     `schedule`: which sequences compute in a step. `step_tokens`: its budget, as of `StepTokens`. `together`: the block
-    in which the answers of a step get their events. `n_slots`: sequences of the context to use; None: all.
+    in which the answers of a step get their events.
     """
 
     def __init__(
@@ -43,12 +42,11 @@ class BatchLoop:
         schedule: Schedule | None = None,
         step_tokens: int | None = None,
         together: Callable[[], AbstractContextManager[None]] = nullcontext,
-        n_slots: int | None = None,
     ) -> None:
         self._llm = llm
         self._schedule = schedule or Fifo()
         self._together = together
-        self._slots = KvSlots(llm, n_slots or llm.n_seq_max)
+        self._slots = KvSlots(llm)
         self._step_tokens = StepTokens(llm, self._slots, step_tokens)
         self._changed = threading.Condition()  # of the five below
         self._arrived: list[BatchedAnswer | Task] = []
@@ -93,10 +91,6 @@ class BatchLoop:
         self._arrive(answer)
         return answer
 
-    def submit_read(self, answer: BatchedAnswer) -> None:
-        """`submit` of a request that was read."""
-        self._arrive(answer)
-
     def submit_task(
         self, run: Callable[[], object], cancel: Callable[[], object], fail: Callable[[Exception], object]
     ) -> Task:
@@ -129,10 +123,7 @@ class BatchLoop:
             self._changed.notify()
 
     def _read(self, answer: BatchedAnswer) -> None:
-        try:
-            answer.state = SequenceState(self._llm, answer.request)
-        except Exception as error:
-            answer.error = error
+        answer.read(self._llm)
         self._arrive(answer)
         self._readers.discard(threading.current_thread())
 
@@ -155,16 +146,16 @@ class BatchLoop:
         failure: Exception | None = None
         try:
             while self._has_work():
-                self.take_turn()
+                self._take_turn()
         except Exception as error:
             failure = error
             raise
         finally:
             with self._changed:
                 self._closing = True
-            self.end_all(failure)
+            self._end_all(failure)
 
-    def end_all(self, failure: Exception | None = None) -> None:
+    def _end_all(self, failure: Exception | None = None) -> None:
         """After `close`, ends what waits or runs: as cancelled, or with `failure`."""
         for reader in list(self._readers):  # they use the model
             reader.join()
@@ -182,7 +173,7 @@ class BatchLoop:
                 self._changed.wait()
             return not self._closing
 
-    def take_turn(self) -> None:
+    def _take_turn(self) -> None:
         """Ends what was cancelled, begins what can begin, and computes a step."""
         self._take_arrived()
         for job in [job for job in (*self._running, *self._waiting) if job.cancelled]:
@@ -216,17 +207,10 @@ class BatchLoop:
             self._waiting.pop(0)
             if isinstance(first, Task):
                 self._run_task(first)
-            elif first.state is not None or self._read_here(first):
+            elif first.state is None and (error := first.read(self._llm)) is not None:
+                first.events.on_end(first.timing, error)
+            else:
                 self._begin(first)
-
-    def _read_here(self, answer: BatchedAnswer) -> bool:
-        """Reads a request that no other thread has read; False where that ended it."""
-        try:
-            answer.state = SequenceState(self._llm, answer.request)
-        except Exception as error:
-            answer.events.on_end(answer.timing, error)
-            return False
-        return True
 
     def _begin(self, answer: BatchedAnswer) -> None:
         if answer.number < 0:

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class KvSlots:
-    """The first `n_slots` sequences of a model's context."""
+    """The sequences of a model's context."""
 
-    def __init__(self, llm: Llama, n_slots: int) -> None:
+    def __init__(self, llm: Llama) -> None:
         self._llm = llm
-        self._slots = [Slot(sequence) for sequence in range(n_slots)]
+        self._slots = [Slot(sequence) for sequence in range(llm.n_seq_max)]
 
     def __len__(self) -> int:
         return len(self._slots)

@@ -12,9 +12,7 @@ import openai
 import pytest
 from servers import Server, serving
 
-from moegguf.engine.llama import Llama
-from moegguf.generate.answer import Answer
-from moegguf.generate.request import GenerationRequest, Sampling
+from moegguf import Engine, Sampling
 
 QUESTION = "What does moegguf do?"
 MESSAGES: Any = [{"role": "user", "content": QUESTION}]
@@ -30,11 +28,9 @@ def parallel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def alone() -> list[float]:
     """The logprobs of the answer where a model computes one request at a time."""
-    request = GenerationRequest(
-        messages=tuple(MESSAGES), n_logprobs=0, sampling=Sampling(temperature=0, max_tokens=N_TOKENS)
-    )
-    with Llama("demo", n_ctx=512, verbose=False, flash_attn=None) as llm:
-        return [logprob.logprob for delta in Answer(llm, request).deltas() for logprob in delta.logprobs]
+    with Engine("demo", parallel=1, n_ctx=512) as engine:
+        (answer,) = engine.chat(MESSAGES, Sampling(temperature=0, max_tokens=N_TOKENS), n_logprobs=0)
+    return [logprob.logprob for logprob in answer.logprobs]
 
 
 def by_openai(server: Server) -> list[float]:

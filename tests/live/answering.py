@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from moegguf.engine.llama import Llama
-from moegguf.generate.answer import Answer
-from moegguf.generate.request import Delta, GenerationRequest, Sampling, Timing
+from moegguf.generate.batching import BatchLoop
+from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Sampling, Timing
+from moegguf.generate.sequence import SequenceState
 
 DEMO = Path(__file__).resolve().parents[2] / "moegguf" / "demo" / "moegguf-demo-Q4_0.gguf"
 QUESTION = "What does moegguf do?"
@@ -30,10 +31,50 @@ def text_of(deltas: list[Delta]) -> str:
     return "".join(delta.text for delta in deltas)
 
 
+class Answer:
+    """One answer, by a loop that computes no other, on this thread. What is wrong with the request is raised at
+    construction."""
+
+    def __init__(self, llm: Llama, request: GenerationRequest) -> None:
+        self.prompt = SequenceState(llm, request).prompt
+        self.reports: list[PromptProgress] = []
+        self._loop, self._deltas = BatchLoop(llm), list[Delta]()
+        self._error: Exception | None = None
+        self._then: Callable[[], object] = lambda: None
+        self._answer = self._loop.submit(request, self)
+
+    @property
+    def timing(self) -> Timing:
+        return self._answer.timing
+
+    def deltas(self, then: Callable[[], object] = lambda: None) -> list[Delta]:
+        """All of them; `then` is called after each delta and each report of progress."""
+        self._then = then
+        self._loop.run()
+        if self._error is not None:
+            raise self._error
+        return self._deltas
+
+    def cancel(self) -> None:
+        self._loop.cancel(self._answer)
+
+    def on_progress(self, progress: PromptProgress) -> None:
+        self.reports.append(progress)
+        self._then()
+
+    def on_delta(self, delta: Delta) -> None:
+        self._deltas.append(delta)
+        self._then()
+
+    def on_end(self, timing: Timing, error: Exception | None) -> None:
+        self._error = error
+        self._loop.close()
+
+
 def reply(llm: Llama, *messages: str, **options: Any) -> tuple[str, Timing]:
     """The text and the timing of an answer."""
     answer = Answer(llm, ask(*messages, **options))
-    return text_of(list(answer.deltas())), answer.timing
+    return text_of(answer.deltas()), answer.timing
 
 
 def ends_of(llm: Llama) -> list[int]:

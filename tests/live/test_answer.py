@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from answering import DEMO, QUESTION, Load, TinyModel, ask, reply, text_of
+from answering import DEMO, QUESTION, Answer, Load, TinyModel, ask, reply, text_of
 
 from moegguf.engine.llama import Llama
 from moegguf.errors import ClosedError, ContextError, ExpertIOError, OptionError
-from moegguf.generate.answer import Answer
-from moegguf.generate.request import Delta, GenerationRequest, PromptProgress
+from moegguf.generate.request import GenerationRequest
 from moegguf.native import library
 
 
@@ -73,10 +72,9 @@ def test_a_seed_gives_the_same_answer_whatever_came_before(demo: Llama) -> None:
 
 
 def test_a_long_prompt_reports_each_batch(demo: Llama) -> None:
-    reports: list[PromptProgress] = []
     answer = Answer(demo, ask("word " * 150, max_tokens=2))
-    list(answer.deltas(reports.append))
-    n_tokens = answer.timing.prompt_tokens
+    answer.deltas()
+    n_tokens, reports = answer.timing.prompt_tokens, answer.reports
     assert {report.n_tokens for report in reports} == {n_tokens}
     assert [report.n_done for report in reports] == [*range(0, n_tokens, 64), n_tokens]
     assert [report.seconds for report in reports] == sorted(report.seconds for report in reports)
@@ -84,94 +82,56 @@ def test_a_long_prompt_reports_each_batch(demo: Llama) -> None:
 
 def test_cancelling_in_a_prompt_stops_after_a_batch(demo: Llama) -> None:
     answer = Answer(demo, ask("word " * 150))
-    reports: list[PromptProgress] = []
-
-    def cancel(report: PromptProgress) -> None:
-        reports.append(report)
-        if report.n_done >= 64:
-            answer.cancel()
-
-    assert list(answer.deltas(cancel)) == []
-    assert reports[-1].n_done == 64
+    assert answer.deltas(lambda: answer.reports[-1].n_done >= 64 and answer.cancel()) == []
+    assert answer.reports[-1].n_done == 64
     assert (answer.timing.finish, answer.timing.answer_tokens) == ("cancelled", 0)
     assert answer.timing.total_s > 0
     assert reply(demo, QUESTION)[1].finish == "stop"
 
 
 def test_cancelling_stops_within_one_token(demo: Llama) -> None:
-    answer, deltas = Answer(demo, ask(QUESTION)), list[Delta]()
-    for delta in answer.deltas():
-        deltas.append(delta)
-        if len(deltas) == 5:
-            answer.cancel()
-    assert len(deltas) == 5
+    answer = Answer(demo, ask(QUESTION))
+    deltas = answer.deltas(lambda: answer.timing.answer_tokens == 5 and answer.cancel())
     assert (answer.timing.finish, answer.timing.answer_tokens) == ("cancelled", 5)
     assert answer.timing.answer_s > 0
     assert reply(demo, QUESTION)[0].startswith(text_of(deltas))
 
 
-def test_closing_the_generator_ends_the_answer_and_frees_the_model(demo: Llama) -> None:
-    answer = Answer(demo, ask(QUESTION))
-    deltas = answer.deltas()
-    next(deltas)
-    deltas.close()
-    assert (answer.timing.finish, answer.timing.answer_tokens) == ("cancelled", 1)
-    assert answer.timing.total_s > 0
-    assert reply(demo, QUESTION)[1].finish == "stop"
-
-
 def test_cancelling_an_answer_before_or_after_it_ran_affects_no_other(demo: Llama) -> None:
     early = Answer(demo, ask(QUESTION))
     early.cancel()
-    assert list(early.deltas()) == []
+    assert early.deltas() == []
     assert early.timing.finish == "cancelled"
     late = Answer(demo, ask(QUESTION))
-    whole = text_of(list(late.deltas()))
+    whole = text_of(late.deltas())
     late.cancel()
     assert reply(demo, QUESTION)[0] == whole
 
 
-def test_cancelling_one_that_waits_leaves_the_one_that_runs(demo: Llama) -> None:
-    running, waiting = Answer(demo, ask(QUESTION)), Answer(demo, ask(QUESTION))
-    deltas = running.deltas()
-    first = next(deltas)
-    waits = threading.Thread(target=lambda: list(waiting.deltas()))
-    waits.start()
-    waiting.cancel()
-    assert text_of([first, *deltas]).endswith(".")
-    assert running.timing.finish == "stop"
-    waits.join(30)
-    assert (waiting.timing.finish, waiting.timing.answer_tokens) == ("cancelled", 0)
-
-
 def test_cancelling_ends_a_pass_that_waits_for_a_slow_disk(tiny: TinyModel, load: Load) -> None:
     llm = load(tiny("tiny-mix"), expert_cache="25%")
-    answer = Answer(llm, ask("hello there"))
-    deltas = answer.deltas()
-    next(deltas)
-    library.arm_fault("slow_read", 1, sticky=True)
+    answer, timers = Answer(llm, ask("hello there")), list[threading.Timer]()
     begin = time.monotonic()
-    canceller = threading.Timer(0.1, answer.cancel)
-    canceller.start()
-    list(deltas)
-    canceller.join()
+
+    def cancel_soon() -> None:
+        if answer.timing.answer_tokens and not timers:
+            library.arm_fault("slow_read", 1, sticky=True)
+            timers.append(threading.Timer(0.1, answer.cancel))
+            timers[0].start()
+
+    answer.deltas(cancel_soon)
+    timers[0].join()
     assert time.monotonic() - begin < 10
     assert answer.timing.finish == "cancelled"
     library.arm_fault("slow_read", 0)
     assert reply(llm, "hello", max_tokens=3)[1].answer_tokens == 3
 
 
-def test_a_fault_in_the_middle_is_raised_where_the_deltas_are_read(tiny: TinyModel, load: Load) -> None:
+def test_a_fault_in_the_middle_ends_the_answer_with_it(tiny: TinyModel, load: Load) -> None:
     llm = load(tiny("tiny-mix"), expert_cache="25%")
-
-    def deltas_until_the_disk_fails(deltas: Iterator[Delta]) -> None:
-        next(deltas)
-        library.arm_fault("read", 1, errno=5, sticky=True)
-        list(deltas)
-
     answer = Answer(llm, ask("hello there", temperature=1.0, min_p=0.0))
     with pytest.raises(ExpertIOError):
-        deltas_until_the_disk_fails(answer.deltas())
+        answer.deltas(lambda: answer.timing.answer_tokens and library.arm_fault("read", 1, errno=5, sticky=True))
     library.arm_fault("read", 0)
     assert answer.timing.total_s > 0
     assert reply(llm, "hello", max_tokens=3)[1].answer_tokens == 3
@@ -193,7 +153,7 @@ def test_the_oldest_messages_are_left_out_when_all_do_not_fit(demo: Llama) -> No
     turns = [f"{'question' if i % 2 == 0 else 'answer'} number {i} " * 6 for i in range(21)]
     messages = ({"role": "system", "content": "Be kind."}, *ask(*turns).messages)  # type: ignore[misc]
     answer = Answer(demo, GenerationRequest(messages=messages))
-    cut = answer.timing.cut_messages
+    cut = answer.prompt.cut_messages
     assert 0 < cut < 21
     assert cut % 2 == 0, "what is left begins with the assistant"
     prompt = demo.detokenize(answer.prompt.tokens, special=True).decode()
@@ -226,7 +186,7 @@ def test_a_closed_model_is_a_typed_error(load: Load) -> None:
     answer = Answer(llm, ask(QUESTION))
     llm.close()
     with pytest.raises(ClosedError):
-        list(answer.deltas())
+        answer.deltas()
     with pytest.raises(ClosedError):
         Answer(llm, ask(QUESTION))
 

@@ -7,12 +7,11 @@ import math
 from pathlib import Path
 
 import pytest
-from answering import QUESTION, Load, TinyModel, ask, ends_of, reply, text_of
+from answering import QUESTION, Answer, Load, TinyModel, ask, ends_of, reply, text_of
 
 from moegguf.engine.llama import Llama
 from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import CapabilityError, ContextError, OptionError, TemplateError
-from moegguf.generate.answer import Answer
 from moegguf.generate.prompt import MAX_WHOLE_CHARACTERS
 from moegguf.generate.request import Delta, GenerationRequest, TokenLogprob
 from moegguf.generate.transcript import Transcript
@@ -46,7 +45,7 @@ WEATHER = {
 @pytest.mark.parametrize("stop", ["of-Experts", " models", "f", "It leaves the exp", "moe", "."])
 def test_a_stop_string_ends_the_answer_and_no_letter_of_it_is_returned(demo: Llama, whole: str, stop: str) -> None:
     answer = Answer(demo, ask(QUESTION, stop=("not there at all", stop)))
-    assert text_of(list(answer.deltas())) == whole[: whole.index(stop)]
+    assert text_of(answer.deltas()) == whole[: whole.index(stop)]
     assert answer.timing.finish == "stop" and answer.timing.stop_string == stop
     assert answer.timing.answer_tokens <= len(demo.tokenize(whole.encode(), False))
 
@@ -96,7 +95,7 @@ def test_lone_surrogates_of_json_reach_the_model_as_replacement_characters(demo:
 
 def test_probabilities_add_up_and_the_likeliest_token_is_taken_at_temperature_0(demo: Llama) -> None:
     answer = Answer(demo, ask(QUESTION, max_tokens=12, n_logprobs=20))
-    deltas = list(answer.deltas())
+    deltas = answer.deltas()
     logprobs = [logprob for delta in deltas for logprob in delta.logprobs]
     assert len(logprobs) == answer.timing.answer_tokens == 12
     for logprob in logprobs:
@@ -122,7 +121,7 @@ def test_logprobs_are_those_before_sampling(demo: Llama) -> None:
 
 def test_no_logprobs_unless_requested_and_no_more_than_twenty(demo: Llama) -> None:
     assert all(piece.logprobs == () for piece in Answer(demo, ask(QUESTION, max_tokens=3)).deltas())
-    deltas = list(Answer(demo, ask(QUESTION, max_tokens=3, n_logprobs=0)).deltas())
+    deltas = Answer(demo, ask(QUESTION, max_tokens=3, n_logprobs=0)).deltas()
     assert [len(piece.logprobs) for piece in deltas] == [1, 1, 1]
     assert all(logprob.top == () for delta in deltas for logprob in delta.logprobs)
     for n in (-1, 21):
@@ -132,7 +131,7 @@ def test_no_logprobs_unless_requested_and_no_more_than_twenty(demo: Llama) -> No
 
 def test_logprobs_of_a_stop_string_are_not_returned(demo: Llama, whole: str) -> None:
     stop = "Experts models"
-    deltas = list(Answer(demo, ask(QUESTION, stop=(stop,), n_logprobs=0)).deltas())
+    deltas = Answer(demo, ask(QUESTION, stop=(stop,), n_logprobs=0)).deltas()
     returned = "".join(logprob.text for delta in deltas for logprob in delta.logprobs)
     assert returned == text_of(deltas) == whole[: whole.index(stop)]
 
@@ -185,7 +184,7 @@ def test_a_template_of_the_request_is_used_and_its_thinking_separated(demo: Llam
     answer = Answer(demo, ask(QUESTION, template=THINKER, max_tokens=10))
     prompt = demo.detokenize(answer.prompt.tokens, special=True).decode()
     assert prompt.endswith(f"[user]{QUESTION}[assistant]<think>\n")
-    deltas = list(answer.deltas())
+    deltas = answer.deltas()
     assert text_of(deltas) == ""
     assert "".join(piece.thinking for piece in deltas)
     assert 0 < answer.timing.thinking_tokens <= answer.timing.answer_tokens
@@ -194,7 +193,7 @@ def test_a_template_of_the_request_is_used_and_its_thinking_separated(demo: Llam
 @pytest.mark.parametrize("choice", ["required", "weather"])
 def test_a_call_that_is_demanded_is_made(demo: Llama, choice: str) -> None:
     answer = Answer(demo, ask(QUESTION, template=CALLER, tools=(WEATHER,), tool_choice=choice, max_tokens=80))
-    deltas = list(answer.deltas())
+    deltas = answer.deltas()
     (call,) = [call for piece in deltas for call in piece.tool_calls]
     assert call.name == "weather"
     assert call.arguments["city"] in ("Paris", "Oslo")
@@ -206,7 +205,7 @@ def test_a_call_that_is_demanded_is_made(demo: Llama, choice: str) -> None:
 def test_a_call_that_is_offered_may_be_left_out(demo: Llama) -> None:
     answer = Answer(demo, ask(QUESTION, template=CALLER, tools=(WEATHER,), max_tokens=10))
     assert "weather" in demo.detokenize(answer.prompt.tokens).decode()
-    assert list(answer.deltas())
+    assert answer.deltas()
     unoffered = Answer(demo, ask(QUESTION, template=CALLER, tools=(WEATHER,), tool_choice="none"))
     assert "weather" not in demo.detokenize(unoffered.prompt.tokens).decode()
     with pytest.raises(CapabilityError, match="'rain'"):
@@ -218,7 +217,7 @@ def test_a_model_that_could_think_first_keeps_to_the_form(demo: Llama, think: bo
     schema = {"type": "object", "properties": {"n": {"const": 7}}, "required": ["n"]}
     template = THINKER.replace("[assistant]<think>\n", "[assistant]")
     answer = Answer(demo, ask(QUESTION, template=template, format=schema, think=think, max_tokens=60))
-    assert json.loads(text_of(list(answer.deltas())))["n"] == 7
+    assert json.loads(text_of(answer.deltas()))["n"] == 7
 
 
 def test_a_bad_template_is_an_error_of_the_request(demo: Llama) -> None:

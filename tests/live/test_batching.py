@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from answering import DEMO, QUESTION, Load, TinyModel, ask, ends_of, reply
+from answering import DEMO, QUESTION, Answer, Load, TinyModel, ask, ends_of, reply
 from batches import Received, Scripted, answers_of, answers_together, running
 
 from moegguf.engine.llama import Llama
@@ -30,7 +30,6 @@ from moegguf.errors import (
     SchemaError,
     TemplateError,
 )
-from moegguf.generate.answer import Answer
 from moegguf.generate.batched_answer import BatchedAnswer
 from moegguf.generate.kv_slots import common_tokens
 from moegguf.generate.request import GenerationRequest, TokenLogprob

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from answering import DEMO, QUESTION, Load, TinyModel, ask, ends_of, reply
+from answering import DEMO, QUESTION, Answer, Load, TinyModel, ask, ends_of, reply
 from running import random_prompt
 
 from moegguf.engine.llama import Llama
 from moegguf.generate import sequence
-from moegguf.generate.answer import Answer
 from moegguf.generate.request import GenerationRequest
 from moegguf.generate.truncation import n_after_shift
 
@@ -28,8 +27,8 @@ def test_a_single_message_that_is_too_long_loses_its_beginning(demo: Llama) -> N
     assert prompt.endswith(" w898 w899<|im_end|>\n<|im_start|>assistant\n")
     assert 200 < len(one.prompt.tokens) <= n_after_shift(512, 30)
     whole = len(demo.tokenize(words.encode()))
-    assert one.timing.cut_messages == 0
-    assert one.timing.cut_tokens == pytest.approx(whole - len(one.prompt.tokens), abs=30)
+    assert one.prompt.cut_messages == 0
+    assert one.prompt.cut_tokens == pytest.approx(whole - len(one.prompt.tokens), abs=30)
 
 
 def test_the_question_stays_when_a_tool_result_is_too_long(demo: Llama) -> None:
@@ -52,7 +51,7 @@ def test_a_plain_prompt_keeps_its_first_tokens_and_its_end(demo: Llama) -> None:
     kept = one.prompt.tokens
     assert len(kept) == n_after_shift(512, n_first)
     assert kept[n_first:] == tokens[-(len(kept) - n_first) :]
-    assert one.timing.cut_tokens == len(tokens) + len(demo.vocabulary.bos_tokens) - len(kept)
+    assert one.prompt.cut_tokens == len(tokens) + len(demo.vocabulary.bos_tokens) - len(kept)
 
 
 def test_a_chat_goes_on_after_its_context_was_full_and_reuses_what_stays(demo: Llama) -> None:
@@ -112,7 +111,7 @@ def test_a_shift_and_the_expert_cache_do_not_disturb_each_other(preset: str, tin
         prompt = tuple(random_prompt(llm, 60))
         request = ask(prompt="", context=prompt, max_tokens=300, return_context=True, logit_bias=endless(llm))
         one = Answer(llm, request)
-        list(one.deltas())
+        one.deltas()
         assert one.timing.n_shifts == 1
         assert (llm.stats().evictions > 0) == (share == "30%")
         contexts.append(one.timing.context)

@@ -12,13 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from answering import DEMO, QUESTION, Load, TinyModel, ask, reply
+from answering import DEMO, QUESTION, Load, TinyModel, reply
 from fake_hub import hub_in_use
 
 from moegguf.engine.llama import Llama
 from moegguf.engine.plan import Plan
 from moegguf.errors import ModelNotFoundError, OptionError
-from moegguf.generate.answer import Answer
 from moegguf.native import library
 
 CHILD_TIMEOUT_S = 60
@@ -158,8 +157,6 @@ def test_long_tokens_come_whole(demo: Llama, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_answers_and_the_bindings_own_completions_share_a_model(demo: Llama) -> None:
     expected = reply(demo, QUESTION, max_tokens=12)[0]
-    deltas = Answer(demo, ask(QUESTION)).deltas()
-    next(deltas)
     messages = [{"role": "user", "content": QUESTION}]
     assert demo.create_chat_completion(messages, **GREEDY)["choices"][0]["message"]["content"] == expected
     assert reply(demo, QUESTION, max_tokens=12)[0] == expected

@@ -33,9 +33,8 @@ from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.watchdog import Watchdog, WatchdogOptions
 from moegguf.errors import CallbackError, OptionError
-from moegguf.generate.answer import Answer
 from moegguf.generate.engine import Engine
-from moegguf.generate.request import GenerationRequest, Sampling
+from moegguf.generate.request import Sampling
 from moegguf.native.events import Announcement, Float32s, Phase
 from moegguf.native.store import ListenOptions, Store, StoreOptions, native_policies
 from predictors.study.fresh_gate import FreshGate
@@ -150,7 +149,6 @@ def test_a_users_own_policy(own: Own, load: Load, expected: Callable[..., Logits
 CALLS: dict[str, Callable[[Llama], object]] = {
     "generate": lambda llm: next(llm.generate([1, 2])),
     "completion": lambda llm: llm("x", max_tokens=1),
-    "answer": lambda llm: Answer(llm, GenerationRequest(prompt="x")).deltas(),
     "eval": lambda llm: llm.eval([1]),
     "embed": lambda llm: llm.embed("x"),
     "shift": lambda llm: llm.context.shift(0, 1),

@@ -6,13 +6,12 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
-from answering import DEMO, QUESTION, Load, TinyModel, ask, reply
+from answering import DEMO, QUESTION, Answer, Load, TinyModel, ask, reply
 from batches import answers_together
 
 from moegguf.engine.llama import Llama
 from moegguf.engine.sequences import Chunk
 from moegguf.errors import ExpertIOError, GenerationCancelled, OptionError
-from moegguf.generate.answer import Answer
 from moegguf.generate.embedding import embed
 from moegguf.generate.engine import Engine
 from moegguf.generate.request import Sampling
@@ -51,7 +50,7 @@ def test_an_empty_prompt_begins_with_bos(load: Load, options: dict[str, Any]) ->
     for request in (ask(QUESTION, template=EMPTY, n_logprobs=0, max_tokens=1, **options), ask(prompt="", **options)):
         answer = Answer(llm, request)
         assert answer.prompt.tokens == expected
-        list(answer.deltas())
+        answer.deltas()
         assert answer.timing.prompt_tokens == 1
 
 
@@ -86,7 +85,7 @@ def test_a_cancelled_prompt_leaves_no_logits(load: Load) -> None:
     llm = load(DEMO, n_batch=32, logits_all=False)
     reply(llm, "Who are you?", max_tokens=1)
     answer = Answer(llm, ask("word " * 100))
-    list(answer.deltas(lambda progress: answer.cancel()))
+    answer.deltas(answer.cancel)
     assert answer.timing.finish == "cancelled" and answer.timing.answer_tokens == 0
     assert_no_logits(llm)
 

@@ -7,12 +7,11 @@ import math
 
 import numpy as np
 import pytest
-from answering import QUESTION, ask, ends_of, reply
+from answering import QUESTION, Answer, ask, ends_of, reply
 
 from moegguf.engine.llama import Llama
 from moegguf.errors import OptionError, SchemaError
 from moegguf.generate import matcher
-from moegguf.generate.answer import Answer
 from moegguf.generate.constraint import Constraint
 from moegguf.generate.matcher import build_matcher_tokens
 from moegguf.generate.sampler import Sampler

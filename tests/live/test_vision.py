@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from answering import Answer
 from pictures import deep_png, interlaced_png, jpeg_header, message, png, png_bomb, png_of
 
 from moegguf.engine import context as engine
 from moegguf.engine.llama import Llama
 from moegguf.errors import BudgetError, CapabilityError, ContextError, ModelFormatError, OptionError
-from moegguf.generate.answer import Answer
 from moegguf.generate.images import INTERLACED_BYTES, PLAIN_BYTES, WIDE_BYTES, read_image
 from moegguf.generate.prompt import read_prompt
 from moegguf.generate.request import GenerationRequest, Message, Sampling, Timing

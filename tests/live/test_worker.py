@@ -15,11 +15,11 @@ from typing import Any, cast
 
 import psutil
 import pytest
+from answering import Answer
 from scripted_manager import in_loop, until
 
 from moegguf.engine.llama import Llama
 from moegguf.errors import ModelFormatError, ModelNotFoundError, OptionError, WorkerError
-from moegguf.generate.answer import Answer
 from moegguf.generate.embedding import Embeddings, embed
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Sampling, Timing
 from moegguf.serving import outbox
