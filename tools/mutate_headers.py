@@ -27,7 +27,6 @@ import traceback
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from moegguf.engine.llama import Llama
 from moegguf.errors import MoeggufError
@@ -52,14 +51,7 @@ def use(path: Path, text_model: Path | None) -> None:
 
 def use_projector(path: Path, text_model: Path) -> None:
     """Asks about some images."""
-    options: dict[str, Any] = {
-        "mmproj": path,
-        "n_ctx": 2048,
-        "n_threads": 1,
-        "expert_cache": "100%",
-        "flash_attn": False,
-    }
-    with Engine(text_model, parallel=1, **options) as engine:
+    with Engine(text_model, parallel=1, mmproj=path, n_ctx=2048, n_threads=1, expert_cache="100%") as engine:
         for width, height in IMAGE_SIZES:
             message = {"role": "user", "content": with_images("what is it?", [png(width, height)])}
             sampling = Sampling(temperature=0.8, max_tokens=3, seed=1)

@@ -6,7 +6,6 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from moegguf.engine.plan import parse_placement
 from moegguf.errors import OptionError
 from moegguf.gguf.reader import ggml_type
 from moegguf.quantities import parse_link
@@ -84,10 +83,9 @@ class Spec:
         ggml_type(self.type_k), ggml_type(self.type_v)
         if self.simulate_link is not None:
             parse_link(self.simulate_link)
-        if self.placement is not None:
-            parse_placement(self.placement)
-        if self.misses is not None:
-            parse_choice("misses", self.misses)
+        for name in ("placement", "misses"):
+            if (choice := getattr(self, name)) is not None:
+                parse_choice(name, choice)
         for name in ("repetitions", "n_threads", "n_batch", "n_ubatch"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{name} is {getattr(self, name)}, but must be at least 1.")

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from moegguf.controller.layer_split import share_out
 from moegguf.controller.published import typical_hit_rate
-from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native.slot_sizes import slot_sizes
 from moegguf.native.store import STAGING_SHARE, STAGING_TENSORS
@@ -78,22 +77,18 @@ def staging_slots(staged_bytes: int, slot_bytes: int) -> int:
     return -(-staged_bytes // slot_bytes) if staged_bytes else 0
 
 
-def best_staging(layout: ExpertLayout, passes: Callable[[int], Passes | None], wanted: int | None = None) -> int:
+def best_staging(layout: ExpertLayout, passes: Callable[[int], Passes | None]) -> int:
     """The most of 0, 1 and STAGING_TENSORS staging tensors on each device that fit: with more than one, into
     STAGING_SHARE of the memory for experts; with one, where a request costs less so than with prompts in passes that
     slots are exact for, and a token's experts over all layers keep their slots where there are as many without. None
-    where every expert has a slot. passes: with so many tensors; None: they do not fit. wanted: so many, where they fit.
-
-    Raises OptionError for a number that is wanted and not one of these.
+    where every expert has a slot. passes: with so many tensors; None: they do not fit.
     """
-    if wanted is not None and not 0 <= wanted <= STAGING_TENSORS:
-        raise OptionError(f"staging is {wanted}, but prompts are staged in at most {STAGING_TENSORS} tensors.")
     without = passes(0)
     if without is not None and without.resident:
         return 0
-    for n in range(STAGING_TENSORS, 0, -1) if wanted is None else [wanted] * (wanted > 0):
+    for n in range(STAGING_TENSORS, 0, -1):
         staged = passes(n)
-        if staged is not None and (wanted or _staging_pays(layout, n, staged, without)):
+        if staged is not None and _staging_pays(layout, n, staged, without):
             return n
     return 0
 

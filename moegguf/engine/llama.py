@@ -21,8 +21,8 @@ from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.strategies import find_strategy
 from moegguf.engine.context import Context
 from moegguf.engine.live_controller import ControllerOptions
-from moegguf.engine.load import Budget, LoadProgress, Progress, check_options, prepare
-from moegguf.engine.loader import Loader
+from moegguf.engine.load import Budget, check_options, prepare
+from moegguf.engine.loader import Loader, LoadProgress, Progress
 from moegguf.engine.plan import Plan
 from moegguf.engine.projector import PLACEHOLDER
 from moegguf.engine.recording import Recording, TraceOptions
@@ -81,7 +81,7 @@ class Llama(UpstreamLlama):
         n_seq_max: sequences of `n_ctx` tokens each that the context holds, for `moegguf.Engine`; this class itself
             uses one. The property `n_seq_max` says which models have only one.
         kv_tokens: tokens of all sequences that there is memory for, n_ctx at least. None: n_seq_max * n_ctx, less where
-            experts would miss that memory (`moegguf.engine.memory.choose_kv_tokens`).
+            experts would miss that memory (`moegguf.engine.budgets.Sizes.within`).
         flash_attn: fused attention, which rounds otherwise: True, False (llama-cpp-python's default), or None: where
             the devices that compute have it, as llama.cpp's own programs, `moegguf.Engine`, `run` and `serve` do.
         mmproj: the model's projector, for images in messages (moegguf.generate); it is loaded with the first image.

@@ -1,26 +1,30 @@
-"""Prepares loading a model: checks options, reads the file's header, plans memory. Loads nothing."""
+"""Prepares loading a model: checks options, reads the file's header, and plans for this machine now. Loads nothing."""
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from moegguf.engine.devices import find_gpus, gpus
-from moegguf.engine.here import BY_LAYERS, NO_SPLIT, Budget, given_budgets, plan_now, with_gpus
-from moegguf.engine.machine import Device, count_cpus, read_memory
-from moegguf.engine.memory import check_context, pad_context, pooling_batch_tokens
-from moegguf.engine.plan import Plan, Sizes
+from moegguf.controller.strategies import find_strategy
+from moegguf.engine.budgets import Budgets, Sizes, pad_context
+from moegguf.engine.cost import Speeds
+from moegguf.engine.devices import find_gpus, gpus, has_gpu
+from moegguf.engine.estimate import known_hits
+from moegguf.engine.machine import Device, Machine, count_cpus, read_memory
+from moegguf.engine.memory import check_context, pooling_batch_tokens
+from moegguf.engine.plan import Plan
+from moegguf.engine.planner import make_plan
 from moegguf.engine.sequences import sequences_of
+from moegguf.engine.speeds import KnownSpeeds
 from moegguf.errors import (
     AllocationError,
-    CallbackError,
+    BudgetError,
     CapabilityError,
     ExpertIOError,
-    GenerationCancelled,
     ModelFormatError,
     MoeggufError,
     OptionError,
@@ -29,20 +33,20 @@ from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.projector import ProjectorHeader, read_projector
 from moegguf.gguf.reader import GGML_TYPES, ggml_type
 from moegguf.models.catalog import find_model
-from moegguf.native import library
 from moegguf.native.store import StoreOptions
 from moegguf.options import KV_CACHE_TYPES
-from moegguf.settings import read_environment
-
-_bindings = library.llama_cpp()
+from moegguf.quantities import ExpertCache, parse_expert_cache
+from moegguf.settings import parse_choice, read_environment
 
 # Passed by known wrappers (LangChain) for old llama.cpp versions; without effect here.
 LEGACY_OPTIONS = frozenset({"device", "f16_kv", "n_parts", "low_vram", "mul_mat_q", "n_gqa", "rms_norm_eps"})
 DIFFUSION = frozenset({"dream", "llada", "llada-moe", "rnd1"})  # llm_arch_is_diffusion()
 N_CTX, N_BATCH = 512, 512  # llama-cpp-python's defaults
+EVERY_LAYER = 999  # n_gpu_layers above any model's
+NO_SPLIT, BY_LAYERS = 0, 1  # enum llama_split_mode
 READ_ERROR = "read error"  # of llama.cpp, where the system says that reading failed
 
-Progress = Callable[[float], object]
+Budget = str | int | float | ExpertCache
 
 
 @dataclass(frozen=True)
@@ -114,11 +118,11 @@ def prepare(
         check_context(layout, max(sizes.kv_tokens or 0, options["n_ctx"]), read_memory(), sizes.type_k, sizes.type_v)
         budgets, devices = given_budgets(expert_cache, vram_cache, placement, misses), tuple[Device, ...]()
         if hooks:
-            budgets, devices = with_gpus(budgets, vram_cache, placement, options, store.device)
+            budgets, devices = with_gpus(budgets, options, store.device)
             divides = len(devices) > 0 or budgets.choice == "cpu"
         streams = store.overlap if devices else store.can_stream  # a device's name says where experts may be placed
         budgets = replace(budgets, sizes=sizes, staging=store.staging, streams=streams)
-        plan = plan_now(layout, budgets, devices, placement, options["n_threads"], store.repack)
+        plan = plan_now(layout, budgets, devices, options["n_threads"], store.repack)
     if hooks:
         options["use_mmap"] = False
     if hooks and divides:
@@ -181,33 +185,151 @@ def check_options(options: dict[str, Any], kind: type) -> None:
             raise OptionError.unknown(name, known)
 
 
-class LoadProgress:
-    """Passes llama.cpp's progress to a user's callback, and keeps its exception or cancellation."""
+def parse_vram_cache(value: Budget) -> ExpertCache:
+    """The budget in `value`. Raises BudgetError."""
+    try:
+        return parse_expert_cache(value)
+    except BudgetError as error:
+        raise BudgetError(str(error).replace("expert_cache", "vram_cache", 1)) from None
 
-    def __init__(self, progress: Progress | None) -> None:
-        self._progress = progress
-        self._error: BaseException | None = None
-        self._cancelled = False
-        self.callback = _bindings.llama_progress_callback(self._call) if progress else None
 
-    def _call(self, share: float, _user: int) -> bool:
-        assert self._progress is not None
-        try:
-            self._cancelled = self._progress(share) is False
-            return not self._cancelled
-        except BaseException as error:  # must not propagate into llama.cpp
-            self._error = error
-            return False
+def parse_vram_caches(value: Budget) -> tuple[ExpertCache, ...]:
+    """One budget for all devices together, or, where commas are in it, one for each. Raises BudgetError."""
+    if not isinstance(value, str):
+        return (parse_vram_cache(value),)
+    return tuple(map(parse_vram_cache, value.split(",")))
 
-    def wait(self) -> None:
-        """Reports that nothing is read yet; raises what the callback has ended the load with."""
-        if self._progress is not None:
-            self._call(0.0, 0)
-            self.raise_reason()
 
-    def raise_reason(self) -> None:
-        """Raises CallbackError or GenerationCancelled when the callback ended the load."""
-        if self._error is not None:
-            raise CallbackError(f"the progress callback raised: {self._error}") from self._error
-        if self._cancelled:
-            raise GenerationCancelled("loading was stopped by the progress callback.")
+def given_budgets(
+    expert_cache: Budget | None, vram_cache: Budget | None, placement: str | None, misses: str | None = None
+) -> Budgets:
+    """What is given here, and what the environment gives where it is None. Raises BudgetError, OptionError."""
+    environment = read_environment()
+    if vram_cache is None:
+        vram_cache = environment.vram_cache or None
+    return Budgets(
+        parse_expert_cache(environment.expert_cache if expert_cache is None else expert_cache),
+        parse_vram_caches(vram_cache or "auto"),
+        parse_choice("placement", environment.placement if placement is None else placement),
+        needs_gpu=bool(vram_cache) or placement in ("layers", "slots"),
+        avoids_gpu=vram_cache == "",
+        computes_misses=parse_choice("misses", environment.misses if misses is None else misses) == "compute",
+    )
+
+
+def with_gpus(
+    budgets: Budgets, options: Mapping[str, Any], name: str | None = None
+) -> tuple[Budgets, tuple[Device, ...]]:
+    """The GPUs that experts may be placed on, that of this name, or those that options leave, and the budgets as
+    options divide layers over them; no GPU where none is used.
+
+    Where no budget or placement was asked for that needs a GPU, GPUs are used where there are some, unless `name` or
+    options say that the caller divides the model. options: n_gpu_layers, split_mode, main_gpu and tensor_split, as
+    llama_cpp.Llama takes them; with n_gpu_layers -1 GPUs compute every layer, also where the CPU would be faster.
+
+    Raises BudgetError where there is no GPU for what was asked, OptionError for an unknown one, and for options that
+    contradict a placement.
+    """
+    n_gpu_layers, mode = options.get("n_gpu_layers"), options.get("split_mode", BY_LAYERS)
+    if budgets.choice == "cpu":
+        if n_gpu_layers:
+            raise OptionError(f"placement 'cpu' uses no GPU, but n_gpu_layers is {n_gpu_layers}; leave one out.")
+        return budgets, ()
+    some_layers = n_gpu_layers is not None and 0 <= n_gpu_layers < EVERY_LAYER
+    divided = some_layers or mode not in (NO_SPLIT, BY_LAYERS)
+    if not budgets.needs_gpu and (divided or name or budgets.avoids_gpu or not gpus()):
+        return budgets, ()
+    devices = _devices(name, mode, options.get("main_gpu", 0))
+    tensor_split = options.get("tensor_split") if mode == BY_LAYERS else None
+    whole = len(devices) == len(budgets.vram) == 1 and not some_layers and tensor_split is None
+    if budgets.choice == "layers" and not whole:
+        names = ", ".join(device.name for device in devices)
+        raise OptionError(
+            f"placement 'layers' is for one GPU with one budget and every layer, but these are to compute: {names}"
+            f" (n_gpu_layers {n_gpu_layers}, tensor_split {tensor_split}); take placement 'slots', or choose one GPU"
+            f" (split_mode {NO_SPLIT}, main_gpu) and leave these options out."
+        )
+    one_of_several = budgets.choice == "auto" and mode == NO_SPLIT and name is None and len(gpus()) > 1
+    return replace(
+        budgets,
+        refuses_cpu=n_gpu_layers is not None,
+        divided=not whole or one_of_several,
+        n_gpu_layers=-1 if whole or n_gpu_layers is None else n_gpu_layers,
+        tensor_split=None if tensor_split is None else tuple(tensor_split),
+    ), devices
+
+
+def _devices(name: str | None, split_mode: int, main_gpu: int) -> tuple[Device, ...]:
+    """Every GPU, or the one that `name` or main_gpu chooses."""
+    if split_mode not in (NO_SPLIT, BY_LAYERS):
+        raise OptionError(
+            f"split_mode {split_mode} divides each matrix among devices, but a slot holds a whole expert; take"
+            f" {BY_LAYERS} (layers), or {NO_SPLIT} (main_gpu alone), or leave vram_cache and placement out."
+        )
+    devices = find_gpus(name)
+    if split_mode == BY_LAYERS or name is not None:
+        return tuple(devices)
+    if not 0 <= main_gpu < len(devices):
+        names = ", ".join(f"{device.index} ({device.name})" for device in devices)
+        raise OptionError(f"main_gpu is {main_gpu}, but there are: {names}.")
+    return (devices[main_gpu],)
+
+
+def default_store(strategy: str | None = None) -> StoreOptions:
+    """How experts are moved where the caller does not say it: as the strategy does. None: MOEGGUF_STRATEGY."""
+    return find_strategy(read_environment().strategy if strategy is None else strategy).store
+
+
+def plan_known(layout: ExpertLayout, machine: Machine, budgets: Budgets, measure: Callable[[Device], Speeds]) -> Plan:
+    """`make_plan` with what is known of the model, and with speeds where they decide between placements.
+
+    measure: the speeds of a device with the model. Raises BudgetError, OptionError, also where the device has no kernel
+    for the model's experts and has to be used.
+    """
+    if not machine.devices or budgets.divided:
+        return make_plan(layout, machine, budgets)
+    (device,) = machine.devices
+    try:
+        return make_plan(layout, machine, budgets, measure(device), known_hits(layout))
+    except OptionError as error:
+        if budgets.choice != "auto" or budgets.refuses_cpu:
+            raise
+        found = make_plan(layout, replace(machine, devices=()), budgets)
+        return replace(found, reasons=(*found.reasons, f"not on {device.name}: {error}"))
+
+
+def plan_now(
+    layout: ExpertLayout,
+    budgets: Budgets,
+    devices: tuple[Device, ...],
+    n_threads: int | None = None,
+    repack: bool = True,
+) -> Plan:
+    """The plan for this machine now, on these devices. n_threads, repack: of the CPU beside them.
+
+    Raises BudgetError, OptionError.
+    """
+    known = KnownSpeeds(layout, n_threads or count_cpus(), repack)
+    found = plan_known(layout, Machine(read_memory(), devices=devices), budgets, known.speeds)
+    choice, is_asked = budgets.choice, budgets.needs_gpu or budgets.choice not in ("slots", "layers")
+    if devices or not layout.is_moe or is_asked or has_gpu():
+        return found
+    reason = f"MOEGGUF_PLACEMENT is {choice!r}, but this build of moegguf sees no GPU: the CPU computes every layer"
+    return replace(found, reasons=(*found.reasons, reason))
+
+
+def plan_here(
+    layout: ExpertLayout,
+    expert_cache: Budget | None = None,
+    vram_cache: Budget | None = None,
+    placement: str | None = None,
+    n_gpu_layers: int | None = None,
+    misses: str | None = None,
+    **sizes: Any,
+) -> Plan:
+    """The plan that `Llama` would make now. sizes: fields of `Sizes`. Raises BudgetError, OptionError."""
+    budgets = replace(given_budgets(expert_cache, vram_cache, placement, misses), sizes=Sizes(**sizes))
+    devices: tuple[Device, ...] = ()
+    if layout.is_moe:
+        budgets, devices = with_gpus(budgets, {"n_gpu_layers": n_gpu_layers})
+    return plan_now(layout, budgets, devices)

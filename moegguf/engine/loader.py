@@ -17,16 +17,50 @@ from typing import Any
 from moegguf.controller.artifacts import Artifacts
 from moegguf.engine.error_log import llama_log
 from moegguf.engine.live_controller import ControllerOptions, LiveController
-from moegguf.engine.load import LoadPlan, LoadProgress
+from moegguf.engine.load import LoadPlan
 from moegguf.engine.readahead import readahead
 from moegguf.engine.recording import Recording, TraceOptions
 from moegguf.engine.session import Session
 from moegguf.engine.threadpool import GovernedThreads, Threadpool
 from moegguf.engine.trial import try_first
 from moegguf.engine.warm_start import WarmStart
-from moegguf.errors import MoeggufError, OptionError
+from moegguf.errors import CallbackError, GenerationCancelled, MoeggufError, OptionError
 from moegguf.native import library
 from moegguf.native.store import StoreOptions
+
+Progress = Callable[[float], object]
+
+
+class LoadProgress:
+    """Passes llama.cpp's progress to a user's callback, and keeps its exception or cancellation."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self._progress = progress
+        self._error: BaseException | None = None
+        self._cancelled = False
+        self.callback = library.llama_cpp().llama_progress_callback(self._call) if progress else None
+
+    def _call(self, share: float, _user: int) -> bool:
+        assert self._progress is not None
+        try:
+            self._cancelled = self._progress(share) is False
+            return not self._cancelled
+        except BaseException as error:  # must not propagate into llama.cpp
+            self._error = error
+            return False
+
+    def wait(self) -> None:
+        """Reports that nothing is read yet; raises what the callback has ended the load with."""
+        if self._progress is not None:
+            self._call(0.0, 0)
+            self.raise_reason()
+
+    def raise_reason(self) -> None:
+        """Raises CallbackError or GenerationCancelled when the callback ended the load."""
+        if self._error is not None:
+            raise CallbackError(f"the progress callback raised: {self._error}") from self._error
+        if self._cancelled:
+            raise GenerationCancelled("loading was stopped by the progress callback.")
 
 
 class Loader:

@@ -1,4 +1,4 @@
-"""Memory that llama.cpp takes beside the experts (dense weights, KV cache, compute buffers), and the context it allows.
+"""Memory that llama.cpp takes beside the experts: dense weights, KV cache, compute buffers.
 
 Upper bounds from the model's metadata, computed before anything is loaded, so that a budget and a context length can be
 planned; llama.cpp states the true figures after loading.
@@ -6,12 +6,10 @@ planned; llama.cpp states the true figures after loading.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
-from typing import Any
 
 from moegguf.engine.machine import Memory
-from moegguf.errors import AllocationError, OptionError
+from moegguf.errors import AllocationError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.projector import ProjectorHeader
 from moegguf.gguf.reader import GGML_TYPES
@@ -126,98 +124,12 @@ def memory_needs(
     )
 
 
-SMALL_CTX_TOKENS = 4096  # up to here a default context may take more
-LEAST_CTX_TOKENS = 512
-MAX_CTX_TOKENS = (1 << 31) - KV_PAD_TOKENS
 MARGIN_BYTES = 256 * MIB  # left free at least
-KV_PARTS = 16  # sizes that `choose_kv_tokens` tries
 
 
 def margin_bytes(free_bytes: int) -> int:
     """How many of the free bytes stay free when the budget is chosen here: a twentieth, or MARGIN_BYTES."""
     return max(free_bytes // 20, MARGIN_BYTES)
-
-
-def pad_context(n_ctx: int) -> int:
-    """`n_ctx` rounded up as llama.cpp does it; else the bindings' buffers would be shorter than its context.
-
-    Raises OptionError for a number that no context can have.
-    """
-    if not 0 <= n_ctx <= MAX_CTX_TOKENS:
-        raise OptionError(f"n_ctx is a number of tokens from 1 to {MAX_CTX_TOKENS}, but is {n_ctx}.")
-    return -(-n_ctx // KV_PAD_TOKENS) * KV_PAD_TOKENS
-
-
-def default_contexts(layout: ExpertLayout) -> tuple[int, ...]:
-    """Contexts to choose from where the user gives none, largest first: the model's own, then powers of two below."""
-    trained = pad_context(layout.hparams.n_ctx_train or SMALL_CTX_TOKENS)
-    powers = (1 << bit for bit in reversed(range(trained.bit_length())))
-    return (trained, *(n for n in powers if LEAST_CTX_TOKENS <= n < trained))
-
-
-def choose_context(layout: ExpertLayout, available_bytes: int, n_ubatch: int, pool_bytes: int = 0, **cache: Any) -> int:
-    """Tokens of context where the user gives none: the largest, up to the model's own, in a tenth of the free memory,
-    or in a quarter where every expert fits beside it. Up to 4,096 tokens may take more, but never more than it leaves
-    to experts, or than `pool_bytes`, when they are given, leave to it. cache: type_k, type_v and flash_attn, as
-    `memory_needs` takes them.
-    """
-    sizes = default_contexts(layout)
-    options = (available_bytes, n_ubatch, pool_bytes)
-    return next((n_ctx for n_ctx in sizes if _is_modest(layout, n_ctx, *options, **cache)), sizes[-1])
-
-
-def choose_kv_tokens(
-    layout: ExpertLayout,
-    available_bytes: int,
-    n_ubatch: int,
-    n_ctx: int,
-    n_seq: int,
-    pool_bytes: int = 0,
-    **cache: Any,
-) -> int:
-    """Tokens of the KV cache that `n_seq` sequences of up to `n_ctx` tokens share where the user gives no number: all
-    that they can have together, less where that takes more memory than `choose_context` allows, and at least those of
-    one sequence. Answers are rarely as long as their context can be, and memory of experts makes each of them faster.
-    """
-    options = (available_bytes, n_ubatch, pool_bytes)
-    sizes = (pad_context(n_ctx + n_ctx * (n_seq - 1) * part // KV_PARTS) for part in range(KV_PARTS, 0, -1))
-    return next((n_kv for n_kv in sizes if _is_modest(layout, n_kv, *options, **cache)), pad_context(n_ctx))
-
-
-def fit_kv_tokens(wanted: int, n_ctx: int, n_seq: int) -> int:
-    """`wanted` tokens of a KV cache for `n_seq` sequences of up to `n_ctx` tokens, within what they can use: from one
-    context, without which the longest answer cannot end, to one for each. Warns where that is more."""
-    if wanted < n_ctx:
-        warnings.warn(
-            f"kv_tokens={wanted} cannot hold one context of {n_ctx} tokens, so {n_ctx} are kept; for less memory give a"
-            " shorter context, too.",
-            stacklevel=2,
-        )
-    return pad_context(max(n_ctx, min(wanted, n_seq * n_ctx)))
-
-
-def _is_modest(
-    layout: ExpertLayout,
-    n_tokens: int,
-    available_bytes: int,
-    n_ubatch: int,
-    pool_bytes: int,
-    type_k: int = F16,
-    type_v: int = F16,
-    flash_attn: bool = False,
-) -> bool:
-    """Whether a KV cache of `n_tokens` leaves enough memory to experts."""
-    # The weights of a model without experts are mapped: they need not stay in memory.
-    dense_bytes = layout.dense_bytes + layout.tied_output_bytes if layout.is_moe else 0
-    fixed_bytes = compute_bytes(layout, KV_PAD_TOKENS, 1, flash_attn)
-    rest = available_bytes - margin_bytes(available_bytes) - dense_bytes - fixed_bytes
-    cached_bytes = kv_bytes(layout, n_tokens, type_k, type_v)
-    if cached_bytes > (rest - pool_bytes if pool_bytes else rest // 2):
-        return False
-    least = compute_bytes(layout, KV_PAD_TOKENS, n_ubatch, flash_attn)
-    cost = cached_bytes + compute_bytes(layout, n_tokens, n_ubatch, flash_attn) - least
-    in_quarter = cost <= min(available_bytes // 4, rest - layout.expert_bytes)
-    return n_tokens <= SMALL_CTX_TOKENS or cost <= available_bytes // 10 or in_quarter
 
 
 def pooling_batch_tokens(n_ctx: int) -> int:

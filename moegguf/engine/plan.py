@@ -1,4 +1,4 @@
-"""Plans: which memory has which experts, context and buffers, with the reasons as sentences; and what they are made of.
+"""A plan: which memory has which experts, context and buffers, with the reasons as sentences.
 
 A slot holds one expert of any layer: one place in each arena (gate, up, down; or gate_up, down). `planner.make_plan`
 makes a plan before anything is loaded; workers receive it.
@@ -6,132 +6,12 @@ makes a plan before anything is loaded; workers receive it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
 
 from moegguf.controller.request_cost import NO_LIMIT, staging_slots
-from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS, layer_slots
-from moegguf.engine.cost import Kind, Placement, Speeds
-from moegguf.engine.memory import (
-    F16,
-    MemoryNeeds,
-    choose_context,
-    choose_kv_tokens,
-    default_contexts,
-    fit_kv_tokens,
-    memory_needs,
-    pad_context,
-)
-from moegguf.errors import OptionError
+from moegguf.engine.cost import Placement, Speeds
 from moegguf.gguf.experts import ExpertLayout
-from moegguf.gguf.projector import ProjectorHeader
 from moegguf.native.slot_sizes import slot_sizes
-from moegguf.quantities import ExpertCache
-
-Choice = Literal["auto", "layers", "slots", "cpu"]
-AUTO = ExpertCache("auto")
-KINDS_OF: dict[Choice, tuple[Kind, ...]] = {
-    "auto": ("resident", "slots", "layers", "cpu"),
-    "layers": ("resident", "layers"),
-    "slots": ("resident", "slots"),
-    "cpu": ("cpu",),
-}
-
-
-def parse_placement(text: str) -> Choice:
-    """The choice in `text`. Raises OptionError."""
-    for choice in KINDS_OF:
-        if text == choice:
-            return choice
-    raise OptionError(f"placement={text[:60]!r} is none of {', '.join(KINDS_OF)}.")
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Context and passes to plan for; types of the KV cache are ggml's numbers.
-
-    n_ctx: 0 is the model's own; None: the largest that leaves most memory to experts (`memory.choose_context`).
-    n_ubatch: stays as given unless there are too few slots for it; None: at most n_batch, chosen together with the
-    slots (`batch.best_fit`). kv_tokens: of all n_seq_max sequences that the context holds; None: chosen. projector: of
-    a model that reads images, too.
-    """
-
-    n_ctx: int | None = None
-    n_ubatch: int | None = None
-    n_batch: int = DEFAULT_UBATCH_TOKENS
-    n_seq_max: int = 1
-    kv_tokens: int | None = None
-    type_k: int = F16
-    type_v: int = F16
-    flash_attn: bool = False
-    projector: ProjectorHeader | None = None
-
-    @property
-    def one_pass_tokens(self) -> int:
-        """Tokens that a pass has to hold, for an image; 1 where an image may be read in several."""
-        return max(1, self.projector.one_pass_tokens if self.projector else 1)
-
-    @property
-    def most_ubatch(self) -> int:
-        """The most tokens of a pass."""
-        return max(self.one_pass_tokens, self.n_ubatch or min(DEFAULT_UBATCH_TOKENS, self.n_batch))
-
-    @property
-    def _cache(self) -> dict[str, Any]:
-        return {"type_k": self.type_k, "type_v": self.type_v, "flash_attn": self.flash_attn}
-
-    def needs(self, layout: ExpertLayout, n_ubatch: int) -> MemoryNeeds:
-        """Memory beside slots, for passes of `n_ubatch` tokens, of sizes without choices left (`within`)."""
-        n_kv = self.kv_tokens or self.n_ctx or 0
-        return memory_needs(layout, n_kv, n_ubatch, **self._cache, projector=self.projector)
-
-    def within(self, layout: ExpertLayout, free_bytes: int, pool_bytes: int = 0) -> Sizes:
-        """The same with a context and a KV cache, chosen for so much free memory, of which experts are given
-        `pool_bytes` (0: what is left). Raises OptionError for a context that cannot be."""
-        free_bytes -= self.projector.total_bytes if self.projector else 0
-        n_ctx, n_kv = self.n_ctx, self.kv_tokens
-        if n_ctx is None:
-            n_ctx = choose_context(layout, free_bytes, self.most_ubatch, pool_bytes=pool_bytes, **self._cache)
-        n_ctx = pad_context(n_ctx) or default_contexts(layout)[0]
-        n_kv = n_kv or choose_kv_tokens(
-            layout, free_bytes, self.most_ubatch, n_ctx, self.n_seq_max, pool_bytes=pool_bytes, **self._cache
-        )
-        return replace(self, n_ctx=n_ctx, kv_tokens=fit_kv_tokens(n_kv, n_ctx, self.n_seq_max))
-
-
-@dataclass(frozen=True)
-class Budgets:
-    """What a user gives, and wants.
-
-    ram, vram: memory for experts; vram of all devices together, or of each. n_gpu_layers, tensor_split: as llama.cpp's
-    (-1: every layer; None: by memory). divided: the caller divides layers so, or chooses one of several devices: only
-    slots are planned. refuses_cpu: not everything may be left to the CPU. staging: tensors of each device
-    that prompts are staged in, beside `vram`; None: chosen, within it. computes_misses: the CPU computes some of what
-    slots lack; not exact. streams: whether the store may stream experts through the CPU's slots. margin_bytes: of RAM,
-    that stay free with "auto"; None: `memory.margin_bytes`.
-    """
-
-    ram: ExpertCache = AUTO
-    vram: tuple[ExpertCache, ...] = (AUTO,)
-    choice: Choice = "auto"
-    sizes: Sizes = Sizes()
-    n_gpu_layers: int = -1
-    tensor_split: tuple[float, ...] | None = None
-    divided: bool = False
-    refuses_cpu: bool = False
-    staging: int | None = None
-    computes_misses: bool = False
-    streams: bool = True
-    margin_bytes: int | None = None
-
-    def vram_of(self, device: int) -> ExpertCache:
-        """The budget of a device, by its index, or of all of them."""
-        return self.vram[device if len(self.vram) > 1 else 0]
-
-    def given_vram_bytes(self, layout: ExpertLayout) -> int:
-        """About the bytes of `vram`, together; 0 where one is "auto"."""
-        of_each = [given_bytes(layout, cache) for cache in self.vram]
-        return min(sum(of_each), layout.expert_bytes) if all(of_each) else 0
 
 
 @dataclass(frozen=True)
@@ -238,12 +118,12 @@ class Plan:
         return layer_slots(layout, self.n_ubatch, self.streams and not on_device)
 
 
+def layer_slots(layout: ExpertLayout, n_ubatch: int, streams: bool = False) -> int:
+    """Slots that a pass may need at once: its experts of one layer, whatever the router chooses, or, where those that
+    have no slot of their own are streamed, one token's."""
+    return min(layout.n_expert, layout.n_expert_used * (1 if streams else n_ubatch))
+
+
 def slot_bytes(layout: ExpertLayout) -> int:
     """Bytes of one slot over all arenas, as the native store lays them out; 0 for a model without experts."""
     return slot_sizes(layout).slot_bytes
-
-
-def given_bytes(layout: ExpertLayout, cache: ExpertCache) -> int:
-    """About the bytes of a budget that is a share or a size; 0 for "auto"."""
-    given = {"auto": 0, "fraction": cache.fraction * layout.expert_bytes, "bytes": cache.n_bytes}[cache.mode]
-    return min(round(given), layout.expert_bytes)

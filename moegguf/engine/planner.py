@@ -10,18 +10,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
+from moegguf.controller.request_cost import (
+    ANSWER_TOKENS,
+    PROMPT_TOKENS,
+    Passes,
+    allowed_ubatch,
+    best_staging,
+    passes_cost,
+    staging_bytes,
+)
 from moegguf.engine import cost
+from moegguf.engine.budgets import AUTO, KINDS_OF, SMALL_CTX_TOKENS, Budgets, Sizes, default_contexts
 from moegguf.engine.cost import HitCurve, Kind, ModelBytes, Placement, Speeds, format_speed, published_curve
-from moegguf.engine.device_plan import plan_slots
-from moegguf.engine.machine import Machine
-from moegguf.engine.memory import SMALL_CTX_TOKENS, default_contexts
-from moegguf.engine.plan import AUTO, KINDS_OF, Budgets, PlacementPlan, Plan, Sizes
-from moegguf.engine.pool_plan import Pool
-from moegguf.engine.ram_plan import expert_bytes_on, plan_layers
-from moegguf.errors import BudgetError
+from moegguf.engine.machine import Device, Machine
+from moegguf.engine.plan import PlacementPlan, Plan, slot_bytes
+from moegguf.engine.pool_plan import VRAM_MARGIN_BYTES, Pool, host_bytes, lower_slots, short_of_ram
+from moegguf.engine.split_plan import SplitPlanner, count_layers
+from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout
-from moegguf.native.slot_sizes import slot_sizes
-from moegguf.quantities import format_bytes
+from moegguf.native.slot_sizes import padded, slot_sizes, slot_tokens
+from moegguf.native.store import STAGING_TENSORS
+from moegguf.quantities import format_bytes, format_bytes_up
 
 
 def make_plan(
@@ -67,13 +76,6 @@ def _plan_divided(layout: ExpertLayout, machine: Machine, budgets: Budgets) -> P
     return found
 
 
-_WAYS: Mapping[Kind, Callable[[ExpertLayout, Machine, Budgets], Plan]] = {
-    "slots": plan_slots,
-    "layers": plan_layers,
-    "cpu": _plan_cpu,
-}
-
-
 def _plan_fastest(
     layout: ExpertLayout, machine: Machine, budgets: Budgets, speeds: Speeds | None, hits: HitCurve
 ) -> Plan:
@@ -99,20 +101,17 @@ def _plan_fastest(
     if speeds is None:
         first = plans[allowed[0]]
         return replace(first, reasons=(*first.reasons, *not_taken))
-    predicted = {kind: predict(layout, kind, found, speeds, hits, budgets) for kind, found in plans.items()}
+    predicted = {kind: predict(layout, kind, found, speeds, hits) for kind, found in plans.items()}
     chosen = max((predicted[kind] for kind in allowed), key=lambda placement: placement.tokens_per_s)
     ordered = tuple(sorted(predicted.values(), key=lambda placement: -placement.tokens_per_s))
-    best = plans[chosen.kind]
-    sizes = budgets.sizes.within(layout, machine.devices[0].free_bytes, budgets.given_vram_bytes(layout))
-    device_bytes = max(0, expert_bytes_on(layout, machine.devices[0], budgets.vram[0], sizes))
+    best, device = plans[chosen.kind], machine.devices[0]
+    device_bytes = max(0, expert_bytes_on(layout, device, budgets.on_devices(layout, device.free_bytes)))
     reason = _reason(chosen, ordered, budgets, hits, device_bytes)
     placement = PlacementPlan(ordered, chosen, reason, speeds, hits.source, device_bytes)
     return replace(best, reasons=(*best.reasons, reason, *not_taken), placement=placement)
 
 
-def predict(
-    layout: ExpertLayout, kind: Kind, plan: Plan, speeds: Speeds, hits: HitCurve, budgets: Budgets
-) -> Placement:
+def predict(layout: ExpertLayout, kind: Kind, plan: Plan, speeds: Speeds, hits: HitCurve) -> Placement:
     """The placement of a plan of this kind, with the tokens per second that the cost model predicts, the context half
     full."""
     model, n_total = ModelBytes.of(layout, plan.kv_bytes // 2), layout.n_expert_total
@@ -126,10 +125,10 @@ def predict(
     if kind == "cpu":
         return Placement(kind, 1 / cost.cpu_s(model, speeds, 1 - hit_rate))
     from_disk = 1 - hits.at((plan.n_slots + plan.n_lower_slots) / n_total)
-    seconds = cost.slots_s(model, speeds, hit_rate, from_disk, budgets.computes_misses)
+    seconds = cost.slots_s(model, speeds, hit_rate, from_disk, not plan.exact)
     if kind == "resident":
         return Placement(kind, 1 / seconds, len(layout.layers), hit_rate=1.0)
-    return Placement(kind, 1 / seconds, 0, plan.budget_bytes, hit_rate, not budgets.computes_misses)
+    return Placement(kind, 1 / seconds, 0, plan.budget_bytes, hit_rate, plan.exact)
 
 
 def _reason(
@@ -162,12 +161,203 @@ def _context_reasons(layout: ExpertLayout, sizes: Sizes, found: Plan) -> Iterato
 
 
 def _with_misses_computed(found: Plan) -> Plan:
-    """The plan where the CPU computes what a device lacks; with a warning where it has nothing to compute from."""
-    if found.n_lower_slots:
+    """The plan where the CPU is to compute what a device lacks; with a warning where it has nothing to compute from."""
+    if not found.exact:
         reason = "misses='compute': the CPU computes experts that are not in VRAM where that is faster, so answers are"
-        return replace(found, exact=False, reasons=(*found.reasons, reason + " not exact"))
+        return replace(found, reasons=(*found.reasons, reason + " not exact"))
     warning = (
         "misses='compute' has no effect, and answers are exact: there are no slots in VRAM over slots in RAM, whose"
         " misses the CPU could compute"
     )
     return replace(found, warnings=(*found.warnings, warning))
+
+
+def plan_slots(layout: ExpertLayout, machine: Machine, budgets: Budgets) -> Plan:
+    """The plan with slots on the machine's devices, and others below them in RAM. Weights that every token uses, the
+    context, the buffers of a pass and staging tensors are on the devices, too.
+
+    Raises BudgetError, stating the minimum, where a budget is too small, OptionError for a split that does not fit the
+    devices.
+    """
+    layout = padded(layout, [device.name for device in machine.devices])
+    budgets = budgets.on_devices(layout, sum(device.free_bytes for device in machine.devices))
+    alone = len(machine.devices) == len(budgets.vram) == 1 and not 0 <= budgets.n_gpu_layers <= count_layers(layout)
+    on_devices = _on_one if alone else _on_several
+    found = _with_best_staging(layout, lambda n: on_devices(layout, machine, budgets, n), budgets.staging)
+    exact = not (budgets.computes_misses and found.n_lower_slots)
+    return replace(found, n_gpu_layers=budgets.n_gpu_layers, exact=exact)
+
+
+def _on_several(layout: ExpertLayout, machine: Machine, budgets: Budgets, n_staging: int) -> Plan:
+    return SplitPlanner(layout, machine, budgets, n_staging).plan()
+
+
+def _on_one(layout: ExpertLayout, machine: Machine, budgets: Budgets, n_staging: int) -> Plan:
+    (device,), memory = machine.devices, machine.memory
+    upper = Pool(
+        layout, budgets.vram[0], device.memory, budgets.sizes, VRAM_MARGIN_BYTES, n_staging > 0, "vram_cache",
+        staging_bytes(layout, n_staging), budgets.staging is None, slot_tokens(device.name),
+    ).plan()  # fmt: skip
+    size, n_lower = upper.slot_bytes, 0
+    reason = f"every layer is computed on {device.name}"
+    if upper.resident:
+        reason += ", which has a slot for every expert: none is kept in RAM"
+    else:
+        n_lower = lower_slots(layout, budgets.ram, memory, size, upper.n_ubatch, budgets.margin_bytes)
+        share = n_lower / layout.n_expert_total
+        reason += f"; {n_lower} experts ({share:.0%}, {format_bytes(n_lower * size)}) fit into RAM below it"
+    host = host_bytes(layout, upper.n_ubatch) + n_lower * size
+    return replace(
+        upper, device=device.name, n_lower_slots=n_lower, host_bytes=host, reasons=(*upper.reasons, reason),
+        warnings=upper.warnings + short_of_ram(host, memory),
+    )  # fmt: skip
+
+
+def _with_best_staging(layout: ExpertLayout, plan: Callable[[int], Plan], wanted: int | None) -> Plan:
+    """The best of the plans with so many staging tensors on each device (`request_cost.best_staging`). wanted: with
+    so many, beside a budget that is given, where they fit. Raises BudgetError where no plan does, OptionError for a
+    number that is wanted and cannot be."""
+    if wanted is not None and not 0 <= wanted <= STAGING_TENSORS:
+        raise OptionError(f"staging is {wanted}, but prompts are staged in at most {STAGING_TENSORS} tensors.")
+    plans = dict[int, Plan | BudgetError]()
+
+    def passes(n: int) -> Passes | None:
+        try:
+            found = plans[n] = plan(n)
+        except BudgetError as error:  # without staging also where an image takes a pass of more tokens than have slots
+            plans[n] = error
+            return None
+        if n and wanted is None and found.total_bytes > found.available_bytes:
+            return None
+        return Passes(found.device_slots, found.n_ubatch, found.staging_bytes, _has_every_expert(layout, found))
+
+    if wanted is None:
+        n = best_staging(layout, passes)
+    else:
+        without = passes(0)
+        n = wanted if wanted and not (without and without.resident) and passes(wanted) else 0
+    best = plans[n]
+    if isinstance(best, BudgetError):
+        raise best
+    if n == 0:
+        return best
+    return replace(best, n_staging=n, reasons=(*best.reasons, *_staging_reasons(layout, n, best, plans[0])))
+
+
+def _staging_reasons(layout: ExpertLayout, n: int, staged: Plan, without: Plan | BudgetError) -> Iterator[str]:
+    yield (
+        f"prompts are staged in {n} tensor{'s' * (n > 1)} of a layer's experts"
+        f" ({format_bytes(staged.staging_bytes)}): slots keep theirs meanwhile"
+    )
+    if n == 1 and isinstance(without, Plan):
+        moved, otherwise = (
+            format_bytes(round(passes_cost(layout, Passes(plan.device_slots, plan.n_ubatch), plan is staged)))
+            for plan in (staged, without)
+        )
+        yield (
+            f"a prompt of {PROMPT_TOKENS} tokens and an answer of {ANSWER_TOKENS} then move about {moved}, against"
+            f" {otherwise} with {without.device_slots} slots, which are exact for passes of {without.n_ubatch}"
+            f" token{'s' * (without.n_ubatch > 1)}"
+        )
+
+
+def _has_every_expert(layout: ExpertLayout, plan: Plan) -> bool:
+    """Whether every device has a slot for each expert of its layers."""
+    n_experts = {layer.il: layer.n_expert for layer in layout.layers}
+    of_devices = [part for part in plan.devices if part.name is not None]
+    return plan.resident or (
+        len(of_devices) > 0
+        and all(part.n_slots >= sum(n_experts.get(il, 0) for il in part.layers) for part in of_devices)
+    )
+
+
+def expert_bytes_on(layout: ExpertLayout, device: Device, budgets: Budgets) -> int:
+    """What a device that computes every layer has for experts within its budget, below 0 where not even everything else
+    fits. budgets: `on_devices`."""
+    budget, sizes = budgets.vram[0], budgets.sizes
+    free = device.free_bytes - sizes.needs(layout, sizes.most_ubatch).total_bytes(0) - VRAM_MARGIN_BYTES
+    if budget.mode == "auto":
+        return min(free, budget.n_bytes or free)
+    if budget.mode == "bytes":
+        return budget.n_bytes
+    every_slot = layout.n_expert_total * slot_bytes(layout)  # more than the experts, where types differ in size
+    return every_slot if budget.fraction >= 1 else round(budget.fraction * layout.expert_bytes)
+
+
+def plan_layers(layout: ExpertLayout, machine: Machine, budgets: Budgets) -> Plan:
+    """The plan for computing everything on a device but the experts of the first layers, which the CPU computes from
+    slots in RAM. Experts of as many last layers as fit lie on the device, as every other weight does.
+
+    Raises BudgetError where the device has too little memory for what is no expert, or RAM too few experts of a token.
+    """
+    (device,), memory, ram = machine.devices, machine.memory, budgets.ram
+    budgets = budgets.on_devices(layout, device.free_bytes)
+    sizes, whole = budgets.sizes, _last_layers(layout, expert_bytes_on(layout, device, budgets))
+    rest = layout.only(layer.il for layer in layout.layers if layer.il not in whole)
+    size = slot_bytes(rest)
+    n_slots = lower_slots(rest, ram, memory, size, sizes.most_ubatch, budgets.margin_bytes)
+    if n_slots < rest.n_expert_used:
+        raise BudgetError(
+            f"expert_cache={str(ram)!r} holds {n_slots} experts, but one token needs {rest.n_expert_used} in a layer;"
+            f" give at least {format_bytes_up(rest.n_expert_used * size)!r}."
+        )
+    streams = budgets.streams and slot_sizes(rest).streams
+    allowed = allowed_ubatch(rest, n_slots, streams)
+    if allowed < sizes.one_pass_tokens:
+        raise BudgetError(
+            f"an image takes a pass of {sizes.one_pass_tokens} tokens, but {n_slots} slots in RAM allow {allowed}; give"
+            " more with expert_cache."
+        )
+    n_ubatch = min(sizes.most_ubatch, allowed)
+    needs = sizes.needs(rest, n_ubatch)
+    if needs.total_bytes(0) > device.free_bytes:
+        raise BudgetError(
+            f"whole layers, context and buffers take {format_bytes(needs.total_bytes(0))}, but"
+            f" {format_bytes(device.free_bytes)} of {device.name}'s memory are free; give less with vram_cache, lower"
+            " n_ctx (--ctx), or take placement 'cpu'."
+        )
+    host = host_bytes(layout, n_ubatch) + n_slots * (size + needs.slot_work_bytes)
+    return Plan(
+        n_slots=n_slots,
+        slot_bytes=size,
+        budget_bytes=n_slots * size,
+        resident=n_slots == rest.n_expert_total,
+        n_ctx=sizes.n_ctx or 0,
+        n_ubatch=n_ubatch,
+        dense_bytes=needs.dense_bytes,
+        kv_bytes=needs.kv_bytes,
+        compute_bytes=needs.compute_bytes,
+        total_bytes=needs.total_bytes(0),
+        available_bytes=device.free_bytes,
+        reasons=(
+            f"every layer is computed on {device.name}, but the experts of {len(rest.layers)} of {len(layout.layers)}"
+            f" layers by the CPU; those of the other {len(whole)} lie on {device.name}",
+            f"{n_slots} of {rest.n_expert_total} experts of these layers fit into RAM ({format_bytes(n_slots * size)})",
+        ),
+        warnings=short_of_ram(host, memory),
+        projector_bytes=needs.projector_bytes,
+        streams=streams,
+        host_bytes=host,
+        layers_on=device.name,
+        kv_tokens=sizes.kv_tokens or 0,
+        whole_layers=tuple(sorted(whole)),
+        n_gpu_layers=-1,
+    )
+
+
+def _last_layers(layout: ExpertLayout, n_bytes: int) -> set[int]:
+    """Numbers of the last layers with experts, without the first, whose experts fit into so many bytes."""
+    found = set[int]()
+    for layer in reversed(layout.layers[1:]):
+        n_bytes -= layer.n_expert * layer.expert_bytes
+        if n_bytes < 0:
+            break
+        found.add(layer.il)
+    return found
+
+
+_WAYS: Mapping[Kind, Callable[[ExpertLayout, Machine, Budgets], Plan]] = {
+    "slots": plan_slots,
+    "layers": plan_layers,
+    "cpu": _plan_cpu,
+}

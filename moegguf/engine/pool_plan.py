@@ -1,19 +1,77 @@
-"""Plans the slots of one memory, and the tokens of a pass, beside everything else that lies there."""
+"""Slots of one memory: with the tokens of a pass, beside everything else that lies there; and in RAM beside a device.
+
+Buffers of a pass grow with its tokens. Fewer tokens leave room for more slots, which saves reading while answering;
+but every pass of a prompt fetches most experts again, so fewer tokens mean more reading for a prompt.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from moegguf.controller.request_cost import NO_LIMIT, allowed_ubatch, staging_bytes, staging_slots
-from moegguf.engine.batch import Fit, best_fit, fits, layer_slots, ubatches_up_to
+from moegguf.controller.request_cost import NO_LIMIT, allowed_ubatch, request_cost, staging_bytes, staging_slots
+from moegguf.engine.budgets import Sizes, given_bytes
 from moegguf.engine.machine import Memory
-from moegguf.engine.memory import MemoryNeeds, margin_bytes
-from moegguf.engine.plan import Plan, Sizes, given_bytes, slot_bytes
+from moegguf.engine.memory import F16, FIXED_BYTES, VOCAB_TOKEN_BYTES, MemoryNeeds, margin_bytes, row_bytes
+from moegguf.engine.plan import Plan, layer_slots, slot_bytes
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout
-from moegguf.quantities import ExpertCache, format_bytes, format_bytes_up
+from moegguf.quantities import GIB, ExpertCache, format_bytes, format_bytes_up
+
+VRAM_MARGIN_BYTES = GIB  # stays free with "auto": drivers, displays and other programs take some at any time
+SMALL_UBATCH_TOKENS = 32
+ABOUT = 1.05
+
+
+def ubatches_up_to(n_tokens: int) -> tuple[int, ...]:
+    """Tokens of a pass to choose from, most first: powers of two, and every number where the pool may be that small."""
+    sizes = {n_tokens, *range(1, min(n_tokens, SMALL_UBATCH_TOKENS) + 1)}
+    sizes |= {1 << bit for bit in range(n_tokens.bit_length())}
+    return tuple(sorted(sizes, reverse=True))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Slots and tokens of a pass that fit together, and what else they need."""
+
+    n_slots: int
+    n_ubatch: int
+    needs: MemoryNeeds
+
+    def total_bytes(self, slot_bytes: int) -> int:
+        """All memory, that of the pool too."""
+        return self.needs.total_bytes(self.n_slots) + self.n_slots * slot_bytes
+
+
+def fits(
+    layout: ExpertLayout,
+    slot_bytes: int,
+    usable_bytes: int,
+    most_slots: int,
+    ubatches: Sequence[int],
+    needs: Callable[[int], MemoryNeeds],
+    streams: bool = False,
+    slot_tokens: int = NO_LIMIT,
+) -> Iterator[Fit]:
+    """For each number of tokens of a pass the most slots that fit beside it, where a pass can run with them.
+
+    streams, slot_tokens: as in `allowed_ubatch`.
+    """
+    for n_ubatch in ubatches:
+        needed = needs(n_ubatch)
+        free = usable_bytes - needed.total_bytes(0)
+        n_slots = min(most_slots, max(0, free) // (slot_bytes + needed.slot_work_bytes))
+        enough = n_slots >= layer_slots(layout, n_ubatch, streams)
+        if enough and n_ubatch <= allowed_ubatch(layout, n_slots, streams, slot_tokens):
+            yield Fit(n_slots, n_ubatch, needed)
+
+
+def best_fit(layout: ExpertLayout, slot_bytes: int, found: Iterable[Fit]) -> Fit:
+    """The one with which a typical request moves the fewest bytes; of about equals the first, with the largest pass."""
+    costs = [(request_cost(layout, slot_bytes, fit.n_slots, fit.n_ubatch), fit) for fit in found]
+    least = min(cost for cost, _ in costs)
+    return next(fit for cost, fit in costs if cost <= least * ABOUT)
 
 
 @dataclass(frozen=True)
@@ -202,3 +260,51 @@ def _residency(layout: ExpertLayout, n_slots: int) -> str:
         return "every expert has a slot of its own: nothing is read after the first use"
     share = n_slots / layout.n_expert_total
     return f"{n_slots} of {layout.n_expert_total} experts fit at a time ({share:.0%}); others are fetched"
+
+
+def host_bytes(layout: ExpertLayout, n_ubatch: int) -> int:
+    """RAM that a model takes whose layers are all on a device: token embeddings, logits, the vocabulary, buffers, and
+    biases and scales of experts, which the CPU needs where it computes misses."""
+    embedding = row_bytes(F16, layout.hparams.n_embd)
+    vocabulary = layout.n_vocab * (embedding + 4 * n_ubatch + VOCAB_TOKEN_BYTES)
+    return vocabulary + layout.expert_row_bytes + FIXED_BYTES
+
+
+def short_of_ram(n_bytes: int, memory: Memory) -> tuple[str, ...]:
+    """The warning where so much RAM is not free."""
+    if n_bytes <= memory.available_bytes:
+        return ()
+    return (
+        f"about {format_bytes(n_bytes)} of RAM are needed, but {format_bytes(memory.available_bytes)} are free"
+        f" (limited by {memory.limited_by}); the budget is kept as given, and the system may stop this process;"
+        ' give less, or "auto"',
+    )
+
+
+def lower_slots(
+    layout: ExpertLayout, ram: ExpertCache, memory: Memory, slot_bytes: int, n_ubatch: int, margin: int | None = None
+) -> int:
+    """Slots in RAM for a budget; margin: as in `Pool`. Raises BudgetError where it holds no expert at all."""
+    n_total = layout.n_expert_total
+    if ram.mode == "fraction":
+        n_slots = math.floor(ram.fraction * n_total + 1e-9)
+    elif ram.mode == "bytes":
+        n_slots = ram.n_bytes // slot_bytes
+    else:
+        margin = margin_bytes(memory.available_bytes) if margin is None else margin
+        free = memory.available_bytes - margin - host_bytes(layout, n_ubatch)
+        n_slots = max(0, min(free, ram.n_bytes or free)) // slot_bytes
+    if n_slots < 1:
+        raise BudgetError(
+            f"expert_cache={str(ram)!r} holds no expert in the {format_bytes(memory.available_bytes)} of RAM that are"
+            f" free; give at least {format_bytes_up(slot_bytes)!r}."
+        )
+    return min(n_slots, n_total)
+
+
+def divide_ram_slots(total: int, n_on_cpu: int, n_below: int, least_on_cpu: int) -> tuple[int, int]:
+    """(slots of layers that the CPU computes, slots below those of devices) of `total` in RAM, in proportion to
+    n_on_cpu and n_below, which are the most of each; at least least_on_cpu, and one below where there are some."""
+    n_cpu = max(least_on_cpu, round(total * n_on_cpu / (n_on_cpu + n_below)))
+    n_cpu = min(n_on_cpu, n_cpu, total - min(1, n_below))
+    return n_cpu, min(n_below, total - n_cpu)

@@ -3,9 +3,9 @@ that it was loaded with, which "auto" gives back."""
 
 from __future__ import annotations
 
-from moegguf.engine.here import Budget, parse_vram_cache
+from moegguf.engine.load import Budget, parse_vram_cache
 from moegguf.engine.plan import Plan
-from moegguf.engine.ram_plan import divide_ram_slots
+from moegguf.engine.pool_plan import divide_ram_slots
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native.store import Store, Tier

@@ -19,11 +19,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from moegguf.engine.batch import layer_slots
 from moegguf.engine.devices import gpus
-from moegguf.engine.here import Budget
 from moegguf.engine.listeners import RoutingListeners
-from moegguf.engine.plan import DevicePlan, Plan
+from moegguf.engine.load import Budget
+from moegguf.engine.plan import DevicePlan, Plan, layer_slots
 from moegguf.engine.resize import EVERY_DEVICE, Resize
 from moegguf.engine.stats import CPU, RAM, VRAM, Stats, TierStats
 from moegguf.errors import AllocationError, ForkError

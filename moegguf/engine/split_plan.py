@@ -1,6 +1,7 @@
 """Plans slots on several devices, or on devices and the CPU: which layers each computes, and its slots for them.
 
-RAM has slots below those of all devices together, and those of layers that are left to the CPU.
+RAM has slots below those of all devices together, and those of layers that are left to the CPU. Layers go to devices in
+order (`controller.layer_split`).
 """
 
 from __future__ import annotations
@@ -8,19 +9,87 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
 
 from moegguf.controller.layer_split import ON_CPU, device_of_layers, share_out
 from moegguf.controller.request_cost import NO_LIMIT, allowed_ubatch, staging_bytes
-from moegguf.engine.device_split import DeviceRoom, LayerBytes, count_layers, split_layers, tensor_split_for
+from moegguf.engine.budgets import AUTO, Budgets
 from moegguf.engine.machine import Device, Machine, Memory
 from moegguf.engine.memory import F16, row_bytes
-from moegguf.engine.plan import AUTO, Budgets, DevicePlan, Plan
-from moegguf.engine.pool_plan import Pool
-from moegguf.engine.ram_plan import VRAM_MARGIN_BYTES, divide_ram_slots, host_bytes, lower_slots
+from moegguf.engine.plan import DevicePlan, Plan
+from moegguf.engine.pool_plan import VRAM_MARGIN_BYTES, Pool, divide_ram_slots, host_bytes, lower_slots
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native.slot_sizes import slot_sizes, slot_tokens
 from moegguf.quantities import ExpertCache, format_bytes, format_bytes_up
+
+_Split = tuple[float, tuple[int, ...]]  # how full the fullest device is, and layers of each device
+
+
+class LayerBytes(NamedTuple):
+    """What a layer, or several, takes on its device: everything but experts, slots for all of its experts, and slots
+    for those of a token."""
+
+    dense_bytes: int
+    expert_bytes: int
+    least_expert_bytes: int
+
+
+class DeviceRoom(NamedTuple):
+    """What a device offers to layers: memory for them, and how much of it slots may take (None: all that is left)."""
+
+    n_bytes: int
+    most_slot_bytes: int | None = None
+
+    def fullness(self, part: LayerBytes) -> float:
+        """The experts of these layers, as a share of the memory for slots beside them; infinite where a token could not
+        be computed."""
+        left = self.n_bytes - part.dense_bytes
+        for_slots = left if self.most_slot_bytes is None else min(left, self.most_slot_bytes)
+        return part.expert_bytes / max(1, for_slots) if for_slots >= part.least_expert_bytes else math.inf
+
+
+def count_layers(layout: ExpertLayout) -> int:
+    """Layers that llama.cpp counts in `n_gpu_layers`, those of multi-token prediction too; without the output."""
+    n_layer = layout.metadata.get(f"{layout.arch}.block_count", layout.n_layer)
+    return n_layer if isinstance(n_layer, int) else layout.n_layer
+
+
+def split_layers(layers: Sequence[LayerBytes], rooms: Sequence[DeviceRoom]) -> list[int]:
+    """How many of these layers, in order, each device computes, so that the fullest device is least full.
+
+    Raises BudgetError, which says what the memory holds, where they do not fit.
+    """
+    sums = np.zeros((len(layers) + 1, len(LayerBytes._fields)), np.int64)
+    sums[1:] = np.cumsum(layers, axis=0)
+
+    def with_part(before: _Split, room: DeviceRoom, first: int, n: int) -> _Split:
+        part = LayerBytes(*(sums[n] - sums[first]).tolist())
+        return max(before[0], room.fullness(part)), (*before[1], n - first)
+
+    # [n]: the best split of the first n layers over the devices so far
+    best: list[_Split] = [(0.0, ()), *[(math.inf, ())] * len(layers)]
+    for room in rooms:
+        best = [  # of equals the one with most layers on the devices before
+            min((with_part(best[first], room, first, n) for first in range(n, -1, -1)), key=lambda split: split[0])
+            for n in range(len(layers) + 1)
+        ]
+    fullest, counts = best[-1]
+    if math.isinf(fullest):
+        n_held = max(n for n, split in enumerate(best) if not math.isinf(split[0]))
+        raise BudgetError(
+            f"holds what a token needs of {n_held} layers, but devices are to compute {len(layers)}; give more, free"
+            " memory there, or put fewer layers on them (n_gpu_layers, -ngl)."
+        )
+    return list(counts)
+
+
+def tensor_split_for(counts: Sequence[int]) -> list[float]:
+    """The tensor_split that gives each device so many layers in llama.cpp; the last that has any gets the output."""
+    last = max(d for d, n in enumerate(counts) if n)
+    return [float(n + (d == last)) for d, n in enumerate(counts)]
 
 
 class SplitPlanner:

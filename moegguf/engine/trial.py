@@ -22,10 +22,9 @@ from typing import Any
 
 from moegguf.atomic_write import write_atomically
 from moegguf.child import child_command, child_environment
-from moegguf.engine.batch import layer_slots
 from moegguf.engine.devices import has_gpu
 from moegguf.engine.memory import memory_needs
-from moegguf.engine.plan import slot_bytes
+from moegguf.engine.plan import layer_slots, slot_bytes
 from moegguf.errors import AllocationError, ExpertIOError, ModelFormatError, MoeggufError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.fingerprint import header_digest

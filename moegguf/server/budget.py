@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from moegguf.engine.here import parse_vram_cache
+from moegguf.engine.load import parse_vram_cache
 from moegguf.errors import BudgetError
 from moegguf.quantities import parse_expert_cache
 from moegguf.server.common import limits

@@ -16,7 +16,7 @@ from datetime import UTC, datetime, timedelta
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS
+from moegguf.engine.budgets import DEFAULT_UBATCH_TOKENS
 from moegguf.gguf.reader import FileVersion
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache

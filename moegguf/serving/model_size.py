@@ -10,13 +10,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moegguf.engine.batch import DEFAULT_UBATCH_TOKENS, layer_slots
-from moegguf.engine.here import default_store, given_budgets, plan_known
+from moegguf.engine.budgets import DEFAULT_UBATCH_TOKENS, Budgets, Sizes, given_bytes, pad_context
+from moegguf.engine.load import default_store, given_budgets, plan_known
 from moegguf.engine.machine import Device, Machine, Memory, count_cpus
-from moegguf.engine.memory import pad_context, pooling_batch_tokens
-from moegguf.engine.plan import Budgets, Plan, Sizes, given_bytes, slot_bytes
+from moegguf.engine.memory import pooling_batch_tokens
+from moegguf.engine.plan import Plan, layer_slots, slot_bytes
 from moegguf.engine.planner import make_plan
-from moegguf.engine.ram_plan import VRAM_MARGIN_BYTES
+from moegguf.engine.pool_plan import VRAM_MARGIN_BYTES
 from moegguf.engine.sequences import sequences_of
 from moegguf.engine.speeds import KnownSpeeds
 from moegguf.errors import BudgetError

@@ -26,8 +26,8 @@ from dataclasses import asdict, fields
 from io import BufferedReader
 from typing import Any
 
-from moegguf.engine.here import plan_here
 from moegguf.engine.llama import Llama
+from moegguf.engine.load import plan_here
 from moegguf.engine.request_uses import UseCounter
 from moegguf.engine.trial import is_due
 from moegguf.engine.vocabulary import to_utf8

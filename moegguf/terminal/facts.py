@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from moegguf.engine.budgets import Budgets, Sizes
 from moegguf.engine.cost import Speeds
 from moegguf.engine.estimate import HitRates
-from moegguf.engine.here import plan_here
+from moegguf.engine.load import plan_here
 from moegguf.engine.machine import Device, DiskSpeed, Machine, Memory, count_cpus, disk_read_speed, memory_read_speed
-from moegguf.engine.plan import Budgets, PlacementPlan, Plan, Sizes, slot_bytes
+from moegguf.engine.plan import PlacementPlan, Plan, slot_bytes
 from moegguf.engine.planner import make_plan
 from moegguf.errors import ModelNotFoundError, OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout

@@ -48,7 +48,7 @@ def warn_of_long_context(layout: ExpertLayout, requested: int | None) -> None:
 
 def context_size(layout: ExpertLayout, requested: int | None) -> int:
     """Tokens of context: as requested, else as planned; warns of a long one."""
-    from moegguf.engine.here import plan_here
+    from moegguf.engine.load import plan_here
 
     warn_of_long_context(layout, requested)
     return requested or plan_here(layout).n_ctx

@@ -13,7 +13,7 @@ import pytest
 from command_line import ROOT, Command, TinyModel, environment
 
 from moegguf.engine.memory import memory_needs
-from moegguf.engine.ram_plan import VRAM_MARGIN_BYTES
+from moegguf.engine.pool_plan import VRAM_MARGIN_BYTES
 from moegguf.gguf.experts import read_layout
 from moegguf.native.abi import ABI_VERSION
 

@@ -10,7 +10,7 @@ import pytest
 from command_line import TinyModel
 
 from moegguf.cli.serve import serve, serve_settings
-from moegguf.engine import devices, here
+from moegguf.engine import devices, load
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import read_layout
 from moegguf.models.catalog import Catalog
@@ -86,13 +86,13 @@ def test_what_needs_a_gpu_is_told_where_there_is_none(
 def test_a_placement_of_the_environment_without_a_gpu_is_a_reason(
     tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(here, "has_gpu", lambda: False)
-    monkeypatch.setattr(here, "gpus", list)
+    monkeypatch.setattr(load, "has_gpu", lambda: False)
+    monkeypatch.setattr(load, "gpus", list)
     monkeypatch.setenv("MOEGGUF_PLACEMENT", "slots")
     layout = read_layout(tiny())
-    assert "sees no GPU: the CPU computes every layer" in here.plan_here(layout, "50%").reasons[-1]
+    assert "sees no GPU: the CPU computes every layer" in load.plan_here(layout, "50%").reasons[-1]
     monkeypatch.setenv("MOEGGUF_PLACEMENT", "auto")
-    assert not any("sees no GPU" in reason for reason in here.plan_here(layout, "50%").reasons)
+    assert not any("sees no GPU" in reason for reason in load.plan_here(layout, "50%").reasons)
 
 
 def test_flags_count_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

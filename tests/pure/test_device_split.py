@@ -13,14 +13,15 @@ from gguf_builder import moe
 
 from moegguf.controller.layer_split import ON_CPU, device_of_layers
 from moegguf.controller.shape import MoeShape
+from moegguf.engine.budgets import Budgets, Sizes
 from moegguf.engine.cost import Speeds
-from moegguf.engine.device_split import DeviceRoom, LayerBytes, split_layers, tensor_split_for
-from moegguf.engine.here import parse_vram_caches
+from moegguf.engine.load import parse_vram_caches
 from moegguf.engine.machine import Device, Machine, Memory
 from moegguf.engine.memory import kv_bytes, margin_bytes
-from moegguf.engine.plan import Budgets, Plan, Sizes, slot_bytes
+from moegguf.engine.plan import Plan, slot_bytes
 from moegguf.engine.planner import make_plan
-from moegguf.engine.ram_plan import VRAM_MARGIN_BYTES, divide_ram_slots, host_bytes
+from moegguf.engine.pool_plan import VRAM_MARGIN_BYTES, divide_ram_slots, host_bytes
+from moegguf.engine.split_plan import DeviceRoom, LayerBytes, split_layers, tensor_split_for
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.native.slot_sizes import slot_tokens

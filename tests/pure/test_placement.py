@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 from gguf_builder import moe
 
+from moegguf.engine.budgets import Budgets, Sizes
 from moegguf.engine.cost import HitCurve, ModelBytes, Placement, Speeds, cpu_s, layers_s, published_curve, slots_s
+from moegguf.engine.load import given_budgets
 from moegguf.engine.machine import Device, Machine, Memory
 from moegguf.engine.memory import memory_needs
-from moegguf.engine.plan import Budgets, Plan, Sizes, parse_placement, slot_bytes
-from moegguf.engine.planner import make_plan
-from moegguf.engine.ram_plan import VRAM_MARGIN_BYTES, plan_layers
+from moegguf.engine.plan import Plan, slot_bytes
+from moegguf.engine.planner import make_plan, plan_layers
+from moegguf.engine.pool_plan import VRAM_MARGIN_BYTES
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.native import abi
@@ -206,4 +208,4 @@ def test_speeds_that_cannot_be_are_refused(speeds: tuple[float, float, float]) -
 
 def test_a_placement_that_does_not_exist_is_refused() -> None:
     with pytest.raises(OptionError, match="auto, layers, slots, cpu"):
-        parse_placement("gpu")
+        given_budgets(None, None, "gpu")

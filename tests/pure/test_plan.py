@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from moegguf.controller.measured import Measured, interpolate
 from moegguf.controller.published import PUBLISHED, typical_hit_rate
 from moegguf.controller.request_cost import request_cost
-from moegguf.engine.batch import Fit, best_fit
+from moegguf.engine.budgets import Budgets, Sizes
 from moegguf.engine.cost import Speeds
 from moegguf.engine.estimate import HitRates
 from moegguf.engine.machine import Machine, Memory
-from moegguf.engine.memory import MARGIN_BYTES, choose_kv_tokens, compute_bytes, kv_bytes, memory_needs, row_bytes
-from moegguf.engine.plan import Budgets, Plan, Sizes, slot_bytes
+from moegguf.engine.memory import MARGIN_BYTES, compute_bytes, kv_bytes, memory_needs, row_bytes
+from moegguf.engine.plan import Plan, slot_bytes
 from moegguf.engine.planner import make_plan
+from moegguf.engine.pool_plan import Fit, best_fit
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.native.slot_sizes import slot_sizes
@@ -331,7 +332,7 @@ def test_expectations(layout: ExpertLayout) -> None:
 @settings(max_examples=50)
 def test_sequences_share_what_a_context_may_take(layout: ExpertLayout, free_mib: int, n_ctx: int, n_seq: int) -> None:
     def chosen(mib: int) -> int:
-        return choose_kv_tokens(layout, mib * MIB, 512, n_ctx, n_seq)
+        return Sizes(n_ctx, n_seq_max=n_seq).within(layout, mib * MIB).kv_tokens or 0
 
     n_tokens = chosen(free_mib)
     assert n_ctx <= n_tokens <= n_ctx * n_seq and n_tokens % 256 == 0

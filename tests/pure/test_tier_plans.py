@@ -12,12 +12,13 @@ from gguf_builder import moe
 
 from moegguf.controller.request_cost import staging_bytes
 from moegguf.controller.shape import MoeShape
+from moegguf.engine.budgets import Budgets, Sizes
 from moegguf.engine.devices import find_gpus
-from moegguf.engine.here import parse_vram_cache, plan_here
+from moegguf.engine.load import parse_vram_cache, plan_here
 from moegguf.engine.machine import Device, Machine, Memory
-from moegguf.engine.plan import Budgets, Plan, Sizes, slot_bytes
+from moegguf.engine.plan import Plan, slot_bytes
 from moegguf.engine.planner import make_plan
-from moegguf.engine.ram_plan import VRAM_MARGIN_BYTES, host_bytes
+from moegguf.engine.pool_plan import VRAM_MARGIN_BYTES, host_bytes
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.native.slot_sizes import slot_tokens
