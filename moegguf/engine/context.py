@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -18,6 +19,7 @@ import numpy as np
 from moegguf.engine.projector import PLACEHOLDER, ContextImages, ImagePrompt, ImageSpan, Projector
 from moegguf.engine.requests import RequestCounter, RequestLock
 from moegguf.engine.sequences import Chunk, PassBatch
+from moegguf.engine.stats import Stats
 from moegguf.errors import CallbackError, CapabilityError, ClosedError, GenerationCancelled, MoeggufError, OptionError
 from moegguf.native import library
 from moegguf.native.events import Phase
@@ -30,6 +32,13 @@ if TYPE_CHECKING:
 Step = TypeVar("Step")
 _FULL = "llama_decode returned 1"
 _ABORTED = "llama_decode returned 2"  # by our abort callback: for a failure with a reason, or for cancel()
+
+
+class ClosedModel:
+    """Replaces the model, its context and its tokenizer after close(): reading any attribute raises ClosedError."""
+
+    def __getattr__(self, _name: str) -> Any:
+        raise ClosedError("the model is closed; load it again.")
 
 
 class Context:
@@ -68,6 +77,11 @@ class Context:
             raise ClosedError("the model is closed; load it again.")
         if self._session is not None:
             self._session.check_process()
+
+    def stats(self) -> Stats:
+        """`Llama.stats`."""
+        stats = self._session.stats(self.eval_s) if self._session else Stats(eval_s=self.eval_s)
+        return replace(stats, n_threads=self._threads.n_threads if self._threads else self._llm.n_threads)
 
     def check_caller(self) -> None:
         """Raises CallbackError from a policy, predictor or listener of this model, which an evaluation may wait for."""

@@ -9,39 +9,29 @@ from __future__ import annotations
 
 import ctypes as c
 import os
-import warnings
 from collections.abc import Generator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from moegguf.controller.policies.base import Policy
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.strategies import find_strategy
-from moegguf.engine.context import Context
+from moegguf.engine.context import ClosedModel, Context
 from moegguf.engine.live_controller import ControllerOptions
 from moegguf.engine.load import Budget, check_options, prepare
 from moegguf.engine.loader import Loader, LoadProgress, Progress
 from moegguf.engine.plan import Plan
 from moegguf.engine.projector import PLACEHOLDER
 from moegguf.engine.recording import Recording, TraceOptions
+from moegguf.engine.resize import set_budget
 from moegguf.engine.session import Session
 from moegguf.engine.stats import Stats
 from moegguf.engine.upstream import UpstreamLlama
-from moegguf.engine.vocabulary import Vocabulary, to_utf8
-from moegguf.errors import ClosedError, OptionError
-from moegguf.native import library
+from moegguf.engine.vocabulary import Vocabulary
 from moegguf.native.store import StoreOptions
 from moegguf.options import take_old_keywords
 from moegguf.settings import read_environment
-
-
-class ClosedModel:
-    """Replaces the model, its context and its tokenizer after close(): reading any attribute raises ClosedError."""
-
-    def __getattr__(self, _name: str) -> Any:
-        raise ClosedError("the model is closed; load it again.")
 
 
 class Llama(UpstreamLlama):
@@ -105,8 +95,8 @@ class Llama(UpstreamLlama):
     """The text of each token, and the special tokens."""
     session: Session | None = None
     """The expert store behind this model; None for a model without experts and with MOEGGUF_HOOKS=0."""
-    _closed = False
-    _loader: Loader | None = None
+    _closed = True  # until there is a loader, which has something to free
+    _loader: Loader
 
     def __init__(
         self,
@@ -149,7 +139,7 @@ class Llama(UpstreamLlama):
         self.reads_images = load_plan.projector is not None and bool(mmproj)
         try:
             self._loader = loader = Loader(load_plan, options, store, LoadProgress(progress))
-            self.session = loader.session
+            self.session, self._closed = loader.session, False
             loader.start_controller(chosen)
             n_ubatch, base = load_plan.n_ubatch, super().__init__
             loader.read(lambda: base(load_plan.path, n_ubatch=n_ubatch, **load_plan.options), self._unload)
@@ -159,7 +149,7 @@ class Llama(UpstreamLlama):
             self.context = Context(self, self.session, loader.threads, mmproj if self.reads_images else None)
             loader.start_parts(warm_start and not lockstep, trace)
         except BaseException:  # also an interrupt: nothing of a load stays
-            if self._loader is not None:
+            if not self._closed:
                 self._loader.end_parts(discard=True)  # keeps an older trace file
             self.close()
             raise
@@ -179,40 +169,21 @@ class Llama(UpstreamLlama):
         check_options(options, Llama)
         return prepare(model_path, expert_cache, options, vram_cache, placement=placement, misses=misses).plan
 
-    @property
-    def model_params(self) -> c.Structure:
-        """struct llama_model_params, with the experts' buffer type and the progress callback."""
-        return self._model_params
-
-    @model_params.setter
-    def model_params(self, params: c.Structure) -> None:
-        self._model_params = params
-        self._attach_model(params)
-
     def _attach_model(self, params: c.Structure) -> None:
-        assert self._loader is not None
         self._loader.attach_model(params)
 
-    @property
-    def _model(self) -> Any:
-        return self._opened_model
-
-    @_model.setter
-    def _model(self, model: Any) -> None:
-        self._opened_model = model
-        if self._loader is not None and not self._closed:  # the context is made next
+    def _attach_context(self, model: Any) -> None:
+        if not self._closed:  # the context is made next
             self._loader.attach_context(model.model, self.context_params)
 
     @property
     def n_seq_max(self) -> int:
         """Sequences that the context holds: as given, or 1 for a model that has a recurrent state, that embeds, or that
         would compute differently in a context as large as all of them."""
-        assert self._loader is not None
         return self._loader.n_seq_max
 
     def n_ctx(self) -> int:
         """Tokens of context, of one sequence."""
-        assert self._loader is not None
         return int(self._loader.load_plan.options["n_ctx"] if self.n_seq_max > 1 else super().n_ctx())
 
     def eval(self, tokens: Sequence[int]) -> None:
@@ -233,9 +204,7 @@ class Llama(UpstreamLlama):
 
     def embed(self, *arguments: Any, **options: Any) -> Any:
         """Embeddings as in llama-cpp-python; raises what `eval` raises, and OptionError for a text without tokens."""
-        texts = arguments[0] if arguments else options.get("input", ())
-        if not all(self.tokenize(to_utf8(text)) for text in ([texts] if isinstance(texts, str) else texts)):
-            raise OptionError("a text is empty, and this model begins none with a token of its own; leave it out.")
+        self._check_texts(arguments[0] if arguments else options.get("input", ()))
         return self._opened().evaluate(lambda: super(Llama, self).embed(*arguments, **options))
 
     def generate(self, *arguments: Any, **options: Any) -> Generator[int, Sequence[int] | None, None]:
@@ -244,9 +213,6 @@ class Llama(UpstreamLlama):
         Raises OptionError without a token to begin with, CapabilityError.
         """
         self._opened().check_generates()
-        tokens = arguments[0] if arguments else options.get("tokens", ())
-        if not len(tokens) and (options.get("reset", True) or not self.n_tokens):
-            raise OptionError("there is nothing to continue: the prompt has no tokens of this model's vocabulary.")
         return self.context.one_request(super().generate(*arguments, **options))
 
     def _opened(self) -> Context:
@@ -256,11 +222,7 @@ class Llama(UpstreamLlama):
 
     def stats(self) -> Stats:
         """Counters since the model was loaded; subtract earlier ones for those of a request."""
-        eval_s = self._opened().eval_s
-        stats = self.session.stats(eval_s) if self.session else Stats(eval_s=eval_s)
-        assert self._loader is not None
-        threads = self._loader.threads
-        return replace(stats, n_threads=threads.n_threads if threads is not None else self.n_threads)
+        return self._opened().stats()
 
     def decisions(self) -> dict[str, Any]:
         """Policy, predictor, whether prefetching is on, and what that cost."""
@@ -270,7 +232,7 @@ class Llama(UpstreamLlama):
     @property
     def recording(self) -> Recording | None:
         """The trace being recorded, None without `trace`."""
-        return self._loader.recording if self._loader is not None else None
+        return self._loader.recording
 
     def set_expert_cache(self, expert_cache: Budget) -> None:
         """`set_budget(expert_cache=...)`."""
@@ -287,26 +249,7 @@ class Llama(UpstreamLlama):
         experts has no budget. Raises BudgetError below the minimum and for a tier that the model does not have, with
         nothing changed, AllocationError where a device refuses more: that tier then has what it had.
         """
-        context, session = self.context, self.session
-        context.check_caller()
-        with context.lock:
-            context.check_open()
-            if session is not None:
-                synchronize = library.llama_cpp().llama_synchronize
-                session.set_budget(expert_cache, vram_cache, lambda: synchronize(self.ctx), self._shorten_passes)
-
-    def _shorten_passes(self) -> None:
-        """To what slots are exact for, where passes were planned for a device with every expert."""
-        most, plan = self.plan.slot_tokens, self.plan
-        if plan.device is None or plan.n_staging or min(self.n_batch, plan.n_ubatch) <= most:
-            return
-        self.n_batch = most
-        warnings.warn(
-            f"{plan.device} had a slot for every expert, and stages no prompts: with fewer slots they are read"
-            f" {most} token{'s' * (most > 1)} at a time, as slots are exact for no more; load the model again with this"
-            " vram_cache to have them staged.",
-            stacklevel=4,
-        )
+        set_budget(self, expert_cache, vram_cache)
 
     def cancel(self) -> None:
         """Ends the evaluation in progress, from another thread: it raises GenerationCancelled at once."""
@@ -320,7 +263,7 @@ class Llama(UpstreamLlama):
 
     def close(self) -> None:
         """Frees context, model, pool and threads. Twice is harmless."""
-        if self._closed or self._loader is None:
+        if self._closed:
             return
         if context := self.__dict__.get("context"):  # it is made last
             context.check_caller()

@@ -62,7 +62,6 @@ class LoadPlan:
     govern_threads: bool  # whether the number of threads follows the load of the machine
     projector: ProjectorHeader | None = None
     n_seq_max: int = 1
-    stages_beside: bool = False  # staging tensors were asked for, beside a budget in VRAM
     no_device: bool = False  # llama.cpp gets none: beside one, even unused, it does not repack weights for the CPU
 
     @cached_property
@@ -130,7 +129,7 @@ def prepare(
     n_ubatch = plan.n_ubatch if hooks or received else sizes.most_ubatch
     return LoadPlan(
         path, layout, plan, hooks, n_ubatch, options, govern_threads, sizes.projector, sizes.n_seq_max,
-        store.staging is not None, hooks and divides and not plan.on_device,
+        hooks and divides and not plan.on_device,
     )  # fmt: skip
 
 

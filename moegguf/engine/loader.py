@@ -84,7 +84,7 @@ class Loader:
         if load_plan.no_device or plan.layers_on:
             store = replace(store, device=None)  # it named the one to place experts on: these slots are the CPU's
         if load_plan.hooks:
-            self.session = Session(load_plan.slots_layout, plan, store, load_plan.stages_beside)
+            self.session = Session(load_plan.slots_layout, plan, store)
 
     def start_controller(self, options: ControllerOptions) -> None:
         """Before the context exists: what decides on experts."""

@@ -3,24 +3,67 @@ that it was loaded with, which "auto" gives back."""
 
 from __future__ import annotations
 
+import warnings
+from typing import TYPE_CHECKING
+
 from moegguf.engine.load import Budget, parse_vram_cache
-from moegguf.engine.plan import Plan
 from moegguf.engine.pool_plan import divide_ram_slots
 from moegguf.errors import BudgetError
-from moegguf.gguf.experts import ExpertLayout
-from moegguf.native.store import Store, Tier
+from moegguf.native import library
+from moegguf.native.store import Tier
 from moegguf.quantities import ExpertCache, format_bytes_up, parse_expert_cache
+
+if TYPE_CHECKING:
+    from moegguf.engine.llama import Llama
+    from moegguf.engine.session import Session
 
 Slots = tuple[Tier, int | None]  # of a tier; of one of the store's devices alone
 EVERY_DEVICE: Slots = Tier.COMPUTE, None  # those in VRAM; where the CPU computes every layer, those in RAM
 
 
-class Resize:
-    """The budgets of one loaded model, which has this plan and store. layout: of the experts that have slots.
-    stages_beside: staging tensors were asked for, beside a budget in VRAM."""
+def set_budget(llm: Llama, expert_cache: Budget | None, vram_cache: Budget | None) -> None:
+    """`Llama.set_budget`."""
+    context, session = llm.context, llm.session
+    context.check_caller()
+    with context.lock:
+        context.check_open()
+        if session is None:
+            return
+        store, plan, controller = session.store, session.plan, session.controller
+        on_device, wanted = plan.device is not None, _Budgets(session).slots(expert_cache, vram_cache)
+        try:
+            if on_device:
+                library.llama_cpp().llama_synchronize(llm.ctx)
+                for (tier, device), n_slots in reversed(wanted.items()):
+                    store.reallocate(n_slots, tier, device)
+            elif wanted:
+                store.resize(wanted[EVERY_DEVICE])
+        finally:
+            if wanted.get(EVERY_DEVICE, plan.device_slots) < plan.device_slots:
+                _shorten_passes(llm)
+            if controller is not None and any(tier is Tier.COMPUTE for tier, _ in wanted):
+                controller.update(store.info()["n_slots_usable"] if on_device else wanted[EVERY_DEVICE])
 
-    def __init__(self, plan: Plan, layout: ExpertLayout, store: Store, stages_beside: bool) -> None:
-        self._plan, self._layout, self._store, self._stages_beside = plan, layout, store, stages_beside
+
+def _shorten_passes(llm: Llama) -> None:
+    """To what slots are exact for, where passes were planned for a device with every expert."""
+    most, plan = llm.plan.slot_tokens, llm.plan
+    if plan.device is None or plan.n_staging or min(llm.n_batch, plan.n_ubatch) <= most:
+        return
+    llm.n_batch = most
+    warnings.warn(
+        f"{plan.device} had a slot for every expert, and stages no prompts: with fewer slots they are read"
+        f" {most} token{'s' * (most > 1)} at a time, as slots are exact for no more; load the model again with this"
+        " vram_cache to have them staged.",
+        stacklevel=4,
+    )
+
+
+class _Budgets:
+    """The budgets of one loaded model."""
+
+    def __init__(self, session: Session) -> None:
+        self._plan, self._layout, self._store = session.plan, session.layout, session.store
 
     def slots(self, expert_cache: Budget | None, vram_cache: Budget | None) -> dict[Slots, int]:
         """Slots of each tier, and of the CPU beside devices, that change; those in RAM last. None: as it is. Raises
@@ -50,7 +93,8 @@ class Resize:
                 f"vram_cache={vram_cache!r}: the CPU computes this model, so it has no experts in VRAM; load it with"
                 " vram_cache (--vram-cache) to use a GPU."
             )
-        staged = 0 if self._stages_beside or cache.mode == "auto" else plan.staging_slots_bytes // plan.slot_bytes
+        beside = self._store.options.staging is not None  # staging tensors were asked for, beside the budget
+        staged = 0 if beside or cache.mode == "auto" else plan.staging_slots_bytes // plan.slot_bytes
         least = sum(device.pass_slots for device in self._store.devices if device.name is not None)
         n_slots = self._asked(cache, plan.device_slots + staged) - staged
         return self._checked(n_slots, least, f"vram_cache={str(cache)!r}", staged)

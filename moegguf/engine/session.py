@@ -14,16 +14,14 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from moegguf.engine.devices import gpus
 from moegguf.engine.listeners import RoutingListeners
-from moegguf.engine.load import Budget
 from moegguf.engine.plan import DevicePlan, Plan, layer_slots
-from moegguf.engine.resize import EVERY_DEVICE, Resize
 from moegguf.engine.stats import CPU, RAM, VRAM, Stats, TierStats
 from moegguf.errors import AllocationError, ForkError
 from moegguf.gguf.experts import ExpertLayout
@@ -31,6 +29,9 @@ from moegguf.native import library
 from moegguf.native.events import Phase
 from moegguf.native.slot_sizes import most_slots, padded
 from moegguf.native.store import DeviceSlots, Store, StoreOptions, Tier
+
+if TYPE_CHECKING:
+    from moegguf.engine.live_controller import LiveController
 
 EXPERT_TENSORS = r"\.ffn_(gate|up|down|gate_up)_exps\.weight"
 
@@ -158,36 +159,19 @@ class _Override(c.Structure):
     _fields_ = [("pattern", c.c_char_p), ("buft", c.c_void_p)]
 
 
-class ExpertController(Protocol):
-    """What a session needs of a `LiveController`."""
-
-    def before_tokens(self, phase: Phase, n_sequences: int = 1) -> None:
-        """Tokens are evaluated next."""
-
-    def update(self, n_slots: int) -> None:
-        """There are so many slots now."""
-
-    def figures(self) -> dict[str, Any]:
-        """What `Llama.decisions` returns."""
-
-    def close(self) -> None:
-        """Stops deciding."""
-
-
 class Session:
-    """One store and one lane, attached to one `Llama`. `layout`: of the layers whose experts have slots. stages_beside:
-    as for `Resize`. controller: what decides on its experts, if there is one."""
+    """One store and one lane, attached to one `Llama`. `layout`: of the layers whose experts have slots. controller:
+    what decides on its experts, if there is one."""
 
-    def __init__(self, layout: ExpertLayout, plan: Plan, options: StoreOptions, stages_beside: bool = False) -> None:
+    def __init__(self, layout: ExpertLayout, plan: Plan, options: StoreOptions) -> None:
         self.layout = layout
         self.plan = plan
-        self.controller: ExpertController | None = None
+        self.controller: LiveController | None = None
         self._bindings = library.llama_cpp()
         self._pid = os.getpid()
         self.store = open_store(layout, plan, options)
         self.lane = self.store.open_lane()
         self.listeners = RoutingListeners(self.store)
-        self._resize = Resize(plan, layout, self.store, stages_beside)
         self._overrides = (_Override * 2)(_Override(expert_tensors(layout), self.store.buffer_type), _Override())
         handles = {device.name: device.handle for device in gpus()} if plan.devices else {}
         on_devices = [handles[part.name] for part in plan.devices if part.name]
@@ -227,31 +211,6 @@ class Session:
         """Tokens are evaluated next (`LiveController.before_tokens`)."""
         if self.controller is not None:
             self.controller.before_tokens(phase, n_sequences)
-
-    def set_budget(
-        self,
-        expert_cache: Budget | None,
-        vram_cache: Budget | None,
-        synchronize: Callable[[], object],
-        on_fewer: Callable[[], object],
-    ) -> None:
-        """Changes the budgets, as `Llama.set_budget`, while nothing is evaluated. `synchronize`: waits for devices;
-        `on_fewer`: is called where these then have fewer slots than at load."""
-        store, on_device = self.store, self.plan.device is not None
-        wanted = self._resize.slots(expert_cache, vram_cache)
-        try:
-            if on_device:
-                synchronize()
-                for (tier, device), n_slots in reversed(wanted.items()):
-                    store.reallocate(n_slots, tier, device)
-            elif wanted:
-                store.resize(wanted[EVERY_DEVICE])
-        finally:
-            if wanted.get(EVERY_DEVICE, self.plan.device_slots) < self.plan.device_slots:
-                on_fewer()
-            if self.controller is not None and any(tier is Tier.COMPUTE for tier, _ in wanted):
-                n_slots = store.info()["n_slots_usable"] if on_device else wanted[EVERY_DEVICE]
-                self.controller.update(n_slots)
 
     def give_slots_back(self, unload: Callable[[], object]) -> bool:
         """Leaves half of the slots' memory on a device to what did not fit beside them, of which `unload` frees a part;

@@ -3,6 +3,7 @@ tokenizing."""
 
 from __future__ import annotations
 
+import ctypes as c
 import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, Self
@@ -10,8 +11,8 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from moegguf.engine.grammar import GrammarMask
-from moegguf.errors import OptionError
+from moegguf.engine.vocabulary import to_utf8
+from moegguf.errors import OptionError, SchemaError
 from moegguf.models.pretrained import fetch
 from moegguf.native import library
 
@@ -36,8 +37,51 @@ class BoundedTokenizer(_bindings.LlamaTokenizer):  # type: ignore[name-defined] 
         raise OptionError(f"a text of {len(text)} bytes cannot be tokenized; shorten it.")
 
 
+class GrammarMask:
+    """A GBNF grammar for sampling, by llama.cpp's own sampler, outside of llama.cpp's chain: a logits processor, the
+    last of a request. Where no token may follow, llama.cpp leaves it to its caller to stop: accepting another token
+    raises a C++ exception, which ends a Python process.
+
+    `vocab`: llama.cpp's, of `n_vocab` tokens. `grammar`: a
+    `LlamaGrammar`, or its text in GBNF.
+
+    `exhausted`: no token may follow; the text is complete, or no token of the model continues it. Raises SchemaError
+    for a grammar that llama.cpp cannot read.
+    """
+
+    def __init__(self, vocab: Any, n_vocab: int, grammar: Any) -> None:
+        self._sampler = None
+        text, root = (grammar, "root") if isinstance(grammar, str) else (grammar._grammar, grammar._root)
+        self._sampler = _bindings.llama_sampler_init_grammar(vocab, text.encode(), root.encode())
+        if not self._sampler:
+            raise SchemaError(
+                f"a grammar is GBNF with a rule {root!r}, without left recursion, but llama.cpp cannot read this one:"
+                f" {text[:80]!r}; correct it."
+            )
+        self._candidates = _bindings._internals.LlamaTokenDataArray(n_vocab=n_vocab)
+        self.exhausted = False
+
+    def __call__(self, _ids: npt.NDArray[np.intc], scores: Floats) -> Floats:
+        """The scores, -inf for tokens that may not follow."""
+        self._candidates.copy_logits(scores)
+        _bindings.llama_sampler_apply(self._sampler, c.pointer(self._candidates.candidates))
+        masked: Floats = self._candidates.candidates_data.logit
+        self.exhausted = not np.isfinite(masked).any()
+        return scores if self.exhausted else masked
+
+    def accept(self, token: int) -> None:
+        """Advances past a sampled token, unless `exhausted`: then it is none of the grammar's."""
+        if not self.exhausted:
+            _bindings.llama_sampler_accept(self._sampler, token)
+
+    def __del__(self) -> None:
+        if self._sampler:
+            _bindings.llama_sampler_free(self._sampler)
+
+
 class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at run time
-    """Base of our `Llama`, which keeps the keywords of its constructor in `_keywords`, for pickling."""
+    """Base of our `Llama`, which keeps the keywords of its constructor in `_keywords`, for pickling, and completes the
+    structs with which model and context are made (`_attach_model`, `_attach_context`)."""
 
     _keywords: dict[str, Any]
     n_tokens: int
@@ -51,6 +95,31 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
         super().__init__(*arguments, **options)
         if type(self.tokenizer_) is _bindings.LlamaTokenizer:  # not one of the user's
             self.tokenizer_ = BoundedTokenizer(self)
+
+    @property
+    def model_params(self) -> c.Structure:
+        """struct llama_model_params."""
+        return self._model_params
+
+    @model_params.setter
+    def model_params(self, params: c.Structure) -> None:
+        self._model_params = params
+        self._attach_model(params)
+
+    def _attach_model(self, params: c.Structure) -> None:
+        raise NotImplementedError
+
+    @property
+    def _model(self) -> Any:
+        return self._opened_model
+
+    @_model.setter
+    def _model(self, model: Any) -> None:
+        self._opened_model = model
+        self._attach_context(model)
+
+    def _attach_context(self, model: Any) -> None:
+        raise NotImplementedError
 
     @classmethod
     def from_pretrained(
@@ -89,10 +158,19 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
     def generate(
         self, *arguments: Any, stopping_criteria: Sequence[Any] | None = None, **options: Any
     ) -> Generator[int, Sequence[int] | None, None]:
-        """Tokens as in llama-cpp-python. Ends where a grammar allows no token, also without an end-of-text token."""
+        """Tokens as in llama-cpp-python. Ends where a grammar allows no token, also without an end-of-text token.
+        Raises OptionError without a token to begin with."""
+        tokens = arguments[0] if arguments else options.get("tokens", ())
+        if not len(tokens) and (options.get("reset", True) or not self.n_tokens):
+            raise OptionError("there is nothing to continue: the prompt has no tokens of this model's vocabulary.")
         return super().generate(
             *arguments, stopping_criteria=self._with_grammar_end(stopping_criteria, options), **options
         )
+
+    def _check_texts(self, texts: str | Sequence[str]) -> None:
+        """Raises OptionError for a text without tokens."""
+        if not all(self.tokenize(to_utf8(text)) for text in ([texts] if isinstance(texts, str) else texts)):
+            raise OptionError("a text is empty, and this model begins none with a token of its own; leave it out.")
 
     def _with_grammar_end(self, criteria: Sequence[Any] | None, options: Mapping[str, Any]) -> Sequence[Any] | None:
         """`criteria` with the end of the request's grammar, if it has one."""
