@@ -31,6 +31,13 @@ KERNELS = ("avx512", "avx2", "upstream")
 SCHEDULES = ("fifo", "expertflow", "auto")
 """Which of the sequences that run compute in a step."""
 
+MAX_ANSWER_TOKENS = 1 << 22
+LOAD_PARAMETERS = {
+    "num_ctx": "n_ctx", "num_batch": "n_batch", "num_thread": "n_threads", "num_gpu": "n_gpu_layers",
+    "expert_cache": "expert_cache",
+}  # fmt: skip
+"""{parameter of a Modelfile or a request that changes how a model is loaded: the option}"""
+
 OLD_NAMES = {"system": "strategy"}
 """{keyword: the new keyword}; flags (--system) and environment variables (MOEGGUF_SYSTEM) follow it."""
 
@@ -81,12 +88,13 @@ _TABLE = (
     ),
     Option(
         "n_threads", "load", MODEL, 'CPU threads, or "auto": as many as other processes leave free.',
-        ("--threads", "-t"), "N", kind="threads", default="auto",
+        ("--threads", "-t"), "N", kind="threads", default="auto", least=0, most=MAX_THREADS,
     ),
     Option(
         "n_gpu_layers", "load", MODEL, "Layers on a GPU; -1: all.", ("--n-gpu-layers", "-ngl", "--gpu-layers"), "N",
-        kind="whole", least=-1,
+        kind="whole", least=-1, most=1 << 24,
     ),
+    Option("n_batch", "load", MODEL, "Tokens of a batch.", kind="whole", default="512", least=1, most=1 << 14),
     Option(
         "mmproj", "load", MODEL, "The model's projector for images.", ("--mmproj",), "FILE",
         default="the one beside the model",
@@ -136,15 +144,15 @@ _TABLE = (
     ),
     Option(
         "num_predict", "request", SAMPLING, "Longest answer; -1: until it ends.",
-        ("--max-tokens", "-n", "--n-predict"), "N", kind="whole", least=-1, often=True,
+        ("--max-tokens", "-n", "--n-predict"), "N", kind="whole", least=-2, most=MAX_ANSWER_TOKENS, often=True,
     ),
     Option(
         "temperature", "request", SAMPLING, "0 takes the likeliest token.", ("--temperature", "--temp"), "T",
-        kind="number", default="the model's, or 0.8", least=0, often=True,
+        kind="number", default="the model's, or 0.8", least=0, most=1000, often=True,
     ),
     Option(
         "top_k", "request", SAMPLING, "Only the N likeliest tokens; 0: all.", ("--top-k",), "N", kind="whole",
-        default="the model's, or 40", least=0,
+        default="the model's, or 40", least=-1, most=(1 << 31) - 1,
     ),
     Option(
         "top_p", "request", SAMPLING, "Only the likeliest tokens that together have P.", ("--top-p",), "P",
@@ -156,7 +164,27 @@ _TABLE = (
     ),
     Option(
         "repeat_penalty", "request", SAMPLING, "Divides the scores of recent tokens.", ("--repeat-penalty",), "R",
-        kind="number", default="the model's, or 1", least=0.001,
+        kind="number", default="the model's, or 1", least=0.001, most=1000,
+    ),
+    Option(
+        "presence_penalty", "request", SAMPLING, "Lowers the scores of recent tokens.", kind="number", default="0",
+        least=-100, most=100,
+    ),
+    Option(
+        "frequency_penalty", "request", SAMPLING, "Lowers them for each time that a token came.", kind="number",
+        default="0", least=-100, most=100,
+    ),
+    Option(
+        "repeat_last_n", "request", SAMPLING, "Tokens that penalties count; -1: the context's.", kind="whole",
+        default="64", least=-1, most=MAX_ANSWER_TOKENS,
+    ),
+    Option(
+        "typical_p", "request", SAMPLING, "Only tokens that are about as likely as expected.", kind="number",
+        default="1", least=0, most=1,
+    ),
+    Option(
+        "num_keep", "request", SAMPLING, "First tokens that stay when the context is full; -1: the prompt.",
+        kind="whole", default="4", least=-1, most=MAX_ANSWER_TOKENS,
     ),
     Option("seed", "request", SAMPLING, "Random seed.", ("--seed", "-s"), "N", kind="whole", default="random"),
     Option(

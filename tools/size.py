@@ -17,15 +17,15 @@ SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html")
 VENDORED = ("moegguf/server/static/vendor/",)  # libraries with a licence of their own: not counted
 GOALS = {"moegguf": 46_000, "tests": 34_000, "tools + predictors": 14_000}
 LIMITS = {
-    "moegguf": 1_130,
+    "moegguf": 1_160,
     "moegguf/bench": 1_250,
-    "moegguf/chat": 1_590,
+    "moegguf/chat": 1_600,
     "moegguf/cli": 3_220,
     "moegguf/controller": 3_570,
     "moegguf/engine": 6_890,
     "moegguf/generate": 4_520,
     "moegguf/gguf": 1_890,
-    "moegguf/models": 3_090,
+    "moegguf/models": 3_080,
     "moegguf/native": 17_150,
     "moegguf/server": 7_390,
     "moegguf/serving": 5_320,

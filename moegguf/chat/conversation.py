@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from moegguf.errors import OptionError
 from moegguf.generate.images import with_images
-from moegguf.generate.options import LOAD_PARAMETERS, sampling_with
+from moegguf.generate.options import sampling_with
 from moegguf.generate.request import GenerationRequest, Message, Sampling
 from moegguf.models import recipe
+from moegguf.options import LOAD_PARAMETERS
 from moegguf.quantities import parse_expert_cache
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ from moegguf.chat.model import RemoteAnswer
 from moegguf.cli.client import Client, Json, ServerError
 from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
 from moegguf.generate.images import images_of, text_of
-from moegguf.generate.options import LOAD_PARAMETERS
 from moegguf.generate.request import Delta, Message, PromptProgress, Timing
 from moegguf.models.entry import ModelEntry, NamedModel
 from moegguf.models.modelfile import parse
 from moegguf.models.names import parse_name
+from moegguf.options import LOAD_PARAMETERS
 from moegguf.quantities import parse_duration
 from moegguf.serving.events import LoadOverrides
 from moegguf.serving.wire import build

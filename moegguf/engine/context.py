@@ -20,11 +20,13 @@ from moegguf.engine.projector import PLACEHOLDER, ContextImages, ImagePrompt, Im
 from moegguf.engine.requests import RequestCounter, RequestLock
 from moegguf.engine.sequences import Chunk, PassBatch
 from moegguf.engine.stats import Stats
+from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import CallbackError, CapabilityError, ClosedError, GenerationCancelled, MoeggufError, OptionError
 from moegguf.native import library
 from moegguf.native.events import Phase
 
 if TYPE_CHECKING:
+    from moegguf.engine.live_controller import LiveController
     from moegguf.engine.session import Session
     from moegguf.engine.threadpool import GovernedThreads
     from moegguf.engine.upstream import Floats, UpstreamLlama
@@ -42,7 +44,8 @@ class ClosedModel:
 
 
 class Context:
-    """What evaluates in the context of `llm`. session: of a model with experts; threads: where their number follows the
+    """What evaluates in the context of `llm`. session: of a model with experts; controller: what decides
+    on these, if anything does; threads: where their number follows the
     load of the machine; mmproj: the file of its projector.
 
     Evaluations raise ExpertIOError, GenerationCancelled, ForkError, ClosedError, and CallbackError from a policy,
@@ -53,11 +56,12 @@ class Context:
         self,
         llm: UpstreamLlama,
         session: Session | None,
+        controller: LiveController | None = None,
         threads: GovernedThreads | None = None,
         mmproj: str | os.PathLike[str] | None = None,
     ) -> None:
         self._llm: UpstreamLlama = weakref.proxy(llm)  # type: ignore[assignment]  # which holds this object
-        self._session, self._threads, self._mmproj = session, threads, mmproj
+        self.controller, self._session, self._threads, self._mmproj = controller, session, threads, mmproj
         self._bindings = library.llama_cpp()
         self._n_swa = self._bindings.llama_model_n_swa(llm.model)  # tokens of a sliding window; 0: none
         self._batch = PassBatch(llm.n_batch)
@@ -90,6 +94,11 @@ class Context:
                 "a policy, predictor or listener cannot use the model that calls it, which would wait for itself; call"
                 " another one, or this one from another thread once it has returned."
             )
+
+    def check_texts(self, texts: str | Sequence[str]) -> None:
+        """Raises OptionError for a text without tokens."""
+        if not all(self._llm.tokenize(to_utf8(text)) for text in ([texts] if isinstance(texts, str) else texts)):
+            raise OptionError("a text is empty, and this model begins none with a token of its own; leave it out.")
 
     def check_generates(self) -> None:
         """Raises CapabilityError for a model that only embeds: it has no context to go on from. Raises ClosedError."""
@@ -183,7 +192,8 @@ class Context:
         if session is None:
             return
         decodes = all(chunk.phase == Phase.DECODE for chunk in chunks)
-        session.before_tokens(Phase.DECODE if decodes else Phase.PREFILL, len(chunks))
+        if self.controller is not None:
+            self.controller.before_tokens(Phase.DECODE if decodes else Phase.PREFILL, len(chunks))
         if not session.lane.awaits_tokens(first.request, first.phase):
             return
         sequences, phases, tokens, outputs = list[int](), list[int](), list[int](), list[int]()
@@ -204,8 +214,9 @@ class Context:
     def _eval_image(self, prompt: ImagePrompt, span: ImageSpan, request: int) -> None:
         llm, projector = self._llm, self.open_projector()
         assert projector is not None
+        if self.controller is not None:
+            self.controller.before_tokens(Phase.PREFILL)
         if self._session is not None:
-            self._session.before_tokens(Phase.PREFILL)
             self._session.lane.announce(request, Phase.PREFILL, ())
         self.truncate(span.begin)
         sizes = self.images.position(span.begin), llm.n_batch, llm.context_params.n_ubatch

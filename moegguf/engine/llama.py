@@ -146,7 +146,8 @@ class Llama(UpstreamLlama):
             self.input_ids.fill(PLACEHOLDER)
             self.vocabulary = Vocabulary(self)
             loader.start_threads(self._ctx.ctx)
-            self.context = Context(self, self.session, loader.threads, mmproj if self.reads_images else None)
+            projector = mmproj if self.reads_images else None
+            self.context = Context(self, self.session, loader.controller, loader.threads, projector)
             loader.start_parts(warm_start and not lockstep, trace)
         except BaseException:  # also an interrupt: nothing of a load stays
             if not self._closed:
@@ -204,7 +205,7 @@ class Llama(UpstreamLlama):
 
     def embed(self, *arguments: Any, **options: Any) -> Any:
         """Embeddings as in llama-cpp-python; raises what `eval` raises, and OptionError for a text without tokens."""
-        self._check_texts(arguments[0] if arguments else options.get("input", ()))
+        self.context.check_texts(arguments[0] if arguments else options.get("input", ()))
         return self._opened().evaluate(lambda: super(Llama, self).embed(*arguments, **options))
 
     def generate(self, *arguments: Any, **options: Any) -> Generator[int, Sequence[int] | None, None]:
@@ -227,7 +228,7 @@ class Llama(UpstreamLlama):
     def decisions(self) -> dict[str, Any]:
         """Policy, predictor, whether prefetching is on, and what that cost."""
         self._opened()
-        return self.session.controller.figures() if self.session and self.session.controller else {}
+        return self.context.controller.figures() if self.context.controller else {}
 
     @property
     def recording(self) -> Recording | None:
@@ -249,7 +250,7 @@ class Llama(UpstreamLlama):
         experts has no budget. Raises BudgetError below the minimum and for a tier that the model does not have, with
         nothing changed, AllocationError where a device refuses more: that tier then has what it had.
         """
-        set_budget(self, expert_cache, vram_cache)
+        set_budget(self, self.context, self.session, expert_cache, vram_cache)
 
     def cancel(self) -> None:
         """Ends the evaluation in progress, from another thread: it raises GenerationCancelled at once."""

@@ -72,6 +72,7 @@ class Loader:
     ) -> None:
         self.load_plan, self.n_seq_max = load_plan, load_plan.n_seq_max
         self.session: Session | None = None
+        self.controller: LiveController | None = None
         self.threads: GovernedThreads | None = None
         self.recording: Recording | None = None
         self._warm_start: WarmStart | None = None
@@ -93,7 +94,7 @@ class Loader:
             return
         if not load_plan.plan.exact:
             session.store.compute_misses(load_plan.options["n_threads"])
-        session.controller = LiveController(session, Artifacts(load_plan.layout), options, self.n_seq_max)
+        self.controller = LiveController(session, Artifacts(load_plan.layout), options, self.n_seq_max)
         for warning in load_plan.plan.warnings:
             warnings.warn(warning, stacklevel=3)
 
@@ -170,8 +171,7 @@ class Loader:
         """Ends what decides and records, and saves what they have learned; `discard`: without a recording's file."""
         if self.recording is not None and discard:
             self.recording.discard()
-        controller = self.session.controller if self.session is not None else None
-        for part in (controller, self.recording, self._warm_start):
+        for part in (self.controller, self.recording, self._warm_start):
             if part is not None:
                 part.close()
 

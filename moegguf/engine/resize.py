@@ -14,22 +14,29 @@ from moegguf.native.store import Tier
 from moegguf.quantities import ExpertCache, format_bytes_up, parse_expert_cache
 
 if TYPE_CHECKING:
-    from moegguf.engine.llama import Llama
+    from moegguf.engine.context import Context
+    from moegguf.engine.plan import Plan
     from moegguf.engine.session import Session
+    from moegguf.engine.upstream import UpstreamLlama
 
 Slots = tuple[Tier, int | None]  # of a tier; of one of the store's devices alone
 EVERY_DEVICE: Slots = Tier.COMPUTE, None  # those in VRAM; where the CPU computes every layer, those in RAM
 
 
-def set_budget(llm: Llama, expert_cache: Budget | None, vram_cache: Budget | None) -> None:
-    """`Llama.set_budget`."""
-    context, session = llm.context, llm.session
+def set_budget(
+    llm: UpstreamLlama,
+    context: Context,
+    session: Session | None,
+    expert_cache: Budget | None,
+    vram_cache: Budget | None,
+) -> None:
+    """`Llama.set_budget` of a model with this context and session."""
     context.check_caller()
     with context.lock:
         context.check_open()
         if session is None:
             return
-        store, plan, controller = session.store, session.plan, session.controller
+        store, plan, controller = session.store, session.plan, context.controller
         on_device, wanted = plan.device is not None, _Budgets(session).slots(expert_cache, vram_cache)
         try:
             if on_device:
@@ -40,14 +47,14 @@ def set_budget(llm: Llama, expert_cache: Budget | None, vram_cache: Budget | Non
                 store.resize(wanted[EVERY_DEVICE])
         finally:
             if wanted.get(EVERY_DEVICE, plan.device_slots) < plan.device_slots:
-                _shorten_passes(llm)
+                _shorten_passes(llm, plan)
             if controller is not None and any(tier is Tier.COMPUTE for tier, _ in wanted):
                 controller.update(store.info()["n_slots_usable"] if on_device else wanted[EVERY_DEVICE])
 
 
-def _shorten_passes(llm: Llama) -> None:
+def _shorten_passes(llm: UpstreamLlama, plan: Plan) -> None:
     """To what slots are exact for, where passes were planned for a device with every expert."""
-    most, plan = llm.plan.slot_tokens, llm.plan
+    most = plan.slot_tokens
     if plan.device is None or plan.n_staging or min(llm.n_batch, plan.n_ubatch) <= most:
         return
     llm.n_batch = most

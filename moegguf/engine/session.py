@@ -14,7 +14,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,12 +26,8 @@ from moegguf.engine.stats import CPU, RAM, VRAM, Stats, TierStats
 from moegguf.errors import AllocationError, ForkError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native import library
-from moegguf.native.events import Phase
 from moegguf.native.slot_sizes import most_slots, padded
 from moegguf.native.store import DeviceSlots, Store, StoreOptions, Tier
-
-if TYPE_CHECKING:
-    from moegguf.engine.live_controller import LiveController
 
 EXPERT_TENSORS = r"\.ffn_(gate|up|down|gate_up)_exps\.weight"
 
@@ -160,13 +156,11 @@ class _Override(c.Structure):
 
 
 class Session:
-    """One store and one lane, attached to one `Llama`. `layout`: of the layers whose experts have slots. controller:
-    what decides on its experts, if there is one."""
+    """One store and one lane, attached to one `Llama`. `layout`: of the layers whose experts have slots."""
 
     def __init__(self, layout: ExpertLayout, plan: Plan, options: StoreOptions) -> None:
         self.layout = layout
         self.plan = plan
-        self.controller: LiveController | None = None
         self._bindings = library.llama_cpp()
         self._pid = os.getpid()
         self.store = open_store(layout, plan, options)
@@ -206,11 +200,6 @@ class Session:
         params.abort_callback_data = self.lane.handle
         # With a pool in host memory and layers on a GPU this would copy whole arenas to the GPU.
         params.op_offload = False
-
-    def before_tokens(self, phase: Phase, n_sequences: int = 1) -> None:
-        """Tokens are evaluated next (`LiveController.before_tokens`)."""
-        if self.controller is not None:
-            self.controller.before_tokens(phase, n_sequences)
 
     def give_slots_back(self, unload: Callable[[], object]) -> bool:
         """Leaves half of the slots' memory on a device to what did not fit beside them, of which `unload` frees a part;

@@ -11,7 +11,6 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import OptionError, SchemaError
 from moegguf.models.pretrained import fetch
 from moegguf.native import library
@@ -166,11 +165,6 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
         return super().generate(
             *arguments, stopping_criteria=self._with_grammar_end(stopping_criteria, options), **options
         )
-
-    def _check_texts(self, texts: str | Sequence[str]) -> None:
-        """Raises OptionError for a text without tokens."""
-        if not all(self.tokenize(to_utf8(text)) for text in ([texts] if isinstance(texts, str) else texts)):
-            raise OptionError("a text is empty, and this model begins none with a token of its own; leave it out.")
 
     def _with_grammar_end(self, criteria: Sequence[Any] | None, options: Mapping[str, Any]) -> Sequence[Any] | None:
         """`criteria` with the end of the request's grammar, if it has one."""

@@ -1,4 +1,4 @@
-"""Ollama's options: those for loading, and their translation to `Sampling`, for the chat and the server."""
+"""Ollama's options of sampling, and their translation to `Sampling`, for the chat and the server."""
 
 from __future__ import annotations
 
@@ -10,12 +10,6 @@ from moegguf.generate.request import Sampling
 
 MAX_TOP_LOGPROBS = 20
 THINK_LEVELS = ("low", "medium", "high", "max")
-
-LOAD_PARAMETERS = {
-    "num_ctx": "n_ctx", "num_batch": "n_batch", "num_thread": "n_threads", "num_gpu": "n_gpu_layers",
-    "expert_cache": "expert_cache",
-}  # fmt: skip
-"""{option that changes how a model is loaded: keyword of `Llama`}"""
 
 
 def sampling_with(base: Sampling, parameters: Mapping[str, Any]) -> Sampling:

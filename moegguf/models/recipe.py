@@ -11,6 +11,7 @@ from typing import Any
 
 from moegguf.errors import OptionError
 from moegguf.models.entry import Overrides
+from moegguf.options import LOAD_PARAMETERS, OPTIONS
 
 MAX_TEXT = 1 << 20  # characters of a system message, template, license or message
 ROLES = ("system", "user", "assistant", "tool")
@@ -31,26 +32,10 @@ PARAMETERS: dict[str, type] = {
 }  # fmt: skip
 """Ollama's options (api/types.go) and ours, with their types; `stop` takes many values."""
 
-MAX_TOKENS = 1 << 22  # tokens, of a context or an answer
-MAX_SEED = (1 << 63) - 1
-
-RANGES: dict[str, tuple[float, float]] = {
-    "num_ctx": (0, MAX_TOKENS),
-    "num_batch": (1, 1 << 14),
-    "num_gpu": (-1, 1 << 24),
-    "num_thread": (0, 512),
-    "num_predict": (-2, MAX_TOKENS),
-    "num_keep": (-1, MAX_TOKENS),
-    "seed": (-MAX_SEED - 1, MAX_SEED),
-    "temperature": (0, 1000),
-    "top_k": (-1, (1 << 31) - 1),
-    "top_p": (0, 1),
-    "min_p": (0, 1),
-    "typical_p": (0, 1),
-    "repeat_last_n": (-1, MAX_TOKENS),
-    "repeat_penalty": (0.001, 1000),
-    "presence_penalty": (-100, 100),
-    "frequency_penalty": (-100, 100),
+RANGES = {
+    name: (option.least, option.most)
+    for name in PARAMETERS
+    if (option := OPTIONS.get(LOAD_PARAMETERS.get(name, name))) and option.least is not None and option.most is not None
 }
 """{parameter: (least, most)}"""
 

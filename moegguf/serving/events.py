@@ -12,8 +12,8 @@ from datetime import datetime
 from typing import Any
 
 from moegguf.engine.stats import Stats
-from moegguf.generate.options import LOAD_PARAMETERS
 from moegguf.generate.request import Delta, PromptProgress, Timing
+from moegguf.options import LOAD_PARAMETERS
 
 MAX_SNAPSHOTS_PER_S = 20.0
 

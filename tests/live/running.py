@@ -108,9 +108,9 @@ def hooks_off() -> Iterator[None]:
 
 def controller_of(llm: Llama) -> Controller:
     """The controller that decides for a model."""
-    assert llm.session is not None and isinstance(llm.session.controller, LiveController)
-    assert llm.session.controller.controller is not None
-    return llm.session.controller.controller
+    controller = llm.context.controller
+    assert isinstance(controller, LiveController) and controller.controller is not None
+    return controller.controller
 
 
 def count_scores(llm: Llama) -> list[bool]:

@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from moegguf.generate.request import GenerationRequest, Message
 from moegguf.models.entry import Details, ModelEntry
-from moegguf.models.recipe import MAX_TOKENS
+from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body
 from moegguf.server.common.content import (
@@ -282,7 +282,7 @@ class CountBody(Question):
 class MessagesBody(CountBody):
     """The body of /v1/messages."""
 
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_ANSWER_TOKENS)]
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=MAX_TOKEN)] | None = None

@@ -42,7 +42,7 @@ def _budget(value: str | int | None) -> str | None:
 
 
 def _in_range(name: str) -> Any:
-    least, most = RANGES[name]
+    least, most = RANGES.get(name, (None, None))
     return Field(default=None, ge=least, le=most)
 
 

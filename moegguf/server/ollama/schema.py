@@ -14,7 +14,8 @@ from moegguf.generate.images import MAX_IMAGES, with_images
 from moegguf.generate.options import MAX_TOP_LOGPROBS, THINK_LEVELS
 from moegguf.generate.request import GenerationRequest, Message
 from moegguf.models.entry import Details, ModelEntry
-from moegguf.models.recipe import MAX_TOKENS, is_go_template
+from moegguf.models.recipe import is_go_template
+from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body
 from moegguf.server.common.conversation import Question
@@ -123,7 +124,7 @@ class GenerateRequest(GenerationBody):
     suffix: str | None = None
     system: str | None = None
     template: str | None = None
-    context: Annotated[list[int] | None, Field(max_length=MAX_TOKENS)] = None
+    context: Annotated[list[int] | None, Field(max_length=MAX_ANSWER_TOKENS)] = None
     raw: bool | None = None
     images: Images | None = None
 

@@ -19,7 +19,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_v
 from moegguf.generate.options import MAX_TOP_LOGPROBS
 from moegguf.generate.request import GenerationRequest, Message, Sampling
 from moegguf.models.entry import Details, ModelEntry
-from moegguf.models.recipe import MAX_TOKENS
+from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body
 from moegguf.server.common.content import call_of, content_of, part_of, tool_message
@@ -74,7 +74,7 @@ def token_ids(biases: Any) -> Any:
     return {int(key): bias for key, bias in biases.items()}
 
 
-Limit = Annotated[int, Field(ge=-1, le=MAX_TOKENS), AfterValidator(not_zero)]
+Limit = Annotated[int, Field(ge=-1, le=MAX_ANSWER_TOKENS), AfterValidator(not_zero)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
