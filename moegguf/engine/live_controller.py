@@ -9,9 +9,11 @@ import time
 import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from threading import Thread
 from typing import Any
 
 from moegguf.controller.artifacts import Artifacts
+from moegguf.controller.collection import EamcPair
 from moegguf.controller.controller import ActingOptions, Controller, build_controller, name_of
 from moegguf.controller.measured import UNMEASURED, UNMEASURED_WITHOUT_PREDICTIONS, ControllerChoice, Measured
 from moegguf.controller.policies import AUTO, check_policy, device_policy, make_policy, parse_policies, ram_policy
@@ -21,12 +23,12 @@ from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.predictors.eamc import Learner
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.shape import MoeShape
-from moegguf.engine.checkpoint import CollectionCheckpoint
 from moegguf.engine.session import Session
 from moegguf.errors import ModelFormatError, MoeggufError, OptionError
 from moegguf.native.events import Announcement, Phase, RoutingEvent
 from moegguf.native.store import ListenOptions, Tier
 
+CHECKPOINT_REQUESTS = 8
 MOST_INPUT_TOKENS = 16  # of a pass whose sequences are predicted from router inputs; larger ones use most experts
 
 
@@ -83,6 +85,8 @@ class LiveController:
     _listening: bool = field(init=False, default=False)
     _paused: bool = field(init=False, default=False)
     _tight: bool = field(init=False, default=True)  # experts can be absent
+    _n_ended: int = field(init=False, default=0)  # requests
+    _writer: Thread | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self._choose_tiers()
@@ -121,7 +125,6 @@ class LiveController:
             self.native_policy = name_of(policy)
             return
         self._paused = self.controller.native and self.controller.redundant
-        self._checkpoint = CollectionCheckpoint(self.artifacts, shape)
         self._listen_options = ListenOptions(
             inputs=predictor.needs_inputs, lockstep=self.options.lockstep, max_input_tokens=MOST_INPUT_TOKENS
         )
@@ -207,7 +210,22 @@ class LiveController:
         assert controller is not None
         controller.observe(event)
         if controller.history.finished and self._keeps and (learner := _learner(controller)) is not None:
-            self._checkpoint.request_ended(learner.eamcs)
+            self._request_ended(controller.shape, learner.eamcs)
+
+    def _request_ended(self, shape: MoeShape, eamcs: EamcPair) -> None:
+        """Saves the collections after every CHECKPOINT_REQUESTS requests (MoE-Infinity, appendix B.2), on a thread of
+        its own: a killed process loses little. The event thread copies the counts only. While they are being written,
+        the next time is left out."""
+        self._n_ended += 1
+        if self._n_ended % CHECKPOINT_REQUESTS or (self._writer is not None and self._writer.is_alive()):
+            return
+        states = eamcs.states()
+        self._writer = Thread(
+            target=lambda: self.artifacts.save_collection(shape, EamcPair.packed(states)),
+            name="moegguf-checkpoint",
+            daemon=True,
+        )
+        self._writer.start()
 
     @property
     def _keeps(self) -> bool:
@@ -283,7 +301,8 @@ class LiveController:
         self.session.listeners.remove(self)  # until here events may come
         controller, self.controller = self.controller, None
         self._listening = False
-        self._checkpoint.close()
+        if self._writer is not None:
+            self._writer.join()
         if controller.n_events > 0 and self._keeps and (learner := _learner(controller)) is not None:
             self.artifacts.save_collection(controller.shape, learner.learned(controller.history).weights())
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from moegguf.engine.error_log import mtmd_log
-from moegguf.engine.image_ends import has_end
-from moegguf.engine.inflation import inflates_within
+from moegguf.engine.image_files import has_end, inflates_within
 from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import ModelFormatError, OptionError
 from moegguf.gguf.projector import DECODED_BYTES

@@ -16,7 +16,6 @@ from moegguf.engine.stats import Stats
 from moegguf.errors import ClosedError, OptionError
 from moegguf.generate.batched_answer import BatchedAnswer
 from moegguf.generate.batching import BatchLoop
-from moegguf.generate.grouped_schedule import make_schedule
 from moegguf.generate.request import (
     Delta,
     GenerationRequest,
@@ -27,7 +26,7 @@ from moegguf.generate.request import (
     TokenLogprob,
     ToolCall,
 )
-from moegguf.generate.schedule import Schedule
+from moegguf.generate.schedule import Schedule, make_schedule
 from moegguf.settings import parse_choice
 
 DEFAULT_PARALLEL = 8

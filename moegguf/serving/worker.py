@@ -35,9 +35,9 @@ from moegguf.errors import MoeggufError
 from moegguf.generate.batched_answer import BatchedAnswer, Task
 from moegguf.generate.batching import BatchLoop
 from moegguf.generate.embedding import embed
-from moegguf.generate.grouped_schedule import make_schedule
 from moegguf.generate.prompt import count_prompt
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing
+from moegguf.generate.schedule import make_schedule
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.projector import read_projector
 from moegguf.gguf.reader import GGML_TYPES, ggml_type

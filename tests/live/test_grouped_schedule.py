@@ -26,9 +26,8 @@ from moegguf.errors import OptionError
 from moegguf.generate.batched_answer import BatchedAnswer
 from moegguf.generate.batching import BatchLoop
 from moegguf.generate.engine import Engine
-from moegguf.generate.grouped_schedule import Auto, ExpertFlow, make_schedule
 from moegguf.generate.request import Delta, PromptProgress, Sampling, Timing
-from moegguf.generate.schedule import Fifo, Step
+from moegguf.generate.schedule import Auto, ExpertFlow, Fifo, Step, make_schedule
 from moegguf.native.events import Phase, RoutingEvent
 from moegguf.trace.format import read
 from moegguf.trace.simulate import Simulation

@@ -19,7 +19,7 @@ from moegguf.controller.collection import EamcPair
 from moegguf.controller.measured import Measured, write_measured
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
-from moegguf.engine.checkpoint import EVERY_REQUESTS
+from moegguf.engine.live_controller import CHECKPOINT_REQUESTS
 from moegguf.errors import AllocationError, MoeggufError
 from moegguf.gguf.experts import read_layout
 from moegguf.native.store import Store
@@ -93,12 +93,12 @@ def test_a_collection_is_kept_beside_the_model_and_grows(
 def test_a_collection_is_saved_while_the_model_runs(path: Path, load: Load) -> None:
     kept = path.with_name("tiny-qwen2moe.gguf.moegguf") / COLLECTION
     llm = load(path, predictor="eamc", **TIGHT)
-    for request in range(EVERY_REQUESTS + 1):  # the next request ends the one before
+    for request in range(CHECKPOINT_REQUESTS + 1):  # the next request ends the one before
         assert not kept.exists()
         greedy_logits(llm, random_prompt(llm, 5, seed=request), 2)
     assert eventually(kept.is_file)
     saved = Artifacts(read_layout(path)).collection(MoeShape.of(read_layout(path)))
-    assert saved is not None and saved.decode.n_entries == EVERY_REQUESTS
+    assert saved is not None and saved.decode.n_entries == CHECKPOINT_REQUESTS
 
 
 def eventually(happened: Callable[[], bool], timeout_s: float = 10.0) -> bool:

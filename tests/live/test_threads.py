@@ -11,8 +11,8 @@ import pytest
 from running import Llama, Logits, greedy_logits, hooks_off, random_prompt
 
 from moegguf.engine import threadpool
-from moegguf.engine.governor import ThreadGovernor
 from moegguf.engine.machine import ProcessorUse
+from moegguf.engine.threadpool import ThreadGovernor
 from moegguf.native import library
 
 DEMO = Path(__file__).resolve().parents[2] / "moegguf/demo/moegguf-demo-Q4_0.gguf"

@@ -7,8 +7,7 @@ from typing import Any, cast
 import pytest
 
 from moegguf.generate.batched_answer import BatchedAnswer
-from moegguf.generate.grouped_schedule import LOST_STEPS, PERIOD_STEPS, TRIAL_STEPS, Auto, ExpertFlow
-from moegguf.generate.schedule import Fifo, Step
+from moegguf.generate.schedule import LOST_STEPS, PERIOD_STEPS, TRIAL_STEPS, Auto, ExpertFlow, Fifo, Step
 
 
 class Grouped:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moegguf.engine.governor import MEMORY_S, ThreadGovernor
+from moegguf.engine.threadpool import MEMORY_S, ThreadGovernor
 
 
 class Machine:

@@ -1,9 +1,14 @@
-"""Whether an image file has its end: the decoder, stb_image, makes up what a truncated JPEG or GIF lacks."""
+"""What the decoder of image files, stb_image, does not check: it makes up what a truncated JPEG or GIF lacks, and
+inflates all data of a PNG, whatever its header states."""
 
 from __future__ import annotations
 
 import re
+import struct
+import zlib
+from collections.abc import Iterator
 
+STEP_BYTES = 64 << 10
 MAX_JPEG_SEGMENTS = 4096
 _END_OF_IMAGE = 0xD9
 _GIF_IMAGE, _GIF_EXTENSION, _GIF_TRAILER = 0x2C, 0x21, 0x3B
@@ -54,3 +59,28 @@ def _gif_has_end(data: bytes) -> bool:
 def _table_bytes(flags: int) -> int:
     """The size of a colour table, 0 without one."""
     return 3 * 2 ** ((flags & 7) + 1) if flags & 0x80 else 0
+
+
+def inflates_within(data: bytes, most_bytes: int) -> bool:
+    """Whether a PNG's data become at most `most_bytes`; also True for a file of another kind. False where they cannot
+    be inflated."""
+    inflater, n_bytes = zlib.decompressobj(), 0
+    try:
+        for part in _compressed(data):
+            while part and n_bytes <= most_bytes:
+                n_bytes += len(inflater.decompress(part, STEP_BYTES))
+                part = inflater.unconsumed_tail
+    except zlib.error:
+        return False
+    return n_bytes <= most_bytes
+
+
+def _compressed(data: bytes) -> Iterator[bytes]:
+    """The compressed data of all IDAT chunks, in small parts."""
+    at = 8 if data.startswith(b"\x89PNG") else len(data)
+    while at + 8 <= len(data):
+        size, kind = struct.unpack_from(">I4s", data, at)
+        if kind == b"IDAT":
+            for begin in range(at + 8, min(at + 8 + size, len(data)), STEP_BYTES):
+                yield data[begin : min(begin + STEP_BYTES, at + 8 + size)]
+        at += size + 12
