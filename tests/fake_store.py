@@ -11,7 +11,7 @@ from traces import routed
 from moegguf.controller.controller import ActingOptions, Controller
 from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
-from moegguf.controller.policies.base import LRU, AnyPolicy
+from moegguf.controller.policies import LRU, AnyPolicy
 from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.shape import MoeShape

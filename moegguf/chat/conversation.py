@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from moegguf.errors import OptionError
 from moegguf.generate.images import with_images
-from moegguf.generate.options import sampling_with
-from moegguf.generate.request import GenerationRequest, Message, Sampling
+from moegguf.generate.request import GenerationRequest, Message, Sampling, sampling_with
 from moegguf.models import recipe
 from moegguf.options import LOAD_PARAMETERS
 from moegguf.quantities import parse_expert_cache

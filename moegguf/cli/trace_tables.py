@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from moegguf.controller.policies.base import LRU
+from moegguf.controller.policies import LRU
 from moegguf.controller.strategies import OWN
 from moegguf.terminal.tables import make_console, print_renderable
 from moegguf.trace.analysis import Row, gap_closed_by

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from moegguf.controller import weights
 from moegguf.controller.collection import EamcPair
-from moegguf.controller.measured import Measured, read_measured
+from moegguf.controller.hit_rates import Measured, read_measured
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout

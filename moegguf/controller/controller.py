@@ -15,9 +15,8 @@ import numpy as np
 
 from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
-from moegguf.controller.policies.base import AnyPolicy, Locality, Policy
-from moegguf.controller.predictors.base import NoPrediction, Predictor
-from moegguf.controller.predictors.sequences import per_sequence
+from moegguf.controller.policies import AnyPolicy, Locality, Policy
+from moegguf.controller.predictors.base import NoPrediction, Predictor, per_sequence
 from moegguf.controller.prefetch import Prefetcher, PrefetchOptions, most_prefetches
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.watchdog import Watchdog

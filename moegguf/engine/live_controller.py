@@ -15,9 +15,18 @@ from typing import Any
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.collection import EamcPair
 from moegguf.controller.controller import ActingOptions, Controller, build_controller, name_of
-from moegguf.controller.measured import UNMEASURED, UNMEASURED_WITHOUT_PREDICTIONS, ControllerChoice, Measured
-from moegguf.controller.policies import AUTO, check_policy, device_policy, make_policy, parse_policies, ram_policy
-from moegguf.controller.policies.base import LRU, AnyPolicy, Policy
+from moegguf.controller.hit_rates import UNMEASURED, UNMEASURED_WITHOUT_PREDICTIONS, ControllerChoice, Measured
+from moegguf.controller.policies import (
+    AUTO,
+    LRU,
+    AnyPolicy,
+    Policy,
+    check_policy,
+    device_policy,
+    make_policy,
+    parse_policies,
+    ram_policy,
+)
 from moegguf.controller.predictors import PREDICTORS, make_predictor, prefetch_predictor
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.predictors.eamc import Learner

@@ -13,7 +13,7 @@ from collections.abc import Generator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from moegguf.controller.policies.base import Policy
+from moegguf.controller.policies import Policy
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.strategies import find_strategy

@@ -11,9 +11,8 @@ from typing import Any
 
 from moegguf.controller.strategies import find_strategy
 from moegguf.engine.budgets import Budgets, Sizes, pad_context
-from moegguf.engine.cost import Speeds
+from moegguf.engine.cost import Speeds, known_hits
 from moegguf.engine.devices import find_gpus, gpus, has_gpu
-from moegguf.engine.estimate import known_hits
 from moegguf.engine.machine import Device, Machine, count_cpus, read_memory
 from moegguf.engine.memory import check_context, pooling_batch_tokens
 from moegguf.engine.plan import Plan

@@ -11,9 +11,8 @@ import numpy.typing as npt
 
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.forecast import statuses
-from moegguf.controller.routing_paths import RecentPaths, RoutingPaths, make_paths
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.token_scheduler import TokenScheduler
+from moegguf.controller.token_scheduler import RecentPaths, RoutingPaths, TokenScheduler, make_paths
 from moegguf.engine.session import Session
 from moegguf.errors import OptionError
 from moegguf.native.events import Announcement, RoutingEvent

@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moegguf.controller.layer_split import ON_CPU, device_of_layers, share_out
-from moegguf.controller.request_cost import NO_LIMIT, allowed_ubatch, staging_bytes
+from moegguf.controller.request_cost import NO_LIMIT, ON_CPU, allowed_ubatch, device_of_layers, share_out, staging_bytes
 from moegguf.engine.budgets import AUTO, Budgets
 from moegguf.engine.machine import Device, Machine, Memory
 from moegguf.engine.memory import F16, row_bytes

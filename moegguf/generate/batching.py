@@ -18,11 +18,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from moegguf.errors import ClosedError, ContextError, ExpertIOError, GenerationCancelled
-from moegguf.generate.batched_answer import AnswerEvents, BatchedAnswer, Task
-from moegguf.generate.kv_slots import KvSlots
+from moegguf.generate.answer import AnswerEvents, BatchedAnswer, Task
+from moegguf.generate.kv_slots import KvSlots, Part, StepTokens, chunk_of
 from moegguf.generate.request import GenerationRequest
 from moegguf.generate.schedule import Fifo, Schedule, Step
-from moegguf.generate.step_tokens import Part, StepTokens, chunk_of
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama

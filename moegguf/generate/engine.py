@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 from moegguf.engine.llama import Llama
 from moegguf.engine.stats import Stats
 from moegguf.errors import ClosedError, OptionError
-from moegguf.generate.batched_answer import BatchedAnswer
+from moegguf.generate.answer import BatchedAnswer
 from moegguf.generate.batching import BatchLoop
 from moegguf.generate.request import (
     Delta,
@@ -170,7 +170,7 @@ class Engine:
         self, prompt: Prompt | Sequence[Message], sampling: Sampling | None = None, **fields: Any
     ) -> AsyncGenerator[Delta, None]:
         """The parts of an answer to a text, tokens or messages, as they are computed: `async for`. Leaving the loop
-        cancels it. Raises what `moegguf.generate.sequence.SequenceState` and evaluations raise, ClosedError."""
+        cancels it. Raises what `moegguf.generate.answer.SequenceState` and evaluations raise, ClosedError."""
         is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], dict)
         make: Any = _of_messages if is_chat else _of_prompt
         events = _Streamed()

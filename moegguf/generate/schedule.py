@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from moegguf.engine.sequence_groups import NextToken, SequenceGroups
-from moegguf.generate.batched_answer import BatchedAnswer
+from moegguf.generate.answer import BatchedAnswer
 from moegguf.settings import parse_choice
 
 if TYPE_CHECKING:

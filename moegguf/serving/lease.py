@@ -83,7 +83,7 @@ class Lease(Calls):
         Without `stream` there is one `Delta` with the whole answer. expert_uses: with `ExpertUses` before `Done`, where
         they are known; from the first such request on, the worker counts them.
 
-        Raises what `moegguf.generate.sequence.SequenceState` raises.
+        Raises what `moegguf.generate.answer.SequenceState` raises.
         """
         fields: dict[str, Any] = {"generation": generation, "stream": stream}
         if expert_uses:

@@ -32,7 +32,7 @@ from moegguf.engine.request_uses import UseCounter
 from moegguf.engine.trial import is_due
 from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import MoeggufError
-from moegguf.generate.batched_answer import BatchedAnswer, Task
+from moegguf.generate.answer import BatchedAnswer, Task
 from moegguf.generate.batching import BatchLoop
 from moegguf.generate.embedding import embed
 from moegguf.generate.prompt import count_prompt

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from moegguf.generate.options import THINK_LEVELS
+from moegguf.generate.request import THINK_LEVELS
 
 MAX_SCHEMA_BYTES = 1 << 20
 THINK_SWITCHES = {"true": True, "false": False}

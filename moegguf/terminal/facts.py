@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from moegguf.engine.budgets import Budgets, Sizes
-from moegguf.engine.cost import Speeds
-from moegguf.engine.estimate import HitRates
+from moegguf.engine.cost import HitRates, Speeds
 from moegguf.engine.load import plan_here
 from moegguf.engine.machine import Device, DiskSpeed, Machine, Memory, count_cpus, disk_read_speed, memory_read_speed
 from moegguf.engine.plan import PlacementPlan, Plan, slot_bytes

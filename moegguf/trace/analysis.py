@@ -13,15 +13,14 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from moegguf.controller.artifacts import MEASURED, Artifacts
-from moegguf.controller.measured import (
+from moegguf.controller.hit_rates import (
     UNMEASURED,
     UNMEASURED_WITHOUT_PREDICTIONS,
     ControllerChoice,
     Measured,
     write_measured,
 )
-from moegguf.controller.policies import AUTO, device_policy, make_policy, policy_names, ram_policy
-from moegguf.controller.policies.base import LRU, AnyPolicy
+from moegguf.controller.policies import AUTO, LRU, AnyPolicy, device_policy, make_policy, policy_names, ram_policy
 from moegguf.controller.predictors import PREDICTORS, make_predictor, prefetch_predictor
 from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.prefetch import PrefetchOptions

@@ -16,11 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from moegguf.controller.controller import ActingOptions, Controller, build_controller, name_of
-from moegguf.controller.layer_split import device_of_layers
-from moegguf.controller.policies.base import LRU, AnyPolicy
+from moegguf.controller.policies import LRU, AnyPolicy
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.prefetch import PrefetchOptions
-from moegguf.controller.request_cost import NO_LIMIT, divided_over
+from moegguf.controller.request_cost import NO_LIMIT, device_of_layers, divided_over
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout, ExpertMatrix, Kind, MoeLayer

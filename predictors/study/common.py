@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Self
 import typer
 
 from moegguf.controller.predictors.base import Predictor
-from moegguf.controller.routing_paths import RoutingPaths, make_paths
+from moegguf.controller.token_scheduler import RoutingPaths, make_paths
 from moegguf.models.catalog import find_model
 from moegguf.terminal.messages import run_with_exit_code
 from moegguf.trace.analysis import TraceAnalysis

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moegguf.controller.policies.base import LRU, AnyPolicy
+from moegguf.controller.policies import LRU, AnyPolicy
 from moegguf.controller.predictors.base import NoPrediction
-from moegguf.controller.routing_paths import RoutingPaths
-from moegguf.controller.token_scheduler import Indices, Paths, TokenScheduler, clustered, similarities
+from moegguf.controller.token_scheduler import Indices, Paths, RoutingPaths, TokenScheduler, clustered, similarities
 from moegguf.errors import OptionError
 from moegguf.native.events import Phase, RoutingEvent
 from moegguf.trace.simulate import SimResult, Simulation

@@ -12,8 +12,7 @@ from terminal import ENTER, Terminal
 
 from moegguf.chat.conversation import load_options_with, parse_parameter
 from moegguf.errors import MoeggufError
-from moegguf.generate.options import sampling_with
-from moegguf.generate.request import Sampling
+from moegguf.generate.request import Sampling, sampling_with
 
 
 @pytest.fixture(scope="module")

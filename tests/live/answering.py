@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from moegguf.engine.llama import Llama
+from moegguf.generate.answer import SequenceState
 from moegguf.generate.batching import BatchLoop
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Sampling, Timing
-from moegguf.generate.sequence import SequenceState
 
 DEMO = Path(__file__).resolve().parents[2] / "moegguf" / "demo" / "moegguf-demo-Q4_0.gguf"
 QUESTION = "What does moegguf do?"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from moegguf.engine.llama import Llama
-from moegguf.generate.batched_answer import BatchedAnswer
+from moegguf.generate.answer import BatchedAnswer
 from moegguf.generate.batching import BatchLoop
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing, TokenLogprob
 from moegguf.generate.schedule import Fifo, Schedule, Step

@@ -30,7 +30,7 @@ from moegguf.errors import (
     SchemaError,
     TemplateError,
 )
-from moegguf.generate.batched_answer import BatchedAnswer
+from moegguf.generate.answer import BatchedAnswer
 from moegguf.generate.kv_slots import common_tokens
 from moegguf.generate.request import GenerationRequest, TokenLogprob
 from moegguf.native import library

@@ -7,7 +7,7 @@ from answering import DEMO, QUESTION, Answer, Load, TinyModel, ask, ends_of, rep
 from running import random_prompt
 
 from moegguf.engine.llama import Llama
-from moegguf.generate import sequence
+from moegguf.generate import answer as answers
 from moegguf.generate.request import GenerationRequest
 from moegguf.generate.truncation import n_after_shift
 
@@ -97,7 +97,7 @@ def test_without_a_shift_the_answer_ends_with_the_context(demo: Llama) -> None:
 
 
 def test_an_answer_without_end_has_one(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sequence, "MAX_CONTEXTS", 2)
+    monkeypatch.setattr(answers, "MAX_CONTEXTS", 2)
     llm = load(DEMO, n_ctx=256, logits_all=False)
     _, timing = reply(llm, QUESTION, logit_bias=endless(llm))
     assert (timing.answer_tokens, timing.finish) == (512, "length")

@@ -16,14 +16,14 @@ from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.policies import make_policy
 from moegguf.controller.predictors import make_predictor
 from moegguf.controller.prefetch import PrefetchOptions
-from moegguf.controller.routing_paths import RecentPaths
 from moegguf.controller.shape import MoeShape
+from moegguf.controller.token_scheduler import RecentPaths
 from moegguf.engine.llama import Llama
 from moegguf.engine.recording import TraceOptions
 from moegguf.engine.sequence_groups import NextToken, SequenceGroups
 from moegguf.engine.sequences import Chunk
 from moegguf.errors import OptionError
-from moegguf.generate.batched_answer import BatchedAnswer
+from moegguf.generate.answer import BatchedAnswer
 from moegguf.generate.batching import BatchLoop
 from moegguf.generate.engine import Engine
 from moegguf.generate.request import Delta, PromptProgress, Sampling, Timing

@@ -10,7 +10,7 @@ from running import Load
 
 from moegguf.bench.record import RecordOptions, record
 from moegguf.bench.rows import LOCALITY_KEY
-from moegguf.controller.policies.base import LRU
+from moegguf.controller.policies import LRU
 from moegguf.controller.predictors.base import NoPrediction
 from moegguf.engine.recording import TraceOptions
 from moegguf.trace.format import read

@@ -12,8 +12,7 @@ from rpc_device import in_child, register
 from running import Llama, Load, Own, random_prompt, share_for
 
 from moegguf.controller.artifacts import Artifacts
-from moegguf.controller.policies import make_policy
-from moegguf.controller.policies.base import Policy
+from moegguf.controller.policies import Policy, make_policy
 from moegguf.controller.predictors import make_predictor
 from moegguf.controller.predictors.base import NoPrediction
 from moegguf.controller.shape import MoeShape

@@ -16,7 +16,7 @@ from running import Llama, Load, Logits, Own, Reference, TinyModel, controller_o
 from moegguf.controller import weights as weights_file
 from moegguf.controller.artifacts import COLLECTION, MEASURED, Artifacts
 from moegguf.controller.collection import EamcPair
-from moegguf.controller.measured import Measured, write_measured
+from moegguf.controller.hit_rates import Measured, write_measured
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.engine.live_controller import CHECKPOINT_REQUESTS

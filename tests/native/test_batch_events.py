@@ -10,9 +10,7 @@ import pytest
 from fake_model import FakeModel, Open
 from traces import SMALL, random_trace
 
-from moegguf.controller.policies.base import LRU, AnyPolicy
-from moegguf.controller.policies.baselines import LfuRequest
-from moegguf.controller.policies.sparsity import SparsityAware
+from moegguf.controller.policies import LRU, AnyPolicy, LfuRequest, SparsityAware
 from moegguf.controller.predictors.base import NoPrediction
 from moegguf.errors import OptionError
 from moegguf.native import abi, library

@@ -13,7 +13,7 @@ import pytest
 from fake_model import Q4_K, Q6_K, FakeModel, Open, make_model
 from traces import SMALL, random_trace
 
-from moegguf.controller.policies.base import LRU
+from moegguf.controller.policies import LRU
 from moegguf.controller.predictors.base import NoPrediction
 from moegguf.errors import GenerationCancelled, MoeggufError, OptionError
 from moegguf.gguf.experts import ExpertLayout

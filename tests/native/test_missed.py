@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fake_model import FakeModel, Open
 
-from moegguf.controller.policies.base import LRU
+from moegguf.controller.policies import LRU
 from moegguf.controller.predictors.base import NoPrediction
 from moegguf.errors import OptionError
 from moegguf.quantities import Link

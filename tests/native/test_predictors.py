@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 from fake_model import FakeModel, Open
 
-from moegguf.controller.predictors.base import Predictor
+from moegguf.controller.predictors.base import Predictor, per_sequence
 from moegguf.controller.predictors.counts import Affinity, PreviousToken, TokenTable
 from moegguf.controller.predictors.router_inputs import MlpPredictor, Skip, window_pairs
-from moegguf.controller.predictors.sequences import per_sequence
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.errors import OptionError

@@ -14,9 +14,17 @@ from traces import SMALL, random_trace
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
-from moegguf.controller.policies.base import LOCALITY, LRU, AnyPolicy, Policy
-from moegguf.controller.policies.baselines import LeastStale, Lfu, LfuRequest, Random
-from moegguf.controller.policies.sparsity import SparsityAware
+from moegguf.controller.policies import (
+    LOCALITY,
+    LRU,
+    AnyPolicy,
+    LeastStale,
+    Lfu,
+    LfuRequest,
+    Policy,
+    Random,
+    SparsityAware,
+)
 from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.shape import MoeShape

@@ -15,7 +15,7 @@ from reference_policies import NextUse
 from traces import random_trace
 
 from moegguf.controller.history import History
-from moegguf.controller.policies.base import LOCALITY
+from moegguf.controller.policies import LOCALITY
 from moegguf.controller.predictors.base import NoPrediction
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError

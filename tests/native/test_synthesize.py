@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moegguf.controller.policies.base import LRU
+from moegguf.controller.policies import LRU
 from moegguf.controller.predictors.base import NoPrediction
 from moegguf.errors import OptionError
 from moegguf.trace.format import read, write

@@ -11,7 +11,7 @@ import pytest
 from traces import random_trace, same
 
 from moegguf.controller.artifacts import MEASURED, Artifacts
-from moegguf.controller.measured import ControllerChoice
+from moegguf.controller.hit_rates import ControllerChoice
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.errors import OptionError, TraceError
 from moegguf.native.events import Announcement, Phase

@@ -15,7 +15,7 @@ import moegguf
 from moegguf.controller import weights
 from moegguf.controller.artifacts import COLLECTION, MEASURED, Artifacts
 from moegguf.controller.collection import EamcPair
-from moegguf.controller.measured import Measured, write_measured
+from moegguf.controller.hit_rates import Measured, write_measured
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import read_layout

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from moegguf.generate.batched_answer import BatchedAnswer
+from moegguf.generate.answer import BatchedAnswer
 from moegguf.generate.schedule import LOST_STEPS, PERIOD_STEPS, TRIAL_STEPS, Auto, ExpertFlow, Fifo, Step
 
 

@@ -22,7 +22,7 @@ from traces import routed
 from moegguf.controller.controller import ActingOptions, Controller, build_controller
 from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
-from moegguf.controller.policies.sparsity import SparsityAware
+from moegguf.controller.policies import SparsityAware
 from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.predictors.counts import PreviousToken
 from moegguf.controller.watchdog import Watchdog, WatchdogOptions

@@ -26,7 +26,7 @@ from traces import routed
 from moegguf.controller.controller import ActingOptions, build_controller
 from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
-from moegguf.controller.policies.base import LRU
+from moegguf.controller.policies import LRU
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.watchdog import Watchdog, WatchdogOptions
 from moegguf.errors import AllocationError

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from gguf_builder import moe
 
-from moegguf.controller.layer_split import ON_CPU, device_of_layers
+from moegguf.controller.request_cost import ON_CPU, device_of_layers
 from moegguf.controller.shape import MoeShape
 from moegguf.engine.budgets import Budgets, Sizes
 from moegguf.engine.cost import Speeds

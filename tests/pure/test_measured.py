@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moegguf.controller.measured import LEAST_GAIN, ControllerChoice, Measured, read_measured, write_measured
+from moegguf.controller.hit_rates import LEAST_GAIN, ControllerChoice, Measured, read_measured, write_measured
 from moegguf.errors import OptionError
 
 RATES = {

@@ -13,12 +13,10 @@ from gguf_builder import Q4_K_T, Q6_K_T, U32, moe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moegguf.controller.measured import Measured, interpolate
-from moegguf.controller.published import PUBLISHED, typical_hit_rate
+from moegguf.controller.hit_rates import PUBLISHED, Measured, interpolate, typical_hit_rate
 from moegguf.controller.request_cost import request_cost
 from moegguf.engine.budgets import Budgets, Sizes
-from moegguf.engine.cost import Speeds
-from moegguf.engine.estimate import HitRates
+from moegguf.engine.cost import HitRates, Speeds
 from moegguf.engine.machine import Machine, Memory
 from moegguf.engine.memory import MARGIN_BYTES, compute_bytes, kv_bytes, memory_needs, row_bytes
 from moegguf.engine.plan import Plan, slot_bytes

@@ -13,14 +13,18 @@ from moegguf.controller.controller import name_of
 from moegguf.controller.history import History
 from moegguf.controller.policies import (
     OWN_POLICIES,
+    LeastStale,
+    Lfu,
+    LfuRequest,
+    Policy,
+    Random,
+    Static,
     check_policy,
     device_policy,
     make_policy,
     parse_policies,
     ram_policy,
 )
-from moegguf.controller.policies.base import Policy
-from moegguf.controller.policies.baselines import LeastStale, Lfu, LfuRequest, Random, Static
 from moegguf.controller.shape import MoeShape
 from moegguf.engine.live_controller import ControllerOptions
 from moegguf.errors import OptionError

@@ -9,12 +9,11 @@ import pytest
 from oracles import counted, routers_of
 from traces import SMALL, hidden_routers, random_trace
 
-from moegguf.controller.predictors import sequences
-from moegguf.controller.predictors.base import NoPrediction, Predictor
+from moegguf.controller.predictors import base as sequences
+from moegguf.controller.predictors.base import NoPrediction, PerSequence, Predictor, per_sequence
 from moegguf.controller.predictors.counts import Affinity, Popularity, PreviousToken, TokenTable
 from moegguf.controller.predictors.eamc import EamcPredictor
 from moegguf.controller.predictors.router_inputs import Skip
-from moegguf.controller.predictors.sequences import PerSequence, per_sequence
 from moegguf.native.events import Announcement, Float32s
 from moegguf.trace.trace import Trace
 from predictors.study.arrange import grouped

@@ -7,8 +7,7 @@ import pytest
 
 from moegguf.controller.collection import Eamc, EamcPair
 from moegguf.controller.history import History
-from moegguf.controller.policies.base import Policy
-from moegguf.controller.policies.sparsity import EPSILON, SparsityAware
+from moegguf.controller.policies import EPSILON, Policy, SparsityAware
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Float32s, Phase, RoutingEvent
 

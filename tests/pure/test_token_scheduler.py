@@ -12,9 +12,15 @@ from traces import SMALL, random_trace
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.forecast import statuses
 from moegguf.controller.predictors.counts import PreviousToken, TokenTable
-from moegguf.controller.routing_paths import PredictedPaths, RecentPaths, RoutingPaths, make_paths
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.token_scheduler import TokenScheduler, similarities
+from moegguf.controller.token_scheduler import (
+    PredictedPaths,
+    RecentPaths,
+    RoutingPaths,
+    TokenScheduler,
+    make_paths,
+    similarities,
+)
 from moegguf.errors import OptionError
 from moegguf.native.events import Announcement, Phase, RoutingEvent
 from moegguf.trace.trace import Trace

@@ -1,16 +1,192 @@
-"""Eviction policies by name, for all slots or by tier; formulas of the native ones are in `moegguf/native/policies`."""
+"""Eviction policies: those that the store carries out natively, whose formulas are in `moegguf/native/policies`, and
+those that compute a score table in Python; by name, for all slots or by tier."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import ClassVar, Protocol, runtime_checkable
+
+import numpy as np
 
 from moegguf.controller.artifacts import Artifacts
-from moegguf.controller.policies.base import LOCALITY, LRU, AnyPolicy
-from moegguf.controller.policies.baselines import LeastStale, Lfu, LfuRequest, Random, Static
-from moegguf.controller.policies.sparsity import OwnSparsityAware, SparsityAware
+from moegguf.controller.collection import EamcPair
+from moegguf.controller.forecast import Forecast
+from moegguf.controller.history import History
+from moegguf.controller.predictors.eamc import OWN_SHARE, Learner, PredictEam
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
-from moegguf.native.store import native_policies
+from moegguf.native.events import Float32s
+from moegguf.native.store import NativePolicy, native_policies
+
+HALF_LIFE_TOKENS = 14.0
+
+LRU = NativePolicy("lru")
+"""Least recently used: the store's default."""
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """A policy in Python. One method; the store applies floors and pins, and breaks ties by least recent use."""
+
+    def scores(self, history: History, forecast: Forecast) -> Float32s | None:
+        """Scores (n_layer, n_expert), the lowest is evicted first; None keeps the last ones.
+
+        Called after each routing event. NaN and infinities count as 0.
+        """
+
+
+AnyPolicy = Policy | NativePolicy
+
+
+class Locality(NativePolicy):
+    """ExpertFlow's predictive locality-aware expert caching with real-time correction (sections 3.2.1 and 3.2.2).
+
+    Keeps the experts predicted for this pass, nearest layers first; evicts mispredicted ones first.
+
+    From the first victim to the last: 1. experts that were predicted for a layer and that its router has not chosen
+    (mis-prefetched), unless they are hot; 2. experts that this pass no longer needs: those of layers computed already,
+    and those of later layers that are not predicted; 3. predicted experts of layers to come, the farthest first.
+
+    The paper names this order (3.2.2: mis-prefetched ones, then those that have completed) but not the order among
+    equals, nor what "locality" means beyond its example (3.2.1: a cache of 8 takes the two nearest of four layers
+    whole, and the third as the first completes); the formula, if there was one, is missing from the text available.
+    Here it is distance in layers among predicted experts, and decayed frequency among the others. A policy cannot
+    distinguish a prefetched expert from one that was resident before, hence the exception for hot experts: without it
+    every misprediction evicts one. So without a predictor this is decayed LFU, and no row of ExpertFlow's.
+
+    The store carries it out: it is its next-use policy, given each expert's status (predicted or idle, section 3.1)
+    instead of a probability. So correction acts at the very routing event where the router differs, before any victim
+    is chosen there.
+    """
+
+    __slots__ = ()
+    title: ClassVar[str] = "locality"
+
+
+LOCALITY = Locality(
+    "next-use",
+    {"half_lives_tokens": (HALF_LIFE_TOKENS,), "weights": (1.0,), "distance_weight": 1.0, "trust": 1.0},
+    takes_forecast=True,
+)
+
+
+class Lfu:
+    """score = routing events that used the expert since the model was loaded (MoE-Infinity's published code)."""
+
+    name: ClassVar[str] = "lfu"
+
+    def scores(self, history: History, forecast: Forecast) -> Float32s | None:
+        """(n_layer, n_expert), updated at every routing event."""
+        return history.uses
+
+
+class LfuRequest:
+    """score = tokens of this request that used the expert, prompt included."""
+
+    name: ClassVar[str] = "lfu-request"
+
+    def __init__(self, shape: MoeShape) -> None:
+        self._scores: Float32s = np.zeros(shape.table, np.float32)
+
+    def scores(self, history: History, forecast: Forecast) -> Float32s | None:
+        """(n_layer, n_expert), updated at every routing event."""
+        return np.add(history.prefill, history.decode, out=self._scores)
+
+
+class Static:
+    """score = popularity (len(shape.layers), n_expert) in another trace."""
+
+    name: ClassVar[str] = "static"
+
+    def __init__(self, shape: MoeShape, popularity: Float32s) -> None:
+        self._scores: Float32s = np.zeros(shape.table, np.float32)
+        self._scores[list(shape.layers)] = popularity
+
+    def scores(self, history: History, forecast: Forecast) -> Float32s | None:
+        """(n_layer, n_expert), constant."""
+        return self._scores
+
+
+class Random:
+    """Random victims, the control that every policy has to beat. Deterministic by seed."""
+
+    name: ClassVar[str] = "random"
+
+    def __init__(self, shape: MoeShape, seed: int = 0) -> None:
+        self._rng = np.random.default_rng(seed)
+        self._scores: Float32s = np.zeros(shape.table, np.float32)
+
+    def scores(self, history: History, forecast: Forecast) -> Float32s | None:
+        """(n_layer, n_expert) in [0, 1)."""
+        return self._rng.random(dtype=np.float32, out=self._scores)
+
+
+class LeastStale:
+    """Least-Stale (SpecMD, arXiv 2602.03921): evicts experts of computed layers before those of layers ahead.
+
+    Layers are computed in a fixed order, so an expert of a layer that this pass has computed cannot be used before the
+    next pass, and one of a layer ahead can: evicting the latter is the paper's collision miss. Only the paper's
+    abstract was available; that "stale" means "its layer was computed in this pass" is an interpretation. The layer
+    computed next counts as stale: its chosen experts are pinned when victims are chosen, the others are not needed in
+    this pass. Recency decides among equals.
+    """
+
+    name: ClassVar[str] = "least-stale"
+
+    def __init__(self, shape: MoeShape) -> None:
+        self.shape = shape
+        self._scores: Float32s = np.zeros(shape.table, np.float32)
+
+    def scores(self, history: History, forecast: Forecast) -> Float32s | None:
+        """(n_layer, n_expert): 0 for stale experts, 1 for the others. None for a layer that has no experts."""
+        row = self.shape.row_of.get(history.il)
+        if row is None:
+            return None
+        following = (row + 1) % len(self.shape.layers)
+        self._scores[: self.shape.layers[following] + 1] = 0
+        self._scores[self.shape.layers[following] + 1 :] = 1
+        return self._scores
+
+
+# Not given in the paper. Small enough that an expert used by no matched request never outranks one that was used.
+EPSILON = 1e-6
+
+
+class SparsityAware(Learner):
+    """score = (pEAM[il, e] / n_token + epsilon) * (1 - il / L), over all layers.
+
+    pEAM are the aggregated counts of past requests that resemble the pass in progress and n_token their sum in that
+    row, independent of the predictor in use. L layers have experts and il counts these from 0. Early layers are
+    favoured because little can be prefetched for them (section 4.6). Without any counts all scores are 0: least recent
+    use.
+    """
+
+    name: ClassVar[str] = "sparsity"
+
+    def __init__(self, shape: MoeShape, eamcs: EamcPair | None = None, own_share: float = 0.0) -> None:
+        self.predict_eam = PredictEam(shape, eamcs, own_share=own_share)
+        self._decay = np.zeros((shape.n_layer, 1), np.float32)
+        self._decay[list(shape.layers), 0] = 1 - np.arange(len(shape.layers)) / len(shape.layers)
+
+    def scores(self, history: History, forecast: Forecast) -> Float32s | None:
+        """(n_layer, n_expert), updated at every routing event."""
+        self.predict_eam.update(history)
+        probabilities = self.predict_eam.table()
+        if not probabilities.any():
+            return probabilities
+        probabilities += np.float32(EPSILON)
+        probabilities *= self._decay
+        return probabilities
+
+
+class OwnSparsityAware(SparsityAware):
+    """The same, with half of each probability from the request in progress: a variant of ours, not the paper's."""
+
+    name: ClassVar[str] = "sparsity-own"
+
+    def __init__(self, shape: MoeShape, eamcs: EamcPair | None = None) -> None:
+        super().__init__(shape, eamcs, own_share=OWN_SHARE)
+
 
 AUTO = "auto"
 TIERS = ("vram", "ram")

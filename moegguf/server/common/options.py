@@ -12,8 +12,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from moegguf.engine.machine import count_cpus
-from moegguf.generate.options import sampling_with
-from moegguf.generate.request import Message, Sampling
+from moegguf.generate.request import Message, Sampling, sampling_with
 from moegguf.models.entry import ModelEntry
 from moegguf.models.recipe import PARAMETERS, RANGES
 from moegguf.quantities import parse_duration, parse_expert_cache

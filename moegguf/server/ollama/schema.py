@@ -11,8 +11,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, model_validator
 
 from moegguf.generate.images import MAX_IMAGES, with_images
-from moegguf.generate.options import MAX_TOP_LOGPROBS, THINK_LEVELS
-from moegguf.generate.request import GenerationRequest, Message
+from moegguf.generate.request import MAX_TOP_LOGPROBS, THINK_LEVELS, GenerationRequest, Message
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.models.recipe import is_go_template
 from moegguf.options import MAX_ANSWER_TOKENS

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from moegguf.generate.options import MAX_TOP_LOGPROBS
-from moegguf.generate.request import Delta, GenerationRequest, TokenLogprob
+from moegguf.generate.request import MAX_TOP_LOGPROBS, Delta, GenerationRequest, TokenLogprob
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.server.common import limits
 from moegguf.server.common.conversation import Conversation, Json

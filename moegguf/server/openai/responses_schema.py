@@ -15,8 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from moegguf.generate.images import text_of
-from moegguf.generate.options import MAX_TOP_LOGPROBS
-from moegguf.generate.request import GenerationRequest, Message
+from moegguf.generate.request import MAX_TOP_LOGPROBS, GenerationRequest, Message
 from moegguf.models.entry import ModelEntry
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body

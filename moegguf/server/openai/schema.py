@@ -16,8 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
-from moegguf.generate.options import MAX_TOP_LOGPROBS
-from moegguf.generate.request import GenerationRequest, Message, Sampling
+from moegguf.generate.request import MAX_TOP_LOGPROBS, GenerationRequest, Message, Sampling
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits

@@ -8,8 +8,8 @@ from functools import partial
 
 from moegguf.controller.predictors.base import NoPrediction
 from moegguf.controller.prefetch import PrefetchOptions
-from moegguf.controller.routing_paths import PATHS
 from moegguf.controller.strategies import STRATEGIES
+from moegguf.controller.token_scheduler import PATHS
 from moegguf.trace.analysis import ALL, Progress, Row, no_progress, step_reporter
 from moegguf.trace.belady import BELADY
 from moegguf.trace.simulate import Simulation, slots_of

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from moegguf.controller.policies.base import LRU
+from moegguf.controller.policies import LRU
 from moegguf.terminal.units import percent as format_percent
 from moegguf.trace.belady import BELADY
 from predictors.study.report.tables import PolicyTable, Recovery, ScheduleTable, StallTable

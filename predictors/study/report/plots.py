@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
-from moegguf.controller.policies.base import LRU
+from moegguf.controller.policies import LRU
 from moegguf.trace.belady import BELADY
 from predictors.study.report.tables import PolicyTable, Recovery, ScheduleTable, StallTable
 from predictors.study.reuse import Reuse

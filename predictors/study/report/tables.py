@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from moegguf.controller.policies.base import LRU
+from moegguf.controller.policies import LRU
 from moegguf.native.events import Phase
 from moegguf.trace.belady import BELADY, gap_closed
 from moegguf.trace.trace import Setting, Trace
