@@ -13,7 +13,7 @@ from moegguf.native.store import ListenOptions, Store
 
 
 class RoutingListener(Protocol):
-    """Receives announcements and routing events, on the store's event thread."""
+    """Receives announcements, unless it ignores them, and routing events, on the store's event thread."""
 
     @property
     def listen_options(self) -> ListenOptions:
@@ -21,6 +21,7 @@ class RoutingListener(Protocol):
 
     def announce(self, announcement: Announcement) -> None:
         """Tokens are about to be evaluated."""
+        return
 
     def observe(self, event: RoutingEvent) -> None:
         """A layer was routed."""

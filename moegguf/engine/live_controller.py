@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from threading import Thread
 from typing import Any
@@ -68,7 +68,8 @@ class ControllerOptions:
                 f"policy={self.policy!r} is neither a name nor an object with a method scores(history, forecast)."
             )
         if isinstance(self.predictor, str):
-            _check_name("predictor", self.predictor, PREDICTORS)
+            if self.predictor not in PREDICTORS:
+                raise OptionError(f"there is no predictor {self.predictor!r}; known are {', '.join(PREDICTORS)}.")
         elif not isinstance(self.predictor, Predictor | None):
             raise OptionError(f"predictor={self.predictor!r} is neither a name nor a Predictor.")
 
@@ -134,7 +135,7 @@ class LiveController:
             self.native_policy = name_of(policy)
             return
         self._paused = self.controller.native and self.controller.redundant
-        self._listen_options = ListenOptions(
+        self.listen_options = ListenOptions(
             inputs=predictor.needs_inputs, lockstep=self.options.lockstep, max_input_tokens=MOST_INPUT_TOKENS
         )
 
@@ -202,11 +203,6 @@ class LiveController:
         if isinstance(self.options.prefetch, PrefetchOptions):
             return self.options.prefetch
         return PrefetchOptions() if self.choice.prefetch else None
-
-    @property
-    def listen_options(self) -> ListenOptions:
-        """What the store has to send."""
-        return self._listen_options
 
     def announce(self, announcement: Announcement) -> None:
         """Tokens are evaluated next. On the event thread."""
@@ -336,8 +332,3 @@ def _learner(controller: Controller) -> Learner | None:
         if isinstance(part, Learner):
             return part
     return None
-
-
-def _check_name(kind: str, name: str, known: Collection[str]) -> None:
-    if name not in known:
-        raise OptionError(f"there is no {kind} {name!r}; known are {', '.join(known)}.")

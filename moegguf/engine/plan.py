@@ -102,11 +102,6 @@ class Plan:
         return self.n_slots - sum(part.n_slots for part in self.devices if part.name is None)
 
     @property
-    def lower_bytes(self) -> int:
-        """What the slots in RAM below a device take."""
-        return self.n_lower_slots * self.slot_bytes
-
-    @property
     def staging_slots_bytes(self) -> int:
         """What staging tensors take of a `vram_cache` that is given: whole slots."""
         return staging_slots(self.staging_bytes, self.slot_bytes) * self.slot_bytes

@@ -182,14 +182,10 @@ def plan_slots(layout: ExpertLayout, machine: Machine, budgets: Budgets) -> Plan
     layout = padded(layout, [device.name for device in machine.devices])
     budgets = budgets.on_devices(layout, sum(device.free_bytes for device in machine.devices))
     alone = len(machine.devices) == len(budgets.vram) == 1 and not 0 <= budgets.n_gpu_layers <= count_layers(layout)
-    on_devices = _on_one if alone else _on_several
-    found = _with_best_staging(layout, lambda n: on_devices(layout, machine, budgets, n), budgets.staging)
+    planned = _on_one if alone else lambda *given: SplitPlanner(*given).plan()
+    found = _with_best_staging(layout, lambda n: planned(layout, machine, budgets, n), budgets.staging)
     exact = not (budgets.computes_misses and found.n_lower_slots)
     return replace(found, n_gpu_layers=budgets.n_gpu_layers, exact=exact)
-
-
-def _on_several(layout: ExpertLayout, machine: Machine, budgets: Budgets, n_staging: int) -> Plan:
-    return SplitPlanner(layout, machine, budgets, n_staging).plan()
 
 
 def _on_one(layout: ExpertLayout, machine: Machine, budgets: Budgets, n_staging: int) -> Plan:

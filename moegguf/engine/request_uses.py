@@ -10,7 +10,7 @@ import numpy.typing as npt
 from moegguf.controller.shape import MoeShape
 from moegguf.engine.listeners import RoutingListener
 from moegguf.engine.session import Session
-from moegguf.native.events import Announcement, RoutingEvent
+from moegguf.native.events import RoutingEvent
 from moegguf.native.store import ListenOptions
 
 MAX_REQUESTS = 512  # that are counted at once: as many as compute, and those whose last events came after their end
@@ -20,20 +20,14 @@ class UseCounter(RoutingListener):
     """Counts the routing of each request by its number in events: the rEAM of MoE-Infinity (section 4.3), prompt and
     answer together. It listens from its construction until `close`; events come some tenths of a second late."""
 
+    listen_options = ListenOptions(lazy=True)  # nobody waits for the counts
+
     def __init__(self, session: Session) -> None:
         self._session = session
         self._shape = MoeShape.of(session.layout)
         self._lock = threading.Lock()  # events come on another thread
         self._counts: dict[int, npt.NDArray[np.uint32]] = {}
         session.listeners.add(self)
-
-    @property
-    def listen_options(self) -> ListenOptions:
-        """Nobody waits for the counts."""
-        return ListenOptions(lazy=True)
-
-    def announce(self, announcement: Announcement) -> None:
-        """Ignored: events have all that is needed."""
 
     def observe(self, event: RoutingEvent) -> None:
         """Adds the tokens of each request."""

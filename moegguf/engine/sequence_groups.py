@@ -13,9 +13,10 @@ from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.forecast import statuses
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.token_scheduler import RecentPaths, RoutingPaths, TokenScheduler, make_paths
+from moegguf.engine.listeners import RoutingListener
 from moegguf.engine.session import Session
 from moegguf.errors import OptionError
-from moegguf.native.events import Announcement, RoutingEvent
+from moegguf.native.events import RoutingEvent
 from moegguf.native.store import ListenOptions
 
 N_GROUPS = 2  # the paper's dual batch: while one computes, the other's experts are fetched
@@ -28,7 +29,7 @@ class NextToken(NamedTuple):
     position: int
 
 
-class SequenceGroups:
+class SequenceGroups(RoutingListener):
     """Half of the sequences at a time, those with similar predicted paths, then the other half. None waits for more
     than 2 * N_GROUPS - 2 steps.
 
@@ -36,6 +37,8 @@ class SequenceGroups:
     layer was computed: before that, experts of its own would have to go, and a routing event drops what is requested
     for its layer. It listens to the store from the first `next_group` until `close`, which may be followed by another.
     """
+
+    listen_options = ListenOptions()
 
     def __init__(self, session: Session, paths: RoutingPaths | None = None, prefetch: bool = True) -> None:
         self._session = session
@@ -47,7 +50,6 @@ class SequenceGroups:
         self._prefetch = prefetch
         self._following: npt.NDArray[np.bool_] | None = None  # what the following group is predicted to use
         self._listening = False
-        self.listen_options = ListenOptions()
 
     def next_group(self, sequences: Mapping[int, NextToken]) -> list[int]:
         """Those of `sequences` that compute now."""
@@ -63,9 +65,6 @@ class SequenceGroups:
             group = self._scheduler.next_group(list(sequences))
             self._following = self._predicted(self._scheduler.following)
             return group
-
-    def announce(self, announcement: Announcement) -> None:
-        """Ignored: events have all that is needed."""
 
     def observe(self, event: RoutingEvent) -> None:
         """Follows the sequences, and requests what is needed next of a layer that was computed."""

@@ -301,11 +301,6 @@ class Session:
         """Those of the CPU beside devices, if it has any."""
         return [device for device in self.store.devices if self._on_device and device.name in (None, CPU)]
 
-    def devices(self) -> dict[str, dict[str, Any]]:
-        """Those figures of each device that computes layers, by ggml's name for it, in the order of their layers."""
-        found = (self.store.device(index) for index in range(len(self.store.devices)))
-        return {figures["device"]: figures for figures in found}
-
     def close(self) -> None:
         """Frees lane and store, once the context and the model are gone. Twice is harmless."""
         self.lane.close()

@@ -40,7 +40,7 @@ class SequenceState:
         self.ended = False
         self._llm = llm
         llm.context.check_generates()
-        self.prompt = read_prompt(llm, llm.vocabulary, request)
+        self.prompt = read_prompt(llm, request)
         self.timing.cut_messages, self.timing.cut_tokens = self.prompt.cut_messages, self.prompt.cut_tokens
         self._n_logprobs = _checked_n_logprobs(request.n_logprobs)
         constraint = constraint_for(request, self.prompt.template, self.prompt.end, self.prompt.continuation)

@@ -63,17 +63,18 @@ class Prompt:
         return [token for token in self.tokens if token != PLACEHOLDER] if self.images else self.tokens
 
 
-def read_prompt(llm: Llama, vocabulary: Vocabulary, request: GenerationRequest) -> Prompt:
+def read_prompt(llm: Llama, request: GenerationRequest) -> Prompt:
     """The prompt of `request`.
 
     Raises ContextError when it does not fit even after truncation, CapabilityError when the model lacks a capability
     that it needs, TemplateError, and OptionError for an empty prompt of a model that begins no text with BOS.
     """
+    vocabulary = llm.vocabulary
     vocabulary.check(request.context)
     if request.messages is not None:
-        prompt = _conversation(llm, vocabulary, request)
+        prompt = _conversation(llm, request)
     elif request.prompt is not None:
-        prompt = _completion(llm, vocabulary, request, request.prompt)
+        prompt = _completion(llm, request, request.prompt)
     else:
         raise OptionError("a request has messages or a prompt; give one of them.")
     prompt = replace(prompt, tokens=prompt.tokens or vocabulary.bos_tokens)
@@ -83,7 +84,7 @@ def read_prompt(llm: Llama, vocabulary: Vocabulary, request: GenerationRequest) 
     return prompt
 
 
-def count_prompt(llm: Llama, vocabulary: Vocabulary, request: GenerationRequest) -> int:
+def count_prompt(llm: Llama, request: GenerationRequest) -> int:
     """The number of tokens of a conversation's prompt, whether or not it fits the context; of one that is far too long,
     an estimate.
 
@@ -91,7 +92,7 @@ def count_prompt(llm: Llama, vocabulary: Vocabulary, request: GenerationRequest)
     """
     template = _template(llm, request)
     check_capabilities(template, request)
-    return _Renderer(llm, vocabulary, request, template)(request.messages or ()).n_tokens
+    return _Renderer(llm, request, template)(request.messages or ()).n_tokens
 
 
 def check_fits(n_tokens: int, n_ctx: int) -> None:
@@ -115,12 +116,13 @@ def tokenize(vocabulary: Vocabulary, text: str, n_ctx: int, *, special: bool = T
     return Rendered(tokens, text, len(tokens))
 
 
-def _completion(llm: Llama, vocabulary: Vocabulary, request: GenerationRequest, prompt: str) -> Prompt:
+def _completion(llm: Llama, request: GenerationRequest, prompt: str) -> Prompt:
+    vocabulary = llm.vocabulary
     first = [] if request.context else vocabulary.bos_tokens
     if request.suffix is None:
         found = tokenize(vocabulary, prompt, llm.n_ctx())
         tokens = first + _without_second_bos(first, found.tokens)
-        return _fitted(llm, vocabulary, request, [*request.context, *tokens], found.n_tokens - len(found.tokens))
+        return _fitted(llm, request, [*request.context, *tokens], found.n_tokens - len(found.tokens))
     marks = vocabulary.fim_tokens
     if marks is None:
         raise CapabilityError("this model cannot fill in text before a suffix (insert); ask without one.")
@@ -133,7 +135,7 @@ def _completion(llm: Llama, vocabulary: Vocabulary, request: GenerationRequest, 
 
 
 def _fitted(
-    llm: Llama, vocabulary: Vocabulary, request: GenerationRequest, tokens: list[int], n_more: int = 0
+    llm: Llama, request: GenerationRequest, tokens: list[int], n_more: int = 0
 ) -> Prompt:
     """The prompt of `tokens`, without the middle where they are too many. `n_more`: tokens that are known to be missing
     in the middle. Raises ContextError when `request` does not allow that."""
@@ -143,7 +145,7 @@ def _fitted(
     if not (request.truncate and request.shift):
         check_fits(n_whole, n_ctx)
     n_keep = request.sampling.num_keep
-    n_keep = n_ctx if n_keep < 0 else n_keep + len(vocabulary.bos_tokens)
+    n_keep = n_ctx if n_keep < 0 else n_keep + len(llm.vocabulary.bos_tokens)
     kept = cut_middle(tokens, n_ctx, n_keep)
     return Prompt(kept, cut_tokens=n_whole - len(kept))
 
@@ -153,12 +155,12 @@ def _without_second_bos(first: list[int], tokens: list[int]) -> list[int]:
     return tokens[1:] if first and tokens[:1] == first else tokens
 
 
-def _conversation(llm: Llama, vocabulary: Vocabulary, request: GenerationRequest) -> Prompt:
+def _conversation(llm: Llama, request: GenerationRequest) -> Prompt:
     template = _template(llm, request)
     check_capabilities(template, request)
     if not request.messages:
         raise OptionError("there are no messages; give at least one.")
-    render = _Renderer(llm, vocabulary, request, template)
+    render = _Renderer(llm, request, template)
     prompt = _truncated(llm, request, request.messages, render)
     if not request.context:
         return prompt
@@ -166,16 +168,16 @@ def _conversation(llm: Llama, vocabulary: Vocabulary, request: GenerationRequest
         images = prompt.images.after(request.context)
         check_fits(len(images.tokens), llm.n_ctx())
         return replace(prompt, tokens=images.tokens, images=images)
-    fitted = _fitted(llm, vocabulary, request, [*request.context, *prompt.tokens])
+    fitted = _fitted(llm, request, [*request.context, *prompt.tokens])
     return replace(prompt, tokens=fitted.tokens, cut_tokens=prompt.cut_tokens + fitted.cut_tokens)
 
 
 class _Renderer:
     """Messages to tokens, with the message that the answer continues at the end."""
 
-    def __init__(self, llm: Llama, vocabulary: Vocabulary, request: GenerationRequest, template: str | None) -> None:
-        self._llm, self.vocabulary, self._request, self.template = llm, vocabulary, request, template
-        self._first = [] if request.context else vocabulary.bos_tokens
+    def __init__(self, llm: Llama, request: GenerationRequest, template: str | None) -> None:
+        self._llm, self.vocabulary, self._request, self.template = llm, llm.vocabulary, request, template
+        self._first = [] if request.context else self.vocabulary.bos_tokens
 
     def __call__(self, messages: Sequence[Message]) -> Rendered:
         """Raises TemplateError, and for images CapabilityError and OptionError."""
@@ -208,7 +210,18 @@ class _Renderer:
         return len(projector.tokenize([""] * (len(images) + 1), images).tokens)
 
     def _render(self, messages: Sequence[Message]) -> str:
-        return _render(self._llm, self.vocabulary, self.template, messages, self._request)
+        if self.template is None:
+            return "\n".join(str(message.get("content") or "") for message in messages)
+        request, vocabulary = self._request, self.vocabulary
+        return render(
+            self.template,
+            messages,
+            tools=() if request.tool_choice == "none" else request.tools,
+            think=request.think,
+            options=request.template_options,
+            bos=vocabulary.token_text(self._llm.token_bos()),
+            eos=vocabulary.token_text(self._llm.token_eos()),
+        )
 
     def _read_images(self, marked: Marked, text: str) -> ImagePrompt:
         projector = self._llm.context.open_projector()
@@ -314,22 +327,6 @@ def check_capabilities(template: str | None, request: GenerationRequest) -> None
         raise CapabilityError("this model does not support tools: its chat template has no place for them.")
     if request.think and "thinking" not in able:
         raise CapabilityError("this model does not support thinking; ask without it.")
-
-
-def _render(
-    llm: Llama, vocabulary: Vocabulary, template: str | None, messages: Sequence[Message], request: GenerationRequest
-) -> str:
-    if template is None:
-        return "\n".join(str(message.get("content") or "") for message in messages)
-    return render(
-        template,
-        messages,
-        tools=() if request.tool_choice == "none" else request.tools,
-        think=request.think,
-        options=request.template_options,
-        bos=vocabulary.token_text(llm.token_bos()),
-        eos=vocabulary.token_text(llm.token_eos()),
-    )
 
 
 def _answer_tokens(request: GenerationRequest, n_ctx: int) -> int:

@@ -103,9 +103,11 @@ class Auto:
         if step.n_tokens != len(step.answers) or len(step.answers) == 0:
             return
         self._steps.append((step.seconds, step.n_tokens))
-        if self._trying and (len(self._steps) == TRIAL_STEPS or self._is_lost()):
+        n_steps = len(self._steps)
+        is_lost = n_steps >= LOST_STEPS and _token_s(self._steps) > LOST_RATIO * self._before_s
+        if self._trying and (n_steps == TRIAL_STEPS or is_lost):
             self._end_trial()
-        elif not self._trying and len(self._steps) == PERIOD_STEPS:
+        elif not self._trying and n_steps == PERIOD_STEPS:
             self._before_s = _token_s(self._steps[-4 * TRIAL_STEPS :])
             self._begin(trying=True)
 
@@ -115,9 +117,6 @@ class Auto:
 
     def _other(self) -> Schedule:
         return self._fifo if self._current is self._grouped else self._grouped
-
-    def _is_lost(self) -> bool:
-        return len(self._steps) >= LOST_STEPS and _token_s(self._steps) > LOST_RATIO * self._before_s
 
     def _end_trial(self) -> None:
         faster = _token_s(self._steps) < (1 - MIN_GAIN) * self._before_s

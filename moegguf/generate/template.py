@@ -41,6 +41,7 @@ def render(
     limits of time, memory or output.
     """
     prepared = [_message(_plain(message)) for message in messages]
+    system_first = bool(prepared) and prepared[0].get("role") == "system"
     if "length 9" in template:
         _short_ids(prepared)
     variables = {
@@ -60,7 +61,7 @@ def render(
     except RenderError as error:
         if error.kind == "type":  # some templates need an empty list for no tools, and calls' arguments as text
             changed = {**variables, "messages": _text_arguments(prepared), "tools": variables["tools"] or []}
-        elif error.kind == "refused" and "system" in str(error).lower() and _begins_with_system(prepared):
+        elif error.kind == "refused" and "system" in str(error).lower() and system_first:
             changed = {**variables, "messages": _without_system(prepared)}
         else:
             raise _template_error(error) from error
@@ -79,10 +80,6 @@ def _template_error(error: RenderError) -> TemplateError:
             "stopped": f"the chat template was stopped: {reason}; the model needs another one.",
         }.get(error.kind, f"the chat template fails: {reason}.")
     )
-
-
-def _begins_with_system(messages: Sequence[Message]) -> bool:
-    return bool(messages) and messages[0].get("role") == "system"
 
 
 def _message(message: Message) -> Message:

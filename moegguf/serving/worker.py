@@ -133,7 +133,7 @@ class Worker:
         return self._snapshots.since_mark(move=message["mark"])
 
     def _count(self, message: Message) -> int:
-        return count_prompt(self._model, self._model.vocabulary, build(GenerationRequest, message["generation"]))
+        return count_prompt(self._model, build(GenerationRequest, message["generation"]))
 
     def _set_budget(self, message: Message) -> None:
         sizes = {name: message[f"{name}_bytes"] for name in ("expert_cache", "vram_cache")}

@@ -185,3 +185,11 @@ def greedy_tokens_of_file(path: Path) -> list[int]:
         logits = greedy_logits(llm, n_new=8)
         assert llm.stats().evictions > 0
         return np.argmax(logits, axis=1).tolist()
+
+
+def devices_of(llm: Llama) -> dict[str, dict[str, Any]]:
+    """The store's figures of each device that computes layers, by ggml's name for it, in the order of their layers."""
+    assert llm.session is not None
+    store = llm.session.store
+    found = (store.device(index) for index in range(len(store.devices)))
+    return {figures["device"]: figures for figures in found}

@@ -17,6 +17,7 @@ from running import (
     Logits,
     Reference,
     TinyModel,
+    devices_of,
     follow_tokens,
     greedy_logits,
     hooks_off,
@@ -123,7 +124,7 @@ def computed_beside_two_servers(rpc: Path, ports: tuple[int, int], path: Path) -
     with hooks_off(), Llama(path, n_ubatch=1, **split, **OPTIONS) as llm:
         exact = greedy_logits(llm, random_prompt(llm, N_PROMPT), N_NEW)
     with Llama(path, misses="compute", placement="slots", **split, **OPTIONS | SMALL) as llm:
-        assert llm.session is not None and list(llm.session.devices()) == ["RPC0", "RPC1"]
+        assert llm.session is not None and list(devices_of(llm)) == ["RPC0", "RPC1"]
         return exact, run(llm, tokens_of(exact))
 
 

@@ -13,7 +13,18 @@ import numpy as np
 import pytest
 from own_process import in_own_process
 from rpc_device import in_child_of_two, register
-from running import N_NEW, Llama, Logits, Meddler, TinyModel, greedy_logits, hooks_off, random_prompt, share_for
+from running import (
+    N_NEW,
+    Llama,
+    Logits,
+    Meddler,
+    TinyModel,
+    devices_of,
+    greedy_logits,
+    hooks_off,
+    random_prompt,
+    share_for,
+)
 
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.policies import make_policy
@@ -72,7 +83,7 @@ def compare(path: Path, vram: str, n_ram: int, split: dict[str, Any], shrink: bo
             logits = greedy_logits(llm, before_each=before_each)
         store.drain(30)  # prefetches under way would count between two figures
         layers = {part.name or "CPU": part.layers for part in llm.plan.devices}
-        figures, n_ubatch = (llm.session.devices(), llm.session.tiers()), llm.plan.n_ubatch
+        figures, n_ubatch = (devices_of(llm), llm.session.tiers()), llm.plan.n_ubatch
     with hooks_off(), Llama(path, n_ubatch=n_ubatch, **OPTIONS, **split) as llm:
         return greedy_logits(llm), logits, *figures, layers
 
@@ -126,11 +137,11 @@ def one_of_two(rpc: Path, ports: tuple[int, int], path: Path) -> bool:
         assert llm.session is not None
         assert llm.plan.n_ubatch == 1  # nothing is staged
         assert np.array_equal(greedy_logits(llm, n_new=8), plain)
-        assert list(llm.session.devices()) == ["RPC1"]
+        assert list(devices_of(llm)) == ["RPC1"]
         assert llm.session.tiers()["VRAM"]["evictions"] > 0
     with Llama(path, vram_cache="40%", expert_cache="50%", **OPTIONS) as llm:  # both, as free memory has it
         assert llm.session is not None
-        assert list(llm.session.devices()) == ["RPC0", "RPC1"]
+        assert list(devices_of(llm)) == ["RPC0", "RPC1"]
         assert sorted(il for part in llm.plan.devices for il in part.layers) == [0, 1, 2, 3]
         assert llm.plan.device == "RPC0, RPC1"
     with Llama(path, vram_cache="100%", **OPTIONS) as llm:
@@ -216,7 +227,7 @@ def streamed_beside_a_device(path: Path, vram: int, ram: int, n_staging: int) ->
         assert llm.session is not None
         of_cpu = next(part for part in llm.plan.devices if part.name is None)
         logits = greedy_logits(llm)
-        figures, plan, tiers = llm.session.devices()["CPU"], llm.plan, llm.session.tiers()
+        figures, plan, tiers = devices_of(llm)["CPU"], llm.plan, llm.session.tiers()
         counters, places = llm.session.store.counters(), llm.session.places()
         shown = dict(expert_lines(llm.stats(), Stats()))
     of_both = {name: tiers["VRAM"][name] + tiers["CPU"][name] for name in ("lookups", "hits_ready", "evictions")}
@@ -299,7 +310,7 @@ def counted_on_two_servers(
         for n, n_prompt in enumerate((30, 1, 9)):
             llm.create_completion(random_prompt(llm, n_prompt, seed=n), max_tokens=24, temperature=0.8, seed=n)
         llm.session.store.drain(10)
-        figures = llm.session.tiers() | llm.session.devices()
+        figures = llm.session.tiers() | devices_of(llm)
         return {name: TierSpan.of(of) for name, of in figures.items()}, list(llm.session.store.devices), n_ram
 
 

@@ -218,7 +218,7 @@ def test_a_cut_conversation_counts_its_images(tiny: Tiny, projector: Projector, 
     for turn in range(12):
         messages.append(message(png(seed=turn), "and this?"))
         request = GenerationRequest(messages=tuple(messages), sampling=Sampling(max_tokens=1), truncate=True)
-        cut.append(read_prompt(llm, llm.vocabulary, request).cut_messages)
+        cut.append(read_prompt(llm, request).cut_messages)
         messages.append({"role": "assistant", "content": "x"})
     assert len(set(cut)) < 6 and cut == sorted(cut)
 

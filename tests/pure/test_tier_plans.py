@@ -46,8 +46,7 @@ def plan(
 def test_both_budgets_are_kept(layout: ExpertLayout) -> None:
     p = plan(layout, "25%", 50 * slot_bytes(layout))
     assert (p.device, p.n_slots, p.n_lower_slots) == ("GPU0", 24, 50)
-    assert p.lower_bytes == 50 * p.slot_bytes
-    assert p.host_bytes == p.lower_bytes + host_bytes(layout, p.n_ubatch)
+    assert p.host_bytes == 50 * p.slot_bytes + host_bytes(layout, p.n_ubatch)
     assert p.total_bytes == p.budget_bytes + p.dense_bytes + p.kv_bytes + p.compute_bytes
     assert any("computed on GPU0; 50 experts" in reason for reason in p.reasons)
     assert plan(layout, "25%", "100%").n_lower_slots == plan(layout, "25%", "auto").n_lower_slots == 96
