@@ -80,7 +80,7 @@ def _parameter(option: Option) -> inspect.Parameter:
         help=option.full_help,
         show_default=False,
         min=option.least,
-        max=option.most if option.scope != "load" else None,  # what is too much depends on the model
+        max=option.most if option.scope == "server" or option.most == 1 else None,  # else it depends on the model
         parser=parse_threads if option.kind == "threads" else None,
         rich_help_panel=OFTEN if option.often else option.group,
     )
