@@ -26,9 +26,7 @@ from moegguf.native import library
 from moegguf.native.events import Phase
 
 if TYPE_CHECKING:
-    from moegguf.engine.live_controller import LiveController
-    from moegguf.engine.session import Session
-    from moegguf.engine.threadpool import GovernedThreads
+    from moegguf.engine.loader import Loader
     from moegguf.engine.upstream import Floats, UpstreamLlama
 
 Step = TypeVar("Step")
@@ -44,9 +42,7 @@ class ClosedModel:
 
 
 class Context:
-    """What evaluates in the context of `llm`. session: of a model with experts; controller: what decides
-    on these, if anything does; threads: where their number follows the
-    load of the machine; mmproj: the file of its projector.
+    """What evaluates in the context of `llm`, with what the loader has made. mmproj: the file of its projector.
 
     Evaluations raise ExpertIOError, GenerationCancelled, ForkError, ClosedError, and CallbackError from a policy,
     predictor or listener of this model.
@@ -55,13 +51,12 @@ class Context:
     def __init__(
         self,
         llm: UpstreamLlama,
-        session: Session | None,
-        controller: LiveController | None = None,
-        threads: GovernedThreads | None = None,
+        loader: Loader,
         mmproj: str | os.PathLike[str] | None = None,
     ) -> None:
         self._llm: UpstreamLlama = weakref.proxy(llm)  # type: ignore[assignment]  # which holds this object
-        self.controller, self._session, self._threads, self._mmproj = controller, session, threads, mmproj
+        self._session, self._threads, self._mmproj = loader.session, loader.threads, mmproj
+        self.controller = loader.controller  # what decides on experts, if anything does
         self._bindings = library.llama_cpp()
         self._n_swa = self._bindings.llama_model_n_swa(llm.model)  # tokens of a sliding window; 0: none
         self._batch = PassBatch(llm.n_batch)
@@ -84,6 +79,7 @@ class Context:
 
     def stats(self) -> Stats:
         """`Llama.stats`."""
+        self.check_open()
         stats = self._session.stats(self.eval_s) if self._session else Stats(eval_s=self.eval_s)
         return replace(stats, n_threads=self._threads.n_threads if self._threads else self._llm.n_threads)
 

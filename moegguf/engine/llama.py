@@ -1,13 +1,13 @@
 """`Llama`: llama-cpp-python's `Llama` with a budget for experts.
 
 A shell: the loader makes the parts, the context evaluates, the session has the experts. All of that class's keywords
-still work. Its two parameter structs are completed when it sets them, so that the experts' buffer type and hook are in
-them when they reach llama.cpp. Nothing is patched in Python, and two models share nothing.
+still work. Nothing is patched in Python, and two models share nothing.
 """
 
 from __future__ import annotations
 
 import ctypes as c
+import functools
 import os
 from collections.abc import Generator, Sequence
 from contextlib import suppress
@@ -17,6 +17,7 @@ from moegguf.controller.policies import Policy
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.strategies import find_strategy
+from moegguf.engine.batch_invariance import is_batch_invariant
 from moegguf.engine.context import ClosedModel, Context
 from moegguf.engine.live_controller import ControllerOptions
 from moegguf.engine.load import Budget, check_options, prepare
@@ -146,8 +147,7 @@ class Llama(UpstreamLlama):
             self.input_ids.fill(PLACEHOLDER)
             self.vocabulary = Vocabulary(self)
             loader.start_threads(self._ctx.ctx)
-            projector = mmproj if self.reads_images else None
-            self.context = Context(self, self.session, loader.controller, loader.threads, projector)
+            self.context = Context(self, loader, mmproj if self.reads_images else None)
             loader.start_parts(warm_start and not lockstep, trace)
         except BaseException:  # also an interrupt: nothing of a load stays
             if not self._closed:
@@ -183,6 +183,11 @@ class Llama(UpstreamLlama):
         would compute differently in a context as large as all of them."""
         return self._loader.n_seq_max
 
+    @functools.cached_property
+    def batch_invariant(self) -> bool:
+        """Whether a token has the same bits in any pass and beside any sequences (engine/batch_invariance.py)."""
+        return is_batch_invariant(self, self.layout, self.plan)
+
     def n_ctx(self) -> int:
         """Tokens of context, of one sequence."""
         return int(self._loader.load_plan.options["n_ctx"] if self.n_seq_max > 1 else super().n_ctx())
@@ -190,7 +195,7 @@ class Llama(UpstreamLlama):
     def eval(self, tokens: Sequence[int]) -> None:
         """Evaluates tokens, `n_batch` at a time. A failed call leaves the tokens before it in place, so that it can be
         repeated. Raises ExpertIOError, GenerationCancelled, ForkError, ClosedError."""
-        self._opened().eval(tokens)
+        self.context.eval(tokens)
 
     def reset(self) -> None:
         """Empties the context. What others evaluate into it, such as a chat handler's images, then equals no prompt."""
@@ -206,28 +211,23 @@ class Llama(UpstreamLlama):
     def embed(self, *arguments: Any, **options: Any) -> Any:
         """Embeddings as in llama-cpp-python; raises what `eval` raises, and OptionError for a text without tokens."""
         self.context.check_texts(arguments[0] if arguments else options.get("input", ()))
-        return self._opened().evaluate(lambda: super(Llama, self).embed(*arguments, **options))
+        return self.context.evaluate(lambda: super(Llama, self).embed(*arguments, **options))
 
     def generate(self, *arguments: Any, **options: Any) -> Generator[int, Sequence[int] | None, None]:
         """Tokens as in llama-cpp-python, one request at a time: other threads wait until this one has ended.
 
         Raises OptionError without a token to begin with, CapabilityError.
         """
-        self._opened().check_generates()
+        self.context.check_generates()
         return self.context.one_request(super().generate(*arguments, **options))
-
-    def _opened(self) -> Context:
-        """The context. Raises ClosedError, ForkError."""
-        self.context.check_open()
-        return self.context
 
     def stats(self) -> Stats:
         """Counters since the model was loaded; subtract earlier ones for those of a request."""
-        return self._opened().stats()
+        return self.context.stats()
 
     def decisions(self) -> dict[str, Any]:
         """Policy, predictor, whether prefetching is on, and what that cost."""
-        self._opened()
+        self.context.check_open()
         return self.context.controller.figures() if self.context.controller else {}
 
     @property
@@ -292,7 +292,7 @@ class Llama(UpstreamLlama):
         self.close()
 
     def __enter__(self) -> Llama:
-        self._opened()
+        self.context.check_open()
         return self
 
     def __exit__(self, *_: object) -> None:
