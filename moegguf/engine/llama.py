@@ -11,7 +11,7 @@ import functools
 import os
 from collections.abc import Generator, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moegguf.controller.policies import Policy
 from moegguf.controller.predictors.base import Predictor
@@ -24,7 +24,6 @@ from moegguf.engine.load import Budget, check_options, prepare
 from moegguf.engine.loader import Loader, LoadProgress, Progress
 from moegguf.engine.plan import Plan
 from moegguf.engine.projector import PLACEHOLDER
-from moegguf.engine.recording import Recording, TraceOptions
 from moegguf.engine.resize import set_budget
 from moegguf.engine.session import Session
 from moegguf.engine.stats import Stats
@@ -33,6 +32,9 @@ from moegguf.engine.vocabulary import Vocabulary
 from moegguf.native.store import StoreOptions
 from moegguf.options import take_old_keywords
 from moegguf.settings import read_environment
+
+if TYPE_CHECKING:
+    from moegguf.engine.recording import Recording, TraceOptions
 
 
 class Llama(UpstreamLlama):
@@ -96,6 +98,8 @@ class Llama(UpstreamLlama):
     """The text of each token, and the special tokens."""
     session: Session | None = None
     """The expert store behind this model; None for a model without experts and with MOEGGUF_HOOKS=0."""
+    recording: Recording | None = None
+    """The trace being recorded, None without `trace`."""
     _closed = True  # until there is a loader, which has something to free
     _loader: Loader
 
@@ -149,6 +153,7 @@ class Llama(UpstreamLlama):
             loader.start_threads(self._ctx.ctx)
             self.context = Context(self, loader, mmproj if self.reads_images else None)
             loader.start_parts(warm_start and not lockstep, trace)
+            self.recording = loader.recording
         except BaseException:  # also an interrupt: nothing of a load stays
             if not self._closed:
                 self._loader.end_parts(discard=True)  # keeps an older trace file
@@ -179,8 +184,7 @@ class Llama(UpstreamLlama):
 
     @property
     def n_seq_max(self) -> int:
-        """Sequences that the context holds: as given, or 1 for a model that has a recurrent state, that embeds, or that
-        would compute differently in a context as large as all of them."""
+        """Sequences that the context holds: as given, or 1 where the model can have no more (`sequences_of`)."""
         return self._loader.n_seq_max
 
     @functools.cached_property
@@ -229,11 +233,6 @@ class Llama(UpstreamLlama):
         """Policy, predictor, whether prefetching is on, and what that cost."""
         self.context.check_open()
         return self.context.controller.figures() if self.context.controller else {}
-
-    @property
-    def recording(self) -> Recording | None:
-        """The trace being recorded, None without `trace`."""
-        return self._loader.recording
 
     def set_expert_cache(self, expert_cache: Budget) -> None:
         """`set_budget(expert_cache=...)`."""

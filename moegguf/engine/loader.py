@@ -12,14 +12,13 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moegguf.controller.artifacts import Artifacts
 from moegguf.engine.error_log import llama_log
 from moegguf.engine.live_controller import ControllerOptions, LiveController
 from moegguf.engine.load import LoadPlan
 from moegguf.engine.readahead import readahead
-from moegguf.engine.recording import Recording, TraceOptions
 from moegguf.engine.session import Session
 from moegguf.engine.threadpool import GovernedThreads, Threadpool
 from moegguf.engine.trial import try_first
@@ -27,6 +26,9 @@ from moegguf.engine.warm_start import WarmStart
 from moegguf.errors import CallbackError, GenerationCancelled, MoeggufError, OptionError
 from moegguf.native import library
 from moegguf.native.store import StoreOptions
+
+if TYPE_CHECKING:
+    from moegguf.engine.recording import Recording, TraceOptions
 
 Progress = Callable[[float], object]
 
@@ -165,6 +167,8 @@ class Loader:
             self._warm_start = WarmStart(session, artifacts)
             self._warm_start.begin()
         if trace:
+            from moegguf.engine.recording import Recording
+
             self.recording = Recording(session, artifacts, trace)
 
     def end_parts(self, discard: bool = False) -> None:

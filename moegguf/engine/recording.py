@@ -1,23 +1,19 @@
-"""A running model's routing, written to a trace file."""
+"""A running model's routing, written to a trace file. Not imported before that: pydantic takes a while to load."""
 
 from __future__ import annotations
 
 import atexit
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.shape import MoeShape
 from moegguf.engine.machine import read_machine
 from moegguf.engine.session import Session
-from moegguf.native.events import Announcement, RoutingEvent
 from moegguf.native.store import EVERY_PASS, ListenOptions
 from moegguf.package import __version__
-from moegguf.trace.trace import TraceHeader
-
-if TYPE_CHECKING:
-    from moegguf.trace.recorder import Recorder
+from moegguf.trace.recorder import Recorder
+from moegguf.trace.trace import Setting, TraceHeader
 
 # Counters of the live run, kept in the file so that a simulation can be compared with them.
 COUNTED = ("lookups", "hits_ready", "hits_late", "misses", "evictions", "stall_ns", "events_dropped")
@@ -31,15 +27,13 @@ class TraceOptions:
     inputs: bool = False
 
 
-class Recording:
+class Recording(Recorder):
     """Records every pass of a session until closed. Raises TraceError when the file cannot be made.
 
     No event is dropped: the model waits when the recorder falls behind.
     """
 
     def __init__(self, session: Session, artifacts: Artifacts, options: TraceOptions | str | os.PathLike[str]) -> None:
-        from moegguf.trace.recorder import Recorder
-
         if not isinstance(options, TraceOptions):
             options = TraceOptions(options)
         self._session = session
@@ -58,43 +52,23 @@ class Recording:
                 "cpu": read_machine().cpu_model,
             },
         )
-        self._recorder: Recorder | None = Recorder(
-            options.path, MoeShape.of(session.layout), header, inputs=options.inputs
-        )
+        super().__init__(options.path, MoeShape.of(session.layout), header, inputs=options.inputs)
         session.listeners.add(self)
         atexit.register(self.close)  # completes the file when the model is never closed
 
-    def announce(self, announcement: Announcement) -> None:
-        """Records tokens that are about to be evaluated."""
-        if self._recorder is not None:
-            self._recorder.announce(announcement)
-
-    def observe(self, event: RoutingEvent) -> None:
-        """Records the routing of one layer."""
-        if self._recorder is not None:
-            self._recorder.observe(event)
-
-    def label(self, sequence: int, text: str) -> None:
-        """Labels request number `sequence` with its kind of text."""
-        if self._recorder is not None:
-            self._recorder.label(sequence, text)
-
     def discard(self) -> None:
         """Ends the recording without a file; an earlier file at the path stays. No effect after close()."""
-        recorder = self._end()
-        if recorder is not None:
-            recorder.discard()
+        self._end()
+        super().discard()
 
-    def close(self) -> None:
+    def close(self, **settings: Setting) -> None:
         """Completes the file. Raises TraceError when something could not be written. Twice is harmless."""
-        recorder = self._end()
-        if recorder is not None:
+        self._end()
+        if not self._closed:
             counters = self._session.store.counters()
-            recorder.close(**{name: counters[name] for name in COUNTED})
+            super().close(**{name: counters[name] for name in COUNTED}, **settings)
 
-    def _end(self) -> Recorder | None:
-        """Removes the listener; returns the recorder at the first call, then None."""
+    def _end(self) -> None:
+        """Listens no longer."""
         atexit.unregister(self.close)
         self._session.listeners.remove(self)
-        recorder, self._recorder = self._recorder, None
-        return recorder

@@ -79,7 +79,7 @@ class _Pass:
 class Recorder:
     """Writes routing to `path`; the file has a temporary name until close().
 
-    weights, inputs: whether these are recorded, if events carry them. Raises TraceError when `path` cannot be written
+    inputs: whether these are recorded, if events carry them. Raises TraceError when `path` cannot be written
     or `header` cannot be stored. A write error later ends the recording, not the model: close() raises it.
     """
 
@@ -89,13 +89,12 @@ class Recorder:
         shape: MoeShape,
         header: TraceHeader,
         *,
-        weights: bool = True,
         inputs: bool = False,
     ) -> None:
-        FileHeader(shape, header, weights, inputs, ()).encode()  # raises now rather than at close()
+        FileHeader(shape, header, True, inputs, ()).encode()  # raises now rather than at close()
         self.shape, self.header = shape, header
         self._labels = dict(header.labels)
-        self._weights, self._inputs = weights, inputs
+        self._inputs = inputs
         self._rows = shape.row_of
         self._announced: dict[int, Announcement] = {}  # by lane
         self._open: dict[int, tuple[int, _Pass]] = {}  # lane -> number and pass in progress
@@ -103,7 +102,7 @@ class Recorder:
         self._pending_bytes = 0
         self._error: TraceError | None = None
         self._closed = False
-        self._writer = TraceWriter(path, shape, weights=weights, inputs=inputs)
+        self._writer = TraceWriter(path, shape, weights=True, inputs=inputs)
 
     def announce(self, announcement: Announcement) -> None:
         """Tokens are evaluated next."""
@@ -122,7 +121,7 @@ class Recorder:
         row = self._rows.get(event.il)
         if row is None or event.expert_ids.shape[1] > self.shape.n_expert_used:
             return
-        weights = event.weights.copy() if self._weights and event.weights is not None else None
+        weights = event.weights.copy() if event.weights is not None else None
         inputs = event.inputs.copy() if self._inputs and event.inputs is not None else None
         if inputs is not None:
             self._pending_bytes += inputs.nbytes
@@ -175,7 +174,7 @@ class Recorder:
         for inputs, group in groupby(passes, key=lambda one: one.has_inputs):
             if self._error is not None:
                 return
-            block = _block(self.shape, self.header, list(group), weights=self._weights, inputs=inputs)
+            block = _block(self.shape, self.header, list(group), inputs=inputs)
             self._try_write(self._writer.add, block)
 
     def _try_write(self, write: Callable[[T], None], part: T) -> None:
@@ -186,7 +185,7 @@ class Recorder:
             self._writer.discard()
 
 
-def _block(shape: MoeShape, header: TraceHeader, passes: list[_Pass], *, weights: bool, inputs: bool) -> Trace:
+def _block(shape: MoeShape, header: TraceHeader, passes: list[_Pass], *, inputs: bool) -> Trace:
     """These passes as arrays."""
 
     def joined(name: str, size: int, empty: npt.ArrayLike) -> npt.NDArray[Any]:
@@ -209,7 +208,7 @@ def _block(shape: MoeShape, header: TraceHeader, passes: list[_Pass], *, weights
         pass_start=np.concatenate([[0], np.cumsum([one.n_tokens for one in passes])]).astype(np.int64),
         tokens=by_token("tokens", lambda one: -1),
         expert_ids=joined("expert_ids", k, np.int16(-1)),
-        weights=joined("weights", k, none) if weights else None,
+        weights=joined("weights", k, none),
         inputs=joined("inputs", shape.n_embd, none) if inputs else None,
         token_sequence=by_token("sequences", lambda one: one.first.sequence) if mixed else None,
         token_phase=by_token("phases", lambda one: one.first.phase).astype(np.uint8) if mixed else None,

@@ -18,6 +18,7 @@ from moegguf.native.events import Announcement, Phase, RoutingEvent
 from moegguf.native.store import EVERY_PASS, ListenOptions
 from moegguf.trace.format import read
 from moegguf.trace.prompts import Prompt
+from moegguf.trace.recorder import Recorder
 from moegguf.trace.trace import Trace
 
 TIGHT: dict[str, Any] = {"expert_cache": "40%", "n_ubatch": 4}
@@ -172,7 +173,7 @@ def test_a_trace_that_cannot_be_completed_is_an_error_and_the_model_is_freed(
     def full(*_: object, **__: object) -> None:
         raise TraceError("no space left")
 
-    monkeypatch.setattr(llm.recording._recorder, "close", full)
+    monkeypatch.setattr(Recorder, "close", full)
     with pytest.raises(TraceError, match="no space"):
         llm.close()
     assert session.store._handle is None

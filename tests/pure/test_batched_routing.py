@@ -124,7 +124,7 @@ def test_a_trace_of_batches_is_the_same_after_a_file_and_after_its_events(tmp_pa
     trace = batched()
     write(tmp_path / "t.npz", trace)
     assert same(read(tmp_path / "t.npz"), trace)
-    session = Recorder(tmp_path / "r.npz", SMALL, replace(trace.header, labels={}), weights=True, inputs=True)
+    session = Recorder(tmp_path / "r.npz", SMALL, replace(trace.header, labels={}), inputs=True)
     for event in trace.events():
         session.announce(event) if isinstance(event, Announcement) else session.observe(event)
     for sequence, label in trace.header.labels.items():
@@ -136,7 +136,7 @@ def test_a_trace_of_batches_is_the_same_after_a_file_and_after_its_events(tmp_pa
 def test_blocks_without_batches_are_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moegguf.trace.recorder.BLOCK_PASSES", 2)
     trace = batched()
-    session = Recorder(tmp_path / "r.npz", SMALL, trace.header, weights=True, inputs=True)
+    session = Recorder(tmp_path / "r.npz", SMALL, trace.header, inputs=True)
     for event in trace.events():
         session.announce(event) if isinstance(event, Announcement) else session.observe(event)
     session.close()

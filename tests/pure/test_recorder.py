@@ -32,8 +32,8 @@ def announcement(tokens: list[int], lane: int = 0) -> Announcement:
     return Announcement(lane, lane, Phase.DECODE, np.array(tokens, np.int32))
 
 
-def record(path: Path, *events: RoutingEvent | Announcement, weights: bool = False, inputs: bool = False) -> Trace:
-    session = Recorder(path, TINY, HEADER, weights=weights, inputs=inputs)
+def record(path: Path, *events: RoutingEvent | Announcement, inputs: bool = False) -> Trace:
+    session = Recorder(path, TINY, HEADER, inputs=inputs)
     for event in events:
         session.observe(event) if isinstance(event, RoutingEvent) else session.announce(event)
     session.close()
@@ -46,7 +46,7 @@ def test_a_trace_listened_to_and_recorded_is_the_same_trace(
 ) -> None:
     monkeypatch.setattr(recorder, "BLOCK_PASSES", block_passes)
     trace = random_trace(seed=1, with_inputs=True)
-    session = Recorder(tmp_path / "t.npz", SMALL, replace(trace.header, labels={}), weights=True, inputs=True)
+    session = Recorder(tmp_path / "t.npz", SMALL, replace(trace.header, labels={}), inputs=True)
     for event in trace.events():
         session.observe(event) if isinstance(event, RoutingEvent) else session.announce(event)
     for sequence, label in trace.header.labels.items():
@@ -133,7 +133,6 @@ def test_inputs_only_of_some_passes(tmp_path: Path) -> None:
         routed(1, 0, [[0, 1], [1, 2]]),
         routed(2, 0, [[2, 3]], inputs=huge, weights=-huge),
         routed(3, 0, [[2, 3]]),
-        weights=True,
         inputs=True,
     )
     assert trace.inputs[0].tolist() == [[0, 0], [0, 0], [65504, 0], [0, 0]], "what float16 can hold"
