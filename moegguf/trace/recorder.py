@@ -18,8 +18,7 @@ import numpy.typing as npt
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import TraceError
 from moegguf.native.events import Announcement, Int32s, RoutingEvent
-from moegguf.trace.format import TraceWriter
-from moegguf.trace.header import FileHeader
+from moegguf.trace.format import FileHeader, TraceWriter
 from moegguf.trace.trace import MAX_TEXT, Setting, Trace, TraceHeader
 
 BLOCK_PASSES = 256
