@@ -98,21 +98,6 @@ def test_counted_layers_come_back_from_their_tensor_split(counts: list[int], n_o
     assert device_of_layers(sum(counts) + n_on_cpu, tensor_split_for(counts), n_gpu_layers) == expected
 
 
-def test_equal_devices_get_equal_layers_and_memory_decides_between_others() -> None:
-    assert split_layers([LAYER] * 12, [DeviceRoom(600)] * 2) == [6, 6]
-    assert split_layers([LAYER] * 12, [DeviceRoom(300), DeviceRoom(600)]) == [4, 8]
-    assert split_layers([LAYER] * 12, [DeviceRoom(1320), DeviceRoom(2640)]) == [4, 8]  # resident
-    assert split_layers([LAYER] * 12, [DeviceRoom(600, 200), DeviceRoom(600, 400)]) == [4, 8]  # within budgets
-
-
-def test_layers_of_other_sizes_are_divided_by_their_own_bytes() -> None:
-    dense, large = LayerBytes(400, 0, 0), LayerBytes(10, 300, 15)
-    rooms = [DeviceRoom(700), DeviceRoom(700)]
-    assert split_layers([dense, *[LAYER] * 11], rooms) == [4, 8]
-    assert split_layers([*[LAYER] * 9, *[large] * 3], rooms) == [9, 3]
-    assert split_layers([*[LAYER] * 11, dense], rooms) == [8, 4]
-
-
 def all_splits(n_layers: int, n_devices: int) -> Iterator[tuple[int, ...]]:
     if n_devices == 1:
         yield (n_layers,)
@@ -129,13 +114,14 @@ def test_no_split_of_uneven_layers_has_a_fullest_device_that_is_less_full(seed: 
         for dense, n in zip(random.integers(1, 60, 9), random.integers(40, 200, 9).tolist(), strict=True)
     ]
     layers = [LayerBytes(150, 0, 0), *moe_layers]
-    rooms = [DeviceRoom(int(n)) for n in random.integers(300, 700, 3)]
+    rooms = [DeviceRoom(int(n), most) for n, most in zip(random.integers(300, 700, 3), (None, None, 300), strict=True)]
 
     def fullest(counts: tuple[int, ...]) -> float:
         most, first = 0.0, 0
         for n, room in zip(counts, rooms, strict=True):
             part, first = layers[first : first + n], first + n
             left, needed = room.n_bytes - sum(of.dense_bytes for of in part), sum(of.expert_bytes for of in part)
+            left = min(left, room.most_slot_bytes or left)
             if left < sum(of.least_expert_bytes for of in part):
                 return math.inf
             most = max(most, needed / max(1, left))
