@@ -92,8 +92,8 @@ class ExpertCache:
         return f"{self.fraction * 100:g}%" if self.mode == "fraction" else format_bytes(self.n_bytes)
 
 
-def parse_expert_cache(value: str | int | float | ExpertCache) -> ExpertCache:
-    """The budget in `value`; a whole number is in bytes.
+def parse_expert_cache(value: str | int | float | ExpertCache, option: str = "expert_cache") -> ExpertCache:
+    """The budget in `value`, given as `option`; a whole number is in bytes.
 
     Raises BudgetError, stating what is accepted, for zero, negative, NaN, fractions without a unit and other text, also
     for a text from "1" to "100", which is meant in percent.
@@ -118,7 +118,7 @@ def parse_expert_cache(value: str | int | float | ExpertCache) -> ExpertCache:
             return ExpertCache("bytes", n_bytes=parse_size(value))
         except ValueError:
             pass
-    raise BudgetError(f"expert_cache is {_shown(value)}, which is not a budget; {hint}{ACCEPTED_BUDGETS}.")
+    raise BudgetError(f"{option} is {_shown(value)}, which is not a budget; {hint}{ACCEPTED_BUDGETS}.")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from moegguf.engine.doctor import read_pin
 from moegguf.errors import LibraryError
 from moegguf.native import library
 from moegguf.processor import read_processor
@@ -26,7 +27,7 @@ FLAGS = "-mno-amx-tile -mno-amx-int8"
 def stock_library(progress: Callable[[str], object]) -> Path:
     """The folder of its libraries. `progress` is told when they are built. Raises LibraryError where pip fails."""
     own = library.find_library()
-    pin = _read_pin(own)
+    pin = read_pin()
     arguments = _cmake_arguments()
     key = hashlib.sha256(repr((pin, arguments, sorted(read_processor().flags))).encode()).hexdigest()[:16]
     folder = cache_folder() / "stock" / f"{pin['version']}-{key}"
@@ -35,12 +36,6 @@ def stock_library(progress: Callable[[str], object]) -> Path:
         _build(pin, arguments, folder)
     shutil.copy(own / "libmoegguf.so", folder)
     return folder
-
-
-def _read_pin(own: Path) -> dict[str, str]:
-    lines = (own / "UPSTREAM").read_text().splitlines()
-    pairs = (line.partition("=") for line in lines if "=" in line and not line.startswith("#"))
-    return {key.strip(): value.strip() for key, _, value in pairs}
 
 
 def _cmake_arguments() -> str:

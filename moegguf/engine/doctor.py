@@ -90,7 +90,7 @@ def _build() -> Facts:
         "library": _fact(lambda: str(library.find_library())),
         "abi": _fact(lambda: library.load().moegguf_abi_version()),
         "llama.cpp": _fact(_llama_cpp_version),
-        "llama.cpp pin": _fact(_pin),
+        "llama.cpp pin": _fact(lambda: read_pin()["llama_cpp_commit"]),
         "ggml": _fact(_ggml_version),
         "features": _fact(_features),
     }
@@ -103,13 +103,13 @@ def _llama_cpp_version() -> str:
     return f"{function().decode(errors='replace')}, bindings {bindings.__version__}"
 
 
-def _pin() -> str:
-    """The llama.cpp commit that the patches are for."""
+def read_pin() -> dict[str, str]:
+    """What the library was built from, such as the llama.cpp commit that the patches are for. Raises LibraryError."""
     file = library.find_library() / "UPSTREAM"
     if not file.exists():
         raise LibraryError(f"there is no {file.name} in {file.parent}: the library was built by an older moegguf")
-    lines = file.read_text().splitlines()
-    return next(line.partition("=")[2].strip() for line in lines if line.startswith("llama_cpp_commit"))
+    pairs = (line.partition("=") for line in file.read_text().splitlines() if "=" in line and not line.startswith("#"))
+    return {key.strip(): value.strip() for key, _, value in pairs}
 
 
 def _features() -> list[str]:

@@ -21,7 +21,6 @@ from moegguf.engine.sequences import sequences_of
 from moegguf.engine.speeds import KnownSpeeds
 from moegguf.errors import (
     AllocationError,
-    BudgetError,
     CapabilityError,
     ExpertIOError,
     ModelFormatError,
@@ -183,19 +182,11 @@ def check_options(options: dict[str, Any], kind: type) -> None:
             raise OptionError.unknown(name, known)
 
 
-def parse_vram_cache(value: Budget) -> ExpertCache:
-    """The budget in `value`. Raises BudgetError."""
-    try:
-        return parse_expert_cache(value)
-    except BudgetError as error:
-        raise BudgetError(str(error).replace("expert_cache", "vram_cache", 1)) from None
-
-
 def parse_vram_caches(value: Budget) -> tuple[ExpertCache, ...]:
     """One budget for all devices together, or, where commas are in it, one for each. Raises BudgetError."""
     if not isinstance(value, str):
-        return (parse_vram_cache(value),)
-    return tuple(map(parse_vram_cache, value.split(",")))
+        return (parse_expert_cache(value, "vram_cache"),)
+    return tuple(parse_expert_cache(part, "vram_cache") for part in value.split(","))
 
 
 def given_budgets(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING
 
-from moegguf.engine.load import Budget, parse_vram_cache
+from moegguf.engine.load import Budget
 from moegguf.engine.pool_plan import divide_ram_slots
 from moegguf.errors import BudgetError
 from moegguf.native import library
@@ -89,7 +89,7 @@ class _Budgets:
 
     def _in_vram(self, vram_cache: Budget) -> int:
         """On all devices together, in a budget that holds staging tensors, too, as at load."""
-        cache, plan = parse_vram_cache(vram_cache), self._plan
+        cache, plan = parse_expert_cache(vram_cache, "vram_cache"), self._plan
         if plan.layers_on is not None:
             raise BudgetError(
                 f"vram_cache={vram_cache!r}: {plan.layers_on} has the experts of whole layers, which stay there; load"

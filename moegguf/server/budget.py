@@ -13,7 +13,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from moegguf.engine.load import parse_vram_cache
 from moegguf.errors import BudgetError
 from moegguf.quantities import parse_expert_cache
 from moegguf.server.common import limits
@@ -41,7 +40,7 @@ async def put_budget(request: Request) -> Response:
         raise HttpError(400, "a budget needs expert_cache or vram_cache, but neither is given")
     try:
         expert_cache = None if body.expert_cache is None else parse_expert_cache(str(body.expert_cache))
-        vram_cache = None if body.vram_cache is None else parse_vram_cache(str(body.vram_cache))
+        vram_cache = None if body.vram_cache is None else parse_expert_cache(str(body.vram_cache), "vram_cache")
         loaded = await request.app.state.manager.set_budget(body.model, expert_cache, vram_cache)
     except BudgetError as error:
         raise HttpError(400, str(error)) from None

@@ -14,7 +14,7 @@ from moegguf.controller.request_cost import staging_bytes
 from moegguf.controller.shape import MoeShape
 from moegguf.engine.budgets import Budgets, Sizes
 from moegguf.engine.devices import find_gpus
-from moegguf.engine.load import parse_vram_cache, plan_here
+from moegguf.engine.load import plan_here
 from moegguf.engine.machine import Device, Machine, Memory
 from moegguf.engine.plan import Plan, slot_bytes
 from moegguf.engine.planner import make_plan
@@ -39,7 +39,7 @@ def plan(
     gpu: Device | None = None, vram_bytes: int = 32 * GIB, **sizes: Any,
 ) -> Plan:  # fmt: skip
     machine = Machine(memory, devices=(gpu or Device("GPU0", 0, vram_bytes, 64 * GIB),))
-    budgets = Budgets(parse_expert_cache(ram), (parse_vram_cache(vram),), "slots", staging=staging)
+    budgets = Budgets(parse_expert_cache(ram), (parse_expert_cache(vram),), "slots", staging=staging)
     return make_plan(layout, machine, replace(budgets, sizes=Sizes(**{"n_ctx": 4096, **sizes})))
 
 
@@ -167,7 +167,7 @@ def test_budgets_that_hold_too_little_name_their_option_and_the_least(layout: Ex
     with pytest.raises(BudgetError, match="expert_cache='auto' holds no expert"):
         plan(layout, "50%", "auto", Memory(GIB, 1 << 20, "the machine"))
     with pytest.raises(BudgetError, match=r"^vram_cache is 'much'"):
-        parse_vram_cache("much")
+        parse_expert_cache("much", "vram_cache")
 
 
 def test_more_ram_than_is_free_is_kept_with_a_warning(layout: ExpertLayout) -> None:
