@@ -223,7 +223,7 @@ class ProcessRunner:
         command = [*child_command("moegguf.bench.measure"), system.spec.as_json()]
         environment = child_environment(MOEGGUF_HOOKS=str(int(not system.is_llama_cpp)))
         if system.spec.system == "stock":
-            environment["MOEGGUF_LIBRARY"] = str(self.stock)
+            environment |= {"MOEGGUF_LIBRARY": str(self.stock), "MOEGGUF_TRIAL_LOAD": "0"}  # a trial tries the store
         with memory_limit(self.limit_bytes) as group:
             done = subprocess.run(
                 group.command(command) if group else command,
