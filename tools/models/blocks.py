@@ -169,7 +169,7 @@ def _q6_k(rng: np.random.Generator, scale: NDArray[np.float32]) -> Bytes:
 
 
 def _iq4_nl(rng: np.random.Generator, scale: NDArray[np.float32]) -> Bytes:
-    signs = rng.choice(np.float32([-1, 1]), len(scale))
+    signs = rng.choice(np.array([-1, 1], np.float32), len(scale))
     return np.concatenate([_half_bytes(scale * signs), _random_bytes(rng, 0, 256, (len(scale), 16))], axis=1)
 
 
