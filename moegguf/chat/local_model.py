@@ -59,16 +59,24 @@ class WorkerAnswer(RemoteAnswer):
 
 
 class LocalModel:
-    """A `ChatModel` of this machine's catalog; `load` comes first. log: shows llama.cpp's messages."""
+    """A `ChatModel` of this machine's catalog; `load` comes first. log: shows llama.cpp's messages.
+
+    A worker starts at once: it takes as long as this program needs to find and describe the model.
+    """
 
     def __init__(self, *, log: bool = False) -> None:
+        self._settings = read_settings()
         self._log = log
-        self._worker: OwnWorker | None = None
+        self._worker: OwnWorker | None = self._start()
         self._ready = Ready(n_ctx=0)
         self._loaded: tuple[ModelEntry, Mapping[str, Any]] | None = None
         self._load_s = 0.0  # since the last answer
         self._counts_uses = False
         self._answer: WorkerAnswer
+
+    def _start(self) -> OwnWorker:
+        shown = self._log or self._settings.debug
+        return OwnWorker(lambda text: print_message(f"warning: {text}"), echo_stderr=shown)
 
     @property
     def reads_images(self) -> bool:
@@ -86,7 +94,8 @@ class LocalModel:
         """Closes the present model first, since memory may not hold two; loads it again when the new one fails."""
         entry, before = conversation.entry, self._loaded
         assert isinstance(entry, ModelEntry)  # `find` returns no other
-        self.close()
+        if before is not None:
+            self.close()
         try:
             self._open(entry, conversation.load_options(), spinner)
         except BaseException:  # also an interrupt: the chat goes on with the model before
@@ -98,8 +107,7 @@ class LocalModel:
     def _open(self, entry: ModelEntry, options: Mapping[str, Any], spinner: Spinner) -> None:
         start_s = time.perf_counter()
         spinner.show("starting a worker")
-        settings = read_settings()
-        worker = OwnWorker(lambda text: print_message(f"warning: {text}"), echo_stderr=self._log or settings.debug)
+        worker, self._worker = self._worker or self._start(), None
         try:
             from moegguf.gguf.experts import read_layout
             from moegguf.models.details import projector_of
@@ -113,7 +121,7 @@ class LocalModel:
                 text = loading_text(layout.name, share, layout.dense_bytes, time.perf_counter() - start_s)
                 spinner.show(f"trying {layout.name}, the first time it is loaded" if share is None else text)
 
-            defaults = {"mmproj": projector and str(projector.path), "flash_attn": settings.flash_attention}
+            defaults = {"mmproj": projector and str(projector.path), "flash_attn": self._settings.flash_attention}
             chosen: dict[str, Any] = {**defaults, **options, "verbose": self._log, "silent": not self._log}
             self._ready = worker.load(LoadConfig(entry.name, str(entry.path), **chosen), on_progress)
         except BaseException:  # also an interrupt

@@ -32,6 +32,7 @@ from moegguf.engine.request_uses import UseCounter
 from moegguf.engine.trial import is_due
 from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import MoeggufError
+from moegguf.generate import renderer
 from moegguf.generate.batched_answer import BatchedAnswer, Task
 from moegguf.generate.batching import BatchLoop
 from moegguf.generate.embedding import embed
@@ -158,6 +159,8 @@ class Worker:
 
     def _load(self, config: LoadConfig) -> bool:
         """Loads the model and sends "ready" or "failed"; False when it failed."""
+        if not config.embedding:
+            renderer.start()  # beside the load
         try:
             self._llm = llm = open_model(config, self._load_progress_sender())
         except BaseException as error:  # whatever ends a load is told to the server
