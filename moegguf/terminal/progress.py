@@ -116,9 +116,9 @@ def _download_progress() -> Any:
     )
 
     return Progress(
-        TextColumn("{task.description}:"), TaskProgressColumn(), BarColumn(BAR_CELLS), DownloadColumn(),
+        TextColumn("{task.description}:"), TaskProgressColumn(), BarColumn(None), DownloadColumn(),
         TransferSpeedColumn(), TimeRemainingColumn(compact=True),
-        console=Console(stderr=True, highlight=False), speed_estimate_period=RATE_WINDOW_S,
+        console=Console(stderr=True, highlight=False), expand=True, speed_estimate_period=RATE_WINDOW_S,
     )  # fmt: skip
 
 
