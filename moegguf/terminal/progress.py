@@ -77,7 +77,7 @@ class PullProgress(_Display):
         return self
 
     def report(self, status: PullStatus) -> None:
-        """Shows a status; may be called from several threads."""
+        """Shows a status."""
         if self._live is None:
             return
         if not status.total_bytes:
