@@ -52,7 +52,7 @@ class WorkerAnswer(RemoteAnswer):
     async def _read(self) -> None:
         error = None
         try:
-            self._request = self._worker.request("generate", generation=self._generation, stream=True)
+            self._request = self._worker.request("generate", generation=self._generation, stream=True, mark=True)
             if self._stopped:
                 self._request.cancel()
             async for event in self._request.events():
@@ -170,18 +170,17 @@ class LocalModel:
         return self._worker
 
     def answer(self, conversation: Conversation) -> WorkerAnswer:
-        """The answer to the last message. Raises WorkerError."""
-        self._experts(move=True)
+        """The answer to the last message."""
         load_s, self._load_s = self._load_s, 0.0
         self._answer = WorkerAnswer(self._loop, self._own, conversation.request(), load_s)
         return self._answer
 
-    def _experts(self, *, move: bool) -> Snapshot:
-        """The experts now, with what was used and loaded since the last answer began; move: one begins now."""
+    def _experts(self) -> Snapshot:
+        """The experts now, with what was used and loaded since the last answer began."""
         from moegguf.serving.events import Snapshot
 
         async def ask() -> Any:
-            return [event async for event in self._own.request("experts", mark=move).events()][-1]
+            return [event async for event in self._own.request("experts").events()][-1]
 
         return build(Snapshot, self._run(ask()))
 
@@ -247,7 +246,7 @@ class LocalModel:
         """A map of the experts: which are in memory, and which the last answer used."""
         from moegguf.terminal.heatmap import print_map
 
-        found = self._experts(move=False)
+        found = self._experts()
         if not found.layers:
             print_message("This model has no experts.")
             return

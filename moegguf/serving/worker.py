@@ -131,7 +131,7 @@ class Worker:
 
     def _experts(self, message: Message) -> Snapshot:
         assert self._snapshots is not None
-        return self._snapshots.since_mark(move=message["mark"])
+        return self._snapshots.since_mark()
 
     def _count(self, message: Message) -> int:
         return count_prompt(self._model, self._model.vocabulary, build(GenerationRequest, message["generation"]))
@@ -210,6 +210,8 @@ class Worker:
         assert self._loop is not None
         if message.get("expert_uses") and self._uses is None and self._model.session is not None:
             self._uses = UseCounter(self._model.session)
+        if message.get("mark") and self._snapshots is not None:
+            self._snapshots.mark()
         events = Events(
             message["id"],
             stream=message["stream"],
@@ -355,6 +357,8 @@ def main() -> None:
         worker = Worker(connection)
         warnings.showwarning = worker.send_warning
         worker.run()
+    sys.stderr.flush()
+    os._exit(0)  # all is closed: to free what is left would keep who waits for this process
 
 
 if __name__ == "__main__":
