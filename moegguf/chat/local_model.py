@@ -1,18 +1,25 @@
-"""A model of this machine, in a worker that belongs to this program."""
+"""A model of this machine, in a worker that belongs to this program and ends with it, however that ends.
+
+The event loop that `WorkerProcess` needs runs on a thread of its own.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import math
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from moegguf.chat.model import RemoteAnswer
 from moegguf.errors import MoeggufError
 from moegguf.generate.request import Delta, PromptProgress, Timing
 from moegguf.models.entry import ModelEntry
-from moegguf.serving.own_worker import OwnWorker
+from moegguf.serving import worker_process
 from moegguf.serving.wire import LoadConfig, Ready, build
+from moegguf.serving.worker_process import PendingRequest, WorkerProcess
 from moegguf.settings import read_settings
 from moegguf.terminal.messages import print_message
 
@@ -21,27 +28,34 @@ if TYPE_CHECKING:
     from moegguf.generate.request import GenerationRequest
     from moegguf.models.catalog import Catalog
     from moegguf.serving.events import Snapshot
-    from moegguf.serving.worker_process import PendingRequest
     from moegguf.terminal.progress import Spinner
+
+Result = TypeVar("Result")
 
 
 class WorkerAnswer(RemoteAnswer):
-    """An answer of a worker to `generation`."""
+    """An answer of a worker, on the loop where it is, to `generation`."""
 
-    def __init__(self, worker: OwnWorker, generation: GenerationRequest, load_s: float) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, worker: WorkerProcess, generation: GenerationRequest, load_s: float
+    ) -> None:
         super().__init__(load_s)
+        self._loop = loop
         self._worker = worker
         self._generation = generation
         self._request: PendingRequest | None = None
+        self._stopped = False
 
     def _begin(self) -> None:
-        self._request = self._worker.request("generate", generation=self._generation, stream=True)
-        self._worker.run(self._read(self._request))
+        asyncio.run_coroutine_threadsafe(self._read(), self._loop)
 
-    async def _read(self, request: PendingRequest) -> None:
+    async def _read(self) -> None:
         error = None
         try:
-            async for event in request.events():
+            self._request = self._worker.request("generate", generation=self._generation, stream=True, mark=True)
+            if self._stopped:
+                self._request.cancel()
+            async for event in self._request.events():
                 if isinstance(event, Delta | PromptProgress):
                     self._parts.put(event)
                 else:
@@ -52,23 +66,44 @@ class WorkerAnswer(RemoteAnswer):
         self._end(error)
 
     def _stop(self) -> None:
-        if self._request is None:
-            self._end()
-        else:
-            self._worker.cancel(self._request)
+        self._stopped = True
+        if self._request is not None:
+            self._loop.call_soon_threadsafe(self._request.cancel)
 
 
 class LocalModel:
-    """A `ChatModel` of this machine's catalog; `load` comes first. log: shows llama.cpp's messages."""
+    """A `ChatModel` of this machine's catalog; `load` comes first. log: shows llama.cpp's messages.
+
+    A worker starts at once: it takes as long as this program needs to find and describe the model.
+    """
 
     def __init__(self, *, log: bool = False) -> None:
+        self._settings = read_settings()
         self._log = log
-        self._worker: OwnWorker | None = None
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="moegguf-worker", daemon=True).start()
+        self._worker: WorkerProcess | None = self._start()
         self._ready = Ready(n_ctx=0)
         self._loaded: tuple[ModelEntry, Mapping[str, Any]] | None = None
         self._load_s = 0.0  # since the last answer
         self._counts_uses = False
         self._answer: WorkerAnswer
+
+    def _start(self) -> WorkerProcess:
+        """A new worker, whose requests may take as long as they need to end: a person waits, who can end this
+        program."""
+        start = WorkerProcess.start(
+            lambda snapshot: None,
+            command=worker_process.COMMAND,
+            on_warning=lambda text: print_message(f"warning: {text}"),
+            echo_stderr=self._log or self._settings.debug,
+            cancel_grace_s=math.inf,
+        )
+        return self._run(start)
+
+    def _run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """What a coroutine gives on the worker's loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     @property
     def reads_images(self) -> bool:
@@ -86,7 +121,8 @@ class LocalModel:
         """Closes the present model first, since memory may not hold two; loads it again when the new one fails."""
         entry, before = conversation.entry, self._loaded
         assert isinstance(entry, ModelEntry)  # `find` returns no other
-        self.close()
+        if before is not None:
+            self.close()
         try:
             self._open(entry, conversation.load_options(), spinner)
         except BaseException:  # also an interrupt: the chat goes on with the model before
@@ -98,8 +134,7 @@ class LocalModel:
     def _open(self, entry: ModelEntry, options: Mapping[str, Any], spinner: Spinner) -> None:
         start_s = time.perf_counter()
         spinner.show("starting a worker")
-        settings = read_settings()
-        worker = OwnWorker(lambda text: print_message(f"warning: {text}"), echo_stderr=self._log or settings.debug)
+        worker, self._worker = self._worker or self._start(), None
         try:
             from moegguf.gguf.experts import read_layout
             from moegguf.models.details import projector_of
@@ -113,12 +148,12 @@ class LocalModel:
                 text = loading_text(layout.name, share, layout.dense_bytes, time.perf_counter() - start_s)
                 spinner.show(f"trying {layout.name}, the first time it is loaded" if share is None else text)
 
-            defaults = {"mmproj": projector and str(projector.path), "flash_attn": settings.flash_attention}
+            defaults = {"mmproj": projector and str(projector.path), "flash_attn": self._settings.flash_attention}
             chosen: dict[str, Any] = {**defaults, **options, "verbose": self._log, "silent": not self._log}
-            self._ready = worker.load(LoadConfig(entry.name, str(entry.path), **chosen), on_progress)
+            config = LoadConfig(entry.name, str(entry.path), **chosen)
+            self._ready = self._run(worker.load(config, math.inf, on_progress))
         except BaseException:  # also an interrupt
-            worker.kill()
-            worker.close()
+            self._run(worker.close(0))
             raise
         self._worker, self._loaded = worker, (entry, options)
         self._load_s = time.perf_counter() - start_s
@@ -126,26 +161,28 @@ class LocalModel:
     def prepare(self, conversation: Conversation, spinner: Spinner) -> None:
         """Loads the model again when a parameter asks for another context, cache or number of threads, and when its
         process has ended."""
-        if self._loaded is None or self._own.has_ended or conversation.load_options() != self._loaded[1]:
+        if self._loaded is None or self._own.exited.done() or conversation.load_options() != self._loaded[1]:
             self.load(conversation, spinner)
 
     @property
-    def _own(self) -> OwnWorker:
+    def _own(self) -> WorkerProcess:
         assert self._worker is not None
         return self._worker
 
     def answer(self, conversation: Conversation) -> WorkerAnswer:
-        """The answer to the last message. Raises WorkerError."""
-        self._experts(move=True)
+        """The answer to the last message."""
         load_s, self._load_s = self._load_s, 0.0
-        self._answer = WorkerAnswer(self._own, conversation.request(), load_s)
+        self._answer = WorkerAnswer(self._loop, self._own, conversation.request(), load_s)
         return self._answer
 
-    def _experts(self, *, move: bool) -> Snapshot:
-        """The experts now, with what was used and loaded since the last answer began; move: one begins now."""
+    def _experts(self) -> Snapshot:
+        """The experts now, with what was used and loaded since the last answer began."""
         from moegguf.serving.events import Snapshot
 
-        return build(Snapshot, self._own.call("experts", mark=move))
+        async def ask() -> Any:
+            return [event async for event in self._own.request("experts").events()][-1]
+
+        return build(Snapshot, self._run(ask()))
 
     def check_parameter(self, name: str) -> None:
         """Every parameter has its effect here."""
@@ -209,7 +246,7 @@ class LocalModel:
         """A map of the experts: which are in memory, and which the last answer used."""
         from moegguf.terminal.heatmap import print_map
 
-        found = self._experts(move=False)
+        found = self._experts()
         if not found.layers:
             print_message("This model has no experts.")
             return
@@ -223,4 +260,4 @@ class LocalModel:
         """Ends the worker, if there is one."""
         worker, self._worker, self._loaded = self._worker, None, None
         if worker is not None:
-            worker.close()
+            self._run(worker.close())

@@ -60,12 +60,15 @@ def load_in_server(model: str, keep_alive: str | None) -> int:
     return 0
 
 
-def answer_once(model: ChatModel, conversation: Conversation, prompt: str, spinner: Spinner) -> int:
-    """Prints the answer to `prompt`, then statistics if verbose; closes the model. Returns the exit code."""
+def answer_once(model: ChatModel, conversation: Conversation, prompt: str, spinner: Spinner, *, load: bool) -> int:
+    """Prints the answer to `prompt`, then statistics if verbose; closes the model. Returns the exit code. load: first;
+    a server loads for the answer."""
     from moegguf.chat.image_files import extract_images
     from moegguf.chat.printer import Printer
     from moegguf.chat.session import print_answer
 
+    if load:
+        model.load(conversation, spinner)
     conversation.add_user_message(*(extract_images(prompt) if model.reads_images else (prompt, [])))
     printer = Printer(wrap=conversation.word_wrap, hide_thinking=conversation.hide_thinking)
     reply = print_answer(model.answer(conversation), printer, spinner, exit_timeout_s=EXIT_TIMEOUT_S)
@@ -251,10 +254,9 @@ def run(
     chosen = None if here else in_server(name, parameters, settings, keep_alive)
     chat_model, conversation = chosen or in_own_worker(name, load_options, parameters, settings, log=verbose > 1)
     with Spinner() as spinner:
-        if text is None or not chosen:  # a server loads for the answer
-            chat_model.load(conversation, spinner)
         if text is not None:
-            return answer_once(chat_model, conversation, text, spinner)
+            return answer_once(chat_model, conversation, text, spinner, load=not chosen)
+        chat_model.load(conversation, spinner)
     from moegguf.chat.chat import Chat
 
     return Chat(chat_model, conversation).run()
@@ -276,8 +278,10 @@ def in_own_worker(
     name: str, load_options: dict[str, Any], parameters: dict[str, Any], settings: dict[str, Any], *, log: bool
 ) -> tuple[ChatModel, Conversation]:
     """A conversation with a model of this machine, which is pulled first when it is not there."""
-    from moegguf.chat.conversation import Conversation
     from moegguf.chat.local_model import LocalModel
+
+    model = LocalModel(log=log)  # its worker starts while this program imports what follows
+    from moegguf.chat.conversation import Conversation
     from moegguf.gguf.experts import read_layout
     from moegguf.settings import read_settings
 
@@ -286,4 +290,4 @@ def in_own_worker(
         parameters = {**parameters, "num_ctx": read_layout(entry.path).hparams.n_ctx_train}
     if (n_ctx := read_settings().n_ctx) and "num_ctx" not in entry.parameters:
         parameters = {"num_ctx": n_ctx, **parameters}
-    return LocalModel(log=log), Conversation(entry, load_options, parameters, **settings)
+    return model, Conversation(entry, load_options, parameters, **settings)

@@ -60,6 +60,12 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
     return str(reply["text"])
 
 
+def start() -> None:
+    """Starts the first process, so that the first template need not wait a tenth of a second for it."""
+    with suppress(RenderError):
+        _processes.give_back(_processes.take())
+
+
 class _Process:
     def __init__(self) -> None:
         try:

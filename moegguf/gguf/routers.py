@@ -12,7 +12,6 @@ from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType, quants
 
 from moegguf.errors import ExpertIOError, ModelFormatError
 from moegguf.gguf.experts import ExpertLayout, MoeLayer
@@ -156,6 +155,8 @@ def _read_router(layout: ExpertLayout, layer: MoeLayer, tensors: dict[str, tuple
 
 def _read_tensor(file: GgufFile, tensor: TensorInfo, shape: tuple[int, ...]) -> Float32s:
     """The tensor as float32, in numpy's order of dimensions: `shape` reversed."""
+    from gguf import GGMLQuantizationType, quants  # for predictors that use routers only: it takes a while
+
     if tensor.shape != shape:
         raise file.tensor_error(tensor, f"its shape must be {shape}, but is {tensor.shape}")
     data = np.frombuffer(_read_bytes(file, tensor), np.uint8)

@@ -17,19 +17,27 @@ from pathlib import Path
 from moegguf.atomic_write import write_atomically
 from moegguf.errors import PullError
 from moegguf.models.blobs import check_space
-from moegguf.models.hub_api import HubFile, Repository
+from moegguf.models.hub_api import HubFile, Repository, Stopped
 from moegguf.models.hub_fetch import fetch_file, is_copy, missing_bytes
 
 MAX_PARALLEL_FILES = 4
+WAIT_S = 0.2  # between two looks whether to stop, and two reports
 
 OnBytes = Callable[[HubFile, int], None]
 """Called with a file and the number of its bytes that are on disk; from several threads."""
 
 
-def fetch_files(files: Sequence[HubFile], what: str, on_bytes: OnBytes, stopped: threading.Event) -> None:
-    """Downloads the blobs of all files, MAX_PARALLEL_FILES at a time. `what` starts the message of a full disk.
+def fetch_files(
+    files: Sequence[HubFile],
+    what: str,
+    on_bytes: OnBytes,
+    stopped: threading.Event,
+    on_wait: Callable[[], object] = lambda: None,
+) -> None:
+    """Downloads the blobs of all files, MAX_PARALLEL_FILES at a time. `what` starts the message of a full disk;
+    `on_wait` is called on this thread meanwhile.
 
-    Raises the first error, or Stopped, after the other threads have stopped.
+    Raises the first error, or Stopped; the other threads then end with their next bytes.
     """
     if files:
         check_space(files[0].folder, sum(map(missing_bytes, files)), what)
@@ -51,12 +59,16 @@ def fetch_files(files: Sequence[HubFile], what: str, on_bytes: OnBytes, stopped:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join()
+            while thread.is_alive() and not stopped.is_set():
+                thread.join(WAIT_S)
+                on_wait()
     except BaseException:  # an interrupt
         stopped.set()
         raise
     if errors:
         raise errors[0]
+    if stopped.is_set():
+        raise Stopped
 
 
 def link_commit(repository: Repository, files: Sequence[HubFile]) -> Path:

@@ -11,7 +11,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.routing import BaseRoute
 
-from moegguf.server import anthropic, budget, live, llama_server, metrics, ollama, openai, page
+from moegguf.server import anthropic, budget, live, llama_server, metrics, model_list, ollama, openai, page
 from moegguf.server.common.access import AccessControl
 from moegguf.server.common.body import Bodies
 from moegguf.server.common.errors import HANDLERS
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from moegguf.serving.ray.manager import ReplicaManager
     from moegguf.settings import Settings
 
-# Anthropic before OpenAI: paths that both have are its own where its clients ask.
-MODULES = (ollama, anthropic, openai, llama_server, metrics, live, budget, page)
+MODULES = (ollama, anthropic, openai, model_list, llama_server, metrics, live, budget, page)
 
 
 def make_app(

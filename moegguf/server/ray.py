@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from moegguf.server import anthropic, llama_server, ollama, openai, page
+from moegguf.server import anthropic, llama_server, model_list, ollama, openai, page
 from moegguf.server.app import make_app
 from moegguf.server.common.errors import HttpError
 from moegguf.settings import read_settings
@@ -50,7 +50,7 @@ def make_http(manager: ReplicaManager, catalog: ConfiguredCatalog) -> Starlette:
 
 def routes() -> list[BaseRoute]:
     """The routes: those of the APIs, and an error for each path that only `moegguf serve` has."""
-    offered = [route for module in (ollama, anthropic, openai, llama_server) for route in module.routes]
+    offered = [route for module in (ollama, anthropic, openai, model_list, llama_server) for route in module.routes]
     kept = [route for route in offered if route.path not in INSTEAD]
     refused = [Route(path, refuse, methods=["GET", "POST", "DELETE", "HEAD"]) for path in INSTEAD]
     return [*kept, *refused, Route("/", greet)]

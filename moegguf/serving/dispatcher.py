@@ -31,7 +31,7 @@ from moegguf.errors import BudgetError, BusyError, DeviceLostError, MoeggufError
 from moegguf.gguf.reader import FileVersion
 from moegguf.quantities import ExpertCache, format_bytes
 from moegguf.serving.events import LoadOverrides
-from moegguf.serving.managed_model import ManagedModel, Purpose, State, Waiter, process_key, with_defaults
+from moegguf.serving.managed_model import ManagedModel, Purpose, State, Waiter, process_key
 from moegguf.serving.memory_budget import (
     DeviceLimits,
     MemoryLimit,
@@ -78,7 +78,8 @@ class Dispatcher:
     async def acquire(self, waiter: Waiter) -> ManagedModel:
         """Waits until `waiter` may use its model; the caller then calls `release`. Raises BusyError and the errors of
         loading."""
-        self.check_open()
+        if self._closed:
+            raise _shutting_down()
         waiter.overrides = self._remembered(waiter)
         key = process_key(waiter.entry, waiter.overrides)
         model = self.models.get(key)
@@ -110,13 +111,14 @@ class Dispatcher:
         newest.fail(busy)
 
     def _remembered(self, waiter: Waiter) -> LoadOverrides:
-        """The overrides of `waiter`; where they are None those of the last request of its name. Of one that still waits
-        without the context: it may be too long to be loaded."""
-        uses = [model.uses[waiter.name].overrides for model in self.models.values() if waiter.name in model.uses]
-        waiting = [other for model in self.models.values() for other in model.waiters if other.name == waiter.name]
+        """The overrides of `waiter`; where they are None the entry's own parameters, then those of the last request of
+        its name. Of one that still waits without the context: it may be too long to be loaded."""
+        name, own = waiter.name, LoadOverrides.of(waiter.entry.parameters)
+        uses = [model.uses[name].overrides for model in self.models.values() if name in model.uses]
+        waiting = [other for model in self.models.values() for other in model.waiters if other.name == name]
         last = max((w for w in waiting if w.purpose is not Purpose.UNLOAD), key=lambda w: w.ticket, default=None)
         known = uses if last is None else [replace(last.overrides, n_ctx=None), *uses]
-        return functools.reduce(with_defaults, known, waiter.overrides)
+        return functools.reduce(LoadOverrides.with_defaults, [own, *known], waiter.overrides)
 
     def find(self, name: str) -> ManagedModel | None:
         """The model that `name` uses, or for which it is being loaded."""
@@ -219,17 +221,12 @@ class Dispatcher:
         self._released.set()
         self.dispatch()
 
-    def check_open(self) -> None:
-        """Raises BusyError after `refuse`."""
-        if self._closed:
-            raise BusyError("the server is shutting down; try again later.")
-
     def refuse(self) -> None:
         """Refuses all waiters, from now on."""
         self._closed = True
         for model in self.models.values():
             for waiter in model.waiters:
-                waiter.fail(BusyError("the server is shutting down; try again later."))
+                waiter.fail(_shutting_down())
 
     async def close(self, grace_s: float) -> None:
         """Refuses all waiters, gives running requests `grace_s` to finish, then ends every process."""
@@ -499,3 +496,7 @@ class Dispatcher:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+def _shutting_down() -> BusyError:
+    return BusyError("the server is shutting down; try again later.")

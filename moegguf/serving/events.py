@@ -7,7 +7,7 @@ then one `Done`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from typing import Any
 
@@ -32,6 +32,11 @@ class LoadOverrides:
         """Those among Ollama's options; None and 0 mean the server's setting."""
         known = {ours: parameters.get(name) for name, ours in LOAD_PARAMETERS.items()}
         return cls(**{f.name: known[f.name] or None for f in fields(cls)})
+
+    def with_defaults(self, defaults: LoadOverrides) -> LoadOverrides:
+        """These, with those of `defaults` where they are None."""
+        missing = {name: value for name, value in vars(defaults).items() if getattr(self, name) is None}
+        return replace(self, **missing)
 
 
 @dataclass(frozen=True)

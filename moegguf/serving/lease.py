@@ -59,8 +59,12 @@ class Lease(Calls):
     loaded: LoadedModel
     load_s: float
 
-    def __init__(self, dispatcher: Dispatcher, new_waiter: Callable[[], Awaitable[Waiter]]) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, find: Callable[[], Awaitable[ModelEntry]], new_waiter: Callable[..., Waiter]
+    ) -> None:
+        """`find` gives the model's entry, from which `new_waiter` makes a request for it."""
         self._dispatcher = dispatcher
+        self._find = find
         self._new_waiter = new_waiter
         self._acquired: tuple[ManagedModel, Waiter] | None = None
         self._process: WorkerProcess
@@ -135,7 +139,7 @@ class Lease(Calls):
 
     async def _acquire(self) -> None:
         while True:
-            waiter = await self._new_waiter()
+            waiter = self._new_waiter(await self._find())
             model = await self._dispatcher.acquire(waiter)
             self._acquired = model, waiter
             if model.process is not None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import time
 from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -51,21 +52,21 @@ class Purpose(Enum):
 
 @dataclass(eq=False)
 class Waiter:
-    """A request that waits for a model and, once granted, uses it. `overrides`: with the entry's own parameters, and
-    once it waits with those of the last request of its name. `ticket`: order of arrival over all models; `turn`: of its
-    `client` among others that wait for the model (`Turns`)."""
+    """A request that waits for a model and, once granted, uses it. `overrides`: of the request; once it waits with the
+    entry's own parameters, and those of the last request of its name. `ticket`: order of arrival over all models;
+    `turn`: of its `client` among others that wait for the model (`Turns`)."""
 
     entry: ModelEntry
     overrides: LoadOverrides
     keep_alive_s: float
     purpose: Purpose = Purpose.ANSWER
     on_progress: Callable[[float], object] = lambda fraction: None
-    ticket: int = field(default_factory=lambda: next(_tickets))
-    since_s: float = field(default_factory=lambda: asyncio.get_running_loop().time())
+    ticket: int = field(default_factory=_tickets.__next__)
+    since_s: float = field(default_factory=time.monotonic)
     client: str = field(default_factory=current_client.get)
     turn: int = 0
     load_s: float = 0.0  # duration of the load that it waited for
-    granted: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    granted: asyncio.Future[Any] = field(default_factory=asyncio.Future)
 
     @property
     def name(self) -> str:
@@ -114,17 +115,6 @@ def process_key(entry: ModelEntry, overrides: LoadOverrides) -> str:
     a longer one serves all."""
     n_batch = overrides.n_batch or DEFAULT_UBATCH_TOKENS
     return f"{files_key(entry)}\0{overrides.n_threads}\0{n_batch}\0{overrides.expert_cache}"
-
-
-def with_entry_parameters(entry: ModelEntry, overrides: LoadOverrides) -> LoadOverrides:
-    """`overrides`, with the entry's own parameters where they are None."""
-    return with_defaults(overrides, LoadOverrides.of(entry.parameters))
-
-
-def with_defaults(overrides: LoadOverrides, defaults: LoadOverrides) -> LoadOverrides:
-    """`overrides`, with those of `defaults` where they are None."""
-    missing = {name: value for name, value in vars(defaults).items() if getattr(overrides, name) is None}
-    return replace(overrides, **missing)
 
 
 class ManagedModel:

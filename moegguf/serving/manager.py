@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from moegguf.engine.devices import query_gpus
@@ -16,7 +17,7 @@ from moegguf.quantities import ExpertCache
 from moegguf.serving.dispatcher import Dispatcher
 from moegguf.serving.events import LoadedModel, LoadOverrides, Snapshot
 from moegguf.serving.lease import Lease
-from moegguf.serving.managed_model import Purpose, State, Waiter, with_entry_parameters
+from moegguf.serving.managed_model import Purpose, State, Waiter
 from moegguf.serving.model_size import Measure, measure
 from moegguf.serving.subscribers import Subscribers
 from moegguf.serving.worker_process import COMMAND
@@ -89,14 +90,12 @@ class ModelManager:
         WorkerError.
         """
 
-        async def new_waiter() -> Waiter:
-            self._dispatcher.check_open()
-            entry = await self._find(name)
-            idle_s = self._settings.keep_alive_s if keep_alive_s is None else keep_alive_s
-            purpose = Purpose.ANSWER if will_answer else Purpose.SHARED
-            return Waiter(entry, with_entry_parameters(entry, overrides), idle_s, purpose, on_progress)
-
-        return Lease(self._dispatcher, new_waiter)
+        idle_s = self._settings.keep_alive_s if keep_alive_s is None else keep_alive_s
+        purpose = Purpose.ANSWER if will_answer else Purpose.SHARED
+        new_waiter = partial(
+            Waiter, overrides=overrides, keep_alive_s=idle_s, purpose=purpose, on_progress=on_progress
+        )
+        return Lease(self._dispatcher, partial(self._find, name), new_waiter)
 
     async def load(
         self,

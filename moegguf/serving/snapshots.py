@@ -50,19 +50,19 @@ class SnapshotSender:
         )
         self._thread.start()
 
-    def since_mark(self, *, move: bool) -> Snapshot:
-        """A snapshot whose `uses` and `loads` are since the mark; `move` makes now the next mark. Uses of a model that
-        is in memory as a whole are counted from the first call without `move` on, as they slow it down."""
+    def mark(self) -> None:
+        """What `since_mark` counts begins now."""
+        if self._llm.session is not None:
+            self._mark = self._llm.session.store.activity()
+
+    def since_mark(self) -> Snapshot:
+        """A snapshot whose `uses` and `loads` are since the mark. Uses of a model that is in memory as a whole are
+        counted from the first call on, as they slow it down."""
         session = self._llm.session
         if session is None:
             return self._snapshot(None, None)
-        now = session.store.activity()
-        taken = self._snapshot(now, self._mark)
-        if move:
-            self._mark = now
-        else:
-            session.store.watch(True)
-        return taken
+        session.store.watch(True)
+        return self._snapshot(session.store.activity(), self._mark)
 
     def close(self) -> None:
         """Stops; returns after the last snapshot was sent. Idempotent."""

@@ -32,6 +32,7 @@ from moegguf.engine.request_uses import UseCounter
 from moegguf.engine.trial import is_due
 from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import MoeggufError
+from moegguf.generate import renderer
 from moegguf.generate.answer import BatchedAnswer, Task
 from moegguf.generate.batching import BatchLoop
 from moegguf.generate.embedding import embed
@@ -130,7 +131,7 @@ class Worker:
 
     def _experts(self, message: Message) -> Snapshot:
         assert self._snapshots is not None
-        return self._snapshots.since_mark(move=message["mark"])
+        return self._snapshots.since_mark()
 
     def _count(self, message: Message) -> int:
         return count_prompt(self._model, build(GenerationRequest, message["generation"]))
@@ -158,6 +159,8 @@ class Worker:
 
     def _load(self, config: LoadConfig) -> bool:
         """Loads the model and sends "ready" or "failed"; False when it failed."""
+        if not config.embedding:
+            renderer.start()  # beside the load
         try:
             self._llm = llm = open_model(config, self._load_progress_sender())
         except BaseException as error:  # whatever ends a load is told to the server
@@ -207,6 +210,8 @@ class Worker:
         assert self._loop is not None
         if message.get("expert_uses") and self._uses is None and self._model.session is not None:
             self._uses = UseCounter(self._model.session)
+        if message.get("mark") and self._snapshots is not None:
+            self._snapshots.mark()
         events = Events(
             message["id"],
             stream=message["stream"],
@@ -352,6 +357,8 @@ def main() -> None:
         worker = Worker(connection)
         warnings.showwarning = worker.send_warning
         worker.run()
+    sys.stderr.flush()
+    os._exit(0)  # all is closed: to free what is left would keep who waits for this process
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Progress on stderr: downloads as Ollama shows them, one line or one bar for everything else.
+"""Progress on stderr: a bar for each file of a download, one line or one bar for everything else.
 
 Where stderr is not a terminal, or one without cursor control, batches print lines and nothing else does.
 """
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from moegguf.models.entry import PullStatus
 
 BAR_CELLS = 30
-MIN_BAR_CELLS = 6
 RATE_WINDOW_S = 10.0
 LINE_S = 10.0  # between two lines of a batch's progress
 
@@ -29,10 +28,8 @@ def _is_ansi_terminal() -> bool:
     return sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def short_duration(seconds: float | None) -> str:
-    """A duration in its two largest units: "2m51s", "1h4m", "12s"; "" when unknown."""
-    if seconds is None:
-        return ""
+def short_duration(seconds: float) -> str:
+    """A duration in its two largest units: "2m51s", "1h4m", "12s"."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
@@ -41,25 +38,6 @@ def short_duration(seconds: float | None) -> str:
     if hours:
         return f"{hours}h{minute}m"
     return f"{minute}m{second}s" if minutes else f"{second}s"
-
-
-def bar(share: float, cells: int) -> str:
-    """ "▕████      ▏", with `cells` cells between the ends."""
-    filled = round(min(max(share, 0.0), 1.0) * cells)
-    return f"▕{'█' * filled}{' ' * (cells - filled)}▏"
-
-
-def download_line(status: str, done: int, total: int, rate: float | None, left_s: float | None, width: int) -> str:
-    """One download: "pulling 3f4a...:  43% ▕████      ▏ 1.2 GB/ 17 GB   95 MB/s   2m51s"."""
-    share = done / total if total else 1.0
-    head = f"{status}: {share:4.0%} "
-    amounts = f" {human_bytes(done):>6}/{human_bytes(total):>6}" if share < 1 else f" {human_bytes(total):>6}"
-    speed = f" {human_bytes(rate) + '/s':>9} {short_duration(left_s):>7}" if rate and share < 1 else ""
-    free_cells = width - len(head) - 2
-    for tail in (amounts + speed, amounts, ""):
-        if free_cells - len(tail) >= MIN_BAR_CELLS:
-            return f"{head}{bar(share, min(BAR_CELLS, free_cells - len(tail)))}{tail}"
-    return head.rstrip()
 
 
 class _Display:
@@ -84,12 +62,13 @@ class _Display:
 
 
 class PullProgress(_Display):
-    """A line for each step of a download and each file, and one for all files when there are several."""
+    """A line for each step of a download, a bar for each file, and one for all files when there are several."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._tasks: dict[str, Any] = {}
-        self._total_task: Any = None
+        self._steps: set[str] = set()
+        self._files: dict[str, Any] = {}  # tasks of rich's Progress
+        self._all_files: Any = None
 
     def __enter__(self) -> Self:
         if _is_ansi_terminal():
@@ -98,47 +77,49 @@ class PullProgress(_Display):
         return self
 
     def report(self, status: PullStatus) -> None:
-        """Shows a status; may be called from several threads."""
+        """Shows a status."""
         if self._live is None:
             return
         if not status.total_bytes:
-            if status.status not in self._tasks:
-                self._tasks[status.status] = self._live.add_task(status.status, total=None)
+            if status.status not in self._steps:
+                self._live.console.print(status.status)
+            self._steps.add(status.status)
             return
         key = status.digest or status.file or status.status
-        if key not in self._tasks:
-            self._tasks[key] = self._live.add_task(status.status, total=status.total_bytes)
+        if key not in self._files:
+            self._files[key] = self._live.add_task(status.status, total=status.total_bytes)
             self._move_total_last()
-        self._live.update(self._tasks[key], completed=status.completed_bytes or 0)
-        if self._total_task is not None:
-            files = [task for task in self._live.tasks if task.id in self._tasks.values() and task.total]
+        self._live.update(self._files[key], completed=status.completed_bytes or 0)
+        if self._all_files is not None:
+            files = [task for task in self._live.tasks if task.id in self._files.values()]
             total, done = sum(task.total for task in files), sum(task.completed for task in files)
-            self._live.update(self._total_task, total=total, completed=done)
+            self._live.update(self._all_files, total=total, completed=done)
 
     def _move_total_last(self) -> None:
         """Adds the total again below a new file: rich shows tasks in the order they were added."""
-        if self._total_task is not None:
-            self._live.remove_task(self._total_task)
-        n_files = sum(1 for task in self._live.tasks if task.total)
-        self._total_task = self._live.add_task(f"all {n_files} files", total=1) if n_files > 1 else None
+        if self._all_files is not None:
+            self._live.remove_task(self._all_files)
+        n_files = len(self._files)
+        self._all_files = self._live.add_task(f"all {n_files} files", total=1) if n_files > 1 else None
 
 
 def _download_progress() -> Any:
     from rich.console import Console
-    from rich.progress import Progress, ProgressColumn, Task
-    from rich.text import Text
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
-    console = Console(stderr=True, highlight=False)
-
-    class Line(ProgressColumn):
-        def render(self, task: Task) -> Text:
-            if task.total is None:
-                return Text(task.description)
-            done, total = int(task.completed), int(task.total)
-            line = download_line(task.description, done, total, task.speed, task.time_remaining, console.width - 1)
-            return Text(line, no_wrap=True, overflow="crop")
-
-    return Progress(Line(), console=console, speed_estimate_period=RATE_WINDOW_S, refresh_per_second=10)
+    return Progress(
+        TextColumn("{task.description}:"), TaskProgressColumn(), BarColumn(None), DownloadColumn(),
+        TransferSpeedColumn(), TimeRemainingColumn(compact=True),
+        console=Console(stderr=True, highlight=False), expand=True, speed_estimate_period=RATE_WINDOW_S,
+    )  # fmt: skip
 
 
 class Spinner(_Display):

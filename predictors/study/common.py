@@ -15,8 +15,7 @@ from moegguf.terminal.messages import run_with_exit_code
 from moegguf.trace.analysis import TraceAnalysis
 from moegguf.trace.simulate import SimOptions
 from predictors.study.accuracy import LinkModel
-from predictors.study.fresh_gate import FreshGate
-from predictors.study.oracle import ORACLE, Oracle
+from predictors.study.controls import ORACLE, FreshGate, Oracle
 
 DEFAULT_TOKENS = 2500  # precise to about a percent, in a minute or two
 

@@ -115,9 +115,6 @@ def test_created_fields_are_shown_and_recreate_the_model(server: Server) -> None
         ("/api/show", {"model": "nobody"}, 404, "model 'nobody' not found"),
         ("/api/pull", {"model": "nobody"}, 404, "hf.co"),
         ("/api/push", {"model": "demo"}, 501, "push is not supported"),
-        ("/api/embed", {"model": "nobody", "input": "x"}, 404, "model 'nobody' not found"),
-        ("/api/chat", {"messages": []}, 400, "model is required"),
-        ("/api/chat", {"model": ""}, 400, "model is required"),
     ],
 )  # fmt: skip
 def test_refusals_have_a_status_and_message(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -12,11 +11,10 @@ from http.client import HTTPConnection
 from typing import Any
 
 import httpx
-import numpy as np
 import openai
 import pytest
 from client_types import check
-from fake_manager import FUNCTIONS, HI, HUB, FakeLease, FakeManager, changed
+from fake_manager import FUNCTIONS, HI, FakeLease, FakeManager, changed
 from openai.types.responses import Response
 
 from moegguf.errors import (
@@ -27,7 +25,6 @@ from moegguf.errors import (
     WorkerError,
 )
 from moegguf.generate.request import Delta, ToolCall
-from moegguf.models.folder import demo_path
 
 
 @pytest.fixture
@@ -80,29 +77,6 @@ def test_permanent_errors_are_not_retried(url: str, manager: FakeManager, error:
     with pytest.raises(openai.InternalServerError):
         client.chat.completions.create(model="demo", messages=HI)  # type: ignore[arg-type]
     assert len(manager.leases) == tries
-
-
-def test_models_are_listed_and_found_by_escaped_and_plain_ids(client: openai.OpenAI, http: httpx.Client) -> None:
-    listed = {model.id: model for model in client.models.list()}
-    assert listed.keys() == {"demo:latest", HUB, "able:latest", "mine:latest"}
-    assert (listed["demo:latest"].owned_by, listed[HUB].owned_by) == ("library", "user")
-    assert client.models.retrieve(HUB) == listed[HUB]
-    assert client.models.retrieve("demo").id == "demo:latest"
-    facts = http.get(f"/v1/models/{HUB}").json()
-    assert facts == http.get("/v1/models/hf.co%2Fuser%2Frepo-GGUF%3AQ4_K_M").json()
-    assert facts["context_length"] == facts["meta"]["n_ctx_train"] > 0
-    assert facts["meta"]["size"] == demo_path().stat().st_size
-
-
-def test_embeddings_in_both_encodings(http: httpx.Client, client: openai.OpenAI, manager: FakeManager) -> None:
-    found = client.embeddings.create(model="demo", input=["a", "b"])
-    assert [each.embedding for each in found.data] == [pytest.approx([0.6, 0.8, 0.0])] * 2
-    assert (found.usage.prompt_tokens, found.usage.total_tokens) == (8, 8)
-    whole = http.post("/v1/embeddings", json={"model": "demo", "input": "a", "encoding_format": "base64"}).json()
-    assert base64.b64decode(whole["data"][0]["embedding"]) == np.array([0.6, 0.8, 0.0], "<f4").tobytes()
-    plain = http.post("/v1/embeddings", json={"model": "demo", "input": "a"}).json()
-    assert plain["data"] == [{"object": "embedding", "index": 0, "embedding": pytest.approx([0.6, 0.8, 0.0])}]
-    assert manager.embedded[0] == (["a", "b"], False, True)
 
 
 def test_metrics_count_answers(http: httpx.Client, chat: Post, manager: FakeManager) -> None:
@@ -183,8 +157,3 @@ def test_what_the_client_reads_from_a_streamed_response_can_be_sent_back(
     items = [{**kept, "summary": []}, {"role": "user", "content": "on"}]
     http.post("/v1/responses", json={"model": "able", "input": items})
     assert (manager.requests[-1].messages or ())[0]["thinking"] == "hm"
-
-
-def test_input_tokens(client: openai.OpenAI, manager: FakeManager) -> None:
-    assert client.responses.input_tokens.count(model="demo", input="hi").input_tokens == 42
-    assert manager.leases[-1][3] is False  # does not wait for answers

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from functools import partial
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,7 +36,8 @@ SCALED = {
     "min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 1, "upscale_delay_s": 0,
     "metrics_interval_s": 0.5, "look_back_period_s": 1,
 }  # fmt: skip
-ONE = {"model": "demo", "memory": "300MiB", "context_length": 1024, "threads": 1, "max_ongoing_requests": 3}
+N_ONGOING = 3
+ONE = {"model": "demo", "memory": "300MiB", "context_length": 1024, "threads": 1, "max_ongoing_requests": N_ONGOING}
 ARGUMENTS = {
     "models": {
         "demo": {**ONE, "autoscaling_config": {"min_replicas": 2, "max_replicas": 2}},
@@ -85,8 +87,8 @@ class Stream:
         self._response.close()
 
 
-def ollama_stream(application: RayApplication, text: str, model: str = "demo") -> Stream:
-    return Stream(application, text, model=model, format=FOREVER, options={"num_predict": 30_000})
+def ollama_stream(application: RayApplication, text: str) -> Stream:
+    return Stream(application, text, format=FOREVER, options={"num_predict": 30_000})
 
 
 def openai_stream(application: RayApplication, text: str) -> Stream:
@@ -242,8 +244,18 @@ def test_a_killed_worker_ends_its_stream_with_an_error(application: RayApplicati
 
 def test_a_queue_brings_another_replica(application: RayApplication) -> None:
     assert len(application.replicas("scaled%3Ab")) == 1
-    with ThreadPoolExecutor() as threads:
-        with closing(ollama_stream(application, "Go on.", "scaled:b")):
-            waiting = [threads.submit(chat, application, f"Wait, {i}.", model="scaled:b") for i in range(2)]
+    came = Event()
+
+    def keep_asking(i: int) -> set[int]:
+        statuses = set()
+        while not came.is_set():
+            statuses.add(chat(application, f"Wait, {i}.", model="scaled:b", max_tokens=100).status)
+        return statuses
+
+    with ThreadPoolExecutor() as threads:  # one more than the replica takes
+        asking = [threads.submit(keep_asking, i) for i in range(N_ONGOING + 1)]
+        try:
             until(lambda: len(application.replicas("scaled%3Ab")) == 2)
-        assert [reply.result(60).status for reply in waiting] == [200, 200]
+        finally:
+            came.set()
+    assert set().union(*(each.result() for each in asking)) == {200}

@@ -269,7 +269,7 @@ def test_a_pull_is_shown_on_a_terminal(tmp_path: Path) -> None:
         with Terminal(command, environment(**names)) as terminal:
             assert terminal.exit_code() == 0
             assert "pulling manifest" in terminal.text
-            assert re.search(r"pulling [0-9a-f]{12}: +100% ▕█+▏", terminal.text)
+            assert re.search(r"pulling [0-9a-f]{12}: +100% ━+", terminal.text)
             assert "success" in terminal.text
             assert ANSWER[:60] in terminal.text
     finally:

@@ -37,7 +37,7 @@ from moegguf.generate.engine import Engine
 from moegguf.generate.request import Sampling
 from moegguf.native.events import Announcement, Float32s, Phase
 from moegguf.native.store import ListenOptions, Store, StoreOptions, native_policies
-from predictors.study.fresh_gate import FreshGate
+from predictors.study.controls import FreshGate
 from predictors.study.judge import Judge
 
 TIGHT: dict[str, Any] = {"expert_cache": "30%", "n_ubatch": 4}

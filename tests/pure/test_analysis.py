@@ -23,7 +23,7 @@ from moegguf.trace.trace import Trace
 from predictors.study.accuracy import LinkModel
 from predictors.study.arrange import arranged
 from predictors.study.common import Study
-from predictors.study.oracle import Oracle
+from predictors.study.controls import Oracle
 from predictors.study.score import score_named
 
 TRACE = random_trace(n_sequences=6, n_decode=10, with_inputs=True)

@@ -25,7 +25,6 @@ from moegguf.errors import (
 from moegguf.generate.request import Delta, GenerationRequest
 from moegguf.serving import worker_process
 from moegguf.serving.events import Done, LoadOverrides
-from moegguf.serving.managed_model import with_entry_parameters
 from moegguf.serving.manager import ModelManager
 from moegguf.serving.turns import current_client
 
@@ -375,9 +374,9 @@ async def test_load_parameters_of_an_entry_are_defaults(catalog: FakeCatalog) ->
 
 def test_the_expert_cache_of_an_entry_is_a_default_too(catalog: FakeCatalog) -> None:
     catalog.change("a", parameters={"expert_cache": "50%", "num_thread": 0, "num_gpu": 3})
-    entry = catalog.find("a")
-    assert with_entry_parameters(entry, LoadOverrides(n_ctx=64)) == LoadOverrides(n_ctx=64, expert_cache="50%")
-    assert with_entry_parameters(entry, LoadOverrides(expert_cache="1GiB")) == LoadOverrides(expert_cache="1GiB")
+    own = LoadOverrides.of(catalog.find("a").parameters)
+    assert LoadOverrides(n_ctx=64).with_defaults(own) == LoadOverrides(n_ctx=64, expert_cache="50%")
+    assert LoadOverrides(expert_cache="1GiB").with_defaults(own) == LoadOverrides(expert_cache="1GiB")
 
 
 @in_loop

@@ -10,7 +10,7 @@ from traces import SMALL, hidden_routers, random_trace, routed
 from moegguf.native.events import Announcement, Phase, RoutingEvent
 from moegguf.trace.trace import Trace
 from predictors.study.accuracy import LinkModel
-from predictors.study.fresh_gate import FreshGate
+from predictors.study.controls import FreshGate
 from predictors.study.judge import Judge
 from predictors.study.scoring import score
 

@@ -151,7 +151,7 @@ def test_stopping_is_quick_and_the_next_pull_goes_on(repo: FakeHub) -> None:
     assert len([span for span in repo.gets("x-Q4_K_M.gguf") if not span]) == 1
 
 
-def test_those_who_ask_at_a_time_share_one_download(repo: FakeHub) -> None:
+def test_those_who_ask_at_a_time_go_on_with_what_others_received(repo: FakeHub) -> None:
     gate, left = Gate(1 << 19), threading.Event()
     repo.faults["x-Q4_K_M.gguf"] = [gate]
     results: list[Any] = []
@@ -177,8 +177,8 @@ def test_those_who_ask_at_a_time_share_one_download(repo: FakeHub) -> None:
         thread.join(30)
     assert [entry.name for entry, _ in results[1:]] == [NAME] * 3
     assert all(told[-1].status == "success" for _, told in results[1:])
-    assert len(repo.gets("x-Q4_K_M.gguf")) == 1
-    assert sum(path.startswith("/api/models") for _, path, _ in repo.requests) == 2
+    first_span, *spans = repo.gets("x-Q4_K_M.gguf")
+    assert not first_span and len(spans) <= 1 and all(spans), "the second one for the rest"
 
 
 def test_a_new_commit_takes_over_whole(repo: FakeHub) -> None:

@@ -14,7 +14,7 @@ from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.native.events import Announcement, Phase, RoutingEvent
 from moegguf.native.matvec import QuantizedMatrix
-from predictors.study.fresh_gate import FreshGate
+from predictors.study.controls import FreshGate
 
 SHAPE = MoeShape(n_layer=4, n_expert=4, n_expert_used=1, layers=(1, 3), n_embd=4, n_vocab=8)
 IDENTITY = np.eye(4, dtype=np.float32)

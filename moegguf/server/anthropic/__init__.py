@@ -1,8 +1,6 @@
-"""Anthropic's Messages API, at /v1/messages, and its list of models.
+"""Anthropic's Messages API, at /v1/messages.
 
 Promises: requests and replies in the format of Anthropic's clients. Does not know OpenAI's or Ollama's API.
 """
 
-from moegguf.server.anthropic import messages, models
-
-routes = [*messages.routes, *models.routes]
+from moegguf.server.anthropic.messages import routes as routes

@@ -25,7 +25,8 @@ log = logging.getLogger(__name__)
 LINGER_S = 2.0
 OVERLOADED = 529
 ANTHROPIC_PATH = "/v1/messages"
-ERRORS_AS = "moegguf.errors_as"  # key of the scope: the path whose errors a request gets, in place of its own
+ANTHROPIC_HEADER = "anthropic-version"  # all of Anthropic's clients send it
+MODELS_PATH = "/v1/models"  # of OpenAI's API, and of Anthropic's
 OPENAI_TYPES = {404: "not_found_error", 401: "authentication_error", 403: "permission_error"}
 ANTHROPIC_TYPES = {
     **OPENAI_TYPES, 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
@@ -64,6 +65,12 @@ class BodyRefusedError(HttpError):
 def is_anthropic(path: str) -> bool:
     """Whether Anthropic's API has this path."""
     return path.startswith(ANTHROPIC_PATH)
+
+
+def lists_for_anthropic(request: Request) -> bool:
+    """Whether a client of Anthropic's asks for models, at a path that OpenAI's API has too."""
+    path = request.url.path
+    return ANTHROPIC_HEADER in request.headers and (path == MODELS_PATH or path.startswith(f"{MODELS_PATH}/"))
 
 
 # (class, status, code, headers); the first match counts, so subclasses come before their bases.
@@ -125,7 +132,7 @@ class LingeringResponse(JSONResponse):
 
 
 async def _handle(request: Request, error: Exception) -> Response:
-    return error_response(error, request.scope.get(ERRORS_AS, request.url.path))
+    return error_response(error, ANTHROPIC_PATH if lists_for_anthropic(request) else request.url.path)
 
 
 HANDLERS: dict[Any, ExceptionHandler] = {HTTPException: _handle, errors.MoeggufError: _handle, Exception: _handle}

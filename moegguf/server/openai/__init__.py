@@ -3,7 +3,7 @@
 Promises: requests and replies in the format of OpenAI's clients. Does not know Ollama's API.
 """
 
-from moegguf.server.openai import batches, chat, completions, embeddings, models, responses
+from moegguf.server.openai import batches, chat, completions, embeddings, responses
 
-MODULES = (completions, chat, responses, embeddings, models, batches)
+MODULES = (completions, chat, responses, embeddings, batches)
 routes = [route for module in MODULES for route in module.routes]

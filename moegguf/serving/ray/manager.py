@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from moegguf.engine.stats import Stats
 from moegguf.errors import BusyError, OptionError, WorkerError
 from moegguf.generate.request import GenerationRequest
 from moegguf.models.entry import ModelEntry
-from moegguf.serving.events import Event, ExpertUses, LoadedModel, LoadedName, LoadOverrides, Snapshot
+from moegguf.serving.events import Event, ExpertUses, LoadedModel, LoadedName, Snapshot
 from moegguf.serving.lease import Calls
 from moegguf.serving.ray.catalog import ConfiguredCatalog
 from moegguf.serving.ray.preference import Conversation, RoutingRequest, conversation_of
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 STATUS_PERIOD_S = 5.0
 STATUS_TIMEOUT_S = 5.0
 MAX_CONVERSATIONS = 1024  # whose EAM is remembered; some KiB each
-
-OnProgress = Callable[[float], object]
 
 
 class ReplicaManager:
@@ -59,28 +57,13 @@ class ReplicaManager:
             await self._updating
 
     @asynccontextmanager
-    async def lease(
-        self,
-        name: str | ModelEntry,
-        overrides: LoadOverrides = LoadOverrides(),
-        keep_alive_s: float | None = None,
-        *,
-        will_answer: bool = True,
-        on_progress: OnProgress | None = None,
-    ) -> AsyncIterator[ReplicaLease]:
+    async def lease(self, name: str | ModelEntry, *_: object, **__: object) -> AsyncIterator[ReplicaLease]:
         """The use of a model by one request; each call goes to a replica that suits it. Raises ModelNotFoundError,
         ModelNameError."""
         entry = await self._find(name)
         yield ReplicaLease(entry, self._handles[entry.name], self)
 
-    async def load(
-        self,
-        name: str | ModelEntry,
-        overrides: LoadOverrides = LoadOverrides(),
-        keep_alive_s: float | None = None,
-        *,
-        on_progress: OnProgress | None = None,
-    ) -> LoadedModel:
+    async def load(self, name: str | ModelEntry, *_: object, **__: object) -> LoadedModel:
         """The state of a model, which its replicas hold in memory. Raises BusyError while none does."""
         entry = await self._find(name)
         with ray_errors():
