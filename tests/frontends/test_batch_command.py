@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 from batch_files import CHAT, entries, jsonl, request
 from command_line import Command, environment
 from servers import Server, serving
+from waiting import until
 
 from moegguf.cli.app import main
 from moegguf.cli.batch import Run, finished, open_requests
@@ -62,9 +62,8 @@ def started(*arguments: object, **extra: str) -> Iterator[subprocess.Popen[str]]
 
 def wait_for(process: subprocess.Popen[str], path: Path, n_lines: int) -> None:
     """Returns when so many lines are there, and the process has not ended."""
-    while not path.exists() or path.read_bytes().count(b"\n") < n_lines:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.005)
+    until(lambda: process.poll() is not None or (path.exists() and path.read_bytes().count(b"\n") >= n_lines), 60)
+    assert process.poll() is None, process.communicate()
 
 
 def test_a_file_alone(moegguf: Command, tmp_path: Path) -> None:

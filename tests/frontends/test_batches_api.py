@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import waiting
 from batch_files import CHAT, entries, jsonl, request
 from fake_manager import FakeCatalog, FakeManager, entry_of, running
 from openai.types import Batch
@@ -79,9 +80,7 @@ def create(client: openai.OpenAI, file_id: str, endpoint: Any = CHAT, **options:
 
 
 def until(client: openai.OpenAI, batch: Batch, condition: Callable[[Batch], object]) -> Batch:
-    while not condition(found := client.batches.retrieve(batch.id)):
-        time.sleep(0.01)
-    return found
+    return waiting.until(lambda: condition(found := client.batches.retrieve(batch.id)) and found)
 
 
 def ended(client: openai.OpenAI, batch: Batch) -> Batch:
@@ -303,11 +302,9 @@ def test_an_upload_that_breaks_off_leaves_nothing(url: str, home: Path, http_cli
     connection.putheader("content-length", "100000")
     connection.endheaders(PURPOSE + part("file", b"x" * 5000, "f"))
     folder = home / "batches" / "files"
-    while not (folder.exists() and any(path.stat().st_size for path in folder.iterdir())):
-        time.sleep(0.01)
+    waiting.until(lambda: folder.exists() and any(path.stat().st_size for path in folder.iterdir()))
     connection.close()
-    while list(folder.iterdir()):
-        time.sleep(0.01)
+    waiting.until(lambda: not list(folder.iterdir()))
     assert http_client.get("/v1/files").json()["data"] == []
 
 

@@ -21,10 +21,11 @@ import psutil
 import pytest
 from fake_hub import Gate, running_hub
 from fake_manager import FakeManager
-from servers import Server, post, serving, until
+from servers import Server, post, serving
 from starlette.responses import PlainTextResponse
 from uvicorn import Config
 from uvicorn.server import ServerState
+from waiting import until
 
 from moegguf.errors import (
     WorkerError,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from running import Llama, Load, Logits, Own, Reference, TinyModel, controller_of, greedy_logits, random_prompt
+from waiting import until
 
 from moegguf.controller import weights as weights_file
 from moegguf.controller.artifacts import COLLECTION, MEASURED, Artifacts
@@ -96,16 +96,9 @@ def test_a_collection_is_saved_while_the_model_runs(path: Path, load: Load) -> N
     for request in range(EVERY_REQUESTS + 1):  # the next request ends the one before
         assert not kept.exists()
         greedy_logits(llm, random_prompt(llm, 5, seed=request), 2)
-    assert eventually(kept.is_file)
+    until(kept.is_file)
     saved = Artifacts(read_layout(path)).collection(MoeShape.of(read_layout(path)))
     assert saved is not None and saved.decode.n_entries == EVERY_REQUESTS
-
-
-def eventually(happened: Callable[[], bool], timeout_s: float = 10.0) -> bool:
-    end = time.monotonic() + timeout_s
-    while not happened() and time.monotonic() < end:
-        time.sleep(0.01)
-    return happened()
 
 
 def test_a_model_that_was_only_loaded_keeps_nothing(path: Path, load: Load) -> None:
