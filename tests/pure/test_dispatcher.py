@@ -542,7 +542,7 @@ async def test_unloading_during_a_load_that_fails_is_no_error(catalog: FakeCatal
     async with manager_of(catalog) as manager:
         loading = asyncio.create_task(generate(manager, "d", "say x"))
         await until(lambda: catalog.loads("d"))
-        unloading = asyncio.create_task(manager.unload("d"))
+        unloading = asyncio.create_task(manager.unload("d:latest"))  # a name as it is waits for nothing
         await asyncio.sleep(0)
         (tmp_path / "go").touch()
         with pytest.raises(ModelFormatError):

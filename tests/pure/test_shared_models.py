@@ -139,7 +139,7 @@ async def test_a_name_is_unloaded_after_its_answer_and_others_go_on(catalog: Fak
         held = await begun(manager, "a", go)
         behind = asyncio.create_task(generate(manager, "b", "say b"))
         await until(lambda: manager.loaded()[0].queue == 1)
-        unloading = asyncio.create_task(manager.unload("a"))
+        unloading = asyncio.create_task(manager.unload("a:latest"))
         await asyncio.sleep(0)
         assert not manager.loaded()[0].stopping
         go.touch()
