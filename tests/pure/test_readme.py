@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ast
-import functools
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from command_help import help_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {path: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
@@ -35,20 +33,6 @@ def test_every_make_target_exists() -> None:
     named = {words[1] for words in commands("make ")}
     assert named
     assert named <= known
-
-
-@functools.cache
-def help_of(*command: str) -> str:
-    """What `moegguf COMMAND --help` prints."""
-    shown = subprocess.run(
-        [sys.executable, "-m", "moegguf.cli.app", *command, "--help"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=ROOT,
-    )
-    assert shown.returncode == 0, shown.stderr
-    return shown.stdout
 
 
 @pytest.mark.parametrize("words", commands("moegguf "), ids=lambda words: " ".join(words[1:3]))
