@@ -197,14 +197,6 @@ def test_an_error_is_one_line_with_the_next_step(
     assert words in said
 
 
-def test_a_damaged_trace_is_refused(capsys: Capture, recorded: Path, tmp_path: Path) -> None:
-    data = recorded.read_bytes()
-    (tmp_path / "cut.npz").write_bytes(data[: len(data) // 2])
-    code, said = refused(capsys, "simulate", tmp_path / "cut.npz")
-    assert code == 1
-    assert re.fullmatch(r"error: cut\.npz: the trace is damaged .+; record it again\.\n", said)
-
-
 def test_prompts_alone_have_nothing_to_replay(moegguf: Command, prompts: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("What is an expert?\n\nWhat is a router?\n")
     out = tmp_path / "t.npz"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -104,19 +103,6 @@ def test_a_collection_is_saved_while_the_model_runs(path: Path, load: Load) -> N
 def test_a_model_that_was_only_loaded_keeps_nothing(path: Path, load: Load) -> None:
     load(path, predictor="eamc", **TIGHT).close()
     assert [found.name for found in path.parent.iterdir()] == ["tiny-qwen2moe.gguf"]
-
-
-def test_the_folder_of_the_model_is_not_writable(
-    path: Path, load: Load, user: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    access = os.access
-    monkeypatch.setattr(os, "access", lambda at, mode: not str(at).startswith(str(path.parent)) and access(at, mode))
-    llm = load(path, predictor="eamc", **TIGHT)
-    logits_of(llm)
-    llm.close()
-    assert [found.name for found in path.parent.iterdir()] == ["tiny-qwen2moe.gguf"]
-    assert [found.name for found in user.rglob("*.safetensors")] == [COLLECTION]
-    assert entries_of(load(path, predictor="eamc", **TIGHT)).decode.n_entries == 1
 
 
 Save = Callable[[Path, str, float], None]
