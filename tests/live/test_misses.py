@@ -35,7 +35,7 @@ OPTIONS: dict[str, Any] = {"n_ctx": 512, "n_threads": 2, "logits_all": True, "ve
 N_PROMPT, N_NEW = 40, 60
 SMALL = {"vram_cache": "40%", "expert_cache": "25%"}
 WINDOW_TOKENS = 64  # in which an expert is used twice before it gets a slot on the device
-SLOW = Link(2e7, 1e-3)  # nothing is copied because that is faster
+SLOW = Link(1e7, 1e-4)  # nothing is copied because that is faster
 
 # Logits of the tiny models reach 10 to 15; two processors' sums of the same products differ by less than this.
 CLOSE = 0.02
