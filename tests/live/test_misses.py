@@ -23,6 +23,7 @@ from running import (
     random_prompt,
     write_adapter,
 )
+from waiting import until
 
 from moegguf.engine.stats import Stats
 from moegguf.errors import ExpertIOError, GenerationCancelled, OptionError
@@ -333,8 +334,7 @@ def cancelled(path: Path, tokens: list[int]) -> tuple[float, Logits]:
         library.arm_fault("slow_read", 1, sticky=True)
 
         def cancel() -> None:
-            while not store.counters()["chunks_reading"]:
-                time.sleep(0.001)
+            until(lambda: store.counters()["chunks_reading"])
             at_s[0] = time.monotonic()
             store.cancel()
 

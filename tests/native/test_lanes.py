@@ -67,7 +67,7 @@ def test_a_context_that_waits_for_slots_can_be_cancelled(fake: FakeModel, open_s
     lane.acquire(0, [0, 1])
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(other.acquire, 1, [2, 3])
-        time.sleep(0.1)
+        until(lambda: store.counters()["routing_events"] == 2)
         assert not waiting.done()
         store.cancel()
         with pytest.raises(GenerationCancelled):
