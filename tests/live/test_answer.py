@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -141,6 +142,23 @@ def test_cancelling_one_that_waits_leaves_the_one_that_runs(demo: Llama) -> None
     assert running.timing.finish == "stop"
     waits.join(30)
     assert (waiting.timing.finish, waiting.timing.answer_tokens) == ("cancelled", 0)
+
+
+def test_cancelling_ends_a_pass_that_waits_for_a_slow_disk(tiny: TinyModel, load: Load) -> None:
+    llm = load(tiny("tiny-mix"), expert_cache="25%")
+    answer = Answer(llm, ask("hello there"))
+    deltas = answer.deltas()
+    next(deltas)
+    library.arm_fault("slow_read", 1, sticky=True)
+    begin = time.monotonic()
+    canceller = threading.Timer(0.1, answer.cancel)
+    canceller.start()
+    list(deltas)
+    canceller.join()
+    assert time.monotonic() - begin < 10
+    assert answer.timing.finish == "cancelled"
+    library.arm_fault("slow_read", 0)
+    assert reply(llm, "hello", max_tokens=3)[1].answer_tokens == 3
 
 
 def test_a_fault_in_the_middle_is_raised_where_the_deltas_are_read(tiny: TinyModel, load: Load) -> None:

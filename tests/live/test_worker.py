@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import Any, cast
 
 import psutil
 import pytest
-import waiting
 from scripted_manager import in_loop, until
 
 from moegguf.engine.llama import Llama
@@ -275,7 +275,9 @@ def test_what_a_pass_gives_its_answers_is_sent_in_one_call(tiny: TinyModel, monk
         reader.join()
     computing = threading.Thread(target=served._answer_messages)
     computing.start()
-    waiting.until(lambda: not served._jobs)
+    while served._jobs:
+        assert computing.is_alive()
+        time.sleep(0.01)
     loop.close()
     computing.join()
     served._close()

@@ -12,15 +12,18 @@ import numpy as np
 import pytest
 from fake_model import FakeModel, Open, make_model
 from reference_policies import NextUse
+from traces import random_trace
 
 from moegguf.controller.history import History
 from moegguf.controller.policies.base import LOCALITY
+from moegguf.controller.predictors.base import NoPrediction
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
 from moegguf.native import abi, library
 from moegguf.native.events import Float32s, Phase, RoutingEvent
 from moegguf.native.store import Lane, NativePolicy, Store, StoreOptions
-from moegguf.trace.simulate import layout_of
+from moegguf.trace.belady import Lookups, belady
+from moegguf.trace.simulate import SimOptions, Simulation, layout_of
 
 
 def rates(half_lives_tokens: tuple[float, ...], weights: tuple[float, ...], distance_weight: float) -> NativePolicy:
@@ -294,6 +297,17 @@ def test_a_share_outside_of_0_to_1_is_refused(one: FakeModel, open_store: Open) 
     for share in (-0.1, 1.1, float("nan")):
         with pytest.raises(OptionError, match="protected share"):
             store.set_policy("slru", protected_share=share)
+
+
+@pytest.mark.parametrize("n_slots", [9, 20, 40])
+def test_it_replays_alike_each_time_and_stays_below_belady(n_slots: int) -> None:
+    trace = random_trace(n_sequences=6, n_prefill=6, n_decode=40)
+    shape = trace.shape
+    first, again = (
+        Simulation(trace, NativePolicy("slru"), NoPrediction(shape), n_slots, SimOptions()).run() for _ in range(2)
+    )
+    assert first == again
+    assert 0 < first.hit_rate <= belady(Lookups.of(trace), n_slots).hit_rate
 
 
 PAPER = MoeShape(n_layer=4, n_expert=4, n_expert_used=2, layers=(0, 1, 2, 3))  # the example of section 3.2.1
