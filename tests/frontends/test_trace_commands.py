@@ -7,11 +7,11 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from command_line import Command, TinyModel, environment
+from waiting import until
 
 from moegguf.cli.app import main
 from moegguf.controller.policies import policy_names
@@ -262,10 +262,7 @@ def test_an_interrupted_recording_leaves_no_partial_file(recorded: Path, tmp_pat
     process = subprocess.Popen(
         [sys.executable, "-m", "moegguf.cli.app", *command], env=environment(), stderr=subprocess.PIPE, text=True
     )
-    for _ in range(600):
-        if partial.exists():
-            break
-        time.sleep(0.1)
+    until(partial.exists, 60)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert (process.returncode, said) == (130, "")
