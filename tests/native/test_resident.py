@@ -66,6 +66,14 @@ def test_tokens_are_awaited_where_something_uses_them(fake: FakeModel, open_stor
     assert lane.awaits_tokens(8, Phase.DECODE), "from the next routing event on slots have to be filled"
 
 
+def test_gates_get_their_bytes_while_the_fill_goes_on(fake: FakeModel, open_store: Open) -> None:
+    store, lane = open_store(fake, 32)
+    for expert in range(7, -1, -1):
+        fake.token(store, lane, [expert, (expert + 1) % 8])
+    store.drain(10)
+    assert store.counters()["bytes_missed"] + store.counters()["bytes_prefetched"] == fake.layout.expert_bytes
+
+
 def test_a_pool_that_shrinks_gives_its_memory_back(tmp_path: Path, open_store: Open) -> None:
     fake = make_model(tmp_path, n_layer=2, n_embd=512, n_ff=256, types=({"up": F32, "down": F32},))
     store, lane = open_store(fake, 16)
