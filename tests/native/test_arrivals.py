@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import numpy.typing as npt
 import pytest
 from fake_model import FakeModel, Open, make_model
 from product import Product, aborts, check_a_failed_read_ends_the_pass, check_failure
-from waiting import until
 
 from moegguf.errors import ExpertIOError
 from moegguf.native import abi, library
@@ -144,7 +144,8 @@ def test_a_read_that_fails_after_its_pass_has_ended_is_not_the_next_passes_failu
     library.arm_fault("slow_read", 2)
     library.arm_fault("read", 1, sticky=True)
     products[-1].acquire()
-    until(lambda: aborts(lane))
+    while not aborts(lane):
+        time.sleep(0.001)
     store.drain(10)  # the second read takes two seconds, and fails then
     library.arm_fault("read", 0)
     fake.token(store, other, [3, 4])
