@@ -1,6 +1,6 @@
 # make        everything needed to use moegguf from this folder
 # make run    the bundled demo model, with a budget of half its experts
-# make test   the tests          make lint   style, types and size
+# make test   the tests, two files at a time (JOBS=2)          make lint   style, types and size
 # make lab    what the laboratory needs, see predictors/README.md
 # make tsan, make asan           the native tests under a sanitizer
 # make test-vulkan               the tests that need a GPU, on a software one
@@ -17,6 +17,7 @@ SOURCES := pyproject.toml tools/vendor.py $(wildcard patches/* moegguf/native/*.
            moegguf/native/*/*.cpp moegguf/native/*/*.h moegguf/native/*.cmake) \
            moegguf/native/CMakeLists.txt
 CMAKE_ARGS ?=
+JOBS ?= 2
 
 .PHONY: all run test test-vulkan check-cuda lint lab tsan asan wheel bench clean
 
@@ -40,7 +41,7 @@ run: $(READY)
 	@$(VENV)/bin/moegguf run demo "What does moegguf do?" --expert-cache 50% --verbose
 
 test: $(READY)
-	@$(PY) -m pytest
+	@$(PY) -m pytest -n $(JOBS) --dist loadfile
 
 $(VENV)/.lint: $(READY)
 	@$(PY) tools/check_machine.py --requirements lint | $(PIP) install -r /dev/stdin

@@ -54,7 +54,7 @@ class Terminal:
     def type(self, text: str) -> None:
         """Types a line at the prompt and waits until it is on the screen."""
         self.send(text)
-        self.wait(lambda: self.line.endswith(text[-20:].rstrip()) and not self.line.startswith(PROMPT), repr(text))
+        self.wait(lambda: self._typed.endswith(text[-20:].rstrip()) and not self.line.startswith(PROMPT), repr(text))
 
     def enter(self, text: str) -> None:
         """Types a line and presses Enter."""
@@ -92,6 +92,11 @@ class Terminal:
     def line(self) -> str:
         """The line of the cursor."""
         return self.screen.display[self.screen.cursor.y].rstrip()
+
+    @property
+    def _typed(self) -> str:
+        """All up to the line of the cursor, whose end may stand on the line above it."""
+        return "".join(self.screen.display[: self.screen.cursor.y + 1]).rstrip()
 
     def colour_of(self, text: str) -> str:
         """The colour of `text` on the screen: a name, "default" or hexadecimal digits."""

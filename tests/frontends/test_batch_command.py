@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 from batch_files import CHAT, entries, jsonl, request
 from command_line import Command, environment
 from servers import Server, serving
+from waiting import until
 
 from moegguf.cli.app import main
 from moegguf.cli.batch import Run, finished, open_requests
@@ -62,9 +62,8 @@ def started(*arguments: object, **extra: str) -> Iterator[subprocess.Popen[str]]
 
 def wait_for(process: subprocess.Popen[str], path: Path, n_lines: int) -> None:
     """Returns when so many lines are there, and the process has not ended."""
-    while not path.exists() or path.read_bytes().count(b"\n") < n_lines:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.005)
+    until(lambda: process.poll() is not None or (path.exists() and path.read_bytes().count(b"\n") >= n_lines), 60)
+    assert process.poll() is None, process.communicate()
 
 
 def test_a_file_alone(moegguf: Command, tmp_path: Path) -> None:
@@ -89,14 +88,19 @@ def test_a_file_alone(moegguf: Command, tmp_path: Path) -> None:
     assert other.returncode == 1 and "is not the answers to these requests" in other.stderr
 
 
+def loaded(server: Server) -> set[str]:
+    """Names of models; those of other tests may be among them."""
+    return {model["name"] for model in server.call("/api/ps").json["models"]}
+
+
 def test_a_server_answers_and_it_is_the_same(moegguf: Command, server: Server, tmp_path: Path) -> None:
     path = written(tmp_path, [question(i, model="demo") for i in range(6)])
     served = moegguf("batch", path, "-o", tmp_path / "served", "--parallel", 3, MOEGGUF_HOST=server.url)
     assert served.returncode == 0, served.stderr
-    assert [model["name"] for model in server.call("/api/ps").json["models"]] == ["demo:latest"]
+    assert "demo:latest" in loaded(server)
     server.call("/api/generate", {"model": "demo", "keep_alive": 0})
     here = moegguf("batch", path, "-o", tmp_path / "here", "--local", MOEGGUF_HOST=server.url)
-    assert here.returncode == 0 and server.call("/api/ps").json["models"] == []
+    assert here.returncode == 0 and "demo:latest" not in loaded(server)
     assert texts(entries(tmp_path / "served")) == texts(entries(tmp_path / "here"))
     bad = question(1, max_tokens="many")
     done = moegguf("batch", written(tmp_path, [bad]), "-o", "-", MOEGGUF_HOST=server.url)

@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import pytest
 from fake_manager import FUNCTIONS, HI, FakeManager, objects
-from servers import post, until
+from servers import post
+from waiting import until
 
 from moegguf import errors
 from moegguf.generate.request import Delta, PromptProgress, ToolCall

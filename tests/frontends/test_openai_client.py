@@ -92,21 +92,6 @@ def test_a_stream_with_usage(client: openai.OpenAI, whole: ChatCompletion) -> No
     assert all(chunk.usage is None and len(chunk.choices) == 1 for chunk in chunks)
 
 
-@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-def test_max_tokens(client: openai.OpenAI, name: str) -> None:
-    answer = client.chat.completions.create(**ASKED, **{name: 3})
-    assert answer.choices[0].finish_reason == "length"
-    assert answer.usage is not None and answer.usage.completion_tokens == 3
-
-
-def test_stop_text(client: openai.OpenAI, whole: ChatCompletion) -> None:
-    word = text_of(whole).split()[4]
-    answer = client.chat.completions.create(**ASKED, stop=[word, "never said"])
-    assert text_of(answer) == text_of(whole).partition(word)[0]
-    assert answer.choices[0].finish_reason == "stop"
-    assert text_of(client.chat.completions.create(**ASKED, stop=word)) == text_of(answer)
-
-
 def test_logprobs(client: openai.OpenAI) -> None:
     asked = {**ASKED, "logprobs": True, "top_logprobs": 3, "temperature": 0, "max_tokens": 6}
     answer = client.chat.completions.create(**asked)
@@ -121,13 +106,6 @@ def test_logprobs(client: openai.OpenAI) -> None:
     chunks = client.chat.completions.create(**asked, stream=True)
     streamed = [each for chunk in chunks if (told := chunk.choices[0].logprobs) for each in told.content or ()]
     assert streamed == answer.choices[0].logprobs.content  # type: ignore[union-attr]
-
-
-def test_logit_bias_excludes_a_token(client: openai.OpenAI, served: Server) -> None:
-    first = client.chat.completions.create(**ASKED, temperature=0, max_tokens=1)
-    token = served.call("/tokenize", {"model": "demo", "content": text_of(first)}).json["tokens"][0]
-    other = client.chat.completions.create(**ASKED, temperature=0, max_tokens=1, logit_bias={str(token): -100})
-    assert text_of(other) != text_of(first)
 
 
 def test_a_required_tool_call(client: openai.OpenAI) -> None:
@@ -162,19 +140,6 @@ def test_json_by_a_schema(client: openai.OpenAI) -> None:
     for seed in range(3):
         text = text_of(client.chat.completions.create(**{**ASKED, "seed": seed}, response_format=named, max_tokens=200))
         assert json.loads(text) in ({"a": "x"}, {"a": "y"})
-
-
-def test_an_unsupported_schema_is_a_400(client: openai.OpenAI) -> None:
-    named: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "nonsense"}}}
-    with pytest.raises(openai.BadRequestError):
-        client.chat.completions.create(**ASKED, response_format=named)
-
-
-def test_extension_keys(client: openai.OpenAI) -> None:
-    extra = {"top_k": 1, "min_p": 0.1, "repeat_penalty": 1.1, "keep_alive": "5m", "options": {"top_p": 0.5}}
-    one = client.chat.completions.create(**{**ASKED, "seed": 1}, extra_body=extra, max_tokens=8)
-    other = client.chat.completions.create(**{**ASKED, "seed": 2}, extra_body=extra, max_tokens=8)
-    assert text_of(one) == text_of(other)  # top_k 1 leaves no choice
 
 
 def test_thinking_is_separate(client: openai.OpenAI) -> None:

@@ -4,9 +4,8 @@ installed."""
 from __future__ import annotations
 
 import json
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from functools import partial
@@ -20,6 +19,7 @@ from servers import Reply, call
 
 pytest.importorskip("ray.serve")
 from ray_application import RayApplication, ray_application
+from waiting import until
 
 from moegguf.errors import OptionError
 from moegguf.generate.request import GenerationRequest, Sampling, Timing
@@ -50,15 +50,6 @@ ARGUMENTS = {
 def application(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayApplication]:
     with ray_application(ARGUMENTS, tmp_path_factory.mktemp("ray")) as found:
         yield found
-
-
-def until(condition: Callable[[], Any], within_s: float = 60) -> Any:
-    """The first result of `condition` that is true."""
-    end_s = time.monotonic() + within_s
-    while not (found := condition()):
-        assert time.monotonic() < end_s
-        time.sleep(0.1)
-    return found
 
 
 def chat(application: RayApplication, *contents: str, path: str = "/v1/chat/completions", **options: Any) -> Reply:

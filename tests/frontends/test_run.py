@@ -60,13 +60,6 @@ def test_llama_cpps_names_of_options_are_known(moegguf: Command, tiny: TinyModel
     assert done.stdout.strip()
 
 
-@pytest.mark.parametrize("flag", ["--cache-type-k", "--cache-type-v"])
-def test_a_type_that_no_kv_cache_can_have_is_refused(moegguf: Command, tiny: TinyModel, flag: str) -> None:
-    done = moegguf("run", tiny(), "hello", flag, "q2_k", *QUICK)
-    assert done.returncode == 1
-    assert "'q2_k' is none of f32, f16" in done.stderr
-
-
 def test_hf_and_model_options_make_every_argument_a_word_of_the_prompt() -> None:
     assert model_and_words("hello", ["you"], None, "u/r:Q4_0") == ("hf.co/u/r:Q4_0", ["hello", "you"])
     assert model_and_words("hello", [], None, "hf.co/u/r") == ("hf.co/u/r", ["hello"])

@@ -17,10 +17,11 @@ DEMO = ("run", "demo", "What does moegguf do?", "--temperature", 0, "-n", 8)
 
 @pytest.fixture(autouse=True)
 def _unload(server: Server) -> Any:
-    unload = {"model": "demo", "keep_alive": 0}
-    server.call("/api/generate", unload)
+    """No model is loaded before and after a test, also of those that other tests have left."""
+    for name in loaded(server):
+        server.call("/api/generate", {"model": name, "keep_alive": 0})
     yield
-    server.call("/api/generate", unload)
+    server.call("/api/generate", {"model": "demo", "keep_alive": 0})
 
 
 def loaded(server: Server) -> list[str]:

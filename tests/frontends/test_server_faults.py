@@ -21,10 +21,11 @@ import psutil
 import pytest
 from fake_hub import Gate, running_hub
 from fake_manager import FakeManager
-from servers import Server, post, serving, until
+from servers import Server, post, serving
 from starlette.responses import PlainTextResponse
 from uvicorn import Config
 from uvicorn.server import ServerState
+from waiting import until
 
 from moegguf.errors import (
     WorkerError,
@@ -245,13 +246,6 @@ def test_paths_are_refused_as_names(server: Server, name: str) -> None:
         assert reply.status in (400, 404), (path, reply.text)
     names = {model["name"] for model in server.call("/api/tags").json["models"]}
     assert {"demo:latest", "tiny:latest"} <= names and not {f"{name}:latest", name, "x:latest"} & names
-
-
-def test_templates_are_sandboxed(server: Server) -> None:
-    for template in ("{{ ''.__class__.__mro__ }}", "{% for i in range(10**9) %}x{% endfor %}", "{% for %}"):
-        reply = server.call("/api/generate", {"model": "demo", "prompt": "x", "template": template, "stream": False})
-        assert reply.status == 400, reply.text
-    assert server.call("/api/generate", {"model": "demo", "prompt": "x", "stream": False}).status == 200
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])

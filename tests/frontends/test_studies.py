@@ -12,7 +12,6 @@ import pytest
 from command_line import ROOT, Command, environment
 
 from moegguf.trace.format import read
-from moegguf.trace.trace import Trace
 
 
 @pytest.fixture(scope="module")
@@ -48,30 +47,6 @@ def test_predictors_are_scored_beside_a_control(study: Command, recorded: Path) 
     gate = next(words for words in figures if words[:2] == ["fresh-gate", "0"])
     assert float(gate[2].rstrip("%")) > 99  # vectors are stored as float16
     assert "GOODPRED" in done.stdout
-
-
-def test_score_takes_whole_requests_of_every_kind(study: Command, recorded: Path, trace: Trace) -> None:
-    table = json.loads(study("score", recorded, "--predictor", "previous-token", "--tokens", "1", "--json").stdout)
-    first = trace.select([0, 1]).decode().n_tokens
-    assert table["tokens"] == first
-    assert table["used"] == f"2 of 4 requests with {first} of {trace.decode().n_tokens} decoded tokens"
-    assert [score["name"] for score in table["scores"]] == ["previous-token"]
-
-
-def test_all_lists_what_it_leaves_out_with_the_reason(study: Command, without_inputs: Path) -> None:
-    done = study("score", without_inputs, "--model", "demo")
-    assert done.returncode == 0
-    told = " ".join(done.stderr.split())
-    assert re.search(r"warning: left out: skip, .*fresh-gate \(it reads .*: record the trace with --inputs\)", told)
-    assert told.count("record the trace") == 1
-    assert "skip" not in done.stdout and "previous-token" in done.stdout
-
-
-def test_the_oracle_hits_more_than_any_eviction(study: Command, recorded: Path) -> None:
-    flags = ("--link", "1", "--layer-compute", "300", "--expert-cache", "25%")
-    rows = {row["predictor"]: row for row in json.loads(study("oracle", recorded, *flags, "--json").stdout)[:2]}
-    assert rows["oracle"]["decode_hit_rate"] > rows["none"]["decode_hit_rate"] + 0.1
-    assert "oracle: not a predictor" in study("oracle", recorded, "--expert-cache", "25%").stdout
 
 
 def test_the_token_scheduler_is_counted_beside_oracle_random_and_fifo(study: Command, recorded: Path) -> None:

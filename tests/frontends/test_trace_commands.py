@@ -7,11 +7,11 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from command_line import Command, TinyModel, environment
+from waiting import until
 
 from moegguf.cli.app import main
 from moegguf.controller.policies import policy_names
@@ -197,14 +197,6 @@ def test_an_error_is_one_line_with_the_next_step(
     assert words in said
 
 
-def test_a_damaged_trace_is_refused(capsys: Capture, recorded: Path, tmp_path: Path) -> None:
-    data = recorded.read_bytes()
-    (tmp_path / "cut.npz").write_bytes(data[: len(data) // 2])
-    code, said = refused(capsys, "simulate", tmp_path / "cut.npz")
-    assert code == 1
-    assert re.fullmatch(r"error: cut\.npz: the trace is damaged .+; record it again\.\n", said)
-
-
 def test_prompts_alone_have_nothing_to_replay(moegguf: Command, prompts: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("What is an expert?\n\nWhat is a router?\n")
     out = tmp_path / "t.npz"
@@ -270,10 +262,7 @@ def test_an_interrupted_recording_leaves_no_partial_file(recorded: Path, tmp_pat
     process = subprocess.Popen(
         [sys.executable, "-m", "moegguf.cli.app", *command], env=environment(), stderr=subprocess.PIPE, text=True
     )
-    for _ in range(600):
-        if partial.exists():
-            break
-        time.sleep(0.1)
+    until(partial.exists, 60)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert (process.returncode, said) == (130, "")

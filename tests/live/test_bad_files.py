@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from running import Llama, Load, Reference, TinyModel, greedy_logits
 
-from moegguf.errors import ExpertIOError, ModelFormatError, ModelNotFoundError, MoeggufError
+from moegguf.errors import ExpertIOError, ModelFormatError, ModelNotFoundError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 
 TENSOR = b"blk.1.ffn_up_exps.weight"
-EXPERT_COUNT, EXPERTS_USED = b"qwen2moe.expert_count", b"qwen2moe.expert_used_count"
+EXPERT_COUNT = b"qwen2moe.expert_count"
 
 Change = Callable[[bytearray], object]
 
@@ -25,68 +25,11 @@ def after(data: bytearray, name: bytes, n_bytes: int = 0) -> int:
     return data.index(struct.pack("<Q", len(name)) + name) + 8 + len(name) + n_bytes
 
 
-def set_dim(i: int, value: int) -> Change:
-    return lambda data: struct.pack_into("<Q", data, after(data, TENSOR, 4 + 8 * i), value)
-
-
-def set_type(value: int) -> Change:
-    return lambda data: struct.pack_into("<I", data, after(data, TENSOR, 4 + 24), value)
-
-
-def set_offset(value: int) -> Change:
-    return lambda data: struct.pack_into("<Q", data, after(data, TENSOR, 4 + 24 + 4), value)
-
-
-def move_offset(by: int) -> Change:
-    def change(data: bytearray) -> None:
-        at = after(data, TENSOR, 4 + 24 + 4)
-        struct.pack_into("<Q", data, at, struct.unpack_from("<Q", data, at)[0] + by)
-
-    return change
-
-
-def set_key(name: bytes, value: int) -> Change:
-    return lambda data: struct.pack_into("<I", data, after(data, name, 4), value)
-
-
-def cut(share: float) -> Change:
-    def change(data: bytearray) -> None:
-        del data[int(len(data) * share) :]
-
-    return change
-
-
-def overwrite(at: int, value: bytes) -> Change:
-    def change(data: bytearray) -> None:
-        data[at : at + len(value)] = value
-
-    return change
-
-
-BAD_FILES: dict[str, Change] = {
-    "empty": cut(0),
-    "cut in the header": cut(0.001),
-    "cut in the tensor list": cut(0.015),
-    "cut in the data": cut(0.5),
-    "one block short": cut(0.9999),
-    "wrong magic": overwrite(0, b"GGML"),
-    "unknown version": overwrite(4, struct.pack("<I", 99)),
-    "a billion key-values": overwrite(16, struct.pack("<Q", 10**9)),
-    "a billion tensors": overwrite(8, struct.pack("<Q", 10**9)),
-    "offset past the end": set_offset(1 << 40),
-    "offset of 2^63": set_offset(1 << 63),
-    "unaligned offset": move_offset(1),
-    "overlapping tensors": set_offset(0),
-    "zero dimension": set_dim(0, 0),
-    "overflowing dimensions": set_dim(0, 1 << 62),
-    "larger than the file": set_dim(1, 1 << 30),
-    "too few experts in a tensor": set_dim(2, 15),
-    "too many experts in a tensor": set_dim(2, 17),
-    "unknown type": set_type(250),
-    "no experts used": set_key(EXPERTS_USED, 0),
-    "more experts used than there are": set_key(EXPERTS_USED, 17),
-    "another number of experts": set_key(EXPERT_COUNT, 8),
-    "four billion experts": set_key(EXPERT_COUNT, 0xFFFFFFFF),
+BAD_FILES: dict[str, Change] = {  # the reader's own tests have every rule
+    "cut in the data": lambda data: data.__delitem__(slice(len(data) // 2, None)),
+    "wrong magic": lambda data: data.__setitem__(slice(0, 4), b"GGML"),
+    "offset of 2^63": lambda data: struct.pack_into("<Q", data, after(data, TENSOR, 4 + 24 + 4), 1 << 63),
+    "another number of experts": lambda data: struct.pack_into("<I", data, after(data, EXPERT_COUNT, 4), 8),
 }
 
 
@@ -120,30 +63,9 @@ def split(tiny: TinyModel, tmp_path: Path) -> list[Path]:
     return [Path(shutil.copy(shard, tmp_path)) for shard in shards(tiny(n_split=3))]
 
 
-def test_a_missing_shard_is_named(split: list[Path]) -> None:
-    split[1].unlink()
-    with pytest.raises(MoeggufError, match="00002-of-00003"):
-        Llama(split[0], verbose=False)
-
-
-def test_swapped_shards_are_refused(split: list[Path], tmp_path: Path) -> None:
-    spare = split[1].rename(tmp_path / "spare")
-    split[2].rename(split[1])
-    spare.rename(split[2])
-    with pytest.raises(ModelFormatError, match=r"0000[23]-of-00003"):
-        Llama(split[0], verbose=False)
-
-
 def test_a_shard_of_another_quantisation_is_refused(split: list[Path], tiny: TinyModel) -> None:
     shutil.copy(shards(tiny(quant="q8_0", n_split=3))[1], split[1])
     with pytest.raises(ModelFormatError):
-        Llama(split[0], verbose=False)
-
-
-def test_a_cut_shard_is_named(split: list[Path]) -> None:
-    with split[2].open("r+b") as file:
-        file.truncate(split[2].stat().st_size // 2)
-    with pytest.raises(ModelFormatError, match="00003-of-00003"):
         Llama(split[0], verbose=False)
 
 
@@ -193,18 +115,6 @@ def test_a_file_that_is_written_to_while_it_is_loaded_is_an_error(
     monkeypatch.setattr(ExpertLayout, "check_not_overwritten", overwrite_first)
     with pytest.raises(ExpertIOError, match=r"copy\.gguf was written to while it was loaded"):
         Llama(copied, expert_cache="40%", verbose=False)
-
-
-def test_a_file_deleted_or_replaced_while_running_keeps_serving(
-    copied: Path, tiny: TinyModel, load: Load, reference: Reference, tmp_path: Path
-) -> None:
-    llm = load(copied, expert_cache="40%")
-    other = Path(shutil.copy(tiny(quant="q8_0"), tmp_path / "other.gguf"))
-    other.rename(copied)
-    assert np.array_equal(greedy_logits(llm), reference(tiny()))
-    copied.unlink()
-    assert np.array_equal(greedy_logits(llm), reference(tiny()))
-    assert llm.stats().evictions > 0
 
 
 def test_what_llama_cpp_refuses_is_a_format_error_too(tiny: TinyModel, tmp_path: Path) -> None:

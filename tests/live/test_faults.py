@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from running import Llama, Load, Reference, TinyModel, greedy_logits, hooks_off, random_prompt
+from waiting import until
 
 from moegguf.engine.upstream import UpstreamLlama
 from moegguf.errors import (
@@ -174,9 +175,15 @@ def test_little_memory_gives_a_smaller_pool_and_a_warning(tiny: TinyModel, load:
     assert np.array_equal(greedy_logits(llm, prompt, N_NEW), greedy_logits(plain, prompt, N_NEW))
 
 
-def cancel_after(llm: Llama, seconds: float, moments: list[float]) -> threading.Thread:
+def wait_for_a_read(llm: Llama) -> None:
+    """Returns while a pass waits for the disk."""
+    assert llm.session is not None
+    until(lambda: llm.session.store.counters()["chunks_reading"])
+
+
+def cancel_in_a_read(llm: Llama, moments: list[float]) -> threading.Thread:
     def run() -> None:
-        time.sleep(seconds)
+        wait_for_a_read(llm)
         moments.append(time.perf_counter())
         llm.cancel()
 
@@ -189,7 +196,7 @@ def test_a_slow_disk_is_cancelled_at_once(tiny: TinyModel, load: Load, reference
     llm = load(tiny(), expert_cache="40%")
     library.arm_fault("slow_read", 5, sticky=True)
     moments: list[float] = []
-    thread = cancel_after(llm, 0.3, moments)
+    thread = cancel_in_a_read(llm, moments)
     with pytest.raises(GenerationCancelled):
         greedy_logits(llm)
     assert time.perf_counter() - moments[0] < 1.0
@@ -214,7 +221,7 @@ def test_closing_ends_the_pass_of_another_thread(tiny: TinyModel, load: Load) ->
 
     thread = threading.Thread(target=run)
     thread.start()
-    time.sleep(0.3)
+    wait_for_a_read(llm)
     library.arm_fault("slow_read", 0)
     llm.close()
     thread.join(10)

@@ -7,12 +7,10 @@ import gc
 import multiprocessing
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import textwrap
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -31,6 +29,7 @@ from running import (
     in_threads,
     random_prompt,
 )
+from waiting import status_of
 
 from moegguf.errors import (
     AllocationError,
@@ -169,19 +168,6 @@ def test_a_load_that_fails_leaves_nothing(tiny: TinyModel, tmp_path: Path, fault
         llm.eval([1])
 
 
-def wait_for(pid: int) -> int:
-    """The exit status of a child, which is killed when it takes too long."""
-    deadline = time.monotonic() + CHILD_TIMEOUT_S
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return -signal.SIGKILL
-
-
 def child_of_fork(llm: Llama) -> int:
     """0 when every use is a ForkError and closing is harmless."""
     for use in ("eval", "stats", "call", "generate", "embed", "set_expert_cache"):
@@ -213,7 +199,7 @@ def test_a_child_of_fork_gets_an_error_and_the_parent_goes_on(
             status = child_of_fork(llm)
         finally:
             os._exit(status)
-    assert wait_for(pid) == 0
+    assert status_of(pid) == 0
     assert np.array_equal(greedy_logits(llm), reference(tiny()))
 
 

@@ -31,12 +31,6 @@ def test_names_that_langchain_still_passes_are_accepted(tiny: TinyModel, load: L
     llm.eval([1])
 
 
-@pytest.mark.parametrize("readers", [0, -1, 1000])
-def test_reader_counts_out_of_range_are_refused(tiny: TinyModel, readers: int) -> None:
-    with pytest.raises(OptionError, match="readers"):
-        Llama(tiny(), store=StoreOptions(readers=readers), verbose=False)
-
-
 def test_an_unknown_device_is_refused(tiny: TinyModel) -> None:
     with pytest.raises(OptionError, match="no such"):
         Llama(tiny(), store=StoreOptions(device="no such"), verbose=False)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from own_process import in_own_process
+from own_process import in_measuring_process, in_own_process
 from rpc_device import in_child, register
 from running import N_NEW, Llama, Logits, Reference, TinyModel, greedy_logits, hooks_off
 
@@ -187,11 +187,11 @@ class Moved:
 
 
 def test_a_model_that_moved_to_another_disk_is_measured_there(tiny: TinyModel) -> None:
-    assert in_own_process(of_another_disk, tiny("tiny-qwen2moe", "q4_0", 2)) == [False, True, False, True]
+    assert in_measuring_process(of_another_disk, tiny("tiny-qwen2moe", "q4_0", 2)) == [False, True, False, True]
 
 
 def test_speeds_are_measured_once_and_a_damaged_file_is_measured_again(tiny: TinyModel) -> None:
-    found = in_own_process(decisions, tiny("tiny-qwen2moe", "q4_0", 2))
+    found = in_measuring_process(decisions, tiny("tiny-qwen2moe", "q4_0", 2))
     assert found["source"].startswith("measured on 2")
     assert 0 < found["link_bytes_per_s"] < 1e9
     assert found["used_again"] and found["mended"].startswith("measured on 2")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from running import Llama, Load, Logits, Own, Reference, TinyModel, controller_of, greedy_logits, random_prompt
+from waiting import until
 
 from moegguf.controller import weights as weights_file
 from moegguf.controller.artifacts import COLLECTION, MEASURED, Artifacts
@@ -96,34 +95,14 @@ def test_a_collection_is_saved_while_the_model_runs(path: Path, load: Load) -> N
     for request in range(CHECKPOINT_REQUESTS + 1):  # the next request ends the one before
         assert not kept.exists()
         greedy_logits(llm, random_prompt(llm, 5, seed=request), 2)
-    assert eventually(kept.is_file)
+    until(kept.is_file)
     saved = Artifacts(read_layout(path)).collection(MoeShape.of(read_layout(path)))
     assert saved is not None and saved.decode.n_entries == CHECKPOINT_REQUESTS
-
-
-def eventually(happened: Callable[[], bool], timeout_s: float = 10.0) -> bool:
-    end = time.monotonic() + timeout_s
-    while not happened() and time.monotonic() < end:
-        time.sleep(0.01)
-    return happened()
 
 
 def test_a_model_that_was_only_loaded_keeps_nothing(path: Path, load: Load) -> None:
     load(path, predictor="eamc", **TIGHT).close()
     assert [found.name for found in path.parent.iterdir()] == ["tiny-qwen2moe.gguf"]
-
-
-def test_the_folder_of_the_model_is_not_writable(
-    path: Path, load: Load, user: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    access = os.access
-    monkeypatch.setattr(os, "access", lambda at, mode: not str(at).startswith(str(path.parent)) and access(at, mode))
-    llm = load(path, predictor="eamc", **TIGHT)
-    logits_of(llm)
-    llm.close()
-    assert [found.name for found in path.parent.iterdir()] == ["tiny-qwen2moe.gguf"]
-    assert [found.name for found in user.rglob("*.safetensors")] == [COLLECTION]
-    assert entries_of(load(path, predictor="eamc", **TIGHT)).decode.n_entries == 1
 
 
 Save = Callable[[Path, str, float], None]

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from running import Llama, Load, TinyModel
+from waiting import until
 
 from moegguf.engine import trial, trial_process
 from moegguf.errors import AllocationError, ExpertIOError, GenerationCancelled, ModelFormatError
@@ -261,15 +261,7 @@ def test_a_trial_ends_with_the_process_that_waits_for_it() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == -signal.SIGABRT
     pid = int(done.stdout)
-    for _ in range(1000):
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return
-            os.kill(pid, 0)
-        except OSError:
-            return
-        time.sleep(0.01)
-    pytest.fail("the trial goes on without the process that started it")
+    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
 
 
 def test_what_no_check_foresees_ends_the_other_process_only(tiny: TinyModel, load: Load, tmp_path: Path) -> None:

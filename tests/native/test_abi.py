@@ -75,7 +75,7 @@ def test_null_pointers_are_refused(fake: FakeModel, open_store: Open) -> None:
         {"devices": None}, {"device_of_layer": (c.c_int32 * 1)(1)}, {"device_of_layer": (c.c_int32 * 1)(-1)},
         {"devices": (abi.Device * 1)(abi.Device(None, 0))}, {"n_devices": 2},
     ],
-    ids=str,
+    ids=lambda change: next(iter(change)),
 )  # fmt: skip
 def test_a_config_that_lacks_something_is_refused(fake: FakeModel, change: dict[str, Any]) -> None:
     matrices = (abi.Matrix * 1)(abi.Matrix(b"m", 0, 0, 0, 8, 4, 4, 0, 0, 0, 64))

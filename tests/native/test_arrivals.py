@@ -28,8 +28,7 @@ def resident(fake: FakeModel, open_store: Open, products: list[Product], ids: np
     return products[-1].compute()
 
 
-@pytest.mark.parametrize("repack", [False, True])
-@pytest.mark.parametrize("slow", [1, 3, 6])
+@pytest.mark.parametrize(("repack", "slow"), [(False, 1), (True, 3), (False, 6)])
 def test_what_is_computed_while_experts_arrive_has_the_same_bits(
     fake: FakeModel, open_store: Open, products: list[Product], repack: bool, slow: int
 ) -> None:

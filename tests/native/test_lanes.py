@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from fake_model import FakeModel, Open, check_counters
+from waiting import status_of, until
 
 from moegguf.errors import ClosedError, ForkError, GenerationCancelled
 from moegguf.native import abi, library
@@ -66,7 +67,7 @@ def test_a_context_that_waits_for_slots_can_be_cancelled(fake: FakeModel, open_s
     lane.acquire(0, [0, 1])
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(other.acquire, 1, [2, 3])
-        time.sleep(0.1)
+        until(lambda: store.counters()["routing_events"] == 2)
         assert not waiting.done()
         store.cancel()
         with pytest.raises(GenerationCancelled):
@@ -96,7 +97,7 @@ def test_cancelling_during_a_slow_read_ends_the_event_within_a_second_and_the_ne
     library.arm_fault("slow_read", 1, sticky=True)
     with ThreadPoolExecutor(1) as pool:
         event = pool.submit(lane.acquire, 0, [0, 1])
-        time.sleep(0.1)
+        until(lambda: store.counters()["chunks_reading"])
         start = time.monotonic()
         store.cancel()
         with pytest.raises(GenerationCancelled):
@@ -121,17 +122,7 @@ def in_child(body: Callable[[], bool]) -> None:
             os._exit(0 if body() else 1)
         except BaseException:
             os._exit(2)
-    deadline = time.monotonic() + CHILD_TIMEOUT_S
-    while True:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            assert os.waitstatus_to_exitcode(status) == 0
-            return
-        if time.monotonic() > deadline:
-            os.kill(pid, 9)
-            os.waitpid(pid, 0)
-            pytest.fail("the child hung")
-        time.sleep(0.005)
+    assert status_of(pid, CHILD_TIMEOUT_S) == 0
 
 
 def refused(call: Callable[[], object]) -> bool:

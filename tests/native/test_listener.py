@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 from fake_model import FakeModel, Open
+from waiting import until
 
 from moegguf.errors import CallbackError
 from moegguf.native import library
 from moegguf.native.events import Announcement, Phase, RoutingEvent
 from moegguf.native.store import ListenOptions
 
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.001)
+CAPACITY = 4096  # events of the ring, native/events.h
 
 
 def test_event_events_come_in_order_with_the_experts_chosen_on_a_thread_of_their_own(
@@ -106,7 +101,7 @@ def test_a_listener_hears_nothing_from_before_it_came(fake: FakeModel, open_stor
             before = store.counters()["passes"]
             passes: list[int] = []
             store.listen(on_routing=lambda event, passes=passes: passes.append(event.pass_))
-            time.sleep(0.002)
+            until(lambda passes=passes: passes)
             store.listen()
             stale += [n for n in passes if n < before]
     finally:
@@ -196,16 +191,17 @@ def test_a_listener_of_everything_makes_the_event_wait_instead_of_missing_events
     fake: FakeModel, open_store: Open
 ) -> None:
     store, lane = open_store(fake, 8, simulate=True)
-    n_seen = 0
+    n_seen = n_sent = 0
 
     def on_routing(event: RoutingEvent) -> None:
         nonlocal n_seen
         if n_seen == 0:
-            time.sleep(0.2)
+            until(lambda: n_sent >= CAPACITY)
         n_seen += 1
 
     store.listen(on_routing=on_routing, options=ListenOptions(everything=True))
     for n in range(6000):
+        n_sent = n
         lane.acquire(n % 4, [n % 8, (n + 1) % 8])
     store.listen()
     assert n_seen == 6000
@@ -214,10 +210,13 @@ def test_a_listener_of_everything_makes_the_event_wait_instead_of_missing_events
 
 def test_a_event_that_waits_for_room_ends_when_the_listener_goes(fake: FakeModel, open_store: Open) -> None:
     store, lane = open_store(fake, 8, simulate=True)
-    go_on = threading.Event()
-    options = ListenOptions(everything=True, lockstep=True)
-    store.listen(on_routing=lambda event: go_on.wait(30) and None, options=options)
-    done = threading.Event()
+    heard, go_on, done = threading.Event(), threading.Event(), threading.Event()
+
+    def on_routing(event: RoutingEvent) -> None:
+        heard.set()
+        go_on.wait(30)
+
+    store.listen(on_routing=on_routing, options=ListenOptions(everything=True, lockstep=True))
 
     def events() -> None:
         for n in range(100):
@@ -226,7 +225,7 @@ def test_a_event_that_waits_for_room_ends_when_the_listener_goes(fake: FakeModel
 
     thread = threading.Thread(target=events)
     thread.start()
-    time.sleep(0.05)
+    assert heard.wait(30)
     assert not done.is_set()
     go_on.set()
     store.listen()

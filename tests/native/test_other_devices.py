@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from fake_model import Q4_K, Q6_K, FakeModel, Types, check_counters, make_model
 from own_process import in_own_process
-from rpc_device import in_child, in_child_of_two, register
+from rpc_device import in_child_of_two, register
 from test_staging import N_TOKENS, check_staged, routed
 from test_tiers import check_tiers
 
@@ -66,30 +66,31 @@ def passes_on(fake: FakeModel, size: Size, names: Sequence[str]) -> Figures:
         store.close()
 
 
-def on_rpc(rpc: Path, ports: int | tuple[int, int], fake: FakeModel, size: Size) -> Figures:
-    return passes_on(fake, size, [register(rpc, port) for port in ([ports] if isinstance(ports, int) else ports)])
+def on_rpc(rpc: Path, ports: Sequence[int], fake: FakeModel) -> tuple[list[Figures], Figures]:
+    """Of the first server's device alone, in several sizes, and of both."""
+    names = [register(rpc, port) for port in ports]
+    sizes = ((5, 0, 0), (32, 0, 0), (2, 1, 0), (13, 13, 0), (4, 8, 1), (9, 32, 2))
+    return [passes_on(fake, size, names[:1]) for size in sizes], passes_on(fake, (5, 7, 0), names)
 
 
-@pytest.mark.parametrize("size", [(5, 0, 0), (32, 0, 0), (2, 1, 0), (13, 13, 0), (4, 8, 1), (9, 32, 2)])
-def test_an_rpc_device(mixed: FakeModel, size: Size) -> None:
-    _, ram = in_child(on_rpc, mixed, size)
-    assert size[1] == 0 or (ram["device"] == "RPC0" and "RPC0 offers no pinned memory" in ram["note"])
-
-
-def test_two_rpc_servers(mixed: FakeModel) -> None:
-    devices, ram = in_child_of_two(on_rpc, mixed, (5, 7, 0))
+def test_one_rpc_server_and_two(mixed: FakeModel) -> None:
+    of_one, (devices, ram) = in_child_of_two(on_rpc, mixed)
+    with_ram = [below for _, below in of_one if below]
+    assert len(with_ram) == 4
+    assert all(of["device"] == "RPC0" and "RPC0 offers no pinned memory" in of["note"] for of in with_ram)
     assert [of["device"] for of in devices] == ["RPC0", "RPC1"]
     assert "RPC0, RPC1 offers no pinned memory" in ram["note"]
 
 
-def behind_a_link(fake: FakeModel, size: Size, strict_seed: int) -> Figures:
-    return passes_on(fake, size, [add_link_device(FAST, strict_seed=strict_seed)])
+def behind_a_link(fake: FakeModel, strict_seed: int) -> None:
+    name = add_link_device(FAST, strict_seed=strict_seed)
+    for size in ((5, 0, 0), (32, 0, 0), (4, 8, 1), (13, 13, 2)):
+        passes_on(fake, size, [name])
 
 
 @pytest.mark.parametrize("strict_seed", [0, 1])
-@pytest.mark.parametrize("size", [(5, 0, 0), (32, 0, 0), (4, 8, 1), (13, 13, 2)])
-def test_a_device_behind_a_link(mixed: FakeModel, size: Size, strict_seed: int) -> None:
-    in_own_process(behind_a_link, mixed, size, strict_seed)
+def test_a_device_behind_a_link(mixed: FakeModel, strict_seed: int) -> None:
+    in_own_process(behind_a_link, mixed, strict_seed)
 
 
 def behind_two_links(fake: FakeModel, pinned: Pinned) -> tuple[str, dict[str, Any]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import time
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 from fake_model import FakeModel, Open, make_model
+from waiting import until
 
 from moegguf.errors import AllocationError, ExpertIOError, MoeggufError
 from moegguf.native import abi, library
@@ -28,14 +28,6 @@ def n_files() -> int:
     """Open files, without those that garbage of an earlier test holds."""
     gc.collect()
     return len(os.listdir("/proc/self/fd"))
-
-
-def assert_threads(most: int) -> None:
-    """At most so many threads: one that was joined may still be listed for a moment."""
-    deadline = time.monotonic() + 5
-    while n_threads() > most and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert n_threads() <= most
 
 
 def n_threads() -> int:
@@ -93,7 +85,7 @@ def test_the_nth_operation_fails(tmp_path: Path, kind: str, sticky: bool, direct
             break
     assert nth > 1, "the fault was never reached"
     assert n_files() <= files
-    assert_threads(threads)
+    until(lambda: n_threads() <= threads)  # one that was joined may still be listed for a moment
     harmless = {"short_read"} | (set() if sticky else {"read", "eintr"})
     assert (errors == 0) == (kind in harmless)
 

@@ -242,7 +242,9 @@ def room(found: Batches) -> int:
 
 
 @in_loop
-async def test_files_of_answers_wait_for_room_in_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_files_of_answers_wait_for_room_in_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(batches, "DISK_RETRY_S", 0.01)
     lines = [request("a", "y" * 1000), request("b", "hold")]
     async with batches_in(tmp_path, Endpoint(), max_bytes=60_000) as found:
@@ -251,7 +253,7 @@ async def test_files_of_answers_wait_for_room_in_the_store(tmp_path: Path, monke
         await until(lambda: batch.counts.completed == 1)
     async with batches_in(tmp_path, Endpoint(), max_bytes=26_000) as found:
         found.cancel(found.get(batch.id))
-        await asyncio.sleep(0.1)
+        await until(lambda: caplog.text.count(f"{batch.id} waits for") > 1)
         assert found.get(batch.id).status == "cancelling"
         with pytest.raises(StorageError, match="MOEGGUF_STORAGE_LIMIT"):
             stored(found, [b"x" * 20_000])
@@ -278,14 +280,16 @@ async def test_answers_of_a_batch_count_while_it_goes_on(tmp_path: Path, monkeyp
 
 
 @in_loop
-async def test_a_batch_waits_for_room_for_its_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_batch_waits_for_room_for_its_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(batches, "DISK_RETRY_S", 0.01)
     async with batches_in(tmp_path, Endpoint(), max_bytes=50_000) as found:
         input_id = stored(found, [request(str(number), "y" * 4000) for number in range(3)])
         other = stored(found, [b"x" * (room(found) - 15_000 - 4096)])
         batch = found.create(CHAT, input_id)
         await until(lambda: batch.counts.completed == 1)
-        await asyncio.sleep(0.1)
+        await until(lambda: caplog.text.count(f"{batch.id} waits for") > 1)
         assert (batch.status, batch.counts.completed) == ("in_progress", 1)
         found.files.delete(other)
         assert (await ended(found, batch)).status == "completed"

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
+from scripted_manager import until
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
@@ -200,8 +201,7 @@ def test_all_bodies_together_are_bounded_until_their_requests_end() -> None:
             return asyncio.create_task(bodies(scope, receive, Mock()))
 
         waiting = [request(1 << 20), request(2 << 20)]
-        await asyncio.sleep(0.01)
-        assert bodies.n_bytes == most
+        await until(lambda: bodies.n_bytes == most)
         with pytest.raises(HttpError, match=r"server busy.*3 MiB") as caught:
             await request(2)
         assert (caught.value.status, caught.value.headers["retry-after"]) == (503, "1")

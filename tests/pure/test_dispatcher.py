@@ -132,8 +132,8 @@ async def test_as_many_requests_are_granted_as_the_process_answers_together(cata
             fourth = asyncio.create_task(generate(manager, "d", "say x"))
             await until(lambda: waiting(manager) == 1)
             unload = asyncio.create_task(manager.unload("d"))
-            await asyncio.sleep(0.05)
-            assert manager.loaded()[0].busy and manager.loaded()[0].stopping and not unload.done()
+            await until(lambda: manager.loaded()[0].stopping)
+            assert manager.loaded()[0].busy and not unload.done()
         assert await unload
         assert await fourth == "x"
     assert len(catalog.loads("d")) == 2
@@ -541,7 +541,7 @@ async def test_unloading_during_a_load_that_fails_is_no_error(catalog: FakeCatal
     async with manager_of(catalog) as manager:
         loading = asyncio.create_task(generate(manager, "d", "say x"))
         await until(lambda: catalog.loads("d"))
-        unloading = asyncio.create_task(manager.unload("d"))
+        unloading = asyncio.create_task(manager.unload("d:latest"))  # a name as it is waits for nothing
         await asyncio.sleep(0)
         (tmp_path / "go").touch()
         with pytest.raises(ModelFormatError):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_help import help_of
 
 from moegguf.trace.prompts import read_prompts
 from predictors.models.demo.corpus import Document
@@ -47,9 +48,10 @@ def test_every_command_and_option_exists() -> None:
     for command, options in asked.items():
         if command[0] in TRAINING:
             continue
-        shown = subprocess.run(
-            [sys.executable, "-m", *command, "--help"], capture_output=True, text=True, cwd=ROOT, check=True
-        ).stdout
+        if command[0] == "moegguf.cli.app":
+            shown = help_of(*command[1:])
+        else:
+            shown = subprocess.check_output([sys.executable, "-m", *command, "--help"], text=True, cwd=ROOT)
         assert not {name for name in options if not re.search(rf"(^|[\s,/]){name}\b", shown, re.MULTILINE)}, command
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 from pathlib import Path
 from typing import Any
 
@@ -200,26 +199,6 @@ BAD_LAYOUTS: dict[str, tuple[Gguf, str]] = {
 def test_bad_layout(tmp_path: Path, kind: str) -> None:
     g, pattern = BAD_LAYOUTS[kind]
     assert "bad.gguf" in refuse(write(g, tmp_path, "bad.gguf"), pattern)
-
-
-def test_damaged_headers_give_a_format_error_or_a_layout(tmp_path: Path) -> None:
-    good, n_header = moe().build(), len(moe().header())
-    path = tmp_path / "flip.gguf"
-    n_refused = 0
-    for seed in range(700):
-        rng = random.Random(seed)
-        data = bytearray(good)
-        for _ in range(rng.choice((1, 1, 2, 8))):
-            data[rng.randrange(n_header)] = rng.choice((0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)))
-        path.write_bytes(data)
-        try:
-            layout = read_layout(path)
-        except ModelFormatError:
-            n_refused += 1
-            continue
-        for m in layout.matrices:
-            assert m.offset > 0 and m.offset + m.n_expert * m.expert_bytes <= len(good)
-    assert 100 < n_refused < 700
 
 
 @settings(max_examples=40, deadline=None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from oracles import Oracle, Unpredictive, routers_of
 from traces import SMALL, hidden_routers, random_trace, routed
 
@@ -23,14 +22,6 @@ def run(trace: Trace, judge: Judge) -> Judge:
     for event in trace.events():
         judge.announce(event) if isinstance(event, Announcement) else judge.observe(event)
     return judge
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_the_fresh_gate_has_accuracy_1(seed: int) -> None:
-    trace = random_trace(seed=seed, with_inputs=True)
-    fresh = run(trace, Judge(fresh_gate(trace, seed))).table().fresh
-    assert fresh.due == 4 * 24 * len(trace.shape.layers)
-    assert (fresh.coverage, fresh.accuracy, fresh.top_k_hit) == (1, 1, 1)
 
 
 def test_a_wrong_router_has_not() -> None:

@@ -61,7 +61,7 @@ async def test_the_time_does_not_run_while_a_model_is_used(catalog: FakeCatalog,
     async with manager_of(catalog) as manager:
         await generate(manager, "a", "say x", keep_alive_s=0.01)
         async with manager.lease("a", keep_alive_s=0.01) as lease:
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.02)  # the loop's timers of the time before would end first
             assert await answer_text(lease, "say x") == "x"
             held = asyncio.create_task(generate(manager, "a", f"hold {go}", keep_alive_s=0.0))
             behind = asyncio.create_task(generate(manager, "a", "say behind", keep_alive_s=60))
@@ -125,6 +125,12 @@ def no_overtaking(catalog: FakeCatalog, folder: Path, monkeypatch: pytest.Monkey
     return folder / "go"
 
 
+def waits_for_memory(manager: ModelManager, name: str) -> bool:
+    """Whether its load is due, has been measured and waits."""
+    waiting = [model for model in manager._dispatcher._load_queue() if model.entry.name == f"{name}:latest"]
+    return bool(waiting) and not waiting[0].measuring and waiting[0].size is not None
+
+
 @in_loop
 async def test_overtaking_a_waiting_load_is_limited(
     catalog: FakeCatalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -140,7 +146,7 @@ async def test_overtaking_a_waiting_load_is_limited(
         group.create_task(request(manager, "a", "say earlier"))
         await until(lambda: manager.loaded()[0].queue == 1)
         group.create_task(request(manager, "b", "say other"))
-        await asyncio.sleep(0.02)
+        await until(lambda: waits_for_memory(manager, "b"))
         group.create_task(request(manager, "a", "say later"))
         await until(lambda: manager.loaded()[0].queue == 2)
         go.touch()
@@ -165,7 +171,7 @@ async def test_who_came_before_a_load_is_answered_before_it_whatever_its_turn(
             group.create_task(request(manager, "many", "a", f"say many{number}"))
         await until(lambda: manager.loaded()[0].queue == 2)
         group.create_task(request(manager, "many", "b", "say other"))
-        await asyncio.sleep(0.02)
+        await until(lambda: waits_for_memory(manager, "b"))
         group.create_task(request(manager, "one", "a", "say later"))  # its turn is before that of "many1"
         await until(lambda: manager.loaded()[0].queue == 3)
         go.touch()

@@ -1,4 +1,4 @@
-"""Who may import whom: arrows run down the packages only, and no modules import each other in a circle."""
+"""Who may import whom: arrows run down the packages only, modules in no circle. Everything public has a docstring."""
 
 from __future__ import annotations
 
@@ -154,3 +154,21 @@ def test_each_package_says_what_it_promises_and_does_not_know(package: str) -> N
     text = ast.get_docstring(ast.parse((PACKAGE / package / "__init__.py").read_text())) or ""
     assert "Promises" in text
     assert "not know" in text
+
+
+def public(node: ast.Module | ast.ClassDef) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Public classes, functions, methods and properties; setters share their property's docstring."""
+    for inner in node.body:
+        if not isinstance(inner, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or inner.name.startswith("_"):
+            continue
+        if not any(ast.unparse(decorator).endswith((".setter", "overload")) for decorator in inner.decorator_list):
+            yield inner
+        if isinstance(inner, ast.ClassDef):
+            yield from public(inner)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE.parent)))
+def test_modules_and_what_is_public_in_them_have_docstrings(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert ast.get_docstring(tree)
+    assert [f"{node.name}, line {node.lineno}" for node in public(tree) if not ast.get_docstring(node)] == []

@@ -1,4 +1,5 @@
-"""Free memory and CPUs on machines made of files: cgroup v1, v2, nested, mixed, absent, broken."""
+"""Free memory and CPUs on machines made of files: cgroup v1, v2, nested, mixed, absent, broken; a library that was
+compiled for another processor is refused before it ends the process."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from moegguf.engine.machine import (
     read_machine,
     read_memory,
 )
-from moegguf.errors import ModelNotFoundError
+from moegguf.errors import LibraryError, ModelNotFoundError
+from moegguf.native import library
+from moegguf.processor import Processor, read_processor
 
 GIB = 1 << 30
 NO_LIMIT_V1 = "9223372036854771712\n"
@@ -203,3 +206,30 @@ def test_memory_speed_is_that_of_the_turn_that_nothing_disturbs(monkeypatch: pyt
     monkeypatch.setattr(np, "sum", read)
     assert memory_read_speed(1) == read_bytes[2] / 0.5
     assert len(read_bytes) == 5
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of libraries that need AVX2 and AVX-512, and a processor that has AVX2."""
+    monkeypatch.setattr(library, "read_processor", lambda: Processor("Some CPU", frozenset({"avx2", "fma"})))
+    (tmp_path / "CPU_FEATURES").write_text("avx2\navx512f\n")
+    return tmp_path
+
+
+def test_a_processor_that_lacks_instructions_is_a_library_error(folder: Path) -> None:
+    with pytest.raises(LibraryError, match=r"this one \(Some CPU\) has no avx512f\. Install moegguf from source"):
+        library.check_processor(folder)
+
+
+def test_a_processor_that_has_them_passes_and_so_does_an_unknown_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "CPU_FEATURES").write_text("avx2\n")
+    library.check_processor(folder)
+    (folder / "CPU_FEATURES").write_text("")
+    library.check_processor(folder)
+    (folder / "CPU_FEATURES").write_text("avx512f\n")
+    monkeypatch.setattr(library, "read_processor", lambda: read_processor(folder))  # no /proc/cpuinfo there
+    library.check_processor(folder)
+    (folder / "CPU_FEATURES").unlink()
+    library.check_processor(folder)

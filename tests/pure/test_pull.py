@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import crashing
 import pytest
 from fake_hub import FakeHub, Gate, other_bytes, status
 from pull_helpers import DATA, FILES, NAME, fetch, nothing_has_a_name, stored
+from waiting import until
 
 from moegguf.errors import ModelNameError, ModelNotFoundError, MoeggufError, PullError
 from moegguf.models import hub_fetch
@@ -117,13 +118,6 @@ def test_without_a_network_the_name_still_works(repo: FakeHub, monkeypatch: pyte
         fetch()
 
 
-def wait_for(ready: Callable[[], bool], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not ready():
-        assert time.monotonic() < end
-        threading.Event().wait(0.01)
-
-
 def test_stopping_is_quick_and_the_next_pull_goes_on(repo: FakeHub) -> None:
     gate, cancelled = Gate(1 << 20), threading.Event()
     repo.faults["x-Q4_K_M.gguf"] = [gate]
@@ -139,7 +133,7 @@ def test_stopping_is_quick_and_the_next_pull_goes_on(repo: FakeHub) -> None:
     thread = threading.Thread(target=stop)
     thread.start()
     assert gate.reached.wait(20)
-    wait_for(lambda: any((s.completed_bytes or 0) >= 1 << 19 for s in told))
+    until(lambda: any((s.completed_bytes or 0) >= 1 << 19 for s in told))
     start = time.monotonic()
     cancelled.set()
     thread.join(20)
@@ -171,7 +165,7 @@ def test_those_who_ask_at_a_time_go_on_with_what_others_received(repo: FakeHub) 
     left.set()  # the one who began it leaves; the others stay
     first.join(20)
     assert isinstance(results[0], PullError)
-    wait_for(lambda: sum(path.startswith("/api/models") for _, path, _ in repo.requests) >= 2)  # of the other name
+    until(lambda: sum(path.startswith("/api/models") for _, path, _ in repo.requests) >= 2)  # of the other name
     gate.open.set()
     for thread in others:
         thread.join(30)
@@ -262,7 +256,7 @@ def test_two_processes_fetch_a_file_once(repo: FakeHub, gated_pull: tuple[subpro
     told: list[PullStatus] = []
     waiting = threading.Thread(target=pull, args=("user/repo-gguf", Catalog(), told.append))
     waiting.start()
-    wait_for(lambda: any((s.completed_bytes or 0) >= 1 << 20 for s in told))  # what the other process has
+    until(lambda: any((s.completed_bytes or 0) >= 1 << 20 for s in told))  # what the other process has
     gate.open.set()
     waiting.join(20)
     assert told[-1].status == "success" and process.wait(20) == 0

@@ -1,16 +1,15 @@
-"""Commands in the README and docs exist, their Python compiles, their links lead somewhere."""
+"""Commands in the README and docs exist, their Python compiles, their links lead somewhere; the page of architecture
+names files that exist, and every package."""
 
 from __future__ import annotations
 
 import ast
-import functools
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from command_help import help_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {path: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
@@ -35,20 +34,6 @@ def test_every_make_target_exists() -> None:
     named = {words[1] for words in commands("make ")}
     assert named
     assert named <= known
-
-
-@functools.cache
-def help_of(*command: str) -> str:
-    """What `moegguf COMMAND --help` prints."""
-    shown = subprocess.run(
-        [sys.executable, "-m", "moegguf.cli.app", *command, "--help"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=ROOT,
-    )
-    assert shown.returncode == 0, shown.stderr
-    return shown.stdout
 
 
 @pytest.mark.parametrize("words", commands("moegguf "), ids=lambda words: " ".join(words[1:3]))
@@ -95,3 +80,29 @@ def test_no_figure_is_promised_that_is_not_there() -> None:
 def test_figures_have_a_spread_and_no_excuses() -> None:
     assert not re.search(r"\b(noisy|noise|quieter|busy (core|machine)|loaded machine|another day|other work)\b", TEXT)
     assert not re.search(r"(^|[.|] )(As|Of) [a-z]", TEXT, re.MULTILINE), "a sentence begins with its subject"
+
+
+ARCHITECTURE = PAGES[ROOT / "docs" / "architecture.md"]
+DRAWINGS = "\n".join(re.findall(r"```\n(.*?)```", ARCHITECTURE, re.DOTALL))
+
+
+def test_every_path_of_the_architecture_exists() -> None:
+    paths = re.findall(r"`((?:moegguf|tests|patches)/[\w./]*)`", ARCHITECTURE)
+    assert len(paths) > 15
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_every_file_in_the_drawings_exists_once() -> None:
+    names = set(re.findall(r"\b[\w/]+\.(?:cpp|h|py)\b", DRAWINGS))
+    assert len(names) > 5
+    for name in names:
+        assert len([path for path in (ROOT / "moegguf").rglob(Path(name).name) if path.match(name)]) == 1, name
+
+
+def test_every_package_is_drawn() -> None:
+    packages = {path.parent.name for path in (ROOT / "moegguf").glob("*/__init__.py")}
+    assert {name for name in packages if not re.search(rf"\b{name}\b", DRAWINGS)} == set()
+
+
+def test_the_architecture_stays_one_page() -> None:
+    assert len(ARCHITECTURE.splitlines()) <= 125

@@ -1,4 +1,5 @@
-"""Scores: a predictor of known accuracy has exactly the figures that follow from the definitions."""
+"""Scores: a predictor of known accuracy has exactly the figures that follow from the definitions, and formula 7 of
+ExpertFlow: intersection over union of a batch's experts, predicted and true."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis.extra.numpy import arrays
 from oracles import Oracle, Unpredictive, hand_made
 from traces import random_trace
 
@@ -13,7 +16,7 @@ from moegguf.controller.predictors.base import NoPrediction
 from moegguf.controller.shape import MoeShape
 from moegguf.trace.trace import Trace
 from predictors.study.accuracy import Figures, LayerLru, LinkModel
-from predictors.study.scoring import score
+from predictors.study.scoring import batch_accuracy, score
 
 SHAPE = MoeShape(n_layer=5, n_expert=8, n_expert_used=2, layers=(1, 2, 3, 4), expert_bytes=1000)
 
@@ -153,3 +156,42 @@ def test_no_predictor_no_prediction_and_an_empty_trace_are_no_error() -> None:
     empty = score(trace.select([]), [NoPrediction(trace.shape)])
     assert empty.scores[0].means[1].due == 0
     assert empty.tokens == 0
+
+
+MATRICES = arrays(np.bool_, (3, 4))
+
+
+def matrix(*rows: str) -> np.ndarray:
+    return np.array([[c == "x" for c in row] for row in rows])
+
+
+def test_hits_missed_and_mispredicted_experts_count() -> None:
+    true = matrix("xx..", "..xx")
+    predicted = matrix("x.x.", "..xx")
+    assert batch_accuracy(true, predicted) == pytest.approx(3 / 5)  # three right, one missed, one idle
+
+
+def test_predicting_nothing_or_everything_is_not_rewarded() -> None:
+    true = matrix("x...", ".x..")
+    assert batch_accuracy(true, np.zeros_like(true)) == 0
+    assert batch_accuracy(true, np.ones_like(true)) == pytest.approx(2 / 8)
+
+
+def test_a_batch_that_uses_nothing_is_right_when_nothing_is_predicted() -> None:
+    empty = matrix("....")
+    assert batch_accuracy(empty, empty) == 1
+    assert batch_accuracy(empty, matrix("x...")) == 0
+
+
+def test_several_batches_are_averaged() -> None:
+    true = np.stack([matrix("xx.."), matrix("..xx")])
+    predicted = np.stack([matrix("xx.."), matrix("xx..")])
+    assert batch_accuracy(true, predicted) == pytest.approx(0.5)
+
+
+@given(MATRICES, MATRICES)
+def test_it_is_symmetric_bounded_and_one_only_for_equals(one: np.ndarray, other: np.ndarray) -> None:
+    accuracy = batch_accuracy(one, other)
+    assert 0 <= accuracy <= 1
+    assert accuracy == batch_accuracy(other, one)
+    assert (accuracy == 1) == np.array_equal(one, other)

@@ -1,16 +1,22 @@
-"""What the environment may say to a server: every form of address and duration, and what is refused."""
+"""What the environment may say to a server, and what is refused; the table of options, and what is printed from it."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import math
 from ipaddress import ip_network
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from moegguf import Llama
 from moegguf.errors import OptionError
+from moegguf.options import GROUPS, OPTIONS, TO_WORKERS, page
 from moegguf.quantities import parse_duration
-from moegguf.settings import Host, Settings, parse_host, read_environment, read_settings
+from moegguf.serving.wire import LoadConfig
+from moegguf.settings import Environment, Host, Settings, parse_host, read_environment, read_settings
 
 # The table of ollama-python's _parse_host, then forms it leaves open.
 HOSTS = [
@@ -163,3 +169,25 @@ def test_what_happens_to_misses_is_one_of_two_words() -> None:
     assert read_environment({"MOEGGUF_MISSES": " Compute "}).misses == "compute"
     with pytest.raises(OptionError, match="MOEGGUF_MISSES: 'guess' is none of fetch, compute"):
         read_environment({"MOEGGUF_MISSES": "guess"})
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_page_is_what_the_table_prints() -> None:
+    text = (ROOT / "docs" / "options.md").read_text()
+    assert text == "\n".join(page()) + "\n", "run `python -m moegguf.options > docs/options.md`"
+
+
+def test_every_setting_is_in_the_table() -> None:
+    fields = {field.name for kind in (Environment, Settings) for field in dataclasses.fields(kind)}
+    assert fields - {"loading"} == {option.name for option in OPTIONS.values() if option.variable}
+    assert all(option.group in GROUPS for option in OPTIONS.values())
+    assert set(TO_WORKERS) <= {field.name for field in dataclasses.fields(Environment)}
+
+
+def test_options_of_loading_are_keywords() -> None:
+    taken = {name for base in Llama.__mro__ for name in inspect.signature(base.__init__).parameters}
+    flags = {option.name for option in OPTIONS.values() if option.scope == "load" and option.flags}
+    assert flags <= taken
+    assert flags <= {field.name for field in dataclasses.fields(LoadConfig)}

@@ -52,19 +52,6 @@ async def test_names_of_one_file_share_a_process(catalog: FakeCatalog) -> None:
 
 
 @in_loop
-async def test_their_requests_wait_in_one_queue(catalog: FakeCatalog, tmp_path: Path) -> None:
-    go = tmp_path / "go"
-    async with manager_of(catalog) as manager:
-        first = await begun(manager, "a", go)
-        second = asyncio.create_task(generate(manager, "b", "say b"))
-        await until(lambda: manager.loaded()[0].queue == 1)
-        assert not second.done()
-        go.touch()
-        assert await asyncio.gather(first, second) == ["held", "b"]
-    assert len(catalog.loads("a")) == 1
-
-
-@in_loop
 async def test_a_longer_context_serves_every_name(catalog: FakeCatalog) -> None:
     async with manager_of(catalog) as manager:
         for name in "acaba":
@@ -152,7 +139,7 @@ async def test_a_name_is_unloaded_after_its_answer_and_others_go_on(catalog: Fak
         held = await begun(manager, "a", go)
         behind = asyncio.create_task(generate(manager, "b", "say b"))
         await until(lambda: manager.loaded()[0].queue == 1)
-        unloading = asyncio.create_task(manager.unload("a"))
+        unloading = asyncio.create_task(manager.unload("a:latest"))
         await asyncio.sleep(0)
         assert not manager.loaded()[0].stopping
         go.touch()

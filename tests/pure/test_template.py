@@ -19,6 +19,7 @@ import templates
 from hypothesis import given
 from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from waiting import until
 
 from moegguf.child import child_command
 from moegguf.errors import TemplateError
@@ -310,9 +311,7 @@ def test_behind_a_slow_template_another_process_is_started(monkeypatch: pytest.M
     monkeypatch.setattr(renderer, "MAX_S", 60.0)
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(render, ATTACKS["nested loops"], CHAT)
-        while not sandboxes():
-            time.sleep(0.01)
-        (busy,) = sandboxes()
+        (busy,) = until(sandboxes)
         assert render("{{ 1 }}", CHAT) == "1"
         assert not slow.done()
         busy.kill()

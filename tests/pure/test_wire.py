@@ -1,4 +1,5 @@
-"""Messages between server and worker survive encoding and decoding; invalid ones are refused."""
+"""Messages between server and worker survive encoding and decoding, invalid ones are refused; the failure line of a
+worker's log."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ from moegguf.quantities import Link
 from moegguf.serving import wire
 from moegguf.serving.events import Snapshot
 from moegguf.serving.wire import LoadConfig, Ready, build, build_error, decode, encode, encode_error
+from moegguf.serving.worker_process import failure_line
 
 STATS = Stats(tokens=5, stall_s=0.25, pool_bytes=1 << 40)
 
@@ -143,3 +145,22 @@ def test_what_json_cannot_hold_is_refused() -> None:
     for value in (object(), deep, {1j: 2}):
         with pytest.raises(OptionError, match="JSON"):
             encode({"kind": "x", "value": value})
+
+
+COMPUTE = "graph_compute: ggml_backend_sched_graph_compute_async"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", ""),
+        ("all is well\n", ""),
+        ("a\nggml.c:12: GGML_ASSERT(x) failed\n[New LWP 5]\n", "ggml.c:12: GGML_ASSERT(x) failed"),
+        ("Traceback\nMemoryError: no memory\n\n", "MemoryError: no memory"),
+        (f"an error\n{COMPUTE} failed with error 1\n", "an error"),
+        (f"{COMPUTE} failed with error -1\n", f"{COMPUTE} failed with error -1"),
+        ("what(): " + "x" * 999, "what(): " + "x" * 292),
+    ],
+)
+def test_the_failure_line_of_a_log(text: str, expected: str) -> None:
+    assert failure_line(text) == expected

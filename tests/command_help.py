@@ -1,0 +1,16 @@
+"""What `moegguf COMMAND --help` prints, without a process of its own."""
+
+from __future__ import annotations
+
+import functools
+
+from typer.testing import CliRunner
+
+
+@functools.cache
+def help_of(*command: str) -> str:
+    from moegguf.cli.app import app
+
+    shown = CliRunner().invoke(app, [*command, "--help"])
+    assert shown.exit_code == 0, shown.output
+    return shown.output

@@ -1,0 +1,31 @@
+"""Waiting for what another thread or process does: until it has happened, never for some time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+
+def until(condition: Callable[[], Result], seconds: float = 30.0) -> Result:
+    """The first result of `condition` that is true; fails where there is none within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.002)
+    return found
+
+
+def status_of(pid: int, seconds: float = 30.0) -> int:
+    """The exit status of a child made by fork, which is killed when it takes longer."""
+    try:
+        _, status = until(lambda: (ended := os.waitpid(pid, os.WNOHANG))[0] and ended, seconds)
+    except AssertionError:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
+    return os.waitstatus_to_exitcode(status)
