@@ -341,7 +341,7 @@ bool Transfers::next_fill(Job & job) {
 bool Transfers::filling() const {
     const bool fills_ram = tiers_.ram && tiers_.ram->numbering.resident() && fill_next_ram_ < (int)layout_.n_keys();
     const bool fills = shared_.has(MOEGGUF_FILL) && (fills_compute() || fills_ram);
-    return shared_.error.empty() && (!wants_[(int)Cause::warm_start].empty() || fills);
+    return !wants_[(int)Cause::warm_start].empty() || fills;
 }
 
 bool Transfers::fills_compute() const {

@@ -55,7 +55,7 @@ class ReferenceStore:
         self.scores: Float32s | None = None
         self.moment = (0, False, False)  # il, sweep, token
         self.resize_to = self.tick = 0
-        self.computing = self.has_failed = False
+        self.computing = False
         names = "lookups", "hits_ready", "misses", "evictions", "bytes_missed", "bytes_prefetched"
         self.counters = dict.fromkeys(names, 0)
         self.set_policy("lru")
@@ -95,7 +95,10 @@ class ReferenceStore:
     def acquire(
         self, lane: ReferenceLane, il: int, ids: npt.NDArray[np.int32], *, reads_fail: bool = False
     ) -> list[list[int]]:
-        """The slot of each id (n_tokens, n_expert_used). They fit beside what other lanes have pinned."""
+        """The slot of each id (n_tokens, n_expert_used), beside what other lanes have pinned.
+
+        Where there are fewer slots than experts nothing is evicted, and what was there is pinned until the pass ends.
+        """
         self.begin(lane, il, len(ids))
         self.moment = (il, len(ids) > 1 and ids.size >= 4 * self.shape.n_expert, lane.pass_tokens == 1)
         distinct = list(dict.fromkeys(ids.ravel().tolist()))
@@ -106,6 +109,8 @@ class ReferenceStore:
         for s in (s for s in places.values() if s >= 0):
             self._use(s)
             lane.pinned.add(s)
+        if len(distinct) > self.n_usable:
+            return []
         for e in distinct:
             if places[e] < 0:
                 places[e] = s = self._take((il, e))
@@ -127,12 +132,13 @@ class ReferenceStore:
             self._read("bytes_prefetched", reads_fail)
             self.slots[s] = None if reads_fail else self.slots[s]
 
-    def warm(self, experts: Sequence[Expert]) -> None:
-        """Into free slots, which ends for good with the first read that has failed."""
+    def warm(self, experts: Sequence[Expert], *, reads_fail: bool = False) -> None:
+        """Into free slots."""
         for expert in experts:
-            if self.find(expert) < 0 and None in self.slots[: self.n_usable] and not self.has_failed:
-                self._take(expert)
-                self._read("bytes_prefetched", fails=False)
+            if self.find(expert) < 0 and None in self.slots[: self.n_usable]:
+                s = self._take(expert)
+                self._read("bytes_prefetched", reads_fail)
+                self.slots[s] = None if reads_fail else self.slots[s]
 
     def resize(self, n_slots: int) -> None:
         """With the next routing event; at once before the first one."""
@@ -166,7 +172,6 @@ class ReferenceStore:
 
     def _read(self, counter: str, fails: bool) -> None:
         self.counters[counter] += 0 if fails else self.shape.expert_bytes
-        self.has_failed |= fails
 
     def _use(self, s: int) -> None:
         self.tick += 1

@@ -224,16 +224,17 @@ class StoreMachine(RuleBasedStateMachine):
         if self.exact:
             assert slots.tolist() == expected
 
-    @precondition(lambda self: not self.exact)
     @rule(n=lanes, il=layers)
     def crowded_event(self, n: int, il: int) -> None:
         """It may need more experts than there are slots."""
-        context, (il, _) = self.context(n), self.expert((il, 0))
+        context, (il, _), n_expert = self.context(n), self.expert((il, 0)), self.layout.n_expert
+        ids = np.arange(n_expert, dtype=np.int32)[None] if self.exact else prompt(self.layout)
         self.make_room(context, il, self.n_all)
         self.end_pass(context)
         with suppress(MoeggufError):
-            self.acquire(context, il, prompt(self.layout))
-        assert context.failed is None or self.usable_for(il) < self.layout.n_expert
+            self.acquire(context, il, ids)
+        self.model.acquire(context.model, il, ids)
+        assert context.failed is None or self.usable_for(il) < n_expert
 
     @precondition(lambda self: not (self.exact or self.simulate or self.n_lower))
     @rule()
@@ -367,15 +368,15 @@ class StoreMachine(RuleBasedStateMachine):
         self.end_pass(context)
 
     @precondition(lambda self: not self.simulate)
-    @rule(of=experts)
-    def failing_prefetch(self, of: tuple[int, int]) -> None:
+    @rule(of=experts, warms=st.booleans())
+    def failing_prefetch(self, of: tuple[int, int], warms: bool) -> None:
         of = self.expert(of)
         self.store.drain(10)
         library.arm_fault("read", 1, sticky=True)
-        self.store.prefetch([of[0]], [of[1]])
+        (self.store.warm if warms else self.store.prefetch)([of[0]], [of[1]])
         self.store.drain(10)
         library.arm_fault("read", 0)
-        self.model.prefetch(of, reads_fail=True)
+        self.model.warm([of], reads_fail=True) if warms else self.model.prefetch(of, reads_fail=True)
 
     # What holds after each of them.
 
