@@ -15,7 +15,7 @@ std::vector<std::unique_ptr<Copies>> make_copies(const Layout & layout, Shared &
     for (const auto & of_kind : {&tiers.compute, &tiers.staging}) {
         for (const auto & to : *of_kind) {
             if (to && to->ram()) {
-                copies.push_back(std::make_unique<Copies>(layout, shared, *to));
+                copies.push_back(std::make_unique<Copies>(layout, shared, tiers, *to));
                 to->copies = copies.back().get();
             }
         }
@@ -313,6 +313,8 @@ void Store::read_counters(moegguf_counters & out) const {
             out.*figure += get(tier->counters.*figure);
         }
     }
+    out.queue_needed = transfers.n_queued(true);
+    out.queue_wanted = transfers.n_queued(false) + transfers.n_wanted();
     for (const auto & link : copies) {
         out.queue_needed += link->n_queued(true);
         out.queue_wanted += link->n_queued(false);

@@ -155,6 +155,22 @@ def test_a_read_that_fails_after_its_pass_has_ended_is_not_the_next_passes_failu
     other.close()
 
 
+def test_a_read_that_fails_is_made_again_for_a_request_that_came_meanwhile(
+    fake: FakeModel, open_store: Open, products: list[Product]
+) -> None:
+    store, lane = open_store(fake, 8, readers=1)
+    other = store.open_lane()
+    products.append(Product(store, lane, fake, [[3, 4]]))
+    library.arm_fault("slow_read", 1)
+    library.arm_fault("stat", 1)
+    products[-1].acquire()  # the first read takes two seconds, and fails then
+    fake.acquire(store, other, 0, [3, 4])
+    assert store.counters()["read_errors"] == 1
+    products[-1].compute()
+    assert lane.take_failure() is other.take_failure() is None
+    other.close()
+
+
 @pytest.mark.parametrize("prefetching", [False, True])
 def test_slot_ids_of_a_failed_pass_are_not_waited_for(
     fake: FakeModel, open_store: Open, products: list[Product], prefetching: bool
