@@ -26,7 +26,7 @@ LIMITS = {
     "moegguf/generate": 4_520,
     "moegguf/gguf": 1_890,
     "moegguf/models": 3_090,
-    "moegguf/native": 17_150,
+    "moegguf/native": 17_070,
     "moegguf/server": 7_390,
     "moegguf/serving": 5_320,
     "moegguf/terminal": 1_670,

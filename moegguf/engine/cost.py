@@ -31,7 +31,7 @@ from moegguf.controller.measured import interpolate
 from moegguf.controller.published import PUBLISHED
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout
-from moegguf.native.speeds import Speeds as KernelSpeeds
+from moegguf.native.speeds import KernelSpeeds
 from moegguf.quantities import Link, format_bytes
 
 KERNEL_SHARE = 0.65

@@ -5,7 +5,6 @@
 #include "short_slices.h"
 
 #include <algorithm>
-#include <system_error>
 #include <tuple>
 
 namespace moegguf {
@@ -36,11 +35,7 @@ void Copies::start_threads() {
     if (props.caps.async && props.caps.events) {
         event_.reset(ggml_backend_event_new(device));
     }
-    try {
-        thread_ = std::thread([this] { run(); });
-    } catch (const std::system_error & e) {
-        throw Error(MOEGGUF_MEMORY, std::string("cannot start the thread that copies: ") + e.what());
-    }
+    thread_ = start_thread("the thread that copies", [this] { run(); });
 }
 
 void Copies::stop() {
@@ -112,7 +107,6 @@ void Copies::order(ggml_backend_t stream) {
 // The thread.
 
 void Copies::run() {
-    ask_for_short_slices();
     Lock lock(shared_.mutex);
     while (!shared_.stopping) {
         if (!take_batch()) {

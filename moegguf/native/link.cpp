@@ -23,7 +23,7 @@ bool Link::end(const Job & job, const std::string & why) {
     const int s = job.destination.slot;
     uncount(shared_.counters.chunks_reading);
     if (why.empty()) {
-        to.count_arrival(job.demand, job.bytes);
+        count(job.demand ? to.counters.bytes_missed : to.counters.bytes_prefetched, job.bytes);
         if (job.streamed < 0) {
             to.publish(s, job.kinds);
         }

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cstdio>
 #include <iterator>
-#include <system_error>
 
 namespace moegguf {
 namespace {
@@ -58,11 +57,7 @@ void CpuMisses::start(int n_threads) {
         return;
     }
     backend_ = make_backend(find_device(nullptr), n_threads);
-    try {
-        thread_ = std::thread([this] { run(); });
-    } catch (const std::system_error & e) {
-        throw Error(MOEGGUF_MEMORY, std::string("cannot start the thread that computes misses: ") + e.what());
-    }
+    thread_ = start_thread("the thread that computes misses", [this] { run(); });
     set_on();
 }
 
@@ -495,7 +490,6 @@ void CpuMisses::end_modelled(Context & context) {
 // The thread.
 
 void CpuMisses::run() {
-    ask_for_short_slices();
     Lock lock(shared_.mutex);
     while (!stopping_) {
         if (queue_.empty()) {
