@@ -53,7 +53,9 @@ def main() -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=PRESETS, help="named shape; every dimension below overrides it")
-    parser.add_argument("--quant", choices=QUANTS, default="q4_0", help="q4_k_m is the mix of Q4_K and Q6_K")
+    parser.add_argument(
+        "--quant", choices=QUANTS, default="q4_0", help="by llama-quantize's rules: q4_k_m has Q6_K, too"
+    )
     parser.add_argument(
         "--locality",
         choices=[*LOCALITIES, "none"],

@@ -16,7 +16,7 @@ import argparse
 import ctypes as c
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -228,10 +228,10 @@ def expert_product(ggml: Ggml, ggml_type: int, x: Array, n_out: int, buffer_type
     return compute if is_supported else None
 
 
-def products(ggml: Ggml, n_in: int, n_out: int, n_rows: int) -> Iterator[Case]:
-    """Both products with every type, plain and interleaved."""
+def products(ggml: Ggml, n_in: int, n_out: int, n_rows: int, left_out: Collection[str]) -> Iterator[Case]:
+    """Both products with every type but `left_out`, plain and interleaved."""
     x = np.random.default_rng(0).standard_normal((n_rows, n_in)).astype(np.float32)
-    skipped = {"f64", "i8", "i16", "i32", "i64", "q8_1", "q8_K"}
+    skipped = {"f64", "i8", "i16", "i32", "i64", "q8_1", "q8_K", *left_out}
     for name, ggml_type in ggml.types.items():
         for layout, buffer_type in (("plain", None), ("interleaved", ggml.interleaved)):
             if name in skipped or (layout == "interleaved" and buffer_type is None):
@@ -323,10 +323,12 @@ def others(ggml: Ggml, n: int, n_rows: int) -> Iterator[Case]:
     yield Case("weighted sum", simple(ggml, [experts, weights], weighted_sum, (n,)))
 
 
-def cases(n_in: int = 512, n_out: int = 192, n_rows: int = max(WIDTHS), n_threads: int = 2) -> Iterator[Case]:
-    """All operations, products with weights [n_out, n_in], of n_rows rows."""
+def cases(
+    n_in: int = 512, n_out: int = 192, n_rows: int = max(WIDTHS), n_threads: int = 2, left_out: Collection[str] = ()
+) -> Iterator[Case]:
+    """All operations, products with weights [n_out, n_in], of n_rows rows. left_out: types of weights."""
     ggml = Ggml(n_threads)
-    yield from products(ggml, n_in, n_out, n_rows)
+    yield from products(ggml, n_in, n_out, n_rows, left_out)
     yield from others(ggml, n_in, n_rows)
 
 

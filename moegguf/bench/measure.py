@@ -42,8 +42,8 @@ from moegguf.quantities import parse_link
 _CPU, _GPU, _IGPU, _ACCEL = 0, 1, 2, 3  # enum ggml_backend_dev_type
 
 
-def describe_build(bindings: ModuleType) -> dict[str, Any]:
-    """build_commit, build_number, cpu_info, gpu_info, backends of the library behind `bindings`."""
+def describe_build(bindings: ModuleType, patched: str = f"moegguf-{__version__}+") -> dict[str, Any]:
+    """build_commit, build_number, cpu_info, gpu_info, backends of the library behind `bindings`; patched: by whom."""
     ggml, devices = all_devices()
     names = [ggml.ggml_backend_dev_description(device).decode() for device in devices]
     kinds = [ggml.ggml_backend_dev_type(device) for device in devices]
@@ -55,7 +55,7 @@ def describe_build(bindings: ModuleType) -> dict[str, Any]:
 
     return {
         # ggml_commit() would name the commit of whatever repository it was built in.
-        "build_commit": f"moegguf-{__version__}+llama-cpp-python-{bindings.__version__}",
+        "build_commit": f"{patched}llama-cpp-python-{bindings.__version__}",
         "build_number": 0,
         "cpu_info": by_kind(_CPU, _ACCEL) or read_machine().cpu_model,
         "gpu_info": by_kind(_GPU, _IGPU),
@@ -92,7 +92,7 @@ def load(spec: Spec) -> Llama:
         predictor=spec.predictor,
         prefetch=spec.prefetch,
         warm_start=spec.warm_start,
-        use_mmap=spec.system == "mmap",
+        use_mmap=spec.system in ("mmap", "stock"),
         n_ctx=max(test.n_tokens for test in spec.tests),
         n_batch=spec.n_batch,
         n_ubatch=spec.n_ubatch,
@@ -258,8 +258,9 @@ def peak_rss_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _description(llama: Llama) -> dict[str, Any]:
-    return describe_build(library.llama_cpp()) | {
+def _description(llama: Llama, spec: Spec) -> dict[str, Any]:
+    patched = f"moegguf-{__version__}+" if spec.system != "stock" else ""
+    return describe_build(library.llama_cpp(), patched) | {
         "model_type": llama._model.desc(),
         "model_size": llama._model.size(),
         "model_n_params": llama._model.n_params(),
@@ -294,7 +295,7 @@ def run(spec: Spec) -> dict[str, Any]:
         info = llama.session.store.info() if llama.session is not None else {}
         moegguf = llama.session is not None
         return {
-            **_description(llama),
+            **_description(llama, spec),
             "tests": tests,
             "load_s": load_s,
             "fill_s": fill_s,

@@ -39,7 +39,7 @@ OWN_FIELDS = (
 
 LOCALITY_KEY = "moegguf.locality"  # GGUF metadata: whose published reuse of experts a random model imitates
 
-_LOAD_MODES = {"moegguf": "none", "mmap": "mmap", "resident": "none"}
+_LOAD_MODES = {"moegguf": "none", "stock": "mmap", "mmap": "mmap", "resident": "none"}
 
 
 def imitated_routing(metadata: Mapping[str, object]) -> str:

@@ -11,6 +11,7 @@ import json
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from moegguf.bench.memory_limit import LimitError, drop_page_cache, make_group, memory_limit
@@ -104,11 +105,12 @@ def resident_bytes(layout: ExpertLayout, spec: Spec) -> int:
 
 
 def compared_system(name: str, base: Spec, layout: ExpertLayout, limit_bytes: int | None) -> BenchedSystem:
-    """The system that `--against` names: "mmap", "resident", "moegguf", each also "-plain", "-repacked"; or of
+    """The system that `--against` names: "stock", "mmap", "resident", "moegguf", each also "-plain", "-repacked"; or of
     VARIANTS, or of `controller.strategies`, as a whole.
 
-    Repacked weights are a copy in memory. "mmap" is llama.cpp's default, which repacks; when that copy does not fit,
-    the weights stay in the file instead, as the default would be killed. Raises OptionError for another name.
+    Repacked weights are a copy in memory. "stock" and "mmap" load as llama.cpp's default, which repacks; when that copy
+    does not fit, the weights stay in the file instead, as the default would be killed. Raises OptionError for another
+    name.
     """
     if name in DECIDING:
         store = {key: value for key, value in base.store.items() if key not in find_strategy(name).switches}
@@ -121,15 +123,16 @@ def compared_system(name: str, base: Spec, layout: ExpertLayout, limit_bytes: in
     system, _, kernels = name.partition("-")
     if system not in SYSTEMS or kernels not in ("", *_KERNELS):
         raise OptionError(
-            "--against takes mmap, resident and moegguf, each also with -plain or -repacked, and"
+            "--against takes stock, mmap, resident and moegguf, each also with -plain or -repacked, and"
             f" {', '.join([*DECIDING, *VARIANTS])}, but not {name!r}."
         )
     repack = _KERNELS.get(kernels, base.repack if system == "moegguf" else True)
-    note = f"llama.cpp, {'default kernels' if repack else 'no repack'}" if system != "moegguf" else ""
-    if name == "mmap":
+    llama_cpp = "llama.cpp without patches" if system == "stock" else "llama.cpp"
+    note = f"{llama_cpp}, {'default kernels' if repack else 'no repack'}" if system != "moegguf" else ""
+    if name in ("mmap", "stock"):
         free = limit_bytes or read_memory().available_bytes
         if resident_bytes(layout, base) + MARGIN_BYTES > free:
-            repack, note = False, "llama.cpp, no repack: the repacked copy of the weights does not fit"
+            repack, note = False, f"{llama_cpp}, no repack: the repacked copy of the weights does not fit"
     return BenchedSystem(name, replace(base, system=system, repack=repack), note)
 
 
@@ -207,16 +210,20 @@ def limit_fault(limit_bytes: int) -> str:
 
 @dataclass(frozen=True)
 class ProcessRunner:
-    """Runs a system in a child process, with the file's pages dropped, under a limit when there is one."""
+    """Runs a system in a child process, with the file's pages dropped, under a limit when there is one. stock: the
+    folder with the libraries of llama.cpp without patches, where one of the systems needs them."""
 
     limit_bytes: int | None = None
     drop_cache: bool = True
+    stock: Path | None = None
 
     def __call__(self, system: BenchedSystem) -> Outcome:
         paths = [shard.path for shard in read_layout(system.spec.model).shards]
         kept = drop_page_cache(paths) if self.drop_cache else 0
         command = [*child_command("moegguf.bench.measure"), system.spec.as_json()]
         environment = child_environment(MOEGGUF_HOOKS=str(int(not system.is_llama_cpp)))
+        if system.spec.system == "stock":
+            environment |= {"MOEGGUF_LIBRARY": str(self.stock), "MOEGGUF_TRIAL_LOAD": "0"}  # a trial tries the store
         with memory_limit(self.limit_bytes) as group:
             done = subprocess.run(
                 group.command(command) if group else command,

@@ -12,7 +12,7 @@ from moegguf.gguf.reader import ggml_type
 from moegguf.quantities import parse_link
 from moegguf.settings import parse_choice
 
-SYSTEMS = ("moegguf", "mmap", "resident")
+SYSTEMS = ("moegguf", "stock", "mmap", "resident")
 FEEDS = ("random", "text", "greedy")
 FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}  # as in llama.cpp's parameters
 
@@ -35,8 +35,9 @@ class Test:
 class Spec:
     """The options of one process.
 
-    system: "moegguf", or llama.cpp itself: "mmap" (the file is mapped) or "resident" (every weight is read into
-    memory). strategy: a name of controller.strategies; policy, predictor, prefetch and store replace parts of it.
+    system: "moegguf", or llama.cpp: "stock" (without patches, bench/stock.py), "mmap" (moegguf's build without the
+    cache, the file is mapped) or "resident" (the same, every weight is read into memory). strategy: a name of
+    controller.strategies; policy, predictor, prefetch and store replace parts of it.
     repack: weights in the layout of the CPU's fastest kernels. feed: random tokens as in llama-bench, the tokens of
     `text`, or the model's own (greedy) after n_depth tokens of either. warm_start: begin with what earlier runs used,
     and remember what this one uses.

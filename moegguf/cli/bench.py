@@ -87,8 +87,9 @@ FLAGS = (
          "Begin with the experts that earlier runs used most; remember this one's, also of random tokens.",
          False, bool),
     Flag("against", "--against", "SYSTEMS", OFTEN,
-         "Alternate with llama.cpp itself (mmap, resident; the suffix -plain or -repacked chooses kernels), another"
-         " strategy, or the first system without one feature; a wrong name lists them all."),
+         "Alternate with llama.cpp (stock: without patches; mmap, resident: the same build without the cache; a suffix"
+         " -plain or -repacked chooses the layout of weights), another strategy, or the first system without one"
+         " feature; a wrong name lists them all."),
     Flag("rounds", "--rounds", "N", RESEARCH, "Rounds; default 3 with --against, else 1.",
          None, int | None, {"min": 1}),
     Flag("memory_limit", "--memory-limit", "SIZE", MEMORY, "Run each system in a memory cgroup of this size.",
@@ -169,7 +170,7 @@ def parse_tests(
 def bench(*, given: Given, **chosen: Any) -> None:
     """Measure prompt and generation speed, hit rate, bytes, stalls and the share of the link's bound.
 
-    Takes llama-bench's flags and prints its formats. `--against mmap,resident` alternates with llama.cpp itself.
+    Takes llama-bench's flags and prints its formats. `--against stock` alternates with llama.cpp.
     """
     from moegguf.cli.bench_format import FORMATS
 
@@ -275,13 +276,18 @@ def _measure(
     """Rows of all groups; after an interrupt, of the finished runs."""
     from moegguf.bench.rows import make_rows
     from moegguf.bench.series import ProcessRunner, run_series
+    from moegguf.bench.stock import stock_library
+
+    def say(line: str) -> None:
+        typer.echo(line, err=True)
 
     outcomes: list[list[Outcome]] = [[] for _ in groups]
-    runner = ProcessRunner(limit, drop_cache)
+    needs_stock = any(system.spec.system == "stock" for group in groups for system in group)
+    runner = ProcessRunner(limit, drop_cache, stock_library(say) if needs_stock else None)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that SIGTERM cleans up, too
     try:
         for group, found in zip(groups, outcomes, strict=True):
-            for outcome in run_series(group, rounds, runner, lambda line: typer.echo(line, err=True)):
+            for outcome in run_series(group, rounds, runner, say):
                 found.append(outcome)
     except KeyboardInterrupt:
         typer.echo("interrupted; printing the finished runs.", err=True)

@@ -8,6 +8,7 @@ them when they reach llama.cpp. Nothing is patched in Python, and two models sha
 from __future__ import annotations
 
 import ctypes as c
+import functools
 import os
 import warnings
 from collections.abc import Generator, Sequence
@@ -19,6 +20,7 @@ from moegguf.controller.policies.base import Policy
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.strategies import find_strategy
+from moegguf.engine.batch_invariance import is_batch_invariant
 from moegguf.engine.context import Context
 from moegguf.engine.live_controller import ControllerOptions
 from moegguf.engine.load import Budget, LoadProgress, Progress, check_options, prepare
@@ -209,6 +211,11 @@ class Llama(UpstreamLlama):
         would compute differently in a context as large as all of them."""
         assert self._loader is not None
         return self._loader.n_seq_max
+
+    @functools.cached_property
+    def batch_invariant(self) -> bool:
+        """Whether a token has the same bits in any pass and beside any sequences (engine/batch_invariance.py)."""
+        return is_batch_invariant(self)
 
     def n_ctx(self) -> int:
         """Tokens of context, of one sequence."""

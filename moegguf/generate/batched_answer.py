@@ -110,7 +110,7 @@ class BatchedAnswer:
     @property
     def alone(self) -> bool:
         """Whether it has to be computed without others."""
-        return self.request.sampling.exact or self.state is None or self.state.prompt.images is not None
+        return self.state is None or self.state.is_exact_alone or self.state.prompt.images is not None
 
     def begin(self, number: int, stats: Stats) -> None:
         """It is computed from now on."""

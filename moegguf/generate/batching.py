@@ -4,8 +4,9 @@ Prompt tokens of others take part up to the step's budget, so that a long prompt
 (continuous batching: Orca, section 4; prompts in chunks: Sarathi-Serve, section 4). Everything but the pass belongs to
 a sequence: what one of them fails with, or its cancellation, does not reach another.
 
-The last bits of an answer depend on what else is in its passes, as in llama.cpp. A request with `exact`, one with
-images, and every request of a context with one sequence (`Llama.n_seq_max`) is computed alone: in steps of its own.
+Where the model is not batch-invariant (`Llama.batch_invariant`), the last bits of an answer depend on what else is in
+its passes, as in llama.cpp; a request with `exact` is then computed alone, in steps of its own, as is every request
+with images or of a context with one sequence (`Llama.n_seq_max`).
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class BatchLoop:
     def submit(self, request: GenerationRequest, events: AnswerEvents) -> BatchedAnswer:
         """Begins to answer a request; what is wrong with it is an error of its `on_end`."""
         answer = BatchedAnswer(request, events)
-        if len(self._slots) > 1 and not request.sampling.exact:  # a slow template must not hold up others
+        if len(self._slots) > 1:  # a slow template must not hold up others
             reader = threading.Thread(target=self._read, args=(answer,), name="moegguf-prompt", daemon=True)
             with self._changed:
                 if not self._closing:

@@ -118,8 +118,9 @@ class Engine:
             (`moegguf.generate.schedule`).
         All keywords of `moegguf.Llama`; flash_attn is None unless given.
 
-    The last bits of an answer depend on what is computed with it, as in llama.cpp; `Sampling(exact=True)` computes a
-    request without others. All methods may be called from any thread. Raises what `Llama` raises.
+    An answer has the same bits alone and beside others where the model is batch-invariant (`Llama.batch_invariant`);
+    elsewhere `Sampling(exact=True)` computes a request without others. All methods may be called from any thread.
+    Raises what `Llama` raises.
     """
 
     def __init__(

@@ -48,8 +48,16 @@ class SequenceState:
     @property
     def reuses_prefix(self) -> bool:
         """Whether tokens of earlier requests may be reused: they were evaluated beside other tokens, which changes the
-        last bits of their K and V."""
-        return self.request.sampling.seed is None and not self.request.sampling.exact
+        last bits of their K and V where the model is not batch-invariant."""
+        sampling = self.request.sampling
+        return self._llm.batch_invariant or (sampling.seed is None and not sampling.exact)
+
+    @property
+    def is_exact_alone(self) -> bool:
+        """Whether the request is `exact`, and other sequences in its passes may change bits. That is so of a context
+        that becomes full, too: among others it is evaluated again, which rounds otherwise than moving its cells."""
+        may_shift = self.shifts and len(self.prompt.tokens) + self._limit > self._llm.n_ctx()
+        return self.request.sampling.exact and (may_shift or not self._llm.batch_invariant)
 
     @property
     def n_kept(self) -> int:

@@ -11,7 +11,7 @@ from answering import DEMO, TinyModel
 from moegguf.engine.llama import Llama
 from moegguf.engine.sequences import Chunk
 from moegguf.native.events import Phase
-from tools.models import PRESETS
+from tools.models import PRESETS, QUANTS
 
 N_TOKENS, N_CELLS = 60, 256
 
@@ -63,9 +63,13 @@ def test_a_prompt_has_the_same_bits_in_passes_of_any_width(
         assert found == alone[n], f"after {n} tokens"
 
 
-@pytest.mark.parametrize("preset", sorted(name for name in PRESETS if name.startswith("tiny-")))
-@pytest.mark.parametrize("quant", ["q4_k_m", "q8_0"])
-def test_every_architecture_has_the_same_bits_in_passes_of_any_width(tiny: TinyModel, preset: str, quant: str) -> None:
+TINY = sorted(name for name in PRESETS if name.startswith("tiny-"))
+
+
+@pytest.mark.parametrize(
+    ("preset", "quant"), [(preset, "q4_k_m") for preset in TINY] + [("tiny-mixtral", quant) for quant in QUANTS]
+)
+def test_every_model_has_the_same_bits_in_passes_of_any_width(tiny: TinyModel, preset: str, quant: str) -> None:
     with Llama(tiny(preset, quant), n_ctx=N_CELLS, n_seq_max=2, flash_attn=True, verbose=False) as llm:
         tokens = tokens_of(llm, 1, N_TOKENS)
         one_by_one = in_passes(llm, tokens, [1] * N_TOKENS)

@@ -1,8 +1,8 @@
 """Random weights in quantised form: pools of blocks with mean zero, and the few tensors that stay F32.
 
 Zero mean matters: plain random Q4_0 bytes have a mean of -0.5 steps, which gives every matrix one common
-direction and lets the router collapse to a few experts. So the values of Q4_0, Q5_0 and Q8_0 are drawn
-symmetrically, the minimum of Q4_K and Q5_K is half the range of its scale, and Q6_K flips signs of scales.
+direction and lets the router collapse to a few experts. So the values of Q4_0, Q5_0, Q8_0 and MXFP4 are drawn
+symmetrically, the minimum of Q4_K and Q5_K is half the range of its scale, and the others flip signs of scales.
 """
 
 from __future__ import annotations
@@ -168,6 +168,32 @@ def _q6_k(rng: np.random.Generator, scale: NDArray[np.float32]) -> Bytes:
     return np.concatenate([values, scales.view(np.uint8), _half_bytes(scale)], axis=1)
 
 
+def _iq4_nl(rng: np.random.Generator, scale: NDArray[np.float32]) -> Bytes:
+    signs = rng.choice(np.float32([-1, 1]), len(scale))
+    return np.concatenate([_half_bytes(scale * signs), _random_bytes(rng, 0, 256, (len(scale), 16))], axis=1)
+
+
+def _iq4_xs(rng: np.random.Generator, scale: NDArray[np.float32]) -> Bytes:
+    """Scales are 6 bits, 32 stands for 0: four lower bits by pairs, two higher ones of all eight in 16 bits."""
+    signs = rng.integers(0, 2, (len(scale), 8), dtype=np.int8) * np.int8(2) - np.int8(1)
+    scales = (32 + rng.integers(8, 17, (len(scale), 8), dtype=np.int8) * signs).astype(np.uint16)
+    high = ((scales >> 4) << (2 * np.arange(8, dtype=np.uint16))).sum(axis=1, dtype=np.uint16)
+    low = (scales & 15).astype(np.uint8)
+    values = _random_bytes(rng, 0, 256, (len(scale), 128))
+    head = [_half_bytes(scale), high.view(np.uint8).reshape(-1, 2), _nibble_bytes(low[:, ::2], low[:, 1::2])]
+    return np.concatenate([*head, values], axis=1)
+
+
+def _mxfp4(rng: np.random.Generator, scale: NDArray[np.float32]) -> Bytes:
+    """Scales are powers of two: of the two next ones each, as often as keeps the mean square."""
+    exponent = np.floor(np.log2(scale))
+    rest = (scale / np.exp2(exponent)) ** 2  # 1 to 4
+    exponent += rng.random(len(scale)) < (rest - 1) / 3
+    return np.concatenate(
+        [(exponent + 128).astype(np.uint8)[:, None], _random_bytes(rng, 0, 256, (len(scale), 16))], axis=1
+    )
+
+
 BLOCK_MAKERS: dict[QType, Callable[[np.random.Generator, NDArray[np.float32]], Bytes]] = {
     QType.Q4_0: _q4_0,
     QType.Q5_0: _q5_0,
@@ -175,6 +201,9 @@ BLOCK_MAKERS: dict[QType, Callable[[np.random.Generator, NDArray[np.float32]], B
     QType.Q4_K: _q4_k,
     QType.Q5_K: _q5_k,
     QType.Q6_K: _q6_k,
+    QType.IQ4_NL: _iq4_nl,
+    QType.IQ4_XS: _iq4_xs,
+    QType.MXFP4: _mxfp4,
 }
 
 

@@ -11,10 +11,21 @@ from gguf.constants import GGMLQuantizationType as QType
 
 from tools.models.shapes import Shape
 
-QUANTS = {"q4_0": QType.Q4_0, "q4_k_m": QType.Q4_K, "q8_0": QType.Q8_0}
+# The type of most matrices; _qtype_of_role has the exceptions.
+QUANTS = {
+    "q4_0": QType.Q4_0,
+    "q4_k_m": QType.Q4_K,
+    "q5_k_m": QType.Q5_K,
+    "q6_k": QType.Q6_K,
+    "q8_0": QType.Q8_0,
+    "iq4_xs": QType.IQ4_XS,
+    "mxfp4": QType.MXFP4,
+}
 
 # llama.cpp's tensor_type_fallback for rows that a super-block of 256 does not divide
-ROW_FALLBACK = {QType.Q4_K: QType.Q5_0, QType.Q5_K: QType.Q5_0, QType.Q6_K: QType.Q8_0}
+ROW_FALLBACK = {
+    QType.Q4_K: QType.Q5_0, QType.Q5_K: QType.Q5_0, QType.Q6_K: QType.Q8_0, QType.IQ4_XS: QType.IQ4_NL,
+}  # fmt: skip
 
 # Weights have a standard deviation of gain / sqrt(columns). The output of attention is what the tokens of one
 # text share: 0.7 routes each token almost afresh, 1.4 and more sends most tokens to the same experts, and 0.9
@@ -71,10 +82,8 @@ def _tensor(name: str, dims: tuple[int, ...], shape: Shape, quant: str) -> Tenso
 
 
 def _qtype(name: str, role: str, n_columns: int, shape: Shape, quant: str) -> QType:
-    """The type of one matrix; for q4_k_m the rules of llama_tensor_get_type_impl (llama-quant.cpp)."""
-    qtype = QUANTS[quant]
-    if quant == "q4_k_m":
-        qtype = _qtype_q4_k_m(name, role, shape)
+    """The type of one matrix, by the rules of llama_tensor_get_type_impl (llama-quant.cpp)."""
+    qtype = QUANTS[quant] if quant in ("q4_0", "q8_0") else _qtype_of_role(name, role, shape, quant)
     if n_columns % GGML_QUANT_SIZES[qtype][0]:
         qtype = ROW_FALLBACK.get(qtype, qtype)
     block = GGML_QUANT_SIZES[qtype][0]
@@ -83,17 +92,23 @@ def _qtype(name: str, role: str, n_columns: int, shape: Shape, quant: str) -> QT
     return qtype
 
 
-def _qtype_q4_k_m(name: str, role: str, shape: Shape) -> QType:
-    eight_experts = shape.n_expert == 8
+def _qtype_of_role(name: str, role: str, shape: Shape, quant: str) -> QType:
+    most, eight_experts = QUANTS[quant], shape.n_expert == 8
+    if quant == "mxfp4":  # MXFP4_MOE: experts, and nothing else
+        return most if role.endswith("_exps") else QType.Q8_0
     if role == "output":
         return QType.Q6_K
     if role in ("attn_k", "attn_v") and eight_experts:
         return QType.Q8_0
-    if role == "attn_output" and eight_experts:
+    if role == "attn_output" and eight_experts and quant != "q6_k":
         return QType.Q5_K
+    if role == "attn_v" and quant == "iq4_xs":
+        return QType.Q5_K if shape.n_head >= 4 * shape.n_head_kv else most
+    if role.startswith("ffn_down") and quant == "iq4_xs":
+        return QType.Q5_K if int(name.split(".")[1]) < shape.n_layer // 8 else most
     if role == "attn_v" or role.startswith("ffn_down"):
-        return QType.Q6_K if _use_more_bits(int(name.split(".")[1]), shape.n_layer) else QType.Q4_K
-    return QType.Q4_K
+        return QType.Q6_K if _use_more_bits(int(name.split(".")[1]), shape.n_layer) else most
+    return most
 
 
 def _use_more_bits(il: int, n_layer: int) -> bool:

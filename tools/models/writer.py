@@ -28,7 +28,11 @@ METADATA_BYTES = 16 << 20
 FILE_TYPES = {
     "q4_0": LlamaFileType.MOSTLY_Q4_0,
     "q4_k_m": LlamaFileType.MOSTLY_Q4_K_M,
+    "q5_k_m": LlamaFileType.MOSTLY_Q5_K_M,
+    "q6_k": LlamaFileType.MOSTLY_Q6_K,
     "q8_0": LlamaFileType.MOSTLY_Q8_0,
+    "iq4_xs": LlamaFileType.MOSTLY_IQ4_XS,
+    "mxfp4": LlamaFileType.MOSTLY_MXFP4_MOE,
 }
 
 Progress = Callable[[int, int], None]

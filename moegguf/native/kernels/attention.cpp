@@ -4,7 +4,6 @@
 // that the bits of a row depend neither on the rows nor on the cells beside it, nor on the number of threads.
 #include "cell_lists.h"
 #include "ggml-cpu-impl.h"
-#include "instructions.h"
 #include "kernels.h"
 #include "multiply.h"
 #include "simd-mappings.h"
@@ -20,20 +19,6 @@ constexpr int part_keys = 512;         // positions whose sums are merged as one
 constexpr int64_t few_tiles = 4;       // for each thread: with fewer, parts of a tile are divided among threads, too
 constexpr float lowest = -1e30f;       // of scores, in place of -inf: of it and of itself a difference is 0
 constexpr ggml_fp16_t masked = 0xfc00; // -inf
-
-const AttentionKernels * find_kernels() {
-#if defined(__x86_64__)
-    switch (instructions()) {
-        case Instructions::avx512:
-            return find_attention_avx512();
-        case Instructions::avx2:
-            return find_attention_avx2();
-        case Instructions::upstream:
-            return nullptr;
-    }
-#endif
-    return nullptr;
-}
 
 using ToFloat = void (*)(const char * values, int64_t n, float * out);
 
@@ -513,7 +498,7 @@ void compute_parts(const ggml_compute_params * params, const Shape & s, float * 
 // nullptr: upstream's kernels do it.
 const AttentionKernels * kernels_of(const ggml_tensor * op) {
     const ggml_tensor *q = op->src[0], *k = op->src[1], *v = op->src[2], *mask = op->src[3];
-    const AttentionKernels * kernels = find_kernels();
+    const AttentionKernels * kernels = processor_kernels() ? processor_kernels()->attention : nullptr;
     const bool known = kernels && find_to_float(*kernels, k->type) && find_to_float(*kernels, v->type) &&
                        q->type == GGML_TYPE_F32 && k->ne[0] % 16 == 0 && v->ne[0] % 16 == 0;
     const bool fits = k->ne[2] == v->ne[2] && k->ne[3] == q->ne[3] && v->ne[3] == q->ne[3] &&

@@ -2,21 +2,11 @@
 #include "isa_avx2.h"
 
 #include "attention.h"
-#include "find.h"
 #include "floats.h"
+#include "tile.h"
 
 namespace moegguf::kernels {
 
-const Kernel * find_avx2(Layout layout) {
-    return find<Avx2>(layout);
-}
-
-MultiplyFloats find_floats_avx2(FloatType type) {
-    return find_floats<Avx2>(type);
-}
-
-const AttentionKernels * find_attention_avx2() {
-    return &attention_kernels<Avx2>;
-}
+const Kernels avx2 = {find<Avx2>, find_floats<Avx2>, &attention_kernels<Avx2>};
 
 } // namespace moegguf::kernels

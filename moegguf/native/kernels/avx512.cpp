@@ -2,21 +2,11 @@
 #include "isa_avx512.h"
 
 #include "attention.h"
-#include "find.h"
 #include "floats.h"
+#include "tile.h"
 
 namespace moegguf::kernels {
 
-const Kernel * find_avx512(Layout layout) {
-    return find<Avx512>(layout);
-}
-
-MultiplyFloats find_floats_avx512(FloatType type) {
-    return find_floats<Avx512>(type);
-}
-
-const AttentionKernels * find_attention_avx512() {
-    return &attention_kernels<Avx512>;
-}
+const Kernels avx512 = {find<Avx512>, find_floats<Avx512>, &attention_kernels<Avx512>};
 
 } // namespace moegguf::kernels

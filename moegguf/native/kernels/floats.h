@@ -15,11 +15,11 @@ template <class Isa>
 struct Floats {
     using V = typename Isa::Lanes;
 
-    template <FloatType type>
+    template <ggml_type type>
     static V load(const char * values, int64_t i) {
-        if constexpr (type == FloatType::f32) {
+        if constexpr (type == GGML_TYPE_F32) {
             return Isa::load_f32((const float *)values + i);
-        } else if constexpr (type == FloatType::f16) {
+        } else if constexpr (type == GGML_TYPE_F16) {
             return Isa::load_f16((const uint16_t *)values + i);
         } else {
             return Isa::load_bf16((const uint16_t *)values + i);
@@ -27,15 +27,15 @@ struct Floats {
     }
 
     // The last n % 16 values, then zeros.
-    template <FloatType type>
+    template <ggml_type type>
     static V load_last(const char * values, int64_t i, int64_t n) {
-        constexpr size_t size = type == FloatType::f32 ? 4 : 2;
+        constexpr size_t size = type == GGML_TYPE_F32 ? 4 : 2;
         alignas(64) char last[16 * size] = {};
         memcpy(last, values + i * size, (n - i) * size);
         return load<type>(last, 0);
     }
 
-    template <FloatType type, int n_cols, int n_rows>
+    template <ggml_type type, int n_cols, int n_rows>
     static void tile(const char * const * weights, const float * const * rows, int64_t n, float * const * out) {
         V sums[n_cols][n_rows];
         for (auto & of_column : sums) {
@@ -65,7 +65,7 @@ struct Floats {
         }
         if (i < n) {
             add([i, n](const char * w) { return load_last<type>(w, i, n); },
-                [i, n](const float * x) { return load_last<FloatType::f32>((const char *)x, i, n); });
+                [i, n](const float * x) { return load_last<GGML_TYPE_F32>((const char *)x, i, n); });
         }
         for (int r = 0; r < n_rows; r++) {
             for (int c = 0; c < n_cols; c++) {
@@ -81,7 +81,7 @@ struct Floats {
     }
 
     // Columns of n_rows rows, four or two at once, then one by one.
-    template <FloatType type, int n_rows>
+    template <ggml_type type, int n_rows>
     static void columns(const char * weights, size_t stride, int64_t n_cols, const float * const * rows, int64_t n,
                         float * const * out) {
         float * at[n_rows];
@@ -103,7 +103,7 @@ struct Floats {
         }
     }
 
-    template <FloatType type>
+    template <ggml_type type>
     static void multiply(const char * weights, size_t stride, int64_t n_cols, const float * const * rows, int n_rows,
                          int64_t n, float * const * out) {
         for (int r = 0; r < n_rows;) {
@@ -119,16 +119,17 @@ struct Floats {
 };
 
 template <class Isa>
-MultiplyFloats find_floats(FloatType type) {
+MultiplyFloats find_floats(ggml_type type) {
     switch (type) {
-        case FloatType::f32:
-            return Floats<Isa>::template multiply<FloatType::f32>;
-        case FloatType::f16:
-            return Floats<Isa>::template multiply<FloatType::f16>;
-        case FloatType::bf16:
-            return Floats<Isa>::template multiply<FloatType::bf16>;
+        case GGML_TYPE_F32:
+            return Floats<Isa>::template multiply<GGML_TYPE_F32>;
+        case GGML_TYPE_F16:
+            return Floats<Isa>::template multiply<GGML_TYPE_F16>;
+        case GGML_TYPE_BF16:
+            return Floats<Isa>::template multiply<GGML_TYPE_BF16>;
+        default:
+            return nullptr;
     }
-    return nullptr;
 }
 
 } // namespace

@@ -2,15 +2,14 @@
 // together, nor on which of these kernels do it.
 #pragma once
 
+#include "ggml.h"
+
 #include <cstddef>
 #include <cstdint>
 
 #define MOEGGUF_INLINE inline __attribute__((always_inline))
 
 namespace moegguf::kernels {
-
-// Weights of 8 interleaved rows, as upstream's repack.cpp lays them out.
-enum class Layout { q4_0x8, iq4_nlx8, mxfp4x8, q4_kx8, q5_kx8, q6_kx8 };
 
 // A row of activations becomes blocks; rows that are multiplied together, a tile, lie block by block.
 struct Kernel {
@@ -29,17 +28,9 @@ struct Kernel {
                      float * const * out);
 };
 
-enum class FloatType { f32, f16, bf16 };
-
 // out[r][0, n_cols) = n_rows rows of n floats times n_cols rows of weights, `stride` bytes apart.
 using MultiplyFloats = void (*)(const char * weights, size_t stride, int64_t n_cols, const float * const * rows,
                                 int n_rows, int64_t n, float * const * out);
-
-// The kernels of a layout for processors with AVX2, FMA and F16C, or with AVX-512 and VNNI.
-const Kernel * find_avx2(Layout layout);
-const Kernel * find_avx512(Layout layout);
-MultiplyFloats find_floats_avx2(FloatType type);
-MultiplyFloats find_floats_avx512(FloatType type);
 
 // ---- attention: rows are queries, keys are cells of a cache that some of them see ----
 
@@ -105,7 +96,18 @@ struct AttentionKernels {
     void (*merge)(const AttentionSums & into, const AttentionSums & part, int n_rows, int64_t n);
 };
 
-const AttentionKernels * find_attention_avx2();
-const AttentionKernels * find_attention_avx512();
+// ---- by processor ----
+
+struct Kernels {
+    const Kernel * (*of_interleaved)(ggml_type type); // weights of 8 rows, as upstream's repack.cpp lays them out
+    MultiplyFloats (*of_floats)(ggml_type type);      // each nullptr for other types
+    const AttentionKernels * attention;
+};
+
+extern const Kernels avx2;   // with FMA and F16C
+extern const Kernels avx512; // with VNNI, too
+
+// Those of this processor, or fewer where MOEGGUF_KERNELS says avx2, to compare. nullptr: upstream's.
+const Kernels * processor_kernels();
 
 } // namespace moegguf::kernels

@@ -3,7 +3,6 @@
 #include "multiply.h"
 
 #include "ggml-cpu-impl.h"
-#include "instructions.h"
 #include "kernels.h"
 
 #include <algorithm>
@@ -15,64 +14,9 @@ namespace {
 constexpr int max_tile = 16;
 constexpr int64_t part_bytes = 256 << 10; // of weights that are multiplied with all rows before the next ones
 
-const Kernel * find(Layout layout) {
-#if defined(__x86_64__)
-    switch (instructions()) {
-        case Instructions::avx512:
-            return find_avx512(layout);
-        case Instructions::avx2:
-            return find_avx2(layout);
-        case Instructions::upstream:
-            return nullptr;
-    }
-#endif
-    return nullptr;
-}
-
-MultiplyFloats find_floats(FloatType type) {
-#if defined(__x86_64__)
-    switch (instructions()) {
-        case Instructions::avx512:
-            return find_floats_avx512(type);
-        case Instructions::avx2:
-            return find_floats_avx2(type);
-        case Instructions::upstream:
-            return nullptr;
-    }
-#endif
-    return nullptr;
-}
-
-MultiplyFloats floats_of(ggml_type type) {
-    switch (type) {
-        case GGML_TYPE_F32:
-            return find_floats(FloatType::f32);
-        case GGML_TYPE_F16:
-            return find_floats(FloatType::f16);
-        case GGML_TYPE_BF16:
-            return find_floats(FloatType::bf16);
-        default:
-            return nullptr;
-    }
-}
-
 const Kernel * kernel_of(ggml_type type) {
-    switch (type) {
-        case GGML_TYPE_Q4_0:
-            return find(Layout::q4_0x8);
-        case GGML_TYPE_IQ4_NL:
-            return find(Layout::iq4_nlx8);
-        case GGML_TYPE_MXFP4:
-            return find(Layout::mxfp4x8);
-        case GGML_TYPE_Q4_K:
-            return find(Layout::q4_kx8);
-        case GGML_TYPE_Q5_K:
-            return find(Layout::q5_kx8);
-        case GGML_TYPE_Q6_K:
-            return find(Layout::q6_kx8);
-        default:
-            return nullptr;
-    }
+    const Kernels * kernels = processor_kernels();
+    return kernels ? kernels->of_interleaved(type) : nullptr;
 }
 
 const Kernel * kernel_of(const ggml_tensor * op, int64_t n_cols, int64_t interleaved_bytes) {
@@ -345,7 +289,8 @@ bool multiply(ggml_compute_params * params, ggml_tensor * op, int64_t n_cols, in
 bool moegguf_multiply_floats(const ggml_compute_params * params, ggml_tensor * op) {
     using namespace moegguf::kernels;
     const ggml_tensor *w = op->src[0], *x = op->src[1];
-    const MultiplyFloats kernel = floats_of(w->type);
+    const Kernels * kernels = processor_kernels();
+    const MultiplyFloats kernel = kernels ? kernels->of_floats(w->type) : nullptr;
     if (!kernel || params->use_ref || x->type != GGML_TYPE_F32 || x->nb[0] != sizeof(float) ||
         w->nb[0] != ggml_type_size(w->type)) {
         return false;

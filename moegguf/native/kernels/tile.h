@@ -2,8 +2,7 @@
 // same sum: products of a block are added exactly, as integers, and blocks one after the other with fma.
 #pragma once
 
-#include "kernels.h"
-#include "types.h"
+#include "quantize.h"
 
 namespace moegguf::kernels {
 namespace {
@@ -151,6 +150,30 @@ struct Tile {
         }
     }
 };
+
+template <class Isa, class T>
+constexpr Kernel kernel = {T::n_values,      sizeof(typename T::Row), Isa::max_rows,
+                           quantize<Isa, T>, Tile<Isa, T>::gather,    Tile<Isa, T>::multiply};
+
+template <class Isa>
+const Kernel * find(ggml_type type) {
+    switch (type) {
+        case GGML_TYPE_Q4_0:
+            return &kernel<Isa, Q4_0x8>;
+        case GGML_TYPE_IQ4_NL:
+            return &kernel<Isa, Iq4NlX8>;
+        case GGML_TYPE_MXFP4:
+            return &kernel<Isa, Mxfp4X8>;
+        case GGML_TYPE_Q4_K:
+            return &kernel<Isa, Q4KX8>;
+        case GGML_TYPE_Q5_K:
+            return &kernel<Isa, Q5KX8>;
+        case GGML_TYPE_Q6_K:
+            return &kernel<Isa, Q6KX8>;
+        default:
+            return nullptr;
+    }
+}
 
 } // namespace
 } // namespace moegguf::kernels

@@ -53,8 +53,8 @@ Stop = Annotated[str, Field(max_length=limits.STOP_CHARS)]
 
 
 class SamplingOptions(Body):
-    """How tokens are chosen: Ollama's options, which are also keys of OpenAI's bodies, and `exact`: computed without
-    other requests. seed -1: random. None: the model's parameter, or the default."""
+    """How tokens are chosen: Ollama's options, which are also keys of OpenAI's bodies, and `exact`: other requests
+    change no bit. seed -1: random. None: the model's parameter, or the default."""
 
     seed: Whole = _in_range("seed")
     temperature: Number = _in_range("temperature")

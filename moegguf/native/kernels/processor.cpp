@@ -1,4 +1,5 @@
-#include "instructions.h"
+// processor.cpp: which of the kernels this processor has.
+#include "kernels.h"
 
 #include <cstdlib>
 #include <cstring>
@@ -6,7 +7,7 @@
 namespace moegguf::kernels {
 namespace {
 
-Instructions detect() {
+const Kernels * detect() {
 #if defined(__x86_64__)
     const char * forced = getenv("MOEGGUF_KERNELS");
     const auto is = [forced](const char * name) { return forced && strcmp(forced, name) == 0; };
@@ -14,16 +15,16 @@ Instructions detect() {
     if (!is("upstream") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
         const bool has_512 = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
-        return has_512 && !is("avx2") ? Instructions::avx512 : Instructions::avx2;
+        return has_512 && !is("avx2") ? &avx512 : &avx2;
     }
 #endif
-    return Instructions::upstream;
+    return nullptr;
 }
 
 } // namespace
 
-Instructions instructions() {
-    static const Instructions found = detect();
+const Kernels * processor_kernels() {
+    static const Kernels * found = detect();
     return found;
 }
 

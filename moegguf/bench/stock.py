@@ -1,0 +1,69 @@
+"""llama.cpp without patches, of the same release: built by pip from the pinned source the first time, then kept.
+
+libmoegguf lies beside its libraries, so that the same program measures it with MOEGGUF_HOOKS=0; nothing calls it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from moegguf.errors import LibraryError
+from moegguf.native import library
+from moegguf.processor import read_processor
+from moegguf.settings import cache_folder
+
+# With AMX this release ends in a segmentation fault in its first product (llama.cpp pull request 26954).
+FLAGS = "-mno-amx-tile -mno-amx-int8"
+
+
+def stock_library(progress: Callable[[str], object]) -> Path:
+    """The folder of its libraries. `progress` is told when they are built. Raises LibraryError where pip fails."""
+    own = library.find_library()
+    pin = _read_pin(own)
+    arguments = _cmake_arguments()
+    key = hashlib.sha256(repr((pin, arguments, sorted(read_processor().flags))).encode()).hexdigest()[:16]
+    folder = cache_folder() / "stock" / f"{pin['version']}-{key}"
+    if not folder.exists():
+        progress(f"building llama.cpp {pin['llama_cpp_commit']} without patches, once; this takes some minutes")
+        _build(pin, arguments, folder)
+    shutil.copy(own / "libmoegguf.so", folder)
+    return folder
+
+
+def _read_pin(own: Path) -> dict[str, str]:
+    lines = (own / "UPSTREAM").read_text().splitlines()
+    pairs = (line.partition("=") for line in lines if "=" in line and not line.startswith("#"))
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _cmake_arguments() -> str:
+    """The user's, as for moegguf itself, and the compilers' flags."""
+    flags = FLAGS if "amx_tile" in read_processor().flags else ""
+    own = [f'-DCMAKE_{language}_FLAGS="{flags}"' for language in ("C", "CXX") if flags]
+    return " ".join([os.environ.get("CMAKE_ARGS", ""), *own]).strip()
+
+
+def _build(pin: dict[str, str], arguments: str, folder: Path) -> None:
+    """Has pip compile the package, and keeps its libraries in `folder`, which appears whole."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        wanted = Path(scratch, "requirements.txt")
+        wanted.write_text(f"{pin['package']}=={pin['version']} --hash=sha256:{pin['sha256']}\n")
+        command = [
+            sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--no-deps", "--no-cache-dir",
+            "--no-binary", pin["package"], "--find-links", str(cache_folder()), "--target", f"{scratch}/package",
+            "--requirement", str(wanted),
+        ]  # fmt: skip
+        environment = os.environ | {"CMAKE_ARGS": arguments}
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        if done.returncode != 0:
+            last = "\n".join(done.stdout.decode(errors="replace").splitlines()[-5:])
+            raise LibraryError(f"llama.cpp without patches cannot be built; pip says:\n{last}")
+        Path(scratch, "package/llama_cpp/lib").rename(folder)
