@@ -36,6 +36,13 @@ def test_scores_that_are_not_numbers_count_as_zero(layer: FakeModel, open_store:
     assert there(store) == {0, 2, 4, 5}
 
 
+def test_in_a_pool_smaller_than_a_token_every_layer_keeps_some(fake: FakeModel, open_store: Open) -> None:
+    store, context = open_store(fake, 6, simulate=True)
+    for il in [0, 1, 2, 3] * 2:
+        context.acquire(il, [0, 1])
+    assert store.counters()["hits_ready"] == 4
+
+
 def test_a_gate_drops_the_prefetches_of_its_layer_that_were_not_needed(layer: FakeModel, open_store: Open) -> None:
     """On the modelled link, where nothing moves before the gate."""
     store, context = open_store(layer, 8, simulate=True, fill=False)
