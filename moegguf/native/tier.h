@@ -2,7 +2,8 @@
 // of other tiers they are filled from. The tiers of a store: one per device that computes layers, one in RAM that those
 // of devices are filled from, and staging tensors for prompts.
 //
-// Look-ups and stalls are counted here and nowhere else. Knows no queue, no thread and no event.
+// It may take and empty its own slots, pin those of other tiers that they are filled from, and tell the listener what
+// became resident. Look-ups and stalls are counted here and nowhere else. Knows no queue and no thread.
 #pragma once
 
 #include "events.h"
