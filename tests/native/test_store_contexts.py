@@ -61,7 +61,7 @@ def test_contexts_that_need_every_slot_take_turns(fake: FakeModel, open_store: O
 
 
 def test_a_context_that_waits_for_slots_can_be_cancelled(fake: FakeModel, open_store: Open) -> None:
-    store, context = open_store(fake, 2)
+    store, context = open_store(fake, 3)
     other = store.open_context()
     context.acquire(0, [0, 1])
     with ThreadPoolExecutor(1) as pool:
@@ -73,6 +73,7 @@ def test_a_context_that_waits_for_slots_can_be_cancelled(fake: FakeModel, open_s
             waiting.result(1)
     store.cancel(False)
     assert other.take_failure() is not None
+    assert (store.residency()[1] == 0).all(), "the slot that it had taken is free"
     assert context.take_failure() is None
     fake.acquire(store, other, 1, [2, 3])
     other.close()
