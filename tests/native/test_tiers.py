@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_model import FakeModel, Open
+from fake_model import FakeModel, Open, make_model
 
 from moegguf.errors import AllocationError, OptionError
 from moegguf.native import library
@@ -206,3 +207,17 @@ def test_memory_that_is_not_pinned_says_why(fake: FakeModel, open_store: Open) -
     assert lower["device"] == "CPU"
     assert "CPU offers no pinned memory" in lower["note"]
     assert store.tier()["note"] == ""
+
+
+def test_what_was_to_be_copied_to_a_slot_is_not_once_that_has_another_expert(tmp_path: Path, open_store: Open) -> None:
+    fake = make_model(tmp_path, n_layer=1)
+    link = {"link_bytes_per_s": 1e9, "copy_bytes_per_s": 1e9}
+    store, context = open_store(fake, 3, n_ram_slots=8, simulate=True, fill=False, preempt=False, **link)
+    for ids in ([4, 5], [2, 3], [0, 1]):
+        context.acquire(0, ids)
+    store.prefetch([0], [4])
+    store.advance(1)  # the first of its matrices is on its way
+    context.acquire(0, [0, 5])  # goes before the others
+    context.acquire(0, [0, 7])  # takes its slot
+    store.drain()
+    assert 0 < store.tier()["bytes_prefetched"] < fake.expert_bytes / 2
