@@ -26,13 +26,13 @@ LIMITS = {
     "moegguf/generate": 4_380,
     "moegguf/gguf": 1_890,
     "moegguf/models": 3_040,
-    "moegguf/native": 17_040,
+    "moegguf/native": 16_960,
     "moegguf/server": 7_340,
     "moegguf/serving": 5_230,
     "moegguf/terminal": 1_650,
     "moegguf/trace": 2_110,
     "predictors": 5_910,
-    "tests": 43_440,
+    "tests": 43_080,
     "tools": 5_240,
 }
 

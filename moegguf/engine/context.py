@@ -190,7 +190,7 @@ class Context:
         decodes = all(chunk.phase == Phase.DECODE for chunk in chunks)
         if self.controller is not None:
             self.controller.before_tokens(Phase.DECODE if decodes else Phase.PREFILL, len(chunks))
-        if not session.lane.awaits_tokens(first.request, first.phase):
+        if not session.store_context.awaits_tokens(first.request, first.phase):
             return
         sequences, phases, tokens, outputs = list[int](), list[int](), list[int](), list[int]()
         for chunk in chunks:
@@ -200,7 +200,7 @@ class Context:
             tokens += chunk.tokens
             outputs += [0] * (n - 1)
             outputs.append(chunk.wants_logits)
-        session.lane.announce(sequences, phases, tokens, outputs)
+        session.store_context.announce(sequences, phases, tokens, outputs)
 
     def eval_image(self, prompt: ImagePrompt, span: ImageSpan, request: int) -> None:
         """Evaluates an image's span of `prompt`, whose tokens before it are in sequence 0. request: its number in
@@ -213,7 +213,7 @@ class Context:
         if self.controller is not None:
             self.controller.before_tokens(Phase.PREFILL)
         if self._session is not None:
-            self._session.lane.announce(request, Phase.PREFILL, ())
+            self._session.store_context.announce(request, Phase.PREFILL, ())
         self.truncate(span.begin)
         sizes = self.images.position(span.begin), llm.n_batch, llm.context_params.n_ubatch
         self.computed(lambda: projector.evaluate(llm.ctx, prompt, span, *sizes), span.n_tokens)
@@ -236,7 +236,7 @@ class Context:
             self._llm._requires_eval = True
             number = self._requests.begin()
             if self._session is not None:
-                self._session.lane.announce(number, Phase.PREFILL, tokens)
+                self._session.store_context.announce(number, Phase.PREFILL, tokens)
             return self.computed(call, len(tokens))
 
         return self.guarded(announced)

@@ -38,7 +38,7 @@ from moegguf.controller.hit_rates import PUBLISHED, HitRange, Measured, interpol
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import ExpertIOError, OptionError
 from moegguf.gguf.experts import ExpertLayout
-from moegguf.native.speeds import Speeds as KernelSpeeds
+from moegguf.native.speeds import KernelSpeeds
 from moegguf.quantities import Link, format_bytes
 
 KERNEL_SHARE = 0.65

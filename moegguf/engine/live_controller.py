@@ -145,9 +145,9 @@ class LiveController:
         if not isinstance(text, str):
             return
         session = self.session
-        if Tier.LOWER in session.store.tiers:
+        if Tier.RAM in session.store.tiers:
             self.policy_below = ram_policy(text)
-            session.store.set_policy(self.policy_below, Tier.LOWER)
+            session.store.set_policy(self.policy_below, Tier.RAM)
         tiers = [name.lower() for name in session.tiers()]
         if "=" in text and not set(tiers) & set(parse_policies(text)):
             warnings.warn(f"policy={text!r} has no effect: experts lie in {tiers[0].upper()} only", stacklevel=2)

@@ -1,4 +1,4 @@
-"""The expert store of one model, the lane of its context, what decides and records there, and its budgets.
+"""The expert store of one model, its context there, what decides and records there, and its budgets.
 
 Lifetimes: the store is opened before the model and closed after it, because the model's expert tensors lie in the
 store's reserved buffer type. The arrays passed to llama.cpp are kept here until then.
@@ -60,7 +60,7 @@ def open_store(layout: ExpertLayout, plan: Plan, options: StoreOptions) -> Store
                 part.name,
                 n,
                 part.layers,
-                lower=part.name is not None,
+                through_ram=part.name is not None,
                 staging=staging_of_pool(staging, n_pools[part.name]) if part.name else 0,
                 pass_slots=min(n, n_pass),
             )
@@ -156,7 +156,7 @@ class _Override(c.Structure):
 
 
 class Session:
-    """One store and one lane, attached to one `Llama`. `layout`: of the layers whose experts have slots."""
+    """One store and its context, attached to one `Llama`. `layout`: of the layers whose experts have slots."""
 
     def __init__(self, layout: ExpertLayout, plan: Plan, options: StoreOptions) -> None:
         self.layout = layout
@@ -164,7 +164,7 @@ class Session:
         self._bindings = library.llama_cpp()
         self._pid = os.getpid()
         self.store = open_store(layout, plan, options)
-        self.lane = self.store.open_lane()
+        self.store_context = self.store.open_context()
         self.listeners = RoutingListeners(self.store)
         self._overrides = (_Override * 2)(_Override(expert_tensors(layout), self.store.buffer_type), _Override())
         handles = {device.name: device.handle for device in gpus()} if plan.devices else {}
@@ -194,10 +194,10 @@ class Session:
 
     def attach_context(self, params: c.Structure) -> None:
         """The hook runs at each layer's routing, and a failed pass ends at its next node."""
-        params.cb_eval = self._bindings.ggml_backend_sched_eval_callback(self.lane.eval_callback())
-        params.cb_eval_user_data = self.lane.handle
-        params.abort_callback = self._bindings.ggml_abort_callback(self.lane.abort_callback())
-        params.abort_callback_data = self.lane.handle
+        params.cb_eval = self._bindings.ggml_backend_sched_eval_callback(self.store_context.eval_callback())
+        params.cb_eval_user_data = self.store_context.handle
+        params.abort_callback = self._bindings.ggml_abort_callback(self.store_context.abort_callback())
+        params.abort_callback_data = self.store_context.handle
         # With a pool in host memory and layers on a GPU this would copy whole arenas to the GPU.
         params.op_offload = False
 
@@ -210,7 +210,7 @@ class Session:
             return False
         unload()
         fewer = max(least, n_slots // 2)
-        self.store.reallocate(fewer)
+        self.store.resize(fewer, at_once=True)
         warnings.warn(
             f"{self.plan.device} has no memory for weights and a context beside {n_slots} expert slots; going on with"
             f" {fewer}, which is slower; give a smaller vram_cache, or lower n_ctx.",
@@ -230,7 +230,7 @@ class Session:
 
     def raise_failure(self) -> None:
         """Raises the typed error of the last pass, if it failed, and an exception of a callback."""
-        failure = self.lane.take_failure()
+        failure = self.store_context.take_failure()
         if failure is not None:
             raise library.error(failure.status, failure.message.decode(errors="replace"))
         self.store.raise_callback_error()
@@ -302,6 +302,6 @@ class Session:
         return [device for device in self.store.devices if self._on_device and device.name in (None, CPU)]
 
     def close(self) -> None:
-        """Frees lane and store, once the context and the model are gone. Twice is harmless."""
-        self.lane.close()
+        """Frees the store and its context, once llama.cpp's and the model are gone. Twice is harmless."""
+        self.store_context.close()
         self.store.close()

@@ -23,7 +23,7 @@ _SCALARS: dict[str, Any] = {
 _HEADER = re.sub(r"//.*", "", Path(__file__).with_name("moegguf.h").read_text(encoding="utf-8"))
 # Called in every pass. They wait for nothing, so they keep the interpreter's lock: taking it again takes longer than
 # they do, up to a thread's turn (5 ms) while others run Python.
-_SHORT_CALLS = ("moegguf_lane_awaits_tokens", "moegguf_lane_is_clear")
+_SHORT_CALLS = ("moegguf_context_awaits_tokens", "moegguf_context_is_clear")
 
 
 def _enums() -> dict[str, dict[str, int]]:

@@ -154,11 +154,6 @@ int moegguf_store_set_predictor(moegguf_store * store, const moegguf_predictor *
     return on(store, [&](Store & s) { s.forecaster.set(predictor); });
 }
 
-const char * moegguf_predictor_name(int32_t index) {
-    const PredictorType * type = predictor_at(index);
-    return type ? type->name : nullptr;
-}
-
 int moegguf_store_act(moegguf_store * store, int act) {
     return on(store, [&](Store & s) { s.forecaster.prefetch(act != 0); });
 }
@@ -191,12 +186,8 @@ int moegguf_store_cancel(moegguf_store * store, int cancel) {
     return on(store, [&](Store & s) { s.cancel(cancel); });
 }
 
-int moegguf_store_resize(moegguf_store * store, int32_t tier, int32_t n_slots) {
-    return on(store, [&](Store & s) { s.resize(tier, n_slots); });
-}
-
-int moegguf_store_reallocate(moegguf_store * store, int32_t tier, int32_t n_slots) {
-    return on(store, [&](Store & s) { s.reallocate(tier, n_slots); });
+int moegguf_store_resize(moegguf_store * store, int32_t tier, int32_t n_slots, int at_once) {
+    return on(store, [&](Store & s) { s.resize(tier, n_slots, at_once != 0); });
 }
 
 int moegguf_store_drain(moegguf_store * store, double timeout_s) {
@@ -219,24 +210,24 @@ int moegguf_store_sim_advance(moegguf_store * store, uint64_t ns) {
     return on(store, [&](Store & s) { s.advance(ns); });
 }
 
-int moegguf_lane_open(moegguf_store * store, moegguf_lane ** lane) {
+int moegguf_context_open(moegguf_store * store, moegguf_context ** context) {
     return on(store, [&](Store & s) {
-        moegguf_lane *& opened = given(lane);
-        opened = new moegguf_lane{s.acquire.open_context()};
+        moegguf_context *& opened = given(context);
+        opened = new moegguf_context{s.acquire.open_context()};
     });
 }
 
-void moegguf_lane_close(moegguf_lane * lane) {
-    if (lane && !lane->context->store.shared.forked()) {
-        lane->context->store.acquire.close_context(*lane->context);
-        delete lane;
+void moegguf_context_close(moegguf_context * context) {
+    if (context && !context->inner->store.shared.forked()) {
+        context->inner->store.acquire.close_context(*context->inner);
+        delete context;
     }
 }
 
-int moegguf_lane_acquire(moegguf_lane * lane, int32_t il, const int32_t * expert_ids, int32_t n_expert_used,
-                         int32_t n_tokens, const float * inputs, int32_t n_embd, int32_t * slot_ids) {
+int moegguf_context_acquire(moegguf_context * context, int32_t il, const int32_t * expert_ids, int32_t n_expert_used,
+                            int32_t n_tokens, const float * inputs, int32_t n_embd, int32_t * slot_ids) {
     return guarded([&] {
-        Context & c = *given(lane).context;
+        Context & c = *given(context).inner;
         check_size(c, n_expert_used, n_tokens);
         memcpy(&given(slot_ids), &given(expert_ids), sizeof(int32_t) * n_expert_used * n_tokens);
         if (inputs && n_embd <= 0) {
@@ -250,9 +241,9 @@ int moegguf_lane_acquire(moegguf_lane * lane, int32_t il, const int32_t * expert
     });
 }
 
-int moegguf_lane_replay(moegguf_lane * lane, const moegguf_routing * routing, int64_t * n_done) {
+int moegguf_context_replay(moegguf_context * context, const moegguf_routing * routing, int64_t * n_done) {
     return guarded([&] {
-        Context & c = *given(lane).context;
+        Context & c = *given(context).inner;
         const moegguf_routing & r = given(routing);
         given(n_done) = 0;
         if (r.n_events < 0 || (r.n_events > 0 && (!r.il || !r.n_tokens || !r.n_expert_used || !r.expert_ids))) {
@@ -275,12 +266,12 @@ int moegguf_lane_replay(moegguf_lane * lane, const moegguf_routing * routing, in
     });
 }
 
-int moegguf_lane_awaits_tokens(moegguf_lane * lane, int32_t sequence, int32_t phase) {
-    Context & c = *lane->context;
+int moegguf_context_awaits_tokens(moegguf_context * context, int32_t sequence, int32_t phase) {
+    Context & c = *context->inner;
     return c.store.acquire.awaits_tokens(c, sequence, phase);
 }
 
-int moegguf_lane_announce(moegguf_lane * lane, const moegguf_tokens_event * tokens) {
+int moegguf_context_announce(moegguf_context * context, const moegguf_tokens_event * tokens) {
     return guarded([&] {
         moegguf_tokens_event event = given(tokens);
         const auto known = [](int32_t phase) { return phase == MOEGGUF_PREFILL || phase == MOEGGUF_DECODE; };
@@ -291,26 +282,26 @@ int moegguf_lane_announce(moegguf_lane * lane, const moegguf_tokens_event * toke
             (event.phases && !std::all_of(event.phases, event.phases + event.n_tokens, known))) {
             throw Error(MOEGGUF_INVALID, "tokens of several sequences have a sequence, a phase and an output each");
         }
-        Context & c = *given(lane).context;
+        Context & c = *given(context).inner;
         if (c.store.shared.forked()) { // a thread of the parent may hold the lock
             throw Error(MOEGGUF_FORKED, "the model was loaded in the parent process");
         }
-        event.lane = c.id;
+        event.context = c.id;
         c.store.acquire.announce_tokens(c, event);
     });
 }
 
-int moegguf_lane_is_clear(moegguf_lane * lane) {
-    return lane->context->store.acquire.is_clear(*lane->context);
+int moegguf_context_is_clear(moegguf_context * context) {
+    return context->inner->store.acquire.is_clear(*context->inner);
 }
 
-int moegguf_lane_failure(moegguf_lane * lane, moegguf_failure * failure, int clear) {
-    return guarded([&] { given(lane).context->store.acquire.take_failure(*lane->context, given(failure), clear); });
+int moegguf_context_failure(moegguf_context * context, moegguf_failure * failure, int clear) {
+    return guarded([&] { given(context).inner->store.acquire.take_failure(*context->inner, given(failure), clear); });
 }
 
-void moegguf_lane_chain(moegguf_lane * lane, ggml_backend_sched_eval_callback next, void * user) {
-    lane->context->next_eval = next;
-    lane->context->next_user = user;
+void moegguf_context_chain(moegguf_context * context, ggml_backend_sched_eval_callback next, void * user) {
+    context->inner->next_eval = next;
+    context->inner->next_user = user;
 }
 
 } // extern "C"

@@ -3,6 +3,7 @@
 #include "counters.h"
 #include "layout.h"
 #include "link.h"
+#include "short_slices.h"
 
 #include <algorithm>
 #include <vector>
@@ -22,7 +23,9 @@ class RealClock final : public Clock {
         return changed.wait_until(lock, deadline) == std::cv_status::no_timeout;
     }
     void carry(Link & link, LinkSpeed) override { link.start_threads(); }
-    std::thread start_thread(std::function<void()> body) override { return std::thread(std::move(body)); }
+    std::thread start_thread(const char * what, std::function<void()> body) override {
+        return moegguf::start_thread(what, std::move(body));
+    }
     bool can_advance() const override { return false; }
     void advance(uint64_t) override { throw Error(MOEGGUF_INVALID, "only a simulation has a modelled clock"); }
 };
@@ -41,7 +44,7 @@ class VirtualClock final : public Clock {
     }
 
     void carry(Link & link, LinkSpeed speed) override { links_.push_back({&link, speed}); }
-    std::thread start_thread(std::function<void()>) override { return {}; }
+    std::thread start_thread(const char *, std::function<void()>) override { return {}; }
 
     bool can_advance() const override { return true; }
     void advance(uint64_t ns) override {

@@ -42,7 +42,8 @@ class Clock {
     virtual bool wait(std::condition_variable & changed, std::unique_lock<std::mutex> & lock, Deadline deadline) = 0;
 
     virtual void carry(Link & link, LinkSpeed speed) = 0; // its transfers, from now on; links carried first go first
-    virtual std::thread start_thread(std::function<void()> body) = 0; // none in virtual time: its caller does the work
+    // None in virtual time: its caller does the work. Throws Error.
+    virtual std::thread start_thread(const char * what, std::function<void()> body) = 0;
     // Compute time passes, under the lock. Throws Error(INVALID) where time is real.
     virtual void advance(uint64_t ns) = 0;
     virtual bool can_advance() const = 0;

@@ -1,5 +1,5 @@
-// context.h: one llama_context as a store knows it (a "lane" of the C ABI): the tokens that were announced, its place
-// in a pass, the routing event that it is served for, the slots that it computes with, and why its pass failed.
+// context.h: one llama_context as a store knows it: the tokens that were announced, its place in a pass, the routing
+// event that it is served for, the slots that it computes with, and why its pass failed.
 //
 // All of it belongs to the thread that computes; what is pinned changes under the store's lock. Data only: it waits for
 // nothing and moves nothing.
@@ -143,6 +143,6 @@ struct Contexts {
 
 } // namespace moegguf
 
-struct moegguf_lane {
-    std::unique_ptr<moegguf::Context> context;
+struct moegguf_context {
+    std::unique_ptr<moegguf::Context> inner;
 };

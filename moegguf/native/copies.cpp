@@ -5,7 +5,6 @@
 #include "short_slices.h"
 
 #include <algorithm>
-#include <system_error>
 #include <tuple>
 
 namespace moegguf {
@@ -19,9 +18,8 @@ int matrix_of(const Layout & layout, const Job & job) {
 
 } // namespace
 
-Copies::Copies(const Layout & layout, Shared & shared, Tier & to)
-    : layout_(layout),
-      shared_(shared),
+Copies::Copies(const Layout & layout, Shared & shared, const Tiers & tiers, Tier & to)
+    : Link(layout, shared, tiers),
       to_(to),
       submitted_(to.residency.n_slots()) {
 }
@@ -37,11 +35,7 @@ void Copies::start_threads() {
     if (props.caps.async && props.caps.events) {
         event_.reset(ggml_backend_event_new(device));
     }
-    try {
-        thread_ = std::thread([this] { run(); });
-    } catch (const std::system_error & e) {
-        throw Error(MOEGGUF_MEMORY, std::string("cannot start the thread that copies: ") + e.what());
-    }
+    thread_ = start_thread("the thread that copies", [this] { run(); });
 }
 
 void Copies::stop() {
@@ -56,13 +50,10 @@ void Copies::stop() {
 }
 
 void Copies::queue(int s, uint8_t kinds, bool demand) {
-    const Slot & slot = to_.residency.slot(s);
     const SlotRef source = to_.source_tier(s).ref(to_.source(s));
     for (; kinds; kinds &= kinds - 1) {
-        const uint8_t kind = kinds & -kinds;
-        (demand ? demand_ : prefetch_).push({source, to_.ref(s), slot.il, slot.expert, kind, demand, slot.requests});
+        push(to_, s, source, kinds & -kinds, demand);
     }
-    update_gauges();
 }
 
 void Copies::drop_prefetches(int il) {
@@ -70,68 +61,32 @@ void Copies::drop_prefetches(int il) {
         const Slot & slot = to_.residency.slot(job.destination.slot);
         return !to_.holds(job.destination) || slot.il != il || slot.pins > 0;
     });
-    update_gauges();
 }
 
 bool Copies::begin_next(Job & job) {
-    const bool had_any = !idle();
-    for (Ring<Job> * ring : {&demand_, &prefetch_}) {
-        while (!ring->empty()) {
-            job = ring->pop();
-            if (to_.still_wanted(job)) {
-                update_gauges();
-                job.begun_ns = shared_.clock->now_ns();
-                to_.residency.begin_read(job.destination.slot, job.kinds);
-                count(shared_.counters.chunks_reading);
-                return true;
-            }
-        }
+    if (idle()) {
+        return false;
     }
-    if (had_any) {
-        update_gauges();
-        shared_.done.notify_all(); // moegguf_store_drain waits for empty queues
+    if (pop(demand_, job) || pop(prefetch_, job)) {
+        begin(job);
+        return true;
     }
+    shared_.done.notify_all(); // moegguf_store_drain waits for empty queues
     return false;
 }
 
-Tier & Copies::source(const Job & job) const {
-    switch (job.source.tier) {
-        case TierId::staging:
-            return *to_.staging;
-        case TierId::compute:
-            return *to_.staged_for;
-        default:
-            return *to_.ram();
-    }
-}
-
 uint64_t Copies::link_bytes(const Job & job) const {
-    return job.source.tier == TierId::ram ? layout_.matrices[matrix_of(layout_, job)].expert_bytes : 0;
+    return job.source.tier == TierId::ram ? Link::link_bytes(job) : 0;
 }
 
 void Copies::note_time(const Job & job, uint64_t ns) {
     count(busy_ns_, ns);
-    fade_in(bytes_ns_, double(ns) / layout_.matrices[matrix_of(layout_, job)].expert_bytes);
+    fade_in(bytes_ns_, double(ns) / job.bytes);
 }
 
 void Copies::finish(const Job & job, const std::string & why) {
     const int s = job.destination.slot;
-    uncount(shared_.counters.chunks_reading);
-    to_.residency.end_read(s, job.kinds);
-    const Slot & slot = to_.residency.slot(s);
-    if (why.empty()) {
-        to_.publish(s, job.kinds); // before it is no longer submitted: one of both is seen
-        to_.count_arrival(job.demand, layout_.matrices[matrix_of(layout_, job)].expert_bytes);
-    } else {
-        count(shared_.counters.read_errors);
-        shared_.error = why;
-        if (slot.pins > 0 && slot.requests != job.requests) { // as for reads: this says nothing about a later request
-            to_.residency.queue(s, job.kinds);
-            queue(s, job.kinds, true);
-        } else {
-            to_.residency.fail(s);
-        }
-    }
+    end(job, why); // published before it is no longer submitted: one of both is seen
     submitted_[s].fetch_and(uint8_t(~job.kinds), std::memory_order_release);
     to_.tidy(s);
     shared_.done.notify_all();
@@ -149,15 +104,9 @@ void Copies::order(ggml_backend_t stream) {
     }
 }
 
-void Copies::update_gauges() {
-    set_gauge(n_demand_, demand_.size());
-    set_gauge(n_prefetch_, prefetch_.size());
-}
-
 // The thread.
 
 void Copies::run() {
-    ask_for_short_slices();
     Lock lock(shared_.mutex);
     while (!shared_.stopping) {
         if (!take_batch()) {
@@ -182,19 +131,13 @@ void Copies::run() {
             in_flight_ = false;
         }
         lock.lock();
-        note_batch_time(took_ns);
+        uint64_t bytes = 0;
         for (const Job & job : batch_) {
+            bytes += job.bytes;
             finish(job, why);
         }
+        fade_in(bytes_ns_, (double)took_ns / bytes);
     }
-}
-
-void Copies::note_batch_time(uint64_t ns) {
-    uint64_t bytes = 0;
-    for (const Job & job : batch_) {
-        bytes += layout_.matrices[matrix_of(layout_, job)].expert_bytes;
-    }
-    fade_in(bytes_ns_, (double)ns / bytes);
 }
 
 // Everything that layers wait for, so that neighbours can go as one; else one matrix, or some for a prompt, so that a
@@ -222,7 +165,7 @@ void Copies::submit_batch() {
     for (size_t first = 0; first < batch_.size();) {
         const Job & job = batch_[first];
         const int matrix = matrix_of(layout_, job), n = count_neighbours(first);
-        const Pool &from = *source(job).pool(), &to = *to_.pool();
+        const Pool &from = *tiers_.of(job.source, job.il).pool(), &to = *to_.pool();
         if (job.source.tier == TierId::ram) {
             to.write_slots(backend_.get(), matrix, job.destination.slot, n, from.data(matrix, job.source.slot));
         } else {

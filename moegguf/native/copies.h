@@ -13,10 +13,8 @@ namespace moegguf {
 
 class Copies final : public Link {
   public:
-    Copies(const Layout & layout, Shared & shared, Tier & to);
+    Copies(const Layout & layout, Shared & shared, const Tiers & tiers, Tier & to);
     ~Copies() override { stop(); }
-    Copies(const Copies &) = delete;
-    Copies & operator=(const Copies &) = delete;
 
     // All under the store's lock.
     void queue(int s, uint8_t kinds, bool demand); // matrices that the source of slot s has; wake() when all are queued
@@ -37,24 +35,17 @@ class Copies final : public Link {
     uint8_t submitted(int s) const;    // matrices on their way in the copies' stream; any thread
     void order(ggml_backend_t stream); // what is computed there from now on comes after what was submitted; any thread
 
-    uint64_t n_queued(bool demand) const { return get(demand ? n_demand_ : n_prefetch_); } // any thread
-
     double bytes_ns() const { return bytes_ns_; } // of a copy, per byte, on average; 0: none yet; under the lock
     uint64_t n_stream_waits() const { return get(n_stream_waits_); }
     uint64_t busy_ns() const { return get(busy_ns_); } // of the thread, or of the link in virtual time
 
   private:
-    Tier & source(const Job & job) const; // whose slot it copies
     void run();
     bool take_batch();
     void submit_batch();
     void mark_submitted(Lock & lock);
     int count_neighbours(size_t first) const;
-    void note_batch_time(uint64_t ns);
-    void update_gauges();
 
-    const Layout & layout_;
-    Shared & shared_;
     Tier & to_;
     ggml_backend_ptr backend_;
     ggml_backend_event_ptr event_; // behind the batch submitted last; nullptr: the device has none
@@ -64,11 +55,7 @@ class Copies final : public Link {
     uint64_t busy_ns_ = 0;
     double bytes_ns_ = 0;
     std::vector<std::atomic<uint8_t>> submitted_; // [n_slots]
-    Ring<Job> demand_;                            // one matrix each
-    Ring<Job> prefetch_;
-    uint64_t n_demand_ = 0;
-    uint64_t n_prefetch_ = 0;
-    std::vector<Job> batch_; // of the thread
+    std::vector<Job> batch_;                      // of the thread, one matrix each
     std::condition_variable work_;
     std::thread thread_;
 };

@@ -36,7 +36,7 @@ class Announcement(NamedTuple):
     these.
     """
 
-    lane: int
+    context: int
     sequence: int
     phase: Phase
     tokens: Int32s
@@ -62,7 +62,7 @@ class RoutingEvent(NamedTuple):
 
     pass_: int
     time_ns: int
-    lane: int
+    context: int
     sequence: int
     phase: Phase
     first_token: int

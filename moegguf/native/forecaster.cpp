@@ -1,12 +1,9 @@
 #include "forecaster.h"
 
-#include "short_slices.h"
-
 #include <algorithm>
 #include <cmath>
 #include <new>
 #include <numeric>
-#include <system_error>
 
 namespace moegguf {
 namespace {
@@ -63,11 +60,7 @@ void Forecaster::start(const moegguf_predictor & chosen) {
         head_ = size_ = 0;
         stopping_ = false;
     }
-    try {
-        thread_ = shared_.clock->start_thread([this] { run(); });
-    } catch (const std::system_error & e) {
-        throw Error(MOEGGUF_MEMORY, std::string("cannot start the predictor's thread: ") + e.what());
-    }
+    thread_ = shared_.clock->start_thread("the predictor's thread", [this] { run(); });
     Lock lock(shared_.mutex);
     for (auto & tier : tiers_.compute) {
         tier->residency.count_uses(true);
@@ -201,7 +194,6 @@ void Forecaster::keep_step() {
 // The thread that predicts.
 
 void Forecaster::run() {
-    ask_for_short_slices();
     std::unique_lock<std::mutex> lock(inbox_mutex_);
     while (true) {
         arrived_.wait(lock, [this] { return stopping_ || size_ > 0; });

@@ -1,4 +1,5 @@
-// graph.cpp: what a managed layer adds to llama.cpp's graph, and the order of its nodes.
+// graph.cpp: what a managed layer adds to llama.cpp's graph, and the order of its nodes. It may add and move nodes, and
+// shows graphs to the supply of slots (supply.h). It changes no tensor's numbers, and knows no slot.
 #include "nodes.h"
 #include "reserved.h"
 #include "store.h"

@@ -1,5 +1,7 @@
 // hook.cpp: the scheduler's eval callback. Stops at a layer's expert ids, where experts are acquired, and before the
 // multiplications whose matrices are still on their way, where kernels cannot wait for them (arrivals.h).
+//
+// It may read and overwrite the ids of the node that it stops at, by Acquire alone, and changes no slot itself.
 #include "nodes.h"
 #include "reserved.h"
 #include "store.h"
@@ -119,7 +121,7 @@ void stopped(Context & context, ggml_tensor * t) {
 using namespace moegguf;
 
 extern "C" bool moegguf_eval(ggml_tensor * t, bool ask, void * user) {
-    Context & context = *((moegguf_lane *)user)->context;
+    Context & context = *((moegguf_context *)user)->inner;
     // Both callbacks see every node that either of them asked for.
     if (ask) {
         return (context.next_eval && context.next_eval(t, true, context.next_user)) || must_stop(context, t);
@@ -129,13 +131,14 @@ extern "C" bool moegguf_eval(ggml_tensor * t, bool ask, void * user) {
 }
 
 extern "C" bool moegguf_abort(void * user) {
-    Context & context = *((moegguf_lane *)user)->context;
+    Context & context = *((moegguf_context *)user)->inner;
     return context.store.acquire.must_abort(context);
 }
 
-extern "C" void moegguf_set_scheduler(ggml_backend_sched_eval_callback eval, void * lane, ggml_backend_sched_t sched) {
+extern "C" void moegguf_set_scheduler(ggml_backend_sched_eval_callback eval, void * context,
+                                      ggml_backend_sched_t sched) {
     if (eval == moegguf_eval) {
-        ((moegguf_lane *)lane)->context->scheduler = sched;
+        ((moegguf_context *)context)->inner->scheduler = sched;
     }
 }
 

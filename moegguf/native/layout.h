@@ -80,6 +80,13 @@ struct Layout {
     bool has_expert(int il, int expert) const { return has_experts(il) && expert >= 0 && expert < layers[il].n_expert; }
     int key(int il, int expert) const { return il * n_expert_max + expert; }
     size_t n_keys() const { return layers.size() * n_expert_max; }
+    uint64_t bytes(int il, uint8_t kinds) const { // of these matrices of an expert, those that the layer has
+        uint64_t n = 0;
+        for (kinds &= layers[il].chunks; kinds; kinds &= kinds - 1) {
+            n += matrices[layers[il].matrix[__builtin_ctz(kinds)]].expert_bytes;
+        }
+        return n;
+    }
 
   private:
     void add(const moegguf_matrix & m);

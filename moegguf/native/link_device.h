@@ -10,6 +10,8 @@
 // Strict, it is as hard on its users as CUDA may be: binding a quantised tensor zeroes the padding behind it; kernels
 // read rows up to that padding's end, and give NaN where they meet what they should not (strict_device.h); fresh memory
 // is full of NaN; copies come in pieces of any order, and a stream does nothing before somebody waits for it.
+//
+// It may touch its own memory and what it is told to copy. Knows no store.
 #pragma once
 
 #include "moegguf.h"

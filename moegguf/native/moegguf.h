@@ -23,16 +23,20 @@
 //   those of the next layer while this one is computed. Slots keep what they hold until the last pass of a prompt.
 //
 // Ordering
-//   1. At a routing event a lane (one llama_context) unpins its earlier slots, pins the needed experts that are there,
-//      and only then are victims chosen. A pinned slot keeps its expert, and so does one that is being read.
+//   1. At a routing event a context (of the store: one for each llama_context) unpins its earlier slots, pins the
+//   needed
+//      experts that are there, and only then are victims chosen. A pinned slot keeps its expert, and so does one that
+//      is being read.
 //   2. A slot's chunk (one matrix) becomes READY, with a release store, after its bytes were written under the slot's
 //      generation; every change of owner bumps the generation, and happens under the store's lock.
-//   3. A compute thread multiplies from a slot only after its lane has pinned it under the store's lock, and after the
+//   3. A compute thread multiplies from a slot only after its context has pinned it under the store's lock, and after
+//   the
 //      thread itself has seen the chunk READY with an acquire load: in the kernel on the CPU, before it on other
-//      devices. Pins keep what it saw true until the lane's next routing event.
+//      devices. Pins keep what it saw true until the context's next routing event.
 //      On devices with events the thread only sees that the copy was queued, and lets its stream wait for it.
 //   4. A slot that another is to be filled from is pinned until that has every matrix, or gives up.
-//   5. A place in a staging tensor changes its expert only while no lane has pinned it and nothing is on its way there.
+//   5. A place in a staging tensor changes its expert only while no context has pinned it and nothing is on its way
+//   there.
 //
 // Threads
 //   compute thread(s): moegguf_eval, moegguf_abort, and in the CPU's MUL_MAT_ID the order of matrices (arrivals.h).
@@ -63,7 +67,7 @@
 extern "C" {
 #endif
 
-#define MOEGGUF_ABI_VERSION 14
+#define MOEGGUF_ABI_VERSION 15
 #define MOEGGUF_MAX_KINDS 4
 #define MOEGGUF_API __attribute__((visibility("default")))
 
@@ -113,7 +117,7 @@ struct moegguf_matrix {
 struct moegguf_device {
     const char * name; // ggml's; NULL is the CPU
     int32_t n_slots;
-    int32_t has_lower_tier;    // what is missed here comes through the tier below
+    int32_t through_ram;       // what is missed here comes through slots in RAM
     int32_t n_staging_tensors; // of a layer's full shape, for prompts; up to 2; 0: passes must fit the slots
     int32_t n_pass_slots;      // that a pass may need here at once, of any layer, where it is not staged; 0: a token's
     double sim_copy_bytes_per_ns; // simulation: the link from the tier below, 0 = free
@@ -128,7 +132,7 @@ struct moegguf_config {
     int32_t n_shards;
     int32_t n_devices;
     int32_t n_readers;
-    int32_t n_lower_slots; // in host memory, below those of devices that have it; 0: no such tier
+    int32_t n_ram_slots; // in host memory, below those of devices that have it; 0: no such tier
     const struct moegguf_matrix * matrices;
     const char * const * shard_paths;
     const int32_t * n_expert_used;         // [n_layer], 0 where a layer has no experts
@@ -140,12 +144,7 @@ struct moegguf_config {
 
 // COMPUTE is what layers compute on: of all devices together where a call says nothing else. STAGING: the tensors that
 // prompts are staged in, of all devices. DEVICE + i: the slots of device i alone.
-enum moegguf_tier {
-    MOEGGUF_COMPUTE_TIER = 0,
-    MOEGGUF_LOWER_TIER = 1,
-    MOEGGUF_STAGING_TIER = 2,
-    MOEGGUF_DEVICE_TIER = 3
-};
+enum moegguf_tier { MOEGGUF_COMPUTE_TIER = 0, MOEGGUF_RAM_TIER = 1, MOEGGUF_STAGING_TIER = 2, MOEGGUF_DEVICE_TIER = 3 };
 
 // Counted where it happens; cumulative since the store was opened.
 // A lookup is one distinct (layer, expert) per pass: lookups = hits_ready + hits_late + misses. Look-ups, evictions and
@@ -189,7 +188,7 @@ struct moegguf_counters {
 struct moegguf_pool_info {
     uint64_t slot_bytes; // one expert over all arenas
     uint64_t pool_bytes; // all arenas, guards included
-    uint64_t staging_bytes;
+    uint64_t read_buffer_bytes;
     int32_t n_slots;
     int32_t n_slots_usable; // after moegguf_store_resize
     int32_t n_experts;      // over all layers
@@ -249,7 +248,7 @@ struct moegguf_policy {
 };
 
 // A predictor by name, computed by the store itself, and what it was trained to. Which there are is said by
-// moegguf_predictor_name and, in moegguf/native/predictors, by each one's own file, with the arrays it needs.
+// the error for another name and, in moegguf/native/predictors, by each one's own file, with the arrays it needs.
 enum moegguf_array_type { MOEGGUF_FLOAT32 = 0, MOEGGUF_INT8 = 1, MOEGGUF_UINT16 = 2, MOEGGUF_INT32 = 3 };
 
 struct moegguf_array {
@@ -313,7 +312,7 @@ struct moegguf_routing {
 // Tokens about to be evaluated, in that order. Pointers in events are valid during the callback only. Tokens of several
 // sequences have all three arrays [n_tokens] behind `tokens`, others none.
 struct moegguf_tokens_event {
-    int32_t lane;     // of events; announcements need none
+    int32_t context;  // of events; announcements need none
     int32_t sequence; // counts requests; of a batch: of its first token
     int32_t phase;    // enum moegguf_phase; of a batch: MOEGGUF_DECODE where some of its tokens decode
     int32_t n_tokens;
@@ -327,7 +326,7 @@ struct moegguf_tokens_event {
 struct moegguf_routing_event {
     uint64_t pass;
     uint64_t time_ns;
-    int32_t lane;
+    int32_t context;
     int32_t il;
     int32_t n_tokens;
     int32_t n_expert_used;
@@ -406,7 +405,7 @@ struct moegguf_speeds {
 };
 
 typedef struct moegguf_store moegguf_store;
-typedef struct moegguf_lane moegguf_lane;
+typedef struct moegguf_context moegguf_context;
 
 MOEGGUF_API uint32_t moegguf_abi_version(void);
 MOEGGUF_API const char * moegguf_last_error(void); // of this thread
@@ -467,7 +466,6 @@ MOEGGUF_API int moegguf_store_set_forecast(moegguf_store * store, const float * 
 // to policies as a forecast does, and is prefetched where it pays. moegguf_store_forecast: the probabilities as
 // predicted of layers not yet routed.
 MOEGGUF_API int moegguf_store_set_predictor(moegguf_store * store, const struct moegguf_predictor * predictor);
-MOEGGUF_API const char * moegguf_predictor_name(int32_t index);   // NULL behind the last one
 MOEGGUF_API int moegguf_store_act(moegguf_store * store, int on); // off: nothing is prefetched that is predicted
 MOEGGUF_API int moegguf_store_forecast(moegguf_store * store, float * probabilities, uint8_t * known, size_t n);
 // Behind the prefetches asked for before; replace: in place of those of them that have no slot yet.
@@ -481,13 +479,12 @@ MOEGGUF_API int moegguf_store_listen(
     moegguf_store * store, const struct moegguf_listener * listener); // NULL: stop; returns after the last callback
 MOEGGUF_API int moegguf_store_cancel(moegguf_store * store,
                                      int on); // on: passes in flight and to come end as CANCELLED
-// 0 < n_slots <= the pool's; memory of the others is given back where it is pageable host memory. Those of all devices
-// are shared out in proportion to their pools; slots of layers that the CPU computes beside them stay as they are.
-MOEGGUF_API int moegguf_store_resize(moegguf_store * store, int32_t tier, int32_t n_slots);
-// The same at once, while no pass is under way in any context: memory of devices is allocated anew for n_slots slots,
-// so that the rest of it is free. Where there is too little for both for a moment, slots are emptied first. MEMORY:
-// more slots were refused, and there are as many as before.
-MOEGGUF_API int moegguf_store_reallocate(moegguf_store * store, int32_t tier, int32_t n_slots);
+// 0 < n_slots <= the pool's, from the next routing event on; memory of the others is given back where it is pageable
+// host memory. Those of all devices are shared out in proportion to their pools; slots of layers that the CPU computes
+// beside them stay as they are. at_once: while no pass is under way in any context; memory of devices is allocated anew
+// for n_slots slots, so that the rest of it is free. Where there is too little for both for a moment, slots are emptied
+// first. MEMORY: more slots were refused, and there are as many as before.
+MOEGGUF_API int moegguf_store_resize(moegguf_store * store, int32_t tier, int32_t n_slots, int at_once);
 MOEGGUF_API int moegguf_store_drain(moegguf_store * store, double timeout_s); // OK when nothing is queued or read
 MOEGGUF_API int moegguf_store_read_slot(moegguf_store * store, int32_t matrix, int32_t slot, void * out,
                                         size_t n); // plain slots, and behind them places of staging tensors: for tests
@@ -503,30 +500,33 @@ MOEGGUF_API int moegguf_store_computed(moegguf_store * store, struct moegguf_com
 MOEGGUF_API int moegguf_store_sim_compute_misses(moegguf_store * store, double bytes_per_ns, double layer_ns);
 MOEGGUF_API int moegguf_store_sim_advance(moegguf_store * store, uint64_t ns); // simulation: compute time passes
 
-// Lanes. acquire does what the hook does with ids already in hand: simulation and tests; inputs [n_tokens][n_embd] may
-// be NULL. replay does so for many
-// events; it ends at the first that fails, with its status, and n_done counts events with that one.
-MOEGGUF_API int moegguf_lane_open(moegguf_store * store, moegguf_lane ** lane);
-MOEGGUF_API void moegguf_lane_close(moegguf_lane * lane);
-MOEGGUF_API int moegguf_lane_acquire(moegguf_lane * lane, int32_t il, const int32_t * expert_ids, int32_t n_expert_used,
-                                     int32_t n_tokens, const float * inputs, int32_t n_embd, int32_t * slot_ids);
-MOEGGUF_API int moegguf_lane_replay(moegguf_lane * lane, const struct moegguf_routing * routing, int64_t * n_done);
+// Contexts. acquire does what the hook does with ids already in hand, for simulation and tests; inputs
+// [n_tokens][n_embd] may be NULL. replay does so for many events; it ends at the first that fails, with its status, and
+// n_done counts events with that one.
+MOEGGUF_API int moegguf_context_open(moegguf_store * store, moegguf_context ** context);
+MOEGGUF_API void moegguf_context_close(moegguf_context * context);
+MOEGGUF_API int moegguf_context_acquire(moegguf_context * context, int32_t il, const int32_t * expert_ids,
+                                        int32_t n_expert_used, int32_t n_tokens, const float * inputs, int32_t n_embd,
+                                        int32_t * slot_ids);
+MOEGGUF_API int moegguf_context_replay(moegguf_context * context, const struct moegguf_routing * routing,
+                                       int64_t * n_done);
 // Forgets the tokens announced last: others of this request come next. Returns whether anything uses which: a listener,
 // a predictor, or slots that experts have to be read into. If not, they need no announcement.
-MOEGGUF_API int moegguf_lane_awaits_tokens(moegguf_lane * lane, int32_t sequence, int32_t phase);
+MOEGGUF_API int moegguf_context_awaits_tokens(moegguf_context * context, int32_t sequence, int32_t phase);
 // Before tokens are evaluated; n_tokens 0: nothing is known.
-MOEGGUF_API int moegguf_lane_announce(moegguf_lane * lane, const struct moegguf_tokens_event * tokens);
-// 1: no failure to tell and nothing pinned, so that moegguf_lane_failure, which takes a lock, need not be called.
-MOEGGUF_API int moegguf_lane_is_clear(moegguf_lane * lane);
-MOEGGUF_API int moegguf_lane_failure(moegguf_lane * lane, struct moegguf_failure * failure, int clear);
-MOEGGUF_API void moegguf_lane_chain(moegguf_lane * lane, ggml_backend_sched_eval_callback next, void * user);
+MOEGGUF_API int moegguf_context_announce(moegguf_context * context, const struct moegguf_tokens_event * tokens);
+// 1: no failure to tell and nothing pinned, so that moegguf_context_failure, which takes a lock, need not be called.
+MOEGGUF_API int moegguf_context_is_clear(moegguf_context * context);
+MOEGGUF_API int moegguf_context_failure(moegguf_context * context, struct moegguf_failure * failure, int clear);
+MOEGGUF_API void moegguf_context_chain(moegguf_context * context, ggml_backend_sched_eval_callback next, void * user);
 
-// For llama_context_params: cb_eval and abort_callback, each with the lane as user data.
-MOEGGUF_API bool moegguf_eval(struct ggml_tensor * t, bool ask, void * lane);
-MOEGGUF_API bool moegguf_abort(void * lane);
-// Which scheduler computes for the lane, where the callback is moegguf_eval: its streams then wait for copies to the
+// For llama_context_params: cb_eval and abort_callback, each with the context as user data.
+MOEGGUF_API bool moegguf_eval(struct ggml_tensor * t, bool ask, void * context);
+MOEGGUF_API bool moegguf_abort(void * context);
+// Which scheduler computes for the context, where the callback is moegguf_eval: its streams then wait for copies to the
 // device, where it has events, instead of the thread that computes.
-MOEGGUF_API void moegguf_set_scheduler(ggml_backend_sched_eval_callback eval, void * lane, ggml_backend_sched_t sched);
+MOEGGUF_API void moegguf_set_scheduler(ggml_backend_sched_eval_callback eval, void * context,
+                                       ggml_backend_sched_t sched);
 
 // For the patched llama.cpp.
 MOEGGUF_API bool moegguf_is_reserved(const struct ggml_tensor * w);

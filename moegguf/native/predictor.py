@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moegguf.errors import OptionError
-from moegguf.native import abi, library
+from moegguf.native import abi
 
 Array = npt.NDArray[Any]
 TYPE_OF = {np.dtype(name): value for name, value in abi.enum("array_type").items()}
@@ -40,15 +39,6 @@ class NativeForecast:
     most_prefetches: int = 0
     waste_weight: float = 0.1
     lockstep: bool = False
-
-
-@functools.cache
-def native_predictors() -> tuple[str, ...]:
-    """The names of the predictors that the store can compute."""
-    found: list[str] = []
-    while name := library.load().moegguf_predictor_name(len(found)):
-        found.append(name.decode())
-    return tuple(found)
 
 
 def predictor_struct(predictor: NativePredictor, forecast: NativeForecast) -> Any:

@@ -1,6 +1,7 @@
 // queues.h: transfers to be made, as data; a chunk is one matrix of one expert. Knows no threads and no links.
 #pragma once
 
+#include "counters.h"
 #include "layout.h"
 
 #include <cstdint>
@@ -13,25 +14,28 @@ template <typename T>
 class Ring {
   public:
     bool empty() const { return size_ == 0; }
-    size_t size() const { return size_; }
-    T & operator[](size_t i) { return items_[(head_ + i) % items_.size()]; }
+    size_t size() const { return get(size_); } // any thread
+    T & operator[](size_t i) { return items_[(head_ + i) & (items_.size() - 1)]; }
 
-    void push(const T & item) {
+    T & add() { // holds an earlier item until it is written to
         if (size_ == items_.size()) {
             grow();
         }
-        items_[(head_ + size_) % items_.size()] = item;
-        size_ += 1;
-    }
-
-    T pop() {
-        T item = items_[head_];
-        head_ = (head_ + 1) % items_.size();
-        size_ -= 1;
+        T & item = (*this)[size_];
+        set_gauge(size_, size_ + 1);
         return item;
     }
 
-    void clear() { size_ = 0; }
+    void push(const T & item) { add() = item; }
+
+    T pop() {
+        T item = items_[head_];
+        head_ = (head_ + 1) & (items_.size() - 1);
+        set_gauge(size_, size_ - 1);
+        return item;
+    }
+
+    void clear() { set_gauge(size_, 0); }
 
     // Keeps the items for which `keep` holds, in order; returns how many went.
     template <typename Keep>
@@ -43,7 +47,7 @@ class Ring {
             }
         }
         const size_t gone = size_ - kept;
-        size_ = kept;
+        set_gauge(size_, kept);
         return gone;
     }
 
@@ -57,9 +61,9 @@ class Ring {
         head_ = 0;
     }
 
-    std::vector<T> items_;
+    std::vector<T> items_; // [a power of two]
     size_t head_ = 0;
-    size_t size_ = 0;
+    uint64_t size_ = 0;
 };
 
 // Disk is where every expert lies: the shards of the GGUF. The others have slots: those that layers compute with, those
@@ -81,6 +85,7 @@ struct Job {
     uint8_t kinds = 0;     // bits of the matrices to move, one unless chunking is off
     bool demand = false;   // a routing event needs it; a prefetch otherwise
     uint32_t requests = 0; // of the destination, when this was queued
+    uint64_t bytes = 0;    // of these matrices, as begun_ns from its beginning on
     uint64_t begun_ns = 0;
     int streamed = -1; // its index among the experts that are streamed; -1: the slot's own expert
 };

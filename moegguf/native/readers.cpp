@@ -1,6 +1,5 @@
 #include "readers.h"
 
-#include "fault.h"
 #include "short_slices.h"
 
 #include <algorithm>
@@ -30,14 +29,11 @@ Readers::Readers(const Layout & layout, Shared & shared, const Tiers & tiers, Li
     threads_.reserve(n);
     try {
         for (int i = 0; i < n; i++) {
-            if (fault(MOEGGUF_FAULT_THREAD)) {
-                throw std::system_error(errno, std::generic_category());
-            }
-            threads_.emplace_back([this, i] { run(*buffers_[i]); });
+            threads_.push_back(start_thread("a reader thread", [this, i] { run(*buffers_[i]); }));
         }
-    } catch (const std::exception & e) {
-        if (threads_.empty()) {
-            throw Error(MOEGGUF_MEMORY, std::string("cannot start a reader thread: ") + e.what());
+    } catch (const Error &) {
+        if (threads_.empty()) { // fewer do
+            throw;
         }
     }
 }
@@ -55,7 +51,6 @@ Readers::~Readers() {
 }
 
 void Readers::run(const ReadBuffer & buffer) {
-    ask_for_short_slices();
     Lock lock(shared_.mutex);
     while (!shared_.stopping) {
         Job job;

@@ -1,8 +1,14 @@
-// short_slices.h: for threads that work for some microseconds at a time and must not wait behind those that compute.
-// It changes the calling thread only.
+// short_slices.h: threads that work for some microseconds at a time and must not wait behind those that compute.
+// Knows nothing of what they do.
 #pragma once
 
+#include "fault.h"
+#include "layout.h"
+
+#include <cerrno>
 #include <cstdint>
+#include <system_error>
+#include <thread>
 
 #ifdef __linux__
 #include <sys/resource.h>
@@ -35,6 +41,22 @@ inline void ask_for_short_slices() {
     attributes.runtime_ns = 100000;
     syscall(SYS_sched_setattr, 0, &attributes, 0);
 #endif
+}
+
+// A thread that runs in such slices. what: for the message of the Error(MEMORY) that is thrown where there is none.
+template <typename Body>
+std::thread start_thread(const std::string & what, Body body) {
+    try {
+        if (fault(MOEGGUF_FAULT_THREAD)) {
+            throw std::system_error(errno, std::generic_category());
+        }
+        return std::thread([body] {
+            ask_for_short_slices();
+            body();
+        });
+    } catch (const std::system_error & e) {
+        throw Error(MOEGGUF_MEMORY, "cannot start " + what + ": " + e.what());
+    }
 }
 
 } // namespace moegguf

@@ -1,5 +1,7 @@
 #include "slot_supply.h"
 
+#include <algorithm>
+
 namespace moegguf {
 
 bool SlotSupply::place(Context & context, Lock & lock) {
@@ -26,13 +28,15 @@ bool SlotSupply::place(Context & context, Lock & lock) {
 bool SlotSupply::pin_absent(Context & context, Lock & lock) {
     Event & event = context.event;
     Tier & tier = *context.pinned.tier;
-    const auto fits = [&] { return (int)event.experts.size() <= tier.residency.n_usable(); };
+    const auto needs_slot = [&](int expert) { return event.slot_of[expert] != Event::needs_no_slot; };
+    const auto n_needed = std::count_if(event.experts.begin(), event.experts.end(), needs_slot);
+    const auto fits = [&] { return n_needed <= tier.residency.n_usable(); }; // another context may shrink the pool
+    const auto take = [&](int expert) { return fits() ? tier.take_slot(event.il, expert, event.step) : -1; };
     for (int expert : event.experts) {
         if (event.slot_of[expert] != Event::no_slot_yet) {
             continue;
         }
-        // Another context may shrink the pool meanwhile.
-        const int s = wait_for_slot(context, [&] { return tier.take_slot(event.il, expert, event.step); }, fits, lock);
+        const int s = wait_for_slot(context, [&] { return take(expert); }, fits, lock);
         if (s < 0) {
             fail_without_slot(context, expert);
             return false;

@@ -24,7 +24,7 @@ POOL_BYTES = 96 * MIB  # of slots that take turns: more than caches hold
 
 
 @dataclass(frozen=True)
-class Speeds:
+class KernelSpeeds:
     """Speeds with one layer's experts of a model, one token at a time. Those of a device are 0 where none was measured.
 
     cpu_bytes_per_s, device_bytes_per_s: weights of experts multiplied with; cpu_dense_bytes_per_s and
@@ -48,7 +48,7 @@ class Speeds:
 
 def measure_speeds(
     layout: ExpertLayout, device: str | None, n_threads: int, *, repack: bool = True, seconds: float = SECONDS
-) -> Speeds:
+) -> KernelSpeeds:
     """Measures with the first of the model's largest layers with experts; device: ggml's name, None: the CPU alone.
 
     Every figure is measured in TURNS, and is the best of them. Takes a second or two on a fast link, and about 100 MiB
@@ -82,7 +82,7 @@ def measure_speeds(
         dense_s[0] += n_bytes / of_type.cpu_bytes_per_ns
         dense_s[1] += n_bytes / of_type.device_bytes_per_ns if device else 0.0
         n_dense += n_bytes
-    return Speeds(
+    return KernelSpeeds(
         cpu_bytes_per_s=speeds.cpu_bytes_per_ns * 1e9,
         cpu_op_s=speeds.cpu_op_ns / 1e9,
         device_bytes_per_s=speeds.device_bytes_per_ns * 1e9,

@@ -15,7 +15,7 @@ std::vector<std::unique_ptr<Copies>> make_copies(const Layout & layout, Shared &
     for (const auto & of_kind : {&tiers.compute, &tiers.staging}) {
         for (const auto & to : *of_kind) {
             if (to && to->ram()) {
-                copies.push_back(std::make_unique<Copies>(layout, shared, *to));
+                copies.push_back(std::make_unique<Copies>(layout, shared, tiers, *to));
                 to->copies = copies.back().get();
             }
         }
@@ -81,7 +81,7 @@ void add_pool(moegguf_tier_info & out, const Pool & pool) {
 
 // Why there are no figures of enum moegguf_tier's index, and what there is.
 std::string no_tier(int index, const Tiers & tiers) {
-    if (index == MOEGGUF_LOWER_TIER) {
+    if (index == MOEGGUF_RAM_TIER) {
         return "this store has no slots in RAM below those of a device";
     }
     if (index == MOEGGUF_STAGING_TIER) {
@@ -160,7 +160,7 @@ std::vector<Tier *> Store::tiers_at(int index) {
         for (auto & tier : tiers.compute) {
             found.push_back(tier.get());
         }
-    } else if (index == MOEGGUF_LOWER_TIER && tiers.ram) {
+    } else if (index == MOEGGUF_RAM_TIER && tiers.ram) {
         found.push_back(tiers.ram.get());
     } else if (index == MOEGGUF_STAGING_TIER && staged.on()) {
         for (auto & tier : tiers.staging) {
@@ -245,19 +245,11 @@ std::vector<Tier *> Store::resized_at(int index) {
     return found;
 }
 
-void Store::resize(int index, int n_slots) {
+void Store::resize(int index, int n_slots, bool at_once) {
     const std::vector<Tier *> of = resized_at(index);
     const std::vector<int> shares = of.size() > 1 ? share_out(of, n_slots) : std::vector<int>{n_slots};
     for (size_t i = 0; i < of.size(); i++) {
-        acquire.resize(*of[i], shares[i]);
-    }
-}
-
-void Store::reallocate(int index, int n_slots) {
-    const std::vector<Tier *> of = resized_at(index);
-    const std::vector<int> shares = of.size() > 1 ? share_out(of, n_slots) : std::vector<int>{n_slots};
-    for (size_t i = 0; i < of.size(); i++) {
-        acquire.reallocate(*of[i], shares[i]);
+        at_once ? acquire.reallocate(*of[i], shares[i]) : acquire.resize(*of[i], shares[i]);
     }
 }
 
@@ -313,6 +305,8 @@ void Store::read_counters(moegguf_counters & out) const {
             out.*figure += get(tier->counters.*figure);
         }
     }
+    out.queue_needed = transfers.n_queued(true);
+    out.queue_wanted = transfers.n_queued(false) + transfers.n_wanted();
     for (const auto & link : copies) {
         out.queue_needed += link->n_queued(true);
         out.queue_wanted += link->n_queued(false);
@@ -332,8 +326,8 @@ void Store::tier_info(int index, moegguf_tier_info & out) {
         out.hits_late += get(counters.hits_late);
         out.misses += get(counters.misses);
         out.evictions += get(counters.evictions);
-        out.bytes_missed += tier->bytes_missed();
-        out.bytes_prefetched += tier->bytes_prefetched();
+        out.bytes_missed += get(counters.bytes_missed);
+        out.bytes_prefetched += get(counters.bytes_prefetched);
         out.stall_ns += get(counters.stall_ns);
         out.stream_waits += tier->copies ? tier->copies->n_stream_waits() : 0;
         out.copy_ns += tier->copies ? tier->copies->busy_ns() : 0;
@@ -363,7 +357,7 @@ void Store::info(moegguf_pool_info & out) {
     }
     out.slot_bytes = layout.strides.slot_bytes();
     const Readers * readers = transfers.readers();
-    out.staging_bytes = readers ? readers->buffer_bytes() : 0;
+    out.read_buffer_bytes = readers ? readers->buffer_bytes() : 0;
     out.n_experts = layout.n_experts;
     out.n_layers = layout.n_moe_layers;
     out.n_matrices = (int)layout.matrices.size();

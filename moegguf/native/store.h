@@ -1,5 +1,7 @@
 // store.h: the expert store: puts its parts together and answers what is asked of all of them. What each does is said
 // in its own header.
+//
+// It may call every part, under the store's lock. It changes no slot itself.
 #pragma once
 
 #include "acquire.h"
@@ -42,8 +44,7 @@ class Store {
     void set_forecast(const float * probabilities, const uint8_t * known, size_t n);
     void prefetch(const int32_t * il, const int32_t * experts, size_t n, bool replace);
     void warm(const int32_t * il, const int32_t * experts, size_t n);
-    void resize(int tier, int n_slots);
-    void reallocate(int tier, int n_slots);
+    void resize(int tier, int n_slots, bool at_once);
     void cancel(bool on);
     bool drain(double timeout_s);
     double probe(double seconds) const;

@@ -30,7 +30,7 @@ class Tier(enum.IntEnum):
     """Where slots are: in the memory that layers compute with, of all devices, or in RAM below that."""
 
     COMPUTE = abi.COMPUTE_TIER
-    LOWER = abi.LOWER_TIER
+    RAM = abi.RAM_TIER
 
 
 STAGING_TENSORS = 2  # one is filled while the other is computed with; more gain nothing
@@ -41,7 +41,7 @@ STAGING_SHARE = 0.25  # of the device's memory for experts, at most, that more t
 class DeviceSlots:
     """A device that computes layers, by ggml's name (None: the CPU), and the slots there for their experts.
 
-    layers: those with experts among them count. lower: what is missed comes through slots in RAM below, where the store
+    layers: those with experts among them count. through_ram: what is missed comes through slots in RAM, where the store
     has some. staging: tensors of a layer's full shape that prompts are staged in (native/staged_supply.h). pass_slots:
     those that a pass may need there at once where it is not staged, which resizing leaves; 0: those of a token. link:
     from RAM to the device, of a simulation; None: as the store's options say.
@@ -50,7 +50,7 @@ class DeviceSlots:
     name: str | None
     n_slots: int
     layers: Collection[int]
-    lower: bool = False
+    through_ram: bool = False
     staging: int = 0
     pass_slots: int = 0
     link: Link | None = None
@@ -130,13 +130,13 @@ def _copied(values: Any, *shape: int, dtype: type = np.int32) -> Any:
 def _announcement(event: Any) -> Announcement:
     of_tokens = (_copied(values, event.n_tokens) for values in (event.sequences, event.phases, event.outputs))
     tokens = _copied(event.tokens, event.n_tokens)
-    return Announcement(event.lane, event.sequence, Phase(event.phase), tokens, *of_tokens)
+    return Announcement(event.context, event.sequence, Phase(event.phase), tokens, *of_tokens)
 
 
 def _routing(event: Any) -> RoutingEvent:
     n_tokens, n_used = event.n_tokens, event.n_expert_used
     return RoutingEvent(
-        event.pass_, event.time_ns, event.lane, event.sequence, Phase(event.phase), event.first_token, event.il,
+        event.pass_, event.time_ns, event.context, event.sequence, Phase(event.phase), event.first_token, event.il,
         _copied(event.expert_ids, n_tokens, n_used),
         _copied(event.weights, n_tokens, n_used, dtype=np.float32),
         _copied(event.inputs, n_tokens, event.n_embd, dtype=np.float32),
@@ -196,9 +196,9 @@ class Computed(NamedTuple):
 
 
 class Store:
-    """n_slots experts of `layout` in the memory of the device that computes, and n_lower_slots below it in RAM.
+    """n_slots experts of `layout` in the memory of the device that computes, and n_ram_slots below it in RAM.
 
-    With n_lower_slots = 0 there is one tier. With two, what is missed on the device is copied from RAM, and read from
+    With n_ram_slots = 0 there is one tier. With two, what is missed on the device is copied from RAM, and read from
     the file into RAM first where it is not there. `tiers`: those that there are. n_slots may be the slots of several
     devices instead, which every layer with experts is on one of; `options.device` then says nothing. What they miss
     comes through the same slots in RAM.
@@ -213,7 +213,7 @@ class Store:
         layout: ExpertLayout,
         n_slots: int | Sequence[DeviceSlots],
         options: StoreOptions = StoreOptions(),
-        n_lower_slots: int = 0,
+        n_ram_slots: int = 0,
     ) -> None:
         self._library = library.load()
         self._handle: int | None = None
@@ -223,7 +223,7 @@ class Store:
         self._predictor: NativePredictor | None = None  # its arrays are in use
         self.layout = layout
         self.options = options
-        self.tiers = (Tier.COMPUTE, Tier.LOWER) if n_lower_slots else (Tier.COMPUTE,)
+        self.tiers = (Tier.COMPUTE, Tier.RAM) if n_ram_slots else (Tier.COMPUTE,)
         self.devices = self._devices(n_slots)
         used = {layer.il: layer.n_expert_used for layer in layout.layers}
         names = [] if options.simulate else [device.name for device in self.devices]
@@ -236,7 +236,7 @@ class Store:
             n_shards=len(paths),
             n_devices=len(self.devices),
             n_readers=options.readers,
-            n_lower_slots=n_lower_slots,
+            n_ram_slots=n_ram_slots,
             matrices=matrices,
             shard_paths=(c.c_char_p * len(paths))(*paths),
             n_expert_used=(c.c_int32 * layout.n_layer)(*(used.get(il, 0) for il in range(layout.n_layer))),
@@ -253,13 +253,17 @@ class Store:
         if not isinstance(n_slots, int):
             return tuple(n_slots)
         staging = self.options.staging or 0
-        return (DeviceSlots(self.options.device, n_slots, range(self.layout.n_layer), lower=True, staging=staging),)
+        return (
+            DeviceSlots(self.options.device, n_slots, range(self.layout.n_layer), through_ram=True, staging=staging),
+        )
 
     def _device(self, device: DeviceSlots) -> Any:
         link = device.link or Link(self.options.copy_bytes_per_s, self.options.copy_latency_s)
         name = device.name.encode() if device.name else None
         per_ns, latency_ns = link.bytes_per_s / 1e9, link.latency_s * 1e9
-        return abi.Device(name, device.n_slots, device.lower, device.staging, device.pass_slots, per_ns, latency_ns)
+        return abi.Device(
+            name, device.n_slots, device.through_ram, device.staging, device.pass_slots, per_ns, latency_ns
+        )
 
     def device_of(self, il: int) -> int:
         """Which of `devices` computes a layer; -1: none."""
@@ -471,25 +475,19 @@ class Store:
         """Ends passes in flight and to come as cancelled, until called with False."""
         self._library.moegguf_store_cancel(self.handle, on)
 
-    def resize(self, n_slots: int, tier: Tier = Tier.COMPUTE, device: int | None = None) -> None:
-        """Uses n_slots slots of a tier from the next routing event on, those below at once.
+    def resize(
+        self, n_slots: int, tier: Tier = Tier.COMPUTE, device: int | None = None, *, at_once: bool = False
+    ) -> None:
+        """Uses n_slots slots of a tier, up to those it was opened with, from the next routing event on; in RAM at once.
 
         Memory of the others goes back to the system where it is pageable host memory. device: of this one of `devices`
         alone; without it, slots that several have are shared out in proportion to what they were opened with, and those
-        that the CPU has beside devices stay as they are.
+        that the CPU has beside devices stay as they are. at_once: while no pass is under way; on devices memory is
+        allocated anew, so that the rest is free. Raises AllocationError where the device refuses more, and there are as
+        many slots as before; OptionError for a number that there cannot be.
         """
         index = tier if device is None else abi.DEVICE_TIER + device
-        self._library.moegguf_store_resize(self.handle, index, n_slots)
-
-    def reallocate(self, n_slots: int, tier: Tier = Tier.COMPUTE, device: int | None = None) -> None:
-        """Uses n_slots slots of a tier, up to those it was opened with, at once, while no pass is under way.
-
-        On devices their memory is allocated anew, so that the rest is free. device: as in `resize`. Raises
-        AllocationError where the device refuses more, and there are as many slots as before; OptionError for a number
-        that there cannot be.
-        """
-        index = tier if device is None else abi.DEVICE_TIER + device
-        self._library.moegguf_store_reallocate(self.handle, index, n_slots)
+        self._library.moegguf_store_resize(self.handle, index, n_slots, at_once)
 
     def compute_misses(self, n_threads: int) -> None:
         """From now on the CPU computes what is missed on devices, in passes of up to 8 tokens, from slots in RAM.
@@ -531,9 +529,9 @@ class Store:
         """Simulation: compute time passes on the modelled clock."""
         self._library.moegguf_store_sim_advance(self.handle, ns)
 
-    def open_lane(self) -> Lane:
+    def open_context(self) -> StoreContext:
         """One context's way into the store."""
-        return Lane(self)
+        return StoreContext(self)
 
     def close(self) -> None:
         """Joins the threads and frees the pool. Twice is harmless."""
@@ -542,19 +540,19 @@ class Store:
             self._library.moegguf_store_close(handle)
 
 
-class Lane:
+class StoreContext:
     """What one llama_context holds: its pins, and the reason why its pass failed."""
 
     def __init__(self, store: Store) -> None:
         self._library = library.load()
         self._handle: int | None = None
         handle = c.c_void_p()
-        self._library.moegguf_lane_open(store.handle, c.byref(handle))
+        self._library.moegguf_context_open(store.handle, c.byref(handle))
         self._handle = handle.value
 
     @property
     def handle(self) -> int:
-        """The address of the moegguf_lane. Raises ClosedError."""
+        """The address of the moegguf_context. Raises ClosedError."""
         if self._handle is None:
             raise ClosedError("the context is closed; load the model again.")
         return self._handle
@@ -578,7 +576,7 @@ class Lane:
         vectors = None if inputs is None else np.ascontiguousarray(inputs, np.float32).reshape(n_tokens, -1)
         entered = (None, 0) if vectors is None else (vectors.ctypes.data, vectors.shape[1])
         event = il, ids.ctypes.data, n_used, n_tokens, *entered, slots.ctypes.data
-        self._library.moegguf_lane_acquire(self.handle, *event)
+        self._library.moegguf_context_acquire(self.handle, *event)
         return slots
 
     def replay(
@@ -598,14 +596,14 @@ class Lane:
         routing, n_done = abi.Routing(n_events, columns[3].size), c.c_int64()
         for (name, type_), column in zip(routing._fields_[2:], columns, strict=False):
             setattr(routing, name, column.ctypes.data_as(type_))
-        self._library.moegguf_lane_replay(self.handle, c.byref(routing), c.byref(n_done))
+        self._library.moegguf_context_replay(self.handle, c.byref(routing), c.byref(n_done))
 
     def awaits_tokens(self, sequence: int, phase: Phase) -> bool:
         """Forgets the tokens announced last: others come next, the first of them of this request and phase.
 
         Returns whether they have to be announced: False while every expert has a slot and nothing listens or predicts.
         """
-        return bool(self._library.moegguf_lane_awaits_tokens(self.handle, sequence, phase))
+        return bool(self._library.moegguf_context_awaits_tokens(self.handle, sequence, phase))
 
     def announce(
         self,
@@ -629,18 +627,18 @@ class Lane:
         arrays = [(c.c_int32 * n)(*column) for column in columns] if several else []
         first, of_all = (sequences[0], max(phases)) if n else given[:2]
         event = abi.TokensEvent(0, first, of_all, n, (c.c_int32 * n)(*tokens), *arrays)
-        self._library.moegguf_lane_announce(self.handle, c.byref(event))
+        self._library.moegguf_context_announce(self.handle, c.byref(event))
 
     def take_failure(self) -> Any:
         """Why the last pass failed, once: a struct moegguf_failure, or None. For the thread that computes."""
-        if self._library.moegguf_lane_is_clear(self.handle):
+        if self._library.moegguf_context_is_clear(self.handle):
             return None
         failure = abi.Failure()
-        self._library.moegguf_lane_failure(self.handle, c.byref(failure), 1)
+        self._library.moegguf_context_failure(self.handle, c.byref(failure), 1)
         return failure if failure.status != abi.OK else None
 
     def close(self) -> None:
         """Gives the pins back. Twice is harmless."""
         handle, self._handle = self._handle, None
         if handle is not None:
-            self._library.moegguf_lane_close(handle)
+            self._library.moegguf_context_close(handle)

@@ -63,9 +63,9 @@ Tiers::Tiers(const Layout & layout, const moegguf_config & config, Events & even
         std::transform(device_of_layer.begin(), device_of_layer.end(), of.begin(), holds);
         return LayerSet(layout, of);
     };
-    const auto has_ram = [&](int d) { return config.n_lower_slots > 0 && config.devices[d].has_lower_tier; };
-    if (config.n_lower_slots < 0) {
-        invalid("a tier has slots, not " + std::to_string(config.n_lower_slots));
+    const auto has_ram = [&](int d) { return config.n_ram_slots > 0 && config.devices[d].through_ram; };
+    if (config.n_ram_slots < 0) {
+        invalid("a tier has slots, not " + std::to_string(config.n_ram_slots));
     }
     const LayerSet in_ram = layers_where(has_ram);
     if (!in_ram.moe_layers.empty()) {
@@ -79,8 +79,8 @@ Tiers::Tiers(const Layout & layout, const moegguf_config & config, Events & even
         if (has_memory) {
             memory = host_memory(devices);
         }
-        ram = std::make_unique<Tier>(TierId::ram, layout, in_ram, Numbering(layout, in_ram, config.n_lower_slots),
-                                     memory, nullptr, events);
+        ram = std::make_unique<Tier>(TierId::ram, layout, in_ram, Numbering(layout, in_ram, config.n_ram_slots), memory,
+                                     nullptr, events);
     }
     for (int d = 0; d < config.n_devices; d++) {
         const moegguf_device & device = config.devices[d];
@@ -195,10 +195,6 @@ void Tier::tidy(int s) {
         count(counters.evictions);
         retire(s);
     }
-}
-
-void Tier::count_arrival(bool demand, uint64_t bytes) {
-    count(demand ? bytes_missed_ : bytes_prefetched_, bytes);
 }
 
 void Tier::borrow(int s, int source) {

@@ -2,7 +2,8 @@
 // of other tiers they are filled from. The tiers of a store: one per device that computes layers, one in RAM that those
 // of devices are filled from, and staging tensors for prompts.
 //
-// Look-ups and stalls are counted here and nowhere else. Knows no queue, no thread and no event.
+// It may take and empty its own slots, pin those of other tiers that they are filled from, and tell the listener what
+// became resident. Look-ups and stalls are counted here and nowhere else. Knows no queue and no thread.
 #pragma once
 
 #include "events.h"
@@ -36,7 +37,7 @@ class Tier {
 
     const TierId id;
     const LayerSet layers; // whose experts may be here
-    Counters counters;     // of look-ups, slots, evictions and stalls here
+    Counters counters;     // of look-ups, slots, evictions, stalls and bytes here, wherever they came from
     Numbering numbering;
     Residency residency;
 
@@ -67,9 +68,6 @@ class Tier {
     void publish(int s, uint8_t kinds); // bytes are there
     void unpin(int s);                  // and what was put off while it was pinned
     void tidy(int s);                   // after a transfer to it has ended
-    void count_arrival(bool demand, uint64_t bytes);
-    uint64_t bytes_missed() const { return get(bytes_missed_); }
-    uint64_t bytes_prefetched() const { return get(bytes_prefetched_); }
 
     // The slot of another tier that a slot is filled from keeps its expert until every matrix is here, or none is
     // wanted any more.
@@ -106,8 +104,6 @@ class Tier {
     std::optional<ShortSpins> short_spins_; // where processors compute, and may have to wait for experts
     std::vector<Source> source_;            // [n_slots]; empty where nothing is filled from RAM
     std::vector<int> borrowers_;
-    uint64_t bytes_missed_ = 0; // that came into slots, from wherever
-    uint64_t bytes_prefetched_ = 0;
     std::atomic<int> n_absent_chunks_{0}; // of all experts
 };
 

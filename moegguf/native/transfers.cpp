@@ -26,11 +26,9 @@ bool borrow_on_device(Tier & to, int s) {
 
 } // namespace
 
-Transfers::Transfers(const Layout & layout, int n_readers, Shared & shared, Tiers & tiers)
-    : layout_(layout),
-      n_readers_(n_readers),
-      shared_(shared),
-      tiers_(tiers) {
+Transfers::Transfers(const Layout & layout, int n_readers, Shared & shared, const Tiers & tiers)
+    : Link(layout, shared, tiers),
+      n_readers_(n_readers) {
     if (n_readers < 1 || n_readers > max_readers) {
         throw Error(MOEGGUF_INVALID, "readers must be between 1 and " + std::to_string(max_readers) + ", not " +
                                          std::to_string(n_readers));
@@ -62,14 +60,12 @@ void Transfers::demand(Tier & tier, const std::vector<int> & slots) {
     if (tier.copies) {
         tier.copies->wake();
     }
-    update_gauges();
 }
 
 void Transfers::demand_in_ram(int s) {
     Tier & ram = *tiers_.ram;
     const Slot & slot = ram.residency.slot(s);
     queue_reads(ram, s, layout_.layers[slot.il].chunks & ~ram.residency.ready(s) & ~slot.reading, true);
-    update_gauges();
     wake_readers();
 }
 
@@ -95,12 +91,10 @@ void Transfers::queue(Tier & to, int s, uint8_t kinds, bool demand) {
 }
 
 void Transfers::queue_reads(Tier & to, int s, uint8_t kinds, bool demand) {
-    const Slot & slot = to.residency.slot(s);
     const bool whole = !demand && !shared_.has(MOEGGUF_CHUNKED);
     while (kinds) {
         const uint8_t bits = whole ? kinds : lowest_bit(kinds);
-        (demand ? demand_ : prefetch_).push({SlotRef{}, to.ref(s), slot.il, slot.expert, bits, demand, slot.requests});
-        to.residency.queue(s, bits);
+        push(to, s, SlotRef{}, bits, demand);
         kinds &= ~bits;
     }
 }
@@ -170,7 +164,6 @@ void Transfers::want(const Want & want) {
         return;
     }
     wanted(want.cause).push(want);
-    update_gauges();
 }
 
 void Transfers::wake_idle_reader() {
@@ -182,7 +175,6 @@ void Transfers::wake_idle_reader() {
 void Transfers::forget(Cause cause) {
     count(shared_.counters.prefetch_dropped, cause == Cause::warm_start ? 0 : wanted(cause).size());
     wanted(cause).clear();
-    update_gauges();
 }
 
 void Transfers::drop_prefetches(int il) {
@@ -204,7 +196,6 @@ void Transfers::drop_prefetches(int il) {
         }
         return false;
     });
-    update_gauges();
 }
 
 // Prefetches on their way through RAM. What is being copied just now ends, and is retired then.
@@ -262,41 +253,22 @@ Worth Transfers::worth(const Want & want, const Residency & residency) const {
 
 bool Transfers::begin_next(Job & job) {
     if (!next_job(job)) {
+        shared_.done.notify_all(); // moegguf_store_drain waits for empty queues
         return false;
     }
-    job.begun_ns = shared_.clock->now_ns();
+    begin(job);
     n_demand_reading_ += job.demand;
-    tiers_.of(job.destination, job.il).residency.begin_read(job.destination.slot, job.kinds);
-    count(shared_.counters.chunks_reading);
     return true;
 }
 
 // The next transfer that is still of use: what layers need, what is worth having the soonest, what fills free slots.
 // Where demand does not come first, it comes behind the prefetches that were asked for.
 bool Transfers::next_job(Job & job) {
-    const bool had_any = n_queued() > 0, demand_first = shared_.has(MOEGGUF_DEMAND_FIRST);
-    const bool found = (streamed_ && streamed_->next_read(job)) || (demand_first && next_queued(demand_, job)) ||
-                       next_queued(prefetch_, job) || next_wanted(Cause::request, job) ||
-                       ((n_demand_reading_ == 0 || !demand_first) && next_wanted(Cause::forecast, job)) ||
-                       next_queued(demand_, job) || next_fill(job);
-    if (had_any) {
-        update_gauges();
-    }
-    if (!found) {
-        shared_.done.notify_all(); // moegguf_store_drain waits for empty queues
-    }
-    return found;
-}
-
-bool Transfers::next_queued(Ring<Job> & ring, Job & job) {
-    while (!ring.empty()) {
-        job = ring.pop();
-        job.kinds = tiers_.of(job.destination, job.il).still_wanted(job);
-        if (job.kinds) {
-            return true;
-        }
-    }
-    return false;
+    const bool demand_first = shared_.has(MOEGGUF_DEMAND_FIRST);
+    return (streamed_ && streamed_->next_read(job)) || (demand_first && pop(demand_, job)) || pop(prefetch_, job) ||
+           next_wanted(Cause::request, job) ||
+           ((n_demand_reading_ == 0 || !demand_first) && next_wanted(Cause::forecast, job)) || pop(demand_, job) ||
+           next_fill(job);
 }
 
 bool Transfers::next_wanted(Cause cause, Job & job) {
@@ -304,7 +276,7 @@ bool Transfers::next_wanted(Cause cause, Job & job) {
         const Want want = wanted(cause).pop();
         if (want.deadline <= now_.number || !start_prefetch(want)) {
             count(shared_.counters.prefetch_dropped);
-        } else if (next_queued(prefetch_, job)) {
+        } else if (pop(prefetch_, job)) {
             return true;
         }
     }
@@ -330,8 +302,7 @@ bool Transfers::next_fill(Job & job) {
                 fill(to, il, key % layout_.n_expert_max);
             }
         }
-        if (next_queued(prefetch_, job)) {
-            update_gauges();
+        if (pop(prefetch_, job)) {
             return true;
         }
     }
@@ -341,7 +312,7 @@ bool Transfers::next_fill(Job & job) {
 bool Transfers::filling() const {
     const bool fills_ram = tiers_.ram && tiers_.ram->numbering.resident() && fill_next_ram_ < (int)layout_.n_keys();
     const bool fills = shared_.has(MOEGGUF_FILL) && (fills_compute() || fills_ram);
-    return shared_.error.empty() && (!wants_[(int)Cause::warm_start].empty() || fills);
+    return !wants_[(int)Cause::warm_start].empty() || fills;
 }
 
 bool Transfers::fills_compute() const {
@@ -373,22 +344,12 @@ void Transfers::wake_all(const Tier & to) {
     if (to.copies) {
         to.copies->wake();
     }
-    update_gauges();
 }
 
 bool Transfers::idle() const {
     bool copying = false;
     tiers_.for_copies([&](const Copies & copies) { copying = copying || !copies.idle(); });
-    return n_queued() == 0 && !copying && !reading() && !filling();
-}
-
-size_t Transfers::n_queued() const {
-    return demand_.size() + prefetch_.size() + wants_[(int)Cause::request].size() + wants_[(int)Cause::forecast].size();
-}
-
-void Transfers::update_gauges() {
-    set_gauge(shared_.counters.queue_needed, demand_.size());
-    set_gauge(shared_.counters.queue_wanted, n_queued() - demand_.size());
+    return n_queued(true) + n_queued(false) + n_wanted() == 0 && !copying && !reading() && !filling();
 }
 
 // How fast the link is beside the layers.
@@ -409,45 +370,32 @@ float Transfers::share_in_time(int distance) const {
     return expert_ns > 0.0f && layer_ns_ > 0.0f ? std::min(1.0f, distance * layer_ns_ / expert_ns) : 1.0f;
 }
 
-uint64_t Transfers::link_bytes(const Job & job) const {
-    uint64_t bytes = 0;
-    for (uint8_t kinds = job.kinds; kinds; kinds &= kinds - 1) {
-        bytes += layout_.matrices[layout_.layers[job.il].matrix[__builtin_ctz(kinds)]].expert_bytes;
-    }
-    return bytes;
-}
-
 // The end of a transfer.
 
-// A slot being read is never given away, so the job's generation still holds here.
 void Transfers::finish(const Job & job, const std::string & why) {
     Counters & counters = shared_.counters;
-    Tier & to = tiers_.of(job.destination, job.il);
-    const int s = job.destination.slot;
-    uncount(counters.chunks_reading);
+    Tier & to = this->to(job);
+    const bool arrived = why.empty();
     count(counters.reads);
     n_demand_reading_ -= job.demand;
     if (n_demand_reading_ == 0 && !wanted(Cause::forecast).empty()) {
         wake_readers();
     }
     fade_in(chunk_ns_, float(shared_.clock->now_ns() - job.begun_ns));
-    if (why.empty()) {
-        const uint64_t bytes = link_bytes(job);
-        to.count_arrival(job.demand, bytes);
-        count(job.demand ? counters.bytes_missed : counters.bytes_prefetched, bytes);
+    if (arrived) {
+        count(job.demand ? counters.bytes_missed : counters.bytes_prefetched, job.bytes);
     }
-    if (why.empty() && job.streamed < 0) {
-        to.publish(s, job.kinds);
+    if (!end(job, why)) {
+        for_slots_above(job, [](Tier & above, int waiting) { // it will not come there either
+            above.residency.fail(waiting);
+            above.tidy(waiting);
+        });
     }
-    to.residency.end_read(s, job.kinds);
-    if (!why.empty()) {
-        finish_failed(to, job, why);
-    }
-    to.tidy(s);
-    if (why.empty() && job.streamed >= 0) {
+    to.tidy(job.destination.slot);
+    if (arrived && job.streamed >= 0) {
         streamed_->arrived(job); // after which the slot may have its last expert, whole
     }
-    if (why.empty()) { // what has arrived in RAM goes on to slots that wait for it
+    if (arrived) { // what has arrived in RAM goes on to slots that wait for it
         for_slots_above(job, [&](Tier & above, int waiting) {
             const Slot & slot = above.residency.slot(waiting);
             if (const uint8_t kinds = job.kinds & slot.queued & ~slot.reading) {
@@ -457,25 +405,6 @@ void Transfers::finish(const Job & job, const std::string & why) {
         });
     }
     shared_.done.notify_all();
-}
-
-void Transfers::finish_failed(Tier & to, const Job & job, const std::string & why) {
-    const int s = job.destination.slot;
-    const Slot & slot = to.residency.slot(s);
-    count(shared_.counters.read_errors);
-    shared_.error = why;
-    // A read from before the last routing event says nothing about that event's request: it gets one of its own.
-    if (job.streamed < 0 && slot.pins > 0 && slot.requests != job.requests) {
-        queue_reads(to, s, job.kinds, true);
-        update_gauges();
-        shared_.work.notify_one();
-        return;
-    }
-    to.residency.fail(s);
-    for_slots_above(job, [](Tier & above, int waiting) { // it will not come there either
-        above.residency.fail(waiting);
-        above.tidy(waiting);
-    });
 }
 
 // Calls body(tier, slot) for slots that are filled from the slot in RAM that a job fills.

@@ -24,7 +24,7 @@ class StreamedReads {
 class Transfers final : public Link {
   public:
     // n_readers: threads that will carry them. Throws Error(INVALID).
-    Transfers(const Layout & layout, int n_readers, Shared & shared, Tiers & tiers);
+    Transfers(const Layout & layout, int n_readers, Shared & shared, const Tiers & tiers);
 
     // Before anything is computed. streamed: may be destroyed only after stop(). admits: whether an expert may have a
     // slot that is not free before it is needed.
@@ -45,7 +45,8 @@ class Transfers final : public Link {
     void drop_prefetches(int il);  // of this layer, in pinned slots excepted
     void hold_prefetches(bool on); // a context waits for slots: prefetches take none
     bool reading() const { return get(shared_.counters.chunks_reading) > 0; }
-    bool idle() const; // nothing queued, read, or left to fill
+    bool idle() const;                                                        // nothing queued, read, or left to fill
+    uint64_t n_wanted() const { return wants_[0].size() + wants_[1].size(); } // no warm starts. Any thread
 
     void set_step(const LayerStep & now);
     uint64_t step() const { return now_.number; } // of the last routing event
@@ -56,8 +57,6 @@ class Transfers final : public Link {
     void start_threads() override;
     bool begin_next(Job & job) override;
     void finish(const Job & job, const std::string & why) override;
-    uint64_t link_bytes(const Job & job) const override;
-    void note_time(const Job &, uint64_t) override {}
 
     const Readers * readers() const { return readers_.get(); } // nullptr: nothing is read
 
@@ -66,7 +65,6 @@ class Transfers final : public Link {
 
     Ring<Want> & wanted(Cause cause) { return wants_[(int)cause]; }
     bool next_job(Job & job);
-    bool next_queued(Ring<Job> & ring, Job & job);
     bool next_wanted(Cause cause, Job & job);
     bool next_fill(Job & job);
     bool start_prefetch(const Want & want);
@@ -83,20 +81,12 @@ class Transfers final : public Link {
     template <typename Body>
     void for_slots_above(const Job & job, Body body);
     void drop_waiting(Tier & to, int il);
-    void finish_failed(Tier & to, const Job & job, const std::string & why);
-    size_t n_queued() const;
-    void update_gauges();
 
-    const Layout & layout_;
     const int n_readers_;
     int n_at_once_ = 1; // transfers
-    Shared & shared_;
-    Tiers & tiers_;
     StreamedReads * streamed_ = nullptr;
     std::function<bool(int il, int expert)> admits_; // empty: all
-    Ring<Job> demand_;
-    Ring<Job> prefetch_;
-    Ring<Want> wants_[n_causes]; // that have no slot yet
+    Ring<Want> wants_[n_causes];                     // that have no slot yet
     int n_demand_reading_ = 0;
     int fill_next_ = 0; // keys of experts that were tried, where a tier has a slot for each
     int fill_next_ram_ = 0;

@@ -95,8 +95,8 @@ class Recorder:
         self._labels = dict(header.labels)
         self._inputs = inputs
         self._rows = shape.row_of
-        self._announced: dict[int, Announcement] = {}  # by lane
-        self._open: dict[int, tuple[int, _Pass]] = {}  # lane -> number and pass in progress
+        self._announced: dict[int, Announcement] = {}  # by context
+        self._open: dict[int, tuple[int, _Pass]] = {}  # context -> number and pass in progress
         self._finished: list[_Pass] = []
         self._pending_bytes = 0
         self._error: TraceError | None = None
@@ -108,13 +108,13 @@ class Recorder:
         copied: dict[str, Any] = announcement._asdict()
         for name in ("tokens", "sequences", "phases", "outputs"):
             copied[name] = None if copied[name] is None else copied[name].copy()
-        self._announced[announcement.lane] = Announcement(**copied)
+        self._announced[announcement.context] = Announcement(**copied)
 
     def observe(self, event: RoutingEvent) -> None:
         """A layer was routed. Layers and sizes outside the shape are left out."""
         if self._closed or self._error is not None:
             return
-        number, current = self._open.get(event.lane, (-1, None))
+        number, current = self._open.get(event.context, (-1, None))
         if current is None or number != event.pass_:
             current = self._begin(event)
         row = self._rows.get(event.il)
@@ -154,20 +154,20 @@ class Recorder:
             self._writer.discard()
 
     def _begin(self, event: RoutingEvent) -> _Pass:
-        """The pass that begins with this event; finishes the lane's previous pass."""
-        _, last = self._open.get(event.lane, (-1, None))
+        """The pass that begins with this event; finishes the context's previous pass."""
+        _, last = self._open.get(event.context, (-1, None))
         if last is not None:
             self._finished.append(last)
         if len(self._finished) >= BLOCK_PASSES or self._pending_bytes >= BLOCK_BYTES:
             self._flush()
-        begun = _Pass(event, self._announced.get(event.lane))
-        self._open[event.lane] = event.pass_, begun
+        begun = _Pass(event, self._announced.get(event.context))
+        self._open[event.context] = event.pass_, begun
         self._pending_bytes += event.expert_ids.nbytes * 2 * len(self._rows)
         return begun
 
     def _flush(self) -> None:
         """Writes all finished passes, those with inputs apart from those without."""
-        # In order of start: with several lanes, the pass that began first may finish later.
+        # In order of start: with several contexts, the pass that began first may finish later.
         passes = sorted((one for one in self._finished if one.n_tokens), key=lambda one: one.first.time_ns)
         self._finished, self._pending_bytes = [], 0
         for inputs, group in groupby(passes, key=lambda one: one.has_inputs):

@@ -25,7 +25,7 @@ from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout, ExpertMatrix, Kind, MoeLayer
 from moegguf.gguf.hparams import Hparams
 from moegguf.native.events import Announcement, Int32s, Phase
-from moegguf.native.store import DeviceSlots, Lane, Store, StoreOptions, Tier
+from moegguf.native.store import DeviceSlots, Store, StoreContext, StoreOptions, Tier
 from moegguf.quantities import Link
 from moegguf.trace.trace import Trace
 
@@ -246,7 +246,7 @@ def devices_of(
     layers = [tuple(il for il in shape.layers if on[il] == d) for d in used]
     of_each = [links[d] if len(links) > 1 else next(iter(links), None) for d in used]
     return tuple(
-        DeviceSlots(f"{SIMULATED}{d}", n, of, lower=True, staging=n_staging, link=link)
+        DeviceSlots(f"{SIMULATED}{d}", n, of, through_ram=True, staging=n_staging, link=link)
         for d, n, of, link in zip(used, slots, layers, of_each, strict=True)
     )
 
@@ -376,17 +376,17 @@ class Simulation:
         options = self.options
         ram = options.ram
         n_ram = ram.n_slots if ram else 0
-        store = Store(layout_of(self.trace.shape), self.slots, options.simulated, n_lower_slots=n_ram)
+        store = Store(layout_of(self.trace.shape), self.slots, options.simulated, n_ram_slots=n_ram)
         try:
             if ram is not None and ram.n_slots:
-                store.set_policy(ram.policy, Tier.LOWER)
+                store.set_policy(ram.policy, Tier.RAM)
                 if ram.cpu:
                     store.model_computed_misses(ram.cpu)
-            lane = store.open_lane()
+            context = store.open_context()
             try:
-                return self._replay(store, lane, progress)
+                return self._replay(store, context, progress)
             finally:
-                lane.close()
+                context.close()
         finally:
             store.close()
 
@@ -400,19 +400,19 @@ class Simulation:
         )
         return build_controller(self.trace.shape, self.policy, self.predictor, store, options)
 
-    def _replay(self, store: Store, lane: Lane, progress: Callable[[int], None] | None) -> SimResult:
+    def _replay(self, store: Store, context: StoreContext, progress: Callable[[int], None] | None) -> SimResult:
         controller, meter = self._controller(store), _Meter(store, self.trace.shape.expert_bytes)
         announced = self.options.ram is not None and self.options.ram.n_staging > 0  # the end of a prompt counts
         if controller is None and self.trace.token_sequence is None and not announced:
-            self._replay_parts(lane, meter, progress)
+            self._replay_parts(context, meter, progress)
         else:
-            self._replay_events(store, lane, controller, meter, progress)
-        failure = lane.take_failure()
+            self._replay_events(store, context, controller, meter, progress)
+        failure = context.take_failure()
         if failure is not None:
             raise OptionError(f"the trace cannot be replayed in {self.n_slots} slots: {failure.message.decode()}.")
         return self._result(meter)
 
-    def _replay_parts(self, lane: Lane, meter: _Meter, progress: Callable[[int], None] | None) -> None:
+    def _replay_parts(self, context: StoreContext, meter: _Meter, progress: Callable[[int], None] | None) -> None:
         compute_ns = round(self.options.layer_compute_us * 1000)
         for part in parts(self.trace):
             if progress is not None:
@@ -420,12 +420,12 @@ class Simulation:
             if part.il.size:
                 meter.begin(part.sequence, part.phase, part.pass_tokens, part.n_decoded)
                 times = compute_ns * part.n_tokens.astype(np.uint64) if compute_ns else None
-                lane.replay(part.il, part.n_tokens, part.n_expert_used, part.expert_ids, times)
+                context.replay(part.il, part.n_tokens, part.n_expert_used, part.expert_ids, times)
 
     def _replay_events(
         self,
         store: Store,
-        lane: Lane,
+        context: StoreContext,
         controller: Controller | None,
         meter: _Meter,
         progress: Callable[[int], None] | None,
@@ -434,7 +434,7 @@ class Simulation:
         pass_ = -1
         for event in self.trace.events():
             if isinstance(event, Announcement):
-                _announce(lane, event)
+                _announce(context, event)
                 if controller is not None:
                     controller.announce(event)
                 continue
@@ -446,7 +446,7 @@ class Simulation:
                 meter.begin(event.sequence, event.phase, n_tokens, n_decoded)
                 if progress is not None:
                     progress(pass_)
-            lane.acquire(event.il, event.expert_ids, event.inputs)
+            context.acquire(event.il, event.expert_ids, event.inputs)
             if controller is not None:
                 controller.observe(event)
             if compute_ns:
@@ -464,11 +464,11 @@ class Simulation:
         )  # fmt: skip
 
 
-def _announce(lane: Lane, event: Announcement) -> None:
+def _announce(context: StoreContext, event: Announcement) -> None:
     if event.sequences is None or event.phases is None:
-        lane.announce(event.sequence, event.phase, event.tokens)
+        context.announce(event.sequence, event.phase, event.tokens)
     else:
-        lane.announce(event.sequences, event.phases, event.tokens, event.outputs)
+        context.announce(event.sequences, event.phases, event.tokens, event.outputs)
 
 
 class _Meter:
@@ -536,7 +536,7 @@ def _tier_spans(store: Store) -> dict[str, TierSpan]:
     """What each of a device's tiers has counted since the store was opened; empty with one tier."""
     if len(store.tiers) == 1:
         return {}
-    found = {name: store.tier(tier) for name, tier in ((VRAM, Tier.COMPUTE), (RAM, Tier.LOWER))}
+    found = {name: store.tier(tier) for name, tier in ((VRAM, Tier.COMPUTE), (RAM, Tier.RAM))}
     if len(store.devices) > 1:
         found |= {device.name or str(n): store.device(n) for n, device in enumerate(store.devices)}
     staged = store.staging()

@@ -167,7 +167,7 @@ class Trace:
         return found | {name: None if array is None else array[:, tokens] for name, array in columns.items()}
 
     def events(self) -> Iterator[Announcement | RoutingEvent]:
-        """The events of the live run, in order, pass by pass; all in lane 0, `pass_` counted from 0.
+        """The events of the live run, in order, pass by pass; all of context 0, `pass_` counted from 0.
 
         Announcements are rebuilt from the passes they became; a pass whose announcement is not wholly in
         the trace is unannounced (first_token -1). The arrays of an event may be views: copy what you keep.

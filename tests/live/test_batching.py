@@ -37,7 +37,7 @@ from moegguf.generate.kv_slots import common_tokens
 from moegguf.generate.request import GenerationRequest, TokenLogprob
 from moegguf.native import library
 from moegguf.native.events import Phase
-from moegguf.native.store import Lane
+from moegguf.native.store import StoreContext
 from moegguf.processor import read_processor
 from moegguf.settings import read_environment
 
@@ -515,11 +515,13 @@ def test_tokens_are_announced_only_where_something_uses_them(
     pair: tuple[Llama, Llama], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     many, resident = pair
-    announced = list[Lane]()
+    announced = list[StoreContext]()
 
     def count(name: str) -> None:
-        given = getattr(Lane, name)
-        monkeypatch.setattr(Lane, name, lambda lane, *columns: (announced.append(lane), given(lane, *columns))[1])
+        given = getattr(StoreContext, name)
+        monkeypatch.setattr(
+            StoreContext, name, lambda context, *columns: (announced.append(context), given(context, *columns))[1]
+        )
 
     count("announce")
     assert resident.session is not None and many.session is not None
@@ -527,8 +529,8 @@ def test_tokens_are_announced_only_where_something_uses_them(
     assert announced == []
     with running(many) as loop:
         answers_of(loop, [of_tokens(many, [5, 6, 7]), of_tokens(many, [8, 9])])
-    assert set(announced) == {many.session.lane}
+    assert set(announced) == {many.session.store_context}
     resident.session.store.listen(on_tokens=lambda event: None)
     solo(resident, of_tokens(resident, [5, 6, 7]))
     resident.session.store.listen()
-    assert resident.session.lane in announced
+    assert resident.session.store_context in announced

@@ -12,7 +12,7 @@ from running import Llama, Load, Reference, TinyModel, greedy_logits, in_threads
 
 from moegguf.native import abi, library
 from moegguf.native.events import RoutingEvent
-from moegguf.native.store import Lane, StoreOptions
+from moegguf.native.store import StoreContext, StoreOptions
 
 bindings = library.llama_cpp()
 N_NEW = 40
@@ -20,21 +20,21 @@ EvalCallback = bindings.ggml_backend_sched_eval_callback
 
 
 class Context:
-    """Another llama_context of a loaded model, with a lane of its own."""
+    """Another llama_context of a loaded model, with a context of its own."""
 
     def __init__(self, llm: Llama) -> None:
         assert llm.session is not None
         self._llm = llm
-        self.lane: Lane = llm.session.store.open_lane()
+        self.context: StoreContext = llm.session.store.open_context()
         params = bindings.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = 512, 512, llm.plan.n_ubatch
         params.n_threads = params.n_threads_batch = 1
         params.flash_attn_type = bindings.LLAMA_FLASH_ATTN_TYPE_DISABLED
         params.op_offload = False
-        params.cb_eval = EvalCallback(self.lane.eval_callback())
-        params.cb_eval_user_data = self.lane.handle
-        params.abort_callback = bindings.ggml_abort_callback(self.lane.abort_callback())
-        params.abort_callback_data = self.lane.handle
+        params.cb_eval = EvalCallback(self.context.eval_callback())
+        params.cb_eval_user_data = self.context.handle
+        params.abort_callback = bindings.ggml_abort_callback(self.context.abort_callback())
+        params.abort_callback_data = self.context.handle
         self._params = params
         self.ctx = bindings.llama_init_from_model(llm.model, params)
         assert self.ctx
@@ -49,7 +49,7 @@ class Context:
             batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, self._n_past + i, 1
             batch.seq_id[i][0], batch.logits[i] = 0, True
         assert bindings.llama_decode(self.ctx, batch) == 0
-        assert self.lane.take_failure() is None
+        assert self.context.take_failure() is None
         self._n_past += len(tokens)
         shape = len(tokens), self._llm.n_vocab()
         return (
@@ -67,7 +67,7 @@ class Context:
     def close(self) -> None:
         bindings.llama_batch_free(self._batch)
         bindings.llama_free(self.ctx)
-        self.lane.close()
+        self.context.close()
 
 
 @pytest.fixture(params=["40%", "50%", "100%"])
@@ -103,7 +103,7 @@ def test_a_failure_of_one_context_is_not_the_others(tiny: TinyModel, load: Load,
     assert bindings.llama_decode(other.ctx, batch) == 2
     library.arm_fault("stat", 0)
     assert np.array_equal(greedy_logits(llm), reference(tiny()))
-    failure = other.lane.take_failure()
+    failure = other.context.take_failure()
     assert failure is not None
     assert failure.status == abi.IO
     other.close()
@@ -112,10 +112,10 @@ def test_a_failure_of_one_context_is_not_the_others(tiny: TinyModel, load: Load,
 class Router:
     """A user's eval callback: notes what llama.cpp's router chose, at nodes of its own, and every node it was shown."""
 
-    def __init__(self, lane: Lane) -> None:
+    def __init__(self, context: StoreContext) -> None:
         self.choices: list[tuple[int, list[list[int]]]] = []
         self._callback = EvalCallback(self._eval)
-        library.load().moegguf_lane_chain(lane.handle, c.cast(self._callback, c.c_void_p), None)
+        library.load().moegguf_context_chain(context.handle, c.cast(self._callback, c.c_void_p), None)
 
     def _eval(self, tensor: Any, ask: bool, _user: Any) -> bool:
         name = Tensor.from_address(c.cast(tensor, c.c_void_p).value or 0)
@@ -155,7 +155,7 @@ def test_gate_events_tell_what_the_router_chose(
         events.append((event.il, event.expert_ids.tolist()))
 
     llm.session.store.listen(on_routing, lambda event: resident.append((event.il, event.expert, bool(event.resident))))
-    router = Router(llm.session.lane)
+    router = Router(llm.session.store_context)
     assert np.array_equal(greedy_logits(llm), reference(path)), "a user's callback changes nothing"
     llm.session.store.drain()
     there = llm.session.store.residency()

@@ -81,8 +81,8 @@ def two_tiers_on_rpc(
         figures, places = llm.session.tiers(), llm.session.places()
         there = {tier: llm.session.store.residency(tier) == 2 for tier in Tier}
         assert (places[there[Tier.COMPUTE]] == Place.VRAM).all()
-        assert (places[there[Tier.LOWER] & ~there[Tier.COMPUTE]] == Place.RAM).all()
-        assert ((places >= Place.RAM) == (there[Tier.COMPUTE] | there[Tier.LOWER])).all()
+        assert (places[there[Tier.RAM] & ~there[Tier.COMPUTE]] == Place.RAM).all()
+        assert ((places >= Place.RAM) == (there[Tier.COMPUTE] | there[Tier.RAM])).all()
         stats = llm.stats()
         for tier in stats.tiers:
             figures[tier.name]["typed"] = tier

@@ -45,9 +45,7 @@ def in_several_pools(path: Path) -> dict[str, Any]:
     """A device whose buffers hold 20 slots: logits with more, and with every expert, and how the pools divide them."""
     layout = padded(read_layout(path), [add_link_device(LINK, strict_seed=1)])
     stride, guard = max(slot_sizes(layout).stride_bytes.values()), 4096
-    small = add_link_device(
-        LINK, memory_bytes=DEVICE_BYTES, most_buffer_bytes=20 * stride + guard, strict_seed=1
-    )
+    small = add_link_device(LINK, memory_bytes=DEVICE_BYTES, most_buffer_bytes=20 * stride + guard, strict_seed=1)
     found: dict[str, Any] = {}
     for vram, ram in ((19, 40), (36, 30), (64, 64)):
         budgets = {"vram_cache": share_of(path, vram), "expert_cache": share_of(path, ram)}
@@ -111,10 +109,10 @@ def test_tiers_evict_by_their_own_policies(tiny: TinyModel, monkeypatch: pytest.
     plain = in_own_process(by_policies, path, "lru")
     both = in_own_process(by_policies, path, "vram=lfu-decay,ram=slru")
     assert (plain["named"], both["named"]) == ("lru", "vram=lfu-decay,ram=slru")
-    assert both["chosen"] == [(Tier.LOWER, "slru"), (Tier.COMPUTE, "lfu-decay")]
+    assert both["chosen"] == [(Tier.RAM, "slru"), (Tier.COMPUTE, "lfu-decay")]
     monkeypatch.setenv("MOEGGUF_POLICY", "ram=lfu-decay")
     of_environment = in_own_process(by_policies, path, None)
-    assert (Tier.LOWER, "lfu-decay") in of_environment["chosen"]
+    assert (Tier.RAM, "lfu-decay") in of_environment["chosen"]
     for found in (plain, both, of_environment):
         assert np.array_equal(found["logits"], plain["logits"]) and min(found["evictions"]) > 0
 

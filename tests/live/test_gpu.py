@@ -161,9 +161,7 @@ def test_budgets_that_change_while_decoding(
     layout, prompt = read_layout(path), random_tokens(24)
     most = layout.n_expert_total - 1
     store = StoreOptions(device=device.name, staging=0)
-    with Llama(
-        path, vram_cache=share_for(path, most), expert_cache="50%", store=store, n_ubatch=1, **OPTIONS
-    ) as llm:
+    with Llama(path, vram_cache=share_for(path, most), expert_cache="50%", store=store, n_ubatch=1, **OPTIONS) as llm:
         llm.eval(prompt)
         for _ in range(n_new):
             n_slots = int(random.integers(layout.n_expert, most + 1))

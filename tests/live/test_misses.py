@@ -56,7 +56,7 @@ def run(llm: Llama, tokens: list[int]) -> Found:
     assert llm.session is not None
     logits, store = follow_tokens(llm, random_prompt(llm, N_PROMPT), tokens), llm.session.store
     store.drain(10)
-    return logits, llm.stats(), store.computed(), store.tier(Tier.LOWER)
+    return logits, llm.stats(), store.computed(), store.tier(Tier.RAM)
 
 
 def tokens_of(logits: Logits) -> list[int]:

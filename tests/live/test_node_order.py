@@ -27,12 +27,12 @@ def computed_nodes(llm: Llama, tokens: list[int]) -> list[str]:
         return not ask  # not asked for, or: go on
 
     callback = c.CFUNCTYPE(c.c_bool, c.c_void_p, c.c_bool, c.c_void_p)(note)
-    chain = library.load().moegguf_lane_chain
-    chain(llm.session.lane.handle, c.cast(callback, c.c_void_p), None)
+    chain = library.load().moegguf_context_chain
+    chain(llm.session.store_context.handle, c.cast(callback, c.c_void_p), None)
     try:
         llm.eval(tokens)
     finally:
-        chain(llm.session.lane.handle, None, None)
+        chain(llm.session.store_context.handle, None, None)
     return names
 
 

@@ -77,7 +77,7 @@ def compare(path: Path, vram: str, n_ram: int, split: dict[str, Any], shrink: bo
             if shrink and next(passes) == N_NEW // 2:
                 for index in range(len(store.devices)):
                     store.resize(max(4, store.device(index)["n_slots"] // 2), device=index)
-                store.resize(max(1, n_ram // 3), Tier.LOWER)
+                store.resize(max(1, n_ram // 3), Tier.RAM)
 
         with Meddler(store) as meddler:
             logits = greedy_logits(llm, before_each=before_each)

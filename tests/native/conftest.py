@@ -12,7 +12,7 @@ from hypothesis import Phase, settings
 from product import Product
 
 from moegguf.native import library
-from moegguf.native.store import Lane, Store, StoreOptions
+from moegguf.native.store import Store, StoreContext, StoreOptions
 
 # Any failing example will do for tools/fault_check.py.
 settings.register_profile("no-shrinking", phases=[Phase.explicit, Phase.generate])
@@ -34,18 +34,18 @@ def fake(tmp_path: Path) -> FakeModel:
 
 @pytest.fixture
 def open_store() -> Iterator[Open]:
-    """`open_store(fake, n_slots, **options)`: a store with plain slots and one lane, closed after the test."""
-    opened: list[tuple[Store, Lane]] = []
+    """`open_store(fake, n_slots, **options)`: a store with plain slots and one context, closed after the test."""
+    opened: list[tuple[Store, StoreContext]] = []
 
-    def open_one(fake: FakeModel, n_slots: int, **options: Any) -> tuple[Store, Lane]:
-        n_lower_slots = options.pop("n_lower_slots", 0)
-        store = Store(fake.layout, n_slots, StoreOptions(**{"repack": False, **options}), n_lower_slots)
-        opened.append((store, store.open_lane()))
+    def open_one(fake: FakeModel, n_slots: int, **options: Any) -> tuple[Store, StoreContext]:
+        n_ram_slots = options.pop("n_ram_slots", 0)
+        store = Store(fake.layout, n_slots, StoreOptions(**{"repack": False, **options}), n_ram_slots)
+        opened.append((store, store.open_context()))
         return opened[-1]
 
     yield open_one
-    for store, lane in opened:
-        lane.close()
+    for store, context in opened:
+        context.close()
         store.close()
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from moegguf.gguf.experts import ExpertLayout, ExpertMatrix, Kind, MoeLayer
 from moegguf.gguf.hparams import Hparams
 from moegguf.gguf.reader import Shard
-from moegguf.native.store import Lane, Store
+from moegguf.native.store import Store, StoreContext
 
 F32, F16, Q4_0, Q8_0, Q4_K, Q6_K, IQ4_NL, MXFP4 = 0, 1, 2, 8, 12, 14, 20, 39
 BLOCKS = {
@@ -22,7 +22,7 @@ BLOCKS = {
 }  # fmt: skip
 
 Types = dict[Kind, int]
-Open = Callable[..., tuple[Store, Lane]]
+Open = Callable[..., tuple[Store, StoreContext]]
 PLAIN: Types = {"gate": Q4_0, "up": Q4_0, "down": Q8_0}
 
 
@@ -69,16 +69,16 @@ class FakeModel:
                         f"layer {il} expert {expert} {m.kind} in slot {slot}"
                     )
 
-    def acquire(self, store: Store, lane: Lane, il: int, expert_ids: npt.ArrayLike) -> npt.NDArray[np.int32]:
+    def acquire(self, store: Store, context: StoreContext, il: int, expert_ids: npt.ArrayLike) -> npt.NDArray[np.int32]:
         """A gate with its bytes checked."""
-        slots = lane.acquire(il, expert_ids)
+        slots = context.acquire(il, expert_ids)
         self.check(store, il, expert_ids, slots)
         return slots
 
-    def token(self, store: Store, lane: Lane, expert_ids: npt.ArrayLike) -> None:
+    def token(self, store: Store, context: StoreContext, expert_ids: npt.ArrayLike) -> None:
         """One pass over all layers that routes to the same experts in each."""
         for layer in self.layout.layers:
-            self.acquire(store, lane, layer.il, expert_ids)
+            self.acquire(store, context, layer.il, expert_ids)
 
 
 def _layer_matrices(il: int, types: Types, n_embd: int, n_ff: int, n_expert: int) -> list[ExpertMatrix]:
@@ -152,7 +152,7 @@ def make_model(
 
 
 def check_counters(counters: dict[str, int], n_slots: int) -> None:
-    """What holds of the counters whenever nothing is queued, read or pinned by a lane still open."""
+    """What holds of the counters whenever nothing is queued, read or pinned by a context still open."""
     assert counters["lookups"] == counters["hits_ready"] + counters["hits_late"] + counters["misses"]
     assert counters["prefetch_requested"] == counters["prefetch_started"] + counters["prefetch_dropped"]
     assert counters["prefetch_useful"] + counters["prefetch_wasted"] <= counters["prefetch_started"]

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from fake_model import FakeModel
 
 from moegguf.native import abi, library
-from moegguf.native.store import Lane, Store
+from moegguf.native.store import Store, StoreContext
 
 F32, I32 = 0, 26
 N_THREADS = 3
@@ -34,14 +34,19 @@ class Product:
     """x [n_tokens][ne0] times the first matrix of the experts that a layer's router chose; random without x."""
 
     def __init__(
-        self, store: Store, lane: Lane, fake: FakeModel, expert_ids: npt.ArrayLike, x: npt.ArrayLike | None = None
+        self,
+        store: Store,
+        context: StoreContext,
+        fake: FakeModel,
+        expert_ids: npt.ArrayLike,
+        x: npt.ArrayLike | None = None,
     ) -> None:
         ids = np.asarray(expert_ids, np.int32)
         n_tokens, n_used = ids.shape
         m = fake.layout.matrices[0]
         if x is None:
             x = np.random.default_rng(1).standard_normal((n_tokens, m.ne0))
-        self.lane, self._shape = lane, (n_tokens, n_used, m.ne1)
+        self.context, self._shape = context, (n_tokens, n_used, m.ne1)
         self._base = load("ggml-base", (
             "ggml_init", "ggml_new_tensor_2d", "ggml_new_tensor_3d", "ggml_mul_mat_id", "ggml_new_graph",
             "ggml_backend_alloc_ctx_tensors_from_buft", "ggml_backend_cpu_buffer_type", "ggml_reshape_2d",
@@ -83,7 +88,7 @@ class Product:
 
     def acquire(self) -> None:
         """What the scheduler's callback does once the node with the ids is computed."""
-        assert library.load().moegguf_eval(self.ids, False, self.lane.handle)
+        assert library.load().moegguf_eval(self.ids, False, self.context.handle)
 
     def compute(self) -> bytes:
         """The product's bits, [n_tokens][n_used][ne1]."""
@@ -102,14 +107,14 @@ class Product:
             self._base.ggml_free(c.c_void_p(context))
 
 
-def aborts(lane: Lane) -> bool:
-    """Whether the lane's pass ends with the node that was computed last."""
-    return bool(library.load().moegguf_abort(lane.handle))
+def aborts(context: StoreContext) -> bool:
+    """Whether the context's pass ends with the node that was computed last."""
+    return bool(library.load().moegguf_abort(context.handle))
 
 
-def check_failure(lane: Lane, status: int) -> None:
-    """Asserts that the lane's pass failed with this status in layer 0. The lane can go on."""
-    failure = lane.take_failure()
+def check_failure(context: StoreContext, status: int) -> None:
+    """Asserts that the context's pass failed with this status in layer 0. The context can go on."""
+    failure = context.take_failure()
     assert failure is not None
     assert (failure.status, failure.il) == (status, 0)
 
@@ -119,7 +124,7 @@ def check_a_failed_read_ends_the_pass(store: Store, product: Product, fake: Fake
     library.arm_fault("read", nth, sticky=True)
     product.acquire()
     product.compute()
-    assert aborts(product.lane)
-    check_failure(product.lane, abi.IO)
+    assert aborts(product.context)
+    check_failure(product.context, abi.IO)
     library.arm_fault("read", 0)
-    fake.token(store, product.lane, [3, 4])
+    fake.token(store, product.context, [3, 4])

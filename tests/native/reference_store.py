@@ -36,7 +36,7 @@ class Slot:
 
 
 @dataclass(eq=False)
-class ReferenceLane:
+class ReferenceContext:
     """pinned: slots. il, pass_tokens: of the pass under way."""
 
     pinned: set[int] = field(default_factory=set)
@@ -51,11 +51,11 @@ class ReferenceStore:
         self.shape = shape
         self.slots: list[Slot | None] = [None] * n_slots
         self.n_usable = n_slots
-        self.lanes: list[ReferenceLane] = []
+        self.contexts: list[ReferenceContext] = []
         self.scores: Float32s | None = None
         self.moment = (0, False, False)  # il, sweep, token
         self.resize_to = self.tick = 0
-        self.computing = self.has_failed = False
+        self.computing = False
         names = "lookups", "hits_ready", "misses", "evictions", "bytes_missed", "bytes_prefetched"
         self.counters = dict.fromkeys(names, 0)
         self.set_policy("lru")
@@ -64,13 +64,13 @@ class ReferenceStore:
         self.policy = name
         self.average: Float32s = np.zeros(self.shape.table, np.float32)
 
-    def open_lane(self) -> ReferenceLane:
-        self.lanes.append(ReferenceLane())
-        return self.lanes[-1]
+    def open_context(self) -> ReferenceContext:
+        self.contexts.append(ReferenceContext())
+        return self.contexts[-1]
 
-    def unpin(self, lane: ReferenceLane) -> None:
+    def unpin(self, context: ReferenceContext) -> None:
         """What it held may go: it was cancelled, has failed, has ended, or comes to its next layer."""
-        released, lane.pinned = lane.pinned, set()
+        released, context.pinned = context.pinned, set()
         for s in released - self.pinned:
             slot = self.slots[s]
             if slot is not None and slot.broken:
@@ -78,26 +78,29 @@ class ReferenceStore:
             elif s >= self.n_usable:
                 self._evict(s)
 
-    def end_pass(self, lane: ReferenceLane) -> None:
-        lane.il = BETWEEN_PASSES
-        self.unpin(lane)
+    def end_pass(self, context: ReferenceContext) -> None:
+        context.il = BETWEEN_PASSES
+        self.unpin(context)
 
-    def begin(self, lane: ReferenceLane, il: int, n_tokens: int) -> None:
-        """What happens at every routing event, also of a lane that has failed."""
-        if il <= lane.il:
-            lane.pass_tokens = n_tokens
-        lane.il = il
+    def begin(self, context: ReferenceContext, il: int, n_tokens: int) -> None:
+        """What happens at every routing event, also of a context that has failed."""
+        if il <= context.il:
+            context.pass_tokens = n_tokens
+        context.il = il
         self.computing = True
-        self.unpin(lane)
+        self.unpin(context)
         if self.resize_to:
             self._resize()
 
     def acquire(
-        self, lane: ReferenceLane, il: int, ids: npt.NDArray[np.int32], *, reads_fail: bool = False
+        self, context: ReferenceContext, il: int, ids: npt.NDArray[np.int32], *, reads_fail: bool = False
     ) -> list[list[int]]:
-        """The slot of each id (n_tokens, n_expert_used). They fit beside what other lanes have pinned."""
-        self.begin(lane, il, len(ids))
-        self.moment = (il, len(ids) > 1 and ids.size >= 4 * self.shape.n_expert, lane.pass_tokens == 1)
+        """The slot of each id (n_tokens, n_expert_used), beside what other contexts have pinned.
+
+        Where there are fewer slots than experts nothing is evicted, and what was there is pinned until the pass ends.
+        """
+        self.begin(context, il, len(ids))
+        self.moment = (il, len(ids) > 1 and ids.size >= 4 * self.shape.n_expert, context.pass_tokens == 1)
         distinct = list(dict.fromkeys(ids.ravel().tolist()))
         places = {e: self.find((il, e)) for e in distinct}
         n_hits = sum(s >= 0 for s in places.values())
@@ -105,13 +108,15 @@ class ReferenceStore:
             self.counters[name] += n
         for s in (s for s in places.values() if s >= 0):
             self._use(s)
-            lane.pinned.add(s)
+            context.pinned.add(s)
+        if len(distinct) > self.n_usable:
+            return []
         for e in distinct:
             if places[e] < 0:
                 places[e] = s = self._take((il, e))
                 self.slots[s].broken = reads_fail  # type: ignore[union-attr]
                 self._read("bytes_missed", reads_fail)
-                lane.pinned.add(s)
+                context.pinned.add(s)
         kept = np.exp2(np.float32(-len(ids)))
         self.average[il] *= kept
         for e in ids.ravel():
@@ -127,12 +132,13 @@ class ReferenceStore:
             self._read("bytes_prefetched", reads_fail)
             self.slots[s] = None if reads_fail else self.slots[s]
 
-    def warm(self, experts: Sequence[Expert]) -> None:
-        """Into free slots, which ends for good with the first read that has failed."""
+    def warm(self, experts: Sequence[Expert], *, reads_fail: bool = False) -> None:
+        """Into free slots."""
         for expert in experts:
-            if self.find(expert) < 0 and None in self.slots[: self.n_usable] and not self.has_failed:
-                self._take(expert)
-                self._read("bytes_prefetched", fails=False)
+            if self.find(expert) < 0 and None in self.slots[: self.n_usable]:
+                s = self._take(expert)
+                self._read("bytes_prefetched", reads_fail)
+                self.slots[s] = None if reads_fail else self.slots[s]
 
     def resize(self, n_slots: int) -> None:
         """With the next routing event; at once before the first one."""
@@ -153,7 +159,7 @@ class ReferenceStore:
 
     @property
     def pinned(self) -> set[int]:
-        return set[int]().union(*(lane.pinned for lane in self.lanes))
+        return set[int]().union(*(context.pinned for context in self.contexts))
 
     def _resize(self) -> None:
         self.n_usable, self.resize_to = self.resize_to, 0
@@ -166,7 +172,6 @@ class ReferenceStore:
 
     def _read(self, counter: str, fails: bool) -> None:
         self.counters[counter] += 0 if fails else self.shape.expert_bytes
-        self.has_failed |= fails
 
     def _use(self, s: int) -> None:
         self.tick += 1

@@ -43,15 +43,15 @@ def test_another_abi_is_refused() -> None:
 
 def test_null_pointers_are_refused(fake: FakeModel, open_store: Open) -> None:
     lib = library.load()
-    store, lane = open_store(fake, 4)
+    store, context = open_store(fake, 4)
     ids, n_bytes = np.zeros(2, np.int32).ctypes.data, fake.layout.matrices[0].expert_bytes
     calls: list[tuple[Any, ...]] = [
         (lib.moegguf_store_open, None, None), (lib.moegguf_store_counters, None, c.byref(abi.Counters())),
-        (lib.moegguf_store_drain, None, 1.0), (lib.moegguf_lane_open, None, c.byref(c.c_void_p())),
-        (lib.moegguf_lane_failure, None, c.byref(abi.Failure()), 1),
-        (lib.moegguf_lane_acquire, None, 0, ids, 2, 1, None, 0, ids),
-        (lib.moegguf_lane_acquire, lane.handle, 0, None, 2, 1, None, 0, ids),
-        (lib.moegguf_lane_acquire, lane.handle, 0, ids, 2, 1, None, 0, None),
+        (lib.moegguf_store_drain, None, 1.0), (lib.moegguf_context_open, None, c.byref(c.c_void_p())),
+        (lib.moegguf_context_failure, None, c.byref(abi.Failure()), 1),
+        (lib.moegguf_context_acquire, None, 0, ids, 2, 1, None, 0, ids),
+        (lib.moegguf_context_acquire, context.handle, 0, None, 2, 1, None, 0, ids),
+        (lib.moegguf_context_acquire, context.handle, 0, ids, 2, 1, None, 0, None),
         (lib.moegguf_store_info, store.handle, None), (lib.moegguf_store_counters, store.handle, None),
         (lib.moegguf_store_tier, store.handle, 0, None), (lib.moegguf_store_residency, store.handle, 0, None, 32),
         (lib.moegguf_store_prefetch, store.handle, None, None, 3, 0),
@@ -63,8 +63,8 @@ def test_null_pointers_are_refused(fake: FakeModel, open_store: Open) -> None:
             call(*arguments)
     assert lib.moegguf_store_buft(None) is None
     lib.moegguf_store_close(None)
-    lib.moegguf_lane_close(None)
-    fake.token(store, lane, [0, 1])
+    lib.moegguf_context_close(None)
+    fake.token(store, context, [0, 1])
 
 
 @pytest.mark.parametrize(
@@ -111,12 +111,12 @@ def test_matrices_that_cannot_be_are_refused(fake: FakeModel, change: dict[str, 
 
 def test_an_offset_beyond_the_file_is_an_error_of_the_event_that_reads_there(fake: FakeModel) -> None:
     store = Store(with_matrix(fake.layout, offset=1 << 40), 4, QUIET)
-    lane = store.open_lane()
+    context = store.open_context()
     with pytest.raises(MoeggufError):
-        lane.acquire(0, [0, 1])
-    assert lane.take_failure() is not None
-    fake.acquire(store, lane, 1, [0, 1])
-    lane.close()
+        context.acquire(0, [0, 1])
+    assert context.take_failure() is not None
+    fake.acquire(store, context, 1, [0, 1])
+    context.close()
     store.close()
 
 
@@ -148,14 +148,14 @@ def test_an_unknown_device_is_refused(fake: FakeModel) -> None:
 def test_an_expert_that_does_not_exist_ends_the_pass_and_the_next_one_works(
     fake: FakeModel, open_store: Open, n_slots: int, ids: list[int]
 ) -> None:
-    store, lane = open_store(fake, n_slots)
-    fake.acquire(store, lane, 0, [0, 1])
+    store, context = open_store(fake, n_slots)
+    fake.acquire(store, context, 0, [0, 1])
     with pytest.raises(MoeggufError, match="of 8"):
-        lane.acquire(1, ids)
-    failure = lane.take_failure()
+        context.acquire(1, ids)
+    failure = context.take_failure()
     assert failure is not None
     assert failure.status == abi.ROUTING
-    fake.token(store, lane, [0, 1])
+    fake.token(store, context, [0, 1])
 
 
 @pytest.mark.parametrize("il", [-1, 1, 4, 1 << 30])
@@ -163,27 +163,27 @@ def test_a_layer_that_does_not_exist_ends_the_pass_and_the_next_one_works(
     tmp_path: Path, open_store: Open, il: int
 ) -> None:
     fake = make_model(tmp_path, dense_layers=[1])
-    store, lane = open_store(fake, 4)
+    store, context = open_store(fake, 4)
     with pytest.raises(MoeggufError, match="layer without experts"):
-        lane.acquire(il, [0, 1])
-    assert lane.take_failure() is not None
-    fake.token(store, lane, [0, 1])
+        context.acquire(il, [0, 1])
+    assert context.take_failure() is not None
+    fake.token(store, context, [0, 1])
 
 
 @pytest.mark.parametrize(("n_used", "n_tokens"), [(0, 1), (2, 0), (-1, 1), (2, -1), (1 << 30, 1 << 30)])
 def test_a_event_of_no_or_impossible_size_is_refused(
     fake: FakeModel, open_store: Open, n_used: int, n_tokens: int
 ) -> None:
-    store, lane = open_store(fake, 4)
+    store, context = open_store(fake, 4)
     ids = np.zeros(2, np.int32)
-    event = library.load().moegguf_lane_acquire
+    event = library.load().moegguf_context_acquire
     with pytest.raises(OptionError):
-        event(lane.handle, 0, ids.ctypes.data, n_used, n_tokens, None, 0, ids.ctypes.data)
-    fake.token(store, lane, [0, 1])
+        event(context.handle, 0, ids.ctypes.data, n_used, n_tokens, None, 0, ids.ctypes.data)
+    fake.token(store, context, [0, 1])
 
 
 def test_tables_of_the_wrong_size_are_refused(fake: FakeModel, open_store: Open) -> None:
-    store, lane = open_store(fake, 4)
+    store, context = open_store(fake, 4)
     with pytest.raises(OptionError, match="32 entries"):
         store.set_scores(np.zeros(31))
     small = np.zeros(3, np.uint8)
@@ -192,7 +192,7 @@ def test_tables_of_the_wrong_size_are_refused(fake: FakeModel, open_store: Open)
     for matrix, slot in ((-1, 0), (0, -1), (99, 0), (0, 4)):
         with pytest.raises(OptionError):
             library.load().moegguf_store_read_slot(store.handle, matrix, slot, small.ctypes.data, 3)
-    fake.token(store, lane, [0, 1])
+    fake.token(store, context, [0, 1])
 
 
 def test_draining_without_end_or_without_time_is_taken_at_its_word(fake: FakeModel, open_store: Open) -> None:

@@ -21,9 +21,9 @@ from moegguf.native.store import Store
 def resident(fake: FakeModel, open_store: Open, products: list[Product], ids: npt.ArrayLike, **options: Any) -> bytes:
     """The product with every expert there before it begins."""
     n_experts = sum(layer.n_expert for layer in fake.layout.layers)
-    store, lane = open_store(fake, n_experts, **options)
+    store, context = open_store(fake, n_experts, **options)
     store.drain(10)
-    products.append(Product(store, lane, fake, ids))
+    products.append(Product(store, context, fake, ids))
     products[-1].acquire()
     return products[-1].compute()
 
@@ -34,31 +34,31 @@ def test_what_is_computed_while_experts_arrive_has_the_same_bits(
 ) -> None:
     ids = [[5, 2], [1, 5], [6, 0]]
     expected = resident(fake, open_store, products, ids, repack=repack)
-    store, lane = open_store(fake, 8, repack=repack, readers=1)
+    store, context = open_store(fake, 8, repack=repack, readers=1)
     store.prefetch([0, 0], [1, 6])
     store.drain(10)
-    product = Product(store, lane, fake, ids)
+    product = Product(store, context, fake, ids)
     products.append(product)
     library.arm_fault("slow_read", slow)
     product.acquire()
     assert store.counters()["queue_needed"] > 0, "a slow read takes two seconds, and nothing waits for it here"
     assert product.compute() == expected
-    assert not aborts(lane)
+    assert not aborts(context)
     assert store.counters()["stall_ns"] > 0
 
 
 def test_without_overlap_everything_is_there_first(fake: FakeModel, open_store: Open, products: list[Product]) -> None:
     ids = [[5, 2]]
     expected = resident(fake, open_store, products, ids)
-    store, lane = open_store(fake, 8, overlap=False)
-    products.append(Product(store, lane, fake, ids))
+    store, context = open_store(fake, 8, overlap=False)
+    products.append(Product(store, context, fake, ids))
     products[-1].acquire()
     assert store.counters()["queue_needed"] == 0
-    fake.check(store, 0, ids, [[lane_slot(store, 0, 5), lane_slot(store, 0, 2)]])
+    fake.check(store, 0, ids, [[slot_of(store, 0, 5), slot_of(store, 0, 2)]])
     assert products[-1].compute() == expected
 
 
-def lane_slot(store: Store, il: int, expert: int) -> int:
+def slot_of(store: Store, il: int, expert: int) -> int:
     """The slot of an expert in a pool that has given out slots in the order of first choice."""
     assert store.residency()[il][expert] == 2
     return {5: 0, 2: 1}[expert]
@@ -67,8 +67,8 @@ def lane_slot(store: Store, il: int, expert: int) -> int:
 def test_a_failed_read_ends_the_pass_and_not_the_kernel(
     fake: FakeModel, open_store: Open, products: list[Product]
 ) -> None:
-    store, lane = open_store(fake, 8, readers=1)
-    products.append(Product(store, lane, fake, [[3, 4]]))
+    store, context = open_store(fake, 8, readers=1)
+    products.append(Product(store, context, fake, [[3, 4]]))
     check_a_failed_read_ends_the_pass(store, products[-1], fake, 2)
 
 
@@ -76,24 +76,24 @@ def test_a_read_that_fails_in_the_last_layer_is_reported(
     fake: FakeModel, open_store: Open, products: list[Product]
 ) -> None:
     """No node follows that would ask whether to abort."""
-    store, lane = open_store(fake, 8, readers=1)
-    products.append(Product(store, lane, fake, [[3, 4]]))
+    store, context = open_store(fake, 8, readers=1)
+    products.append(Product(store, context, fake, [[3, 4]]))
     library.arm_fault("read", 1, sticky=True)
     products[-1].acquire()
     products[-1].compute()
-    check_failure(lane, abi.IO)
+    check_failure(context, abi.IO)
 
 
 def test_cancelling_ends_a_kernel_that_waits(fake: FakeModel, open_store: Open, products: list[Product]) -> None:
-    store, lane = open_store(fake, 8, readers=1)
-    products.append(Product(store, lane, fake, [[3, 4]]))
+    store, context = open_store(fake, 8, readers=1)
+    products.append(Product(store, context, fake, [[3, 4]]))
     library.arm_fault("slow_read", 1, sticky=True)
     products[-1].acquire()
     timer = threading.Timer(0.2, store.cancel)
     timer.start()
     products[-1].compute()
     assert store.counters()["queue_needed"] > 0, "these reads take twelve seconds"
-    assert aborts(lane)
+    assert aborts(context)
     timer.join()
     library.arm_fault("slow_read", 0)
 
@@ -101,26 +101,26 @@ def test_cancelling_ends_a_kernel_that_waits(fake: FakeModel, open_store: Open, 
 def test_cancelling_ends_the_pass_of_a_kernel_that_gave_up_even_if_it_is_allowed_again(
     fake: FakeModel, open_store: Open, products: list[Product]
 ) -> None:
-    store, lane = open_store(fake, 8, readers=1)
-    products.append(Product(store, lane, fake, [[3, 4]]))
+    store, context = open_store(fake, 8, readers=1)
+    products.append(Product(store, context, fake, [[3, 4]]))
     library.arm_fault("slow_read", 1, sticky=True)
     products[-1].acquire()
     store.cancel()
     products[-1].compute()
     store.cancel(False)
-    assert aborts(lane), "it left out what was not there"
-    check_failure(lane, abi.CANCELLED)
+    assert aborts(context), "it left out what was not there"
+    check_failure(context, abi.CANCELLED)
     library.arm_fault("slow_read", 0)
-    fake.token(store, lane, [3, 4])
-    assert lane.take_failure() is None
+    fake.token(store, context, [3, 4])
+    assert context.take_failure() is None
 
 
 def test_a_failed_read_ends_the_pass_that_computed_with_it_though_another_one_asks_again(
     fake: FakeModel, open_store: Open, products: list[Product]
 ) -> None:
-    store, lane = open_store(fake, 8, readers=1)
-    other = store.open_lane()
-    products.append(Product(store, lane, fake, [[3, 4]]))
+    store, context = open_store(fake, 8, readers=1)
+    other = store.open_context()
+    products.append(Product(store, context, fake, [[3, 4]]))
     library.arm_fault("slow_read", 1)  # it fails when the kernel waits for it, and not before
     library.arm_fault("read", 1, sticky=True)
     products[-1].acquire()
@@ -128,8 +128,8 @@ def test_a_failed_read_ends_the_pass_that_computed_with_it_though_another_one_as
     library.arm_fault("read", 0)
     with pytest.raises(ExpertIOError):
         other.acquire(0, [3, 4])
-    assert aborts(lane)
-    for each in (lane, other):
+    assert aborts(context)
+    for each in (context, other):
         check_failure(each, abi.IO)
     fake.token(store, other, [3, 4])
     other.close()
@@ -138,19 +138,35 @@ def test_a_failed_read_ends_the_pass_that_computed_with_it_though_another_one_as
 def test_a_read_that_fails_after_its_pass_has_ended_is_not_the_next_passes_failure(
     fake: FakeModel, open_store: Open, products: list[Product]
 ) -> None:
-    store, lane = open_store(fake, 8, readers=1)
-    other = store.open_lane()
-    products.append(Product(store, lane, fake, [[3, 4]]))
+    store, context = open_store(fake, 8, readers=1)
+    other = store.open_context()
+    products.append(Product(store, context, fake, [[3, 4]]))
     library.arm_fault("slow_read", 2)
     library.arm_fault("read", 1, sticky=True)
     products[-1].acquire()
-    while not aborts(lane):
+    while not aborts(context):
         time.sleep(0.001)
     store.drain(10)  # the second read takes two seconds, and fails then
     library.arm_fault("read", 0)
     fake.token(store, other, [3, 4])
     assert other.take_failure() is None
-    check_failure(lane, abi.IO)
+    check_failure(context, abi.IO)
+    other.close()
+
+
+def test_a_read_that_fails_is_made_again_for_a_request_that_came_meanwhile(
+    fake: FakeModel, open_store: Open, products: list[Product]
+) -> None:
+    store, context = open_store(fake, 8, readers=1)
+    other = store.open_context()
+    products.append(Product(store, context, fake, [[3, 4]]))
+    library.arm_fault("slow_read", 1)
+    library.arm_fault("stat", 1)
+    products[-1].acquire()  # the first read takes two seconds, and fails then
+    fake.acquire(store, other, 0, [3, 4])
+    assert store.counters()["read_errors"] == 1
+    products[-1].compute()
+    assert context.take_failure() is other.take_failure() is None
     other.close()
 
 
@@ -158,17 +174,17 @@ def test_a_read_that_fails_after_its_pass_has_ended_is_not_the_next_passes_failu
 def test_slot_ids_of_a_failed_pass_are_not_waited_for(
     fake: FakeModel, open_store: Open, products: list[Product], prefetching: bool
 ) -> None:
-    store, lane = open_store(fake, 8, readers=1)
+    store, context = open_store(fake, 8, readers=1)
     if prefetching:
         library.arm_fault("slow_read", 1, sticky=True)
         store.prefetch([2], [0])
-    products.append(Product(store, lane, fake, [[3, 99]]))  # no such expert: every slot id is 0, which nobody pins
+    products.append(Product(store, context, fake, [[3, 99]]))  # no such expert: every slot id is 0, which nobody pins
     products[-1].acquire()
     products[-1].compute()
     assert not prefetching or store.counters()["queue_wanted"] > 0, "these reads take six seconds"
     library.arm_fault("slow_read", 0)
-    assert aborts(lane)
-    check_failure(lane, abi.ROUTING)
+    assert aborts(context)
+    check_failure(context, abi.ROUTING)
 
 
 def test_more_late_experts_than_a_thread_keeps_in_mind(
@@ -177,8 +193,8 @@ def test_more_late_experts_than_a_thread_keeps_in_mind(
     fake = make_model(tmp_path, n_layer=1, n_expert=700, n_used=7, n_ff=32)
     ids = np.random.default_rng(3).permutation(700).reshape(100, 7)
     expected = resident(fake, open_store, products, ids)
-    store, lane = open_store(fake, 700, fill=False, readers=2)
-    products.append(Product(store, lane, fake, ids))
+    store, context = open_store(fake, 700, fill=False, readers=2)
+    products.append(Product(store, context, fake, ids))
     library.arm_fault("slow_read", 1)
     products[-1].acquire()
     assert products[-1].compute() == expected

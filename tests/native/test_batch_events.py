@@ -23,15 +23,15 @@ from predictors.study.synthesize import shape_of, synthesize
 
 
 def test_events_carry_the_sequence_and_phase_of_each_token(fake: FakeModel, open_store: Open) -> None:
-    store, lane = open_store(fake, 16)
+    store, context = open_store(fake, 16)
     seen: list[Announcement | RoutingEvent] = []
     store.listen(on_routing=seen.append, on_tokens=seen.append)
-    lane.announce([4, 4, 5, 6, 6], [0, 0, 1, 0, 0], [10, 11, 12, 13, 14], outputs=[0, 1, 1, 0, 1])
-    lane.acquire(0, np.zeros((3, 2)))  # the first ubatch
-    lane.acquire(3, np.zeros((2, 2)))  # its last layer, for two of its tokens
-    lane.acquire(0, np.zeros((2, 2)))
-    lane.acquire(3, np.zeros((1, 2)))
-    lane.acquire(0, np.zeros((1, 2)))  # never announced
+    context.announce([4, 4, 5, 6, 6], [0, 0, 1, 0, 0], [10, 11, 12, 13, 14], outputs=[0, 1, 1, 0, 1])
+    context.acquire(0, np.zeros((3, 2)))  # the first ubatch
+    context.acquire(3, np.zeros((2, 2)))  # its last layer, for two of its tokens
+    context.acquire(0, np.zeros((2, 2)))
+    context.acquire(3, np.zeros((1, 2)))
+    context.acquire(0, np.zeros((1, 2)))  # never announced
     store.listen()
     announced, *events = seen
     assert isinstance(announced, Announcement)
@@ -47,28 +47,28 @@ def test_events_carry_the_sequence_and_phase_of_each_token(fake: FakeModel, open
 
 
 def test_one_sequence_needs_no_arrays(fake: FakeModel, open_store: Open) -> None:
-    store, lane = open_store(fake, 16)
+    store, context = open_store(fake, 16)
     seen: list[Announcement | RoutingEvent] = []
     store.listen(on_routing=seen.append, on_tokens=seen.append)
-    lane.announce([4, 4], [1, 1], [10, 11], outputs=[0, 1])
-    lane.acquire(0, np.zeros((2, 2)))
-    lane.announce(5, Phase.PREFILL, ())
+    context.announce([4, 4], [1, 1], [10, 11], outputs=[0, 1])
+    context.acquire(0, np.zeros((2, 2)))
+    context.announce(5, Phase.PREFILL, ())
     store.listen()
     assert [(event.sequence, event.phase) for event in seen] == [(4, 1), (4, 1), (5, 0)]
     assert all(event.sequences is None for event in seen)
 
 
 def test_an_announcement_that_does_not_fit_is_refused(fake: FakeModel, open_store: Open) -> None:
-    _, lane = open_store(fake, 16)
+    _, context = open_store(fake, 16)
     with pytest.raises(OptionError, match="2 tokens have a sequence"):
-        lane.announce([1, 2, 3], Phase.DECODE, [10, 11])
+        context.announce([1, 2, 3], Phase.DECODE, [10, 11])
     with pytest.raises(OptionError, match="a phase"):
-        lane.announce([1, 2], [0, 2], [10, 11])
+        context.announce([1, 2], [0, 2], [10, 11])
     with pytest.raises(OptionError, match="a phase"):
-        lane.announce(1, 7, [10, 11])  # type: ignore[arg-type]
+        context.announce(1, 7, [10, 11])  # type: ignore[arg-type]
     event = abi.TokensEvent(0, 1, 0, 0, None, (c.c_int32 * 1)(), None, None)
     with pytest.raises(OptionError):
-        library.load().moegguf_lane_announce(lane.handle, event)
+        library.load().moegguf_context_announce(context.handle, event)
 
 
 def batches() -> Trace:

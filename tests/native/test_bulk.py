@@ -66,62 +66,62 @@ def test_a_replay_counts_what_one_event_after_another_counts(fake: FakeModel, op
 
 
 def test_a_replay_reads_real_bytes_too(fake: FakeModel, open_store: Open) -> None:
-    store, lane = open_store(fake, 9)
+    store, context = open_store(fake, 9)
     some = events(20)
-    lane.replay(*columns(some))
+    context.replay(*columns(some))
     counters = store.counters()
     assert counters["routing_events"] == len(some)
     assert counters["bytes_missed"] > 0
-    fake.token(store, lane, [3, 4])
+    fake.token(store, context, [3, 4])
 
 
 def test_a_listener_gets_the_events_of_a_replay(fake: FakeModel, open_store: Open) -> None:
-    store, lane = open_store(fake, 9, simulate=True)
+    store, context = open_store(fake, 9, simulate=True)
     got: list[RoutingEvent] = []
     store.listen(on_routing=got.append)
     some = events(10)
-    lane.replay(*columns(some))
+    context.replay(*columns(some))
     store.listen()
     assert [event.il for event in got] == [il for il, _ in some]
     assert all(np.array_equal(event.expert_ids, ids) for event, (_, ids) in zip(got, some, strict=True))
 
 
 def test_a_replay_ends_at_the_first_event_that_fails(fake: FakeModel, open_store: Open) -> None:
-    store, lane = open_store(fake, 9, simulate=True)
+    store, context = open_store(fake, 9, simulate=True)
     some = events(3)
     some[5] = (some[5][0], np.full_like(some[5][1], 8))
     with pytest.raises(MoeggufError, match="expert 8 of 8"):
-        lane.replay(*columns(some))
+        context.replay(*columns(some))
     assert store.counters()["routing_events"] == 6
-    assert lane.take_failure() is not None
+    assert context.take_failure() is not None
     store.cancel()
     with pytest.raises(GenerationCancelled):
-        lane.replay(*columns(events(3)))
+        context.replay(*columns(events(3)))
     store.cancel(False)
-    lane.take_failure()
-    lane.replay(*columns(events(3)))
+    context.take_failure()
+    context.replay(*columns(events(3)))
 
 
 def test_a_replay_of_impossible_events_is_refused(fake: FakeModel, open_store: Open) -> None:
-    store, lane = open_store(fake, 9)
+    store, context = open_store(fake, 9)
     il, n_tokens, n_used, flat = columns(events(3))
     for broken in (
         (il[:-1], n_tokens, n_used, flat), (il, n_tokens, n_used, flat[:-1]), (il, 0 * n_tokens, n_used, flat),
         (il, n_tokens, n_used + 7, flat), (il, -n_tokens, n_used, flat), (il, n_tokens, n_used, flat, il[:-1]),
     ):  # fmt: skip
         with pytest.raises(OptionError):
-            lane.replay(*broken)
+            context.replay(*broken)
     with pytest.raises(OptionError, match="only a simulation"):
-        lane.replay(il, n_tokens, n_used, flat, np.ones(il.size, np.uint64))
-    replay, n_done = library.load().moegguf_lane_replay, c.c_int64()
+        context.replay(il, n_tokens, n_used, flat, np.ones(il.size, np.uint64))
+    replay, n_done = library.load().moegguf_context_replay, c.c_int64()
     for routing in (None, abi.Routing(n_events=1), abi.Routing(n_events=-1)):
         with pytest.raises(OptionError):
-            replay(lane.handle, routing and c.byref(routing), c.byref(n_done))
-    for broken in ((None, c.byref(abi.Routing()), c.byref(n_done)), (lane.handle, c.byref(abi.Routing()), None)):
+            replay(context.handle, routing and c.byref(routing), c.byref(n_done))
+    for broken in ((None, c.byref(abi.Routing()), c.byref(n_done)), (context.handle, c.byref(abi.Routing()), None)):
         with pytest.raises(OptionError):
             replay(*broken)
     none = np.zeros(0, np.int32)
-    lane.replay(none, none, none, none)
+    context.replay(none, none, none, none)
     assert store.counters()["routing_events"] == 0
 
 
@@ -181,8 +181,8 @@ def test_policies_have_names(fake: FakeModel, open_store: Open) -> None:
     assert takes_forecast.items() >= {"lru": False, "lfu-decay": False, "next-use": True}.items()
     assert "scores" not in takes_forecast
     assert library.load().moegguf_policy_name(-1, None) is None
-    store, lane = open_store(fake, 9)
+    store, context = open_store(fake, 9)
     for name in [*native_policies(), "scores"]:
         store.set_policy(name)
-        lane.replay(*columns(events(10)))
+        context.replay(*columns(events(10)))
     store.set_policy()

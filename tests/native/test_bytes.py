@@ -75,12 +75,12 @@ def routing(rng: np.random.Generator, most: int) -> npt.NDArray[np.int32]:
 def test_random_routing_among_random_prefetches_and_scores_gets_the_files_bytes(
     fake: FakeModel, open_store: Open, n_slots: int, switches: dict[str, Any]
 ) -> None:
-    store, lane = open_store(fake, n_slots, **switches)
+    store, context = open_store(fake, n_slots, **switches)
     rng = np.random.default_rng(n_slots)
     with Meddler(store, n_slots):
         for n in range(160):
             il = n % N_LAYER
-            fake.acquire(store, lane, il, routing(rng, n_slots))
+            fake.acquire(store, context, il, routing(rng, n_slots))
             store.prefetch([(il + 1) % N_LAYER] * 3, rng.permutation(N_EXPERT)[:3])
     store.drain(10)
     counters = store.counters()
@@ -99,10 +99,10 @@ def test_random_routing_among_random_prefetches_and_scores_gets_the_files_bytes(
 @pytest.mark.parametrize("n_slots", [5, 32], ids=["shared", "resident"])
 def test_mixed_types_share_slots_across_layers(tmp_path: Path, open_store: Open, n_slots: int, direct: bool) -> None:
     fake = make_model(tmp_path, n_embd=256, n_ff=256, types=MIXED)
-    store, lane = open_store(fake, n_slots, direct=direct)
+    store, context = open_store(fake, n_slots, direct=direct)
     for _ in range(3):
         for first in range(0, N_EXPERT, 2):
-            fake.token(store, lane, [first, first + 1])
+            fake.token(store, context, [first, first + 1])
 
 
 def test_a_slot_is_a_whole_number_of_blocks_of_every_type_of_its_kind(tmp_path: Path, open_store: Open) -> None:
@@ -123,24 +123,24 @@ def test_offsets_of_any_alignment_and_the_very_end_of_a_file_are_read(
     fake = make_model(tmp_path, n_layer=2, types=(PLAIN, {"up": F32, "down": Q8_0}), gap=gap)
     last = fake.layout.matrices[-1]
     assert last.offset + last.n_expert * last.expert_bytes == len(fake.contents[0])
-    store, lane = open_store(fake, 2, direct=direct)
+    store, context = open_store(fake, 2, direct=direct)
     for expert in range(N_EXPERT):
-        fake.token(store, lane, [expert, (expert + 3) % N_EXPERT])
+        fake.token(store, context, [expert, (expert + 3) % N_EXPERT])
 
 
 def test_gate_up_and_down_of_a_layer_may_lie_in_different_shards(tmp_path: Path, open_store: Open) -> None:
     fake = make_model(tmp_path, n_shards=3)
     assert {m.shard for m in fake.layout.layers[0].matrices} == {0, 1, 2}
-    store, lane = open_store(fake, 5)
+    store, context = open_store(fake, 5)
     for first in range(0, N_EXPERT, 2):
-        fake.token(store, lane, [first, first + 1])
+        fake.token(store, context, [first, first + 1])
 
 
 def test_layers_without_experts_may_lie_between_others(tmp_path: Path, open_store: Open) -> None:
     fake = make_model(tmp_path, n_layer=6, dense_layers=(0, 3))
-    store, lane = open_store(fake, 17, sweep=True)
+    store, context = open_store(fake, 17, sweep=True)
     for layer in fake.layout.layers:
-        fake.acquire(store, lane, layer.il, [range(0, 2), range(2, 4), range(4, 6), range(6, 8)] * 4)
+        fake.acquire(store, context, layer.il, [range(0, 2), range(2, 4), range(4, 6), range(6, 8)] * 4)
     assert store.counters()["prefetch_started"] > 0
 
 
@@ -149,7 +149,7 @@ def test_experts_larger_than_a_readers_staging_come_in_pieces(tmp_path: Path, op
     fake = make_model(
         tmp_path, n_layer=1, n_expert=3, n_used=1, n_embd=1024, n_ff=1056, types=({"up": F32, "down": F32},)
     )
-    store, lane = open_store(fake, 2, direct=direct)
-    assert store.info()["staging_bytes"] < 4 * 2 * fake.layout.matrices[0].expert_bytes
+    store, context = open_store(fake, 2, direct=direct)
+    assert store.info()["read_buffer_bytes"] < 4 * 2 * fake.layout.matrices[0].expert_bytes
     for expert in (0, 1, 2, 0):
-        fake.acquire(store, lane, 0, [expert])
+        fake.acquire(store, context, 0, [expert])

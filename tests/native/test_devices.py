@@ -35,7 +35,7 @@ def skewed(n_events: int, seed: int = 0) -> list[Event]:
 
 
 def two(n_slots: Sequence[int]) -> list[DeviceSlots]:
-    return [DeviceSlots(None, n, of, lower=True) for n, of in zip(n_slots, LAYERS, strict=True)]
+    return [DeviceSlots(None, n, of, through_ram=True) for n, of in zip(n_slots, LAYERS, strict=True)]
 
 
 def figures(store: Store) -> list[dict[str, int]]:
@@ -59,36 +59,36 @@ def check_sums(store: Store) -> None:
 def test_a_device_counts_what_a_store_of_its_layers_alone_counts(
     fake: FakeModel, open_store: Open, n_slots: tuple[int, int], policy: str
 ) -> None:
-    store, lane = open_store(fake, two(n_slots), fill=False)
+    store, context = open_store(fake, two(n_slots), fill=False)
     store.set_policy(policy)
     for il, experts in skewed(300):
-        fake.acquire(store, lane, il, experts)
+        fake.acquire(store, context, il, experts)
     check_sums(store)
     for index, of_device in enumerate(LAYERS):
         layers = tuple(layer for layer in fake.layout.layers if layer.il in of_device)
         alone = FakeModel(replace(fake.layout, layers=layers), fake.contents)
-        other, other_lane = open_store(alone, n_slots[index], fill=False)
+        other, other_context = open_store(alone, n_slots[index], fill=False)
         other.set_policy(policy)
         for il, experts in skewed(300):
             if il in of_device:
-                other_lane.acquire(il, experts)
+                other_context.acquire(il, experts)
         assert {name: store.device(index)[name] for name in FIGURES} == {name: other.tier()[name] for name in FIGURES}
         assert store.device(index)["n_slots"] == n_slots[index]
 
 
 @pytest.mark.parametrize("lower_of", [(True, True), (True, False), (False, True)])
-@pytest.mark.parametrize(("n_slots", "n_lower"), [((4, 9), 8), ((2, 2), 1), ((16, 3), 12)])
+@pytest.mark.parametrize(("n_slots", "n_ram"), [((4, 9), 8), ((2, 2), 1), ((16, 3), 12)])
 def test_a_simulation_of_several_devices_counts_what_the_engine_counts(
-    fake: FakeModel, open_store: Open, n_slots: tuple[int, int], n_lower: int, lower_of: tuple[bool, bool]
+    fake: FakeModel, open_store: Open, n_slots: tuple[int, int], n_ram: int, lower_of: tuple[bool, bool]
 ) -> None:
     found = []
     for options in ({}, {"simulate": True, "link_bytes_per_s": 1e9}):
-        devices = [replace(of, lower=below) for of, below in zip(two(n_slots), lower_of, strict=True)]
+        devices = [replace(of, through_ram=below) for of, below in zip(two(n_slots), lower_of, strict=True)]
         devices[0] = replace(devices[0], link=Link(1e9, 5e-6))
-        store, lane = open_store(fake, devices, n_lower_slots=n_lower, fill=False, **options)
-        store.set_policy("slru", Tier.LOWER)
+        store, context = open_store(fake, devices, n_ram_slots=n_ram, fill=False, **options)
+        store.set_policy("slru", Tier.RAM)
         for il, experts in skewed(300, seed=2):
-            lane.acquire(il, experts)
+            context.acquire(il, experts)
         store.drain(10)
         check_sums(store)
         found.append((figures(store), store.counters()["reads"], store.counters()["bytes_missed"]))
@@ -99,19 +99,19 @@ def test_each_device_of_a_simulation_has_a_link_of_its_own(fake: FakeModel, open
     n_bytes = fake.layout.layers[0].expert_bytes
     links = (Link(1e9), Link(4e9))
     devices = [replace(of, link=link) for of, link in zip(two((2, 2)), links, strict=True)]
-    store, lane = open_store(fake, devices, n_lower_slots=32, fill=False, simulate=True)
+    store, context = open_store(fake, devices, n_ram_slots=32, fill=False, simulate=True)
     for experts in ([0, 1], [2, 3]):
         for il in (0, 2):
-            lane.acquire(il, experts)
+            context.acquire(il, experts)
     for il, link in zip((0, 2), links, strict=True):
         before_ns = store.counters()["sim_clock_ns"]
-        lane.acquire(il, [0, 1])
+        context.acquire(il, [0, 1])
         took_ns = store.counters()["sim_clock_ns"] - before_ns
         assert took_ns == pytest.approx(2 * n_bytes / link.bytes_per_s * 1e9, abs=6)
 
 
 def test_slots_of_all_devices_are_shared_out_and_those_of_one_are_its_own(fake: FakeModel, open_store: Open) -> None:
-    store, lane = open_store(fake, two((12, 6)), n_lower_slots=8)
+    store, context = open_store(fake, two((12, 6)), n_ram_slots=8)
     sizes: list[tuple[Callable[[], None], tuple[int, int]]] = [
         (lambda: None, (12, 6)),
         (lambda: store.resize(4), (2, 2)),
@@ -123,7 +123,7 @@ def test_slots_of_all_devices_are_shared_out_and_those_of_one_are_its_own(fake: 
         resize, expected = sizes[n // 40]
         if n % 40 == 0:
             resize()
-        fake.acquire(store, lane, il, experts)
+        fake.acquire(store, context, il, experts)
         assert tuple(store.device(index)["n_slots_usable"] for index in (0, 1)) == expected
         assert all(store.device(index)["slots_used"] <= expected[index] for index in (0, 1))
     for n_slots, device in ((3, None), (19, None), (1, 0), (7, 1)):
@@ -138,11 +138,11 @@ def test_slots_of_all_devices_are_shared_out_and_those_of_one_are_its_own(fake: 
 
 def test_no_pool_gets_fewer_slots_than_a_pass_needs_there(fake: FakeModel, open_store: Open) -> None:
     devices = [replace(of, pass_slots=n) for of, n in zip(two((14, 6)), (8, 5), strict=True)]
-    store, lane = open_store(fake, devices, n_lower_slots=8)
+    store, context = open_store(fake, devices, n_ram_slots=8)
     for n_slots in (13, 17, 14, 20):
         store.resize(n_slots)
-        lane.acquire(0, [[0, 1], [2, 3], [4, 5], [6, 7]])
-        lane.acquire(2, [[0, 1], [1, 2]])
+        context.acquire(0, [[0, 1], [2, 3], [4, 5], [6, 7]])
+        context.acquire(2, [[0, 1], [1, 2]])
         usable = tuple(store.device(index)["n_slots_usable"] for index in (0, 1))
         assert sum(usable) == n_slots
         assert usable[0] >= 8 and usable[1] >= 5

@@ -19,16 +19,16 @@ def test_many_rows_of_an_expert_have_the_bits_of_single_rows(
 ) -> None:
     types: Types = {"gate": TYPES[name], "up": TYPES[name], "down": F16}
     fake = make_model(tmp_path, n_layer=1, n_embd=256, n_ff=72, types=(types,))
-    store, lane = open_store(fake, 8, repack=True)
+    store, context = open_store(fake, 8, repack=True)
     store.drain(10)
     rng = np.random.default_rng(n_tokens)
     x = rng.standard_normal((n_tokens, 256)).astype(np.float32)
     ids = np.column_stack([np.full(n_tokens, 5), rng.integers(0, 5, n_tokens)])
-    products.append(Product(store, lane, fake, ids, x))
+    products.append(Product(store, context, fake, ids, x))
     at_once = products[-1].compute()
     one_by_one = []
     for i in range(n_tokens):
-        products.append(Product(store, lane, fake, ids[i : i + 1], x[i : i + 1]))
+        products.append(Product(store, context, fake, ids[i : i + 1], x[i : i + 1]))
         one_by_one.append(products[-1].compute())
     assert at_once == b"".join(one_by_one)
 
@@ -38,10 +38,10 @@ def test_an_expert_that_a_token_chose_many_times_has_more_rows_than_there_are_to
     tmp_path: Path, open_store: Open, products: list[Product], n_tokens: int
 ) -> None:
     fake = make_model(tmp_path, n_layer=1, n_embd=256, n_ff=96)
-    store, lane = open_store(fake, 8, repack=True)
+    store, context = open_store(fake, 8, repack=True)
     store.drain(10)
     x = np.random.default_rng(0).standard_normal((n_tokens, 256)).astype(np.float32)
     for n_times in (8, 1):
-        products.append(Product(store, lane, fake, np.full((n_tokens, n_times), 7), x))
+        products.append(Product(store, context, fake, np.full((n_tokens, n_times), 7), x))
     many, once = (np.frombuffer(product.compute(), np.uint32).reshape(n_tokens, -1, 96) for product in products)
     assert (many == once).all()

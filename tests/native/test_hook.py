@@ -14,7 +14,7 @@ from product import InitParams, aborts, check_failure
 
 from moegguf.native import abi, library
 from moegguf.native.events import Phase
-from moegguf.native.store import Lane
+from moegguf.native.store import StoreContext
 
 I32, ASK, DO = 26, True, False
 
@@ -63,37 +63,37 @@ def nodes() -> Iterator[Nodes]:
     made.close()
 
 
-def call(lane: Lane, node: Any, ask: bool) -> bool:
-    return bool(library.load().moegguf_eval(node, ask, lane.handle))
+def call(context: StoreContext, node: Any, ask: bool) -> bool:
+    return bool(library.load().moegguf_eval(node, ask, context.handle))
 
 
 def test_expert_ids_become_slot_ids_in_place(fake: FakeModel, open_store: Open, nodes: Nodes) -> None:
-    store, lane = open_store(fake, 4)
+    store, context = open_store(fake, 4)
     nodes.values[:] = [[5, 2]]
-    assert call(lane, nodes.ids, ASK)
-    assert call(lane, nodes.ids, DO)
-    assert not aborts(lane)
+    assert call(context, nodes.ids, ASK)
+    assert call(context, nodes.ids, DO)
+    assert not aborts(context)
     store.drain(10)
     fake.check(store, 0, [[5, 2]], nodes.values)
 
 
 def test_a_resident_layer_is_passed_over_and_counted(fake: FakeModel, open_store: Open, nodes: Nodes) -> None:
-    store, lane = open_store(fake, 32)
+    store, context = open_store(fake, 32)
     store.drain(10)
     before = store.counters()
     for _ in range(3):
-        assert not call(lane, nodes.ids, ASK)
-        assert not call(lane, nodes.down, ASK)
+        assert not call(context, nodes.ids, ASK)
+        assert not call(context, nodes.down, ASK)
     counters = store.counters()
     assert counters["passes"] - before["passes"] == counters["routing_events"] - before["routing_events"] == 3
     assert counters["hits_ready"] - before["hits_ready"] == 6
     store.watch(True)
-    assert call(lane, nodes.ids, ASK)
+    assert call(context, nodes.ids, ASK)
     store.watch(False)
     store.resize(8)
-    assert call(lane, nodes.ids, ASK)
+    assert call(context, nodes.ids, ASK)
     nodes.values[:] = [[7, 3]]
-    assert call(lane, nodes.ids, DO)
+    assert call(context, nodes.ids, DO)
     assert store.info()["resident"] == 0
     store.drain(10)
     fake.check(store, 0, [[7, 3]], nodes.values)
@@ -102,27 +102,27 @@ def test_a_resident_layer_is_passed_over_and_counted(fake: FakeModel, open_store
 def test_reads_that_fail_while_others_are_computed_end_the_pass(
     fake: FakeModel, open_store: Open, nodes: Nodes
 ) -> None:
-    store, lane = open_store(fake, 4, readers=1)
+    store, context = open_store(fake, 4, readers=1)
     nodes.values[:] = [[0, 1]]
     library.arm_fault("read", 5, sticky=True)
-    call(lane, nodes.ids, DO)
+    call(context, nodes.ids, DO)
     store.drain(10)
-    assert not call(lane, nodes.down, ASK), "kernels wait, not the callback"
-    assert aborts(lane)
-    check_failure(lane, abi.IO)
+    assert not call(context, nodes.down, ASK), "kernels wait, not the callback"
+    assert aborts(context)
+    check_failure(context, abi.IO)
     library.arm_fault("read", 0)
-    fake.token(store, lane, [0, 1])
+    fake.token(store, context, [0, 1])
 
 
 def test_an_announcement_changes_nothing_that_a_layer_waits_for(
     fake: FakeModel, open_store: Open, nodes: Nodes
 ) -> None:
     """Its pins are of the layer before; the next down node may come without a routing event, of a pass of no tokens."""
-    store, lane = open_store(fake, 4, readers=1)
+    store, context = open_store(fake, 4, readers=1)
     nodes.values[:] = [[5, 2]]
     library.arm_fault("slow_read", 5)
-    call(lane, nodes.ids, DO)
-    lane.announce(0, Phase.DECODE, [1])
+    call(context, nodes.ids, DO)
+    context.announce(0, Phase.DECODE, [1])
     store.drain(10)
-    assert not aborts(lane)
+    assert not aborts(context)
     fake.check(store, 0, [[5, 2]], nodes.values)

@@ -21,7 +21,7 @@ CAPACITY = 4096  # events of the ring, native/events.h
 def test_event_events_come_in_order_with_the_experts_chosen_on_a_thread_of_their_own(
     fake: FakeModel, open_store: Open
 ) -> None:
-    store, lane = open_store(fake, 8)
+    store, context = open_store(fake, 8)
     seen: list[tuple[int, int, list[int]]] = []
     threads: set[int] = set()
 
@@ -34,7 +34,7 @@ def test_event_events_come_in_order_with_the_experts_chosen_on_a_thread_of_their
     sent = []
     for n in range(200):
         ids = np.array([rng.permutation(8)[:2] for _ in range(1 if n % 8 else 3)])
-        lane.acquire(n % 4, ids)
+        context.acquire(n % 4, ids)
         sent.append((n // 4 + 1, n % 4, ids.ravel().tolist()))
     store.listen()  # returns after the last callback
     assert seen == sent
@@ -46,7 +46,7 @@ def test_event_events_come_in_order_with_the_experts_chosen_on_a_thread_of_their
 def test_an_exception_in_a_callback_ends_the_listening_and_is_raised_when_asked_for(
     fake: FakeModel, open_store: Open
 ) -> None:
-    store, lane = open_store(fake, 8)
+    store, context = open_store(fake, 8)
     calls = []
 
     def on_routing(event: RoutingEvent) -> None:
@@ -54,18 +54,18 @@ def test_an_exception_in_a_callback_ends_the_listening_and_is_raised_when_asked_
         raise KeyError("mine")
 
     store.listen(on_routing=on_routing)
-    fake.token(store, lane, [0, 1])
+    fake.token(store, context, [0, 1])
     until(lambda: bool(calls))
     with pytest.raises(CallbackError, match="mine") as caught:
         store.raise_callback_error()
     assert isinstance(caught.value.__cause__, KeyError)
     store.raise_callback_error()
-    fake.token(store, lane, [2, 3])
+    fake.token(store, context, [2, 3])
     assert calls == [0]
 
 
 def test_events_that_a_slow_listener_has_no_room_for_are_dropped_and_counted(fake: FakeModel, open_store: Open) -> None:
-    store, lane = open_store(fake, 8, simulate=True)
+    store, context = open_store(fake, 8, simulate=True)
     go_on, n_seen = threading.Event(), 0
 
     def on_routing(event: RoutingEvent) -> None:
@@ -75,7 +75,7 @@ def test_events_that_a_slow_listener_has_no_room_for_are_dropped_and_counted(fak
 
     store.listen(on_routing=on_routing)
     for n in range(6000):
-        lane.acquire(n % 4, [n % 8, (n + 1) % 8])
+        context.acquire(n % 4, [n % 8, (n + 1) % 8])
     dropped = store.counters()["events_dropped"]
     go_on.set()
     store.listen()
@@ -84,13 +84,13 @@ def test_events_that_a_slow_listener_has_no_room_for_are_dropped_and_counted(fak
 
 
 def test_a_listener_hears_nothing_from_before_it_came(fake: FakeModel, open_store: Open) -> None:
-    store, lane = open_store(fake, 8)
+    store, context = open_store(fake, 8)
     over = threading.Event()
 
     def events() -> None:
         n = 0
         while not over.is_set():
-            lane.acquire(n % 4, [n % 8, (n + 1) % 8])
+            context.acquire(n % 4, [n % 8, (n + 1) % 8])
             n += 1
 
     thread = threading.Thread(target=events)
@@ -111,7 +111,7 @@ def test_a_listener_hears_nothing_from_before_it_came(fake: FakeModel, open_stor
 
 
 def test_callbacks_may_ask_the_store_and_write_scores(fake: FakeModel, open_store: Open) -> None:
-    store, lane = open_store(fake, 8)
+    store, context = open_store(fake, 8)
 
     def on_routing(event: RoutingEvent) -> None:
         table = store.residency().astype(np.float32)
@@ -122,7 +122,7 @@ def test_callbacks_may_ask_the_store_and_write_scores(fake: FakeModel, open_stor
     store.listen(on_routing=on_routing)
     rng = np.random.default_rng(0)
     for n in range(5000):
-        fake.acquire(store, lane, n % 4, rng.permutation(8)[:2])
+        fake.acquire(store, context, n % 4, rng.permutation(8)[:2])
         if n >= 200:
             if store.counters()["prefetch_started"] > 0:
                 break
@@ -135,7 +135,7 @@ def test_callbacks_may_ask_the_store_and_write_scores(fake: FakeModel, open_stor
 def test_announced_tokens_come_before_their_events_and_each_pass_knows_its_place_among_them(
     fake: FakeModel, open_store: Open
 ) -> None:
-    store, lane = open_store(fake, 8)
+    store, context = open_store(fake, 8)
     heard: list[tuple[object, ...]] = []
 
     def on_tokens(event: Announcement) -> None:
@@ -145,14 +145,14 @@ def test_announced_tokens_come_before_their_events_and_each_pass_knows_its_place
         heard.append((event.sequence, event.phase, event.il, event.first_token))
 
     store.listen(on_routing=on_routing, on_tokens=on_tokens)
-    lane.acquire(0, [[0, 1]])
-    lane.announce(7, Phase.PREFILL, [10, 11, 12])
+    context.acquire(0, [[0, 1]])
+    context.announce(7, Phase.PREFILL, [10, 11, 12])
     for il in (0, 1):
-        lane.acquire(il, [[0, 1], [2, 3]])
-    lane.acquire(0, [[0, 1]])
-    lane.announce(7, Phase.DECODE, [13])
-    lane.acquire(0, [[4, 5]])
-    lane.acquire(0, [[4, 5]])
+        context.acquire(il, [[0, 1], [2, 3]])
+    context.acquire(0, [[0, 1]])
+    context.announce(7, Phase.DECODE, [13])
+    context.acquire(0, [[4, 5]])
+    context.acquire(0, [[4, 5]])
     store.listen()
     assert heard == [
         (-1, Phase.PREFILL, 0, -1),
@@ -168,7 +168,7 @@ def test_announced_tokens_come_before_their_events_and_each_pass_knows_its_place
 
 def test_in_lockstep_scores_act_from_the_next_event_on(fake: FakeModel, open_store: Open) -> None:
     def victims(lockstep: bool) -> list[int]:
-        store, lane = open_store(fake, 4, simulate=True)
+        store, context = open_store(fake, 4, simulate=True)
         table = np.zeros(store.shape, np.float32)
 
         def on_routing(event: RoutingEvent) -> None:
@@ -179,8 +179,8 @@ def test_in_lockstep_scores_act_from_the_next_event_on(fake: FakeModel, open_sto
 
         store.listen(on_routing=on_routing, options=ListenOptions(lockstep=lockstep))
         for first in range(6):
-            lane.acquire(0, [[first, first + 1]])
-            lane.acquire(0, [[6, 7]])
+            context.acquire(0, [[first, first + 1]])
+            context.acquire(0, [[6, 7]])
         store.listen()
         return [int(e) for e in np.flatnonzero(store.residency()[0])]
 
@@ -190,7 +190,7 @@ def test_in_lockstep_scores_act_from_the_next_event_on(fake: FakeModel, open_sto
 def test_a_listener_of_everything_makes_the_event_wait_instead_of_missing_events(
     fake: FakeModel, open_store: Open
 ) -> None:
-    store, lane = open_store(fake, 8, simulate=True)
+    store, context = open_store(fake, 8, simulate=True)
     n_seen = n_sent = 0
 
     def on_routing(event: RoutingEvent) -> None:
@@ -202,14 +202,14 @@ def test_a_listener_of_everything_makes_the_event_wait_instead_of_missing_events
     store.listen(on_routing=on_routing, options=ListenOptions(everything=True))
     for n in range(6000):
         n_sent = n
-        lane.acquire(n % 4, [n % 8, (n + 1) % 8])
+        context.acquire(n % 4, [n % 8, (n + 1) % 8])
     store.listen()
     assert n_seen == 6000
     assert store.counters()["events_dropped"] == 0
 
 
 def test_a_event_that_waits_for_room_ends_when_the_listener_goes(fake: FakeModel, open_store: Open) -> None:
-    store, lane = open_store(fake, 8, simulate=True)
+    store, context = open_store(fake, 8, simulate=True)
     heard, go_on, done = threading.Event(), threading.Event(), threading.Event()
 
     def on_routing(event: RoutingEvent) -> None:
@@ -220,7 +220,7 @@ def test_a_event_that_waits_for_room_ends_when_the_listener_goes(fake: FakeModel
 
     def events() -> None:
         for n in range(100):
-            lane.acquire(n % 4, [n % 8, (n + 1) % 8])
+            context.acquire(n % 4, [n % 8, (n + 1) % 8])
         done.set()
 
     thread = threading.Thread(target=events)
@@ -234,15 +234,15 @@ def test_a_event_that_waits_for_room_ends_when_the_listener_goes(fake: FakeModel
 
 
 def test_a_lazy_listener_hears_everything_a_little_later(fake: FakeModel, open_store: Open) -> None:
-    store, lane = open_store(fake, 8, simulate=True)
+    store, context = open_store(fake, 8, simulate=True)
     seen: list[int] = []
     store.listen(on_routing=lambda event: seen.append(event.il), options=ListenOptions(everything=True, lazy=True))
     for n in range(3000):
-        lane.acquire(n % 4, [n % 8, (n + 1) % 8])
+        context.acquire(n % 4, [n % 8, (n + 1) % 8])
     until(lambda: len(seen) == 3000)
-    lane.acquire(0, [0, 1])
+    context.acquire(0, [0, 1])
     until(lambda: len(seen) == 3001)
-    lane.acquire(1, [0, 1])
+    context.acquire(1, [0, 1])
     store.listen()
     assert seen == [*(n % 4 for n in range(3000)), 0, 1]
     assert store.counters()["events_dropped"] == 0
@@ -251,7 +251,7 @@ def test_a_lazy_listener_hears_everything_a_little_later(fake: FakeModel, open_s
 def test_closing_the_store_delivers_what_is_queued_while_callbacks_may_still_use_it(
     fake: FakeModel, open_store: Open
 ) -> None:
-    store, lane = open_store(fake, 9, simulate=True)
+    store, context = open_store(fake, 9, simulate=True)
     handle, done = store.handle, 0
 
     def on_routing(event: RoutingEvent) -> None:
@@ -261,7 +261,7 @@ def test_closing_the_store_delivers_what_is_queued_while_callbacks_may_still_use
 
     store.listen(on_routing=on_routing)
     for n in range(400):
-        lane.acquire(n % 4, [[n % 8, (n + 1) % 8]])
-    lane.close()
+        context.acquire(n % 4, [[n % 8, (n + 1) % 8]])
+    context.close()
     store.close()
     assert done == 400

@@ -43,15 +43,15 @@ def test_a_slow_link_has_much_less_to_copy_with_misses_computed(share: float) ->
 
 
 def test_a_cpu_that_is_modelled_needs_a_rate_and_slots_below(fake: FakeModel, open_store: Open) -> None:
-    store, lane = open_store(fake, 8, n_lower_slots=16, fill=False, simulate=True, copy_bytes_per_s=1e9)
+    store, context = open_store(fake, 8, n_ram_slots=16, fill=False, simulate=True, copy_bytes_per_s=1e9)
     for impossible in (Link(0.0), Link(1e9, -1.0)):
         with pytest.raises(OptionError, match="slots over slots in RAM"):
             store.model_computed_misses(impossible)
     store.model_computed_misses(Link(4e9))
-    lane.acquire(0, [0, 1])  # by copies, whose speed is known then
-    lane.acquire(0, [2, 3])
+    context.acquire(0, [0, 1])  # by copies, whose speed is known then
+    context.acquire(0, [2, 3])
     assert store.computed().misses == 2
-    for n_lower_slots, simulate in ((0, True), (16, False)):
-        other, _ = open_store(fake, 8, n_lower_slots=n_lower_slots, simulate=simulate)
+    for n_ram_slots, simulate in ((0, True), (16, False)):
+        other, _ = open_store(fake, 8, n_ram_slots=n_ram_slots, simulate=simulate)
         with pytest.raises(OptionError, match="slots over slots in RAM"):
             other.model_computed_misses(Link(4e9))

@@ -32,37 +32,35 @@ def mixed(tmp_path: Path) -> FakeModel:
 
 def passes_on(fake: FakeModel, size: Size, names: Sequence[str]) -> Figures:
     """Random passes and prefetches with checked bytes; a pool without others below shrinks at last."""
-    n_slots, n_lower, staging = size
-    devices = [
-        DeviceSlots(name, n_slots, range(d, 4, len(names)), n_lower > 0, staging) for d, name in enumerate(names)
-    ]
-    store = Store(fake.layout, devices, StoreOptions(), n_lower)
-    lane, rng = store.open_lane(), np.random.default_rng(0)
+    n_slots, n_ram, staging = size
+    devices = [DeviceSlots(name, n_slots, range(d, 4, len(names)), n_ram > 0, staging) for d, name in enumerate(names)]
+    store = Store(fake.layout, devices, StoreOptions(), n_ram)
+    context, rng = store.open_context(), np.random.default_rng(0)
     try:
         assert store.info()["n_repacked"] == 0
         for n in range(40):
-            if n == 30 and not n_lower:
+            if n == 30 and not n_ram:
                 store.resize(max(2, n_slots // 3))
             n_tokens = int(rng.choice(N_TOKENS)) if staging and n % 2 else 1
-            lane.announce(n, 0, range(n_tokens))
+            context.announce(n, 0, range(n_tokens))
             for il in range(4):
                 ids = routed(rng, n_tokens)
-                slots = lane.acquire(il, ids)
+                slots = context.acquire(il, ids)
                 fake.check(store, il, ids, slots) if n_tokens == 1 else check_staged(fake, store, il, ids, slots)
                 store.prefetch([(il + 1) % 4] * 2, rng.permutation(8)[:2])
-        lane.take_failure()
+        context.take_failure()
         store.drain(10)
         check_counters(store.counters(), n_slots * len(names))
-        if n_lower:
+        if n_ram:
             check_tiers(store)
         if staging:
             assert store.staging()["lookups"] > 0 and store.staging()["device"] == names[0]
         found = [store.device(d) for d in range(len(names))]
         assert all(of["evictions"] > 0 and (of["hits_ready"] > 0 or n_slots < 5) for of in found)
         assert [of["device"] for of in found] == list(names)
-        return found, store.tier(Tier.LOWER) if n_lower else {}
+        return found, store.tier(Tier.RAM) if n_ram else {}
     finally:
-        lane.close()
+        context.close()
         store.close()
 
 
@@ -98,7 +96,7 @@ def behind_two_links(fake: FakeModel, pinned: Pinned) -> tuple[str, dict[str, An
     names = [add_link_device(Link(2e9)), add_link_device(Link(5e8), pinned=pinned)]
     _, ram = passes_on(fake, (5, 7, 0), names)
     store = Store(fake.layout, 6, StoreOptions(device=names[1]), 7)
-    alone = store.tier(Tier.LOWER)
+    alone = store.tier(Tier.RAM)
     store.close()
     return ram["note"], alone
 

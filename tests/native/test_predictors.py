@@ -23,8 +23,8 @@ from moegguf.controller.weights import Weights
 from moegguf.errors import OptionError
 from moegguf.gguf.routers import Gating, Router, Routers
 from moegguf.native.events import Announcement, Float32s, Phase, RoutingEvent
-from moegguf.native.predictor import NativeForecast, NativePredictor, integers, native_predictors
-from moegguf.native.store import Lane, Store, StoreOptions
+from moegguf.native.predictor import NativeForecast, NativePredictor, integers
+from moegguf.native.store import Store, StoreContext, StoreOptions
 from moegguf.trace.simulate import layout_of
 
 SHAPE = MoeShape(
@@ -96,13 +96,13 @@ def choice(random: np.random.Generator, n_tokens: int) -> np.ndarray[Any, Any]:
 
 
 @contextmanager
-def simulated(n_slots: int = 20, **options: Any) -> Iterator[tuple[Store, Lane]]:
+def simulated(n_slots: int = 20, **options: Any) -> Iterator[tuple[Store, StoreContext]]:
     store = Store(layout_of(SHAPE), n_slots, StoreOptions(repack=False, simulate=True, **options))
-    lane = store.open_lane()
+    context = store.open_context()
     try:
-        yield store, lane
+        yield store, context
     finally:
-        lane.close()
+        context.close()
         store.close()
 
 
@@ -139,17 +139,17 @@ class Comparison:
 def test_the_store_predicts_what_the_reference_predicts(name: str) -> None:
     random, reference = rng(), MADE[name]()
     comparison = Comparison(reference)
-    with simulated() as (store, lane):
+    with simulated() as (store, context):
         store.set_predictor(native(reference), EVERYTHING)
         for p in range(12):
             tokens = random.integers(0, SHAPE.n_vocab, 3 if p % 4 == 2 else 1).astype(np.int32)
-            lane.announce(0, Phase.DECODE, tokens)
+            context.announce(0, Phase.DECODE, tokens)
             reference.announce(Announcement(0, 0, Phase.DECODE, tokens))
             if len(tokens) == 1:
                 comparison.check(store, -1)
             for row, il in enumerate(SHAPE.layers):
                 ids, inputs = choice(random, len(tokens)), random.standard_normal((len(tokens), SHAPE.n_embd))
-                lane.acquire(il, ids, inputs.astype(np.float32))
+                context.acquire(il, ids, inputs.astype(np.float32))
                 event = RoutingEvent(p, 0, 0, 0, Phase.DECODE, 0, il, ids, None, inputs.astype(np.float32))
                 reference.observe(event)
                 if len(tokens) == 1:
@@ -159,11 +159,13 @@ def test_the_store_predicts_what_the_reference_predicts(name: str) -> None:
     assert comparison.n_known > 20
 
 
-def batch(random: np.random.Generator, lane: Lane, sequences: list[int], reference: Predictor | None = None) -> None:
+def batch(
+    random: np.random.Generator, context: StoreContext, sequences: list[int], reference: Predictor | None = None
+) -> None:
     """Announces a token of each sequence."""
     of, tokens = np.array(sequences, np.int32), random.integers(0, SHAPE.n_vocab, len(sequences)).astype(np.int32)
     phases = np.full(len(of), Phase.DECODE, np.int32)
-    lane.announce(of, phases, tokens)
+    context.announce(of, phases, tokens)
     if reference is not None:
         several = {"sequences": of, "phases": phases} if len(of) > 1 else {}
         reference.announce(Announcement(0, int(of[0]), Phase.DECODE, tokens, **several))
@@ -175,10 +177,10 @@ def test_several_sequences_are_predicted_as_the_reference_predicts_them_together
     """Each followed by itself, in passes of changing sequences; only those that compute count."""
     random, reference = rng(), per_sequence(MADE[name]())
     comparison = Comparison(reference)
-    with simulated() as (store, lane):
+    with simulated() as (store, context):
         store.set_predictor(native(MADE[name]()), EVERYTHING)
         for p, sequences in enumerate([[0], [0, 1, 2], [2, 3], [0, 1, 2, 3, 4, 5, 6, 7], [1], [3, 1], [0, 1, 2]] * 3):
-            batch(random, lane, sequences, reference)
+            batch(random, context, sequences, reference)
             comparison.check(store, -1)
             several = {} if len(sequences) == 1 else {"sequences": np.array(sequences, np.int32)}
             if several:
@@ -186,7 +188,7 @@ def test_several_sequences_are_predicted_as_the_reference_predicts_them_together
             for row, il in enumerate(SHAPE.layers):
                 ids = choice(random, len(sequences))
                 inputs = random.standard_normal((len(sequences), SHAPE.n_embd)).astype(np.float32)
-                lane.acquire(il, ids, inputs)
+                context.acquire(il, ids, inputs)
                 event = RoutingEvent(p, 0, 0, sequences[0], Phase.DECODE, 0, il, ids, None, inputs, **several)
                 reference.observe(event)
                 comparison.check(store, row)
@@ -196,15 +198,15 @@ def test_several_sequences_are_predicted_as_the_reference_predicts_them_together
 
 
 def test_of_many_sequences_some_are_asked_and_the_others_count_as_their_average() -> None:
-    with simulated() as (store, lane):
+    with simulated() as (store, context):
         store.set_predictor(native(PreviousToken(SHAPE)), EVERYTHING)
         for n, n_asked in ((8, 8), (12, 8), (64, 8), (65, 0)):
             for _ in range(2):
                 n_before = store.counters()["forecast_picks"]
-                batch(rng(), lane, list(range(n)))
+                batch(rng(), context, list(range(n)))
                 chances = store.forecast()[0]
                 for il in SHAPE.layers:
-                    lane.acquire(il, [[i % 2, 2 + i % 4, 6 + i % 8] for i in range(n)])
+                    context.acquire(il, [[i % 2, 2 + i % 4, 6 + i % 8] for i in range(n)])
             assert store.counters()["forecast_picks"] - n_before == N * SHAPE.n_expert_used * n_asked
             assert (chances[1] > 0).any() == bool(n_asked)
             assert np.isin(chances, (0, 1)).all(), "certain is certain, however many there are"
@@ -214,39 +216,39 @@ def test_the_average_of_those_asked() -> None:
     """Of affinities that are all the same, so that every sequence expects the same."""
     even = Affinity(SHAPE, np.full((N - 1, SHAPE.n_expert, SHAPE.n_expert), 1 / SHAPE.n_expert, np.float32))
     alone = SHAPE.n_expert_used / SHAPE.n_expert
-    with simulated() as (store, lane):
+    with simulated() as (store, context):
         store.set_predictor(native(even), EVERYTHING)
         for n in (1, 2, 8, 9, 20, 64):
-            batch(rng(), lane, list(range(n)))
-            lane.acquire(1, np.tile(np.arange(3, dtype=np.int32), (n, 1)))
+            batch(rng(), context, list(range(n)))
+            context.acquire(1, np.tile(np.arange(3, dtype=np.int32), (n, 1)))
             assert store.forecast()[0][2] == pytest.approx(1 - (1 - alone) ** n, abs=1e-5)
 
 
 def test_prompts_beside_decoding_sequences_are_not_predicted() -> None:
-    with simulated() as (store, lane):
+    with simulated() as (store, context):
         store.set_predictor(native(PreviousToken(SHAPE)), EVERYTHING)
         phases = [Phase.DECODE, Phase.DECODE, Phase.PREFILL, Phase.PREFILL, Phase.PREFILL]
         for sequences in ([0, 1], [0, 1, 2, 2, 2], [0, 1, 2, 2, 2]):
-            lane.announce(sequences, phases[: len(sequences)], [1] * len(sequences))
+            context.announce(sequences, phases[: len(sequences)], [1] * len(sequences))
             for il in SHAPE.layers:
                 assert len(sequences) == 2 or not store.forecast()[1].any()
-                lane.acquire(il, np.tile(np.arange(3, dtype=np.int32), (len(sequences), 1)))
+                context.acquire(il, np.tile(np.arange(3, dtype=np.int32), (len(sequences), 1)))
         assert store.counters()["forecast_picks"] == 0
-        lane.announce([2, 0], [Phase.DECODE] * 2, [1, 1])
+        context.announce([2, 0], [Phase.DECODE] * 2, [1, 1])
         assert store.forecast()[1].any(), "what they showed is known"
 
 
 def test_what_sequences_use_together_is_prefetched_and_saves_stall() -> None:
     def found(forecast: NativeForecast) -> dict[str, int]:
         random = rng()
-        with simulated(36, fill=False, sweep=False, **LINK) as (store, lane):
+        with simulated(36, fill=False, sweep=False, **LINK) as (store, context):
             store.set_predictor(native(PreviousToken(SHAPE)), forecast)
             for _ in range(50):
                 ids = [choice(random, 4) for _ in SHAPE.layers]
                 for _ in range(6):
-                    batch(random, lane, [0, 1, 2, 3])
+                    batch(random, context, [0, 1, 2, 3])
                     for il, layer_ids in zip(SHAPE.layers, ids, strict=True):
-                        lane.acquire(il, layer_ids)
+                        context.acquire(il, layer_ids)
                         store.advance(60_000)
             store.drain()
             return store.counters()
@@ -258,33 +260,36 @@ def test_what_sequences_use_together_is_prefetched_and_saves_stall() -> None:
 
 
 def test_every_predictor_of_the_library_has_a_reference() -> None:
-    assert {native(make()).name for make in MADE.values()} == set(native_predictors())
+    with simulated() as (store, _), pytest.raises(OptionError) as unknown:
+        store.set_predictor(NativePredictor("oracle", {}))
+    listed = str(unknown.value).partition("known are ")[2].rstrip(".").split(", ")
+    assert {native(make()).name for make in MADE.values()} == set(listed)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_inputs_that_are_not_finite_predict_nothing(bad: float) -> None:
-    with simulated() as (store, lane):
+    with simulated() as (store, context):
         store.set_predictor(native(skip()), EVERYTHING)
         inputs = np.ones((1, SHAPE.n_embd), np.float32)
-        lane.acquire(1, [[0, 1, 2]], inputs)
+        context.acquire(1, [[0, 1, 2]], inputs)
         assert store.forecast()[1].any()
         inputs[0, 3] = bad
-        lane.acquire(1, [[0, 1, 2]], inputs)
+        context.acquire(1, [[0, 1, 2]], inputs)
         assert not store.forecast()[1].any()
-        lane.acquire(1, [[0, 1, 2]], inputs[:, :-1])
+        context.acquire(1, [[0, 1, 2]], inputs[:, :-1])
         assert not store.forecast()[1].any()
 
 
 def test_once_means_from_as_far_away_as_the_window_reaches() -> None:
     reference = PreviousToken(SHAPE)
-    with simulated() as (store, lane):
+    with simulated() as (store, context):
         store.set_predictor(native(reference), NativeForecast(window=2, once=True))
         for _ in range(2):
             for il in SHAPE.layers:
-                lane.acquire(il, [[0, 1, 2]])
-        lane.announce(0, Phase.DECODE, [5])
+                context.acquire(il, [[0, 1, 2]])
+        context.announce(0, Phase.DECODE, [5])
         assert store.forecast()[1].nonzero()[0].tolist() == [1, 2]
-        lane.acquire(1, [[0, 1, 2]])
+        context.acquire(1, [[0, 1, 2]])
         assert store.forecast()[1].nonzero()[0].tolist() == [2, 4]
         store.set_predictor(None)
         assert not store.forecast()[1].any()
@@ -293,24 +298,24 @@ def test_once_means_from_as_far_away_as_the_window_reaches() -> None:
 LINK = {"link_bytes_per_s": 1e9}  # an expert takes 3 us
 
 
-def run(store: Store, lane: Lane, n: int, compute_ns: int = 20_000) -> None:
+def run(store: Store, context: StoreContext, n: int, compute_ns: int = 20_000) -> None:
     """n times six tokens that use the same experts, in a pool that does not hold them all."""
     random = rng()
     for _ in range(n):
         ids = [choice(random, 1) for _ in SHAPE.layers]
         for _ in range(6):
-            lane.announce(0, Phase.DECODE, [1])
+            context.announce(0, Phase.DECODE, [1])
             for il, layer_ids in zip(SHAPE.layers, ids, strict=True):
-                lane.acquire(il, layer_ids)
+                context.acquire(il, layer_ids)
                 if compute_ns:
                     store.advance(compute_ns)
 
 
 def prefetched(forecast: NativeForecast, compute_ns: int = 20_000) -> dict[str, int]:
     """Counters of a pool with the previous token as predictor."""
-    with simulated(12, fill=False, **LINK) as (store, lane):
+    with simulated(12, fill=False, **LINK) as (store, context):
         store.set_predictor(native(PreviousToken(SHAPE)), forecast)
-        run(store, lane, 50, compute_ns)
+        run(store, context, 50, compute_ns)
         store.drain()
         return store.counters()
 
@@ -335,16 +340,16 @@ def test_an_expert_that_is_likely_now_comes_however_rarely_it_was_used() -> None
     """Its score by next-use is below those of all others, but once missed it would make room all the same."""
     often, rarely = [[0, 1, 2]], [[3, 4, 5]]
     table = always(*often, *rarely)
-    with simulated(SHAPE.n_expert_used * N, fill=False, **LINK) as (store, lane):
+    with simulated(SHAPE.n_expert_used * N, fill=False, **LINK) as (store, context):
         store.set_policy("next-use")
         store.set_predictor(native(table), NativeForecast(window=N, most_prefetches=100))
         for _ in range(40):
-            lane.announce(0, Phase.DECODE, [0])
+            context.announce(0, Phase.DECODE, [0])
             for il in SHAPE.layers:
-                lane.acquire(il, often)
+                context.acquire(il, often)
                 store.advance(20_000)
         before = store.counters()["prefetch_started"]
-        lane.announce(0, Phase.DECODE, [1])
+        context.announce(0, Phase.DECODE, [1])
         store.advance(20_000)
         assert store.counters()["prefetch_started"] > before
 
@@ -358,14 +363,14 @@ def test_what_a_predictor_is_worth_is_known_after_a_pause_and_of_another_it_is_n
     """Tables that are always wrong; a pause as between two trials of prefetching."""
     wrong, other = always([0, 1, 2]), always([0, 1, 2])
     forecast = NativeForecast(window=1, most_prefetches=100)
-    with simulated(20, fill=False, **LINK) as (store, lane):
+    with simulated(20, fill=False, **LINK) as (store, context):
 
         def requested(n_tokens: int) -> int:
             before = store.counters()["prefetch_requested"]
             for _ in range(n_tokens):
-                lane.announce(0, Phase.DECODE, [0])
+                context.announce(0, Phase.DECODE, [0])
                 for il in SHAPE.layers:
-                    lane.acquire(il, [[5, 6, 7]])
+                    context.acquire(il, [[5, 6, 7]])
                     store.advance(20_000)
             return store.counters()["prefetch_requested"] - before
 
@@ -386,13 +391,13 @@ def test_a_link_that_is_always_needed_now_carries_no_wish() -> None:
 def test_what_a_pause_or_a_prompt_takes_is_no_time_to_prefetch_in(pause: str) -> None:
     """A link so slow that a tenth of an expert comes while a layer is computed, and a predictor that is often wrong."""
     random, forecast = rng(), NativeForecast(window=1, most_prefetches=100, waste_weight=0.5)
-    with simulated(12, fill=False, sweep=False, link_bytes_per_s=1e8) as (store, lane):
+    with simulated(12, fill=False, sweep=False, link_bytes_per_s=1e8) as (store, context):
         store.set_predictor(native(PreviousToken(SHAPE)), forecast)
 
         def token(ids: np.ndarray[Any, Any], compute_ns: int) -> None:
-            lane.announce(0, Phase.DECODE, np.zeros(len(ids), np.int32))
+            context.announce(0, Phase.DECODE, np.zeros(len(ids), np.int32))
             for il in SHAPE.layers:
-                lane.acquire(il, ids)
+                context.acquire(il, ids)
                 store.advance(compute_ns)
 
         def tokens(n: int) -> int:
@@ -412,12 +417,12 @@ def test_what_a_pause_or_a_prompt_takes_is_no_time_to_prefetch_in(pause: str) ->
 
 
 def test_acting_can_be_switched_off_and_on() -> None:
-    with simulated(12, fill=False, **LINK) as (store, lane):
+    with simulated(12, fill=False, **LINK) as (store, context):
         store.set_predictor(native(PreviousToken(SHAPE)), NativeForecast(window=N, most_prefetches=100))
 
         def started() -> int:
             before = store.counters()["prefetch_started"]
-            run(store, lane, 10)
+            run(store, context, 10)
             return store.counters()["prefetch_started"] - before
 
         store.act_on_forecasts(False)
@@ -437,12 +442,12 @@ def test_the_stores_threads_keep_the_scheduling_policy_of_the_process(fake: Fake
     before = threads()
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     try:
-        store, lane = open_store(fake, 14, readers=1)
+        store, context = open_store(fake, 14, readers=1)
         n_without = len(threads())
         store.set_predictor(native(PreviousToken(MoeShape.of(fake.layout))), NativeForecast(lockstep=True))
     finally:
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-    fake.token(store, lane, [3, 4])
+    fake.token(store, context, [3, 4])
     new = threads() - before  # readers, the one that predicts, and those of an idle team, which starts meanwhile
     assert len(threads()) > n_without
     assert {os.sched_getscheduler(thread) for thread in new} == {os.SCHED_BATCH}
@@ -451,12 +456,12 @@ def test_the_stores_threads_keep_the_scheduling_policy_of_the_process(fake: Fake
 def test_a_model_with_one_layer_of_experts_has_nothing_after_it() -> None:
     shape = MoeShape(n_layer=2, n_expert=4, n_expert_used=2, layers=(1,), expert_bytes=300)
     store = Store(layout_of(shape), 3, StoreOptions(repack=False, simulate=True))
-    lane = store.open_lane()
+    context = store.open_context()
     store.set_predictor(native(Affinity(shape, np.zeros((0, 4, 4), np.float32))), NativeForecast(window=3))
     for token in range(3):
-        lane.acquire(1, [[token, token + 1]])
+        context.acquire(1, [[token, token + 1]])
     assert not store.forecast()[1].any()
-    lane.close()
+    context.close()
     store.close()
 
 
@@ -467,7 +472,7 @@ def test_bad_predictors_are_refused_and_the_one_before_stays() -> None:
     other_type = {**good.arrays, "1.2.out.scale": good.arrays["1.2.out.bias"].astype(np.int8)}
     beyond = {**good.arrays, "pairs": integers(1, 3)}
     table = native(token_table())
-    with simulated() as (store, lane):
+    with simulated() as (store, context):
         store.set_predictor(good, EVERYTHING)
         for name, arrays, message in (
             ("oracle", {}, "no native predictor 'oracle'; known are previous-token"),
@@ -491,15 +496,15 @@ def test_bad_predictors_are_refused_and_the_one_before_stays() -> None:
         ):  # fmt: skip
             with pytest.raises(OptionError, match="at least one layer ahead"):
                 store.set_predictor(good, forecast)
-        lane.acquire(1, [[0, 1, 2]], np.ones((1, SHAPE.n_embd), np.float32))
+        context.acquire(1, [[0, 1, 2]], np.ones((1, SHAPE.n_embd), np.float32))
         assert store.forecast()[1].any()
 
 
 def test_slots_hold_the_files_bytes_while_predictions_fetch_and_predictors_change(
     fake: FakeModel, open_store: Open
 ) -> None:
-    store, lane = open_store(fake, 14, readers=2)
-    other, stop = store.open_lane(), threading.Event()
+    store, context = open_store(fake, 14, readers=2)
+    other, stop = store.open_context(), threading.Event()
     counts = rng().integers(0, 9, (50, 4, 8)).astype(np.uint16)
     average = np.full((4, 8), 0.25, np.float32)
     table = NativePredictor(
@@ -517,7 +522,7 @@ def test_slots_hold_the_files_bytes_while_predictions_fetch_and_predictors_chang
         while not stop.is_set():
             store.forecast()
 
-    def tokens(of: Lane, seed: int, n_tokens: int) -> None:
+    def tokens(of: StoreContext, seed: int, n_tokens: int) -> None:
         random = np.random.default_rng(seed)
         for n in range(n_tokens):
             of.announce(n, Phase.DECODE, [n % 50])
@@ -528,24 +533,24 @@ def test_slots_hold_the_files_bytes_while_predictions_fetch_and_predictors_chang
 
     with ThreadPoolExecutor(4) as pool:
         beside = [pool.submit(change), pool.submit(look)]
-        for done in [pool.submit(tokens, lane, 1, 400), pool.submit(tokens, other, 2, 100)]:
+        for done in [pool.submit(tokens, context, 1, 400), pool.submit(tokens, other, 2, 100)]:
             done.result()
         stop.set()
         for done in beside:
             done.result()
     store.drain(10)
-    fake.token(store, lane, [3, 4])
+    fake.token(store, context, [3, 4])
     other.close()
     assert store.counters()["prefetch_started"] > 0
 
 
 def test_a_predictor_in_lockstep_acts_at_a_fixed_place(fake: FakeModel, open_store: Open) -> None:
     """The thread has predicted before the next event goes on: what it knows then is known in every run."""
-    store, lane = open_store(fake, 14, readers=1)
+    store, context = open_store(fake, 14, readers=1)
     store.set_predictor(native(PreviousToken(MoeShape.of(fake.layout))), NativeForecast(window=4, lockstep=True))
     for _ in range(50):
-        lane.announce(0, Phase.DECODE, [1])
+        context.announce(0, Phase.DECODE, [1])
         for il in range(4):
-            lane.acquire(il, [[3, 4]])
+            context.acquire(il, [[3, 4]])
     until(lambda: store.counters()["forecast_picks"] >= 49 * 4 * 2)  # of the last event nothing waits for
     assert store.counters()["forecast_right"] == 49 * 4 * 2

@@ -17,10 +17,10 @@ def rss_bytes() -> int:
 
 
 def test_with_a_slot_for_every_expert_slot_ids_are_expert_ids(fake: FakeModel, open_store: Open) -> None:
-    store, lane = open_store(fake, 32, fill=False)
+    store, context = open_store(fake, 32, fill=False)
     assert store.info()["resident"] == 1
     for il in range(4):
-        slots = fake.acquire(store, lane, il, [[7, 0], [3, 3 + il]])
+        slots = fake.acquire(store, context, il, [[7, 0], [3, 3 + il]])
         assert slots.tolist() == [[7, 0], [3, 3 + il]]
 
 
@@ -30,14 +30,14 @@ def test_more_slots_than_experts_are_not_allocated(fake: FakeModel, open_store: 
 
 
 def test_fill_reads_every_expert_once_and_gates_then_read_nothing(fake: FakeModel, open_store: Open) -> None:
-    store, lane = open_store(fake, 32)
+    store, context = open_store(fake, 32)
     store.drain(10)
     assert (store.residency() == 2).all()
     filled = store.counters()
     assert filled["bytes_prefetched"] == fake.layout.expert_bytes
     assert filled["prefetch_started"] == 0
     for first in range(0, 8, 2):
-        fake.token(store, lane, [first, first + 1])
+        fake.token(store, context, [first, first + 1])
     counters = store.counters()
     assert counters["reads"] == filled["reads"]
     assert counters["hits_ready"] == counters["lookups"] == 32
@@ -45,73 +45,73 @@ def test_fill_reads_every_expert_once_and_gates_then_read_nothing(fake: FakeMode
 
 
 def test_tokens_are_awaited_where_something_uses_them(fake: FakeModel, open_store: Open) -> None:
-    store, lane = open_store(fake, 32, fill=False)
-    assert lane.awaits_tokens(1, Phase.DECODE), "experts are still to be read"
+    store, context = open_store(fake, 32, fill=False)
+    assert context.awaits_tokens(1, Phase.DECODE), "experts are still to be read"
     for first in range(0, 8, 2):
-        fake.token(store, lane, [first, first + 1])
+        fake.token(store, context, [first, first + 1])
     store.set_predictor(NativePredictor("previous-token"), NativeForecast())
-    assert not lane.awaits_tokens(1, Phase.DECODE), "of experts that are all there nothing is predicted"
+    assert not context.awaits_tokens(1, Phase.DECODE), "of experts that are all there nothing is predicted"
     seen: list[Announcement | RoutingEvent] = []
-    lane.announce(7, Phase.PREFILL, [10, 11])
-    assert not lane.awaits_tokens(8, Phase.DECODE)
+    context.announce(7, Phase.PREFILL, [10, 11])
+    assert not context.awaits_tokens(8, Phase.DECODE)
     store.listen(on_routing=seen.append, on_tokens=seen.append)
-    assert lane.awaits_tokens(8, Phase.DECODE)
-    lane.acquire(0, [1, 4])  # not announced
+    assert context.awaits_tokens(8, Phase.DECODE)
+    context.acquire(0, [1, 4])  # not announced
     store.listen()
     (event,) = seen
     assert isinstance(event, RoutingEvent)
     assert (event.sequence, event.phase, event.first_token) == (8, Phase.DECODE, -1), "those before are forgotten"
-    assert not lane.awaits_tokens(8, Phase.DECODE)
+    assert not context.awaits_tokens(8, Phase.DECODE)
     store.resize(20)
-    assert lane.awaits_tokens(8, Phase.DECODE), "from the next routing event on slots have to be filled"
+    assert context.awaits_tokens(8, Phase.DECODE), "from the next routing event on slots have to be filled"
 
 
 def test_gates_get_their_bytes_while_the_fill_goes_on(fake: FakeModel, open_store: Open) -> None:
-    store, lane = open_store(fake, 32)
+    store, context = open_store(fake, 32)
     for expert in range(7, -1, -1):
-        fake.token(store, lane, [expert, (expert + 1) % 8])
+        fake.token(store, context, [expert, (expert + 1) % 8])
     store.drain(10)
     assert store.counters()["bytes_missed"] + store.counters()["bytes_prefetched"] == fake.layout.expert_bytes
 
 
 def test_a_pool_that_shrinks_gives_its_memory_back(tmp_path: Path, open_store: Open) -> None:
     fake = make_model(tmp_path, n_layer=2, n_embd=512, n_ff=256, types=({"up": F32, "down": F32},))
-    store, lane = open_store(fake, 16)
+    store, context = open_store(fake, 16)
     store.drain(10)
     full = rss_bytes()
     store.resize(4)
-    lane.acquire(0, [2, 5])
+    context.acquire(0, [2, 5])
     assert full - rss_bytes() > 10 * fake.expert_bytes  # of the 12 that went, less what the test itself took
     store.resize(16)
-    fake.token(store, lane, [0, 1])
-    fake.token(store, lane, [6, 7])
+    fake.token(store, context, [0, 1])
+    fake.token(store, context, [6, 7])
 
 
 @pytest.mark.parametrize("n_slots", [-1, 0, 1, 33, 1 << 30])
 def test_sizes_that_the_pool_cannot_have_are_refused(fake: FakeModel, open_store: Open, n_slots: int) -> None:
-    store, lane = open_store(fake, 32)
+    store, context = open_store(fake, 32)
     with pytest.raises(OptionError, match="2 to 32 slots"):
         store.resize(n_slots)
-    fake.token(store, lane, [0, 1])
+    fake.token(store, context, [0, 1])
 
 
 def test_a_second_context_that_comes_before_a_resize_is_done_keeps_its_slots(fake: FakeModel, open_store: Open) -> None:
-    store, lane = open_store(fake, 32)
-    fake.token(store, lane, [0, 1])
+    store, context = open_store(fake, 32)
+    fake.token(store, context, [0, 1])
     store.resize(8)
-    other = store.open_lane()
+    other = store.open_context()
     slots = other.acquire(3, [4, 5])
-    fake.token(store, lane, [6, 7])
+    fake.token(store, context, [6, 7])
     fake.check(store, 3, [4, 5], slots)
     other.close()
-    fake.token(store, lane, [6, 7])
+    fake.token(store, context, [6, 7])
     assert store.info()["n_slots_usable"] == 8
 
 
 def test_the_probe_reports_what_the_readers_reach(fake: FakeModel, open_store: Open) -> None:
-    store, lane = open_store(fake, 4, readers=2)
+    store, context = open_store(fake, 4, readers=2)
     assert store.probe(0.02) > 1e5
-    fake.token(store, lane, [0, 1])
+    fake.token(store, context, [0, 1])
 
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf"), 1e30])
@@ -122,9 +122,9 @@ def test_a_probe_of_no_length_is_refused(fake: FakeModel, open_store: Open, seco
 
 
 def test_activity_counts_look_ups_and_slots_per_expert(fake: FakeModel, open_store: Open) -> None:
-    store, lane = open_store(fake, 8)
+    store, context = open_store(fake, 8)
     for experts in ([0, 1], [0, 2], [0, 1]):
-        fake.token(store, lane, experts)
+        fake.token(store, context, experts)
     uses, loads = store.activity()
     counters = store.counters()
     assert uses.shape == loads.shape == store.shape
@@ -134,15 +134,15 @@ def test_activity_counts_look_ups_and_slots_per_expert(fake: FakeModel, open_sto
 
 
 def test_an_expert_that_was_evicted_and_came_back_counts_as_two_loads(fake: FakeModel, open_store: Open) -> None:
-    store, lane = open_store(fake, 2)
+    store, context = open_store(fake, 2)
     for expert in (0, 1, 2, 0):
-        fake.acquire(store, lane, 0, [[expert]])
+        fake.acquire(store, context, 0, [[expert]])
     assert store.activity()[1][0].tolist()[:3] == [2, 1, 1]
 
 
 def test_watching_can_be_turned_on_and_off(fake: FakeModel, open_store: Open) -> None:
-    store, lane = open_store(fake, 32)
+    store, context = open_store(fake, 32)
     store.watch(True)
-    fake.token(store, lane, [1, 5])
+    fake.token(store, context, [1, 5])
     store.watch(False)
     assert store.activity()[0].sum() == store.counters()["lookups"] == 8

@@ -13,7 +13,7 @@ from test_tiers import check_tiers, held
 
 from moegguf.errors import OptionError
 from moegguf.native import abi
-from moegguf.native.store import DeviceSlots, Lane, Store, StoreOptions, Tier
+from moegguf.native.store import DeviceSlots, Store, StoreContext, StoreOptions, Tier
 
 N_TOKENS = (1, 2, 3, 9, 33)
 IDS = np.arange(24).reshape(12, 2) * 3 % 8  # of 12 tokens: every expert, three times
@@ -38,15 +38,15 @@ def check_staged(fake: FakeModel, store: Store, il: int, ids: Any, slot_ids: Any
                 assert store.read_slot(index, first + int(expert)) == fake.matrix_bytes(index, int(expert))
 
 
-def events(fake: FakeModel, store: Store, lane: Lane, n_passes: int, seed: int = 0) -> int:
+def events(fake: FakeModel, store: Store, context: StoreContext, n_passes: int, seed: int = 0) -> int:
     """Passes of prompts among passes of one token, each event's bytes checked; returns the staged look-ups."""
     rng, staged = np.random.default_rng(seed), 0
     for n in range(n_passes):
         n_tokens = int(rng.choice(N_TOKENS)) if n % 2 else 1
-        lane.announce(n, 0, list(range(n_tokens)))
+        context.announce(n, 0, list(range(n_tokens)))
         for il in range(fake.layout.n_layer):
             ids = routed(rng, n_tokens)
-            slot_ids = lane.acquire(il, ids)
+            slot_ids = context.acquire(il, ids)
             if n_tokens == 1:
                 fake.check(store, il, ids, slot_ids)
             else:
@@ -66,21 +66,21 @@ def check_figures(store: Store, staged: int) -> None:
 
 
 @pytest.mark.parametrize("staging", [1, 2])
-@pytest.mark.parametrize(("n_upper", "n_lower"), [(2, 1), (4, 8), (13, 5), (9, 32)])
+@pytest.mark.parametrize(("n_upper", "n_ram"), [(2, 1), (4, 8), (13, 5), (9, 32)])
 def test_a_simulation_counts_what_the_engine_counts(
-    fake: FakeModel, open_store: Open, n_upper: int, n_lower: int, staging: int
+    fake: FakeModel, open_store: Open, n_upper: int, n_ram: int, staging: int
 ) -> None:
     found = []
     for options in ({}, {"simulate": True, "link_bytes_per_s": 1e9, "copy_bytes_per_s": 4e9, "copy_latency_s": 1e-5}):
-        store, lane = open_store(
-            fake, n_upper, n_lower_slots=n_lower, staging=staging, fill=False, repack=False, **options
+        store, context = open_store(
+            fake, n_upper, n_ram_slots=n_ram, staging=staging, fill=False, repack=False, **options
         )
         rng = np.random.default_rng(3)
         for n in range(40):
             n_tokens = int(rng.choice(N_TOKENS)) if n % 3 else 1
-            lane.announce(n, 0, list(range(n_tokens)))
+            context.announce(n, 0, list(range(n_tokens)))
             for il in range(fake.layout.n_layer):
-                lane.acquire(il, routed(rng, n_tokens))
+                context.acquire(il, routed(rng, n_tokens))
                 if options:
                     store.advance(int(rng.integers(0, 3)) * 1000)
                 else:
@@ -94,28 +94,28 @@ def test_a_simulation_counts_what_the_engine_counts(
     assert found[0] == found[1]
 
 
-def prompt(store: Store, lane: Lane, fake: FakeModel, seed: int = 0, n_tokens: int = 9) -> None:
+def prompt(store: Store, context: StoreContext, fake: FakeModel, seed: int = 0, n_tokens: int = 9) -> None:
     """One pass with every event's bytes checked."""
     rng = np.random.default_rng(seed)
     for il in range(fake.layout.n_layer):
         ids = routed(rng, n_tokens)
-        check_staged(fake, store, il, ids, lane.acquire(il, ids))
+        check_staged(fake, store, il, ids, context.acquire(il, ids))
 
 
 def test_two_contexts_compute_prompts_and_tokens_at_once(fake: FakeModel, open_store: Open) -> None:
-    store, first = open_store(fake, 9, n_lower_slots=12, staging=2)
-    second = store.open_lane()
+    store, first = open_store(fake, 9, n_ram_slots=12, staging=2)
+    second = store.open_context()
 
-    def passes(lane: Lane, seed: int) -> None:
+    def passes(context: StoreContext, seed: int) -> None:
         for n in range(12):
             if n % 3 == seed:
-                fake.token(store, lane, [n % 8, (n + 3) % 8])
+                fake.token(store, context, [n % 8, (n + 3) % 8])
             else:
-                prompt(store, lane, fake, n + 10 * seed)
-            assert lane.take_failure() is None  # as after every pass: what it pinned is free
+                prompt(store, context, fake, n + 10 * seed)
+            assert context.take_failure() is None  # as after every pass: what it pinned is free
 
     with ThreadPoolExecutor(2) as pool:
-        for running in [pool.submit(passes, lane, seed) for seed, lane in enumerate((first, second))]:
+        for running in [pool.submit(passes, context, seed) for seed, context in enumerate((first, second))]:
             running.result(60)
     second.close()
     store.drain(10)
@@ -123,20 +123,20 @@ def test_two_contexts_compute_prompts_and_tokens_at_once(fake: FakeModel, open_s
 
 
 def test_the_last_pass_of_a_prompt_fills_slots_and_others_leave_them_alone(fake: FakeModel, open_store: Open) -> None:
-    store, lane = open_store(fake, 8, n_lower_slots=32, staging=2, fill=False)
-    lane.announce(0, 0, list(range(24)))
+    store, context = open_store(fake, 8, n_ram_slots=32, staging=2, fill=False)
+    context.announce(0, 0, list(range(24)))
     for il in range(4):
-        lane.acquire(il, IDS)
+        context.acquire(il, IDS)
     store.drain(10)
     assert not held(store, Tier.COMPUTE)
     for il in range(4):
-        lane.acquire(il, IDS)
+        context.acquire(il, IDS)
     assert {il for il, _ in held(store, Tier.COMPUTE)} == set(range(4))
     assert len(held(store, Tier.COMPUTE)) == 8
     before = held(store, Tier.COMPUTE)
-    lane.announce(0, 0, list(range(24)))
+    context.announce(0, 0, list(range(24)))
     for il in range(4):
-        lane.acquire(il, IDS)
+        context.acquire(il, IDS)
     assert held(store, Tier.COMPUTE) == before
     assert store.counters()["evictions"] == 0
 
@@ -149,11 +149,11 @@ def test_what_comes_ahead_is_copied_while_the_layer_before_computes(
     five layers is left out where no token's logits are wanted."""
     fake = make_model(tmp_path, n_layer=n_layer)
     options = {"simulate": True, "link_bytes_per_s": 1e12, "copy_bytes_per_s": 1e9, "fill": False}
-    store, lane = open_store(fake, 8, n_lower_slots=8 * n_layer, staging=2, **options)
+    store, context = open_store(fake, 8, n_ram_slots=8 * n_layer, staging=2, **options)
     for n in range(4):
-        lane.announce(n, 0, list(range(24)))
+        context.announce(n, 0, list(range(24)))
         for il in (0, 1, 2, 3, 0, 1, 2, 3):
-            lane.acquire(il, IDS)
+            context.acquire(il, IDS)
             store.advance(8 * fake.expert_bytes + 1000)
         if n == 0:
             before = store.staging()
@@ -166,8 +166,8 @@ def test_what_comes_ahead_is_copied_while_the_layer_before_computes(
 def test_a_number_of_tensors_that_cannot_be(fake: FakeModel, open_store: Open) -> None:
     for n in (-1, 3):
         with pytest.raises(OptionError, match=f"at most 2 staging tensors, not {n}"):
-            open_store(fake, 8, n_lower_slots=8, staging=n)
-    store, _ = open_store(fake, 8, n_lower_slots=8, staging=2)
+            open_store(fake, 8, n_ram_slots=8, staging=n)
+    store, _ = open_store(fake, 8, n_ram_slots=8, staging=2)
     with pytest.raises(OptionError, match="keep the size"):
         store.resize(4, abi.STAGING_TIER)
     store, _ = open_store(fake, 8, staging=2)  # nothing to stage from
@@ -177,19 +177,21 @@ def test_a_number_of_tensors_that_cannot_be(fake: FakeModel, open_store: Open) -
 @pytest.mark.parametrize("simulate", [False, True])
 def test_every_device_has_its_own_tensors(tmp_path: Path, simulate: bool) -> None:
     fake = make_model(tmp_path, n_layer=7)
-    slots = [DeviceSlots(None, n, layers, lower=True, staging=2) for n, layers in ((5, (0, 1, 2)), (6, (3, 4, 5, 6)))]
-    store = Store(fake.layout, slots, StoreOptions(repack=False, fill=False, simulate=simulate), n_lower_slots=12)
-    lane = store.open_lane()
+    slots = [
+        DeviceSlots(None, n, layers, through_ram=True, staging=2) for n, layers in ((5, (0, 1, 2)), (6, (3, 4, 5, 6)))
+    ]
+    store = Store(fake.layout, slots, StoreOptions(repack=False, fill=False, simulate=simulate), n_ram_slots=12)
+    context = store.open_context()
     try:
         if not simulate:
-            check_figures(store, events(fake, store, lane, 16))
+            check_figures(store, events(fake, store, context, 16))
         for _ in range(2):
             for il in range(7):
-                assert np.array_equal(lane.acquire(il, IDS), IDS)
+                assert np.array_equal(context.acquire(il, IDS), IDS)
                 if simulate:
                     store.advance(1)
         assert store.staging()["n_slots"] == 2 * 2 * 8
         assert store.staging()["bytes_prefetched"] > 0
     finally:
-        lane.close()
+        context.close()
         store.close()

@@ -31,20 +31,20 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from product import Product, aborts
-from reference_store import PARAMETERS, POLICIES, ReferenceLane, ReferenceStore
+from reference_store import PARAMETERS, POLICIES, ReferenceContext, ReferenceStore
 
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import ExpertIOError, GenerationCancelled, MoeggufError, OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native import library
 from moegguf.native.events import Residency
-from moegguf.native.store import DeviceSlots, Lane, Store, StoreOptions, Tier
+from moegguf.native.store import DeviceSlots, Store, StoreContext, StoreOptions, Tier
 
 EXAMPLES = int(os.environ.get("MOEGGUF_STORE_EXAMPLES", "0"))
 Ids = npt.NDArray[np.int32]
 
 # Numbers that stand for one of what there is; shares, for one of so many.
-layers, lanes, seeds = st.integers(0, 5), st.integers(0, 1), st.integers(0, 1 << 16)
+layers, contexts, seeds = st.integers(0, 5), st.integers(0, 1), st.integers(0, 1 << 16)
 experts = st.tuples(layers, st.integers(0, 8))
 shares = st.floats(0, 1)
 
@@ -56,17 +56,17 @@ def prompt(layout: ExpertLayout) -> Ids:
 
 
 class Context:
-    """A lane, what the reference knows of it, and what it holds: layer and ids, and the slots of these."""
+    """One of the store, what the reference knows of it, and what it holds: layer and ids, and the slots of these."""
 
-    def __init__(self, lane: Lane, model: ReferenceLane) -> None:
-        self.lane, self.model = lane, model
+    def __init__(self, of_store: StoreContext, model: ReferenceContext) -> None:
+        self.of_store, self.model = of_store, model
         self.held: tuple[int, Ids, Ids] | None = None
         self.failed: type[MoeggufError] | None = None
 
     def let_go(self) -> Any:
         """As an engine does after each pass. Returns its failure."""
         self.held = self.failed = None
-        return self.lane.take_failure()
+        return self.of_store.take_failure()
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -86,12 +86,12 @@ class StoreMachine(RuleBasedStateMachine):
         self.fake, self.expected = self.models[model]
         self.layout = self.fake.layout
         self.n_all, self.n_used = self.layout.n_expert_total, self.layout.n_expert_used
-        n_lower = math.ceil(share_below * self.n_all)
+        n_ram = math.ceil(share_below * self.n_all)
         self.exact = exact and share < 1
         names = ("chunked", "preempt", "overlap", "demand_first", "direct")
         options = {name: switches.draw(st.booleans(), name) for name in names}
         if self.exact:
-            n_lower, ahead, n_devices = 0, {"sweep": False, "fill": False}, 1
+            n_ram, ahead, n_devices = 0, {"sweep": False, "fill": False}, 1
         else:
             ahead = {name: switches.draw(st.booleans(), name) for name in ("sweep", "fill", "stream")}
             n_devices = switches.draw(st.integers(1, min(2, len(self.layout.layers))), "devices")
@@ -99,10 +99,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.slots = [self.n_of(share, len(layers)) for layers in self.layers]
         self.usable = list(self.slots)  # the fewest that may be in use from the next event on
         link = switches.draw(st.sampled_from([0.0, 1e9]), "link") if simulate else 0.0
-        self.n_lower, self.simulate = n_lower, simulate
-        self.staging = staging if n_lower and share < 1 else 0
+        self.n_ram, self.simulate = n_ram, simulate
+        self.staging = staging if n_ram and share < 1 else 0
         devices = [
-            DeviceSlots(None, n, layers, lower=n_lower > 0, staging=self.staging)
+            DeviceSlots(None, n, layers, through_ram=n_ram > 0, staging=self.staging)
             for n, layers in zip(self.slots, self.layers, strict=True)
         ]
         self.store = Store(
@@ -111,7 +111,7 @@ class StoreMachine(RuleBasedStateMachine):
                 repack=False, simulate=simulate, readers=readers, link_bytes_per_s=link, copy_bytes_per_s=4 * link,
                 **options, **ahead,
             ),
-            n_lower,
+            n_ram,
         )  # fmt: skip
         self.there = dict[tuple[int, int], tuple[int, int]]()
         self.listens = switches.draw(st.booleans(), "listens")
@@ -120,7 +120,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.model = ReferenceStore(MoeShape.of(self.layout), self.slots[0]) if self.exact else MagicMock()
         self.product: Product | None = None
         self.contexts: list[Context] = []
-        self.open_lane()
+        self.open_context()
 
     def note(self, event: Residency) -> None:
         """{(device, slot): what is in it}, as the listener hears it."""
@@ -132,16 +132,16 @@ class StoreMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.contexts) < 2)
     @rule()
-    def open_lane(self) -> None:
-        self.contexts.append(Context(self.store.open_lane(), self.model.open_lane()))
+    def open_context(self) -> None:
+        self.contexts.append(Context(self.store.open_context(), self.model.open_context()))
 
     @precondition(lambda self: len(self.contexts) == 2 and self.product is None)
-    @rule(n=lanes)
-    def close_lane(self, n: int) -> None:
+    @rule(n=contexts)
+    def close_context(self, n: int) -> None:
         context = self.contexts.pop(n)
-        context.lane.close()
+        context.of_store.close()
         self.model.unpin(context.model)
-        self.model.lanes.remove(context.model)
+        self.model.contexts.remove(context.model)
 
     def n_of(self, share: float, n_layers: int) -> int:
         """Slots of some layers, from those of a token to one for each expert."""
@@ -172,15 +172,15 @@ class StoreMachine(RuleBasedStateMachine):
                 self.end_pass(other)
 
     def acquire(self, context: Context, il: int, ids: Ids) -> Ids:
-        """An event of a lane that has not failed. Raises what the store does, and keeps what it hands out."""
+        """An event of a context that has not failed. Raises what the store does, and keeps what it hands out."""
         context.held = None
         try:
-            slots = context.lane.acquire(il, ids)
+            slots = context.of_store.acquire(il, ids)
         except MoeggufError as error:
             context.failed = type(error)
             raise
         fits = np.unique(ids).size <= self.usable_for(il) and not self.store.options.stream
-        if fits or len(ids) == 1 or self.n_lower or not self.simulate:
+        if fits or len(ids) == 1 or self.n_ram or not self.simulate:
             context.held = (il, ids, slots)  # else they have passed through some slots, and gone
         return slots
 
@@ -192,12 +192,12 @@ class StoreMachine(RuleBasedStateMachine):
         one = [rng.choice(some, self.n_used, replace=False, p=share / share.sum()) for _ in range(n_tokens)]
         return np.array(one, np.int32)
 
-    @rule(n=lanes, il=layers, seed=seeds, n_tokens=st.sampled_from([1, 1, 1, 2, 12]))
+    @rule(n=contexts, il=layers, seed=seeds, n_tokens=st.sampled_from([1, 1, 1, 2, 12]))
     def event(self, n: int, il: int, seed: int, n_tokens: int) -> None:
         self.do_event(self.context(n), self.expert((il, 0))[0], seed, n_tokens)
 
     @rule(
-        n=lanes, seed=seeds, n_passes=st.integers(1, 5), n_tokens=st.sampled_from([1, 1, 1, 2, 12]),
+        n=contexts, seed=seeds, n_passes=st.integers(1, 5), n_tokens=st.sampled_from([1, 1, 1, 2, 12]),
         ahead=st.booleans(),
     )  # fmt: skip
     def passes(self, n: int, seed: int, n_passes: int, n_tokens: int, ahead: bool) -> None:
@@ -215,7 +215,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.make_room(context, il, np.unique(ids).size)
         if context.failed is not None:
             with pytest.raises(context.failed):
-                context.lane.acquire(il, ids)
+                context.of_store.acquire(il, ids)
             context.held = None
             self.model.begin(context.model, il, n_tokens)
             return
@@ -224,36 +224,37 @@ class StoreMachine(RuleBasedStateMachine):
         if self.exact:
             assert slots.tolist() == expected
 
-    @precondition(lambda self: not self.exact)
-    @rule(n=lanes, il=layers)
+    @rule(n=contexts, il=layers)
     def crowded_event(self, n: int, il: int) -> None:
         """It may need more experts than there are slots."""
-        context, (il, _) = self.context(n), self.expert((il, 0))
+        context, (il, _), n_expert = self.context(n), self.expert((il, 0)), self.layout.n_expert
+        ids = np.arange(n_expert, dtype=np.int32)[None] if self.exact else prompt(self.layout)
         self.make_room(context, il, self.n_all)
         self.end_pass(context)
         with suppress(MoeggufError):
-            self.acquire(context, il, prompt(self.layout))
-        assert context.failed is None or self.usable_for(il) < self.layout.n_expert
+            self.acquire(context, il, ids)
+        self.model.acquire(context.model, il, ids)
+        assert context.failed is None or self.usable_for(il) < n_expert
 
-    @precondition(lambda self: not (self.exact or self.simulate or self.n_lower))
+    @precondition(lambda self: not (self.exact or self.simulate or self.n_ram))
     @rule()
     def product_of_a_prompt(self) -> None:
         """ggml's own multiplication, with experts that are streamed where they do not fit."""
         context = self.contexts[0]
         self.make_room(context, 0, self.n_all)
         self.end_pass(context)
-        self.product = self.product or Product(self.store, context.lane, self.fake, prompt(self.layout))
+        self.product = self.product or Product(self.store, context.of_store, self.fake, prompt(self.layout))
         self.product.set_ids(prompt(self.layout))
         self.product.acquire()
         bits = self.product.compute()
-        if aborts(context.lane):  # slots that the layer computes with cannot pass its experts through
+        if aborts(context.of_store):  # slots that the layer computes with cannot pass its experts through
             context.failed = MoeggufError
             assert self.usable_for(0) < self.layout.n_expert and not self.store.options.overlap
         else:
             assert bits == self.expected
         self.end_pass(context)
 
-    @rule(n=lanes, expert=st.sampled_from([-1, 0, 1 << 20]), il=layers)
+    @rule(n=contexts, expert=st.sampled_from([-1, 0, 1 << 20]), il=layers)
     def event_of_no_expert(self, n: int, expert: int, il: int) -> None:
         context, n_expert, (il, _) = self.context(n), self.layout.n_expert, self.expert((il, 0))
         self.end_pass(context)
@@ -261,14 +262,14 @@ class StoreMachine(RuleBasedStateMachine):
             self.acquire(context, il, np.array([[0, expert or n_expert]], np.int32))
         self.model.begin(context.model, il, 1)
 
-    @rule(n=lanes)
+    @rule(n=contexts)
     def take_failure(self, n: int) -> None:
         self.end_pass(self.context(n))
 
-    @rule(n=lanes, n_tokens=st.integers(0, 30))
+    @rule(n=contexts, n_tokens=st.integers(0, 30))
     def announce(self, n: int, n_tokens: int) -> None:
         context = self.context(n)
-        context.lane.announce(n, 0, range(n_tokens))
+        context.of_store.announce(n, 0, range(n_tokens))
         context.model.il = 1 << 30
 
     # What else is asked of it.
@@ -314,14 +315,14 @@ class StoreMachine(RuleBasedStateMachine):
         self.model.resize(n_slots)
         self.usable[d] = n_slots
 
-    @precondition(lambda self: self.n_lower)
+    @precondition(lambda self: self.n_ram)
     @rule(share=shares, at_once=st.booleans())
     def resize_below(self, share: float, at_once: bool) -> None:
-        n_slots = max(1, round(share * self.n_lower))
+        n_slots = max(1, round(share * self.n_ram))
         if at_once:
             for context in self.contexts:
                 self.end_pass(context)
-        (self.store.reallocate if at_once else self.store.resize)(n_slots, Tier.LOWER)
+        self.store.resize(n_slots, Tier.RAM, at_once=at_once)
 
     @precondition(lambda self: self.simulate)
     @rule(us=st.integers(0, 20))
@@ -334,7 +335,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     # What goes wrong.
 
-    @rule(n=lanes, il=layers, seed=seeds)
+    @rule(n=contexts, il=layers, seed=seeds)
     def cancelled_event(self, n: int, il: int, seed: int) -> None:
         """What it asked for comes nevertheless."""
         context, (il, _) = self.context(n), self.expert((il, 0))
@@ -348,7 +349,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.model.acquire(context.model, il, ids)
 
     @precondition(lambda self: not self.simulate)
-    @rule(n=lanes, il=layers, seed=seeds, kind=st.sampled_from(["read", "copy"]), nth=st.integers(1, 4))
+    @rule(n=contexts, il=layers, seed=seeds, kind=st.sampled_from(["read", "copy"]), nth=st.integers(1, 4))
     def failing_event(self, n: int, il: int, seed: int, kind: str, nth: int) -> None:
         context, (il, _) = self.context(n), self.expert((il, 0))
         ids = self.route(seed, il, 1)
@@ -367,15 +368,15 @@ class StoreMachine(RuleBasedStateMachine):
         self.end_pass(context)
 
     @precondition(lambda self: not self.simulate)
-    @rule(of=experts)
-    def failing_prefetch(self, of: tuple[int, int]) -> None:
+    @rule(of=experts, warms=st.booleans())
+    def failing_prefetch(self, of: tuple[int, int], warms: bool) -> None:
         of = self.expert(of)
         self.store.drain(10)
         library.arm_fault("read", 1, sticky=True)
-        self.store.prefetch([of[0]], [of[1]])
+        (self.store.warm if warms else self.store.prefetch)([of[0]], [of[1]])
         self.store.drain(10)
         library.arm_fault("read", 0)
-        self.model.prefetch(of, reads_fail=True)
+        self.model.warm([of], reads_fail=True) if warms else self.model.prefetch(of, reads_fail=True)
 
     # What holds after each of them.
 
@@ -443,14 +444,14 @@ class StoreMachine(RuleBasedStateMachine):
             if self.product is not None:
                 self.product.close()
             for context in self.contexts:
-                context.lane.close()
+                context.of_store.close()
             self.store.close()
 
     def check_all_that_is_there(self) -> None:
         """Nothing is on its way, and whatever is said to be there has the file's bytes."""
         for context in self.contexts:
             self.end_pass(context)
-        self.contexts[0].lane.acquire(self.layout.layers[0].il, [[0]])  # as many slots as were asked for
+        self.contexts[0].of_store.acquire(self.layout.layers[0].il, [[0]])  # as many slots as were asked for
         self.contexts[0].let_go()
         self.store.drain(10)
         check_counters(self.store.counters(), sum(self.slots))
@@ -464,7 +465,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert sorted(self.there.values()) == [tuple(at) for at in np.argwhere(there == 2).tolist()]
         for il, expert in np.argwhere(there == 2).tolist():
             n_misses = self.store.counters()["misses"]
-            slots = self.contexts[0].lane.acquire(il, [[expert]])
+            slots = self.contexts[0].of_store.acquire(il, [[expert]])
             assert self.store.counters()["misses"] == n_misses
             self.check_held(il, np.array([[expert]], np.int32), slots)
         self.contexts[0].let_go()
@@ -474,12 +475,12 @@ class StoreMachine(RuleBasedStateMachine):
 def bits(model: FakeModel) -> bytes:
     """Of a prompt's product, every expert being there."""
     store = Store(model.layout, model.layout.n_expert_total, StoreOptions(repack=False))
-    lane = store.open_lane()
-    product = Product(store, lane, model, prompt(model.layout))
+    context = store.open_context()
+    product = Product(store, context, model, prompt(model.layout))
     product.acquire()
     found = product.compute()
     product.close()
-    lane.close()
+    context.close()
     store.close()
     return found
 

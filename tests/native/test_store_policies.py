@@ -21,7 +21,7 @@ from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
 from moegguf.native import abi, library
 from moegguf.native.events import Float32s, Phase, RoutingEvent
-from moegguf.native.store import Lane, NativePolicy, Store, StoreOptions
+from moegguf.native.store import NativePolicy, Store, StoreContext, StoreOptions
 from moegguf.trace.belady import Lookups, belady
 from moegguf.trace.simulate import SimOptions, Simulation, layout_of
 
@@ -56,11 +56,11 @@ def told(two: FakeModel, open_store: Open) -> Callable[..., tuple[Store, Callabl
     def tell(
         n_slots: int = 3, policy: NativePolicy | None = HALVING, story: list[tuple[int, int]] = STORY
     ) -> tuple[Store, Callable[..., None]]:
-        store, lane = open_store(two, n_slots)
+        store, context = open_store(two, n_slots)
         set_policy(store, policy)
 
         def event(il: int, *experts: int) -> None:
-            two.acquire(store, lane, il, [[expert] for expert in experts])
+            two.acquire(store, context, il, [[expert] for expert in experts])
 
         for il, expert in story:
             event(il, expert)
@@ -108,13 +108,13 @@ def test_two_averages_are_added_by_their_weights(told: Told) -> None:
 
 
 def test_a_resident_pool_starts_counting_when_it_shrinks(two: FakeModel, open_store: Open) -> None:
-    store, lane = open_store(two, 16, fill=False)
+    store, context = open_store(two, 16, fill=False)
     set_policy(store, HALVING)
     for _ in range(9):
-        two.acquire(store, lane, 1, [1])  # does not count
+        two.acquire(store, context, 1, [1])  # does not count
     store.resize(3)
     for il, expert in [*STORY, (0, 2)]:
-        two.acquire(store, lane, il, [expert])
+        two.acquire(store, context, il, [expert])
     assert there(store) == {(0, 0), (1, 0), (0, 2)}
 
 
@@ -201,7 +201,7 @@ def test_the_same_victims_as_the_python_policy_with_a_forecast(tmp_path: Path, o
     shape, rng = MoeShape.of(fake.layout), np.random.default_rng(n_slots)
     policy, unaided = (NextUse(shape, (1.0,), (1.0,), 1.0) for _ in range(2))
     history = History(shape)
-    (native, native_lane), (scored, scored_lane) = (
+    (native, native_context), (scored, scored_context) = (
         open_store(fake, n_slots, simulate=True, sweep=False) for _ in range(2)
     )
     set_policy(native, HALVING)
@@ -211,8 +211,8 @@ def test_the_same_victims_as_the_python_policy_with_a_forecast(tmp_path: Path, o
         for row, il in enumerate(shape.layers):
             ids = rng.permutation(rng.integers(3, 9))[np.newaxis, :2].astype(np.int32)
             scored.set_scores(scores)
-            native_lane.acquire(il, ids)
-            scored_lane.acquire(il, ids)
+            native_context.acquire(il, ids)
+            scored_context.acquire(il, ids)
             assert np.array_equal(native.residency(), scored.residency()), (pass_, il)
             history.update(RoutingEvent(pass_, 0, 0, 0, Phase.DECODE, -1, il, ids))
             table = (rng.integers(0, 3, shape.table) / 2).astype(np.float32)
@@ -265,10 +265,10 @@ def one(tmp_path: Path) -> FakeModel:
 def resident_after(
     one: FakeModel, open_store: Open, experts: Iterable[int], share: float, n_slots: int = 3
 ) -> set[int]:
-    store, lane = open_store(one, n_slots)
+    store, context = open_store(one, n_slots)
     store.set_policy("slru", protected_share=share)
     for expert in experts:
-        one.acquire(store, lane, 0, [[expert]])
+        one.acquire(store, context, 0, [[expert]])
     return resident(store)
 
 
@@ -322,12 +322,12 @@ class Pool:
             layout_of(PAPER), n_slots, StoreOptions(repack=False, fill=False, simulate=True, sweep=False)
         )
         self.store.set_policy(LOCALITY.name, **LOCALITY.parameters)
-        self.lane = Lane(self.store)
+        self.context = StoreContext(self.store)
 
     def route(self, il: int, *experts: int) -> set[Expert]:
         """The router of layer `il` chooses these; returns the experts that lost their slots for them."""
         before = self.there()
-        self.lane.acquire(il, [list(experts)])
+        self.context.acquire(il, [list(experts)])
         return before - self.there()
 
     def predict(self, **layers: Sequence[int]) -> None:
@@ -346,7 +346,7 @@ class Pool:
         return {(int(il), int(expert)) for il, expert in np.argwhere(self.store.residency() == 2)}
 
     def close(self) -> None:
-        self.lane.close()
+        self.context.close()
         self.store.close()
 
 

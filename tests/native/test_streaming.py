@@ -12,7 +12,7 @@ from product import Product, aborts, check_a_failed_read_ends_the_pass, check_fa
 from test_arrivals import resident
 
 from moegguf.native import abi, library
-from moegguf.native.store import Lane, Store
+from moegguf.native.store import Store, StoreContext
 
 IDS = np.arange(24).reshape(12, 2) * 3 % 8  # of 12 tokens: every expert, three times
 
@@ -24,67 +24,67 @@ def test_a_product_with_fewer_slots_than_experts_has_the_same_bits(
     fake: FakeModel, open_store: Open, products: list[Product], repack: bool, n_slots: int, readers: int
 ) -> None:
     expected = resident(fake, open_store, products, IDS, repack=repack)
-    store, lane = open_store(fake, n_slots, repack=repack, readers=readers)
-    products.append(Product(store, lane, fake, IDS))
+    store, context = open_store(fake, n_slots, repack=repack, readers=readers)
+    products.append(Product(store, context, fake, IDS))
     for _ in range(3):  # its slots are free again for the next one
         products[-1].set_ids(IDS)
         products[-1].acquire()
         assert products[-1].compute() == expected
-        assert not aborts(lane)
+        assert not aborts(context)
     counters = store.counters()
     assert counters["misses"] > 0
     gates = fake.layout.matrices[0].expert_bytes * counters["misses"]
     assert gates <= counters["bytes_missed"] <= fake.expert_bytes * counters["misses"]
-    assert lane.take_failure() is None
+    assert context.take_failure() is None
 
 
 def test_slots_keep_what_others_use_where_streaming_is_asked_for(
     fake: FakeModel, open_store: Open, products: list[Product]
 ) -> None:
     expected = resident(fake, open_store, products, IDS)
-    store, lane = open_store(fake, 20, readers=1, stream=True)
+    store, context = open_store(fake, 20, readers=1, stream=True)
     for layer in range(4):
-        lane.acquire(layer, [[0, 1]])
-    products.append(Product(store, lane, fake, IDS))
+        context.acquire(layer, [[0, 1]])
+    products.append(Product(store, context, fake, IDS))
     products[-1].acquire()
     assert products[-1].compute() == expected
     assert all((store.residency()[il][:2] == 2).all() for il in range(4))
     assert store.info()["n_slots"] == 20 and store.counters()["evictions"] == 0
-    lane.acquire(0, [[0, 1]])
+    context.acquire(0, [[0, 1]])
     store.drain(10)
     assert store.counters()["slots_used"] == 8, "slots of the layer that did not come to an end are free"
 
 
 def test_a_failed_read_ends_the_pass(fake: FakeModel, open_store: Open, products: list[Product]) -> None:
-    store, lane = open_store(fake, 3, readers=2)
-    products.append(Product(store, lane, fake, IDS))
+    store, context = open_store(fake, 3, readers=2)
+    products.append(Product(store, context, fake, IDS))
     check_a_failed_read_ends_the_pass(store, products[-1], fake, 5)
-    assert lane.take_failure() is None
+    assert context.take_failure() is None
 
 
 def test_cancelling_ends_it(fake: FakeModel, open_store: Open, products: list[Product]) -> None:
-    store, lane = open_store(fake, 3, readers=1)
-    products.append(Product(store, lane, fake, IDS))
+    store, context = open_store(fake, 3, readers=1)
+    products.append(Product(store, context, fake, IDS))
     library.arm_fault("slow_read", 2, sticky=True)
     products[-1].acquire()
     timer = threading.Timer(0.2, store.cancel)
     timer.start()
     products[-1].compute()
-    assert aborts(lane)
+    assert aborts(context)
     timer.join()
     store.cancel(False)
-    check_failure(lane, abi.CANCELLED)
+    check_failure(context, abi.CANCELLED)
     library.arm_fault("slow_read", 0)
-    fake.token(store, lane, [3, 4])
+    fake.token(store, context, [3, 4])
 
 
-def test_a_lane_streams_after_another(fake: FakeModel, open_store: Open, products: list[Product]) -> None:
+def test_a_context_streams_after_another(fake: FakeModel, open_store: Open, products: list[Product]) -> None:
     """And a token of a third is computed with the same layer meanwhile."""
     expected = resident(fake, open_store, products, IDS)
     token = resident(fake, open_store, products, [[7, 3]])
     store, first = open_store(fake, 8, readers=1, stream=True)
-    second, third = store.open_lane(), store.open_lane()
-    streamed = [Product(store, lane, fake, IDS) for lane in (first, second)]
+    second, third = store.open_context(), store.open_context()
+    streamed = [Product(store, context, fake, IDS) for context in (first, second)]
     single = Product(store, third, fake, [[7, 3]])
     products += [*streamed, single]
     streamed[0].acquire()
@@ -102,8 +102,8 @@ def test_a_lane_streams_after_another(fake: FakeModel, open_store: Open, product
 
 
 def test_an_expert_that_does_not_fit_is_no_error_in_simulation_either(fake: FakeModel, open_store: Open) -> None:
-    store, lane = open_store(fake, 3, simulate=True, link_bytes_per_s=1e9)
-    simulate(store, lane)
+    store, context = open_store(fake, 3, simulate=True, link_bytes_per_s=1e9)
+    simulate(store, context)
     counters = store.counters()
     assert (counters["misses"], counters["hits_ready"]) == (32, 0)
     assert counters["bytes_missed"] == 32 * fake.expert_bytes
@@ -111,16 +111,16 @@ def test_an_expert_that_does_not_fit_is_no_error_in_simulation_either(fake: Fake
     assert (store.residency()[3] == 2).sum() == 2, "the last experts of the last layer stay"
 
 
-def simulate(store: Store, lane: Lane) -> None:
+def simulate(store: Store, context: StoreContext) -> None:
     """A prompt's pass."""
     for il in range(4):
-        lane.acquire(il, IDS)
+        context.acquire(il, IDS)
 
 
 def test_what_is_there_is_not_read_again(tmp_path: Path, open_store: Open) -> None:
     fake = make_model(tmp_path, n_layer=1)
-    store, lane = open_store(fake, 6, simulate=True, readers=1)
-    simulated = [lane.acquire(0, IDS) for _ in range(2)]
+    store, context = open_store(fake, 6, simulate=True, readers=1)
+    simulated = [context.acquire(0, IDS) for _ in range(2)]
     assert len(simulated) == 2
     counters = store.counters()
     assert (counters["hits_ready"], counters["misses"]) == (3, 13), (

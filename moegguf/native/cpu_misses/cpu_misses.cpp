@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cstdio>
 #include <iterator>
-#include <system_error>
 
 namespace moegguf {
 namespace {
@@ -58,11 +57,7 @@ void CpuMisses::start(int n_threads) {
         return;
     }
     backend_ = make_backend(find_device(nullptr), n_threads);
-    try {
-        thread_ = std::thread([this] { run(); });
-    } catch (const std::system_error & e) {
-        throw Error(MOEGGUF_MEMORY, std::string("cannot start the thread that computes misses: ") + e.what());
-    }
+    thread_ = start_thread("the thread that computes misses", [this] { run(); });
     set_on();
 }
 
@@ -212,7 +207,8 @@ bool CpuMisses::comes_as_fast(int il, int expert) const {
 
 // Of a layer's misses, so many copies, `least` or more, that link and processor end as soon as they can side by side.
 int CpuMisses::count_fastest(int il, int least, int n_missed) const {
-    const double expert_ns = (double)expert_bytes(il), copy_ns = expert_ns * tiers_.of(il).copies->bytes_ns();
+    const double expert_ns = (double)layout_.bytes(il, all_kinds),
+                 copy_ns = expert_ns * tiers_.of(il).copies->bytes_ns();
     const auto layer_ns = [&](int n) {
         const int n_computed = n_missed - n;
         const double computed_ns = n_computed > 0 ? start_ns_ + n_computed * expert_ns * bytes_ns_ : 0;
@@ -473,7 +469,7 @@ void CpuMisses::begin_modelled(Context & context) {
         if (!stall(shared_, *context.pinned.tier, lock, [&] { return find_ready(job); })) {
             return;
         }
-        const auto took_ns = uint64_t(bytes_ns_ * double(ready_.size() * expert_bytes(job.il)));
+        const auto took_ns = uint64_t(bytes_ns_ * double(ready_.size() * layout_.bytes(job.il, all_kinds)));
         job.computed_ns = std::max(job.computed_ns, shared_.clock->now_ns()) + took_ns;
         n_computed_ += ready_.size();
         compute_ns_ += took_ns;
@@ -494,7 +490,6 @@ void CpuMisses::end_modelled(Context & context) {
 // The thread.
 
 void CpuMisses::run() {
-    ask_for_short_slices();
     Lock lock(shared_.mutex);
     while (!stopping_) {
         if (queue_.empty()) {
@@ -539,7 +534,7 @@ void CpuMisses::compute(MissJob & job, Lock & lock) {
         lock.lock();
         n_computed_ += job.measures ? 0 : ready_.size();
         compute_ns_ += job.measures ? 0 : took_ns;
-        follow(bytes_ns_, (double)took_ns / (ready_.size() * expert_bytes(job.il)));
+        follow(bytes_ns_, (double)took_ns / (ready_.size() * layout_.bytes(job.il, all_kinds)));
     }
 }
 
@@ -607,14 +602,6 @@ void CpuMisses::compute_ready(MissJob & job) {
             std::copy_n(row, job.n_embd, job.rows.data() + (size_t)choice * job.n_embd);
         }
     }
-}
-
-uint64_t CpuMisses::expert_bytes(int il) const {
-    uint64_t bytes = 0;
-    for (int matrix : layout_.layers[il].matrix) {
-        bytes += matrix >= 0 ? layout_.matrices[matrix].expert_bytes : 0;
-    }
-    return bytes;
 }
 
 } // namespace moegguf

@@ -100,7 +100,6 @@ class CpuMisses final : public SlotSupply {
     void end_modelled(Context & context);
     bool awaits_file(const MissJob & job) const;
     void await_rows(Context & context, const MissJob & job, Lock & lock);
-    uint64_t expert_bytes(int il) const;
     void run();
     void compute(MissJob & job, Lock & lock);
     void compute_ready(MissJob & job);

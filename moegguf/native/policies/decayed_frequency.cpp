@@ -1,5 +1,6 @@
 // decayed_frequency.cpp: evicts the expert with the fewest uses, each counted half as much after every
 // half_life_tokens (LRFU, Lee et al. 2001). Passes of more than one token are left to recency, but count.
+// Touches its own tables only (policy.h).
 #include "policies/averages.h"
 
 namespace moegguf {

@@ -1,4 +1,5 @@
 // lru.cpp: evicts the least recently used expert. The simplest policy: it leaves everything to recency.
+// Touches its own tables only (policy.h).
 #include "policies/policy.h"
 
 namespace moegguf {

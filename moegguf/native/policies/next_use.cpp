@@ -9,6 +9,7 @@
 //
 // In published routing half of a token's experts are used again within eight tokens, in other models far fewer:
 // averages over a dozen tokens, some dozens and all of them are good for both.
+// Touches its own tables only (policy.h).
 #include "policies/averages.h"
 
 namespace moegguf {

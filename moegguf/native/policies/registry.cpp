@@ -1,4 +1,4 @@
-// registry.cpp: the table of policies that can be chosen by name.
+// registry.cpp: the table of policies that can be chosen by name, and their parameters. Makes policies, changes none.
 #include "policies/policy.h"
 
 #include <algorithm>

@@ -2,6 +2,7 @@
 // again since they were loaded are protected, the others are on probation and are evicted first. The protected segment
 // holds up to protected_share of the layer's experts; beyond that its least recently used expert goes back on
 // probation.
+// Touches its own tables only (policy.h).
 #include "policies/policy.h"
 
 #include <cmath>

@@ -1,4 +1,5 @@
 // affinity.cpp: DuoServe-MoE's affinity between layers (section 4.1): the next layer from the experts just chosen.
+// Touches its own tables only (predictor.h).
 #include "predictors/predictor.h"
 
 namespace moegguf {

@@ -1,5 +1,6 @@
 // mlp.cpp: ProMoE's learned predictor (section 4.3): a two-layer MLP from the router's input of one layer to the
 // experts of a later one.
+// Touches its own tables only (predictor.h).
 #include "predictors/input_predictor.h"
 
 namespace moegguf {

@@ -1,6 +1,7 @@
 // nearest.cpp: which stored requests resemble a pass, layer by layer: the query of an EAM collection.
 //
-// In numpy this is a dozen steps of a microsecond or two each, and the controller asks at every layer.
+// Touches what it is given only, and knows no store. In numpy this is a dozen steps of a microsecond or two each, and
+// the controller asks at every layer.
 #include "moegguf.h"
 
 #include <algorithm>

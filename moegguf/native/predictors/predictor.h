@@ -74,6 +74,5 @@ struct PredictorType {
 
 // The type of that name. Throws Error(INVALID) when there is none.
 const PredictorType & predictor_type(const char * name);
-const PredictorType * predictor_at(int index); // nullptr behind the last one
 
 } // namespace moegguf

@@ -1,4 +1,5 @@
 // previous_token.cpp: the experts that the last token used at a layer.
+// Touches its own tables only (predictor.h).
 #include "predictors/predictor.h"
 
 namespace moegguf {

@@ -1,4 +1,4 @@
-// registry.cpp: the table of predictors that can be chosen by name.
+// registry.cpp: the table of predictors that can be chosen by name, and their arrays. Makes predictors, changes none.
 #include "predictors/predictor.h"
 
 #include <algorithm>
@@ -91,10 +91,6 @@ const PredictorType & predictor_type(const char * name) {
     }
     throw Error(MOEGGUF_INVALID,
                 "there is no native predictor '" + std::string(name ? name : "") + "'; known are " + known);
-}
-
-const PredictorType * predictor_at(int index) {
-    return index >= 0 && index < (int)std::size(types) ? types[index] : nullptr;
 }
 
 } // namespace moegguf

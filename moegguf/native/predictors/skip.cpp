@@ -1,5 +1,6 @@
 // skip.cpp: skip prediction (Mixtral-offloading; ProMoE section 4.2): a layer's router input into later layers'
 // routers.
+// Touches its own tables only (predictor.h).
 #include "predictors/input_predictor.h"
 
 #include <numeric>

@@ -1,5 +1,6 @@
 // token_table.cpp: ProMoE's token-based prediction (section 4.2): experts that a token id used most often, all layers
 // at once.
+// Touches its own tables only (predictor.h).
 #include "predictors/predictor.h"
 
 namespace moegguf {
