@@ -71,7 +71,7 @@ class Stats:
     staged: `bytes_staged` were copied into tensors of `staging_bytes` in `staging_copy_s`, of which layers waited
     `staging_stall_s`, that for reads behind the copies included. `misses_computed`: those on devices that the CPU has
     computed, in `compute_s`, of which devices waited `compute_stall_s`, a part of `stall_s`; `exact` is False where it
-    may.
+    may. Whether bits depend on the pass, too, `Llama.batch_invariant` says.
     """
 
     tokens: int = 0
