@@ -80,7 +80,7 @@ wheel: $(VENV)/.tools
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(VENV)/bin/auditwheel repair --wheel-dir dist build/portable/wheel/*.whl
 
 bench: $(READY)
-	@$(VENV)/bin/moegguf bench -m $(MODEL) --against mmap --memory-limit 4GiB -p 512 -n 32 -r 2
+	@$(VENV)/bin/moegguf bench -m $(MODEL) --against stock --memory-limit 4GiB -p 512 -n 16 -r 2 --rounds 5
 
 clean:
 	rm -rf $(VENV) build/native build/portable build/vulkan build/cuda build/tsan build/asan build/ubsan build/test-rpc
