@@ -93,7 +93,7 @@ struct Shape {
             return (n_cells + part_keys - 1) / part_keys;
         }
         const CellList list = lists->of_token(token);
-        return list.n == 0 ? 0 : list.positions[list.n - 1] / part_keys - list.positions[0] / part_keys + 1;
+        return list.n == 0 ? 0 : list.cells[list.n - 1].first / part_keys - list.cells[0].first / part_keys + 1;
     }
 
     int64_t most_rows_of_tile() const { return round_up(n_heads * n_of_tokens, kernels->lanes); }
@@ -172,7 +172,7 @@ struct Tile {
         first_token = token % s.n_tokens;
         n_tokens = (int)(s.tile_end(token) - token);
         n_parts = s.parts_of(token);
-        list = s.lists ? s.lists->of_token(token) : CellList{nullptr, nullptr, s.n_cells};
+        list = s.lists ? s.lists->of_token(token) : CellList{nullptr, s.n_cells};
         first_head = group / groups_of_key * s.n_shared + group % groups_of_key * s.n_heads;
         n_heads = (int)std::min(s.n_heads, (group / groups_of_key + 1) * s.n_shared - first_head);
         n_rows = n_heads * n_tokens;
@@ -386,11 +386,12 @@ struct Tile {
         return (const char *)x->data + cell * x->nb[1] + first_head / s.n_shared * x->nb[2] + stream * x->nb[3];
     }
 
-    int64_t position(int64_t i) const { return list.cells ? list.positions[i] : i; }
+    int64_t position(int64_t i) const { return list.cells ? list.cells[i].first : i; }
 
     // The first entry of the list whose position is not before this one.
     int64_t entry_at(int64_t position) const {
-        return list.cells ? std::lower_bound(list.positions, list.positions + list.n, position) - list.positions
+        const std::pair<int32_t, int32_t> first((int32_t)position, 0);
+        return list.cells ? std::lower_bound(list.cells, list.cells + list.n, first) - list.cells
                           : std::min(position, list.n);
     }
 
@@ -401,7 +402,7 @@ struct Tile {
             if (position(i) / most_keys != position(entry) / most_keys) {
                 break;
             }
-            block.cells[block.n] = list.cells ? list.cells[i] : (int32_t)i;
+            block.cells[block.n] = list.cells ? list.cells[i].second : (int32_t)i;
             block.is_run &= block.cells[block.n] == block.cells[0] + block.n;
             block.n++;
         }

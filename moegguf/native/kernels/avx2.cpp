@@ -6,7 +6,5 @@
 #include "tile.h"
 
 namespace moegguf::kernels {
-
 const Kernels avx2 = {find<Avx2>, find_floats<Avx2>, &attention_kernels<Avx2>};
-
 } // namespace moegguf::kernels

@@ -6,7 +6,5 @@
 #include "tile.h"
 
 namespace moegguf::kernels {
-
 const Kernels avx512 = {find<Avx512>, find_floats<Avx512>, &attention_kernels<Avx512>};
-
 } // namespace moegguf::kernels

@@ -4,13 +4,14 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 namespace moegguf {
 
-// Cells of one sequence and stream: [n], by position.
+// (position, cell) of one sequence and stream: [n], in order.
 struct CellList {
-    const int32_t *cells, *positions;
+    const std::pair<int32_t, int32_t> * cells;
     int64_t n;
 };
 
@@ -33,54 +34,31 @@ class CellLists {
     }
 
     CellList of_token(int64_t token) const {
-        const List & list = lists_[list_of_[token]];
-        return {list.cells.data(), list.positions.data(), (int64_t)list.cells.size()};
+        const auto & list = lists_[list_of_[token]];
+        return {list.data(), (int64_t)list.size()};
     }
     int64_t n_tokens() const { return (int64_t)list_of_.size(); }
     int32_t number_of_list(int64_t token) const { return list_of_[token]; }
 
   private:
-    struct List {
-        std::vector<int32_t> cells, positions;
-    };
-
     template <class PositionIn>
     void add_list(int64_t token, int64_t n_cells, PositionIn position_in) {
-        if (lists_.size() < sequences_.size()) {
-            lists_.emplace_back();
-        }
-        List & list = lists_[sequences_.size() - 1]; // memory is used again
-        list.cells.clear();
-        list.positions.clear();
-        bool in_order = true;
+        lists_.resize(std::max(lists_.size(), sequences_.size()));
+        auto & list = lists_[sequences_.size() - 1]; // memory is used again
+        list.clear();
         for (int64_t cell = 0; cell < n_cells; cell++) {
             const int32_t position = position_in(token, cell);
             if (position >= 0) {
-                in_order &= list.positions.empty() || list.positions.back() <= position;
-                list.cells.push_back((int32_t)cell);
-                list.positions.push_back(position);
+                list.emplace_back(position, (int32_t)cell);
             }
         }
-        if (!in_order) {
-            sort(list);
-        }
-    }
-
-    void sort(List & list) {
-        by_position_.resize(list.cells.size());
-        for (size_t i = 0; i < list.cells.size(); i++) {
-            by_position_[i] = {list.positions[i], list.cells[i]};
-        }
-        std::sort(by_position_.begin(), by_position_.end());
-        for (size_t i = 0; i < list.cells.size(); i++) {
-            list.positions[i] = by_position_[i].first;
-            list.cells[i] = by_position_[i].second;
+        if (!std::is_sorted(list.begin(), list.end())) {
+            std::sort(list.begin(), list.end());
         }
     }
 
     std::vector<int32_t> list_of_, sequences_;
-    std::vector<List> lists_;
-    std::vector<std::pair<int32_t, int32_t>> by_position_;
+    std::vector<std::vector<std::pair<int32_t, int32_t>>> lists_;
 };
 
 } // namespace moegguf

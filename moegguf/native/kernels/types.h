@@ -62,11 +62,7 @@ struct NibblesX8 {
 
     template <class Isa>
     static typename Isa::F scale(const uint8_t * const (&blocks)[Isa::n_groups]) {
-        const void * d[Isa::n_groups];
-        for (int i = 0; i < Isa::n_groups; i++) {
-            d[i] = blocks[i];
-        }
-        return Isa::load_halves(d);
+        return Isa::load_halves((const void * const(&)[Isa::n_groups])blocks);
     }
 };
 
