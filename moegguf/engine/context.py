@@ -165,10 +165,10 @@ class Context:
     def _evaluate(self, chunks: Sequence[Chunk]) -> list[int]:
         """One call of llama_decode."""
         llm = self._llm
-        self._announce(chunks)
         own = chunks[-1] if chunks[-1].sequence == 0 else None
         llm._requires_eval = True
         rows = self._batch.fill(chunks, self.images.position, all_logits=llm._logits_all and len(chunks) == 1)
+        self._announce(chunks)
         self.computed(lambda: llm._ctx.decode(self._batch), sum(len(chunk.tokens) for chunk in chunks))
         self._chunk_rows = [row for chunk, row in zip(chunks, rows, strict=True) if chunk.wants_logits]
         for chunk in chunks:
