@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from moegguf.atomic_write import write_atomically
 from moegguf.engine.doctor import read_pin
 from moegguf.errors import LibraryError
 from moegguf.native import library
@@ -34,7 +34,8 @@ def stock_library(progress: Callable[[str], object]) -> Path:
     if not folder.exists():
         progress(f"building llama.cpp {pin['llama_cpp_commit']} without patches, once; this takes some minutes")
         _build(pin, arguments, folder)
-    shutil.copy(own / "libmoegguf.so", folder)
+    for built in own.glob("libmoegguf.*"):  # replaced as a whole: another run may have it loaded
+        write_atomically(folder / built.name, built.read_bytes())
     return folder
 
 
