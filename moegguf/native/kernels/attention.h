@@ -100,6 +100,34 @@ struct Attention {
         }
     }
 
+    // Halves i to i + 7 of 2 * lanes rows: x[j] gets half i + j of the first ones, y[j] of the others.
+    static MOEGGUF_INLINE void transpose_halves(const char * const * rows, int64_t i, F (&x)[8], F (&y)[8]) {
+        typename Isa::I h[8], g[8];
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; j++) {
+            h[j] = Isa::load_parts(rows + j, 2 * i);
+        }
+#pragma GCC unroll 4
+        for (int j = 0; j < 8; j += 2) {
+            g[j] = Isa::low_16(h[j], h[j + 1]), g[j + 1] = Isa::high_16(h[j], h[j + 1]);
+        }
+#pragma GCC unroll 2
+        for (int j = 0; j < 8; j += 4) {
+            h[j] = Isa::low_32(g[j], g[j + 2]), h[j + 1] = Isa::high_32(g[j], g[j + 2]);
+            h[j + 2] = Isa::low_32(g[j + 1], g[j + 3]), h[j + 3] = Isa::high_32(g[j + 1], g[j + 3]);
+        }
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) {
+            g[2 * j] = Isa::low_64(h[j], h[j + 4]), g[2 * j + 1] = Isa::high_64(h[j], h[j + 4]);
+        }
+        alignas(64) uint16_t halves[8][2 * lanes]; // conversions from memory need no shuffle
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; j++) {
+            Isa::store(halves[j], g[j]);
+            x[j] = Isa::load_f16_row(halves[j]), y[j] = Isa::load_f16_row(halves[j] + lanes);
+        }
+    }
+
     template <int n_rows>
     static void score_few_rows(const float * queries, int n_lanes, const char * const * keys, int64_t n,
                                const RowsToPrefetch & soon, int part, int n_parts, float * scores) {
@@ -109,7 +137,7 @@ struct Attention {
         }
         for (int64_t i = 0; i < n; i += 8, queries += 8 * n_lanes) {
             F x[8], y[8];
-            Isa::transpose_halves(keys, i, x, y);
+            transpose_halves(keys, i, x, y);
             // One after the other while others are multiplied: memory is what few rows wait for.
             const int64_t begin = n * part + i, of_all = n * n_parts;
             for (int64_t r = begin * soon.n / of_all; r < (begin + 8) * soon.n / of_all; r++) {

@@ -151,39 +151,18 @@ struct Avx2 {
         const uint32_t seen = ~bits(_mm256_cmpeq_epi16(a, masked), _mm256_cmpeq_epi16(b, masked));
         return {seen, seen & ~bits(_mm256_cmpeq_epi16(a, zero()), _mm256_cmpeq_epi16(b, zero()))};
     }
-    // Halves i to i + 7 of 16 rows: x[j] gets half i + j of rows 0 to 7, y[j] of the others.
-    static MOEGGUF_INLINE void transpose_halves(const char * const * rows, int64_t i, F (&x)[8], F (&y)[8]) {
-        const auto eight = [rows, i](int row) { return _mm_loadu_si128((const __m128i *)(rows[row] + 2 * i)); };
-        I h[8], g[8];
-#pragma GCC unroll 8
-        for (int j = 0; j < 8; j++) {
-            h[j] = _mm256_inserti128_si256(_mm256_castsi128_si256(eight(j)), eight(j + 8), 1);
-        }
-#pragma GCC unroll 4
-        for (int j = 0; j < 8; j += 2) {
-            g[j] = _mm256_unpacklo_epi16(h[j], h[j + 1]);
-            g[j + 1] = _mm256_unpackhi_epi16(h[j], h[j + 1]);
-        }
-#pragma GCC unroll 2
-        for (int j = 0; j < 8; j += 4) {
-            h[j] = _mm256_unpacklo_epi32(g[j], g[j + 2]);
-            h[j + 1] = _mm256_unpackhi_epi32(g[j], g[j + 2]);
-            h[j + 2] = _mm256_unpacklo_epi32(g[j + 1], g[j + 3]);
-            h[j + 3] = _mm256_unpackhi_epi32(g[j + 1], g[j + 3]);
-        }
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) {
-            g[2 * j] = _mm256_unpacklo_epi64(h[j], h[j + 4]);
-            g[2 * j + 1] = _mm256_unpackhi_epi64(h[j], h[j + 4]);
-        }
-        alignas(64) uint16_t halves[8][16]; // conversions from memory need no shuffle
-#pragma GCC unroll 8
-        for (int j = 0; j < 8; j++) {
-            _mm256_store_si256((I *)halves[j], g[j]);
-            x[j] = load_f16_row(halves[j]);
-            y[j] = load_f16_row(halves[j] + 8);
-        }
+    // 16 bytes of two rows, 8 rows apart
+    static I load_parts(const char * const * rows, int64_t at) {
+        const auto part = [rows, at](int row) { return _mm_loadu_si128((const __m128i *)(rows[row] + at)); };
+        return _mm256_inserti128_si256(_mm256_castsi128_si256(part(0)), part(8), 1);
     }
+    static I low_16(I a, I b) { return _mm256_unpacklo_epi16(a, b); }
+    static I high_16(I a, I b) { return _mm256_unpackhi_epi16(a, b); }
+    static I low_32(I a, I b) { return _mm256_unpacklo_epi32(a, b); }
+    static I high_32(I a, I b) { return _mm256_unpackhi_epi32(a, b); }
+    static I low_64(I a, I b) { return _mm256_unpacklo_epi64(a, b); }
+    static I high_64(I a, I b) { return _mm256_unpackhi_epi64(a, b); }
+    static void store(uint16_t * out, I x) { _mm256_store_si256((I *)out, x); }
 
     // ---- 16 lanes of floats, for floats.h ----
 

@@ -147,42 +147,19 @@ struct Avx512 {
         const uint32_t seen = _mm512_cmpneq_epi16_mask(m, _mm512_set1_epi16((short)0xfc00));
         return {seen, seen & _mm512_test_epi16_mask(m, m)};
     }
-    // Halves i to i + 7 of 32 rows: x[j] gets half i + j of rows 0 to 15, y[j] of the others.
-    static MOEGGUF_INLINE void transpose_halves(const char * const * rows, int64_t i, F (&x)[8], F (&y)[8]) {
-        const auto eight = [rows, i](int row) { return _mm_loadu_si128((const __m128i *)(rows[row] + 2 * i)); };
-        I h[8], g[8];
-#pragma GCC unroll 8
-        for (int j = 0; j < 8; j++) { // a quarter of h[j]: row j of 8
-            h[j] = _mm512_castsi128_si512(eight(j));
-            h[j] = _mm512_inserti32x4(h[j], eight(j + 8), 1);
-            h[j] = _mm512_inserti32x4(h[j], eight(j + 16), 2);
-            h[j] = _mm512_inserti32x4(h[j], eight(j + 24), 3);
-        }
-#pragma GCC unroll 4
-        for (int j = 0; j < 8; j += 2) {
-            g[j] = _mm512_unpacklo_epi16(h[j], h[j + 1]);
-            g[j + 1] = _mm512_unpackhi_epi16(h[j], h[j + 1]);
-        }
-#pragma GCC unroll 2
-        for (int j = 0; j < 8; j += 4) {
-            h[j] = _mm512_unpacklo_epi32(g[j], g[j + 2]);
-            h[j + 1] = _mm512_unpackhi_epi32(g[j], g[j + 2]);
-            h[j + 2] = _mm512_unpacklo_epi32(g[j + 1], g[j + 3]);
-            h[j + 3] = _mm512_unpackhi_epi32(g[j + 1], g[j + 3]);
-        }
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) {
-            g[2 * j] = _mm512_unpacklo_epi64(h[j], h[j + 4]);
-            g[2 * j + 1] = _mm512_unpackhi_epi64(h[j], h[j + 4]);
-        }
-        alignas(64) uint16_t halves[8][32]; // conversions from memory need no shuffle
-#pragma GCC unroll 8
-        for (int j = 0; j < 8; j++) {
-            _mm512_store_si512(halves[j], g[j]);
-            x[j] = load_f16_row(halves[j]);
-            y[j] = load_f16_row(halves[j] + 16);
-        }
+    // 16 bytes of four rows, 8 rows apart
+    static MOEGGUF_INLINE I load_parts(const char * const * rows, int64_t at) {
+        const auto part = [rows, at](int row) { return _mm_loadu_si128((const __m128i *)(rows[row] + at)); };
+        const I x = _mm512_inserti32x4(_mm512_castsi128_si512(part(0)), part(8), 1);
+        return _mm512_inserti32x4(_mm512_inserti32x4(x, part(16), 2), part(24), 3);
     }
+    static I low_16(I a, I b) { return _mm512_unpacklo_epi16(a, b); }
+    static I high_16(I a, I b) { return _mm512_unpackhi_epi16(a, b); }
+    static I low_32(I a, I b) { return _mm512_unpacklo_epi32(a, b); }
+    static I high_32(I a, I b) { return _mm512_unpackhi_epi32(a, b); }
+    static I low_64(I a, I b) { return _mm512_unpacklo_epi64(a, b); }
+    static I high_64(I a, I b) { return _mm512_unpackhi_epi64(a, b); }
+    static void store(uint16_t * out, I x) { _mm512_store_si512(out, x); }
 
     // ---- 16 lanes of floats, for floats.h ----
 
