@@ -23,8 +23,8 @@ def manager_of(*script: Any) -> FakeManager:
     return FakeManager(FakeCatalog(entry_of(demo_path())), script)
 
 
-def app_of(manager: FakeManager, api_key: str | None = None) -> Any:
-    return make_app(manager, manager.catalog, Settings(api_key=api_key))  # type: ignore[arg-type]
+def app_of(manager: FakeManager, *api_keys: str) -> Any:
+    return make_app(manager, manager.catalog, Settings(api_keys=api_keys))  # type: ignore[arg-type]
 
 
 def deltas(*texts: str) -> Sequence[Delta]:
@@ -147,7 +147,7 @@ def test_a_message_that_was_not_answered_can_be_sent_again(look: Look) -> None:
 
 
 def test_the_api_key_is_sent_and_kept_in_the_tab(look: Look) -> None:
-    with running(app_of(manager_of(*deltas("Open.")), api_key="sesame")) as url:
+    with running(app_of(manager_of(*deltas("Open.")), "sesame")) as url:
         page = look(url, expected="status of 401")
         page.fill("#api-key", "wrong")
         page.keyboard.press("Enter")

@@ -226,6 +226,16 @@ def test_a_prefix_that_all_share_is_computed_once(pair: tuple[Llama, Llama], opt
         assert_same(events.logprobs, solo(one, request))
 
 
+def test_the_prompt_of_another_owner_is_not_waited_for(pair: tuple[Llama, Llama]) -> None:
+    many, one = pair
+    prompt = random_tokens(one, np.random.default_rng(5), 40)
+    for owners, n_first in ((("ann", "bob"), 2), (("ann", "ann"), 1)):
+        many.context.clear()
+        stream = Scripted()
+        answers_together(many, [of_tokens(one, prompt, owner=owner) for owner in owners], stream)
+        assert len(stream.steps[0].answers) == n_first
+
+
 def test_answers_take_turns_where_passes_are_shorter_than_they_are_many(load: Load) -> None:
     many = load(DEMO, n_seq_max=4, logits_all=False)
     one = load(DEMO, logits_all=False)
