@@ -1,5 +1,4 @@
-"""Who sends the request that is being handled. Frontends set it; queues, contexts, files and batches are told apart by
-it."""
+"""Who sends the request that is being handled. Frontends set it; queues, contexts, files and batches read it."""
 
 from __future__ import annotations
 
@@ -15,6 +14,11 @@ current_client: ContextVar[str] = ContextVar("current_client", default="")
 
 current_owner: ContextVar[str] = ContextVar("current_owner", default="")
 """To whom belongs what the request computes and stores: an `owner_of`. Empty: to all who send no key."""
+
+
+def is_visible(owner: str) -> bool:
+    """Whether the request may have what this owner has stored; what was stored without a key is everybody's."""
+    return owner in ("", current_owner.get())
 
 
 @cache
