@@ -47,7 +47,7 @@ class KvSlots:
         shared = {slot.sequence: self._common_prefix(slot, answer) for slot in free}
         slot = min(free, key=lambda slot: (len(slot.tokens) - shared[slot.sequence], slot.n_used))
         self.truncate(slot, shared[slot.sequence])
-        slot.n_clean = None
+        slot.n_clean, slot.owner = None, answer.request.owner
         slot.answer, answer.slot, answer.has_begun = answer, slot, False
 
     def truncate(self, slot: Slot, n_tokens: int) -> None:
@@ -108,7 +108,7 @@ class KvSlots:
 
     def _common_prefix(self, slot: Slot, answer: BatchedAnswer) -> int:
         """Tokens of the slot that the answer can begin with; one at least is left to evaluate."""
-        if not answer.sequence.reuses_prefix:
+        if slot.owner != answer.request.owner or not answer.sequence.reuses_prefix:
             return 0
         n, images = common_tokens(slot.tokens, answer.context[:-1]), answer.sequence.prompt.images
         return self._llm.context.images.common_prefix(n, images.spans if images else ()) if slot.sequence == 0 else n
@@ -171,7 +171,8 @@ class StepTokens:
             return True
         self._slots.share(answer)
         n_enough = answer.n_evaluated + MIN_SHARED_TOKENS
-        if any(common_tokens(other.context, answer.context[:-1]) >= n_enough for other in prompts):
+        own = (other.context for other in prompts if other.request.owner == answer.request.owner)
+        if any(common_tokens(context, answer.context[:-1]) >= n_enough for context in own):
             return False
         answer.has_begun = True
         if not answer.timing.prompt_tokens:
