@@ -291,7 +291,10 @@ class Context:
         `row`: as `eval_chunks` returns it; -1: of the last token in sequence 0.
         """
         if self._llm._requires_eval if row < 0 else row not in self._chunk_rows:
-            raise OptionError("there are no logits of this request to take a token from; evaluate a token first.")
+            raise OptionError(
+                "there are no logits of this request to take a token from (a saved state has none: llama.cpp saves the"
+                " KV cache alone); evaluate a token first."
+            )
 
     def logits(self, row: int = -1) -> Floats:
         """[n_vocab] logits, valid until the next pass. Raises what `check_logits` raises."""
