@@ -113,6 +113,8 @@ COMPLETIONS: Bodies = [
     {"prompt": ["a"] * 2049},
     {"best_of": 2},
     {"logprobs": 21},
+    {"logprobs": 1, "echo": True, "max_tokens": 0, "truncate": True},
+    {"logprobs": 1, "echo": True, "suffix": "z"},
     *({"prompt": wrong} for wrong in ([], [[]], ["a", []], ["a", 1], {}, 3, [1, "a"], [[1], [-2]], None)),
 ]
 EMBEDDINGS: Bodies = [

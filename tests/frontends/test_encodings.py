@@ -102,7 +102,8 @@ OTHERS: list[tuple[str, str, dict[str, Any] | None, dict[str, str]]] = [
         {"content": "ab"}, {"content": "a", "with_pieces": True}, {"content": "a", "model": "able"},
         {"content": "a"},  # two models are loaded
     )),
-    ("POST", "/detokenize", {"tokens": [97, 98], "model": "demo"}, {}),
+    ("POST", "/tokenize", {"prompt": "ab", "add_special_tokens": False, "model": "demo"}, {}),
+    ("POST", "/detokenize", {"tokens": [97, 98], "model": "demo"}, {}), ("GET", "/tokenizer_info?model=demo", None, {}),
     *(("POST", path, {"messages": HI, "input": "hi", "model": "demo"}, {}) for path in (
         "/v1/messages/count_tokens?beta=true", "/v1/responses/input_tokens",
     )),

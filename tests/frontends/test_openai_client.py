@@ -201,6 +201,24 @@ def test_a_completion_of_tokens_and_its_logprobs(client: openai.OpenAI, served: 
     assert told.text_offset[0] == 0 and [len(top) for top in told.top_logprobs] == [2] * len(told.tokens)
 
 
+def test_the_tokens_of_prompts_have_logprobs_without_an_answer(client: openai.OpenAI, served: Server) -> None:
+    tokens = served.call("/tokenize", {"model": "demo", "content": "moegguf runs experts"}).json["tokens"]
+    asked: Any = {"model": "demo", "max_tokens": 0, "logprobs": 1, "echo": True, "temperature": 0}
+    found = client.completions.create(**asked, prompt=[tokens, tokens[:3]])
+    assert found.usage is not None and tokens_of(found.usage)[:2] == (len(tokens) + 3, 0)
+    for choice, given in zip(found.choices, (tokens, tokens[:3]), strict=True):
+        told: Any = choice.logprobs
+        assert "".join(told.tokens) == choice.text and choice.finish_reason == "length"
+        assert [told.text_offset[n] for n in (0, 2)] == [0, len("".join(told.tokens[:2]))]
+        assert told.token_logprobs[0] is told.top_logprobs[0] is None and len(told.tokens) == len(given)
+        greedy = [max(top.values()) == own for top, own in zip(told.top_logprobs[1:], told.token_logprobs[1:])]
+        assert not all(greedy) or len(given) == 3
+    streamed = list(client.completions.create(**{**asked, "max_tokens": 2}, prompt="moegguf runs experts", stream=True))
+    logprobs: list[Any] = [choice.logprobs for chunk in streamed for choice in chunk.choices if choice.logprobs]
+    assert logprobs[0].token_logprobs == found.choices[0].logprobs.token_logprobs  # type: ignore[union-attr]
+    assert logprobs[1].text_offset[0] == len("moegguf runs experts")
+
+
 def test_embeddings_in_base64_by_default_and_as_numbers(client: openai.OpenAI) -> None:
     packed = client.embeddings.create(model="demo", input=["one", "two"])
     plain = client.embeddings.create(model="demo", input=["one", "two"], encoding_format="float")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from moegguf.generate.request import MAX_TOP_LOGPROBS, Delta, GenerationRequest, TokenLogprob
 from moegguf.models.entry import Details, ModelEntry
+from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits
 from moegguf.server.common.conversation import Conversation, Json
 from moegguf.server.common.objects import MIN_LOGPROB
@@ -47,6 +49,7 @@ class CompletionBody(GenerationBody):
     suffix: str | None = None
     echo: bool | None = None
     best_of: Annotated[int, AfterValidator(one_answer)] | None = None
+    max_tokens: Annotated[int, Field(ge=-1, le=MAX_ANSWER_TOKENS)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     def max_answer_tokens(self) -> int | None:
@@ -57,19 +60,29 @@ class CompletionBody(GenerationBody):
     def _suffix_follows_text(self) -> CompletionBody:
         if self.suffix and not all(isinstance(prompt, str) for prompt in self.prompt):
             raise ValueError("suffix needs prompts as text, not as tokens")
+        if self.suffix and self.scores_prompt:
+            raise ValueError("logprobs of a prompt (echo) cannot be had with a suffix; leave one of them out")
         return self
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the tokens of the prompt have logprobs, too."""
+        return bool(self.echo) and self.logprobs is not None
 
     def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
         """A request for each prompt; of the entry's defaults, only the options apply."""
         sampling = self.sampling(entry)
+        if self.max_tokens == 0:  # which is no limit in Ollama's options
+            sampling = replace(sampling, max_tokens=0)
         return [
             GenerationRequest(
                 prompt=prompt if isinstance(prompt, str) else "",
                 context=() if isinstance(prompt, str) else tuple(prompt),
                 suffix=self.suffix or None,
-                truncate=bool(self.truncate),
+                truncate=bool(self.truncate) and not self.scores_prompt,
                 shift=bool(self.shift),
                 n_logprobs=self.logprobs,
+                prompt_logprobs=self.scores_prompt,
                 sampling=sampling,
             )
             for prompt in self.prompt
@@ -85,9 +98,24 @@ def completion_logprobs(logprobs: Sequence[TokenLogprob], offset: int) -> Json:
     return {
         "tokens": [logprob.text for logprob in logprobs],
         "token_logprobs": [max(logprob.logprob, MIN_LOGPROB) for logprob in logprobs],
-        "top_logprobs": [{text: max(logprob, MIN_LOGPROB) for text, logprob in logprob.top} for logprob in logprobs],
+        "top_logprobs": [_by_text(logprob.top) for logprob in logprobs],
         "text_offset": offsets,
     }
+
+
+def _by_text(top: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """Of tokens with the same text, such as parts of characters, the likeliest."""
+    found: dict[str, float] = {}
+    for text, logprob in top:
+        found.setdefault(text, max(logprob, MIN_LOGPROB))
+    return found
+
+
+def prompt_logprobs(prompt: Sequence[TokenLogprob]) -> Json:
+    """`logprobs` of an echoed prompt: null for its first token."""
+    found = completion_logprobs(prompt, 0)
+    found["token_logprobs"][:1], found["top_logprobs"][:1] = [None], [None]
+    return found
 
 
 class CompletionReply(ChoicesReply):
@@ -120,21 +148,23 @@ class CompletionReply(ChoicesReply):
     def chunks(self, delta: Delta) -> list[Json]:
         """One chunk; none for an empty delta."""
         text = delta.thinking + delta.text
-        if not text and not delta.logprobs:
+        if not (text or delta.logprobs or delta.prompt):
             return []
-        return [self._chunk({"text": text, "logprobs": self._logprobs(delta.logprobs)})]
+        return [self._chunk({"text": text, "logprobs": self._logprobs(delta)})]
 
-    def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> Json | None:
+    def _logprobs(self, delta: Delta) -> Json | None:
         if not self.logprobs:
             return None
-        found = completion_logprobs(logprobs, self._offset)
-        self._offset += sum(len(logprob.text) for logprob in logprobs)
-        return found
+        found = completion_logprobs(delta.logprobs, self._offset)
+        self._offset += sum(len(logprob.text) for logprob in delta.logprobs)
+        if not delta.prompt:
+            return found
+        return {name: values + found[name] for name, values in prompt_logprobs(delta.prompt).items()}
 
     def add(self, delta: Delta, done: Done) -> None:
         """Adds the choice of the next prompt."""
         text = self._before[self._index] + delta.thinking + delta.text
-        self._add({"text": text, "logprobs": self._logprobs(delta.logprobs)}, done)
+        self._add({"text": text, "logprobs": self._logprobs(delta)}, done)
 
 
 COMPLETIONS = Conversation(CompletionBody, lambda body, entry, _: CompletionReply(body, entry), limits.BODY_BYTES)
