@@ -16,11 +16,10 @@ import stat
 import struct
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -40,18 +39,44 @@ Buffer = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True)
-class StoredBlock:
-    """A block's file: its name, size, time of last use (seconds since 1970), and what was written about it."""
+class About:
+    """What a block says of itself: its model, the tokens up to its end, and those of its own."""
 
-    name: str
+    model: str
+    n_tokens: int
+    n_own_tokens: int
+
+
+@dataclass(frozen=True)
+class StoredBlock:
+    """A block's file, its size, and when it was last used, in seconds since 1970."""
+
+    path: Path
     n_bytes: int
     used_s: float
-    about: Mapping[str, Any]
+    about: About
 
 
 def default_folder() -> Path:
     """Where contexts are kept."""
     return cache_folder() / "contexts"
+
+
+def stored_blocks(folder: Path) -> Iterator[StoredBlock]:
+    """All blocks in a folder, which need not exist, without looking at their bytes."""
+    for path, info in _files(folder):
+        with suppress(OSError, ValueError, TypeError, struct.error), open(path, "rb") as file:
+            magic, _, n_about = _HEADER.unpack(file.read(_HEADER.size))
+            about = About(*json.loads(file.read(min(n_about, MOST_HEADER_BYTES))))
+            if magic == MAGIC:
+                yield StoredBlock(path, info.st_size, info.st_mtime, about)
+
+
+def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    for part in folder.glob("[0-9a-f][0-9a-f]"):
+        for path in part.iterdir() if part.is_dir() else ():
+            with suppress(OSError):
+                yield path, path.stat()
 
 
 class ContextStore:
@@ -71,7 +96,7 @@ class ContextStore:
             if len(self._secret) != SECRET_BYTES:
                 raise OSError(f"its secret is damaged; delete {self.folder}")
             remove_abandoned(folder.glob(".block.*"))
-            self._used_bytes = sum(info.st_size for _, info in self._files())
+            self._used_bytes = sum(info.st_size for _, info in _files(self.folder))
             if limit_bytes is None:
                 disk = os.statvfs(folder)
                 free_bytes = disk.f_bavail * disk.f_frsize + self._used_bytes
@@ -96,7 +121,7 @@ class ContextStore:
         path = self._path(name)
         try:
             with open(path, "rb", buffering=0) as file:
-                data = memoryview(np.empty(os.fstat(file.fileno()).st_size, np.uint8))
+                data = np.empty(os.fstat(file.fileno()).st_size, np.uint8).data
                 n_read = 0
                 while n_read < len(data) and (n := file.readinto(data[n_read:])):
                     n_read += n
@@ -107,14 +132,12 @@ class ContextStore:
             begin = _HEADER.size + n_about
             if magic == MAGIC and begin <= len(data) and digest == self._digest(name, [data[_HEADER.size :]]):
                 return data[begin:]
-        with suppress(OSError):
-            path.unlink()
+        self.delete(name)
         return None
 
-    def write(self, name: str, about: Mapping[str, Any], parts: Sequence[Buffer]) -> bool:
-        """Keeps a block, in place of others that were used longer ago; False where it could not be. about: what
-        `blocks` tells of it, as JSON of at most MOST_HEADER_BYTES."""
-        header = json.dumps(about).encode()
+    def write(self, name: str, about: About, parts: Sequence[Buffer]) -> bool:
+        """Keeps a block, in place of others that were used longer ago; False where it could not be."""
+        header = json.dumps(astuple(about)).encode()
         n_bytes = _HEADER.size + len(header) + sum(len(part) for part in parts)
         if self.is_off or n_bytes > self.limit_bytes or len(header) > MOST_HEADER_BYTES:
             return False
@@ -151,18 +174,10 @@ class ContextStore:
                 missing.add(name)
         return missing
 
-    def blocks(self) -> Iterator[StoredBlock]:
-        """All of them, without looking at their bytes."""
-        for path, info in self._files():
-            with suppress(OSError, ValueError, struct.error), open(path, "rb") as file:
-                magic, _, n_about = _HEADER.unpack(file.read(_HEADER.size))
-                about = json.loads(file.read(min(n_about, MOST_HEADER_BYTES)))
-                if magic == MAGIC and isinstance(about, dict):
-                    yield StoredBlock(path.name, info.st_size, info.st_mtime, about)
-
     def delete(self, name: str) -> None:
-        """Removes a block. Raises OSError."""
-        self._path(name).unlink(missing_ok=True)
+        """Removes a block, if it is there and can be."""
+        with suppress(OSError):
+            self._path(name).unlink()
 
     def _path(self, name: str) -> Path:
         return self.folder / name[:2] / name
@@ -194,18 +209,12 @@ class ContextStore:
                 os.unlink(temporary)
         return path.read_bytes()
 
-    def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
-        for folder in self.folder.glob("[0-9a-f][0-9a-f]"):
-            for path in folder.iterdir() if folder.is_dir() else ():
-                with suppress(OSError):
-                    yield path, path.stat()
-
     def _make_room(self, n_bytes: int) -> None:
         """Deletes what was used longest ago, where the limit would be passed."""
         is_counted = self._uncounted_bytes <= self.limit_bytes // UNCOUNTED_PARTS
         if is_counted and self._used_bytes + n_bytes <= self.limit_bytes:
             return
-        files = sorted(self._files(), key=lambda file: file[1].st_mtime_ns)  # also those of other processes
+        files = sorted(_files(self.folder), key=lambda file: file[1].st_mtime_ns)  # also those of other processes
         self._used_bytes, self._uncounted_bytes = sum(info.st_size for _, info in files), 0
         if self._used_bytes + n_bytes <= self.limit_bytes:
             return

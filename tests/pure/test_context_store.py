@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from moegguf.engine import context_store
-from moegguf.engine.context_store import ContextStore
+from moegguf.engine.context_store import About, ContextStore, stored_blocks
 from moegguf.quantities import GIB, MIB
 
-ABOUT = {"model": "demo", "tokens": 64}
+ABOUT = About("demo", 128, 64)
 NAMES = [f"{i:02x}" * 16 for i in range(40)]
 
 
@@ -41,7 +41,7 @@ def test_a_block_is_read_as_it_was_written_also_by_another_process(store: Contex
     for each in (store, ContextStore(folder, GIB)):
         assert each.holds(NAMES[0])
         assert bytes(each.read(NAMES[0]) or b"") == data
-        assert [(block.name, block.about) for block in each.blocks()] == [(NAMES[0], ABOUT)]
+        assert [(block.path.name, block.about) for block in stored_blocks(folder)] == [(NAMES[0], ABOUT)]
         assert each.names(NAMES[0][:8]) == [NAMES[0]]
     assert store.read(NAMES[1]) is None
     store.delete(NAMES[0])
@@ -76,7 +76,7 @@ def test_a_damaged_block_is_missing_and_deleted(
     store.write(NAMES[0], ABOUT, [os.urandom(10_000)])
     path = path_of(folder, NAMES[0])
     path.write_bytes(damage(path.read_bytes()))
-    list(store.blocks())
+    list(stored_blocks(folder))
     assert store.read(NAMES[0]) is None
     assert not path.exists()
 
@@ -101,25 +101,25 @@ def test_what_was_used_longest_ago_leaves_first(folder: Path) -> None:
     assert store.touch([NAMES[1], NAMES[0], NAMES[30]]) == {NAMES[30]}
     for name in NAMES[9:14]:
         store.write(name, ABOUT, [part])
-        assert sum(block.n_bytes for block in store.blocks()) <= 10 * MIB
-    left = {block.name for block in store.blocks()}
+        assert sum(block.n_bytes for block in stored_blocks(folder)) <= 10 * MIB
+    left = {block.path.name for block in stored_blocks(folder)}
     assert {NAMES[0], NAMES[1], *NAMES[9:14]} <= left
     assert not set(NAMES[2:6]) & left
-    used_s = {block.name: block.used_s for block in store.blocks()}
+    used_s = {block.path.name: block.used_s for block in stored_blocks(folder)}
     assert used_s[NAMES[1]] > used_s[NAMES[0]]  # a prefix leaves after what goes on from it
     assert not store.write(NAMES[20], ABOUT, [bytes(11 * MIB)])  # more than there may be at all
-    assert {block.name for block in store.blocks()} == left
+    assert {block.path.name for block in stored_blocks(folder)} == left
 
 
 def test_several_processes_stay_below_the_limit_together(folder: Path) -> None:
     stores, part = [ContextStore(folder, 20 * MIB) for _ in range(2)], os.urandom(MIB)
     for i, name in enumerate(NAMES):
         stores[i % 2].write(name, ABOUT, [part])
-    left = list(stores[0].blocks())
+    left = list(stored_blocks(folder))
     assert sum(block.n_bytes for block in left) <= 22 * MIB  # each counts the other's blocks once in a while
     for block in left:  # which one of them deletes while the other reads
-        stores[0].delete(block.name)
-        assert stores[1].read(block.name) is None
+        stores[0].delete(block.path.name)
+        assert stores[1].read(block.path.name) is None
     assert not stores[1].is_off
 
 
@@ -168,11 +168,11 @@ def test_a_folder_that_cannot_be_made_or_is_anothers_turns_it_off(
 WRITER = """
 import os, sys
 from pathlib import Path
-from moegguf.engine.context_store import ContextStore
+from moegguf.engine.context_store import About, ContextStore
 store = ContextStore(Path(sys.argv[1]), 1 << 30)
 for i in range(10**9):
     name = os.urandom(16).hex()
-    store.write(name, {"model": name, "tokens": i}, [bytes.fromhex(name) * 4096])
+    store.write(name, About(name, i, i), [bytes.fromhex(name) * 4096])
     print(name, flush=True)
 """
 
@@ -188,5 +188,5 @@ def test_writers_that_are_killed_leave_whole_blocks_or_none(folder: Path) -> Non
         assert not list(folder.glob(".block.*"))
         for name in (line.strip() for line in written if line.endswith("\n")):
             assert bytes(store.read(name) or b"") == bytes.fromhex(name) * 4096
-        for block in list(store.blocks()):
-            assert store.read(block.name) is not None
+        for block in list(stored_blocks(folder)):
+            assert store.read(block.path.name) is not None
