@@ -221,10 +221,16 @@ _TABLE = (
         "HOST[:PORT]", "HOST", "address", "127.0.0.1:11434", often=True,
     ),
     Option(
-        "api_key", "server", SERVER,
-        "Key required of clients; it, or a trusted network, must be given for addresses other than loopback. The"
-        " variable keeps it out of the process list.",
-        ("--api-key",), "KEY", "API_KEY", often=True,
+        "api_keys", "server", SERVER,
+        "Key required of clients, or several with commas or in lines, each with contexts, files and batches of its own;"
+        " a key, or a trusted network, must be given for addresses other than loopback. The variable keeps keys out of"
+        " the process list.",
+        ("--api-key",), "KEY", "API_KEY", "list", often=True,
+    ),
+    Option(
+        "share_contexts", "server", SERVER,
+        "Requests with one key begin with what was computed for another's, which their timing then tells.",
+        ("--share-contexts",), "", "SHARE_CONTEXTS", "switch", "off",
     ),
     Option(
         "trusted", "server", SERVER,

@@ -26,7 +26,7 @@ LIMITS = {
     "moegguf/generate": 4_380,
     "moegguf/gguf": 1_890,
     "moegguf/models": 3_040,
-    "moegguf/native": 16_920,
+    "moegguf/native": 16_880,
     "moegguf/server": 7_340,
     "moegguf/serving": 5_230,
     "moegguf/terminal": 1_650,

@@ -135,10 +135,12 @@ class AnswerEvents(Protocol):
 
 @dataclass(eq=False)
 class Slot:
-    """A sequence of the context: the tokens that its KV cache holds, and the answer that uses it, if any."""
+    """A sequence of the context: the tokens that its KV cache holds, their owner, and the answer that uses it, if
+    any."""
 
     sequence: int
     tokens: list[int] = field(default_factory=list)
+    owner: str = ""
     answer: BatchedAnswer | None = None
     n_used: int = 0  # the step in which it was last used
     n_clean: int | None = None  # tokens at the beginning of a shifted context, as if nothing had shifted

@@ -223,7 +223,8 @@ class BatchLoop:
             answer.events.on_progress(answer.progress())
 
     def _run_task(self, task: Task) -> None:
-        """From an empty context, which it leaves empty; where it has one sequence only, from what was left there."""
+        """From an empty context; where it has one sequence only, from what was left there. It leaves it empty: nobody's
+        requests begin with what it computed."""
         self._stats = None
         self._slots.clear()
         with self._changed:
@@ -237,6 +238,7 @@ class BatchLoop:
                 self._task = None
             self._llm.resume()  # a cancel may have come after its end
         self._slots.clear()
+        self._llm.reset()
 
     def _drop(self, task: Task, error: Exception) -> None:
         """Ends a task that waits."""

@@ -45,7 +45,7 @@ class KvSlots:
         shared = {slot.sequence: self._common_prefix(slot, answer) for slot in free}
         slot = min(free, key=lambda slot: (len(slot.tokens) - shared[slot.sequence], slot.n_used))
         self.truncate(slot, shared[slot.sequence])
-        slot.n_clean = None
+        slot.n_clean, slot.owner = None, answer.request.owner
         slot.answer, answer.slot, answer.has_begun = answer, slot, False
 
     def truncate(self, slot: Slot, n_tokens: int) -> None:
@@ -75,7 +75,8 @@ class KvSlots:
         contexts, slot = self._llm.contexts, answer.slot
         if contexts is not None and slot is not None:
             n_held = len(slot.tokens)
-            n_now = contexts.restore(slot.sequence, answer.context[:-1], n_held, make_room=self._make_room)
+            prompt, owner = answer.context[:-1], answer.request.owner
+            n_now = contexts.restore(slot.sequence, prompt, n_held, owner, self._make_room)
             slot.tokens = answer.context[:n_now]
             answer.timing.disk_tokens = max(0, n_now - n_held)
 
@@ -84,7 +85,7 @@ class KvSlots:
         end of the prompt or the answer."""
         contexts, slot = self._llm.contexts, answer.slot
         if contexts is not None and slot is not None and slot.n_clean is None:
-            contexts.keep(slot.sequence, slot.tokens, n_new, goes_on=goes_on)
+            contexts.keep(slot.sequence, slot.tokens, n_new, answer.request.owner, goes_on)
 
     def _make_room(self, n_tokens: int) -> None:
         """Empties slots that nobody uses, until the context has so many cells that are free."""
@@ -129,7 +130,7 @@ class KvSlots:
 
     def _common_prefix(self, slot: Slot, answer: BatchedAnswer) -> int:
         """Tokens of the slot that the answer can begin with; one at least is left to evaluate."""
-        if not answer.sequence.reuses_prefix:
+        if slot.owner != answer.request.owner or not answer.sequence.reuses_prefix:
             return 0
         n, images = common_tokens(slot.tokens, answer.context[:-1]), answer.sequence.prompt.images
         return self._llm.context.images.common_prefix(n, images.spans if images else ()) if slot.sequence == 0 else n
@@ -185,7 +186,8 @@ class StepTokens:
             return True
         self._slots.share(answer)
         n_enough = answer.n_evaluated + MIN_SHARED_TOKENS
-        if any(common_tokens(other.context, answer.context[:-1]) >= n_enough for other in prompts):
+        own = (other.context for other in prompts if other.request.owner == answer.request.owner)
+        if any(common_tokens(context, answer.context[:-1]) >= n_enough for context in own):
             return False
         self._slots.restore(answer)
         answer.has_begun = True

@@ -55,7 +55,8 @@ class GenerationRequest:
     leave out the oldest messages when not all fit the context, instead of raising ContextError. `shift`: with
     `truncate`, cut a message or prompt that is still too long; and drop the older half of the context when the answer
     reaches its end, instead of ending the answer. `continue_final_message`: go on with an assistant's message at the
-    end. `n_logprobs`: None for no logprobs, else 0 to 20 alternatives per token.
+    end. `n_logprobs`: None for no logprobs, else 0 to 20 alternatives per token. `owner`: a request takes
+    over tokens of others with the same one only; "" is that of all who are not told apart.
     """
 
     messages: tuple[Message, ...] | None = None
@@ -73,6 +74,7 @@ class GenerationRequest:
     continue_final_message: bool = True
     n_logprobs: int | None = None
     return_context: bool = False
+    owner: str = ""
     sampling: Sampling = field(default_factory=Sampling)
 
 

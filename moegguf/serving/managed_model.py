@@ -21,9 +21,10 @@ from moegguf.engine.budgets import DEFAULT_UBATCH_TOKENS
 from moegguf.gguf.reader import FileVersion
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache
+from moegguf.serving.clients import current_client
 from moegguf.serving.events import LoadedModel, LoadedName, LoadOverrides
 from moegguf.serving.model_size import ModelSize
-from moegguf.serving.turns import Turns, current_client
+from moegguf.serving.turns import Turns
 from moegguf.serving.wire import Ready
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ EVIL = "https://evil.example"
 @pytest.fixture
 def guarded(manager: FakeManager) -> Iterator[str]:
     """A server for others, with a key; where it really listens does not matter to it."""
-    settings = Settings(host=parse_host("0.0.0.0"), api_key=KEY, origins=("https://friend.example",))
+    settings = Settings(host=parse_host("0.0.0.0"), api_keys=(KEY,), origins=("https://friend.example",))
     with running(make_app(manager, manager.catalog, settings)) as found:  # type: ignore[arg-type]
         yield found
 
@@ -159,8 +159,33 @@ def status_of(
 )  # fmt: skip
 def test_only_clients_of_trusted_networks_need_no_key(client: str, status: int) -> None:
     assert status_of(client) == status
-    assert status_of(client, api_key=KEY) == (401 if status == 403 else 200)
-    assert status_of(client, key=KEY, api_key=KEY, host="box.example.com") == 200
+    assert status_of(client, api_keys=(KEY,)) == (401 if status == 403 else 200)
+    assert status_of(client, key=KEY, api_keys=(KEY,), host="box.example.com") == 200
+
+
+KEYS = ("of-ann", "of-bob")
+
+
+def owners(manager: FakeManager, **settings: Any) -> list[str]:
+    """Of requests with each of KEYS, in both forms, to a server that has both."""
+    with running(make_app(manager, manager.catalog, Settings(api_keys=KEYS, **settings))) as url:  # type: ignore[arg-type]
+        for header in [{"authorization": f"Bearer {key}"} for key in KEYS] + [{"x_api_key": key} for key in KEYS]:
+            assert call(f"{url}/api/generate", {"model": "demo", "prompt": "hi"}, **header).status == 200
+        assert call(f"{url}/api/tags", x_api_key=",".join(KEYS)).status == 401
+    return [request.owner for request in manager.requests]
+
+
+def test_each_key_has_contexts_of_its_own(manager: FakeManager, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "uvicorn.error"):
+        ann, bob, *same = owners(manager)
+    assert same == [ann, bob] and ann != bob and "" not in (ann, bob)
+    labels = [line for line in caplog.messages if "/api/generate" in line]
+    assert labels == [f"key {n}: POST /api/generate" for n in (1, 2, 1, 2)]
+    assert not any(key in text for key in KEYS for text in (ann, bob, caplog.text))
+
+
+def test_contexts_are_shared_where_the_server_says_so(manager: FakeManager) -> None:
+    assert owners(manager, share_contexts=True) == 4 * [""]
 
 
 def test_without_a_key_a_page_of_another_site_is_told_by_its_host() -> None:
@@ -191,8 +216,8 @@ def test_a_proxys_clients_are_not_trusted_as_the_proxy_is(name: str) -> None:
     added = (name.lower().encode(), b"8.8.8.8")
     for client in ("127.0.0.1", "192.168.1.7"):
         assert status_of(client, "127.0.0.1:11434", added=added) == 403
-        assert status_of(client, "127.0.0.1:11434", added=added, api_key=KEY) == 401
-        assert status_of(client, "127.0.0.1:11434", added=added, api_key=KEY, key=KEY) == 200
+        assert status_of(client, "127.0.0.1:11434", added=added, api_keys=(KEY,)) == 401
+        assert status_of(client, "127.0.0.1:11434", added=added, api_keys=(KEY,), key=KEY) == 200
 
 
 def test_what_clients_send_of_their_own_is_no_mark_of_a_proxy() -> None:

@@ -38,13 +38,14 @@ def engine(model: Path | str, **options: Any) -> Engine:
     return Engine(model, **{"parallel": 2, "n_ctx": 1024, "n_threads": 1, **options})
 
 
-def answer(engine: Engine, prompt: Sequence[int], **sampling: Any) -> EngineAnswer:
+def answer(engine: Engine, prompt: Sequence[int], owner: str = "", **sampling: Any) -> EngineAnswer:
     """With the logits of every token of it, as logprobs of many."""
     (found,) = engine.generate(
         list(prompt),
         Sampling(**{"temperature": 0.0, "max_tokens": N_NEW, **sampling}),
         n_logprobs=20,
         return_context=True,
+        owner=owner,
     )
     if found.error:
         raise found.error
@@ -154,17 +155,10 @@ def test_other_computations_have_other_blocks(tiny: TinyModel, tmp_path: Path) -
 
 def test_owners_share_no_block() -> None:
     prompt = prompt_of(N_PROMPT)
-    with engine(DEMO, parallel=1) as first:
-        kept = first.llm.contexts
-        assert kept is not None
-        answer(first, prompt)
-        for owner, n_tokens in (("a", 0), ("", N_PROMPT - 9)):
-            first.llm.reset()
-            assert kept.restore(0, prompt, 0, owner) == n_tokens
-        kept.keep(0, prompt[: N_PROMPT - 9], 64, "a")
-        kept.close()
-        first.llm.reset()
-        assert [kept.restore(0, prompt, 0, owner) for owner in ("b", "a")] == [0, N_PROMPT - 9]
+    for n_disk in (0, N_PROMPT - 9):
+        with engine(DEMO) as each:
+            for owner in ("a", "b", ""):
+                assert computed(answer(each, prompt, owner=owner)) == (N_PROMPT - n_disk, n_disk)
 
 
 def block_paths() -> list[Path]:
