@@ -3,8 +3,9 @@ only the rest computed, also after the process that computed it was killed.
 
 The KV cache is kept in blocks of BLOCK_TOKENS tokens. A block's name is a hash of everything that its bytes depend on:
 of the model, the build, the options that change what is computed, who owns it, and all tokens up to its end; sequences
-that begin alike have the same blocks. llama.cpp writes and reads one block as the state of a sequence that has only its
-cells. Models with a recurrent state, which cannot be cut, are kept as whole states after some of the tokens.
+that begin alike have the same blocks. What follows the last full block is kept where a prompt or an answer ends.
+llama.cpp writes and reads one block as the state of a sequence that has only its cells. Models with a recurrent state,
+which cannot be cut, are kept as whole states after some of the tokens.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ import ctypes as c
 import hashlib
 import itertools
 import queue
+import re
 import struct
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +54,7 @@ READERS = 2  # threads
 WHOLE_STEP_TOKENS = 512  # between two whole states of a prompt; half of its tokens where these are more
 NAME_BYTES = 16
 _BYTES = c.POINTER(c.c_uint8)
+_REST = re.compile(r"-(\d\d?)-[0-9a-f]+$")  # of a name: tokens after the last full block
 _STATE = struct.Struct("<4I")  # llama.cpp's magic, the sequence, streams, cells
 _CELL_BYTES = (12, 24)  # position, number of sequences, one sequence; with two coordinates and a token between them
 CONTEXT_FIELDS = (
@@ -73,6 +77,15 @@ class KeptCounters:
     bytes_written: int = 0
     blocks_dropped: int = 0
     blocks_damaged: int = 0
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Tokens of a sequence from `begin` to before `end`, and the name of their block."""
+
+    name: str
+    begin: int
+    end: int
 
 
 class KeptContexts:
@@ -108,92 +121,122 @@ class KeptContexts:
         owner: str = "",
         make_room: Callable[[int], object] = lambda n_tokens: None,
     ) -> int:
-        """Makes a sequence hold as many of `tokens` as the disk has, where it has more of them than the `n_held` that
-        the sequence begins with; returns how many it holds then. owner: whose blocks these are, "" where all share
-        them. make_room: called with so many tokens that the context needs cells for."""
-        if self._store.is_off or len(tokens) - n_held < BLOCK_TOKENS:
+        """Makes a sequence hold as many of `tokens` as the disk has, but for the last one, where it has more of them
+        than the `n_held` that the sequence begins with; returns how many it holds then. owner: whose blocks these are,
+        "" where all share them. make_room: called with so many tokens that the context needs cells for."""
+        if self._store.is_off or len(tokens) - n_held < 2:
             return n_held
         with self._context.lock:
-            restore = self._restore_whole if self._whole else self._restore_blocks
-            n_now = restore(sequence, tokens, n_held, self._names(tokens, owner), make_room)
+            parts = self._parts(tokens, owner)
+            if self._whole:
+                n_now = self._restore_whole(sequence, tokens[:-1], n_held, parts, make_room)
+            else:
+                n_now = self._restore_parts(sequence, tokens, n_held, parts, make_room)
             if n_now != n_held and sequence == 0:
                 self._llm.n_tokens, self._llm._requires_eval = n_now, True
                 self._llm.input_ids[:n_now] = tokens[:n_now]
+            if n_now == len(tokens):
+                n_now = n_now - 1 if self._context.truncate(n_now - 1, sequence) else 0
         self._n_restored += max(0, n_now - n_held)
         return n_now
 
     def keep(self, sequence: int, tokens: Tokens, n_new: int, owner: str = "", goes_on: bool = True) -> None:
-        """Has full blocks of a sequence that holds `tokens` written that are not on disk, now that the last `n_new` of
-        them were computed. goes_on: False at the end of a prompt or an answer, where another prompt may go on."""
-        n_full = len(tokens) // BLOCK_TOKENS
-        if self._store.is_off or not n_full or (goes_on and len(tokens) % BLOCK_TOKENS >= n_new):
+        """Has blocks of a sequence that holds `tokens` written that are not on disk, now that the last `n_new` of them
+        were computed. goes_on: False at the end of a prompt or an answer, where another prompt may go on: then also
+        what follows the last full block."""
+        if self._store.is_off or len(tokens) < BLOCK_TOKENS or (goes_on and len(tokens) % BLOCK_TOKENS >= n_new):
             return
-        names = self._names(tokens, owner)
+        parts = self._parts(tokens, owner)
         with self._context.lock:
             if not self._whole:
-                self._keep_blocks(sequence, names)
-            elif not goes_on or n_new > 1:
-                self._keep_whole(sequence, tokens, names, goes_on)
+                rest = self._rest(parts, tokens) if not goes_on and len(tokens) % BLOCK_TOKENS else []
+                self._keep_parts(sequence, [*parts, *rest])
+            elif parts and (not goes_on or n_new > 1):
+                self._keep_whole(sequence, tokens, parts, goes_on)
         if not goes_on:
             self._known -= self._writer.take_missing()
-            self._writer.touch(names)
+            self._writer.touch([part.name for part in parts])
 
     def close(self) -> None:
         """Writes what waits. Twice is harmless."""
         self._writer.close()
 
-    def _names(self, tokens: Tokens, owner: str) -> list[str]:
-        """Of the full blocks of text that these tokens begin with."""
+    def _parts(self, tokens: Tokens, owner: str) -> list[_Part]:
+        """The full blocks of text that these tokens begin with."""
         ids = np.asarray(tokens, np.int32)
         images = np.flatnonzero(ids == PLACEHOLDER)
-        n_full = (int(images[0]) if images.size else len(ids)) // BLOCK_TOKENS
-        data, name, names = ids.tobytes(), _hash(self._root, owner.encode()), list[str]()
-        for begin in range(0, n_full * BLOCK_TOKENS * ids.itemsize, BLOCK_TOKENS * ids.itemsize):
-            name = _hash(name, data[begin : begin + BLOCK_TOKENS * ids.itemsize])
-            names.append(name.hex())
-        return names
+        n_text = int(images[0]) if images.size else len(ids)
+        name, parts = _hash(self._root, owner.encode()), list[_Part]()
+        for end in range(BLOCK_TOKENS, n_text + 1, BLOCK_TOKENS):
+            name = _hash(name, ids[end - BLOCK_TOKENS : end].tobytes())
+            parts.append(_Part(name.hex(), end - BLOCK_TOKENS, end))
+        return parts
 
-    # Blocks.
+    def _rest(self, parts: Sequence[_Part], tokens: Tokens) -> list[_Part]:
+        """What follows these blocks, which end less than a block before the end of `tokens`; nothing of images."""
+        begin, end = parts[-1].end if parts else 0, len(tokens)
+        rest = np.asarray(tokens[begin:], np.int32)
+        if not parts or not 0 <= end - begin < BLOCK_TOKENS or PLACEHOLDER in rest:
+            return []
+        return [_Part(f"{parts[-1].name}-{end - begin}-{_hash(rest.tobytes()).hex()}", begin, end)]
 
-    def _restore_blocks(
-        self, sequence: int, _: Tokens, n_held: int, names: Sequence[str], make_room: Callable[[int], object]
+    def _kept_rest(self, parts: Sequence[_Part], tokens: Tokens) -> list[_Part]:
+        """The longest that is on disk of what follows these blocks and begins as the tokens after them."""
+        kept = self._store.names(f"{parts[-1].name}-") if parts else []
+        sizes = {int(found[1]) for name in kept if (found := _REST.search(name))}
+        for n_tokens in sorted((parts[-1].end + size for size in sizes), reverse=True):
+            rest = self._rest(parts, tokens[:n_tokens]) if n_tokens <= len(tokens) else []
+            if rest and rest[0].name in kept:
+                return rest
+        return []
+
+    # Parts: blocks, the last of which may have fewer tokens.
+
+    def _restore_parts(
+        self, sequence: int, tokens: Tokens, n_held: int, parts: list[_Part], make_room: Callable[[int], object]
     ) -> int:
-        first = n_held // BLOCK_TOKENS
-        if len(names) <= first or not self._store.holds(names[first]):
+        first = min(n_held // BLOCK_TOKENS, len(parts))
+        there = first + sum(1 for _ in itertools.takewhile(self._holds, parts[first:]))
+        rest = self._kept_rest(parts[:there], tokens)
+        wanted = [*parts[first:there], *rest]
+        if not wanted or wanted[-1].end <= n_held:
             return n_held
-        if not self._context.truncate(first * BLOCK_TOKENS, sequence):
-            first = 0
-        names = list(itertools.takewhile(self._store.holds, names))
-        make_room((len(names) - first) * BLOCK_TOKENS)
-        n_done = first
-        for block in self._read_ahead(names[first:]):
-            if block is None or not self._set_block(sequence, n_done, block):
-                for name in names[n_done:]:  # so that they are written again
-                    self._store.delete(name)
+        begin = wanted[0].begin
+        if not self._context.truncate(begin, sequence):  # all or nothing
+            wanted, begin = [*parts[:there], *rest], 0
+        make_room(wanted[-1].end - begin)
+        n_done = 0
+        for part, block in zip(wanted, self._read_ahead(wanted), strict=True):
+            if block is None or not self._set_part(sequence, part, block):
+                for unusable in wanted[n_done:]:  # so that they are written again
+                    self._store.delete(unusable.name)
                 break
             n_done += 1
-        self._known.update(names[:n_done])
-        self._writer.touch(names[:n_done])
-        return n_done * BLOCK_TOKENS
+        names = [part.name for part in wanted[:n_done]]
+        self._known.update(names)
+        self._writer.touch(names)
+        return wanted[n_done - 1].end if n_done else begin
 
-    def _read_ahead(self, names: Sequence[str]) -> Iterator[memoryview | None]:
+    def _holds(self, part: _Part) -> bool:
+        return self._store.holds(part.name)
+
+    def _read_ahead(self, parts: Sequence[_Part]) -> Iterator[memoryview | None]:
         """The blocks, read and checked by other threads."""
         with ThreadPoolExecutor(READERS, "moegguf-contexts") as pool:
-            waiting = list[Future[memoryview | None]]()
-            for at in range(len(names)):
-                waiting += (pool.submit(self._read, name) for name in names[at + len(waiting) : at + READ_AHEAD])
-                yield waiting.pop(0).result()
+            waiting = deque[Future[memoryview | None]]()
+            for at in range(len(parts)):
+                ahead = parts[at + len(waiting) : at + READ_AHEAD]
+                waiting += [pool.submit(self._read, part.name) for part in ahead]
+                yield waiting.popleft().result()
 
     def _read(self, name: str) -> memoryview | None:
-        if not self._store.holds(name):
-            return None
         block = self._store.read(name)
         self._n_damaged += block is None
         return block
 
-    def _set_block(self, sequence: int, index: int, block: memoryview) -> bool:
+    def _set_part(self, sequence: int, part: _Part, block: memoryview) -> bool:
         """Adds a block's cells to a sequence; False where these are not its tokens', or there is no room for them."""
-        if not _is_of(block, index):
+        if not _is_of(block, part):
             return False
         memory = self._llm._ctx.memory
         done = self._set_state(SCRATCH, block)
@@ -202,20 +245,18 @@ class KeptContexts:
         self._bindings.llama_memory_seq_rm(memory, SCRATCH, -1, -1)
         return done
 
-    def _keep_blocks(self, sequence: int, names: Sequence[str]) -> None:
-        new = [(i, name) for i, name in enumerate(names) if name not in self._known]
-        there = {name for _, name in new if self._store.holds(name)}
-        self._known |= there
-        new = [(i, name) for i, name in new if name not in there]
+    def _keep_parts(self, sequence: int, parts: Sequence[_Part]) -> None:
+        unknown = [part for part in parts if part.name not in self._known]
+        self._known.update(part.name for part in unknown if self._holds(part))
+        new = [part for part in unknown if part.name not in self._known]
         memory = self._llm._ctx.memory
         first = self._bindings.llama_memory_seq_pos_min(memory, sequence)  # earlier cells have left a window
-        if not new or first > new[0][0] * BLOCK_TOKENS:
+        if not new or first > new[0].begin:
             return
         with self._cells_aside(sequence):
-            for i, name in new:
-                begin, end = i * BLOCK_TOKENS, (i + 1) * BLOCK_TOKENS
-                self._bindings.llama_memory_seq_cp(memory, SCRATCH, sequence, begin, end)
-                is_kept = self._keep_state_of(sequence, name, end, i)
+            for part in new:
+                self._bindings.llama_memory_seq_cp(memory, SCRATCH, sequence, part.begin, part.end)
+                is_kept = self._keep_state(sequence, part)
                 self._bindings.llama_memory_seq_rm(memory, sequence, -1, -1)
                 if not is_kept:
                     return
@@ -232,9 +273,8 @@ class KeptContexts:
             bindings.llama_memory_seq_cp(memory, SCRATCH, sequence, -1, -1)
             bindings.llama_memory_seq_rm(memory, SCRATCH, -1, -1)
 
-    def _keep_state_of(self, sequence: int, name: str, n_tokens: int, index: int | None = None) -> bool:
-        """Has the state of a sequence written; False where it cannot be, or too much waits already. index: of the block
-        that it is to be."""
+    def _keep_state(self, sequence: int, part: _Part) -> bool:
+        """Has the state of a sequence written as this part; False where it cannot be, or too much waits already."""
         n_bytes = self._bindings.llama_state_seq_get_size(self._llm.ctx, sequence)
         if not self._writer.has_room(n_bytes):
             self._n_dropped += 1
@@ -243,53 +283,46 @@ class KeptContexts:
         pointer = data.ctypes.data_as(_BYTES)
         if self._bindings.llama_state_seq_get_data(self._llm.ctx, pointer, n_bytes, sequence) != n_bytes:
             return False
-        if index is not None and not _is_of(data.data, index):
+        if not self._whole and not _is_of(data.data, part):
             return False
-        self._known.add(name)
-        n_own = n_tokens if index is None else BLOCK_TOKENS
-        self._writer.put(name, About(self._model, n_tokens, n_own), data.data)
+        self._known.add(part.name)
+        self._writer.put(part.name, About(self._model, part.end, part.end - part.begin), data.data)
         return True
 
     def _set_state(self, sequence: int, block: memoryview) -> bool:
         pointer = np.frombuffer(block, np.uint8).ctypes.data_as(_BYTES)
         return bool(self._bindings.llama_state_seq_set_data(self._llm.ctx, pointer, len(block), sequence))
 
-    # Whole states, whose names end with the tokens after the last full block.
+    # Whole states, named as what follows the last full block.
 
     def _restore_whole(
-        self,
-        sequence: int,
-        tokens: Tokens,
-        n_held: int,
-        names: Sequence[str],
-        make_room: Callable[[int], object],
+        self, sequence: int, tokens: Tokens, n_held: int, parts: list[_Part], make_room: Callable[[int], object]
     ) -> int:
-        for n_full in range(len(names), n_held // BLOCK_TOKENS, -1):
-            ends = (int(name.split("-")[1]) for name in self._store.names(names[n_full - 1] + "-"))
-            for n_tokens in sorted((n_full * BLOCK_TOKENS + n for n in ends), reverse=True):
-                name = _whole_name(names, tokens[:n_tokens])
-                if n_held < n_tokens <= len(tokens) and (block := self._read(name)) is not None:
-                    make_room(n_tokens)
-                    done = self._set_state(sequence, block) and self._n_positions(sequence) == n_tokens
-                    self._writer.touch([name])
-                    self._n_whole_tokens = n_tokens
-                    return n_tokens if done or not self._context.truncate(0, sequence) else 0
+        for n_full in range(min(len(tokens) // BLOCK_TOKENS, len(parts)), n_held // BLOCK_TOKENS, -1):
+            for rest in self._kept_rest(parts[:n_full], tokens):
+                if (block := self._read(rest.name)) is not None and rest.end > n_held:
+                    make_room(rest.end)
+                    memory, found = self._llm._ctx.memory, self._set_state(sequence, block)
+                    n_found = self._bindings.llama_memory_seq_pos_max(memory, sequence) + 1 if found else 0
+                    self._writer.touch([rest.name])
+                    self._n_whole_tokens = rest.end
+                    if n_found != rest.end:
+                        self._store.delete(rest.name)
+                        self._context.truncate(0, sequence)
+                    return rest.end if n_found == rest.end else 0
         return n_held
 
-    def _keep_whole(self, sequence: int, tokens: Tokens, names: Sequence[str], goes_on: bool) -> None:
+    def _keep_whole(self, sequence: int, tokens: Tokens, parts: Sequence[_Part], goes_on: bool) -> None:
         if len(tokens) < self._n_whole_tokens:
             self._n_whole_tokens = 0  # another conversation's
         n_next = self._n_whole_tokens + max(WHOLE_STEP_TOKENS, self._n_whole_tokens // 2)
-        if (goes_on and len(tokens) < n_next) or PLACEHOLDER in tokens:
+        if goes_on and len(tokens) < n_next:
             return
-        name = _whole_name(names, tokens)
         n_bytes = self._bindings.llama_state_seq_get_size(self._llm.ctx, sequence)
-        if not self._store.holds(name) and n_bytes < read_memory().available_bytes // 2:
-            self._keep_state_of(sequence, name, len(tokens))
+        for part in self._rest(parts, tokens):
+            if not self._holds(part) and n_bytes < read_memory().available_bytes // 2:
+                self._keep_state(sequence, replace(part, begin=0))
         self._n_whole_tokens = len(tokens)
-
-    def _n_positions(self, sequence: int) -> int:
-        return int(self._bindings.llama_memory_seq_pos_max(self._llm._ctx.memory, sequence)) + 1
 
 
 def open_contexts(
@@ -369,26 +402,22 @@ class _Writer:
             job()
 
 
-def _is_of(block: memoryview, index: int) -> bool:
-    """Whether a state of one sequence has the cells of the block's tokens, each once and in any order of cells."""
-    if len(block) < _STATE.size or _STATE.unpack_from(block)[2:] != (1, BLOCK_TOKENS):
+def _is_of(block: memoryview, part: _Part) -> bool:
+    """Whether a state of one sequence has the cells of the part's tokens, each once and in any order of cells."""
+    n_tokens = part.end - part.begin
+    if len(block) < _STATE.size or _STATE.unpack_from(block)[2:] != (1, n_tokens):
         return False
-    positions = index * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)
     for n_bytes in _CELL_BYTES:
-        cells = np.frombuffer(block[_STATE.size :][: BLOCK_TOKENS * n_bytes], np.int32).reshape(-1, n_bytes // 4)
-        if len(cells) == BLOCK_TOKENS and (cells[:, 1] == 1).all() and (np.sort(cells[:, 0]) == positions).all():
-            return True
+        cells = np.frombuffer(block[_STATE.size :][: n_tokens * n_bytes // 4 * 4], np.uint8)
+        if len(cells) == n_tokens * n_bytes:
+            fields = cells.view(np.int32).reshape(n_tokens, -1)
+            if (fields[:, 1] == 1).all() and (np.sort(fields[:, 0]) == np.arange(part.begin, part.end)).all():
+                return True
     return False
 
 
 def _hash(*parts: bytes) -> bytes:
     return hashlib.blake2b(b"".join(parts), digest_size=NAME_BYTES).digest()
-
-
-def _whole_name(names: Sequence[str], tokens: Tokens) -> str:
-    n_full = len(tokens) // BLOCK_TOKENS
-    rest = np.asarray(tokens[n_full * BLOCK_TOKENS :], np.int32)
-    return f"{names[n_full - 1]}-{len(rest)}-{_hash(rest.tobytes()).hex()}"
 
 
 def _root(llm: UpstreamLlama, load_plan: LoadPlan, store: StoreOptions) -> bytes:

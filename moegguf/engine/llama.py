@@ -26,7 +26,7 @@ from moegguf.engine.loader import Loader, LoadProgress, Progress
 from moegguf.engine.plan import Plan
 from moegguf.engine.projector import PLACEHOLDER
 from moegguf.engine.resize import set_budget
-from moegguf.engine.sequences import common_tokens
+from moegguf.engine.sequences import Tokens, common_tokens
 from moegguf.engine.session import Session
 from moegguf.engine.stats import Stats
 from moegguf.engine.upstream import UpstreamLlama
@@ -242,18 +242,23 @@ class Llama(UpstreamLlama):
         self, steps: Generator[int, Sequence[int] | None, None], arguments: Sequence[Any], options: dict[str, Any]
     ) -> Generator[int, Sequence[int] | None, None]:
         """The steps, which go on from what is kept on disk of their prompt, and are kept."""
-        if self.contexts is None or not self.batch_invariant or not options.get("reset", True):
+        contexts = self.contexts
+        if contexts is None or not self.batch_invariant or not options.get("reset", True):
             return (yield from steps)
+
+        def keep(sequence: int, tokens: Tokens, n_new: int) -> None:
+            contexts.keep(sequence, tokens, n_new, goes_on=len(tokens) != len(prompt))
+
         prompt = list(arguments[0] if arguments else options["tokens"])
         n_held = common_tokens(self.input_ids[: self.n_tokens], prompt[:-1])
-        self.contexts.restore(0, prompt[:-1], n_held)
-        self.context.after_eval = self.contexts.keep
+        contexts.restore(0, prompt, n_held)
+        self.context.after_eval = keep
         try:
             return (yield from steps)
         finally:
             self.context.after_eval = None
             if not self._closed:
-                self.contexts.keep(0, self.input_ids[: self.n_tokens], 1, goes_on=False)
+                contexts.keep(0, self.input_ids[: self.n_tokens], 1, goes_on=False)
 
     def stats(self) -> Stats:
         """Counters since the model was loaded; subtract earlier ones for those of a request."""

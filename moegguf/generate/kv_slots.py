@@ -75,8 +75,8 @@ class KvSlots:
         contexts, slot = self._llm.contexts, answer.slot
         if contexts is not None and slot is not None:
             n_held = len(slot.tokens)
-            prompt, owner = answer.context[:-1], answer.request.owner
-            n_now = contexts.restore(slot.sequence, prompt, n_held, owner, self._make_room)
+            owner = answer.request.owner
+            n_now = contexts.restore(slot.sequence, answer.context, n_held, owner, self._make_room)
             slot.tokens = answer.context[:n_now]
             answer.timing.disk_tokens = max(0, n_now - n_held)
 

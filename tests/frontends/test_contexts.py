@@ -52,10 +52,9 @@ def test_a_conversation_outlives_unloading_and_killing(tmp_path: Path) -> None:
         assert n_prompt > 128 and n_cached == 0
         generate(server, "", keep_alive=0)
         again = generate(server)
-        n_kept = (n_prompt - 1) // 64 * 64
+        n_kept = n_prompt - 1
         assert counts(again) == (n_prompt - n_kept, n_kept)
         assert (again["response"], again["logprobs"]) == (first["response"], first["logprobs"])
-        assert counts(generate(server)) == (1, n_prompt - 1)  # from memory
         kill(server)
     with serving(tmp_path, **store) as server:
         again = generate(server)
@@ -85,8 +84,9 @@ def test_run_goes_on_and_the_command_lists_and_clears(mine: Callable[..., Comple
     found = re.search(r"prompt cached: +(\d+) token\(s\), \1 from disk\n", second.stderr)
     assert found and int(found[1]) >= 128
     (listed,) = json.loads(mine("contexts", "--json").stdout)
-    assert listed["longest_tokens"] == listed["tokens"] == int(found[1])
-    assert re.search(rf"\n{listed['model']} +{found[1]} +{found[1]} +\d.* [KM]B +.* ago\n", mine("contexts").stdout)
+    assert listed["longest_tokens"] > int(found[1])
+    row = rf"\n{listed['model']} +{listed['tokens']} +{listed['longest_tokens']} +\d.* [KM]B +.* ago\n"
+    assert re.search(row, mine("contexts").stdout)
     missing = mine("contexts", "clear", "unknown")
     assert missing.returncode == 1 and "`moegguf contexts` lists the models" in missing.stderr
     assert re.fullmatch(r"deleted \d.* [KM]B of contexts\n", mine("contexts", "clear", listed["model"]).stdout)
