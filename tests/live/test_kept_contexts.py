@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 from answering import DEMO, TinyModel
+from hybrid_model import write_hybrid
 
 from moegguf.engine.context_store import About, ContextStore, default_folder, stored_blocks
 from moegguf.engine.kept_contexts import BLOCK_TOKENS
 from moegguf.engine.llama import Llama
-from moegguf.engine.upstream import UpstreamLlama
 from moegguf.generate.engine import Engine, EngineAnswer
 from moegguf.generate.request import Sampling
 from moegguf.quantities import GIB
@@ -106,22 +106,27 @@ def test_another_question_computes_only_the_rest(
         assert kept.counters.tokens_restored >= 4 * BLOCK_TOKENS
 
 
-def test_whole_states_are_kept_of_what_cannot_be_cut(
-    monkeypatch: pytest.MonkeyPatch, unkept: Callable[..., EngineAnswer]
-) -> None:
-    monkeypatch.setattr(UpstreamLlama, "_is_stateful", True)
-    prompt = prompt_of(N_PROMPT)
-    first_turn = unkept(DEMO, prompt, parallel=1)
-    longer = [*first_turn.timing.context, *prompt_of(70, seed=1)]
-    expected = unkept(DEMO, longer, parallel=1)
-    with engine(DEMO, parallel=1) as first:
+def test_whole_states_are_kept_of_what_cannot_be_cut(tmp_path: Path, unkept: Callable[..., EngineAnswer]) -> None:
+    model, prompt = write_hybrid(tmp_path / "hybrid.gguf"), prompt_of(N_PROMPT)
+    with engine(model, context_store=0) as never_stopped:
+        assert never_stopped.llm.n_seq_max == 1
+        first_turn = answer(never_stopped, prompt)
+        longer = [*first_turn.timing.context, *prompt_of(70, seed=1)]
+        expected = answer(never_stopped, longer)
+        assert computed(expected) == (71, 0)  # the last token of the answer was not evaluated
+    with engine(model) as first:
         assert answer(first, prompt).logprobs == first_turn.logprobs
-    with engine(DEMO, parallel=1) as later:
+    with engine(model) as later:
         found = answer(later, longer)
         assert found.logprobs == expected.logprobs
-        assert computed(found) == (71, len(longer) - 71)  # the last token of the answer was not evaluated
-    with engine(DEMO, parallel=1) as again:
+        assert computed(found) == (71, len(longer) - 71)
+    with engine(model) as again:
         assert computed(answer(again, [*prompt, *prompt_of(5, seed=2)])) == (5, N_PROMPT)
+        assert computed(answer(again, prompt)) == (N_PROMPT, 0)  # its last state has all of its tokens
+    for block in stored_blocks(default_folder()):
+        block.path.write_bytes(block.path.read_bytes()[:-1] + b"?")
+    with engine(model) as damaged:
+        assert answer(damaged, prompt).logprobs == first_turn.logprobs
 
 
 def test_the_methods_of_llama_go_on_from_the_disk(unkept: Callable[..., EngineAnswer]) -> None:
