@@ -17,22 +17,22 @@ SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html")
 VENDORED = ("moegguf/server/static/vendor/",)  # libraries with a licence of their own: not counted
 GOALS = {"moegguf": 46_000, "tests": 34_000, "tools + predictors": 14_000}
 LIMITS = {
-    "moegguf": 1_170,
+    "moegguf": 1_200,
     "moegguf/bench": 1_320,
     "moegguf/chat": 1_630,
     "moegguf/cli": 3_230,
     "moegguf/controller": 3_500,
     "moegguf/engine": 6_700,
-    "moegguf/generate": 4_390,
+    "moegguf/generate": 4_430,
     "moegguf/gguf": 1_890,
     "moegguf/models": 3_040,
-    "moegguf/native": 16_920,
-    "moegguf/server": 7_380,
+    "moegguf/native": 16_880,
+    "moegguf/server": 7_470,
     "moegguf/serving": 5_260,
-    "moegguf/terminal": 1_660,
+    "moegguf/terminal": 1_730,
     "moegguf/trace": 2_110,
     "predictors": 5_910,
-    "tests": 43_300,
+    "tests": 43_520,
     "tools": 5_240,
 }
 

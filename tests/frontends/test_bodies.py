@@ -93,7 +93,8 @@ CHAT: Bodies = [
     {"tools": [{"type": "function", "function": {"name": ""}}]},
     {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
     *SAMPLING, {"stop": "x"}, {"logit_bias": {"7": -100}}, {"logit_bias": {"x": 1}}, {"logit_bias": {"5": 200}},
-    {"logit_bias": {"9" * 40: 1}}, {"n": 1}, {"n": 2}, {"n": 10**9}, {"max_tokens": 3}, {"max_tokens": 0},
+    {"logit_bias": {"9" * 40: 1}}, {"n": 1}, {"n": 2, "seed": 2**32 - 1}, {"n": 0}, {"n": 10**9},
+    {"max_tokens": 3}, {"max_tokens": 0},
     {"max_tokens": 3, "max_completion_tokens": 5}, {"max_completion_tokens": -5}, {"max_tokens": 2**40},
     {"max_tokens": -1, "options": {"num_predict": 4}}, {"options": {"num_predict": 4, "num_ctx": 64}},
     {"truncate": True, "shift": True}, {"continue_final_message": False}, {"add_generation_prompt": True},
@@ -116,8 +117,10 @@ COMPLETIONS: Bodies = [
     {"suffix": "z"},
     {"prompt": [[1]], "suffix": "b"},
     {"prompt": ["a"] * 2049},
-    {"best_of": 2},
+    *({"best_of": 2, **more} for more in ({}, {"n": 2}, {"n": 3}, {"stream": True}, {"prompt": ["a"] * 1025})),
     {"logprobs": 21},
+    {"logprobs": 1, "echo": True, "max_tokens": 0, "truncate": True},
+    {"logprobs": 1, "echo": True, "suffix": "z"},
     *({"prompt": wrong} for wrong in ([], [[]], ["a", []], ["a", 1], {}, 3, [1, "a"], [[1], [-2]], None)),
 ]
 EMBEDDINGS: Bodies = [
