@@ -38,7 +38,7 @@ def print_versions() -> None:
 
 
 def ps(prefix: Prefix = "", as_json: AsJson = False) -> None:
-    """List the models that a running server has loaded."""
+    """List the models that a running server has loaded, and how many tokens of prompts they did not compute again."""
     from moegguf.cli.client import Client
     from moegguf.terminal.tables import print_columns, print_json
 
@@ -46,7 +46,7 @@ def ps(prefix: Prefix = "", as_json: AsJson = False) -> None:
     if as_json:
         print_json(models)
         return
-    print_columns(("NAME", "ID", "SIZE", "PROCESSOR", "CONTEXT", "UNTIL"), _rows(models))
+    print_columns(("NAME", "ID", "SIZE", "PROCESSOR", "CONTEXT", "REUSED", "UNTIL"), _rows(models))
 
 
 def _rows(models: Iterable[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
@@ -64,7 +64,9 @@ def _row(model: dict[str, Any], *, shared: bool) -> tuple[str, ...]:
     until = "Stopping..." if model.get("stopping") else human_time(_expiry(model["expires_at"]))
     n_ctx, where = str(model["context_length"]), processor_split(model["size"], model["size_vram"])
     size = human_bytes(model["size"]) + " (shared)" * shared
-    return model["name"], model["digest"][:12], size, where, n_ctx, until
+    tokens = model.get("moe", {}).get("prompt_tokens", {})
+    reused = f"{tokens['memory']:,} + {tokens['disk']:,} from disk" if any(tokens.values()) else "-"
+    return model["name"], model["digest"][:12], size, where, n_ctx, reused, until
 
 
 def _expiry(text: str) -> datetime | None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from moegguf.engine.projector import PLACEHOLDER, ContextImages, ImagePrompt, ImageSpan, Projector
 from moegguf.engine.requests import RequestCounter, RequestLock
-from moegguf.engine.sequences import Chunk, PassBatch
+from moegguf.engine.sequences import Chunk, PassBatch, Tokens
 from moegguf.engine.stats import Stats
 from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import CallbackError, CapabilityError, ClosedError, GenerationCancelled, MoeggufError, OptionError
@@ -69,6 +69,7 @@ class Context:
         self.lock = threading.RLock()  # held during each evaluation
         self.images = ContextImages()  # of sequence 0
         self.eval_s = 0.0  # of all evaluations
+        self.after_eval: Callable[[int, Tokens, int], object] | None = None  # 0, its tokens, how many are new
 
     def check_open(self) -> None:
         """Raises ClosedError or ForkError when the model cannot be used."""
@@ -146,6 +147,8 @@ class Context:
         for begin in range(0, len(tokens), llm.n_batch):
             batch = tokens[begin : begin + llm.n_batch]
             self._evaluate([Chunk(0, batch, llm.n_tokens, self._requests.sequence, phase)])
+            if self.after_eval is not None:
+                self.after_eval(0, llm.input_ids[: llm.n_tokens], len(batch))
 
     def eval_chunks(self, chunks: Sequence[Chunk]) -> list[int] | None:
         """Evaluates at most `n_batch` tokens of some sequences together; returns each chunk's row of logits, or None

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout
@@ -22,6 +23,8 @@ MAX_SEQUENCES = 256  # llama.cpp's LLAMA_MAX_SEQ
 # A state that tokens have changed cannot be taken back, nor copied in part: keys of architectures that have one.
 STATE_KEYS = ("ssm.state_size", "ssm.conv_kernel", "kda.head_dim", "wkv.head_size", "shortconv.l_cache")
 LONG_ROPE = "rope_factors_long.weight"
+
+Tokens = Sequence[int] | npt.NDArray[np.intc]
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,13 @@ def _changes_rope(layout: ExpertLayout, n_ctx: int, n_all: int) -> bool:
         return False
     trained = layout.metadata.get(f"{layout.arch}.rope.scaling.original_context_length", layout.hparams.n_ctx_train)
     return isinstance(trained, int) and n_ctx <= trained < n_all
+
+
+def common_tokens(a: Tokens, b: Tokens) -> int:
+    """Equal tokens at the beginning of both."""
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(np.asarray(a[:n], np.intc) != np.asarray(b[:n], np.intc))
+    return int(differ[0]) if differ.size else n
 
 
 class PassBatch:

@@ -376,6 +376,7 @@ class BatchLoop:
                 answer.sequence.note_prompt(n_done, n_tokens, row)
         if not answer.n_pending and not answer.cancelled:
             self._sample(answer, row)
+        self._slots.keep(answer, n_tokens, goes_on=not (is_prompt and answer.n_pending < 2))
 
     def _sample(self, answer: BatchedAnswer, row: int) -> None:
         state, delta = answer.sequence, None

@@ -129,15 +129,17 @@ OnProgress = Callable[[PromptProgress], object]
 @dataclass
 class Timing:
     """Counts and times of an answer. `prompt_tokens`: those evaluated; `cached_tokens`: those of the prompt that were
-    reused from the context. `thinking_tokens`: those of the answer up to the end of its thinking. `stop_string`: that
-    which ended the answer. `stats` covers the whole answer, `answer_stats` the part after its first token; both count
-    all that the model computed meanwhile, for other answers too where it computes several at once.
-    `cut_messages`, `cut_tokens`: of the prompt, left out to fit the context. `n_shifts`: how often the context was full
-    and lost its older half. `context`: tokens of prompt and answer, with `return_context`.
+    reused from the context; `disk_tokens`: of these, those that were on disk only. `thinking_tokens`: those of the
+    answer up to the end of its thinking. `stop_string`: that which ended the answer. `stats` covers the whole answer,
+    `answer_stats` the part after its first token; both count all that the model computed meanwhile, for other answers
+    too where it computes several at once. `cut_messages`, `cut_tokens`: of the prompt, left out to fit the context.
+    `n_shifts`: how often the context was full and lost its older half. `context`: tokens of prompt and answer, with
+    `return_context`.
     """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    disk_tokens: int = 0
     answer_tokens: int = 0
     thinking_tokens: int = 0
     prompt_s: float = 0.0

@@ -98,7 +98,8 @@ def call_object(call: ToolCall, index: int) -> Json:
 
 def total(timing: Timing, later: Timing) -> Timing:
     """The counts and times of two answers to one request."""
-    names = "prompt_tokens cached_tokens answer_tokens prompt_s answer_s cut_messages cut_tokens n_shifts stats".split()
+    names = "prompt_tokens cached_tokens disk_tokens answer_tokens prompt_s answer_s cut_messages cut_tokens".split()
+    names += ["n_shifts", "stats"]
     return replace(later, **{name: getattr(timing, name) + getattr(later, name) for name in names})
 
 
