@@ -24,7 +24,6 @@ from moegguf.terminal.messages import run_with_exit_code
 app = typer.Typer(
     name="moegguf",
     help="Run Mixture-of-Experts GGUF models whose experts do not fit in fast memory.",
-    add_completion=False,
     rich_markup_mode=None,  # rich would take a third of the time of --help
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -55,6 +54,7 @@ app.command(cls=ServeCommand)(serve)
 app.command("start", cls=ServeCommand, hidden=True)(serve)
 app.command()(model_commands.pull)
 app.command("list")(model_commands.list_models)
+app.command()(model_commands.library)
 app.command("ls", hidden=True)(model_commands.list_models)
 app.command()(model_commands.show)
 app.command("rm")(model_commands.remove)

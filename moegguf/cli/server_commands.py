@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moegguf.cli.options import AsJson, Prefix
+from moegguf.cli.options import AsJson, Prefix, complete_model
 from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
 from moegguf.terminal.messages import print_message
 
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from moegguf.quantities import ExpertCache
 
 VERSION_TIMEOUT_S = 2.0
+
+Loaded = Annotated[
+    str, typer.Argument(autocompletion=complete_model, metavar="MODEL", help="A name that `ps` shows.")
+]
 
 
 def print_versions() -> None:
@@ -71,7 +75,7 @@ def _expiry(text: str) -> datetime | None:
     return None if when.year > datetime.now().year + 100 else when
 
 
-def stop(model: Annotated[str, typer.Argument(metavar="MODEL", help="A name that `ps` shows.")]) -> None:
+def stop(model: Loaded) -> None:
     """Unload a model from a running server."""
     from moegguf.cli.client import Client
     from moegguf.models.names import parse_name
@@ -83,7 +87,7 @@ def stop(model: Annotated[str, typer.Argument(metavar="MODEL", help="A name that
 
 
 def budget(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A name that `ps` shows.")],
+    model: Loaded,
     expert_cache: Annotated[
         str | None,
         typer.Argument(metavar="[BUDGET]", help='In RAM: "50%", "2GiB", or "auto": all that it was loaded with.'),

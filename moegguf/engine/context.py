@@ -60,7 +60,7 @@ class Context:
         self._bindings = library.llama_cpp()
         self._n_swa = self._bindings.llama_model_n_swa(llm.model)  # tokens of a sliding window; 0: none
         self._batch = PassBatch(llm.n_batch)
-        self._chunk_rows: Sequence[int] = ()  # of the last pass, those with logits
+        self._chunk_rows: list[int] = []  # of the last pass, those with logits
         self._request_lock = RequestLock()
         self._requests = RequestCounter()
         self._projector: Projector | None = None
@@ -173,7 +173,9 @@ class Context:
         rows = self._batch.fill(chunks, self.images.position, all_logits=llm._logits_all and len(chunks) == 1)
         self._announce(chunks)
         self.computed(lambda: llm._ctx.decode(self._batch), sum(len(chunk.tokens) for chunk in chunks))
-        self._chunk_rows = [row for chunk, row in zip(chunks, rows, strict=True) if chunk.wants_logits]
+        for chunk, row in zip(chunks, rows, strict=True):
+            n_rows = len(chunk.tokens) if chunk.all_logits else int(chunk.wants_logits)
+            self._chunk_rows += range(row - n_rows + 1, row + 1)
         for chunk in chunks:
             if chunk.sequence == 0:
                 llm.n_tokens = chunk.n_past + len(chunk.tokens)
@@ -201,8 +203,8 @@ class Context:
             sequences += [chunk.request] * n
             phases += [chunk.phase] * n
             tokens += chunk.tokens
-            outputs += [0] * (n - 1)
-            outputs.append(chunk.wants_logits)
+            outputs += [chunk.all_logits] * (n - 1)
+            outputs.append(chunk.wants_logits or chunk.all_logits)
         session.store_context.announce(sequences, phases, tokens, outputs)
 
     def eval_image(self, prompt: ImagePrompt, span: ImageSpan, request: int) -> None:
@@ -262,7 +264,7 @@ class Context:
             session, before, start_s = self._session, self._llm.n_tokens, time.perf_counter()
             if session is not None:
                 session.raise_failure()  # a callback's error since the last call
-            self._chunk_rows = ()
+            self._chunk_rows = []
             try:
                 result = call(*arguments)
                 if session is not None:
@@ -294,7 +296,10 @@ class Context:
         `row`: as `eval_chunks` returns it; -1: of the last token in sequence 0.
         """
         if self._llm._requires_eval if row < 0 else row not in self._chunk_rows:
-            raise OptionError("there are no logits of this request to take a token from; evaluate a token first.")
+            raise OptionError(
+                "there are no logits of this request to take a token from (a saved state has none: llama.cpp saves the"
+                " KV cache alone); evaluate a token first."
+            )
 
     def logits(self, row: int = -1) -> Floats:
         """[n_vocab] logits, valid until the next pass. Raises what `check_logits` raises."""

@@ -30,7 +30,7 @@ Tokens = Sequence[int] | npt.NDArray[np.intc]
 @dataclass(frozen=True)
 class Chunk:
     """Consecutive tokens of one sequence in a pass, after its first `n_past`. `request`: its number in routing events.
-    `wants_logits`: of the last token."""
+    `wants_logits`: of the last token; `all_logits`: of every one."""
 
     sequence: int
     tokens: Sequence[int]
@@ -38,6 +38,7 @@ class Chunk:
     request: int
     phase: Phase
     wants_logits: bool = True
+    all_logits: bool = False
 
 
 def sequences_of(layout: ExpertLayout, n_ctx: int, wanted: int) -> int:
@@ -102,8 +103,8 @@ class PassBatch:
             first = position(chunk.n_past)
             self._positions[begin:end] = np.arange(first, first + end - begin)
             self._sequences[begin:end] = chunk.sequence
-            self._logits[begin:end] = all_logits
-            self._logits[end - 1] = all_logits or chunk.wants_logits
+            self._logits[begin:end] = all_logits or chunk.all_logits
+            self._logits[end - 1] |= chunk.wants_logits
             rows.append(end - 1)
             begin = end
         self.batch.n_tokens = begin

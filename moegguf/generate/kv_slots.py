@@ -137,6 +137,7 @@ class KvSlots:
 
 
 MIN_SHARED_TOKENS = 32  # of a prefix that another prompt is about to compute, to wait for it
+MAX_LOGITS_BYTES = 64 << 20  # of the tokens of prompts in a pass, where those of each are wanted
 MIXED_STEP_TOKENS = 128  # of a step in which sequences decode, where experts need not be read for it
 
 Part = tuple[BatchedAnswer, int]  # of a step: how many tokens of which answer
@@ -168,11 +169,16 @@ class StepTokens:
         if parts:
             budget = self._step_tokens
         n_left = min(max(budget, len(parts) + 1), most) - len(parts)
+        n_rows = max(1, MAX_LOGITS_BYTES // (4 * self._llm.n_vocab()))
         prompts = list[BatchedAnswer]()
         for answer in chosen:
             if answer.decodes or n_left <= 0 or not self._begins(answer, prompts):
                 continue
             n = _next_tokens(answer, n_left)
+            if answer.request.prompt_logprobs:
+                if not (n := min(n, n_rows)):
+                    continue
+                n_rows -= n
             n_left -= n
             prompts.append(answer)
             parts.append((answer, n))
@@ -213,4 +219,5 @@ def chunk_of(part: Part) -> Chunk:
     n_past = len(slot.tokens)
     phase = Phase.DECODE if answer.decodes else Phase.PREFILL
     tokens = answer.context[n_past : n_past + n_tokens]
-    return Chunk(slot.sequence, tokens, n_past, answer.number, phase, n_past + n_tokens == len(answer.context))
+    scores = answer.request.prompt_logprobs and phase == Phase.PREFILL
+    return Chunk(slot.sequence, tokens, n_past, answer.number, phase, n_past + n_tokens == len(answer.context), scores)
