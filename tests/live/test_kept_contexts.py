@@ -13,6 +13,7 @@ import pytest
 from answering import DEMO, TinyModel
 from hybrid_model import write_hybrid
 
+from moegguf.engine import kept_contexts
 from moegguf.engine.context_store import About, ContextStore, default_folder, stored_blocks
 from moegguf.engine.kept_contexts import BLOCK_TOKENS
 from moegguf.engine.llama import Llama
@@ -227,6 +228,19 @@ def test_a_disk_that_is_full_costs_a_warning_and_no_answer(
             found = [answer(first, prompt_of(N_PROMPT, 1)), answer(first, prompt)][1]
         assert len(warned) == 1
         assert found.logprobs == expected.logprobs
+
+
+def test_what_the_disk_is_too_slow_for_is_written_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_contexts, "MOST_QUEUED_BYTES", 1)  # one block at a time
+    monkeypatch.setattr(kept_contexts, "WAIT_SHARE", 0.0)
+    prompt = prompt_of(10 * BLOCK_TOKENS)
+    with engine(DEMO) as first:
+        answer(first, prompt, max_tokens=1)
+        kept = first.llm.contexts
+        assert kept is not None
+    assert kept.counters.blocks_dropped
+    with engine(DEMO) as later:
+        assert computed(answer(later, prompt, max_tokens=1)) == (1, 10 * BLOCK_TOKENS - 1)
 
 
 def _no_space(*_: object) -> None:
