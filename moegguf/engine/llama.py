@@ -113,11 +113,11 @@ class Llama(UpstreamLlama):
                 None: as the strategy does.
             warm_start: fetch the experts that earlier runs used most as soon as the model is loaded, and remember those
                 of this run. None: MOEGGUF_WARM_START, else False; never with `lockstep`.
-            context_store: disk for computed contexts, "8GiB", "auto" (a tenth of the free disk, at most 16 GiB) or 0:
-                a prompt that begins as an earlier one did is not computed again as far as they are equal, also in
-                another process (engine/kept_contexts.py). `moegguf.Engine`, `run` and `serve` use it for all models,
-                this class for batch-invariant ones; none is used beside `trace`, nor with `lockstep`, `logits_all` and
-                `embedding`. None: MOEGGUF_CONTEXT_STORE, else "auto".
+            context_store: disk for computed contexts, "8GiB", "auto" (a tenth of the free disk, at most 16 GiB) or 0: a
+                prompt that begins as an earlier one did is not computed again as far as they are equal, also in another
+                process (engine/kept_contexts.py). `moegguf.Engine`, `run` and `serve` use it for all models, this class
+                for batch-invariant ones; none is used beside `trace` and with `lockstep`, `logits_all` and `embedding`.
+                None: MOEGGUF_CONTEXT_STORE, else "auto".
             trace: a file to record routing in, or a `TraceOptions`.
             n_seq_max: sequences of `n_ctx` tokens each that the context holds, for `moegguf.Engine`; this class itself
                 uses one. The property `n_seq_max` says which models have only one.

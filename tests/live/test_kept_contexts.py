@@ -20,6 +20,7 @@ from moegguf.engine.llama import Llama
 from moegguf.generate.engine import Engine, EngineAnswer
 from moegguf.generate.request import Sampling
 from moegguf.quantities import GIB
+from tools.context_check import kills
 
 N_PROMPT, N_NEW = 5 * BLOCK_TOKENS + 9, BLOCK_TOKENS + 20
 MODELS = {"demo": DEMO, "iswa": "tiny-gpt-oss", "deepseek": "tiny-deepseek2", "qwen3": "tiny-qwen3moe"}
@@ -241,6 +242,11 @@ def test_what_the_disk_is_too_slow_for_is_written_later(monkeypatch: pytest.Monk
     assert kept.counters.blocks_dropped
     with engine(DEMO) as later:
         assert computed(answer(later, prompt, max_tokens=1)) == (1, 10 * BLOCK_TOKENS - 1)
+
+
+def test_killed_processes_leave_no_wrong_answer(tmp_path: Path) -> None:
+    found = kills(str(DEMO), 4, 0.2, tmp_path / "killed")  # `python -m tools.context_check kills` ends more
+    assert "all right" in found and "all whole" in found
 
 
 def _no_space(*_: object) -> None:
