@@ -44,7 +44,7 @@ OLD_NAMES = {"system": "strategy"}
 
 Kind = Literal[
     "text", "budget", "size", "duration", "timeout", "whole", "number", "switch", "off switch", "level",
-    "trial", "choice", "threads", "address", "networks", "list", "path",
+    "trial", "choice", "threads", "address", "networks", "list", "path", "store size",
 ]  # fmt: skip
 
 
@@ -130,6 +130,12 @@ _TABLE = (
         "warm_start", "load", MEMORY,
         "Fetch the experts that earlier runs used most when the model is loaded, and remember this run's.",
         ("--warm-start/--no-warm-start",), "", "WARM_START", "switch", "off",
+    ),
+    Option(
+        "context_store", "load", MEMORY,
+        'Disk for computed contexts, so that a prompt that begins as an earlier one goes on from there, also after the'
+        ' model was unloaded: "8GiB", "auto" (a tenth of the free disk, at most 16 GiB), or 0.',
+        ("--context-store",), "SIZE", "CONTEXT_STORE", "store size", "auto",
     ),
     Option(
         "type_k", "load", MEMORY, "Type of the K cache, such as q8_0.", ("--cache-type-k", "-ctk"), "TYPE",
@@ -333,7 +339,7 @@ _TABLE = (
 )  # fmt: skip
 
 OPTIONS: Mapping[str, Option] = {option.name: option for option in _TABLE}
-TO_WORKERS = ("expert_cache", "vram_cache", "placement", "misses", "warm_start", "strategy", "policy")
+TO_WORKERS = ("expert_cache", "vram_cache", "placement", "misses", "warm_start", "context_store", "strategy", "policy")
 """Options of loading that a server, or a batch, has flags for, and hands to its workers."""
 
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from moegguf.errors import BudgetError, OptionError
 from moegguf.options import OPTIONS, Kind, Option, old_variable
-from moegguf.quantities import parse_duration, parse_expert_cache, parse_size
+from moegguf.quantities import parse_duration, parse_expert_cache, parse_size, parse_store_size
 
 DEFAULT_PORT = 11434
 
@@ -36,6 +36,7 @@ class Environment:
     hooks: bool = True
     expert_cache: str = "auto"
     warm_start: bool = False
+    context_store: str = "auto"
     vram_cache: str = ""
     placement: str = "auto"
     policy: str = "auto"
@@ -260,6 +261,11 @@ def _budgets(_: Option, text: str) -> str:
     return text
 
 
+def _store_size(_: Option, text: str) -> str:
+    parse_store_size(text)
+    return text
+
+
 _PARSERS: dict[Kind, Callable[[Option, str], Any]] = {
     "text": lambda _, text: text,
     "budget": _budgets,
@@ -275,5 +281,6 @@ _PARSERS: dict[Kind, Callable[[Option, str], Any]] = {
     "address": lambda _, text: parse_host(text),
     "networks": lambda _, text: parse_networks(text),
     "list": lambda _, text: _items(text),
+    "store size": _store_size,
     "path": lambda _, text: Path(text).expanduser(),
 }

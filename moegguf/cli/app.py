@@ -13,6 +13,7 @@ import typer
 from moegguf.cli import model_commands, server_commands
 from moegguf.cli.batch import batch
 from moegguf.cli.bench import bench
+from moegguf.cli.contexts import contexts
 from moegguf.cli.options import Command
 from moegguf.cli.run import RunCommand, run
 from moegguf.cli.serve import ServeCommand, serve
@@ -68,6 +69,7 @@ app.command(cls=Command)(model_commands.estimate)
 app.command()(model_commands.doctor)
 app.command(cls=Command, short_help="Measure speed, hit rate, bytes and stalls.")(bench)
 app.add_typer(trace)
+app.add_typer(contexts)
 
 
 def main(arguments: list[str] | None = None) -> int:

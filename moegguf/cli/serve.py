@@ -124,10 +124,8 @@ def print_address(settings: Settings, listener: socket.socket) -> None:
     from moegguf.settings import models_folder
 
     address = replace(settings.host, port=listener.getsockname()[1])
-    n_keys = len(settings.api_keys)
-    remarks = []
-    if n_keys and not address.is_loopback:
-        remarks.append("with an API key" if n_keys == 1 else f"with {n_keys} API keys")
+    keys = "an API key" if len(settings.api_keys) == 1 else f"{len(settings.api_keys)} API keys"
+    remarks = [f"with {keys}"] if settings.api_keys and not address.is_loopback else []
     if settings.trusted:
         remarks.append(f"no key from {', '.join(map(str, settings.trusted))}")
     free = read_memory()

@@ -39,7 +39,7 @@ def print_versions() -> None:
 
 
 def ps(prefix: Prefix = "", as_json: AsJson = False) -> None:
-    """List the models that a running server has loaded."""
+    """List the models that a running server has loaded, and how many tokens of prompts they did not compute again."""
     from moegguf.cli.client import Client
     from moegguf.terminal.tables import print_columns, print_json
 
@@ -47,7 +47,7 @@ def ps(prefix: Prefix = "", as_json: AsJson = False) -> None:
     if as_json:
         print_json(models)
         return
-    print_columns(("NAME", "ID", "SIZE", "PROCESSOR", "EXPERTS", "HITS", "CONTEXT", "UNTIL"), _rows(models))
+    print_columns(("NAME", "ID", "SIZE", "PROCESSOR", "EXPERTS", "HITS", "CONTEXT", "REUSED", "UNTIL"), _rows(models))
 
 
 def _rows(models: Iterable[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
@@ -66,7 +66,9 @@ def _row(model: dict[str, Any], *, shared: bool) -> tuple[str, ...]:
     n_ctx, where = str(model["context_length"]), processor_split(model["size"], model["size_vram"])
     size, moe = human_bytes(model["size"]) + " (shared)" * shared, model.get("moe", {})
     experts = percent(moe.get("expert_share")), percent(moe["hit_rate"] if moe.get("lookups") else None)
-    return model["name"], model["digest"][:12], size, where, *experts, n_ctx, until
+    tokens = moe.get("prompt_tokens", {})
+    reused = f"{tokens['memory']:,} + {tokens['disk']:,} from disk" if any(tokens.values()) else "-"
+    return model["name"], model["digest"][:12], size, where, *experts, n_ctx, reused, until
 
 
 def _expiry(text: str) -> datetime | None:

@@ -19,6 +19,7 @@ from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.strategies import find_strategy
 from moegguf.engine.batch_invariance import is_batch_invariant
 from moegguf.engine.context import ClosedModel, Context
+from moegguf.engine.kept_contexts import KeptContexts, open_contexts
 from moegguf.engine.keywords import LlamaCppOptions, with_keywords
 from moegguf.engine.live_controller import ControllerOptions
 from moegguf.engine.load import Budget, check_options, prepare
@@ -26,6 +27,7 @@ from moegguf.engine.loader import Loader, LoadProgress, Progress
 from moegguf.engine.plan import Plan
 from moegguf.engine.projector import PLACEHOLDER
 from moegguf.engine.resize import set_budget
+from moegguf.engine.sequences import Tokens, common_tokens
 from moegguf.engine.session import Session
 from moegguf.engine.stats import Stats
 from moegguf.engine.upstream import UpstreamLlama
@@ -48,6 +50,8 @@ class Llama(UpstreamLlama):
     """The expert store behind this model; None for a model without experts and with MOEGGUF_HOOKS=0."""
     recording: Recording | None = None
     """The trace being recorded, None without `trace`."""
+    contexts: KeptContexts | None = None
+    """What is kept on disk of this model's contexts; None where nothing is."""
     _closed = True  # until there is a loader, which has something to free
     _loader: Loader
 
@@ -66,6 +70,7 @@ class Llama(UpstreamLlama):
         prefetch: bool | PrefetchOptions | None = None,
         lockstep: bool = False,
         warm_start: bool | None = None,
+        context_store: str | int | None = None,
         trace: str | os.PathLike[str] | TraceOptions | None = None,
         progress: Progress | None = None,
         n_seq_max: int = 1,
@@ -108,6 +113,11 @@ class Llama(UpstreamLlama):
                 None: as the strategy does.
             warm_start: fetch the experts that earlier runs used most as soon as the model is loaded, and remember those
                 of this run. None: MOEGGUF_WARM_START, else False; never with `lockstep`.
+            context_store: disk for computed contexts, "8GiB", "auto" (a tenth of the free disk, at most 16 GiB) or 0: a
+                prompt that begins as an earlier one did is not computed again as far as they are equal, also in another
+                process (engine/kept_contexts.py). `moegguf.Engine`, `run` and `serve` use it for all models, this class
+                for batch-invariant ones; none is used beside `trace` and with `lockstep`, `logits_all` and `embedding`.
+                None: MOEGGUF_CONTEXT_STORE, else "auto".
             trace: a file to record routing in, or a `TraceOptions`.
             n_seq_max: sequences of `n_ctx` tokens each that the context holds, for `moegguf.Engine`; this class itself
                 uses one. The property `n_seq_max` says which models have only one.
@@ -143,8 +153,8 @@ class Llama(UpstreamLlama):
         warm_start = environment.warm_start if warm_start is None else warm_start
         self._keywords = dict(
             model_path=model_path, expert_cache=expert_cache, vram_cache=vram_cache, placement=placement,
-            misses=misses, plan=plan, strategy=named.name, store=store, warm_start=warm_start, **vars(chosen),
-            **given,
+            misses=misses, plan=plan, strategy=named.name, store=store, warm_start=warm_start,
+            context_store=context_store, **vars(chosen), **given,
         )  # fmt: skip
         load_plan = prepare(model_path, expert_cache, given, vram_cache, store, placement, misses, plan)
         self.layout, self.plan = load_plan.layout, load_plan.plan
@@ -161,6 +171,9 @@ class Llama(UpstreamLlama):
             self.context = Context(self, loader, mmproj if self.reads_images else None)
             loader.start_parts(warm_start and not lockstep, trace)
             self.recording = loader.recording
+            if not (trace or lockstep):
+                limit = environment.context_store if context_store is None else context_store
+                self.contexts = open_contexts(self, self.context, load_plan, store, limit)
         except BaseException:  # also an interrupt: nothing of a load stays
             if not self._closed:
                 self._loader.end_parts(discard=True)  # keeps an older trace file
@@ -230,7 +243,29 @@ class Llama(UpstreamLlama):
         Raises OptionError without a token to begin with, CapabilityError.
         """
         self.context.check_generates()
-        return self.context.one_request(super().generate(*arguments, **options))
+        return self.context.one_request(self._with_kept(super().generate(*arguments, **options), arguments, options))
+
+    def _with_kept(
+        self, steps: Generator[int, Sequence[int] | None, None], arguments: Sequence[Any], options: dict[str, Any]
+    ) -> Generator[int, Sequence[int] | None, None]:
+        """The steps, which go on from what is kept on disk of their prompt, and are kept."""
+        contexts = self.contexts
+        if contexts is None or not self.batch_invariant or not options.get("reset", True):
+            return (yield from steps)
+
+        def keep(sequence: int, tokens: Tokens, n_new: int) -> None:
+            contexts.keep(sequence, tokens, n_new, goes_on=len(tokens) != len(prompt))
+
+        prompt = list(arguments[0] if arguments else options["tokens"])
+        n_held = common_tokens(self.input_ids[: self.n_tokens], prompt[:-1])
+        contexts.restore(0, prompt, n_held)
+        self.context.after_eval = keep
+        try:
+            return (yield from steps)
+        finally:
+            self.context.after_eval = None
+            if not self._closed:
+                contexts.keep(0, self.input_ids[: self.n_tokens], 1, goes_on=False)
 
     def stats(self) -> Stats:
         """Counters since the model was loaded; subtract earlier ones for those of a request."""
@@ -280,6 +315,8 @@ class Llama(UpstreamLlama):
         self._closed = True
         if context:
             context.close(forked)
+        if self.contexts is not None and not forked:
+            self.contexts.close()
         if forked:
             return  # the parent process owns it
         try:

@@ -372,11 +372,21 @@ class BatchLoop:
         if is_prompt:
             answer.timing.prompt_tokens = len(slot.tokens) - answer.timing.cached_tokens
             answer.events.on_progress(answer.progress())
+            if answer.request.prompt_logprobs:
+                answer.sequence.note_prompt(n_done, n_tokens, row)
         if not answer.n_pending and not answer.cancelled:
             self._sample(answer, row)
+        self._slots.keep(answer, n_tokens, goes_on=not (is_prompt and answer.n_pending < 2))
 
     def _sample(self, answer: BatchedAnswer, row: int) -> None:
         state, delta = answer.sequence, None
+        if (prompt := state.prompt_delta()) is not None:
+            answer.events.on_delta(prompt)
+        if not state.limit:
+            answer.note_token(self._stats_now)
+            state.end("length")
+            self._end(answer)
+            return
         try:
             token = state.sampler.sample(row)
             answer.note_token(self._stats_now)

@@ -243,7 +243,7 @@ class ManagedModel:
         """What it was loaded with for slots: in RAM, and on its device, there with what prompts are staged in."""
         plan = self.ready.plan
         if plan.get("device"):
-            return plan.get("n_lower_slots", 0) * plan["slot_bytes"], plan["vram_cache_bytes"]
+            return plan.get("n_ram_slots", 0) * plan["slot_bytes"], plan["vram_cache_bytes"]
         return plan.get("budget_bytes", 0), 0
 
     def grow(self, n_bytes: Mapping[str, int]) -> None:

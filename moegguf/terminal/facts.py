@@ -207,7 +207,7 @@ def _expectation(found: DescribedModel, plan: Plan, disk: DiskSpeed | None) -> F
     """What to expect while answering; the speed of a model that has to read needs that of its disk."""
     speeds = memory_bytes_per_s = None
     if plan.device is not None:  # hit rates and bytes only: the GPU's speed was not measured
-        facts = asdict(found.hit_rates.expect(max(plan.n_slots, plan.n_lower_slots)))
+        facts = asdict(found.hit_rates.expect(max(plan.n_slots, plan.n_ram_slots)))
         return facts | {"memory_bytes_per_s": None}
     if disk or plan.resident:
         memory_bytes_per_s = memory_read_speed(count_cpus())

@@ -241,8 +241,8 @@ def _memory_rows(facts: Facts) -> list[Row]:
     if plan["layers_on"]:
         rows.append(("RAM beside that", format_bytes(plan["host_bytes"]), "with these experts"))
     if plan["device"]:
-        lower = f"with {plan['n_lower_slots']:,} experts that {plan['device']} is filled from"
-        rows.append(("RAM beside that", format_bytes(plan["host_bytes"]), lower if plan["n_lower_slots"] else ""))
+        lower = f"with {plan['n_ram_slots']:,} experts that {plan['device']} is filled from"
+        rows.append(("RAM beside that", format_bytes(plan["host_bytes"]), lower if plan["n_ram_slots"] else ""))
     if total and not plan["resident"]:
         rows.append(("experts on disk", format_bytes(facts["expert_bytes"]), "read when a token needs them"))
     return rows

@@ -166,26 +166,34 @@ def test_only_clients_of_trusted_networks_need_no_key(client: str, status: int) 
 KEYS = ("of-ann", "of-bob")
 
 
-def owners(manager: FakeManager, **settings: Any) -> list[str]:
-    """Of requests with each of KEYS, in both forms, to a server that has both."""
-    with running(make_app(manager, manager.catalog, Settings(api_keys=KEYS, **settings))) as url:  # type: ignore[arg-type]
+def test_each_key_has_an_owner(manager: FakeManager, caplog: pytest.LogCaptureFixture) -> None:
+    settings = Settings(api_keys=KEYS)
+    with (
+        running(make_app(manager, manager.catalog, settings)) as url,  # type: ignore[arg-type]
+        caplog.at_level("INFO", "uvicorn.error"),
+    ):
         for header in [{"authorization": f"Bearer {key}"} for key in KEYS] + [{"x_api_key": key} for key in KEYS]:
             assert call(f"{url}/api/generate", {"model": "demo", "prompt": "hi"}, **header).status == 200
         assert call(f"{url}/api/tags", x_api_key=",".join(KEYS)).status == 401
-    return [request.owner for request in manager.requests]
-
-
-def test_each_key_has_contexts_of_its_own(manager: FakeManager, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", "uvicorn.error"):
-        ann, bob, *same = owners(manager)
+    ann, bob, *same = (request.owner for request in manager.requests)
     assert same == [ann, bob] and ann != bob and "" not in (ann, bob)
     labels = [line for line in caplog.messages if "/api/generate" in line]
     assert labels == [f"key {n}: POST /api/generate" for n in (1, 2, 1, 2)]
     assert not any(key in text for key in KEYS for text in (ann, bob, caplog.text))
 
 
-def test_contexts_are_shared_where_the_server_says_so(manager: FakeManager) -> None:
-    assert owners(manager, share_contexts=True) == 4 * [""]
+@pytest.mark.parametrize(("arguments", "expected"), [((), [0, 1, 0, 1]), (("--share-contexts",), [0, 1, 1, 1])])
+def test_a_key_begins_with_what_was_computed_for_it(
+    tmp_path: Path, arguments: tuple[str, ...], expected: list[bool]
+) -> None:
+    """Its own in any dialect; another's only where the server says so."""
+    ann, bob = ({"authorization": f"Bearer {key}"} for key in KEYS)
+    body = {"model": "demo", "messages": [{"role": "user", "content": "How are you? " * 20}], "max_tokens": 1}
+    with serving(tmp_path, "--parallel", "2", *arguments, MOEGGUF_API_KEY="\n".join(KEYS)) as server:
+        usage = [server.call("/v1/chat/completions", body, **key).json["usage"] for key in (ann, ann, bob)]
+        reused = [found["prompt_tokens_details"]["cached_tokens"] for found in usage]
+        reused.append(server.call("/v1/messages", body, **bob).json["usage"]["cache_read_input_tokens"])
+    assert [n > 50 for n in reused] == expected and min(reused) in (0, reused[0])
 
 
 def test_without_a_key_a_page_of_another_site_is_told_by_its_host() -> None:
