@@ -15,6 +15,7 @@ from moegguf.server import anthropic, budget, live, llama_server, metrics, model
 from moegguf.server.common.access import AccessControl
 from moegguf.server.common.body import Bodies
 from moegguf.server.common.errors import HANDLERS
+from moegguf.server.common.request_log import RequestLog
 from moegguf.server.openai.in_process import InProcess, new_state
 from moegguf.serving.batch.batches import Batches
 from moegguf.settings import data_folder
@@ -59,6 +60,7 @@ def make_app(
     app = Starlette(
         routes=[route for module in MODULES for route in module.routes] if routes is None else routes,
         middleware=[
+            Middleware(RequestLog),
             Middleware(
                 AccessControl,
                 loopback=settings.host.is_loopback,
