@@ -123,6 +123,16 @@ COMPLETIONS: Bodies = [
     {"logprobs": 1, "echo": True, "suffix": "z"},
     *({"prompt": wrong} for wrong in ([], [[]], ["a", []], ["a", 1], {}, 3, [1, "a"], [[1], [-2]], None)),
 ]
+NATIVE: Bodies = [
+    {"n_predict": 0, "n_keep": -1}, {"n_predict": -1, "n_probs": 3, "return_tokens": True}, {"n_predict": -3},
+    {"prompt": [1, 2]}, {"prompt": ["a", [3]], "n": 2, "seed": 5}, {"prompt": [1, "a"]}, {"model": "own"},
+    {"logit_bias": [[5, False], [6, 2.5]]}, {"logit_bias": {"5": 1}}, {"logit_bias": [[5]]}, {"logit_bias": [["a", 1]]},
+    {"json_schema": SCHEMA}, {"grammar": "root ::= x"}, {"grammar": ""}, {"stop": "x", "mirostat": 1},
+]  # fmt: skip
+INFILL: Bodies = [
+    {}, {"prompt": "c", "input_extra": [{"text": "t"}, {"text": "u", "filename": "f"}]}, {"input_suffix": ""},
+    {"input_suffix": None}, {"input_extra": [{"text": 1}]}, {"input_extra": [{"text": "t"}] * 257}, {"model": "demo"},
+]  # fmt: skip
 EMBEDDINGS: Bodies = [
     *({"input": given} for given in ("a", ["a"], [1, 2], [[1, 2], [3]], ["a", [1]])),
     *({"input": wrong} for wrong in ("", [], [""], [[]], [1.5], [-1], [True], [2**31], {"a": 1}, None, ["a"] * 2049)),
@@ -215,6 +225,8 @@ ASKED: dict[str, tuple[dict[str, Any], Bodies]] = {
     "/api/embeddings": ({}, [{"prompt": "a"}, {"prompt": ""}]),
     "/v1/chat/completions": ({"messages": HI}, CHAT),
     "/v1/completions": ({"prompt": "x"}, COMPLETIONS),
+    "/completion": ({"prompt": "x"}, NATIVE),
+    "/infill": ({"input_prefix": "a", "input_suffix": "b"}, INFILL),
     "/v1/embeddings": ({}, EMBEDDINGS),
     "/v1/responses": ({"input": "hi"}, RESPONSES),
     "/v1/messages": ({"messages": HI, "max_tokens": 64}, MESSAGES),
@@ -249,7 +261,8 @@ def told(http: httpx.Client, manager: FakeManager) -> Iterator[str]:
             reply = http.post(path, json={"model": "able", "stream": False, **base, **body})
             written = json.dumps(body, ensure_ascii=False)
             yield f"{path} {written if len(written) < 2000 else written[:60] + '...'}"
-            error = reply.json().get("error") or ""
+            found = reply.json()
+            error = (found.get("error") if isinstance(found, dict) else None) or ""
             message = error if isinstance(error, str) else error["message"]
             yield from (f"    {line}" for line in ([f"{reply.status_code}: {message}"] if message else asked(manager)))
 

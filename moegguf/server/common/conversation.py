@@ -85,8 +85,8 @@ class Reply(ABC):
         """Takes an answer for `whole`."""
 
     @abstractmethod
-    def whole(self) -> Json:
-        """The reply as one object."""
+    def whole(self) -> Any:
+        """The reply as one object, or several in a list where the API has that."""
 
     def error_line(self, error: HttpError, path: str) -> bytes:
         """What ends a stream that has begun, of a request at `path`."""
@@ -264,7 +264,7 @@ async def _lines(events: AsyncGenerator[Event], reply: Reply) -> Lines:
                 yield lines
 
 
-async def _whole(events: AsyncGenerator[Event], reply: Reply) -> Json:
+async def _whole(events: AsyncGenerator[Event], reply: Reply) -> Any:
     deltas: list[Delta] = []
     async with aclosing(events):
         async for event in events:
