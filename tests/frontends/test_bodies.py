@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_manager import FUNCTIONS, HI, TEMPLATE, FakeManager, entry_of
+from gguf_builder import U32, moe
 from pictures import base64_of, png
 from recorded import check_recorded
 
@@ -226,7 +227,7 @@ ASKED: dict[str, tuple[dict[str, Any], Bodies]] = {
     "/v1/chat/completions": ({"messages": HI}, CHAT),
     "/v1/completions": ({"prompt": "x"}, COMPLETIONS),
     "/completion": ({"prompt": "x"}, NATIVE),
-    "/infill": ({"input_prefix": "a", "input_suffix": "b"}, INFILL),
+    "/infill": ({"model": "gap", "input_prefix": "a", "input_suffix": "b"}, INFILL),
     "/v1/embeddings": ({}, EMBEDDINGS),
     "/v1/responses": ({"input": "hi"}, RESPONSES),
     "/v1/messages": ({"messages": HI, "max_tokens": 64}, MESSAGES),
@@ -267,12 +268,16 @@ def told(http: httpx.Client, manager: FakeManager) -> Iterator[str]:
             yield from (f"    {line}" for line in ([f"{reply.status_code}: {message}"] if message else asked(manager)))
 
 
-def test_what_the_model_is_asked_or_the_refusal_is_as_recorded(http: httpx.Client, manager: FakeManager) -> None:
+def test_what_the_model_is_asked_or_the_refusal_is_as_recorded(
+    http: httpx.Client, manager: FakeManager, tmp_path: Path
+) -> None:
     path = demo_path()
     assert path is not None
     parameters = {"temperature": 0.2, "top_p": 0.5, "top_k": 7, "num_ctx": 64, "stop": ["END"]}
     own = entry_of(path, "own:latest", system="Be kind.", messages=TURNS, parameters=parameters, template=TEMPLATE)
     manager.catalog.known[own.name] = own
+    gap = moe().add("tokenizer.ggml.fim_pre_token_id", U32, 5).write(tmp_path / "gap.gguf")
+    manager.catalog.known["gap:latest"] = entry_of(gap, "gap:latest")
     text = "\n".join(told(http, manager)) + "\n"
     text = text.replace(json.dumps(TEMPLATE), '"TEMPLATE"').replace(PICTURE, "PICTURE")
     check_recorded("bodies", text)
