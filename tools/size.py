@@ -27,7 +27,7 @@ LIMITS = {
     "moegguf/gguf": 1_890,
     "moegguf/models": 3_040,
     "moegguf/native": 16_880,
-    "moegguf/server": 7_780,
+    "moegguf/server": 7_830,
     "moegguf/serving": 5_270,
     "moegguf/terminal": 1_650,
     "moegguf/trace": 2_110,
