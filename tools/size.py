@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html")
 VENDORED = ("moegguf/server/static/vendor/",)  # libraries with a licence of their own: not counted
-GOALS = {"moegguf": 1_230, "tests": 44_280, "tools + predictors": 14_000}
+GOALS = {"moegguf": 46_000, "tests": 34_000, "tools + predictors": 14_000}
 LIMITS = {
     "moegguf": 1_230,
     "moegguf/bench": 1_320,
@@ -33,7 +33,7 @@ LIMITS = {
     "moegguf/trace": 2_110,
     "predictors": 5_910,
     "tests": 44_280,
-    "tools": 5_600,
+    "tools": 5_430,
 }
 
 
