@@ -17,23 +17,23 @@ SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html")
 VENDORED = ("moegguf/server/static/vendor/",)  # libraries with a licence of their own: not counted
 GOALS = {"moegguf": 46_000, "tests": 34_000, "tools + predictors": 14_000}
 LIMITS = {
-    "moegguf": 1_160,
+    "moegguf": 1_230,
     "moegguf/bench": 1_320,
     "moegguf/chat": 1_630,
-    "moegguf/cli": 3_230,
+    "moegguf/cli": 3_400,
     "moegguf/controller": 3_500,
-    "moegguf/engine": 6_700,
-    "moegguf/generate": 4_380,
-    "moegguf/gguf": 1_890,
-    "moegguf/models": 3_040,
+    "moegguf/engine": 7_520,
+    "moegguf/generate": 4_450,
+    "moegguf/gguf": 1_910,
+    "moegguf/models": 3_150,
     "moegguf/native": 16_880,
-    "moegguf/server": 7_340,
-    "moegguf/serving": 5_230,
-    "moegguf/terminal": 1_650,
+    "moegguf/server": 7_610,
+    "moegguf/serving": 5_270,
+    "moegguf/terminal": 1_730,
     "moegguf/trace": 2_110,
     "predictors": 5_910,
-    "tests": 43_100,
-    "tools": 5_240,
+    "tests": 44_200,
+    "tools": 5_430,
 }
 
 
