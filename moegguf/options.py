@@ -230,7 +230,7 @@ _TABLE = (
     ),
     Option(
         "share_contexts", "server", SERVER,
-        "Requests with one key begin with what was computed for another's, which their timing then tells.",
+        "A request begins with what was computed for other keys, too, which its timing then tells.",
         ("--share-contexts",), "", "SHARE_CONTEXTS", "switch", "off",
     ),
     Option(

@@ -11,7 +11,18 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.routing import BaseRoute
 
-from moegguf.server import anthropic, budget, live, llama_server, metrics, model_list, ollama, openai, page
+from moegguf.server import (
+    anthropic,
+    budget,
+    live,
+    llama_completion,
+    llama_server,
+    metrics,
+    model_list,
+    ollama,
+    openai,
+    page,
+)
 from moegguf.server.common.access import AccessControl
 from moegguf.server.common.body import Bodies
 from moegguf.server.common.errors import HANDLERS
@@ -27,7 +38,7 @@ if TYPE_CHECKING:
     from moegguf.serving.ray.manager import ReplicaManager
     from moegguf.settings import Settings
 
-MODULES = (ollama, anthropic, openai, model_list, llama_server, metrics, live, budget, page)
+MODULES = (ollama, anthropic, openai, model_list, llama_server, llama_completion, metrics, live, budget, page)
 
 
 def make_app(
