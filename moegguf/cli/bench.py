@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import os
 import re
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from moegguf.cli.options import OFTEN, Given, flags, hub_name, panel
 from moegguf.errors import OptionError
 from moegguf.options import MEMORY, MODEL, OUTPUT, RESEARCH, SAMPLING
 from moegguf.quantities import parse_expert_cache, parse_size
+from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:
     from moegguf.bench.series import BenchedSystem, Outcome
@@ -35,6 +37,7 @@ class Flag(NamedTuple):
     limits: Mapping[str, Any] = {}
 
 
+BUSY_SHARE = 0.25  # of the processors, by the load of the last minute, from which figures are too low
 FLAGS = (
     Flag("model", "-m --model", "MODEL", OFTEN,
          "GGUF file (the first one of a split model) or a name; may be repeated."),
@@ -56,7 +59,7 @@ FLAGS = (
     Flag("n_ubatch", "-ub --ubatch-size", "N,...", MODEL, "Tokens of one pass.", ["512"]),
     Flag("type_k", "-ctk --cache-type-k", "TYPE,...", MEMORY, "Type of the K cache.", ["f16"]),
     Flag("type_v", "-ctv --cache-type-v", "TYPE,...", MEMORY, "Type of the V cache.", ["f16"]),
-    Flag("n_threads", "-t --threads", "N,...", MODEL, "Default: the processors this process may use."),
+    Flag("n_threads", "-t --threads", "N,...", MODEL, "auto, as without it: the processors this process may use."),
     Flag("n_gpu_layers", "-ngl --n-gpu-layers", "N,...", MODEL, "Layers on a GPU; -1: all.", ["-1"]),
     Flag("flash_attn", "-fa --flash-attn", "on|off|auto", MODEL, "on, off or auto.", ["auto"]),
     Flag("expert_cache", "--expert-cache", "BUDGET,...", OFTEN,
@@ -221,8 +224,11 @@ def _groups(
         "n_batch": parse_ints(chosen["n_batch"], "-b"),
         "n_ubatch": parse_ints(chosen["n_ubatch"], "-ub"),
         **{name: split(chosen[name]) for name in ("type_k", "type_v", "flash_attn")},
-        "n_threads": parse_ints(chosen["n_threads"], "-t") or [count_cpus()],
+        "n_threads": parse_ints([text for text in chosen["n_threads"] if text != "auto"], "-t") or [count_cpus()],
     }
+    load, n_cpus = os.getloadavg()[0], count_cpus()
+    if load > BUSY_SHARE * n_cpus:
+        print_message(f"warning: other processes keep {load:.1f} of {n_cpus} processors busy; figures will be lower")
     base = _base(models[0], chosen, given)
     return [make_systems(spec, caches, others, limit) for spec in combinations(base, lists)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import socket
 import threading
 import time
@@ -212,8 +213,19 @@ class ServedModel:
         return str(self._shown["template"])
 
     def print_experts(self) -> None:
-        """Where its experts are shown."""
-        print_message(f"The model is in the server at {self._client.host.url}: `moegguf top` shows its experts.")
+        """A map of its experts in the server, with what was used and loaded within the last snapshot."""
+        from moegguf.engine.stats import Stats
+        from moegguf.terminal.heatmap import print_map
+
+        loaded = (model for model in self._client.get("/live?once=1")["models"] if self.entry.name in model["names"])
+        found = next((model["snapshot"] for model in loaded if model["snapshot"]), None)
+        if found is None or not found["layers"]:
+            print_message("The server has no experts of this model in memory.")
+            return
+        parts = [base64.b64decode(found[name]) for name in ("state", "uses", "loads")]
+        stats = build(Stats, {field.name: found["stats"][field.name] for field in fields(Stats)})
+        print_map(self.entry.name, parts, found["layers"], found["n_expert"], stats)
+        print_message(f"It is in the server at {self._client.host.url}; `moegguf top` shows its experts live.")
 
     def close(self) -> None:
         """The server keeps the model for other requests."""

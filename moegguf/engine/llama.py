@@ -282,8 +282,8 @@ class Llama(UpstreamLlama):
 
     def set_budget(self, *, expert_cache: Budget | None = None, vram_cache: Budget | None = None) -> None:
         """Changes the budget in RAM, the one on the GPU, or both, up to those at load; freed memory returns to the
-        system, and to the device. None: as it is. As when loading, vram_cache holds what prompts are staged in, which
-        stays; so do experts of whole layers, which are in no budget. No token changes. But where a device had a slot
+        system, and to the device. None: as it is. vram_cache holds what prompts are staged in, too, which stays; so do
+        experts of whole layers, which are in no budget. No token changes. But where a device had a slot
         for every expert, and so stages nothing, prompts are read in shorter passes from then on, with a warning: tokens
         are those of a model that was loaded for such passes.
 

@@ -23,7 +23,7 @@ class Sampling:
     temperature 0 takes the likeliest token. max_tokens None: until the model ends or the context is full (of one that
     shifts: ten times). num_keep: the first tokens, besides BOS, that stay when the context shifts; -1: the prompt. seed
     None is random. exact: the same bits whatever else the model is asked. A batch-invariant model
-    (`Llama.batch_invariant`) gives these always. Of another, such a request is computed without others and from an
+    (`Llama.batch_invariant`) gives these always; another computes such a request without others and from an
     empty context, one with a seed from an empty context; the last bits of the rest depend on who else is in a pass.
     """
 

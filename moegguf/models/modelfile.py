@@ -9,6 +9,7 @@ of four quotes or more encloses lines that may have such quotes (`render` writes
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -27,7 +28,8 @@ _QUOTED = r'(?!""")"(?P<quoted>.*?)"[ \t]*(?:\n|$)'
 _BARE = r'(?!")(?P<bare>[^\n]*)(?:\n|$)'
 _VALUE = re.compile(f"[ \t]*(?:{_FENCED}|{_BLOCK}|{_QUOTED}|{_BARE})", re.DOTALL)
 _FIRST_WORD = re.compile(r"[ \t]*([^\s\"]+)[ \t]*")
-_INSTRUCTIONS = ("FROM", "PARAMETER", "SYSTEM", "TEMPLATE", "MESSAGE", "LICENSE", "ADAPTER", "REQUIRES")
+_OLLAMAS_OWN = ("RENDERER", "PARSER")
+_INSTRUCTIONS = ("FROM", "PARAMETER", "SYSTEM", "TEMPLATE", "MESSAGE", "LICENSE", "ADAPTER", "REQUIRES", *_OLLAMAS_OWN)
 
 
 def parse(text: str) -> Recipe:
@@ -122,6 +124,11 @@ def _apply(found: dict[str, Any], instruction: str, word: str, value: str) -> No
         found["license"] = check_text("LICENSE", "\n".join(parts))
     elif instruction in ("SYSTEM", "TEMPLATE"):
         found[instruction.lower()] = check_text(instruction, value)
+    elif instruction in _OLLAMAS_OWN:
+        warnings.warn(
+            f"{instruction} {value} names a part of Ollama and is left out: the model's own template is used.",
+            stacklevel=2,
+        )
     elif instruction == "ADAPTER":
         raise OptionError("adapters cannot be used; give a model that they are merged into.")
 

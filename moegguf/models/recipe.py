@@ -133,7 +133,7 @@ def parse_parameter(name: str, text: str) -> Any:
     """
     kind = PARAMETERS.get(name)
     if kind is None:
-        raise OptionError.unknown(name, PARAMETERS)
+        raise OptionError.unknown(name, PARAMETERS, "docs/modelfile.md")
     if kind in (str, list):
         return text
     if kind is bool and text.lower() in ("true", "false"):

@@ -107,6 +107,7 @@ def _one_line(error: BaseException) -> str:
 def _usage_text(error: Any) -> str:
     """Typer's message, and which help to read."""
     text = " ".join(error.format_message().split()).rstrip(".") or "a command is missing"
+    text = text.replace("Input should be", "it has to be")  # pydantic's words, of a number out of its range
     context = getattr(error, "ctx", None)
     path = context.command_path if context else "moegguf"
     return f"{text[0].lower()}{text[1:]}; see `{path} --help`."

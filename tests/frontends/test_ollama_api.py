@@ -34,6 +34,7 @@ def in_memory(server: Server) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
 def test_an_empty_request_loads_and_keep_alive_0_unloads(server: Server, path: str) -> None:
+    server.call(path, {"model": "tiny", "keep_alive": 0})  # other tests load it with a longer context
     loaded = server.call(path, {"model": "tiny", "keep_alive": -1, "options": {"num_ctx": 256}}).json
     assert (loaded["done"], loaded["done_reason"], loaded["model"]) == (True, "load", "tiny:latest")
     there = in_memory(server)

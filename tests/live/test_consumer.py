@@ -15,6 +15,9 @@ import pytest
 import moegguf
 from moegguf.engine.keywords import LlamaCppOptions
 from moegguf.engine.upstream import UpstreamLlama
+from tools import api_page
+
+ROOT = Path(__file__).resolve().parents[2]
 
 SAMPLE = """
 from moegguf import Engine, EngineAnswer, Llama, Sampling
@@ -66,6 +69,11 @@ def test_importing_moegguf_is_enough_for_the_bindings() -> None:
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )
     assert printed.stdout.startswith("True ") and "moegguf/bindings/llama_cpp" in printed.stdout
+
+
+def test_the_page_of_the_api_is_current() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    assert page == "\n".join(api_page.page()) + "\n", "run `python -m tools.api_page > docs/api.md`"
 
 
 @pytest.mark.parametrize(("program", "n_errors"), [(SAMPLE, 0), (MISTAKES, 5)], ids=["right", "wrong"])

@@ -92,6 +92,11 @@ def test_a_mistake_names_its_line_and_the_rule(text: str, words: str) -> None:
     assert len(str(refused.value)) < 500
 
 
+def test_what_only_ollama_has_is_left_out_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="(RENDERER|PARSER) qwen3 names a part of Ollama"):
+        assert parse("FROM demo\nRENDERER qwen3\nPARSER qwen3") == Recipe(from_="demo")
+
+
 def test_templates_of_go_are_left_out() -> None:
     (sentence,) = left_out(parse('FROM a\nTEMPLATE """{{ if .System }}{{ .System }}{{ end }}{{ .Prompt }}"""'))
     assert "Go's language" in sentence
