@@ -17,22 +17,22 @@ SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html")
 VENDORED = ("moegguf/server/static/vendor/",)  # libraries with a licence of their own: not counted
 GOALS = {"moegguf": 46_000, "tests": 34_000, "tools + predictors": 14_000}
 LIMITS = {
-    "moegguf": 1_220,
+    "moegguf": 1_230,
     "moegguf/bench": 1_320,
     "moegguf/chat": 1_630,
-    "moegguf/cli": 3_340,
+    "moegguf/cli": 3_380,
     "moegguf/controller": 3_500,
-    "moegguf/engine": 7_530,
-    "moegguf/generate": 4_460,
+    "moegguf/engine": 7_540,
+    "moegguf/generate": 4_500,
     "moegguf/gguf": 1_910,
-    "moegguf/models": 3_040,
-    "moegguf/native": 16_880,
-    "moegguf/server": 7_490,
-    "moegguf/serving": 5_260,
+    "moegguf/models": 3_140,
+    "moegguf/native": 16_870,
+    "moegguf/server": 7_950,
+    "moegguf/serving": 5_280,
     "moegguf/terminal": 1_730,
     "moegguf/trace": 2_110,
     "predictors": 5_910,
-    "tests": 44_160,
+    "tests": 44_280,
     "tools": 5_430,
 }
 
