@@ -23,7 +23,7 @@ LIMITS = {
     "moegguf/cli": 3_400,
     "moegguf/controller": 3_500,
     "moegguf/engine": 7_540,
-    "moegguf/generate": 4_890,
+    "moegguf/generate": 4_500,
     "moegguf/gguf": 1_910,
     "moegguf/models": 3_150,
     "moegguf/native": 16_870,

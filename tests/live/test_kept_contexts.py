@@ -23,7 +23,13 @@ from moegguf.quantities import GIB
 from tools.context_check import kills
 
 N_PROMPT, N_NEW = 5 * BLOCK_TOKENS + 9, BLOCK_TOKENS + 20
-MODELS = {"demo": DEMO, "iswa": "tiny-gpt-oss", "deepseek": "tiny-deepseek2", "qwen3": "tiny-qwen3moe"}
+MODELS = {
+    "demo": DEMO,
+    "iswa": "tiny-gpt-oss",
+    "deepseek": "tiny-deepseek2",
+    "qwen3": "tiny-qwen3moe",
+    "m-rope": "tiny-qwen3vlmoe",
+}
 
 
 @pytest.fixture(autouse=True)
