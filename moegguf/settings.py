@@ -40,6 +40,7 @@ class Environment:
     placement: str = "auto"
     policy: str = "auto"
     misses: str = "fetch"
+    draft: str = "auto"
     strategy: str = ""
     library: Path | None = None
     models: Path | None = None

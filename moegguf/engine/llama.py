@@ -19,6 +19,7 @@ from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.strategies import find_strategy
 from moegguf.engine.batch_invariance import is_batch_invariant
 from moegguf.engine.context import ClosedModel, Context
+from moegguf.engine.drafts import drafts_in_use
 from moegguf.engine.live_controller import ControllerOptions
 from moegguf.engine.load import Budget, check_options, prepare
 from moegguf.engine.loader import Loader, LoadProgress, Progress
@@ -78,6 +79,10 @@ class Llama(UpstreamLlama):
         flash_attn: fused attention, which rounds otherwise: True, False (llama-cpp-python's default), or None: where
             the devices that compute have it, as llama.cpp's own programs, `moegguf.Engine`, `run` and `serve` do.
         mmproj: the model's projector, for images in messages (moegguf.generate); it is loaded with the first image.
+        draft: tokens that `moegguf.generate` and `Engine` guess ahead, and verify in the next pass: "ngram" (what
+            followed the same tokens earlier in the text), "auto" (the same where `batch_invariant`, so that every
+            answer is as without), or "off". They pause while they do not pay. None: MOEGGUF_DRAFT, else "auto". This
+            class's own methods draft nothing.
         plan: of a server that has planned this load (engine/planner.py), in place of the first four.
         progress: called with 0.0 to 1.0 while the weights are read; returning False cancels the load.
         All keywords of `llama_cpp.Llama`. Without `n_threads` and `n_threads_batch` there are as many threads as
@@ -98,6 +103,8 @@ class Llama(UpstreamLlama):
     """The text of each token, and the special tokens."""
     session: Session | None = None
     """The expert store behind this model; None for a model without experts and with MOEGGUF_HOOKS=0."""
+    draft = "off"
+    """What drafts: "ngram", or "off"."""
     recording: Recording | None = None
     """The trace being recorded, None without `trace`."""
     _closed = True  # until there is a loader, which has something to free
@@ -123,6 +130,7 @@ class Llama(UpstreamLlama):
         n_seq_max: int = 1,
         kv_tokens: int | None = None,
         mmproj: str | os.PathLike[str] | None = None,
+        draft: str | None = None,
         plan: Plan | None = None,
         **options: Any,
     ) -> None:
@@ -136,8 +144,8 @@ class Llama(UpstreamLlama):
         warm_start = environment.warm_start if warm_start is None else warm_start
         self._keywords = dict(
             model_path=model_path, expert_cache=expert_cache, vram_cache=vram_cache, placement=placement,
-            misses=misses, plan=plan, strategy=named.name, store=store, warm_start=warm_start, **vars(chosen),
-            **options,
+            misses=misses, draft=draft, plan=plan, strategy=named.name, store=store, warm_start=warm_start,
+            **vars(chosen), **options,
         )  # fmt: skip
         load_plan = prepare(model_path, expert_cache, options, vram_cache, store, placement, misses, plan)
         self.layout, self.plan = load_plan.layout, load_plan.plan
@@ -152,6 +160,7 @@ class Llama(UpstreamLlama):
             self.vocabulary = Vocabulary(self)
             loader.start_threads(self._ctx.ctx)
             self.context = Context(self, loader, mmproj if self.reads_images else None)
+            self.draft = drafts_in_use(self, draft or environment.draft, self.batch_invariant)
             loader.start_parts(warm_start and not lockstep, trace)
             self.recording = loader.recording
         except BaseException:  # also an interrupt: nothing of a load stays

@@ -96,6 +96,8 @@ class KvSlots:
         slot, answer.slot = answer.slot, None
         if slot is not None:
             slot.answer = None
+            if answer.draft:
+                self.truncate(slot, len(slot.tokens))
             if slot.n_clean is not None:
                 self.truncate(slot, slot.n_clean)
 
@@ -196,4 +198,5 @@ def chunk_of(part: Part) -> Chunk:
     n_past = len(slot.tokens)
     phase = Phase.DECODE if answer.decodes else Phase.PREFILL
     tokens = answer.context[n_past : n_past + n_tokens]
-    return Chunk(slot.sequence, tokens, n_past, answer.number, phase, n_past + n_tokens == len(answer.context))
+    wants_logits = n_past + n_tokens == len(answer.context)
+    return Chunk(slot.sequence, tokens, n_past, answer.number, phase, wants_logits, answer.draft)

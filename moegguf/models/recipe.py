@@ -25,7 +25,7 @@ FLOATS = (
     " mirostat_eta"
 ).split()
 SWITCHES = "use_mmap use_mlock numa low_vram f16_kv logits_all vocab_only embedding_only penalize_newline".split()
-TEXTS = ("expert_cache",)
+TEXTS = ("expert_cache", "draft")
 PARAMETERS: dict[str, type] = {
     **dict.fromkeys(INTS, int), **dict.fromkeys(FLOATS, float), **dict.fromkeys(SWITCHES, bool),
     **dict.fromkeys(TEXTS, str), "stop": list,

@@ -129,6 +129,7 @@ values: dict[str, st.SearchStrategy[Any]] = {
     **dict.fromkeys(SWITCHES, st.booleans()),
     "stop": st.lists(texts, min_size=1, max_size=3),
     "expert_cache": texts,
+    "draft": texts,
 }
 messages = st.lists(st.fixed_dictionaries({"role": st.sampled_from(ROLES), "content": texts}), max_size=3).map(tuple)
 
