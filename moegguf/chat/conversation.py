@@ -13,7 +13,6 @@ from moegguf.generate.request import GenerationRequest, Message, Sampling, sampl
 from moegguf.models import recipe
 from moegguf.options import LOAD_PARAMETERS
 from moegguf.quantities import parse_expert_cache
-from moegguf.settings import parse_choice
 
 if TYPE_CHECKING:
     from moegguf.generate.request import Timing
@@ -139,8 +138,6 @@ def parse_parameter(name: str, values: Sequence[str]) -> Any:
     recipe.check_ranges({name: value})
     if name == "expert_cache":
         parse_expert_cache(value)
-    if name == "draft":
-        parse_choice(name, value)
     return value
 
 

@@ -19,7 +19,7 @@ from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.strategies import find_strategy
 from moegguf.engine.batch_invariance import is_batch_invariant
 from moegguf.engine.context import ClosedModel, Context
-from moegguf.engine.drafts import drafts_in_use
+from moegguf.engine.drafts import ModelDrafts
 from moegguf.engine.live_controller import ControllerOptions
 from moegguf.engine.load import Budget, check_options, prepare
 from moegguf.engine.loader import Loader, LoadProgress, Progress
@@ -30,6 +30,7 @@ from moegguf.engine.session import Session
 from moegguf.engine.stats import Stats
 from moegguf.engine.upstream import UpstreamLlama
 from moegguf.engine.vocabulary import Vocabulary
+from moegguf.native.drafts import Drafts
 from moegguf.native.store import StoreOptions
 from moegguf.options import take_old_keywords
 from moegguf.settings import read_environment
@@ -81,8 +82,9 @@ class Llama(UpstreamLlama):
         mmproj: the model's projector, for images in messages (moegguf.generate); it is loaded with the first image.
         draft: tokens that `moegguf.generate` and `Engine` guess ahead, and verify in the next pass: "ngram" (what
             followed the same tokens earlier in the text), "auto" (the same where `batch_invariant`, so that every
-            answer is as without), or "off". They pause while they do not pay. None: MOEGGUF_DRAFT, else "auto". This
-            class's own methods draft nothing.
+            answer is as without), "off", or a second, smaller model of the same vocabulary, which drafts where no text
+            repeats. They pause while they do not pay. None: MOEGGUF_DRAFT, else "auto". This class's own methods draft
+            nothing.
         plan: of a server that has planned this load (engine/planner.py), in place of the first four.
         progress: called with 0.0 to 1.0 while the weights are read; returning False cancels the load.
         All keywords of `llama_cpp.Llama`. Without `n_threads` and `n_threads_batch` there are as many threads as
@@ -103,8 +105,8 @@ class Llama(UpstreamLlama):
     """The text of each token, and the special tokens."""
     session: Session | None = None
     """The expert store behind this model; None for a model without experts and with MOEGGUF_HOOKS=0."""
-    draft = "off"
-    """What drafts: "ngram", or "off"."""
+    drafts: Drafts | None = None
+    """What guesses tokens ahead, if anything does."""
     recording: Recording | None = None
     """The trace being recorded, None without `trace`."""
     _closed = True  # until there is a loader, which has something to free
@@ -130,7 +132,7 @@ class Llama(UpstreamLlama):
         n_seq_max: int = 1,
         kv_tokens: int | None = None,
         mmproj: str | os.PathLike[str] | None = None,
-        draft: str | None = None,
+        draft: str | os.PathLike[str] | None = None,
         plan: Plan | None = None,
         **options: Any,
     ) -> None:
@@ -147,6 +149,7 @@ class Llama(UpstreamLlama):
             misses=misses, draft=draft, plan=plan, strategy=named.name, store=store, warm_start=warm_start,
             **vars(chosen), **options,
         )  # fmt: skip
+        self._drafts = ModelDrafts(environment.draft if draft is None else draft)
         load_plan = prepare(model_path, expert_cache, options, vram_cache, store, placement, misses, plan)
         self.layout, self.plan = load_plan.layout, load_plan.plan
         self.reads_images = load_plan.projector is not None and bool(mmproj)
@@ -160,7 +163,8 @@ class Llama(UpstreamLlama):
             self.vocabulary = Vocabulary(self)
             loader.start_threads(self._ctx.ctx)
             self.context = Context(self, loader, mmproj if self.reads_images else None)
-            self.draft = drafts_in_use(self, draft or environment.draft, self.batch_invariant)
+            self._drafts.open(self, self.n_seq_max, self.batch_invariant)
+            self.drafts = self._drafts.drafts
             loader.start_parts(warm_start and not lockstep, trace)
             self.recording = loader.recording
         except BaseException:  # also an interrupt: nothing of a load stays
@@ -293,6 +297,7 @@ class Llama(UpstreamLlama):
             self._loader.close()
 
     def _unload(self) -> None:
+        self._drafts.close()
         with suppress(AttributeError):  # the base class was not fully constructed
             super().close()
 

@@ -7,18 +7,17 @@ cache: where the model is batch-invariant an answer is the same, token for token
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moegguf.generate.answer import BatchedAnswer, Slot
-from moegguf.generate.draft_gate import Acceptance, DraftGate
+from moegguf.generate.draft_gate import Acceptance, DraftGate, GateOptions
 from moegguf.native.drafts import Drafts, Source
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
-
-NGRAM_KEYS = (8, 3)  # tokens that repeat before what is drafted
 
 
 @dataclass
@@ -35,10 +34,10 @@ class _Text:
 class Drafter:
     """Of one loop. `gate` decides how many tokens are drafted."""
 
-    def __init__(self, llm: Llama, gate: DraftGate) -> None:
+    def __init__(self, llm: Llama, drafts: Drafts, gate: DraftGate) -> None:
         self.gate = gate
-        self._llm = llm
-        self._drafts = Drafts(llm.n_seq_max, gate.options.n_max, NGRAM_KEYS)
+        self._llm, self._drafts = llm, drafts
+        self._aside_s = 0.0  # in this pass, for what drafts need once
         self._texts: dict[int, _Text] = {}  # by sequence
         self._verified: list[tuple[int, int]] = []  # of this pass: tokens drafted, and accepted
 
@@ -71,7 +70,8 @@ class Drafter:
         """A pass took so long in which so many sequences decoded, and nothing else."""
         n_drafted, n_accepted = (sum(counts) for counts in zip((0, 0), *self._verified, strict=True))
         self._verified.clear()
-        self.gate.ran(n_sequences, n_drafted, n_accepted, seconds)
+        self.gate.ran(n_sequences, n_drafted, n_accepted, seconds - self._aside_s)
+        self._aside_s = 0.0
 
     def _updated(self, answer: BatchedAnswer) -> _Text:
         """What is known of an answer, with its new tokens."""
@@ -79,8 +79,12 @@ class Drafter:
         text = self._texts.get(sequence)
         if text is None or text.answer is not answer or text.n_shifts != n_shifts:
             text = self._texts[sequence] = _Text(answer, self.gate.of_answer(), n_shifts)
+        is_new, start_s = text.n_tokens == 0, time.perf_counter()
         self._drafts.set_tokens(sequence, text.n_tokens, answer.context[text.n_tokens :])
         text.n_tokens = len(answer.context)
+        if is_new:
+            self._drafts.follow(sequence)
+            self._aside_s += time.perf_counter() - start_s
         return text
 
     def _room(self, answer: BatchedAnswer) -> int:
@@ -98,4 +102,4 @@ def sequence_of(answer: BatchedAnswer) -> int:
 
 def make_drafter(llm: Llama) -> Drafter | None:
     """What drafts for a loop over this model, if anything is to."""
-    return Drafter(llm, DraftGate()) if llm.draft != "off" else None
+    return Drafter(llm, llm.drafts, DraftGate(GateOptions(n_max=llm.drafts.n_max))) if llm.drafts else None

@@ -38,7 +38,7 @@ class Draft:
 
 class _Config(c.Structure):
     _fields_ = [
-        ("key", c.c_int32 * 2), ("n_seq", c.c_int32), ("n_max", c.c_int32), ("mtp", c.c_bool), ("target", c.c_void_p),
+        ("key", c.c_int32 * 2), ("n_seq", c.c_int32), ("n_max", c.c_int32), ("target", c.c_void_p),
         ("draft", c.c_void_p),
     ]  # fmt: skip
 
@@ -58,7 +58,7 @@ def _library() -> c.CDLL:
         "open": [c.POINTER(_Config), c.POINTER(c.c_void_p)],
         "set_tokens": [c.c_void_p, c.c_int32, c.c_int32, c.c_void_p, c.c_int32],
         "draft": [c.c_void_p, c.POINTER(_Request), c.c_int32],
-        "process": [c.c_void_p, c.c_int32, c.c_void_p, c.c_void_p, c.c_void_p],
+        "follow": [c.c_void_p, c.c_int32],
         "accept": [c.c_void_p, c.c_int32, c.c_int32],
     }
     for name, types in arguments.items():
@@ -77,14 +77,14 @@ class Drafts:
     """Drafts of up to `n_max` tokens for the sequences of a context.
 
     keys: tokens of the long and the short n-gram that have to repeat. target, draft: addresses of llama_contexts, which
-    must outlive this; 0: none. mtp: `draft` is of the target's own MTP heads. Raises MoeggufError, as all methods do.
+    must outlive this; 0: none. Raises MoeggufError, as all methods do, also where their vocabularies differ.
     """
 
     def __init__(
-        self, n_seq: int, n_max: int, keys: tuple[int, int], target: int = 0, draft: int = 0, mtp: bool = False
+        self, n_seq: int, n_max: int, keys: tuple[int, int], target: int = 0, draft: int = 0
     ) -> None:
-        self._library, self._handle = _library(), c.c_void_p()
-        config = _Config((c.c_int32 * 2)(*keys), n_seq, n_max, mtp, target, draft)
+        self._library, self._handle, self.n_max = _library(), c.c_void_p(), n_max
+        config = _Config((c.c_int32 * 2)(*keys), n_seq, n_max, target, draft)
         self._library.drafts_open(config, self._handle)
         self._requests = (_Request * n_seq)()
         self._tokens = np.zeros((n_seq, n_max), np.int32)
@@ -105,10 +105,9 @@ class Drafts:
             for row, request in enumerate(self._requests[: len(wanted)])
         ]
 
-    def process(self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[int]) -> None:
-        """Tells the draft context what the target has just evaluated."""
-        arrays = [np.asarray(values, np.int32) for values in (tokens, positions, sequences)]
-        self._library.drafts_process(self._handle, len(tokens), *(array.ctypes.data for array in arrays))
+    def follow(self, sequence: int) -> None:
+        """The draft context, if there is one, evaluates what it lacks of a sequence."""
+        self._library.drafts_follow(self._handle, sequence)
 
     def accept(self, sequence: int, n: int) -> None:
         """So many tokens of the sequence's last draft came next."""

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from answering import DEMO, Load, TinyModel, ask, ends_of
+from answering import DEMO, QUESTION, Load, TinyModel, ask, ends_of
 from batches import Received, answers_together
 
 from moegguf.engine.batch_invariance import has_kernels
 from moegguf.engine.llama import Llama
-from moegguf.errors import ExpertIOError, OptionError
+from moegguf.errors import ExpertIOError, MoeggufError, OptionError
 from moegguf.generate import drafting
 from moegguf.generate.draft_gate import Acceptance, DraftGate
 from moegguf.generate.request import GenerationRequest
@@ -57,8 +57,8 @@ class Recalled(Drafts):
     random: np.random.Generator
     n_accepted: int
 
-    def __init__(self, n_seq: int, *arguments: Any) -> None:
-        super().__init__(n_seq, *arguments)
+    def __init__(self, n_seq: int) -> None:
+        super().__init__(n_seq, WIDTH, (0, 0))
         self._texts: list[list[int]] = [[] for _ in range(n_seq)]
 
     def set_tokens(self, sequence: int, n_kept: int, tokens: Sequence[int]) -> None:
@@ -97,14 +97,14 @@ def request(number: int = 0, **options: Any) -> GenerationRequest:
     return ask(prompt=f"{number} {CODE * 2}", return_context=True, **options)
 
 
-def answered(llm: Llama, requests: Sequence[GenerationRequest], draft: str) -> list[Received]:
+def answered(llm: Llama, requests: Sequence[GenerationRequest], drafts: Drafts | None) -> list[Received]:
     """From an empty context."""
     llm.context.clear()
-    llm.draft, before = draft, llm.draft
+    llm.drafts, before = drafts, llm.drafts
     try:
         return answers_together(llm, requests)
     finally:
-        llm.draft = before
+        llm.drafts = before
 
 
 def facts(received: Received) -> tuple[Any, ...]:
@@ -113,14 +113,13 @@ def facts(received: Received) -> tuple[Any, ...]:
     return received.text, received.logprobs, timing.context, timing.finish, timing.stop_string, timing.answer_tokens
 
 
-def check_recalled(llm: Llama, requests: Sequence[GenerationRequest], monkeypatch: pytest.MonkeyPatch) -> None:
+def check_recalled(llm: Llama, requests: Sequence[GenerationRequest]) -> None:
     """Answers with drafts that are right and wrong are those without."""
-    undrafted = answered(llm, requests, "off")
+    undrafted = answered(llm, requests, None)
     Recalled.known = [received.timing.context for received in undrafted]
-    monkeypatch.setattr(drafting, "Drafts", Recalled)
     Recalled.random, Recalled.n_accepted = np.random.default_rng(1), 0
     before = llm.stats()
-    drafted = answered(llm, requests, "ngram")
+    drafted = answered(llm, requests, Recalled(llm.n_seq_max))
     counted = llm.stats() - before
     assert [received.error for received in drafted] == [None] * len(requests)
     assert [facts(received) for received in drafted] == [facts(received) for received in undrafted]
@@ -131,20 +130,20 @@ def check_recalled(llm: Llama, requests: Sequence[GenerationRequest], monkeypatc
 
 def test_a_stop_string_ends_an_answer_within_a_draft(llm: Llama, eager: None, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": 60}
-    text = answered(llm, [request(**options)], "off")[0].text
-    check_recalled(llm, [request(**options, stop=(text[-12:-8],))], monkeypatch)
+    text = answered(llm, [request(**options)], None)[0].text
+    check_recalled(llm, [request(**options, stop=(text[-12:-8],))])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_answer_is_the_same_with_drafts(llm: Llama, eager: None, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    check_recalled(llm, [request(**KINDS[kind])], monkeypatch)
+    check_recalled(llm, [request(**KINDS[kind])])
 
 
 def test_answers_together_are_the_same_each_with_drafts_of_its_own(
     llm: Llama, eager: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = [request(number, **options) for number, options in enumerate([*KINDS.values(), *KINDS.values()])]
-    check_recalled(llm, requests, monkeypatch)
+    check_recalled(llm, requests)
 
 
 def test_a_context_becomes_full_at_the_same_token(
@@ -152,7 +151,7 @@ def test_a_context_becomes_full_at_the_same_token(
 ) -> None:
     with load(tiny(), n_ctx=64, flash_attn=None, draft="ngram") as llm:
         endless = dict.fromkeys(ends_of(llm), -100.0)
-        check_recalled(llm, [ask(prompt="a b c", return_context=True, max_tokens=90, logit_bias=endless)], monkeypatch)
+        check_recalled(llm, [ask(prompt="a b c", return_context=True, max_tokens=90, logit_bias=endless)])
 
 
 def test_a_full_kv_cache_gives_up_drafts_before_answers(
@@ -162,7 +161,7 @@ def test_a_full_kv_cache_gives_up_drafts_before_answers(
     with load(tiny(), kv_tokens=256, **options) as llm:
         endless = dict.fromkeys(ends_of(llm), -100.0)
         requests = [request(number, shift=False, max_tokens=60, logit_bias=endless) for number in range(3)]
-        check_recalled(llm, requests, monkeypatch)
+        check_recalled(llm, requests)
 
 
 def test_an_expert_that_only_a_draft_needs_fails_nothing(
@@ -176,18 +175,17 @@ def test_an_expert_that_only_a_draft_needs_fails_nothing(
         return evaluate(context, chunks)
 
     requests = [request(number, temperature=1.0, seed=number) for number in range(2)]
-    undrafted = answered(llm, requests, "off")
+    undrafted = answered(llm, requests, None)
     monkeypatch.setattr(type(llm.context), "eval_chunks", fail_drafts)
     Recalled.known = [received.timing.context for received in undrafted]
-    monkeypatch.setattr(drafting, "Drafts", Recalled)
-    drafted = answered(llm, requests, "ngram")
+    drafted = answered(llm, requests, Recalled(llm.n_seq_max))
     assert [facts(received) for received in drafted] == [facts(received) for received in undrafted]
 
 
 def test_text_that_repeats_is_drafted_by_its_own_tokens(llm: Llama, eager: None) -> None:
     requests = [request(max_tokens=120)]
-    undrafted, before = answered(llm, requests, "off"), llm.stats()
-    drafted, counted = answered(llm, requests, "ngram"), llm.stats() - before
+    undrafted, before = answered(llm, requests, None), llm.stats()
+    drafted, counted = answered(llm, requests, llm.drafts), llm.stats() - before
     assert facts(drafted[0]) == facts(undrafted[0])
     assert counted.accepted_tokens > 20 and counted.draft_acceptance > 0.2
     assert counted.bytes_per_accepted_token >= counted.bytes_per_token > 0
@@ -213,15 +211,31 @@ def test_drafts_are_what_followed_the_same_tokens_last() -> None:
 def test_drafts_need_a_state_that_goes_back(load: Load, tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Llama, "_is_stateful", True, raising=False)
     with pytest.warns(UserWarning, match="cannot go back"), load(tiny(), flash_attn=None, draft="ngram") as llm:
-        assert llm.draft == "off"
+        assert llm.drafts is None
 
 
 def test_auto_drafts_where_no_bit_depends_on_it(load: Load, tiny: TinyModel) -> None:
     with load(tiny(), flash_attn=None, draft="auto") as llm:
-        assert llm.batch_invariant and llm.draft == "ngram"
+        assert llm.batch_invariant and llm.drafts
     with load(tiny(), flash_attn=False, draft="auto") as llm:
-        assert llm.draft == "off"
+        assert llm.drafts is None
     with pytest.warns(UserWarning, match="last bits"), load(tiny(), flash_attn=False, draft="ngram") as llm:
-        assert llm.draft == "ngram"
-    with pytest.raises(OptionError, match="is none of auto, off, ngram"):
+        assert llm.drafts
+    with pytest.raises(OptionError, match="is none of auto, off, ngram, nor a model"):
         load(tiny(), draft="maybe")
+
+
+def test_a_second_model_drafts_what_repeats_nothing(eager: None) -> None:
+    options: dict[str, Any] = {"n_ctx": 256, "expert_cache": "50%", "flash_attn": None, "verbose": False}
+    with Llama(DEMO, n_seq_max=2, draft=DEMO, **options) as llm:
+        requests = [ask(QUESTION, max_tokens=40, return_context=True), request(1, temperature=1.0, seed=3)]
+        undrafted, before = answered(llm, requests[:1], None), llm.stats()
+        drafted, counted = answered(llm, requests[:1], llm.drafts), llm.stats() - before
+        assert facts(drafted[0]) == facts(undrafted[0])
+        assert counted.accepted_tokens > 20 and counted.draft_acceptance > 0.95, "it guesses its own tokens"
+        assert [*map(facts, answered(llm, requests, llm.drafts))] == [*map(facts, answered(llm, requests, None))]
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(load: Load, tiny: TinyModel) -> None:
+    with pytest.raises(MoeggufError, match="vocab"):
+        load(tiny(), flash_attn=None, draft=DEMO)

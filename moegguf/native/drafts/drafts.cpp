@@ -20,11 +20,14 @@ void common_log_add(common_log *, ggml_log_level, const char *, ...) {
 
 namespace {
 
+constexpr float least_probability = 0.5f; // of a token by the draft model, to go on
+
 // The n-grams of one sequence: objects of their own, as upstream's forget nothing when another text begins.
 struct Sequence {
     common_speculative_ptr ngrams[2];
     llama_tokens tokens;
     llama_tokens draft;
+    size_t n_followed = 0;           // tokens that the draft context has
     int32_t source = DRAFTS_SOURCES; // of the last draft that was not accepted or refused yet
 };
 
@@ -50,11 +53,11 @@ struct drafts {
         }
         if (config.draft) {
             common_params_speculative params;
-            params.types = {config.mtp ? COMMON_SPECULATIVE_TYPE_DRAFT_MTP : COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE};
+            params.types = {COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE};
             params.draft.ctx_tgt = config.target;
             params.draft.ctx_dft = config.draft;
             params.draft.n_max = config.n_max;
-            params.draft.backend_sampling = false;
+            params.draft.p_min = least_probability;
             model.reset(common_speculative_init(params, config.n_seq));
         }
     }
@@ -71,12 +74,9 @@ struct drafts {
         return common_speculative_ptr(common_speculative_init(params, 1));
     }
 
-    void forget(Sequence & sequence, int32_t number) {
+    void forget(Sequence & sequence) {
         for (int i = 0; i < 2; i++) {
             sequence.ngrams[i] = config.key[i] ? ngrams(config.key[i]) : nullptr;
-        }
-        if (config.draft) {
-            llama_memory_seq_rm(llama_get_memory(config.draft), number, -1, -1);
         }
     }
 
@@ -86,9 +86,10 @@ struct drafts {
             throw std::out_of_range("a sequence keeps tokens that it has");
         }
         if (n_kept == 0) {
-            forget(sequence, number);
+            forget(sequence);
         }
         sequence.tokens.resize(n_kept);
+        sequence.n_followed = std::min(sequence.n_followed, sequence.tokens.size());
         sequence.tokens.insert(sequence.tokens.end(), tokens, tokens + n);
     }
 
@@ -131,33 +132,43 @@ struct drafts {
                     ask(sequence.ngrams[i].get(), i, {request});
                 }
             }
-            if (request->n == 0 && request->n_max[DRAFTS_MODEL] > 0) {
+            if (model && request->n == 0 && request->n_max[DRAFTS_MODEL] > 0 && follow(request->sequence)) {
                 left.push_back(request);
             }
         }
-        if (model && !left.empty()) {
+        if (!left.empty()) {
             ask(model.get(), DRAFTS_MODEL, left);
+        }
+        for (drafts_request * request : left) {
+            Sequence & sequence = this->sequence(request->sequence);
+            sequence.n_followed = sequence.tokens.size() - (request->n == 0);
         }
     }
 
-    void process(int32_t n, const int32_t * tokens, const int32_t * positions, const int32_t * ids) {
-        if (!model) {
-            return;
-        }
-        common_batch evaluated;
-        for (int32_t i = 0; i < n; i++) {
-            if (i == 0 || ids[i] != ids[i - 1]) { // what was drafted there is computed again, with what the target had
-                llama_memory_seq_rm(llama_get_memory(config.draft), ids[i], positions[i], -1);
+    // False where the draft context takes no more tokens; it forgets the sequence then.
+    bool follow(int32_t number) {
+        Sequence & sequence = this->sequence(number);
+        llama_memory_t memory = llama_get_memory(config.draft);
+        const size_t n = sequence.tokens.size() - 1,
+                     n_batch = llama_n_batch(config.draft); // the last one begins a draft
+        sequence.n_followed = std::min(sequence.n_followed, n);
+        bool fits = llama_memory_seq_rm(memory, number, sequence.n_followed, -1);
+        while (fits && sequence.n_followed < n) {
+            common_batch batch;
+            for (; batch.tokens.size() < n_batch && sequence.n_followed < n; sequence.n_followed++) {
+                common_batch::token token = {};
+                token.id = sequence.tokens[sequence.n_followed];
+                token.pos[0] = sequence.n_followed;
+                token.seq_id = number;
+                batch.tokens.push_back(token);
             }
-            common_batch::token token = {};
-            token.id = tokens[i];
-            token.pos[0] = positions[i];
-            token.seq_id = ids[i];
-            evaluated.tokens.push_back(token);
+            fits = common_speculative_process(model.get(), batch);
         }
-        if (!common_speculative_process(model.get(), evaluated)) {
-            throw std::runtime_error("the draft model did not take the tokens");
+        if (!fits) {
+            llama_memory_seq_rm(memory, number, -1, -1);
+            sequence.n_followed = 0;
         }
+        return fits;
     }
 
     void accept(int32_t number, int32_t n) {
@@ -193,9 +204,12 @@ const char * drafts_draft(drafts * drafts, drafts_request * requests, int32_t n)
     return guarded([&] { drafts->draft(requests, n); });
 }
 
-const char * drafts_process(drafts * drafts, int32_t n, const int32_t * tokens, const int32_t * positions,
-                            const int32_t * sequences) {
-    return guarded([&] { drafts->process(n, tokens, positions, sequences); });
+const char * drafts_follow(drafts * drafts, int32_t sequence) {
+    return guarded([&] {
+        if (drafts->model && !drafts->sequence(sequence).tokens.empty()) {
+            drafts->follow(sequence);
+        }
+    });
 }
 
 const char * drafts_accept(drafts * drafts, int32_t sequence, int32_t n) {

@@ -1,8 +1,8 @@
 // drafts.h: tokens that may come next, guessed by llama.cpp's own speculative code (its `common` library).
 //
 // A library of its own, over libllama, which itself needs libmoegguf. A draft comes from the sequence's own tokens
-// (n-grams), or from a draft context: of a smaller model, or of the model's own MTP heads. It decides nothing: who asks
-// verifies every token. Calls are of one thread; none may throw. Read by native/drafts.py, as moegguf.h is by abi.py.
+// (n-grams), or from a draft context, of a smaller model. It decides nothing: who asks verifies every token. Calls are
+// of one thread; none may throw. Structs and calls are written again in native/drafts.py.
 #pragma once
 
 #include "llama.h"
@@ -25,7 +25,6 @@ struct drafts_config {
     int32_t key[2]; // tokens of the long and the short n-gram; 0: none
     int32_t n_seq;  // sequences of the target context
     int32_t n_max;  // tokens of a draft at most
-    bool mtp;       // the draft context is of the target's own MTP heads
     struct llama_context * target;
     struct llama_context * draft; // or null; with as many sequences as the target; must outlive the drafts
 };
@@ -49,9 +48,9 @@ DRAFTS_API const char * drafts_set_tokens(drafts * drafts, int32_t sequence, int
                                           int32_t n);
 DRAFTS_API const char * drafts_draft(drafts * drafts, struct drafts_request * requests, int32_t n);
 
-// What the target context has just evaluated, for the draft context.
-DRAFTS_API const char * drafts_process(drafts * drafts, int32_t n, const int32_t * tokens, const int32_t * positions,
-                                       const int32_t * sequences);
+// The draft context evaluates what it lacks of a sequence; left to drafts_draft, the first draft of a prompt takes
+// long.
+DRAFTS_API const char * drafts_follow(drafts * drafts, int32_t sequence);
 // So many tokens of the sequence's last draft were taken.
 DRAFTS_API const char * drafts_accept(drafts * drafts, int32_t sequence, int32_t n);
 
