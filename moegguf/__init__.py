@@ -1,13 +1,16 @@
 """moegguf runs Mixture-of-Experts GGUF models whose experts do not fit in fast memory.
 
-`Llama` is llama-cpp-python's `Llama` with a budget for experts; `Engine` answers many requests at once; `read_layout`
+`Llama` is llama-cpp-python's `Llama` with a budget for experts, and after `import moegguf` the module `llama_cpp` is
+found too; `Engine` answers many requests at once; `read_layout`
 and `make_plan` compute the placement without loading the model; every error raised on purpose is a `MoeggufError`.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
+from moegguf.bindings_finder import BindingsFinder
 from moegguf.errors import MoeggufError
 from moegguf.package import __version__
 
@@ -43,6 +46,13 @@ _MODULES = {
     "make_plan": "moegguf.engine.planner",
     "read_layout": "moegguf.gguf.experts",
 }
+
+
+sys.meta_path.insert(0, BindingsFinder)
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def __getattr__(name: str) -> Any:

@@ -45,7 +45,7 @@ OLD_NAMES = {"system": "strategy"}
 
 Kind = Literal[
     "text", "budget", "size", "duration", "timeout", "whole", "number", "switch", "off switch", "level",
-    "trial", "choice", "threads", "address", "networks", "list", "path",
+    "trial", "choice", "threads", "address", "networks", "list", "path", "store size",
 ]  # fmt: skip
 
 
@@ -140,6 +140,12 @@ _TABLE = (
         ("--warm-start/--no-warm-start",), "", "WARM_START", "switch", "off",
     ),
     Option(
+        "context_store", "load", MEMORY,
+        'Disk for computed contexts, so that a prompt that begins as an earlier one goes on from there, also after the'
+        ' model was unloaded: "8GiB", "auto" (a tenth of the free disk, at most 16 GiB), or 0.',
+        ("--context-store",), "SIZE", "CONTEXT_STORE", "store size", "auto",
+    ),
+    Option(
         "type_k", "load", MEMORY, "Type of the K cache, such as q8_0.", ("--cache-type-k", "-ctk"), "TYPE",
         kind="choice", default="f16", choices=KV_CACHE_TYPES,
     ),
@@ -224,10 +230,16 @@ _TABLE = (
         "HOST[:PORT]", "HOST", "address", "127.0.0.1:11434", often=True,
     ),
     Option(
-        "api_key", "server", SERVER,
-        "Key required of clients; it, or a trusted network, must be given for addresses other than loopback. The"
-        " variable keeps it out of the process list.",
-        ("--api-key",), "KEY", "API_KEY", often=True,
+        "api_keys", "server", SERVER,
+        "Key required of clients, or several with commas or in lines, each with contexts, files and batches of its own;"
+        " a key, or a trusted network, must be given for addresses other than loopback. The variable keeps keys out of"
+        " the process list.",
+        ("--api-key",), "KEY", "API_KEY", "list", often=True,
+    ),
+    Option(
+        "share_contexts", "server", SERVER,
+        "Requests with one key begin with what was computed for another's, which their timing then tells.",
+        ("--share-contexts",), "", "SHARE_CONTEXTS", "switch", "off",
     ),
     Option(
         "trusted", "server", SERVER,
@@ -325,7 +337,9 @@ _TABLE = (
 )  # fmt: skip
 
 OPTIONS: Mapping[str, Option] = {option.name: option for option in _TABLE}
-TO_WORKERS = ("expert_cache", "vram_cache", "placement", "misses", "warm_start", "strategy", "policy", "draft")
+TO_WORKERS = (
+    "expert_cache", "vram_cache", "placement", "misses", "warm_start", "context_store", "strategy", "policy", "draft",
+)  # fmt: skip
 """Options of loading that a server, or a batch, has flags for, and hands to its workers."""
 
 

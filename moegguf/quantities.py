@@ -61,6 +61,13 @@ def parse_size(value: str | int) -> int:
     return n_bytes
 
 
+def parse_store_size(value: str | int) -> int | None:
+    """Bytes from a size as `parse_size` reads it, or 0; None for "auto". Raises ValueError."""
+    if isinstance(value, str) and value.strip().lower() == "auto":
+        return None
+    return 0 if str(value).strip() == "0" else parse_size(value)
+
+
 def format_bytes(n_bytes: int) -> str:
     """`n_bytes` with a unit and three digits: "0 B", "900 B", "22.3MiB", "7.52GiB"."""
     sign, size = ("-", -n_bytes) if n_bytes < 0 else ("", n_bytes)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from moegguf.errors import BudgetError, OptionError
 from moegguf.options import OPTIONS, Kind, Option, old_variable
-from moegguf.quantities import parse_duration, parse_expert_cache, parse_size
+from moegguf.quantities import parse_duration, parse_expert_cache, parse_size, parse_store_size
 
 DEFAULT_PORT = 11434
 
@@ -36,6 +36,7 @@ class Environment:
     hooks: bool = True
     expert_cache: str = "auto"
     warm_start: bool = False
+    context_store: str = "auto"
     vram_cache: str = ""
     placement: str = "auto"
     policy: str = "auto"
@@ -139,7 +140,7 @@ def parse_networks(text: str) -> tuple[Network, ...]:
     Raises OptionError for anything else.
     """
     try:
-        return tuple(ipaddress.ip_network(part) for part in _comma_separated(text))
+        return tuple(ipaddress.ip_network(part) for part in _items(text))
     except ValueError as error:
         raise OptionError(f"{error}; give networks such as 192.168.1.0/24, separated by commas.") from None
 
@@ -154,7 +155,7 @@ def _is_ipv6(text: str) -> bool:
 @dataclass(frozen=True)
 class Settings:
     """Options of the server, as `options` describes them. Durations in seconds, `math.inf` without a limit; None:
-    chosen where it is used. `api_key` is not in the repr. `loading`: options of loading that count before the
+    chosen where it is used. `api_keys` are not in the repr. `loading`: options of loading that count before the
     environment's, by name.
     """
 
@@ -173,7 +174,8 @@ class Settings:
     memory_bytes: int | None = None
     debug: bool = False
     history: bool = True
-    api_key: str | None = field(default=None, repr=False)
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    share_contexts: bool = False
     trusted: tuple[Network, ...] = ()
     batch_parallel: int = 16
     batch_window_s: float = 86400.0
@@ -216,8 +218,8 @@ def parse_option(name: str, text: str, source: str) -> Any:
         raise OptionError(f"{source}: {error}") from None
 
 
-def _comma_separated(text: str) -> tuple[str, ...]:
-    return tuple(item for part in text.split(",") if (item := part.strip()))
+def _items(text: str) -> tuple[str, ...]:
+    return tuple(item for part in re.split(r"[,\n]", text) if (item := part.strip()))
 
 
 def _whole(option: Option, text: str) -> int:
@@ -253,6 +255,11 @@ def _budgets(_: Option, text: str) -> str:
     return text
 
 
+def _store_size(_: Option, text: str) -> str:
+    parse_store_size(text)
+    return text
+
+
 _PARSERS: dict[Kind, Callable[[Option, str], Any]] = {
     "text": lambda _, text: text,
     "budget": _budgets,
@@ -267,6 +274,7 @@ _PARSERS: dict[Kind, Callable[[Option, str], Any]] = {
     "choice": _choice,
     "address": lambda _, text: parse_host(text),
     "networks": lambda _, text: parse_networks(text),
-    "list": lambda _, text: _comma_separated(text),
+    "list": lambda _, text: _items(text),
+    "store size": _store_size,
     "path": lambda _, text: Path(text).expanduser(),
 }

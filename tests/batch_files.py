@@ -10,6 +10,7 @@ from typing import Any
 
 from moegguf.serving.batch.requests import Requests
 from moegguf.serving.batch.runner import Reply
+from moegguf.serving.clients import current_owner
 
 CHAT = "/v1/chat/completions"
 ENDPOINTS = (CHAT, "/v1/completions", "/v1/embeddings", "/v1/responses")
@@ -43,13 +44,14 @@ def usage(n_tokens: int) -> dict[str, Any]:
 
 
 class Endpoint:
-    """Answers with the text of the last message. `calls`: (url, body) of each call; `most`: of them at once.
+    """Answers with the text of the last message. `calls`: (url, body) of each call; `owners` of these; `most` at once.
 
     "fail" is a 400; "busy N" is a 503 for the first N times; "hold" waits until `released` is set.
     """
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
+        self.owners: set[str] = set()
         self.most = self.running = self.cancelled = 0
         self.released = asyncio.Event()
         self._n_busy: dict[str, int] = {}
@@ -57,6 +59,7 @@ class Endpoint:
     async def __call__(self, url: str, raw: bytes) -> Reply:
         body = json.loads(raw)
         self.calls.append((url, body))
+        self.owners.add(current_owner.get())
         self.running += 1
         self.most = max(self.most, self.running)
         try:

@@ -53,6 +53,7 @@ def own_data_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("XDG_DATA_HOME", str(folder))
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("MOEGGUF_TRIAL_LOAD", "0")  # hundreds of new models; live/test_trial.py turns it on
+        patch.setenv("MOEGGUF_CONTEXT_STORE", "0")  # tests count what is computed; its own turn it on
         patch.setenv("MOEGGUF_PLACEMENT", "slots")  # with a GPU; where speeds decide, a test says so
         yield folder
 

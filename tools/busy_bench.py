@@ -74,7 +74,7 @@ def serve(args: argparse.Namespace) -> None:
 
     n_threads = int(args.child) if args.child.isdigit() else None
     options: dict[str, Any] = {"n_ctx": 1024, "n_threads": n_threads, "verbose": False}
-    with Llama(args.model, expert_cache=args.expert_cache, **options) as llm:
+    with Llama(args.model, expert_cache=args.expert_cache, context_store=0, **options) as llm:
         for line in sys.stdin:
             print(json.dumps(decode(llm, float(line))), flush=True)
 

@@ -87,7 +87,7 @@ def over_http(connection: http.client.HTTPConnection, model: str) -> Run:
 @contextmanager
 def server() -> Iterator[int]:
     """A server on a free port; yields the port once it answers."""
-    command = [sys.executable, "-m", "moegguf", "serve", "--host", "127.0.0.1", "--port", "0"]
+    command = [sys.executable, "-m", "moegguf", "serve", "--host", "127.0.0.1", "--port", "0", "--context-store", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
@@ -116,7 +116,7 @@ def main() -> None:
     options = parser.parse_args()
     from moegguf.models.catalog import find_model
 
-    with server() as port, Engine(find_model(options.model), parallel=1, n_ctx=512) as engine:
+    with server() as port, Engine(find_model(options.model), parallel=1, n_ctx=512, context_store=0) as engine:
         connection = http.client.HTTPConnection("127.0.0.1", port)
         runs = {
             "in process": lambda: asyncio.run(in_process(engine)),

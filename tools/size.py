@@ -15,25 +15,25 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html")
 VENDORED = ("moegguf/server/static/vendor/",)  # libraries with a licence of their own: not counted
-GOALS = {"moegguf": 1_170, "tests": 43_420, "tools + predictors": 14_000}
+GOALS = {"moegguf": 1_230, "tests": 44_470, "tools + predictors": 14_000}
 LIMITS = {
-    "moegguf": 1_170,
+    "moegguf": 1_230,
     "moegguf/bench": 1_320,
     "moegguf/chat": 1_630,
-    "moegguf/cli": 3_230,
+    "moegguf/cli": 3_340,
     "moegguf/controller": 3_500,
-    "moegguf/engine": 6_860,
-    "moegguf/generate": 4_690,
-    "moegguf/gguf": 1_890,
-    "moegguf/models": 3_040,
-    "moegguf/native": 17_320,
-    "moegguf/server": 7_350,
-    "moegguf/serving": 5_230,
-    "moegguf/terminal": 1_660,
+    "moegguf/engine": 7_670,
+    "moegguf/generate": 4_760,
+    "moegguf/gguf": 1_910,
+    "moegguf/models": 3_130,
+    "moegguf/native": 17_280,
+    "moegguf/server": 7_490,
+    "moegguf/serving": 5_270,
+    "moegguf/terminal": 1_740,
     "moegguf/trace": 2_110,
     "predictors": 5_910,
-    "tests": 43_420,
-    "tools": 5_390,
+    "tests": 44_470,
+    "tools": 5_570,
 }
 
 

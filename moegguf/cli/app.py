@@ -13,6 +13,7 @@ import typer
 from moegguf.cli import model_commands, server_commands
 from moegguf.cli.batch import batch
 from moegguf.cli.bench import bench
+from moegguf.cli.contexts import contexts
 from moegguf.cli.options import Command
 from moegguf.cli.run import RunCommand, run
 from moegguf.cli.serve import ServeCommand, serve
@@ -23,7 +24,6 @@ from moegguf.terminal.messages import run_with_exit_code
 app = typer.Typer(
     name="moegguf",
     help="Run Mixture-of-Experts GGUF models whose experts do not fit in fast memory.",
-    add_completion=False,
     rich_markup_mode=None,  # rich would take a third of the time of --help
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -54,6 +54,7 @@ app.command(cls=ServeCommand)(serve)
 app.command("start", cls=ServeCommand, hidden=True)(serve)
 app.command()(model_commands.pull)
 app.command("list")(model_commands.list_models)
+app.command()(model_commands.library)
 app.command("ls", hidden=True)(model_commands.list_models)
 app.command()(model_commands.show)
 app.command("rm")(model_commands.remove)
@@ -68,6 +69,7 @@ app.command(cls=Command)(model_commands.estimate)
 app.command()(model_commands.doctor)
 app.command(cls=Command, short_help="Measure speed, hit rate, bytes and stalls.")(bench)
 app.add_typer(trace)
+app.add_typer(contexts)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,6 +1,6 @@
 """An HTTP client for a running `moegguf serve`: JSON requests, JSON or JSON-lines responses.
 
-The address is MOEGGUF_HOST or OLLAMA_HOST, the key MOEGGUF_API_KEY. Does not know what requests mean.
+The address is MOEGGUF_HOST or OLLAMA_HOST, the key the first one in MOEGGUF_API_KEY. Does not know what requests mean.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Client:
         settings = settings or read_settings()
         self.host = reachable(settings.host)
         self._headers = {"Accept": "application/json"}
-        if settings.api_key:
-            self._headers["Authorization"] = f"Bearer {settings.api_key}"
+        if settings.api_keys:
+            self._headers["Authorization"] = f"Bearer {settings.api_keys[0]}"
         proxies = [urllib.request.ProxyHandler({})] if self.host.is_loopback else []
         self._opener = urllib.request.build_opener(_NoRedirect, *proxies)
 

@@ -9,16 +9,21 @@ from typing import Annotated
 
 import typer
 
-from moegguf.cli.options import AsJson, Given, Insecure, Model, Prefix, flags
+from moegguf.cli.options import AsJson, Given, Insecure, Model, Prefix, complete_model, flags
 from moegguf.terminal.messages import print_message
 
 Name = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A name, such as hf.co/USER/REPOSITORY:QUANT, or one that `list` shows.")
+    str,
+    typer.Argument(
+        autocompletion=complete_model,
+        metavar="MODEL",
+        help="A name of `library`, or such as hf.co/USER/REPOSITORY:QUANT.",
+    ),
 ]
 
 
 def pull(model: Name, insecure: Insecure = False) -> None:
-    """Fetch a model from Hugging Face, or what is missing of it.
+    """Fetch a model of the library or of Hugging Face, or what is missing of it.
 
     Ctrl-C keeps what was downloaded; the same command resumes.
     """
@@ -38,6 +43,15 @@ def list_models(prefix: Prefix = "", as_json: AsJson = False) -> None:
 
     entries = Catalog().entries(prefix)
     print_json([list_facts(entry) for entry in entries]) if as_json else print_model_list(entries)
+
+
+def library(prefix: Prefix = "", as_json: AsJson = False) -> None:
+    """List well-known models by short names: which would run here, and how fast."""
+    from moegguf.terminal.library import library_facts
+    from moegguf.terminal.tables import print_json, print_library
+
+    facts = library_facts(prefix)
+    print_json(facts) if as_json else print_library(facts)
 
 
 def show(
@@ -85,7 +99,12 @@ def _model_part(model: str, wanted: Sequence[str]) -> str:
     return parts[wanted[0]]()
 
 
-def remove(models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Names that `list` shows.")]) -> None:
+def remove(
+    models: Annotated[
+        list[str],
+        typer.Argument(autocompletion=complete_model, metavar="MODEL...", help="Names that `list` shows."),
+    ],
+) -> None:
     """Remove models: the name, and its files where nothing else uses them."""
     from moegguf.cli.server_commands import unload_from_server
     from moegguf.models.catalog import Catalog

@@ -44,9 +44,7 @@ class Command(TyperCommand):
                     formatter.write_dl(records)
 
 
-def flags(
-    *names: str, own: Mapping[str, tuple[Any, Any]] = {}
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def flags(*names: str, own: Mapping[str, tuple[Any, Any]] = {}) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Adds the flags of options to a command, which gets those that were given as its argument `given`, in the form
     that the option has in Python. Raises OptionError or BudgetError for a value that cannot be read.
 
@@ -124,12 +122,22 @@ def parse_threads(text: str) -> int | None:
     return int(text)
 
 
+def complete_model(incomplete: str) -> list[str]:
+    """Names for the shell's completion: those of models here, then those of the library."""
+    from moegguf.models.catalog import Catalog
+    from moegguf.models.library import library
+
+    names = [*(entry.name.removesuffix(":latest") for entry in Catalog().entries()), *(each.name for each in library())]
+    return [name for name in names if name.lower().startswith(incomplete.lower())]
+
+
 Model = Annotated[
     str,
     typer.Argument(
+        autocompletion=complete_model,
         metavar="MODEL",
-        help="A name (`moegguf list` shows those here; hf.co/USER/REPOSITORY:QUANT is fetched), a GGUF file"
-        " (of a split model the first), or `demo`.",
+        help="A name (`moegguf list` shows those here; those of `moegguf library` and hf.co/USER/REPOSITORY:QUANT are"
+        " fetched), a GGUF file (of a split model the first), or `demo`.",
     ),
 ]
 Prefix = Annotated[str, typer.Argument(metavar="PREFIX", help="Only names that begin with this.")]

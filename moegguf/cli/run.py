@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moegguf.cli.options import OFTEN, Command, Given, Insecure, flags, hub_name, panel
+from moegguf.cli.options import OFTEN, Command, Given, Insecure, complete_model, flags, hub_name, panel
 from moegguf.errors import OptionError
 from moegguf.options import MODEL, OPTIONS, OUTPUT
 from moegguf.terminal.arguments import parse_format, parse_think
@@ -94,9 +94,10 @@ THINK = "--think"
 ModelName = Annotated[
     str | None,
     typer.Argument(
+        autocompletion=complete_model,
         metavar="MODEL",
         show_default=False,
-        help="A name of `moegguf list`, hf.co/USER/REPOSITORY:QUANT, which is fetched, a GGUF file, or `demo`.",
+        help="A name of `moegguf list` or `library`, hf.co/USER/REPOSITORY:QUANT, a GGUF file, or `demo`.",
     ),
 ]
 ModelFile = Annotated[

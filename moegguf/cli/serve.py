@@ -82,7 +82,7 @@ def serve_settings(port: int | None, given: Given) -> Settings:
         raise OptionError("the server supports http only; use a reverse proxy for https.")
     if port is not None:
         settings = replace(settings, host=replace(settings.host, port=port))
-    if not settings.host.is_loopback and not settings.api_key and not settings.trusted:
+    if not settings.host.is_loopback and not settings.api_keys and not settings.trusted:
         raise OptionError(
             f"{settings.host.host} is reachable from other machines: set MOEGGUF_API_KEY"
             " (clients send it as a Bearer token), name the networks that need none with --trust-network, or listen on"
@@ -94,7 +94,8 @@ def serve_settings(port: int | None, given: Given) -> Settings:
 def print_address(settings: Settings, listener: socket.socket) -> None:
     """Prints the address on stderr once the server listens, and who needs a key where others reach it."""
     address = replace(settings.host, port=listener.getsockname()[1])
-    remarks = ["with an API key"] if settings.api_key and not address.is_loopback else []
+    keys = "an API key" if len(settings.api_keys) == 1 else f"{len(settings.api_keys)} API keys"
+    remarks = [f"with {keys}"] if settings.api_keys and not address.is_loopback else []
     if settings.trusted:
         remarks.append(f"no key from {', '.join(map(str, settings.trusted))}")
     print_message(f"listening on {address.url}" + (f" ({'; '.join(remarks)})" if remarks else ""))

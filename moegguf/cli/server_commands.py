@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moegguf.cli.options import AsJson, Prefix
+from moegguf.cli.options import AsJson, Prefix, complete_model
 from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
 from moegguf.terminal.messages import print_message
 
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from moegguf.quantities import ExpertCache
 
 VERSION_TIMEOUT_S = 2.0
+
+Loaded = Annotated[
+    str, typer.Argument(autocompletion=complete_model, metavar="MODEL", help="A name that `ps` shows.")
+]
 
 
 def print_versions() -> None:
@@ -34,7 +38,7 @@ def print_versions() -> None:
 
 
 def ps(prefix: Prefix = "", as_json: AsJson = False) -> None:
-    """List the models that a running server has loaded."""
+    """List the models that a running server has loaded, and how many tokens of prompts they did not compute again."""
     from moegguf.cli.client import Client
     from moegguf.terminal.tables import print_columns, print_json
 
@@ -42,7 +46,7 @@ def ps(prefix: Prefix = "", as_json: AsJson = False) -> None:
     if as_json:
         print_json(models)
         return
-    print_columns(("NAME", "ID", "SIZE", "PROCESSOR", "CONTEXT", "UNTIL"), _rows(models))
+    print_columns(("NAME", "ID", "SIZE", "PROCESSOR", "CONTEXT", "REUSED", "UNTIL"), _rows(models))
 
 
 def _rows(models: Iterable[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
@@ -60,7 +64,9 @@ def _row(model: dict[str, Any], *, shared: bool) -> tuple[str, ...]:
     until = "Stopping..." if model.get("stopping") else human_time(_expiry(model["expires_at"]))
     n_ctx, where = str(model["context_length"]), processor_split(model["size"], model["size_vram"])
     size = human_bytes(model["size"]) + " (shared)" * shared
-    return model["name"], model["digest"][:12], size, where, n_ctx, until
+    tokens = model.get("moe", {}).get("prompt_tokens", {})
+    reused = f"{tokens['memory']:,} + {tokens['disk']:,} from disk" if any(tokens.values()) else "-"
+    return model["name"], model["digest"][:12], size, where, n_ctx, reused, until
 
 
 def _expiry(text: str) -> datetime | None:
@@ -69,7 +75,7 @@ def _expiry(text: str) -> datetime | None:
     return None if when.year > datetime.now().year + 100 else when
 
 
-def stop(model: Annotated[str, typer.Argument(metavar="MODEL", help="A name that `ps` shows.")]) -> None:
+def stop(model: Loaded) -> None:
     """Unload a model from a running server."""
     from moegguf.cli.client import Client
     from moegguf.models.names import parse_name
@@ -81,7 +87,7 @@ def stop(model: Annotated[str, typer.Argument(metavar="MODEL", help="A name that
 
 
 def budget(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A name that `ps` shows.")],
+    model: Loaded,
     expert_cache: Annotated[
         str | None,
         typer.Argument(metavar="[BUDGET]", help='In RAM: "50%", "2GiB", or "auto": all that it was loaded with.'),

@@ -18,7 +18,7 @@ import numpy as np
 
 from moegguf.engine.projector import PLACEHOLDER, ContextImages, ImagePrompt, ImageSpan, Projector
 from moegguf.engine.requests import RequestCounter, RequestLock
-from moegguf.engine.sequences import Chunk, PassBatch
+from moegguf.engine.sequences import Chunk, PassBatch, Tokens
 from moegguf.engine.stats import DraftCounts, Stats
 from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import CallbackError, CapabilityError, ClosedError, GenerationCancelled, MoeggufError, OptionError
@@ -60,7 +60,7 @@ class Context:
         self._bindings = library.llama_cpp()
         self._n_swa = self._bindings.llama_model_n_swa(llm.model)  # tokens of a sliding window; 0: none
         self._batch = PassBatch(llm.n_batch)
-        self._chunk_rows: Sequence[int] = ()  # of the last pass, those with logits
+        self._chunk_rows: list[int] = []  # of the last pass, those with logits
         self._request_lock = RequestLock()
         self._requests = RequestCounter()
         self._projector: Projector | None = None
@@ -70,6 +70,7 @@ class Context:
         self.images = ContextImages()  # of sequence 0
         self.eval_s = 0.0  # of all evaluations
         self.drafted = DraftCounts()
+        self.after_eval: Callable[[int, Tokens, int], object] | None = None  # 0, its tokens, how many are new
 
     def check_open(self) -> None:
         """Raises ClosedError or ForkError when the model cannot be used."""
@@ -148,6 +149,8 @@ class Context:
         for begin in range(0, len(tokens), llm.n_batch):
             batch = tokens[begin : begin + llm.n_batch]
             self._evaluate([Chunk(0, batch, llm.n_tokens, self._requests.sequence, phase)])
+            if self.after_eval is not None:
+                self.after_eval(0, llm.input_ids[: llm.n_tokens], len(batch))
 
     def eval_chunks(self, chunks: Sequence[Chunk]) -> list[int] | None:
         """Evaluates at most `n_batch` tokens of some sequences together; returns each chunk's row of logits, or None
@@ -172,12 +175,9 @@ class Context:
         rows = self._batch.fill(chunks, self.images.position, all_logits=llm._logits_all and len(chunks) == 1)
         self._announce(chunks)
         self.computed(lambda: llm._ctx.decode(self._batch), sum(chunk.n_evaluated for chunk in chunks))
-        self._chunk_rows = [
-            row + n
-            for chunk, row in zip(chunks, rows, strict=True)
-            if chunk.wants_logits
-            for n in range(1 + len(chunk.draft))
-        ]
+        for chunk, row in zip(chunks, rows, strict=True):
+            n_rows = len(chunk.tokens) if chunk.all_logits else int(chunk.wants_logits)
+            self._chunk_rows += range(row - n_rows + 1, row + 1 + len(chunk.draft))
         for chunk in chunks:
             if chunk.sequence == 0:
                 llm.n_tokens = chunk.n_past + len(chunk.tokens)
@@ -206,7 +206,8 @@ class Context:
             sequences += [chunk.request] * n
             phases += [chunk.phase] * n
             tokens += [*chunk.tokens, *chunk.draft]
-            outputs += [0] * (len(chunk.tokens) - 1) + [chunk.wants_logits] * (1 + len(chunk.draft))
+            outputs += [chunk.all_logits] * (len(chunk.tokens) - 1)
+            outputs += [chunk.wants_logits or chunk.all_logits] * (1 + len(chunk.draft))
         session.store_context.announce(sequences, phases, tokens, outputs)
 
     def eval_image(self, prompt: ImagePrompt, span: ImageSpan, request: int) -> None:
@@ -266,7 +267,7 @@ class Context:
             session, before, start_s = self._session, self._llm.n_tokens, time.perf_counter()
             if session is not None:
                 session.raise_failure()  # a callback's error since the last call
-            self._chunk_rows = ()
+            self._chunk_rows = []
             try:
                 result = call(*arguments)
                 if session is not None:
@@ -298,7 +299,10 @@ class Context:
         `row`: as `eval_chunks` returns it; -1: of the last token in sequence 0.
         """
         if self._llm._requires_eval if row < 0 else row not in self._chunk_rows:
-            raise OptionError("there are no logits of this request to take a token from; evaluate a token first.")
+            raise OptionError(
+                "there are no logits of this request to take a token from (a saved state has none: llama.cpp saves the"
+                " KV cache alone); evaluate a token first."
+            )
 
     def logits(self, row: int = -1) -> Floats:
         """[n_vocab] logits, valid until the next pass. Raises what `check_logits` raises."""

@@ -11,7 +11,7 @@ import functools
 import os
 from collections.abc import Generator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from moegguf.controller.policies import Policy
 from moegguf.controller.predictors.base import Predictor
@@ -20,12 +20,15 @@ from moegguf.controller.strategies import find_strategy
 from moegguf.engine.batch_invariance import is_batch_invariant
 from moegguf.engine.context import ClosedModel, Context
 from moegguf.engine.drafts import ModelDrafts
+from moegguf.engine.kept_contexts import KeptContexts, open_contexts
+from moegguf.engine.keywords import LlamaCppOptions, with_keywords
 from moegguf.engine.live_controller import ControllerOptions
 from moegguf.engine.load import Budget, check_options, prepare
 from moegguf.engine.loader import Loader, LoadProgress, Progress
 from moegguf.engine.plan import Plan
 from moegguf.engine.projector import PLACEHOLDER
 from moegguf.engine.resize import set_budget
+from moegguf.engine.sequences import Tokens, common_tokens
 from moegguf.engine.session import Session
 from moegguf.engine.stats import Stats
 from moegguf.engine.upstream import UpstreamLlama
@@ -40,65 +43,7 @@ if TYPE_CHECKING:
 
 
 class Llama(UpstreamLlama):
-    """A GGUF model; when it is a Mixture of Experts, its experts are kept within a budget.
-
-    Args:
-        model_path: the GGUF file, the first one of a split model, or a name: "demo", "hf.co/user/repo:Q4_K_M".
-        expert_cache: memory for experts: "auto" (what is free after everything else), "4GiB", "50%" of all experts,
-            or bytes. Ignored for a model without experts.
-        vram_cache: memory of a GPU for experts, in the same forms; expert_cache is RAM then, that missed experts are
-            copied from, or that the CPU computes with. Several GPUs share it, and the layers, as tensor_split,
-            split_mode and main_gpu say; "8GiB,4GiB" is a budget for each. With it, layers that n_gpu_layers leaves to
-            the CPU have slots in RAM. None: MOEGGUF_VRAM_CACHE, and without that "auto" where there is a GPU, unless
-            n_gpu_layers says which layers it computes.
-        placement: what goes into that memory: "layers" (the experts of whole layers; the CPU computes the others),
-            "slots" (experts as they are used; the GPU computes everything), "cpu" (no GPU), or "auto": what is
-            predicted to be fastest with speeds that are measured here (engine/cost.py); with several GPUs, slots.
-            None: MOEGGUF_PLACEMENT.
-        misses: what happens to experts that a GPU with slots over slots in RAM lacks: "fetch" copies them there;
-            "compute" lets the CPU compute them from RAM in passes of up to 8 tokens, where that is faster by what was
-            measured so far, and until an expert was used twice in 64 tokens. That is not exact: a CPU rounds otherwise
-            than a GPU, so an answer depends on what was in VRAM (`Plan.exact`, `Stats.exact`). None: MOEGGUF_MISSES,
-            else "fetch".
-        strategy: what decides on experts: "moegguf" (what was measured to be best), "lru", "none", or a paper's as a
-            whole, "moe-infinity", "promoe", "expertflow", "duoserve" (`moegguf.controller.strategies`). The next four
-            replace parts of it. None: MOEGGUF_STRATEGY, else "moegguf".
-        store: how experts are moved, instead of as the strategy does.
-        policy: which experts stay: a name (`moegguf.controller.policies.policy_names()`), an object with a method
-            `scores(history, forecast)`, or "auto": that of MOEGGUF_POLICY, else the strategy's. "vram=NAME,ram=NAME"
-            names those of a GPU's slots and of slots in RAM; of RAM below a GPU it is LRU where none is named.
-        predictor: which experts come next: a name (`moegguf.controller.predictors.PREDICTORS`) or an object.
-        prefetch: True fetches predicted experts ahead, while that saves time; a `PrefetchOptions` sets limits.
-            None: as the strategy does.
-        warm_start: fetch the experts that earlier runs used most as soon as the model is loaded, and remember those of
-            this run. None: MOEGGUF_WARM_START, else False; never with `lockstep`.
-        trace: a file to record routing in, or a `TraceOptions`.
-        n_seq_max: sequences of `n_ctx` tokens each that the context holds, for `moegguf.Engine`; this class itself
-            uses one. The property `n_seq_max` says which models have only one.
-        kv_tokens: tokens of all sequences that there is memory for, n_ctx at least. None: n_seq_max * n_ctx, less where
-            experts would miss that memory (`moegguf.engine.budgets.Sizes.within`).
-        flash_attn: fused attention, which rounds otherwise: True, False (llama-cpp-python's default), or None: where
-            the devices that compute have it, as llama.cpp's own programs, `moegguf.Engine`, `run` and `serve` do.
-        mmproj: the model's projector, for images in messages (moegguf.generate); it is loaded with the first image.
-        draft: tokens that `moegguf.generate` and `Engine` guess ahead, and verify in the next pass: "ngram" (what
-            followed the same tokens earlier in the text), "auto" (the same where `batch_invariant`, so that every
-            answer is as without), "off", or a second, smaller model of the same vocabulary, which drafts where no text
-            repeats. They pause while they do not pay. None: MOEGGUF_DRAFT, else "auto". This class's own methods draft
-            nothing.
-        plan: of a server that has planned this load (engine/planner.py), in place of the first four.
-        progress: called with 0.0 to 1.0 while the weights are read; returning False cancels the load.
-        All keywords of `llama_cpp.Llama`. Without `n_threads` and `n_threads_batch` there are as many threads as
-        processors this process may use, and fewer while other processes use some of them. `use_mmap` has no effect on
-        a model with experts: pages of a mapped file are outside the budget's control.
-
-    Raises:
-        ModelNotFoundError, ModelFormatError: before llama.cpp sees the file, or because it ended the trial load
-            (engine/trial.py).
-        CapabilityError: a kind of model that is not run.
-        BudgetError: the budget cannot be read or is too small; the message states the minimum.
-        OptionError: an unknown keyword, naming the nearest known one.
-        AllocationError, ExpertIOError, LibraryError.
-    """
+    """A GGUF model; when it is a Mixture of Experts, its experts are kept within a budget."""
 
     n_batch: int
     vocabulary: Vocabulary
@@ -109,6 +54,8 @@ class Llama(UpstreamLlama):
     """What guesses tokens ahead, if anything does."""
     recording: Recording | None = None
     """The trace being recorded, None without `trace`."""
+    contexts: KeptContexts | None = None
+    """What is kept on disk of this model's contexts; None where nothing is."""
     _closed = True  # until there is a loader, which has something to free
     _loader: Loader
 
@@ -127,6 +74,7 @@ class Llama(UpstreamLlama):
         prefetch: bool | PrefetchOptions | None = None,
         lockstep: bool = False,
         warm_start: bool | None = None,
+        context_store: str | int | None = None,
         trace: str | os.PathLike[str] | TraceOptions | None = None,
         progress: Progress | None = None,
         n_seq_max: int = 1,
@@ -134,27 +82,96 @@ class Llama(UpstreamLlama):
         mmproj: str | os.PathLike[str] | None = None,
         draft: str | os.PathLike[str] | None = None,
         plan: Plan | None = None,
-        **options: Any,
+        **options: Unpack[LlamaCppOptions],
     ) -> None:
-        environment, strategy = read_environment(), take_old_keywords(options).get("strategy", strategy)
-        check_options(options, Llama)
+        """Loads a model.
+
+        Args:
+            model_path: the GGUF file, the first one of a split model, or a name: "demo", "hf.co/user/repo:Q4_K_M".
+            expert_cache: memory for experts: "auto" (what is free after everything else), "4GiB", "50%" of all experts,
+                or bytes. Ignored for a model without experts.
+            vram_cache: memory of a GPU for experts, in the same forms; expert_cache is RAM then, that missed experts
+                are copied from, or that the CPU computes with. Several GPUs share it, and the layers, as tensor_split,
+                split_mode and main_gpu say; "8GiB,4GiB" is a budget for each. With it, layers that n_gpu_layers leaves
+                to the CPU have slots in RAM. None: MOEGGUF_VRAM_CACHE, and without that "auto" where there is a GPU,
+                unless n_gpu_layers says which layers it computes.
+            placement: what goes into that memory: "layers" (the experts of whole layers; the CPU computes the others),
+                "slots" (experts as they are used; the GPU computes everything), "cpu" (no GPU), or "auto": what is
+                predicted to be fastest with speeds that are measured here (engine/cost.py); with several GPUs, slots.
+                None: MOEGGUF_PLACEMENT.
+            misses: what happens to experts that a GPU with slots over slots in RAM lacks: "fetch" copies them there;
+                "compute" lets the CPU compute them from RAM in passes of up to 8 tokens, where that is faster by what
+                was measured so far, and until an expert was used twice in 64 tokens. That is not exact: a CPU rounds
+                otherwise than a GPU, so an answer depends on what was in VRAM (`Plan.exact`, `Stats.exact`). None:
+                MOEGGUF_MISSES, else "fetch".
+            strategy: what decides on experts: "moegguf" (what was measured to be best), "lru", "none", or a paper's as
+                a whole, "moe-infinity", "promoe", "expertflow", "duoserve" (`moegguf.controller.strategies`). The next
+                four replace parts of it. None: MOEGGUF_STRATEGY, else "moegguf".
+            store: how experts are moved, instead of as the strategy does.
+            policy: which experts stay: a name (`moegguf.controller.policies.policy_names()`), an object with a method
+                `scores(history, forecast)`, or "auto": that of MOEGGUF_POLICY, else the strategy's.
+                "vram=NAME,ram=NAME" names those of a GPU's slots and of slots in RAM; of RAM below a GPU it is LRU
+                where none is named.
+            predictor: which experts come next: a name (`moegguf.controller.predictors.PREDICTORS`) or an object.
+            lockstep: decisions act at a fixed place of each pass, so that a simulation repeats them; slower.
+            prefetch: True fetches predicted experts ahead, while that saves time; a `PrefetchOptions` sets limits.
+                None: as the strategy does.
+            warm_start: fetch the experts that earlier runs used most as soon as the model is loaded, and remember those
+                of this run. None: MOEGGUF_WARM_START, else False; never with `lockstep`.
+            context_store: disk for computed contexts, "8GiB", "auto" (a tenth of the free disk, at most 16 GiB) or 0: a
+                prompt that begins as an earlier one did is not computed again as far as they are equal, also in another
+                process (engine/kept_contexts.py). `moegguf.Engine`, `run` and `serve` use it for all models, this class
+                for batch-invariant ones; none is used beside `trace` and with `lockstep`, `logits_all` and `embedding`.
+                None: MOEGGUF_CONTEXT_STORE, else "auto".
+            trace: a file to record routing in, or a `TraceOptions`.
+            n_seq_max: sequences of `n_ctx` tokens each that the context holds, for `moegguf.Engine`; this class itself
+                uses one. The property `n_seq_max` says which models have only one.
+            kv_tokens: tokens of all sequences that there is memory for, n_ctx at least. None: n_seq_max * n_ctx, less
+                where experts would miss that memory (`moegguf.engine.budgets.Sizes.within`).
+            flash_attn: fused attention, which rounds otherwise: True, False (llama-cpp-python's default), or None:
+                where the devices that compute have it, as llama.cpp's own programs, `moegguf.Engine`, `run` and `serve`
+                do.
+            mmproj: the model's projector, for images in messages (moegguf.generate); it is loaded with the first image.
+            draft: tokens that `moegguf.generate` and `Engine` guess ahead, and verify in the next pass: "ngram" (what
+                followed the same tokens earlier in the text), "auto" (the same where `batch_invariant`, so that every
+                answer is as without), "off", or a second, smaller model of the same vocabulary, which drafts where no
+                text repeats. They pause while they do not pay. None: MOEGGUF_DRAFT, else "auto". This class's own
+                methods draft nothing.
+            plan: of a server that has planned this load (engine/planner.py), in place of the first four.
+            progress: called with 0.0 to 1.0 while the weights are read; returning False cancels the load.
+            options: the other keywords of `llama_cpp.Llama` (engine/keywords.py). Without `n_threads` and
+                `n_threads_batch` there are as many threads as processors this process may use, and fewer while other
+                processes use some of them. `use_mmap` has no effect on a model with experts: pages of a mapped file are
+                outside the budget's control.
+
+        Raises:
+            ModelNotFoundError, ModelFormatError: before llama.cpp sees the file, or because it ended the trial load
+                (engine/trial.py).
+            CapabilityError: a kind of model that is not run.
+            BudgetError: the budget cannot be read or is too small; the message states the minimum.
+            OptionError: an unknown keyword, naming the nearest known one.
+            AllocationError, ExpertIOError, LibraryError.
+        """
+        given: dict[str, Any] = dict(options)
+        environment, strategy = read_environment(), take_old_keywords(given).get("strategy", strategy)
+        check_options(given, Llama.__init__)
         named = find_strategy(environment.strategy if strategy is None else strategy)
         policy = environment.policy if isinstance(policy, str) and policy == "auto" else policy
         chosen = ControllerOptions(*named.parts(policy, predictor, prefetch), lockstep)
-        options.update(mmproj=mmproj, n_seq_max=n_seq_max, kv_tokens=kv_tokens)
+        given.update(mmproj=mmproj, n_seq_max=n_seq_max, kv_tokens=kv_tokens)
         store = named.store if store is None else store
         warm_start = environment.warm_start if warm_start is None else warm_start
         self._keywords = dict(
             model_path=model_path, expert_cache=expert_cache, vram_cache=vram_cache, placement=placement,
             misses=misses, draft=draft, plan=plan, strategy=named.name, store=store, warm_start=warm_start,
-            **vars(chosen), **options,
+            context_store=context_store, **vars(chosen), **given,
         )  # fmt: skip
         self._drafts = ModelDrafts(environment.draft if draft is None else draft)
-        load_plan = prepare(model_path, expert_cache, options, vram_cache, store, placement, misses, plan)
+        load_plan = prepare(model_path, expert_cache, given, vram_cache, store, placement, misses, plan)
         self.layout, self.plan = load_plan.layout, load_plan.plan
         self.reads_images = load_plan.projector is not None and bool(mmproj)
         try:
-            self._loader = loader = Loader(load_plan, options, store, LoadProgress(progress))
+            self._loader = loader = Loader(load_plan, given, store, LoadProgress(progress))
             self.session, self._closed = loader.session, False
             loader.start_controller(chosen)
             n_ubatch, base = load_plan.n_ubatch, super().__init__
@@ -167,6 +184,9 @@ class Llama(UpstreamLlama):
             self.drafts = self._drafts.drafts
             loader.start_parts(warm_start and not lockstep, trace)
             self.recording = loader.recording
+            if not (trace or lockstep):
+                limit = environment.context_store if context_store is None else context_store
+                self.contexts = open_contexts(self, self.context, load_plan, store, limit)
         except BaseException:  # also an interrupt: nothing of a load stays
             if not self._closed:
                 self._loader.end_parts(discard=True)  # keeps an older trace file
@@ -184,9 +204,9 @@ class Llama(UpstreamLlama):
         **options: Any,
     ) -> Plan:
         """The memory plan for loading the model with these keywords. Raises what loading would raise."""
-        options |= take_old_keywords(options)
-        check_options(options, Llama)
-        return prepare(model_path, expert_cache, options, vram_cache, placement=placement, misses=misses).plan
+        given: dict[str, Any] = options | take_old_keywords(options)
+        check_options(given, Llama.__init__)
+        return prepare(model_path, expert_cache, given, vram_cache, placement=placement, misses=misses).plan
 
     def _attach_model(self, params: c.Structure) -> None:
         self._loader.attach_model(params)
@@ -236,7 +256,29 @@ class Llama(UpstreamLlama):
         Raises OptionError without a token to begin with, CapabilityError.
         """
         self.context.check_generates()
-        return self.context.one_request(super().generate(*arguments, **options))
+        return self.context.one_request(self._with_kept(super().generate(*arguments, **options), arguments, options))
+
+    def _with_kept(
+        self, steps: Generator[int, Sequence[int] | None, None], arguments: Sequence[Any], options: dict[str, Any]
+    ) -> Generator[int, Sequence[int] | None, None]:
+        """The steps, which go on from what is kept on disk of their prompt, and are kept."""
+        contexts = self.contexts
+        if contexts is None or not self.batch_invariant or not options.get("reset", True):
+            return (yield from steps)
+
+        def keep(sequence: int, tokens: Tokens, n_new: int) -> None:
+            contexts.keep(sequence, tokens, n_new, goes_on=len(tokens) != len(prompt))
+
+        prompt = list(arguments[0] if arguments else options["tokens"])
+        n_held = common_tokens(self.input_ids[: self.n_tokens], prompt[:-1])
+        contexts.restore(0, prompt, n_held)
+        self.context.after_eval = keep
+        try:
+            return (yield from steps)
+        finally:
+            self.context.after_eval = None
+            if not self._closed:
+                contexts.keep(0, self.input_ids[: self.n_tokens], 1, goes_on=False)
 
     def stats(self) -> Stats:
         """Counters since the model was loaded; subtract earlier ones for those of a request."""
@@ -286,6 +328,8 @@ class Llama(UpstreamLlama):
         self._closed = True
         if context:
             context.close(forked)
+        if self.contexts is not None and not forked:
+            self.contexts.close()
         if forked:
             return  # the parent process owns it
         try:
@@ -310,3 +354,6 @@ class Llama(UpstreamLlama):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+Llama.__init__.__signature__ = with_keywords(Llama.__init__, UpstreamLlama.__base__.__init__)  # type: ignore

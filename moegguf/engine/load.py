@@ -171,12 +171,9 @@ def _divide_layers(options: dict[str, Any], plan: Plan) -> None:
         options.pop("tensor_split", None)
 
 
-def check_options(options: dict[str, Any], kind: type) -> None:
-    """Raises OptionError for a keyword that neither `kind`, a `Llama`, nor its bases take, nor LEGACY_OPTIONS names."""
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    inits = [base.__dict__["__init__"] for base in kind.__mro__ if base is not object and "__init__" in base.__dict__]
-    parameters = [parameter for init in inits for parameter in inspect.signature(init).parameters.values()]
-    known = [parameter.name for parameter in parameters if parameter.kind in named and parameter.name != "self"]
+def check_options(options: dict[str, Any], init: Callable[..., None]) -> None:
+    """Raises OptionError for a keyword that neither the signature of `init`, a `Llama`'s, nor LEGACY_OPTIONS names."""
+    known = [name for name in inspect.signature(init).parameters if name != "self"]
     for name in options:
         if name not in known and name not in LEGACY_OPTIONS:
             raise OptionError.unknown(name, known)

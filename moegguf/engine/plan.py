@@ -67,9 +67,9 @@ class Plan:
     warnings: tuple[str, ...]
     projector_bytes: int = 0
     streams: bool = False
-    device: str | None = None  # ggml's name of the one, or names of those, that all of this but `n_lower_slots` is on
+    device: str | None = None  # ggml's name of the one, or names of those, that all of this but `n_ram_slots` is on
     devices: tuple[DevicePlan, ...] = ()  # where several compute: each one's part, in llama.cpp's order, the CPU last
-    n_lower_slots: int = 0  # in RAM, below those of the device
+    n_ram_slots: int = 0  # in RAM, below those of the device
     host_bytes: int = 0  # of RAM, with those slots and the CPU's, where there is a device
     layers_on: str | None = None  # the device that computes everything but the experts with slots, which are in RAM
     n_staging: int = 0  # tensors of a layer's full shape on the device, in which prompts are staged

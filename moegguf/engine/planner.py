@@ -24,7 +24,7 @@ from moegguf.engine.budgets import AUTO, KINDS_OF, SMALL_CTX_TOKENS, Budgets, Si
 from moegguf.engine.cost import HitCurve, Kind, ModelBytes, Placement, Speeds, format_speed, published_curve
 from moegguf.engine.machine import Device, Machine
 from moegguf.engine.plan import PlacementPlan, Plan, slot_bytes
-from moegguf.engine.pool_plan import VRAM_MARGIN_BYTES, Pool, host_bytes, lower_slots, short_of_ram
+from moegguf.engine.pool_plan import VRAM_MARGIN_BYTES, Pool, host_bytes, ram_slots, short_of_ram
 from moegguf.engine.split_plan import SplitPlanner, count_layers
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout
@@ -124,7 +124,7 @@ def predict(layout: ExpertLayout, kind: Kind, plan: Plan, speeds: Speeds, hits: 
     hit_rate = hits.at(plan.n_slots / n_total)
     if kind == "cpu":
         return Placement(kind, 1 / cost.cpu_s(model, speeds, 1 - hit_rate))
-    from_disk = 1 - hits.at((plan.n_slots + plan.n_lower_slots) / n_total)
+    from_disk = 1 - hits.at((plan.n_slots + plan.n_ram_slots) / n_total)
     seconds = cost.slots_s(model, speeds, hit_rate, from_disk, not plan.exact)
     if kind == "resident":
         return Placement(kind, 1 / seconds, len(layout.layers), hit_rate=1.0)
@@ -184,7 +184,7 @@ def plan_slots(layout: ExpertLayout, machine: Machine, budgets: Budgets) -> Plan
     alone = len(machine.devices) == len(budgets.vram) == 1 and not 0 <= budgets.n_gpu_layers <= count_layers(layout)
     planned = _on_one if alone else lambda *given: SplitPlanner(*given).plan()
     found = _with_best_staging(layout, lambda n: planned(layout, machine, budgets, n), budgets.staging)
-    exact = not (budgets.computes_misses and found.n_lower_slots)
+    exact = not (budgets.computes_misses and found.n_ram_slots)
     return replace(found, n_gpu_layers=budgets.n_gpu_layers, exact=exact)
 
 
@@ -194,17 +194,17 @@ def _on_one(layout: ExpertLayout, machine: Machine, budgets: Budgets, n_staging:
         layout, budgets.vram[0], device.memory, budgets.sizes, VRAM_MARGIN_BYTES, n_staging > 0, "vram_cache",
         staging_bytes(layout, n_staging), budgets.staging is None, slot_tokens(device.name),
     ).plan()  # fmt: skip
-    size, n_lower = upper.slot_bytes, 0
+    size, n_ram = upper.slot_bytes, 0
     reason = f"every layer is computed on {device.name}"
     if upper.resident:
         reason += ", which has a slot for every expert: none is kept in RAM"
     else:
-        n_lower = lower_slots(layout, budgets.ram, memory, size, upper.n_ubatch, budgets.margin_bytes)
-        share = n_lower / layout.n_expert_total
-        reason += f"; {n_lower} experts ({share:.0%}, {format_bytes(n_lower * size)}) fit into RAM below it"
-    host = host_bytes(layout, upper.n_ubatch) + n_lower * size
+        n_ram = ram_slots(layout, budgets.ram, memory, size, upper.n_ubatch, budgets.margin_bytes)
+        share = n_ram / layout.n_expert_total
+        reason += f"; {n_ram} experts ({share:.0%}, {format_bytes(n_ram * size)}) fit into RAM below it"
+    host = host_bytes(layout, upper.n_ubatch) + n_ram * size
     return replace(
-        upper, device=device.name, n_lower_slots=n_lower, host_bytes=host, reasons=(*upper.reasons, reason),
+        upper, device=device.name, n_ram_slots=n_ram, host_bytes=host, reasons=(*upper.reasons, reason),
         warnings=upper.warnings + short_of_ram(host, memory),
     )  # fmt: skip
 
@@ -291,7 +291,7 @@ def plan_layers(layout: ExpertLayout, machine: Machine, budgets: Budgets) -> Pla
     sizes, whole = budgets.sizes, _last_layers(layout, expert_bytes_on(layout, device, budgets))
     rest = layout.only(layer.il for layer in layout.layers if layer.il not in whole)
     size = slot_bytes(rest)
-    n_slots = lower_slots(rest, ram, memory, size, sizes.most_ubatch, budgets.margin_bytes)
+    n_slots = ram_slots(rest, ram, memory, size, sizes.most_ubatch, budgets.margin_bytes)
     if n_slots < rest.n_expert_used:
         raise BudgetError(
             f"expert_cache={str(ram)!r} holds {n_slots} experts, but one token needs {rest.n_expert_used} in a layer;"

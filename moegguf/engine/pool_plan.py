@@ -281,7 +281,7 @@ def short_of_ram(n_bytes: int, memory: Memory) -> tuple[str, ...]:
     )
 
 
-def lower_slots(
+def ram_slots(
     layout: ExpertLayout, ram: ExpertCache, memory: Memory, slot_bytes: int, n_ubatch: int, margin: int | None = None
 ) -> int:
     """Slots in RAM for a budget; margin: as in `Pool`. Raises BudgetError where it holds no expert at all."""

@@ -112,23 +112,23 @@ class _Budgets:
         option = f"expert_cache={str(cache)!r}"
         cpu = next((index for index, device in enumerate(store.devices) if device.name is None), None)
         n_cpu = 0 if cpu is None else store.device(cpu)["n_slots"]
-        n_lower = store.tier(Tier.RAM)["n_slots"] if Tier.RAM in store.tiers else 0
-        if n_cpu + n_lower == 0:
+        n_ram = store.tier(Tier.RAM)["n_slots"] if Tier.RAM in store.tiers else 0
+        if n_cpu + n_ram == 0:
             raise BudgetError(
                 f"{option}: the model was loaded with every expert in VRAM, so it has no slots in RAM; change"
                 " vram_cache, or load it again with less of that."
             )
-        total = self._asked(cache, n_cpu + n_lower)
+        total = self._asked(cache, n_cpu + n_ram)
         if cpu is None:
             if not total:
                 size = format_bytes_up(plan.slot_bytes)
                 raise BudgetError(f"{option} holds no expert; give at least {size!r}.")
             return {(Tier.RAM, None): total}
-        least, one_below = min(n_cpu, plan.pass_slots(self._layout, on_device=False)), min(1, n_lower)
+        least, one_below = min(n_cpu, plan.pass_slots(self._layout, on_device=False)), min(1, n_ram)
         n_layers = len(store.devices[cpu].layers)
         self._checked(total, least + one_below, f"{option}, of which {n_layers} layers on the CPU have some,")
-        n_cpu, below = divide_ram_slots(total, n_cpu, n_lower, least)
-        return {(Tier.COMPUTE, cpu): n_cpu} | ({(Tier.RAM, None): below} if n_lower else {})
+        n_cpu, below = divide_ram_slots(total, n_cpu, n_ram, least)
+        return {(Tier.COMPUTE, cpu): n_cpu} | ({(Tier.RAM, None): below} if n_ram else {})
 
     def _asked(self, cache: ExpertCache, most: int) -> int:
         """Slots of a budget, of which there are so many at most."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout
@@ -23,11 +24,14 @@ MAX_SEQUENCES = 256  # llama.cpp's LLAMA_MAX_SEQ
 STATE_KEYS = ("ssm.state_size", "ssm.conv_kernel", "kda.head_dim", "wkv.head_size", "shortconv.l_cache")
 LONG_ROPE = "rope_factors_long.weight"
 
+Tokens = Sequence[int] | npt.NDArray[np.intc]
+
 
 @dataclass(frozen=True)
 class Chunk:
     """Consecutive tokens of one sequence in a pass, after its first `n_past`. `request`: its number in routing events.
-    `wants_logits`: of the last token. `draft`: tokens that may come after these; logits of each are wanted, too."""
+    `wants_logits`: of the last token; `all_logits`: of every one. `draft`: tokens that may come after these; logits of
+    each are wanted, too."""
 
     sequence: int
     tokens: Sequence[int]
@@ -35,6 +39,7 @@ class Chunk:
     request: int
     phase: Phase
     wants_logits: bool = True
+    all_logits: bool = False
     draft: Sequence[int] = ()
 
     @property
@@ -63,6 +68,13 @@ def _changes_rope(layout: ExpertLayout, n_ctx: int, n_all: int) -> bool:
         return False
     trained = layout.metadata.get(f"{layout.arch}.rope.scaling.original_context_length", layout.hparams.n_ctx_train)
     return isinstance(trained, int) and n_ctx <= trained < n_all
+
+
+def common_tokens(a: Tokens, b: Tokens) -> int:
+    """Equal tokens at the beginning of both."""
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(np.asarray(a[:n], np.intc) != np.asarray(b[:n], np.intc))
+    return int(differ[0]) if differ.size else n
 
 
 class PassBatch:
@@ -99,8 +111,8 @@ class PassBatch:
             first = position(chunk.n_past)
             self._positions[begin:end] = np.arange(first, first + end - begin)
             self._sequences[begin:end] = chunk.sequence
-            self._logits[begin:end] = all_logits
-            self._logits[row:end] = all_logits or chunk.wants_logits
+            self._logits[begin:end] = all_logits or chunk.all_logits
+            self._logits[row:end] |= chunk.wants_logits
             rows.append(row)
             begin = end
         self.batch.n_tokens = begin

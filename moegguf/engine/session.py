@@ -53,7 +53,7 @@ def open_store(layout: ExpertLayout, plan: Plan, options: StoreOptions) -> Store
     n_pools, staging = Counter(part.name for part in parts), plan.n_staging
     least = [max(layout.n_expert_used, min(part.n_slots, needed[part.name])) for part in parts]
     of_pass = [min(part.n_slots, plan.pass_slots(layout, part.name is not None)) for part in parts]
-    n_slots, n_lower = [part.n_slots for part in parts], plan.n_lower_slots
+    n_slots, n_ram = [part.n_slots for part in parts], plan.n_ram_slots
     while True:
         slots = [
             DeviceSlots(
@@ -67,19 +67,19 @@ def open_store(layout: ExpertLayout, plan: Plan, options: StoreOptions) -> Store
             for part, n, n_pass in zip(parts, n_slots, of_pass, strict=True)
         ]
         try:
-            store = Store(layout, slots, options, n_lower)
+            store = Store(layout, slots, options, n_ram)
             break
         except AllocationError:
-            if n_slots == least and n_lower <= 1:
+            if n_slots == least and n_ram <= 1:
                 raise
             if staging > 1:
                 staging = 1
                 continue
             n_slots = [max(few, n // 2) for few, n in zip(least, n_slots, strict=True)]
-            n_lower = max(min(1, n_lower), n_lower // 2)
-    if sum(n_slots) < plan.n_slots or n_lower < plan.n_lower_slots:
-        below = f" and {plan.n_lower_slots} below them" if n_lower else ""
-        going_on = f" and {n_lower}" if n_lower else ""
+            n_ram = max(min(1, n_ram), n_ram // 2)
+    if sum(n_slots) < plan.n_slots or n_ram < plan.n_ram_slots:
+        below = f" and {plan.n_ram_slots} below them" if n_ram else ""
+        going_on = f" and {n_ram}" if n_ram else ""
         warnings.warn(
             f"no memory for {plan.n_slots} expert slots{below}; going on with {sum(n_slots)}{going_on}, slower.",
             stacklevel=2,

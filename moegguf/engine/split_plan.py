@@ -18,7 +18,7 @@ from moegguf.engine.budgets import AUTO, Budgets
 from moegguf.engine.machine import Device, Machine, Memory
 from moegguf.engine.memory import F16, row_bytes
 from moegguf.engine.plan import DevicePlan, Plan
-from moegguf.engine.pool_plan import VRAM_MARGIN_BYTES, Pool, divide_ram_slots, host_bytes, lower_slots
+from moegguf.engine.pool_plan import VRAM_MARGIN_BYTES, Pool, divide_ram_slots, host_bytes, ram_slots
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native.slot_sizes import slot_sizes, slot_tokens
@@ -153,7 +153,7 @@ class SplitPlanner:
         used = [index for index, of in enumerate(layers) if self._experts_of(of)]
         slots, n_on_cpu, size = self._slots(layers), self._experts_of(cpu_layers), self._joint.slot_bytes
         below = sum(self._experts_of(layers[d]) for d in used if slots[d] < self._experts_of(layers[d]))
-        n_cpu, n_lower = self._ram_slots(cpu_layers, n_on_cpu, below)
+        n_cpu, n_ram = self._ram_slots(cpu_layers, n_on_cpu, below)
         allowed = [self._allowed(slots[d], self._devices[d].name, self._experts_of(layers[d])) for d in used]
         allowed += [self._allowed(n_cpu, None, n_on_cpu)] if n_cpu else []
         n_ubatch = min(self._joint.n_ubatch, *allowed)
@@ -161,8 +161,8 @@ class SplitPlanner:
             DevicePlan(device.name, of, n_slots, self._beside_bytes(of) + n_slots * size)
             for device, of, n_slots in zip(self._devices, layers, slots, strict=True)
         ]
-        host = host_bytes(self._layout, n_ubatch) + (n_lower + n_cpu) * size + self._bytes_of(cpu_layers)
-        of_cpu = [DevicePlan(None, cpu_layers, n_cpu, host - n_lower * size)] if n_cpu else []
+        host = host_bytes(self._layout, n_ubatch) + (n_ram + n_cpu) * size + self._bytes_of(cpu_layers)
+        of_cpu = [DevicePlan(None, cpu_layers, n_cpu, host - n_ram * size)] if n_cpu else []
         n_slots = sum(slots) + n_cpu
         return replace(
             self._joint,
@@ -173,11 +173,11 @@ class SplitPlanner:
             slot_tokens=min(slot_tokens(self._devices[d].name) for d in used),
             total_bytes=sum(part.total_bytes for part in parts),
             streams=self._cpu_streams if n_cpu else self._n_staging > 0,
-            reasons=tuple(self._reasons([*parts, *of_cpu], n_lower)),
+            reasons=tuple(self._reasons([*parts, *of_cpu], n_ram)),
             warnings=tuple(self._warnings(parts, host)),
             device=", ".join(device.name for device in self._devices),
             devices=(*parts, *of_cpu),
-            n_lower_slots=n_lower,
+            n_ram_slots=n_ram,
             host_bytes=host,
             staging_bytes=self._staging_bytes * sum(part.n_slots > 0 for part in parts),
             tensor_split=tensor_split,
@@ -300,7 +300,7 @@ class SplitPlanner:
         taken = self._bytes_of(cpu_layers) + (self._joint.compute_bytes if n_on_cpu else 0)
         memory = replace(self._memory, available_bytes=max(0, self._memory.available_bytes - taken))
         ram, size, joint = self._budgets.ram, self._joint.slot_bytes, self._joint
-        total = lower_slots(self._layout, ram, memory, size, joint.n_ubatch, self._budgets.margin_bytes)
+        total = ram_slots(self._layout, ram, memory, size, joint.n_ubatch, self._budgets.margin_bytes)
         total = min(total, n_on_cpu + n_below)
         least_cpu, least_below = min(n_on_cpu, self._layout.n_expert_used), min(1, n_below)
         if total < least_cpu + least_below:
@@ -311,7 +311,7 @@ class SplitPlanner:
             )
         return divide_ram_slots(total, n_on_cpu, n_below, least_cpu)
 
-    def _reasons(self, parts: Sequence[DevicePlan], n_lower: int) -> Iterator[str]:
+    def _reasons(self, parts: Sequence[DevicePlan], n_ram: int) -> Iterator[str]:
         size = self._joint.slot_bytes
         yield from self._joint.reasons[:-1]
         for part in filter(lambda part: part.layers, parts):
@@ -320,8 +320,8 @@ class SplitPlanner:
                 f" {part.name or 'the CPU'}, with slots for {part.n_slots} of their {self._experts_of(part.layers)}"
                 f" experts ({format_bytes(part.n_slots * size)})"
             )
-        if n_lower:
-            yield f"{n_lower} experts ({format_bytes(n_lower * size)}) fit into RAM below the devices"
+        if n_ram:
+            yield f"{n_ram} experts ({format_bytes(n_ram * size)}) fit into RAM below the devices"
 
     def _warnings(self, parts: Sequence[DevicePlan], host: int) -> Iterator[str]:
         found = [

@@ -47,26 +47,28 @@ class SequenceState:
         self.sampler = Sampler(llm, request.sampling, self.prompt.text_tokens, constraint)
         self._transcript = new_transcript(request, self.prompt, llm.vocabulary)
         self.shifts = request.shift and llm.context.can_shift and self.prompt.images is None
-        self._limit = self._token_limit()
+        self.limit = self._token_limit()
+        self._prompt_logprobs: list[TokenLogprob] = []  # until they are sent
 
     @property
     def reuses_prefix(self) -> bool:
         """Whether tokens of earlier requests may be reused: they were evaluated beside other tokens, which changes the
-        last bits of their K and V where the model is not batch-invariant."""
+        last bits of their K and V where the model is not batch-invariant. Prompt logprobs need all of its logits."""
         sampling = self.request.sampling
-        return self._llm.batch_invariant or (sampling.seed is None and not sampling.exact)
+        is_same = self._llm.batch_invariant or (sampling.seed is None and not sampling.exact)
+        return is_same and not self.request.prompt_logprobs
 
     @property
     def is_exact_alone(self) -> bool:
         """Whether the request is `exact`, and other sequences in its passes may change bits. That is so of a context
         that becomes full, too: among others it is evaluated again, which rounds otherwise than moving its cells."""
-        may_shift = self.shifts and len(self.prompt.tokens) + self._limit > self._llm.n_ctx()
+        may_shift = self.shifts and len(self.prompt.tokens) + self.limit > self._llm.n_ctx()
         return self.request.sampling.exact and (may_shift or not self._llm.batch_invariant)
 
     @property
     def n_left(self) -> int:
         """Tokens that the answer may still have."""
-        return self._limit - self.timing.answer_tokens
+        return self.limit - self.timing.answer_tokens
 
     @property
     def n_kept(self) -> int:
@@ -86,7 +88,7 @@ class SequenceState:
         delta = transcript.feed(token, self._logprob(token, row))
         if delta is not None and delta.thinking:
             timing.thinking_tokens = timing.answer_tokens
-        if transcript.stopped or timing.answer_tokens >= self._limit:
+        if transcript.stopped or timing.answer_tokens >= self.limit:
             self.end("stop" if transcript.stopped else "length")
         return delta
 
@@ -100,6 +102,20 @@ class SequenceState:
         if self.request.return_context:
             self.timing.context = (*self.prompt.text_tokens, *self.generated)
 
+    def note_prompt(self, n_done: int, n_tokens: int, row: int) -> None:
+        """Keeps what `prompt_delta` sends of `n_tokens` tokens after the first `n_done`. `row`: of the last one."""
+        tokens, known = self.prompt.tokens, self._prompt_logprobs
+        n_bos = 0 if self.request.context or len(tokens) == 1 else len(self._llm.vocabulary.bos_tokens)
+        if not known:
+            known.append(TokenLogprob(self._llm.vocabulary.text(tokens[n_bos]), 0.0))
+        for n in range(max(n_done + 1, n_bos + len(known)), min(n_done + n_tokens + 1, len(tokens))):
+            known.append(logprob_of(tokens[n], self._llm, self._n_logprobs or 0, row - n_done - n_tokens + n))
+
+    def prompt_delta(self) -> Delta | None:
+        """The logprobs of the prompt, once."""
+        known, self._prompt_logprobs = self._prompt_logprobs, []
+        return Delta(prompt=tuple(known)) if known else None
+
     def last_delta(self) -> Delta | None:
         """The text that was held back."""
         return self._transcript.end()
@@ -108,7 +124,7 @@ class SequenceState:
         n_ctx = self._llm.n_ctx()
         most = MAX_CONTEXTS * n_ctx if self.shifts else n_ctx - len(self.prompt.tokens)
         limit = self.request.sampling.max_tokens
-        return min(limit, most) if limit is not None and limit > 0 else most
+        return most if limit is None or limit < 0 else min(limit, most)
 
     def _logprob(self, token: int, row: int) -> TokenLogprob | None:
         if self._n_logprobs is None:
@@ -140,10 +156,12 @@ class AnswerEvents(Protocol):
 
 @dataclass(eq=False)
 class Slot:
-    """A sequence of the context: the tokens that its KV cache holds, and the answer that uses it, if any."""
+    """A sequence of the context: the tokens that its KV cache holds, their owner, and the answer that uses it, if
+    any."""
 
     sequence: int
     tokens: list[int] = field(default_factory=list)
+    owner: str = ""
     answer: BatchedAnswer | None = None
     n_used: int = 0  # the step in which it was last used
     n_clean: int | None = None  # tokens at the beginning of a shifted context, as if nothing had shifted

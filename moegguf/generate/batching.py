@@ -225,7 +225,8 @@ class BatchLoop:
             answer.events.on_progress(answer.progress())
 
     def _run_task(self, task: Task) -> None:
-        """From an empty context, which it leaves empty; where it has one sequence only, from what was left there."""
+        """From an empty context; where it has one sequence only, from what was left there. It leaves it empty: nobody's
+        requests begin with what it computed."""
         self._stats = None
         self._slots.clear()
         with self._changed:
@@ -239,6 +240,7 @@ class BatchLoop:
                 self._task = None
             self._llm.resume()  # a cancel may have come after its end
         self._slots.clear()
+        self._llm.reset()
 
     def _drop(self, task: Task, error: Exception) -> None:
         """Ends a task that waits."""
@@ -386,10 +388,14 @@ class BatchLoop:
         if is_prompt:
             answer.timing.prompt_tokens = len(slot.tokens) - answer.timing.cached_tokens
             answer.events.on_progress(answer.progress())
+            if answer.request.prompt_logprobs:
+                answer.sequence.note_prompt(n_done, n_tokens, row)
         if not answer.n_pending and not answer.cancelled:
             self._sample(answer, row)
         if answer.draft:
             self._verify(answer, slot, row)
+        n_new = max(0, len(slot.tokens) - n_done)
+        self._slots.keep(answer, n_new, goes_on=not (is_prompt and answer.n_pending < 2))
 
     def _verify(self, answer: BatchedAnswer, slot: Slot, row: int) -> None:
         """Goes on sampling after each token of the draft that is the one sampled before it; the others leave the KV
@@ -409,6 +415,13 @@ class BatchLoop:
 
     def _sample(self, answer: BatchedAnswer, row: int) -> None:
         state, delta = answer.sequence, None
+        if (prompt := state.prompt_delta()) is not None:
+            answer.events.on_delta(prompt)
+        if not state.limit:
+            answer.note_token(self._stats_now)
+            state.end("length")
+            self._end(answer)
+            return
         try:
             token = state.sampler.sample(row)
             answer.note_token(self._stats_now)

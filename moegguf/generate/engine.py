@@ -25,6 +25,7 @@ from moegguf.generate.request import (
     Timing,
     TokenLogprob,
     ToolCall,
+    sampling_with,
 )
 from moegguf.generate.schedule import Schedule, make_schedule
 from moegguf.settings import parse_choice
@@ -149,7 +150,7 @@ class Engine:
         self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None, **fields: Any
     ) -> list[EngineAnswer]:
         """Answers to prompts, in their order: a text, a list of tokens, or a list of these. `sampling`: for all, or one
-        each. `fields`: further ones of `GenerationRequest`.
+        each. `fields`: further ones of `Sampling` and `GenerationRequest`: `max_tokens=8, temperature=0`.
 
         What is wrong with one prompt is the `error` of its answer. Raises OptionError, ClosedError.
         """
@@ -171,7 +172,8 @@ class Engine:
         self, prompt: Prompt | Sequence[Message], sampling: Sampling | None = None, **fields: Any
     ) -> AsyncGenerator[Delta, None]:
         """The parts of an answer to a text, tokens or messages, as they are computed: `async for`. Leaving the loop
-        cancels it. Raises what `moegguf.generate.answer.SequenceState` and evaluations raise, ClosedError."""
+        cancels it. `fields`: as of `generate`. Raises what `moegguf.generate.answer.SequenceState` and evaluations
+        raise, ClosedError."""
         is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], dict)
         make: Any = _of_messages if is_chat else _of_prompt
         events = _Streamed()
@@ -242,16 +244,17 @@ def _with(items: Sequence[Item], sampling: Sampling | Sequence[Sampling] | None)
 def _of_prompt(prompt: Prompt, sampling: Sampling, fields: dict[str, Any]) -> GenerationRequest:
     is_text = isinstance(prompt, str)
     tokens = () if is_text else tuple(prompt)
-    return _request(fields, prompt=prompt if is_text else "", context=tokens, sampling=sampling)
+    return _request(sampling, fields, prompt=prompt if is_text else "", context=tokens)
 
 
 def _of_messages(messages: Sequence[Message], sampling: Sampling, fields: dict[str, Any]) -> GenerationRequest:
-    return _request(fields, messages=tuple(messages), sampling=sampling)
+    return _request(sampling, fields, messages=tuple(messages))
 
 
-def _request(fields: dict[str, Any], **given: Any) -> GenerationRequest:
-    known = GenerationRequest.__dataclass_fields__
+def _request(sampling: Sampling, fields: dict[str, Any], **given: Any) -> GenerationRequest:
+    of_sampling, of_request = Sampling.__dataclass_fields__, GenerationRequest.__dataclass_fields__
     for name in fields:
-        if name not in known:
-            raise OptionError.unknown(name, list(known))
-    return replace(GenerationRequest(**given), **fields)
+        if name not in of_sampling and name not in of_request:
+            raise OptionError.unknown(name, [*of_sampling, *of_request], "help(moegguf.Sampling)")
+    given |= {name: value for name, value in fields.items() if name in of_request}
+    return replace(GenerationRequest(**given), sampling=sampling_with(sampling, fields))

@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from moegguf.engine.sequences import Chunk
+from moegguf.engine.sequences import Chunk, common_tokens
 from moegguf.generate.answer import BatchedAnswer, Slot
 from moegguf.native.events import Phase
 
@@ -47,7 +45,7 @@ class KvSlots:
         shared = {slot.sequence: self._common_prefix(slot, answer) for slot in free}
         slot = min(free, key=lambda slot: (len(slot.tokens) - shared[slot.sequence], slot.n_used))
         self.truncate(slot, shared[slot.sequence])
-        slot.n_clean = None
+        slot.n_clean, slot.owner = None, answer.request.owner
         slot.answer, answer.slot, answer.has_begun = answer, slot, False
 
     def truncate(self, slot: Slot, n_tokens: int) -> None:
@@ -72,6 +70,29 @@ class KvSlots:
         if n_shared > len(own.tokens) and self._llm.context.copy(source.sequence, own.sequence, n_shared):
             own.tokens = source.tokens[:n_shared]
 
+    def restore(self, answer: BatchedAnswer) -> None:
+        """Takes what the disk has of its prompt, where that is more than its sequence holds."""
+        contexts, slot = self._llm.contexts, answer.slot
+        if contexts is not None and slot is not None:
+            n_held = len(slot.tokens)
+            owner = answer.request.owner
+            n_now = contexts.restore(slot.sequence, answer.context, n_held, owner, self._make_room)
+            slot.tokens = answer.context[:n_now]
+            answer.timing.disk_tokens = max(0, n_now - n_held)
+
+    def keep(self, answer: BatchedAnswer, n_new: int, goes_on: bool = True) -> None:
+        """Has what its sequence holds written to disk, after a step with `n_new` tokens of it. goes_on: False at the
+        end of the prompt or the answer."""
+        contexts, slot = self._llm.contexts, answer.slot
+        if contexts is not None and slot is not None and slot.n_clean is None:
+            contexts.keep(slot.sequence, slot.tokens, n_new, answer.request.owner, goes_on)
+
+    def _make_room(self, n_tokens: int) -> None:
+        """Empties slots that nobody uses, until the context has so many cells that are free."""
+        n_cells = self._llm.plan.kv_tokens or self._llm.n_ctx()
+        while len(self._slots) > 1 and self.n_tokens + n_tokens > n_cells and self.drop_unused():
+            pass
+
     def shift(self, answer: BatchedAnswer) -> None:
         """Drops the older half of a context that is about to be full, where the request allows it. Of an answer alone
         the rest moves up; among others it is evaluated again: its cells may belong to other sequences, too, whose
@@ -93,11 +114,12 @@ class KvSlots:
     def release(self, answer: BatchedAnswer) -> None:
         """Takes the slot from an answer. It keeps the tokens, for prompts that begin with them, but what was computed
         with tokens that a shift has dropped."""
+        if answer.draft and answer.slot is not None:  # what was not accepted yet is none of its tokens
+            self.truncate(answer.slot, len(answer.slot.tokens))
+        self.keep(answer, 1, goes_on=False)
         slot, answer.slot = answer.slot, None
         if slot is not None:
             slot.answer = None
-            if answer.draft:
-                self.truncate(slot, len(slot.tokens))
             if slot.n_clean is not None:
                 self.truncate(slot, slot.n_clean)
 
@@ -110,20 +132,14 @@ class KvSlots:
 
     def _common_prefix(self, slot: Slot, answer: BatchedAnswer) -> int:
         """Tokens of the slot that the answer can begin with; one at least is left to evaluate."""
-        if not answer.sequence.reuses_prefix:
+        if slot.owner != answer.request.owner or not answer.sequence.reuses_prefix:
             return 0
         n, images = common_tokens(slot.tokens, answer.context[:-1]), answer.sequence.prompt.images
         return self._llm.context.images.common_prefix(n, images.spans if images else ()) if slot.sequence == 0 else n
 
 
-def common_tokens(a: Sequence[int], b: Sequence[int]) -> int:
-    """Equal tokens at the beginning of both."""
-    n = min(len(a), len(b))
-    differ = np.flatnonzero(np.asarray(a[:n], np.intc) != np.asarray(b[:n], np.intc))
-    return int(differ[0]) if differ.size else n
-
-
 MIN_SHARED_TOKENS = 32  # of a prefix that another prompt is about to compute, to wait for it
+MAX_LOGITS_BYTES = 64 << 20  # of the tokens of prompts in a pass, where those of each are wanted
 MIXED_STEP_TOKENS = 128  # of a step in which sequences decode, where experts need not be read for it
 
 Part = tuple[BatchedAnswer, int]  # of a step: how many tokens of which answer
@@ -155,11 +171,16 @@ class StepTokens:
         if parts:
             budget = self._step_tokens
         n_left = min(max(budget, len(parts) + 1), most) - len(parts)
+        n_rows = max(1, MAX_LOGITS_BYTES // (4 * self._llm.n_vocab()))
         prompts = list[BatchedAnswer]()
         for answer in chosen:
             if answer.decodes or n_left <= 0 or not self._begins(answer, prompts):
                 continue
             n = _next_tokens(answer, n_left)
+            if answer.request.prompt_logprobs:
+                if not (n := min(n, n_rows)):
+                    continue
+                n_rows -= n
             n_left -= n
             prompts.append(answer)
             parts.append((answer, n))
@@ -173,8 +194,10 @@ class StepTokens:
             return True
         self._slots.share(answer)
         n_enough = answer.n_evaluated + MIN_SHARED_TOKENS
-        if any(common_tokens(other.context, answer.context[:-1]) >= n_enough for other in prompts):
+        own = (other.context for other in prompts if other.request.owner == answer.request.owner)
+        if any(common_tokens(context, answer.context[:-1]) >= n_enough for context in own):
             return False
+        self._slots.restore(answer)
         answer.has_begun = True
         if not answer.timing.prompt_tokens:
             answer.timing.cached_tokens = answer.n_evaluated
@@ -198,5 +221,6 @@ def chunk_of(part: Part) -> Chunk:
     n_past = len(slot.tokens)
     phase = Phase.DECODE if answer.decodes else Phase.PREFILL
     tokens = answer.context[n_past : n_past + n_tokens]
-    wants_logits = n_past + n_tokens == len(answer.context)
-    return Chunk(slot.sequence, tokens, n_past, answer.number, phase, wants_logits, answer.draft)
+    wants_logits, scores = n_past + n_tokens == len(answer.context), answer.request.prompt_logprobs
+    scores = scores and phase == Phase.PREFILL
+    return Chunk(slot.sequence, tokens, n_past, answer.number, phase, wants_logits, scores, answer.draft)

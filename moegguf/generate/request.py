@@ -21,10 +21,11 @@ class Sampling:
     """Sampling options, with Ollama's names and defaults.
 
     temperature 0 takes the likeliest token. max_tokens None: until the model ends or the context is full (of one that
-    shifts: ten times). num_keep: the first tokens, besides BOS, that stay when the context shifts; -1: the prompt. seed
-    None is random. exact: the same bits whatever else the model is asked. A batch-invariant model
-    (`Llama.batch_invariant`) gives these always. Of another, such a request is computed without others and from an
-    empty context, one with a seed from an empty context; the last bits of the rest depend on who else is in a pass.
+    shifts: ten times); 0: only the prompt is evaluated. num_keep: the first tokens, besides BOS, that stay when the
+    context shifts; -1: the prompt. seed None is random. exact: the same bits whatever else the model is asked. A
+    batch-invariant model (`Llama.batch_invariant`) gives these always. Of another, such a request is computed without
+    others and from an empty context, one with a seed from an empty context; the last bits of the rest depend on who
+    else is in a pass.
     """
 
     temperature: float = 0.8
@@ -55,7 +56,9 @@ class GenerationRequest:
     leave out the oldest messages when not all fit the context, instead of raising ContextError. `shift`: with
     `truncate`, cut a message or prompt that is still too long; and drop the older half of the context when the answer
     reaches its end, instead of ending the answer. `continue_final_message`: go on with an assistant's message at the
-    end. `n_logprobs`: None for no logprobs, else 0 to 20 alternatives per token.
+    end. `n_logprobs`: None for no logprobs, else 0 to 20 alternatives per token; `prompt_logprobs`: of the prompt's
+    tokens, too, all of which are evaluated then. `owner`: a request takes over tokens of others with the same one only;
+    "" is that of all who are not told apart.
     """
 
     messages: tuple[Message, ...] | None = None
@@ -72,7 +75,9 @@ class GenerationRequest:
     shift: bool = True
     continue_final_message: bool = True
     n_logprobs: int | None = None
+    prompt_logprobs: bool = False
     return_context: bool = False
+    owner: str = ""
     sampling: Sampling = field(default_factory=Sampling)
 
 
@@ -97,12 +102,15 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Delta:
-    """A part of an answer: text, thinking, complete tool calls; usually only one of them is not empty."""
+    """A part of an answer: text, thinking, complete tool calls; usually only one of them is not empty. `prompt`: with
+    `prompt_logprobs` and before all else, the prompt's tokens but a BOS that the model adds. The first one's logprob is
+    0 and means nothing."""
 
     text: str = ""
     thinking: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -121,15 +129,17 @@ OnProgress = Callable[[PromptProgress], object]
 @dataclass
 class Timing:
     """Counts and times of an answer. `prompt_tokens`: those evaluated; `cached_tokens`: those of the prompt that were
-    reused from the context. `thinking_tokens`: those of the answer up to the end of its thinking. `stop_string`: that
-    which ended the answer. `stats` covers the whole answer, `answer_stats` the part after its first token; both count
-    all that the model computed meanwhile, for other answers too where it computes several at once.
-    `cut_messages`, `cut_tokens`: of the prompt, left out to fit the context. `n_shifts`: how often the context was full
-    and lost its older half. `context`: tokens of prompt and answer, with `return_context`.
+    reused from the context; `disk_tokens`: of these, those that were on disk only. `thinking_tokens`: those of the
+    answer up to the end of its thinking. `stop_string`: that which ended the answer. `stats` covers the whole answer,
+    `answer_stats` the part after its first token; both count all that the model computed meanwhile, for other answers
+    too where it computes several at once. `cut_messages`, `cut_tokens`: of the prompt, left out to fit the context.
+    `n_shifts`: how often the context was full and lost its older half. `context`: tokens of prompt and answer, with
+    `return_context`.
     """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    disk_tokens: int = 0
     answer_tokens: int = 0
     thinking_tokens: int = 0
     prompt_s: float = 0.0

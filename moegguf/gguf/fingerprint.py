@@ -16,6 +16,7 @@ from moegguf.gguf.experts import ExpertLayout, Shard
 
 HEX_DIGITS = 32
 _CHUNK_BYTES = 1 << 20
+_N_SAMPLES, _SAMPLE_BYTES = 32, 1 << 12
 
 
 def fingerprint(layout: ExpertLayout) -> str:
@@ -43,6 +44,19 @@ def header_digest(shards: tuple[Shard, ...]) -> str:
     for shard in shards:
         digest.update(repr((shard.n_bytes, shard.header_bytes)).encode())
         _hash_bytes(digest, shard.path, 0, shard.header_bytes, "the header")
+    return digest.hexdigest()[:HEX_DIGITS]
+
+
+def sampled_digest(paths: tuple[Path, ...]) -> str:
+    """32 hex digits of a SHA-256 over the sizes and times of files, and samples of their bytes: of other weights with
+    the same header another digest. Raises ExpertIOError when a file cannot be read."""
+    digest = hashlib.sha256()
+    for path in paths:
+        info = path.stat()
+        digest.update(repr((info.st_size, info.st_mtime_ns)).encode())
+        for i in range(_N_SAMPLES):
+            begin = info.st_size * i // _N_SAMPLES
+            _hash_bytes(digest, path, begin, min(_SAMPLE_BYTES, info.st_size - begin), "its bytes")
     return digest.hexdigest()[:HEX_DIGITS]
 
 

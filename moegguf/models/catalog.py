@@ -40,6 +40,7 @@ from moegguf.models.folder import (
 )
 from moegguf.models.hub import cached_models, cached_name, delete_cached, find_cached
 from moegguf.models.index import Contents, Index, renamed, updated
+from moegguf.models.library import find_in_library, nearest_names
 from moegguf.models.modelfile import render
 from moegguf.models.names import DEFAULT_TAG, HUB_HOST, OLLAMA_PREFIX, Name, parse_name
 from moegguf.models.ollama_store import find_in_ollama, ollama_models
@@ -208,7 +209,10 @@ class Catalog:
         contents = self.index.read()
         if entry := contents.find(name.key):
             return updated(entry)
-        return find_cached(name, contents.hidden) or find_in_ollama(name)
+        if found := find_cached(name, contents.hidden) or find_in_ollama(name):
+            return found
+        model = find_in_library(text)
+        return find_cached(parse_name(model.hub_name), contents.hidden) if model else None
 
     def _save(self, make: Callable[[], ModelEntry], target: Name) -> ModelEntry:
         """Saves the result of `make` under the name `target`; `make` runs under the index's lock."""
@@ -259,9 +263,12 @@ class Catalog:
                 return ModelNotFoundError(f"{name.canonical} is not on this machine{fetch}.")
         if self.paths and (os.sep in text or ending):
             return _path_not_found(text)
+        if model := find_in_library(text):
+            fetch = f" Fetch it with `moegguf pull {model.name}` ({model.size_bytes / 1e9:.1f} GB)." * self.paths
+            return ModelNotFoundError(f"{text} is {model.hub_name}, which is not on this machine.{fetch}")
         folder = [name for name, path in models_by_name().items() if begins_as_gguf(path)]
         known = [*folder, DEMO_NAME, *(entry.name.removesuffix(":latest") for entry in self.entries())]
-        near = list(dict.fromkeys(difflib.get_close_matches(name_key(text).removesuffix(":latest"), known, n=3)))
+        near = nearest_names(name_key(text), known)
         if near:
             hint = f"; did you mean {' or '.join(map(repr, near))}?"
         elif not self.paths:
@@ -270,9 +277,10 @@ class Catalog:
             hint = f"; MOEGGUF_MODELS has {', '.join(map(repr, sorted(folder)[:5]))}; a path works too."
         else:
             hint = f"; give the path of a GGUF file, {DEMO_NAME!r}, or a name in the folder MOEGGUF_MODELS."
+        short = "; `moegguf library` lists short ones" * self.paths
         return ModelNotFoundError(
             f"there is no model named {text!r}{hint} Models of Hugging Face have names such as"
-            f" {HUB_HOST}/USER/REPOSITORY:Q4_K_M."
+            f" {HUB_HOST}/USER/REPOSITORY:Q4_K_M{short}."
         )
 
 

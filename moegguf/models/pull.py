@@ -16,6 +16,7 @@ from moegguf.errors import ModelNotFoundError, PullError
 from moegguf.models.catalog import Catalog
 from moegguf.models.entry import ModelEntry, PullStatus
 from moegguf.models.hub import Snapshot, find_cached, hub_cache, hub_offline
+from moegguf.models.library import find_in_library, nearest_names
 from moegguf.models.names import DEFAULT_TAG, Name, parse_name
 from moegguf.models.selection import models_in, select_files
 
@@ -26,16 +27,20 @@ Report = Callable[[PullStatus], None]
 
 
 def pull(name: str, catalog: Catalog, report: Report, cancelled: threading.Event | None = None) -> ModelEntry:
-    """Downloads the model of this name from the Hub, unless it is cached; returns it.
+    """Downloads the model of this name from the Hub or the library, unless it is cached; returns it.
 
     `report` is called on this thread. Raises ModelNameError, ModelNotFoundError (no such repository or file), PullError
     (everything else, also when `cancelled` is set; received bytes are kept).
     """
-    parsed = parse_name(name)
+    model = find_in_library(name)
+    parsed = parse_name(model.hub_name if model else name)
     if not parsed.is_hub:
+        near = " or ".join(map(repr, nearest_names(name)))
         raise ModelNotFoundError(
-            f"{parsed.canonical!r} cannot be pulled: models come from Hugging Face; write hf.co/user/repository, or"
-            " hf.co/user/repository:Q4_K_M for one quantisation."
+            f"{parsed.canonical!r} cannot be pulled"
+            + (f"; did you mean {near}?" if near else ": it is not in the library.")
+            + " Of other models of Hugging Face write hf.co/user/repository, or hf.co/user/repository:Q4_K_M for one"
+            " quantisation."
         )
     if not hub_offline():
         entry = _fetch(parsed, report, cancelled or threading.Event())

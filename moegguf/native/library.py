@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
@@ -175,15 +176,13 @@ def llama_cpp() -> ModuleType:
 
     Raises LibraryError when others were imported earlier, over another library, or ours are not installed.
     """
-    folder = find_library()
     load()
-    with _our_bindings(folder):
-        try:
-            import llama_cpp as bindings
-        except ImportError as error:
-            raise LibraryError(f"the llama_cpp bindings do not import ({error}); install moegguf again.") from error
+    try:
+        import llama_cpp as bindings
+    except ImportError as error:
+        raise LibraryError(f"the llama_cpp bindings do not import ({error}); install moegguf again.") from error
     loaded = Path(bindings.llama_cpp._lib._name).resolve().parent
-    if loaded != folder.resolve():
+    if loaded != find_library().resolve():
         raise LibraryError(
             f"llama_cpp was imported before moegguf and holds the library in {loaded}, which has no expert store;"
             " import moegguf first, or use another process."
@@ -192,20 +191,14 @@ def llama_cpp() -> ModuleType:
     return bindings
 
 
-@contextmanager
-def _our_bindings(library: Path) -> Iterator[None]:
-    """Within it `import llama_cpp` finds the bindings of this package first, and they find `library`."""
-    if "llama_cpp" in sys.modules:
-        yield
-        return
-    os.environ["LLAMA_CPP_LIB_PATH"] = os.environ["MTMD_CPP_LIB"] = str(library)
-    folders = [str(folder / "bindings") for folder in package_folders()]
-    sys.path[:0] = folders
-    try:
-        yield
-    finally:
-        for folder in folders:
-            sys.path.remove(folder)
+def find_bindings() -> ModuleSpec | None:
+    """The bindings of this package, which find our libllama; None where they are not installed.
+
+    Raises LibraryError when the native library does not load.
+    """
+    load()
+    os.environ["LLAMA_CPP_LIB_PATH"] = os.environ["MTMD_CPP_LIB"] = str(find_library())
+    return PathFinder.find_spec("llama_cpp", [str(folder / "bindings") for folder in package_folders()])
 
 
 def mtmd() -> ModuleType:

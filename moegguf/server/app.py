@@ -40,7 +40,7 @@ def make_app(
 
     Batches that a server before did not finish go on, where all routes are.
     """
-    state = new_state(manager, catalog)
+    state = new_state(manager, catalog, settings.share_contexts)
     state.settings = settings
     state.ending = threading.Event()  # set at shutdown: ends endless streams
     state.batches = Batches(
@@ -63,7 +63,7 @@ def make_app(
                 AccessControl,
                 loopback=settings.host.is_loopback,
                 origins=settings.origins,
-                api_key=settings.api_key,
+                api_keys=settings.api_keys,
                 trusted=settings.trusted,
             ),
             Middleware(Bodies),

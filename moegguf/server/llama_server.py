@@ -1,4 +1,5 @@
-"""llama-server's own endpoints, for its clients and for health checks: /health, /props, /tokenize, /detokenize.
+"""llama-server's own endpoints, for its clients and for health checks: /health, /props, /tokenize, /detokenize; with
+vLLM's names too, and its /tokenizer_info, which lm-eval tokenizes by.
 
 llama-server has one model; here `model` in the body or query selects it, by default the only loaded one.
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field
+from pydantic import AliasChoices, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -89,8 +90,8 @@ def _params(entry: ModelEntry) -> dict[str, Any]:
 class TokenizeBody(Body):
     """The body of /tokenize. `with_pieces`: with the text of each token."""
 
-    content: str
-    add_special: bool | None = None
+    content: str = Field(validation_alias=AliasChoices("content", "prompt"))
+    add_special: bool | None = Field(None, validation_alias=AliasChoices("add_special", "add_special_tokens"))
     parse_special: bool | None = None
     with_pieces: bool | None = None
     model: ModelName | None = None
@@ -132,7 +133,25 @@ async def detokenize(request: Request) -> Response:
 
 async def _detokenize(request: Request, body: DetokenizeBody) -> dict[str, Any]:
     async with shared_lease(request, body.model) as lease:
-        return {"content": await lease.detokenize(body.tokens)}
+        text = await lease.detokenize(body.tokens)
+    return {"content": text, "prompt": text}
+
+
+async def tokenizer_info(request: Request) -> Response:
+    """The special tokens and the chat template of `?model=`, or of the only loaded model, by vLLM's names."""
+    name = selected_model(request, request.query_params.get("model"))
+    entry, known = await look_up(request.app.state.catalog, name)
+
+    async def work() -> dict[str, Any]:
+        template = entry.template or known.template
+        info: dict[str, Any] = {"chat_template": template, "model_max_length": known.n_ctx_train}
+        async with shared_lease(request, name) as lease:
+            for kind, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+                token = known.metadata.get(f"tokenizer.ggml.{key}_token_id")
+                info[f"{kind}_token"] = None if token is None else await lease.detokenize([token])
+        return info
+
+    return WholeResponse(work())
 
 
 routes = [
@@ -140,4 +159,5 @@ routes = [
     Route("/props", props, methods=["GET"]),
     Route("/tokenize", tokenize, methods=["POST"]),
     Route("/detokenize", detokenize, methods=["POST"]),
+    Route("/tokenizer_info", tokenizer_info, methods=["GET"]),
 ]

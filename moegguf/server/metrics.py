@@ -7,7 +7,7 @@ of an unloaded model stay in its total. Names follow Prometheus: base units, `_t
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -89,7 +89,8 @@ TIER_LABELS = ("tier", "device")
 ANSWERS = (
     ("answers", "Finished answers.", "answers"),
     ("prompt_tokens", "Tokens of prompts that were evaluated.", "prompt_tokens"),
-    ("prompt_tokens_cached", "Tokens of prompts that the context still held.", "cached_tokens"),
+    ("prompt_tokens_cached", "Tokens of prompts that were reused, from memory or disk.", "cached_tokens"),
+    ("prompt_tokens_disk", "The part of them that was read from disk.", "disk_tokens"),
     ("answer_tokens", "Tokens of answers.", "answer_tokens"),
     ("prompt_seconds", "Time from the prompt to the first token.", "prompt_s"),
     ("answer_seconds", "Time from the first token to the last.", "answer_s"),
@@ -112,6 +113,12 @@ class Totals:
         figures = {"answers": 1, **vars(timing)}
         for _, _, field in ANSWERS:
             self.answers[model][field] += figures[field]
+
+    def prompt_tokens(self, model: str) -> dict[str, int]:
+        """Tokens of its prompts: those computed, those that were reused from memory, and those that came from disk."""
+        known: Mapping[str, float] = self.answers.get(model, {})
+        cached, disk = (int(known.get(field, 0)) for field in ("cached_tokens", "disk_tokens"))
+        return {"computed": int(known.get("prompt_tokens", 0)), "memory": cached - disk, "disk": disk}
 
     def update(self, loaded: Iterable[LoadedModel]) -> None:
         """Adds what the models in memory have counted since the last call, each under the first name that uses it."""

@@ -43,7 +43,7 @@ def make_http(manager: ReplicaManager, catalog: ConfiguredCatalog) -> Starlette:
     address Ray's proxy listens on is Ray's matter. Raises OptionError for values in the environment."""
     settings = read_settings()
     settings = replace(settings, host=replace(settings.host, host="0.0.0.0"))
-    if not settings.api_key and not settings.trusted:
+    if not settings.api_keys and not settings.trusted:
         settings = replace(settings, host=replace(settings.host, host="127.0.0.1"), trusted=LOOPBACK)
     return make_app(manager, catalog, settings, routes())
 

@@ -78,6 +78,7 @@ def join(deltas: Sequence[Delta]) -> Delta:
         thinking="".join(delta.thinking for delta in deltas),
         tool_calls=tuple(call for delta in deltas for call in delta.tool_calls),
         logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
+        prompt=tuple(logprob for delta in deltas for logprob in delta.prompt),
     )
 
 

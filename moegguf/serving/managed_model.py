@@ -21,9 +21,10 @@ from moegguf.engine.budgets import DEFAULT_UBATCH_TOKENS
 from moegguf.gguf.reader import FileVersion
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache
+from moegguf.serving.clients import current_client
 from moegguf.serving.events import LoadedModel, LoadedName, LoadOverrides
 from moegguf.serving.model_size import ModelSize
-from moegguf.serving.turns import Turns, current_client
+from moegguf.serving.turns import Turns
 from moegguf.serving.wire import Ready
 
 if TYPE_CHECKING:
@@ -242,7 +243,7 @@ class ManagedModel:
         """What it was loaded with for slots: in RAM, and on its device, there with what prompts are staged in."""
         plan = self.ready.plan
         if plan.get("device"):
-            return plan.get("n_lower_slots", 0) * plan["slot_bytes"], plan["vram_cache_bytes"]
+            return plan.get("n_ram_slots", 0) * plan["slot_bytes"], plan["vram_cache_bytes"]
         return plan.get("budget_bytes", 0), 0
 
     def grow(self, n_bytes: Mapping[str, int]) -> None:

@@ -7,12 +7,7 @@ order of arrival, so that nobody waits for more than one request of each other c
 
 from __future__ import annotations
 
-from contextvars import ContextVar
-
 MOST_CLIENTS = 1024  # of one turn: who comes later is of the next
-
-current_client: ContextVar[str] = ContextVar("current_client", default="")
-"""Who sends the request that is being handled; frontends set it. Empty: nobody that they know."""
 
 
 class Turns:

@@ -73,6 +73,7 @@ class LoadConfig:
     predictor: str | None = None
     prefetch: bool | None = None
     warm_start: bool | None = None
+    context_store: str | None = None
     verbose: bool = False
     silent: bool = False
 

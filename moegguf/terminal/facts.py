@@ -20,7 +20,7 @@ from moegguf.models.catalog import Catalog
 from moegguf.models.details import details, main_type, parameters, projector_of
 from moegguf.models.entry import ModelEntry
 from moegguf.models.hub import hub_offline
-from moegguf.models.names import is_hub_name
+from moegguf.models.library import fetchable_name
 from moegguf.quantities import Link, parse_expert_cache, parse_link, parse_size
 from moegguf.settings import parse_choice, read_environment, read_settings
 
@@ -58,11 +58,12 @@ def described(model: str) -> Iterator[DescribedModel]:
     try:
         entry = Catalog().find(model)
     except ModelNotFoundError:
-        if hub_offline() or not is_hub_name(model):
+        name = fetchable_name(model)
+        if hub_offline() or name is None:
             raise
         from moegguf.models.hub_header import remote_model
 
-        with remote_model(model) as entry:
+        with remote_model(name) as entry:
             layout = read_layout(entry.path)
             yield DescribedModel(entry, layout, HitRates(layout), fetched=False)
         return
@@ -206,7 +207,7 @@ def _expectation(found: DescribedModel, plan: Plan, disk: DiskSpeed | None) -> F
     """What to expect while answering; the speed of a model that has to read needs that of its disk."""
     speeds = memory_bytes_per_s = None
     if plan.device is not None:  # hit rates and bytes only: the GPU's speed was not measured
-        facts = asdict(found.hit_rates.expect(max(plan.n_slots, plan.n_lower_slots)))
+        facts = asdict(found.hit_rates.expect(max(plan.n_slots, plan.n_ram_slots)))
         return facts | {"memory_bytes_per_s": None}
     if disk or plan.resident:
         memory_bytes_per_s = memory_read_speed(count_cpus())

@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 
 
 def find_or_pull(name: str) -> ModelEntry:
-    """The entry called `name`; a Hugging Face name that is not on this machine is pulled first.
+    """The entry called `name`; one of Hugging Face or of the library that is not on this machine is pulled first.
 
     Raises ModelNotFoundError, ModelNameError, PullError.
     """
     from moegguf.errors import ModelNotFoundError
     from moegguf.models.catalog import Catalog
-    from moegguf.models.names import is_hub_name
+    from moegguf.models.library import fetchable_name
 
     catalog = Catalog()
     try:
         return catalog.find(name)
     except ModelNotFoundError:
-        if not is_hub_name(name):
+        if fetchable_name(name) is None:
             raise
     from moegguf.models.pull import pull
     from moegguf.terminal.progress import PullProgress

@@ -6,6 +6,7 @@ Where stderr is not a terminal, or one without cursor control, batches print lin
 from __future__ import annotations
 
 import os
+import stat
 import sys
 import time
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 BAR_CELLS = 30
 RATE_WINDOW_S = 10.0
+STDOUT = 1  # its descriptor
 LINE_S = 10.0  # between two lines of a batch's progress
 
 
@@ -123,11 +125,12 @@ def _download_progress() -> Any:
 
 
 class Spinner(_Display):
-    """One line that names the current step, cleared when closed; `show` works again after that."""
+    """One line that names the current step, cleared when closed; `show` works again after that. Nothing where stdout is
+    a pipe: a pager at its end has the same terminal."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._terminal = _is_ansi_terminal()
+        self._terminal = _is_ansi_terminal() and not stat.S_ISFIFO(os.fstat(STDOUT).st_mode)
 
     def show(self, text: str) -> None:
         """Shows `text` after the spinner."""

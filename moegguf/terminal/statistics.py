@@ -48,7 +48,8 @@ def statistics(
     if timing.answer_tokens:
         lines.append(("time to first token", duration(timing.prompt_s)))
     if timing.cached_tokens:
-        lines.append(("prompt cached", f"{timing.cached_tokens} token(s)"))
+        from_disk = f", {timing.disk_tokens} from disk" if timing.disk_tokens else ""
+        lines.append(("prompt cached", f"{timing.cached_tokens} token(s){from_disk}"))
     if timing.stats.n_threads:
         lines.append(("threads", str(timing.stats.n_threads)))
     lines += draft_lines(timing.answer_stats)

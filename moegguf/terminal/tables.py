@@ -78,6 +78,20 @@ def print_model_list(entries: Iterable[ModelEntry]) -> None:
     print_columns(("NAME", "ID", "SIZE", "MODIFIED"), [_list_row(entry) for entry in entries])
 
 
+def print_library(facts: Iterable[Facts]) -> None:
+    """The table of `moegguf library`; a mark behind the names of models that are on this machine."""
+    header = ("NAME", "SIZE", "NEEDS", "FOR ALL", "EXPERTS IN MEMORY", "SPEED HERE", "MODEL")
+    print_columns(header, [_library_row(each) for each in facts])
+
+
+def _library_row(facts: Facts) -> Sequence[str]:
+    sizes = (human_bytes(facts[key]) for key in ("size_bytes", "least_bytes", "all_bytes"))
+    speed, share = "needs more memory", "-"
+    if facts["tokens_per_s"]:
+        speed, share = f"{two_digits(*facts['tokens_per_s'])} t/s", f"{facts['expert_share']:.0%}"
+    return facts["name"] + " (here)" * facts["here"], *sizes, share, speed, facts["hub_name"]
+
+
 def _list_row(entry: ModelEntry) -> Sequence[str]:
     size, modified = human_bytes(entry.size_bytes), human_time(entry.modified)
     if entry.missing:
@@ -227,8 +241,8 @@ def _memory_rows(facts: Facts) -> list[Row]:
     if plan["layers_on"]:
         rows.append(("RAM beside that", format_bytes(plan["host_bytes"]), "with these experts"))
     if plan["device"]:
-        lower = f"with {plan['n_lower_slots']:,} experts that {plan['device']} is filled from"
-        rows.append(("RAM beside that", format_bytes(plan["host_bytes"]), lower if plan["n_lower_slots"] else ""))
+        lower = f"with {plan['n_ram_slots']:,} experts that {plan['device']} is filled from"
+        rows.append(("RAM beside that", format_bytes(plan["host_bytes"]), lower if plan["n_ram_slots"] else ""))
     if total and not plan["resident"]:
         rows.append(("experts on disk", format_bytes(facts["expert_bytes"]), "read when a token needs them"))
     return rows

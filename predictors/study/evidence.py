@@ -174,7 +174,7 @@ class Batch:
     def measure(self) -> dict[str, float]:
         """Its figures, in this process: of decoding and prompts together, but for those of loading."""
         options: dict[str, Any] = {"expert_cache": self.expert_cache, "n_ctx": self.n_ctx}
-        with Engine(self.model, self.batch, schedule=self.schedule, **options) as engine:
+        with Engine(self.model, self.batch, schedule=self.schedule, context_store=0, **options) as engine:
             prompts = list(itertools.islice(itertools.cycle(_asked()), self.n_requests))
             start_s, before = time.perf_counter(), engine.stats()
             answers = engine.generate(
@@ -325,7 +325,7 @@ def passes(model: str, batches: Sequence[int], n_passes: int, rounds: int) -> st
         llm.context.eval_chunks([Chunk(i, [token], n_past[i], i, Phase.DECODE) for i, token in enumerate(tokens)])
         n_past[:batch] = [n + 1 for n in n_past[:batch]]
 
-    with Llama(model, expert_cache="100%", n_seq_max=max(batches), **options) as llm:
+    with Llama(model, expert_cache="100%", n_seq_max=max(batches), context_store=0, **options) as llm:
         for number, batch in itertools.product(range(rounds), batches):
             compute(llm, batch)
             start_s = time.thread_time()

@@ -110,7 +110,7 @@ class FakeLease:
         return 42
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
-        return bytes(tokens).decode()
+        return bytes(token % 128 for token in tokens).decode()
 
 
 class FakeManager:

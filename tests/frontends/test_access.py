@@ -27,7 +27,7 @@ EVIL = "https://evil.example"
 @pytest.fixture
 def guarded(manager: FakeManager) -> Iterator[str]:
     """A server for others, with a key; where it really listens does not matter to it."""
-    settings = Settings(host=parse_host("0.0.0.0"), api_key=KEY, origins=("https://friend.example",))
+    settings = Settings(host=parse_host("0.0.0.0"), api_keys=(KEY,), origins=("https://friend.example",))
     with running(make_app(manager, manager.catalog, settings)) as found:  # type: ignore[arg-type]
         yield found
 
@@ -159,8 +159,41 @@ def status_of(
 )  # fmt: skip
 def test_only_clients_of_trusted_networks_need_no_key(client: str, status: int) -> None:
     assert status_of(client) == status
-    assert status_of(client, api_key=KEY) == (401 if status == 403 else 200)
-    assert status_of(client, key=KEY, api_key=KEY, host="box.example.com") == 200
+    assert status_of(client, api_keys=(KEY,)) == (401 if status == 403 else 200)
+    assert status_of(client, key=KEY, api_keys=(KEY,), host="box.example.com") == 200
+
+
+KEYS = ("of-ann", "of-bob")
+
+
+def test_each_key_has_an_owner(manager: FakeManager, caplog: pytest.LogCaptureFixture) -> None:
+    settings = Settings(api_keys=KEYS)
+    with (
+        running(make_app(manager, manager.catalog, settings)) as url,  # type: ignore[arg-type]
+        caplog.at_level("INFO", "uvicorn.error"),
+    ):
+        for header in [{"authorization": f"Bearer {key}"} for key in KEYS] + [{"x_api_key": key} for key in KEYS]:
+            assert call(f"{url}/api/generate", {"model": "demo", "prompt": "hi"}, **header).status == 200
+        assert call(f"{url}/api/tags", x_api_key=",".join(KEYS)).status == 401
+    ann, bob, *same = (request.owner for request in manager.requests)
+    assert same == [ann, bob] and ann != bob and "" not in (ann, bob)
+    labels = [line for line in caplog.messages if "/api/generate" in line]
+    assert labels == [f"key {n}: POST /api/generate" for n in (1, 2, 1, 2)]
+    assert not any(key in text for key in KEYS for text in (ann, bob, caplog.text))
+
+
+@pytest.mark.parametrize(("arguments", "expected"), [((), [0, 1, 0, 1]), (("--share-contexts",), [0, 1, 1, 1])])
+def test_a_key_begins_with_what_was_computed_for_it(
+    tmp_path: Path, arguments: tuple[str, ...], expected: list[bool]
+) -> None:
+    """Its own in any dialect; another's only where the server says so."""
+    ann, bob = ({"authorization": f"Bearer {key}"} for key in KEYS)
+    body = {"model": "demo", "messages": [{"role": "user", "content": "How are you? " * 20}], "max_tokens": 1}
+    with serving(tmp_path, "--parallel", "2", *arguments, MOEGGUF_API_KEY="\n".join(KEYS)) as server:
+        usage = [server.call("/v1/chat/completions", body, **key).json["usage"] for key in (ann, ann, bob)]
+        reused = [found["prompt_tokens_details"]["cached_tokens"] for found in usage]
+        reused.append(server.call("/v1/messages", body, **bob).json["usage"]["cache_read_input_tokens"])
+    assert [n > 50 for n in reused] == expected and min(reused) in (0, reused[0])
 
 
 def test_without_a_key_a_page_of_another_site_is_told_by_its_host() -> None:
@@ -191,8 +224,8 @@ def test_a_proxys_clients_are_not_trusted_as_the_proxy_is(name: str) -> None:
     added = (name.lower().encode(), b"8.8.8.8")
     for client in ("127.0.0.1", "192.168.1.7"):
         assert status_of(client, "127.0.0.1:11434", added=added) == 403
-        assert status_of(client, "127.0.0.1:11434", added=added, api_key=KEY) == 401
-        assert status_of(client, "127.0.0.1:11434", added=added, api_key=KEY, key=KEY) == 200
+        assert status_of(client, "127.0.0.1:11434", added=added, api_keys=(KEY,)) == 401
+        assert status_of(client, "127.0.0.1:11434", added=added, api_keys=(KEY,), key=KEY) == 200
 
 
 def test_what_clients_send_of_their_own_is_no_mark_of_a_proxy() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import http.client
 import json
 import time
@@ -307,7 +308,7 @@ def test_a_full_disk_is_a_507(http_client: httpx.Client, monkeypatch: pytest.Mon
 
 
 def test_a_key_is_needed_as_everywhere(manager: FakeManager) -> None:
-    with running(app_of(manager, api_key="k3y")) as url:
+    with running(app_of(manager, api_keys=("k3y",))) as url:
         with client_of(url) as stranger:
             for call in (stranger.files.list, stranger.batches.list, lambda: upload(stranger, [request("a")])):
                 with pytest.raises(openai.AuthenticationError):
@@ -316,6 +317,37 @@ def test_a_key_is_needed_as_everywhere(manager: FakeManager) -> None:
             assert ended(client, create(client, upload(client, [request("a")]))).status == "completed"
         origin = httpx.get(f"{url}/v1/files", headers={"origin": "https://evil.com", "authorization": "Bearer k3y"})
         assert origin.status_code == 403
+
+
+def test_files_and_batches_are_their_keys_own(manager: FakeManager) -> None:
+    """After a restart, too, and the requests of a batch are its key's; what was stored without a key is everybody's."""
+    with running(app_of(manager)) as url, client_of(url) as nobody:
+        old = nobody.files.create(file=b"old", purpose="batch").id
+    app = functools.partial(app_of, manager, api_keys=("of-ann", "of-bob"))
+    with running(app()) as url, client_of(url, "of-ann") as ann:
+        file = upload(ann, [request("a")])
+        batch = ended(ann, create(ann, file))
+        assert batch.status == "completed"
+    with running(app()) as url, client_of(url, "of-ann") as ann, client_of(url, "of-bob") as bob:
+        assert {each.id for each in ann.files.list()} == {old, file, batch.output_file_id}
+        assert ann.batches.retrieve(batch.id).id == batch.id
+        assert [each.id for each in bob.files.list()] == [old] and not bob.batches.list().data
+        output = str(batch.output_file_id)
+        for call in (
+            *(
+                functools.partial(get, each)
+                for each in (file, output)
+                for get in (bob.files.retrieve, bob.files.delete)
+            ),
+            *(functools.partial(bob.files.content, each) for each in (file, output)),
+            *(functools.partial(get, batch.id) for get in (bob.batches.retrieve, bob.batches.cancel)),
+            lambda: create(bob, file),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                call()
+        assert ended(bob, create(bob, upload(bob, [request("b")]))).status == "completed"
+    anns, bobs = (request.owner for request in manager.requests)
+    assert anns and bobs and anns != bobs
 
 
 def test_requests_of_batches_come_after_others(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:

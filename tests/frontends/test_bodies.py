@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from fake_manager import FUNCTIONS, HI, TEMPLATE, FakeManager, entry_of
 from pictures import base64_of, png
 from recorded import check_recorded
 
 from moegguf.generate.request import GenerationRequest, Sampling
+from moegguf.models.blobs import BlobStore
 from moegguf.models.folder import demo_path
+from moegguf.server.common import limits
 from moegguf.server.openai.schema import ChatBody
 
 Bodies = list[dict[str, Any]]
@@ -88,7 +93,8 @@ CHAT: Bodies = [
     {"tools": [{"type": "function", "function": {"name": ""}}]},
     {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
     *SAMPLING, {"stop": "x"}, {"logit_bias": {"7": -100}}, {"logit_bias": {"x": 1}}, {"logit_bias": {"5": 200}},
-    {"logit_bias": {"9" * 40: 1}}, {"n": 1}, {"n": 2}, {"n": 10**9}, {"max_tokens": 3}, {"max_tokens": 0},
+    {"logit_bias": {"9" * 40: 1}}, {"n": 1}, {"n": 2, "seed": 2**32 - 1}, {"n": 0}, {"n": 10**9},
+    {"max_tokens": 3}, {"max_tokens": 0},
     {"max_tokens": 3, "max_completion_tokens": 5}, {"max_completion_tokens": -5}, {"max_tokens": 2**40},
     {"max_tokens": -1, "options": {"num_predict": 4}}, {"options": {"num_predict": 4, "num_ctx": 64}},
     {"truncate": True, "shift": True}, {"continue_final_message": False}, {"add_generation_prompt": True},
@@ -111,8 +117,10 @@ COMPLETIONS: Bodies = [
     {"suffix": "z"},
     {"prompt": [[1]], "suffix": "b"},
     {"prompt": ["a"] * 2049},
-    {"best_of": 2},
+    *({"best_of": 2, **more} for more in ({}, {"n": 2}, {"n": 3}, {"stream": True}, {"prompt": ["a"] * 1025})),
     {"logprobs": 21},
+    {"logprobs": 1, "echo": True, "max_tokens": 0, "truncate": True},
+    {"logprobs": 1, "echo": True, "suffix": "z"},
     *({"prompt": wrong} for wrong in ([], [[]], ["a", []], ["a", 1], {}, 3, [1, "a"], [[1], [-2]], None)),
 ]
 EMBEDDINGS: Bodies = [
@@ -255,3 +263,24 @@ def test_what_the_model_is_asked_or_the_refusal_is_as_recorded(http: httpx.Clien
     text = "\n".join(told(http, manager)) + "\n"
     text = text.replace(json.dumps(TEMPLATE), '"TEMPLATE"').replace(PICTURE, "PICTURE")
     check_recorded("bodies", text)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "begin"),
+    [
+        ("/api/chat", "application/json", b"{"),
+        ("/v1/files", "multipart/form-data; boundary=x", b"--x\r\n"),
+        (f"/api/blobs/sha256:{64 * '0'}", "application/octet-stream", b"GGUF"),
+    ],
+)
+def test_a_body_that_stalls_is_refused(
+    url: str, manager: FakeManager, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, path: str, kind: str, begin: bytes
+) -> None:
+    monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path))
+    monkeypatch.setattr(limits, "READ_S", 0.05)
+    monkeypatch.setattr(manager.catalog, "blobs", BlobStore(), raising=False)
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\nContent-Length: 99\r\n\r\n"
+        connection.sendall(head.encode() + begin)
+        assert connection.recv(1 << 12).startswith(b"HTTP/1.1 408")

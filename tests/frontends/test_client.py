@@ -56,7 +56,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
-    client = Client(Settings(host=Host(port=server.server_port), api_key="s3cret"))
+    client = Client(Settings(host=Host(port=server.server_port), api_keys=("s3cret",)))
     client.requests = handler.requests  # type: ignore[attr-defined]
     yield client
     server.shutdown()

@@ -48,14 +48,15 @@ ASKED: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
     "ollama-generate": ("/api/generate", {"prompt": "hi"}, {"logprobs": {"logprobs": True}, "text": {"details": True}}),
     "openai-chat": (
         "/v1/chat/completions", {"messages": HI, "tools": TOOLS},
-        {"logprobs": {"logprobs": True, "top_logprobs": 2}, "cut": {"stream_options": {"include_usage": True}},
-         "text": {"return_progress": True}},
+        {"logprobs": {"logprobs": True, "top_logprobs": 2}, "cut": {"stream_options": {"include_usage": True}, "n": 2},
+         "calls": {"n": 2}, "text": {"return_progress": True}},
     ),
     "openai-completions": (
         "/v1/completions", {"prompt": "hi"},
         {"logprobs": {"prompt": ["one", [104, 105]], "echo": True, "logprobs": 2},
          "cut": {"prompt": ["one", "two"], "stream_options": {"include_usage": True}},
-         "nothing": {"prompt": ["one", "two"], "echo": True}},
+         "nothing": {"prompt": ["one", "two"], "echo": True},
+         "stopped": {"prompt": ["one", "two"], "echo": True, "n": 2}},
     ),
     "openai-responses": (
         "/v1/responses", {"input": "hi", "tools": [{"type": "function", **function} for function in FUNCTIONS]},
@@ -102,7 +103,8 @@ OTHERS: list[tuple[str, str, dict[str, Any] | None, dict[str, str]]] = [
         {"content": "ab"}, {"content": "a", "with_pieces": True}, {"content": "a", "model": "able"},
         {"content": "a"},  # two models are loaded
     )),
-    ("POST", "/detokenize", {"tokens": [97, 98], "model": "demo"}, {}),
+    ("POST", "/tokenize", {"prompt": "ab", "add_special_tokens": False, "model": "demo"}, {}),
+    ("POST", "/detokenize", {"tokens": [97, 98], "model": "demo"}, {}), ("GET", "/tokenizer_info?model=demo", None, {}),
     *(("POST", path, {"messages": HI, "input": "hi", "model": "demo"}, {}) for path in (
         "/v1/messages/count_tokens?beta=true", "/v1/responses/input_tokens",
     )),

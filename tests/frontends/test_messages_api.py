@@ -90,7 +90,7 @@ def test_pings_keep_a_stream_open(url: str, manager: FakeManager, monkeypatch: p
 
 
 def test_the_key_may_come_in_either_header(manager: FakeManager) -> None:
-    settings = Settings(api_key="secret")
+    settings = Settings(api_keys=("secret",))
     body = {"model": "demo", "max_tokens": 8, "messages": HI}
     with running(make_app(manager, manager.catalog, settings)) as url:  # type: ignore[arg-type]
         for headers in ({"x-api-key": "secret"}, {"authorization": "Bearer secret"}):

@@ -135,8 +135,8 @@ def loaded(tmp_path: Path) -> Iterator[Server]:
 def test_ps_and_stop(loaded: Server, mine: Mine) -> None:
     there = {"MOEGGUF_HOST": loaded.url}
     shown = mine("ps", **there).stdout
-    assert re.match(r"NAME +ID +SIZE +PROCESSOR +CONTEXT +UNTIL\n", shown)
-    assert re.search(r"demo:latest +[0-9a-f]{12} +\d+ MB +100% CPU +512 +\d+ minutes from now", shown)
+    assert re.match(r"NAME +ID +SIZE +PROCESSOR +CONTEXT +REUSED +UNTIL\n", shown)
+    assert re.search(r"demo:latest +[0-9a-f]{12} +\d+ MB +100% CPU +512 +- +\d+ minutes from now", shown)
     assert json.loads(mine("ps", "--json", **there).stdout)[0]["name"] == "demo:latest"
     missing = mine("stop", "unknown", **there)
     assert missing.returncode == 1 and "couldn't find model 'unknown' to stop" in missing.stderr
@@ -164,3 +164,22 @@ def test_a_budget_of_a_loaded_model(loaded: Server, mine: Mine) -> None:
 def test_a_negative_keep_alive_keeps_a_model_for_ever(loaded: Server, mine: Mine) -> None:
     loaded.call("/api/generate", {"model": "demo", "keep_alive": -1})
     assert re.search(r"Forever$", mine("ps", MOEGGUF_HOST=loaded.url).stdout, re.MULTILINE)
+
+
+def test_the_library_says_what_runs_here(mine: Mine) -> None:
+    header, *rows = mine("library", "gpt-oss").stdout.splitlines()
+    assert header.startswith("NAME") and [row.split()[0] for row in rows] == ["gpt-oss:20b", "gpt-oss:120b"]
+    (facts,) = json.loads(mine("library", "olmoe", "--json").stdout)
+    assert facts["size_bytes"] < facts["all_bytes"] and facts["hub_name"] in mine("library", "olmoe").stdout
+    slow, fast = facts["tokens_per_s"] or (1, 2)
+    assert 0 < slow < fast
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("moegguf run gpt", "gpt-oss:20b"), ("moegguf sho", "show"), ("moegguf run a --vr", "--vram-cache")],
+)
+def test_the_shell_completes_commands_options_and_names(mine: Mine, words: str, expected: str) -> None:
+    position = str(len(words.split()) - 1)
+    done = mine(_MOEGGUF_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=position)
+    assert expected in done.stdout.split()

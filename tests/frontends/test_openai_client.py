@@ -201,6 +201,44 @@ def test_a_completion_of_tokens_and_its_logprobs(client: openai.OpenAI, served: 
     assert told.text_offset[0] == 0 and [len(top) for top in told.top_logprobs] == [2] * len(told.tokens)
 
 
+def test_the_tokens_of_prompts_have_logprobs_without_an_answer(client: openai.OpenAI, served: Server) -> None:
+    tokens = served.call("/tokenize", {"model": "demo", "content": "moegguf runs experts"}).json["tokens"]
+    asked: Any = {"model": "demo", "max_tokens": 0, "logprobs": 1, "echo": True, "temperature": 0}
+    found = client.completions.create(**asked, prompt=[tokens, tokens[:3]])
+    assert found.usage is not None and tokens_of(found.usage)[:2] == (len(tokens) + 3, 0)
+    for choice, given in zip(found.choices, (tokens, tokens[:3]), strict=True):
+        told: Any = choice.logprobs
+        assert "".join(told.tokens) == choice.text and choice.finish_reason == "length"
+        assert [told.text_offset[n] for n in (0, 2)] == [0, len("".join(told.tokens[:2]))]
+        assert told.token_logprobs[0] is told.top_logprobs[0] is None and len(told.tokens) == len(given)
+    streamed = list(client.completions.create(**{**asked, "max_tokens": 2}, prompt="moegguf runs experts", stream=True))
+    logprobs: list[Any] = [choice.logprobs for chunk in streamed for choice in chunk.choices if choice.logprobs]
+    assert logprobs[0].token_logprobs == found.choices[0].logprobs.token_logprobs  # type: ignore[union-attr]
+    assert logprobs[1].text_offset[0] == len("moegguf runs experts")
+
+
+def test_several_choices_have_seeds_that_follow_and_one_prompt(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "demo", "prompt": "moegguf is", "max_tokens": 6, "logprobs": 0}
+    alone = [client.completions.create(**asked, seed=7 + i) for i in range(3)]
+    texts = [each.choices[0].text for each in alone]
+    assert len(set(texts)) > 1
+    several = client.completions.create(**asked, seed=7, n=3)
+    assert [(choice.index, choice.text) for choice in several.choices] == list(enumerate(texts))
+    assert several.usage is not None and alone[0].usage is not None
+    assert several.usage.prompt_tokens == alone[0].usage.prompt_tokens
+    assert several.usage.completion_tokens == sum(each.usage.completion_tokens for each in alone if each.usage)
+    scores = [sum(found) / len(found) for each in alone for found in [each.choices[0].logprobs.token_logprobs]]  # type: ignore
+    ranked = sorted(texts, key=lambda text: scores[texts.index(text)], reverse=True)
+    best = client.completions.create(**{**asked, "logprobs": None}, seed=7, n=2, best_of=3)
+    assert [choice.text for choice in best.choices] == ranked[:2] and best.choices[0].logprobs is None
+    streamed: dict[int, str] = {}
+    for chunk in client.chat.completions.create(**{**ASKED, "n": 2, "max_tokens": 6}, stream=True):
+        for part in chunk.choices:
+            streamed[part.index] = streamed.get(part.index, "") + (part.delta.content or "")
+    whole = client.chat.completions.create(**{**ASKED, "n": 2, "max_tokens": 6})
+    assert streamed == {choice.index: choice.message.content for choice in whole.choices} and len(streamed) == 2
+
+
 def test_embeddings_in_base64_by_default_and_as_numbers(client: openai.OpenAI) -> None:
     packed = client.embeddings.create(model="demo", input=["one", "two"])
     plain = client.embeddings.create(model="demo", input=["one", "two"], encoding_format="float")

@@ -11,7 +11,7 @@ from browsing import Look, ask, ended, until
 from fake_manager import FakeCatalog, FakeManager, entry_of, running
 
 from moegguf.errors import WorkerError
-from moegguf.generate.request import Delta
+from moegguf.generate.request import Delta, PromptProgress
 from moegguf.models.catalog import demo_path
 from moegguf.server.app import make_app
 from moegguf.settings import Settings
@@ -23,8 +23,8 @@ def manager_of(*script: Any) -> FakeManager:
     return FakeManager(FakeCatalog(entry_of(demo_path())), script)
 
 
-def app_of(manager: FakeManager, api_key: str | None = None) -> Any:
-    return make_app(manager, manager.catalog, Settings(api_key=api_key))  # type: ignore[arg-type]
+def app_of(manager: FakeManager, *api_keys: str) -> Any:
+    return make_app(manager, manager.catalog, Settings(api_keys=api_keys))  # type: ignore[arg-type]
 
 
 def deltas(*texts: str) -> Sequence[Delta]:
@@ -106,6 +106,23 @@ def test_model_output_never_becomes_html(look: Look) -> None:
         assert page.inner_text(".answer td >> nth=0") == "<iframe srcdoc=x>"
 
 
+def test_a_long_prompt_shows_how_far_it_is(look: Look) -> None:
+    read = [PromptProgress(6300, 300, done, (done - 300) / 45) for done in (300, 1200, 6300)]
+    shown = {
+        300: "Reading the prompt: 300 of 6,300 tokens",
+        1200: "Reading the prompt: 1,200 of 6,300 tokens · 45.0 tokens/s · 1 min 53 s left",
+        6300: "Waiting for the first token",
+    }
+    for progress in read:
+        with running(app_of(manager_of(progress, asyncio.Event()))) as url:
+            page = look(url)
+            ask(page, "Read")
+            page.wait_for_selector(f"text='{shown[progress.n_done]}'")
+            page.click("#stop")
+            ended(page)
+            assert page.locator(".waiting").count() == 0
+
+
 def test_thinking_is_collapsed(look: Look) -> None:
     script = [Delta(thinking="Let me "), Delta(thinking="see."), Delta(text="Here.")]
     with running(app_of(manager_of(*script))) as url:
@@ -147,7 +164,7 @@ def test_a_message_that_was_not_answered_can_be_sent_again(look: Look) -> None:
 
 
 def test_the_api_key_is_sent_and_kept_in_the_tab(look: Look) -> None:
-    with running(app_of(manager_of(*deltas("Open.")), api_key="sesame")) as url:
+    with running(app_of(manager_of(*deltas("Open.")), "sesame")) as url:
         page = look(url, expected="status of 401")
         page.fill("#api-key", "wrong")
         page.keyboard.press("Enter")

@@ -318,6 +318,23 @@ def test_ctrl_c_ends_an_answer_that_cannot_be_stopped() -> None:
         assert terminal.exit_code() == 130
 
 
+def test_a_long_prompt_shows_how_far_it_is_and_ctrl_c_ends_it() -> None:
+    with Terminal([sys.executable, str(ECHO), "run", "demo", "progress", *QUICK], environment()) as terminal:
+        terminal.expect("reading the prompt 1,024/6,300 tokens · 47 t/s · 1m53s left")
+        terminal.send(control("c"))
+        assert terminal.exit_code() == 130
+        assert "reading" not in terminal.text
+
+
+@pytest.mark.parametrize(("after", "is_shown"), [("", True), ("> /dev/null", True), ("| cat", False)])
+def test_progress_is_shown_unless_the_answer_goes_into_a_pipe(after: str, is_shown: bool) -> None:
+    script = f"{sys.executable} {ECHO} run demo hello {' '.join(QUICK)} {after}"
+    with Terminal(["/bin/sh", "-c", script], environment()) as terminal:
+        assert terminal.exit_code() == 0
+        assert (b"\x1b[" in terminal.raw) is is_shown
+        assert ("hello" in terminal.text) is ("null" not in after)
+
+
 def begun_answer() -> tuple[subprocess.Popen[bytes], psutil.Process]:
     """`moegguf run` with an answer that does not end, and its worker."""
     endless = '{"type": "string", "minLength": 100000}'

@@ -98,5 +98,6 @@ def test_a_placement_of_the_environment_without_a_gpu_is_a_reason(
 def test_flags_count_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"TRUST_NETWORK": "10.0.0.0/8", "API_KEY": "k", "NUM_PARALLEL": "3", "MEMORY": "1GiB"}.items():
         monkeypatch.setenv(f"MOEGGUF_{name}", value)
-    found = serve_settings(1, {"trusted": (), "api_key": "", "n_parallel": 0, "memory_bytes": 5})
-    assert (found.trusted, found.api_key, found.n_parallel, found.memory_bytes, found.host.port) == ((), "k", 3, 5, 1)
+    found = serve_settings(1, {"trusted": (), "api_keys": (), "n_parallel": 0, "memory_bytes": 5})
+    assert (found.trusted, found.api_keys, found.n_parallel, found.memory_bytes) == ((), ("k",), 3, 5)
+    assert found.host.port == 1

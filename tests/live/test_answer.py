@@ -86,6 +86,8 @@ def test_cancelling_in_a_prompt_stops_after_a_batch(demo: Llama) -> None:
     assert answer.reports[-1].n_done == 64
     assert (answer.timing.finish, answer.timing.answer_tokens) == ("cancelled", 0)
     assert answer.timing.total_s > 0
+    n_tokens = answer.reports[-1].n_tokens
+    assert reply(demo, "word " * 150, max_tokens=1)[1].cached_tokens == 64 < n_tokens, "what was computed is kept"
     assert reply(demo, QUESTION)[1].finish == "stop"
 
 

@@ -34,7 +34,7 @@ from moegguf.errors import (
 )
 from moegguf.generate.answer import BatchedAnswer
 from moegguf.generate.kv_slots import common_tokens
-from moegguf.generate.request import GenerationRequest, TokenLogprob
+from moegguf.generate.request import GenerationRequest, PromptProgress, TokenLogprob
 from moegguf.native import library
 from moegguf.native.events import Phase
 from moegguf.native.store import StoreContext
@@ -226,6 +226,16 @@ def test_a_prefix_that_all_share_is_computed_once(pair: tuple[Llama, Llama], opt
         assert_same(events.logprobs, solo(one, request))
 
 
+def test_the_prompt_of_another_owner_is_not_waited_for(pair: tuple[Llama, Llama]) -> None:
+    many, one = pair
+    prompt = random_tokens(one, np.random.default_rng(5), 40)
+    for owners, n_first in ((("ann", "bob"), 2), (("ann", "ann"), 1)):
+        many.context.clear()
+        stream = Scripted()
+        answers_together(many, [of_tokens(one, prompt, owner=owner) for owner in owners], stream)
+        assert len(stream.steps[0].answers) == n_first
+
+
 def test_answers_take_turns_where_passes_are_shorter_than_they_are_many(load: Load) -> None:
     many = load(DEMO, n_seq_max=4, logits_all=False)
     one = load(DEMO, logits_all=False)
@@ -412,6 +422,32 @@ def test_a_full_context_shifts_in_each_sequence(load: Load) -> None:
     for i, events in enumerate(received):
         assert (events.error, events.timing.answer_tokens) == (None, 300 + 50 * i)
         assert events.timing.n_shifts >= 1
+
+
+@pytest.mark.parametrize("n_seq_max", [1, 3])
+def test_a_cancel_within_a_pass_of_a_prompt_keeps_the_passes_before(
+    tiny: TinyModel, load: Load, n_seq_max: int
+) -> None:
+    llm = load(tiny("tiny-mix"), expert_cache="25%", n_batch=16, n_seq_max=n_seq_max, logits_all=False)
+    request = of_tokens(llm, random_tokens(llm, np.random.default_rng(12), 60))
+    timers = []
+
+    class Interrupted(Received):
+        def on_progress(self, progress: PromptProgress) -> None:
+            super().on_progress(progress)
+            if progress.n_done == 32:
+                library.arm_fault("slow_read", 1, sticky=True)
+                timers.append(threading.Timer(0.1, lambda: loop.cancel(submitted)))
+                timers[0].start()
+
+    with running(llm) as loop:
+        received = Interrupted()
+        submitted = loop.submit(request, received)
+        assert received.wait().timing.finish == "cancelled" and received.progress[-1].n_done == 32
+        library.arm_fault("slow_read", 0)
+        (again,) = answers_of(loop, [request])
+    assert (again.timing.cached_tokens, again.timing.prompt_tokens) == (32, 28)
+    assert_same(again.logprobs, solo(llm, request))
 
 
 def test_tasks_wait_for_the_answers_before_them(pair: tuple[Llama, Llama]) -> None:

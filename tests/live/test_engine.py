@@ -49,6 +49,16 @@ def test_prompts_are_texts_or_tokens(engine: Engine) -> None:
     assert engine.generate([], GREEDY) == []
 
 
+def test_fields_of_sampling_are_keywords(engine: Engine) -> None:
+    expected = engine.generate("moegguf runs", Sampling(temperature=0.0, max_tokens=8))
+    assert engine.generate("moegguf runs", max_tokens=8, temperature=0)[0].text == expected[0].text
+    assert engine.generate("moegguf runs", GREEDY, max_tokens=8)[0].text == expected[0].text
+    until = expected[0].text[3]
+    assert engine.generate("moegguf runs", GREEDY, stop=until)[0].timing.stop_string == until
+    with pytest.raises(OptionError, match="max_tokens"):
+        engine.generate("a", max_token=8)
+
+
 def test_what_is_wrong_with_one_prompt_is_the_error_of_its_answer(engine: Engine) -> None:
     bad = Sampling(logit_bias={1 << 20: 1.0})
     answers = engine.generate(["a", "b", "c"], [GREEDY, bad, GREEDY])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import Any
 
+import numpy as np
 import pytest
 from answering import DEMO, QUESTION, Answer, Load, TinyModel, ask, reply
 from batches import answers_together
@@ -14,6 +15,7 @@ from moegguf.engine.sequences import Chunk
 from moegguf.errors import ExpertIOError, GenerationCancelled, OptionError
 from moegguf.generate.embedding import embed
 from moegguf.generate.engine import Engine
+from moegguf.generate.kv_slots import MAX_LOGITS_BYTES
 from moegguf.generate.request import Sampling
 from moegguf.generate.sampler import Sampler, logprob_of
 from moegguf.native import library
@@ -156,3 +158,27 @@ def test_a_pass_of_several_gives_only_its_own_rows(load: Load) -> None:
         llm.context.eval_chunks([Chunk(0, [8], 2, 1, Phase.DECODE), Chunk(1, [], 1, 2, Phase.DECODE)])
     with pytest.raises(OptionError, match="no logits of this request"):
         llm.context.logits(1)
+
+
+@pytest.mark.parametrize("n_seq_max", [1, 2])
+def test_prompt_logprobs_are_those_of_the_logits(load: Load, n_seq_max: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = load(DEMO).tokenize(b"moegguf runs Mixture-of-Experts models whose experts do not fit in memory.")
+    plain = load(DEMO, logits_all=True)
+    plain.eval(tokens)
+    logits = plain.scores[: len(tokens)].astype(np.float64)
+    expected = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    llm = load(DEMO, n_seq_max=n_seq_max, logits_all=False)
+    scored = ask(prompt="", context=tuple(tokens), n_logprobs=2, prompt_logprobs=True, max_tokens=0)
+    reply(llm, prompt="", context=tuple(tokens), max_tokens=2)  # a prefix that could be reused
+    for max_rows in (MAX_LOGITS_BYTES // (4 * llm.n_vocab()), 5):
+        monkeypatch.setattr("moegguf.generate.kv_slots.MAX_LOGITS_BYTES", 4 * llm.n_vocab() * max_rows)
+        answer = Answer(llm, scored)
+        (delta,) = answer.deltas()
+        timing = answer.timing
+        assert (timing.prompt_tokens, timing.cached_tokens, timing.answer_tokens) == (len(tokens), 0, 0)
+        assert timing.finish == "length" and not delta.text and not delta.logprobs
+        assert [each.text for each in delta.prompt] == [llm.vocabulary.text(token) for token in tokens]
+        found = [each.logprob for each in delta.prompt[1:]]
+        assert found == pytest.approx([expected[n, token] for n, token in enumerate(tokens[1:])], abs=0.05)
+        best = [llm.vocabulary.text(int(token)) for token in expected[:-1].argmax(axis=1)]
+        assert [each.top[0][0] for each in delta.prompt[1:]] == best

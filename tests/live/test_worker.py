@@ -142,6 +142,30 @@ async def test_an_answer_can_be_cancelled(tiny: TinyModel) -> None:
 
 
 @in_loop
+@pytest.mark.parametrize("n_seq_max", [1, 3])
+async def test_an_owners_contexts_serve_its_own_requests_only(tiny: TinyModel, n_seq_max: int) -> None:
+    text = 5 * " once upon a time there was a fox that lived beside a river"
+    async with worker_of(tiny(), n_seq_max=n_seq_max) as process:
+
+        async def reuses(owner: str, text: str) -> bool:
+            generation = GenerationRequest(prompt=text, owner=owner, sampling=Sampling(temperature=0, max_tokens=4))
+            timing = (await answer_of(process, generation))[1]
+            assert timing.prompt_tokens + timing.cached_tokens > 100 and timing.cached_tokens not in range(1, 100)
+            return timing.cached_tokens > 0
+
+        async def reuse_together(text: str, *owners: str) -> int:
+            return sum(await asyncio.gather(*(reuses(owner, text) for owner in owners)))
+
+        assert [await reuses(owner, text) for owner in ("ann", "ann", "bob", "", "")] == [0, 1, 0, 0, 1]
+        if n_seq_max > 1:
+            assert await reuses("ann", text) and await reuses("bob", text)
+        assert await reuse_together(f"a{text}", "ann", "bob") == 0
+        assert await reuse_together(f"b{text}", "ann", "ann") == 1
+        await value_of(process.request("embed", inputs=[f"c{text}"], truncate=True, normalize=True))
+        assert await reuse_together(f"c{text}", "ann", "") == 0
+
+
+@in_loop
 async def test_vectors_equal_those_of_the_model_in_process(tiny: TinyModel, load: Load) -> None:
     inputs = ["a text", [3, 4, 5]]
     expected = embed(load(tiny(), logits_all=False, flash_attn=None), inputs)

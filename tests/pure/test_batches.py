@@ -20,6 +20,7 @@ from moegguf.serving.batch import answers, batches
 from moegguf.serving.batch.answers import Journal
 from moegguf.serving.batch.batches import FINAL, Batch, Batches
 from moegguf.serving.batch.requests import Requests
+from moegguf.serving.clients import current_owner
 
 
 class Clock:
@@ -174,14 +175,19 @@ async def test_a_batch_that_takes_too_long_expires(tmp_path: Path) -> None:
 @in_loop
 async def test_a_server_that_ends_goes_on_where_it_stopped(tmp_path: Path) -> None:
     lines = [request("a", "first"), *(request(f"h{i}", "hold") for i in range(3)), request("z", "last")]
+    """For the owner that it had."""
     before, endpoint = Endpoint(), Endpoint()
     async with batches_in(tmp_path, before, n_parallel=2) as found:
+        current_owner.set("ann")
         batch = found.create(CHAT, stored(found, lines))
         waiting = found.create(CHAT, stored(found, [request("w", "waiting")]))
         await until(lambda: before.running == 2 and waiting.status == "in_progress")
     assert before.running == 0
     endpoint.released.set()
+    current_owner.set("bob")
     async with batches_in(tmp_path, endpoint, n_parallel=2) as found:
+        assert found.all() == []
+        current_owner.set("ann")
         again = await ended(found, found.get(batch.id))
         assert (again.status, again.counts.completed, again.created_at) == ("completed", 5, batch.created_at)
         assert endpoint.texts[:4] == ["hold", "hold", "hold", "last"]
@@ -190,7 +196,7 @@ async def test_a_server_that_ends_goes_on_where_it_stopped(tmp_path: Path) -> No
     async with batches_in(tmp_path, endpoint) as found:
         assert [each.id for each in found.all()] == [waiting.id, batch.id]
         assert len(content(found, found.get(batch.id).output_file_id)) == 5
-        assert len(endpoint.calls) == 5
+        assert len(endpoint.calls) == 5 and endpoint.owners == {"ann"}
 
 
 @pytest.mark.parametrize("status", ["validating", "finalizing", "cancelling"])

@@ -141,7 +141,7 @@ def test_one_budget_is_shared_and_a_list_is_kept(layout: ExpertLayout) -> None:
     assert [len(part.layers) for part in shared.devices] == [6, 6]
     assert [part.n_slots for part in shared.devices] == [24, 24]
     assert device_of_layers(12, split) == [0] * 6 + [1] * 6
-    assert (shared.n_slots, shared.n_lower_slots, shared.device) == (48, 96, "GPU0, GPU1")
+    assert (shared.n_slots, shared.n_ram_slots, shared.device) == (48, 96, "GPU0, GPU1")
     listed, _ = plan(layout, "25%,10%", tensor_split=[1, 1])
     assert [part.n_slots for part in listed.devices] == [48, 19]
     uneven, _ = plan(layout, "25%", tensor_split=[3, 1], free=(8 * GIB, 2 * GIB))
@@ -177,14 +177,14 @@ def test_auto_leaves_a_gigabyte_on_each_device(layout: ExpertLayout) -> None:
         assert part.total_bytes <= n_bytes - VRAM_MARGIN_BYTES
         assert part.n_slots >= 4
     everything, _ = plan(layout, "auto")
-    assert (everything.resident, everything.n_lower_slots) == (True, 0)
+    assert (everything.resident, everything.n_ram_slots) == (True, 0)
 
 
 def test_layers_left_to_the_cpu_share_the_ram_with_those_below_devices(layout: ExpertLayout) -> None:
     mixed, split = plan(layout, "25%", 60 * slot_bytes(layout), n_gpu_layers=9)
     *on_devices, on_cpu = mixed.devices
     assert [part.layers for part in on_devices] == [(4, 5, 6, 7), (8, 9, 10, 11)]
-    assert (on_cpu.name, on_cpu.layers, on_cpu.n_slots, mixed.n_lower_slots) == (None, (0, 1, 2, 3), 20, 40)
+    assert (on_cpu.name, on_cpu.layers, on_cpu.n_slots, mixed.n_ram_slots) == (None, (0, 1, 2, 3), 20, 40)
     assert device_of_layers(12, split, 9)[:5] == [ON_CPU] * 4 + [0]
     assert mixed.host_bytes >= 60 * mixed.slot_bytes
     one, _ = plan(layout, "25%", free=(8 * GIB,), n_gpu_layers=9)
@@ -306,5 +306,5 @@ def test_auto_counts_what_lies_in_ram_beside_slots(layout: ExpertLayout) -> None
     memory = Memory(64 * GIB, most.host_bytes - 20 * most.slot_bytes + beside, "the machine")
     assert memory.available_bytes < GIB
     found = make_plan(layout, Machine(memory, devices=devices(8 * GIB, 8 * GIB)), how)
-    assert found.n_lower_slots < most.n_lower_slots
+    assert found.n_ram_slots < most.n_ram_slots
     assert host_bytes(layout, found.n_ubatch) < found.host_bytes <= memory.available_bytes - beside

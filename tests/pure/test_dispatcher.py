@@ -24,9 +24,9 @@ from moegguf.errors import (
 )
 from moegguf.generate.request import Delta, GenerationRequest
 from moegguf.serving import worker_process
+from moegguf.serving.clients import current_client
 from moegguf.serving.events import Done, LoadOverrides
 from moegguf.serving.manager import ModelManager
-from moegguf.serving.turns import current_client
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from scripted_manager import FakeCatalog, answer_text, begun, generate, in_loop,
 
 from moegguf.errors import BudgetError
 from moegguf.serving import dispatcher
+from moegguf.serving.clients import current_client
 from moegguf.serving.manager import ModelManager
-from moegguf.serving.turns import current_client
 
 
 @pytest.fixture

@@ -72,9 +72,10 @@ def test_a_turn_begins_with_the_turns_before_it() -> None:
         talk("", "What is an expert?", template="{{ messages }}"),
         talk("", "What is an expert?", think=True),
         talk("Be short.", "What is an expert?"),
+        talk("", "What is an expert?", owner="another"),
     ],
 )
-def test_what_the_template_writes_first_is_part_of_every_prefix(other: GenerationRequest) -> None:
+def test_its_owner_and_what_the_template_writes_first_are_part_of_every_prefix(other: GenerationRequest) -> None:
     assert not set(digests(conversation_of(other))) & set(digests(FIRST))
 
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = {path: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
 README = PAGES[ROOT / "README.md"]
 TEXT = "\n".join(PAGES.values())
-GROUPS = ("trace",)  # commands that have commands of their own
+GROUPS = ("trace", "contexts")  # commands that have commands of their own
 
 
 def blocks(language: str) -> list[str]:

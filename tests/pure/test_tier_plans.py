@@ -45,11 +45,11 @@ def plan(
 
 def test_both_budgets_are_kept(layout: ExpertLayout) -> None:
     p = plan(layout, "25%", 50 * slot_bytes(layout))
-    assert (p.device, p.n_slots, p.n_lower_slots) == ("GPU0", 24, 50)
+    assert (p.device, p.n_slots, p.n_ram_slots) == ("GPU0", 24, 50)
     assert p.host_bytes == 50 * p.slot_bytes + host_bytes(layout, p.n_ubatch)
     assert p.total_bytes == p.budget_bytes + p.dense_bytes + p.kv_bytes + p.compute_bytes
     assert any("computed on GPU0; 50 experts" in reason for reason in p.reasons)
-    assert plan(layout, "25%", "100%").n_lower_slots == plan(layout, "25%", "auto").n_lower_slots == 96
+    assert plan(layout, "25%", "100%").n_ram_slots == plan(layout, "25%", "auto").n_ram_slots == 96
 
 
 def test_biases_and_scales_of_experts_are_counted_in_ram_too(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_auto_counts_staging_tensors(tmp_path: Path) -> None:
 
 def test_with_every_expert_on_the_gpu_none_is_kept_in_ram(layout: ExpertLayout) -> None:
     p = plan(layout, "auto", "auto")
-    assert (p.n_slots, p.n_lower_slots, p.resident) == (96, 0, True)
+    assert (p.n_slots, p.n_ram_slots, p.resident) == (96, 0, True)
     assert any("none is kept in RAM" in reason for reason in p.reasons)
 
 
@@ -172,7 +172,7 @@ def test_budgets_that_hold_too_little_name_their_option_and_the_least(layout: Ex
 
 def test_more_ram_than_is_free_is_kept_with_a_warning(layout: ExpertLayout) -> None:
     p = plan(layout, "50%", 90 * slot_bytes(layout), Memory(GIB, 1 << 20, "the machine"))
-    assert p.n_lower_slots == 90
+    assert p.n_ram_slots == 90
     assert any("of RAM are needed" in warning for warning in p.warnings)
 
 

@@ -85,7 +85,7 @@ def write_model(
             writer = GGUFWriter(file, shape.arch)
             if no == 0:
                 _add_metadata(writer, shape, quant, name, locality)
-                _add_tokenizer(writer, shape.n_vocab, chat_template)
+                add_tokenizer(writer, shape.n_vocab, chat_template)
             if len(shards) > 1:
                 _add_split(writer, no, len(shards), len(plan))
             _write_shard(writer, shard, weights, advance)
@@ -243,7 +243,8 @@ def _add_deepseek2(writer: GGUFWriter, shape: Shape) -> None:
     writer.add_expert_weights_scale(1.0)
 
 
-def _add_tokenizer(writer: GGUFWriter, n_vocab: int, chat_template: str) -> None:
+def add_tokenizer(writer: GGUFWriter, n_vocab: int, chat_template: str = CHAT_TEMPLATE) -> None:
+    """Adds the vocabulary."""
     vocabulary = build_vocabulary(n_vocab)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")

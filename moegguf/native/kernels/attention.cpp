@@ -347,14 +347,13 @@ struct Tile {
             const SeenKeys x = t >= first && t < last ? seen[t] : SeenKeys{0, 0};
             for (int i = 0; i < of.n; i++) {
                 const uint32_t bit = 1u << of.bits[i];
-                bias[r * row_stride + i * key_stride] = !(x.seen & bit)  ? -INFINITY
-                                                        : x.biased & bit ? slope * mask_at(t, of.cells[i])
-                                                                         : 0;
+                bias[r * row_stride + i * key_stride] = !(x.seen & bit) ? -INFINITY
+                                                        : x.biased & bit
+                                                            ? slope * GGML_CPU_FP16_TO_FP32(mask_of(t)[of.cells[i]])
+                                                            : 0;
             }
         }
     }
-
-    float mask_at(int token, int64_t cell) const { return GGML_CPU_FP16_TO_FP32(mask_of(token)[cell]); }
 
     bool are_finite(const Keys & of, uint32_t bits) const {
         for (int i = 0; i < of.n; i++) {

@@ -31,16 +31,16 @@ struct Attention {
         for (int64_t i = 0; i < n; i += block_values, values += block_bytes) {
             const F d = Isa::broadcast_f16(values);
             for (int j = 0; j < block_values; j += lanes) {
-                Isa::store(out + i + j, Isa::mul(d, Isa::to_float(Isa::load_i8(values + 2 + j))));
+                Isa::store(out + i + j, d * Isa::to_float(Isa::load_i8(values + 2 + j)));
             }
         }
     }
 
     static bool is_finite(const char * values, int64_t n, CacheType type) {
-        F sum = Isa::zero_f();
+        F sum = {};
         for (int64_t i = 0; i < n; i += lanes) {
             const F x = type == CacheType::f16 ? load<CacheType::f16>(values, i) : load<CacheType::f32>(values, i);
-            sum = Isa::fma(x, Isa::zero_f(), sum); // NaN where x is not finite
+            sum = Isa::fma(x, F{}, sum); // NaN where x is not finite
         }
         return Isa::greatest(Isa::abs(sum)) == 0;
     }
@@ -50,12 +50,7 @@ struct Attention {
     template <int n_vectors, int n_keys>
     static MOEGGUF_INLINE void score_tile(const float * queries, int n_lanes, const float * keys, int64_t n,
                                           float * scores) {
-        F sums[n_keys][n_vectors];
-        for (auto & of_key : sums) {
-            for (F & sum : of_key) {
-                sum = Isa::zero_f();
-            }
-        }
+        F sums[n_keys][n_vectors] = {};
         for (int64_t i = 0; i < n; i++, queries += n_lanes) {
             F q[n_vectors];
 #pragma GCC unroll 4
@@ -131,10 +126,7 @@ struct Attention {
     template <int n_rows>
     static void score_few_rows(const float * queries, int n_lanes, const char * const * keys, int64_t n,
                                const RowsToPrefetch & soon, int part, int n_parts, float * scores) {
-        F sums[n_rows][2];
-        for (auto & of_row : sums) {
-            of_row[0] = of_row[1] = Isa::zero_f();
-        }
+        F sums[n_rows][2] = {};
         for (int64_t i = 0; i < n; i += 8, queries += 8 * n_lanes) {
             F x[8], y[8];
             transpose_halves(keys, i, x, y);
@@ -180,7 +172,7 @@ struct Attention {
     static MOEGGUF_INLINE F exp(F x) {
         const F least = Isa::broadcast(-87.0f), magic = Isa::broadcast(12582912.0f); // 1.5 * 2^23: rounds to integers
         const F in_range = Isa::max(x, least);
-        const F shifted = Isa::fma(in_range, Isa::broadcast(1.44269504f), magic), n = Isa::sub(shifted, magic);
+        const F shifted = Isa::fma(in_range, Isa::broadcast(1.44269504f), magic), n = shifted - magic;
         F r = Isa::fma(n, Isa::broadcast(-0.693359375f), in_range); // ln 2 in two parts
         r = Isa::fma(n, Isa::broadcast(2.12194440e-4f), r);
         constexpr float taylor[] = {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
@@ -194,13 +186,13 @@ struct Attention {
 
     static MOEGGUF_INLINE F tanh(F x) {
         const F one = Isa::broadcast(1.0f);
-        const F e = exp(Isa::mul(Isa::abs(x), Isa::broadcast(-2.0f)));
-        return Isa::with_sign(Isa::div(Isa::sub(one, e), Isa::add(one, e)), x);
+        const F e = exp(Isa::abs(x) * Isa::broadcast(-2.0f));
+        return Isa::with_sign((one - e) / (one + e), x);
     }
 
     static MOEGGUF_INLINE F scaled(F score, const AttentionScale & scale) {
-        const F s = Isa::mul(score, Isa::broadcast(scale.factor));
-        return scale.cap == 0 ? s : Isa::mul(Isa::broadcast(scale.cap), tanh(s));
+        const F s = score * Isa::broadcast(scale.factor);
+        return scale.cap == 0 ? s : Isa::broadcast(scale.cap) * tanh(s);
     }
 
     static void soften(float * scores, const float * bias, int n_lanes, int n_rows, int n_keys,
@@ -215,13 +207,13 @@ struct Attention {
                 Isa::store(at, s);
                 max = Isa::max(max, s);
             }
-            const F factor = exp(Isa::sub(before, max));
-            F sum = Isa::mul(Isa::load(sums.sum + row), factor);
+            const F factor = exp(before - max);
+            F sum = Isa::load(sums.sum + row) * factor;
             for (int k = 0; k < n_keys; k++) {
                 float * at = scores + k * n_lanes + row;
-                const F p = exp(Isa::sub(Isa::load(at), max));
+                const F p = exp(Isa::load(at) - max);
                 Isa::store(at, p);
-                sum = Isa::add(sum, p);
+                sum += p;
             }
             Isa::store(sums.max + row, max);
             Isa::store(sums.sum + row, sum);
@@ -242,9 +234,9 @@ struct Attention {
             }
             max = Isa::broadcast(Isa::greatest(max));
             for (int k = 0; k < n_keys; k += lanes) {
-                Isa::store(scores + k, exp(Isa::sub(Isa::load(scores + k), max)));
+                Isa::store(scores + k, exp(Isa::load(scores + k) - max));
             }
-            rescale[row] = Isa::first(exp(Isa::sub(before, max)));
+            rescale[row] = Isa::first(exp(before - max));
             float sum = sums.sum[row] * rescale[row];
             for (int k = 0; k < n_keys; k++) {
                 sum += scores[k];
@@ -266,7 +258,7 @@ struct Attention {
             const F factor = Isa::broadcast(rescale[r]);
 #pragma GCC unroll 8
             for (int v = 0; v < n_vectors; v++) {
-                sums[r][v] = Isa::mul(Isa::load(out + r * n + first + v * lanes), factor);
+                sums[r][v] = Isa::load(out + r * n + first + v * lanes) * factor;
             }
         }
         for (int i = 0; i < n_keys; i++) {
@@ -337,8 +329,8 @@ struct Attention {
         for (int row = 0; row < n_rows; row++) {
             const F before = Isa::broadcast(into.max[row]), of_part = Isa::broadcast(part.max[row]);
             const F max = Isa::max(before, of_part);
-            const F a = exp(Isa::sub(before, max)), b = exp(Isa::sub(of_part, max));
-            const auto sum = [a, b](F x, F y) { return Isa::fma(y, b, Isa::mul(x, a)); };
+            const F a = exp(before - max), b = exp(of_part - max);
+            const auto sum = [a, b](F x, F y) { return Isa::fma(y, b, x * a); };
             for (int64_t i = row * n; i < (row + 1) * n; i += lanes) {
                 Isa::store(into.values + i, sum(Isa::load(into.values + i), Isa::load(part.values + i)));
             }

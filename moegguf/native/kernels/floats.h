@@ -37,12 +37,7 @@ struct Floats {
 
     template <ggml_type type, int n_cols, int n_rows>
     static void tile(const char * const * weights, const float * const * rows, int64_t n, float * const * out) {
-        V sums[n_cols][n_rows];
-        for (auto & of_column : sums) {
-            for (V & sum : of_column) {
-                sum = Isa::zero_lanes();
-            }
-        }
+        V sums[n_cols][n_rows] = {};
         const auto add = [&](auto load_weights, auto load_row) {
             V x[n_rows];
 #pragma GCC unroll 4
@@ -120,16 +115,10 @@ struct Floats {
 
 template <class Isa>
 MultiplyFloats find_floats(ggml_type type) {
-    switch (type) {
-        case GGML_TYPE_F32:
-            return Floats<Isa>::template multiply<GGML_TYPE_F32>;
-        case GGML_TYPE_F16:
-            return Floats<Isa>::template multiply<GGML_TYPE_F16>;
-        case GGML_TYPE_BF16:
-            return Floats<Isa>::template multiply<GGML_TYPE_BF16>;
-        default:
-            return nullptr;
-    }
+    return type == GGML_TYPE_F32    ? Floats<Isa>::template multiply<GGML_TYPE_F32>
+           : type == GGML_TYPE_F16  ? Floats<Isa>::template multiply<GGML_TYPE_F16>
+           : type == GGML_TYPE_BF16 ? Floats<Isa>::template multiply<GGML_TYPE_BF16>
+                                    : nullptr;
 }
 
 } // namespace

@@ -1,5 +1,5 @@
 // isa_avx2.h: 8 columns of weights at once, with AVX2. A lane is a column; a vector of codes has four successive values
-// of each. What it gives is what isa_avx512.h gives.
+// of each. What it gives is what isa_avx512.h gives. Vectors have the operators + - * / | of GCC and Clang.
 #pragma once
 
 #include "kernels.h"
@@ -18,8 +18,6 @@ struct Avx2 {
     using I = __m256i;
     using F = __m256;
 
-    static I zero() { return _mm256_setzero_si256(); }
-    static F zero_f() { return _mm256_setzero_ps(); }
     static F broadcast(float x) { return _mm256_set1_ps(x); }
     static I broadcast(const void * four_bytes) {
         int32_t x;
@@ -27,8 +25,6 @@ struct Avx2 {
         return _mm256_set1_epi32(x);
     }
     static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
-    static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
-    static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
     static F to_float(I x) { return _mm256_cvtepi32_ps(x); }
     static void store(float * out, F x, int) { _mm256_storeu_ps(out, x); }
 
@@ -43,7 +39,6 @@ struct Avx2 {
         const I moved = shift <= 4 ? _mm256_slli_epi16(x, 4 - shift) : _mm256_srli_epi16(x, shift - 4);
         return _mm256_and_si256(moved, _mm256_set1_epi8((char)(bits << 4)));
     }
-    static I either(I a, I b) { return _mm256_or_si256(a, b); }
 
     static void load_line(const uint8_t * const (&groups)[1], int i, I & first, I & last) {
         const F a = _mm256_loadu_ps((const float *)(groups[0] + 64 * i));
@@ -77,7 +72,7 @@ struct Avx2 {
     // The 16 products of a column lie in two sums of 16 bits, which fit: with an offset the codes count as signed.
     template <int, bool has_offset>
     static I scaled_sum(I sum, const I * w, const int8_t * x, const int32_t * minus, I scale) {
-        I part = has_offset ? _mm256_add_epi16(broadcast(minus), broadcast(minus + 1)) : zero();
+        I part = has_offset ? _mm256_add_epi16(broadcast(minus), broadcast(minus + 1)) : I{};
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
             part = _mm256_add_epi16(part, _mm256_maddubs_epi16(w[i], broadcast(x + 4 * i)));
@@ -88,10 +83,10 @@ struct Avx2 {
     // n_dots: of how many vectors the products fit 16 bits together. Signed codes lend their sign to x.
     template <int n_dots, bool is_signed>
     static I sum_32(const I * w, const int8_t * x, const int32_t * minus) {
-        I sum = is_signed ? zero() : broadcast(minus);
+        I sum = is_signed ? I{} : broadcast(minus);
 #pragma GCC unroll 8
         for (int i = 0; i < 8; i += n_dots) {
-            I part = zero();
+            I part = {};
 #pragma GCC unroll 8
             for (int j = i; j < i + n_dots; j++) {
                 const I four = broadcast(x + 4 * j);
@@ -117,8 +112,6 @@ struct Avx2 {
     static F load_f16_row(const uint16_t * x) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)x)); }
     static F broadcast_f16(const char * x) { return _mm256_set1_ps(_cvtsh_ss((uint8_t)x[0] | (uint8_t)x[1] << 8)); }
     static I load_i8(const char * x) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)x)); }
-    static F add(F a, F b) { return _mm256_add_ps(a, b); }
-    static F div(F a, F b) { return _mm256_div_ps(a, b); }
     static F max(F a, F b) { return _mm256_max_ps(a, b); }
     static F abs(F x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
     static F with_sign(F size, F x) { return _mm256_or_ps(size, _mm256_and_ps(_mm256_set1_ps(-0.0f), x)); }
@@ -149,7 +142,7 @@ struct Avx2 {
         const I a = _mm256_loadu_si256((const I *)mask), b = _mm256_loadu_si256((const I *)mask + 1);
         const I masked = _mm256_set1_epi16((short)0xfc00);
         const uint32_t seen = ~bits(_mm256_cmpeq_epi16(a, masked), _mm256_cmpeq_epi16(b, masked));
-        return {seen, seen & ~bits(_mm256_cmpeq_epi16(a, zero()), _mm256_cmpeq_epi16(b, zero()))};
+        return {seen, seen & ~bits(_mm256_cmpeq_epi16(a, I{}), _mm256_cmpeq_epi16(b, I{}))};
     }
     // 16 bytes of two rows, 8 rows apart
     static I load_parts(const char * const * rows, int64_t at) {
@@ -170,7 +163,6 @@ struct Avx2 {
     struct Lanes {
         __m256 low, high;
     };
-    static Lanes zero_lanes() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
     static Lanes fma_lanes(Lanes a, Lanes b, Lanes c) {
         return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
     }

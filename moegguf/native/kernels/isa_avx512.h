@@ -1,5 +1,5 @@
 // isa_avx512.h: 16 columns of weights at once, with AVX-512 and VNNI. A lane is a column; a vector of codes has four
-// successive values of each.
+// successive values of each. Vectors have the operators + - * / | of GCC and Clang.
 #pragma once
 
 #include "kernels.h"
@@ -18,8 +18,6 @@ struct Avx512 {
     using I = __m512i;
     using F = __m512;
 
-    static I zero() { return _mm512_setzero_si512(); }
-    static F zero_f() { return _mm512_setzero_ps(); }
     static F broadcast(float x) { return _mm512_set1_ps(x); }
     static I broadcast(const void * four_bytes) {
         int32_t x;
@@ -27,8 +25,6 @@ struct Avx512 {
         return _mm512_set1_epi32(x);
     }
     static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
-    static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
-    static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
     static F to_float(I x) { return _mm512_cvtepi32_ps(x); }
 
     // 8 or 16 results
@@ -46,7 +42,6 @@ struct Avx512 {
         const I moved = shift <= 4 ? _mm512_slli_epi16(x, 4 - shift) : _mm512_srli_epi16(x, shift - 4);
         return _mm512_and_si512(moved, _mm512_set1_epi8((char)(bits << 4)));
     }
-    static I either(I a, I b) { return _mm512_or_si512(a, b); }
 
     // Line `i` of two groups of 8 interleaved columns, 8 bytes of each: its first and its last four bytes.
     static void load_line(const uint8_t * const (&groups)[2], int i, I & first, I & last) {
@@ -91,7 +86,7 @@ struct Avx512 {
     static I scaled_sum(I sum, const I * w, const int8_t * x, const int32_t * minus, I scale) {
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i += n_dots) {
-            I part = has_offset ? broadcast(minus + i / 2) : zero();
+            I part = has_offset ? broadcast(minus + i / 2) : I{};
 #pragma GCC unroll 4
             for (int j = i; j < i + n_dots; j++) {
                 part = _mm512_dpbusd_epi32(part, w[j], broadcast(x + 4 * j));
@@ -125,8 +120,6 @@ struct Avx512 {
     static F load_f16_row(const uint16_t * x) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)x)); }
     static F broadcast_f16(const char * x) { return _mm512_set1_ps(_cvtsh_ss((uint8_t)x[0] | (uint8_t)x[1] << 8)); }
     static I load_i8(const char * x) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)x)); }
-    static F add(F a, F b) { return _mm512_add_ps(a, b); }
-    static F div(F a, F b) { return _mm512_div_ps(a, b); }
     static F max(F a, F b) { return _mm512_max_ps(a, b); }
     static F abs(F x) { return _mm512_abs_ps(x); }
     static F with_sign(F size, F x) { return _mm512_or_ps(size, _mm512_and_ps(_mm512_set1_ps(-0.0f), x)); }
@@ -165,7 +158,6 @@ struct Avx512 {
 
     static constexpr int float_cols = 4, float_rows = 4;
     using Lanes = __m512;
-    static Lanes zero_lanes() { return _mm512_setzero_ps(); }
     static Lanes fma_lanes(Lanes a, Lanes b, Lanes c) { return _mm512_fmadd_ps(a, b, c); }
     static Lanes load_f32(const float * x) { return _mm512_loadu_ps(x); }
     static Lanes load_f16(const uint16_t * x) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)x)); }

@@ -23,7 +23,7 @@ struct Tile {
 #pragma GCC unroll 16
         for (int r = 0; r < n_rows; r++) {
             const I sum = Isa::template sum_32<T::n_dots, T::template is_signed<Isa>>(w, rows[r].qs, &rows[r].minus);
-            sums[r] = Isa::fma(Isa::to_float(sum), Isa::mul(scale, Isa::broadcast(rows[r].d)), sums[r]);
+            sums[r] = Isa::fma(Isa::to_float(sum), scale * Isa::broadcast(rows[r].d), sums[r]);
         }
     }
 
@@ -61,24 +61,24 @@ struct Tile {
         I exact[n_rows];
 #pragma GCC unroll 16
         for (int r = 0; r < n_rows; r++) {
-            exact[r] = Isa::zero();
+            exact[r] = I{};
         }
         add_steps<n_rows>(block, rows, exact);
         const F scale = block.scale();
 #pragma GCC unroll 16
         for (int r = 0; r < n_rows; r++) {
-            sums[r] = Isa::fma(Isa::to_float(exact[r]), Isa::mul(scale, Isa::broadcast(rows[r].d)), sums[r]);
+            sums[r] = Isa::fma(Isa::to_float(exact[r]), scale * Isa::broadcast(rows[r].d), sums[r]);
         }
         if constexpr (T::has_mins) {
             const I pairs[4] = {block.mins(0), block.mins(1), block.mins(2), block.mins(3)};
             const F min = block.min();
 #pragma GCC unroll 16
             for (int r = 0; r < n_rows; r++) {
-                I sum = Isa::zero();
+                I sum = {};
                 for (int i = 0; i < 4; i++) {
                     sum = Isa::add_pairs(sum, pairs[i], Isa::broadcast(rows[r].sums + 2 * i));
                 }
-                mins[r] = Isa::fma(Isa::to_float(sum), Isa::mul(min, Isa::broadcast(rows[r].d)), mins[r]);
+                mins[r] = Isa::fma(Isa::to_float(sum), min * Isa::broadcast(rows[r].d), mins[r]);
             }
         }
     }
@@ -88,7 +88,7 @@ struct Tile {
         F sums[n_rows], mins[n_rows];
 #pragma GCC unroll 16
         for (int r = 0; r < n_rows; r++) {
-            sums[r] = mins[r] = Isa::zero_f();
+            sums[r] = mins[r] = F{};
         }
         for (int64_t b = 0; b < n_blocks; b++, rows += n_rows) {
             Groups block;
@@ -103,7 +103,7 @@ struct Tile {
         }
 #pragma GCC unroll 16
         for (int r = 0; r < n_rows; r++) {
-            Isa::store(out[r], T::has_mins ? Isa::sub(sums[r], mins[r]) : sums[r], n_out);
+            Isa::store(out[r], T::has_mins ? sums[r] - mins[r] : sums[r], n_out);
         }
     }
 

@@ -239,7 +239,7 @@ struct Q45KX8 {
             for (int j = 0; j < 4; j++) {
                 w[j] = i ? Isa::high_nibbles(raw[j]) : Isa::low_nibbles(raw[j]);
                 if constexpr (has_fifth_bit) {
-                    w[j] = Isa::either(w[j], Isa::template high_bits<step / 2 * 2 + i>(high[j], 1));
+                    w[j] |= Isa::template high_bits<step / 2 * 2 + i>(high[j], 1);
                 }
             }
         }
@@ -283,7 +283,7 @@ struct Q6KX8 {
         void codes(typename Isa::I * w) const {
             for (int j = 0; j < 4; j++) {
                 const auto low = i ? Isa::high_nibbles(raw[j]) : Isa::low_nibbles(raw[j]);
-                w[j] = Isa::either(low, Isa::template high_bits<step % 2 * 2 + i * 4>(high[j], 3));
+                w[j] = low | Isa::template high_bits<step % 2 * 2 + i * 4>(high[j], 3);
             }
         }
     };

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import logging
 import re
 import socket
 from collections.abc import Sequence
@@ -18,8 +19,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moegguf.server.common import limits
 from moegguf.server.common.errors import BodyRefusedError, HttpError, error_response
-from moegguf.serving.turns import current_client
+from moegguf.serving.clients import current_client, current_owner, owner_of
 from moegguf.settings import Network
+
+log = logging.getLogger("uvicorn.error")  # the server's, at the level that MOEGGUF_DEBUG sets
 
 # Ollama's defaults (envconfig/config.go), with and without a port.
 ORIGINS = (
@@ -59,15 +62,16 @@ class AccessControl:
         *,
         loopback: bool,
         origins: Sequence[str] = (),
-        api_key: str | None = None,
+        api_keys: Sequence[str] = (),
         trusted: Sequence[Network] = (),
     ) -> None:
         self._app = app
         self._loopback = loopback
         self._origins = origin_pattern((*ORIGINS, *origins))
-        self._keys = (
-            [(b"authorization", f"Bearer {api_key}".encode()), (b"x-api-key", api_key.encode())] if api_key else []
-        )
+        self._keys = [
+            ((b"authorization", f"Bearer {key}".encode()), (b"x-api-key", key.encode()), owner_of(key))
+            for key in dict.fromkeys(api_keys)
+        ]
         self._own_origins = origin_pattern(origins) if origins else None
         self._trusted = tuple(trusted)
 
@@ -76,17 +80,32 @@ class AccessControl:
             return await self._app(scope, receive, send)
         headers = dict(reversed(scope["headers"]))  # the first of a repeated header
         origin = headers.get(b"origin", b"").decode("latin-1")
-        refusal = self._refusal(scope, headers, origin)
+        key = self._key_of(headers)
+        refusal = self._refusal(scope, headers, origin, key is not None)
         if refusal:
             return await error_response(refusal, scope["path"])(scope, receive, send)
         if scope["method"] == "OPTIONS":
             return await preflight(origin, headers)(scope, receive, send)
-        # Whose turn a request takes: its address. What a proxy says of its clients is not believed, as anyone can write
-        # it, and neither is a key, which is the same for all where one is checked.
-        current_client.set(scope["client"][0] if scope["client"] else "")
+        # Whose turn a request takes: its key's, and of several clients with one key its address. What a proxy says of
+        # its clients is not believed, as anyone can write it.
+        owner = "" if key is None else self._keys[key][-1]
+        current_owner.set(owner)
+        current_client.set(f"{owner} {scope['client'][0] if scope['client'] else ''}")
+        if len(self._keys) > 1:
+            who = "no key" if key is None else f"key {key + 1}"  # its place in MOEGGUF_API_KEY
+            log.info("%s: %s %s", who, scope["method"], scope["path"])
         await self._app(scope, receive, with_cors(send, origin) if origin else send)
 
-    def _refusal(self, scope: Scope, headers: dict[bytes, bytes], origin: str) -> HttpError | None:
+    def _key_of(self, headers: dict[bytes, bytes]) -> int | None:
+        """The number of the key that was sent; all are compared, in a time that tells nothing of them."""
+        found = None
+        for number, (*forms, _) in enumerate(self._keys):
+            for name, value in forms:
+                if hmac.compare_digest(headers.get(name, b""), value):
+                    found = number
+        return found
+
+    def _refusal(self, scope: Scope, headers: dict[bytes, bytes], origin: str, has_key: bool) -> HttpError | None:
         if b"content-length" in headers and b"transfer-encoding" in headers:  # a proxy may see other requests in it
             return BodyRefusedError(
                 400, "a body has a Content-Length or a Transfer-Encoding, not both", headers={"connection": "close"}
@@ -101,7 +120,7 @@ class AccessControl:
         path, needs_key = scope["path"], bool(self._keys) or bool(self._trusted)
         if not needs_key or scope["method"] == "OPTIONS" or path in OPEN_PATHS or path.startswith(OPEN_PREFIX):
             return None
-        if any(hmac.compare_digest(headers.get(name, b""), key) for name, key in self._keys):
+        if has_key:
             return None
         if self._is_trusted(scope["client"]) and not any(map(FORWARDED.search, headers)):
             return self._refusal_of_trusted(host)

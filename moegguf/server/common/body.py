@@ -10,6 +10,7 @@ import asyncio
 import json
 import math
 import re
+from collections.abc import AsyncGenerator
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -95,7 +96,6 @@ def parse_body(raw: bytes, kind: type[T]) -> T:
 
 async def read_bytes(request: Request, limit: int = limits.BODY_BYTES) -> bytes:
     """The whole body, at most `limit` bytes. Raises HttpError 408, 413, 415, 499, 503."""
-    refuse_compressed(request)
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > limit:
         raise too_large(limit)
@@ -103,25 +103,34 @@ async def read_bytes(request: Request, limit: int = limits.BODY_BYTES) -> bytes:
     parts = []
     try:
         async with asyncio.timeout(limits.READ_S):
-            async for part in request.stream():
+            async for part in chunks(request):
                 held.add(len(part))
                 if held.n_bytes > limit:
                     raise too_large(limit)
                 parts.append(part)
     except TimeoutError:
         raise HttpError(408, f"the body did not arrive within {limits.READ_S:.0f} s") from None
-    except ClientDisconnect:
-        raise HttpError(499, "request canceled") from None
     return b"".join(parts)
 
 
-def refuse_compressed(request: Request) -> None:
-    """Raises HttpError 415 for a compressed body, which could expand to any size."""
+async def chunks(request: Request) -> AsyncGenerator[bytes]:
+    """The body as it arrives; b"" is its end. Raises HttpError 408 when nothing of it arrives for READ_S, 415 for a
+    compressed one, which could expand to any size, and 499."""
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding not in ("", "identity"):
         raise HttpError(
             415, f"bodies are taken as they are, not with Content-Encoding {coding[:40]!r}; send plain JSON"
         )
+    stream, chunk = request.stream(), None
+    try:
+        while chunk != b"":
+            async with asyncio.timeout(limits.READ_S):
+                chunk = await anext(stream)
+            yield chunk
+    except TimeoutError:
+        raise HttpError(408, f"nothing of the body arrived for {limits.READ_S:.0f} s") from None
+    except ClientDisconnect:
+        raise HttpError(499, "request canceled") from None
 
 
 def too_large(limit: int) -> BodyRefusedError:

@@ -29,6 +29,7 @@ from moegguf.server.common.lookup import check_conversation, look_up
 from moegguf.server.common.options import Loading
 from moegguf.server.common.streams import LineResponse, Lines, SseResponse, WholeResponse, event_line
 from moegguf.server.metrics import record
+from moegguf.serving.clients import current_owner
 from moegguf.serving.events import Done, Event, join
 
 if TYPE_CHECKING:
@@ -217,9 +218,10 @@ class Conversation(Generic[Kind]):
 
 
 async def understand(state: State, body: Question) -> tuple[ModelEntry, Sequence[GenerationRequest]]:
-    """The model of a question, and what it is asked. Raises MoeggufError."""
+    """The model of a question, and what it is asked, for the owner of the request. Raises MoeggufError."""
     entry, known = await look_up(state.catalog, body.model_name)
-    generations = body.generations(entry, known)
+    owner = "" if state.share_contexts else current_owner.get()
+    generations = [replace(generation, owner=owner) for generation in body.generations(entry, known)]
     check_conversation(entry, known, generations[0])
     return entry, generations
 

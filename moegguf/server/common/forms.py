@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from moegguf.errors import MoeggufError
 from moegguf.server.common import limits
-from moegguf.server.common.body import refuse_compressed, too_large
+from moegguf.server.common.body import chunks, too_large
 from moegguf.server.common.errors import BodyRefusedError, HttpError, http_error
 
 FILE = "file"
@@ -32,31 +31,23 @@ async def read_form(request: Request, write: Callable[[bytes], object], most_byt
 
     Raises HttpError 400, 408, 413, 415, 499, and what `write` raises, as a reply to a client that is still sending.
     """
-    refuse_compressed(request)
     kind, options = parse_options_header(request.headers.get("content-type", ""))
     boundary = options.get(b"boundary")
     if kind != b"multipart/form-data" or not boundary or len(boundary) > 256:
         raise BodyRefusedError(400, "the body must be multipart/form-data, with the fields 'purpose' and 'file'")
     parts = _Parts(write, most_bytes)
     parser = MultipartParser(boundary, parts.callbacks())
-    chunks = request.stream().__aiter__()
     try:
-        while not parts.ended:
-            async with asyncio.timeout(limits.READ_S):
-                chunk = await anext(chunks, None)
-            if chunk is None:
-                raise HttpError(400, "the form has no end; is the body complete?")
+        async for chunk in chunks(request):
             parser.write(chunk)
-    except TimeoutError:
-        raise HttpError(408, f"nothing of the body arrived for {limits.READ_S:.0f} s") from None
-    except ClientDisconnect:
-        raise HttpError(499, "request canceled") from None
+            if parts.ended:
+                return parts.form
+        raise HttpError(400, "the form has no end; is the body complete?")
     except FormParserError as error:
         raise BodyRefusedError(400, f"invalid multipart/form-data: {str(error)[:200]}") from None
     except MoeggufError as error:
         found = http_error(error)
         raise BodyRefusedError(found.status, str(found), found.code, found.headers) from None
-    return parts.form
 
 
 class _Parts:

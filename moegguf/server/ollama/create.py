@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -17,8 +17,7 @@ from moegguf.errors import ModelFormatError
 from moegguf.models.entry import PullStatus
 from moegguf.models.pull import pull as fetch
 from moegguf.models.recipe import Recipe, left_out
-from moegguf.server.common import limits
-from moegguf.server.common.body import read_body, refuse_compressed
+from moegguf.server.common.body import chunks, read_body
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.lookup import find
 from moegguf.server.common.streams import LineResponse, Lines, WholeResponse, json_line
@@ -156,7 +155,6 @@ async def add_blob(request: Request) -> Response:
     digest, catalog = request.path_params["digest"], request.app.state.catalog
     if await asyncio.to_thread(catalog.blobs.has, digest):
         return Response()
-    refuse_compressed(request)
     length = request.headers.get("content-length", "")
     size_bytes = int(length) if length.isdecimal() and len(length) < 19 else None
     writer = await asyncio.to_thread(catalog.blobs.writer, digest, size_bytes)
@@ -172,19 +170,12 @@ async def add_blob(request: Request) -> Response:
 async def _write(request: Request, write: Any) -> None:
     """Writes the body in large parts, off the event loop. Raises HttpError when the client disconnects or stalls."""
     parts, size_bytes = [], 0
-    try:
-        async with asyncio.timeout(limits.READ_S) as timeout:
-            async for part in request.stream():
-                timeout.reschedule(asyncio.get_running_loop().time() + limits.READ_S)
-                parts.append(part)
-                size_bytes += len(part)
-                if size_bytes >= CHUNK_BYTES or not part:
-                    await asyncio.to_thread(write, b"".join(parts))
-                    parts, size_bytes = [], 0
-    except TimeoutError:
-        raise HttpError(408, f"no data of the blob arrived for {limits.READ_S:.0f} s") from None
-    except ClientDisconnect:
-        raise HttpError(499, "request canceled") from None
+    async for part in chunks(request):
+        parts.append(part)
+        size_bytes += len(part)
+        if size_bytes >= CHUNK_BYTES or not part:
+            await asyncio.to_thread(write, b"".join(parts))
+            parts, size_bytes = [], 0
 
 
 routes = [

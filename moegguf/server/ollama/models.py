@@ -66,14 +66,19 @@ async def ps(request: Request) -> Response:
     state = request.app.state
 
     def found(loaded: list[LoadedModel]) -> list[dict[str, Any]]:
-        return [loaded_object(state.catalog, model, name) for model in loaded for name in model.names]
+        pairs = ((model, name) for model in loaded for name in model.names)
+        return [
+            loaded_object(state.catalog, model, name, state.totals.prompt_tokens(name.name)) for model, name in pairs
+        ]
 
     return JSONResponse({"models": await asyncio.to_thread(found, state.manager.loaded())})
 
 
-def loaded_object(catalog: Catalog, model: LoadedModel, loaded: LoadedName) -> dict[str, Any]:
+def loaded_object(
+    catalog: Catalog, model: LoadedModel, loaded: LoadedName, prompt_tokens: Mapping[str, int]
+) -> dict[str, Any]:
     """A name of a model in memory; `size`: the model's memory in bytes, `size_vram`: the part of it on GPUs. Names with
-    the same `pid` share them."""
+    the same `pid` share them. prompt_tokens: where those of its prompts came from."""
     try:
         entry = find(catalog, loaded.name)
     except HttpError:  # removed while loaded
@@ -89,7 +94,8 @@ def loaded_object(catalog: Catalog, model: LoadedModel, loaded: LoadedName) -> d
         "size_vram": model.vram_bytes,
         "context_length": model.n_ctx,
         "moe": moe_object(model.stats)
-        | {"pid": model.pid, "busy": model.busy, "stopping": model.stopping, "queue": model.queue},
+        | {"pid": model.pid, "busy": model.busy, "stopping": model.stopping, "queue": model.queue}
+        | {"prompt_tokens": dict(prompt_tokens)},
     }
 
 

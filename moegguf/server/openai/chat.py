@@ -98,7 +98,8 @@ def call_object(call: ToolCall, index: int) -> Json:
 
 def total(timing: Timing, later: Timing) -> Timing:
     """The counts and times of two answers to one request."""
-    names = "prompt_tokens cached_tokens answer_tokens prompt_s answer_s cut_messages cut_tokens n_shifts stats".split()
+    names = "prompt_tokens cached_tokens disk_tokens answer_tokens prompt_s answer_s cut_messages cut_tokens".split()
+    names += ["n_shifts", "stats"]
     return replace(later, **{name: getattr(timing, name) + getattr(later, name) for name in names})
 
 
@@ -107,9 +108,11 @@ class ChoicesReply(Reply):
 
     prefix, whole_kind, chunk_kind = "", "", ""
     empty: Mapping[str, Any] = {}  # a choice of a chunk without content
-    n_choices = 1
 
-    def __init__(self, body: GenerationBody, entry: ModelEntry, *, logprobs: bool) -> None:
+    def __init__(self, body: GenerationBody, entry: ModelEntry, *, logprobs: bool, n_answers: int | None) -> None:
+        """`n_answers`: of each prompt; its tokens count once."""
+        self.n_answers = n_answers or 1
+        self.n_choices = self.n_answers
         self.include_usage = bool(body.stream_options and body.stream_options.include_usage)
         self.logprobs = logprobs
         self._with_progress = bool(body.return_progress)
@@ -117,6 +120,7 @@ class ChoicesReply(Reply):
         self._choices: list[Json] = []  # the complete ones of a whole reply
         self._index = 0  # of the current choice
         self._timing = Timing()  # of all complete choices
+        self._used = Timing()  # the same, with each prompt counted once
         self._head = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -162,8 +166,11 @@ class ChoicesReply(Reply):
         return self._object(self.chunk_kind, choices, **more)
 
     def _end_choice(self, done: Done) -> None:
-        self._timing = total(self._timing, done.timing)
+        is_again = self._index % self.n_answers
+        used = replace(done.timing, prompt_tokens=0, cached_tokens=0) if is_again else done.timing
+        self._timing, self._used = total(self._timing, done.timing), total(self._used, used)
         self._index += 1
+        self.n_calls = 0
 
     def last(self, done: Done) -> list[Json]:
         """The chunk with `finish_reason`; with that of the last choice the statistics of all, and the one with `usage`
@@ -174,7 +181,7 @@ class ChoicesReply(Reply):
         chunks = [self._chunk(choice, **({} if self.include_usage else figures))]
         self._end_choice(done)
         if is_last and self.include_usage:
-            chunks.append(self._object(self.chunk_kind, [], usage=usage(self._timing), **figures))
+            chunks.append(self._object(self.chunk_kind, [], usage=usage(self._used), **figures))
         return chunks
 
     def _add(self, choice: Mapping[str, Any], done: Done) -> None:
@@ -184,7 +191,7 @@ class ChoicesReply(Reply):
 
     def whole(self) -> Json:
         """The object of a reply that is not streamed, after `add` of every choice."""
-        return self._object(self.whole_kind, self._choices, usage=usage(self._timing), **statistics(self._timing))
+        return self._object(self.whole_kind, self._choices, usage=usage(self._used), **statistics(self._timing))
 
 
 class ChatReply(ChoicesReply):
@@ -194,7 +201,7 @@ class ChatReply(ChoicesReply):
     empty: Mapping[str, Any] = {"delta": {}}
 
     def __init__(self, body: ChatBody, entry: ModelEntry) -> None:
-        super().__init__(body, entry, logprobs=bool(body.logprobs))
+        super().__init__(body, entry, logprobs=bool(body.logprobs), n_answers=body.n)
 
     def first(self) -> Json:
         """The chunk before all others."""
@@ -218,7 +225,7 @@ class ChatReply(ChoicesReply):
         return [call_object(call, index) for index, call in self.numbered(delta.tool_calls)]
 
     def add(self, delta: Delta, done: Done) -> None:
-        """Adds the only choice."""
+        """Adds the next choice."""
         calls = self._calls(delta)
         message: Json = {"role": "assistant", "content": None if calls and not delta.text else delta.text}
         if delta.thinking:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from heapq import nlargest
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from moegguf.generate.request import MAX_TOP_LOGPROBS, Delta, GenerationRequest, TokenLogprob
 from moegguf.models.entry import Details, ModelEntry
+from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits
 from moegguf.server.common.conversation import Conversation, Json
 from moegguf.server.common.objects import MIN_LOGPROB
 from moegguf.server.common.options import MAX_TOKEN
 from moegguf.server.openai.chat import ChoicesReply
-from moegguf.server.openai.schema import GenerationBody, one_answer
+from moegguf.server.openai.schema import Choices, GenerationBody
 from moegguf.serving.events import Done
 
 if TYPE_CHECKING:
@@ -41,12 +44,14 @@ def _are_tokens(prompt: Any) -> bool:
 
 
 class CompletionBody(GenerationBody):
-    """The body of /v1/completions. A list of prompts gets one choice for each, in their order."""
+    """The body of /v1/completions. A list of prompts gets `n` choices for each, in their order: of `best_of` answers
+    those whose tokens are the likeliest."""
 
     prompt: Annotated[list[Prompt], BeforeValidator(prompts_of)]
     suffix: str | None = None
     echo: bool | None = None
-    best_of: Annotated[int, AfterValidator(one_answer)] | None = None
+    best_of: Choices | None = None
+    max_tokens: Annotated[int, Field(ge=-1, le=MAX_ANSWER_TOKENS)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     def max_answer_tokens(self) -> int | None:
@@ -57,23 +62,50 @@ class CompletionBody(GenerationBody):
     def _suffix_follows_text(self) -> CompletionBody:
         if self.suffix and not all(isinstance(prompt, str) for prompt in self.prompt):
             raise ValueError("suffix needs prompts as text, not as tokens")
+        if self.suffix and self.scores_prompt:
+            raise ValueError("logprobs of a prompt (echo) cannot be had with a suffix; leave one of them out")
         return self
+
+    @model_validator(mode="after")
+    def _choices_are_answered(self) -> CompletionBody:
+        if self.n_answers * len(self.prompt) > limits.INPUTS:
+            raise ValueError(f"prompts times n (or best_of) are more than {limits.INPUTS}; send several requests")
+        if self.n_answers < (self.n or 1):
+            raise ValueError(f"best_of must be at least n ({self.n}), but is {self.best_of}")
+        if self.stream and self.n_answers > (self.n or 1):
+            raise ValueError("best_of cannot be streamed: which answers are the best is known at their end")
+        return self
+
+    @property
+    def n_answers(self) -> int:
+        """Answers to each prompt, of which `n` are sent."""
+        return self.best_of or self.n or 1
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the tokens of the prompt have logprobs, too."""
+        return bool(self.echo) and self.logprobs is not None
 
     def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
         """A request for each prompt; of the entry's defaults, only the options apply."""
         sampling = self.sampling(entry)
-        return [
+        if self.max_tokens == 0:  # which is no limit in Ollama's options
+            sampling = replace(sampling, max_tokens=0)
+        ranked = 0 if self.n_answers > (self.n or 1) else None  # by their own logprobs
+        requests = (
             GenerationRequest(
                 prompt=prompt if isinstance(prompt, str) else "",
                 context=() if isinstance(prompt, str) else tuple(prompt),
                 suffix=self.suffix or None,
-                truncate=bool(self.truncate),
+                truncate=bool(self.truncate) and not self.scores_prompt,
                 shift=bool(self.shift),
-                n_logprobs=self.logprobs,
+                n_logprobs=ranked if self.logprobs is None else self.logprobs,
+                prompt_logprobs=self.scores_prompt,
                 sampling=sampling,
             )
             for prompt in self.prompt
-        ]
+        )
+        return [each for request in requests for each in self.repeated(request, self.n_answers)]
 
 
 def completion_logprobs(logprobs: Sequence[TokenLogprob], offset: int) -> Json:
@@ -85,56 +117,91 @@ def completion_logprobs(logprobs: Sequence[TokenLogprob], offset: int) -> Json:
     return {
         "tokens": [logprob.text for logprob in logprobs],
         "token_logprobs": [max(logprob.logprob, MIN_LOGPROB) for logprob in logprobs],
-        "top_logprobs": [{text: max(logprob, MIN_LOGPROB) for text, logprob in logprob.top} for logprob in logprobs],
+        "top_logprobs": [_by_text(logprob.top) for logprob in logprobs],
         "text_offset": offsets,
     }
 
 
+def _by_text(top: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """Of tokens with the same text, such as parts of characters, the likeliest."""
+    found: dict[str, float] = {}
+    for text, logprob in top:
+        found.setdefault(text, max(logprob, MIN_LOGPROB))
+    return found
+
+
+def prompt_logprobs(prompt: Sequence[TokenLogprob]) -> Json:
+    """`logprobs` of an echoed prompt: null for its first token."""
+    found = completion_logprobs(prompt, 0)
+    found["token_logprobs"][:1], found["top_logprobs"][:1] = [None], [None]
+    return found
+
+
 class CompletionReply(ChoicesReply):
-    """A reply of /v1/completions with one choice per prompt; whole and streamed objects are alike."""
+    """A reply of /v1/completions with the choices of each prompt; whole and streamed objects are alike."""
 
     prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
     empty: Mapping[str, Any] = {"text": ""}
 
     def __init__(self, body: CompletionBody, entry: ModelEntry) -> None:
-        super().__init__(body, entry, logprobs=body.logprobs is not None)
-        self.n_choices = len(body.prompt)
+        super().__init__(body, entry, logprobs=body.logprobs is not None, n_answers=body.n_answers)
+        self.n_choices = self.n_answers * len(body.prompt)
+        self._n_sent = body.n or 1  # of the answers to each prompt
         self._echoed = body.prompt if body.echo else []
-        self._before = [""] * self.n_choices  # the text that each choice begins with
+        self._prompts = [""] * len(body.prompt)  # the text that their choices begin with
+        self._scores: list[float] = []  # of whole choices: the mean logprob of their tokens
         self._offset = 0
 
     async def prepare(self, lease: Lease) -> None:
         """Makes text of prompts that are echoed."""
         for i, prompt in enumerate(self._echoed):
-            self._before[i] = prompt if isinstance(prompt, str) else await lease.detokenize(prompt)
-        self._offset = len(self._before[0])
+            self._prompts[i] = prompt if isinstance(prompt, str) else await lease.detokenize(prompt)
+        self._offset = len(self._before)
+
+    @property
+    def _before(self) -> str:
+        """The text that the current choice begins with."""
+        return self._prompts[self._index // self.n_answers] if self._index < self.n_choices else ""
 
     def first(self) -> Json:
         """The chunk before all others of a choice."""
-        return self._chunk({"text": self._before[self._index]})
+        return self._chunk({"text": self._before})
 
     def _end_choice(self, done: Done) -> None:
         super()._end_choice(done)
-        self._offset = len(self._before[self._index]) if self._index < self.n_choices else 0
+        self._offset = len(self._before)
 
     def chunks(self, delta: Delta) -> list[Json]:
         """One chunk; none for an empty delta."""
         text = delta.thinking + delta.text
-        if not text and not delta.logprobs:
+        if not (text or delta.logprobs or delta.prompt):
             return []
-        return [self._chunk({"text": text, "logprobs": self._logprobs(delta.logprobs)})]
+        return [self._chunk({"text": text, "logprobs": self._logprobs(delta)})]
 
-    def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> Json | None:
+    def _logprobs(self, delta: Delta) -> Json | None:
         if not self.logprobs:
             return None
-        found = completion_logprobs(logprobs, self._offset)
-        self._offset += sum(len(logprob.text) for logprob in logprobs)
-        return found
+        found = completion_logprobs(delta.logprobs, self._offset)
+        self._offset += sum(len(logprob.text) for logprob in delta.logprobs)
+        if not delta.prompt:
+            return found
+        return {name: values + found[name] for name, values in prompt_logprobs(delta.prompt).items()}
 
     def add(self, delta: Delta, done: Done) -> None:
-        """Adds the choice of the next prompt."""
-        text = self._before[self._index] + delta.thinking + delta.text
-        self._add({"text": text, "logprobs": self._logprobs(delta.logprobs)}, done)
+        """Adds the next choice."""
+        scores = [logprob.logprob for logprob in delta.logprobs]
+        self._scores.append(sum(scores) / len(scores) if scores else 0.0)
+        text = self._before + delta.thinking + delta.text
+        self._add({"text": text, "logprobs": self._logprobs(delta)}, done)
+
+
+    def whole(self) -> Json:
+        """The object with the best answers to each prompt, as many as are sent."""
+        if self._n_sent < self.n_answers:
+            groups = (range(first, first + self.n_answers) for first in range(0, self.n_choices, self.n_answers))
+            best = [i for group in groups for i in nlargest(self._n_sent, group, key=self._scores.__getitem__)]
+            self._choices = [{**self._choices[old], "index": new} for new, old in enumerate(best)]
+        return super().whole()
 
 
 COMPLETIONS = Conversation(CompletionBody, lambda body, entry, _: CompletionReply(body, entry), limits.BODY_BYTES)

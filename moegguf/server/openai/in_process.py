@@ -32,9 +32,17 @@ ENDPOINTS = {
 """Those that a request of a batch may have."""
 
 
-def new_state(manager: Leases, catalog: Catalog | ConfiguredCatalog) -> State:
+def new_state(manager: Leases, catalog: Catalog | ConfiguredCatalog, share_contexts: bool = False) -> State:
     """What the endpoints need of an application: `app.state`."""
-    return State({"manager": manager, "background": BackgroundLeases(manager), "catalog": catalog, "totals": Totals()})
+    return State(
+        {
+            "manager": manager,
+            "background": BackgroundLeases(manager),
+            "catalog": catalog,
+            "totals": Totals(),
+            "share_contexts": share_contexts,
+        }
+    )
 
 
 class InProcess:

@@ -44,13 +44,6 @@ EFFORTS: Mapping[str, bool | str] = {
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-def one_answer(n: int) -> int:
-    """Raises ValueError for `n` or `best_of` above 1: one request gets one answer."""
-    if n != 1:
-        raise ValueError(f"must be 1, but is {n}; send another request for another answer")
-    return n
-
-
 def list_of_stops(value: Any) -> Any:
     """`stop` as a list."""
     return [value] if isinstance(value, str) else value
@@ -74,6 +67,7 @@ def token_ids(biases: Any) -> Any:
 
 
 Limit = Annotated[int, Field(ge=-1, le=MAX_ANSWER_TOKENS), AfterValidator(not_zero)]
+Choices = Annotated[int, Field(ge=1, le=limits.CHOICES)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
@@ -220,7 +214,7 @@ class GenerationBody(Question, SamplingOptions):
 
     model: ModelName
     stream_options: StreamOptions | None = None
-    n: Annotated[int, AfterValidator(one_answer)] | None = None
+    n: Choices | None = None
     max_tokens: Limit | None = None
     stop: Annotated[list[Stop] | None, Field(max_length=limits.STOPS), BeforeValidator(list_of_stops)] = None
     logit_bias: Annotated[dict[int, Bias], Field(max_length=MAX_BIASES), BeforeValidator(token_ids)] | None = None
@@ -238,6 +232,12 @@ class GenerationBody(Question, SamplingOptions):
         own = self.model_dump(include=set(SamplingOptions.model_fields))
         sampling = self.sampling_with(entry, **own, num_predict=self.max_answer_tokens())
         return replace(sampling, logit_bias=self.logit_bias or {})
+
+    def repeated(self, generation: GenerationRequest, n: int | None) -> list[GenerationRequest]:
+        """The same request for each of `n` answers (None: one), with the seeds that follow its own."""
+        first = generation.sampling.seed
+        seeds = [None if first is None else (first + i) & 0xFFFFFFFF for i in range(n or 1)]
+        return [replace(generation, sampling=replace(generation.sampling, seed=seed)) for seed in seeds]
 
     def max_answer_tokens(self) -> int | None:
         """Maximum length of the answer, -1 for no limit, None for the default."""
@@ -344,6 +344,10 @@ class ChatBody(ToolsBody):
             n_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             sampling=self.sampling(entry),
         )
+
+    def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
+        """One for each choice."""
+        return self.repeated(self.generation(entry), self.n)
 
     def _continues(self) -> bool:
         if self.continue_final_message is None:

@@ -3,12 +3,13 @@
 
 import { lines, request } from "./api.js";
 import { make } from "./dom.js";
-import { digits, duration, percent, size } from "./format.js";
+import { count, digits, duration, percent, size } from "./format.js";
 import { Markdown } from "./markdown.js";
 
 const NEAR_END_PX = 60;
 const FRAME_MS = 16; // and four times what painting takes: a long block must not keep the processor from the model
 const CONVERSATION = "moegguf.conversation";
+const WAITING = "Waiting for the first token";
 
 export class Chat {
   /** `options()` returns {model, system, options} of the next message; `onBusy(busy)` is called when an answer starts or ends. */
@@ -72,7 +73,7 @@ export class Chat {
     const conversation = this.messages, abort = (this.abort = new AbortController());
     this.onBusy(true);
     try {
-      const response = await request("api/chat", { body: { model, messages, options, stream: true }, signal: abort.signal });
+      const response = await request("api/chat", { body: { model, messages, options, stream: true, details: true }, signal: abort.signal });
       for await (const line of lines(response)) {
         if (line.error) throw new Error(line.error);
         answer.take(line);
@@ -120,7 +121,7 @@ class AnswerView {
     this.element = turn("answer writing", "Answer", "");
     this.element.ariaBusy = "true";
     this.markdown = new Markdown(this.element.firstChild);
-    this.waiting = paragraph("waiting", "Waiting for the first token");
+    this.waiting = paragraph("waiting", WAITING);
     this.element.prepend(this.waiting);
     this.text = "";
     this.thinking = "";
@@ -149,6 +150,7 @@ class AnswerView {
     if ((content || thinking) && !this.firstMs) this.firstMs = performance.now() - this.startMs;
     this.thinking += thinking;
     this.text += content;
+    if (line.prompt_progress) this.waiting.textContent = progress(line.prompt_progress);
     if (line.done) this.statistics = statistics(line, this.firstMs);
     this.timer ||= setTimeout(() => this.step(), Math.max(FRAME_MS, 4 * this.paintMs));
   }
@@ -199,6 +201,15 @@ class AnswerView {
   fail(message) {
     this.end(Object.assign(paragraph("note error", message), { role: "alert" }));
   }
+}
+
+/** "Reading the prompt: 1,024 of 6,300 tokens · 45.0 tokens/s · 1 min 57 s left". */
+function progress({ n_tokens, n_cached, n_done, seconds }) {
+  const left = n_tokens - n_done, rate = (n_done - n_cached) / seconds;
+  if (!left) return WAITING;
+  const parts = [`Reading the prompt: ${count(n_done)} of ${count(n_tokens)} tokens`];
+  if (rate > 0) parts.push(`${digits(rate)} tokens/s`, `${duration(left / rate)} left`);
+  return parts.join(" · ");
 }
 
 /** Statistics of an answer: "142 tokens · 61.3 tokens/s · first token after 240 ms · hit rate 93.1 % · ...". */

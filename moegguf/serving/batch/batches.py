@@ -38,6 +38,7 @@ from moegguf.serving.batch.answers import (
 from moegguf.serving.batch.files import DESCRIPTION_BYTES, FileStore
 from moegguf.serving.batch.requests import LineError, Requests, first_errors
 from moegguf.serving.batch.runner import Answer, answer_requests
+from moegguf.serving.clients import current_owner, is_visible
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -59,7 +60,8 @@ NOT_EXECUTED_TEXT = {
 
 @dataclass
 class Batch:
-    """A batch, in OpenAI's words; times in seconds since 1970. `errors`: of lines that are no requests."""
+    """A batch, in OpenAI's words; times in seconds since 1970. `errors`: of lines that are no requests. `owner`: who
+    may have it (`is_visible`)."""
 
     id: str
     endpoint: str
@@ -83,6 +85,7 @@ class Batch:
     expired_at: int | None = None
     cancelling_at: int | None = None
     cancelled_at: int | None = None
+    owner: str = ""
 
 
 class Batches:
@@ -182,16 +185,17 @@ class Batches:
     # What clients ask for.
 
     def all(self) -> list[Batch]:
-        """All batches, newest first. Raises BusyError, StorageError."""
+        """The owner's batches, newest first. Raises BusyError, StorageError."""
         self._open()
-        return list(reversed(self._batches.values()))
+        return [batch for batch in reversed(self._batches.values()) if is_visible(batch.owner)]
 
     def get(self, batch_id: str) -> Batch:
         """A batch. Raises UnknownIdError, BusyError, StorageError."""
         self._open()
-        if batch_id not in self._batches:
+        found = self._batches.get(batch_id)
+        if found is None or not is_visible(found.owner):
             raise UnknownIdError(f"No such Batch object: {batch_id:.80}")
-        return self._batches[batch_id]
+        return found
 
     def create(
         self,
@@ -220,6 +224,7 @@ class Batches:
             expires_at=expires_at,
             metadata=None if metadata is None else dict(metadata),
             output_expires_after_s=output_expires_after_s,
+            owner=current_owner.get(),
         )
         try:
             self._work(batch).mkdir()
@@ -257,7 +262,8 @@ class Batches:
         self._steps.pop(batch_id, None)
 
     async def _carry_out(self, batch: Batch) -> None:
-        """Everything until the batch has ended, over again while the disk is full."""
+        """Everything until the batch has ended, for its owner; over again while the disk is full."""
+        current_owner.set(batch.owner)
         delay_s = 0.0
         while batch.status not in FINAL:
             step = self._steps[batch.id] = asyncio.get_running_loop().create_task(self._advance(batch, delay_s))

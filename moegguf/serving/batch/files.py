@@ -20,6 +20,7 @@ from moegguf.atomic_write import MODE, locked_temporary, remove_abandoned, write
 from moegguf.errors import StorageError, UnknownIdError
 from moegguf.quantities import format_bytes
 from moegguf.serving.batch.answers import storage_error, write_all
+from moegguf.serving.clients import current_owner, is_visible
 
 DESCRIPTION_BYTES = 4096  # what a file takes besides its contents, so that empty ones are not free
 UPLOAD = ".upload."
@@ -28,7 +29,8 @@ _ID = re.compile(r"file-[0-9a-z-]{1,64}")
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file. Times in seconds since 1970; `expires_at` None: it stays until it is deleted."""
+    """A file. Times in seconds since 1970; `expires_at` None: it stays until it is deleted. `owner`: who may have it
+    (`is_visible`)."""
 
     id: str
     filename: str
@@ -36,10 +38,12 @@ class StoredFile:
     purpose: str
     created_at: int
     expires_at: int | None = None
+    owner: str = ""
 
 
 class FileStore:
-    """The files of a folder, which takes at most `max_bytes`. Used by one process and one event loop."""
+    """The files of a folder, which takes at most `max_bytes`. Used by one process and one event loop. To a request,
+    those of other owners are not there."""
 
     def __init__(self, folder: Path, max_bytes: int, now: Callable[[], float] = time.time) -> None:
         self._folder = folder
@@ -67,14 +71,15 @@ class FileStore:
                 path.unlink(missing_ok=True)
 
     def all(self) -> list[StoredFile]:
-        """All files, oldest first. Those whose time is over are removed."""
+        """The owner's files, oldest first. Those whose time is over are removed."""
         self._remove_expired()
-        return sorted(self._files.values(), key=lambda file: (file.created_at, file.id))
+        visible = (file for file in self._files.values() if is_visible(file.owner))
+        return sorted(visible, key=lambda file: (file.created_at, file.id))
 
     def _remove_expired(self) -> None:
         for file in [file for file in self._files.values() if self._has_expired(file)]:
             with suppress(OSError):  # removed from the store all the same
-                self.delete(file.id)
+                self._remove(file)
 
     def _has_expired(self, file: StoredFile) -> bool:
         return file.expires_at is not None and file.expires_at <= self._now()
@@ -82,7 +87,7 @@ class FileStore:
     def get(self, file_id: str) -> StoredFile:
         """A file. Raises UnknownIdError."""
         found = self._files.get(file_id)
-        if found is None or self._has_expired(found):
+        if found is None or not is_visible(found.owner) or self._has_expired(found):
             raise UnknownIdError(f"No such File object: {file_id:.80}")
         return found
 
@@ -92,9 +97,9 @@ class FileStore:
 
     def delete(self, file_id: str) -> None:
         """Removes a file; who reads it still can, and its links stay. Raises UnknownIdError, OSError."""
-        file = self._files.get(file_id)
-        if file is None:
-            raise UnknownIdError(f"No such File object: {file_id:.80}")
+        self._remove(self.get(file_id))
+
+    def _remove(self, file: StoredFile) -> None:
         self._description(file.id).unlink(missing_ok=True)
         del self._files[file.id]
         self._n_stored -= _taken(file)
@@ -227,7 +232,7 @@ class NewFile:
         """Makes it one of the store's. Raises StorageError."""
         now = self._store.now
         expires_at = None if expires_after_s is None else now + expires_after_s
-        file = StoredFile(self.id, filename, self.n_bytes, purpose, now, expires_at)
+        file = StoredFile(self.id, filename, self.n_bytes, purpose, now, expires_at, current_owner.get())
         try:
             os.fsync(self._open)
             os.chmod(self._temporary, MODE)

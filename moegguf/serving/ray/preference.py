@@ -68,9 +68,10 @@ def conversation_of(request: GenerationRequest) -> Conversation:
 
 
 def _head(request: GenerationRequest) -> bytes:
-    """What templates write before the first message."""
+    """Whose request it is, and what templates write before the first message."""
     return encode(
         {
+            "owner": request.owner,
             "template": request.template,
             "options": request.template_options,
             "tools": list(request.tools) if request.tool_choice != "none" else [],

@@ -1,0 +1,237 @@
+"""A folder of blocks of computed contexts, each a file named by a hash of everything that its bytes depend on.
+
+A block is written under a temporary name and renamed, and ends with a checksum keyed by a secret of the folder: one
+that is damaged, truncated or another folder's is deleted and counts as missing, so none is flushed to disk, either.
+Several processes may share a folder; a file that another one has deleted is missing, too. What the folder refuses
+turns the store off, with one warning. Does not know models or what blocks hold.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import stat
+import struct
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from moegguf.atomic_write import locked_temporary, remove_abandoned
+from moegguf.quantities import GIB
+from moegguf.settings import cache_folder
+
+MAGIC = b"moegguf\x01"
+DIGEST_BYTES, SECRET_BYTES = 32, 32
+MOST_AUTO_BYTES, AUTO_SHARE = 16 * GIB, 10  # of the free disk, one part of so many
+KEPT_PARTS = (9, 10)  # of the limit, after blocks were deleted
+UNCOUNTED_PARTS = 20  # the limit divided by it is written before other processes' blocks are counted again
+MOST_HEADER_BYTES = 4096
+_HEADER = struct.Struct(f"<8s{DIGEST_BYTES}sI")  # magic, checksum, bytes of JSON
+
+Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True)
+class About:
+    """What a block says of itself: its model, the tokens up to its end, and those of its own."""
+
+    model: str
+    n_tokens: int
+    n_own_tokens: int
+
+
+@dataclass(frozen=True)
+class StoredBlock:
+    """A block's file, its size, and when it was last used, in seconds since 1970."""
+
+    path: Path
+    n_bytes: int
+    used_s: float
+    about: About
+
+
+def default_folder() -> Path:
+    """Where contexts are kept."""
+    return cache_folder() / "contexts"
+
+
+def stored_blocks(folder: Path) -> Iterator[StoredBlock]:
+    """All blocks in a folder, which need not exist, without looking at their bytes."""
+    for path, info in _files(folder):
+        with suppress(OSError, ValueError, TypeError, struct.error), open(path, "rb") as file:
+            magic, _, n_about = _HEADER.unpack(file.read(_HEADER.size))
+            about = About(*json.loads(file.read(min(n_about, MOST_HEADER_BYTES))))
+            if magic == MAGIC:
+                yield StoredBlock(path, info.st_size, info.st_mtime, about)
+
+
+def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    for part in folder.glob("[0-9a-f][0-9a-f]"):
+        for path in part.iterdir() if part.is_dir() else ():
+            with suppress(OSError):
+                yield path, path.stat()
+
+
+class ContextStore:
+    """Blocks in `folder`, at most `limit_bytes` of them; None: a tenth of the disk that is free or the store's, at most
+    MOST_AUTO_BYTES. For any thread."""
+
+    def __init__(self, folder: Path, limit_bytes: int | None = None) -> None:
+        self.folder = folder
+        self.is_off = False
+        self.limit_bytes = limit_bytes or 0
+        self._used_bytes = self._uncounted_bytes = 0
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, exist_ok=True)
+            self._check_private()
+            self._secret = self._read_secret()
+            if len(self._secret) != SECRET_BYTES:
+                raise OSError(f"its secret is damaged; delete {self.folder}")
+            remove_abandoned(folder.glob(".block.*"))
+            self._used_bytes = sum(info.st_size for _, info in _files(self.folder))
+            if limit_bytes is None:
+                disk = os.statvfs(folder)
+                free_bytes = disk.f_bavail * disk.f_frsize + self._used_bytes
+                self.limit_bytes = min(free_bytes // AUTO_SHARE, MOST_AUTO_BYTES)
+        except OSError as error:
+            self._turn_off(error)
+
+    def holds(self, name: str) -> bool:
+        """Whether there is a file of this name."""
+        return not self.is_off and self._path(name).exists()
+
+    def names(self, prefix: str) -> list[str]:
+        """Of the blocks whose names begin so, two characters at least."""
+        with suppress(OSError):
+            return sorted(name for name in os.listdir(self._path(prefix).parent) if name.startswith(prefix))
+        return []
+
+    def read(self, name: str) -> memoryview | None:
+        """The bytes of a block; None where it is missing, or not what was written under this name here."""
+        if self.is_off:
+            return None
+        path = self._path(name)
+        try:
+            with open(path, "rb", buffering=0) as file:
+                data = np.empty(os.fstat(file.fileno()).st_size, np.uint8).data
+                n_read = 0
+                while n_read < len(data) and (n := file.readinto(data[n_read:])):
+                    n_read += n
+        except OSError:
+            return None
+        if n_read == len(data) >= _HEADER.size:
+            magic, digest, n_about = _HEADER.unpack_from(data)
+            begin = _HEADER.size + n_about
+            if magic == MAGIC and begin <= len(data) and digest == self._digest(name, [data[_HEADER.size :]]):
+                return data[begin:]
+        self.delete(name)
+        return None
+
+    def write(self, name: str, about: About, parts: Sequence[Buffer]) -> bool:
+        """Keeps a block, in place of others that were used longer ago; False where it could not be."""
+        header = json.dumps(astuple(about)).encode()
+        n_bytes = _HEADER.size + len(header) + sum(len(part) for part in parts)
+        if self.is_off or n_bytes > self.limit_bytes or len(header) > MOST_HEADER_BYTES:
+            return False
+        body = [header, *parts]
+        first, temporary = _HEADER.pack(MAGIC, self._digest(name, body), len(header)), ""
+        try:
+            self._make_room(n_bytes)
+            path = self._path(name)
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            handle, temporary = locked_temporary(self.folder, ".block.", "")
+            with os.fdopen(handle, "wb", buffering=0) as file:
+                for part in (first, *body):
+                    view = memoryview(part)
+                    while view:  # a full disk writes less
+                        view = view[file.write(view) :]
+                os.replace(temporary, path)
+        except OSError as error:
+            with suppress(OSError):
+                os.unlink(temporary)
+            self._turn_off(error)
+            return False
+        self._used_bytes += n_bytes
+        self._uncounted_bytes += n_bytes
+        return True
+
+    def touch(self, names: Sequence[str]) -> set[str]:
+        """Notes that these were used now, the first one last: it is to leave after those that are of no use without it.
+        Returns those that are missing."""
+        now, missing = time.time_ns(), set[str]()
+        for age, name in enumerate(names):
+            try:
+                os.utime(self._path(name), ns=(now - age * 1000, now - age * 1000))
+            except OSError:
+                missing.add(name)
+        return missing
+
+    def delete(self, name: str) -> None:
+        """Removes a block, if it is there and can be."""
+        with suppress(OSError):
+            self._path(name).unlink()
+
+    def _path(self, name: str) -> Path:
+        return self.folder / name[:2] / name
+
+    def _digest(self, name: str, parts: Sequence[Buffer]) -> bytes:
+        digest = hashlib.blake2b(name.encode(), key=self._secret, digest_size=DIGEST_BYTES)
+        for part in parts:
+            digest.update(part)
+        return digest.digest()
+
+    def _check_private(self) -> None:
+        """Only this user may read what others have said to a model. Raises OSError."""
+        info = os.stat(self.folder)
+        if info.st_uid != os.geteuid():
+            raise PermissionError(f"{self.folder} belongs to another user")
+        if stat.S_IMODE(info.st_mode) & 0o077:
+            os.chmod(self.folder, 0o700)
+
+    def _read_secret(self) -> bytes:
+        """The folder's, made by the first process that uses it; whoever replaces it loses all blocks."""
+        path = self.folder / "secret"
+        if not path.exists():
+            handle, temporary = locked_temporary(self.folder, ".block.", "")
+            with os.fdopen(handle, "wb") as file:
+                file.write(secrets.token_bytes(SECRET_BYTES))
+                file.flush()
+                with suppress(FileExistsError):
+                    os.link(temporary, path)
+                os.unlink(temporary)
+        return path.read_bytes()
+
+    def _make_room(self, n_bytes: int) -> None:
+        """Deletes what was used longest ago, where the limit would be passed."""
+        is_counted = self._uncounted_bytes <= self.limit_bytes // UNCOUNTED_PARTS
+        if is_counted and self._used_bytes + n_bytes <= self.limit_bytes:
+            return
+        files = sorted(_files(self.folder), key=lambda file: file[1].st_mtime_ns)  # also those of other processes
+        self._used_bytes, self._uncounted_bytes = sum(info.st_size for _, info in files), 0
+        if self._used_bytes + n_bytes <= self.limit_bytes:
+            return
+        most = self.limit_bytes * KEPT_PARTS[0] // KEPT_PARTS[1]
+        for path, info in files:
+            if self._used_bytes + n_bytes <= most:
+                break
+            with suppress(FileNotFoundError):
+                path.unlink()
+            self._used_bytes -= info.st_size
+
+    def _turn_off(self, error: OSError) -> None:
+        if not self.is_off:
+            self.is_off = True
+            reason = error.strerror or error
+            warnings.warn(
+                f"contexts are not kept on disk: {self.folder}: {reason}; free some space, correct the folder, or give"
+                " context_store=0.",
+                stacklevel=3,
+            )

@@ -1,0 +1,446 @@
+"""What a model has computed of its sequences, kept on disk: a prompt that begins as an earlier one did is restored, and
+only the rest computed, also after the process that computed it was killed.
+
+The KV cache is kept in blocks of BLOCK_TOKENS tokens. A block's name is a hash of everything that its bytes depend on:
+of the model, the build, the options that change what is computed, who owns it, and all tokens up to its end; sequences
+that begin alike have the same blocks. What follows the last full block is kept where a prompt or an answer ends.
+llama.cpp writes and reads one block as the state of a sequence that has only its cells. Models with a recurrent state,
+which cannot be cut, are kept as whole states after some of the tokens.
+"""
+
+from __future__ import annotations
+
+import ctypes as c
+import hashlib
+import itertools
+import queue
+import re
+import struct
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moegguf.engine.batch_invariance import is_batch_invariant
+from moegguf.engine.context_store import About, ContextStore, default_folder
+from moegguf.engine.machine import read_memory
+from moegguf.engine.projector import PLACEHOLDER
+from moegguf.engine.sequences import LONG_ROPE, MAX_SEQUENCES, Tokens
+from moegguf.errors import OptionError
+from moegguf.gguf.fingerprint import header_digest, sampled_digest
+from moegguf.native import library
+from moegguf.native.store import StoreOptions
+from moegguf.processor import read_processor
+from moegguf.quantities import parse_store_size
+from moegguf.settings import read_environment
+
+if TYPE_CHECKING:
+    from moegguf.engine.context import Context
+    from moegguf.engine.load import LoadPlan
+    from moegguf.engine.upstream import UpstreamLlama
+
+BLOCK_TOKENS = 64
+SCRATCH = MAX_SEQUENCES - 1  # a sequence id that llama.cpp has room for, and no context uses
+MOST_QUEUED_BYTES = 64 << 20  # that wait to be written
+READ_AHEAD = 4  # blocks, by
+READERS = 2  # threads
+WHOLE_STEP_TOKENS = 512  # between two whole states of a prompt; half of its tokens where these are more
+NAME_BYTES = 16
+_BYTES = c.POINTER(c.c_uint8)
+_REST = re.compile(r"-(\d\d?)-[0-9a-f]+$")  # of a name: tokens after the last full block
+_STATE = struct.Struct("<4I")  # llama.cpp's magic, the sequence, streams, cells
+_CELL_BYTES = (12, 24)  # position, number of sequences, one sequence; with two coordinates and a token between them
+CONTEXT_FIELDS = (
+    "rope_scaling_type", "pooling_type", "attention_type", "flash_attn_type", "rope_freq_base", "rope_freq_scale",
+    "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow", "yarn_orig_ctx", "type_k", "type_v",
+    "embeddings", "offload_kqv", "swa_full",
+)  # fmt: skip
+LOAD_OPTIONS = (
+    "kv_overrides", "lora_scale", "main_gpu", "n_gpu_layers", "op_offload", "split_mode", "tensor_split",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class KeptCounters:
+    """Since the model was loaded: tokens that were restored, blocks that were written, bytes of these, and blocks that
+    were not written because too many were waiting, or came from the disk damaged."""
+
+    tokens_restored: int = 0
+    blocks_written: int = 0
+    bytes_written: int = 0
+    blocks_dropped: int = 0
+    blocks_damaged: int = 0
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Tokens of a sequence from `begin` to before `end`, and the name of their block."""
+
+    name: str
+    begin: int
+    end: int
+
+
+class KeptContexts:
+    """Those of a loaded model in `store`. All methods but `counters` are for the thread that evaluates."""
+
+    def __init__(
+        self, llm: UpstreamLlama, context: Context, store: ContextStore, load_plan: LoadPlan, moves: StoreOptions
+    ) -> None:
+        self._context = context
+        self._llm: UpstreamLlama = weakref.proxy(llm)  # type: ignore[assignment]  # which holds this object
+        self._store = store
+        self._bindings: Any = library.llama_cpp()
+        self._root = _root(llm, load_plan, moves)
+        self._model = _label(load_plan)
+        n_swa = self._bindings.llama_model_n_swa(llm.model)
+        self._whole = llm._is_stateful or 0 < n_swa < BLOCK_TOKENS
+        self._known = set[str]()  # names of blocks that are there, or about to be
+        self._n_whole_tokens = 0  # of the last whole state
+        self._writer = _Writer(store)
+        self._n_restored = self._n_damaged = self._n_dropped = 0
+
+    @property
+    def counters(self) -> KeptCounters:
+        """What was read and written so far."""
+        written = self._writer
+        return KeptCounters(self._n_restored, written.n_blocks, written.n_bytes, self._n_dropped, self._n_damaged)
+
+    def restore(
+        self,
+        sequence: int,
+        tokens: Tokens,
+        n_held: int,
+        owner: str = "",
+        make_room: Callable[[int], object] = lambda n_tokens: None,
+    ) -> int:
+        """Makes a sequence hold as many of `tokens` as the disk has, but for the last one, where it has more of them
+        than the `n_held` that the sequence begins with; returns how many it holds then. owner: whose blocks these are,
+        "" where all share them. make_room: called with so many tokens that the context needs cells for."""
+        if self._store.is_off or len(tokens) - n_held < 2:
+            return n_held
+        with self._context.lock:
+            parts = self._parts(tokens, owner)
+            if self._whole:
+                n_now = self._restore_whole(sequence, tokens[:-1], n_held, parts, make_room)
+            else:
+                n_now = self._restore_parts(sequence, tokens, n_held, parts, make_room)
+            if n_now != n_held and sequence == 0:
+                self._llm.n_tokens, self._llm._requires_eval = n_now, True
+                self._llm.input_ids[:n_now] = tokens[:n_now]
+            if n_now == len(tokens):
+                n_now = n_now - 1 if self._context.truncate(n_now - 1, sequence) else 0
+        self._n_restored += max(0, n_now - n_held)
+        return n_now
+
+    def keep(self, sequence: int, tokens: Tokens, n_new: int, owner: str = "", goes_on: bool = True) -> None:
+        """Has blocks of a sequence that holds `tokens` written that are not on disk, now that the last `n_new` of them
+        were computed. goes_on: False at the end of a prompt or an answer, where another prompt may go on: then also
+        what follows the last full block."""
+        if self._store.is_off or len(tokens) < BLOCK_TOKENS or (goes_on and len(tokens) % BLOCK_TOKENS >= n_new):
+            return
+        parts = self._parts(tokens, owner)
+        with self._context.lock:
+            if not self._whole:
+                rest = self._rest(parts, tokens) if not goes_on and len(tokens) % BLOCK_TOKENS else []
+                self._keep_parts(sequence, [*parts, *rest])
+            elif parts and (not goes_on or n_new > 1):
+                self._keep_whole(sequence, tokens, parts, goes_on)
+        if not goes_on:
+            self._known -= self._writer.take_missing()
+            self._writer.touch([part.name for part in parts])
+
+    def close(self) -> None:
+        """Writes what waits. Twice is harmless."""
+        self._writer.close()
+
+    def _parts(self, tokens: Tokens, owner: str) -> list[_Part]:
+        """The full blocks of text that these tokens begin with."""
+        ids = np.asarray(tokens, np.int32)
+        images = np.flatnonzero(ids == PLACEHOLDER)
+        n_text = int(images[0]) if images.size else len(ids)
+        name, parts = _hash(self._root, owner.encode()), list[_Part]()
+        for end in range(BLOCK_TOKENS, n_text + 1, BLOCK_TOKENS):
+            name = _hash(name, ids[end - BLOCK_TOKENS : end].tobytes())
+            parts.append(_Part(name.hex(), end - BLOCK_TOKENS, end))
+        return parts
+
+    def _rest(self, parts: Sequence[_Part], tokens: Tokens) -> list[_Part]:
+        """What follows these blocks, which end less than a block before the end of `tokens`; nothing of images."""
+        begin, end = parts[-1].end if parts else 0, len(tokens)
+        rest = np.asarray(tokens[begin:], np.int32)
+        if not parts or not 0 <= end - begin < BLOCK_TOKENS or PLACEHOLDER in rest:
+            return []
+        return [_Part(f"{parts[-1].name}-{end - begin}-{_hash(rest.tobytes()).hex()}", begin, end)]
+
+    def _kept_rest(self, parts: Sequence[_Part], tokens: Tokens) -> list[_Part]:
+        """The longest that is on disk of what follows these blocks and begins as the tokens after them."""
+        kept = self._store.names(f"{parts[-1].name}-") if parts else []
+        sizes = {int(found[1]) for name in kept if (found := _REST.search(name))}
+        for n_tokens in sorted((parts[-1].end + size for size in sizes), reverse=True):
+            rest = self._rest(parts, tokens[:n_tokens]) if n_tokens <= len(tokens) else []
+            if rest and rest[0].name in kept:
+                return rest
+        return []
+
+    # Parts: blocks, the last of which may have fewer tokens.
+
+    def _restore_parts(
+        self, sequence: int, tokens: Tokens, n_held: int, parts: list[_Part], make_room: Callable[[int], object]
+    ) -> int:
+        first = min(n_held // BLOCK_TOKENS, len(parts))
+        there = first + sum(1 for _ in itertools.takewhile(self._holds, parts[first:]))
+        rest = self._kept_rest(parts[:there], tokens)
+        wanted = [*parts[first:there], *rest]
+        if not wanted or wanted[-1].end <= n_held:
+            return n_held
+        begin = wanted[0].begin
+        if not self._context.truncate(begin, sequence):  # all or nothing
+            wanted, begin = [*parts[:there], *rest], 0
+        make_room(wanted[-1].end - begin)
+        n_done = 0
+        for part, block in zip(wanted, self._read_ahead(wanted), strict=True):
+            if block is None or not self._set_part(sequence, part, block):
+                for unusable in wanted[n_done:]:  # so that they are written again
+                    self._store.delete(unusable.name)
+                break
+            n_done += 1
+        names = [part.name for part in wanted[:n_done]]
+        self._known.update(names)
+        self._writer.touch(names)
+        return wanted[n_done - 1].end if n_done else begin
+
+    def _holds(self, part: _Part) -> bool:
+        return self._store.holds(part.name)
+
+    def _read_ahead(self, parts: Sequence[_Part]) -> Iterator[memoryview | None]:
+        """The blocks, read and checked by other threads."""
+        with ThreadPoolExecutor(READERS, "moegguf-contexts") as pool:
+            waiting = deque[Future[memoryview | None]]()
+            for at in range(len(parts)):
+                ahead = parts[at + len(waiting) : at + READ_AHEAD]
+                waiting += [pool.submit(self._read, part.name) for part in ahead]
+                yield waiting.popleft().result()
+
+    def _read(self, name: str) -> memoryview | None:
+        block = self._store.read(name)
+        self._n_damaged += block is None
+        return block
+
+    def _set_part(self, sequence: int, part: _Part, block: memoryview) -> bool:
+        """Adds a block's cells to a sequence; False where these are not its tokens', or there is no room for them."""
+        if not _is_of(block, part):
+            return False
+        memory = self._llm._ctx.memory
+        done = self._set_state(SCRATCH, block)
+        if done:
+            self._bindings.llama_memory_seq_cp(memory, SCRATCH, sequence, -1, -1)
+        self._bindings.llama_memory_seq_rm(memory, SCRATCH, -1, -1)
+        return done
+
+    def _keep_parts(self, sequence: int, parts: Sequence[_Part]) -> None:
+        unknown = [part for part in parts if part.name not in self._known]
+        self._known.update(part.name for part in unknown if self._holds(part))
+        new = [part for part in unknown if part.name not in self._known]
+        memory = self._llm._ctx.memory
+        first = self._bindings.llama_memory_seq_pos_min(memory, sequence)  # earlier cells have left a window
+        if not new or first > new[0].begin:
+            return
+        with self._cells_aside(sequence):
+            for part in new:
+                self._bindings.llama_memory_seq_cp(memory, SCRATCH, sequence, part.begin, part.end)
+                is_kept = self._keep_state(sequence, part)
+                self._bindings.llama_memory_seq_rm(memory, sequence, -1, -1)
+                if not is_kept:
+                    return
+
+    @contextmanager
+    def _cells_aside(self, sequence: int) -> Iterator[None]:
+        """The block in which the cells of a sequence are those of SCRATCH, and it has none."""
+        memory, bindings = self._llm._ctx.memory, self._bindings
+        bindings.llama_memory_seq_cp(memory, sequence, SCRATCH, -1, -1)
+        bindings.llama_memory_seq_rm(memory, sequence, -1, -1)
+        try:
+            yield
+        finally:
+            bindings.llama_memory_seq_cp(memory, SCRATCH, sequence, -1, -1)
+            bindings.llama_memory_seq_rm(memory, SCRATCH, -1, -1)
+
+    def _keep_state(self, sequence: int, part: _Part) -> bool:
+        """Has the state of a sequence written as this part; False where it cannot be, or too much waits already."""
+        n_bytes = self._bindings.llama_state_seq_get_size(self._llm.ctx, sequence)
+        if not self._writer.has_room(n_bytes):
+            self._n_dropped += 1
+            return False
+        data = np.empty(n_bytes, np.uint8)
+        pointer = data.ctypes.data_as(_BYTES)
+        if self._bindings.llama_state_seq_get_data(self._llm.ctx, pointer, n_bytes, sequence) != n_bytes:
+            return False
+        if not self._whole and not _is_of(data.data, part):
+            return False
+        self._known.add(part.name)
+        self._writer.put(part.name, About(self._model, part.end, part.end - part.begin), data.data)
+        return True
+
+    def _set_state(self, sequence: int, block: memoryview) -> bool:
+        pointer = np.frombuffer(block, np.uint8).ctypes.data_as(_BYTES)
+        return bool(self._bindings.llama_state_seq_set_data(self._llm.ctx, pointer, len(block), sequence))
+
+    # Whole states, named as what follows the last full block.
+
+    def _restore_whole(
+        self, sequence: int, tokens: Tokens, n_held: int, parts: list[_Part], make_room: Callable[[int], object]
+    ) -> int:
+        for n_full in range(min(len(tokens) // BLOCK_TOKENS, len(parts)), n_held // BLOCK_TOKENS, -1):
+            for rest in self._kept_rest(parts[:n_full], tokens):
+                if (block := self._read(rest.name)) is not None and rest.end > n_held:
+                    make_room(rest.end)
+                    memory, found = self._llm._ctx.memory, self._set_state(sequence, block)
+                    n_found = self._bindings.llama_memory_seq_pos_max(memory, sequence) + 1 if found else 0
+                    self._writer.touch([rest.name])
+                    self._n_whole_tokens = rest.end
+                    if n_found != rest.end:
+                        self._store.delete(rest.name)
+                        self._context.truncate(0, sequence)
+                    return rest.end if n_found == rest.end else 0
+        return n_held
+
+    def _keep_whole(self, sequence: int, tokens: Tokens, parts: Sequence[_Part], goes_on: bool) -> None:
+        if len(tokens) < self._n_whole_tokens:
+            self._n_whole_tokens = 0  # another conversation's
+        n_next = self._n_whole_tokens + max(WHOLE_STEP_TOKENS, self._n_whole_tokens // 2)
+        if goes_on and len(tokens) < n_next:
+            return
+        n_bytes = self._bindings.llama_state_seq_get_size(self._llm.ctx, sequence)
+        for part in self._rest(parts, tokens):
+            if not self._holds(part) and n_bytes < read_memory().available_bytes // 2:
+                self._keep_state(sequence, replace(part, begin=0))
+        self._n_whole_tokens = len(tokens)
+
+
+def open_contexts(
+    llm: UpstreamLlama, context: Context, load_plan: LoadPlan, moves: StoreOptions, limit: str | int
+) -> KeptContexts | None:
+    """Those of a model that was loaded by this plan, in the user's cache folder, where its context can have any. limit:
+    of the folder, as an option. Raises OptionError for one that cannot be read."""
+    try:
+        limit_bytes = parse_store_size(limit)
+    except ValueError as error:
+        raise OptionError(f"context_store: {error}.") from None
+    options = load_plan.options
+    unused = options.get("logits_all") or options.get("embedding") or llm._ctx.memory is None
+    if limit_bytes == 0 or unused or llm.context_params.n_seq_max > SCRATCH:
+        return None
+    store = ContextStore(default_folder(), limit_bytes)
+    return None if store.is_off else KeptContexts(llm, context, store, load_plan, moves)
+
+
+class _Writer:
+    """Writes blocks to a store on a thread of its own, and tells it which ones were used."""
+
+    def __init__(self, store: ContextStore) -> None:
+        self._store = store
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # of the next three
+        self._n_queued_bytes = 0
+        self._missing = set[str]()
+        self.n_blocks = self.n_bytes = 0
+        self._thread = threading.Thread(target=self._run, name="moegguf-contexts", daemon=True)
+        self._thread.start()
+
+    def has_room(self, n_bytes: int) -> bool:
+        """Whether so many bytes may wait, too."""
+        with self._lock:
+            return not self._n_queued_bytes or self._n_queued_bytes + n_bytes <= MOST_QUEUED_BYTES
+
+    def put(self, name: str, about: About, data: memoryview) -> None:
+        """Has a block written, which is missing if that fails."""
+
+        def write() -> None:
+            is_written = self._store.write(name, about, [data])
+            with self._lock:
+                self._n_queued_bytes -= len(data)
+                if is_written:
+                    self.n_blocks, self.n_bytes = self.n_blocks + 1, self.n_bytes + len(data)
+                else:
+                    self._missing.add(name)
+
+        with self._lock:
+            self._n_queued_bytes += len(data)
+        self._jobs.put(write)
+
+    def touch(self, names: Sequence[str]) -> None:
+        """Notes that these are used now, and which of them are missing."""
+
+        def touch() -> None:
+            missing = self._store.touch(names)
+            with self._lock:
+                self._missing.update(missing)
+
+        self._jobs.put(touch)
+
+    def take_missing(self) -> set[str]:
+        """Blocks that were found missing since the last call."""
+        with self._lock:
+            missing, self._missing = self._missing, set()
+        return missing
+
+    def close(self) -> None:
+        """Writes what waits, and ends. Twice is harmless."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+
+def _is_of(block: memoryview, part: _Part) -> bool:
+    """Whether a state of one sequence has the cells of the part's tokens, each once and in any order of cells."""
+    n_tokens = part.end - part.begin
+    if len(block) < _STATE.size or _STATE.unpack_from(block)[2:] != (1, n_tokens):
+        return False
+    for n_bytes in _CELL_BYTES:
+        cells = np.frombuffer(block[_STATE.size :][: n_tokens * n_bytes // 4 * 4], np.uint8)
+        if len(cells) == n_tokens * n_bytes:
+            fields = cells.view(np.int32).reshape(n_tokens, -1)
+            if (fields[:, 1] == 1).all() and (np.sort(fields[:, 0]) == np.arange(part.begin, part.end)).all():
+                return True
+    return False
+
+
+def _hash(*parts: bytes) -> bytes:
+    return hashlib.blake2b(b"".join(parts), digest_size=NAME_BYTES).digest()
+
+
+def _root(llm: UpstreamLlama, load_plan: LoadPlan, store: StoreOptions) -> bytes:
+    """A hash of all that blocks depend on but tokens: those of another model, build or option have other names."""
+    layout, plan, options, params = load_plan.layout, load_plan.plan, load_plan.options, llm.context_params
+    adapter = options.get("lora_path")
+    parts = {
+        "model": (header_digest(layout.shards), sampled_digest(tuple(shard.path for shard in layout.shards))),
+        "adapter": adapter and (sampled_digest((Path(adapter),)), options.get("lora_scale")),
+        "build": library.build_identity(),
+        "processor": sorted(read_processor().flags),
+        "kernels": (read_environment().kernels, load_plan.hooks, store.repack, plan.exact),
+        "devices": (plan.device, plan.layers_on, plan.whole_layers),
+        "layers": [(part.name, part.layers) for part in plan.devices],
+        "context": {name: getattr(params, name) for name in CONTEXT_FIELDS},
+        "options": {name: options.get(name) for name in LOAD_OPTIONS},
+        "rope": options["n_ctx"] if any(name.endswith(LONG_ROPE) for name in layout.tensor_types) else 0,
+        "passes": None if is_batch_invariant(llm, layout, plan) else (params.n_batch, params.n_ubatch),
+    }
+    return _hash(repr(parts).encode())
+
+
+def _label(load_plan: LoadPlan) -> str:
+    """The model's name for people: its file's, or of a file named by a digest, what its header says."""
+    name = load_plan.layout.shards[0].path.stem
+    return str(load_plan.layout.metadata.get("general.name", name)) if name.startswith("sha256-") else name

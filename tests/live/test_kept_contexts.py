@@ -1,0 +1,254 @@
+"""Contexts on disk: after a restore every logit is that of never having stopped, and what is damaged is computed."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from answering import DEMO, TinyModel
+from hybrid_model import write_hybrid
+
+from moegguf.engine.context_store import About, ContextStore, default_folder, stored_blocks
+from moegguf.engine.kept_contexts import BLOCK_TOKENS
+from moegguf.engine.llama import Llama
+from moegguf.generate.engine import Engine, EngineAnswer
+from moegguf.generate.request import Sampling
+from moegguf.quantities import GIB
+
+N_PROMPT, N_NEW = 5 * BLOCK_TOKENS + 9, BLOCK_TOKENS + 20
+MODELS = {"demo": DEMO, "iswa": "tiny-gpt-oss", "deepseek": "tiny-deepseek2", "qwen3": "tiny-qwen3moe"}
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("MOEGGUF_CONTEXT_STORE", "1GiB")
+
+
+def prompt_of(n_tokens: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(5, 900, n_tokens).tolist()
+
+
+def engine(model: Path | str, **options: Any) -> Engine:
+    return Engine(model, **{"parallel": 2, "n_ctx": 1024, "n_threads": 1, **options})
+
+
+def answer(engine: Engine, prompt: Sequence[int], owner: str = "", **sampling: Any) -> EngineAnswer:
+    """With the logits of every token of it, as logprobs of many."""
+    (found,) = engine.generate(
+        list(prompt),
+        Sampling(**{"temperature": 0.0, "max_tokens": N_NEW, **sampling}),
+        n_logprobs=20,
+        return_context=True,
+        owner=owner,
+    )
+    if found.error:
+        raise found.error
+    return found
+
+
+def computed(found: EngineAnswer) -> tuple[int, int]:
+    return found.timing.prompt_tokens, found.timing.disk_tokens
+
+
+@pytest.fixture
+def unkept(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EngineAnswer]:
+    """The answer of an engine that keeps nothing, in an empty context."""
+
+    def ask(model: Path | str, prompt: Sequence[int], **options: Any) -> EngineAnswer:
+        with engine(model, context_store=0, **options) as alone:
+            return answer(alone, prompt)
+
+    return ask
+
+
+@pytest.mark.parametrize("n_parallel", [1, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_restored_context_goes_on_with_the_same_bits(
+    name: str, n_parallel: int, tiny: TinyModel, unkept: Callable[..., EngineAnswer]
+) -> None:
+    model, prompt = MODELS[name] if name == "demo" else tiny(MODELS[name]), prompt_of(N_PROMPT)
+    expected = unkept(model, prompt)
+    for n_computed, n_disk in ((N_PROMPT, 0), (1, N_PROMPT - 1)):
+        with engine(model, parallel=n_parallel) as first:
+            assert first.llm.batch_invariant
+            found = answer(first, prompt)
+            assert (found.text, found.logprobs) == (expected.text, expected.logprobs)
+            assert computed(found) == (n_computed, n_disk)
+    longer = [*expected.timing.context, *prompt_of(70, seed=1)]  # the next turn
+    expected = unkept(model, longer)
+    with engine(model, parallel=n_parallel) as later:
+        found = answer(later, longer)
+        assert (found.text, found.logprobs) == (expected.text, expected.logprobs)
+        assert computed(found) == (71, len(longer) - 71)  # the last token of the answer was not evaluated
+
+
+@pytest.mark.parametrize("name", ["demo", "iswa"])
+def test_another_question_computes_only_the_rest(
+    name: str, tiny: TinyModel, unkept: Callable[..., EngineAnswer]
+) -> None:
+    model, prompt = MODELS[name] if name == "demo" else tiny(MODELS[name]), prompt_of(N_PROMPT)
+    others = [[*prompt[: 4 * BLOCK_TOKENS + 7], *prompt_of(30, seed)] for seed in (1, 2)]
+    expected = [unkept(model, other) for other in others]
+    with engine(model) as first:
+        answer(first, prompt)
+    with engine(model) as later:
+        for other, wanted in zip(others, expected, strict=True):
+            found = answer(later, other)
+            assert (found.text, found.logprobs) == (wanted.text, wanted.logprobs)
+        kept = later.llm.contexts
+        assert kept is not None
+        assert kept.counters.tokens_restored >= 4 * BLOCK_TOKENS
+
+
+def test_whole_states_are_kept_of_what_cannot_be_cut(tmp_path: Path, unkept: Callable[..., EngineAnswer]) -> None:
+    model, prompt = write_hybrid(tmp_path / "hybrid.gguf"), prompt_of(N_PROMPT)
+    with engine(model, context_store=0) as never_stopped:
+        assert never_stopped.llm.n_seq_max == 1
+        first_turn = answer(never_stopped, prompt)
+        longer = [*first_turn.timing.context, *prompt_of(70, seed=1)]
+        expected = answer(never_stopped, longer)
+        assert computed(expected) == (71, 0)  # the last token of the answer was not evaluated
+    with engine(model) as first:
+        assert answer(first, prompt).logprobs == first_turn.logprobs
+    with engine(model) as later:
+        found = answer(later, longer)
+        assert found.logprobs == expected.logprobs
+        assert computed(found) == (71, len(longer) - 71)
+    with engine(model) as again:
+        assert computed(answer(again, [*prompt, *prompt_of(5, seed=2)])) == (5, N_PROMPT)
+        assert computed(answer(again, prompt)) == (N_PROMPT, 0)  # its last state has all of its tokens
+    for block in stored_blocks(default_folder()):
+        block.path.write_bytes(block.path.read_bytes()[:-1] + b"?")
+    with engine(model) as damaged:
+        assert answer(damaged, prompt).logprobs == first_turn.logprobs
+
+
+def test_the_methods_of_llama_go_on_from_the_disk(unkept: Callable[..., EngineAnswer]) -> None:
+    prompt, options = prompt_of(N_PROMPT), {"n_ctx": 1024, "flash_attn": True, "verbose": False, "n_threads": 1}
+    logits = []
+    for n_evaluated in (N_PROMPT, 1):
+        with Llama(DEMO, **options) as llm:
+            steps = llm.generate(prompt, temp=0.0)
+            tokens = [next(steps) for _ in range(3)]
+            logits.append((tokens, llm.context.logits().copy().tobytes()))
+            steps.close()
+            assert llm.stats().tokens == n_evaluated + 2
+    assert logits[0] == logits[1]
+
+
+def test_other_computations_have_other_blocks(tiny: TinyModel, tmp_path: Path) -> None:
+    prompt, copy = prompt_of(N_PROMPT), tmp_path / "copy.gguf"
+    path = tiny("tiny-qwen3moe")
+    with engine(path) as first:
+        answer(first, prompt)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 : len(data) // 2 + 4096] = bytes(4096)  # another training of the same shape
+    copy.write_bytes(data)
+    os.utime(copy, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
+    for options in ({"type_k": 0}, {"rope_freq_base": 1e4}, {"flash_attn": False}, {"model": copy}):
+        with engine(**{"model": path, **options}) as other:
+            assert computed(answer(other, prompt))[1] == 0, options
+    with engine(path, n_ctx=512, expert_cache="60%", parallel=1) as same:
+        assert computed(answer(same, prompt)) == (1, N_PROMPT - 1)
+
+
+def test_owners_share_no_block() -> None:
+    prompt = prompt_of(N_PROMPT)
+    for n_disk in (0, N_PROMPT - 1):
+        with engine(DEMO) as each:
+            for owner in ("a", "b", ""):
+                assert computed(answer(each, prompt, owner=owner)) == (N_PROMPT - n_disk, n_disk)
+
+
+def block_paths() -> list[Path]:
+    """Of the full blocks of the prompt, in their order."""
+    blocks = sorted(stored_blocks(default_folder()), key=lambda block: block.about.n_tokens)
+    return [block.path for block in blocks if block.about.n_own_tokens == BLOCK_TOKENS][:5]
+
+
+def crafted(path: Path, index: int) -> None:
+    """With the right checksum: another type of K, more rows than there are, positions of another block."""
+    store = ContextStore(default_folder(), GIB)
+    data = store.read(path.name)
+    assert data is not None
+    words = np.frombuffer(data, np.int32).copy()
+    words[{0: 4 + 3 * BLOCK_TOKENS + 2, 1: 3, 2: 4}[index]] += 1
+    store.write(path.name, About("", 0, 0), [words.tobytes()])
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "a flipped byte": lambda path: path.write_bytes(path.read_bytes()[:-1] + b"?"),
+    "deleted": lambda path: path.unlink(),
+    "a crafted type": lambda path: crafted(path, 0),
+    "a crafted number of cells": lambda path: crafted(path, 1),
+    "a crafted position": lambda path: crafted(path, 2),
+    "a crafted end": lambda path: ContextStore(default_folder(), GIB).write(path.name, About("", 0, 0), [b"x" * 5000]),
+}
+
+
+@pytest.mark.parametrize("n_damaged", [1, 5])
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_what_cannot_be_used_is_computed(
+    damage: Callable[[Path], object], n_damaged: int, unkept: Callable[..., EngineAnswer]
+) -> None:
+    prompt = prompt_of(N_PROMPT)
+    expected = unkept(DEMO, prompt)
+    with engine(DEMO) as first:
+        answer(first, prompt)
+    paths = block_paths()
+    for path in paths[2:3] if n_damaged == 1 else paths:
+        damage(path)
+    with engine(DEMO) as later:
+        found = answer(later, prompt)
+        assert (found.text, found.logprobs) == (expected.text, expected.logprobs)
+        assert found.timing.disk_tokens == (2 * BLOCK_TOKENS if n_damaged == 1 else 0)
+    with engine(DEMO) as again:  # what was computed took its place
+        found = answer(again, prompt)
+        assert found.logprobs == expected.logprobs
+        assert computed(found) == (1, N_PROMPT - 1)
+
+
+def test_a_disk_that_is_full_costs_a_warning_and_no_answer(
+    monkeypatch: pytest.MonkeyPatch, unkept: Callable[..., EngineAnswer]
+) -> None:
+    prompt = prompt_of(N_PROMPT)
+    expected = unkept(DEMO, prompt)
+    with engine(DEMO) as first:
+        assert first.llm.contexts is not None
+        monkeypatch.setattr("os.replace", _no_space)
+        with pytest.warns(UserWarning, match="not kept on disk") as warned:
+            found = [answer(first, prompt_of(N_PROMPT, 1)), answer(first, prompt)][1]
+        assert len(warned) == 1
+        assert found.logprobs == expected.logprobs
+
+
+def _no_space(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_old_sequences_give_way_to_what_is_restored(unkept: Callable[..., EngineAnswer]) -> None:
+    prompts = [prompt_of(N_PROMPT, seed) for seed in range(4)]
+    expected = [unkept(DEMO, prompt).logprobs for prompt in prompts]
+    for n_computed in (N_PROMPT, 1):
+        with engine(DEMO, parallel=4, n_ctx=512, kv_tokens=1024) as small:
+            found = [answer(small, prompt) for prompt in prompts]
+        assert [each.logprobs for each in found] == expected
+        assert [each.timing.prompt_tokens for each in found] == [n_computed] * 4
+
+
+def test_what_was_computed_with_dropped_tokens_is_not_kept(unkept: Callable[..., EngineAnswer]) -> None:
+    prompt, sampling = prompt_of(200), {"max_tokens": 300}
+    with engine(DEMO, parallel=1, n_ctx=256, context_store=0) as alone:
+        expected = answer(alone, prompt, **sampling)
+        assert expected.timing.n_shifts
+    for _ in range(2):
+        with engine(DEMO, parallel=1, n_ctx=256) as kept:
+            assert answer(kept, prompt, **sampling).logprobs == expected.logprobs
+    assert max(block.about.n_tokens for block in stored_blocks(default_folder())) < 256

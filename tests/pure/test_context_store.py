@@ -1,0 +1,192 @@
+"""The folder of kept contexts: what is written is read again or missing, within a limit, by several processes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from moegguf.engine import context_store
+from moegguf.engine.context_store import About, ContextStore, stored_blocks
+from moegguf.quantities import GIB, MIB
+
+ABOUT = About("demo", 128, 64)
+NAMES = [f"{i:02x}" * 16 for i in range(40)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "contexts"
+
+
+@pytest.fixture
+def store(folder: Path) -> ContextStore:
+    return ContextStore(folder, GIB)
+
+
+def path_of(folder: Path, name: str) -> Path:
+    return folder / name[:2] / name
+
+
+def test_a_block_is_read_as_it_was_written_also_by_another_process(store: ContextStore, folder: Path) -> None:
+    data = os.urandom(100_000)
+    assert store.write(NAMES[0], ABOUT, [data[:10], data[10:]])
+    for each in (store, ContextStore(folder, GIB)):
+        assert each.holds(NAMES[0])
+        assert bytes(each.read(NAMES[0]) or b"") == data
+        assert [(block.path.name, block.about) for block in stored_blocks(folder)] == [(NAMES[0], ABOUT)]
+        assert each.names(NAMES[0][:8]) == [NAMES[0]]
+    assert store.read(NAMES[1]) is None
+    store.delete(NAMES[0])
+    assert not store.holds(NAMES[0])
+
+
+def test_only_the_user_may_read_it(store: ContextStore, folder: Path) -> None:
+    store.write(NAMES[0], ABOUT, [b"secret"])
+    folder.chmod(0o755)
+    ContextStore(folder, GIB)
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.rglob("*"))}
+    assert {mode for path, mode in modes.items() if path.is_dir()} == {0o700}
+    assert {mode for path, mode in modes.items() if path.is_file()} == {0o600}
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "a flipped bit": lambda data: data[:5000] + bytes([data[5000] ^ 1]) + data[5001:],
+    "a flipped bit of what is said about it": lambda data: data[:50] + bytes([data[50] ^ 1]) + data[51:],
+    "truncated": lambda data: data[:-1],
+    "longer": lambda data: data + b"\0",
+    "empty": lambda data: b"",
+    "zeros at the end": lambda data: data[:4096] + bytes(len(data) - 4096),
+    "another version": lambda data: b"moegguf\x02" + data[8:],
+    "a header that is longer than the file": lambda data: data[:40] + b"\xff\xff\xff\xff" + data[44:],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_block_is_missing_and_deleted(
+    store: ContextStore, folder: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    store.write(NAMES[0], ABOUT, [os.urandom(10_000)])
+    path = path_of(folder, NAMES[0])
+    path.write_bytes(damage(path.read_bytes()))
+    list(stored_blocks(folder))
+    assert store.read(NAMES[0]) is None
+    assert not path.exists()
+
+
+def test_a_block_of_another_name_or_folder_is_missing(store: ContextStore, folder: Path, tmp_path: Path) -> None:
+    other = ContextStore(tmp_path / "other", GIB)
+    other.write(NAMES[0], ABOUT, [b"one"])
+    store.write(NAMES[1], ABOUT, [b"two"])
+    path_of(folder, NAMES[0]).parent.mkdir()
+    path_of(tmp_path / "other", NAMES[0]).rename(path_of(folder, NAMES[0]))
+    path_of(folder, NAMES[2]).parent.mkdir()
+    path_of(folder, NAMES[1]).rename(path_of(folder, NAMES[2]))
+    assert store.read(NAMES[0]) is None
+    assert store.read(NAMES[2]) is None
+
+
+def test_what_was_used_longest_ago_leaves_first(folder: Path) -> None:
+    store, part = ContextStore(folder, 10 * MIB), os.urandom(MIB)
+    for name in NAMES[:9]:
+        store.write(name, ABOUT, [part])
+        os.utime(path_of(folder, name), (0, 0))
+    assert store.touch([NAMES[1], NAMES[0], NAMES[30]]) == {NAMES[30]}
+    for name in NAMES[9:14]:
+        store.write(name, ABOUT, [part])
+        assert sum(block.n_bytes for block in stored_blocks(folder)) <= 10 * MIB
+    left = {block.path.name for block in stored_blocks(folder)}
+    assert {NAMES[0], NAMES[1], *NAMES[9:14]} <= left
+    assert not set(NAMES[2:6]) & left
+    used_s = {block.path.name: block.used_s for block in stored_blocks(folder)}
+    assert used_s[NAMES[1]] > used_s[NAMES[0]]  # a prefix leaves after what goes on from it
+    assert not store.write(NAMES[20], ABOUT, [bytes(11 * MIB)])  # more than there may be at all
+    assert {block.path.name for block in stored_blocks(folder)} == left
+
+
+def test_several_processes_stay_below_the_limit_together(folder: Path) -> None:
+    stores, part = [ContextStore(folder, 20 * MIB) for _ in range(2)], os.urandom(MIB)
+    for i, name in enumerate(NAMES):
+        stores[i % 2].write(name, ABOUT, [part])
+    left = list(stored_blocks(folder))
+    assert sum(block.n_bytes for block in left) <= 22 * MIB  # each counts the other's blocks once in a while
+    for block in left:  # which one of them deletes while the other reads
+        stores[0].delete(block.path.name)
+        assert stores[1].read(block.path.name) is None
+    assert not stores[1].is_off
+
+
+def test_auto_is_a_tenth_of_the_free_disk_and_16_gib_at_most(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = os.statvfs_result((4096, 4096, 10**9, 10**6, 10**6, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: free)
+    ContextStore(folder, GIB).write(NAMES[0], ABOUT, [bytes(10 * MIB)])
+    assert ContextStore(folder, None).limit_bytes // MIB == (4096 * 10**6 + 10 * MIB) // 10 // MIB
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((4096, 4096, 0, 10**9, 10**9, 0, 0, 0, 0, 255)))
+    assert ContextStore(folder, None).limit_bytes == 16 * GIB
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT])
+def test_a_disk_that_refuses_turns_it_off_with_one_warning(
+    store: ContextStore, folder: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    store.write(NAMES[0], ABOUT, [b"one"])
+
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(context_store.os, "replace", refuse)
+    with pytest.warns(UserWarning, match=f"not kept on disk: .*{os.strerror(code)}") as warned:
+        assert not any(store.write(name, ABOUT, [b"two"]) for name in NAMES[1:3])
+    assert len(warned) == 1
+    assert store.is_off
+    assert store.read(NAMES[0]) is None
+    assert not list(folder.glob(".block.*"))
+
+
+def test_a_folder_that_cannot_be_made_or_is_anothers_turns_it_off(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.warns(UserWarning, match="not kept on disk"):
+        assert ContextStore(tmp_path / "file" / "contexts", GIB).is_off
+    ContextStore(folder, GIB)
+    (folder / "secret").write_bytes(b"short")
+    with pytest.warns(UserWarning, match="secret is damaged"):
+        assert ContextStore(folder, GIB).is_off
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.warns(UserWarning, match="belongs to another user"):
+        assert ContextStore(folder, GIB).is_off
+
+
+WRITER = """
+import os, sys
+from pathlib import Path
+from moegguf.engine.context_store import About, ContextStore
+store = ContextStore(Path(sys.argv[1]), 1 << 30)
+for i in range(10**9):
+    name = os.urandom(16).hex()
+    store.write(name, About(name, i, i), [bytes.fromhex(name) * 4096])
+    print(name, flush=True)
+"""
+
+
+def test_writers_that_are_killed_leave_whole_blocks_or_none(folder: Path) -> None:
+    for turn in range(3):
+        with subprocess.Popen([sys.executable, "-c", WRITER, folder], stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdout is not None
+            written = [child.stdout.readline() for _ in range(1 + turn * 3)]
+            child.send_signal(signal.SIGKILL)  # at some moment of the next one
+            written += child.stdout.read().splitlines(keepends=True)
+        store = ContextStore(folder, GIB)
+        assert not list(folder.glob(".block.*"))
+        for name in (line.strip() for line in written if line.endswith("\n")):
+            assert bytes(store.read(name) or b"") == bytes.fromhex(name) * 4096
+        for block in list(stored_blocks(folder)):
+            assert store.read(block.path.name) is not None
