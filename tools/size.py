@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html")
 VENDORED = ("moegguf/server/static/vendor/",)  # libraries with a licence of their own: not counted
-GOALS = {"moegguf": 1_230, "tests": 44_470, "tools + predictors": 14_000}
+GOALS = {"moegguf": 1_230, "tests": 44_480, "tools + predictors": 14_000}
 LIMITS = {
     "moegguf": 1_230,
     "moegguf/bench": 1_320,
@@ -23,7 +23,7 @@ LIMITS = {
     "moegguf/cli": 3_340,
     "moegguf/controller": 3_500,
     "moegguf/engine": 7_670,
-    "moegguf/generate": 4_760,
+    "moegguf/generate": 4_780,
     "moegguf/gguf": 1_910,
     "moegguf/models": 3_130,
     "moegguf/native": 17_280,
@@ -32,7 +32,7 @@ LIMITS = {
     "moegguf/terminal": 1_740,
     "moegguf/trace": 2_110,
     "predictors": 5_910,
-    "tests": 44_470,
+    "tests": 44_480,
     "tools": 5_570,
 }
 

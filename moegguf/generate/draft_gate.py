@@ -113,14 +113,17 @@ class DraftGate:
         """Acceptance of each source in one answer."""
         return [Acceptance(0.5, self.options.memory, base) for base in self.acceptance]
 
+    def pauses(self, n_sequences: int) -> bool:
+        """Whether nothing is drafted in the next pass, in which so many sequences decode, whatever they are."""
+        return self._balance_s < 0 or self._of(n_sequences).base_s is None
+
     def widths(self, answers: Sequence[Sequence[Acceptance]]) -> list[list[int]]:
         """The most tokens that each source may draft for each of the answers that decode in the next pass."""
         times = self._of(len(answers))
-        base_s = times.base_s
+        base_s, cost = times.base_s, times.cost
         nothing = [[0] * len(of_answer) for of_answer in answers]
-        if base_s is None or self._balance_s < 0:
+        if base_s is None or self.pauses(len(answers)):
             return nothing
-        cost = times.cost
         worth = 1 / len(answers)  # of a token, in undrafted passes
         known = max(self.options.trial_tokens, 2 * times.widest)  # what wider passes cost is not
         risk = int((self._balance_s / base_s + 1) / cost)
@@ -137,9 +140,13 @@ class DraftGate:
             return nothing
         return [[tried] * len(answers[0]), *nothing[1:]]
 
-    def ran(self, n_sequences: int, n_drafted: int, n_accepted: int, seconds: float) -> None:
-        """A pass in which so many sequences decode was computed."""
+    def ran(self, n_sequences: int, n_drafted: int, n_accepted: int, seconds: float, spent_s: float = 0.0) -> None:
+        """A pass in which so many sequences decode was computed. spent_s: the part of it that looked for drafts; it is
+        lost where there were none."""
         times = self._of(n_sequences)
+        if n_drafted == 0:
+            seconds -= spent_s
+            self._balance_s -= spent_s
         base_s, added_s = times.base_s, times.note(n_drafted, seconds)
         self._balance_s += self.options.loss * seconds
         if base_s is not None:

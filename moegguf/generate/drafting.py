@@ -37,21 +37,28 @@ class Drafter:
     def __init__(self, llm: Llama, drafts: Drafts, gate: DraftGate) -> None:
         self.gate = gate
         self._llm, self._drafts = llm, drafts
-        self._aside_s = 0.0  # in this pass, for what drafts need once
+        self._spent_s = 0.0  # in this pass, looking for drafts
+        self._once_s = 0.0  # in this pass, for what drafts of a text need once
         self._texts: dict[int, _Text] = {}  # by sequence
         self._verified: list[tuple[int, int]] = []  # of this pass: tokens drafted, and accepted
 
     def propose(self, answers: Sequence[BatchedAnswer]) -> None:
         """Sets the drafts of answers that decode together in the next pass; nobody else takes part in it."""
-        texts = [self._updated(answer) for answer in answers]
-        widths = self.gate.widths([text.acceptance for text in texts])
-        wanted = [
-            (sequence_of(answer), [min(width, self._room(answer)) for width in of_answer])
-            for answer, of_answer in zip(answers, widths, strict=True)
-        ]
-        if not any(any(most) for _, most in wanted):
+        if self.gate.pauses(len(answers)):
             return
-        n_left = self._llm.n_batch - len(answers)
+        start_s = time.perf_counter()
+        texts = [self._text_of(answer) for answer in answers]
+        widths = self.gate.widths([text.acceptance for text in texts])
+        if any(map(any, widths)):
+            self._draft(texts, widths)
+        self._spent_s = time.perf_counter() - start_s - self._once_s
+
+    def _draft(self, texts: Sequence[_Text], widths: Sequence[Sequence[int]]) -> None:
+        wanted = [
+            (self._told(text), [min(width, self._room(text.answer)) for width in of_answer])
+            for text, of_answer in zip(texts, widths, strict=True)
+        ]
+        n_left = self._llm.n_batch - len(texts)
         for text, draft in zip(texts, self._drafts.draft(wanted), strict=True):
             text.answer.draft, text.source = draft.tokens[:n_left], draft.source
             n_left -= len(text.answer.draft)
@@ -70,22 +77,26 @@ class Drafter:
         """A pass took so long in which so many sequences decoded, and nothing else."""
         n_drafted, n_accepted = (sum(counts) for counts in zip((0, 0), *self._verified, strict=True))
         self._verified.clear()
-        self.gate.ran(n_sequences, n_drafted, n_accepted, seconds - self._aside_s)
-        self._aside_s = 0.0
+        self.gate.ran(n_sequences, n_drafted, n_accepted, seconds - self._once_s, self._spent_s)
+        self._spent_s = self._once_s = 0.0
 
-    def _updated(self, answer: BatchedAnswer) -> _Text:
-        """What is known of an answer, with its new tokens."""
+    def _text_of(self, answer: BatchedAnswer) -> _Text:
+        """What is known of an answer; nothing, when it is new, or has lost a part of its context."""
         sequence, n_shifts = sequence_of(answer), answer.timing.n_shifts
         text = self._texts.get(sequence)
         if text is None or text.answer is not answer or text.n_shifts != n_shifts:
             text = self._texts[sequence] = _Text(answer, self.gate.of_answer(), n_shifts)
-        is_new, start_s = text.n_tokens == 0, time.perf_counter()
-        self._drafts.set_tokens(sequence, text.n_tokens, answer.context[text.n_tokens :])
-        text.n_tokens = len(answer.context)
-        if is_new:
-            self._drafts.follow(sequence)
-            self._aside_s += time.perf_counter() - start_s
         return text
+
+    def _told(self, text: _Text) -> int:
+        """The sequence of a text, whose new tokens `Drafts` knows then."""
+        sequence, start_s, n_known = sequence_of(text.answer), time.perf_counter(), text.n_tokens
+        self._drafts.set_tokens(sequence, n_known, text.answer.context[n_known:])
+        text.n_tokens = len(text.answer.context)
+        if n_known == 0:
+            self._drafts.follow(sequence)
+            self._once_s += time.perf_counter() - start_s
+        return sequence
 
     def _room(self, answer: BatchedAnswer) -> int:
         """Tokens that a draft may have: the context is full, and the answer ends, in the same pass as without."""

@@ -43,6 +43,9 @@ KINDS: dict[str, dict[str, Any]] = {
 class Eager(DraftGate):
     """Always drafts, as long as it may."""
 
+    def pauses(self, n_sequences: int) -> bool:
+        return False
+
     def widths(self, answers: Sequence[Sequence[Acceptance]]) -> list[list[int]]:
         return [[WIDTH] * len(of_answer) for of_answer in answers]
 

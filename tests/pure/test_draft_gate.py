@@ -80,3 +80,13 @@ def test_the_time_of_a_pass_without_drafts_is_measured_again() -> None:
     simulation.speed(600, lambda _: 1.0)
     drafted = "".join("d" if width else "." for width in simulation.widths[20:])
     assert "d" * 8 in drafted and "d" * 9 not in drafted
+
+
+def test_looking_for_drafts_in_vain_costs_less_than_a_hundredth() -> None:
+    gate, n_passes, seconds = DraftGate(), 2000, 0.0
+    for _ in range(n_passes):
+        looks = any(map(any, gate.widths([gate.of_answer()])))
+        spent_s = 0.08 if looks else 0.0
+        seconds += 1 + spent_s
+        gate.ran(1, 0, 0, 1 + spent_s, spent_s)
+    assert seconds < 1.01 * n_passes
