@@ -135,7 +135,7 @@ class Llama(UpstreamLlama):
             draft: tokens that `moegguf.generate` and `Engine` guess ahead, and verify in the next pass: "ngram" (what
                 followed the same tokens earlier in the text), "auto" (the same where `batch_invariant`, so that every
                 answer is as without), "off", or a second, smaller model of the same vocabulary, which drafts where no
-                text repeats. They pause while they do not pay. None: MOEGGUF_DRAFT, else "auto". This class's own
+                text repeats. They pause while they do not pay. None: MOEGGUF_DRAFT, else "off". This class's own
                 methods draft nothing.
             plan: of a server that has planned this load (engine/planner.py), in place of the first four.
             progress: called with 0.0 to 1.0 while the weights are read; returning False cancels the load.

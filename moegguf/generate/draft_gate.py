@@ -94,9 +94,10 @@ class PassTimes:
         self.n_drafted += 1
         self.widest = max(self.widest, n_drafted)
         base_s, kept = median(self._undrafted_s), self.options.memory
+        added_s = min(seconds - base_s, n_drafted * base_s)  # more, and it was something else that took the time
         self._tokens = kept * self._tokens + n_drafted
-        self._cost = kept * self._cost + seconds / base_s - 1
-        return seconds - base_s
+        self._cost = kept * self._cost + added_s / base_s
+        return added_s
 
 
 class DraftGate:

@@ -70,7 +70,7 @@ def test_a_text_that_repeats_no_longer_loses_little_of_what_was_saved() -> None:
 
 
 def test_what_is_too_expensive_is_not_drafted_although_it_is_likely() -> None:
-    simulation = Simulation(DraftGate(), 1.2)
+    simulation = Simulation(DraftGate(), 0.97)
     assert simulation.speed(600, lambda _: 0.9) > 0.99
     assert sum(1 for width in simulation.widths if width) < 30
 
