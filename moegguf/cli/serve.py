@@ -6,18 +6,24 @@ import socket
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-from moegguf.cli.options import OFTEN, Command, Given, flags, loading_options, panel
+import typer
+
+from moegguf.cli.options import OFTEN, Command, Given, complete_model, flags, loading_options, panel
 from moegguf.errors import OptionError
 from moegguf.options import OPTIONS, TO_WORKERS
 from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:
+    from moegguf.models.entry import ModelEntry
     from moegguf.settings import Settings
 
 
+LOADING_FLAGS = (*TO_WORKERS, "n_threads", "type_k", "type_v", "predictor", "prefetch")
 SERVER_FLAGS = [name for name, option in OPTIONS.items() if option.flags and option.scope == "server"]
 WITHOUT_FLAG = [
-    option for option in OPTIONS.values() if option.variable and option.name not in (*SERVER_FLAGS, *TO_WORKERS)
+    option
+    for option in OPTIONS.values()
+    if option.variable and option.name not in (*SERVER_FLAGS, *LOADING_FLAGS, "n_ctx")
 ]
 
 
@@ -31,8 +37,16 @@ class ServeCommand(Command):
             formatter.write_text("HF_TOKEN HF_HOME HF_HUB_CACHE HF_ENDPOINT HF_HUB_OFFLINE as for huggingface_hub")
 
 
-@flags(*SERVER_FLAGS, *TO_WORKERS)
+@flags("expert_cache", *SERVER_FLAGS, *LOADING_FLAGS[1:], "n_ctx")
 def serve(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            autocompletion=complete_model,
+            metavar="MODEL",
+            help="Loaded at once: names, or GGUF files (by their names).",
+        ),
+    ] = None,
     port: Annotated[
         int | None, panel(OFTEN, min=0, max=65535, metavar="N", help="Another port; 0 takes a free one.")
     ] = None,
@@ -40,16 +54,26 @@ def serve(
     given: Given,
 ) -> int:
     """Serve models over the Ollama, OpenAI and Anthropic APIs, with a web page."""
-    loading = loading_options(given)
+    loading = loading_options(given, LOADING_FLAGS)
     settings = replace(serve_settings(port, given), loading=loading)
     _warn_without_gpu(loading)
+    entries = [_entry_of(model) for model in models or ()]
     from moegguf.server.serve import listen, run_server
 
     listener = listen(settings.host)
     try:
-        return run_server(settings, listener, lambda: print_address(settings, listener))
+        return run_server(settings, listener, lambda: print_address(settings, listener), entries)
     finally:
         listener.close()
+
+
+def _entry_of(model: str) -> ModelEntry:
+    """The model, fetched if it has to be; a file has its name without ".gguf"."""
+    from moegguf.models.folder import file_name
+    from moegguf.terminal.loading import find_or_pull
+
+    entry = find_or_pull(model)
+    return replace(entry, name=file_name(entry.path)) if entry.source == "path" else entry
 
 
 def _warn_without_gpu(loading: Given) -> None:
@@ -80,6 +104,7 @@ def serve_settings(port: int | None, given: Given) -> Settings:
     settings = replace(read_settings(), **{name: value for name, value in given.items() if value or name == "trusted"})
     if settings.host.scheme != "http":
         raise OptionError("the server supports http only; use a reverse proxy for https.")
+    settings = replace(settings, debug=settings.debug or settings.log_level == "debug")
     if port is not None:
         settings = replace(settings, host=replace(settings.host, port=port))
     if not settings.host.is_loopback and not settings.api_keys and not settings.trusted:
@@ -92,10 +117,24 @@ def serve_settings(port: int | None, given: Given) -> Settings:
 
 
 def print_address(settings: Settings, listener: socket.socket) -> None:
-    """Prints the address on stderr once the server listens, and who needs a key where others reach it."""
+    """Prints the version, the address and who needs a key there, the page, folders and memory, on stderr."""
+    from moegguf.engine.machine import read_memory
+    from moegguf.package import __version__
+    from moegguf.quantities import format_bytes
+    from moegguf.settings import models_folder
+
     address = replace(settings.host, port=listener.getsockname()[1])
     keys = "an API key" if len(settings.api_keys) == 1 else f"{len(settings.api_keys)} API keys"
     remarks = [f"with {keys}"] if settings.api_keys and not address.is_loopback else []
     if settings.trusted:
         remarks.append(f"no key from {', '.join(map(str, settings.trusted))}")
-    print_message(f"listening on {address.url}" + (f" ({'; '.join(remarks)})" if remarks else ""))
+    free = read_memory()
+    free_now = f"{format_bytes(free.available_bytes)} of {format_bytes(free.total_bytes)}"
+    limit = (
+        f"at most {format_bytes(settings.memory_bytes)} of memory" if settings.memory_bytes else "what memory is free"
+    )
+    print_message(
+        f"moegguf {__version__}: models of `moegguf list` and in {models_folder()}; {limit} ({free_now} are free)"
+    )
+    told = f" ({'; '.join(remarks)})" if remarks else ""
+    print_message(f"listening on {address.url}{told}, with a page at {address.url}/")

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
 
 import typer
 
 from moegguf.cli.options import AsJson, Prefix, complete_model
-from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
+from moegguf.errors import ModelNotFoundError, MoeggufError
 from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def ps(prefix: Prefix = "", as_json: AsJson = False) -> None:
     if as_json:
         print_json(models)
         return
-    print_columns(("NAME", "ID", "SIZE", "PROCESSOR", "CONTEXT", "REUSED", "UNTIL"), _rows(models))
+    print_columns(("NAME", "ID", "SIZE", "PROCESSOR", "EXPERTS", "HITS", "CONTEXT", "REUSED", "UNTIL"), _rows(models))
 
 
 def _rows(models: Iterable[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
@@ -59,14 +60,15 @@ def _rows(models: Iterable[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
 
 
 def _row(model: dict[str, Any], *, shared: bool) -> tuple[str, ...]:
-    from moegguf.terminal.units import human_bytes, human_time, processor_split
+    from moegguf.terminal.units import human_bytes, human_time, percent, processor_split
 
     until = "Stopping..." if model.get("stopping") else human_time(_expiry(model["expires_at"]))
     n_ctx, where = str(model["context_length"]), processor_split(model["size"], model["size_vram"])
-    size = human_bytes(model["size"]) + " (shared)" * shared
-    tokens = model.get("moe", {}).get("prompt_tokens", {})
+    size, moe = human_bytes(model["size"]) + " (shared)" * shared, model.get("moe", {})
+    experts = percent(moe.get("expert_share")), percent(moe["hit_rate"] if moe.get("lookups") else None)
+    tokens = moe.get("prompt_tokens", {})
     reused = f"{tokens['memory']:,} + {tokens['disk']:,} from disk" if any(tokens.values()) else "-"
-    return model["name"], model["digest"][:12], size, where, n_ctx, reused, until
+    return model["name"], model["digest"][:12], size, where, *experts, n_ctx, reused, until
 
 
 def _expiry(text: str) -> datetime | None:
@@ -101,16 +103,15 @@ def budget(
         ),
     ] = None,
 ) -> None:
-    """Change a loaded model's memory for experts in a running server, also while it answers."""
+    """Show or change a loaded model's memory for experts in a running server, also while it answers."""
     from moegguf.cli.client import Client
     from moegguf.quantities import format_bytes, parse_expert_cache
 
     budgets = {"expert_cache": expert_cache, "vram_cache": vram_cache}
     given = {name: value for name, value in budgets.items() if value is not None}
-    if not given:
-        raise OptionError("a budget is needed: in RAM as an argument, on the GPU with --vram-cache.")
     asked = {name: parse_expert_cache(value) for name, value in given.items()}
-    now = Client().put("/budget", {"model": model, **given})
+    path = f"/budget?model={quote(model, safe='')}"
+    now = Client().put("/budget", {"model": model, **given}) if given else Client().get(path)
     parts = [f"{format_bytes(now['expert_cache_bytes'])} for {now['n_slots']} of {now['n_experts']} experts"]
     if now["vram_cache_bytes"]:
         parts[0] += " in RAM"

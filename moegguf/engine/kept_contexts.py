@@ -17,6 +17,7 @@ import queue
 import re
 import struct
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 BLOCK_TOKENS = 64
 SCRATCH = MAX_SEQUENCES - 1  # a sequence id that llama.cpp has room for, and no context uses
 MOST_QUEUED_BYTES = 64 << 20  # that wait to be written
+WAIT_SHARE, MOST_WAIT_S = 0.01, 0.5  # of the time since the last call that one may wait for that
 READ_AHEAD = 4  # blocks, by
 READERS = 2  # threads
 WHOLE_STEP_TOKENS = 512  # between two whole states of a prompt; half of its tokens where these are more
@@ -105,6 +107,8 @@ class KeptContexts:
         self._known = set[str]()  # names of blocks that are there, or about to be
         self._n_whole_tokens = 0  # of the last whole state
         self._writer = _Writer(store)
+        self._wait_s, self._last_s = 0.0, time.monotonic()  # for room in the queue; the last call of `keep`
+        self.behind = set[int]()  # sequences of which blocks could not be written, as too many were waiting
         self._n_restored = self._n_damaged = self._n_dropped = 0
 
     @property
@@ -144,9 +148,12 @@ class KeptContexts:
         """Has blocks of a sequence that holds `tokens` written that are not on disk, now that the last `n_new` of them
         were computed. goes_on: False at the end of a prompt or an answer, where another prompt may go on: then also
         what follows the last full block."""
+        self.behind.discard(sequence)
         if self._store.is_off or len(tokens) < BLOCK_TOKENS or (goes_on and len(tokens) % BLOCK_TOKENS >= n_new):
             return
         parts = self._parts(tokens, owner)
+        now_s = time.monotonic()
+        self._wait_s, self._last_s = min(MOST_WAIT_S, (now_s - self._last_s) * WAIT_SHARE), now_s
         with self._context.lock:
             if not self._whole:
                 rest = self._rest(parts, tokens) if not goes_on and len(tokens) % BLOCK_TOKENS else []
@@ -276,8 +283,12 @@ class KeptContexts:
     def _keep_state(self, sequence: int, part: _Part) -> bool:
         """Has the state of a sequence written as this part; False where it cannot be, or too much waits already."""
         n_bytes = self._bindings.llama_state_seq_get_size(self._llm.ctx, sequence)
-        if not self._writer.has_room(n_bytes):
+        start_s = time.monotonic()
+        has_room = self._writer.wait_for_room(n_bytes, self._wait_s)
+        self._wait_s -= time.monotonic() - start_s
+        if not has_room:
             self._n_dropped += 1
+            self.behind.add(sequence)
             return False
         data = np.empty(n_bytes, np.uint8)
         pointer = data.ctypes.data_as(_BYTES)
@@ -348,17 +359,21 @@ class _Writer:
     def __init__(self, store: ContextStore) -> None:
         self._store = store
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # of the next three
+        self._lock = threading.Condition()  # of the next three
         self._n_queued_bytes = 0
         self._missing = set[str]()
         self.n_blocks = self.n_bytes = 0
         self._thread = threading.Thread(target=self._run, name="moegguf-contexts", daemon=True)
         self._thread.start()
 
-    def has_room(self, n_bytes: int) -> bool:
-        """Whether so many bytes may wait, too."""
-        with self._lock:
+    def wait_for_room(self, n_bytes: int, most_s: float) -> bool:
+        """Whether so many bytes may wait, too, now or after at most that many seconds."""
+
+        def has_room() -> bool:
             return not self._n_queued_bytes or self._n_queued_bytes + n_bytes <= MOST_QUEUED_BYTES
+
+        with self._lock:
+            return self._lock.wait_for(has_room, max(0.0, most_s))
 
     def put(self, name: str, about: About, data: memoryview) -> None:
         """Has a block written, which is missing if that fails."""
@@ -367,6 +382,7 @@ class _Writer:
             is_written = self._store.write(name, about, [data])
             with self._lock:
                 self._n_queued_bytes -= len(data)
+                self._lock.notify()
                 if is_written:
                     self.n_blocks, self.n_bytes = self.n_blocks + 1, self.n_bytes + len(data)
                 else:

@@ -97,6 +97,13 @@ class Vocabulary:
         marks = (self._model.token_prefix(), self._model.token_suffix(), self._model.token_middle())
         return None if -1 in marks else marks
 
+    @property
+    def repository_tokens(self) -> tuple[int, int] | None:
+        """The tokens before a repository's and a file's name in fill-in-the-middle; None for a model without them."""
+        bindings = self._bindings
+        marks = (bindings.llama_vocab_fim_rep(self._vocab), bindings.llama_vocab_fim_sep(self._vocab))
+        return None if -1 in marks else marks
+
     def token_text(self, token: int) -> str:
         """A token as the file spells it; "" for -1, a token the model does not have."""
         return str(self._model.token_get_text(token)) if token != -1 else ""

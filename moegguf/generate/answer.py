@@ -124,7 +124,9 @@ class SequenceState:
         n_ctx = self._llm.n_ctx()
         most = MAX_CONTEXTS * n_ctx if self.shifts else n_ctx - len(self.prompt.tokens)
         limit = self.request.sampling.max_tokens
-        return most if limit is None or limit < 0 else min(limit, most)
+        if self.request.prompt_only:
+            return 0
+        return min(limit, most) if limit is not None and limit > 0 else most
 
     def _logprob(self, token: int, row: int) -> TokenLogprob | None:
         if self._n_logprobs is None:

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
     from moegguf.engine.stats import Stats
 
+KEEP_AGAIN_S = 0.05  # while nothing is computed and what was computed waits to be written
+LAST_KEEP_S = 2.0  # for that at the end
+
 
 class BatchLoop:
     """Owns the context of a model: `run` computes, on one thread, what others submit, until `close`.
@@ -167,12 +170,15 @@ class BatchLoop:
                 self._end(job, failure)
             else:
                 self._drop(job, failure or ClosedError("the model is closed; load it again."))
+        last_s = time.monotonic() + LAST_KEEP_S
+        while failure is None and self._slots.keep_unused() and time.monotonic() < last_s:
+            time.sleep(KEEP_AGAIN_S)
 
     def _has_work(self) -> bool:
         """Waits for some; False after `close`."""
         with self._changed:
             while not (self._closing or self._arrived or self._waiting or self._running):
-                self._changed.wait()
+                self._changed.wait(KEEP_AGAIN_S if self._slots.keep_unused() else None)
             return not self._closing
 
     def _take_turn(self) -> None:

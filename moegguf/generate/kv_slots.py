@@ -87,6 +87,17 @@ class KvSlots:
         if contexts is not None and slot is not None and slot.n_clean is None:
             contexts.keep(slot.sequence, slot.tokens, n_new, answer.request.owner, goes_on)
 
+    def keep_unused(self) -> bool:
+        """Has more written of sequences that nobody uses, where too much was waiting before; whether that is so
+        again."""
+        contexts = self._llm.contexts
+        if contexts is None or not contexts.behind:
+            return False
+        for slot in self._slots:
+            if slot.answer is None and slot.sequence in contexts.behind:
+                contexts.keep(slot.sequence, slot.tokens, 1, slot.owner, goes_on=False)
+        return bool(contexts.behind)
+
     def _make_room(self, n_tokens: int) -> None:
         """Empties slots that nobody uses, until the context has so many cells that are free."""
         n_cells = self._llm.plan.kv_tokens or self._llm.n_ctx()

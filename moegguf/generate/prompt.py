@@ -84,6 +84,17 @@ def read_prompt(llm: Llama, request: GenerationRequest) -> Prompt:
     return prompt
 
 
+def render_prompt(llm: Llama, request: GenerationRequest) -> str:
+    """The text of a conversation's prompt. Raises CapabilityError and TemplateError as `read_prompt` does, and
+    ContextError for one that is far too long."""
+    template = _template(llm, request)
+    check_capabilities(template, request)
+    found = _Renderer(llm, request, template)(request.messages or ())
+    if not found.text:
+        check_fits(found.n_tokens, llm.n_ctx())
+    return found.text
+
+
 def count_prompt(llm: Llama, request: GenerationRequest) -> int:
     """The number of tokens of a conversation's prompt, whether or not it fits the context; of one that is far too long,
     an estimate.
@@ -128,10 +139,30 @@ def _completion(llm: Llama, request: GenerationRequest, prompt: str) -> Prompt:
         raise CapabilityError("this model cannot fill in text before a suffix (insert); ask without one.")
     before, after, gap = marks
     head, tail = (tokenize(vocabulary, text, llm.n_ctx(), special=False) for text in (prompt, request.suffix))
-    tokens = [*request.context, *first, before, *head.tokens, after, *tail.tokens, gap]
+    files = _file_tokens(vocabulary, request.files, llm.n_ctx())
+    tokens = [*request.context, *first, *files, before, *head.tokens, after, *tail.tokens, gap]
     n_left_out = head.n_tokens - len(head.tokens) + tail.n_tokens - len(tail.tokens)
     check_fits(len(tokens) + n_left_out, llm.n_ctx())
     return Prompt(tokens)
+
+
+def _file_tokens(vocabulary: Vocabulary, files: Sequence[tuple[str, str]], n_ctx: int) -> list[int]:
+    """The tokens of other files, as llama-server writes them: by the names of files where the model has tokens for a
+    repository (arXiv 2409.12186), else as snippets. The last name is of the file with the gap. Raises ContextError."""
+    tokens, marks = list[int](), vocabulary.repository_tokens
+    if not files:
+        return tokens
+    if marks:
+        tokens += [marks[0], *vocabulary.tokens("myproject\n", special=False)]
+    for name, text in (*files, ("filename", "")) if marks else files:
+        if marks:
+            tokens += [marks[1], *vocabulary.tokens(f"{name}\n", special=False)]
+        else:
+            tokens += vocabulary.tokens("\n\n--- snippet ---\n\n", special=False)
+        found = tokenize(vocabulary, text, n_ctx, special=False)
+        check_fits(found.n_tokens, n_ctx)
+        tokens += found.tokens
+    return tokens
 
 
 def _fitted(

@@ -21,11 +21,10 @@ class Sampling:
     """Sampling options, with Ollama's names and defaults.
 
     temperature 0 takes the likeliest token. max_tokens None: until the model ends or the context is full (of one that
-    shifts: ten times); 0: only the prompt is evaluated. num_keep: the first tokens, besides BOS, that stay when the
-    context shifts; -1: the prompt. seed None is random. exact: the same bits whatever else the model is asked. A
-    batch-invariant model (`Llama.batch_invariant`) gives these always. Of another, such a request is computed without
-    others and from an empty context, one with a seed from an empty context; the last bits of the rest depend on who
-    else is in a pass.
+    shifts: ten times). num_keep: the first tokens, besides BOS, that stay when the context shifts; -1: the prompt. seed
+    None is random. exact: the same bits whatever else the model is asked. A batch-invariant model
+    (`Llama.batch_invariant`) gives these always. Of another, such a request is computed without others and from an
+    empty context, one with a seed from an empty context; the last bits of the rest depend on who else is in a pass.
     """
 
     temperature: float = 0.8
@@ -50,21 +49,23 @@ class GenerationRequest:
     """One request: either `messages` (through the model's chat template) or `prompt` (verbatim).
 
     `context`: tokens before the prompt, from the timing of an earlier answer with `return_context`. `suffix`: text
-    after the gap that the model fills. `format`: "json", or a JSON schema that the answer follows. `tool_choice`:
-    "auto", "none", "required" or the name of one of `tools` (in OpenAI's format: {"type": "function", "function":
-    {...}}). `think`: None leaves it to the template; a level such as "high" where the template has levels. `truncate`:
-    leave out the oldest messages when not all fit the context, instead of raising ContextError. `shift`: with
-    `truncate`, cut a message or prompt that is still too long; and drop the older half of the context when the answer
-    reaches its end, instead of ending the answer. `continue_final_message`: go on with an assistant's message at the
-    end. `n_logprobs`: None for no logprobs, else 0 to 20 alternatives per token; `prompt_logprobs`: of the prompt's
-    tokens, too, all of which are evaluated then. `owner`: a request takes over tokens of others with the same one only;
-    "" is that of all who are not told apart.
+    after the gap that the model fills; `files`: names and texts of other files that it may depend on. `format`: "json",
+    or a JSON schema that the answer follows. `tool_choice`: "auto", "none", "required" or the name of one of `tools`
+    (in OpenAI's format: {"type": "function", "function": {...}}). `think`: None leaves it to the template; a level such
+    as "high" where the template has levels. `truncate`: leave out the oldest messages when not all fit the context,
+    instead of raising ContextError. `shift`: with `truncate`, cut a message or prompt that is still too long; and drop
+    the older half of the context when the answer reaches its end, instead of ending the answer.
+    `continue_final_message`: go on with an assistant's message at the end. `n_logprobs`: None for no logprobs, else 0
+    to 20 alternatives per token; `prompt_logprobs`: of the prompt's tokens, too, all of which are evaluated then.
+    `prompt_only`: the prompt is evaluated, and no token sampled. `owner`: a request takes over tokens of others with
+    the same one only; "" is that of all who are not told apart.
     """
 
     messages: tuple[Message, ...] | None = None
     prompt: str | None = None
     context: tuple[int, ...] = ()
     suffix: str | None = None
+    files: tuple[tuple[str, str], ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     tool_choice: str = "auto"
     format: str | Mapping[str, Any] | None = None
@@ -76,6 +77,7 @@ class GenerationRequest:
     continue_final_message: bool = True
     n_logprobs: int | None = None
     prompt_logprobs: bool = False
+    prompt_only: bool = False
     return_context: bool = False
     owner: str = ""
     sampling: Sampling = field(default_factory=Sampling)

@@ -11,7 +11,7 @@ import difflib
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -60,11 +60,12 @@ class Catalog:
     """The models that can be used now. Reads the sources at each call, so changes by other processes are seen.
 
     `paths`: whether a path is accepted as a name, as on a command line, and errors name paths and commands; in a server
-    its clients could open any file of the machine. Thread-safe.
+    its clients could open any file of the machine. `given`: models that it has besides, before all others. Thread-safe.
     """
 
-    def __init__(self, *, paths: bool = True) -> None:
+    def __init__(self, *, paths: bool = True, given: Sequence[ModelEntry] = ()) -> None:
         self.paths = paths
+        self.given = given
 
     @property
     def index(self) -> Index:
@@ -189,6 +190,7 @@ class Catalog:
 
     def _all(self) -> Iterator[ModelEntry]:
         """All sources in the order in which names are looked up."""
+        yield from self.given
         if demo_path():
             yield demo_entry()
         yield from folder_models()
@@ -198,6 +200,8 @@ class Catalog:
         yield from ollama_models()
 
     def _find_by_name(self, text: str) -> ModelEntry | None:
+        if found := next((entry for entry in self.given if text.lower() in _names_of(entry)), None):
+            return found
         if not text.lower().startswith(OLLAMA_PREFIX) and (found := find_in_folder(text)):
             return found
         try:
@@ -290,6 +294,10 @@ _REMOVAL_HINTS = {
     "path": "it is a path; delete the file.",
     "ollama": "it is in Ollama's store; remove it with `ollama rm`.",
 }
+
+
+def _names_of(entry: ModelEntry) -> tuple[str, str]:
+    return entry.name.lower(), entry.name.lower().removesuffix(f":{DEFAULT_TAG}")
 
 
 def _missing_files(entry: ModelEntry, *, paths: bool) -> ModelNotFoundError:

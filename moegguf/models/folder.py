@@ -14,7 +14,7 @@ from moegguf.models.entry import ModelEntry, Source, digest_of, modified_at, siz
 from moegguf.models.names import DEFAULT_TAG, parse_name
 from moegguf.models.selection import is_model, projector_beside
 from moegguf.package import package_folders
-from moegguf.settings import read_environment
+from moegguf.settings import models_folder
 
 DEMO_NAME = "demo"
 DEMO_FILE = "moegguf-demo-Q4_0.gguf"
@@ -39,8 +39,8 @@ def demo_entry() -> ModelEntry:
 
 def models_by_name() -> dict[str, Path]:
     """{name in lower case: file} of the models in MOEGGUF_MODELS and one level of folders below it."""
-    folder = read_environment().models
-    if folder is None or not folder.is_dir():
+    folder = models_folder()
+    if not folder.is_dir():
         return {}
     return _models_in([*folder.glob("*.gguf"), *folder.glob("*/*.gguf")])
 
@@ -65,6 +65,11 @@ def folder_models() -> Iterator[ModelEntry]:
 def _folder_entry(path: Path, key: str) -> ModelEntry:
     """The file under `key`, in its own spelling. Raises ModelNameError when that is not a name, OSError."""
     return file_entry(path, "folder", parse_name(_as_name(path.stem[: len(key)])).canonical)
+
+
+def file_name(path: Path) -> str:
+    """The name of a model by that of its first file. Raises ModelNameError when that is none."""
+    return parse_name(_as_name(parse_shard_name(path.stem).prefix)).canonical
 
 
 def _as_name(text: str) -> str:

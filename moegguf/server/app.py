@@ -11,10 +11,22 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.routing import BaseRoute
 
-from moegguf.server import anthropic, budget, live, llama_server, metrics, model_list, ollama, openai, page
+from moegguf.server import (
+    anthropic,
+    budget,
+    live,
+    llama_completion,
+    llama_server,
+    metrics,
+    model_list,
+    ollama,
+    openai,
+    page,
+)
 from moegguf.server.common.access import AccessControl
 from moegguf.server.common.body import Bodies
 from moegguf.server.common.errors import HANDLERS
+from moegguf.server.common.request_log import RequestLog
 from moegguf.server.openai.in_process import InProcess, new_state
 from moegguf.serving.batch.batches import Batches
 from moegguf.settings import data_folder
@@ -26,7 +38,7 @@ if TYPE_CHECKING:
     from moegguf.serving.ray.manager import ReplicaManager
     from moegguf.settings import Settings
 
-MODULES = (ollama, anthropic, openai, model_list, llama_server, metrics, live, budget, page)
+MODULES = (ollama, anthropic, openai, model_list, llama_server, llama_completion, metrics, live, budget, page)
 
 
 def make_app(
@@ -59,6 +71,7 @@ def make_app(
     app = Starlette(
         routes=[route for module in MODULES for route in module.routes] if routes is None else routes,
         middleware=[
+            Middleware(RequestLog),
             Middleware(
                 AccessControl,
                 loopback=settings.host.is_loopback,

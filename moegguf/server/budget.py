@@ -1,4 +1,5 @@
-"""`PUT /budget`: other budgets for the experts of a loaded model, for someone who needs the memory now.
+"""`GET /budget?model=NAME`: the memory that a loaded model's experts have. `PUT /budget`: other budgets for them, for
+someone who needs the memory now.
 
 Body: `{"model": NAME, "expert_cache": "2GiB", "vram_cache": "4GiB"}`, one or both, as `--expert-cache` and
 `--vram-cache` take them, up to what the model was loaded with; `vram_cache` holds what prompts are staged in, which
@@ -7,6 +8,8 @@ no token, and lasts until the model is unloaded.
 """
 
 from __future__ import annotations
+
+import asyncio
 
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
@@ -18,6 +21,7 @@ from moegguf.quantities import parse_expert_cache
 from moegguf.server.common import limits
 from moegguf.server.common.body import read_body
 from moegguf.server.common.errors import HttpError
+from moegguf.serving.events import LoadedModel
 
 
 class BudgetRequest(BaseModel):
@@ -44,6 +48,21 @@ async def put_budget(request: Request) -> Response:
         loaded = await request.app.state.manager.set_budget(body.model, expert_cache, vram_cache)
     except BudgetError as error:
         raise HttpError(400, str(error)) from None
+    return budget_object(loaded)
+
+
+async def get_budget(request: Request) -> Response:
+    """Replies as `put_budget`. Raises HttpError 404 for a model that is not loaded."""
+    state, name = request.app.state, request.query_params.get("model", "")
+    entry = await asyncio.to_thread(state.catalog.find, name)
+    for loaded in state.manager.loaded():
+        if entry.name in (each.name for each in loaded.names):
+            return budget_object(loaded)
+    raise HttpError(404, f"{entry.name} is not loaded")
+
+
+def budget_object(loaded: LoadedModel) -> JSONResponse:
+    """What experts of a loaded model have, and all of its memory."""
     slot_bytes, staging_bytes = loaded.plan.get("slot_bytes", 0), loaded.plan.get("staging_bytes", 0)
     in_vram = max(0, loaded.vram_cache_bytes - staging_bytes)
     return JSONResponse(
@@ -62,4 +81,4 @@ async def put_budget(request: Request) -> Response:
     )
 
 
-routes = [Route("/budget", put_budget, methods=["PUT"])]
+routes = [Route("/budget", get_budget, methods=["GET"]), Route("/budget", put_budget, methods=["PUT"])]

@@ -1,5 +1,5 @@
-"""llama-server's own endpoints, for its clients and for health checks: /health, /props, /tokenize, /detokenize; with
-vLLM's names too, and its /tokenizer_info, which lm-eval tokenizes by.
+"""llama-server's own endpoints about models and tokens, for its clients and for health checks: /health, /props, /slots,
+/tokenize, /detokenize; with vLLM's names too, and its /tokenizer_info, which lm-eval tokenizes by.
 
 llama-server has one model; here `model` in the body or query selects it, by default the only loaded one.
 """
@@ -13,7 +13,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from moegguf.models.entry import ModelEntry
+from moegguf.generate.request import Sampling
+from moegguf.models.entry import Details, ModelEntry
 from moegguf.package import __version__
 from moegguf.server.common.body import Body, read_body
 from moegguf.server.common.errors import HttpError
@@ -53,18 +54,15 @@ def shared_lease(request: Request, model: str | None) -> Lease:
 
 async def props(request: Request) -> Response:
     """Properties of a model, without loading it: of `?model=`, or of the only loaded one."""
-    name = selected_model(request, request.query_params.get("model"))
-    entry, known = await look_up(request.app.state.catalog, name)
-    in_memory: list[LoadedModel] = request.app.state.manager.loaded()
-    loaded = next((model for model in in_memory if entry.name in {each.name for each in model.names}), None)
+    entry, known, loaded = await _selected(request)
     return JSONResponse(
         {
             "default_generation_settings": {
                 "n_ctx": loaded.n_ctx if loaded else 0,
                 "is_processing": loaded.busy if loaded else False,
-                "params": _params(entry),
+                "params": sampling_object(options_of(None, entry).sampling()),
             },
-            "total_slots": 1,
+            "total_slots": loaded.n_parallel if loaded else 1,
             "model_alias": entry.name,
             "model_path": entry.path.name,
             "chat_template": entry.template or known.template or "",
@@ -75,9 +73,32 @@ async def props(request: Request) -> Response:
     )
 
 
-def _params(entry: ModelEntry) -> dict[str, Any]:
-    """The default sampling parameters, by llama-server's names."""
-    sampling = options_of(None, entry).sampling()
+async def _selected(request: Request) -> tuple[ModelEntry, Details, LoadedModel | None]:
+    """The model of `?model=`, or the only loaded one; and its state, if it is loaded."""
+    name = selected_model(request, request.query_params.get("model"))
+    entry, known = await look_up(request.app.state.catalog, name)
+    in_memory: list[LoadedModel] = request.app.state.manager.loaded()
+    loaded = next((model for model in in_memory if entry.name in {each.name for each in model.names}), None)
+    return entry, known, loaded
+
+
+async def slots(request: Request) -> Response:
+    """The requests that a model answers at once, the busy ones first; 503 with `?fail_on_no_slot=1` where all are
+    busy."""
+    entry, _, loaded = await _selected(request)
+    if loaded is None:
+        return JSONResponse([])
+    if request.query_params.get("fail_on_no_slot") and loaded.n_answering >= loaded.n_parallel:
+        raise HttpError(503, "no slot available")
+    params = sampling_object(options_of(None, entry).sampling())
+    each = {"n_ctx": loaded.n_ctx, "speculative": False, "params": params}
+    return JSONResponse(
+        [{"id": n, "is_processing": n < loaded.n_answering, **each} for n in range(loaded.n_parallel)]
+    )
+
+
+def sampling_object(sampling: Sampling) -> dict[str, Any]:
+    """Sampling parameters by llama-server's names."""
     names = "temperature top_k top_p min_p typical_p repeat_last_n repeat_penalty presence_penalty frequency_penalty"
     return {
         **{name: getattr(sampling, name) for name in names.split()},
@@ -157,6 +178,7 @@ async def tokenizer_info(request: Request) -> Response:
 routes = [
     Route("/health", health, methods=["GET"]),
     Route("/props", props, methods=["GET"]),
+    Route("/slots", slots, methods=["GET"]),
     Route("/tokenize", tokenize, methods=["POST"]),
     Route("/detokenize", detokenize, methods=["POST"]),
     Route("/tokenizer_info", tokenizer_info, methods=["GET"]),

@@ -8,7 +8,7 @@ import math
 import resource
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +19,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from moegguf.errors import MoeggufError
 from moegguf.models.catalog import Catalog
+from moegguf.models.entry import ModelEntry
+from moegguf.quantities import format_bytes
 from moegguf.server.app import make_app
 from moegguf.server.common import limits
 from moegguf.server.common.errors import HttpError, error_response
+from moegguf.server.common.request_log import start_logging
 from moegguf.server.common.streams import dumps
 from moegguf.serving.manager import ModelManager
 
@@ -224,9 +227,22 @@ class QuietServer(Server):
                 signal.signal(number, handler)
 
 
-def run_server(settings: Settings, listener: socket.socket, on_listening: Callable[[], None]) -> int:
-    """Serves until SIGINT or SIGTERM; calls `on_listening` when requests are accepted. Returns the exit code."""
-    catalog = Catalog(paths=False)  # a path as a name would let clients read any file
+async def preload(manager: ModelManager, models: Sequence[ModelEntry]) -> None:
+    """Loads models one after another, to stay; one that cannot be loaded is a line of the log."""
+    for model in models:
+        try:
+            loaded = await manager.load(model, keep_alive_s=math.inf)
+            log.info("loaded %s: %s, a context of %d tokens", model.name, format_bytes(loaded.size_bytes), loaded.n_ctx)
+        except MoeggufError as error:
+            log.error("%s cannot be loaded: %s", model.name, error)
+
+
+def run_server(
+    settings: Settings, listener: socket.socket, on_listening: Callable[[], None], models: Sequence[ModelEntry] = ()
+) -> int:
+    """Serves until SIGINT or SIGTERM; calls `on_listening` when requests are accepted, and then loads `models`, which
+    clients may name. Returns the exit code."""
+    catalog = Catalog(paths=False, given=models)  # a path as a name would let clients read any file
     manager = ModelManager(catalog, settings)
     app = make_app(manager, catalog, settings)
     config = Config(
@@ -234,8 +250,8 @@ def run_server(settings: Settings, listener: socket.socket, on_listening: Callab
         http=Protocol,
         ws="none",
         lifespan="on",
-        log_level="info" if settings.debug else "warning",
-        access_log=settings.debug,
+        log_config=None,
+        access_log=False,
         server_header=False,
         proxy_headers=False,
         h11_max_incomplete_event_size=limits.HEADER_BYTES,
@@ -246,6 +262,11 @@ def run_server(settings: Settings, listener: socket.socket, on_listening: Callab
         app.state.ending.set()
         manager.refuse()
 
-    server: Server = QuietServer(config, listener, on_listening, on_end)
+    def on_start() -> None:
+        on_listening()
+        app.state.preloading = asyncio.ensure_future(preload(manager, models))
+
+    start_logging("debug" if settings.debug else settings.log_level, settings.log_format)
+    server: Server = QuietServer(config, listener, on_start, on_end)
     server.run()
     return 0 if server.started else 1

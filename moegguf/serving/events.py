@@ -97,7 +97,7 @@ class LoadedModel:
     """A model in memory. Sizes in bytes, as planned: in total, and the part on GPUs. `name`: the first of the `names`
     that use it. `expires`: when it is unloaded if it stays idle (aware UTC); None: never. `queue`: number of waiting
     requests. `stats`: since it was loaded. `expert_cache_bytes`, `vram_cache_bytes`: for experts in RAM, and on GPUs,
-    of the total. `n_parallel`: requests that it answers at once."""
+    of the total. `n_parallel`: requests that it answers at once, `n_answering`: now."""
 
     name: str
     digest: str
@@ -117,6 +117,7 @@ class LoadedModel:
     expert_cache_bytes: int = 0
     vram_cache_bytes: int = 0
     n_parallel: int = 1
+    n_answering: int = 0
 
 
 @dataclass(frozen=True)

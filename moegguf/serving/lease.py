@@ -43,6 +43,10 @@ class Calls(ABC):
         """The tokens of a conversation's prompt. Raises what `moegguf.generate.prompt.count_prompt` raises."""
         return int(await self.value("count", generation=generation))
 
+    async def render(self, generation: GenerationRequest) -> str:
+        """The text of a conversation's prompt. Raises what `moegguf.generate.prompt.render_prompt` raises."""
+        return str(await self.value("render", generation=generation))
+
 
 class Lease(Calls):
     """The use of a model, inside `async with`, which sets `entry`, `loaded` (state when the lease was granted) and
@@ -108,7 +112,7 @@ class Lease(Calls):
 
     async def _events(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
         """The events of a request, then its value; sent once more when the process ends before the first of them."""
-        beside_answers = kind in ("tokenize", "detokenize", "count")
+        beside_answers = kind in ("tokenize", "detokenize", "count", "render")
         has_events = is_repeated = False
         while True:
             if self._acquired is None and (is_repeated or not beside_answers):

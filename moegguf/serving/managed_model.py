@@ -296,6 +296,7 @@ class ManagedModel:
             expert_cache_bytes=self.expert_cache_bytes,
             vram_cache_bytes=self.vram_cache_bytes,
             n_parallel=self.ready.n_parallel,
+            n_answering=len(self.answering),
         )
 
     def _loaded_name(self, name: str, loop_time_s: float) -> LoadedName:

@@ -64,9 +64,11 @@ def measure(
     Raises ModelFormatError, ModelNotFoundError, BudgetError, OptionError.
     """
     layout, projector = layout_of(entry.path), projector_of(entry)
-    flash_attn = True if settings.kv_cache_type != "f16" else settings.flash_attention
-    kv_type = ggml_type(settings.kv_cache_type)
-    chosen = settings.loading
+    chosen = dict(settings.loading)
+    type_k, type_v = (chosen.pop(name, settings.kv_cache_type) for name in ("type_k", "type_v"))
+    n_threads_given = chosen.pop("n_threads", None)  # taken out in any case
+    n_threads_given = overrides.n_threads or n_threads_given
+    flash_attn = True if (type_k, type_v) != ("f16", "f16") else settings.flash_attention
     placement = "auto" if gpu is None else chosen.get("placement")
     cache = overrides.expert_cache or chosen.get("expert_cache")
     budgets = given_budgets(cache, chosen.get("vram_cache"), placement, chosen.get("misses"))
@@ -74,7 +76,7 @@ def measure(
     here = Machine(_memory(limit_bytes), devices=devices)
     free_bytes = min(limit_bytes, *(device.free_bytes for device in devices)) if devices else limit_bytes
     pool_bytes = budgets.given_vram_bytes(layout) if devices else given_bytes(layout, budgets.ram)
-    sizes = Sizes(settings.n_ctx or None, type_k=kv_type, type_v=kv_type, projector=projector)
+    sizes = Sizes(settings.n_ctx or None, type_k=ggml_type(type_k), type_v=ggml_type(type_v), projector=projector)
     sizes = replace(sizes, flash_attn=bool(flash_attn))  # None may become off, which needs more
     default_n_ctx = sizes.within(layout, free_bytes).n_ctx or 0
     n_ctx = pad_context(overrides.n_ctx) if overrides.n_ctx else default_n_ctx
@@ -85,7 +87,7 @@ def measure(
         sizes, n_ctx=n_ctx, n_ubatch=n_batch if embedding else None, n_batch=n_batch, n_seq_max=n_seq_max,
         kv_tokens=settings.kv_tokens,
     ).within(layout, free_bytes, pool_bytes)  # fmt: skip
-    store, n_threads = default_store(chosen.get("strategy")), overrides.n_threads or count_cpus()
+    store, n_threads = default_store(chosen.get("strategy")), n_threads_given or count_cpus()
     budgets = replace(
         budgets, sizes=sizes, divided=len(budgets.vram) > 1, staging=store.staging, streams=store.overlap,
         margin_bytes=0,
@@ -101,9 +103,9 @@ def measure(
             n_seq_max=n_seq_max,
             schedule=settings.schedule,
             n_batch=n_batch,
-            n_threads=overrides.n_threads,
-            type_k=settings.kv_cache_type if settings.kv_cache_type != "f16" else None,
-            type_v=settings.kv_cache_type if settings.kv_cache_type != "f16" else None,
+            n_threads=n_threads_given,
+            type_k=type_k if type_k != "f16" else None,
+            type_v=type_v if type_v != "f16" else None,
             flash_attn=flash_attn,
             embedding=embedding,
             verbose=settings.debug,

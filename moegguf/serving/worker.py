@@ -36,7 +36,7 @@ from moegguf.generate import renderer
 from moegguf.generate.answer import BatchedAnswer, Task
 from moegguf.generate.batching import BatchLoop
 from moegguf.generate.embedding import embed
-from moegguf.generate.prompt import count_prompt
+from moegguf.generate.prompt import count_prompt, render_prompt
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing
 from moegguf.generate.schedule import make_schedule
 from moegguf.gguf.experts import ExpertLayout, read_layout
@@ -108,7 +108,7 @@ class Worker:
             self._submit(message)
         elif kind == "watch" and self._snapshots is not None:
             self._snapshots.watch(message["per_s"])
-        elif kind in ("count", "budget"):  # a slow template would keep the next cancel from being read
+        elif kind in ("count", "render", "budget"):  # a slow template would keep the next cancel from being read
             self._beside.put(message)
         else:  # what is only read, so that this need not wait for the current answer
             now = {"tokenize": self._tokenize, "detokenize": self._detokenize, "experts": self._experts}
@@ -118,7 +118,8 @@ class Worker:
         with suppress(BrokenPipeError, ConnectionResetError):
             while True:
                 message = self._beside.get()
-                self._reply(self._count if message["kind"] == "count" else self._set_budget, message)
+                beside = {"count": self._count, "render": self._render, "budget": self._set_budget}
+                self._reply(beside[message["kind"]], message)
 
     def _tokenize(self, message: Message) -> list[int]:
         text = to_utf8(message["text"])
@@ -135,6 +136,9 @@ class Worker:
 
     def _count(self, message: Message) -> int:
         return count_prompt(self._model, build(GenerationRequest, message["generation"]))
+
+    def _render(self, message: Message) -> str:
+        return render_prompt(self._model, build(GenerationRequest, message["generation"]))
 
     def _set_budget(self, message: Message) -> None:
         sizes = {name: message[f"{name}_bytes"] for name in ("expert_cache", "vram_cache")}

@@ -109,6 +109,10 @@ class FakeLease:
         self.manager.requests.append(generation)
         return 42
 
+    async def render(self, generation: GenerationRequest) -> str:
+        self.manager.requests.append(generation)
+        return "rendered"
+
     async def detokenize(self, tokens: Sequence[int]) -> str:
         return bytes(token % 128 for token in tokens).decode()
 

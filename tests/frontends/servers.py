@@ -95,7 +95,7 @@ def serving(
     for name, path in (models or {}).items():
         (store / f"{name}.gguf").symlink_to(path)
     own = {"MOEGGUF_HOME": str(home), "MOEGGUF_MODELS": str(store), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    own |= {"HF_HOME": str(folder / "hub"), "OLLAMA_MODELS": str(folder / "ollama")}
+    own |= {"MOEGGUF_LOG_LEVEL": "warning", "HF_HOME": str(folder / "hub"), "OLLAMA_MODELS": str(folder / "ollama")}
     process = subprocess.Popen(
         ["sh", "-c", f'ulimit -n {n_files}; exec "$@"', "sh", *COMMAND, "--port", "0", *arguments],
         stdout=subprocess.DEVNULL,

@@ -182,18 +182,24 @@ def test_each_key_has_an_owner(manager: FakeManager, caplog: pytest.LogCaptureFi
     assert not any(key in text for key in KEYS for text in (ann, bob, caplog.text))
 
 
-@pytest.mark.parametrize(("arguments", "expected"), [((), [0, 1, 0, 1]), (("--share-contexts",), [0, 1, 1, 1])])
+@pytest.mark.parametrize(("arguments", "expected"), [((), [0, 1, 0, 1, 1]), (("--share-contexts",), [0, 1, 1, 1, 1])])
 def test_a_key_begins_with_what_was_computed_for_it(
     tmp_path: Path, arguments: tuple[str, ...], expected: list[bool]
 ) -> None:
-    """Its own in any dialect; another's only where the server says so."""
+    """Its own in any dialect, from memory and from disk; another's only where the server says so."""
     ann, bob = ({"authorization": f"Bearer {key}"} for key in KEYS)
-    body = {"model": "demo", "messages": [{"role": "user", "content": "How are you? " * 20}], "max_tokens": 1}
+    body = {"model": "demo", "messages": [{"role": "user", "content": "How are you? " * 100}], "max_tokens": 1}
     with serving(tmp_path, "--parallel", "2", *arguments, MOEGGUF_API_KEY="\n".join(KEYS)) as server:
-        usage = [server.call("/v1/chat/completions", body, **key).json["usage"] for key in (ann, ann, bob)]
-        reused = [found["prompt_tokens_details"]["cached_tokens"] for found in usage]
+
+        def n_reused(key: dict[str, str]) -> int:
+            usage = server.call("/v1/chat/completions", body, **key).json["usage"]
+            return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+        reused = [n_reused(ann), n_reused(ann)]
+        server.call("/api/generate", {"model": "demo", "keep_alive": 0}, **ann)
+        reused += [n_reused(bob), n_reused(ann)]
         reused.append(server.call("/v1/messages", body, **bob).json["usage"]["cache_read_input_tokens"])
-    assert [n > 50 for n in reused] == expected and min(reused) in (0, reused[0])
+    assert [n > 200 for n in reused] == expected and min(reused) in (0, reused[0])
 
 
 def test_without_a_key_a_page_of_another_site_is_told_by_its_host() -> None:

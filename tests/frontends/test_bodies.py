@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_manager import FUNCTIONS, HI, TEMPLATE, FakeManager, entry_of
+from gguf_builder import U32, moe
 from pictures import base64_of, png
 from recorded import check_recorded
 
@@ -123,6 +124,16 @@ COMPLETIONS: Bodies = [
     {"logprobs": 1, "echo": True, "suffix": "z"},
     *({"prompt": wrong} for wrong in ([], [[]], ["a", []], ["a", 1], {}, 3, [1, "a"], [[1], [-2]], None)),
 ]
+NATIVE: Bodies = [
+    {"n_predict": 0, "n_keep": -1}, {"n_predict": -1, "n_probs": 3, "return_tokens": True}, {"n_predict": -3},
+    {"prompt": [1, 2]}, {"prompt": ["a", [3]], "n": 2, "seed": 5}, {"prompt": [1, "a"]}, {"model": "own"},
+    {"logit_bias": [[5, False], [6, 2.5]]}, {"logit_bias": {"5": 1}}, {"logit_bias": [[5]]}, {"logit_bias": [["a", 1]]},
+    {"json_schema": SCHEMA}, {"grammar": "root ::= x"}, {"grammar": ""}, {"stop": "x", "mirostat": 1},
+]  # fmt: skip
+INFILL: Bodies = [
+    {}, {"prompt": "c", "input_extra": [{"text": "t"}, {"text": "u", "filename": "f"}]}, {"input_suffix": ""},
+    {"input_suffix": None}, {"input_extra": [{"text": 1}]}, {"input_extra": [{"text": "t"}] * 257}, {"model": "demo"},
+]  # fmt: skip
 EMBEDDINGS: Bodies = [
     *({"input": given} for given in ("a", ["a"], [1, 2], [[1, 2], [3]], ["a", [1]])),
     *({"input": wrong} for wrong in ("", [], [""], [[]], [1.5], [-1], [True], [2**31], {"a": 1}, None, ["a"] * 2049)),
@@ -215,6 +226,8 @@ ASKED: dict[str, tuple[dict[str, Any], Bodies]] = {
     "/api/embeddings": ({}, [{"prompt": "a"}, {"prompt": ""}]),
     "/v1/chat/completions": ({"messages": HI}, CHAT),
     "/v1/completions": ({"prompt": "x"}, COMPLETIONS),
+    "/completion": ({"prompt": "x"}, NATIVE),
+    "/infill": ({"model": "gap", "input_prefix": "a", "input_suffix": "b"}, INFILL),
     "/v1/embeddings": ({}, EMBEDDINGS),
     "/v1/responses": ({"input": "hi"}, RESPONSES),
     "/v1/messages": ({"messages": HI, "max_tokens": 64}, MESSAGES),
@@ -249,17 +262,22 @@ def told(http: httpx.Client, manager: FakeManager) -> Iterator[str]:
             reply = http.post(path, json={"model": "able", "stream": False, **base, **body})
             written = json.dumps(body, ensure_ascii=False)
             yield f"{path} {written if len(written) < 2000 else written[:60] + '...'}"
-            error = reply.json().get("error") or ""
+            found = reply.json()
+            error = (found.get("error") if isinstance(found, dict) else None) or ""
             message = error if isinstance(error, str) else error["message"]
             yield from (f"    {line}" for line in ([f"{reply.status_code}: {message}"] if message else asked(manager)))
 
 
-def test_what_the_model_is_asked_or_the_refusal_is_as_recorded(http: httpx.Client, manager: FakeManager) -> None:
+def test_what_the_model_is_asked_or_the_refusal_is_as_recorded(
+    http: httpx.Client, manager: FakeManager, tmp_path: Path
+) -> None:
     path = demo_path()
     assert path is not None
     parameters = {"temperature": 0.2, "top_p": 0.5, "top_k": 7, "num_ctx": 64, "stop": ["END"]}
     own = entry_of(path, "own:latest", system="Be kind.", messages=TURNS, parameters=parameters, template=TEMPLATE)
     manager.catalog.known[own.name] = own
+    gap = moe().add("tokenizer.ggml.fim_pre_token_id", U32, 5).write(tmp_path / "gap.gguf")
+    manager.catalog.known["gap:latest"] = entry_of(gap, "gap:latest")
     text = "\n".join(told(http, manager)) + "\n"
     text = text.replace(json.dumps(TEMPLATE), '"TEMPLATE"').replace(PICTURE, "PICTURE")
     check_recorded("bodies", text)

@@ -36,6 +36,8 @@ class Dialect:
     @property
     def form(self) -> str:
         """Whose form errors have."""
+        if self.path == "/completion":
+            return "llama"
         return "ollama" if self.path.startswith("/api") else "anthropic" if "messages" in self.path else "openai"
 
 
@@ -46,6 +48,7 @@ DIALECTS = (
         "/v1/chat/completions", {"messages": HI}, "data: [DONE]", {"tools": TOOLS}, {"parallel_tool_calls": False},
     ),
     Dialect("/v1/completions", {"prompt": "hi"}, "data: [DONE]"),
+    Dialect("/completion", {"prompt": "hi"}, '"stop":true'),
     Dialect(
         "/v1/responses", {"input": "hi"}, '"type":"response.completed"',
         {"tools": [{"type": "function", **function} for function in FUNCTIONS]}, {"parallel_tool_calls": False},
@@ -116,6 +119,10 @@ def check_error(dialect: Dialect, body: Json, status: int, code: str | None = No
     elif dialect.form == "openai":
         assert body["error"].keys() == {"message", "type", "param", "code"} and body["error"]["param"] is None
         assert (body["error"]["type"], body["error"]["code"]) == (TYPES[status], code)
+    elif dialect.form == "llama":
+        kind = {500: "server_error", 503: "unavailable_error"}.get(status, TYPES[status])
+        assert body["error"].keys() == {"code", "message", "type"}
+        assert (body["error"]["type"], body["error"]["code"]) == (kind, status)
     else:
         assert body.keys() == {"type", "error"} and body["type"] == "error"
         assert body["error"].keys() == {"type", "message"} and body["error"]["type"] == (

@@ -58,6 +58,11 @@ ASKED: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
          "nothing": {"prompt": ["one", "two"], "echo": True},
          "stopped": {"prompt": ["one", "two"], "echo": True, "n": 2}},
     ),
+    "llama-completion": (
+        "/completion", {"prompt": "hi"},
+        {"logprobs": {"n_probs": 2}, "text": {"return_progress": True}, "stopped": {"prompt": ["one", [104, 105]]},
+         "cut": {"return_tokens": True, "seed": 3, "logit_bias": [[7, False]]}},
+    ),
     "openai-responses": (
         "/v1/responses", {"input": "hi", "tools": [{"type": "function", **function} for function in FUNCTIONS]},
         {"logprobs": {"top_logprobs": 2}, "thinking alone": {"reasoning": {"summary": "auto"}},
@@ -108,7 +113,14 @@ OTHERS: list[tuple[str, str, dict[str, Any] | None, dict[str, str]]] = [
     *(("POST", path, {"messages": HI, "input": "hi", "model": "demo"}, {}) for path in (
         "/v1/messages/count_tokens?beta=true", "/v1/responses/input_tokens",
     )),
-    ("GET", "/props", None, {}), ("GET", "/health", None, {}), ("GET", "/api/ps", None, {}),
+    *(("POST", path, {"messages": HI, "input_prefix": "a", "input_suffix": "b", "model": "demo"}, {}) for path in (
+        "/apply-template", "/infill",
+    )),
+    ("POST", "/apply-template", {"messages": HI}, {}), ("POST", "/rerank", {"query": "q", "documents": ["d"]}, {}),
+    *(("GET", path, None, {}) for path in (
+        "/slots?model=demo", "/slots?model=demo&fail_on_no_slot=1", f"/slots?model={HUB}", "/slots", "/props",
+        "/health", "/api/ps",
+    )),
 ]  # fmt: skip
 
 
@@ -153,7 +165,7 @@ def test_what_has_no_answer_is_encoded_as_recorded(
     assert not any(will_answer for path, *_, will_answer in manager.leases if path == "able:latest")
 
 
-@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize("name", WHOLE)
 def test_answers_have_the_types_of_the_clients_packages(http: httpx.Client, manager: FakeManager, name: str) -> None:
     path, body, more = ASKED[name]
     for case, (manager.script, manager.timing) in CASES.items():

@@ -11,6 +11,7 @@ import ollama
 import openai
 import pytest
 from servers import Server, serving
+from waiting import until
 
 from moegguf import Engine, Sampling
 
@@ -67,3 +68,19 @@ def test_anthropics_client_sends_it(parallel: Server) -> None:
             assert found.usage.output_tokens
         with pytest.raises(anthropic.BadRequestError, match="exact"):
             client.messages.create(model="demo", max_tokens=8, messages=MESSAGES, extra_body={"exact": "much"})
+
+
+def test_the_choices_of_a_prompt_are_those_of_requests_of_their_own(parallel: Server) -> None:
+    asked: Any = {"model": "demo", "prompt": "moegguf is", "max_tokens": 6, "extra_body": {"exact": True}}
+    with openai.OpenAI(base_url=f"{parallel.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        texts = [client.completions.create(**asked, seed=3 + i).choices[0].text for i in range(6)]
+        for exact in (True, False):
+            several = client.completions.create(**{**asked, "extra_body": {"exact": exact}}, seed=3, n=6)
+            assert [choice.index for choice in several.choices] == list(range(6))
+            assert not exact or [choice.text for choice in several.choices] == texts
+        with pytest.raises(openai.BadRequestError, match="context"):
+            client.completions.create(**{**asked, "prompt": ["a", "many words " * 600]}, n=3)
+        stream = client.completions.create(**{**asked, "max_tokens": 400, "extra_body": {}}, n=4, stream=True)
+        next(iter(stream))
+        stream.close()
+    until(lambda: not any(slot["is_processing"] for slot in parallel.call("/slots?model=demo").json))

@@ -135,8 +135,10 @@ def loaded(tmp_path: Path) -> Iterator[Server]:
 def test_ps_and_stop(loaded: Server, mine: Mine) -> None:
     there = {"MOEGGUF_HOST": loaded.url}
     shown = mine("ps", **there).stdout
-    assert re.match(r"NAME +ID +SIZE +PROCESSOR +CONTEXT +REUSED +UNTIL\n", shown)
-    assert re.search(r"demo:latest +[0-9a-f]{12} +\d+ MB +100% CPU +512 +- +\d+ minutes from now", shown)
+    assert re.match(r"NAME +ID +SIZE +PROCESSOR +EXPERTS +HITS +CONTEXT +REUSED +UNTIL\n", shown)
+    assert re.search(
+        r"demo:latest +[0-9a-f]{12} +\d+ MB +100% CPU +50.0% +[-\d.%]+ +512 +- +\d+ minutes from now", shown
+    )
     assert json.loads(mine("ps", "--json", **there).stdout)[0]["name"] == "demo:latest"
     missing = mine("stop", "unknown", **there)
     assert missing.returncode == 1 and "couldn't find model 'unknown' to stop" in missing.stderr
@@ -147,6 +149,7 @@ def test_ps_and_stop(loaded: Server, mine: Mine) -> None:
 
 def test_a_budget_of_a_loaded_model(loaded: Server, mine: Mine) -> None:
     there = {"MOEGGUF_HOST": loaded.url}
+    assert re.search(r"demo:latest: .* for \d+ of \d+ experts", mine("budget", "demo", **there).stderr)
     done = mine("budget", "demo", "50%", **there)
     assert done.returncode == 0, done.stderr
     assert re.search(r"demo:latest: [\d.]+MiB for (\d+) of \d+ experts, [\d.]+MiB in all", done.stderr)

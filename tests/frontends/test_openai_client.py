@@ -201,6 +201,18 @@ def test_a_completion_of_tokens_and_its_logprobs(client: openai.OpenAI, served: 
     assert told.text_offset[0] == 0 and [len(top) for top in told.top_logprobs] == [2] * len(told.tokens)
 
 
+def test_llama_servers_endpoints_give_the_same(client: openai.OpenAI, whole: ChatCompletion, served: Server) -> None:
+    prompt = served.call("/apply-template", {"model": "demo", "messages": ASKED["messages"]}).json["prompt"]
+    tokens = served.call("/tokenize", {"model": "demo", "content": prompt}).json["tokens"]
+    assert whole.usage is not None and len(tokens) == whole.usage.prompt_tokens
+    body = {"model": "demo", "prompt": prompt, "n_predict": 5, "temperature": 0, "return_tokens": True}
+    found = served.call("/completion", body).json
+    asked: Any = {"model": "demo", "prompt": prompt, "max_tokens": 5, "temperature": 0}
+    assert found["content"] == client.completions.create(**asked).choices[0].text
+    assert served.call("/detokenize", {"model": "demo", "tokens": found["tokens"]}).json["content"] == found["content"]
+    assert found["prompt"] == prompt and (found["stop_type"], found["tokens_predicted"]) == ("limit", 5)
+
+
 def test_the_tokens_of_prompts_have_logprobs_without_an_answer(client: openai.OpenAI, served: Server) -> None:
     tokens = served.call("/tokenize", {"model": "demo", "content": "moegguf runs experts"}).json["tokens"]
     asked: Any = {"model": "demo", "max_tokens": 0, "logprobs": 1, "echo": True, "temperature": 0}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import TinyModel
+from servers import serving
+from waiting import until
 
 from moegguf.cli.serve import serve, serve_settings
 from moegguf.engine import devices, load
@@ -101,3 +104,32 @@ def test_flags_count_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     found = serve_settings(1, {"trusted": (), "api_keys": (), "n_parallel": 0, "memory_bytes": 5})
     assert (found.trusted, found.api_keys, found.n_parallel, found.memory_bytes) == ((), ("k",), 3, 5)
     assert found.host.port == 1
+
+
+def test_options_of_loading_reach_the_workers(started: list[Settings], tiny: TinyModel) -> None:
+    serve(n_ctx=512, n_threads=3, type_k="q8_0", predictor="skip", prefetch=True, log_level="debug")
+    (settings,) = started
+    found = size_of(tiny(), settings)
+    assert (settings.n_ctx, settings.debug, found.verbose) == (512, True, True)
+    assert (found.n_threads, found.type_k, found.type_v, found.flash_attn) == (3, "q8_0", None, True)
+    assert (found.predictor, found.prefetch) == ("skip", True)
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_models_are_preloaded_and_each_request_is_a_line(tmp_path: Path, tiny: TinyModel, form: str) -> None:
+    file = tmp_path / "my model.gguf"
+    file.symlink_to(tiny())
+    arguments = ("demo", str(file), "--log-level", "info", "--log-format", form, "--ctx", "256")
+    with serving(tmp_path, *arguments) as served:
+        until(lambda: len(served.call("/api/ps").json["models"]) == 2)
+        loaded = {model["name"]: model for model in served.call("/api/ps").json["models"]}
+        assert loaded["my-model:latest"]["context_length"] == 256
+        assert loaded["demo:latest"]["moe"]["expert_share"] == 1.0
+        assert served.call("/budget?model=demo").json["n_slots"] > 0
+        assert served.call("/nowhere").status == 404
+    lines = served.log().splitlines()
+    assert any("loaded my-model:latest" in line for line in lines)
+    (line,) = (line for line in lines if "GET /nowhere 404" in line)
+    if form == "json":
+        found = json.loads(line)
+        assert (found["level"], found["path"], found["status"]) == ("info", "/nowhere", 404) and found["seconds"] >= 0

@@ -161,7 +161,14 @@ def test_a_gap_needs_a_model_that_can_fill_it(demo: Llama, monkeypatch: pytest.M
     monkeypatch.setattr(type(demo.vocabulary), "fim_tokens", property(lambda _: (11, 12, 13)))
     tokens = Answer(demo, ask(prompt="def f(", suffix="return x")).prompt.tokens
     words = demo.vocabulary.tokens
-    assert tokens == [11, *words("def f("), 12, *words("return x"), 13]
+    gap = [11, *words("def f("), 12, *words("return x"), 13]
+    assert tokens == gap
+    files = ask(prompt="def f(", suffix="return x", files=(("a.py", "x = 1"), ("b.py", "y")))
+    snippet = words("\n\n--- snippet ---\n\n")
+    assert Answer(demo, files).prompt.tokens == [*snippet, *words("x = 1"), *snippet, *words("y"), *gap]
+    monkeypatch.setattr(type(demo.vocabulary), "repository_tokens", property(lambda _: (14, 15)))
+    named = [15, *words("a.py\n"), *words("x = 1"), 15, *words("b.py\n"), *words("y"), 15, *words("filename\n")]
+    assert Answer(demo, files).prompt.tokens == [14, *words("myproject\n"), *named, *gap]
     read, sizes = demo.vocabulary.tokens, []
     monkeypatch.setattr(
         type(demo.vocabulary), "tokens", lambda _, text, **options: (sizes.append(len(text)), read(text, **options))[1]

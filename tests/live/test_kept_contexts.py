@@ -13,12 +13,14 @@ import pytest
 from answering import DEMO, TinyModel
 from hybrid_model import write_hybrid
 
+from moegguf.engine import kept_contexts
 from moegguf.engine.context_store import About, ContextStore, default_folder, stored_blocks
 from moegguf.engine.kept_contexts import BLOCK_TOKENS
 from moegguf.engine.llama import Llama
 from moegguf.generate.engine import Engine, EngineAnswer
 from moegguf.generate.request import Sampling
 from moegguf.quantities import GIB
+from tools.context_check import kills
 
 N_PROMPT, N_NEW = 5 * BLOCK_TOKENS + 9, BLOCK_TOKENS + 20
 MODELS = {"demo": DEMO, "iswa": "tiny-gpt-oss", "deepseek": "tiny-deepseek2", "qwen3": "tiny-qwen3moe"}
@@ -227,6 +229,24 @@ def test_a_disk_that_is_full_costs_a_warning_and_no_answer(
             found = [answer(first, prompt_of(N_PROMPT, 1)), answer(first, prompt)][1]
         assert len(warned) == 1
         assert found.logprobs == expected.logprobs
+
+
+def test_what_the_disk_is_too_slow_for_is_written_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_contexts, "MOST_QUEUED_BYTES", 1)  # one block at a time
+    monkeypatch.setattr(kept_contexts, "WAIT_SHARE", 0.0)
+    prompt = prompt_of(10 * BLOCK_TOKENS)
+    with engine(DEMO) as first:
+        answer(first, prompt, max_tokens=1)
+        kept = first.llm.contexts
+        assert kept is not None
+    assert kept.counters.blocks_dropped
+    with engine(DEMO) as later:
+        assert computed(answer(later, prompt, max_tokens=1)) == (1, 10 * BLOCK_TOKENS - 1)
+
+
+def test_killed_processes_leave_no_wrong_answer(tmp_path: Path) -> None:
+    found = kills(str(DEMO), 4, 0.2, tmp_path / "killed")  # `python -m tools.context_check kills` ends more
+    assert "all right" in found and "all whole" in found
 
 
 def _no_space(*_: object) -> None:

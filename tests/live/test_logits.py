@@ -168,7 +168,7 @@ def test_prompt_logprobs_are_those_of_the_logits(load: Load, n_seq_max: int, mon
     logits = plain.scores[: len(tokens)].astype(np.float64)
     expected = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     llm = load(DEMO, n_seq_max=n_seq_max, logits_all=False)
-    scored = ask(prompt="", context=tuple(tokens), n_logprobs=2, prompt_logprobs=True, max_tokens=0)
+    scored = ask(prompt="", context=tuple(tokens), n_logprobs=2, prompt_logprobs=True, prompt_only=True)
     reply(llm, prompt="", context=tuple(tokens), max_tokens=2)  # a prefix that could be reused
     for max_rows in (MAX_LOGITS_BYTES // (4 * llm.n_vocab()), 5):
         monkeypatch.setattr("moegguf.generate.kv_slots.MAX_LOGITS_BYTES", 4 * llm.n_vocab() * max_rows)

@@ -7,11 +7,12 @@ here.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -20,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from moegguf.errors import MoeggufError
 from moegguf.generate.request import Delta, GenerationRequest, ToolCall
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.server.common import limits
@@ -85,8 +87,8 @@ class Reply(ABC):
         """Takes an answer for `whole`."""
 
     @abstractmethod
-    def whole(self) -> Json:
-        """The reply as one object."""
+    def whole(self) -> Any:
+        """The reply as one object, or several in a list where the API has that."""
 
     def error_line(self, error: HttpError, path: str) -> bytes:
         """What ends a stream that has begun, of a request at `path`."""
@@ -242,19 +244,73 @@ async def answers(
     generations: Sequence[GenerationRequest],
     reply: Reply,
 ) -> AsyncGenerator[Event]:
-    """The events of each generation in turn; a `Done` ends each. Closing it stops the answer. Between two generations
-    other requests have their turn."""
-    async with leases.lease(entry, body.overrides(), body.keep_alive_s()) as lease:
+    """The events of each generation in turn; a `Done` ends each. Closing it stops the answers. They are computed
+    together, as many as the model answers at once; between two, other requests have their turn."""
+
+    def new_lease() -> AbstractAsyncContextManager[Lease]:
+        return leases.lease(entry, body.overrides(), body.keep_alive_s())
+
+    async with new_lease() as lease:
         await reply.prepare(lease)
-        for generation in generations:
+        known = (each.n_parallel for each in state.manager.loaded() if entry.name in {name.name for name in each.names})
+        n_beside = min(next(known, 1), len(generations)) - 1
+        async with aclosing(_in_turn(lease, new_lease, n_beside, generations, stream=body.streams)) as events:
             has_call = False
-            async with aclosing(lease.answer(generation, stream=body.streams)) as events:
+            async for event in events:
+                if isinstance(event, Delta) and event.tool_calls and not body.parallel_calls:
+                    event = replace(event, tool_calls=() if has_call else event.tool_calls[:1])
+                    has_call = True
+                has_call = has_call and not isinstance(event, Done)
+                record(state, entry.name, event)
+                yield event
+
+
+async def _in_turn(
+    lease: Lease,
+    new_lease: Callable[[], AbstractAsyncContextManager[Lease]],
+    n_beside: int,
+    generations: Sequence[GenerationRequest],
+    *,
+    stream: bool,
+) -> AsyncGenerator[Event]:
+    """The events of each generation after those of the one before, computed with `lease` and `n_beside` others."""
+    if n_beside < 1:
+        for generation in generations:
+            async with aclosing(lease.answer(generation, stream=stream)) as events:
                 async for event in events:
-                    if isinstance(event, Delta) and event.tool_calls and not body.parallel_calls:
-                        event = replace(event, tool_calls=() if has_call else event.tool_calls[:1])
-                        has_call = True
-                    record(state, entry.name, event)
                     yield event
+        return
+    queues: list[asyncio.Queue[Event | Exception]] = [asyncio.Queue() for _ in generations]
+    left = iter(zip(generations, queues, strict=True))
+
+    async def compute(own: Lease) -> None:
+        for generation, queue in left:
+            try:
+                async with aclosing(own.answer(generation, stream=stream)) as events:
+                    async for event in events:
+                        queue.put_nowait(event)
+            except Exception as error:
+                queue.put_nowait(error)
+                return
+
+    async def compute_beside() -> None:
+        with suppress(MoeggufError):  # where none can be had, the first computes all
+            async with new_lease() as own:
+                await compute(own)
+
+    tasks = [asyncio.create_task(compute(lease)), *(asyncio.create_task(compute_beside()) for _ in range(n_beside))]
+    try:
+        for queue in queues:
+            found: Event | Exception | None = None
+            while not isinstance(found, Done):
+                found = await queue.get()
+                if isinstance(found, Exception):
+                    raise found
+                yield found
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _lines(events: AsyncGenerator[Event], reply: Reply) -> Lines:
@@ -264,7 +320,7 @@ async def _lines(events: AsyncGenerator[Event], reply: Reply) -> Lines:
                 yield lines
 
 
-async def _whole(events: AsyncGenerator[Event], reply: Reply) -> Json:
+async def _whole(events: AsyncGenerator[Event], reply: Reply) -> Any:
     deltas: list[Delta] = []
     async with aclosing(events):
         async for event in events:

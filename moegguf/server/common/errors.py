@@ -1,7 +1,8 @@
 """Maps exceptions to HTTP errors: status, headers and JSON in the form of the API that was called.
 
 At /v1/messages it is Anthropic's `{"type": "error", "error": {"type", "message"}}`, elsewhere below /v1 OpenAI's
-`{"error": {"message", "type", "param", "code"}}`, everywhere else Ollama's `{"error": "text"}`.
+`{"error": {"message", "type", "param", "code"}}`, at LLAMA_PATHS llama-server's with a type, everywhere else Ollama's
+`{"error": "text"}`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ OPENAI_TYPES = {404: "not_found_error", 401: "authentication_error", 403: "permi
 ANTHROPIC_TYPES = {
     **OPENAI_TYPES, 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
 }  # fmt: skip
+LLAMA_PATHS = ("/completion", "/completions", "/infill", "/apply-template", "/slots", "/rerank", "/reranking")
+LLAMA_TYPES = {**OPENAI_TYPES, 501: "not_supported_error", 503: "unavailable_error"}
 NO_RETRY = {"x-should-retry": "false"}  # OpenAI's and Anthropic's clients would retry twice
 
 
@@ -45,6 +48,9 @@ class HttpError(errors.MoeggufError):
 
     def body(self, path: str) -> dict[str, Any]:
         """The JSON of the reply to a request at `path`."""
+        if path in LLAMA_PATHS:
+            kind = LLAMA_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+            return {"error": {"code": self.status, "message": str(self), "type": kind}}
         if not path.startswith("/v1"):
             return {"error": str(self)}
         types = ANTHROPIC_TYPES if is_anthropic(path) else OPENAI_TYPES

@@ -53,7 +53,7 @@ def check_conversation(entry: ModelEntry, known: Details, generation: Generation
     """Raises HttpError 400 for the first of what a conversation needs and the model lacks."""
     needs = {
         "chat" if generation.prompt is None else "generate": True,
-        "insert": bool(generation.suffix),
+        "insert": generation.suffix is not None,
         "vision": has_images(generation.messages or ()),
         "tools": bool(generation.tools) and generation.tool_choice != "none",
         "thinking": bool(generation.think),

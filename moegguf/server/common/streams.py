@@ -100,7 +100,7 @@ class WholeResponse(CancellableResponse):
 
     media_type = "application/json; charset=utf-8"
 
-    def __init__(self, answer: Awaitable[Mapping[str, Any]]) -> None:
+    def __init__(self, answer: Awaitable[Any]) -> None:
         super().__init__()
         self._answer = answer
 

@@ -94,9 +94,16 @@ def loaded_object(
         "size_vram": model.vram_bytes,
         "context_length": model.n_ctx,
         "moe": moe_object(model.stats)
-        | {"pid": model.pid, "busy": model.busy, "stopping": model.stopping, "queue": model.queue}
-        | {"prompt_tokens": dict(prompt_tokens)},
+        | {"expert_share": _expert_share(model), "prompt_tokens": dict(prompt_tokens)}
+        | {"pid": model.pid, "busy": model.busy, "stopping": model.stopping, "queue": model.queue},
     }
+
+
+def _expert_share(model: LoadedModel) -> float:
+    """The share of its experts that a model has memory for: of a GPU or, where that is more, of RAM."""
+    all_bytes = model.stats.n_experts * int(model.plan.get("slot_bytes", 0))
+    in_vram = model.vram_cache_bytes - int(model.plan.get("staging_bytes", 0))
+    return min(1.0, round(max(model.expert_cache_bytes, in_vram) / all_bytes, 6)) if all_bytes else 1.0
 
 
 async def show(request: Request) -> Response:

@@ -38,19 +38,18 @@ def details_object(known: Details | None, parent: str = "") -> dict[str, Any]:
 
 
 def statistics(done: Done, start_ns: int) -> dict[str, Any]:
-    """Token counts and durations (ns) of an answer; zeros are omitted, as Go omits them. `start_ns`: arrival of the
-    request, by perf_counter."""
+    """Token counts and durations (ns) of an answer; zeros are omitted, as Go omits them, but that of the load, which is
+    0 for a model in memory. `start_ns`: arrival of the request, by perf_counter."""
     timing = done.timing
+    durations = {"total_duration": time.perf_counter_ns() - start_ns, "load_duration": to_ns(done.load_s)}
     fields = {
-        "total_duration": time.perf_counter_ns() - start_ns,
-        "load_duration": to_ns(done.load_s),
         "prompt_eval_count": timing.prompt_tokens + timing.cached_tokens,
         "prompt_cached_count": timing.cached_tokens,
         "prompt_eval_duration": to_ns(timing.prompt_s),
         "eval_count": timing.answer_tokens,
         "eval_duration": to_ns(timing.answer_s),
     }
-    return _present(**fields) | cut_object(timing) | {"moe": moe_object(timing.stats)}
+    return durations | _present(**fields) | cut_object(timing) | {"moe": moe_object(timing.stats)}
 
 
 def call_object(call: ToolCall, index: int) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from heapq import nlargest
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -89,8 +88,6 @@ class CompletionBody(GenerationBody):
     def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
         """A request for each prompt; of the entry's defaults, only the options apply."""
         sampling = self.sampling(entry)
-        if self.max_tokens == 0:  # which is no limit in Ollama's options
-            sampling = replace(sampling, max_tokens=0)
         ranked = 0 if self.n_answers > (self.n or 1) else None  # by their own logprobs
         requests = (
             GenerationRequest(
@@ -101,6 +98,7 @@ class CompletionBody(GenerationBody):
                 shift=bool(self.shift),
                 n_logprobs=ranked if self.logprobs is None else self.logprobs,
                 prompt_logprobs=self.scores_prompt,
+                prompt_only=self.max_tokens == 0,
                 sampling=sampling,
             )
             for prompt in self.prompt

@@ -1,0 +1,252 @@
+"""llama-server's own endpoints for text: /completion (a prompt as it is), /infill (the gap between two texts),
+/apply-template (the prompt of a conversation), and the refusal of /rerank.
+
+They take the sampling options of /v1/completions by the same names; those of samplers that are not here are ignored.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from pydantic import BeforeValidator, Field, field_validator
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from moegguf.generate.request import MAX_TOP_LOGPROBS, Delta, GenerationRequest, PromptProgress, Sampling, Timing
+from moegguf.models.entry import Details, ModelEntry
+from moegguf.options import MAX_ANSWER_TOKENS
+from moegguf.server.common import limits
+from moegguf.server.common.body import Body, read_body
+from moegguf.server.common.conversation import Conversation, Json, Reply, understand
+from moegguf.server.common.errors import HttpError
+from moegguf.server.common.streams import WholeResponse, event_line
+from moegguf.server.llama_server import sampling_object, selected_model
+from moegguf.server.openai.chat import chat_logprobs, prompt_progress, statistics
+from moegguf.server.openai.completions import Prompt, prompts_of
+from moegguf.server.openai.schema import MAX_BIASES, Bias, ChatBody, GenerationBody, token_ids
+from moegguf.serving.events import Done, Event
+
+if TYPE_CHECKING:
+    from moegguf.serving.lease import Lease
+
+MAX_FILES = 256
+RERANK_PATHS = ("/rerank", "/reranking", "/v1/rerank", "/v1/reranking")
+
+Kind = TypeVar("Kind", bound=GenerationBody)
+
+
+def biases_of(given: Any) -> Any:
+    """`logit_bias` as OpenAI's, from pairs of token and bias, too; of these false is never. Raises ValueError."""
+    if isinstance(given, list):
+        if not all(isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is int for pair in given):
+            raise ValueError("must be pairs of a token id and a bias")
+        given = {str(token): -100 if bias is False else bias for token, bias in given}
+    return token_ids(given)
+
+
+class NativeBody(GenerationBody):
+    """The fields that /completion and /infill share. Without `model` it is the only loaded one. n_predict: -1 and -2
+    until the model ends or the context is full, 0 only evaluates the prompt."""
+
+    model: str = Field("", max_length=limits.NAME_CHARS)
+    n_predict: Annotated[int, Field(ge=-2, le=MAX_ANSWER_TOKENS)] | None = None
+    n_keep: Annotated[int, Field(ge=-1, le=MAX_ANSWER_TOKENS)] | None = None
+    n_probs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    logit_bias: Annotated[dict[int, Bias], Field(max_length=MAX_BIASES), BeforeValidator(biases_of)] | None = None
+    json_schema: dict[str, Any] | None = None
+    grammar: str | None = None
+    return_tokens: bool | None = None
+
+    @field_validator("grammar")
+    @classmethod
+    def _no_grammar(cls, grammar: str | None) -> str | None:
+        if grammar:
+            raise ValueError("grammars in GBNF are not supported; send json_schema")
+        return grammar
+
+    def max_answer_tokens(self) -> int | None:
+        """`n_predict`, or OpenAI's name."""
+        return self.max_tokens if self.n_predict is None else self.n_predict
+
+    def request(self, entry: ModelEntry, **fields: Any) -> GenerationRequest:
+        """The request for a prompt in `fields`, with what both endpoints share."""
+        sampling = self.sampling(entry)
+        if self.n_keep is not None:
+            sampling = replace(sampling, num_keep=self.n_keep)
+        return GenerationRequest(
+            format=self.json_schema,
+            truncate=bool(self.truncate),
+            shift=bool(self.shift),
+            n_logprobs=self.n_probs or None,
+            prompt_only=self.n_predict == 0,
+            return_context=bool(self.return_tokens),
+            sampling=sampling,
+            **fields,
+        )
+
+
+class NativeCompletionBody(NativeBody):
+    """The body of /completion: a prompt as text or tokens, or a list of these."""
+
+    prompt: Annotated[list[Prompt], BeforeValidator(prompts_of)]
+
+    def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
+        """`n` requests for each prompt."""
+        requests = (
+            self.request(entry, prompt=prompt)
+            if isinstance(prompt, str)
+            else self.request(entry, prompt="", context=tuple(prompt))
+            for prompt in self.prompt
+        )
+        return [each for request in requests for each in self.repeated(request, self.n)]
+
+
+class ExtraFile(Body):
+    """Another file that the gap may depend on."""
+
+    text: str
+    filename: str = "tmp"
+
+
+class InfillBody(NativeBody):
+    """The body of /infill. `prompt`: the text directly before the gap, after `input_prefix`."""
+
+    input_prefix: str
+    input_suffix: str
+    prompt: str = ""
+    input_extra: Annotated[list[ExtraFile], Field(max_length=MAX_FILES)] = Field(default_factory=list)
+
+    def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
+        """`n` requests."""
+        files = tuple((file.filename, file.text) for file in self.input_extra)
+        text = self.input_prefix + self.prompt
+        return self.repeated(self.request(entry, prompt=text, suffix=self.input_suffix, files=files), self.n)
+
+
+class NativeReply(Reply):
+    """The objects of /completion and /infill; several answers are a list."""
+
+    def __init__(self, body: NativeBody, entry: ModelEntry, generations: Sequence[GenerationRequest]) -> None:
+        self._body, self._model = body, entry.name
+        self._generations = generations
+        self._prompts = [generation.prompt or "" for generation in generations]
+        self._index = 0  # of the current answer
+        self._has_line = False  # in the text of a streamed answer
+        self._answers: list[Json] = []
+
+    async def prepare(self, lease: Lease) -> None:
+        """Makes text of prompts that are tokens."""
+        for i, generation in enumerate(self._generations):
+            if generation.context:
+                self._prompts[i] = await lease.detokenize(generation.context)
+
+    def lines(self, event: Event) -> bytes:
+        """Server-sent events without a name."""
+        if isinstance(event, Delta):
+            self._has_line |= "\n" in event.text
+            return event_line(self._part(event.text, **self._chances(event)))
+        if isinstance(event, Done):
+            return event_line(self._end("", event))
+        if isinstance(event, PromptProgress) and self._body.return_progress:
+            return event_line(self._part("", prompt_progress=prompt_progress(event)))
+        return b""
+
+    def add(self, delta: Delta, done: Done) -> None:
+        """Adds the next answer."""
+        self._has_line = "\n" in delta.text
+        self._answers.append(self._end(delta.text, done) | self._chances(delta))
+
+    def whole(self) -> Any:
+        """The answer, or all of them."""
+        return self._answers if len(self._generations) > 1 else self._answers[0]
+
+    def _part(self, content: str, **more: Any) -> Json:
+        return {"index": self._index, "content": content, "tokens": [], "stop": False, "id_slot": -1, **more}
+
+    def _chances(self, delta: Delta) -> Json:
+        return {"completion_probabilities": chat_logprobs(delta.logprobs)["content"]} if self._body.n_probs else {}
+
+    def _end(self, content: str, done: Done) -> Json:
+        timing, n_prompt = done.timing, done.timing.prompt_tokens + done.timing.cached_tokens
+        found = self._part(
+            content,
+            tokens=list(timing.context[n_prompt:]) if self._body.return_tokens else [],
+            stop=True,
+            model=self._model,
+            tokens_predicted=timing.answer_tokens,
+            tokens_evaluated=n_prompt,
+            generation_settings=self._settings(),
+            prompt=self._prompts[self._index],
+            has_new_line=self._has_line,
+            truncated=bool(timing.cut_tokens or timing.n_shifts),
+            stop_type=_stop_type(timing),
+            stopping_word=timing.stop_string,
+            tokens_cached=timing.cached_tokens,
+            **statistics(timing),
+        )
+        self._index, self._has_line = self._index + 1, False
+        return found
+
+    def _settings(self) -> Json:
+        sampling: Sampling = self._generations[self._index].sampling
+        biases = [{"token": token, "bias": bias} for token, bias in sampling.logit_bias.items()]
+        n_probs, stream = self._body.n_probs or 0, self._body.streams
+        return {**sampling_object(sampling), "logit_bias": biases, "n_probs": n_probs, "stream": stream}
+
+
+def _stop_type(timing: Timing) -> str:
+    if timing.finish == "stop":
+        return "word" if timing.stop_string else "eos"
+    return "limit" if timing.finish == "length" else "none"
+
+
+async def _read(request: Request, kind: type[Kind], most_bytes: int) -> Kind:
+    """The body of a request, with the name of its model."""
+    body = await read_body(request, kind, most_bytes)
+    return body.model_copy(update={"model": selected_model(request, body.model)})
+
+
+def _native(kind: type[NativeBody], *paths: str) -> list[Route]:
+    conversation: Conversation[NativeBody] = Conversation(kind, NativeReply, limits.BODY_BYTES)
+
+    async def respond(request: Request) -> Response:
+        start_ns = time.perf_counter_ns()
+        body = await _read(request, kind, limits.BODY_BYTES)
+        return await conversation.respond_to(request, body, start_ns)
+
+    return [Route(path, respond, methods=["POST"]) for path in paths]
+
+
+class TemplateBody(ChatBody):
+    """The body of /apply-template, which has the fields of /v1/chat/completions."""
+
+    model: str = Field("", max_length=limits.NAME_CHARS)
+
+
+async def apply_template(request: Request) -> Response:
+    """The text that the chat template makes of a conversation."""
+    body = await _read(request, TemplateBody, limits.IMAGES_BODY_BYTES)
+    entry, generations = await understand(request.app.state, body)
+
+    async def work() -> Json:
+        async with request.app.state.manager.lease(entry, body.overrides(), will_answer=False) as lease:
+            return {"prompt": await lease.render(generations[0])}
+
+    return WholeResponse(work())
+
+
+async def refuse_to_rerank(_: Request) -> Response:
+    """Raises HttpError 501: models with a ranking head are not run here."""
+    raise HttpError(501, "models that rank documents are not supported; compare vectors of /v1/embeddings")
+
+
+routes = [
+    *(Route(path, refuse_to_rerank, methods=["POST"]) for path in RERANK_PATHS),
+    *_native(NativeCompletionBody, "/completion", "/completions"),
+    *_native(InfillBody, "/infill"),
+    Route("/apply-template", apply_template, methods=["POST"]),
+]

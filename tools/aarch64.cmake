@@ -1,0 +1,12 @@
+# `make wheel ARCH=aarch64` on another machine. GCC before 14 does not know every variant of ggml's CPU backend, hence
+# clang; libraries and headers are those of g++-aarch64-linux-gnu. On Debian and Ubuntu: clang-19 and that package.
+set(CMAKE_SYSTEM_NAME Linux)
+set(CMAKE_SYSTEM_PROCESSOR aarch64)
+find_program(CLANG NAMES clang-21 clang-20 clang-19 clang REQUIRED)
+set(CMAKE_C_COMPILER ${CLANG})
+string(REPLACE "clang" "clang++" CLANGXX ${CLANG})
+set(CMAKE_CXX_COMPILER ${CLANGXX})
+set(CMAKE_C_COMPILER_TARGET aarch64-linux-gnu)
+set(CMAKE_CXX_COMPILER_TARGET aarch64-linux-gnu)
+set(CMAKE_FIND_ROOT_PATH_MODE_LIBRARY ONLY)
+set(CMAKE_FIND_ROOT_PATH_MODE_INCLUDE ONLY)
