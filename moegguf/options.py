@@ -27,6 +27,8 @@ PLACEMENTS = ("auto", "layers", "slots", "cpu")
 """Where experts go on a machine with a GPU: see engine/plan.py."""
 MISSES = ("fetch", "compute")
 """What happens to experts that a GPU lacks: they are copied there, or the CPU computes them where that is faster."""
+DRAFTS = ("auto", "off", "ngram")
+"""Tokens that are guessed ahead, and verified in the next pass."""
 KERNELS = ("avx512", "avx2", "upstream")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 SCHEDULES = ("fifo", "expertflow", "auto")
@@ -35,7 +37,7 @@ SCHEDULES = ("fifo", "expertflow", "auto")
 MAX_ANSWER_TOKENS = 1 << 22
 LOAD_PARAMETERS = {
     "num_ctx": "n_ctx", "num_batch": "n_batch", "num_thread": "n_threads", "num_gpu": "n_gpu_layers",
-    "expert_cache": "expert_cache",
+    "expert_cache": "expert_cache", "draft": "draft",
 }  # fmt: skip
 """{parameter of a Modelfile or a request that changes how a model is loaded: the option}"""
 
@@ -96,6 +98,13 @@ _TABLE = (
         kind="whole", least=-1, most=1 << 24,
     ),
     Option("n_batch", "load", MODEL, "Tokens of a batch.", kind="whole", default="512", least=1, most=1 << 14),
+    Option(
+        "draft", "load", MODEL,
+        "Guess tokens ahead and verify several in a pass, while that saves time: ngram (what followed the same tokens"
+        " earlier in the text), auto (the same where no bit of an answer depends on it), off, or a smaller model of the"
+        " same vocabulary. Names only in Modelfiles and requests.",
+        ("--draft",), "HOW|FILE", "DRAFT", default="off",
+    ),
     Option(
         "mmproj", "load", MODEL, "The model's projector for images.", ("--mmproj",), "FILE",
         default="the one beside the model",
@@ -339,7 +348,9 @@ _TABLE = (
 )  # fmt: skip
 
 OPTIONS: Mapping[str, Option] = {option.name: option for option in _TABLE}
-TO_WORKERS = ("expert_cache", "vram_cache", "placement", "misses", "warm_start", "context_store", "strategy", "policy")
+TO_WORKERS = (
+    "expert_cache", "vram_cache", "placement", "misses", "warm_start", "context_store", "strategy", "policy", "draft",
+)  # fmt: skip
 """Options of loading that a server, or a batch, has flags for, and hands to its workers."""
 
 

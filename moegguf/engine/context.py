@@ -19,7 +19,7 @@ import numpy as np
 from moegguf.engine.projector import PLACEHOLDER, ContextImages, ImagePrompt, ImageSpan, Projector
 from moegguf.engine.requests import RequestCounter, RequestLock
 from moegguf.engine.sequences import Chunk, PassBatch, Tokens
-from moegguf.engine.stats import Stats
+from moegguf.engine.stats import DraftCounts, Stats
 from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import CallbackError, CapabilityError, ClosedError, GenerationCancelled, MoeggufError, OptionError
 from moegguf.native import library
@@ -69,6 +69,7 @@ class Context:
         self.lock = threading.RLock()  # held during each evaluation
         self.images = ContextImages()  # of sequence 0
         self.eval_s = 0.0  # of all evaluations
+        self.drafted = DraftCounts()
         self.after_eval: Callable[[int, Tokens, int], object] | None = None  # 0, its tokens, how many are new
 
     def check_open(self) -> None:
@@ -82,7 +83,8 @@ class Context:
         """`Llama.stats`."""
         self.check_open()
         stats = self._session.stats(self.eval_s) if self._session else Stats(eval_s=self.eval_s)
-        return replace(stats, n_threads=self._threads.n_threads if self._threads else self._llm.n_threads)
+        n_threads = self._threads.n_threads if self._threads else self._llm.n_threads
+        return replace(stats, n_threads=n_threads, **vars(self.drafted))
 
     def check_caller(self) -> None:
         """Raises CallbackError from a policy, predictor or listener of this model, which an evaluation may wait for."""
@@ -152,8 +154,8 @@ class Context:
 
     def eval_chunks(self, chunks: Sequence[Chunk]) -> list[int] | None:
         """Evaluates at most `n_batch` tokens of some sequences together; returns each chunk's row of logits, or None
-        when the KV cache has no room for them. After an exception some of the tokens may be in the context: truncate
-        the sequences."""
+        when the KV cache has no room for them. After an exception some of the tokens may be in the context, and after
+        drafts their tokens are: truncate the sequences."""
         rows: list[int] | None = self.guarded(self._eval_chunks, chunks)
         return rows
 
@@ -172,10 +174,10 @@ class Context:
         llm._requires_eval = True
         rows = self._batch.fill(chunks, self.images.position, all_logits=llm._logits_all and len(chunks) == 1)
         self._announce(chunks)
-        self.computed(lambda: llm._ctx.decode(self._batch), sum(len(chunk.tokens) for chunk in chunks))
+        self.computed(lambda: llm._ctx.decode(self._batch), sum(chunk.n_evaluated for chunk in chunks))
         for chunk, row in zip(chunks, rows, strict=True):
             n_rows = len(chunk.tokens) if chunk.all_logits else int(chunk.wants_logits)
-            self._chunk_rows += range(row - n_rows + 1, row + 1)
+            self._chunk_rows += range(row - n_rows + 1, row + 1 + len(chunk.draft))
         for chunk in chunks:
             if chunk.sequence == 0:
                 llm.n_tokens = chunk.n_past + len(chunk.tokens)
@@ -194,17 +196,18 @@ class Context:
             return
         decodes = all(chunk.phase == Phase.DECODE for chunk in chunks)
         if self.controller is not None:
-            self.controller.before_tokens(Phase.DECODE if decodes else Phase.PREFILL, len(chunks))
+            n_tokens = sum(chunk.n_evaluated for chunk in chunks) if decodes else len(chunks)
+            self.controller.before_tokens(Phase.DECODE if decodes else Phase.PREFILL, n_tokens)
         if not session.store_context.awaits_tokens(first.request, first.phase):
             return
         sequences, phases, tokens, outputs = list[int](), list[int](), list[int](), list[int]()
         for chunk in chunks:
-            n = len(chunk.tokens)
+            n = chunk.n_evaluated
             sequences += [chunk.request] * n
             phases += [chunk.phase] * n
-            tokens += chunk.tokens
-            outputs += [chunk.all_logits] * (n - 1)
-            outputs.append(chunk.wants_logits or chunk.all_logits)
+            tokens += [*chunk.tokens, *chunk.draft]
+            outputs += [chunk.all_logits] * (len(chunk.tokens) - 1)
+            outputs += [chunk.wants_logits or chunk.all_logits] * (1 + len(chunk.draft))
         session.store_context.announce(sequences, phases, tokens, outputs)
 
     def eval_image(self, prompt: ImagePrompt, span: ImageSpan, request: int) -> None:

@@ -19,6 +19,7 @@ from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.strategies import find_strategy
 from moegguf.engine.batch_invariance import is_batch_invariant
 from moegguf.engine.context import ClosedModel, Context
+from moegguf.engine.drafts import ModelDrafts
 from moegguf.engine.kept_contexts import KeptContexts, open_contexts
 from moegguf.engine.keywords import LlamaCppOptions, with_keywords
 from moegguf.engine.live_controller import ControllerOptions
@@ -32,6 +33,7 @@ from moegguf.engine.session import Session
 from moegguf.engine.stats import Stats
 from moegguf.engine.upstream import UpstreamLlama
 from moegguf.engine.vocabulary import Vocabulary
+from moegguf.native.drafts import Drafts
 from moegguf.native.store import StoreOptions
 from moegguf.options import take_old_keywords
 from moegguf.settings import read_environment
@@ -48,6 +50,8 @@ class Llama(UpstreamLlama):
     """The text of each token, and the special tokens."""
     session: Session | None = None
     """The expert store behind this model; None for a model without experts and with MOEGGUF_HOOKS=0."""
+    drafts: Drafts | None = None
+    """What guesses tokens ahead, if anything does."""
     recording: Recording | None = None
     """The trace being recorded, None without `trace`."""
     contexts: KeptContexts | None = None
@@ -76,6 +80,7 @@ class Llama(UpstreamLlama):
         n_seq_max: int = 1,
         kv_tokens: int | None = None,
         mmproj: str | os.PathLike[str] | None = None,
+        draft: str | os.PathLike[str] | None = None,
         plan: Plan | None = None,
         **options: Unpack[LlamaCppOptions],
     ) -> None:
@@ -127,6 +132,11 @@ class Llama(UpstreamLlama):
                 where the devices that compute have it, as llama.cpp's own programs, `moegguf.Engine`, `run` and `serve`
                 do.
             mmproj: the model's projector, for images in messages (moegguf.generate); it is loaded with the first image.
+            draft: tokens that `moegguf.generate` and `Engine` guess ahead, and verify in the next pass: "ngram" (what
+                followed the same tokens earlier in the text), "auto" (the same where `batch_invariant`, so that every
+                answer is as without), "off", or a second, smaller model of the same vocabulary, which drafts where no
+                text repeats. They pause while they do not pay. None: MOEGGUF_DRAFT, else "off". This class's own
+                methods draft nothing.
             plan: of a server that has planned this load (engine/planner.py), in place of the first four.
             progress: called with 0.0 to 1.0 while the weights are read; returning False cancels the load.
             options: the other keywords of `llama_cpp.Llama` (engine/keywords.py). Without `n_threads` and
@@ -153,9 +163,10 @@ class Llama(UpstreamLlama):
         warm_start = environment.warm_start if warm_start is None else warm_start
         self._keywords = dict(
             model_path=model_path, expert_cache=expert_cache, vram_cache=vram_cache, placement=placement,
-            misses=misses, plan=plan, strategy=named.name, store=store, warm_start=warm_start,
+            misses=misses, draft=draft, plan=plan, strategy=named.name, store=store, warm_start=warm_start,
             context_store=context_store, **vars(chosen), **given,
         )  # fmt: skip
+        self._drafts = ModelDrafts(environment.draft if draft is None else draft)
         load_plan = prepare(model_path, expert_cache, given, vram_cache, store, placement, misses, plan)
         self.layout, self.plan = load_plan.layout, load_plan.plan
         self.reads_images = load_plan.projector is not None and bool(mmproj)
@@ -169,6 +180,8 @@ class Llama(UpstreamLlama):
             self.vocabulary = Vocabulary(self)
             loader.start_threads(self._ctx.ctx)
             self.context = Context(self, loader, mmproj if self.reads_images else None)
+            self._drafts.open(self, self.n_seq_max, self.batch_invariant)
+            self.drafts = self._drafts.drafts
             loader.start_parts(warm_start and not lockstep, trace)
             self.recording = loader.recording
             if not (trace or lockstep):
@@ -328,6 +341,7 @@ class Llama(UpstreamLlama):
             self._loader.close()
 
     def _unload(self) -> None:
+        self._drafts.close()
         with suppress(AttributeError):  # the base class was not fully constructed
             super().close()
 

@@ -30,7 +30,8 @@ Tokens = Sequence[int] | npt.NDArray[np.intc]
 @dataclass(frozen=True)
 class Chunk:
     """Consecutive tokens of one sequence in a pass, after its first `n_past`. `request`: its number in routing events.
-    `wants_logits`: of the last token; `all_logits`: of every one."""
+    `wants_logits`: of the last token; `all_logits`: of every one. `draft`: tokens that may come after these; logits of
+    each are wanted, too."""
 
     sequence: int
     tokens: Sequence[int]
@@ -39,6 +40,12 @@ class Chunk:
     phase: Phase
     wants_logits: bool = True
     all_logits: bool = False
+    draft: Sequence[int] = ()
+
+    @property
+    def n_evaluated(self) -> int:
+        """Tokens in the pass."""
+        return len(self.tokens) + len(self.draft)
 
 
 def sequences_of(layout: ExpertLayout, n_ctx: int, wanted: int) -> int:
@@ -92,20 +99,21 @@ class PassBatch:
     def fill(
         self, chunks: Sequence[Chunk], position: Callable[[int], int] = int, all_logits: bool = False
     ) -> list[int]:
-        """Sets the tokens; returns each chunk's row of logits, that of its last token. position: of the token after the
-        first n. all_logits: those of every token are wanted. Raises OptionError for a chunk without tokens."""
+        """Sets the tokens; returns each chunk's row of logits, that of its last token; those of its draft come next.
+        position: of the token after the first n. all_logits: those of every token are wanted. Raises OptionError for a
+        chunk without tokens."""
         begin, rows = 0, list[int]()
         for chunk in chunks:
             if not chunk.tokens:
                 raise OptionError(f"sequence {chunk.sequence} has no tokens to evaluate; give at least one.")
-            end = begin + len(chunk.tokens)
-            self._tokens[begin:end] = chunk.tokens
+            end, row = begin + chunk.n_evaluated, begin + len(chunk.tokens) - 1
+            self._tokens[begin:end] = [*chunk.tokens, *chunk.draft]
             first = position(chunk.n_past)
             self._positions[begin:end] = np.arange(first, first + end - begin)
             self._sequences[begin:end] = chunk.sequence
             self._logits[begin:end] = all_logits or chunk.all_logits
-            self._logits[end - 1] |= chunk.wants_logits
-            rows.append(end - 1)
+            self._logits[row:end] |= chunk.wants_logits
+            rows.append(row)
             begin = end
         self.batch.n_tokens = begin
         return rows

@@ -60,6 +60,15 @@ _TIER_COUNTERS = tuple(
 )
 
 
+@dataclass
+class DraftCounts:
+    """Drafts so far: evaluations of a sequence with one, their tokens, and those of them that were sampled, too."""
+
+    draft_passes: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+
 @dataclass(frozen=True)
 class Stats:
     """Cumulative figures of one model. A lookup is one distinct (layer, expert) in one pass; while every expert is
@@ -71,7 +80,7 @@ class Stats:
     staged: `bytes_staged` were copied into tensors of `staging_bytes` in `staging_copy_s`, of which layers waited
     `staging_stall_s`, that for reads behind the copies included. `misses_computed`: those on devices that the CPU has
     computed, in `compute_s`, of which devices waited `compute_stall_s`, a part of `stall_s`; `exact` is False where it
-    may. Whether bits depend on the pass, too, `Llama.batch_invariant` says.
+    may. Whether bits depend on the pass, too, `Llama.batch_invariant` says. Drafts are counted as `DraftCounts` says.
     """
 
     tokens: int = 0
@@ -110,6 +119,9 @@ class Stats:
     bytes_staged: int = 0
     staging_copy_s: float = 0.0
     staging_stall_s: float = 0.0
+    draft_passes: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     tiers: tuple[TierStats, ...] = ()
 
     def __add__(self, later: Stats) -> Stats:
@@ -154,6 +166,21 @@ class Stats:
         return _ratio(self.bytes_read, self.tokens)
 
     @property
+    def bytes_per_accepted_token(self) -> float:
+        """Bytes read per token evaluated that was no refused draft."""
+        return _ratio(self.bytes_read, self.tokens - self.drafted_tokens + self.accepted_tokens)
+
+    @property
+    def draft_acceptance(self) -> float:
+        """Share of drafted tokens that were sampled, too."""
+        return _ratio(self.accepted_tokens, self.drafted_tokens)
+
+    @property
+    def tokens_per_draft_pass(self) -> float:
+        """Tokens of an answer by a pass with a draft."""
+        return 1 + _ratio(self.accepted_tokens, self.draft_passes)
+
+    @property
     def stall_per_token_s(self) -> float:
         """Seconds that the compute thread waited for experts, and a device for the CPU's, per token."""
         return _ratio(self.stall_s, self.tokens)
@@ -190,7 +217,7 @@ class Stats:
 _COUNTERS = tuple(field.name for field in fields(Stats) if field.name not in PRESENT_VALUES | {"tiers"})
 _DERIVED = (
     "hit_rate", "bytes_read", "bytes_per_token", "stall_per_token_s", "hook_per_token_s", "tokens_per_s",
-    "staging_overlap",
+    "staging_overlap", "bytes_per_accepted_token", "draft_acceptance", "tokens_per_draft_pass",
 )  # fmt: skip
 
 

@@ -66,6 +66,11 @@ class SequenceState:
         return self.request.sampling.exact and (may_shift or not self._llm.batch_invariant)
 
     @property
+    def n_left(self) -> int:
+        """Tokens that the answer may still have."""
+        return self.limit - self.timing.answer_tokens
+
+    @property
     def n_kept(self) -> int:
         """Tokens at the beginning that stay when the context shifts."""
         n_keep = self.request.sampling.num_keep
@@ -182,7 +187,8 @@ class BatchedAnswer:
     """A request in a loop, from its submission to its end. Its `timing` is complete then.
 
     For a `Schedule`: `ticket` (order of arrival), `context` (tokens that the KV cache has to hold before the next one
-    is sampled), `n_evaluated` (of these, those that it holds) and `number` (of the request in routing events).
+    is sampled), `n_evaluated` (of these, those that it holds) and `number` (of the request in routing events). `draft`:
+    tokens that the next pass evaluates behind these.
     """
 
     def __init__(self, request: GenerationRequest, events: AnswerEvents) -> None:
@@ -191,6 +197,7 @@ class BatchedAnswer:
         self.events = events
         self.timing = Timing(finish="cancelled")
         self.context: list[int] = []
+        self.draft: tuple[int, ...] = ()
         self.number = -1
         self.cancelled = False
         self.state: SequenceState | None = None  # the request, once it was read

@@ -19,7 +19,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from moegguf.errors import ClosedError, ContextError, ExpertIOError, GenerationCancelled
-from moegguf.generate.answer import AnswerEvents, BatchedAnswer, Task
+from moegguf.generate.answer import AnswerEvents, BatchedAnswer, Slot, Task
+from moegguf.generate.drafting import make_drafter
 from moegguf.generate.kv_slots import KvSlots, Part, StepTokens, chunk_of
 from moegguf.generate.request import GenerationRequest
 from moegguf.generate.schedule import Fifo, Schedule, Step
@@ -51,6 +52,7 @@ class BatchLoop:
         self._together = together
         self._slots = KvSlots(llm)
         self._step_tokens = StepTokens(llm, self._slots, step_tokens)
+        self._drafter = make_drafter(llm)
         self._changed = threading.Condition()  # of the five below
         self._arrived: list[BatchedAnswer | Task] = []
         self._computing: tuple[BatchedAnswer, ...] = ()
@@ -293,23 +295,32 @@ class BatchLoop:
         running = tuple(self._running)
         chosen = self._schedule.choose(running) or running
         start_s, parts = time.perf_counter(), self._step_tokens.parts(chosen, self._n_steps)
+        drafter = self._drafter if all(answer.decodes for answer, _ in parts) else None
+        if drafter is not None:
+            drafter.propose([answer for answer, _ in parts])
+        n_drafted = sum(len(answer.draft) for answer, _ in parts)
         computed = self._compute(parts)
         if computed:
-            n_tokens = sum(n for _, n in computed)
+            n_tokens, seconds = n_drafted + sum(n for _, n in computed), time.perf_counter() - start_s
             answers = tuple(answer for answer, _ in computed)
-            self._schedule.ran(Step(answers, n_tokens, time.perf_counter() - start_s))
+            self._schedule.ran(Step(answers, n_tokens, seconds))
+            if drafter is not None:
+                drafter.ran(len(answers), seconds)
 
     def _compute(self, parts: Sequence[Part]) -> list[Part]:
         """Evaluates the parts of a step and lets who has all of its tokens sample; returns what was evaluated.
 
-        An expert that cannot be read fails the pass of all: each is then computed alone, and those that need it end.
+        An expert that cannot be read fails the pass of all: they are then computed without drafts, and each alone, and
+        those that need it end.
         """
-        self._stats = None
+        self._stats, drafted = None, any(answer.draft for answer, _ in parts)
         try:
             evaluated, rows = self._evaluate(parts)
         except GenerationCancelled:
             return []  # they end at the next turn
         except ExpertIOError as error:
+            if drafted:
+                return self._compute(parts)
             if len(parts) > 1:
                 return [done for part in parts for done in self._compute([part])]
             self._end(parts[0][0], error)
@@ -337,9 +348,14 @@ class BatchLoop:
                 for answer, _ in remaining:
                     assert answer.slot is not None
                     self._slots.truncate(answer.slot, len(answer.slot.tokens))
+                    answer.draft = ()
                 raise
             if rows is not None:
                 return remaining, rows
+            if any(answer.draft for answer, _ in remaining):
+                for answer, _ in remaining:
+                    answer.draft = ()
+                continue
             if not self._make_room():
                 raise ContextError("the KV cache has no room for the context of one sequence; lower n_ctx.")
             remaining = [part for part in remaining if part[0].slot is not None]
@@ -382,7 +398,26 @@ class BatchLoop:
                 answer.sequence.note_prompt(n_done, n_tokens, row)
         if not answer.n_pending and not answer.cancelled:
             self._sample(answer, row)
-        self._slots.keep(answer, n_tokens, goes_on=not (is_prompt and answer.n_pending < 2))
+        if answer.draft:
+            self._verify(answer, slot, row)
+        n_new = max(0, len(slot.tokens) - n_done)
+        self._slots.keep(answer, n_new, goes_on=not (is_prompt and answer.n_pending < 2))
+
+    def _verify(self, answer: BatchedAnswer, slot: Slot, row: int) -> None:
+        """Goes on sampling after each token of the draft that is the one sampled before it; the others leave the KV
+        cache."""
+        n_accepted = 0
+        for token in answer.draft:
+            if answer.slot is None or answer.cancelled or answer.context[-1] != token:
+                break
+            n_accepted += 1
+            slot.tokens.append(token)
+            self._sample(answer, row + n_accepted)
+        if answer.slot is not None:
+            self._slots.truncate(slot, len(slot.tokens))
+        assert self._drafter is not None
+        self._drafter.verified(answer, slot, n_accepted)
+        answer.draft = ()
 
     def _sample(self, answer: BatchedAnswer, row: int) -> None:
         state, delta = answer.sequence, None

@@ -125,6 +125,8 @@ class KvSlots:
     def release(self, answer: BatchedAnswer) -> None:
         """Takes the slot from an answer. It keeps the tokens, for prompts that begin with them, but what was computed
         with tokens that a shift has dropped."""
+        if answer.draft and answer.slot is not None:  # what was not accepted yet is none of its tokens
+            self.truncate(answer.slot, len(answer.slot.tokens))
         self.keep(answer, 1, goes_on=False)
         slot, answer.slot = answer.slot, None
         if slot is not None:
@@ -230,5 +232,6 @@ def chunk_of(part: Part) -> Chunk:
     n_past = len(slot.tokens)
     phase = Phase.DECODE if answer.decodes else Phase.PREFILL
     tokens = answer.context[n_past : n_past + n_tokens]
-    scores = answer.request.prompt_logprobs and phase == Phase.PREFILL
-    return Chunk(slot.sequence, tokens, n_past, answer.number, phase, n_past + n_tokens == len(answer.context), scores)
+    wants_logits, scores = n_past + n_tokens == len(answer.context), answer.request.prompt_logprobs
+    scores = scores and phase == Phase.PREFILL
+    return Chunk(slot.sequence, tokens, n_past, answer.number, phase, wants_logits, scores, answer.draft)

@@ -11,7 +11,7 @@ from typing import Any
 
 from moegguf.errors import OptionError
 from moegguf.models.entry import Overrides
-from moegguf.options import LOAD_PARAMETERS, OPTIONS
+from moegguf.options import DRAFTS, LOAD_PARAMETERS, OPTIONS
 
 MAX_TEXT = 1 << 20  # characters of a system message, template, license or message
 ROLES = ("system", "user", "assistant", "tool")
@@ -25,7 +25,7 @@ FLOATS = (
     " mirostat_eta"
 ).split()
 SWITCHES = "use_mmap use_mlock numa low_vram f16_kv logits_all vocab_only embedding_only penalize_newline".split()
-TEXTS = ("expert_cache",)
+TEXTS = ("expert_cache", "draft")
 PARAMETERS: dict[str, type] = {
     **dict.fromkeys(INTS, int), **dict.fromkeys(FLOATS, float), **dict.fromkeys(SWITCHES, bool),
     **dict.fromkeys(TEXTS, str), "stop": list,
@@ -157,7 +157,7 @@ def _convert(name: str, value: Any) -> Any:
         value = float(value) if abs(value) < 1 << 53 else math.inf
     if kind is int and isinstance(value, float) and value.is_integer():
         value = int(value)
-    if not isinstance(value, kind):
+    if not isinstance(value, kind) or (name == "draft" and value not in DRAFTS):  # a file is not a client's to choose
         raise _wrong(name, value)
     if isinstance(value, float) and not math.isfinite(value):
         raise _wrong(name, value)

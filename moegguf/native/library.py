@@ -147,6 +147,14 @@ def _load_backends(folder: Path) -> None:
             raise OSError("no backend of it runs on this processor")
 
 
+def open_part(name: str) -> c.CDLL:
+    """Another library of the build. Raises LibraryError where it is missing."""
+    try:
+        return _open(find_library(), name)
+    except OSError as error:
+        raise LibraryError(f"lib{name} does not load ({error}); install moegguf again.") from error
+
+
 def ggml() -> c.CDLL:
     """libggml, as the native library has loaded it."""
     load()

@@ -38,6 +38,8 @@ class CounterSpec:
 COUNTS = (
     CounterSpec("tokens", "Tokens computed, of prompts and answers.", {"": "tokens"}),
     CounterSpec("passes", "Passes through the model.", {"": "passes"}),
+    CounterSpec("draft_tokens", "Tokens that were guessed ahead and verified.", {"": "drafted_tokens"}),
+    CounterSpec("draft_accepted_tokens", "Those of them that the sampler took.", {"": "accepted_tokens"}),
     CounterSpec("expert_lookups", "Distinct experts that a layer needed in a pass.", {"": "lookups"}),
     CounterSpec("expert_hits", "Lookups whose expert was resident, or being loaded.",
           {"ready": "hits_ready", "late": "hits_late"}, "kind"),

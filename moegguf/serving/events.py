@@ -26,6 +26,7 @@ class LoadOverrides:
     n_batch: int | None = None
     n_threads: int | None = None
     expert_cache: str | None = None
+    draft: str | None = None
 
     @classmethod
     def of(cls, parameters: Mapping[str, Any]) -> LoadOverrides:

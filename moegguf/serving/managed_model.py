@@ -115,7 +115,7 @@ def process_key(entry: ModelEntry, overrides: LoadOverrides) -> str:
     """Equal for requests that share a process: those of the same files and load options, but for the context, of which
     a longer one serves all."""
     n_batch = overrides.n_batch or DEFAULT_UBATCH_TOKENS
-    return f"{files_key(entry)}\0{overrides.n_threads}\0{n_batch}\0{overrides.expert_cache}"
+    return f"{files_key(entry)}\0{overrides.n_threads}\0{n_batch}\0{overrides.expert_cache}\0{overrides.draft}"
 
 
 class ManagedModel:

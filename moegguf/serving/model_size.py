@@ -109,7 +109,7 @@ def measure(
             flash_attn=flash_attn,
             embedding=embedding,
             verbose=settings.debug,
-            **chosen,
+            **{**chosen, **({"draft": overrides.draft} if overrides.draft else {})},
         )
 
     def plan_with(machine: Machine, budgets: Budgets) -> Plan:

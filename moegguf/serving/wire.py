@@ -67,6 +67,7 @@ class LoadConfig:
     vram_cache: str | None = None
     placement: str | None = None
     misses: str | None = None
+    draft: str | None = None
     strategy: str | None = None
     policy: str | None = None
     predictor: str | None = None

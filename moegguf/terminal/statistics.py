@@ -52,6 +52,7 @@ def statistics(
         lines.append(("prompt cached", f"{timing.cached_tokens} token(s){from_disk}"))
     if timing.stats.n_threads:
         lines.append(("threads", str(timing.stats.n_threads)))
+    lines += draft_lines(timing.answer_stats)
     lines += expert_lines(timing.stats, timing.answer_stats)
     lines += policy_lines(decisions or {}, timing.stats)
     return _aligned([*lines, *_placement_lines(timing, predicted)])
@@ -82,6 +83,15 @@ def _ollama_lines(timing: Timing, load_s: float) -> list[Line]:
     return lines
 
 
+def draft_lines(stats: Stats) -> list[Line]:
+    """(label, value) of drafts, if there were any."""
+    if not stats.draft_passes:
+        return []
+    accepted = f"{stats.accepted_tokens} of {stats.drafted_tokens} token(s) accepted ({stats.draft_acceptance:.0%})"
+    passes = f"{stats.draft_passes} pass" + "es" * (stats.draft_passes > 1)
+    return [("drafts", f"{accepted}, {stats.tokens_per_draft_pass:.2f} tokens in each of {passes}")]
+
+
 def expert_lines(stats: Stats, decode: Stats) -> list[Line]:
     """(label, value) of the expert cache: `stats` of prompt and answer, `decode` from the second token on."""
     if not stats.n_experts:
@@ -93,7 +103,7 @@ def expert_lines(stats: Stats, decode: Stats) -> list[Line]:
         lines.append(("hit rate", f"{lookup_shares(stats)} of {stats.lookups} lookups"))
     moved = f"{stats.bytes_read / 1e6:.2f} MB from disk"
     if decode.tokens:
-        moved += f" ({decode.bytes_per_token / 1e6:.2f} MB/token)"
+        moved += f" ({decode.bytes_per_accepted_token / 1e6:.2f} MB/token)"
     lines += _exactness(stats)
     if stats.in_vram:
         lines.append(("moved to VRAM", _bytes_in(stats.tiers[0], decode)))

@@ -29,6 +29,7 @@ from moegguf.models.recipe import (
     left_out,
     parse_parameter,
 )
+from moegguf.options import DRAFTS
 
 EXAMPLE = '''# a pirate
 from demo:latest
@@ -134,6 +135,7 @@ values: dict[str, st.SearchStrategy[Any]] = {
     **dict.fromkeys(SWITCHES, st.booleans()),
     "stop": st.lists(texts, min_size=1, max_size=3),
     "expert_cache": texts,
+    "draft": st.sampled_from(DRAFTS),
 }
 messages = st.lists(st.fixed_dictionaries({"role": st.sampled_from(ROLES), "content": texts}), max_size=3).map(tuple)
 

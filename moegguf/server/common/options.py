@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
@@ -82,6 +82,7 @@ class Options(SamplingOptions):
     num_thread: Whole = _in_range("num_thread")
     expert_cache: Budget = None
     moe_cache_ram: Budget = None
+    draft: Literal["auto", "off", "ngram"] | None = None
     num_predict: Whole = _in_range("num_predict")
     num_keep: Whole = _in_range("num_keep")
 

@@ -1,0 +1,218 @@
+// drafts.cpp: the calls of drafts.h over llama.cpp's common_speculative.
+#include "drafts.h"
+
+#include "log.h"
+#include "speculative.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+
+// In place of common/log.cpp, which has a thread, and needs a JSON library: llama.cpp's own log says what fails.
+int common_log_get_verbosity_thold() {
+    return -1;
+}
+common_log * common_log_main() {
+    return nullptr;
+}
+void common_log_add(common_log *, ggml_log_level, const char *, ...) {
+}
+
+namespace {
+
+constexpr float least_probability = 0.5f; // of a token by the draft model, to go on
+
+// The n-grams of one sequence: objects of their own, as upstream's forget nothing when another text begins.
+struct Sequence {
+    common_speculative_ptr ngrams[2];
+    llama_tokens tokens;
+    llama_tokens draft;
+    size_t n_followed = 0;           // tokens that the draft context has
+    int32_t source = DRAFTS_SOURCES; // of the last draft that was not accepted or refused yet
+};
+
+thread_local std::string last_error;
+
+template <typename F>
+const char * guarded(F && body) {
+    try {
+        body();
+        return nullptr;
+    } catch (const std::exception & error) {
+        last_error = error.what();
+        return last_error.c_str();
+    }
+}
+
+} // namespace
+
+struct drafts {
+    explicit drafts(const drafts_config & config) : config(config), sequences(config.n_seq) {
+        if (config.n_seq < 1 || config.n_max < 1) {
+            throw std::invalid_argument("drafts need sequences and a length");
+        }
+        if (config.draft) {
+            common_params_speculative params;
+            params.types = {COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE};
+            params.draft.ctx_tgt = config.target;
+            params.draft.ctx_dft = config.draft;
+            params.draft.n_max = config.n_max;
+            params.draft.p_min = least_probability;
+            model.reset(common_speculative_init(params, config.n_seq));
+        }
+    }
+
+    Sequence & sequence(int32_t number) { return sequences.at(number); }
+
+    // The most recent repetition gives the tokens that follow it, where these are as many as the key at least; where
+    // a few tokens repeat again and again, an older one gives more.
+    common_speculative_ptr ngrams(int32_t key) const {
+        common_params_speculative params;
+        params.types = {COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE, COMMON_SPECULATIVE_TYPE_NGRAM_MAP_K};
+        params.ngram_simple.size_n = params.ngram_map_k.size_n = key;
+        params.ngram_simple.size_m = params.ngram_map_k.size_m = config.n_max;
+        return common_speculative_ptr(common_speculative_init(params, 1));
+    }
+
+    void forget(Sequence & sequence) {
+        for (int i = 0; i < 2; i++) {
+            sequence.ngrams[i] = config.key[i] ? ngrams(config.key[i]) : nullptr;
+        }
+    }
+
+    void set_tokens(int32_t number, int32_t n_kept, const int32_t * tokens, int32_t n) {
+        Sequence & sequence = this->sequence(number);
+        if (n_kept < 0 || n < 0 || (size_t)n_kept > sequence.tokens.size()) {
+            throw std::out_of_range("a sequence keeps tokens that it has");
+        }
+        if (n_kept == 0) {
+            forget(sequence);
+        }
+        sequence.tokens.resize(n_kept);
+        sequence.n_followed = std::min(sequence.n_followed, sequence.tokens.size());
+        sequence.tokens.insert(sequence.tokens.end(), tokens, tokens + n);
+    }
+
+    // Has `source` draft for the requests that it may, and that have nothing yet.
+    void ask(common_speculative * source, int32_t number, std::vector<drafts_request *> requests) {
+        for (drafts_request * request : requests) {
+            Sequence & sequence = this->sequence(request->sequence);
+            sequence.draft.clear();
+            auto & params = common_speculative_get_draft_params(source, number == DRAFTS_MODEL ? request->sequence : 0);
+            params.drafting = true;
+            params.n_max = request->n_max[number];
+            params.pos0 = sequence.tokens.size() - 1;
+            params.id_last = sequence.tokens.back();
+            sequence.tokens.pop_back(); // which `prompt` lacks
+            params.prompt = &sequence.tokens;
+            params.result = &sequence.draft;
+        }
+        common_speculative_draft(source);
+        for (drafts_request * request : requests) {
+            Sequence & sequence = this->sequence(request->sequence);
+            sequence.tokens.push_back(
+                common_speculative_get_draft_params(source, number == DRAFTS_MODEL ? request->sequence : 0).id_last);
+            request->n = std::min((int32_t)sequence.draft.size(), request->n_max[number]);
+            std::copy_n(sequence.draft.begin(), request->n, request->tokens);
+            sequence.source = request->source = request->n ? number : DRAFTS_SOURCES;
+        }
+    }
+
+    void draft(drafts_request * requests, int32_t n) {
+        std::vector<drafts_request *> left;
+        for (drafts_request * request = requests; request < requests + n; request++) {
+            Sequence & sequence = this->sequence(request->sequence);
+            request->n = 0;
+            request->source = DRAFTS_SOURCES;
+            if (sequence.tokens.empty()) {
+                continue;
+            }
+            for (int i = 0; i < 2 && request->n == 0; i++) {
+                if (sequence.ngrams[i] && request->n_max[i] > 0) {
+                    ask(sequence.ngrams[i].get(), i, {request});
+                }
+            }
+            if (model && request->n == 0 && request->n_max[DRAFTS_MODEL] > 0 && follow(request->sequence)) {
+                left.push_back(request);
+            }
+        }
+        if (!left.empty()) {
+            ask(model.get(), DRAFTS_MODEL, left);
+        }
+        for (drafts_request * request : left) {
+            Sequence & sequence = this->sequence(request->sequence);
+            sequence.n_followed = sequence.tokens.size() - (request->n == 0);
+        }
+    }
+
+    // False where the draft context takes no more tokens; it forgets the sequence then.
+    bool follow(int32_t number) {
+        Sequence & sequence = this->sequence(number);
+        llama_memory_t memory = llama_get_memory(config.draft);
+        const size_t n = sequence.tokens.size() - 1,
+                     n_batch = llama_n_batch(config.draft); // the last one begins a draft
+        sequence.n_followed = std::min(sequence.n_followed, n);
+        bool fits = llama_memory_seq_rm(memory, number, sequence.n_followed, -1);
+        while (fits && sequence.n_followed < n) {
+            common_batch batch;
+            for (; batch.tokens.size() < n_batch && sequence.n_followed < n; sequence.n_followed++) {
+                common_batch::token token = {};
+                token.id = sequence.tokens[sequence.n_followed];
+                token.pos[0] = sequence.n_followed;
+                token.seq_id = number;
+                batch.tokens.push_back(token);
+            }
+            fits = common_speculative_process(model.get(), batch);
+        }
+        if (!fits) {
+            llama_memory_seq_rm(memory, number, -1, -1);
+            sequence.n_followed = 0;
+        }
+        return fits;
+    }
+
+    void accept(int32_t number, int32_t n) {
+        Sequence & sequence = this->sequence(number);
+        const int32_t source = std::exchange(sequence.source, DRAFTS_SOURCES);
+        if (source == DRAFTS_MODEL) {
+            common_speculative_accept(model.get(), number, n);
+        } else if (source < DRAFTS_MODEL) {
+            common_speculative_accept(sequence.ngrams[source].get(), 0, n);
+        }
+    }
+
+    const drafts_config config;
+    common_speculative_ptr model;
+    std::vector<Sequence> sequences;
+};
+
+extern "C" {
+
+const char * drafts_open(const drafts_config * config, drafts ** opened) {
+    return guarded([&] { *opened = new drafts(*config); });
+}
+
+void drafts_close(drafts * drafts) {
+    delete drafts;
+}
+
+const char * drafts_set_tokens(drafts * drafts, int32_t sequence, int32_t n_kept, const int32_t * tokens, int32_t n) {
+    return guarded([&] { drafts->set_tokens(sequence, n_kept, tokens, n); });
+}
+
+const char * drafts_draft(drafts * drafts, drafts_request * requests, int32_t n) {
+    return guarded([&] { drafts->draft(requests, n); });
+}
+
+const char * drafts_follow(drafts * drafts, int32_t sequence) {
+    return guarded([&] {
+        if (drafts->model && !drafts->sequence(sequence).tokens.empty()) {
+            drafts->follow(sequence);
+        }
+    });
+}
+
+const char * drafts_accept(drafts * drafts, int32_t sequence, int32_t n) {
+    return guarded([&] { drafts->accept(sequence, n); });
+}
+}

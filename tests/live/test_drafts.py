@@ -1,0 +1,244 @@
+"""Drafts change no token: what the sampler takes is what it would have taken without them.
+
+Compared are answers with no drafts, and with drafts that go wrong everywhere: a known answer, with tokens replaced at
+random, in drafts of random lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from answering import DEMO, QUESTION, Load, TinyModel, ask, ends_of
+from batches import Received, answers_together
+
+from moegguf.engine.batch_invariance import has_kernels
+from moegguf.engine.llama import Llama
+from moegguf.errors import ExpertIOError, MoeggufError, OptionError
+from moegguf.generate import drafting
+from moegguf.generate.draft_gate import Acceptance, DraftGate
+from moegguf.generate.request import GenerationRequest
+from moegguf.native.drafts import Draft, Drafts, Source
+from moegguf.processor import read_processor
+from moegguf.settings import read_environment
+
+pytestmark = pytest.mark.skipif(
+    not has_kernels(read_processor(), read_environment().kernels), reason="bits depend on the pass here"
+)
+
+WIDTH = 6
+CODE = "def area(width, height):\n    return width * height\n\n"
+SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "n": {"type": "integer"}}, "required": ["name"]}
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 1.2, "seed": 7},
+    "grammar": {"temperature": 1.0, "seed": 3, "format": SCHEMA},
+    "logprobs": {"temperature": 0.9, "seed": 1, "n_logprobs": 3},
+    "penalties": {"temperature": 0.7, "seed": 2, "repeat_penalty": 1.3, "presence_penalty": 0.5, "repeat_last_n": -1},
+}
+
+
+class Eager(DraftGate):
+    """Always drafts, as long as it may."""
+
+    def pauses(self, n_sequences: int) -> bool:
+        return False
+
+    def widths(self, answers: Sequence[Sequence[Acceptance]]) -> list[list[int]]:
+        return [[WIDTH] * len(of_answer) for of_answer in answers]
+
+    def ran(self, *_: Any) -> None:
+        pass
+
+
+class Recalled(Drafts):
+    """Drafts from known texts, with wrong tokens among them."""
+
+    known: list[tuple[int, ...]]
+    random: np.random.Generator
+    n_accepted: int
+
+    def __init__(self, n_seq: int) -> None:
+        super().__init__(n_seq, WIDTH, (0, 0))
+        self._texts: list[list[int]] = [[] for _ in range(n_seq)]
+
+    def set_tokens(self, sequence: int, n_kept: int, tokens: Sequence[int]) -> None:
+        super().set_tokens(sequence, n_kept, tokens)
+        self._texts[sequence][n_kept:] = tokens
+
+    def draft(self, wanted: Sequence[tuple[int, Sequence[int]]]) -> list[Draft]:
+        drafts = []
+        for sequence, n_most in wanted:
+            text = self._texts[sequence]
+            rest = next((known[len(text) :] for known in self.known if [*known[: len(text)]] == text), ())
+            n = int(self.random.integers(0, n_most[0] + 1))
+            wrong = self.random.random(n) < 0.25
+            tokens = [token ^ 1 if swap else token for token, swap in zip(rest[:n], wrong, strict=False)]
+            drafts.append(Draft(Source.MODEL if tokens else Source.NONE, tuple(tokens)))
+        return drafts
+
+    def accept(self, sequence: int, n: int) -> None:
+        Recalled.n_accepted += n
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafting, "DraftGate", Eager)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[Llama]:
+    """Four sequences, which share room for a third of the experts."""
+    with Llama(DEMO, n_ctx=256, n_seq_max=4, expert_cache="33%", flash_attn=None, draft="ngram", verbose=False) as llm:
+        yield llm
+
+
+def request(number: int = 0, **options: Any) -> GenerationRequest:
+    options = {"max_tokens": 40, **options}
+    return ask(prompt=f"{number} {CODE * 2}", return_context=True, **options)
+
+
+def answered(llm: Llama, requests: Sequence[GenerationRequest], drafts: Drafts | None) -> list[Received]:
+    """From an empty context."""
+    llm.context.clear()
+    llm.drafts, before = drafts, llm.drafts
+    try:
+        return answers_together(llm, requests)
+    finally:
+        llm.drafts = before
+
+
+def facts(received: Received) -> tuple[Any, ...]:
+    """All of an answer but times, and counters of the whole model."""
+    timing = received.timing
+    return received.text, received.logprobs, timing.context, timing.finish, timing.stop_string, timing.answer_tokens
+
+
+def check_recalled(llm: Llama, requests: Sequence[GenerationRequest]) -> None:
+    """Answers with drafts that are right and wrong are those without."""
+    undrafted = answered(llm, requests, None)
+    Recalled.known = [received.timing.context for received in undrafted]
+    Recalled.random, Recalled.n_accepted = np.random.default_rng(1), 0
+    before = llm.stats()
+    drafted = answered(llm, requests, Recalled(llm.n_seq_max))
+    counted = llm.stats() - before
+    assert [received.error for received in drafted] == [None] * len(requests)
+    assert [facts(received) for received in drafted] == [facts(received) for received in undrafted]
+    assert 0 < counted.accepted_tokens < counted.drafted_tokens, "some were right and some wrong"
+    assert counted.accepted_tokens == Recalled.n_accepted
+    assert counted.tokens_per_draft_pass > 1
+
+
+def test_a_stop_string_ends_an_answer_within_a_draft(llm: Llama, eager: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": 60}
+    text = answered(llm, [request(**options)], None)[0].text
+    check_recalled(llm, [request(**options, stop=(text[-12:-8],))])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_answer_is_the_same_with_drafts(llm: Llama, eager: None, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    check_recalled(llm, [request(**KINDS[kind])])
+
+
+def test_answers_together_are_the_same_each_with_drafts_of_its_own(
+    llm: Llama, eager: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [request(number, **options) for number, options in enumerate([*KINDS.values(), *KINDS.values()])]
+    check_recalled(llm, requests)
+
+
+def test_a_context_becomes_full_at_the_same_token(
+    load: Load, tiny: TinyModel, eager: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with load(tiny(), n_ctx=64, flash_attn=None, draft="ngram") as llm:
+        endless = dict.fromkeys(ends_of(llm), -100.0)
+        check_recalled(llm, [ask(prompt="a b c", return_context=True, max_tokens=90, logit_bias=endless)])
+
+
+def test_a_full_kv_cache_gives_up_drafts_before_answers(
+    load: Load, tiny: TinyModel, eager: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"n_ctx": 256, "n_seq_max": 3, "flash_attn": None, "draft": "ngram"}
+    with load(tiny(), kv_tokens=256, **options) as llm:
+        endless = dict.fromkeys(ends_of(llm), -100.0)
+        requests = [request(number, shift=False, max_tokens=60, logit_bias=endless) for number in range(3)]
+        check_recalled(llm, requests)
+
+
+def test_an_expert_that_only_a_draft_needs_fails_nothing(
+    llm: Llama, eager: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate = type(llm.context).eval_chunks
+
+    def fail_drafts(context: Any, chunks: Any) -> Any:
+        if any(chunk.draft for chunk in chunks):
+            raise ExpertIOError("an expert cannot be read")
+        return evaluate(context, chunks)
+
+    requests = [request(number, temperature=1.0, seed=number) for number in range(2)]
+    undrafted = answered(llm, requests, None)
+    monkeypatch.setattr(type(llm.context), "eval_chunks", fail_drafts)
+    Recalled.known = [received.timing.context for received in undrafted]
+    drafted = answered(llm, requests, Recalled(llm.n_seq_max))
+    assert [facts(received) for received in drafted] == [facts(received) for received in undrafted]
+
+
+def test_text_that_repeats_is_drafted_by_its_own_tokens(llm: Llama, eager: None) -> None:
+    requests = [request(max_tokens=120)]
+    undrafted, before = answered(llm, requests, None), llm.stats()
+    drafted, counted = answered(llm, requests, llm.drafts), llm.stats() - before
+    assert facts(drafted[0]) == facts(undrafted[0])
+    assert counted.accepted_tokens > 20 and counted.draft_acceptance > 0.2
+    assert counted.bytes_per_accepted_token >= counted.bytes_per_token > 0
+
+
+def test_drafts_are_what_followed_the_same_tokens_last() -> None:
+    drafts, text = Drafts(2, 4, (8, 3)), [*range(100, 120), *range(100, 110)]
+    drafts.set_tokens(0, 0, text)
+    drafts.set_tokens(1, 0, [1, 2, 3])
+    assert drafts.draft([(0, [4, 4, 0]), (1, [4, 4, 0])]) == [Draft(Source.LONG_NGRAM, (110, 111, 112, 113)), Draft()]
+    assert drafts.draft([(0, [0, 2, 0])]) == [Draft(Source.SHORT_NGRAM, (110, 111))]
+    drafts.accept(0, 2)
+    drafts.set_tokens(0, len(text), [110, 7])
+    assert drafts.draft([(0, [4, 4, 0])]) == [Draft()]
+    drafts.set_tokens(0, 0, [5])  # another text
+    assert drafts.draft([(0, [4, 4, 0])]) == [Draft()]
+    with pytest.raises(Exception, match="drafting failed"):
+        drafts.set_tokens(0, 9, [1])
+    drafts.close()
+    drafts.close()
+
+
+def test_drafts_need_a_state_that_goes_back(load: Load, tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Llama, "_is_stateful", True, raising=False)
+    with pytest.warns(UserWarning, match="cannot go back"), load(tiny(), flash_attn=None, draft="ngram") as llm:
+        assert llm.drafts is None
+
+
+def test_auto_drafts_where_no_bit_depends_on_it(load: Load, tiny: TinyModel) -> None:
+    with load(tiny(), flash_attn=None, draft="auto") as llm:
+        assert llm.batch_invariant and llm.drafts
+    with load(tiny(), flash_attn=False, draft="auto") as llm:
+        assert llm.drafts is None
+    with pytest.warns(UserWarning, match="last bits"), load(tiny(), flash_attn=False, draft="ngram") as llm:
+        assert llm.drafts
+    with pytest.raises(OptionError, match="is none of auto, off, ngram, nor a model"):
+        load(tiny(), draft="maybe")
+
+
+def test_a_second_model_drafts_what_repeats_nothing(eager: None) -> None:
+    options: dict[str, Any] = {"n_ctx": 256, "expert_cache": "50%", "flash_attn": None, "verbose": False}
+    with Llama(DEMO, n_seq_max=2, draft=DEMO, **options) as llm:
+        requests = [ask(QUESTION, max_tokens=40, return_context=True), request(1, temperature=1.0, seed=3)]
+        undrafted, before = answered(llm, requests[:1], None), llm.stats()
+        drafted, counted = answered(llm, requests[:1], llm.drafts), llm.stats() - before
+        assert facts(drafted[0]) == facts(undrafted[0])
+        assert counted.accepted_tokens > 20 and counted.draft_acceptance > 0.95, "it guesses its own tokens"
+        assert [*map(facts, answered(llm, requests, llm.drafts))] == [*map(facts, answered(llm, requests, None))]
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(load: Load, tiny: TinyModel) -> None:
+    with pytest.raises(MoeggufError, match="vocab"):
+        load(tiny(), flash_attn=None, draft=DEMO)

@@ -1,0 +1,92 @@
+"""The gate of drafts, with passes that take simulated time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from moegguf.generate.draft_gate import DraftGate, GateOptions
+
+SOURCE = 1
+
+
+class Simulation:
+    """Decodes with a gate. A pass takes 1 s, and each drafted token `cost` more. chance: that a drafted token is right,
+    at a token of the answer; 0: that nothing is drafted there."""
+
+    def __init__(self, gate: DraftGate, cost: float, n_sequences: int = 1, noise: float = 0.02) -> None:
+        self.gate, self._cost, self._n_sequences, self._noise = gate, cost, n_sequences, noise
+        self._random = random.Random(0)
+        self.widths: list[int] = []  # of each pass, the first sequence's
+
+    def speed(self, n_tokens: int, chance: Callable[[int], float]) -> float:
+        """Tokens of each sequence per second, in one answer of each."""
+        answers, seconds, n_done = [self.gate.of_answer() for _ in range(self._n_sequences)], 0.0, 0
+        while n_done < n_tokens:
+            widths = [of_answer[SOURCE] for of_answer in self.gate.widths(answers)]
+            n_drafted = [n if chance(n_done) else 0 for n in widths]
+            n_accepted = [self._accepted(n, chance(n_done)) for n in n_drafted]
+            for answer, n, right in zip(answers, n_drafted, n_accepted, strict=True):
+                if n:
+                    answer[SOURCE].note(n, right)
+            pass_s = (1 + self._cost * sum(n_drafted)) * self._random.uniform(1 - self._noise, 1 + self._noise)
+            self.gate.ran(self._n_sequences, sum(n_drafted), sum(n_accepted), pass_s)
+            seconds += pass_s
+            n_done += 1 + sum(n_accepted) // self._n_sequences
+            self.widths.append(n_drafted[0])
+        return n_done / seconds
+
+    def _accepted(self, n: int, chance: float) -> int:
+        return next((i for i in range(n) if self._random.random() >= chance), n)
+
+
+@pytest.mark.parametrize("n_sequences", [1, 4])
+def test_likely_drafts_are_wide_and_pay(n_sequences: int) -> None:
+    simulation = Simulation(DraftGate(), 0.06 / n_sequences, n_sequences)
+    assert simulation.speed(600, lambda _: 0.95) > 2
+    assert max(simulation.widths) > 8
+
+
+@pytest.mark.parametrize("cost", [0.05, 0.3, 1.0])
+@pytest.mark.parametrize("chance", [0.02, 0.2])
+def test_drafts_that_do_not_pay_cost_less_than_a_hundredth(cost: float, chance: float) -> None:
+    gate = DraftGate()
+    speeds = [Simulation(gate, cost).speed(256, lambda _: chance) for _ in range(8)]
+    assert sum(speeds) / len(speeds) > 0.99
+
+
+def test_a_text_that_begins_to_repeat_is_drafted_again() -> None:
+    simulation = Simulation(DraftGate(), 0.06)
+    assert simulation.speed(1000, lambda _: 0.05) > 0.99
+    assert simulation.speed(400, lambda _: 0.95) > 1.5
+
+
+def test_a_text_that_repeats_no_longer_loses_little_of_what_was_saved() -> None:
+    simulation = Simulation(DraftGate(), 0.06)
+    assert simulation.speed(400, lambda _: 0.95) > 2
+    assert simulation.speed(400, lambda _: 0.05) > 0.95
+
+
+def test_what_is_too_expensive_is_not_drafted_although_it_is_likely() -> None:
+    simulation = Simulation(DraftGate(), 0.97)
+    assert simulation.speed(600, lambda _: 0.9) > 0.99
+    assert sum(1 for width in simulation.widths if width) < 30
+
+
+def test_the_time_of_a_pass_without_drafts_is_measured_again() -> None:
+    simulation = Simulation(DraftGate(GateOptions(renew_passes=8)), 0.05)
+    simulation.speed(600, lambda _: 1.0)
+    drafted = "".join("d" if width else "." for width in simulation.widths[20:])
+    assert "d" * 8 in drafted and "d" * 9 not in drafted
+
+
+def test_looking_for_drafts_in_vain_costs_less_than_a_hundredth() -> None:
+    gate, n_passes, seconds = DraftGate(), 2000, 0.0
+    for _ in range(n_passes):
+        looks = any(map(any, gate.widths([gate.of_answer()])))
+        spent_s = 0.08 if looks else 0.0
+        seconds += 1 + spent_s
+        gate.ran(1, 0, 0, 1 + spent_s, spent_s)
+    assert seconds < 1.01 * n_passes
