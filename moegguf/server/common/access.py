@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-import logging
 import re
 import socket
 from collections.abc import Sequence
@@ -21,8 +20,6 @@ from moegguf.server.common import limits
 from moegguf.server.common.errors import BodyRefusedError, HttpError, error_response
 from moegguf.serving.clients import current_client, current_owner, owner_of
 from moegguf.settings import Network
-
-log = logging.getLogger("uvicorn.error")  # the server's, at the level that MOEGGUF_DEBUG sets
 
 # Ollama's defaults (envconfig/config.go), with and without a port.
 ORIGINS = (
@@ -92,8 +89,7 @@ class AccessControl:
         current_owner.set(owner)
         current_client.set(f"{owner} {scope['client'][0] if scope['client'] else ''}")
         if len(self._keys) > 1:
-            who = "no key" if key is None else f"key {key + 1}"  # its place in MOEGGUF_API_KEY
-            log.info("%s: %s %s", who, scope["method"], scope["path"])
+            scope["key"] = None if key is None else key + 1  # its place in MOEGGUF_API_KEY, for the log
         await self._app(scope, receive, with_cors(send, origin) if origin else send)
 
     def _key_of(self, headers: dict[bytes, bytes]) -> int | None:

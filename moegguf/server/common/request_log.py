@@ -55,10 +55,11 @@ class RequestLog:
         try:
             await self._app(scope, receive, counted)
         finally:
-            client = scope["client"][0] if scope["client"] else "-"
+            key = {"key": scope["key"]} if scope.get("key") else {}
             _log_request(
                 {
-                    "client": client,
+                    "client": scope["client"][0] if scope["client"] else "-",
+                    **key,
                     "method": scope["method"],
                     "path": scope["path"],
                     "status": status,  # 0: the client left before there was one
@@ -69,5 +70,6 @@ class RequestLog:
 
 
 def _log_request(request: Mapping[str, Any]) -> None:
-    text = "%(client)s %(method)s %(path)s %(status)d %(seconds).3fs %(bytes)d bytes"
+    who = "%(client)s key %(key)d" if "key" in request else "%(client)s"
+    text = f"{who} %(method)s %(path)s %(status)d %(seconds).3fs %(bytes)d bytes"
     log.info(text, request, extra={"request": request})
