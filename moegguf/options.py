@@ -103,7 +103,7 @@ _TABLE = (
         "Guess tokens ahead and verify several in a pass, while that saves time: ngram (what followed the same tokens"
         " earlier in the text), auto (the same where no bit of an answer depends on it), off, or a smaller model of the"
         " same vocabulary. Names only in Modelfiles and requests.",
-        ("--draft",), "HOW|FILE", "DRAFT", default="off",
+        ("--draft",), "HOW|FILE", "DRAFT", default="auto",
     ),
     Option(
         "mmproj", "load", MODEL, "The model's projector for images.", ("--mmproj",), "FILE",

@@ -41,7 +41,7 @@ class Environment:
     placement: str = "auto"
     policy: str = "auto"
     misses: str = "fetch"
-    draft: str = "off"
+    draft: str = "auto"
     strategy: str = ""
     library: Path | None = None
     models: Path | None = None
