@@ -116,7 +116,8 @@ def main() -> None:
     options = parser.parse_args()
     from moegguf.models.catalog import find_model
 
-    with server() as port, Engine(find_model(options.model), parallel=1, n_ctx=512, context_store=0) as engine:
+    plain: dict[str, Any] = {"n_ctx": 512, "context_store": 0, "draft": "off"}
+    with server() as port, Engine(find_model(options.model), parallel=1, **plain) as engine:
         connection = http.client.HTTPConnection("127.0.0.1", port)
         runs = {
             "in process": lambda: asyncio.run(in_process(engine)),

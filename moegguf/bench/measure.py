@@ -93,6 +93,7 @@ def load(spec: Spec) -> Llama:
         prefetch=spec.prefetch,
         warm_start=spec.warm_start,
         context_store=0,
+        draft="off",
         use_mmap=spec.system in ("mmap", "stock"),
         n_ctx=max(test.n_tokens for test in spec.tests),
         n_batch=spec.n_batch,

@@ -135,8 +135,8 @@ class Llama(UpstreamLlama):
             draft: tokens that `moegguf.generate` and `Engine` guess ahead, and verify in the next pass: "ngram" (what
                 followed the same tokens earlier in the text), "auto" (the same where `batch_invariant`, so that every
                 answer is as without), "off", or a second, smaller model of the same vocabulary, which drafts where no
-                text repeats. They pause while they do not pay. None: MOEGGUF_DRAFT, else "off". This class's own
-                methods draft nothing.
+                text repeats. They pause while they do not pay. None: MOEGGUF_DRAFT, else "auto"; with `trace` and
+                `lockstep` "off". This class's own methods draft nothing.
             plan: of a server that has planned this load (engine/planner.py), in place of the first four.
             progress: called with 0.0 to 1.0 while the weights are read; returning False cancels the load.
             options: the other keywords of `llama_cpp.Llama` (engine/keywords.py). Without `n_threads` and
@@ -166,7 +166,9 @@ class Llama(UpstreamLlama):
             misses=misses, draft=draft, plan=plan, strategy=named.name, store=store, warm_start=warm_start,
             context_store=context_store, **vars(chosen), **given,
         )  # fmt: skip
-        self._drafts = ModelDrafts(environment.draft if draft is None else draft)
+        if draft is None:  # what is recorded or repeated is the routing of the text's own tokens
+            draft = "off" if trace or lockstep else environment.draft
+        self._drafts = ModelDrafts(draft)
         load_plan = prepare(model_path, expert_cache, given, vram_cache, store, placement, misses, plan)
         self.layout, self.plan = load_plan.layout, load_plan.plan
         self.reads_images = load_plan.projector is not None and bool(mmproj)

@@ -174,7 +174,7 @@ class Batch:
     def measure(self) -> dict[str, float]:
         """Its figures, in this process: of decoding and prompts together, but for those of loading."""
         options: dict[str, Any] = {"expert_cache": self.expert_cache, "n_ctx": self.n_ctx}
-        with Engine(self.model, self.batch, schedule=self.schedule, context_store=0, **options) as engine:
+        with Engine(self.model, self.batch, schedule=self.schedule, context_store=0, draft="off", **options) as engine:
             prompts = list(itertools.islice(itertools.cycle(_asked()), self.n_requests))
             start_s, before = time.perf_counter(), engine.stats()
             answers = engine.generate(
