@@ -112,21 +112,21 @@ def test_a_listener_hears_nothing_from_before_it_came(fake: FakeModel, open_stor
 
 def test_callbacks_may_ask_the_store_and_write_scores(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 8)
+    heard: list[int] = []
 
     def on_routing(event: RoutingEvent) -> None:
         table = store.residency().astype(np.float32)
         table[event.il] += 1
         store.set_scores(table)
         store.prefetch([(event.il + 1) % 4] * 2, [0, 1])
+        heard.append(event.pass_)
 
     store.listen(on_routing=on_routing)
     rng = np.random.default_rng(0)
-    for n in range(5000):
+    for n in range(200):
         fake.acquire(store, context, n % 4, rng.permutation(8)[:2])
-        if n >= 200:
-            if store.counters()["prefetch_started"] > 0:
-                break
-            time.sleep(0.001)  # a starved listener's wishes come too late: it gets a turn
+        until(lambda n=n: len(heard) > n)
+    until(lambda: store.counters()["prefetch_started"] > 0)
     store.listen()
     store.raise_callback_error()
     assert store.counters()["prefetch_started"] > 0
