@@ -32,7 +32,7 @@ LIMITS = {
     "moegguf/terminal": 1_740,
     "moegguf/trace": 2_110,
     "predictors": 5_910,
-    "tests": 44_640,
+    "tests": 44_320,
     "tools": 5_620,
 }
 

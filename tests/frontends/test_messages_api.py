@@ -9,15 +9,12 @@ from typing import Any
 import anthropic
 import httpx
 import pytest
-from anthropic.types import MessageTokensCount, ModelInfo
+from anthropic.types import MessageTokensCount
 from anthropic.types.shared import ErrorResponse
 from client_types import check
-from fake_manager import HI, FakeManager, changed, entry_of, running
+from fake_manager import HI, FakeManager, changed, running
 
-from moegguf.errors import BusyError, ExpertIOError
 from moegguf.generate.request import Delta, ToolCall
-from moegguf.models.details import details
-from moegguf.models.folder import demo_path
 from moegguf.server.app import make_app
 from moegguf.settings import Settings
 
@@ -65,19 +62,6 @@ def test_tokens_are_counted_without_waiting(client: anthropic.Anthropic, post: P
     check(MessageTokensCount, post("/v1/messages/count_tokens?beta=true", max_tokens=...).json())
 
 
-def test_errors_as_the_client_raises_them(client: anthropic.Anthropic, manager: FakeManager) -> None:
-    asked: Any = {"model": "demo", "max_tokens": 64, "messages": HI}
-    with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
-        client.messages.create(**{**asked, "max_tokens": 0})
-    manager.script = (Delta(text="Hel"), ExpertIOError("the disk is gone."))
-    with pytest.raises(anthropic.APIStatusError, match="the disk is gone"):
-        list(client.messages.create(**asked, stream=True))
-    manager.enter_error = BusyError("full")
-    with pytest.raises(anthropic.InternalServerError) as raised:
-        client.messages.create(**asked)
-    assert raised.value.status_code == 529
-
-
 def test_pings_keep_a_stream_open(url: str, manager: FakeManager, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moegguf.server.common.streams.SseResponse.ping_s", 0.02)
     manager.script = (Delta(text="Hel"), asyncio.Event())  # which nobody sets
@@ -99,21 +83,3 @@ def test_the_key_may_come_in_either_header(manager: FakeManager) -> None:
     assert refused.status_code == 401
     check(ErrorResponse, refused.json())
     assert refused.json()["error"]["type"] == "authentication_error"
-
-
-def test_models_are_listed_in_pages_for_anthropics_clients(
-    client: anthropic.Anthropic, url: str, manager: FakeManager
-) -> None:
-    for n in range(4):
-        manager.catalog.known[f"more{n}:latest"] = entry_of(demo_path(), f"more{n}:latest")
-    names = [entry.name for entry in manager.catalog.entries()]
-    page = client.models.list(limit=2)
-    assert (page.first_id, page.last_id, page.has_more) == (names[0], names[1], True)
-    assert [model.id for model in page] == [model.id for model in client.models.list()] == names
-    before = client.models.list(before_id=names[3], limit=2)
-    assert ([model.id for model in before.data], before.has_more) == (names[1:3], True)
-    found = client.models.retrieve("demo")
-    assert found.id == "demo:latest" and found == next(model for model in page if model.id == found.id)
-    assert found.max_input_tokens == details(entry_of(demo_path())).n_ctx_train
-    whole = httpx.get(f"{url}/v1/models", headers={"anthropic-version": "2023-06-01"}, trust_env=False).json()
-    check(list[ModelInfo], whole["data"])

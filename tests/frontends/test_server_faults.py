@@ -27,9 +27,6 @@ from uvicorn import Config
 from uvicorn.server import ServerState
 from waiting import until
 
-from moegguf.errors import (
-    WorkerError,
-)
 from moegguf.generate.request import Delta
 from moegguf.server import serve
 
@@ -62,13 +59,6 @@ def test_a_prompt_without_tokens_is_refused_by_every_api(server: Server, more: d
         assert server.call("/v1/completions", {"model": "demo", "prompt": []}).status == 400
     finally:
         server.call("/api/delete", {"name": "silent"}, method="DELETE")
-
-
-def test_an_error_in_mid_stream_is_raised_by_ollamas_client(url: str, manager: FakeManager) -> None:
-    manager.script = [Delta(text="Hel"), WorkerError("the process has ended.")]
-    with pytest.raises(ollama.ResponseError) as caught:
-        list(ollama.Client(host=url).chat("demo", [QUESTION], stream=True))
-    assert caught.value.status_code == -1
 
 
 def test_a_client_that_does_not_read_does_not_block_the_model(url: str, manager: FakeManager) -> None:
