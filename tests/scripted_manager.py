@@ -23,7 +23,7 @@ from moegguf.generate.request import Delta, GenerationRequest
 from moegguf.models.entry import ModelEntry
 from moegguf.serving.events import LoadOverrides
 from moegguf.serving.lease import Lease
-from moegguf.serving.manager import ModelManager
+from moegguf.serving.model_manager import ModelManager
 from moegguf.serving.model_size import ModelSize
 from moegguf.serving.wire import LoadConfig
 from moegguf.settings import Settings

@@ -28,11 +28,11 @@ LIMITS = {
     "moegguf/models": 3_150,
     "moegguf/native": 17_280,
     "moegguf/server": 7_950,
-    "moegguf/serving": 5_280,
+    "moegguf/serving": 5_210,
     "moegguf/terminal": 1_740,
     "moegguf/trace": 2_110,
     "predictors": 5_910,
-    "tests": 44_320,
+    "tests": 44_310,
     "tools": 5_620,
 }
 

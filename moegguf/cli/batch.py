@@ -269,7 +269,7 @@ async def answers_of_models_here(settings: Settings) -> AsyncIterator[Answer]:
     """Answers of models that are loaded for this command."""
     from moegguf.models.catalog import Catalog
     from moegguf.server.openai.in_process import InProcess, new_state
-    from moegguf.serving.manager import ModelManager
+    from moegguf.serving.model_manager import ModelManager
 
     catalog = Catalog()
     async with ModelManager(catalog, settings) as manager:

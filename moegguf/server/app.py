@@ -33,7 +33,7 @@ from moegguf.settings import data_folder
 
 if TYPE_CHECKING:
     from moegguf.models.catalog import Catalog
-    from moegguf.serving.manager import ModelManager
+    from moegguf.serving.model_manager import ModelManager
     from moegguf.serving.ray.catalog import ConfiguredCatalog
     from moegguf.serving.ray.manager import ReplicaManager
     from moegguf.settings import Settings

@@ -27,7 +27,7 @@ from moegguf.serving.events import MAX_SNAPSHOTS_PER_S
 
 if TYPE_CHECKING:
     from moegguf.serving.events import LoadedModel, Snapshot
-    from moegguf.serving.manager import ModelManager
+    from moegguf.serving.model_manager import ModelManager
 
 DEFAULT_PER_S = 4.0
 POLL_S = 0.5  # between two checks which models are loaded

@@ -26,7 +26,7 @@ from moegguf.server.common import limits
 from moegguf.server.common.errors import HttpError, error_response
 from moegguf.server.common.request_log import start_logging
 from moegguf.server.common.streams import dumps
-from moegguf.serving.manager import ModelManager
+from moegguf.serving.model_manager import ModelManager
 
 if TYPE_CHECKING:
     from moegguf.settings import Host, Settings

@@ -12,7 +12,6 @@ from moegguf.errors import OptionError, WorkerError
 from moegguf.generate.embedding import Embeddings
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing
 from moegguf.models.entry import ModelEntry
-from moegguf.serving.dispatcher import Dispatcher
 from moegguf.serving.events import Done, Event, ExpertUses, LoadedModel
 from moegguf.serving.managed_model import ManagedModel, Purpose, Waiter
 from moegguf.serving.wire import build
@@ -64,12 +63,11 @@ class Lease(Calls):
     load_s: float
 
     def __init__(
-        self, dispatcher: Dispatcher, find: Callable[[], Awaitable[ModelEntry]], new_waiter: Callable[..., Waiter]
+        self, acquire: Callable[[], Awaitable[tuple[ManagedModel, Waiter]]], release: Callable[..., None]
     ) -> None:
-        """`find` gives the model's entry, from which `new_waiter` makes a request for it."""
-        self._dispatcher = dispatcher
-        self._find = find
-        self._new_waiter = new_waiter
+        """`acquire` waits for the model; `release` gives back what it gave."""
+        self._acquire_model = acquire
+        self._release_model = release
         self._acquired: tuple[ManagedModel, Waiter] | None = None
         self._process: WorkerProcess
         self._request: PendingRequest | None = None
@@ -143,9 +141,7 @@ class Lease(Calls):
 
     async def _acquire(self) -> None:
         while True:
-            waiter = self._new_waiter(await self._find())
-            model = await self._dispatcher.acquire(waiter)
-            self._acquired = model, waiter
+            self._acquired = model, waiter = await self._acquire_model()
             if model.process is not None:
                 break
             self._release()  # the process ended after the grant
@@ -155,4 +151,4 @@ class Lease(Calls):
     def _release(self) -> None:
         acquired, self._acquired = self._acquired, None
         if acquired is not None:
-            self._dispatcher.release(*acquired)
+            self._release_model(*acquired)

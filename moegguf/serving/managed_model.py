@@ -1,7 +1,7 @@
-"""The files of a model as the dispatcher manages them: the names that use them, waiting and current requests, expiry,
+"""The files of a model as the manager has them: the names that use them, waiting and current requests, expiry,
 memory, worker process.
 
-State only: nothing here starts, awaits or ends anything; dispatcher.py decides.
+State only: nothing here starts, awaits or ends anything; model_manager.py decides.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 from bisect import insort
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from enum import Enum
@@ -61,7 +61,6 @@ class Waiter:
     overrides: LoadOverrides
     keep_alive_s: float
     purpose: Purpose = Purpose.ANSWER
-    on_progress: Callable[[float], object] = lambda fraction: None
     ticket: int = field(default_factory=_tickets.__next__)
     since_s: float = field(default_factory=time.monotonic)
     client: str = field(default_factory=current_client.get)

@@ -4,7 +4,7 @@ Messages arrive on the socket inherited as FD; the process exits when the socket
 server. The main thread loads and computes (`BatchLoop`); a second one reads messages, so that an answer can be
 cancelled; a third one counts tokens of conversations, which may render slowly, and changes the budget for experts,
 which waits for a pass to end; a fourth one sends snapshots while a client watches. Which requests are sent is
-dispatcher.py's.
+model_manager.py's.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Every request ends: with the worker's reply, or with a WorkerError when the process exits. Cancelling needs no waiting:
 a worker that does not stop within CANCEL_GRACE_S is killed, unless it also answers requests that are not cancelled.
-Scheduling is dispatcher.py's.
+Scheduling is model_manager.py's.
 """
 
 from __future__ import annotations
@@ -194,7 +194,9 @@ class WorkerProcess:
         """The process id."""
         return self._child.pid
 
-    async def load(self, config: LoadConfig, stall_s: float, on_progress: OnLoad) -> Ready:
+    async def load(
+        self, config: LoadConfig, stall_s: float, on_progress: OnLoad = lambda fraction: None
+    ) -> Ready:
         """Loads the model; `on_progress` gets the fraction read, None while the file is tried. Raises the errors of
         loading, WorkerError when the process exits, LoadStalledError after `stall_s` without progress."""
         self._on_progress = on_progress

@@ -1,7 +1,7 @@
 """A `ModelManager` without processes: scripted answers, and a real HTTP server over it in this process.
 
-`FakeManager` has the methods of `moegguf.serving.manager.ModelManager`; its answers, errors and waits are set by the
-test, and the requests are recorded. `running(app)` serves any ASGI application on a free port of loopback.
+`FakeManager` has the methods of `ModelManager`; its answers, errors and waits are set by the test, and the requests are
+recorded. `running(app)` serves any ASGI application on a free port of loopback.
 """
 
 from __future__ import annotations
@@ -147,7 +147,6 @@ class FakeManager:
         keep_alive_s: float | None = None,
         *,
         will_answer: bool = True,
-        on_progress: Any = None,
     ) -> AsyncIterator[FakeLease]:
         entry = self.catalog.find(model) if isinstance(model, str) else model
         self.leases.append((entry.name, overrides, keep_alive_s, will_answer))
@@ -165,8 +164,6 @@ class FakeManager:
         name: str,
         overrides: LoadOverrides = LoadOverrides(),
         keep_alive_s: float | None = None,
-        *,
-        on_progress: Any = None,
     ) -> LoadedModel:
         async with self.lease(name, overrides, keep_alive_s, will_answer=False) as lease:
             return lease.loaded

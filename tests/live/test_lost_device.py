@@ -24,7 +24,7 @@ from moegguf.generate.request import Delta, GenerationRequest, Sampling
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache, parse_expert_cache
 from moegguf.serving.events import LoadOverrides
-from moegguf.serving.manager import ModelManager
+from moegguf.serving.model_manager import ModelManager
 from moegguf.serving.worker_process import device_failure
 from moegguf.settings import Settings
 

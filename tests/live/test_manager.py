@@ -22,7 +22,7 @@ from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache, parse_expert_cache
 from moegguf.serving.events import Done, LoadOverrides
 from moegguf.serving.lease import Lease
-from moegguf.serving.manager import ModelManager
+from moegguf.serving.model_manager import ModelManager
 from moegguf.serving.model_size import measure
 from moegguf.settings import Settings
 from tools.models import PRESETS, write_model

@@ -11,9 +11,9 @@ import pytest
 from scripted_manager import FakeCatalog, answer_text, begun, generate, in_loop, manager_of, until
 
 from moegguf.errors import BudgetError
-from moegguf.serving import dispatcher
+from moegguf.serving import model_manager
 from moegguf.serving.clients import current_client
-from moegguf.serving.manager import ModelManager
+from moegguf.serving.model_manager import ModelManager
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ async def test_a_model_that_does_not_fit_waits_for_a_busy_one(catalog: FakeCatal
 
 def no_overtaking(catalog: FakeCatalog, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two models of which one fits, whose loads nothing overtakes; the file on which "hold" ends."""
-    monkeypatch.setattr(dispatcher, "OVERTAKE_S", 0.0)
+    monkeypatch.setattr(model_manager, "OVERTAKE_S", 0.0)
     catalog.add("a", 600, 600)
     catalog.add("b", 800, 500)
     return folder / "go"
@@ -127,7 +127,7 @@ def no_overtaking(catalog: FakeCatalog, folder: Path, monkeypatch: pytest.Monkey
 
 def waits_for_memory(manager: ModelManager, name: str) -> bool:
     """Whether its load is due, has been measured and waits."""
-    waiting = [model for model in manager._dispatcher._load_queue() if model.entry.name == f"{name}:latest"]
+    waiting = [model for model in manager._load_queue() if model.entry.name == f"{name}:latest"]
     return bool(waiting) and not waiting[0].measuring and waiting[0].size is not None
 
 

@@ -15,7 +15,7 @@ from moegguf.engine.stats import Stats
 from moegguf.errors import WorkerError
 from moegguf.server.metrics import Totals
 from moegguf.serving.events import LoadOverrides
-from moegguf.serving.manager import ModelManager
+from moegguf.serving.model_manager import ModelManager
 
 
 @pytest.fixture

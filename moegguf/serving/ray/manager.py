@@ -1,5 +1,5 @@
-"""Replicas behind the interface of `moegguf.serving.manager.ModelManager`, for the server: names to handles of Ray
-Serve, and Ray's errors to moegguf's.
+"""Replicas behind the interface of `ModelManager` (model_manager.py), for the server: names to handles of Ray Serve,
+and Ray's errors to moegguf's.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from moegguf.engine.stats import Stats
 from moegguf.errors import MoeggufError
 from moegguf.generate.request import GenerationRequest
 from moegguf.serving.events import Done, Event, LoadedModel, LoadOverrides
-from moegguf.serving.manager import ModelManager
+from moegguf.serving.model_manager import ModelManager
 from moegguf.serving.ray.catalog import ConfiguredCatalog
 from moegguf.serving.ray.config import MAX_REQUESTS, ModelConfig
 from moegguf.serving.ray.preference import ExpertActivity, Report, RoutingRequest, computes_alone

@@ -1,17 +1,16 @@
-"""Decides which request uses which model: queues, loads, unloads, expiry. All on one event loop.
+"""The loaded models by name, and which request uses which of them: queues, loads, unloads, expiry. On one event loop.
 
-Every change calls `dispatch`, which visits all models and starts what is due: grants a request, starts a load, unloads
-an idle model. It never waits; loads and unloads run as tasks that call `dispatch` at their end.
+Every change calls `_dispatch`, which visits all models and starts what is due: grants a request, starts a load, unloads
+an idle model. It never waits; loads and unloads run as tasks that call `_dispatch` at their end.
 
 Rules. Names of the same files and load options share a process; an option that a request leaves out is that of the
 last request of its name, and a request for a longer context loads the model again. Requests of a model are granted in
 turns between clients (turns.py), of each in order of arrival, as many at once as its process answers together. A full
-queue is divided evenly between the clients that need it. A model
-that is not loaded is loaded when it fits the memory budget; idle models are unloaded for it, least recently used first;
-else it gets fewer expert slots; else it waits until a busy model is idle. A device's memory is counted apart, and a
-device that has failed is not used again.
-Loads start in the order of their oldest request. Requests for loaded models may overtake a load that waits for
-memory, for OVERTAKE_S at most. A running answer is never interrupted.
+queue is divided evenly between the clients that need it. A model that is not loaded is loaded when it fits the memory
+budget; idle models are unloaded for it, least recently used first; else it gets fewer expert slots; else it waits until
+a busy model is idle. A device's memory is counted apart, and a device that has failed is not used again. Loads start in
+the order of their oldest request. Requests for loaded models may overtake a load that waits for memory, for OVERTAKE_S
+at most. A running answer is never interrupted. Does not know HTTP.
 """
 
 from __future__ import annotations
@@ -20,17 +19,27 @@ import asyncio
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from moegguf.engine.devices import has_gpu, query_gpus
 from moegguf.engine.machine import Device
-from moegguf.errors import BudgetError, BusyError, DeviceLostError, MoeggufError, OptionError, WorkerError
+from moegguf.errors import (
+    BudgetError,
+    BusyError,
+    DeviceLostError,
+    ModelNotFoundError,
+    MoeggufError,
+    OptionError,
+    WorkerError,
+)  # fmt: skip
 from moegguf.gguf.reader import FileVersion
+from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache, format_bytes
-from moegguf.serving.events import LoadOverrides
+from moegguf.serving.events import LoadedModel, LoadOverrides, Snapshot
+from moegguf.serving.lease import Lease
 from moegguf.serving.managed_model import ManagedModel, Purpose, State, Waiter, process_key
 from moegguf.serving.memory_budget import (
     DeviceLimits,
@@ -39,33 +48,47 @@ from moegguf.serving.memory_budget import (
     admit,
     expert_cache_within,
 )
-from moegguf.serving.model_size import Measure, ModelSize
+from moegguf.serving.model_size import Measure, ModelSize, measure
 from moegguf.serving.subscribers import Subscribers
 from moegguf.serving.wire import LoadConfig
-from moegguf.serving.worker_process import LoadStalledError, WorkerProcess
+from moegguf.serving.worker_process import COMMAND, LoadStalledError, WorkerProcess
 from moegguf.settings import Settings, read_environment
 
 MAX_CRASHED_LOADS = 3
 OVERTAKE_S = 10.0  # so that requests that alternate between two models do not swap them every time
+SHUTDOWN_GRACE_S = 5.0
 
 
-class Dispatcher:
-    """All models that are loaded or requested, by `process_key`. `command` starts a worker; `measure`
-    computes the memory that a model needs; `devices` are the GPUs of this machine now."""
+class Catalog(Protocol):
+    """The part of `moegguf.models.catalog.Catalog` that is needed here."""
+
+    def find(self, name: str) -> ModelEntry:
+        """The entry of that name. Raises ModelNotFoundError, ModelNameError."""
+
+
+class ModelManager:
+    """Models by name, each in its own process: `async with ModelManager(catalog, settings) as manager`.
+
+    Leaving the block gives running answers SHUTDOWN_GRACE_S to finish, then ends every process. All calls belong to
+    the event loop that entered it. `command` starts a worker; `measure` computes the memory that a model needs;
+    `devices` are the GPUs of this machine now.
+    """
 
     def __init__(
         self,
+        catalog: Catalog,
         settings: Settings,
-        subscribers: Subscribers,
-        command: Sequence[str],
-        measure: Measure,
+        *,
+        command: Sequence[str] = COMMAND,
+        measure: Measure = measure,
         devices: Callable[[], list[Device]] = query_gpus,
     ) -> None:
-        self.models: dict[str, ManagedModel] = {}
+        self._models: dict[str, ManagedModel] = {}  # loaded or requested, by `process_key`
+        self._catalog = catalog
         self._settings = settings
         self._command = command
         self._measure = measure
-        self._subscribers = subscribers
+        self._subscribers = Subscribers()
         self._limit = MemoryLimit(settings)
         self._devices = devices
         self._device_limits = DeviceLimits()
@@ -73,21 +96,125 @@ class Dispatcher:
         self._closed = False
         self._released = asyncio.Event()
 
-    # Called by the manager and its leases.
+    async def __aenter__(self) -> ModelManager:
+        return self
 
-    async def acquire(self, waiter: Waiter) -> ManagedModel:
-        """Waits until `waiter` may use its model; the caller then calls `release`. Raises BusyError and the errors of
+    async def __aexit__(self, *_: object) -> None:
+        self._subscribers.close()
+        self.refuse()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SHUTDOWN_GRACE_S):
+                while any(model.in_use for model in self._models.values()):
+                    self._released.clear()
+                    await self._released.wait()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        processes = [model.process for model in self._models.values() if model.process is not None]
+        await asyncio.gather(*(process.close() for process in processes))
+        for model in self._models.values():
+            if model.expiry is not None:
+                model.expiry.cancel()
+
+    def refuse(self) -> None:
+        """Refuses requests from now on, also those that wait; running answers go on."""
+        self._closed = True
+        for model in self._models.values():
+            for waiter in model.waiters:
+                waiter.fail(_shutting_down())
+
+    def lease(
+        self,
+        name: str | ModelEntry,
+        overrides: LoadOverrides = LoadOverrides(),
+        keep_alive_s: float | None = None,
+        *,
+        will_answer: bool = True,
+    ) -> Lease:
+        """The use of a model, inside `async with`: loads it if needed and waits in its queue.
+
+        `name`: a name, or its catalog entry. `keep_alive_s`: how long an idle model stays loaded afterwards; None: the
+        setting, 0: not at all, inf: for ever. With `will_answer=False` the lease does not wait for answers of other
+        requests, and cannot generate or embed.
+
+        Entering raises BusyError, ModelNotFoundError, ModelNameError, ModelFormatError, BudgetError, AllocationError,
+        WorkerError.
+        """
+        idle_s = self._settings.keep_alive_s if keep_alive_s is None else keep_alive_s
+        purpose = Purpose.ANSWER if will_answer else Purpose.SHARED
+
+        async def acquire() -> tuple[ManagedModel, Waiter]:
+            waiter = Waiter(await self._find(name), overrides, idle_s, purpose)
+            return await self._acquire(waiter), waiter
+
+        return Lease(acquire, self._release)
+
+    async def load(
+        self,
+        name: str | ModelEntry,
+        overrides: LoadOverrides = LoadOverrides(),
+        keep_alive_s: float | None = None,
+    ) -> LoadedModel:
+        """Loads a model, or restarts the keep-alive time of a loaded one. Raises what entering a lease raises."""
+        async with self.lease(name, overrides, keep_alive_s, will_answer=False) as lease:
+            return lease.loaded
+
+    async def unload(self, name: str | ModelEntry) -> bool:
+        """Ends the use of a model by a name, after its current answer; False when the name used none.
+
+        Returns when the model's process has ended, unless other names use it. Waiting requests load it again. Raises
+        ModelNotFoundError, ModelNameError.
+        """
+        canonical = name if isinstance(name, str) and self._used_by(name) else (await self._find(name)).name
+        model = self._used_by(canonical)
+        if model is None:
+            return False
+        waiter = Waiter(replace(model.entry, name=canonical), model.overrides, 0.0, Purpose.UNLOAD)
+        model.waiters.insert(0, waiter)
+        await self._wait(model, waiter)
+        return True
+
+    def loaded(self) -> list[LoadedModel]:
+        """Models in memory, latest expiry first. Statistics are as of the last answer or snapshot."""
+        now_s, models = self._now(), self._models.values()
+        loaded = [m.status(now_s) for m in models if m.state in (State.READY, State.STOPPING) and m.process is not None]
+        return sorted(loaded, key=lambda m: m.expires.timestamp() if m.expires else math.inf, reverse=True)
+
+    async def watch(self, name: str, per_s: float) -> AsyncGenerator[Snapshot]:
+        """`per_s` snapshots a second of a model; waits while it is not loaded, ends when the manager closes.
+
+        Raises ModelNotFoundError, ModelNameError.
+        """
+        entry = await self._find(name)
+        try:
+            with self._subscribers.subscribe(entry, per_s) as subscriber:
+                self._dispatch()
+                async for snapshot in subscriber:
+                    yield snapshot
+        finally:
+            self._dispatch()
+
+    async def _find(self, name: str | ModelEntry) -> ModelEntry:
+        # A lookup reads files, which must not block the event loop; an entry needs none.
+        return name if isinstance(name, ModelEntry) else await asyncio.to_thread(self._catalog.find, name)
+
+    def _used_by(self, name: str) -> ManagedModel | None:
+        """The model that `name` uses, or for which it is being loaded."""
+        return next((model for model in self._models.values() if model.is_for(name)), None)
+
+    async def _acquire(self, waiter: Waiter) -> ManagedModel:
+        """Waits until `waiter` may use its model; the caller then calls `_release`. Raises BusyError and the errors of
         loading."""
         if self._closed:
             raise _shutting_down()
         waiter.overrides = self._remembered(waiter)
         key = process_key(waiter.entry, waiter.overrides)
-        model = self.models.get(key)
+        model = self._models.get(key)
         first = model is None or not (model.waiters or model.is_full)
         if not first:
             self._make_queue_room(waiter)
         if model is None:
-            model = self.models[key] = ManagedModel(key, waiter.entry)
+            model = self._models[key] = ManagedModel(key, waiter.entry)
         model.wait(waiter)
         model.look_at_files()
         await self._wait(model, waiter)
@@ -97,7 +224,7 @@ class Dispatcher:
         """Refuses somebody when the queue is full: of the client with most requests there the newest, where `waiter` is
         of one that has fewer even with it, else `waiter` (longest queue drop: Suter et al., 1998). So nobody can take
         the queue from others, who get an equal share of it where they need that much. Raises BusyError."""
-        waiting = [(model, other) for model in self.models.values() for other in model.waiters]
+        waiting = [(model, other) for model in self._models.values() for other in model.waiters]
         if len(waiting) < self._settings.max_queue:
             return
         requests = [(model, other) for model, other in waiting if other.purpose is not Purpose.UNLOAD]
@@ -114,32 +241,31 @@ class Dispatcher:
         """The overrides of `waiter`; where they are None the entry's own parameters, then those of the last request of
         its name. Of one that still waits without the context: it may be too long to be loaded."""
         name, own = waiter.name, LoadOverrides.of(waiter.entry.parameters)
-        uses = [model.uses[name].overrides for model in self.models.values() if name in model.uses]
-        waiting = [other for model in self.models.values() for other in model.waiters if other.name == name]
+        uses = [model.uses[name].overrides for model in self._models.values() if name in model.uses]
+        waiting = [other for model in self._models.values() for other in model.waiters if other.name == name]
         last = max((w for w in waiting if w.purpose is not Purpose.UNLOAD), key=lambda w: w.ticket, default=None)
         known = uses if last is None else [replace(last.overrides, n_ctx=None), *uses]
         return functools.reduce(LoadOverrides.with_defaults, [own, *known], waiter.overrides)
 
-    def find(self, name: str) -> ManagedModel | None:
-        """The model that `name` uses, or for which it is being loaded."""
-        return next((model for model in self.models.values() if model.is_for(name)), None)
-
-    async def unload(self, model: ManagedModel, name: str) -> None:
-        """Ends the use of a model by `name` after its current answer; returns when its process has ended, unless other
-        names use it."""
-        waiter = Waiter(replace(model.entry, name=name), model.overrides, 0.0, Purpose.UNLOAD)
-        model.waiters.insert(0, waiter)
-        await self._wait(model, waiter)
-
     async def set_budget(
+        self, name: str, expert_cache: ExpertCache | None = None, vram_cache: ExpertCache | None = None
+    ) -> LoadedModel:
+        """Changes a loaded model's budgets for experts, in RAM and on its device, also while it answers, up to those
+        that it was loaded with. None: as it is.
+
+        Raises ModelNotFoundError for a name that uses no loaded model, BudgetError for less than its passes need, for
+        more than is free and for a tier that it does not have, BusyError while they are being changed, AllocationError,
+        WorkerError.
+        """
+        model = self._used_by((await self._find(name)).name)
+        if model is None:
+            raise ModelNotFoundError(f"the model {name!r} is not loaded; a request loads it.")
+        await self._set_budget(model, expert_cache, vram_cache)
+        return model.status(self._now())
+
+    async def _set_budget(
         self, model: ManagedModel, expert_cache: ExpertCache | None, vram_cache: ExpertCache | None
     ) -> None:
-        """Changes budgets for experts of a loaded model, in RAM and on its device, also while it answers; up to what it
-        was loaded with. None: as it is.
-
-        Raises BudgetError for less than its passes need, for more than is free and for a tier that it does not have,
-        BusyError while they are being changed, AllocationError, WorkerError.
-        """
         process, plan = model.process, model.ready.plan
         if process is None or model.state is not State.READY or model.changing_budget:
             raise BusyError(f"{model.name!r} is being loaded, unloaded or given another budget; try again.")
@@ -172,7 +298,7 @@ class Dispatcher:
         if model.process is process:
             model.grow({name: min(0, n_bytes) for name, n_bytes in grown.items()})
             model.asked_budgets |= given
-        self.dispatch()
+        self._dispatch()
 
     async def _keep_budgets(self, model: ManagedModel) -> None:
         """Gives a model that was loaded again, for a longer context, the budgets that were asked for while it ran: a
@@ -180,7 +306,7 @@ class Dispatcher:
         for name, cache in dict(model.asked_budgets).items():
             in_ram = name == "expert_cache_bytes"
             try:
-                await self.set_budget(model, cache if in_ram else None, None if in_ram else cache)
+                await self._set_budget(model, cache if in_ram else None, None if in_ram else cache)
             except MoeggufError:
                 model.asked_budgets.pop(name, None)
 
@@ -196,17 +322,17 @@ class Dispatcher:
             )
 
     async def _wait(self, model: ManagedModel, waiter: Waiter) -> None:
-        self.dispatch()
+        self._dispatch()
         try:
             await waiter.granted
         except BaseException:  # also where the request is cancelled
             if waiter in model.waiters:
                 model.waiters.remove(waiter)
-                self.dispatch()
-            self.release(model, waiter)  # it may have been granted just before its task was cancelled
+                self._dispatch()
+            self._release(model, waiter)  # it may have been granted just before its task was cancelled
             raise
 
-    def release(self, model: ManagedModel, waiter: Waiter) -> None:
+    def _release(self, model: ManagedModel, waiter: Waiter) -> None:
         """Ends the use of a model. Idempotent."""
         if waiter in model.answering:
             model.answering.remove(waiter)
@@ -219,46 +345,22 @@ class Dispatcher:
         if waiter.name in model.uses:
             model.uses[waiter.name].last_used_s = model.last_used_s
         self._released.set()
-        self.dispatch()
-
-    def refuse(self) -> None:
-        """Refuses all waiters, from now on."""
-        self._closed = True
-        for model in self.models.values():
-            for waiter in model.waiters:
-                waiter.fail(_shutting_down())
-
-    async def close(self, grace_s: float) -> None:
-        """Refuses all waiters, gives running requests `grace_s` to finish, then ends every process."""
-        self.refuse()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(grace_s):
-                while any(model.in_use for model in self.models.values()):
-                    self._released.clear()
-                    await self._released.wait()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        processes = [model.process for model in self.models.values() if model.process is not None]
-        await asyncio.gather(*(process.close() for process in processes))
-        for model in self.models.values():
-            if model.expiry is not None:
-                model.expiry.cancel()
+        self._dispatch()
 
     # The rules.
 
-    def dispatch(self) -> None:
+    def _dispatch(self) -> None:
         """Applies the rules to all models."""
         if self._closed:
             return
-        for model in self.models.values():
+        for model in self._models.values():
             self._grant_waiters(model)
         self._start_loads()
-        for model in list(self.models.values()):
+        for model in list(self._models.values()):
             self._update_expiry(model)
             if model.is_removable:
-                del self.models[model.key]
-        self._subscribers.update_rates(self.models.values())
+                del self._models[model.key]
+        self._subscribers.update_rates(self._models.values())
 
     def _grant_waiters(self, model: ManagedModel) -> None:
         if model.state is State.ABSENT:
@@ -305,7 +407,7 @@ class Dispatcher:
 
     def _use(self, model: ManagedModel, waiter: Waiter) -> None:
         """Notes that the name of `waiter` uses `model`, and no other one: that of its options before may end."""
-        for other in self.models.values():
+        for other in self._models.values():
             if other is not model:
                 other.uses.pop(waiter.name, None)
         model.use(waiter, self._now())
@@ -320,7 +422,7 @@ class Dispatcher:
 
     def _load_queue(self) -> list[ManagedModel]:
         """Models to load, in order of their oldest waiter."""
-        waiting = [m for m in self.models.values() if m.state is State.ABSENT and m.waiters]
+        waiting = [m for m in self._models.values() if m.state is State.ABSENT and m.waiters]
         return sorted(waiting, key=lambda m: m.oldest_waiter.ticket)
 
     def _start_loads(self) -> None:
@@ -339,7 +441,7 @@ class Dispatcher:
         """Starts the load, or unloads idle models for it; False when it has to wait."""
         size = model.size
         assert size is not None
-        others = [m for m in self.models.values() if m.state is not State.ABSENT]
+        others = [m for m in self._models.values() if m.state is not State.ABSENT]
         others.sort(key=lambda m: m.last_used_s)
         in_memory = [
             MemoryUse(
@@ -354,7 +456,7 @@ class Dispatcher:
             self._fail(model, model.waiters[0], error)
             return True
         for key in admission.unload:
-            self._start_unload(self.models[key])
+            self._start_unload(self._models[key])
         if not admission.reserve_bytes:
             return False
         model.state, model.size_bytes = State.LOADING, admission.reserve_bytes
@@ -363,10 +465,10 @@ class Dispatcher:
         return True
 
     def _used_bytes(self) -> int:
-        return sum(model.size_bytes for model in self.models.values())
+        return sum(model.size_bytes for model in self._models.values())
 
     def _used_on(self, device: str | None) -> int:
-        return sum(model.device_bytes for model in self.models.values() if model.device == device)
+        return sum(model.device_bytes for model in self._models.values() if model.device == device)
 
     def _fail(self, model: ManagedModel, failed: Waiter, error: Exception) -> None:
         """Ends all waiters that need the same load as `failed`; a load with other options is still tried, and who waits
@@ -375,7 +477,7 @@ class Dispatcher:
             model.waiters.remove(waiter)
             waiter.fail(error)
         model.size = None
-        asyncio.get_running_loop().call_soon(self.dispatch)
+        asyncio.get_running_loop().call_soon(self._dispatch)
 
     def _update_expiry(self, model: ManagedModel) -> None:
         """Drops the names whose keep-alive time is over, unloads an idle model without names, sets a timer for the
@@ -394,7 +496,7 @@ class Dispatcher:
             del model.uses[name], expires_s[name]
         next_s = min(expires_s.values(), default=math.inf)
         if next_s != math.inf:
-            model.expiry = asyncio.get_running_loop().call_at(next_s, self.dispatch)
+            model.expiry = asyncio.get_running_loop().call_at(next_s, self._dispatch)
 
     # Tasks.
 
@@ -413,7 +515,7 @@ class Dispatcher:
             self._fail(model, waiter, OptionError(str(error)) if asked else error)
         finally:
             model.measuring = False
-            self.dispatch()
+            self._dispatch()
 
     async def _find_gpu(self) -> Device | None:
         """The device for the next model, with what it would have free without models; None: the CPU."""
@@ -448,19 +550,15 @@ class Dispatcher:
         finally:
             if model.state is State.LOADING:
                 await self._end_process(model)
-            self.dispatch()
+            self._dispatch()
 
     async def _start_process(self, model: ManagedModel, config: LoadConfig) -> None:
-        def on_progress(fraction: float | None) -> None:
-            for waiter in model.waiters:
-                waiter.on_progress(fraction or 0.0)
-
         model.process = process = await WorkerProcess.start(
             functools.partial(self._subscribers.publish, model),
             command=self._command,
             echo_stderr=self._settings.debug,
         )
-        model.ready = await process.load(config, self._settings.load_timeout_s, on_progress)
+        model.ready = await process.load(config, self._settings.load_timeout_s)
         model.expert_cache_bytes, model.vram_cache_bytes = model.reserved_bytes
         process.on_exit = lambda: self._on_process_exit(model, process)
 
@@ -468,7 +566,7 @@ class Dispatcher:
         if model.process is process and model.state is State.READY:  # not on request: it crashed
             self._note_lost(model, process.exited.result())
             model.reset()
-            self.dispatch()
+            self._dispatch()
 
     def _note_lost(self, model: ManagedModel, error: WorkerError) -> None:
         if isinstance(error, DeviceLostError) and model.device is not None:
@@ -482,7 +580,7 @@ class Dispatcher:
 
     async def _unload(self, model: ManagedModel) -> None:
         await self._end_process(model)
-        self.dispatch()
+        self._dispatch()
 
     async def _end_process(self, model: ManagedModel) -> None:
         if model.process is not None:
