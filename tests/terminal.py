@@ -18,7 +18,7 @@ import pyte
 
 TIMEOUT_S = 60.0
 SCROLLBACK = 2000
-ENTER, ESCAPE = "\r", "\x1b"
+ENTER = "\r"
 PASTE_BEGIN, PASTE_END = "\x1b[200~", "\x1b[201~"
 PROMPT = ">>> Send a message"
 

@@ -43,9 +43,6 @@ def manager() -> FakeManager:
     return FakeManager(FakeCatalog(entry_of(demo_path()), entry_of(demo_path(), "other:latest")))
 
 
-Serve = Callable[..., Any]
-
-
 def app_of(manager: FakeManager, **settings: Any) -> Any:
     return make_app(manager, manager.catalog, Settings(**settings))  # type: ignore[arg-type]
 

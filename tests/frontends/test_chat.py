@@ -93,18 +93,6 @@ def test_a_model_whose_worker_ends_is_loaded_again(tmp_path: Path) -> None:
         assert ANSWER in chat.ask(QUESTION).replace("\n", " ")
 
 
-def test_a_conversation_longer_than_the_context_is_cut_with_a_message(tmp_path: Path) -> None:
-    with demo_chat(tmp_path, "-c", 256, size=(80, 60)) as chat:
-        chat.prompt()
-        for _ in range(4):
-            said = chat.ask(QUESTION)
-        assert re.search(r"prompt cut: \d+ messages?, \d+ tokens left out", chat.text)
-        assert "error" not in said
-        long = chat.ask("word " * 400)
-        assert "tokens left out" in long and "error: " not in long
-        assert ANSWER in chat.ask(QUESTION).replace("\n", " ")
-
-
 def test_another_model_is_loaded_or_the_present_one_stays(tmp_path: Path, tiny: TinyModel) -> None:
     with demo_chat(tmp_path, size=(160, 24)) as chat:
         chat.prompt()

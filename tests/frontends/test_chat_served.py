@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from chat_terminal import ANSWER, QUESTION
-from command_line import TinyModel, environment
-from pictures import png
+from command_line import environment
 from servers import Server, serving
 from terminal import Terminal, control, moegguf_command
 
@@ -154,18 +153,3 @@ def test_thinking_is_shown_apart(served: Server, tmp_path: Path) -> None:
     with served_chat(served, tmp_path, "thinker", "--think", "-n", 8) as chat:
         chat.prompt()
         assert "Thinking..." in chat.ask("why?")
-
-
-def test_images_are_sent_by_their_paths(tmp_path: Path, tiny: TinyModel, projector: TinyModel) -> None:
-    models = tmp_path / "server" / "models"
-    models.mkdir(parents=True)
-    (models / "mmproj-see.gguf").symlink_to(projector())
-    (tmp_path / "a.png").write_bytes(png())
-    with (
-        serving(tmp_path / "server", models={"see": tiny()}) as server,
-        served_chat(server, tmp_path, "see", "-n", 4, size=(200, 40)) as chat,
-    ):
-        chat.prompt()
-        assert "reads images" in chat.text
-        said = chat.ask(f"what is {tmp_path}/a.png")
-        assert "Added image" in said and "error" not in said

@@ -63,14 +63,6 @@ def test_version(moegguf: Command) -> None:
     assert moegguf("--version").stdout == f"moegguf {package.__version__}\n"
 
 
-def test_show_describes_a_split_model(moegguf: Command, tiny: TinyModel) -> None:
-    done = moegguf("show", tiny("tiny-mix", "q4_k_m", 3))
-    assert done.returncode == 0, done.stderr
-    assert "in 3 shards" in done.stdout
-    assert "16, of which a token uses 4" in done.stdout
-    assert not re.search(r" +$", done.stdout, re.MULTILINE)
-
-
 def test_show_json_agrees_with_the_layout(moegguf: Command, tiny: TinyModel) -> None:
     from moegguf import read_layout
 

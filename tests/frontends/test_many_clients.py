@@ -17,13 +17,11 @@ import pytest
 from servers import Server, serving
 
 from tools.load_test import (
-    Answer,
     Outcome,
     Question,
     Run,
     lines,
     memory_of,
-    percentiles_ms,
     processes_of,
     request_answer,
 )
@@ -118,23 +116,3 @@ def test_memory_stays_flat_over_many_requests(busy_server: Server) -> None:
         assert run_load(busy_server, 8, seconds=3600, requests=N_REQUESTS // 4).passed
         sizes.append(sum(memory_of([server, *workers]).values()))
     assert sizes[-1] - sizes[1] < 8 << 20, sizes
-
-
-def test_an_outcome_says_what_went_wrong() -> None:
-    outcome = Outcome(2, seconds=1, answers=3, first_s=[0.1, 0.2], between_s=[0.01, 0.02])
-    outcome.memory_bytes = [{"server": 1_000_000, "workers": 2_000_000}]
-    assert outcome.passed
-    assert "1.0 MB before" in "\n".join(lines(outcome))
-    assert not Outcome(2).passed
-    for last_mb in (15, 40):
-        outcome.memory_bytes = [{"server": n << 20, "workers": 0} for n in (1, 2, 9, 10, last_mb)]
-        assert outcome.passed == (last_mb == 15)
-    assert "32.5 MB in the second half" in "\n".join(lines(outcome))
-    for fault in ("wrong", "resets", "busy_without_retry_after"):
-        assert not Outcome(2, answers=3, **{fault: 1}).passed  # type: ignore[arg-type]
-    assert "first wrong" not in "\n".join(lines(outcome))
-    outcome.first_wrong = "('b', 'stop', 1), in place of ('a', 'stop', 1)"
-    assert "first wrong      ('b', 'stop', 1), in place of ('a', 'stop', 1)" in list(lines(outcome))
-    assert percentiles_ms([0.001] * 99 + [1.0])["p50"] == pytest.approx(1.0)
-    assert percentiles_ms([]) == {}
-    assert Answer("a", "stop", 1).content == ("a", "stop", 1)

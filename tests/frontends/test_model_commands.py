@@ -100,11 +100,6 @@ def test_create_from_a_modelfile_and_show_its_parts(mine: Mine, tmp_path: Path) 
     assert both.returncode == 2 and "only one of" in both.stderr
 
 
-def test_show_verbose_has_every_key_and_tensor(mine: Mine) -> None:
-    shown = mine("show", "demo", "--verbose").stdout
-    assert "general.architecture" in shown and "blk.0.ffn_gate_exps.weight" in shown
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

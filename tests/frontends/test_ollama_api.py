@@ -126,11 +126,6 @@ def test_refusals_have_a_status_and_message(
     assert words in reply.error
 
 
-def test_the_demo_cannot_be_deleted(server: Server) -> None:
-    reply = server.call("/api/delete", {"model": "demo"}, method="DELETE")
-    assert reply.status == 400 and "ships with moegguf" in reply.error
-
-
 def test_blobs_are_kept_by_their_digest_only(server: Server) -> None:
     import hashlib
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -44,12 +43,6 @@ def test_the_answer_is_all_of_stdout_and_repeats_at_temperature_0(moegguf: Comma
     assert first.stdout.strip()
     assert first.stdout.endswith("\n")
     assert first.stderr == ""
-
-
-def test_a_seed_repeats_an_answer_and_no_seed_does_not(moegguf: Command, tiny: TinyModel) -> None:
-    ask = ("run", tiny(), "hello", "-n", 16, "--expert-cache", "100%", *QUICK)
-    assert moegguf(*ask, "--seed", 7).stdout == moegguf(*ask, "--seed", 7).stdout
-    assert moegguf(*ask).stdout != moegguf(*ask).stdout
 
 
 def test_llama_cpps_names_of_options_are_known(moegguf: Command, tiny: TinyModel) -> None:
@@ -138,19 +131,6 @@ def test_terminals_and_pipes(tmp_path: Path, stdin: str, stdout: str, prompt: st
         assert out.startswith(ANSWER)
 
 
-def test_no_prompt_and_no_terminal_is_a_usage_error(moegguf: Command) -> None:
-    done = moegguf("run", "demo")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "there is no prompt" in done.stderr
-    assert done.stderr.startswith("error: ")
-
-
-def test_faults_have_a_code_and_nothing_on_stdout(moegguf: Command) -> None:
-    done = moegguf("run", "nothing-of-that-name", "hello")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert re.fullmatch(r"error: .*nothing-of-that-name.*\n", done.stderr)
-
-
 def test_a_variable_that_no_worker_could_read_is_an_error_of_the_command(moegguf: Command) -> None:
     done = moegguf("run", "demo", "hello", MOEGGUF_MISSES="guess")
     assert (done.returncode, done.stdout) == (1, "")
@@ -163,13 +143,6 @@ def test_an_empty_prompt_loads_the_model_in_a_running_server(moegguf: Command, s
     loaded = server.call("/api/ps").json["models"]
     assert "tiny:latest" in [model["name"] for model in loaded]
     server.call("/api/generate", {"model": "tiny", "keep_alive": 0})
-
-
-def test_an_empty_prompt_without_a_server_says_so(moegguf: Command) -> None:
-    done = moegguf("run", "demo", "", MOEGGUF_HOST="127.0.0.1:9")
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: ")
-    assert "127.0.0.1:9" in done.stderr
 
 
 @pytest.mark.parametrize(("words", "printed"), [
@@ -225,12 +198,6 @@ def test_an_error_during_an_answer_has_exit_code_1() -> None:
     assert done.stderr == "error: the disk is gone.\n"
 
 
-def test_json_is_json(moegguf: Command) -> None:
-    done = moegguf("run", "demo", QUESTION, "--format", "json", *DEMO, "-n", 200)
-    assert done.returncode == 0, done.stderr
-    assert isinstance(json.loads(done.stdout), dict)
-
-
 def test_a_missing_model_is_pulled_first(moegguf: Command, tmp_path: Path) -> None:
     path = demo_path()
     assert path is not None
@@ -282,11 +249,6 @@ def test_a_low_budget_warns_in_one_line(moegguf: Command, tiny: TinyModel) -> No
     done = moegguf("run", tiny("tiny-mix"), "hello", "-n", 2, "--expert-cache", "10%", *QUICK)
     assert done.returncode == 0
     assert re.fullmatch(r"warning: .* hit rate will be low\n", done.stderr)
-
-
-def test_a_prompt_longer_than_the_context_is_cut_and_says_so(moegguf: Command, tiny: TinyModel) -> None:
-    done = moegguf("run", tiny(), "word " * 400, "-c", 64, "-n", 4, "-t", 1)
-    assert done.returncode == 0 and re.match(r"prompt cut: \d+ tokens left out\n", done.stderr), done.stderr
 
 
 def test_the_first_word_comes_within_two_seconds() -> None:

@@ -18,10 +18,10 @@ from scripted_manager import in_loop
 
 from moegguf.child import child_environment
 from moegguf.errors import BatchFileError, StorageError
-from moegguf.serving.batch import answers, runner
+from moegguf.serving.batch import answers
 from moegguf.serving.batch.answers import Journal, counts_of, is_finished, open_journal, response_entry
 from moegguf.serving.batch.requests import Requests
-from moegguf.serving.batch.runner import Reply, answer_requests
+from moegguf.serving.batch.runner import answer_requests
 
 PROGRAM = Path(__file__).resolve().parents[1] / "answer_batch.py"
 
@@ -67,29 +67,6 @@ async def test_models_are_not_swapped_and_few_requests_run_at_once(tmp_path: Pat
     await answered(tmp_path, [request(f"{i}", model="abc"[i % 3]) for i in range(30)], endpoint, 4)
     assert [body["model"] for _, body in endpoint.calls] == ["a"] * 10 + ["b"] * 10 + ["c"] * 10
     assert endpoint.most == 4
-
-
-@in_loop
-async def test_a_busy_server_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "BUSY_RETRY_S", 0.0)
-    endpoint = Endpoint()
-    found = await answered(tmp_path, [request("a", "busy 3"), request("b")], endpoint)
-    assert [entry["response"]["status_code"] for entry in found] == [200, 200]
-    assert endpoint.texts.count("busy 3") == 4
-
-
-@in_loop
-async def test_what_was_answered_is_not_asked_again(tmp_path: Path) -> None:
-    endpoint = Endpoint()
-    lines = [request(f"{i}", f"text {i}") for i in range(5)]
-    with requests_in(tmp_path / "requests", lines) as requests:
-        journal = journal_of(tmp_path, requests)
-        for line in requests.lines[1:3]:
-            journal.append(line.number, response_entry(requests, line, 200, {"text": "before"}))
-        journal.close()
-    found = await answered(tmp_path, lines, endpoint)
-    assert [entry["response"]["body"]["text"] for entry in found] == ["text 0", "before", "before", "text 3", "text 4"]
-    assert sorted(endpoint.texts) == ["text 0", "text 3", "text 4"]
 
 
 @in_loop
@@ -208,19 +185,6 @@ async def test_a_full_disk_is_an_error_that_loses_nothing(tmp_path: Path, monkey
     found = await answered(tmp_path, lines, endpoint)
     assert not endpoint.calls and [entry["custom_id"] for entry in found] == [f"{i}" for i in range(10)]
     assert {json.dumps(entry) for entry in kept} <= {json.dumps(entry) for entry in found}
-
-
-@in_loop
-async def test_an_error_of_the_connection_ends_all_and_keeps_what_there_is(tmp_path: Path) -> None:
-    async def fails_at_last(url: str, body: bytes) -> Reply:
-        if b"last" in body:
-            raise ConnectionError("gone")
-        return Reply(200, {})
-
-    lines = [*(request(f"{i}") for i in range(9)), request("z", "last")]
-    with pytest.raises(ConnectionError, match="gone"):
-        await answered(tmp_path, lines, fails_at_last, 1)
-    assert len(entries(tmp_path / "answers.partial")) == 9
 
 
 def test_a_finished_file_is_known(tmp_path: Path) -> None:

@@ -83,15 +83,6 @@ async def test_a_batch_from_its_creation_to_its_files(tmp_path: Path) -> None:
 
 
 @in_loop
-async def test_without_answers_or_without_errors_there_is_no_such_file(tmp_path: Path) -> None:
-    async with batches_in(tmp_path, Endpoint()) as found:
-        good = await ended(found, found.create(CHAT, stored(found, [request("a")])))
-        bad = await ended(found, found.create(CHAT, stored(found, [request("a", "fail")])))
-        assert good.output_file_id and good.error_file_id is None
-        assert bad.error_file_id and bad.output_file_id is None and bad.status == "completed"
-
-
-@in_loop
 async def test_lines_that_are_no_requests_fail_the_batch(tmp_path: Path) -> None:
     endpoint = Endpoint()
     lines = [request("a"), b"nonsense\n", request("a"), request("b", url="/v1/embeddings")]
@@ -142,17 +133,6 @@ async def test_a_batch_is_cancelled_while_it_waits_for_its_turn(tmp_path: Path) 
         await ended(found, first)
         await ended(found, third)
         assert (first.status, third.status, endpoint.texts) == ("completed", "completed", ["hold", "third"])
-
-
-@in_loop
-async def test_a_batch_is_cancelled_as_soon_as_it_is_created(tmp_path: Path) -> None:
-    endpoint = Endpoint()
-    async with batches_in(tmp_path, endpoint) as found:
-        batch = found.create(CHAT, stored(found, [request("a")]))
-        found.cancel(batch)
-        await ended(found, batch)
-        assert (batch.status, endpoint.calls, batch.counts.done) == ("cancelled", [], 0)
-        assert len(content(found, batch.error_file_id)) == 1
 
 
 @in_loop

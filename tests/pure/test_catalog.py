@@ -6,7 +6,6 @@ import hashlib
 import re
 import subprocess
 import sys
-from datetime import UTC
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,8 @@ from catalog_helpers import cache, names
 from fake_hub import FakeHub
 
 from moegguf.errors import ModelNameError, ModelNotFoundError, OptionError, PullError
-from moegguf.models.catalog import Catalog, demo_path, find_model
-from moegguf.models.details import details, human_number
+from moegguf.models.catalog import Catalog, find_model
+from moegguf.models.details import human_number
 from moegguf.models.entry import ModelEntry
 from moegguf.models.hub import hub_cache
 from moegguf.models.pull import pull
@@ -25,15 +24,6 @@ pytestmark = pytest.mark.usefixtures("catalog", "any_file_is_a_model")
 
 
 # Looking up
-
-
-def test_the_demo_is_always_there(catalog: Catalog) -> None:
-    for name in ("demo", "Demo", "demo:latest"):
-        entry = catalog.find(name)
-        assert (entry.name, entry.source, entry.path) == ("demo:latest", "demo", demo_path())
-        assert len(entry.digest) == 64 and entry.modified.tzinfo is UTC
-    assert names() == ["demo:latest"]
-    assert names("DEM") == ["demo:latest"] and names("x") == []
 
 
 def test_a_path_is_its_own_name(catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,22 +221,6 @@ def test_pulling_again_brings_a_removed_name_back(catalog: Catalog, hub: FakeHub
 
 
 # Details
-
-
-def test_details_of_the_demo(catalog: Catalog) -> None:
-    entry = catalog.find("demo")
-    found = details(entry)
-    assert (found.family, found.quantization, found.n_expert, found.n_expert_used) == ("qwen2moe", "Q4_0", 32, 4)
-    assert found.parameter_size == "23.4M" and found.capabilities == ("completion",)
-    assert found.metadata["general.architecture"] == "qwen2moe" and found.n_ctx_train == 512
-    assert details(entry) is not found and details(entry) == found
-
-
-def test_a_name_s_template_decides_what_the_model_can(catalog: Catalog) -> None:
-    template = "{% if tools %}{{ tools }}{% endif %}<think></think>"
-    entry = catalog.create("able", Recipe(from_="demo", template=template))
-    assert set(details(entry).capabilities) == {"completion", "tools", "thinking"}
-    assert details(entry).template == template
 
 
 @pytest.mark.parametrize(

@@ -190,13 +190,3 @@ async def test_a_model_that_never_fits_is_an_error_with_numbers(catalog: FakeCat
             await generate(manager, "a", "say x")
         assert names(manager) == {"b"}, "no model was unloaded for it"
         assert await generate(manager, "b", "say x") == "x"
-
-
-@in_loop
-async def test_many_requests_for_more_models_than_fit_are_all_answered(catalog: FakeCatalog) -> None:
-    for name in "abcd":
-        catalog.add(name, 400, 400)
-    async with manager_of(catalog, memory_bytes=1000 << 20) as manager:
-        asked = [(name, f"say {name}{i}") for i in range(8) for name in "abcd"]
-        answers = await asyncio.gather(*(generate(manager, name, prompt) for name, prompt in asked))
-        assert answers == [prompt.removeprefix("say ") for _, prompt in asked]

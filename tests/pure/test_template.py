@@ -6,7 +6,6 @@ import contextlib
 import json
 import re
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
@@ -355,38 +354,6 @@ def test_deep_input_is_refused() -> None:
         deep = [deep]
     with pytest.raises(TemplateError, match="nest"):
         render(templates.PLAIN, [{"role": "user", "content": "x", "extra": deep}])
-
-
-def test_threads_do_not_share_what_they_may_spend() -> None:
-    results: list[object] = []
-
-    def attack() -> None:
-        try:
-            results.append(render(ATTACKS["nested loops"], CHAT))
-        except TemplateError as error:
-            results.append(error)
-
-    threads = [threading.Thread(target=attack) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for _ in range(50):
-        assert render(templates.QWEN, CHAT, tools=[TOOL])
-    for thread in threads:
-        thread.join()
-    assert [type(result) for result in results] == [TemplateError] * 2
-
-
-def test_twenty_messages_take_about_a_millisecond() -> None:
-    chat = [CHAT[0], *({"role": role, "content": "word " * 50} for _ in range(10) for role in ("user", "assistant"))]
-    render(templates.QWEN, chat)
-    fastest = min(timed(lambda: render(templates.QWEN, chat)) for _ in range(20))
-    assert fastest < 5e-3  # 0.35 ms where nothing else runs
-
-
-def timed(action: Any) -> float:
-    begin = time.perf_counter()
-    action()
-    return time.perf_counter() - begin
 
 
 @given(st.text(alphabet="{}%#-|[]()'\"~+*.=_ abimnorst01\n", max_size=60))
