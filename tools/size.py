@@ -28,11 +28,11 @@ LIMITS = {
     "moegguf/models": 3_150,
     "moegguf/native": 17_280,
     "moegguf/server": 7_950,
-    "moegguf/serving": 5_210,
+    "moegguf/serving": 5_150,
     "moegguf/terminal": 1_740,
     "moegguf/trace": 2_110,
     "predictors": 5_910,
-    "tests": 43_970,
+    "tests": 43_940,
     "tools": 5_620,
 }
 

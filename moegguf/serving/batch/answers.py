@@ -96,8 +96,8 @@ class Span:
 class Journal:
     """The answers so far to some requests, in a file that one process at a time may have open.
 
-    `answered`: where the answer of each line is, by its number. `charge` is told how large the file is to be before it
-    grows, and may raise StorageError. Made by `open_journal`; `close` gives the file free.
+    `answered`: where the answer of each line is, by its number. `check_space` is told by how many bytes the file is to
+    grow, and may raise StorageError. Made by `open_journal`; `close` gives the file free.
     """
 
     path: Path
@@ -105,12 +105,7 @@ class Journal:
     _n_bytes: int = 0
     answered: dict[int, Span] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
-    charge: Callable[[int], object] = lambda n_bytes: None
-
-    @property
-    def n_bytes(self) -> int:
-        """The size of the file."""
-        return self._n_bytes
+    check_space: Callable[[int], object] = lambda n_bytes: None
 
     def append(self, number: int, entry: Entry) -> None:
         """Adds the answer of a line, which is on its way to the disk when this returns.
@@ -118,13 +113,12 @@ class Journal:
         Raises StorageError; the journal is then as before.
         """
         data = json.dumps(entry, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n"
-        self.charge(self._n_bytes + len(data))
+        self.check_space(len(data))
         try:
             write_all(self._handle, data)
         except OSError as error:
             with suppress(OSError):
                 os.ftruncate(self._handle, self._n_bytes)
-                self.charge(self._n_bytes)
             raise storage_error(self.path, error) from None
         self._note(number, entry, len(data))
 

@@ -35,7 +35,7 @@ from moegguf.serving.batch.answers import (
     open_journal,
     storage_error,
 )
-from moegguf.serving.batch.files import DESCRIPTION_BYTES, FileStore
+from moegguf.serving.batch.files import FileStore
 from moegguf.serving.batch.requests import LineError, Requests, first_errors
 from moegguf.serving.batch.runner import Answer, answer_requests
 from moegguf.serving.clients import current_owner, is_visible
@@ -110,7 +110,7 @@ class Batches:
         self._n_parallel = n_parallel
         self._window_s = window_s
         self._now = now
-        self._files = FileStore(folder / "files", max_bytes, now)
+        self._files = FileStore(folder, max_bytes, now)
         self._lock: int | None = None
         self._batches: dict[str, Batch] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}  # of batches that have not ended
@@ -175,11 +175,6 @@ class Batches:
             if folder.name not in self._batches or self._batches[folder.name].status in FINAL:
                 shutil.rmtree(folder, ignore_errors=True)
         for batch in found:
-            if batch.status not in FINAL:
-                with suppress(OSError):  # it fails when it is read
-                    self._files.note_link(batch.input_file_id, self._input(batch))
-                with suppress(OSError):  # there is none before its first answer
-                    self._files.note_charge(self._work(batch), _charged(self._journal(batch).stat().st_size))
             self._start(batch)
 
     # What clients ask for.
@@ -336,7 +331,7 @@ class Batches:
 
     async def _answer_all(self, batch: Batch) -> None:
         async with self._answers(batch) as (requests, journal):
-            journal.charge = lambda n_bytes: self._files.charge(self._work(batch), _charged(n_bytes))
+            journal.check_space = self._files.check_space
 
             def on_answer(entry: Entry) -> None:
                 batch.counts = journal.counts
@@ -344,18 +339,13 @@ class Batches:
             await answer_requests(requests, journal, self._answer, self._n_parallel, on_answer)
 
     async def _finalize(self, batch: Batch, status: str, not_executed: str | None = None) -> None:
-        """Stores the files of answers and of errors; those not begun are errors, of the code `not_executed`. They take
-        the room that the journal had, which stays on the disk until they are complete."""
+        """Stores the files of answers and of errors; those not begun are errors, of the code `not_executed`. They may
+        take more than there is room for: the journal, which they replace, goes when they are complete."""
         async with self._answers(batch) as (requests, journal):
             if not_executed is not None:
                 await _in_thread(partial(_append_not_executed, requests, journal, not_executed))
-            self._files.drop_charge(self._work(batch))
-            try:
-                output_id = await self._store(batch, journal, "output", lambda span: span.is_answer)
-                error_id = await self._store(batch, journal, "errors", lambda span: not span.is_answer)
-            except BaseException:  # also where the server ends: the charge is the journal's again
-                self._files.note_charge(self._work(batch), _charged(journal.n_bytes))
-                raise
+            output_id = await self._store(batch, journal, "output", lambda span: span.is_answer)
+            error_id = await self._store(batch, journal, "errors", lambda span: not span.is_answer)
             now = int(self._now())
             times = {f"{status}_at": now, "finalizing_at": batch.finalizing_at or now}
             found: dict[str, Any] = {"output_file_id": output_id, "error_file_id": error_id, "counts": journal.counts}
@@ -367,7 +357,7 @@ class Batches:
         if not any(map(keep, journal.answered.values())):
             return None
         lines = journal.lines(keep)
-        with self._files.new(f"file-{batch.id.removeprefix('batch_')}-{what}") as file:
+        with self._files.new(f"file-{batch.id.removeprefix('batch_')}-{what}", checked=False) as file:
             while data := await _in_thread(partial(_some, lines)):
                 file.write(data)
             await _in_thread(file.sync)
@@ -378,9 +368,6 @@ class Batches:
         self._remove_work(batch)
 
     def _remove_work(self, batch: Batch) -> None:
-        with suppress(OSError):
-            self._files.unlink(self._input(batch))
-        self._files.drop_charge(self._work(batch))
         shutil.rmtree(self._work(batch), ignore_errors=True)
 
     async def _requests(self, batch: Batch) -> Requests:
@@ -465,11 +452,6 @@ def _append_not_executed(requests: Requests, journal: Journal, code: str) -> Non
     for line in requests.lines:
         if line.number not in journal.answered:
             journal.append(line.number, error_entry(requests, line, LineError(code, NOT_EXECUTED_TEXT[code])))
-
-
-def _charged(n_bytes: int) -> int:
-    """What a journal of that size takes: its answers end in two files."""
-    return n_bytes + 2 * DESCRIPTION_BYTES
 
 
 def _some(lines: Iterator[bytes]) -> bytes:
