@@ -100,7 +100,7 @@ VramShares = Annotated[
 DeviceLink = Annotated[
     list[str],
     typer.Option(
-        "--device-link", metavar="LINK", help="A modelled link from RAM to the GPU: 24GB/s,35us. Of several once each."
+        "--device-link", metavar="LINK", help="A modelled link from RAM to the GPU: 24GB/s,35us; one for each."
     ),
 ]
 TensorSplit = Annotated[

@@ -109,7 +109,7 @@ class ContextStore:
         return not self.is_off and self._path(name).exists()
 
     def names(self, prefix: str) -> list[str]:
-        """Of the blocks whose names begin so, two characters at least."""
+        """Names of the blocks whose names begin so, two characters at least."""
         with suppress(OSError):
             return sorted(name for name in os.listdir(self._path(prefix).parent) if name.startswith(prefix))
         return []

@@ -75,7 +75,7 @@ class PassTimes:
 
     @property
     def base_s(self) -> float | None:
-        """Of an undrafted pass; None while too few are known, or none was for long."""
+        """The time of an undrafted pass; None while too few are known, or none was for long."""
         if len(self._undrafted_s) < self.options.base_passes or self.n_drafted >= self.options.renew_passes:
             return None
         return median(self._undrafted_s)
@@ -101,7 +101,7 @@ class PassTimes:
 
 
 class DraftGate:
-    """Of one model: widths for the next pass, from what passes have taken. `acceptance`: of each source. A draft risks
+    """Widths of a model's next pass, from what passes have taken. `acceptance`: of each source. A draft risks
     what drafts have saved, up to `n_max / 2` passes, and one more pass."""
 
     def __init__(self, options: GateOptions | None = None) -> None:

@@ -32,7 +32,7 @@ class _Text:
 
 
 class Drafter:
-    """Of one loop. `gate` decides how many tokens are drafted."""
+    """The drafts of one loop. `gate` decides how many tokens are drafted."""
 
     def __init__(self, llm: Llama, drafts: Drafts, gate: DraftGate) -> None:
         self.gate = gate

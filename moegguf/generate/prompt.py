@@ -35,7 +35,7 @@ HEADROOM_CHARACTERS = 8  # of a cut message, per token that may stay: more than 
 
 
 class Rendered(NamedTuple):
-    """A text's tokens. Of one that is far too long they are left out, and `n_tokens` is an estimate."""
+    """A text's tokens. Those of a text that is far too long are left out, and `n_tokens` is an estimate."""
 
     tokens: list[int]
     text: str

@@ -35,7 +35,7 @@ class Schedule(Protocol):
 
     def choose(self, running: Sequence[BatchedAnswer]) -> Sequence[BatchedAnswer]:
         """Those of `running` (never empty, oldest first) that compute in the next step, in the order in which prompts
-        share the step's budget. Who is left out keeps its place in the KV cache. Of none chosen, all compute."""
+        share the step's budget. Who is left out keeps its place in the KV cache. Where none is chosen, all compute."""
 
     def ran(self, step: Step) -> None:
         """A step was computed."""

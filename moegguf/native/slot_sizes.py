@@ -78,7 +78,7 @@ def slot_tokens(device: str | None) -> int:
 
 
 def most_slots(layout: ExpertLayout, device: str | None, n_slots: int) -> int:
-    """Of n_slots slots, those that one pool can have on a device, by ggml's name (None: the CPU): the largest buffer
+    """How many of n_slots slots one pool can have on a device, by ggml's name (None: the CPU): the largest buffer
     there, and the largest tensor that its kernels multiply with, have to hold it. Raises OptionError for an unknown
     name."""
     most, matrices = c.c_int32(), matrices_of(layout, [device])

@@ -239,7 +239,7 @@ class ModelManager:
 
     def _remembered(self, waiter: Waiter) -> LoadOverrides:
         """The overrides of `waiter`; where they are None the entry's own parameters, then those of the last request of
-        its name. Of one that still waits without the context: it may be too long to be loaded."""
+        its name. A request that still waits gives no context: it may be too long to be loaded."""
         name, own = waiter.name, LoadOverrides.of(waiter.entry.parameters)
         uses = [model.uses[name].overrides for model in self._models.values() if name in model.uses]
         waiting = [other for model in self._models.values() for other in model.waiters if other.name == name]

@@ -11,7 +11,7 @@ MOST_CLIENTS = 1024  # of one turn: who comes later is of the next
 
 
 class Turns:
-    """The turns of one queue. Of clients, it remembers those that were served in the present turn."""
+    """The turns of one queue. It remembers the clients that were served in the present turn."""
 
     def __init__(self) -> None:
         self._served = 0

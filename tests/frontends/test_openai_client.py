@@ -65,7 +65,7 @@ def test_a_stream_is_the_whole_answer(client: openai.OpenAI, whole: ChatCompleti
 
 
 def tokens_of(usage: CompletionUsage) -> tuple[int, int]:
-    """Of the prompt and of the answer; more of a prompt that was asked before is cached."""
+    """Tokens of the prompt and of the answer; more of a prompt that was asked before is cached."""
     return usage.prompt_tokens, usage.completion_tokens
 
 

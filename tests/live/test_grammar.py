@@ -31,7 +31,7 @@ def grammar(text: str) -> Any:
 
 
 def without_end(llm: Llama) -> dict[int, float]:
-    """As in a model without an end-of-text token: no token may follow a complete text."""
+    """The bias that makes a model one without an end-of-text token: no token may follow a complete text."""
     return dict.fromkeys(ends_of(llm), -float("inf"))
 
 

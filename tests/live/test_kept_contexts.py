@@ -175,7 +175,7 @@ def test_owners_share_no_block() -> None:
 
 
 def block_paths() -> list[Path]:
-    """Of the full blocks of the prompt, in their order."""
+    """The full blocks of the prompt, in their order."""
     blocks = sorted(stored_blocks(default_folder()), key=lambda block: block.about.n_tokens)
     return [block.path for block in blocks if block.about.n_own_tokens == BLOCK_TOKENS][:5]
 

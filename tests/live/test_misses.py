@@ -359,7 +359,7 @@ def test_cancelling_ends_a_pass_that_waits_for_the_cpu(tiny: TinyModel, referenc
 
 
 def shares(path: Path) -> list[float]:
-    """Of misses, the share that the CPU has computed: as fast as it is, while it is slow, and when it is fast again."""
+    """The share of misses that the CPU has computed: as fast as it is, while it is slow, and when it is fast again."""
     found = []  # a copy of an expert takes 2 ms: more than the CPU also among other jobs, less than when it is slow
     with behind_a_link(path, Link(7e6, 20e-6), misses="compute", expert_cache="100%", strategy="lru") as llm:
         assert llm.session is not None

@@ -85,7 +85,7 @@ def test_each_placement_gives_the_logits_of_every_expert_resident(
 
 
 class ExpertsOfTheFirstLayersOnTheCpu(Llama):
-    """As llama.cpp's --n-cpu-moe 2."""
+    """What llama.cpp's --n-cpu-moe 2 does."""
 
     repack = False  # as slots that are not repacked
 

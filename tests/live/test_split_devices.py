@@ -219,7 +219,7 @@ def test_devices_behind_links_and_layers_on_the_cpu(
 
 
 def streamed_beside_a_device(path: Path, vram: int, ram: int, n_staging: int) -> dict[str, Any]:
-    """Of a prompt in one pass, through fewer slots of the CPU than a layer has experts, beside a device."""
+    """What a prompt in one pass gives, through fewer slots of the CPU than a layer has experts, beside a device."""
     add_link_device(Link(8e9, 5e-6), memory_bytes=256 << 20)
     budgets = {"vram_cache": share_for(path, vram), "expert_cache": share_for(path, ram)}
     how = {"n_gpu_layers": 3, "placement": "slots", "store": StoreOptions(staging=n_staging, repack=False)}

@@ -46,7 +46,7 @@ class FakeModel:
 
     @property
     def expert_bytes(self) -> int:
-        """Of the first layer's experts."""
+        """The size of the first layer's experts."""
         return self.layout.layers[0].expert_bytes
 
     def matrix_bytes(self, index: int, expert: int) -> bytes:

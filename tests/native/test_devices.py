@@ -39,7 +39,7 @@ def two(n_slots: Sequence[int]) -> list[DeviceSlots]:
 
 
 def figures(store: Store) -> list[dict[str, int]]:
-    """Of each device, of all of them, and of the tier below."""
+    """Counts of each device, of all of them, and of the tier below."""
     found = [store.device(index) for index in range(len(store.devices))] + [store.tier(tier) for tier in store.tiers]
     return [{name: of[name] for name in FIGURES} for of in found]
 

@@ -57,7 +57,7 @@ class Nodes:
 
 @pytest.fixture
 def nodes() -> Iterator[Nodes]:
-    """Of layer 0, one token and two experts."""
+    """The nodes of layer 0, one token and two experts."""
     made = Nodes(2, 1)
     yield made
     made.close()

@@ -65,7 +65,7 @@ def passes_on(fake: FakeModel, size: Size, names: Sequence[str]) -> Figures:
 
 
 def on_rpc(rpc: Path, ports: Sequence[int], fake: FakeModel) -> tuple[list[Figures], Figures]:
-    """Of the first server's device alone, in several sizes, and of both."""
+    """Figures of passes on the first server's device alone, in several sizes, and of both."""
     names = [register(rpc, port) for port in ports]
     sizes = ((5, 0, 0), (32, 0, 0), (2, 1, 0), (13, 13, 0), (4, 8, 1), (9, 32, 2))
     return [passes_on(fake, size, names[:1]) for size in sizes], passes_on(fake, (5, 7, 0), names)

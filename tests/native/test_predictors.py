@@ -60,7 +60,7 @@ def mlp() -> MlpPredictor:
 
 
 def token_table() -> TokenTable:
-    """Of the tokens 0 to 29, some not in order; each seen some ten times."""
+    """A table of the tokens 0 to 29, some not in order; each seen some ten times."""
     random = rng()
     counts = random.multivariate_hypergeometric(np.full(SHAPE.n_expert, 9), 10 * SHAPE.n_expert_used, (30, N))
     return TokenTable(SHAPE, random.permutation(30).astype(np.int32), counts.astype(np.uint16))
@@ -213,7 +213,7 @@ def test_of_many_sequences_some_are_asked_and_the_others_count_as_their_average(
 
 
 def test_the_average_of_those_asked() -> None:
-    """Of affinities that are all the same, so that every sequence expects the same."""
+    """Affinities that are all the same, so that every sequence expects the same."""
     even = Affinity(SHAPE, np.full((N - 1, SHAPE.n_expert, SHAPE.n_expert), 1 / SHAPE.n_expert, np.float32))
     alone = SHAPE.n_expert_used / SHAPE.n_expert
     with simulated() as (store, context):

@@ -64,7 +64,7 @@ class Context:
         self.failed: type[MoeggufError] | None = None
 
     def let_go(self) -> Any:
-        """As an engine does after each pass. Returns its failure."""
+        """What an engine does after each pass. Returns its failure."""
         self.held = self.failed = None
         return self.of_store.take_failure()
 
@@ -473,7 +473,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 def bits(model: FakeModel) -> bytes:
-    """Of a prompt's product, every expert being there."""
+    """The bits of a prompt's product, every expert being there."""
     store = Store(model.layout, model.layout.n_expert_total, StoreOptions(repack=False))
     context = store.open_context()
     product = Product(store, context, model, prompt(model.layout))

@@ -196,7 +196,7 @@ class Known:
 
 @pytest.mark.parametrize("n_slots", [4, 6, 10, 16])
 def test_the_same_victims_as_the_python_policy_with_a_forecast(tmp_path: Path, open_store: Open, n_slots: int) -> None:
-    """Of the layer that is routed now the router's choice counts, not what was forecast of it."""
+    """For the layer that is routed now the router's choice counts, not what was forecast of it."""
     fake = make_model(tmp_path, n_layer=4, dense_layers=(1,))
     shape, rng = MoeShape.of(fake.layout), np.random.default_rng(n_slots)
     policy, unaided = (NextUse(shape, (1.0,), (1.0,), 1.0) for _ in range(2))

@@ -34,7 +34,7 @@ sys.stdout.buffer.write(products().tobytes())
 
 
 def products() -> Array:
-    """Of each interleaved type and of floats: [n_types, N_ROWS, N_OUT]."""
+    """Products of each interleaved type and of floats: [n_types, N_ROWS, N_OUT]."""
     ggml = Ggml()
     x = np.random.default_rng(0).standard_normal((N_ROWS, N_IN)).astype(np.float32)
     made = [width_check.product(ggml, ggml.types[name], x, N_OUT, ggml.interleaved) for name in INTERLEAVED]

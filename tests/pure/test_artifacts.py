@@ -39,7 +39,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def artifacts(file: Path, tmp_path: Path) -> Artifacts:
-    """Of a model in a folder of its own."""
+    """Those of a model in a folder of its own."""
     (tmp_path / "models").mkdir()
     os.link(file, tmp_path / "models" / "tiny.gguf")
     return Artifacts(read_layout(tmp_path / "models" / "tiny.gguf"))

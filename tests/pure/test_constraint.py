@@ -43,7 +43,7 @@ def matcher(form: Any = None, template: str | None = None, **options: Any) -> Ma
 
 
 def longest_step_s(form: Any, text: bytes) -> float:
-    """Of the masks for a text, as far as it is allowed; and of compiling."""
+    """The longest of compiling and of the masks for a text, as far as it is allowed."""
     begin = time.perf_counter()
     steps = []
     with contextlib.suppress(SchemaError):

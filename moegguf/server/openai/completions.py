@@ -121,7 +121,7 @@ def completion_logprobs(logprobs: Sequence[TokenLogprob], offset: int) -> Json:
 
 
 def _by_text(top: Sequence[tuple[str, float]]) -> dict[str, float]:
-    """Of tokens with the same text, such as parts of characters, the likeliest."""
+    """{text: log probability}; the likeliest of tokens with the same text, such as parts of characters."""
     found: dict[str, float] = {}
     for text, logprob in top:
         found.setdefault(text, max(logprob, MIN_LOGPROB))

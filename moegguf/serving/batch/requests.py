@@ -1,6 +1,6 @@
 """The requests of a batch: lines of OpenAI's batch input format, checked once and read again when their turn comes.
 
-A line is {"custom_id", "method": "POST", "url", "body"}. Of each only its place and what identifies it stay in memory.
+A line is {"custom_id", "method": "POST", "url", "body"}. Only its place and what identifies it stay in memory.
 """
 
 from __future__ import annotations

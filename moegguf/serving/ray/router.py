@@ -31,7 +31,7 @@ class ConversationRouter(RequestRouter):
         """Called by Ray Serve: replicas in ranks, preferred ones first."""
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True  # when all are full
-        # Of equals the first is taken: the one whose cache is the oldest.
+        # The first of equals is taken: the one whose cache is the oldest.
         replicas = sorted(candidate_replicas, key=lambda replica: self._last_sent_s.get(replica.replica_id, 0.0))
         ranks = rank(routing_request(pending_request), [self._candidate(replica) for replica in replicas])
         return [[replicas[i] for i in indices] for indices in ranks]
