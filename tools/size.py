@@ -28,7 +28,7 @@ LIMITS = {
     "moegguf/models": 3_150,
     "moegguf/native": 17_280,
     "moegguf/server": 7_950,
-    "moegguf/serving": 5_150,
+    "moegguf/serving": 5_120,
     "moegguf/terminal": 1_740,
     "moegguf/trace": 2_110,
     "predictors": 5_910,

@@ -27,14 +27,12 @@ WHOLE = {
 
 def test_every_option_is_read() -> None:
     (found,) = read_config({"models": {"big": WHOLE}})
-    assert found == ModelConfig(
-        "big:latest", "hf.co/user/repo:Q4_K_M", 24 << 30, "50%", 8192, 8, 4, 4, 16,
-        {"min_replicas": 1, "max_replicas": 3}, {"resources": {"ssd": 1}},
-    )  # fmt: skip
+    assert found.model_dump(by_alias=True) == {"name": "big:latest"} | WHOLE | {"memory": 24 << 30}
 
 
 def test_without_models_it_is_the_demo() -> None:
-    assert read_config({}) == read_config({"models": {"demo": None}}) == (ModelConfig("demo:latest", "demo"),)
+    demo = ModelConfig(name="demo:latest", model="demo")
+    assert read_config({}) == read_config({"models": {"demo": None}}) == (demo,)
 
 
 def test_a_replica_gets_as_many_requests_as_it_computes_and_as_many_again() -> None:
@@ -58,10 +56,10 @@ def test_a_replica_gets_as_many_requests_as_it_computes_and_as_many_again() -> N
         ({"models": {"demo": {"memory": "much"}}}, r"models.demo.memory: .*much"),
         ({"models": {"demo": {"expert_cache": "200%"}}}, r"models.demo.expert_cache: "),
         ({"models": {"demo": {"expert_cache": True}}}, r"models.demo.expert_cache: must be .* True"),
-        ({"models": {"demo": {"threads": 0}}}, "models.demo.threads: must be a whole number from 1 to 1024, but is 0"),
-        ({"models": {"demo": {"context_length": "4k"}}}, "models.demo.context_length: must be a whole number"),
+        ({"models": {"demo": {"threads": 0}}}, "models.demo.threads: .* than or equal to 1, but is 0"),
+        ({"models": {"demo": {"context_length": "4k"}}}, "models.demo.context_length: .*integer, but is '4k'"),
         ({"models": {"demo": {"model": ""}}}, "models.demo.model: must be a name or a path"),
-        ({"models": {"demo": {"autoscaling_config": 3}}}, "models.demo.autoscaling_config: must map"),
+        ({"models": {"demo": {"autoscaling_config": 3}}}, "demo.autoscaling_config: .*dictionary, but is 3"),
         ({"models": {"demo": {}, "Demo:latest": {}}}, "more than once"),
     ],
 )

@@ -18,11 +18,12 @@ models:
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any
 
-from moegguf.errors import BudgetError, ModelNameError, OptionError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from moegguf.errors import ModelNameError, OptionError
 from moegguf.models.names import parse_name
 from moegguf.options import MAX_CONTEXT_TOKENS, MAX_PARALLEL
 from moegguf.quantities import parse_expert_cache, parse_size
@@ -32,22 +33,36 @@ MAX_REQUESTS = 1_000_000
 MIN_ONGOING = 8  # of a replica, where the config has no number
 
 
-@dataclass(frozen=True)
-class ModelConfig:
+def _budget(value: Any) -> str:
+    if not isinstance(value, str | int) or isinstance(value, bool):
+        raise ValueError("must be 'auto', a share such as '50%' or a size such as '4GiB'")
+    parse_expert_cache(value)
+    return str(value)
+
+
+def _name(text: str) -> str:
+    if not text.strip():
+        raise ValueError("must be a name or a path")
+    return text
+
+
+class ModelConfig(BaseModel):
     """One model. `name`: canonical; `model`: a name or path on the replica's machine. None: what `moegguf serve` would
     choose there. `autoscaling_config`, `ray_actor_options`: Ray's."""
 
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
     name: str
-    model: str
-    memory_bytes: int | None = None
-    expert_cache: str | None = None
-    n_ctx: int | None = None
-    n_threads: int | None = None
-    n_parallel: int | None = None
-    max_ongoing_requests: int | None = None
-    max_queued_requests: int = 512
-    autoscaling_config: Mapping[str, Any] = field(default_factory=dict)
-    ray_actor_options: Mapping[str, Any] = field(default_factory=dict)
+    model: Annotated[str, AfterValidator(_name)]
+    memory_bytes: Annotated[int, BeforeValidator(parse_size)] | None = Field(None, alias="memory")
+    expert_cache: Annotated[str, BeforeValidator(_budget)] | None = None
+    n_ctx: int | None = Field(None, ge=1, le=MAX_CONTEXT_TOKENS, alias="context_length")
+    n_threads: int | None = Field(None, ge=1, le=MAX_THREADS, alias="threads")
+    n_parallel: int | None = Field(None, ge=1, le=MAX_PARALLEL, alias="parallel")
+    max_ongoing_requests: int | None = Field(None, ge=1, le=MAX_REQUESTS)
+    max_queued_requests: int = Field(512, ge=1, le=MAX_REQUESTS)
+    autoscaling_config: dict[str, Any] = Field(default_factory=dict)
+    ray_actor_options: dict[str, Any] = Field(default_factory=dict)
 
     def ongoing_requests(self, n_parallel: int) -> int:
         """Most requests of one replica at once, where `n_parallel` is what it computes together unless the model has
@@ -55,12 +70,16 @@ class ModelConfig:
         return self.max_ongoing_requests or max(MIN_ONGOING, 2 * (self.n_parallel or n_parallel))
 
 
+OPTIONS = [field.alias or name for name, field in ModelConfig.model_fields.items() if name != "name"]
+
+
 def read_config(arguments: Mapping[str, Any]) -> tuple[ModelConfig, ...]:
     """The models in `arguments`; without any, the bundled demo.
 
     Raises OptionError, naming the key, for unknown keys and values out of range, ModelNameError.
     """
-    _check_keys("", arguments, {"models"})
+    for name in arguments.keys() - {"models"}:
+        raise _unknown(str(name), ["models"])
     models = arguments.get("models", {"demo": {}})
     if not isinstance(models, Mapping) or not models:
         raise OptionError(
@@ -79,67 +98,19 @@ def _read_model(name: str, options: Any) -> ModelConfig:
     options = {} if options is None else options
     if not isinstance(options, Mapping):
         raise OptionError(f"{key} must map options to values, but is {options!r:.60}; {{}} takes all defaults.")
-    _check_keys(f"{key}.", options, _READERS.keys())
+    for option in options.keys() - OPTIONS:
+        raise _unknown(f"{key}.{option}", OPTIONS)
     try:
-        canonical = parse_name(name).canonical
+        return ModelConfig(**{"model": name, **options, "name": parse_name(name).canonical})
     except ModelNameError as error:
         raise ModelNameError(f"{key}: {error}") from None
-    found: dict[str, Any] = {"model": name}
-    for option, value in options.items():
-        field_name, read = _READERS[option]
-        try:
-            found[field_name] = read(value)
-        except (OptionError, BudgetError, ValueError) as error:
-            raise OptionError(f"{key}.{option}: {error}") from None
-    return ModelConfig(name=canonical, **found)
+    except ValidationError as error:
+        first = error.errors()[0]
+        message = first["msg"].removeprefix("Value error, ")
+        raise OptionError(f"{key}.{first['loc'][0]}: {message}, but is {first['input']!r:.60}") from None
 
 
-def _check_keys(prefix: str, given: Mapping[str, Any], known: Any) -> None:
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}."
-            raise OptionError(f"unknown option {prefix + str(name)!r:.80}; {hint}")
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise OptionError(f"must be a name or a path, but is {value!r:.60}.")
-    return value
-
-
-def _cache(value: Any) -> str:
-    if not isinstance(value, str | int) or isinstance(value, bool):
-        raise OptionError(f"must be 'auto', a share such as '50%' or a size such as '4GiB', but is {value!r:.60}.")
-    parse_expert_cache(value)
-    return str(value)
-
-
-def _whole(least: int, most: int) -> Callable[[Any], int]:
-    def read(value: Any) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            raise OptionError(f"must be a whole number from {least} to {most}, but is {value!r:.60}.")
-        return value
-
-    return read
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-        raise OptionError(f"must map names to values, as in Ray's documentation, but is {value!r:.60}.")
-    return dict(value)
-
-
-_READERS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
-    "model": ("model", _text),
-    "memory": ("memory_bytes", parse_size),
-    "expert_cache": ("expert_cache", _cache),
-    "context_length": ("n_ctx", _whole(1, MAX_CONTEXT_TOKENS)),
-    "threads": ("n_threads", _whole(1, MAX_THREADS)),
-    "parallel": ("n_parallel", _whole(1, MAX_PARALLEL)),
-    "max_ongoing_requests": ("max_ongoing_requests", _whole(1, MAX_REQUESTS)),
-    "max_queued_requests": ("max_queued_requests", _whole(1, MAX_REQUESTS)),
-    "autoscaling_config": ("autoscaling_config", _mapping),
-    "ray_actor_options": ("ray_actor_options", _mapping),
-}
-"""{option: (field of `ModelConfig`, what reads its value)}."""
+def _unknown(key: str, known: list[str]) -> OptionError:
+    near = difflib.get_close_matches(key.rpartition(".")[2], known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}."
+    return OptionError(f"unknown option {key!r:.80}; {hint}")
