@@ -85,11 +85,7 @@ class ScriptedPredictor(Predictor):
     name: ClassVar[str] = "scripted"
 
     def __init__(
-        self,
-        answer: Callable[[int], Any],
-        store: RecordingStore | None = None,
-        shape: MoeShape = SHAPE,
-        reach: int = 3,
+        self, answer: Callable[[int], Any], store: RecordingStore | None = None, shape: MoeShape = SHAPE, reach: int = 3
     ) -> None:
         super().__init__(shape, reach)
         self.answer, self.store = answer, store or RecordingStore()

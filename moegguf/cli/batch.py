@@ -89,12 +89,7 @@ KvTokens = Annotated[
     ),
 ]
 Local = Annotated[
-    bool,
-    panel(
-        MODEL,
-        "--local",
-        help="Load models here even when a server runs; options of loading imply it.",
-    ),
+    bool, panel(MODEL, "--local", help="Load models here even when a server runs; options of loading imply it.")
 ]
 
 

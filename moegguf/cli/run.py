@@ -101,8 +101,7 @@ ModelName = Annotated[
     ),
 ]
 ModelFile = Annotated[
-    str | None,
-    panel(MODEL, "--model", "-m", metavar="MODEL", help="The same; of a split model the first file."),
+    str | None, panel(MODEL, "--model", "-m", metavar="MODEL", help="The same; of a split model the first file.")
 ]
 HubModel = Annotated[
     str | None,
@@ -119,8 +118,7 @@ SystemPrompt = Annotated[
     str | None, panel(OFTEN, "--system-prompt", "-sys", metavar="TEXT", help="The system message.")
 ]
 Format = Annotated[
-    str | None,
-    panel(OUTPUT, "--format", metavar="json|SCHEMA", help="The answer is JSON, or follows a JSON schema."),
+    str | None, panel(OUTPUT, "--format", metavar="json|SCHEMA", help="The answer is JSON, or follows a JSON schema.")
 ]
 Think = Annotated[
     str | None,
@@ -150,12 +148,7 @@ Local = Annotated[
 Verbose = Annotated[
     int,
     panel(
-        OFTEN,
-        "--verbose",
-        "-v",
-        count=True,
-        show_default=False,
-        help="Statistics on stderr; twice llama.cpp's log.",
+        OFTEN, "--verbose", "-v", count=True, show_default=False, help="Statistics on stderr; twice llama.cpp's log."
     ),
 ]
 PARAMETERS = {"n_ctx": "num_ctx", "n_threads": "num_thread"}

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
 VERSION_TIMEOUT_S = 2.0
 
-Loaded = Annotated[
-    str, typer.Argument(autocompletion=complete_model, metavar="MODEL", help="A name that `ps` shows.")
-]
+Loaded = Annotated[str, typer.Argument(autocompletion=complete_model, metavar="MODEL", help="A name that `ps` shows.")]
 
 
 def print_versions() -> None:

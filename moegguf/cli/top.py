@@ -28,8 +28,7 @@ KEYS = "q quits"
 
 
 def top(
-    once: Annotated[bool, typer.Option("--once", help="Print one frame and exit.")] = False,
-    as_json: AsJson = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and exit.")] = False, as_json: AsJson = False
 ) -> None:
     """Watch the experts of the models that a running server has loaded."""
     from moegguf.cli.client import Client

@@ -69,11 +69,7 @@ def save(path: str | os.PathLike[str], predictor: str, fingerprint: str, shape: 
 
 
 def load(
-    path: str | os.PathLike[str],
-    predictor: str,
-    fingerprint: str,
-    shape: MoeShape,
-    build: Callable[[Weights], T],
+    path: str | os.PathLike[str], predictor: str, fingerprint: str, shape: MoeShape, build: Callable[[Weights], T]
 ) -> T | None:
     """`build(weights of the file)`; None, and one warning, when the file cannot be used.
 

@@ -30,10 +30,7 @@ class Constraint:
 
 
 def constraint_for(
-    request: GenerationRequest,
-    template: str | None,
-    prompt_end: str = "",
-    continuation: Continuation | None = None,
+    request: GenerationRequest, template: str | None, prompt_end: str = "", continuation: Continuation | None = None
 ) -> Constraint | None:
     """The required format of an answer to `request`, None for none. The grammar is compiled by `Matcher`.
 

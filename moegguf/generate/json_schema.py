@@ -102,6 +102,7 @@ def json_grammar(schema: Any, cost: SchemaCost) -> str:
 def _json_options() -> Mapping[str, Any]:
     """Options of %json. llguidance before 1.9 can bound only the blanks that are part of a separator."""
     from importlib.metadata import version  # for requests with a schema only: it takes a while
+
     major, minor, *_ = version("llguidance").split(".")
     if (int(major), int(minor)) >= (1, 9):
         blanks: _Json = {"whitespace_pattern": WHITESPACE, "json_allow_general_unicode_escapes": True}

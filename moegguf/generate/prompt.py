@@ -165,9 +165,7 @@ def _file_tokens(vocabulary: Vocabulary, files: Sequence[tuple[str, str]], n_ctx
     return tokens
 
 
-def _fitted(
-    llm: Llama, request: GenerationRequest, tokens: list[int], n_more: int = 0
-) -> Prompt:
+def _fitted(llm: Llama, request: GenerationRequest, tokens: list[int], n_more: int = 0) -> Prompt:
     """The prompt of `tokens`, without the middle where they are too many. `n_more`: tokens that are known to be missing
     in the middle. Raises ContextError when `request` does not allow that."""
     n_ctx, n_whole = llm.n_ctx(), len(tokens) + n_more

@@ -126,10 +126,7 @@ class Cursor:
             if left == count:  # the next string does not end in this chunk
                 n = self.u64()
                 if n > MAX_ITEM_BYTES:
-                    self.fail(
-                        f"a string in it is {n} bytes long, at most {MAX_ITEM_BYTES} are allowed",
-                        self.pos - 8,
-                    )
+                    self.fail(f"a string in it is {n} bytes long, at most {MAX_ITEM_BYTES} are allowed", self.pos - 8)
                 self.pos -= 8
                 self.need(8 + n)
             count = left

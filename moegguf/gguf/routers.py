@@ -146,10 +146,7 @@ def _read_router(layout: ExpertLayout, layer: MoeLayer, tensors: dict[str, tuple
             f" 'blk.{layer.il}.ffn_gate_inp.weight'; its routing cannot be predicted with routers."
         )
     return Router(
-        layer.n_expert_used,
-        matrix,
-        read("ffn_gate_inp.bias", layer.n_expert),
-        read("exp_probs_b.bias", layer.n_expert),
+        layer.n_expert_used, matrix, read("ffn_gate_inp.bias", layer.n_expert), read("exp_probs_b.bias", layer.n_expert)
     )
 
 

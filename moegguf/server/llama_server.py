@@ -92,9 +92,7 @@ async def slots(request: Request) -> Response:
         raise HttpError(503, "no slot available")
     params = sampling_object(options_of(None, entry).sampling())
     each = {"n_ctx": loaded.n_ctx, "speculative": False, "params": params}
-    return JSONResponse(
-        [{"id": n, "is_processing": n < loaded.n_answering, **each} for n in range(loaded.n_parallel)]
-    )
+    return JSONResponse([{"id": n, "is_processing": n < loaded.n_answering, **each} for n in range(loaded.n_parallel)])
 
 
 def sampling_object(sampling: Sampling) -> dict[str, Any]:

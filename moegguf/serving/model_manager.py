@@ -41,13 +41,7 @@ from moegguf.quantities import ExpertCache, format_bytes
 from moegguf.serving.events import LoadedModel, LoadOverrides, Snapshot
 from moegguf.serving.lease import Lease
 from moegguf.serving.managed_model import ManagedModel, Purpose, State, Waiter, process_key
-from moegguf.serving.memory_budget import (
-    DeviceLimits,
-    MemoryLimit,
-    MemoryUse,
-    admit,
-    expert_cache_within,
-)
+from moegguf.serving.memory_budget import DeviceLimits, MemoryLimit, MemoryUse, admit, expert_cache_within
 from moegguf.serving.model_size import Measure, ModelSize, measure
 from moegguf.serving.subscribers import Subscribers
 from moegguf.serving.wire import LoadConfig
@@ -150,10 +144,7 @@ class ModelManager:
         return Lease(acquire, self._release)
 
     async def load(
-        self,
-        name: str | ModelEntry,
-        overrides: LoadOverrides = LoadOverrides(),
-        keep_alive_s: float | None = None,
+        self, name: str | ModelEntry, overrides: LoadOverrides = LoadOverrides(), keep_alive_s: float | None = None
     ) -> LoadedModel:
         """Loads a model, or restarts the keep-alive time of a loaded one. Raises what entering a lease raises."""
         async with self.lease(name, overrides, keep_alive_s, will_answer=False) as lease:
@@ -554,9 +545,7 @@ class ModelManager:
 
     async def _start_process(self, model: ManagedModel, config: LoadConfig) -> None:
         model.process = process = await WorkerProcess.start(
-            functools.partial(self._subscribers.publish, model),
-            command=self._command,
-            echo_stderr=self._settings.debug,
+            functools.partial(self._subscribers.publish, model), command=self._command, echo_stderr=self._settings.debug
         )
         model.ready = await process.load(config, self._settings.load_timeout_s)
         model.expert_cache_bytes, model.vram_cache_bytes = model.reserved_bytes

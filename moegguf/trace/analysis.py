@@ -33,16 +33,7 @@ from moegguf.native.store import DeviceSlots
 from moegguf.quantities import Link
 from moegguf.trace.belady import BELADY, Lookups, belady, gap_closed
 from moegguf.trace.format import read
-from moegguf.trace.simulate import (
-    SIMULATED,
-    RamTier,
-    SimOptions,
-    SimResult,
-    Simulation,
-    devices_of,
-    fitted,
-    slots_of,
-)
+from moegguf.trace.simulate import SIMULATED, RamTier, SimOptions, SimResult, Simulation, devices_of, fitted, slots_of
 from moegguf.trace.trace import Trace
 
 ALL = "all"

@@ -83,9 +83,7 @@ class _Head(BaseModel, strict=True):
     n_pass: Count
     n_tokens: Count
     # Version 1 had no passes of several requests, and no field for them.
-    blocks: Annotated[
-        list[tuple[Count, Count, Flag, Flag] | tuple[Count, Count, Flag]], Field(max_length=MAX_BLOCKS)
-    ]
+    blocks: Annotated[list[tuple[Count, Count, Flag, Flag] | tuple[Count, Count, Flag]], Field(max_length=MAX_BLOCKS)]
 
 
 @dataclass(frozen=True)

@@ -83,12 +83,7 @@ class Recorder:
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        shape: MoeShape,
-        header: TraceHeader,
-        *,
-        inputs: bool = False,
+        self, path: str | os.PathLike[str], shape: MoeShape, header: TraceHeader, *, inputs: bool = False
     ) -> None:
         FileHeader(shape, header, True, inputs, ()).encode()  # raises now rather than at close()
         self.shape, self.header = shape, header

@@ -53,9 +53,7 @@ def link_model(link: float | None, latency: float, layer_compute: float) -> Link
 def sim_options(link: LinkModel) -> SimOptions:
     """A replay over this link."""
     return SimOptions(
-        link_bytes_per_s=link.bytes_per_s,
-        link_latency_s=link.latency_us / 1e6,
-        layer_compute_us=link.layer_compute_us,
+        link_bytes_per_s=link.bytes_per_s, link_latency_s=link.latency_us / 1e6, layer_compute_us=link.layer_compute_us
     )
 
 

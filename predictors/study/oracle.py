@@ -1,6 +1,6 @@
 """What prefetching could save at best: a trace replayed with a predictor that reads it.
 
-    python -m predictors.study.oracle routing.npz --expert-cache 30% --link 1 --layer-compute 2400
+python -m predictors.study.oracle routing.npz --expert-cache 30% --link 1 --layer-compute 2400
 """
 
 from __future__ import annotations

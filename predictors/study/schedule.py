@@ -1,6 +1,6 @@
 """Counts what ExpertFlow's token scheduler saves: requests of a trace decoded in batches, in four orders.
 
-    python -m predictors.study.schedule routing.npz --model demo --paths token-id
+python -m predictors.study.schedule routing.npz --model demo --paths token-id
 """
 
 from __future__ import annotations

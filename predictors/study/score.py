@@ -1,6 +1,6 @@
 """Scores predictors on a trace by the measures of each paper, beside a control: routing shuffled in each request.
 
-    python -m predictors.study.score routing.npz --model demo
+python -m predictors.study.score routing.npz --model demo
 """
 
 from __future__ import annotations

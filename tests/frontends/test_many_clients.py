@@ -16,15 +16,7 @@ import httpx
 import pytest
 from servers import Server, serving
 
-from tools.load_test import (
-    Outcome,
-    Question,
-    Run,
-    lines,
-    memory_of,
-    processes_of,
-    request_answer,
-)
+from tools.load_test import Outcome, Question, Run, lines, memory_of, processes_of, request_answer
 
 CLIENTS, QUEUE = 12, 12
 N_REQUESTS = int(os.environ.get("MOEGGUF_REQUESTS", "48"))

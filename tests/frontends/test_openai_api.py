@@ -17,12 +17,7 @@ from client_types import check
 from fake_manager import FUNCTIONS, HI, FakeLease, FakeManager, changed
 from openai.types.responses import Response
 
-from moegguf.errors import (
-    AllocationError,
-    BudgetError,
-    MoeggufError,
-    WorkerError,
-)
+from moegguf.errors import AllocationError, BudgetError, MoeggufError, WorkerError
 from moegguf.generate.request import Delta, ToolCall
 
 

@@ -42,10 +42,7 @@ def test_lines_break_where_they_should(text: str, width: int, lines: list[str]) 
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.text(st.sampled_from("ab é日\n x"), max_size=12), max_size=12),
-    st.integers(5, 30),
-)
+@given(st.lists(st.text(st.sampled_from("ab é日\n x"), max_size=12), max_size=12), st.integers(5, 30))
 def test_pieces_do_not_matter_and_nothing_is_lost(deltas: list[str], width: int) -> None:
     lines, whole = shown(deltas, width), "".join(deltas)
     assert lines == shown([whole], width)

@@ -10,17 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from running import (
-    Llama,
-    Load,
-    Logits,
-    Own,
-    Reference,
-    TinyModel,
-    count_scores,
-    greedy_logits,
-    random_prompt,
-)
+from running import Llama, Load, Logits, Own, Reference, TinyModel, count_scores, greedy_logits, random_prompt
 
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.prefetch import PrefetchOptions

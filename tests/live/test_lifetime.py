@@ -19,16 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from running import (
-    Llama,
-    Load,
-    Reference,
-    TinyModel,
-    greedy_logits,
-    greedy_tokens_of_file,
-    in_threads,
-    random_prompt,
-)
+from running import Llama, Load, Reference, TinyModel, greedy_logits, greedy_tokens_of_file, in_threads, random_prompt
 from waiting import status_of
 
 from moegguf.errors import (

@@ -126,6 +126,8 @@ FILES: dict[str, tuple[str, Save]] = {
     "eamc": (COLLECTION, save_collection),
     "popularity": ("popularity.safetensors", save_popularity),
 }
+
+
 @pytest.mark.parametrize("predictor", FILES)
 def test_a_good_file_is_taken_up(path: Path, beside: Path, load: Load, expected: Logits, predictor: str) -> None:
     name, save = FILES[predictor]

@@ -48,11 +48,7 @@ def more_threads(fake: FakeModel, sizes: list[int], simulate: bool, expected: li
 
 @pytest.mark.parametrize(
     ("sizes", "simulate", "expected"),
-    [
-        ([32, 20, 20], False, [0, 2, 2, 2, 0]),
-        ([32], False, [0, 2, 0]),
-        ([20], True, [0, 0, 0]),
-    ],
+    [([32, 20, 20], False, [0, 2, 2, 2, 0]), ([32], False, [0, 2, 0]), ([20], True, [0, 0, 0])],
     ids=["one team for all that can miss", "a resident pool that shrinks", "simulated"],
 )
 def test_stores_that_can_miss_have_an_idle_team(

@@ -153,9 +153,7 @@ def test_a_measurement_that_breaks_is_no_outcome_but_one_that_does_not_fit_is(
         monkeypatch.setattr(gpu_trial.Trial, "_python", lambda *_: done)
 
     ended("ggml: cudaMalloc failed: out of memory\n")
-    assert trial._measure("measure/m", case, 10) == {
-        "refused": "does not fit (ggml: cudaMalloc failed: out of memory)"
-    }
+    assert trial._measure("measure/m", case, 10) == {"refused": "does not fit (ggml: cudaMalloc failed: out of memory)"}
     ended("illegal memory access")
     with pytest.raises(StepError, match="llama_decode failed"):
         trial._measure("measure/m", case, 10)

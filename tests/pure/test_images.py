@@ -22,11 +22,7 @@ from tools.mutants import read_header, write_file
 
 @pytest.mark.parametrize(
     ("data", "size"),
-    [
-        (png(3, 5), (3, 5)),
-        (jpeg_header(640, 480), (640, 480)),
-        (b"GIF89a" + struct.pack("<HH", 7, 9), (7, 9)),
-    ],
+    [(png(3, 5), (3, 5)), (jpeg_header(640, 480), (640, 480)), (b"GIF89a" + struct.pack("<HH", 7, 9), (7, 9))],
 )
 def test_dimensions_are_read_without_decoding(data: bytes, size: tuple[int, int]) -> None:
     found = read_image(data)

@@ -158,10 +158,7 @@ def test_cpu_quota(fake: FakeMachine) -> None:
 
 
 def test_cpu_model_and_flags(fake: FakeMachine) -> None:
-    fake.write(
-        "proc/cpuinfo",
-        "processor : 0\nmodel name\t: Some CPU\nflags\t\t: fpu avx2 fma avx512f\n\nflags : x\n",
-    )
+    fake.write("proc/cpuinfo", "processor : 0\nmodel name\t: Some CPU\nflags\t\t: fpu avx2 fma avx512f\n\nflags : x\n")
     machine = read_machine(fake.root)
     assert machine.cpu_model == "Some CPU" and machine.cpu_flags == ("fma", "avx2", "avx512f")
     assert 1 <= machine.n_core <= machine.n_cpu

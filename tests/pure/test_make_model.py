@@ -107,12 +107,7 @@ def test_mix_follows_llama_cpp() -> None:
 
 @pytest.mark.parametrize(
     ("preset", "gigabytes"),
-    [
-        ("qwen1.5-moe-a2.7b", 8.06),
-        ("qwen3-30b-a3b", 17.2),
-        ("mixtral-8x7b", 26.3),
-        ("deepseek-v2-lite", 8.85),
-    ],
+    [("qwen1.5-moe-a2.7b", 8.06), ("qwen3-30b-a3b", 17.2), ("mixtral-8x7b", 26.3), ("deepseek-v2-lite", 8.85)],
 )
 def test_named_presets_have_the_size_of_their_models(preset: str, gigabytes: float) -> None:
     assert model_size_bytes(PRESETS[preset], "q4_0") / 1e9 == pytest.approx(gigabytes, rel=0.01)

@@ -20,13 +20,7 @@ from moegguf.errors import BudgetError
 from moegguf.models.folder import file_entry
 from moegguf.quantities import Link, parse_expert_cache
 from moegguf.serving.events import LoadOverrides
-from moegguf.serving.memory_budget import (
-    Admission,
-    MemoryLimit,
-    MemoryUse,
-    admit,
-    expert_cache_within,
-)
+from moegguf.serving.memory_budget import Admission, MemoryLimit, MemoryUse, admit, expert_cache_within
 from moegguf.serving.model_size import ModelSize, is_embedding, measure
 from moegguf.serving.wire import LoadConfig, build, encode
 from moegguf.settings import Settings

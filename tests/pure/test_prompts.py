@@ -26,11 +26,7 @@ def test_paragraphs_of_plain_text(tmp_path: Path) -> None:
 
 
 def test_objects_of_json_lines(tmp_path: Path) -> None:
-    lines = [
-        '{"prompt": "a \u2028 b", "label": " code ", "n_predict": 7, "completion": "c"}',
-        "",
-        '{"prompt": "d"}\r',
-    ]
+    lines = ['{"prompt": "a \u2028 b", "label": " code ", "n_predict": 7, "completion": "c"}', "", '{"prompt": "d"}\r']
     path = write(tmp_path, "mixed.jsonl", "\n".join(lines))
     assert read_prompts(path) == [Prompt("a \u2028 b", "code", 7, "c"), Prompt("d", "mixed")]
 

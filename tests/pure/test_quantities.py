@@ -43,22 +43,7 @@ def test_sizes(text: str | int, n_bytes: int) -> None:
     assert parse_size(text) == n_bytes
 
 
-BAD_SIZES = [
-    "",
-    "0",
-    "-1",
-    "-4GiB",
-    "1e9",
-    "2.5",
-    "GiB",
-    "4 PiB",
-    "4GiBs",
-    "٤GiB",
-    "1 2",
-    "9" * 30,
-    "4GiB\0",
-    "0x10",
-]
+BAD_SIZES = ["", "0", "-1", "-4GiB", "1e9", "2.5", "GiB", "4 PiB", "4GiBs", "٤GiB", "1 2", "9" * 30, "4GiB\0", "0x10"]
 
 
 @pytest.mark.parametrize("text", BAD_SIZES)
@@ -77,23 +62,7 @@ def test_budgets() -> None:
     assert parse_expert_cache(ExpertCache("auto")) == ExpertCache("auto")
 
 
-BAD_BUDGETS = [
-    0,
-    -1,
-    True,
-    0.0,
-    0.5,
-    -2.5,
-    math.nan,
-    math.inf,
-    1e30,
-    "0%",
-    "101%",
-    "-5%",
-    "abc",
-    "half",
-    *BAD_SIZES,
-]
+BAD_BUDGETS = [0, -1, True, 0.0, 0.5, -2.5, math.nan, math.inf, 1e30, "0%", "101%", "-5%", "abc", "half", *BAD_SIZES]
 
 
 @pytest.mark.parametrize("value", [*BAD_BUDGETS, None, [], b"4GiB"])

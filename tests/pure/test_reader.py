@@ -110,10 +110,7 @@ BAD_FILES: dict[str, tuple[Callable[[], bytes], str]] = {
     "array of 2^62": (with_kv(KEY + u32(ARR) + u32(build.U8) + u64(HUGE)), "'some.key'.*too long"),
     "strings of 2^62": (with_kv(KEY + u32(ARR) + u32(STR) + u64(HUGE)), "'some.key'.*too long"),
     "strings past the end": (with_kv(KEY + u32(ARR) + u32(STR) + u64(1000)), "'some.key'.*do not fit"),
-    "long string in array": (
-        with_kv(KEY + u32(ARR) + u32(STR) + u64(1) + u64(1 << 40) + b"x"),
-        "1099511627776",
-    ),
+    "long string in array": (with_kv(KEY + u32(ARR) + u32(STR) + u64(1) + u64(1 << 40) + b"x"), "1099511627776"),
     "alignment 0": (lambda: small().add("general.alignment", U32, 0).build(), "alignment"),
     "alignment 48": (lambda: small().add("general.alignment", U32, 48).build(), "alignment"),
     "alignment 2^31": (lambda: small().add("general.alignment", U32, 1 << 31).build(), "alignment"),
@@ -261,13 +258,7 @@ def test_text_that_is_not_utf8(tmp_path: Path) -> None:
 
 def test_what_is_not_a_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.gguf")
-    for path in (
-        tmp_path,
-        tmp_path / "none.gguf",
-        tmp_path / "pipe.gguf",
-        "a\0b",
-        tmp_path / "pipe.gguf" / "x",
-    ):
+    for path in (tmp_path, tmp_path / "none.gguf", tmp_path / "pipe.gguf", "a\0b", tmp_path / "pipe.gguf" / "x"):
         with pytest.raises(ModelNotFoundError):
             read_gguf(path)
     assert issubclass(ModelNotFoundError, FileNotFoundError)

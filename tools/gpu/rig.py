@@ -66,10 +66,7 @@ class Rig:
 # A card of 8 GiB has about 8 GB free: the driver and the contexts of programs take the rest.
 CARDS = {f"{n} GB": n * GB for n in (8, 16)}
 FULL = Rig(
-    models=(
-        Model("qwen3-30b-a3b", "q4_k_m", CARDS),
-        Model("qwen1.5-moe-a2.7b", "q4_k_m", {"8 GB": 8 * GB}),
-    ),
+    models=(Model("qwen3-30b-a3b", "q4_k_m", CARDS), Model("qwen1.5-moe-a2.7b", "q4_k_m", {"8 GB": 8 * GB})),
     hold=True,
     sizes={"n_prompt": 1024, "n_decode": 256, "n_ctx": 2048, "n_ubatch": 512},
     upstream=({"more_on_cpu": -2}, {"more_on_cpu": -1}, {"more_on_cpu": 0}),

@@ -67,11 +67,7 @@ def build_vocabulary(n_vocab: int) -> Vocabulary:
 
 def byte_characters() -> list[str]:
     """The printable character that stands for each byte in a byte-level BPE vocabulary (GPT-2's table)."""
-    printable = {
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    }
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     stand_ins = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(stand_ins)) for byte in range(256)]
 

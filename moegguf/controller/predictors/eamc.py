@@ -125,11 +125,7 @@ class EamcPredictor(Learner, Predictor):
     name: ClassVar[str] = "eamc"
 
     def __init__(
-        self,
-        shape: MoeShape,
-        eamcs: EamcPair | None = None,
-        n_matches: int = N_MATCHES,
-        own_share: float = 0.0,
+        self, shape: MoeShape, eamcs: EamcPair | None = None, n_matches: int = N_MATCHES, own_share: float = 0.0
     ) -> None:
         super().__init__(shape, reach=len(shape.layers))
         self.predict_eam = PredictEam(shape, eamcs, n_matches, own_share)

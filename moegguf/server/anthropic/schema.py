@@ -29,13 +29,7 @@ from moegguf.server.common.content import (
     tool_message,
 )
 from moegguf.server.common.conversation import Question
-from moegguf.server.common.options import (
-    MAX_TOKEN,
-    FunctionName,
-    ModelName,
-    Stop,
-    with_entry_messages,
-)
+from moegguf.server.common.options import MAX_TOKEN, FunctionName, ModelName, Stop, with_entry_messages
 
 log = logging.getLogger(__name__)
 

@@ -52,9 +52,5 @@ def shorten(vectors: npt.NDArray[np.float32], n_dimensions: int | None) -> npt.N
 
 def cut_object(timing: Timing) -> dict[str, int]:
     """What was left out to fit the context: of the prompt, and how often a full context lost its older half."""
-    counts = {
-        "cut_messages": timing.cut_messages,
-        "cut_tokens": timing.cut_tokens,
-        "context_shifts": timing.n_shifts,
-    }
+    counts = {"cut_messages": timing.cut_messages, "cut_tokens": timing.cut_tokens, "context_shifts": timing.n_shifts}
     return {name: count for name, count in counts.items() if count}

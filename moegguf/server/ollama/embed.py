@@ -70,7 +70,4 @@ async def compute(
         return entry.name, np.asarray(found.vectors, np.float32), found.n_tokens, lease.load_s
 
 
-routes = [
-    Route("/api/embed", embed, methods=["POST"]),
-    Route("/api/embeddings", embeddings, methods=["POST"]),
-]
+routes = [Route("/api/embed", embed, methods=["POST"]), Route("/api/embeddings", embeddings, methods=["POST"])]

@@ -155,11 +155,7 @@ def batch_object(batch: Batch) -> dict[str, Any]:
         "output_file_id": batch.output_file_id,
         "error_file_id": batch.error_file_id,
         **{name: value for name, value in asdict(batch).items() if name in TIMES},
-        "request_counts": {
-            "total": batch.total,
-            "completed": counts.completed,
-            "failed": counts.failed,
-        },
+        "request_counts": {"total": batch.total, "completed": counts.completed, "failed": counts.failed},
         "usage": usage(counts.input_tokens, counts.cached_tokens, counts.output_tokens, counts.reasoning_tokens),
         "metadata": batch.metadata,
     }

@@ -192,7 +192,6 @@ class CompletionReply(ChoicesReply):
         text = self._before + delta.thinking + delta.text
         self._add({"text": text, "logprobs": self._logprobs(delta)}, done)
 
-
     def whole(self) -> Json:
         """The object with the best answers to each prompt, as many as are sent."""
         if self._n_sent < self.n_answers:

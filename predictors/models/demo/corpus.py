@@ -16,12 +16,7 @@ from pydoc_data import topics
 HELDOUT_ONE_IN = 30
 MAX_DOCUMENT_CHARS = 60_000
 MIN_DOCUMENT_CHARS = 200
-NOT_FREE = (
-    "gcloud",
-    "google-cloud",
-    "bq.",
-    "gsutil",
-)  # thousands of generated pages, not under a free licence
+NOT_FREE = ("gcloud", "google-cloud", "bq.", "gsutil")  # thousands of generated pages, not under a free licence
 
 
 @dataclass(frozen=True)
@@ -118,16 +113,7 @@ def files(root: Path, pattern: str) -> Iterator[Path]:
 def python_documents() -> Iterator[Document]:
     """Python's own modules, without tests and without anything installed later."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    skipped = {
-        "test",
-        "tests",
-        "idle_test",
-        "site-packages",
-        "dist-packages",
-        "lib2to3",
-        "pydoc_data",
-        "ensurepip",
-    }
+    skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "pydoc_data", "ensurepip"}
     for path in files(root, "**/*.py"):
         name = path.relative_to(root)
         if not skipped.intersection(name.parts):

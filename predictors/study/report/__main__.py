@@ -1,6 +1,6 @@
 """Writes an HTML report on a trace: heatmaps, reuse, hit rates with Belady's bound, accuracy, stalls, recovery.
 
-    python -m predictors.study.report routing.npz --model demo -o report.html
+python -m predictors.study.report routing.npz --model demo -o report.html
 """
 
 from __future__ import annotations

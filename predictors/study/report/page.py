@@ -57,7 +57,7 @@ def _section(name: str, sentences: Sequence[str], drawn: Sequence[Plot] = (), ta
     figures = "".join(f"<figure>{image}<figcaption>{escape(caption)}</figcaption></figure>" for image, caption in drawn)
     heading = f'<h2 id="{name}">{TITLES[name]}</h2>'
     items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
-    return f'<section>{heading}<ul>{items}</ul>{figures}{tables}</section>\n'
+    return f"<section>{heading}<ul>{items}</ul>{figures}{tables}</section>\n"
 
 
 def _table(caption: str, head: Row, rows: Sequence[Row], folded: bool = True) -> str:
