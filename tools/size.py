@@ -32,7 +32,7 @@ LIMITS = {
     "moegguf/terminal": 1_740,
     "moegguf/trace": 2_090,
     "predictors": 5_890,
-    "tests": 43_830,
+    "tests": 43_720,
     "tools": 5_610,
 }
 

@@ -206,22 +206,6 @@ def test_a_variable_disables_the_history(tmp_path: Path) -> None:
 LONG = "the quick brown fox jumps over the lazy dog and then some"
 
 
-@pytest.mark.parametrize(("text", "lines"), [
-    (LONG, ["the quick brown fox jumps over the lazy", "dog and then some"]),
-    ("世" * 30, ["世" * 19, "世" * 11]),
-    ("x" * 50, ["x" * 39, "x" * 11]),
-])  # fmt: skip
-def test_forty_columns_break_between_words(tmp_path: Path, text: str, lines: list[str]) -> None:
-    with echo_chat(tmp_path, size=(40, 24)) as chat:
-        chat.prompt()
-        chat.send("messages" + ENTER)
-        chat.expect("[user: messages]")
-        chat.prompt()
-        chat.send(text + ENTER)
-        chat.wait(lambda: "\n".join(lines) in chat.text, f"{lines}")
-        chat.prompt()
-
-
 def test_nowordwrap_leaves_wrapping_to_the_terminal(tmp_path: Path) -> None:
     with echo_chat(tmp_path, "--nowordwrap", size=(40, 24)) as chat:
         chat.prompt()
@@ -255,16 +239,6 @@ def test_control_characters_of_a_model_do_not_reach_the_terminal(tmp_path: Path)
         chat.send(ENTER)
         chat.expect("a␛[31mb␇c")
         chat.prompt()
-
-
-def test_a_long_prompt_shows_how_far_it_is(tmp_path: Path) -> None:
-    with echo_chat(tmp_path) as chat:
-        chat.prompt()
-        chat.enter("progress")
-        chat.expect("reading the prompt 1,024/6,300 tokens · 47 t/s · 1m53s left")
-        chat.send(control("c"))
-        chat.prompt()
-        assert "reading the prompt" not in chat.screen.display[chat.screen.cursor.y - 1]
 
 
 def test_tab_completes_commands(tmp_path: Path) -> None:

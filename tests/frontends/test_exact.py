@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import anthropic
 import ollama
 import openai
 import pytest
@@ -59,15 +58,6 @@ def test_it_has_the_bits_of_a_request_alone_among_others(ask: Any, parallel: Ser
         found = ask(parallel)
         assert all(reply.result().status == 200 for reply in beside)
     assert found == alone[: len(found)] and len(found) == len(alone)
-
-
-def test_anthropics_client_sends_it(parallel: Server) -> None:
-    with anthropic.Anthropic(base_url=parallel.url, api_key="none", max_retries=0, timeout=60) as client:
-        for extra in ({"exact": True}, {"options": {"exact": True}}):
-            found = client.messages.create(model="demo", max_tokens=8, messages=MESSAGES, extra_body=extra)
-            assert found.usage.output_tokens
-        with pytest.raises(anthropic.BadRequestError, match="exact"):
-            client.messages.create(model="demo", max_tokens=8, messages=MESSAGES, extra_body={"exact": "much"})
 
 
 def test_the_choices_of_a_prompt_are_those_of_requests_of_their_own(parallel: Server) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from recorded import check_recorded
-from servers import Server
 
 from moegguf.engine.stats import Stats, TierStats
 from moegguf.generate.request import Timing
@@ -100,16 +99,3 @@ def test_names_that_need_escapes_stay_one_line_each() -> None:
     totals.update(loaded)
     found = samples(exposition(totals, loaded))
     assert found['moegguf_expert_misses_total{model="a\\\\b\\"c\\nd:latest"}'] == 0
-
-
-def test_a_real_server_keeps_the_counts_of_an_unloaded_model(server: Server) -> None:
-    asked = {"model": "tiny", "prompt": "a b c", "max_tokens": 3, "seed": 1}
-    assert server.call("/v1/completions", asked).status == 200
-    before = samples(server.call("/metrics").text)
-    assert before['moegguf_resident_bytes{model="tiny:latest"}'] > 1 << 20
-    assert before['moegguf_expert_lookups_total{model="tiny:latest"}'] > 0
-    assert before["llamacpp:tokens_predicted_total"] >= 3
-    assert server.call("/api/generate", {"model": "tiny", "keep_alive": 0}).json["done_reason"] == "unload"
-    after = samples(server.call("/metrics").text)
-    assert 'moegguf_slots{model="tiny:latest"}' not in after
-    assert all(after[name] >= value for name, value in before.items() if "_total" in name)

@@ -14,8 +14,8 @@ import pytest
 
 from tools import gpu_trial
 from tools.gpu import build, pack, start
-from tools.gpu.rig import ALL_ON_CPU, FULL, NO_LIMIT, OURS, RESIDENT, RESIDENT_STORE, SOME_ON_CPU, small
-from tools.gpu.steps import State, Step, StepError, UnfinishedError, is_among, run_steps
+from tools.gpu.rig import ALL_ON_CPU, NO_LIMIT, OURS, RESIDENT, RESIDENT_STORE, SOME_ON_CPU, small
+from tools.gpu.steps import State, Step, StepError, is_among, run_steps
 from tools.gpu.table import table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,22 +109,6 @@ def test_a_call_runs_what_fits_and_the_next_one_goes_on(tmp_path: Path) -> None:
     assert clock.ran == ["a", "b", "c"]
 
 
-def test_a_step_that_is_not_finished_has_no_outcome_and_is_run_again(tmp_path: Path) -> None:
-    clock, state, unfinished = Clock(), State(tmp_path / "state.json"), [True]
-
-    def build(_left_s: float) -> dict[str, Any]:
-        if unfinished.pop():
-            unfinished.append(False)
-            raise UnfinishedError
-        return {"library": "there"}
-
-    steps = [clock.step("build", 10, build), clock.step("then", 1)]
-    assert not run_steps(steps, state, 100, clock.said.append, clock)
-    assert state.outcomes == {}
-    assert run_steps(steps, State(tmp_path / "state.json"), 100, clock.said.append, clock)
-    assert clock.ran == ["build", "build", "then"]
-
-
 def test_a_step_that_fails_ends_the_call_and_is_tried_again(tmp_path: Path) -> None:
     clock, state, broken = Clock(), State(tmp_path / "state.json"), [True]
 
@@ -187,14 +171,6 @@ def test_steps_are_chosen_by_name_and_by_folder() -> None:
     assert [name for name in names if is_among(name, ["facts", "measure/b/"])] == ["facts", "measure/b/1"]
 
 
-def test_steps_can_be_forgotten_by_name_and_by_folder(tmp_path: Path) -> None:
-    state = State(tmp_path / "state.json")
-    for name in ("facts", "measure/a/1", "measure/a/2", "measure/b/1"):
-        state.keep(name, {})
-    state.forget(["facts", "measure/a/"])
-    assert list(State(tmp_path / "state.json").outcomes) == ["measure/b/1"]
-
-
 def measured(tokens_per_s: float, **more: Any) -> dict[str, Any]:
     return {"prompt_tokens_per_s": 900.0, "first_tokens_per_s": 20.0, "steady_tokens_per_s": tokens_per_s, **more}
 
@@ -230,13 +206,3 @@ def test_the_table_has_llama_cpps_best_beside_ours_and_the_predictions() -> None
         "Not measured:",
         "- m, 12 GB, moegguf: does not fit (cudaMalloc)",
     ]
-
-
-def test_every_case_of_a_rig_is_a_step_of_its_own() -> None:
-    for rig in (FULL, small()):
-        for model in rig.models:
-            names = [name for name, _ in rig.cases(model, Path("folder"), "GPU0", 4)]
-            assert len(set(names)) == len(names) > len(model.limits) * 3
-            cases = dict(rig.cases(model, Path("folder"), "GPU0", 4))
-            assert {case.limit_bytes for case in cases.values()} == {None, *model.limits.values()}
-            assert type(next(iter(cases.values()))).from_json(next(iter(cases.values())).as_json()) in cases.values()

@@ -369,13 +369,6 @@ async def test_load_parameters_of_an_entry_are_defaults(catalog: FakeCatalog) ->
     assert [load["n_ctx"] for load in catalog.loads("a")] == [2048, 8192]
 
 
-def test_the_expert_cache_of_an_entry_is_a_default_too(catalog: FakeCatalog) -> None:
-    catalog.change("a", parameters={"expert_cache": "50%", "num_thread": 0, "num_gpu": 3})
-    own = LoadOverrides.of(catalog.find("a").parameters)
-    assert LoadOverrides(n_ctx=64).with_defaults(own) == LoadOverrides(n_ctx=64, expert_cache="50%")
-    assert LoadOverrides(expert_cache="1GiB").with_defaults(own) == LoadOverrides(expert_cache="1GiB")
-
-
 @in_loop
 async def test_an_entry_whose_files_changed_is_loaded_again(catalog: FakeCatalog) -> None:
     async with manager_of(catalog) as manager:

@@ -92,14 +92,6 @@ def test_offline_what_is_cached_is_there_and_the_rest_is_explained(
     assert repo.requests == []
 
 
-def test_without_a_network_the_name_still_works(repo: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    fetch()
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    assert Catalog().find(NAME).path.read_bytes() == DATA
-    with pytest.raises(PullError, match=r"check the network"):
-        fetch()
-
-
 def test_stopping_is_quick_and_the_next_pull_goes_on(repo: FakeHub) -> None:
     gate, cancelled = Gate(1 << 20), threading.Event()
     repo.faults["x-Q4_K_M.gguf"] = [gate]
