@@ -172,3 +172,5 @@ def test_modules_and_what_is_public_in_them_have_docstrings(path: Path) -> None:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     assert ast.get_docstring(tree)
     assert [f"{node.name}, line {node.lineno}" for node in public(tree) if not ast.get_docstring(node)] == []
+    said = (ast.get_docstring(node) or "" for node in public(tree))
+    assert [text for text in said if text.startswith(("Of ", "As "))] == [], "a docstring begins with what it is"
