@@ -2,19 +2,22 @@
 
 A separate process has memory, page cache and limits to itself. Load, prompt and generation are timed apart, as
 llama-bench does: no tokenisation, no sampling. The token that greedy sampling would choose is recorded between the
-timed calls, so that systems can be compared. bench/series.py runs several systems.
+timed calls, so that systems can be compared. With `draft`, what is timed is a greedy answer, with all that belongs to
+one. bench/series.py runs several systems.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -31,6 +34,8 @@ from moegguf.engine.llama import Llama
 from moegguf.engine.machine import read_machine
 from moegguf.engine.stats import Stats
 from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
+from moegguf.generate.batching import BatchLoop
+from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Sampling, Timing
 from moegguf.gguf.experts import read_layout
 from moegguf.gguf.reader import ggml_type
 from moegguf.native import library
@@ -93,7 +98,7 @@ def load(spec: Spec) -> Llama:
         prefetch=spec.prefetch,
         warm_start=spec.warm_start,
         context_store=0,
-        draft="off",
+        draft=spec.draft or "off",
         use_mmap=spec.system in ("mmap", "stock"),
         n_ctx=max(test.n_tokens for test in spec.tests),
         n_batch=spec.n_batch,
@@ -172,7 +177,60 @@ def _timed_eval(llama: Llama, tokens: Sequence[int]) -> int:
     return time.perf_counter_ns() - start
 
 
-def measure(llama: Llama, test: Test, tokens: Sequence[int], greedy: bool) -> Sample:
+class _Answering:
+    """Greedy answers to what the context holds. Also the events of each: `ended` is set at its end."""
+
+    def __init__(self, llama: Llama) -> None:
+        self._llama, self._loop, self.ended = llama, BatchLoop(llama), threading.Event()
+        self._endless = dict.fromkeys(llama.vocabulary.end_tokens(), -math.inf)
+        self._thread = threading.Thread(target=self._loop.run)
+        self._error: Exception | None = None
+        self._timing = Timing()
+
+    def answer(self, n_tokens: int) -> Timing:
+        """Of one of so many tokens. Raises what evaluations raise."""
+        context = tuple(self._llama.input_ids[: self._llama.n_tokens].tolist())
+        sampling = Sampling(temperature=0.0, max_tokens=n_tokens, logit_bias=self._endless)
+        self.ended.clear()
+        self._loop.submit(GenerationRequest(context=context, sampling=sampling, return_context=True), self)
+        self.ended.wait()
+        if self._error is not None:
+            raise self._error
+        return self._timing
+
+    def on_progress(self, progress: PromptProgress) -> None:
+        """Nobody looks."""
+
+    def on_delta(self, delta: Delta) -> None:
+        """Nobody reads."""
+
+    def on_end(self, timing: Timing, error: Exception | None) -> None:
+        """Called once for each answer."""
+        self._timing, self._error = timing, error
+        self.ended.set()
+
+    def __enter__(self) -> _Answering:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.close()
+        self._thread.join()
+
+
+@contextmanager
+def _answering(llama: Llama, spec: Spec) -> Iterator[_Answering | None]:
+    """What answers with drafts, or without for comparison, where `spec` says how."""
+    if spec.draft is None:
+        yield None
+        return
+    with _Answering(llama) as answering:
+        yield answering
+
+
+def measure(
+    llama: Llama, test: Test, tokens: Sequence[int], greedy: bool, answering: _Answering | None = None
+) -> Sample:
     """One repetition from an empty context."""
     llama.reset()
     if test.n_depth:
@@ -183,6 +241,12 @@ def measure(llama: Llama, test: Test, tokens: Sequence[int], greedy: bool) -> Sa
     if test.n_prompt:
         sample.prompt_ns = _timed_eval(llama, tokens[test.n_depth : start])
         sample.tokens.append(greedy_token(llama))
+    if answering is not None and test.n_gen and start:
+        timing = answering.answer(test.n_gen)
+        sample.token_ns = [round(timing.total_s * 1e9 / test.n_gen)] * test.n_gen
+        sample.tokens += timing.context[start:]
+        sample.stats = llama.stats() - before
+        return sample
     following = greedy_token(llama) if greedy and start else None
     for i in range(test.n_gen):
         sample.token_ns.append(_timed_eval(llama, [tokens[start + i] if following is None else following]))
@@ -208,10 +272,13 @@ def store_figures(stats: Stats, link_bytes_per_s: float) -> dict[str, float]:
         "copies_overlapped_pct": stats.staging_overlap * 100,
         "misses_computed": stats.misses_computed,
         "cpu_stall_ms_per_token": stats.compute_stall_s / max(1, stats.tokens) * 1e3,
+        "draft_acceptance": stats.draft_acceptance,
+        "tokens_per_draft_pass": stats.tokens_per_draft_pass,
+        "mb_per_accepted_token": stats.bytes_per_accepted_token / 1e6,
     }
 
 
-def run_test(llama: Llama, spec: Spec, test: Test, feed: Feed) -> dict[str, Any]:
+def run_test(llama: Llama, spec: Spec, test: Test, feed: Feed, answering: _Answering | None = None) -> dict[str, Any]:
     """All repetitions of one test, with the link measured before and after each but never during one."""
     time.sleep(spec.delay_s)
     greedy = spec.feed == "greedy"
@@ -221,7 +288,7 @@ def run_test(llama: Llama, spec: Spec, test: Test, feed: Feed) -> dict[str, Any]
     samples, figures = [], []
     speed = _probe(llama, spec)
     for repetition in range(spec.repetitions):
-        sample = measure(llama, test, feed.tokens(test.n_tokens, repetition), greedy)
+        sample = measure(llama, test, feed.tokens(test.n_tokens, repetition), greedy, answering)
         samples.append(sample)
         if llama.session is not None:
             speed, before = _probe(llama, spec), speed
@@ -293,7 +360,8 @@ def run(spec: Spec) -> dict[str, Any]:
     with load(spec) as llama:
         load_s, fill_s = time.perf_counter() - start, _fill(llama)
         feed = Feed(llama, spec)
-        tests = [run_test(llama, spec, test, feed) for test in spec.tests]
+        with _answering(llama, spec) as answering:
+            tests = [run_test(llama, spec, test, feed, answering) for test in spec.tests]
         info = llama.session.store.info() if llama.session is not None else {}
         moegguf = llama.session is not None
         return {

@@ -70,10 +70,16 @@ class Dispatcher:
         self._devices = devices
         self._device_limits = DeviceLimits()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._spare: asyncio.Task[WorkerProcess] | None = None  # a process without a model
         self._closed = False
         self._released = asyncio.Event()
 
     # Called by the manager and its leases.
+
+    def prepare(self) -> None:
+        """Starts a process for the next model, whose modules are imported then."""
+        if self._spare is None and not self._closed:
+            self._spare = asyncio.get_running_loop().create_task(self._new_process())
 
     async def acquire(self, waiter: Waiter) -> ManagedModel:
         """Waits until `waiter` may use its model; the caller then calls `release`. Raises BusyError and the errors of
@@ -240,6 +246,9 @@ class Dispatcher:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         processes = [model.process for model in self.models.values() if model.process is not None]
+        if self._spare is not None:
+            with suppress(WorkerError, OptionError):
+                processes.append(await self._spare)
         await asyncio.gather(*(process.close() for process in processes))
         for model in self.models.values():
             if model.expiry is not None:
@@ -455,14 +464,22 @@ class Dispatcher:
             for waiter in model.waiters:
                 waiter.on_progress(fraction or 0.0)
 
-        model.process = process = await WorkerProcess.start(
-            functools.partial(self._subscribers.publish, model),
-            command=self._command,
-            echo_stderr=self._settings.debug,
-        )
+        model.process = process = await self._take_process()
+        process.on_snapshot = functools.partial(self._subscribers.publish, model)
         model.ready = await process.load(config, self._settings.load_timeout_s, on_progress)
         model.expert_cache_bytes, model.vram_cache_bytes = model.reserved_bytes
         process.on_exit = lambda: self._on_process_exit(model, process)
+
+    async def _take_process(self) -> WorkerProcess:
+        """The spare process, or a new one where that has ended. Raises WorkerError, OptionError."""
+        spare, self._spare = self._spare, None
+        with suppress(WorkerError, OptionError):
+            if spare is not None and not (process := await spare).exited.done():
+                return process
+        return await self._new_process()
+
+    async def _new_process(self) -> WorkerProcess:
+        return await WorkerProcess.start(command=self._command, echo_stderr=self._settings.debug)
 
     def _on_process_exit(self, model: ManagedModel, process: WorkerProcess) -> None:
         if model.process is process and model.state is State.READY:  # not on request: it crashed
@@ -481,6 +498,7 @@ class Dispatcher:
             self._spawn(self._unload(model))
 
     async def _unload(self, model: ManagedModel) -> None:
+        self.prepare()
         await self._end_process(model)
         self.dispatch()
 

@@ -61,6 +61,7 @@ class ModelManager:
         self._dispatcher = Dispatcher(settings, self._subscribers, command, measure, devices)
 
     async def __aenter__(self) -> ModelManager:
+        self._dispatcher.prepare()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -92,9 +93,7 @@ class ModelManager:
 
         idle_s = self._settings.keep_alive_s if keep_alive_s is None else keep_alive_s
         purpose = Purpose.ANSWER if will_answer else Purpose.SHARED
-        new_waiter = partial(
-            Waiter, overrides=overrides, keep_alive_s=idle_s, purpose=purpose, on_progress=on_progress
-        )
+        new_waiter = partial(Waiter, overrides=overrides, keep_alive_s=idle_s, purpose=purpose, on_progress=on_progress)
         return Lease(self._dispatcher, partial(self._find, name), new_waiter)
 
     async def load(

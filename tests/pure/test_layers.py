@@ -19,7 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "trace": {"controller", "native", "gguf"},
     "models": {"gguf"},
     "engine": {"models", "trace", "controller", "native", "gguf"},
-    "bench": {"engine", "trace", "controller", "native", "gguf"},
+    "bench": {"generate", "engine", "trace", "controller", "native", "gguf"},
     "generate": {"engine", "native", "gguf"},
     "serving": {"generate", "engine", "models", "gguf"},
     "terminal": {"generate", "engine", "models", "gguf"},
