@@ -13,7 +13,6 @@ import math
 import os
 import resource
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from moegguf.bench.answering import Answering
 from moegguf.bench.memory_limit import die_with_parent
 from moegguf.bench.rows import imitated_routing
 from moegguf.bench.spec import Spec, Test
@@ -34,8 +34,7 @@ from moegguf.engine.llama import Llama
 from moegguf.engine.machine import read_machine
 from moegguf.engine.stats import Stats
 from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
-from moegguf.generate.batching import BatchLoop
-from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Sampling, Timing
+from moegguf.generate.request import Sampling
 from moegguf.gguf.experts import read_layout
 from moegguf.gguf.reader import ggml_type
 from moegguf.native import library
@@ -177,59 +176,18 @@ def _timed_eval(llama: Llama, tokens: Sequence[int]) -> int:
     return time.perf_counter_ns() - start
 
 
-class _Answering:
-    """Greedy answers to what the context holds. Also the events of each: `ended` is set at its end."""
-
-    def __init__(self, llama: Llama) -> None:
-        self._llama, self._loop, self.ended = llama, BatchLoop(llama), threading.Event()
-        self._endless = dict.fromkeys(llama.vocabulary.end_tokens(), -math.inf)
-        self._thread = threading.Thread(target=self._loop.run)
-        self._error: Exception | None = None
-        self._timing = Timing()
-
-    def answer(self, n_tokens: int) -> Timing:
-        """Of one of so many tokens. Raises what evaluations raise."""
-        context = tuple(self._llama.input_ids[: self._llama.n_tokens].tolist())
-        sampling = Sampling(temperature=0.0, max_tokens=n_tokens, logit_bias=self._endless)
-        self.ended.clear()
-        self._loop.submit(GenerationRequest(context=context, sampling=sampling, return_context=True), self)
-        self.ended.wait()
-        if self._error is not None:
-            raise self._error
-        return self._timing
-
-    def on_progress(self, progress: PromptProgress) -> None:
-        """Nobody looks."""
-
-    def on_delta(self, delta: Delta) -> None:
-        """Nobody reads."""
-
-    def on_end(self, timing: Timing, error: Exception | None) -> None:
-        """Called once for each answer."""
-        self._timing, self._error = timing, error
-        self.ended.set()
-
-    def __enter__(self) -> _Answering:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._loop.close()
-        self._thread.join()
-
-
 @contextmanager
-def _answering(llama: Llama, spec: Spec) -> Iterator[_Answering | None]:
+def _answering(llama: Llama, spec: Spec) -> Iterator[Answering | None]:
     """What answers with drafts, or without for comparison, where `spec` says how."""
     if spec.draft is None:
         yield None
         return
-    with _Answering(llama) as answering:
+    with Answering(llama) as answering:
         yield answering
 
 
 def measure(
-    llama: Llama, test: Test, tokens: Sequence[int], greedy: bool, answering: _Answering | None = None
+    llama: Llama, test: Test, tokens: Sequence[int], greedy: bool, answering: Answering | None = None
 ) -> Sample:
     """One repetition from an empty context."""
     llama.reset()
@@ -242,7 +200,9 @@ def measure(
         sample.prompt_ns = _timed_eval(llama, tokens[test.n_depth : start])
         sample.tokens.append(greedy_token(llama))
     if answering is not None and test.n_gen and start:
-        timing = answering.answer(test.n_gen)
+        endless = dict.fromkeys(llama.vocabulary.end_tokens(), -math.inf)
+        sampling = Sampling(temperature=0.0, max_tokens=test.n_gen, logit_bias=endless)
+        timing = answering.answer(llama.input_ids[:start].tolist(), sampling)
         sample.token_ns = [round(timing.total_s * 1e9 / test.n_gen)] * test.n_gen
         sample.tokens += timing.context[start:]
         sample.stats = llama.stats() - before
@@ -278,7 +238,7 @@ def store_figures(stats: Stats, link_bytes_per_s: float) -> dict[str, float]:
     }
 
 
-def run_test(llama: Llama, spec: Spec, test: Test, feed: Feed, answering: _Answering | None = None) -> dict[str, Any]:
+def run_test(llama: Llama, spec: Spec, test: Test, feed: Feed, answering: Answering | None = None) -> dict[str, Any]:
     """All repetitions of one test, with the link measured before and after each but never during one."""
     time.sleep(spec.delay_s)
     greedy = spec.feed == "greedy"
