@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from answering import DEMO, TinyModel
 from hybrid_model import write_hybrid
+from pictures import message, png
 
 from moegguf.engine import kept_contexts
 from moegguf.engine.context_store import About, ContextStore, default_folder, stored_blocks
@@ -278,3 +279,35 @@ def test_what_was_computed_with_dropped_tokens_is_not_kept(unkept: Callable[...,
         with engine(DEMO, parallel=1, n_ctx=256) as kept:
             assert answer(kept, prompt, **sampling).logprobs == expected.logprobs
     assert max(block.about.n_tokens for block in stored_blocks(default_folder())) < 256
+
+
+@pytest.mark.parametrize(
+    ("kind", "preset"), [("mlp", "tiny-qwen2moe"), ("gemma3", "tiny-qwen3moe"), ("qwen2vl_merger", "tiny-qwen3vlmoe")]
+)
+def test_images_are_restored_by_their_hash(
+    kind: str, preset: str, tiny: TinyModel, projector: Callable[[str], Path]
+) -> None:
+    model, mmproj, words = tiny(preset), projector(kind), "what is it, and what was it before? " * 3
+
+    def turn(engine: Engine, seed: int) -> EngineAnswer:
+        asked = message("look ", png(128, 96, seed=seed), words, png(64, 64, seed=9), "and this?")
+        (found,) = engine.chat([asked], temperature=0.0, max_tokens=8, n_logprobs=20)
+        if found.error:
+            raise found.error
+        return found
+
+    with engine(model, mmproj=mmproj, context_store=0, parallel=1) as unkept:
+        expected = {seed: turn(unkept, seed).logprobs for seed in (1, 2)}
+    with engine(model, mmproj=mmproj) as first:
+        answer(first, prompt_of(90))  # another sequence is used for it
+        found = turn(first, 1)
+        assert found.logprobs == expected[1]
+        n_all, n_disk = computed(found)
+        assert n_all > 100 and n_disk == 0
+    with engine(model, mmproj=mmproj) as later:
+        found = turn(later, 1)
+        assert found.logprobs == expected[1]
+        assert computed(found) == (1, n_all - 1)
+        found = turn(later, 2)  # another picture of the same size
+        assert found.logprobs == expected[2]
+        assert computed(found)[1] == 0
