@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from answering import DEMO, TinyModel
 from hybrid_model import write_hybrid
 from pictures import message, png
 
+from moegguf.child import child_environment
 from moegguf.engine import kept_contexts
 from moegguf.engine.context_store import About, ContextStore, default_folder, stored_blocks
 from moegguf.engine.kept_contexts import BLOCK_TOKENS
@@ -21,7 +24,6 @@ from moegguf.engine.llama import Llama
 from moegguf.generate.engine import Engine, EngineAnswer
 from moegguf.generate.request import Sampling
 from moegguf.quantities import GIB
-from tools.context_check import kills
 
 N_PROMPT, N_NEW = 5 * BLOCK_TOKENS + 9, BLOCK_TOKENS + 20
 MODELS = {
@@ -252,8 +254,9 @@ def test_what_the_disk_is_too_slow_for_is_written_later(monkeypatch: pytest.Monk
 
 
 def test_killed_processes_leave_no_wrong_answer(tmp_path: Path) -> None:
-    found = kills(str(DEMO), 4, 0.2, tmp_path / "killed")  # `python -m tools.context_check kills` ends more
-    assert "all right" in found and "all whole" in found
+    command = [sys.executable, "-m", "tools.context_check", "kills", str(DEMO), "--count", "4", "--longest", "0.2"]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=child_environment(), check=False)
+    assert "all right" in found.stdout and "all whole" in found.stdout, found.stderr
 
 
 def _no_space(*_: object) -> None:
