@@ -24,7 +24,7 @@ class Answering:
     def answer(self, prompt: Sequence[int], sampling: Sampling) -> Timing:
         """Of one answer, with all of its tokens; what the context holds of them is reused. Raises what evaluations
         raise."""
-        request = GenerationRequest(context=tuple(prompt), sampling=sampling, return_context=True)
+        request = GenerationRequest(prompt="", context=tuple(prompt), sampling=sampling, return_context=True)
         self._ended.clear()
         answer = self._loop.submit(request, self)
         try:
