@@ -130,20 +130,14 @@ void Forecaster::routing(int il, const PassTokens & of, const int32_t * expert_i
     });
 }
 
-// The last token of each sequence, or every token of a draft; of many, most_asked at even distances.
+// The last token of each sequence; of many sequences, most_asked at even distances.
 void Forecaster::choose_last(const PassTokens & of, Record & record) {
     std::vector<LastToken> & last = record.last;
     int first = 0;
     for (int i = 0; i < of.n_tokens; i++) {
         const int sequence = of.sequences ? of.sequences[i] : of.sequence;
         if (i + 1 == of.n_tokens || (of.sequences && of.sequences[i + 1] != sequence)) {
-            const int n = i + 1 - first;
-            if (n > most_drafted) {
-                last.push_back({sequence, i, n});
-            }
-            for (int k = 0; n <= most_drafted && k < n; k++) {
-                last.push_back({k == 0 ? sequence : ~(sequence * most_drafted + k), first + k, 1});
-            }
+            last.push_back({sequence, i, i + 1 - first});
             first = i + 1;
         }
     }

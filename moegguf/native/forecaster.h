@@ -22,12 +22,11 @@ struct PassTokens {
     const int32_t * tokens = nullptr;    // [n_tokens]; NULL: unknown
 };
 
-// Passes are predicted in which every sequence decodes one token, or verifies a draft of few, each of them as a
-// sequence of its own: a prompt's needs every layer once, in order, which the sweep covers better. Each sequence is
-// followed by a predictor of its own, which sees what it would see alone; an expert's chance is that any of them uses
-// it, 1 - prod(1 - p). Of more than most_asked sequences as many are asked, at even distances, and the others count as
-// their average; of more than most_sequences none: they use most experts. With several contexts each of their events is
-// followed as it comes; a pass of another one ends what was predicted.
+// Passes are predicted in which every sequence decodes one token: a prompt's needs every layer once, in order, which
+// the sweep covers better. Each sequence is followed by a predictor of its own, which sees what it would see alone; an
+// expert's chance is that any of them uses it, 1 - prod(1 - p). Of more than most_asked sequences as many are asked,
+// at even distances, and the others count as their average; of more than most_sequences none: they use most experts.
+// With several contexts each of their events is followed as it comes; a pass of another one ends what was predicted.
 class Forecaster {
   public:
     Forecaster(const Layout & layout, Shared & shared, Tiers & tiers, Transfers & transfers)
@@ -56,7 +55,6 @@ class Forecaster {
 
   private:
     static constexpr int most_asked = 8;
-    static constexpr int most_drafted = 8;    // tokens of a sequence that are predicted one by one
     static constexpr int most_sequences = 64; // of a pass that is predicted; followed at once
 
     struct LastToken { // of a sequence in a pass
