@@ -27,7 +27,7 @@ PLACEMENTS = ("auto", "layers", "slots", "cpu")
 """Where experts go on a machine with a GPU: see engine/plan.py."""
 MISSES = ("fetch", "compute")
 """What happens to experts that a GPU lacks: they are copied there, or the CPU computes them where that is faster."""
-DRAFTS = ("auto", "off", "ngram")
+DRAFTS = ("auto", "off", "ngram", "mtp")
 """Tokens that are guessed ahead, and verified in the next pass."""
 KERNELS = ("avx512", "avx2", "upstream")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -101,8 +101,9 @@ _TABLE = (
     Option(
         "draft", "load", MODEL,
         "Guess tokens ahead and verify several in a pass, while that saves time: ngram (what followed the same tokens"
-        " earlier in the text), auto (the same where no bit of an answer depends on it), off, or a smaller model of the"
-        " same vocabulary. Names only in Modelfiles and requests.",
+        " earlier in the text), mtp (the same, else the model's own heads for more than the next token), auto (of these"
+        " what the file has, where no bit of an answer depends on it), off, or a smaller model of the same vocabulary."
+        " Names only in Modelfiles and requests.",
         ("--draft",), "HOW|FILE", "DRAFT", default="auto",
     ),
     Option(

@@ -3,8 +3,9 @@
     python -m tools.context_check kills --count 500
     python -m tools.context_check resume MODEL.gguf --tokens 16000
 
-`kills`: each process answers prompts with a folder that all of them use, new ones and known ones in turn, until it is
-killed; every answer has to be that of a process without the folder, and every block has to be readable at the end.
+`kills`: each process, forked from this one, answers prompts with a folder that all of them use, new ones and known ones
+in turn, until it is killed; every answer has to be that of a process without the folder, and every block has to be
+readable at the end.
 `resume`: a server computes a prompt, and gives the same answer from memory, after the model was unloaded, and after
 server and worker were killed; then another question with the same beginning.
 """
@@ -23,14 +24,13 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import psutil
 
 N_PROMPTS, N_NEW, STORE = 16, 6, "24MiB"  # room for some of the prompts' blocks: others leave
 READY = "listening on "
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def prompts(n_vocab: int) -> list[list[int]]:
@@ -54,26 +54,45 @@ def answers(model: str, store: str, seed: int) -> Iterator[tuple[int, str]]:
             yield int(i), repr(found.error or (found.text, found.logprobs))
 
 
+def forked(model: str, store: str, seed: int) -> tuple[int, IO[str]]:
+    """A process that writes the answers, a line each; its id, and what it writes. Its modules are imported before."""
+    import moegguf.generate.engine  # noqa: F401
+
+    reads, writes = os.pipe()
+    if pid := os.fork():
+        os.close(writes)
+        return pid, os.fdopen(reads)
+    os.close(reads)
+    with os.fdopen(writes, "w") as out:
+        for answer in answers(model, store, seed):
+            print(json.dumps(answer), file=out, flush=True)
+    os._exit(0)
+
+
 def kills(model: str, count: int, longest_s: float, folder: Path) -> str:
     """What `count` killed processes have shown, in a sentence. Raises AssertionError for a wrong answer or block."""
     from moegguf.engine.context_store import ContextStore, stored_blocks
     from moegguf.quantities import parse_size
 
-    expected, n_answers, n_writing = dict(answers(model, "0", -1)), 0, 0
-    environment = os.environ | {"MOEGGUF_HOME": str(folder), "MOEGGUF_TRIAL_LOAD": "0"}
-    contexts = folder / "cache" / "contexts"
+    os.environ.update(MOEGGUF_HOME=str(folder), MOEGGUF_TRIAL_LOAD="0")
+    contexts, n_answers, n_writing = folder / "cache" / "contexts", 0, 0
+    pid, lines_of = forked(model, "0", -1)
+    expected = dict(map(json.loads, lines_of))
+    os.waitpid(pid, 0)
     for n in range(count):
-        command = [sys.executable, "-m", "tools.context_check", "answer", model, "--seed", str(n)]
-        with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as child:
-            assert child.stdout is not None
-            first = child.stdout.readline()
+        pid, lines_of = forked(model, STORE, n)
+        with lines_of:
+            first = lines_of.readline()
             time.sleep(random.Random(n).uniform(0, longest_s))
-            child.send_signal(signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
             n_writing += any(contexts.glob(".block.*"))
-            lines = [first, *child.stdout.read().splitlines(keepends=True)]
+            lines = [first, *lines_of]
+            os.waitpid(pid, 0)
         for i, answer in (json.loads(line) for line in lines if line.endswith("\n")):
             assert answer == expected[i], f"kill {n}: prompt {i} was answered with other bits"
             n_answers += 1
+        if n % 50 == 49:
+            print(f"{n + 1} kills, {n_answers} answers", flush=True)
     store = ContextStore(contexts, parse_size(STORE))
     blocks = list(stored_blocks(contexts))
     assert not store.is_off and all(store.read(block.path.name) is not None for block in blocks)
@@ -163,18 +182,13 @@ def main() -> None:
     from moegguf.models.catalog import find_model
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("kills", "resume", "answer"))
+    parser.add_argument("what", choices=("kills", "resume"))
     parser.add_argument("model", nargs="?", default="demo", help="a GGUF file")
     parser.add_argument("--count", type=int, default=500, help="processes to kill")
     parser.add_argument("--longest", type=float, default=0.5, help="seconds from a first answer to the kill, at most")
     parser.add_argument("--tokens", type=int, default=16_000, help="of the prompt")
-    parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     given = parser.parse_args()
     model = Path(find_model(given.model)).resolve()
-    if given.what == "answer":  # a process of `kills`
-        for answer in answers(str(model), STORE, given.seed):
-            print(json.dumps(answer), flush=True)
-        return
     with tempfile.TemporaryDirectory(prefix="contexts-") as folder:
         if given.what == "kills":
             print(kills(str(model), given.count, given.longest, Path(folder)))

@@ -2,19 +2,21 @@
 
 A separate process has memory, page cache and limits to itself. Load, prompt and generation are timed apart, as
 llama-bench does: no tokenisation, no sampling. The token that greedy sampling would choose is recorded between the
-timed calls, so that systems can be compared. bench/series.py runs several systems.
+timed calls, so that systems can be compared. With `draft`, what is timed is a greedy answer, with all that belongs to
+one. bench/series.py runs several systems.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from moegguf.bench.answering import Answering
 from moegguf.bench.memory_limit import die_with_parent
 from moegguf.bench.rows import imitated_routing
 from moegguf.bench.spec import Spec, Test
@@ -31,6 +34,7 @@ from moegguf.engine.llama import Llama
 from moegguf.engine.machine import read_machine
 from moegguf.engine.stats import Stats
 from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
+from moegguf.generate.request import Sampling
 from moegguf.gguf.experts import read_layout
 from moegguf.gguf.reader import ggml_type
 from moegguf.native import library
@@ -93,7 +97,7 @@ def load(spec: Spec) -> Llama:
         prefetch=spec.prefetch,
         warm_start=spec.warm_start,
         context_store=0,
-        draft="off",
+        draft=spec.draft or "off",
         use_mmap=spec.system in ("mmap", "stock"),
         n_ctx=max(test.n_tokens for test in spec.tests),
         n_batch=spec.n_batch,
@@ -172,7 +176,19 @@ def _timed_eval(llama: Llama, tokens: Sequence[int]) -> int:
     return time.perf_counter_ns() - start
 
 
-def measure(llama: Llama, test: Test, tokens: Sequence[int], greedy: bool) -> Sample:
+@contextmanager
+def _answering(llama: Llama, spec: Spec) -> Iterator[Answering | None]:
+    """What answers with drafts, or without for comparison, where `spec` says how."""
+    if spec.draft is None:
+        yield None
+        return
+    with Answering(llama) as answering:
+        yield answering
+
+
+def measure(
+    llama: Llama, test: Test, tokens: Sequence[int], greedy: bool, answering: Answering | None = None
+) -> Sample:
     """One repetition from an empty context."""
     llama.reset()
     if test.n_depth:
@@ -183,6 +199,14 @@ def measure(llama: Llama, test: Test, tokens: Sequence[int], greedy: bool) -> Sa
     if test.n_prompt:
         sample.prompt_ns = _timed_eval(llama, tokens[test.n_depth : start])
         sample.tokens.append(greedy_token(llama))
+    if answering is not None and test.n_gen and start:
+        endless = dict.fromkeys(llama.vocabulary.end_tokens(), -math.inf)
+        sampling = Sampling(temperature=0.0, max_tokens=test.n_gen, logit_bias=endless)
+        timing = answering.answer(llama.input_ids[:start].tolist(), sampling)
+        sample.token_ns = [round(timing.total_s * 1e9 / test.n_gen)] * test.n_gen
+        sample.tokens += timing.context[start:]
+        sample.stats = llama.stats() - before
+        return sample
     following = greedy_token(llama) if greedy and start else None
     for i in range(test.n_gen):
         sample.token_ns.append(_timed_eval(llama, [tokens[start + i] if following is None else following]))
@@ -208,10 +232,13 @@ def store_figures(stats: Stats, link_bytes_per_s: float) -> dict[str, float]:
         "copies_overlapped_pct": stats.staging_overlap * 100,
         "misses_computed": stats.misses_computed,
         "cpu_stall_ms_per_token": stats.compute_stall_s / max(1, stats.tokens) * 1e3,
+        "draft_acceptance": stats.draft_acceptance,
+        "tokens_per_draft_pass": stats.tokens_per_draft_pass,
+        "mb_per_accepted_token": stats.bytes_per_accepted_token / 1e6,
     }
 
 
-def run_test(llama: Llama, spec: Spec, test: Test, feed: Feed) -> dict[str, Any]:
+def run_test(llama: Llama, spec: Spec, test: Test, feed: Feed, answering: Answering | None = None) -> dict[str, Any]:
     """All repetitions of one test, with the link measured before and after each but never during one."""
     time.sleep(spec.delay_s)
     greedy = spec.feed == "greedy"
@@ -221,7 +248,7 @@ def run_test(llama: Llama, spec: Spec, test: Test, feed: Feed) -> dict[str, Any]
     samples, figures = [], []
     speed = _probe(llama, spec)
     for repetition in range(spec.repetitions):
-        sample = measure(llama, test, feed.tokens(test.n_tokens, repetition), greedy)
+        sample = measure(llama, test, feed.tokens(test.n_tokens, repetition), greedy, answering)
         samples.append(sample)
         if llama.session is not None:
             speed, before = _probe(llama, spec), speed
@@ -293,7 +320,8 @@ def run(spec: Spec) -> dict[str, Any]:
     with load(spec) as llama:
         load_s, fill_s = time.perf_counter() - start, _fill(llama)
         feed = Feed(llama, spec)
-        tests = [run_test(llama, spec, test, feed) for test in spec.tests]
+        with _answering(llama, spec) as answering:
+            tests = [run_test(llama, spec, test, feed, answering) for test in spec.tests]
         info = llama.session.store.info() if llama.session is not None else {}
         moegguf = llama.session is not None
         return {

@@ -10,9 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from moegguf.bench.answering import Answering
 from moegguf.engine.llama import Llama
 from moegguf.engine.recording import Recording, TraceOptions
 from moegguf.engine.stats import Stats
+from moegguf.generate.request import Sampling
 from moegguf.native import library
 from moegguf.trace.format import partial_of
 from moegguf.trace.prompts import Prompt
@@ -23,7 +25,8 @@ Progress = Callable[[str, float], object]  # (current step, share done in [0, 1]
 @dataclass(frozen=True)
 class RecordOptions:
     """n_predict: tokens to generate for prompts without a number of their own. inputs: record the router's inputs.
-    temperature, seed: of sampling. All other options are those of `Llama`.
+    temperature, seed: of sampling. All other options are those of `Llama`; with its `draft` passes have drafts, too,
+    and a simulation repeats them, with the tokens that were refused.
     """
 
     n_predict: int = 128
@@ -109,6 +112,11 @@ def _answer_tokens(llm: Llama, prompt: Prompt) -> list[int] | None:
 
 
 def _generate(llm: Llama, tokens: Sequence[int], n_answer: int, options: RecordOptions) -> None:
+    if llm.drafts is not None:
+        sampling = Sampling(temperature=options.temperature, seed=options.seed, max_tokens=n_answer)
+        with Answering(llm) as answering:
+            answering.answer(tokens, sampling)
+        return
     llm.set_seed(options.seed)
     steps = llm.generate(tokens, temp=options.temperature)
     is_end = library.llama_cpp().llama_vocab_is_eog

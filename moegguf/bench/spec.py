@@ -40,9 +40,10 @@ class Spec:
     repack: weights in the layout of the CPU's fastest kernels. feed: random tokens as in llama-bench, the tokens of
     `text`, or the model's own (greedy) after n_depth tokens of either. warm_start: begin with what earlier runs used,
     and remember what this one uses.
-    vram_cache, placement, misses: as `Llama` takes them. simulate_link: a link such as "24GB/s,35us"; a simulated
-    device is behind it, that computes with simulate_threads (0: as many as the CPU). Without vram_cache and placement,
-    layers and slots are there.
+    vram_cache, placement, misses: as `Llama` takes them. draft: the same, for greedy answers that are timed as a whole;
+    None: each token is timed. simulate_link: a link such as "24GB/s,35us"; a simulated device is behind it, that
+    computes with simulate_threads (0: as many as the CPU). Without vram_cache and placement, layers and slots are
+    there.
     """
 
     model: str
@@ -69,6 +70,7 @@ class Spec:
     vram_cache: str | None = None
     placement: str | None = None
     misses: str | None = None
+    draft: str | None = None
     simulate_link: str | None = None
     simulate_threads: int = 0
     seed: int = 0
@@ -87,6 +89,8 @@ class Spec:
         for name in ("placement", "misses"):
             if (choice := getattr(self, name)) is not None:
                 parse_choice(name, choice)
+        if self.draft is not None and self.feed != "greedy":
+            raise OptionError("--draft measures the model's own answers; give --greedy, and a prompt's length with -d.")
         for name in ("repetitions", "n_threads", "n_batch", "n_ubatch"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{name} is {getattr(self, name)}, but must be at least 1.")

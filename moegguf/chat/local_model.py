@@ -93,7 +93,6 @@ class LocalModel:
         """A new worker, whose requests may take as long as they need to end: a person waits, who can end this
         program."""
         start = WorkerProcess.start(
-            lambda snapshot: None,
             command=worker_process.COMMAND,
             on_warning=lambda text: print_message(f"warning: {text}"),
             echo_stderr=self._log or self._settings.debug,

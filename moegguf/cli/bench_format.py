@@ -32,6 +32,11 @@ _STORE_COLUMNS = (
     ("link %", "link_bound_pct", 1, 1),
     ("strict %", "link_bound_strict_pct", 1, 1),
 )
+_DRAFT_COLUMNS = (
+    ("accepted %", "draft_acceptance", 100, 1),
+    ("tokens/pass", "tokens_per_draft_pass", 1, 2),
+    ("MB/accepted", "mb_per_accepted_token", 1, 2),
+)
 
 
 def _number(value: Any) -> str:
@@ -152,7 +157,8 @@ def _store_cells(row: Row, columns: Sequence[tuple[str, str, int, int]]) -> list
 
 def _main_table(rows: Sequence[Row]) -> list[str]:
     names = _columns(rows)
-    store = [column for column in _STORE_COLUMNS if any(column[1] in row for row in rows)]
+    shown = _STORE_COLUMNS + (_DRAFT_COLUMNS if any(row.get("draft") for row in rows) else ())
+    store = [column for column in shown if any(column[1] in row for row in rows)]
     titles = [*(_TITLES.get(name, name) for name in names), "median", *(title for title, *_ in store)]
     widths = [*(_WIDTHS.get(name, 10) for name in names), 8, *(8 for _ in store)]
     lines = []

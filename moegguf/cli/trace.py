@@ -200,7 +200,7 @@ def _sim_options(link: float | None, latency: float, layer_compute: float) -> Si
 
 
 @trace.command(cls=Command, short_help="Record the routing of a model.")
-@flags("expert_cache", "n_threads")
+@flags("expert_cache", "n_threads", "draft")
 def record(
     model: Model,
     prompts: PromptsFile,

@@ -70,6 +70,7 @@ class Context:
         self.images = ContextImages()  # of sequence 0
         self.eval_s = 0.0  # of all evaluations
         self.drafted = DraftCounts()
+        self.after_pass: Callable[[Any], object] | None = None  # its llama_batch
         self.after_eval: Callable[[int, Tokens, int], object] | None = None  # 0, its tokens, how many are new
 
     def check_open(self) -> None:
@@ -175,6 +176,8 @@ class Context:
         rows = self._batch.fill(chunks, self.images.position, all_logits=llm._logits_all and len(chunks) == 1)
         self._announce(chunks)
         self.computed(lambda: llm._ctx.decode(self._batch), sum(chunk.n_evaluated for chunk in chunks))
+        if self.after_pass is not None:
+            self.after_pass(self._batch.batch)
         for chunk, row in zip(chunks, rows, strict=True):
             n_rows = len(chunk.tokens) if chunk.all_logits else int(chunk.wants_logits)
             self._chunk_rows += range(row - n_rows + 1, row + 1 + len(chunk.draft))

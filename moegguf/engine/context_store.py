@@ -8,7 +8,6 @@ turns the store off, with one warning. Does not know models or what blocks hold.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import secrets
@@ -22,13 +21,14 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from moegguf.atomic_write import locked_temporary, remove_abandoned
 from moegguf.quantities import GIB
 from moegguf.settings import cache_folder
 
-MAGIC = b"moegguf\x01"
-DIGEST_BYTES, SECRET_BYTES = 32, 32
+MAGIC = b"moegguf\x02"
+DIGEST_BYTES, SECRET_BYTES, SEED_BYTES = 16, 32, 8
 MOST_AUTO_BYTES, AUTO_SHARE = 16 * GIB, 10  # of the free disk, one part of so many
 KEPT_PARTS = (9, 10)  # of the limit, after blocks were deleted
 UNCOUNTED_PARTS = 20  # the limit divided by it is written before other processes' blocks are counted again
@@ -87,14 +87,15 @@ class ContextStore:
         self.folder = folder
         self.is_off = False
         self.limit_bytes = limit_bytes or 0
-        self._used_bytes = self._uncounted_bytes = 0
+        self._used_bytes = self._uncounted_bytes = self._seed = 0
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             folder.mkdir(mode=0o700, exist_ok=True)
             self._check_private()
-            self._secret = self._read_secret()
-            if len(self._secret) != SECRET_BYTES:
+            secret = self._read_secret()
+            if len(secret) != SECRET_BYTES:
                 raise OSError(f"its secret is damaged; delete {self.folder}")
+            self._seed = int.from_bytes(secret[:SEED_BYTES], "little")
             remove_abandoned(folder.glob(".block.*"))
             self._used_bytes = sum(info.st_size for _, info in _files(self.folder))
             if limit_bytes is None:
@@ -183,7 +184,7 @@ class ContextStore:
         return self.folder / name[:2] / name
 
     def _digest(self, name: str, parts: Sequence[Buffer]) -> bytes:
-        digest = hashlib.blake2b(name.encode(), key=self._secret, digest_size=DIGEST_BYTES)
+        digest = xxhash.xxh3_128(name.encode(), seed=self._seed)
         for part in parts:
             digest.update(part)
         return digest.digest()

@@ -1,5 +1,7 @@
-"""Which drafts a model can have, and the second, smaller model that may write them: tokens guessed ahead, that the next
-pass verifies (moegguf.generate.drafting)."""
+"""Which drafts a model can have, and what writes them where no text repeats: tokens guessed ahead, that the next pass
+verifies (moegguf.generate.drafting). That is a second, smaller model, or the heads that the file has for more tokens
+than the next one (multi-token prediction, MTP).
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,9 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moegguf.engine.memory import HEADS_UBATCH_TOKENS
 from moegguf.errors import AllocationError, ModelFormatError, ModelNotFoundError, OptionError
-from moegguf.gguf.experts import read_layout
+from moegguf.gguf.experts import HEADS_ARCHS, ExpertLayout, read_layout
 from moegguf.models.catalog import find_model
 from moegguf.native import library
 from moegguf.native.drafts import Drafts
@@ -65,16 +68,58 @@ class DraftModel:
         self.close()
 
 
+def drafted(layout: ExpertLayout, draft: str | os.PathLike[str] | None, flash_attn: bool | None) -> ExpertLayout:
+    """The layout that is loaded for these drafts: with its heads where they are to draft; "auto" is not where its bits
+    would depend on the pass. Raises OptionError for "mtp" where there are no heads."""
+    if draft == "mtp" and not layout.n_layer_nextn:
+        raise OptionError(
+            f"draft='mtp': {layout.shards[0].path.name} has no heads for it that are supported (of"
+            f" {', '.join(HEADS_ARCHS)}); take 'auto'."
+        )
+    is_used = layout.n_layer_nextn and (draft == "mtp" or (draft == "auto" and flash_attn is not False))
+    return layout.with_heads() if is_used else layout
+
+
+class _Heads:
+    """The context of a loaded model's own heads."""
+
+    def __init__(self) -> None:
+        self._bindings, self._context = library.llama_cpp(), None
+
+    def open_context(self, llm: UpstreamLlama, n_seq: int, n_threads: int) -> int:
+        """Its address, for the sequences of `llm`. Raises AllocationError."""
+        bindings = self._bindings
+        params = type(llm.context_params).from_buffer_copy(llm.context_params)
+        params.ctx_type, params.ctx_other = bindings.LLAMA_CONTEXT_TYPE_MTP, llm.ctx
+        params.n_ctx = bindings.llama_n_ctx(llm.ctx) + n_seq * N_MAX
+        params.n_seq_max = params.n_outputs_max = n_seq
+        params.kv_unified, params.n_batch = True, llm.n_batch
+        params.n_ubatch = min(HEADS_UBATCH_TOKENS, llm.n_batch)
+        params.n_threads = params.n_threads_batch = n_threads
+        params.cb_eval = bindings.ggml_backend_sched_eval_callback()
+        params.abort_callback = bindings.ggml_abort_callback()
+        self._context = bindings.llama_init_from_model(llm.model, params)
+        if not self._context:
+            raise AllocationError("draft: there is no memory for the context of the model's heads; lower n_ctx.")
+        return int(self._context)
+
+    def close(self) -> None:
+        """Before the model is freed. Twice is harmless."""
+        if self._context:
+            self._bindings.llama_free(self._context)
+        self._context = None
+
+
 class ModelDrafts:
-    """The drafts of one loaded model. draft: what was asked for, one of DRAFTS or a model. `in_use`: "ngram", "off", or
-    the draft model. "auto" drafts where no bit of an answer depends on it.
+    """The drafts of one loaded model. draft: what was asked for, one of DRAFTS or a model. `in_use`: "ngram", "mtp",
+    "off", or the draft model. "auto" drafts where no bit of an answer depends on it.
 
     Raises what `DraftModel` raises; `open` MoeggufError, where the vocabularies differ.
     """
 
     def __init__(self, draft: str | os.PathLike[str]) -> None:
         self._chosen = os.fspath(draft)
-        self._draft_model = None if self._chosen in DRAFTS else DraftModel(self._chosen)
+        self._model: DraftModel | _Heads | None = None if self._chosen in DRAFTS else DraftModel(self._chosen)
         self.in_use = "off"
         self.drafts: Drafts | None = None
 
@@ -93,13 +138,18 @@ class ModelDrafts:
                 " one without drafts.",
                 stacklevel=3,
             )
-        context = self._draft_model.open_context(llm, n_seq, llm.n_threads) if self._draft_model else 0
-        self.drafts = Drafts(n_seq, N_MAX, NGRAM_KEYS, llm.ctx if context else 0, context)
-        self.in_use = self._chosen if context else "ngram"
+        has_heads = self._model is None and llm.layout.loads_heads
+        if has_heads:
+            self._model = _Heads()
+        context = self._model.open_context(llm, n_seq, llm.n_threads) if self._model else 0
+        self.drafts = Drafts(n_seq, N_MAX, NGRAM_KEYS, llm.ctx if context else 0, context, has_heads)
+        self.in_use = "mtp" if has_heads else self._chosen if context else "ngram"
+        if has_heads:
+            llm.context.after_pass = self.drafts.evaluated
 
     def close(self) -> None:
         """Before the model is freed. Twice is harmless."""
         if self.drafts is not None:
             self.drafts.close()
-        if self._draft_model is not None:
-            self._draft_model.close()
+        if self._model is not None:
+            self._model.close()

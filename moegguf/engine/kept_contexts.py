@@ -4,8 +4,9 @@ only the rest computed, also after the process that computed it was killed.
 The KV cache is kept in blocks of BLOCK_TOKENS tokens. A block's name is a hash of everything that its bytes depend on:
 of the model, the build, the options that change what is computed, who owns it, and all tokens up to its end; sequences
 that begin alike have the same blocks. What follows the last full block is kept where a prompt or an answer ends.
-llama.cpp writes and reads one block as the state of a sequence that has only its cells. Models with a recurrent state,
-which cannot be cut, are kept as whole states after some of the tokens.
+llama.cpp writes and reads one block as the state of a sequence that has only its cells. A block does not end within an
+image, and its name has the image's hash in it. Models with a recurrent state, which cannot be cut, are kept as whole
+states after some of the tokens.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from moegguf.engine.batch_invariance import is_batch_invariant
 from moegguf.engine.context_store import About, ContextStore, default_folder
 from moegguf.engine.machine import read_memory
-from moegguf.engine.projector import PLACEHOLDER
+from moegguf.engine.projector import PLACEHOLDER, ImageSpan
 from moegguf.engine.sequences import LONG_ROPE, MAX_SEQUENCES, Tokens
 from moegguf.errors import OptionError
 from moegguf.gguf.fingerprint import header_digest, sampled_digest
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
     from moegguf.engine.context import Context
     from moegguf.engine.load import LoadPlan
     from moegguf.engine.upstream import UpstreamLlama
+
+Ints = npt.NDArray[np.int32]
 
 BLOCK_TOKENS = 64
 SCRATCH = MAX_SEQUENCES - 1  # a sequence id that llama.cpp has room for, and no context uses
@@ -83,11 +87,13 @@ class KeptCounters:
 
 @dataclass(frozen=True)
 class _Part:
-    """Tokens of a sequence from `begin` to before `end`, and the name of their block."""
+    """Tokens of a sequence from `begin` to before `end`, and the name of their block; `positions`: those of each, and
+    of the token after them."""
 
     name: str
     begin: int
     end: int
+    positions: Ints
 
 
 class KeptContexts:
@@ -124,21 +130,24 @@ class KeptContexts:
         n_held: int,
         owner: str = "",
         make_room: Callable[[int], object] = lambda n_tokens: None,
+        images: Sequence[ImageSpan] = (),
     ) -> int:
         """Makes a sequence hold as many of `tokens` as the disk has, but for the last one, where it has more of them
         than the `n_held` that the sequence begins with; returns how many it holds then. owner: whose blocks these are,
-        "" where all share them. make_room: called with so many tokens that the context needs cells for."""
-        if self._store.is_off or len(tokens) - n_held < 2:
+        "" where all share them. make_room: called with so many tokens that the context needs cells for. images: those
+        among the tokens, of sequence 0."""
+        if self._store.is_off or len(tokens) - n_held < 2 or tokens[-1] == PLACEHOLDER:
             return n_held
         with self._context.lock:
-            parts = self._parts(tokens, owner)
+            parts = self._parts(tokens, owner, images)
             if self._whole:
-                n_now = self._restore_whole(sequence, tokens[:-1], n_held, parts, make_room)
+                n_now = self._restore_whole(sequence, tokens[:-1], n_held, parts, make_room, images)
             else:
-                n_now = self._restore_parts(sequence, tokens, n_held, parts, make_room)
+                n_now = self._restore_parts(sequence, tokens, n_held, parts, make_room, images)
             if n_now != n_held and sequence == 0:
                 self._llm.n_tokens, self._llm._requires_eval = n_now, True
                 self._llm.input_ids[:n_now] = tokens[:n_now]
+                self._context.images.hold(images, n_now)
             if n_now == len(tokens):
                 n_now = n_now - 1 if self._context.truncate(n_now - 1, sequence) else 0
         self._n_restored += max(0, n_now - n_held)
@@ -151,15 +160,16 @@ class KeptContexts:
         self.behind.discard(sequence)
         if self._store.is_off or len(tokens) < BLOCK_TOKENS or (goes_on and len(tokens) % BLOCK_TOKENS >= n_new):
             return
-        parts = self._parts(tokens, owner)
+        images = self._context.images.spans if sequence == 0 else ()
+        parts = self._parts(tokens, owner, images)
         now_s = time.monotonic()
         self._wait_s, self._last_s = min(MOST_WAIT_S, (now_s - self._last_s) * WAIT_SHARE), now_s
         with self._context.lock:
             if not self._whole:
-                rest = self._rest(parts, tokens) if not goes_on and len(tokens) % BLOCK_TOKENS else []
-                self._keep_parts(sequence, [*parts, *rest])
+                rest = [] if goes_on else self._rest(parts, tokens, images)
+                self._keep_parts(sequence, [*parts, *(part for part in rest if part.begin < part.end)])
             elif parts and (not goes_on or n_new > 1):
-                self._keep_whole(sequence, tokens, parts, goes_on)
+                self._keep_whole(sequence, self._rest(parts, tokens, images), len(tokens), goes_on)
         if not goes_on:
             self._known -= self._writer.take_missing()
             self._writer.touch([part.name for part in parts])
@@ -168,31 +178,34 @@ class KeptContexts:
         """Writes what waits. Twice is harmless."""
         self._writer.close()
 
-    def _parts(self, tokens: Tokens, owner: str) -> list[_Part]:
-        """The full blocks of text that these tokens begin with."""
-        ids = np.asarray(tokens, np.int32)
-        images = np.flatnonzero(ids == PLACEHOLDER)
-        n_text = int(images[0]) if images.size else len(ids)
-        name, parts = _hash(self._root, owner.encode()), list[_Part]()
-        for end in range(BLOCK_TOKENS, n_text + 1, BLOCK_TOKENS):
-            name = _hash(name, ids[end - BLOCK_TOKENS : end].tobytes())
-            parts.append(_Part(name.hex(), end - BLOCK_TOKENS, end))
+    def _parts(self, tokens: Tokens, owner: str, images: Sequence[ImageSpan]) -> list[_Part]:
+        """The full blocks that these tokens begin with; no image is cut."""
+        ids, n_known = np.asarray(tokens, np.int32), _n_known(tokens, images)
+        positions = _positions(len(tokens), images)
+        name, parts, begin = _hash(self._root, owner.encode()), list[_Part](), 0
+        while (end := _uncut(begin + BLOCK_TOKENS, images)) <= n_known:
+            name = _hash(name, _content(ids, begin, end, images))
+            parts.append(_Part(name.hex(), begin, end, positions[begin : end + 1]))
+            begin = end
         return parts
 
-    def _rest(self, parts: Sequence[_Part], tokens: Tokens) -> list[_Part]:
-        """What follows these blocks, which end less than a block before the end of `tokens`; nothing of images."""
+    def _rest(self, parts: Sequence[_Part], tokens: Tokens, images: Sequence[ImageSpan]) -> list[_Part]:
+        """What follows these blocks, which end less than a block before the end of `tokens`."""
         begin, end = parts[-1].end if parts else 0, len(tokens)
-        rest = np.asarray(tokens[begin:], np.int32)
-        if not parts or not 0 <= end - begin < BLOCK_TOKENS or PLACEHOLDER in rest:
+        if not parts or not 0 <= end - begin < BLOCK_TOKENS or _uncut(end, images) != end:
             return []
-        return [_Part(f"{parts[-1].name}-{end - begin}-{_hash(rest.tobytes()).hex()}", begin, end)]
+        if _n_known(tokens, images) < end:
+            return []
+        content = _content(np.asarray(tokens, np.int32), begin, end, images)
+        name = f"{parts[-1].name}-{end - begin}-{_hash(content).hex()}"
+        return [_Part(name, begin, end, _positions(end, images)[begin:])]
 
-    def _kept_rest(self, parts: Sequence[_Part], tokens: Tokens) -> list[_Part]:
+    def _kept_rest(self, parts: Sequence[_Part], tokens: Tokens, images: Sequence[ImageSpan]) -> list[_Part]:
         """The longest that is on disk of what follows these blocks and begins as the tokens after them."""
         kept = self._store.names(f"{parts[-1].name}-") if parts else []
         sizes = {int(found[1]) for name in kept if (found := _REST.search(name))}
         for n_tokens in sorted((parts[-1].end + size for size in sizes), reverse=True):
-            rest = self._rest(parts, tokens[:n_tokens]) if n_tokens <= len(tokens) else []
+            rest = self._rest(parts, tokens[:n_tokens], images) if n_tokens <= len(tokens) else []
             if rest and rest[0].name in kept:
                 return rest
         return []
@@ -200,11 +213,17 @@ class KeptContexts:
     # Parts: blocks, the last of which may have fewer tokens.
 
     def _restore_parts(
-        self, sequence: int, tokens: Tokens, n_held: int, parts: list[_Part], make_room: Callable[[int], object]
+        self,
+        sequence: int,
+        tokens: Tokens,
+        n_held: int,
+        parts: list[_Part],
+        make_room: Callable[[int], object],
+        images: Sequence[ImageSpan],
     ) -> int:
-        first = min(n_held // BLOCK_TOKENS, len(parts))
+        first = sum(part.end <= n_held for part in parts)
         there = first + sum(1 for _ in itertools.takewhile(self._holds, parts[first:]))
-        rest = self._kept_rest(parts[:there], tokens)
+        rest = self._kept_rest(parts[:there], tokens, images)
         wanted = [*parts[first:there], *rest]
         if not wanted or wanted[-1].end <= n_held:
             return n_held
@@ -258,11 +277,12 @@ class KeptContexts:
         new = [part for part in unknown if part.name not in self._known]
         memory = self._llm._ctx.memory
         first = self._bindings.llama_memory_seq_pos_min(memory, sequence)  # earlier cells have left a window
-        if not new or first > new[0].begin:
+        if not new or first > new[0].positions[0]:
             return
         with self._cells_aside(sequence):
             for part in new:
-                self._bindings.llama_memory_seq_cp(memory, SCRATCH, sequence, part.begin, part.end)
+                first_position, after = int(part.positions[0]), int(part.positions[-1])
+                self._bindings.llama_memory_seq_cp(memory, SCRATCH, sequence, first_position, after)
                 is_kept = self._keep_state(sequence, part)
                 self._bindings.llama_memory_seq_rm(memory, sequence, -1, -1)
                 if not is_kept:
@@ -307,33 +327,40 @@ class KeptContexts:
     # Whole states, named as what follows the last full block.
 
     def _restore_whole(
-        self, sequence: int, tokens: Tokens, n_held: int, parts: list[_Part], make_room: Callable[[int], object]
+        self,
+        sequence: int,
+        tokens: Tokens,
+        n_held: int,
+        parts: list[_Part],
+        make_room: Callable[[int], object],
+        images: Sequence[ImageSpan],
     ) -> int:
-        for n_full in range(min(len(tokens) // BLOCK_TOKENS, len(parts)), n_held // BLOCK_TOKENS, -1):
-            for rest in self._kept_rest(parts[:n_full], tokens):
+        for n_full in range(len(parts), sum(part.end <= n_held for part in parts), -1):
+            for rest in self._kept_rest(parts[:n_full], tokens, images):
                 if (block := self._read(rest.name)) is not None and rest.end > n_held:
                     make_room(rest.end)
                     memory, found = self._llm._ctx.memory, self._set_state(sequence, block)
                     n_found = self._bindings.llama_memory_seq_pos_max(memory, sequence) + 1 if found else 0
                     self._writer.touch([rest.name])
                     self._n_whole_tokens = rest.end
-                    if n_found != rest.end:
-                        self._store.delete(rest.name)
-                        self._context.truncate(0, sequence)
-                    return rest.end if n_found == rest.end else 0
+                    if n_found == rest.positions[-1]:
+                        return rest.end
+                    self._store.delete(rest.name)
+                    self._context.truncate(0, sequence)
+                    return 0
         return n_held
 
-    def _keep_whole(self, sequence: int, tokens: Tokens, parts: Sequence[_Part], goes_on: bool) -> None:
-        if len(tokens) < self._n_whole_tokens:
+    def _keep_whole(self, sequence: int, rest: Sequence[_Part], n_tokens: int, goes_on: bool) -> None:
+        if n_tokens < self._n_whole_tokens:
             self._n_whole_tokens = 0  # another conversation's
         n_next = self._n_whole_tokens + max(WHOLE_STEP_TOKENS, self._n_whole_tokens // 2)
-        if goes_on and len(tokens) < n_next:
+        if goes_on and n_tokens < n_next:
             return
         n_bytes = self._bindings.llama_state_seq_get_size(self._llm.ctx, sequence)
-        for part in self._rest(parts, tokens):
+        for part in rest:
             if not self._holds(part) and n_bytes < read_memory().available_bytes // 2:
                 self._keep_state(sequence, replace(part, begin=0))
-        self._n_whole_tokens = len(tokens)
+        self._n_whole_tokens = n_tokens
 
 
 def open_contexts(
@@ -427,9 +454,42 @@ def _is_of(block: memoryview, part: _Part) -> bool:
         cells = np.frombuffer(block[_STATE.size :][: n_tokens * n_bytes // 4 * 4], np.uint8)
         if len(cells) == n_tokens * n_bytes:
             fields = cells.view(np.int32).reshape(n_tokens, -1)
-            if (fields[:, 1] == 1).all() and (np.sort(fields[:, 0]) == np.arange(part.begin, part.end)).all():
+            if (fields[:, 1] == 1).all() and (np.sort(fields[:, 0]) == part.positions[:-1]).all():
                 return True
     return False
+
+
+def _uncut(end: int, images: Sequence[ImageSpan]) -> int:
+    """`end`, or that of the image that it would cut."""
+    return next((image.end for image in images if image.begin < end < image.end), end)
+
+
+def _n_known(tokens: Tokens, images: Sequence[ImageSpan]) -> int:
+    """Of the first tokens, those that are text or of these images: who evaluates others into a context, such as a chat
+    handler, does not say what they are."""
+    unknown = np.asarray(tokens, np.int32) == PLACEHOLDER
+    for image in images:
+        unknown[image.begin : image.end] = False
+    found = np.flatnonzero(unknown)
+    return int(found[0]) if found.size else len(unknown)
+
+
+def _content(ids: Ints, begin: int, end: int, images: Sequence[ImageSpan]) -> bytes:
+    """What the cells of these tokens depend on beside those before: the tokens, and the keys of images."""
+    keys = [image.key for image in images if begin <= image.begin < end]
+    return ids[begin:end].tobytes() + "".join(keys).encode()
+
+
+def _positions(n_tokens: int, images: Sequence[ImageSpan]) -> Ints:
+    """Of each of the first `n_tokens`, and of the next: tokens of an image with fewer positions than tokens share the
+    first of them (M-RoPE)."""
+    steps = np.ones(n_tokens + 1, np.int32)
+    for image in images:
+        if image.n_positions != image.n_tokens and image.end <= n_tokens:
+            steps[image.begin + 1 : image.end] = 0
+            steps[image.end] = image.n_positions
+    steps[0] = 0
+    return np.cumsum(steps, dtype=np.int32)
 
 
 def _hash(*parts: bytes) -> bytes:
@@ -442,6 +502,7 @@ def _root(llm: UpstreamLlama, load_plan: LoadPlan, store: StoreOptions) -> bytes
     adapter = options.get("lora_path")
     parts = {
         "model": (header_digest(layout.shards), sampled_digest(tuple(shard.path for shard in layout.shards))),
+        "projector": load_plan.projector and sampled_digest((load_plan.projector.path,)),
         "adapter": adapter and (sampled_digest((Path(adapter),)), options.get("lora_scale")),
         "build": library.build_identity(),
         "processor": sorted(read_processor().flags),

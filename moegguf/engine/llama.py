@@ -133,10 +133,11 @@ class Llama(UpstreamLlama):
                 do.
             mmproj: the model's projector, for images in messages (moegguf.generate); it is loaded with the first image.
             draft: tokens that `moegguf.generate` and `Engine` guess ahead, and verify in the next pass: "ngram" (what
-                followed the same tokens earlier in the text), "auto" (the same where `batch_invariant`, so that every
-                answer is as without), "off", or a second, smaller model of the same vocabulary, which drafts where no
-                text repeats. They pause while they do not pay. None: MOEGGUF_DRAFT, else "auto"; with `trace` and
-                `lockstep` "off". This class's own methods draft nothing.
+                followed the same tokens earlier in the text), "mtp" (where nothing repeats, the heads that the file has
+                for more tokens than the next one), "auto" (of these what the file has, where `batch_invariant`, so that
+                every answer is as without), "off", or a second, smaller model of the same vocabulary, which drafts
+                where no text repeats. They pause while they do not pay. None: MOEGGUF_DRAFT, else "auto"; with `trace`
+                and `lockstep` "off". This class's own methods draft nothing.
             plan: of a server that has planned this load (engine/planner.py), in place of the first four.
             progress: called with 0.0 to 1.0 while the weights are read; returning False cancels the load.
             options: the other keywords of `llama_cpp.Llama` (engine/keywords.py). Without `n_threads` and
@@ -169,7 +170,7 @@ class Llama(UpstreamLlama):
         if draft is None:  # what is recorded or repeated is the routing of the text's own tokens
             draft = "off" if trace or lockstep else environment.draft
         self._drafts = ModelDrafts(draft)
-        load_plan = prepare(model_path, expert_cache, given, vram_cache, store, placement, misses, plan)
+        load_plan = prepare(model_path, expert_cache, given, vram_cache, store, placement, misses, plan, draft)
         self.layout, self.plan = load_plan.layout, load_plan.plan
         self.reads_images = load_plan.projector is not None and bool(mmproj)
         try:
@@ -208,7 +209,10 @@ class Llama(UpstreamLlama):
         """The memory plan for loading the model with these keywords. Raises what loading would raise."""
         given: dict[str, Any] = options | take_old_keywords(options)
         check_options(given, Llama.__init__)
-        return prepare(model_path, expert_cache, given, vram_cache, placement=placement, misses=misses).plan
+        draft = given.pop("draft", None) or read_environment().draft
+        return prepare(
+            model_path, expert_cache, given, vram_cache, placement=placement, misses=misses, draft=draft
+        ).plan
 
     def _attach_model(self, params: c.Structure) -> None:
         self._loader.attach_model(params)

@@ -13,6 +13,7 @@ from moegguf.controller.strategies import find_strategy
 from moegguf.engine.budgets import Budgets, Sizes, pad_context
 from moegguf.engine.cost import Speeds, known_hits
 from moegguf.engine.devices import find_gpus, gpus, has_gpu
+from moegguf.engine.drafts import drafted
 from moegguf.engine.machine import Device, Machine, count_cpus, read_memory
 from moegguf.engine.memory import check_context, pooling_batch_tokens
 from moegguf.engine.plan import Plan
@@ -87,6 +88,7 @@ def prepare(
     placement: str | None = None,
     misses: str | None = None,
     plan: Plan | None = None,
+    draft: str | os.PathLike[str] | None = None,
 ) -> LoadPlan:
     """Reads the header and plans memory, unless there is a plan.
 
@@ -94,12 +96,13 @@ def prepare(
     vram_cache: the budget on a GPU, that of `store`, or on all of them; None: of MOEGGUF_VRAM_CACHE.
     placement: what goes there (`plan.Choice`); None: of MOEGGUF_PLACEMENT.
     misses: what happens to experts that are not there (`options.MISSES`); None: of MOEGGUF_MISSES.
+    draft: `Llama`'s.
 
     Raises ModelNotFoundError, ModelFormatError, CapabilityError for a kind of model that is not run, BudgetError,
     OptionError, and AllocationError for a context above all memory of this machine.
     """
     path, environment = os.fspath(find_model(model)), read_environment()
-    layout = read_layout(path)
+    layout = drafted(read_layout(path), draft, options.get("flash_attn", False))
     if layout.arch in DIFFUSION:
         raise CapabilityError(
             f"{layout.shards[0].path.name}: {layout.arch} models write by diffusion, not token after token, and cannot"
@@ -314,6 +317,7 @@ def plan_here(
     **sizes: Any,
 ) -> Plan:
     """The plan that `Llama` would make now. sizes: fields of `Sizes`. Raises BudgetError, OptionError."""
+    layout = drafted(layout, read_environment().draft, sizes.get("flash_attn"))
     budgets = replace(given_budgets(expert_cache, vram_cache, placement, misses), sizes=Sizes(**sizes))
     devices: tuple[Device, ...] = ()
     if layout.is_moe:

@@ -102,6 +102,7 @@ class Loader:
 
     def attach_model(self, params: c.Structure) -> None:
         """Sets the experts' buffer type and the progress callback in struct llama_model_params."""
+        params.load_mtp = self.load_plan.layout.loads_heads
         if self.session is not None:
             self.session.attach_model(params)
         if self._progress.callback is not None:

@@ -20,6 +20,7 @@ ROUTER_COPIES = 2  # in signed bytes, of the predictor `skip`: the store's, and 
 FIXED_BYTES = 48 * MIB  # libraries, threads, graphs, staging buffers of the readers
 VOCAB_TOKEN_BYTES = 320  # one token of the vocabulary, in both directions, with its merges
 KV_PAD_TOKENS = 256
+HEADS_UBATCH_TOKENS = 32  # of a pass of the heads that draft
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def kv_bytes(layout: ExpertLayout, n_ctx: int, type_k: int = F16, type_v: int = 
     """
     hp = layout.hparams
     n_tokens = -(-n_ctx // KV_PAD_TOKENS) * KV_PAD_TOKENS
-    kv_heads = hp.n_head_kv[: hp.n_layer]
+    kv_heads = hp.n_head_kv[: hp.n_layer + layout.n_layer_nextn * layout.loads_heads]
     head = hp.n_embd // max(hp.n_head) if max(hp.n_head) else 0
     key_length = max(hp.key_length or head, _scalar(layout, "attention.key_length_swa"))
     value_length = max(hp.value_length or head, _scalar(layout, "attention.value_length_swa"))
@@ -99,6 +100,7 @@ def compute_bytes(layout: ExpertLayout, n_ctx: int, n_ubatch: int, flash_attn: b
     lasting = 8 * n_wide + masks * n_tokens  # residual stream, Q, K, V; the mask in two types
     per_token = 4 * (max(scores + sparse, layout.n_vocab, experts, dense) + lasting)
     routers = ROUTER_COPIES * hp.n_embd * layout.n_expert_total
+    n_ubatch += HEADS_UBATCH_TOKENS * layout.loads_heads
     return n_ubatch * per_token + layout.n_vocab * VOCAB_TOKEN_BYTES + routers + FIXED_BYTES
 
 

@@ -235,6 +235,11 @@ class ContextImages:
     def __init__(self) -> None:
         self._spans: list[ImageSpan] = []
 
+    @property
+    def spans(self) -> Sequence[ImageSpan]:
+        """All of them."""
+        return self._spans
+
     def truncate(self, n_tokens: int) -> None:
         """Forgets those that are not within the first `n_tokens` tokens."""
         self._spans = [span for span in self._spans if span.end <= n_tokens]
@@ -242,6 +247,10 @@ class ContextImages:
     def add(self, span: ImageSpan) -> None:
         """Appends one after all others."""
         self._spans.append(span)
+
+    def hold(self, spans: Sequence[ImageSpan], n_tokens: int) -> None:
+        """The context now holds those of `spans` that are within its first `n_tokens` tokens."""
+        self._spans = [span for span in spans if span.end <= n_tokens]
 
     def __bool__(self) -> bool:
         return bool(self._spans)

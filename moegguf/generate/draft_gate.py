@@ -4,7 +4,8 @@ An accepted token is worth what a token costs without drafts; a drafted one cost
 has in it whatever it does there, such as fetching experts that nobody else uses. A draft goes on as long as the chance
 that its next token is reached and accepted is worth more than that token costs. Where that is not so of the first, one
 is tried again now and then, narrow, from an allowance: a share of the time of passes. When drafts have lost the
-allowance and what they had saved before, they pause until there is some again.
+allowance and what they had saved before, they pause until there is some again. Looking for drafts costs time, too: when
+that has found nothing for some passes, it is done as seldom as keeps within that share.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ LEAST_COST = 0.01
 
 @dataclass(frozen=True)
 class GateOptions:
-    """n_max: tokens of a draft at most. loss: share of the time that drafts may lose. margin: share of a token's time
-    that a pass must save. base_passes: undrafted ones whose median is their time. renew_passes: drafted ones until an
-    undrafted pass measures it again. trial_tokens: of a draft that is tried from the allowance. memory: of measured
-    costs, and of acceptance, the weight that stays with each new one. prior: chance of a token of each source to be
-    accepted, before any was seen."""
+    """n_max: tokens of a draft at most. loss: share of the time that drafts may lose, and that looking for them in vain
+    may take. patience: passes in which that is done in vain, one after the other, before it is done seldom. margin:
+    share of a token's time that a pass must save. base_passes: undrafted ones whose median is their time. renew_passes:
+    drafted ones until an undrafted pass measures it again. trial_tokens: of a draft that is tried from the allowance.
+    memory: of measured costs, and of acceptance, the weight that stays with each new one. prior: chance of a token of
+    each source to be accepted, before any was seen."""
 
     n_max: int = 24
     loss: float = 0.005
+    patience: int = 8
     margin: float = 0.03
     base_passes: int = 9
     renew_passes: int = 32
@@ -109,6 +112,10 @@ class DraftGate:
         self.acceptance = [Acceptance(prior, 0.98) for prior in self.options.prior]
         self._times: dict[int, PassTimes] = {}
         self._balance_s = 0.0  # saved, and allowed to be lost
+        self._allowance_s = 0.0  # for trials
+        self._tries = False  # in the next pass
+        self._n_vain = self._n_unlooked = 0  # passes since one had an accepted token, and since one looked for drafts
+        self._look_s = 0.0  # what looking takes
 
     def of_answer(self) -> list[Acceptance]:
         """Acceptance of each source in one answer."""
@@ -116,7 +123,11 @@ class DraftGate:
 
     def pauses(self, n_sequences: int) -> bool:
         """Whether nothing is drafted in the next pass, in which so many sequences decode, whatever they are."""
-        return self._balance_s < 0 or self._of(n_sequences).base_s is None
+        base_s = self._of(n_sequences).base_s
+        if self._balance_s < 0 or base_s is None:
+            return True
+        is_seldom = self._n_vain >= self.options.patience
+        return is_seldom and self._look_s > self.options.loss * base_s * (self._n_unlooked + 1)
 
     def widths(self, answers: Sequence[Sequence[Acceptance]]) -> list[list[int]]:
         """The most tokens that each source may draft for each of the answers that decode in the next pass."""
@@ -134,10 +145,11 @@ class DraftGate:
             max(_gain(source.chance, n, worth, cost) for source, n in zip(of_answer, of_widths, strict=True))
             for of_answer, of_widths in zip(answers, widths, strict=True)
         ]
-        if sum(gains) > self.options.margin * worth:
+        self._tries = sum(gains) <= self.options.margin * worth
+        if not self._tries:
             return widths
         tried = self.options.trial_tokens
-        if self._balance_s < tried * cost * base_s:
+        if min(self._balance_s, self._allowance_s) < tried * cost * base_s:
             return nothing
         return [[tried] * len(answers[0]), *nothing[1:]]
 
@@ -145,14 +157,21 @@ class DraftGate:
         """A pass in which so many sequences decode was computed. spent_s: the part of it that looked for drafts; it is
         lost where there were none."""
         times = self._of(n_sequences)
+        if spent_s:
+            self._look_s, self._n_unlooked = spent_s, 0
+            self._n_vain = 0 if n_accepted else self._n_vain + 1
+        else:
+            self._n_unlooked += 1
         if n_drafted == 0:
             seconds -= spent_s
             self._balance_s -= spent_s
         base_s, added_s = times.base_s, times.note(n_drafted, seconds)
         self._balance_s += self.options.loss * seconds
+        self._allowance_s += self.options.loss * seconds
         if base_s is not None:
-            self._balance_s += n_accepted * base_s / n_sequences - added_s
-            self._balance_s = min(self._balance_s, (self.options.n_max / 2) * base_s)
+            saved_s = n_accepted * base_s / n_sequences - added_s
+            self._balance_s = min(self._balance_s + saved_s, (self.options.n_max / 2) * base_s)
+            self._allowance_s = min(self._allowance_s + min(0, saved_s) * self._tries, base_s)
 
     def _of(self, n_sequences: int) -> PassTimes:
         if n_sequences not in self._times:

@@ -51,7 +51,7 @@ class Drafter:
         widths = self.gate.widths([text.acceptance for text in texts])
         if any(map(any, widths)):
             self._draft(texts, widths)
-        self._spent_s = time.thread_time() - start_s - self._once_s
+            self._spent_s = time.thread_time() - start_s - self._once_s
 
     def _draft(self, texts: Sequence[_Text], widths: Sequence[Sequence[int]]) -> None:
         wanted = [

@@ -42,6 +42,8 @@ class KvSlots:
         free = [slot for slot in self._slots if slot.answer is None]
         if len(self._slots) == 1:  # the model's own methods use it, too
             free[0].tokens = self._llm.input_ids[: self._llm.n_tokens].tolist()
+        if answer.sequence.prompt.images is not None:
+            free = self._slots[:1]  # the sequence that images are evaluated in; it computes alone
         shared = {slot.sequence: self._common_prefix(slot, answer) for slot in free}
         slot = min(free, key=lambda slot: (len(slot.tokens) - shared[slot.sequence], slot.n_used))
         self.truncate(slot, shared[slot.sequence])
@@ -75,8 +77,9 @@ class KvSlots:
         contexts, slot = self._llm.contexts, answer.slot
         if contexts is not None and slot is not None:
             n_held = len(slot.tokens)
-            owner = answer.request.owner
-            n_now = contexts.restore(slot.sequence, answer.context, n_held, owner, self._make_room)
+            owner, prompt = answer.request.owner, answer.sequence.prompt
+            spans = prompt.images.spans if prompt.images else ()
+            n_now = contexts.restore(slot.sequence, answer.context, n_held, owner, self._make_room, spans)
             slot.tokens = answer.context[:n_now]
             answer.timing.disk_tokens = max(0, n_now - n_held)
 

@@ -26,6 +26,8 @@ KINDS: tuple[Kind, ...] = ("gate", "up", "down", "gate_up")
 _EXPERTS = re.compile(r"blk\.(\d{1,6})\.ffn_(gate|up|down|gate_up)_exps\.weight")
 _EXPERT_ROWS = re.compile(r"blk\.\d+\.ffn_(gate|up|down|gate_up)_exps\.(bias|scale)")
 _LAYER = re.compile(r"blk\.(\d{1,6})\.")
+HEADS_TENSOR = "nextn.eh_proj.weight"  # which heads for more tokens than the next one have
+HEADS_ARCHS = ("glm4moe",)  # whose heads llama.cpp computes with a KV cache alone, as they are tested here
 _ROUTER = re.compile(r"blk\.(\d{1,6})\.ffn_gate_inp\.weight")
 
 
@@ -74,8 +76,9 @@ class RouterTensor:
 class ExpertLayout:
     """A model's files, layers and hyperparameters. Bytes are bytes on disk.
 
-    `dense_bytes` is all that is not an expert; `unused_bytes` are experts of multi-token-prediction layers, which
-    llama.cpp does not load. `tensor_types` maps a type's name to (tensors, bytes).
+    `dense_bytes` is all that is not an expert; `unused_bytes` are experts of multi-token-prediction layers, which are
+    not loaded. `tensor_types` maps a type's name to (tensors, bytes). `n_layer_nextn`: such layers at the end that can
+    draft; `loads_heads`: they are loaded, as weights that have no slots (`with_heads`).
     """
 
     arch: str
@@ -94,6 +97,8 @@ class ExpertLayout:
     looked_up_bytes: int = 0  # of the embedding matrix where it is nothing else: a token reads one row of it
     layer_dense_bytes: Mapping[int, int] = field(default_factory=dict)  # by layer: its part of dense_bytes
     expert_row_bytes: int = 0  # of biases and scales, which have a row per expert: also a part of dense_bytes
+    n_layer_nextn: int = 0
+    loads_heads: bool = False
 
     def check_not_overwritten(self) -> None:
         """Raises ExpertIOError where a shard was written to since its header was read."""
@@ -168,6 +173,11 @@ class ExpertLayout:
             layer_dense_bytes=layer_dense_bytes,
         )
 
+    def with_heads(self) -> ExpertLayout:
+        """The same model with its multi-token-prediction layers, whose experts count as weights that every token uses:
+        a draft that waits for experts costs more than it saves."""
+        return replace(self, dense_bytes=self.dense_bytes + self.unused_bytes, unused_bytes=0, loads_heads=True)
+
     @property
     def chat_template(self) -> str | None:
         """The model's chat template (Jinja); None without one."""
@@ -219,7 +229,15 @@ def read_layout(path: str | os.PathLike[str]) -> ExpertLayout:
         looked_up_bytes=embedding.n_bytes if embedding and "output.weight" in tensors else 0,
         layer_dense_bytes=_layer_dense_bytes(tensors),
         expert_row_bytes=sum(tensor.n_bytes for name, tensor in tensors.items() if _EXPERT_ROWS.fullmatch(name)),
+        n_layer_nextn=_n_layer_nextn(tensors, hparams),
     )
+
+
+def _n_layer_nextn(tensors: Mapping[str, TensorInfo], hparams: Hparams) -> int:
+    """Layers at the end that can draft; llama.cpp computes one of them, and no more."""
+    il = hparams.n_layer
+    can_draft = hparams.arch in HEADS_ARCHS and hparams.n_layer_all == il + 1
+    return int(can_draft and f"blk.{il}.{HEADS_TENSOR}" in tensors)
 
 
 def _layer_dense_bytes(tensors: Mapping[str, TensorInfo]) -> dict[int, int]:

@@ -39,7 +39,7 @@ class Draft:
 class _Config(c.Structure):
     _fields_ = [
         ("key", c.c_int32 * 2), ("n_seq", c.c_int32), ("n_max", c.c_int32), ("target", c.c_void_p),
-        ("draft", c.c_void_p),
+        ("draft", c.c_void_p), ("heads", c.c_int32),
     ]  # fmt: skip
 
 
@@ -58,6 +58,7 @@ def _library() -> c.CDLL:
         "open": [c.POINTER(_Config), c.POINTER(c.c_void_p)],
         "set_tokens": [c.c_void_p, c.c_int32, c.c_int32, c.c_void_p, c.c_int32],
         "draft": [c.c_void_p, c.POINTER(_Request), c.c_int32],
+        "evaluated": [c.c_void_p, c.c_void_p],
         "follow": [c.c_void_p, c.c_int32],
         "accept": [c.c_void_p, c.c_int32, c.c_int32],
     }
@@ -77,14 +78,21 @@ class Drafts:
     """Drafts of up to `n_max` tokens for the sequences of a context.
 
     keys: tokens of the long and the short n-gram that have to repeat. target, draft: addresses of llama_contexts, which
-    must outlive this; 0: none. Raises MoeggufError, as all methods do, also where their vocabularies differ.
+    must outlive this; 0: none. heads: `draft` is of the heads that the target's model has. Raises MoeggufError, as all
+    methods do, also where their vocabularies differ.
     """
 
     def __init__(
-        self, n_seq: int, n_max: int, keys: tuple[int, int], target: int = 0, draft: int = 0
+        self,
+        n_seq: int,
+        n_max: int,
+        keys: tuple[int, int],
+        target: int = 0,
+        draft: int = 0,
+        heads: bool = False,
     ) -> None:
         self._library, self._handle, self.n_max = _library(), c.c_void_p(), n_max
-        config = _Config((c.c_int32 * 2)(*keys), n_seq, n_max, target, draft)
+        config = _Config((c.c_int32 * 2)(*keys), n_seq, n_max, target, draft, heads)
         self._library.drafts_open(config, self._handle)
         self._requests = (_Request * n_seq)()
         self._tokens = np.zeros((n_seq, n_max), np.int32)
@@ -105,8 +113,12 @@ class Drafts:
             for row, request in enumerate(self._requests[: len(wanted)])
         ]
 
+    def evaluated(self, batch: c.Structure) -> None:
+        """The target has just evaluated this llama_batch: its heads, if these draft, do so, too."""
+        self._library.drafts_evaluated(self._handle, c.addressof(batch))
+
     def follow(self, sequence: int) -> None:
-        """The draft context, if there is one, evaluates what it lacks of a sequence."""
+        """A smaller model, if there is one, evaluates what it lacks of a sequence."""
         self._library.drafts_follow(self._handle, sequence)
 
     def accept(self, sequence: int, n: int) -> None:

@@ -87,10 +87,12 @@ class ModelManager:
         self._devices = devices
         self._device_limits = DeviceLimits()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._spare: asyncio.Task[WorkerProcess] | None = None  # a process without a model
         self._closed = False
         self._released = asyncio.Event()
 
     async def __aenter__(self) -> ModelManager:
+        self._prepare_process()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -105,6 +107,9 @@ class ModelManager:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         processes = [model.process for model in self._models.values() if model.process is not None]
+        if self._spare is not None:
+            with suppress(WorkerError, OptionError):
+                processes.append(await self._spare)
         await asyncio.gather(*(process.close() for process in processes))
         for model in self._models.values():
             if model.expiry is not None:
@@ -544,12 +549,27 @@ class ModelManager:
             self._dispatch()
 
     async def _start_process(self, model: ManagedModel, config: LoadConfig) -> None:
-        model.process = process = await WorkerProcess.start(
-            functools.partial(self._subscribers.publish, model), command=self._command, echo_stderr=self._settings.debug
-        )
+        model.process = process = await self._take_process()
+        process.on_snapshot = functools.partial(self._subscribers.publish, model)
         model.ready = await process.load(config, self._settings.load_timeout_s)
         model.expert_cache_bytes, model.vram_cache_bytes = model.reserved_bytes
         process.on_exit = lambda: self._on_process_exit(model, process)
+
+    def _prepare_process(self) -> None:
+        """Starts a process for the next model, whose modules are imported then."""
+        if self._spare is None and not self._closed:
+            self._spare = asyncio.get_running_loop().create_task(self._new_process())
+
+    async def _take_process(self) -> WorkerProcess:
+        """The spare process, or a new one where that has ended. Raises WorkerError, OptionError."""
+        spare, self._spare = self._spare, None
+        with suppress(WorkerError, OptionError):
+            if spare is not None and not (process := await spare).exited.done():
+                return process
+        return await self._new_process()
+
+    async def _new_process(self) -> WorkerProcess:
+        return await WorkerProcess.start(command=self._command, echo_stderr=self._settings.debug)
 
     def _on_process_exit(self, model: ManagedModel, process: WorkerProcess) -> None:
         if model.process is process and model.state is State.READY:  # not on request: it crashed
@@ -568,6 +588,7 @@ class ModelManager:
             self._spawn(self._unload(model))
 
     async def _unload(self, model: ManagedModel) -> None:
+        self._prepare_process()
         await self._end_process(model)
         self._dispatch()
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moegguf.engine.budgets import DEFAULT_UBATCH_TOKENS, Budgets, Sizes, given_bytes, pad_context
+from moegguf.engine.drafts import drafted
 from moegguf.engine.load import default_store, given_budgets, plan_known
 from moegguf.engine.machine import Device, Machine, Memory, count_cpus
 from moegguf.engine.memory import pooling_batch_tokens
@@ -27,7 +28,7 @@ from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache
 from moegguf.serving.events import LoadOverrides
 from moegguf.serving.wire import LoadConfig
-from moegguf.settings import Settings
+from moegguf.settings import Settings, read_environment
 
 _UNLIMITED = 1 << 62
 
@@ -63,12 +64,13 @@ def measure(
 
     Raises ModelFormatError, ModelNotFoundError, BudgetError, OptionError.
     """
-    layout, projector = layout_of(entry.path), projector_of(entry)
     chosen = dict(settings.loading)
+    chosen["draft"] = overrides.draft or chosen.get("draft") or read_environment().draft
     type_k, type_v = (chosen.pop(name, settings.kv_cache_type) for name in ("type_k", "type_v"))
     n_threads_given = chosen.pop("n_threads", None)  # taken out in any case
     n_threads_given = overrides.n_threads or n_threads_given
     flash_attn = True if (type_k, type_v) != ("f16", "f16") else settings.flash_attention
+    layout, projector = drafted(layout_of(entry.path), chosen["draft"], flash_attn), projector_of(entry)
     placement = "auto" if gpu is None else chosen.get("placement")
     cache = overrides.expert_cache or chosen.get("expert_cache")
     budgets = given_budgets(cache, chosen.get("vram_cache"), placement, chosen.get("misses"))
@@ -109,7 +111,7 @@ def measure(
             flash_attn=flash_attn,
             embedding=embedding,
             verbose=settings.debug,
-            **{**chosen, **({"draft": overrides.draft} if overrides.draft else {})},
+            **chosen,
         )
 
     def plan_with(machine: Machine, budgets: Budgets) -> Plan:

@@ -75,6 +75,7 @@ class Worker:
     def run(self) -> None:
         """Loads the model of the first message, then runs requests until the socket closes."""
         lines = self._connection.makefile("rb")
+        renderer.start()  # while nobody waits
         first = lines.readline(MAX_MESSAGE_BYTES)
         threading.Thread(target=self._read_messages, args=(lines,), name="moegguf-messages", daemon=True).start()
         threading.Thread(target=self._reply_beside, name="moegguf-beside", daemon=True).start()
@@ -163,8 +164,6 @@ class Worker:
 
     def _load(self, config: LoadConfig) -> bool:
         """Loads the model and sends "ready" or "failed"; False when it failed."""
-        if not config.embedding:
-            renderer.start()  # beside the load
         try:
             self._llm = llm = open_model(config, self._load_progress_sender())
         except BaseException as error:  # whatever ends a load is told to the server

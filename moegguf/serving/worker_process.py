@@ -119,18 +119,18 @@ class LoadStalledError(WorkerError):
     """A worker has read nothing for too long while loading."""
 
 
-def _ignore() -> None:
+def _ignore(*_: object) -> None:
     pass
 
 
 class WorkerProcess:
     """A worker process, whose errors name no model: many names may share it. `stats` and `decisions`: as last
     reported. `exited`: the error that describes the exit, set when the process has ended; `on_exit` is called
-    then, before its requests get the error. `cancel_grace_s`: how long a cancelled request may take to end."""
+    then, before its requests get the error. `cancel_grace_s`: how long a cancelled request may take to end.
+    `on_snapshot` gets what it sends while somebody watches."""
 
     def __init__(
         self,
-        on_snapshot: Callable[[Snapshot], None],
         echo_stderr: bool = False,
         on_warning: Callable[[str], object] | None = None,
         cancel_grace_s: float = CANCEL_GRACE_S,
@@ -142,7 +142,7 @@ class WorkerProcess:
         self.decisions: Mapping[str, Any] = {}
         self.exited: asyncio.Future[WorkerError] = asyncio.get_running_loop().create_future()
         self.on_exit: Callable[[], None] = _ignore
-        self._on_snapshot = on_snapshot
+        self.on_snapshot: Callable[[Snapshot], None] = _ignore
         self._loaded: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._load_progressed = asyncio.Event()
         self._on_progress: OnLoad = lambda fraction: None
@@ -157,7 +157,6 @@ class WorkerProcess:
     @classmethod
     async def start(
         cls,
-        on_snapshot: Callable[[Snapshot], None],
         *,
         command: Sequence[str] = COMMAND,
         **options: Any,
@@ -167,7 +166,7 @@ class WorkerProcess:
         Raises WorkerError when the system cannot start a process, OptionError for a variable that it could not read.
         """
         read_environment()  # which is the worker's, too
-        self = cls(on_snapshot, **options)
+        self = cls(**options)
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -297,7 +296,7 @@ class WorkerProcess:
         elif kind == "snapshot":
             snapshot = build(Snapshot, message["snapshot"])
             self.stats, self.decisions = snapshot.stats, message["decisions"]
-            self._on_snapshot(snapshot)
+            self.on_snapshot(snapshot)
         else:
             self._on_load_message(kind, message)
 

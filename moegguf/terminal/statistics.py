@@ -89,7 +89,10 @@ def draft_lines(stats: Stats) -> list[Line]:
         return []
     accepted = f"{stats.accepted_tokens} of {stats.drafted_tokens} token(s) accepted ({stats.draft_acceptance:.0%})"
     passes = f"{stats.draft_passes} pass" + "es" * (stats.draft_passes > 1)
-    return [("drafts", f"{accepted}, {stats.tokens_per_draft_pass:.2f} tokens in each of {passes}")]
+    lines = [("drafts", f"{accepted}, {stats.tokens_per_draft_pass:.2f} tokens in each of {passes}")]
+    if stats.n_experts:
+        lines.append(("read per token kept", format_bytes(round(stats.bytes_per_accepted_token))))
+    return lines
 
 
 def expert_lines(stats: Stats, decode: Stats) -> list[Line]:

@@ -20,6 +20,7 @@ from moegguf.errors import ExpertIOError, MoeggufError, OptionError
 from moegguf.generate import drafting
 from moegguf.generate.draft_gate import Acceptance, DraftGate
 from moegguf.generate.request import GenerationRequest
+from moegguf.gguf.experts import read_layout
 from moegguf.native.drafts import Draft, Drafts, Source
 from moegguf.processor import read_processor
 from moegguf.settings import read_environment
@@ -224,7 +225,7 @@ def test_auto_drafts_where_no_bit_depends_on_it(load: Load, tiny: TinyModel) -> 
         assert llm.drafts is None
     with pytest.warns(UserWarning, match="last bits"), load(tiny(), flash_attn=False, draft="ngram") as llm:
         assert llm.drafts
-    with pytest.raises(OptionError, match="is none of auto, off, ngram, nor a model"):
+    with pytest.raises(OptionError, match="is none of auto, off, ngram, mtp, nor a model"):
         load(tiny(), draft="maybe")
 
 
@@ -242,3 +243,45 @@ def test_a_second_model_drafts_what_repeats_nothing(eager: None) -> None:
 def test_a_draft_model_of_another_vocabulary_is_refused(load: Load, tiny: TinyModel) -> None:
     with pytest.raises(MoeggufError, match="vocab"):
         load(tiny(), flash_attn=None, draft=DEMO)
+
+
+def heads_of(load: Load, path: Any, **options: Any) -> Llama:
+    return load(path, n_ctx=256, n_seq_max=3, expert_cache="40%", flash_attn=None, **options)
+
+
+def test_heads_of_the_file_draft_and_change_no_token(
+    load: Load, tiny: TinyModel, eager: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny("tiny-glm4moe")
+    with heads_of(load, path, draft="auto") as llm:
+        assert llm.batch_invariant and llm._drafts.in_use == "mtp"
+        heads_bytes = llm.layout.dense_bytes - read_layout(path).dense_bytes
+        assert heads_bytes == read_layout(path).unused_bytes > 0
+        assert llm.plan.dense_bytes >= llm.layout.dense_bytes, "the plan counts them"
+        assert len(llm.layout.layers) == 3, "their experts have no slots"
+        requests = [request(number, **fields) for number, fields in enumerate(KINDS.values())]
+        undrafted = [answered(llm, [each], None)[0] for each in requests]
+        before = llm.stats()
+        drafted = answered(llm, requests, llm.drafts)
+        counted = llm.stats() - before
+        assert [*map(facts, drafted)] == [*map(facts, undrafted)]
+        assert counted.drafted_tokens > counted.accepted_tokens > 0
+    for draft in ("off", "ngram"):
+        with heads_of(load, path, draft=draft) as plain:  # which computes the last layer of fewer tokens
+            assert not plain.layout.loads_heads
+            assert [*map(facts, answered(plain, requests, None))] == [*map(facts, undrafted)]
+
+
+def test_heads_go_on_after_a_context_that_they_have_not_seen(load: Load, tiny: TinyModel, eager: None) -> None:
+    with heads_of(load, tiny("tiny-glm4moe"), draft="mtp") as llm:
+        requests = [request(0, max_tokens=20), request(0, max_tokens=30, temperature=1.0, seed=5), request(1)]
+        undrafted = [answered(llm, [each], None)[0] for each in requests]
+        llm.context.clear()
+        for wanted, each in zip(undrafted, requests, strict=True):  # the second one begins with what the first has left
+            (received,) = answers_together(llm, [each])
+            assert facts(received) == facts(wanted)
+
+
+def test_heads_need_a_file_that_has_them(load: Load, tiny: TinyModel) -> None:
+    with pytest.raises(OptionError, match="has no heads"):
+        load(tiny(), flash_attn=None, draft="mtp")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,9 @@ import numpy as np
 import pytest
 from answering import DEMO, TinyModel
 from hybrid_model import write_hybrid
+from pictures import message, png
 
+from moegguf.child import child_environment
 from moegguf.engine import kept_contexts
 from moegguf.engine.context_store import About, ContextStore, default_folder, stored_blocks
 from moegguf.engine.kept_contexts import BLOCK_TOKENS
@@ -20,7 +24,6 @@ from moegguf.engine.llama import Llama
 from moegguf.generate.engine import Engine, EngineAnswer
 from moegguf.generate.request import Sampling
 from moegguf.quantities import GIB
-from tools.context_check import kills
 
 N_PROMPT, N_NEW = 5 * BLOCK_TOKENS + 9, BLOCK_TOKENS + 20
 MODELS = {
@@ -251,8 +254,9 @@ def test_what_the_disk_is_too_slow_for_is_written_later(monkeypatch: pytest.Monk
 
 
 def test_killed_processes_leave_no_wrong_answer(tmp_path: Path) -> None:
-    found = kills(str(DEMO), 4, 0.2, tmp_path / "killed")  # `python -m tools.context_check kills` ends more
-    assert "all right" in found and "all whole" in found
+    command = [sys.executable, "-m", "tools.context_check", "kills", str(DEMO), "--count", "4", "--longest", "0.2"]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=child_environment(), check=False)
+    assert "all right" in found.stdout and "all whole" in found.stdout, found.stderr
 
 
 def _no_space(*_: object) -> None:
@@ -278,3 +282,35 @@ def test_what_was_computed_with_dropped_tokens_is_not_kept(unkept: Callable[...,
         with engine(DEMO, parallel=1, n_ctx=256) as kept:
             assert answer(kept, prompt, **sampling).logprobs == expected.logprobs
     assert max(block.about.n_tokens for block in stored_blocks(default_folder())) < 256
+
+
+@pytest.mark.parametrize(
+    ("kind", "preset"), [("mlp", "tiny-qwen2moe"), ("gemma3", "tiny-qwen3moe"), ("qwen2vl_merger", "tiny-qwen3vlmoe")]
+)
+def test_images_are_restored_by_their_hash(
+    kind: str, preset: str, tiny: TinyModel, projector: Callable[[str], Path]
+) -> None:
+    model, mmproj, words = tiny(preset), projector(kind), "what is it, and what was it before? " * 3
+
+    def turn(engine: Engine, seed: int) -> EngineAnswer:
+        asked = message("look ", png(128, 96, seed=seed), words, png(64, 64, seed=9), "and this?")
+        (found,) = engine.chat([asked], temperature=0.0, max_tokens=8, n_logprobs=20)
+        if found.error:
+            raise found.error
+        return found
+
+    with engine(model, mmproj=mmproj, context_store=0, parallel=1) as unkept:
+        expected = {seed: turn(unkept, seed).logprobs for seed in (1, 2)}
+    with engine(model, mmproj=mmproj) as first:
+        answer(first, prompt_of(90))  # another sequence is used for it
+        found = turn(first, 1)
+        assert found.logprobs == expected[1]
+        n_all, n_disk = computed(found)
+        assert n_all > 100 and n_disk == 0
+    with engine(model, mmproj=mmproj) as later:
+        found = turn(later, 1)
+        assert found.logprobs == expected[1]
+        assert computed(found) == (1, n_all - 1)
+        found = turn(later, 2)  # another picture of the same size
+        assert found.logprobs == expected[2]
+        assert computed(found)[1] == 0

@@ -11,6 +11,7 @@ import pytest
 from rpc_device import in_child, register
 from running import Llama, Load, Own, random_prompt, share_for
 
+from moegguf.bench.answering import Answering
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.policies import Policy, make_policy
 from moegguf.controller.predictors import make_predictor
@@ -18,6 +19,7 @@ from moegguf.controller.predictors.base import NoPrediction
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights, save
 from moegguf.engine.recording import TraceOptions
+from moegguf.generate.request import Sampling
 from moegguf.gguf.experts import read_layout
 from moegguf.native.store import StoreOptions
 from moegguf.quantities import Link
@@ -100,6 +102,21 @@ def test_a_simulation_counts_what_the_run_counted(
     (model.with_name(model.name + ".moegguf") / "eamc.safetensors").unlink(missing_ok=True)  # what the run learned
     assert trace.header.settings["events_dropped"] == 0
     assert_equal(trace, simulated(trace, policy, predictor, model, 22))
+
+
+def test_recorded_drafts_are_replayed(path: Callable[[str], Path], load: Load, tmp_path: Path) -> None:
+    model, out = path("tiny-qwen2moe"), tmp_path / "t"
+    options: dict[str, Any] = {"lockstep": True, "store": StoreOptions(sweep=False), "n_ctx": 512, "n_ubatch": 8}
+    cache = share_for(model, 22)
+    with load(model, policy="lru", expert_cache=cache, trace=out, draft="ngram", flash_attn=None, **options) as llm:
+        with Answering(llm) as answering:
+            for text in ([1, 2, 3, 4, 5, 6] * 9, [7, 8, 9] * 12):
+                answering.answer(text, Sampling(temperature=0.0, max_tokens=60))
+        drafted = llm.stats()
+    assert drafted.drafted_tokens > drafted.accepted_tokens
+    trace = read(out)
+    assert trace.n_tokens == drafted.tokens, "with tokens that were refused"
+    assert_equal(trace, simulated(trace, "lru", "none", model, 22))
 
 
 @pytest.mark.filterwarnings("ignore:.*the hit rate will be low")

@@ -44,7 +44,8 @@ async def value_of(request: PendingRequest) -> Any:
 @asynccontextmanager
 async def worker_of(path: Path, snapshots: list[Snapshot] | None = None, **config: Any) -> AsyncIterator[WorkerProcess]:
     """A worker that has loaded `path`; ended afterwards."""
-    process = await WorkerProcess.start([].append if snapshots is None else snapshots.append)
+    process = await WorkerProcess.start()
+    process.on_snapshot = [].append if snapshots is None else snapshots.append
     try:
         config = {"n_ctx": 512, "n_threads": 1, **config}
         await process.load(LoadConfig("tiny", str(path), **config), 60, lambda fraction: None)
@@ -122,7 +123,7 @@ async def test_uses_of_experts_are_told_of_each_request_that_asks(tiny: TinyMode
 
 @in_loop
 async def test_the_ready_message_describes_the_model(tiny: TinyModel) -> None:
-    process = await WorkerProcess.start(lambda snapshot: None)
+    process = await WorkerProcess.start()
     fractions: list[float] = []
     ready = await process.load(LoadConfig("tiny", str(tiny()), 300, n_threads=1), 60, fractions.append)
     assert ready.n_ctx >= 300 and ready.plan["n_slots"] > 0 and "expected" not in ready.plan

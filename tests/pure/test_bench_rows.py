@@ -51,6 +51,9 @@ def result(seconds: float, tokens: int = 7, store: bool = True) -> dict[str, Any
         "compute_ms_per_token": 40.0, "link_gb_per_s": 1.5, "link_bound_pct": 91.0, "evictions": 10,
         "staged_mb_per_token": 0.0, "copies_overlapped_pct": 0.0, "misses_computed": 0,
         "cpu_stall_ms_per_token": 0.0,
+        "draft_acceptance": 0.0,
+        "tokens_per_draft_pass": 0.0,
+        "mb_per_accepted_token": 0.0,
     }  # fmt: skip
     shared = {"test_time": "2026-01-02T03:04:05Z", "figures": [figures] * 2 if store else []}
     return {

@@ -64,8 +64,8 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "longer": lambda data: data + b"\0",
     "empty": lambda data: b"",
     "zeros at the end": lambda data: data[:4096] + bytes(len(data) - 4096),
-    "another version": lambda data: b"moegguf\x02" + data[8:],
-    "a header that is longer than the file": lambda data: data[:40] + b"\xff\xff\xff\xff" + data[44:],
+    "another version": lambda data: b"moegguf\x01" + data[8:],
+    "a header that is longer than the file": lambda data: data[:24] + b"\xff\xff\xff\xff" + data[28:],
 }
 
 

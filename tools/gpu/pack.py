@@ -29,7 +29,17 @@ NOT_BUILT = re.compile(
 )
 
 # Those of moegguf's own dependencies that its models, the tests and the measurements import, and what these import.
-PRODUCT = ("diskcache", "gguf", "jinja2", "numpy", "platformdirs", "psutil", "safetensors", "typing-extensions")
+PRODUCT = (
+    "diskcache",
+    "gguf",
+    "jinja2",
+    "numpy",
+    "platformdirs",
+    "psutil",
+    "safetensors",
+    "typing-extensions",
+    "xxhash",
+)
 BESIDE = ("markupsafe", "pyyaml", "tqdm", "pytest", "iniconfig", "packaging", "pluggy", "pygments")
 PYTHON = "3.12"
 PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (28, 27, 17, 12, 5)] + [

@@ -17,7 +17,7 @@ from gguf.constants import GGMLQuantizationType as QType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
-from tools.models.tensors import Tensor
+from tools.models.tensors import HEADS_INPUT, Tensor
 
 Bytes = NDArray[np.uint8]
 
@@ -95,6 +95,9 @@ def f32_weights(tensor: Tensor, seed: int) -> NDArray[np.float32]:
         return np.float32(1.0) + np.float32(0.1) * normal
     if tensor.name.endswith(".bias"):
         return np.float32(0.1) * normal
+    if tensor.name.endswith(HEADS_INPUT):  # the token's embedding, and a little of all else: as the trunk sees it
+        n_embd = tensor.shape[0]
+        return np.eye(n_embd, 2 * n_embd, dtype=np.float32) + np.float32(0.1 / sqrt(tensor.shape[-1])) * normal
     if ".ffn_gate_inp." in tensor.name:
         normal *= np.exp(ROUTER_SKEW * rng.standard_normal((tensor.shape[0], 1), dtype=np.float32))
         return normal * np.float32(ROUTER_STD / sqrt(tensor.shape[-1]))

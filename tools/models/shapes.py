@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ARCHS = ("qwen2moe", "qwen3moe", "qwen3vlmoe", "llama", "deepseek2", "gpt-oss")
+ARCHS = ("qwen2moe", "qwen3moe", "qwen3vlmoe", "llama", "deepseek2", "gpt-oss", "glm4moe")
 ROPE_FREQ_BASE = 1_000_000.0
 
 
@@ -31,6 +31,7 @@ class Shape:
     n_embd_head_v: int = 0
     n_ctx_train: int = 32768
     n_swa: int = 0
+    n_layer_nextn: int = 0
 
     def __post_init__(self) -> None:
         if self.arch not in ARCHS:
@@ -45,13 +46,20 @@ class Shape:
             raise ValueError("qwen2moe needs a shared expert: n_ff_shexp has to be positive")
         if self.arch == "deepseek2" and not (self.kv_lora_rank and 0 < self.n_rot < self.n_embd_head):
             raise ValueError("deepseek2 needs kv_lora_rank, and n_rot below n_embd_head")
+        if self.n_layer_nextn and self.arch != "glm4moe":
+            raise ValueError("n_layer_nextn, heads for more tokens than the next one, is of glm4moe alone")
         if self.arch == "gpt-oss" and not self.n_swa:
             raise ValueError("gpt-oss needs n_swa, the tokens that every second layer sees")
 
     @property
     def n_ff_shared(self) -> int:
-        """Width of the shared expert: deepseek2 counts shared experts, qwen2moe gives the width."""
-        return self.n_ff_exp * self.n_expert_shared if self.arch == "deepseek2" else self.n_ff_shexp
+        """Width of the shared expert: deepseek2 and glm4moe count shared experts, qwen2moe gives the width."""
+        return self.n_ff_exp * self.n_expert_shared or self.n_ff_shexp
+
+    @property
+    def n_layer_all(self) -> int:
+        """Layers in the file, with those that predict more than the next token."""
+        return self.n_layer + self.n_layer_nextn
 
     @property
     def n_embd_out(self) -> int:
@@ -98,6 +106,23 @@ PRESETS: dict[str, Shape] = {
         n_expert_used=2,
         n_ff_exp=14336,
         n_vocab=32000,
+    ),
+    "glm-4.5-air": Shape(
+        "glm4moe",
+        n_layer=46,
+        n_embd=4096,
+        n_head=96,
+        n_head_kv=8,
+        n_embd_head=128,
+        n_expert=128,
+        n_expert_used=8,
+        n_ff_exp=1408,
+        n_ff=10944,
+        n_vocab=151552,
+        n_layer_dense_lead=1,
+        n_expert_shared=1,
+        n_rot=64,
+        n_layer_nextn=1,
     ),
     "deepseek-v2-lite": Shape(
         "deepseek2",
@@ -204,6 +229,24 @@ PRESETS: dict[str, Shape] = {
         n_ctx_train=2048,
         n_swa=128,
     ),
+    "tiny-glm4moe": Shape(
+        "glm4moe",
+        n_layer=4,
+        n_embd=128,
+        n_head=4,
+        n_head_kv=2,
+        n_embd_head=64,
+        n_expert=16,
+        n_expert_used=3,
+        n_ff_exp=64,
+        n_ff=256,
+        n_vocab=1024,
+        n_layer_dense_lead=1,
+        n_expert_shared=1,
+        n_rot=32,
+        n_ctx_train=2048,
+        n_layer_nextn=1,
+    ),
     "tiny-mix": Shape(
         "qwen2moe",
         n_layer=4,
@@ -227,4 +270,5 @@ PRESET_LOCALITY = {
     "qwen3-30b-a3b": "qwen3-30b",
     "mixtral-8x7b": "mixtral",
     "deepseek-v2-lite": "qwen3-30b",
+    "glm-4.5-air": "qwen3-30b",
 }

@@ -32,6 +32,8 @@ ROW_FALLBACK = {
 # makes LRU hit 75 % with room for 37 % of the experts. `output` sets how peaked the next token is.
 GAINS = {"attn_output": 0.9, "output": 3.0}
 
+HEADS_INPUT = "nextn.eh_proj.weight"
+
 
 @dataclass(frozen=True)
 class Tensor:
@@ -74,7 +76,7 @@ def model_size_bytes(shape: Shape, quant: str) -> int:
 
 
 def _tensor(name: str, dims: tuple[int, ...], shape: Shape, quant: str) -> Tensor:
-    if len(dims) == 1 or ".ffn_gate_inp." in name or name.endswith(".bias"):
+    if len(dims) == 1 or ".ffn_gate_inp." in name or name.endswith((".bias", HEADS_INPUT)):
         return Tensor(name, dims, QType.F32, 0.0)
     role = name.split(".")[-2]
     std = 1.0 if role == "token_embd" else GAINS.get(role, 1.0) / sqrt(dims[-1])
@@ -117,9 +119,10 @@ def _use_more_bits(il: int, n_layer: int) -> bool:
 
 def _names_and_dims(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "token_embd.weight", (shape.n_vocab, shape.n_embd)
-    for il in range(shape.n_layer):
+    for il in range(shape.n_layer_all):
         attention = _mla(shape) if shape.arch == "deepseek2" else _attention(shape)
-        for name, dims in [*attention, *_ffn(shape, il)]:
+        heads = _heads(shape) if il >= shape.n_layer else ()
+        for name, dims in [*attention, *_ffn(shape, il), *heads]:
             yield f"blk.{il}.{name}", dims
     yield "output_norm.weight", (shape.n_embd,)
     yield "output.weight", (shape.n_vocab, shape.n_embd)
@@ -141,6 +144,13 @@ def _attention(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "attn_sinks.weight", (shape.n_head,)
 
 
+def _heads(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """What a layer that predicts more than the next token has beside those of others."""
+    yield HEADS_INPUT, (shape.n_embd, 2 * shape.n_embd)
+    for name in ("enorm", "hnorm", "shared_head_norm"):
+        yield f"nextn.{name}.weight", (shape.n_embd,)
+
+
 def _mla(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
     n_nope = shape.n_embd_head - shape.n_rot
     yield "attn_norm.weight", (shape.n_embd,)
@@ -153,7 +163,8 @@ def _mla(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _ffn(shape: Shape, il: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield ("post_attention_norm.weight" if shape.arch == "gpt-oss" else "ffn_norm.weight"), (shape.n_embd,)
+    norm = "post_attention_norm" if shape.arch in ("gpt-oss", "glm4moe") else "ffn_norm"
+    yield f"{norm}.weight", (shape.n_embd,)
     if il < shape.n_layer_dense_lead:
         yield from _gate_up_down("", (), shape.n_ff, shape.n_embd)
         return
@@ -161,6 +172,8 @@ def _ffn(shape: Shape, il: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield from _gate_up_down("_exps", (shape.n_expert,), shape.n_ff_exp, shape.n_embd)
     if shape.n_ff_shared:
         yield from _gate_up_down("_shexp", (), shape.n_ff_shared, shape.n_embd)
+    if shape.arch == "glm4moe":
+        yield "exp_probs_b.bias", (shape.n_expert,)
     if shape.arch == "qwen2moe":
         yield "ffn_gate_inp_shexp.weight", (shape.n_embd,)
     if shape.arch == "gpt-oss":

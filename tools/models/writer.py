@@ -201,7 +201,7 @@ def _add_metadata(writer: GGUFWriter, shape: Shape, quant: str, name: str, local
     writer.add_file_type(FILE_TYPES[quant])
     writer.add_quantization_version(2)
     writer.add_custom_alignment(ALIGNMENT)
-    writer.add_block_count(shape.n_layer)
+    writer.add_block_count(shape.n_layer_all)
     writer.add_context_length(shape.n_ctx_train)
     writer.add_embedding_length(shape.n_embd)
     writer.add_feed_forward_length(shape.n_ff or shape.n_ff_exp)
@@ -217,11 +217,17 @@ def _add_metadata(writer: GGUFWriter, shape: Shape, quant: str, name: str, local
         writer.add_head_count_kv(shape.n_head_kv)
         writer.add_key_length(shape.n_embd_head)
         writer.add_value_length(shape.n_embd_head)
-        writer.add_rope_dimension_count(shape.n_embd_head)
+        writer.add_rope_dimension_count(shape.n_rot or shape.n_embd_head)
     if shape.arch == "qwen3vlmoe":
         writer.add_rope_dimension_sections([shape.n_embd_head // 4, shape.n_embd_head // 8, shape.n_embd_head // 8, 0])
     if shape.arch == "gpt-oss":
         writer.add_sliding_window(shape.n_swa)
+    if shape.arch == "glm4moe":
+        writer.add_leading_dense_block_count(shape.n_layer_dense_lead)
+        writer.add_expert_shared_count(shape.n_expert_shared)
+        writer.add_expert_weights_scale(1.0)
+        writer.add_expert_weights_norm(True)
+        writer.add_nextn_predict_layers(shape.n_layer_nextn)
     if shape.arch != "llama":
         writer.add_expert_feed_forward_length(shape.n_ff_exp)
     if shape.arch == "qwen2moe":

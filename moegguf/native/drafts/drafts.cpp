@@ -20,7 +20,8 @@ void common_log_add(common_log *, ggml_log_level, const char *, ...) {
 
 namespace {
 
-constexpr float least_probability = 0.5f; // of a token by the draft model, to go on
+constexpr float least_probability = 0.5f; // of a token by the draft context, to go on
+constexpr int32_t most_by_heads = 4;      // tokens of a draft: each guesses from the guess before
 
 // The n-grams of one sequence: objects of their own, as upstream's forget nothing when another text begins.
 struct Sequence {
@@ -29,6 +30,7 @@ struct Sequence {
     llama_tokens draft;
     size_t n_followed = 0;           // tokens that the draft context has
     int32_t source = DRAFTS_SOURCES; // of the last draft that was not accepted or refused yet
+    bool by_model = false;           // the draft context's last draft had tokens
 };
 
 thread_local std::string last_error;
@@ -53,10 +55,10 @@ struct drafts {
         }
         if (config.draft) {
             common_params_speculative params;
-            params.types = {COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE};
+            params.types = {config.heads ? COMMON_SPECULATIVE_TYPE_DRAFT_MTP : COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE};
             params.draft.ctx_tgt = config.target;
             params.draft.ctx_dft = config.draft;
-            params.draft.n_max = config.n_max;
+            params.draft.n_max = config.heads ? std::min(config.n_max, most_by_heads) : config.n_max;
             params.draft.p_min = least_probability;
             model.reset(common_speculative_init(params, config.n_seq));
         }
@@ -115,6 +117,7 @@ struct drafts {
             request->n = std::min((int32_t)sequence.draft.size(), request->n_max[number]);
             std::copy_n(sequence.draft.begin(), request->n, request->tokens);
             sequence.source = request->source = request->n ? number : DRAFTS_SOURCES;
+            sequence.by_model = number == DRAFTS_MODEL ? request->n > 0 : sequence.by_model;
         }
     }
 
@@ -145,12 +148,15 @@ struct drafts {
         }
     }
 
-    // False where the draft context takes no more tokens; it forgets the sequence then.
+    // False where the draft context takes no more tokens; it forgets the sequence then. Heads have followed the target.
     bool follow(int32_t number) {
         Sequence & sequence = this->sequence(number);
         llama_memory_t memory = llama_get_memory(config.draft);
         const size_t n = sequence.tokens.size() - 1,
                      n_batch = llama_n_batch(config.draft); // the last one begins a draft
+        if (config.heads) {
+            return llama_memory_seq_pos_max(memory, number) + 1 == (llama_pos)n;
+        }
         sequence.n_followed = std::min(sequence.n_followed, n);
         bool fits = llama_memory_seq_rm(memory, number, sequence.n_followed, -1);
         while (fits && sequence.n_followed < n) {
@@ -171,12 +177,41 @@ struct drafts {
         return fits;
     }
 
+    // What a draft, or refused tokens, have left goes first; behind a gap, which a restored or copied context leaves,
+    // heads begin anew.
+    void evaluated(const llama_batch & pass) {
+        if (!model || !config.heads) {
+            return;
+        }
+        llama_memory_t memory = llama_get_memory(config.draft);
+        common_batch batch;
+        for (int32_t i = 0; i < pass.n_tokens; i++) {
+            const llama_seq_id number = pass.seq_id[i][0];
+            if (i == 0 || number != pass.seq_id[i - 1][0]) {
+                llama_memory_seq_rm(memory, number, pass.pos[i], -1);
+                if (llama_memory_seq_pos_max(memory, number) + 1 != pass.pos[i]) {
+                    llama_memory_seq_rm(memory, number, -1, -1);
+                }
+            }
+            common_batch::token token = {};
+            token.id = pass.token[i];
+            token.pos[0] = pass.pos[i];
+            token.seq_id = number;
+            batch.tokens.push_back(token);
+        }
+        if (!common_speculative_process(model.get(), batch)) {
+            llama_memory_clear(memory, false);
+        }
+    }
+
+    // Heads go on from the last token that was accepted, whoever drafted it.
     void accept(int32_t number, int32_t n) {
         Sequence & sequence = this->sequence(number);
         const int32_t source = std::exchange(sequence.source, DRAFTS_SOURCES);
-        if (source == DRAFTS_MODEL) {
+        if (source == DRAFTS_MODEL || (source < DRAFTS_MODEL && config.heads && sequence.by_model)) {
             common_speculative_accept(model.get(), number, n);
-        } else if (source < DRAFTS_MODEL) {
+        }
+        if (source < DRAFTS_MODEL) {
             common_speculative_accept(sequence.ngrams[source].get(), 0, n);
         }
     }
@@ -202,6 +237,10 @@ const char * drafts_set_tokens(drafts * drafts, int32_t sequence, int32_t n_kept
 
 const char * drafts_draft(drafts * drafts, drafts_request * requests, int32_t n) {
     return guarded([&] { drafts->draft(requests, n); });
+}
+
+const char * drafts_evaluated(drafts * drafts, const llama_batch * batch) {
+    return guarded([&] { drafts->evaluated(*batch); });
 }
 
 const char * drafts_follow(drafts * drafts, int32_t sequence) {

@@ -1,8 +1,9 @@
 // drafts.h: tokens that may come next, guessed by llama.cpp's own speculative code (its `common` library).
 //
 // A library of its own, over libllama, which itself needs libmoegguf. A draft comes from the sequence's own tokens
-// (n-grams), or from a draft context, of a smaller model. It decides nothing: who asks verifies every token. Calls are
-// of one thread; none may throw. Structs and calls are written again in native/drafts.py.
+// (n-grams), or from a draft context: of a smaller model, or of the heads that the target model has for more tokens
+// than the next one (MTP), which go on from what the target has computed. It decides nothing: who asks verifies every
+// token. Calls are of one thread; none may throw. Structs and calls are written again in native/drafts.py.
 #pragma once
 
 #include "llama.h"
@@ -27,6 +28,7 @@ struct drafts_config {
     int32_t n_max;  // tokens of a draft at most
     struct llama_context * target;
     struct llama_context * draft; // or null; with as many sequences as the target; must outlive the drafts
+    int32_t heads;                // the draft context is of the target's own heads
 };
 
 // A sequence that wants a draft: at most `n_max` tokens of each source (0: do not ask it) go to `tokens`, which has
@@ -48,8 +50,11 @@ DRAFTS_API const char * drafts_set_tokens(drafts * drafts, int32_t sequence, int
                                           int32_t n);
 DRAFTS_API const char * drafts_draft(drafts * drafts, struct drafts_request * requests, int32_t n);
 
-// The draft context evaluates what it lacks of a sequence; left to drafts_draft, the first draft of a prompt takes
-// long.
+// The target context has just evaluated this batch, in which the tokens of a sequence follow each other: its heads, if
+// these draft, evaluate it, too.
+DRAFTS_API const char * drafts_evaluated(drafts * drafts, const struct llama_batch * batch);
+// A smaller model's context evaluates what it lacks of a sequence; left to drafts_draft, the first draft of a prompt
+// takes long.
 DRAFTS_API const char * drafts_follow(drafts * drafts, int32_t sequence);
 // So many tokens of the sequence's last draft were taken.
 DRAFTS_API const char * drafts_accept(drafts * drafts, int32_t sequence, int32_t n);

@@ -82,7 +82,7 @@ class Options(SamplingOptions):
     num_thread: Whole = _in_range("num_thread")
     expert_cache: Budget = None
     moe_cache_ram: Budget = None
-    draft: Literal["auto", "off", "ngram"] | None = None
+    draft: Literal["auto", "off", "ngram", "mtp"] | None = None
     num_predict: Whole = _in_range("num_predict")
     num_keep: Whole = _in_range("num_keep")
 
