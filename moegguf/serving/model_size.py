@@ -20,6 +20,7 @@ from moegguf.engine.pool_plan import VRAM_MARGIN_BYTES
 from moegguf.engine.sequences import sequences_of
 from moegguf.engine.speeds import KnownSpeeds
 from moegguf.errors import BudgetError
+from moegguf.gguf.adapter import read_adapter
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.reader import ggml_type
 from moegguf.models.details import layout_of, projector_of
@@ -77,12 +78,14 @@ def measure(
     free_bytes = min(limit_bytes, *(device.free_bytes for device in devices)) if devices else limit_bytes
     pool_bytes = budgets.given_vram_bytes(layout) if devices else given_bytes(layout, budgets.ram)
     sizes = Sizes(settings.n_ctx or None, type_k=ggml_type(type_k), type_v=ggml_type(type_v), projector=projector)
-    sizes = replace(sizes, flash_attn=bool(flash_attn))  # None may become off, which needs more
+    adapter_bytes = read_adapter(entry.adapter, layout.arch).n_bytes if entry.adapter else 0
+    sizes = replace(sizes, flash_attn=bool(flash_attn), adapter_bytes=adapter_bytes)  # None may become off: needs more
     default_n_ctx = sizes.within(layout, free_bytes).n_ctx or 0
     n_ctx = pad_context(overrides.n_ctx) if overrides.n_ctx else default_n_ctx
     embedding = is_embedding(layout.metadata)
     n_batch = overrides.n_batch or (pooling_batch_tokens(n_ctx) if embedding else DEFAULT_UBATCH_TOKENS)
     n_seq_max = sequences_of(layout, n_ctx, settings.n_parallel)
+    draft = overrides.draft or (str(entry.draft) if entry.draft else None)
     sizes = replace(
         sizes, n_ctx=n_ctx, n_ubatch=n_batch if embedding else None, n_batch=n_batch, n_seq_max=n_seq_max,
         kv_tokens=settings.kv_tokens,
@@ -109,7 +112,8 @@ def measure(
             flash_attn=flash_attn,
             embedding=embedding,
             verbose=settings.debug,
-            **{**chosen, **({"draft": overrides.draft} if overrides.draft else {})},
+            lora_path=str(entry.adapter) if entry.adapter else None,
+            **{**chosen, **({"draft": draft} if draft else {})},
         )
 
     def plan_with(machine: Machine, budgets: Budgets) -> Plan:

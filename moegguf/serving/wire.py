@@ -56,6 +56,8 @@ class LoadConfig:
     n_seq_max: int = 1
     schedule: str = "fifo"
     mmproj: str | None = None
+    lora_path: str | None = None
+    lora_scale: float | None = None
     n_batch: int | None = None
     n_threads: int | None = None
     n_gpu_layers: int | None = None
