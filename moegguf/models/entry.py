@@ -92,7 +92,7 @@ class Details:
     """Facts from the headers of an entry's files.
 
     `parameter_size` is abbreviated ("30.5B"), `quantization` the file's main type ("Q4_K_M"). `capabilities`: of
-    completion, vision, tools, thinking, insert, embedding. `metadata`: all GGUF keys.
+    completion, vision, tools, thinking, insert, embedding, rerank. `metadata`: all GGUF keys.
     """
 
     family: str

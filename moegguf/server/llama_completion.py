@@ -1,5 +1,5 @@
-"""llama-server's own endpoints for text: /completion (a prompt as it is), /infill (the gap between two texts),
-/apply-template (the prompt of a conversation), and the refusal of /rerank.
+"""llama-server's own endpoints for text: /completion (a prompt as it is), /infill (the gap between two texts)
+and /apply-template (the prompt of a conversation).
 
 They take the sampling options of /v1/completions by the same names; those of samplers that are not here are ignored.
 """
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from moegguf.serving.lease import Lease
 
 MAX_FILES = 256
-RERANK_PATHS = ("/rerank", "/reranking", "/v1/rerank", "/v1/reranking")
 
 Kind = TypeVar("Kind", bound=GenerationBody)
 
@@ -239,13 +238,7 @@ async def apply_template(request: Request) -> Response:
     return WholeResponse(work())
 
 
-async def refuse_to_rerank(_: Request) -> Response:
-    """Raises HttpError 501: models with a ranking head are not run here."""
-    raise HttpError(501, "models that rank documents are not supported; compare vectors of /v1/embeddings")
-
-
 routes = [
-    *(Route(path, refuse_to_rerank, methods=["POST"]) for path in RERANK_PATHS),
     *_native(NativeCompletionBody, "/completion", "/completions"),
     *_native(InfillBody, "/infill"),
     Route("/apply-template", apply_template, methods=["POST"]),
