@@ -162,9 +162,10 @@ class Catalog:
             entry = base or self.blobs.make_set(recipe.files)
             made = replace(entry, parameters={**entry.parameters, **parameters}, draft=draft or entry.draft, **given)
             if recipe.adapter or recipe.adapters:
-                path = self.blobs.make_adapter(recipe.adapters) if recipe.adapters else Path(recipe.adapter).expanduser()
-                read_adapter(path, layout_of(entry.path).arch)
-                made = replace(made, adapter=path.absolute())
+                sent = self.blobs.make_adapter(recipe.adapters) if recipe.adapters else None
+                adapter = sent or Path(recipe.adapter).expanduser().absolute()
+                read_adapter(adapter, layout_of(entry.path).arch)
+                made = replace(made, adapter=adapter)
             if made.overrides == entry.overrides and made.adapter == entry.adapter:
                 return made
             weights = entry.weights if made.adapter == entry.adapter else weights_digest(entry.files, made.adapter)

@@ -54,7 +54,8 @@ def parse(text: str) -> Recipe:
 def render(entry: ModelEntry, base: str) -> str:
     """The Modelfile that creates the same model from `base`, the origin of its files; `parse` reads it back."""
     lines = [f"FROM {_bare(base)}"]
-    lines += [f"{word} {_bare(str(path))}" for word, path in (("ADAPTER", entry.adapter), ("DRAFT", entry.draft)) if path]
+    beside = {"ADAPTER": entry.adapter, "DRAFT": entry.draft}
+    lines += [f"{word} {_bare(str(path))}" for word, path in beside.items() if path]
     if entry.template is not None:
         lines.append(f"TEMPLATE {_quoted(entry.template)}")
     if entry.system is not None:

@@ -22,7 +22,6 @@ from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body, read_body
 from moegguf.server.common.conversation import Conversation, Json, Reply, understand
-from moegguf.server.common.errors import HttpError
 from moegguf.server.common.streams import WholeResponse, event_line
 from moegguf.server.llama_server import sampling_object, selected_model
 from moegguf.server.openai.chat import chat_logprobs, prompt_progress, statistics

@@ -57,6 +57,7 @@ class ModelManager:
     ) -> None:
         self._catalog = catalog
         self._settings = settings
+        self.kept: set[str] = set()  # names whose models stay loaded where a request does not say how long
         self._subscribers = Subscribers()
         self._dispatcher = Dispatcher(settings, self._subscribers, command, measure, devices)
 
@@ -90,11 +91,12 @@ class ModelManager:
         WorkerError.
         """
 
-        idle_s = self._settings.keep_alive_s if keep_alive_s is None else keep_alive_s
-        purpose = Purpose.ANSWER if will_answer else Purpose.SHARED
-        new_waiter = partial(
-            Waiter, overrides=overrides, keep_alive_s=idle_s, purpose=purpose, on_progress=on_progress
-        )
+        def new_waiter(entry: ModelEntry) -> Waiter:
+            default_s = math.inf if entry.name in self.kept else self._settings.keep_alive_s
+            idle_s = default_s if keep_alive_s is None else keep_alive_s
+            purpose = Purpose.ANSWER if will_answer else Purpose.SHARED
+            return Waiter(entry, overrides, idle_s, purpose, on_progress)
+
         return Lease(self._dispatcher, partial(self._find, name), new_waiter)
 
     async def load(
