@@ -102,13 +102,21 @@ _TABLE = (
         "draft", "load", MODEL,
         "Guess tokens ahead and verify several in a pass, while that saves time: ngram (what followed the same tokens"
         " earlier in the text), mtp (the same, else the model's own heads for more than the next token), auto (of these"
-        " what the file has, where no bit of an answer depends on it), off, or a smaller model of the same vocabulary."
-        " Names only in Modelfiles and requests.",
+        " what the file has, where no bit of an answer depends on it), off, or a smaller model of the same vocabulary"
+        " (in a Modelfile DRAFT; a request names no model).",
         ("--draft",), "HOW|FILE", "DRAFT", default="auto",
     ),
     Option(
         "mmproj", "load", MODEL, "The model's projector for images.", ("--mmproj",), "FILE",
         default="the one beside the model",
+    ),
+    Option(
+        "lora_path", "load", MODEL, "A LoRA adapter (GGUF) of the model; in a Modelfile ADAPTER.", ("--lora",), "FILE",
+        default="that of the model's name",
+    ),
+    Option(
+        "lora_scale", "load", MODEL, "How much the adapter counts.", ("--lora-scale",), "X", kind="number",
+        default="1", least=-1000, most=1000,
     ),
     Option(
         "flash_attention", "load", MODEL, "Fused attention, which rounds otherwise.", variable="FLASH_ATTENTION",

@@ -17,23 +17,23 @@ SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html")
 VENDORED = ("moegguf/server/static/vendor/",)  # libraries with a licence of their own: not counted
 GOALS = {"moegguf": 46_000, "tests": 34_000, "tools + predictors": 14_000}
 LIMITS = {
-    "moegguf": 1_250,
+    "moegguf": 2_110,
     "moegguf/bench": 1_420,
     "moegguf/chat": 1_630,
-    "moegguf/cli": 3_390,
+    "moegguf/cli": 3_410,
     "moegguf/controller": 3_490,
-    "moegguf/engine": 7_830,
-    "moegguf/generate": 4_850,
-    "moegguf/gguf": 1_920,
-    "moegguf/models": 3_150,
+    "moegguf/engine": 7_860,
+    "moegguf/generate": 4_900,
+    "moegguf/gguf": 1_960,
+    "moegguf/models": 3_210,
     "moegguf/native": 17_340,
-    "moegguf/server": 7_930,
-    "moegguf/serving": 6_350,
-    "moegguf/terminal": 1_740,
+    "moegguf/server": 8_000,
+    "moegguf/serving": 5_540,
+    "moegguf/terminal": 1_750,
     "moegguf/trace": 2_090,
     "predictors": 5_890,
-    "tests": 43_830,
-    "tools": 5_880,
+    "tests": 43_960,
+    "tools": 5_970,
 }
 
 

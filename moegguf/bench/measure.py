@@ -37,6 +37,7 @@ from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
 from moegguf.generate.request import Sampling
 from moegguf.gguf.experts import read_layout
 from moegguf.gguf.reader import ggml_type
+from moegguf.models.details import human_number
 from moegguf.native import library
 from moegguf.native.link_device import link_device, memory_copy_bytes_per_s
 from moegguf.native.store import StoreOptions
@@ -290,7 +291,7 @@ def peak_rss_bytes() -> int:
 def _description(llama: Llama, spec: Spec) -> dict[str, Any]:
     patched = f"moegguf-{__version__}+" if spec.system != "stock" else ""
     return describe_build(library.llama_cpp(), patched) | {
-        "model_type": llama._model.desc(),
+        "model_type": llama._model.desc().replace("?B", human_number(llama._model.n_params())),  # an unknown size
         "model_size": llama._model.size(),
         "model_n_params": llama._model.n_params(),
         "routing": imitated_routing(llama.layout.metadata),

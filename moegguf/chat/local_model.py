@@ -148,6 +148,8 @@ class LocalModel:
                 spinner.show(f"trying {layout.name}, the first time it is loaded" if share is None else text)
 
             defaults = {"mmproj": projector and str(projector.path), "flash_attn": self._settings.flash_attention}
+            beside = {"lora_path": entry.adapter, "draft": entry.draft}
+            defaults |= {name: str(path) for name, path in beside.items() if path}
             chosen: dict[str, Any] = {**defaults, **options, "verbose": self._log, "silent": not self._log}
             config = LoadConfig(entry.name, str(entry.path), **chosen)
             self._ready = self._run(worker.load(config, math.inf, on_progress))

@@ -5,6 +5,7 @@ Command modules import numpy, rich and model libraries inside their functions on
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Annotated
 
@@ -48,28 +49,29 @@ def root(
         typer.echo(context.get_help())
 
 
-app.command(cls=RunCommand)(run)
-app.command(cls=Command, short_help="Answer a file of requests.")(batch)
-app.command(cls=ServeCommand)(serve)
-app.command("start", cls=ServeCommand, hidden=True)(serve)
-app.command()(model_commands.pull)
-app.command("list")(model_commands.list_models)
-app.command()(model_commands.library)
-app.command("ls", hidden=True)(model_commands.list_models)
-app.command()(model_commands.show)
-app.command("rm")(model_commands.remove)
-app.command("cp")(model_commands.copy)
-app.command()(model_commands.create)
-app.command(hidden=True)(model_commands.push)
-app.command()(server_commands.ps)
-app.command()(server_commands.stop)
-app.command()(server_commands.budget)
-app.command()(top)
-app.command(cls=Command)(model_commands.estimate)
-app.command()(model_commands.doctor)
-app.command(cls=Command, short_help="Measure speed, hit rate, bytes and stalls.")(bench)
-app.add_typer(trace)
-app.add_typer(contexts)
+command = functools.partial(app.command, cls=Command)
+command(cls=RunCommand)(run)
+command(short_help="Answer a file of requests.")(batch)
+command(cls=ServeCommand, short_help="Serve models over HTTP, with a web page.")(serve)
+command("start", cls=ServeCommand, hidden=True)(serve)
+command(short_help="Fetch a model.")(model_commands.pull)
+command("list")(model_commands.list_models)
+command(short_help="List well-known models: which run here, how fast.")(model_commands.library)
+command("ls", hidden=True)(model_commands.list_models)
+command()(model_commands.show)
+command("rm", short_help="Remove models.")(model_commands.remove)
+command("cp")(model_commands.copy)
+command(short_help="Create a model from a Modelfile.")(model_commands.create)
+command(hidden=True)(model_commands.push)
+command(short_help="List the models that a server has loaded.")(server_commands.ps)
+command()(server_commands.stop)
+command(short_help="Show or change a loaded model's memory.")(server_commands.budget)
+command(short_help="Watch the experts of loaded models.")(top)
+command(short_help="Estimate memory and speed before loading.")(model_commands.estimate)
+command(short_help="Print what a bug report needs.")(model_commands.doctor)
+command(short_help="Measure speed, hit rate, bytes and stalls.")(bench)
+app.add_typer(trace, short_help="Record a model's routing, and replay it.")
+app.add_typer(contexts, short_help="List or delete contexts that are kept on disk.")
 
 
 def main(arguments: list[str] | None = None) -> int:

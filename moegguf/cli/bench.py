@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import os
 import re
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,7 +36,6 @@ class Flag(NamedTuple):
     limits: Mapping[str, Any] = {}
 
 
-BUSY_SHARE = 0.25  # of the processors, by the load of the last minute, from which figures are too low
 FLAGS = (
     Flag("model", "-m --model", "MODEL", OFTEN,
          "GGUF file (the first one of a split model) or a name; may be repeated."),
@@ -210,7 +208,7 @@ def _groups(
 ) -> list[list[BenchedSystem]]:
     """The systems to alternate, for every combination of settings."""
     from moegguf.bench.series import combinations, make_systems
-    from moegguf.engine.machine import count_cpus
+    from moegguf.engine.machine import count_cpus, load_warning
     from moegguf.models.catalog import find_model
     from moegguf.terminal.loading import find_or_pull
 
@@ -229,9 +227,8 @@ def _groups(
         **{name: split(chosen[name]) for name in ("type_k", "type_v", "flash_attn")},
         "n_threads": parse_ints([text for text in chosen["n_threads"] if text != "auto"], "-t") or [count_cpus()],
     }
-    load, n_cpus = os.getloadavg()[0], count_cpus()
-    if load > BUSY_SHARE * n_cpus:
-        print_message(f"warning: other processes keep {load:.1f} of {n_cpus} processors busy; figures will be lower")
+    if warning := load_warning():
+        print_message(warning)
     base = _base(models[0], chosen, given)
     return [make_systems(spec, caches, others, limit) for spec in combinations(base, lists)]
 

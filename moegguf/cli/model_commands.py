@@ -47,11 +47,21 @@ def list_models(prefix: Prefix = "", as_json: AsJson = False) -> None:
 
 def library(prefix: Prefix = "", as_json: AsJson = False) -> None:
     """List well-known models by short names: which would run here, and how fast."""
+    from moegguf.engine.machine import load_warning
     from moegguf.terminal.library import library_facts
     from moegguf.terminal.tables import print_json, print_library
 
     facts = library_facts(prefix)
-    print_json(facts) if as_json else print_library(facts)
+    if as_json:
+        print_json(facts)
+        return
+    print_library(facts)
+    print_message(
+        "\nNEEDS: memory to run it at all. FOR ALL: with every expert in memory. SPEED HERE: estimated from this"
+        "\nmachine's free memory, processors and disk now. `moegguf run NAME` fetches a model and runs it."
+    )
+    if warning := load_warning():
+        print_message(warning)
 
 
 def show(

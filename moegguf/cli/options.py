@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -20,15 +21,21 @@ OFTEN = "Options"
 Given = dict[str, Any]
 """{name of an option: its value}, of those given on the command line."""
 
+_TYPE_OF_PYTHON = re.compile(r" <.*>$")
 _TYPES: dict[str, type] = {"whole": int, "number": float, "switch": bool, "threads": int}
 
 
 class Command(TyperCommand):
-    """A command that takes old names of its flags, and whose help has a panel for each group of them."""
+    """A command that takes old names of its flags, and whose help has a panel for each group of them; arguments have
+    names there, and no types of Python."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parses `args` with the new names."""
         return super().parse_args(ctx, with_new_flags(args))
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """The words of the line of usage."""
+        return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Writes arguments, then flags by panel, those that people use most first."""
@@ -37,7 +44,7 @@ class Command(TyperCommand):
             if (record := param.get_help_record(ctx)) is not None:
                 is_argument = param.param_type_name == "argument"
                 panel = "Arguments" if is_argument else getattr(param, "rich_help_panel", None) or OFTEN
-                panels[panel].append(record)
+                panels[panel].append((_TYPE_OF_PYTHON.sub("", record[0]), record[1]) if is_argument else record)
         for title, records in panels.items():
             if records:
                 with formatter.section(title):

@@ -68,7 +68,7 @@ class Sizes:
     n_ctx: 0 is the model's own; None: the largest that leaves most memory to experts (`within`).
     n_ubatch: stays as given unless there are too few slots for it; None: at most n_batch, chosen together with the
     slots (`pool_plan.best_fit`). kv_tokens: of all n_seq_max sequences that the context holds; None: chosen.
-    projector: of a model that reads images, too.
+    projector: of a model that reads images, too. adapter_bytes: of a LoRA adapter.
     """
 
     n_ctx: int | None = None
@@ -80,6 +80,7 @@ class Sizes:
     type_v: int = F16
     flash_attn: bool = False
     projector: ProjectorHeader | None = None
+    adapter_bytes: int = 0
 
     @property
     def one_pass_tokens(self) -> int:
@@ -94,7 +95,8 @@ class Sizes:
     def needs(self, layout: ExpertLayout, n_ubatch: int) -> MemoryNeeds:
         """Memory beside slots, for passes of `n_ubatch` tokens, of sizes without choices left (`within`)."""
         n_kv = self.kv_tokens or self.n_ctx or 0
-        return memory_needs(layout, n_kv, n_ubatch, self.type_k, self.type_v, self.flash_attn, self.projector)
+        needs = memory_needs(layout, n_kv, n_ubatch, self.type_k, self.type_v, self.flash_attn, self.projector)
+        return replace(needs, dense_bytes=needs.dense_bytes + self.adapter_bytes)
 
     def within(self, layout: ExpertLayout, free_bytes: int, pool_bytes: int = 0) -> Sizes:
         """The same with a context and a KV cache, chosen for so much free memory, of which experts are given
@@ -109,7 +111,7 @@ class Sizes:
 
         Raises OptionError for a context that cannot be.
         """
-        free_bytes -= self.projector.total_bytes if self.projector else 0
+        free_bytes -= self.adapter_bytes + (self.projector.total_bytes if self.projector else 0)
         is_modest = partial(self._is_modest, layout, free_bytes, pool_bytes)
         n_ctx, n_kv, defaults = self.n_ctx, self.kv_tokens, default_contexts(layout)
         if n_ctx is None:

@@ -28,6 +28,7 @@ from moegguf.errors import (
     MoeggufError,
     OptionError,
 )
+from moegguf.gguf.adapter import read_adapter
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.projector import ProjectorHeader, read_projector
 from moegguf.gguf.reader import GGML_TYPES, ggml_type
@@ -68,10 +69,13 @@ class LoadPlan:
         """The layout of the experts that have slots; those of other layers are plain weights of the device."""
         return self.plan.slots_layout(self.layout)
 
-    def failure(self, error: ValueError | MemoryError, reason: str) -> MoeggufError:
+    def failure(self, error: ValueError | MemoryError | RuntimeError, reason: str) -> MoeggufError:
         """The typed error for an error of the base class while loading. `reason`: the errors that llama.cpp logged."""
         if isinstance(error, MemoryError):
             return AllocationError(f"no memory left while loading {self.path}; give a smaller expert_cache or n_ctx.")
+        if "LoRA" in str(error):
+            adapter = self.options["lora_path"]
+            return ModelFormatError(f"{adapter} does not fit this model: {reason}; give one that was trained on it.")
         if "llama_context" in str(error):
             return AllocationError(f"llama.cpp has no memory for a context of this size ({error}); lower n_ctx.")
         if READ_ERROR in reason:
@@ -159,7 +163,14 @@ def _sizes(layout: ExpertLayout, options: dict[str, Any]) -> Sizes:
     n_seq_max = min(sequences_of(layout, n_ctx, 1 if options.get("embedding") else wanted), n_batch)
     n_ubatch = min(given_ubatch, n_batch) if given_ubatch else None
     flash_attn = bool(options.get("flash_attn"))  # None may become off, which needs more
-    return Sizes(n_ctx, n_ubatch, n_batch, n_seq_max, kv_tokens, **types, flash_attn=flash_attn, projector=projector)
+    if adapter := options.get("lora_path"):
+        options["lora_path"] = os.path.expanduser(os.fspath(adapter))
+        beside = {"adapter_bytes": read_adapter(options["lora_path"], layout.arch).n_bytes}
+    else:
+        beside = {}
+    return Sizes(
+        n_ctx, n_ubatch, n_batch, n_seq_max, kv_tokens, **types, flash_attn=flash_attn, projector=projector, **beside
+    )
 
 
 def _divide_layers(options: dict[str, Any], plan: Plan) -> None:

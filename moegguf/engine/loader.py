@@ -133,9 +133,9 @@ class Loader:
                 break
             except MoeggufError:
                 raise
-            except (MemoryError, ValueError) as error:
+            except (MemoryError, ValueError, RuntimeError) as error:
                 self._progress.raise_reason()
-                if self.session is None or not self.session.give_slots_back(unload):
+                if isinstance(error, RuntimeError) or self.session is None or not self.session.give_slots_back(unload):
                     raise self.load_plan.failure(error, llama_log().reason()) from error
         self.load_plan.layout.check_not_overwritten()
         if self.session is not None and (reason := self.session.not_computed()):

@@ -15,15 +15,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 
 from moegguf.errors import ModelNotFoundError
 from moegguf.processor import read_processor
-
-if TYPE_CHECKING:
-    pass
 
 ROOT = Path("/")
 CPU_FLAGS = (
@@ -32,6 +28,7 @@ CPU_FLAGS = (
 )  # fmt: skip
 
 _NO_LIMIT = 1 << 62  # cgroup v1 writes a number near 2^63 for "no limit"
+BUSY_SHARE = 0.25  # of the processors, by the load of the last minute, from which speeds are too low
 _BUSY = ("user", "nice", "system", "irq", "softirq", "steal")  # fields of psutil's cpu_times
 _DISK_THREADS = 4
 _DISK_BLOCK_BYTES = 2 << 20
@@ -191,6 +188,14 @@ def _cpu_quota(version: int, folder: Path) -> float | None:
     if not (quota.isdigit() and period.isdigit() and int(period)):
         return None
     return int(quota) / int(period)
+
+
+def load_warning() -> str:
+    """A sentence where other processes have used the processors within the last minute, so that figures are too low."""
+    load, n_cpus = os.getloadavg()[0], count_cpus()
+    if load <= BUSY_SHARE * n_cpus:
+        return ""
+    return f"warning: this machine is busy (a load of {load:.1f} on {n_cpus} processors): speeds are too low"
 
 
 def count_cpus(root: Path = ROOT) -> int:

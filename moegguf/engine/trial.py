@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import signal
 import subprocess
 import time
@@ -26,6 +27,7 @@ from moegguf.engine.devices import has_gpu
 from moegguf.engine.memory import memory_needs
 from moegguf.engine.plan import layer_slots, slot_bytes
 from moegguf.errors import AllocationError, ExpertIOError, ModelFormatError, MoeggufError
+from moegguf.gguf.adapter import read_adapter
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.fingerprint import header_digest
 from moegguf.gguf.projector import ProjectorHeader
@@ -36,10 +38,10 @@ from moegguf.settings import cache_folder, read_environment
 COMMAND = child_command("moegguf.engine.trial_process")
 # Keywords of `Llama` with which other code of llama.cpp runs; the rest is size or speed.
 OPTIONS = frozenset(
-    {"embedding", "flash_attn", "kv_overrides", "main_gpu", "n_gpu_layers", "offload_kqv", "op_offload", "pooling_type",
-     "rope_freq_base", "rope_freq_scale", "rope_scaling_type", "split_mode", "swa_full", "tensor_split", "type_k",
-     "type_v", "vocab_only", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow", "yarn_ext_factor",
-     "yarn_orig_ctx"}
+    {"embedding", "flash_attn", "kv_overrides", "lora_path", "lora_scale", "main_gpu", "n_gpu_layers", "offload_kqv",
+     "op_offload", "pooling_type", "rope_freq_base", "rope_freq_scale", "rope_scaling_type", "split_mode", "swa_full",
+     "tensor_split", "type_k", "type_v", "vocab_only", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow",
+     "yarn_ext_factor", "yarn_orig_ctx"}
 )  # fmt: skip
 N_CTX, N_BATCH, N_PASS_EXPERTS = 256, 8, 4  # a pass takes at most as many tokens as N_PASS_EXPERTS
 N_IMAGE_TOKENS = 1024  # more of them are not read by the text model
@@ -129,6 +131,8 @@ def try_first(
 def _tried(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a trial, those that JSON has."""
     given = {name: value for name, value in options.items() if value is not None or name == "flash_attn"}
+    if adapter := given.get("lora_path"):
+        given["lora_path"] = os.path.abspath(os.path.expanduser(adapter))
     chosen = {name: value for name, value in sorted(given.items()) if name in OPTIONS}
     return {name: value for name, value in chosen.items() if _is_plain(value)}
 
@@ -151,6 +155,8 @@ def _request(layout: ExpertLayout, options: Mapping[str, Any], projector: Projec
     dense_bytes = layout.dense_bytes if layout.is_moe else layout.n_bytes
     needs = memory_needs(layout, n_ctx, max(N_BATCH, n_image), projector=projector).total_bytes(n_slots)
     needs += dense_bytes - layout.dense_bytes
+    if adapter := options.get("lora_path"):
+        needs += read_adapter(adapter).n_bytes
     if projector is not None:
         dense_bytes += projector.weight_bytes
     compile_s = COMPILE_S if has_gpu() else 0
@@ -176,6 +182,8 @@ class _Verdicts:
     def __init__(self, layout: ExpertLayout, options: Mapping[str, Any], projector: ProjectorHeader | None) -> None:
         self._path = folder() / f"{header_digest(layout.shards)}.json"
         images = header_digest((projector.shard,)) if projector is not None else None
+        if adapter := options.get("lora_path"):
+            options = {**options, "lora_path": header_digest((read_adapter(adapter).shard,))}
         processor = read_processor()  # a home folder may be shared between machines
         machine = [processor.model, *sorted(processor.flags)]
         text = json.dumps([options, images, machine], sort_keys=True)

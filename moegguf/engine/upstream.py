@@ -16,6 +16,8 @@ from moegguf.models.pretrained import fetch
 from moegguf.native import library
 
 _bindings = library.llama_cpp()
+# `Llama` compares with None, where ctypes gives a null pointer, with which llama.cpp would end the process.
+_bindings.llama_adapter_lora_init.errcheck = lambda adapter, *_: adapter or None
 
 Floats = npt.NDArray[np.float32]
 ADDED_TOKENS = 8  # room for BOS, EOS and a leading space, beside one token per byte

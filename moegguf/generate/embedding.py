@@ -1,4 +1,5 @@
-"""Embeddings: pooled by an embedding model, else the last token's hidden state of a generative model.
+"""Embeddings: pooled by an embedding model, else the last token's hidden state of a generative model; and a reranker's
+scores of documents.
 
 Every input is evaluated alone, from an empty context: its vector does not depend on other inputs in any bit.
 """
@@ -13,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moegguf.engine.vocabulary import to_utf8
-from moegguf.errors import ContextError
+from moegguf.errors import CapabilityError, ContextError
 from moegguf.generate.prompt import MAX_WHOLE_CHARACTERS
 from moegguf.native import library
 
@@ -36,15 +37,59 @@ def embed(
 
     A model loaded with embedding=True pools as its file specifies. With another one the context holds the last input
     afterwards. An empty text is evaluated as BOS, or EOS; for a model with neither its vector is zero. Raises
-    ContextError for an input that is too long unless `truncate` cuts it, OptionError for an invalid token, and what
-    `Llama.eval` raises.
+    ContextError for an input that is too long unless `truncate` cuts it, OptionError for an invalid token,
+    CapabilityError for a reranker, and what `Llama.eval` raises.
     """
+    if ranks(llm):
+        raise CapabilityError("this model gives documents scores, not vectors; send it a query to /v1/rerank.")
     limit = _limit(llm)
     token_lists = [_tokens(llm, item, limit, truncate) for item in inputs]
     vectors = [vector for tokens in token_lists for vector in llm.context.as_request(_steps(llm, tokens))]
     if normalize:
         vectors = [_normalized(vector) for vector in vectors]
     return Embeddings([vector.tolist() for vector in vectors], sum(map(len, token_lists)))
+
+
+def ranks(llm: Llama) -> bool:
+    """Whether the model is a reranker: its pooling gives a text a score."""
+    return bool(llm.context_params.embeddings) and llm.pooling_type() == library.llama_cpp().LLAMA_POOLING_TYPE_RANK
+
+
+def rank(llm: Llama, query: str, documents: Sequence[str]) -> Embeddings:
+    """For each document, a vector with its score for the query alone, as the reranker gives it.
+
+    Raises CapabilityError for another model, ContextError for a document that is too long with the query.
+    """
+    if not ranks(llm):
+        raise CapabilityError(
+            "this model cannot rank documents: its file has no pooling of type RANK; take a reranker, or compare"
+            " vectors of /v1/embeddings."
+        )
+    limit = _limit(llm)
+    token_lists = [_pair(llm, query, document) for document in documents]
+    for i, tokens in enumerate(token_lists):
+        if len(tokens) > limit:
+            raise ContextError(
+                f"document {i} has {len(tokens)} tokens with the query, but {limit} are read at a time; shorten it."
+            )
+    scores = [vector for tokens in token_lists for vector in llm.context.as_request(_pooled(llm, tokens))]
+    return Embeddings([score[:1].tolist() for score in scores], sum(map(len, token_lists)))
+
+
+def _pair(llm: Llama, query: str, document: str) -> list[int]:
+    """The tokens of a query and a document, as llama-server joins them: by the model's template "rerank", else by its
+    separators."""
+    bindings, vocab = library.llama_cpp(), llm._model.vocab
+    if template := bindings.llama_model_chat_template(llm.model, b"rerank"):
+        text = template.decode().replace("{query}", query).replace("{document}", document)
+        return list(llm.tokenize(to_utf8(text), add_bos=True, special=True))
+    parts = [list(llm.tokenize(to_utf8(text), add_bos=False, special=False)) for text in (query, document)]
+    sep = bindings.llama_vocab_sep(vocab)
+    eos = next((token for token in (bindings.llama_vocab_eos(vocab), sep) if token != -1), None)
+    ends = [eos] if bindings.llama_vocab_get_add_eos(vocab) and eos is not None else []
+    separators = [sep] if bindings.llama_vocab_get_add_sep(vocab) and sep != -1 else []
+    begins = [llm.token_bos()] if bindings.llama_vocab_get_add_bos(vocab) and llm.token_bos() != -1 else []
+    return [*begins, *parts[0], *ends, *separators, *parts[1], *ends]
 
 
 def _limit(llm: Llama) -> int:
@@ -126,7 +171,9 @@ def _vector(llm: Llama, pointer: object) -> npt.NDArray[np.float64]:
 
 
 def _n_embd(llm: Llama) -> int:
-    return int(library.llama_cpp().llama_model_n_embd_out(llm.model))
+    """Numbers of a vector: of a reranker those of its classes, of which the first is the score."""
+    bindings = library.llama_cpp()
+    return int((bindings.llama_model_n_cls_out if ranks(llm) else bindings.llama_model_n_embd_out)(llm.model))
 
 
 def _normalized(vector: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

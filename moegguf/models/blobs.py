@@ -90,18 +90,9 @@ class BlobStore:
         """
         if len(files) > MAX_FILES:
             raise OptionError(f"a model has at most {MAX_FILES} files, but these are {len(files)}.")
-        for name in files:
-            if not _FILE_NAME.fullmatch(name) or ".." in name:
-                raise OptionError(f"{name!r:.60} is not the name of a file; give names such as 'model.gguf'.")
-        named = {name if name.lower().endswith(".gguf") else f"{name}.gguf": blob for name, blob in files.items()}
-        sources = {name: self.path(blob) for name, blob in named.items()}
+        named = _named(files)
         selection = select_files(named, repo="the list of files")
-        listing = "\n".join(sorted(f"{name} {blob_name(blob)}" for name, blob in named.items()))
-        try:
-            folder = self._link(sources, hashlib.sha256(listing.encode()).hexdigest())
-        except OSError as error:
-            reason = error.strerror or error
-            raise PullError(f"the files cannot be kept in {str(sets_folder())!r} ({reason}).") from error
+        folder = self._folder_of(named)
         paths = tuple(folder / name for name in selection.files)
         try:
             read_layout(paths[0])
@@ -118,6 +109,13 @@ class BlobStore:
             mmproj=folder / selection.mmproj if selection.mmproj else None,
         )
 
+    def make_adapter(self, files: Mapping[str, str]) -> Path:
+        """The adapter in a set of one blob, as {file name: digest}. Raises as `make_set` does."""
+        if len(files) != 1:
+            raise OptionError(f"a model takes one adapter, but these are {len(files)}; merge them into one file.")
+        ((name, blob),) = _named(files).items()
+        return self._folder_of({name: blob}) / name
+
     def clean(self, used: Iterable[Path]) -> None:
         """Removes sets without a file among `used`, and the blobs that only those linked to."""
         kept = {path.parent for path in used}
@@ -132,6 +130,16 @@ class BlobStore:
                     if info.st_ino in inodes and info.st_nlink == 1:
                         blob.unlink()
 
+    def _folder_of(self, named: Mapping[str, str]) -> Path:
+        """The folder of these blobs. Raises ModelNotFoundError, PullError."""
+        sources = {name: self.path(blob) for name, blob in named.items()}
+        listing = "\n".join(sorted(f"{name} {blob_name(blob)}" for name, blob in named.items()))
+        try:
+            return self._link(sources, hashlib.sha256(listing.encode()).hexdigest())
+        except OSError as error:
+            reason = error.strerror or error
+            raise PullError(f"the files cannot be kept in {str(sets_folder())!r} ({reason}).") from error
+
     def _link(self, sources: Mapping[str, Path], digest: str) -> Path:
         """The folder of the set: filled under a temporary name and renamed, so that it is complete or absent."""
         folder = sets_folder() / digest
@@ -145,6 +153,14 @@ class BlobStore:
         else:
             os.replace(temporary, folder)
         return folder
+
+
+def _named(files: Mapping[str, str]) -> dict[str, str]:
+    """The files with their ending. Raises OptionError for what is no name of a file."""
+    for name in files:
+        if not _FILE_NAME.fullmatch(name) or ".." in name:
+            raise OptionError(f"{name!r:.60} is not the name of a file; give names such as 'model.gguf'.")
+    return {name if name.lower().endswith(".gguf") else f"{name}.gguf": blob for name, blob in files.items()}
 
 
 class BlobWriter:

@@ -24,9 +24,11 @@ from moegguf.errors import (
     OptionError,
     PullError,
 )
+from moegguf.gguf.adapter import read_adapter
 from moegguf.gguf.reader import begins_as_gguf, is_other_kind
 from moegguf.models.blobs import BlobStore
-from moegguf.models.entry import ModelEntry, model_digest
+from moegguf.models.details import layout_of
+from moegguf.models.entry import ModelEntry, model_digest, weights_digest
 from moegguf.models.folder import (
     DEMO_NAME,
     demo_entry,
@@ -131,8 +133,8 @@ class Catalog:
     def create(self, name: str, recipe: Recipe) -> ModelEntry:
         """Saves the model of `recipe` in our index under `name`, replacing one there.
 
-        Raises ModelNotFoundError (base or blobs), ModelFormatError for files that are not a model, OptionError for
-        values of the wrong type or out of range. Warns of what is left out.
+        Raises ModelNotFoundError (base or blobs), ModelFormatError for files that are not a model or an adapter of
+        it, OptionError for values of the wrong type or out of range. Warns of what is left out.
         """
         target = self._free_name(name)
         if bool(recipe.from_) == bool(recipe.files):
@@ -148,16 +150,26 @@ class Catalog:
         for sentence in left_out(recipe):
             warnings.warn(sentence, stacklevel=2)
         given = {key: value for key, value in values.items() if value is not None}
+        if recipe.adapter and not self.paths:
+            raise OptionError("an adapter is given as a blob (`adapters`): a path could be any file of the server.")
         base = self.find(recipe.from_) if recipe.from_ else None
         if base is not None and is_other_kind(base.path):  # a name for it would be in no list
             raise ModelFormatError(f"{base.path} is not a GGUF file; give a .gguf model file, or a model's name.")
 
+        draft = self.find(recipe.draft).path if recipe.draft else None
+
         def make() -> ModelEntry:
             entry = base or self.blobs.make_set(recipe.files)
-            made = replace(entry, parameters={**entry.parameters, **parameters}, **given)
-            if made.overrides == entry.overrides:
+            made = replace(entry, parameters={**entry.parameters, **parameters}, draft=draft or entry.draft, **given)
+            if recipe.adapter or recipe.adapters:
+                sent = self.blobs.make_adapter(recipe.adapters) if recipe.adapters else None
+                adapter = sent or Path(recipe.adapter).expanduser().absolute()
+                read_adapter(adapter, layout_of(entry.path).arch)
+                made = replace(made, adapter=adapter)
+            if made.overrides == entry.overrides and made.adapter == entry.adapter:
                 return made
-            return replace(made, digest=model_digest(entry.weights, made), files_digest=entry.weights)
+            weights = entry.weights if made.adapter == entry.adapter else weights_digest(entry.files, made.adapter)
+            return replace(made, digest=model_digest(weights, made), files_digest=weights)
 
         return self._save(make, target)
 

@@ -23,6 +23,7 @@ FILE_TYPES = {
     40: "Q1_0", 41: "Q2_0",
 }  # fmt: skip
 
+POOLING_RANK = 4  # LLAMA_POOLING_TYPE_RANK
 _INFILL_KEYS = ("tokenizer.ggml.fim_pre_token_id", "tokenizer.ggml.prefix_token_id")
 
 
@@ -108,9 +109,9 @@ def human_number(n: int) -> str:
 
 
 def _capabilities(metadata: Mapping[str, Value], arch: str, template: str | None, *, vision: bool) -> tuple[str, ...]:
-    """Ollama's rules: a model with pooling embeds, any other completes."""
-    if f"{arch}.pooling_type" in metadata:
-        return ("embedding",)
+    """Ollama's rules: a model with pooling embeds, any other completes. Ours: one whose pooling is a score ranks."""
+    if (pooling := metadata.get(f"{arch}.pooling_type")) is not None:
+        return ("rerank",) if pooling == POOLING_RANK else ("embedding",)
     found = ["completion", *(["vision"] if vision else []), *capabilities_of(template)]
     if "insert" not in found and any(key in metadata for key in _INFILL_KEYS):
         found.append("insert")

@@ -55,7 +55,8 @@ class ModelEntry(NamedModel):
 
     `files`: the shards, first one first; those in `missing` are no longer there. `digest`: 64 hex digits that change
     with the files and the overrides. `files_digest`: those of the files alone, where `digest` is not. `modified` is
-    aware, UTC. `parent`: the name it was made from.
+    aware, UTC. `parent`: the name it was made from. `adapter`: a LoRA adapter that the model is loaded with; `draft`: a
+    smaller model that guesses its tokens.
     """
 
     source: Source
@@ -64,6 +65,8 @@ class ModelEntry(NamedModel):
     digest: str
     modified: datetime
     mmproj: Path | None = None
+    adapter: Path | None = None
+    draft: Path | None = None
     parent: str = ""
     files_digest: str = ""
     missing: tuple[Path, ...] = ()
@@ -80,8 +83,8 @@ class ModelEntry(NamedModel):
 
     @property
     def all_files(self) -> tuple[Path, ...]:
-        """The shards, and the projector for images when there is one."""
-        return (*self.files, self.mmproj) if self.mmproj else self.files
+        """The shards, and the projector, adapter and draft model when there are such."""
+        return (*self.files, *filter(None, (self.mmproj, self.adapter, self.draft)))
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ class Details:
     """Facts from the headers of an entry's files.
 
     `parameter_size` is abbreviated ("30.5B"), `quantization` the file's main type ("Q4_K_M"). `capabilities`: of
-    completion, vision, tools, thinking, insert, embedding. `metadata`: all GGUF keys.
+    completion, vision, tools, thinking, insert, embedding, rerank. `metadata`: all GGUF keys.
     """
 
     family: str
@@ -129,6 +132,12 @@ def digest_of(files: tuple[Path, ...]) -> str:
     infos = [path.stat() for path in files]
     samples = [_sample(str(path), info.st_size, info.st_mtime_ns) for path, info in zip(files, infos, strict=True)]
     return combined_digest(samples)
+
+
+def weights_digest(files: tuple[Path, ...], adapter: Path | None) -> str:
+    """64 hex digits that change with what is computed: the files, and an adapter. Raises OSError."""
+    of_files = digest_of(files)
+    return combined_digest([of_files, digest_of((adapter,))]) if adapter else of_files
 
 
 def model_digest(files_digest: str, overrides: Overrides) -> str:

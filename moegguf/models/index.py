@@ -22,7 +22,7 @@ from typing import Any
 from moegguf.atomic_write import write_atomically
 from moegguf.errors import MoeggufError, PullError
 from moegguf.models.blobs import sets_folder
-from moegguf.models.entry import ModelEntry, digest_of, model_digest, size_of
+from moegguf.models.entry import ModelEntry, model_digest, size_of, weights_digest
 from moegguf.models.folder import DEMO_FILE, demo_path
 from moegguf.models.hub import hub_cache
 from moegguf.models.names import parse_name
@@ -31,6 +31,7 @@ from moegguf.settings import data_folder
 
 VERSION = 1
 MAX_INDEX_BYTES = 64 << 20
+_BESIDE = ("mmproj", "adapter", "draft")  # a file each, or None
 
 
 def _location_of(path: Path) -> str:
@@ -64,17 +65,19 @@ def renamed(entry: ModelEntry, name: str) -> ModelEntry:
 def updated(entry: ModelEntry) -> ModelEntry:
     """An entry of the index with the sizes and digests of its files now, and in `missing` those no longer there."""
     there = [path for path in entry.all_files if path.is_file()]
-    missing = tuple(path for path in entry.files if path not in there)
+    needed = (*entry.files, *filter(None, (entry.adapter,)))
+    missing = tuple(path for path in needed if path not in there)
     files_digest = entry.files_digest
-    named_by_digest = all(_location_of(path).startswith(("hub:", "sets:")) for path in entry.files)
+    named_by_digest = all(_location_of(path).startswith(("hub:", "sets:")) for path in needed)
     if not missing and not (named_by_digest and files_digest):  # a file at a path may be another one than when named
         with suppress(OSError):  # not readable
-            files_digest = digest_of(entry.files)
+            files_digest = weights_digest(entry.files, entry.adapter)
     return replace(
         entry,
         size_bytes=size_of(there),
         digest=entry.digest if files_digest == entry.files_digest else model_digest(files_digest, entry),
         mmproj=entry.mmproj if entry.mmproj in there else None,
+        draft=entry.draft if entry.draft in there else None,
         files_digest=files_digest,
         missing=missing,
     )
@@ -189,7 +192,7 @@ def _load(path: Path, _mtime_ns: int, _inode: int, size_bytes: int, _folders: ob
 
 def _entry(values: dict[str, Any]) -> ModelEntry:
     """The entry in one item of the file. Raises KeyError, TypeError, ValueError or AttributeError for a bad one."""
-    mmproj = check_text("mmproj", values.get("mmproj"))
+    beside = {name: _path_at(text) for name in _BESIDE if (text := check_text(name, values.get(name)))}
     modified = datetime.fromisoformat(values["modified"])
     return ModelEntry(
         name=parse_name(values["name"]).canonical,
@@ -198,7 +201,7 @@ def _entry(values: dict[str, Any]) -> ModelEntry:
         size_bytes=0,
         digest=str(values["digest"]),
         modified=modified if modified.tzinfo else modified.replace(tzinfo=UTC),
-        mmproj=_path_at(mmproj) if mmproj else None,
+        **beside,
         parent=str(values.get("parent", "")),
         files_digest=str(values.get("files_digest", "")),
         **check_overrides(values),
@@ -209,7 +212,8 @@ def _to_json(contents: Contents) -> bytes:
     models = [
         entry.overrides
         | {"name": entry.name, "files": list(map(_location_of, entry.files)), "digest": entry.digest}
-        | {"modified": entry.modified.isoformat(), "mmproj": _location_of(entry.mmproj) if entry.mmproj else None}
+        | {"modified": entry.modified.isoformat()}
+        | {name: _location_of(path) if (path := getattr(entry, name)) else None for name in _BESIDE}
         | {"parent": entry.parent, "files_digest": entry.files_digest}
         for entry in contents.entries
     ]

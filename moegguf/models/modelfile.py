@@ -1,9 +1,9 @@
 """Reads and writes Modelfiles: a line is `INSTRUCTION arguments`, in Ollama's grammar (parser/parser.go).
 
-Instructions in any case: FROM (once), PARAMETER name value, SYSTEM, TEMPLATE, MESSAGE role text, LICENSE. A value goes
-to the end of its line, or is in quotes, or in triple quotes; a quote at the end of a line ends the value. Ours: a line
-of four quotes or more encloses lines that may have such quotes (`render` writes it where nothing else reads back).
-`#` starts a comment line. LICENSE may be repeated. REQUIRES has no effect; ADAPTER is an error.
+Instructions in any case: FROM (once), PARAMETER name value, SYSTEM, TEMPLATE, MESSAGE role text, LICENSE, ADAPTER path
+(once). A value goes to the end of its line, or is in quotes, or in triple quotes; a quote at the end of a line ends the
+value. Ours: DRAFT model (once), and a line of four quotes or more encloses lines that may have such quotes (`render`
+writes it where nothing else reads back). `#` starts a comment line. LICENSE may be repeated. REQUIRES has no effect.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _BARE = r'(?!")(?P<bare>[^\n]*)(?:\n|$)'
 _VALUE = re.compile(f"[ \t]*(?:{_FENCED}|{_BLOCK}|{_QUOTED}|{_BARE})", re.DOTALL)
 _FIRST_WORD = re.compile(r"[ \t]*([^\s\"]+)[ \t]*")
 _OLLAMAS_OWN = ("RENDERER", "PARSER")
-_INSTRUCTIONS = ("FROM", "PARAMETER", "SYSTEM", "TEMPLATE", "MESSAGE", "LICENSE", "ADAPTER", "REQUIRES", *_OLLAMAS_OWN)
+_ONCE = {"FROM": "from_", "ADAPTER": "adapter", "DRAFT": "draft"}
+_INSTRUCTIONS = (*_ONCE, "PARAMETER", "SYSTEM", "TEMPLATE", "MESSAGE", "LICENSE", "REQUIRES", *_OLLAMAS_OWN)
 
 
 def parse(text: str) -> Recipe:
@@ -52,8 +53,9 @@ def parse(text: str) -> Recipe:
 
 def render(entry: ModelEntry, base: str) -> str:
     """The Modelfile that creates the same model from `base`, the origin of its files; `parse` reads it back."""
-    bare = _VALUE.match(base)
-    lines = [f"FROM {base if bare and _content(bare) == base else _quoted(base)}"]
+    lines = [f"FROM {_bare(base)}"]
+    beside = {"ADAPTER": entry.adapter, "DRAFT": entry.draft}
+    lines += [f"{word} {_bare(str(path))}" for word, path in beside.items() if path]
     if entry.template is not None:
         lines.append(f"TEMPLATE {_quoted(entry.template)}")
     if entry.system is not None:
@@ -63,6 +65,12 @@ def render(entry: ModelEntry, base: str) -> str:
     if entry.license is not None:
         lines.append(f"LICENSE {_quoted(entry.license)}")
     return "\n".join(lines) + "\n"
+
+
+def _bare(text: str) -> str:
+    """`text` without quotes where it reads back so."""
+    bare = _VALUE.match(text)
+    return text if bare and _content(bare) == text else _quoted(text)
 
 
 def parameter_lines(parameters: Mapping[str, Any]) -> list[str]:
@@ -105,12 +113,13 @@ def _instructions(text: str) -> Iterator[tuple[int, str, str, str]]:
 
 
 def _apply(found: dict[str, Any], instruction: str, word: str, value: str) -> None:
-    if instruction == "FROM":
-        if "from_" in found:
-            raise OptionError("FROM is given twice; a model is made from one base.")
-        found["from_"] = value.strip()
-        if not found["from_"]:
-            raise OptionError("FROM needs a name or a path.")
+    if instruction in _ONCE:
+        field = _ONCE[instruction]
+        if field in found:
+            raise OptionError(f"{instruction} is given twice; a model has one.")
+        found[field] = value.strip()
+        if not found[field]:
+            raise OptionError(f"{instruction} needs {'a path' if instruction == 'ADAPTER' else 'a name or a path'}.")
     elif instruction == "PARAMETER":
         name = word.lower()
         parsed = parse_parameter(name, value)
@@ -129,8 +138,6 @@ def _apply(found: dict[str, Any], instruction: str, word: str, value: str) -> No
             f"{instruction} {value} names a part of Ollama and is left out: the model's own template is used.",
             stacklevel=2,
         )
-    elif instruction == "ADAPTER":
-        raise OptionError("adapters cannot be used; give a model that they are merged into.")
 
 
 def _content(match: re.Match[str]) -> str:

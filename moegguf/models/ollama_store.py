@@ -17,7 +17,7 @@ from pathlib import Path
 
 from moegguf.errors import MoeggufError
 from moegguf.models.blobs import blob_name
-from moegguf.models.entry import ModelEntry, digest_of, size_of
+from moegguf.models.entry import ModelEntry, size_of, weights_digest
 from moegguf.models.names import OLLAMA_HOST, Name, parse_name
 from moegguf.models.recipe import check_overrides, is_go_template
 
@@ -76,12 +76,12 @@ class OllamaStore:
     def _entry(self, manifest: Path, name: Name) -> ModelEntry:
         """The model of a manifest. Raises the errors that `entries` ignores when it cannot be run."""
         shown, data = _display_name(name), _read(self._inside(manifest))
-        files: dict[str, list[Path]] = {"model": [], "projector": []}
+        files: dict[str, list[Path]] = {"model": [], "projector": [], "adapter": []}
         parts: dict[str, list[str]] = {}
         for layer in json.loads(data)["layers"]:
             kind = str(layer["mediaType"]).removeprefix(_KIND)
             path = self.blob(layer["digest"])
-            if kind == "adapter" or (kind in files and path.stat().st_size != layer["size"]):
+            if kind in files and path.stat().st_size != layer["size"]:
                 raise ValueError(kind)
             if kind in files:
                 files[kind].append(path)
@@ -89,6 +89,9 @@ class OllamaStore:
                 parts.setdefault(kind, []).append(_read(path).decode("utf-8", "replace"))
         (model,) = files["model"]
         mmproj = next(iter(files["projector"]), None)
+        adapter = files["adapter"][0] if files["adapter"] else None
+        if len(files["adapter"]) > 1:
+            raise ValueError("adapters")
         texts = {kind: "\n".join(each) for kind, each in parts.items()}
         template = texts.get("template", "")
         overrides = {
@@ -102,11 +105,12 @@ class OllamaStore:
             name=shown,
             source="ollama",
             files=(model,),
-            size_bytes=size_of((model, mmproj) if mmproj else (model,)),
+            size_bytes=size_of((model, *filter(None, (mmproj, adapter)))),
             digest=hashlib.sha256(data).hexdigest(),
-            files_digest=digest_of((model,)),
+            files_digest=weights_digest((model,), adapter),
             modified=datetime.fromtimestamp(manifest.stat().st_mtime, UTC),
             mmproj=mmproj,
+            adapter=adapter,
             **check_overrides(overrides),
         )
 

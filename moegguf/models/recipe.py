@@ -46,10 +46,16 @@ _GO_ACTION = re.compile(
 
 @dataclass(frozen=True)
 class Recipe(Overrides):
-    """Either `from_` (a name or a path) or `files` ({file name: digest} of blobs), and what the new name changes."""
+    """Either `from_` (a name or a path) or `files` ({file name: digest} of blobs), and what the new name changes.
+
+    `adapter`: the path of a LoRA adapter, or `adapters` the same as one blob. `draft`: a model by name or path.
+    """
 
     from_: str = ""
     files: Mapping[str, str] = field(default_factory=dict)
+    adapter: str = ""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    draft: str = ""
 
 
 def is_go_template(text: str) -> bool:

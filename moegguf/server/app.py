@@ -22,6 +22,7 @@ from moegguf.server import (
     ollama,
     openai,
     page,
+    rerank,
 )
 from moegguf.server.common.access import AccessControl
 from moegguf.server.common.body import Bodies
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from moegguf.serving.ray.manager import ReplicaManager
     from moegguf.settings import Settings
 
-MODULES = (ollama, anthropic, openai, model_list, llama_server, llama_completion, metrics, live, budget, page)
+MODULES = (ollama, anthropic, openai, model_list, llama_server, llama_completion, rerank, metrics, live, budget, page)
 
 
 def make_app(

@@ -1,5 +1,5 @@
-"""llama-server's own endpoints for text: /completion (a prompt as it is), /infill (the gap between two texts),
-/apply-template (the prompt of a conversation), and the refusal of /rerank.
+"""llama-server's own endpoints for text: /completion (a prompt as it is), /infill (the gap between two texts)
+and /apply-template (the prompt of a conversation).
 
 They take the sampling options of /v1/completions by the same names; those of samplers that are not here are ignored.
 """
@@ -22,7 +22,6 @@ from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body, read_body
 from moegguf.server.common.conversation import Conversation, Json, Reply, understand
-from moegguf.server.common.errors import HttpError
 from moegguf.server.common.streams import WholeResponse, event_line
 from moegguf.server.llama_server import sampling_object, selected_model
 from moegguf.server.openai.chat import chat_logprobs, prompt_progress, statistics
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from moegguf.serving.lease import Lease
 
 MAX_FILES = 256
-RERANK_PATHS = ("/rerank", "/reranking", "/v1/rerank", "/v1/reranking")
 
 Kind = TypeVar("Kind", bound=GenerationBody)
 
@@ -239,13 +237,7 @@ async def apply_template(request: Request) -> Response:
     return WholeResponse(work())
 
 
-async def refuse_to_rerank(_: Request) -> Response:
-    """Raises HttpError 501: models with a ranking head are not run here."""
-    raise HttpError(501, "models that rank documents are not supported; compare vectors of /v1/embeddings")
-
-
 routes = [
-    *(Route(path, refuse_to_rerank, methods=["POST"]) for path in RERANK_PATHS),
     *_native(NativeCompletionBody, "/completion", "/completions"),
     *_native(InfillBody, "/infill"),
     Route("/apply-template", apply_template, methods=["POST"]),

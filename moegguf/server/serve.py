@@ -231,7 +231,8 @@ async def preload(manager: ModelManager, models: Sequence[ModelEntry]) -> None:
     """Loads models one after another, to stay; one that cannot be loaded is a line of the log."""
     for model in models:
         try:
-            loaded = await manager.load(model, keep_alive_s=math.inf)
+            manager.kept.add(model.name)
+            loaded = await manager.load(model)
             log.info("loaded %s: %s, a context of %d tokens", model.name, format_bytes(loaded.size_bytes), loaded.n_ctx)
         except MoeggufError as error:
             log.error("%s cannot be loaded: %s", model.name, error)

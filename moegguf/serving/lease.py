@@ -30,6 +30,10 @@ class Calls(ABC):
         fields = {"inputs": list(inputs), "truncate": truncate, "normalize": normalize}
         return build(Embeddings, await self.value("embed", **fields))
 
+    async def rank(self, query: str, documents: Sequence[str]) -> Embeddings:
+        """Scores of documents, as vectors of one number. Raises what `moegguf.generate.embedding.rank` raises."""
+        return build(Embeddings, await self.value("embed", inputs=list(documents), query=query))
+
     async def tokenize(self, text: str, special: bool = True) -> list[int]:
         """The tokens of a text; `special`: with the BOS token, and with names of special tokens parsed as such."""
         return list(await self.value("tokenize", text=text, special=special))

@@ -78,6 +78,7 @@ class ModelManager:
         devices: Callable[[], list[Device]] = query_gpus,
     ) -> None:
         self._models: dict[str, ManagedModel] = {}  # loaded or requested, by `process_key`
+        self.kept: set[str] = set()  # names whose models stay loaded where a request does not say how long
         self._catalog = catalog
         self._settings = settings
         self._command = command
@@ -139,11 +140,12 @@ class ModelManager:
         Entering raises BusyError, ModelNotFoundError, ModelNameError, ModelFormatError, BudgetError, AllocationError,
         WorkerError.
         """
-        idle_s = self._settings.keep_alive_s if keep_alive_s is None else keep_alive_s
         purpose = Purpose.ANSWER if will_answer else Purpose.SHARED
 
         async def acquire() -> tuple[ManagedModel, Waiter]:
-            waiter = Waiter(await self._find(name), overrides, idle_s, purpose)
+            entry = await self._find(name)
+            default_s = math.inf if entry.name in self.kept else self._settings.keep_alive_s
+            waiter = Waiter(entry, overrides, default_s if keep_alive_s is None else keep_alive_s, purpose)
             return await self._acquire(waiter), waiter
 
         return Lease(acquire, self._release)

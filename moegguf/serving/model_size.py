@@ -21,6 +21,7 @@ from moegguf.engine.pool_plan import VRAM_MARGIN_BYTES
 from moegguf.engine.sequences import sequences_of
 from moegguf.engine.speeds import KnownSpeeds
 from moegguf.errors import BudgetError
+from moegguf.gguf.adapter import read_adapter
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.reader import ggml_type
 from moegguf.models.details import layout_of, projector_of
@@ -65,7 +66,8 @@ def measure(
     Raises ModelFormatError, ModelNotFoundError, BudgetError, OptionError.
     """
     chosen = dict(settings.loading)
-    chosen["draft"] = overrides.draft or chosen.get("draft") or read_environment().draft
+    of_name = str(entry.draft) if entry.draft else None
+    chosen["draft"] = overrides.draft or of_name or chosen.get("draft") or read_environment().draft
     type_k, type_v = (chosen.pop(name, settings.kv_cache_type) for name in ("type_k", "type_v"))
     n_threads_given = chosen.pop("n_threads", None)  # taken out in any case
     n_threads_given = overrides.n_threads or n_threads_given
@@ -79,7 +81,8 @@ def measure(
     free_bytes = min(limit_bytes, *(device.free_bytes for device in devices)) if devices else limit_bytes
     pool_bytes = budgets.given_vram_bytes(layout) if devices else given_bytes(layout, budgets.ram)
     sizes = Sizes(settings.n_ctx or None, type_k=ggml_type(type_k), type_v=ggml_type(type_v), projector=projector)
-    sizes = replace(sizes, flash_attn=bool(flash_attn))  # None may become off, which needs more
+    adapter_bytes = read_adapter(entry.adapter, layout.arch).n_bytes if entry.adapter else 0
+    sizes = replace(sizes, flash_attn=bool(flash_attn), adapter_bytes=adapter_bytes)  # None may become off: needs more
     default_n_ctx = sizes.within(layout, free_bytes).n_ctx or 0
     n_ctx = pad_context(overrides.n_ctx) if overrides.n_ctx else default_n_ctx
     embedding = is_embedding(layout.metadata)
@@ -111,6 +114,7 @@ def measure(
             flash_attn=flash_attn,
             embedding=embedding,
             verbose=settings.debug,
+            lora_path=str(entry.adapter) if entry.adapter else None,
             **chosen,
         )
 

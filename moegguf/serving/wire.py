@@ -5,10 +5,11 @@ base64, errors by class name. No pickle: a message can only become one of the ty
 or models.
 
 To the worker: load (config), generate (id, generation, stream, expert_uses, mark), embed (id, inputs, truncate,
-normalize), tokenize (id, text, special), detokenize (id, tokens), count and render (id, generation), budget (id,
-expert_cache_bytes, vram_cache_bytes), experts (id: since the last `mark`), cancel (id), watch (per_s). From it: loading
-(fraction; null while the file is tried), warning (text), ready (ready), failed (error), event (id, and the event under
-its class name), end (id, value or error, stats, decisions), snapshot (snapshot, decisions).
+normalize; or query, whose documents are the inputs), tokenize (id, text, special), detokenize (id, tokens), count and
+render (id, generation), budget (id, expert_cache_bytes, vram_cache_bytes), experts (id: since the last `mark`), cancel
+(id), watch (per_s). From it: loading (fraction; null while the file is tried), warning (text), ready (ready), failed
+(error), event (id, and the event under its class name), end (id, value or error, stats, decisions), snapshot (snapshot,
+decisions).
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ class LoadConfig:
     n_seq_max: int = 1
     schedule: str = "fifo"
     mmproj: str | None = None
+    lora_path: str | None = None
+    lora_scale: float | None = None
     n_batch: int | None = None
     n_threads: int | None = None
     n_gpu_layers: int | None = None

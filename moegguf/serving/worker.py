@@ -35,7 +35,7 @@ from moegguf.errors import MoeggufError
 from moegguf.generate import renderer
 from moegguf.generate.answer import BatchedAnswer, Task
 from moegguf.generate.batching import BatchLoop
-from moegguf.generate.embedding import embed
+from moegguf.generate.embedding import embed, rank
 from moegguf.generate.prompt import count_prompt, render_prompt
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing
 from moegguf.generate.schedule import make_schedule
@@ -266,6 +266,8 @@ class Worker:
         return self._loop.submit_task(lambda: self._reply(self._vectors, message), self._model.cancel, fail)
 
     def _vectors(self, message: Message) -> Any:
+        if "query" in message:
+            return rank(self._model, message["query"], message["inputs"])
         return embed(self._model, message["inputs"], truncate=message["truncate"], normalize=message["normalize"])
 
     def _reply(self, handler: Callable[[Message], Any], message: Message) -> None:

@@ -93,7 +93,7 @@ def list_facts(entry: ModelEntry) -> Facts:
         "modified": entry.modified.isoformat(),
         "files": [str(file) for file in entry.files],
         "missing": [str(file) for file in entry.missing],
-        "mmproj": str(entry.mmproj) if entry.mmproj else None,
+        **{name: str(path) if (path := getattr(entry, name)) else None for name in ("mmproj", "adapter", "draft")},
         "parent": entry.parent,
     }
 
@@ -106,6 +106,8 @@ def entry_facts(entry: ModelEntry) -> Facts:
         "title": str(own_name) if entry.source == "path" else f"{entry.name} ({own_name})",
         "capabilities": list(known.capabilities),
         "projector": str(entry.mmproj) if entry.mmproj else None,
+        "adapter": str(entry.adapter) if entry.adapter else None,
+        "draft": str(entry.draft) if entry.draft else None,
         "parameters_set": dict(entry.parameters),
         "system": entry.system,
         "license": entry.license,

@@ -22,6 +22,11 @@ from moegguf.settings import shows_tracebacks
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 UsageError = typer.BadParameter.__base__ or typer.BadParameter  # typer does not export the class itself
 
+_OF_PYDANTIC = {
+    "Input should be": "it has to be", "less than or equal to": "at most", "greater than or equal to": "at least",
+    "a valid integer, unable to parse string as an integer": "a whole number",
+    "a valid number, unable to parse string as a number": "a number",
+}  # fmt: skip
 _ASCII_ONLY = "moegguf-ascii"  # a handler of encoding errors
 _ASCII_LETTERS = dict(zip("·○░▒▓█▁▂▃▄▅▆▇–×", ".o-=x#___---=-x", strict=True))  # of the maps, sparklines and tables
 
@@ -107,7 +112,8 @@ def _one_line(error: BaseException) -> str:
 def _usage_text(error: Any) -> str:
     """Typer's message, and which help to read."""
     text = " ".join(error.format_message().split()).rstrip(".") or "a command is missing"
-    text = text.replace("Input should be", "it has to be")  # pydantic's words, of a number out of its range
+    for theirs, ours in _OF_PYDANTIC.items():
+        text = text.replace(theirs, ours)
     context = getattr(error, "ctx", None)
     path = context.command_path if context else "moegguf"
     return f"{text[0].lower()}{text[1:]}; see `{path} --help`."

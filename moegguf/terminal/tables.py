@@ -150,8 +150,9 @@ def print_model(facts: Facts) -> None:
 
 def _print_entry_facts(console: Console, facts: Facts) -> None:
     """What the catalog entry adds to the files; the first lines of long texts."""
-    if facts["projector"]:
-        _section(console, "Projector", [("path", facts["projector"])])
+    for part in ("projector", "adapter", "draft"):
+        if facts[part]:
+            _section(console, part.capitalize(), [("path", facts[part])])
     if facts["parameters_set"]:
         _section(console, "Parameters", [(name, _value_text(value)) for name, value in facts["parameters_set"].items()])
     for title, text in (("System", facts["system"]), ("License", facts["license"])):

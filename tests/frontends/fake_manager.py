@@ -102,6 +102,9 @@ class FakeLease:
 
         return Embeddings(vectors=np.array([[0.6, 0.8, 0.0]] * len(inputs), np.float32), n_tokens=4 * len(inputs))
 
+    async def rank(self, query: str, documents: Sequence[str]) -> Embeddings:
+        return Embeddings([[len(query) + 0.5 * len(each)] for each in documents], n_tokens=4 * len(documents))
+
     async def tokenize(self, text: str, special: bool = True) -> list[int]:
         return list(text.encode())
 

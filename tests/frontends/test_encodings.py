@@ -117,6 +117,10 @@ OTHERS: list[tuple[str, str, dict[str, Any] | None, dict[str, str]]] = [
         "/apply-template", "/infill",
     )),
     ("POST", "/apply-template", {"messages": HI}, {}), ("POST", "/rerank", {"query": "q", "documents": ["d"]}, {}),
+    *(("POST", "/v1/rerank", {"model": "demo", "query": "q", **body}, {}) for body in (
+        {"documents": ["dd", {"text": "d"}, "ddd"]}, {"documents": ["d", "dd"], "top_n": 1, "return_documents": True},
+        {"texts": ["d", "dd"], "return_text": True}, {"documents": []}, {"documents": [1]},
+    )),
     *(("GET", path, None, {}) for path in (
         "/slots?model=demo", "/slots?model=demo&fail_on_no_slot=1", f"/slots?model={HUB}", "/slots", "/props",
         "/health", "/api/ps",

@@ -107,7 +107,7 @@ def test_created_fields_are_shown_and_recreate_the_model(server: Server) -> None
         ("/api/create", {"model": "x"}, 400, "neither 'from' or 'files'"),
         ("/api/create", {"model": "x", "from": "nobody"}, 404, "model 'nobody' not found"),
         ("/api/create", {"model": "x", "from": "demo", "quantize": "q4_K_M"}, 400, "quantize"),
-        ("/api/create", {"model": "x", "from": "demo", "adapters": {"a": "b"}}, 400, "adapters"),
+        ("/api/create", {"model": "x", "from": "demo", "adapters": {"a": "b"}}, 400, "digest"),
         ("/api/create", {"model": "demo", "from": "tiny"}, 400, "already in use"),
         ("/api/create", {"model": "x", "files": {"a.gguf": "sha256:../../x"}}, 400, "digest"),
         ("/api/copy", {"source": "nobody", "destination": "x"}, 404, "model 'nobody' not found"),

@@ -127,6 +127,9 @@ def test_models_are_preloaded_and_each_request_is_a_line(tmp_path: Path, tiny: T
         assert loaded["demo:latest"]["moe"]["expert_share"] == 1.0
         assert served.call("/budget?model=demo").json["n_slots"] > 0
         assert served.call("/nowhere").status == 404
+        assert served.call("/api/generate", {"model": "demo", "prompt": "a", "raw": True}).status == 200
+        kept = {model["name"]: model["expires_at"] for model in served.call("/api/ps").json["models"]}
+        assert kept["demo:latest"] == kept["my-model:latest"]  # never, also after a request that says nothing of it
     lines = served.log().splitlines()
     assert any("loaded my-model:latest" in line for line in lines)
     (line,) = (line for line in lines if "GET /nowhere 404" in line)

@@ -11,7 +11,7 @@ from answering import DEMO, QUESTION, Load, TinyModel, reply
 
 from moegguf.engine.llama import Llama
 from moegguf.errors import CapabilityError, ContextError, ExpertIOError, OptionError
-from moegguf.generate.embedding import embed
+from moegguf.generate.embedding import embed, rank
 from moegguf.generate.prompt import MAX_WHOLE_CHARACTERS
 from moegguf.native import library
 
@@ -114,6 +114,28 @@ def test_the_last_tokens_state_is_that_of_a_context_made_for_embedding(generativ
         theirs, ours = embed(last, TEXTS).vectors, embed(generative, TEXTS).vectors
     for a, b in zip(theirs, ours, strict=True):
         assert np.dot(a, b) == pytest.approx(1, abs=1e-3)
+
+
+@pytest.fixture
+def reranker(load: Load) -> Llama:
+    return load(DEMO, n_ctx=256, embedding=True, pooling_type=4)
+
+
+def test_a_reranker_scores_each_document_for_the_query_alone(reranker: Llama) -> None:
+    together = rank(reranker, "What is a cache?", TEXTS)
+    assert together.vectors == [rank(reranker, "What is a cache?", [text]).vectors[0] for text in TEXTS]
+    assert len({tuple(vector) for vector in together.vectors}) == len(TEXTS)
+    assert all(len(vector) == 1 and np.isfinite(vector[0]) for vector in together.vectors)
+    assert together.vectors != rank(reranker, "Who are you?", TEXTS).vectors
+    with pytest.raises(ContextError, match="document 1 has"):
+        rank(reranker, "What is a cache?", ["a", LONG])
+
+
+def test_a_reranker_embeds_nothing_and_other_models_rank_nothing(reranker: Llama, model: Llama) -> None:
+    with pytest.raises(CapabilityError, match="scores, not vectors"):
+        embed(reranker, TEXTS)
+    with pytest.raises(CapabilityError, match="cannot rank"):
+        rank(model, "a", TEXTS)
 
 
 def test_a_model_is_usable_after_a_fault_while_embedding(tiny: TinyModel, load: Load) -> None:

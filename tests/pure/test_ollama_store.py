@@ -119,7 +119,8 @@ def test_a_name_of_ours_comes_first_and_ollama_s_is_still_there(store: Store) ->
         lambda store, path: path.write_text("[" * 100_000),
         lambda store, path: store.manifest("registry.ollama.ai/library/bad/latest", []),
         lambda store, path: store.manifest(
-            "registry.ollama.ai/library/bad/latest", [store.layer("model", b"a"), store.layer("adapter", b"lora")]
+            "registry.ollama.ai/library/bad/latest",
+            [store.layer("model", b"a"), store.layer("adapter", b"one"), store.layer("adapter", b"two")],
         ),
         lambda store, path: store.manifest(
             "registry.ollama.ai/library/bad/latest", [store.layer("model", b"a") | {"digest": "sha256:../../x"}]

@@ -113,7 +113,7 @@ async def creating(body: CreateRequest, recipe: Recipe, catalog: Catalog) -> Asy
             raise HttpError(400, str(error)) from None
 
     await asyncio.to_thread(make)
-    for digest in recipe.files.values():
+    for digest in (*recipe.files.values(), *recipe.adapters.values()):
         yield {"status": f"using existing layer {digest}"}
     warnings = left_out(recipe)
     for sentence in warnings:
@@ -126,13 +126,12 @@ def recipe_of(body: CreateRequest) -> Recipe:
     """The recipe of a body. Raises HttpError 400 for unsupported fields."""
     if not body.from_ and not body.files:
         raise HttpError(400, "neither 'from' or 'files' was specified")
-    if body.adapters:
-        raise HttpError(400, "adapters are not supported; use a model with the adapters merged")
     if body.quantize:
         raise HttpError(400, "quantize is not supported; use files that are already quantised")
     return Recipe(
         from_=body.from_ or "",
         files=body.files or {},
+        adapters=body.adapters or {},
         system=body.system,
         template=body.template,
         parameters=body.parameters or {},

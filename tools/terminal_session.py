@@ -1,0 +1,95 @@
+"""Records a session in a terminal as a picture, with the packages of the extra "test":
+`python -m tools.terminal_session docs/session.svg`.
+
+The commands are run as a user would type them, in a folder of their own; what the terminal then shows is drawn.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pexpect
+import pyte
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
+
+COLUMNS, LINES = 96, 36
+TIMEOUT_S, SETTLED_S = 120, 2
+NOBODY = "127.0.0.1:1"  # no server answers there
+SHELL, CHAT = "$ ", ">>> "
+STEPS = (
+    (SHELL, "moegguf run demo --expert-cache 50%"),
+    (CHAT, "What does moegguf do?"),
+    (CHAT, "/experts"),
+    (CHAT, "/bye"),
+)
+FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)  # from a server: a picture asks nobody
+
+
+def record() -> pyte.Screen:
+    """The screen after the last command. Raises TimeoutError."""
+    screen = pyte.Screen(COLUMNS, LINES)
+    stream = pyte.ByteStream(screen)
+    with tempfile.TemporaryDirectory() as home:
+        kept = {"PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8", "TERM": "xterm-256color", "PS1": SHELL}
+        own = dict.fromkeys(("HOME", "MOEGGUF_HOME", "XDG_CACHE_HOME"), home)
+        shell: Any = pexpect.spawn(
+            "bash", ["--norc", "--noprofile"], env=kept | own | {"MOEGGUF_HOST": NOBODY}, cwd=home,
+            dimensions=(LINES, COLUMNS),
+        )  # fmt: skip
+        screen.write_process_input = shell.send  # the terminal's replies, such as the cursor's position
+
+        def wait_for(prompt: str) -> None:
+            """Until the cursor is behind the prompt, and nothing more comes."""
+            end_s = time.monotonic() + TIMEOUT_S
+            while time.monotonic() < end_s:
+                try:
+                    stream.feed(shell.read_nonblocking(1 << 16, SETTLED_S))
+                except pexpect.TIMEOUT:
+                    line = screen.display[screen.cursor.y]
+                    if line.startswith(prompt) and screen.cursor.x == len(prompt):
+                        return
+            raise TimeoutError(f"no {prompt!r} on:\n" + "\n".join(screen.display))
+
+        for prompt, words in STEPS:
+            wait_for(prompt)
+            shell.send(words + "\r")
+        wait_for(SHELL)
+        shell.close(force=True)
+    return screen
+
+
+def drawn(screen: pyte.Screen) -> str:
+    """The screen as SVG, without its empty last lines."""
+    console = Console(record=True, width=COLUMNS, file=io.StringIO(), legacy_windows=False)
+    last = max(row for row, line in enumerate(screen.display) if line.strip() not in ("", SHELL.strip()))
+    for row in range(last + 1):
+        cells = [screen.buffer[row][column] for column in range(COLUMNS)]
+        line = Text()
+        for style, run in itertools.groupby(cells, _style):
+            line.append("".join(each.data for each in run), style)
+        line.rstrip()
+        console.print(line)
+    return FONTS.sub("", console.export_svg(title="moegguf"))
+
+
+def _style(cell: Any) -> Style:
+    colour = None if cell.fg == "default" else _NAMES.get(cell.fg, cell.fg if cell.fg.isalpha() else f"#{cell.fg}")
+    return Style(color=colour, bold=cell.bold)
+
+
+_NAMES = {"brown": "yellow", "brightbrown": "bright_yellow"}
+_NAMES |= {f"bright{name}": f"bright_{name}" for name in "black red green blue magenta cyan white".split()}
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(drawn(record()), encoding="utf-8")
