@@ -38,6 +38,7 @@ from moegguf.serving.memory_budget import (
     MemoryUse,
     admit,
     expert_cache_within,
+    planned_budgets,
 )
 from moegguf.serving.model_size import Measure, ModelSize
 from moegguf.serving.subscribers import Subscribers
@@ -143,7 +144,7 @@ class Dispatcher:
         process, plan = model.process, model.ready.plan
         if process is None or model.state is not State.READY or model.changing_budget:
             raise BusyError(f"{model.name!r} is being loaded, unloaded or given another budget; try again.")
-        ram, vram = model.reserved_bytes
+        ram, vram = planned_budgets(model.ready.plan)
         if vram_cache is not None and not vram:
             raise BudgetError(f"{model.name!r} has no slots in VRAM; give expert_cache.")
         if expert_cache is not None and vram and not ram:
@@ -461,7 +462,7 @@ class Dispatcher:
             echo_stderr=self._settings.debug,
         )
         model.ready = await process.load(config, self._settings.load_timeout_s, on_progress)
-        model.expert_cache_bytes, model.vram_cache_bytes = model.reserved_bytes
+        model.expert_cache_bytes, model.vram_cache_bytes = planned_budgets(model.ready.plan)
         process.on_exit = lambda: self._on_process_exit(model, process)
 
     def _on_process_exit(self, model: ManagedModel, process: WorkerProcess) -> None:
