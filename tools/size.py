@@ -17,7 +17,7 @@ SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html")
 VENDORED = ("moegguf/server/static/vendor/",)  # libraries with a licence of their own: not counted
 GOALS = {"moegguf": 46_000, "tests": 34_000, "tools + predictors": 14_000}
 LIMITS = {
-    "moegguf": 2_110,
+    "moegguf": 1_260,
     "moegguf/bench": 1_420,
     "moegguf/chat": 1_630,
     "moegguf/cli": 3_410,
@@ -27,12 +27,12 @@ LIMITS = {
     "moegguf/gguf": 1_960,
     "moegguf/models": 3_210,
     "moegguf/native": 17_340,
-    "moegguf/server": 8_000,
-    "moegguf/serving": 5_540,
+    "moegguf/server": 8_930,
+    "moegguf/serving": 7_120,
     "moegguf/terminal": 1_750,
     "moegguf/trace": 2_090,
     "predictors": 5_890,
-    "tests": 43_960,
+    "tests": 44_390,
     "tools": 5_970,
 }
 

@@ -41,10 +41,8 @@ def set_budget(
         try:
             if on_device:
                 library.llama_cpp().llama_synchronize(llm.ctx)
-                for (tier, device), n_slots in reversed(wanted.items()):
-                    store.resize(n_slots, tier, device, at_once=True)
-            elif wanted:
-                store.resize(wanted[EVERY_DEVICE])
+            for (tier, device), n_slots in reversed(wanted.items()):  # at once: nothing computes under this lock
+                store.resize(n_slots, tier, device, at_once=True)
         finally:
             if wanted.get(EVERY_DEVICE, plan.device_slots) < plan.device_slots:
                 _shorten_passes(llm, plan)

@@ -22,6 +22,7 @@ from moegguf.server.common import limits
 from moegguf.server.common.body import read_body
 from moegguf.server.common.errors import HttpError
 from moegguf.serving.events import LoadedModel
+from moegguf.serving.memory_budget import planned_budgets
 
 
 class BudgetRequest(BaseModel):
@@ -62,8 +63,9 @@ async def get_budget(request: Request) -> Response:
 
 
 def budget_object(loaded: LoadedModel) -> JSONResponse:
-    """What experts of a loaded model have, and all of its memory."""
+    """What experts of a loaded model have, the most that they can have, and all of its memory."""
     slot_bytes, staging_bytes = loaded.plan.get("slot_bytes", 0), loaded.plan.get("staging_bytes", 0)
+    most, most_vram = planned_budgets(loaded.plan)
     in_vram = max(0, loaded.vram_cache_bytes - staging_bytes)
     return JSONResponse(
         {
@@ -75,6 +77,8 @@ def budget_object(loaded: LoadedModel) -> JSONResponse:
             "staging_bytes": staging_bytes,
             "slot_bytes": slot_bytes,
             "n_experts": loaded.stats.n_experts,
+            "max_expert_cache_bytes": most,
+            "max_vram_cache_bytes": most_vram,
             "size_bytes": loaded.size_bytes,
             "vram_bytes": loaded.vram_bytes,
         }

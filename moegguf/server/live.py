@@ -164,7 +164,8 @@ def _sum(a: bytes, b: bytes) -> bytes:
 
 def _visible_state(snapshot: Snapshot, loaded: LoadedModel) -> tuple[Any, ...]:
     """What a client displays, besides uses and loads."""
-    return snapshot.state, snapshot.busy, snapshot.stats.tokens, snapshot.layers, loaded.queue, loaded.stopping
+    figures = loaded.queue, loaded.stopping, loaded.expert_cache_bytes, loaded.vram_cache_bytes, loaded.last_answer_s
+    return snapshot.state, snapshot.busy, snapshot.stats.tokens, snapshot.layers, *figures
 
 
 def snapshot_object(snapshot: Snapshot) -> dict[str, Any]:

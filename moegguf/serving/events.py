@@ -97,7 +97,8 @@ class LoadedModel:
     """A model in memory. Sizes in bytes, as planned: in total, and the part on GPUs. `name`: the first of the `names`
     that use it. `expires`: when it is unloaded if it stays idle (aware UTC); None: never. `queue`: number of waiting
     requests. `stats`: since it was loaded. `expert_cache_bytes`, `vram_cache_bytes`: for experts in RAM, and on GPUs,
-    of the total. `n_parallel`: requests that it answers at once, `n_answering`: now."""
+    of the total. `n_parallel`: requests that it answers at once, `n_answering`: now. `last_answer_tokens`,
+    `last_answer_s`: of the answer that ended last, as its `Timing` has them."""
 
     name: str
     digest: str
@@ -118,6 +119,8 @@ class LoadedModel:
     vram_cache_bytes: int = 0
     n_parallel: int = 1
     n_answering: int = 0
+    last_answer_tokens: int = 0
+    last_answer_s: float = 0.0
 
 
 @dataclass(frozen=True)

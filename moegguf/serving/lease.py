@@ -103,7 +103,8 @@ class Lease(Calls):
                 if isinstance(event, Delta | PromptProgress | ExpertUses):
                     yield event
                 else:
-                    yield Done(build(Timing, event), self.load_s, self._process.decisions)
+                    self._process.last_timing = build(Timing, event)
+                    yield Done(self._process.last_timing, self.load_s, self._process.decisions)
 
     async def value(self, kind: str, **fields: Any) -> Any:
         """The last event of a request."""

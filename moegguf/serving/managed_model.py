@@ -237,14 +237,6 @@ class ManagedModel:
         self.device, self.device_bytes = None, 0
         self.uses = {}
 
-    @property
-    def reserved_bytes(self) -> tuple[int, int]:
-        """What it was loaded with for slots: in RAM, and on its device, there with what prompts are staged in."""
-        plan = self.ready.plan
-        if plan.get("device"):
-            return plan.get("n_ram_slots", 0) * plan["slot_bytes"], plan["vram_cache_bytes"]
-        return plan.get("budget_bytes", 0), 0
-
     def grow(self, n_bytes: Mapping[str, int]) -> None:
         """Counts so much more for slots: "expert_cache_bytes" in RAM, "vram_cache_bytes" on the device."""
         self.expert_cache_bytes += n_bytes.get("expert_cache_bytes", 0)
@@ -296,6 +288,8 @@ class ManagedModel:
             vram_cache_bytes=self.vram_cache_bytes,
             n_parallel=self.ready.n_parallel,
             n_answering=len(self.answering),
+            last_answer_tokens=process.last_timing.answer_tokens,
+            last_answer_s=process.last_timing.answer_s,
         )
 
     def _loaded_name(self, name: str, loop_time_s: float) -> LoadedName:

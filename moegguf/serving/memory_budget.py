@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from moegguf.engine.devices import NO_GPU
 from moegguf.engine.machine import Device, Memory, read_memory
@@ -125,6 +126,14 @@ class DeviceLimits:
         if not there and not self.lost:
             raise BudgetError(NO_GPU)
         return max(there, key=lambda device: device.free_bytes, default=None)
+
+
+def planned_budgets(plan: Mapping[str, Any]) -> tuple[int, int]:
+    """What a model with this plan (as JSON) was loaded with for slots: in RAM, and on its device, there with what
+    prompts are staged in."""
+    if plan.get("device"):
+        return plan.get("n_ram_slots", 0) * plan["slot_bytes"], plan["vram_cache_bytes"]
+    return plan.get("budget_bytes", 0), 0
 
 
 def expert_cache_within(cache: ExpertCache, n_experts: int, slot_bytes: int, reserved_bytes: int) -> int:

@@ -41,7 +41,7 @@ from moegguf.quantities import ExpertCache, format_bytes
 from moegguf.serving.events import LoadedModel, LoadOverrides, Snapshot
 from moegguf.serving.lease import Lease
 from moegguf.serving.managed_model import ManagedModel, Purpose, State, Waiter, process_key
-from moegguf.serving.memory_budget import DeviceLimits, MemoryLimit, MemoryUse, admit, expert_cache_within
+from moegguf.serving.memory_budget import DeviceLimits, MemoryLimit, MemoryUse, admit, expert_cache_within, planned_budgets
 from moegguf.serving.model_size import Measure, ModelSize, measure
 from moegguf.serving.subscribers import Subscribers
 from moegguf.serving.wire import LoadConfig
@@ -267,7 +267,7 @@ class ModelManager:
         process, plan = model.process, model.ready.plan
         if process is None or model.state is not State.READY or model.changing_budget:
             raise BusyError(f"{model.name!r} is being loaded, unloaded or given another budget; try again.")
-        ram, vram = model.reserved_bytes
+        ram, vram = planned_budgets(model.ready.plan)
         if vram_cache is not None and not vram:
             raise BudgetError(f"{model.name!r} has no slots in VRAM; give expert_cache.")
         if expert_cache is not None and vram and not ram:
@@ -554,7 +554,7 @@ class ModelManager:
         model.process = process = await self._take_process()
         process.on_snapshot = functools.partial(self._subscribers.publish, model)
         model.ready = await process.load(config, self._settings.load_timeout_s)
-        model.expert_cache_bytes, model.vram_cache_bytes = model.reserved_bytes
+        model.expert_cache_bytes, model.vram_cache_bytes = planned_budgets(model.ready.plan)
         process.on_exit = lambda: self._on_process_exit(model, process)
 
     def _prepare_process(self) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 from moegguf.child import child_command, child_environment
 from moegguf.engine.stats import Stats
 from moegguf.errors import DeviceLostError, MoeggufError, WorkerError
+from moegguf.generate.request import Timing
 from moegguf.serving.events import Snapshot
 from moegguf.serving.wire import (
     EVENTS,
@@ -125,9 +126,9 @@ def _ignore(*_: object) -> None:
 
 class WorkerProcess:
     """A worker process, whose errors name no model: many names may share it. `stats` and `decisions`: as last
-    reported. `exited`: the error that describes the exit, set when the process has ended; `on_exit` is called
-    then, before its requests get the error. `cancel_grace_s`: how long a cancelled request may take to end.
-    `on_snapshot` gets what it sends while somebody watches."""
+    reported; `last_timing`: of the answer that ended last. `exited`: the error that describes the exit, set when the
+    process has ended; `on_exit` is called then, before its requests get the error. `cancel_grace_s`: how long a
+    cancelled request may take to end. `on_snapshot` gets what it sends while somebody watches."""
 
     def __init__(
         self,
@@ -139,6 +140,7 @@ class WorkerProcess:
         self._on_warning = on_warning or self._echo_warning
         self._cancel_grace_s = cancel_grace_s
         self.stats = Stats()
+        self.last_timing = Timing()
         self.decisions: Mapping[str, Any] = {}
         self.exited: asyncio.Future[WorkerError] = asyncio.get_running_loop().create_future()
         self.on_exit: Callable[[], None] = _ignore

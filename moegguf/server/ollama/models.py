@@ -20,7 +20,7 @@ from moegguf.package import __version__
 from moegguf.server.common.body import read_body
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.lookup import details_or_none, find
-from moegguf.server.common.objects import moe_object
+from moegguf.server.common.objects import moe_object, to_ns
 from moegguf.server.ollama.objects import details_object, time_text
 from moegguf.server.ollama.schema import CopyRequest, ModelBody, ShowRequest
 from moegguf.serving.events import LoadedModel, LoadedName
@@ -95,6 +95,7 @@ def loaded_object(
         "context_length": model.n_ctx,
         "moe": moe_object(model.stats)
         | {"expert_share": _expert_share(model), "prompt_tokens": dict(prompt_tokens)}
+        | {"last_answer": {"eval_count": model.last_answer_tokens, "eval_duration": to_ns(model.last_answer_s)}}
         | {"pid": model.pid, "busy": model.busy, "stopping": model.stopping, "queue": model.queue},
     }
 
