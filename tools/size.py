@@ -17,22 +17,22 @@ SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html")
 VENDORED = ("moegguf/server/static/vendor/",)  # libraries with a licence of their own: not counted
 GOALS = {"moegguf": 46_000, "tests": 34_000, "tools + predictors": 14_000}
 LIMITS = {
-    "moegguf": 1_250,
-    "moegguf/bench": 1_330,
+    "moegguf": 1_240,
+    "moegguf/bench": 1_320,
     "moegguf/chat": 1_630,
-    "moegguf/cli": 3_400,
+    "moegguf/cli": 3_390,
     "moegguf/controller": 3_500,
-    "moegguf/engine": 7_700,
+    "moegguf/engine": 7_630,
     "moegguf/generate": 4_830,
-    "moegguf/gguf": 1_910,
+    "moegguf/gguf": 1_900,
     "moegguf/models": 3_150,
-    "moegguf/native": 17_280,
+    "moegguf/native": 16_010,
     "moegguf/server": 7_950,
     "moegguf/serving": 5_280,
-    "moegguf/terminal": 1_740,
+    "moegguf/terminal": 1_720,
     "moegguf/trace": 2_110,
     "predictors": 5_910,
-    "tests": 44_640,
+    "tests": 44_120,
     "tools": 5_620,
 }
 

@@ -83,7 +83,6 @@ def load(spec: Spec) -> Llama:
         expert_cache=spec.expert_cache if spec.system == "moegguf" else "100%",
         vram_cache=spec.vram_cache,
         placement=spec.placement,
-        misses=spec.misses,
         strategy=spec.strategy,
         store=StoreOptions(
             **find_strategy(spec.strategy).switches | spec.store | {"repack": spec.repack, "device": device}
@@ -206,8 +205,6 @@ def store_figures(stats: Stats, link_bytes_per_s: float) -> dict[str, float]:
         "evictions": stats.evictions,
         "staged_mb_per_token": stats.bytes_staged / max(1, stats.tokens) / 1e6,
         "copies_overlapped_pct": stats.staging_overlap * 100,
-        "misses_computed": stats.misses_computed,
-        "cpu_stall_ms_per_token": stats.compute_stall_s / max(1, stats.tokens) * 1e3,
     }
 
 

@@ -74,9 +74,6 @@ FLAGS = (
     Flag("placement", "--placement", "WHERE,...", MEMORY,
          "What goes into that memory: auto, layers, slots or cpu; the others alternate with the first as by"
          " --against.", "", str),
-    Flag("misses", "--misses", "HOW,...", MEMORY,
-         "Experts that the GPU lacks: fetch, or compute (on the CPU where that is faster; not exact); the others"
-         " alternate with the first as by --against.", "", str),
     Flag("simulate_link", "--simulate-link", "BANDWIDTH[,LATENCY]", RESEARCH,
          'Put layers and slots on a device of this machine\'s own, behind such a link in real time: "24GB/s,35us".',
          None, str | None),
@@ -181,10 +178,9 @@ def bench(*, given: Given, **chosen: Any) -> None:
     if output not in FORMATS:
         raise OptionError(f"-o takes {', '.join(FORMATS)}, but not {output!r}.")
     chosen["strategy"], *beside = _strategies(chosen["strategy"])
-    for name, prefix in (("placement", "placed"), ("misses", "misses")):
-        first, *others = split([chosen[name]]) or [""]
-        chosen[name] = first or None
-        beside += [f"{prefix}-{other}" for other in others]
+    placement, *others = split([chosen["placement"]]) or [""]
+    chosen["placement"] = placement or None
+    beside += [f"placed-{other}" for other in others]
     others = list(dict.fromkeys([*beside, *split(chosen["against"])]))
     limit = _limit(chosen["memory_limit"], chosen["require_limit"])
     groups = _groups(chosen, given, others, limit)
@@ -241,7 +237,7 @@ def _base(model: str, chosen: dict[str, Any], given: Given) -> Spec:
     tests = parse_tests(chosen["n_prompt"], chosen["n_gen"], chosen["pg"], chosen["n_depth"])
     text = chosen["text"]
     as_given = (
-        "repetitions", "strategy", "placement", "misses", "simulate_link", "simulate_threads", "seed", "delay_s",
+        "repetitions", "strategy", "placement", "simulate_link", "simulate_threads", "seed", "delay_s",
         "warm_start", "verbose",
     )  # fmt: skip
     return Spec(

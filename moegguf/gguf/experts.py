@@ -24,7 +24,6 @@ Kind = Literal["gate", "up", "down", "gate_up"]
 KINDS: tuple[Kind, ...] = ("gate", "up", "down", "gate_up")
 
 _EXPERTS = re.compile(r"blk\.(\d{1,6})\.ffn_(gate|up|down|gate_up)_exps\.weight")
-_EXPERT_ROWS = re.compile(r"blk\.\d+\.ffn_(gate|up|down|gate_up)_exps\.(bias|scale)")
 _LAYER = re.compile(r"blk\.(\d{1,6})\.")
 _ROUTER = re.compile(r"blk\.(\d{1,6})\.ffn_gate_inp\.weight")
 
@@ -93,7 +92,6 @@ class ExpertLayout:
     routers: tuple[RouterTensor, ...] = ()
     looked_up_bytes: int = 0  # of the embedding matrix where it is nothing else: a token reads one row of it
     layer_dense_bytes: Mapping[int, int] = field(default_factory=dict)  # by layer: its part of dense_bytes
-    expert_row_bytes: int = 0  # of biases and scales, which have a row per expert: also a part of dense_bytes
 
     def check_not_overwritten(self) -> None:
         """Raises ExpertIOError where a shard was written to since its header was read."""
@@ -218,7 +216,6 @@ def read_layout(path: str | os.PathLike[str]) -> ExpertLayout:
         routers=tuple(sorted(_routers(files, hparams.n_layer), key=lambda router: router.il)),
         looked_up_bytes=embedding.n_bytes if embedding and "output.weight" in tensors else 0,
         layer_dense_bytes=_layer_dense_bytes(tensors),
-        expert_row_bytes=sum(tensor.n_bytes for name, tensor in tensors.items() if _EXPERT_ROWS.fullmatch(name)),
     )
 
 

@@ -73,7 +73,7 @@ void Acquire::begin_event(Context & context, const Choice & choice, Lock & lock)
     }
     await_copies(context, lock);
     context.note_failures(shared_);
-    end_layer(context, choice.il);
+    end_layer(context);
     count_pass(context, choice.il, choice.n_tokens);
     for (auto & tier : tiers_.compute) {
         if (tier->resize_to > 0) {
@@ -170,9 +170,9 @@ void Acquire::await_copies(Context & context, Lock & lock) {
     context.pinned.ordered = 0;
 }
 
-void Acquire::end_layer(Context & context, int next_il) {
+void Acquire::end_layer(Context & context) {
     if (context.supply) {
-        context.supply->release(context, next_il);
+        context.supply->release(context);
     }
 }
 
@@ -333,8 +333,7 @@ void Acquire::reallocate(Tier & tier, int n_slots) {
     const auto quiet = [&] {
         const auto reading = [](const auto & of) { return of && of->reading(); };
         return std::none_of(tiers_.compute.begin(), tiers_.compute.end(), reading) && !reading(tiers_.ram) &&
-               std::none_of(tiers_.staging.begin(), tiers_.staging.end(), reading) &&
-               std::none_of(std::begin(supplies_), std::end(supplies_), [](const Supply * of) { return of->busy(); });
+               std::none_of(tiers_.staging.begin(), tiers_.staging.end(), reading);
     };
     const bool ended = shared_.wait_regardless(lock, quiet, std::chrono::steady_clock::now() + longest_reads);
     transfers_.hold_prefetches(false);

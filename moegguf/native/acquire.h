@@ -53,7 +53,7 @@ class Acquire {
     bool place(Context & context, Lock & lock);
     void tell_observers(Context & context, uint64_t start_ns, bool placed);
     void count_pass(Context & context, int il, int n_tokens);
-    void end_layer(Context & context, int next_il = -1);
+    void end_layer(Context & context);
     void await_copies(Context & context, Lock & lock);
     void want_next_layer(int il);
     void note_failures(Context & context);

@@ -79,9 +79,8 @@ uint64_t Copies::link_bytes(const Job & job) const {
     return job.source.tier == TierId::ram ? Link::link_bytes(job) : 0;
 }
 
-void Copies::note_time(const Job & job, uint64_t ns) {
+void Copies::note_time(uint64_t ns) {
     count(busy_ns_, ns);
-    fade_in(bytes_ns_, double(ns) / job.bytes);
 }
 
 void Copies::finish(const Job & job, const std::string & why) {
@@ -131,12 +130,9 @@ void Copies::run() {
             in_flight_ = false;
         }
         lock.lock();
-        uint64_t bytes = 0;
         for (const Job & job : batch_) {
-            bytes += job.bytes;
             finish(job, why);
         }
-        fade_in(bytes_ns_, (double)took_ns / bytes);
     }
 }
 
