@@ -26,7 +26,7 @@ LIMITS = {
     "moegguf/generate": 4_830,
     "moegguf/gguf": 1_900,
     "moegguf/models": 3_150,
-    "moegguf/native": 16_010,
+    "moegguf/native": 16_000,
     "moegguf/server": 7_950,
     "moegguf/serving": 5_280,
     "moegguf/terminal": 1_720,

@@ -25,8 +25,7 @@ Acquire::Acquire(Store & store)
       contexts_(store.contexts),
       slots_(store.slots),
       streamed_(store.streamed),
-      staged_(store.staged),
-      supplies_{&slots_, &streamed_, &staged_} {
+      staged_(store.staged) {
 }
 
 // The barrier.
@@ -109,9 +108,7 @@ bool Acquire::place(Context & context, Lock & lock) {
     const Event & event = context.event;
     transfers_.set_step(event.step);
     tiers_.of(event.il).residency.on_forecast(event.il, nullptr); // the router has chosen: what was predicted is over
-    for (Supply * supply : supplies_) {
-        supply->observe(context, lock);
-    }
+    staged_.observe(context, lock);
     const bool placed = context.supply->place(context, lock);
     if (placed && event.nearly_all && shared_.has(MOEGGUF_SWEEP) && context.supply != &staged_) {
         want_next_layer(event.il);

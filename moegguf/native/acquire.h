@@ -72,7 +72,6 @@ class Acquire {
     SlotSupply & slots_;
     StreamedSupply & streamed_;
     StagedSupply & staged_;
-    Supply * const supplies_[3];
     int n_contexts_ = 0; // so far
     std::atomic<bool> watched_{false};
     std::atomic<bool> computing_{false}; // a routing event has come: only another one ends the layer being computed

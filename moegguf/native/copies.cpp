@@ -26,10 +26,7 @@ Copies::Copies(const Layout & layout, Shared & shared, const Tiers & tiers, Tier
 
 void Copies::start_threads() {
     ggml_backend_dev_t device = to_.pool()->memory().device;
-    backend_.reset(ggml_backend_dev_init(device, nullptr));
-    if (!backend_) {
-        throw Error(MOEGGUF_MEMORY, std::string(ggml_backend_dev_name(device)) + " refused a backend for copies");
-    }
+    backend_ = make_backend(device, 1);
     ggml_backend_dev_props props;
     ggml_backend_dev_get_props(device, &props);
     if (props.caps.async && props.caps.events) {

@@ -24,15 +24,12 @@ class Supply {
     Supply & operator=(const Supply &) = delete;
 
     // Under the store's lock, by the thread that computes.
-    // Any event, whoever supplies it, before place().
-    virtual void observe(Context & context, Lock & lock) { (void)context, (void)lock; }
     // Experts of the context's event that are there are pinned, slots taken for the others and transfers ordered; it
     // may raise the matrices that are to be waited for. The lock is free while it waits for slots. false: the context
     // says why.
     virtual bool place(Context & context, Lock & lock) = 0;
     // The layer has been computed, or will not be: what it holds is free.
     virtual void release(Context & context);
-    virtual void drop_ahead() {} // what is on its way for later events will not come
 
     // Without the lock, by the thread that computes.
     virtual void wait(Context & context, uint8_t kinds); // until these are there, or the context says why they are not
