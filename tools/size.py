@@ -32,7 +32,7 @@ LIMITS = {
     "moegguf/terminal": 1_720,
     "moegguf/trace": 2_110,
     "predictors": 5_910,
-    "tests": 43_650,
+    "tests": 43_610,
     "tools": 5_620,
 }
 
