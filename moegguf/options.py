@@ -25,8 +25,6 @@ MAX_PARALLEL = 256  # llama.cpp's LLAMA_MAX_SEQ
 MAX_THREADS = 512  # ggml's GGML_MAX_N_THREADS
 PLACEMENTS = ("auto", "layers", "slots", "cpu")
 """Where experts go on a machine with a GPU: see engine/plan.py."""
-MISSES = ("fetch", "compute")
-"""What happens to experts that a GPU lacks: they are copied there, or the CPU computes them where that is faster."""
 DRAFTS = ("auto", "off", "ngram", "mtp")
 """Tokens that are guessed ahead, and verified in the next pass."""
 KERNELS = ("avx512", "avx2", "upstream")
@@ -137,12 +135,6 @@ _TABLE = (
         "What goes into that memory: layers (whole ones; the CPU computes the others), slots (experts as they are"
         " used), cpu (nothing: no GPU) or auto, which measures; with several GPUs auto is slots.",
         ("--placement",), "WHERE", "PLACEMENT", "choice", "auto", PLACEMENTS,
-    ),
-    Option(
-        "misses", "load", MEMORY,
-        "Experts that the GPU lacks: fetch copies them there, compute lets the CPU compute them in decode where that is"
-        " faster. Not exact: answers then depend on what was in VRAM.",
-        ("--misses",), "HOW", "MISSES", "choice", "fetch", MISSES,
     ),
     Option(
         "warm_start", "load", MEMORY,
@@ -358,7 +350,7 @@ _TABLE = (
 
 OPTIONS: Mapping[str, Option] = {option.name: option for option in _TABLE}
 TO_WORKERS = (
-    "expert_cache", "vram_cache", "placement", "misses", "warm_start", "context_store", "strategy", "policy", "draft",
+    "expert_cache", "vram_cache", "placement", "warm_start", "context_store", "strategy", "policy", "draft",
 )  # fmt: skip
 """Options of loading that a server, or a batch, has flags for, and hands to its workers."""
 

@@ -40,7 +40,6 @@ class Environment:
     vram_cache: str = ""
     placement: str = "auto"
     policy: str = "auto"
-    misses: str = "fetch"
     draft: str = "auto"
     strategy: str = ""
     library: Path | None = None

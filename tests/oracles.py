@@ -1,9 +1,7 @@
-"""Test oracles: predictors of known accuracy, ProMoE's ACCURACY and an LRU replay without the store."""
+"""Test oracles: predictors of known accuracy, and ProMoE's ACCURACY."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
 from typing import ClassVar, TypeVar
 
 import numpy as np
@@ -13,7 +11,6 @@ from moegguf.controller.predictors.counts import Affinity, Popularity, TokenTabl
 from moegguf.controller.shape import MoeShape
 from moegguf.gguf.routers import Gating, Router, Routers
 from moegguf.native.events import Announcement, Float32s, Phase, RoutingEvent
-from moegguf.trace.belady import Lookups, ReplayCounts
 from moegguf.trace.trace import Trace, TraceHeader
 from predictors.train.fit import COUNTED
 
@@ -123,74 +120,3 @@ def _predict(predictor: Predictor, event: RoutingEvent, distance: int, predicted
         assert probabilities.shape == (predictor.shape.n_expert,)
         assert probabilities.min() >= 0 and probabilities.max() <= 1
         predicted[il] = set(np.argsort(-probabilities, kind="stable")[: event.expert_ids.shape[1]].tolist())
-
-
-@dataclass(frozen=True)
-class LruCounts(ReplayCounts):
-    """What an LRU replay counted."""
-
-    evictions: int
-
-    @property
-    def misses(self) -> int:
-        return self.lookups - self.hits
-
-
-def lru(lookups: Lookups, n_slots: int) -> LruCounts:
-    """Counts of the store without a controller and without sweeps, floors per layer included.
-
-    Raises OptionError when an event does not fit.
-    """
-    lookups.check(n_slots)
-    keys, start = lookups.keys.tolist(), lookups.start.tolist()
-    n_expert = lookups.shape.n_expert
-    floors = floors_of(lookups.shape, n_slots)
-    n_resident = [0] * len(floors)
-    residents: dict[int, None] = {}  # the least recently used first
-    hits, evictions = [0] * (len(start) - 1), 0
-    for event in range(len(start) - 1):
-        wanted = keys[start[event] : start[event + 1]]
-        hit = [key for key in wanted if key in residents]
-        hits[event] = len(hit)
-        for key in hit:
-            del residents[key]
-            residents[key] = None
-        pinned = set(hit)
-        for key in wanted:
-            if key in pinned:
-                continue
-            if len(residents) >= n_slots:
-                victim = _oldest(residents, pinned, n_resident, floors, n_expert)
-                del residents[victim]
-                n_resident[victim // n_expert] -= 1
-                evictions += 1
-            residents[key] = None
-            n_resident[key // n_expert] += 1
-            pinned.add(key)
-    return LruCounts(**asdict(lookups.counts(hits)), evictions=evictions)
-
-
-def floors_of(shape: MoeShape, n_slots: int) -> list[int]:
-    """Slots per layer reserved for it: only where one token needs more slots than the pool has."""
-    n_row = len(shape.layers)
-    if n_slots >= n_row * shape.n_expert_used:
-        return [0] * n_row
-    unassigned, floors = max(0, n_slots - shape.n_expert_used), []
-    for n_left in range(n_row, 0, -1):
-        floors.append(unassigned // n_left)
-        unassigned -= floors[-1]
-    return floors
-
-
-def _oldest(residents: Iterable[int], pinned: set[int], n_resident: list[int], floors: list[int], n_expert: int) -> int:
-    below_floor = None
-    for key in residents:
-        if key in pinned:
-            continue
-        row = key // n_expert
-        if n_resident[row] > floors[row]:
-            return key
-        if below_floor is None:
-            below_floor = key
-    assert below_floor is not None  # Lookups.check: an event needs at most n_slots
-    return below_floor

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -109,13 +109,14 @@ def server() -> Iterator[tuple[Path, int]]:
         process.join()
 
 
-def in_child(call: Callable[..., Any], *arguments: Any) -> Any:
-    """call(rpc, port, *arguments) in a process of its own, beside a server of its own."""
-    with server() as at:
-        return in_own_process(call, *at, *arguments)
+def in_child(call: Callable[..., Any], *arguments: Any, n_servers: int = 1) -> Any:
+    """call(*arguments) in a process of its own that knows the devices RPC0, RPC1, ... of so many servers of its own."""
+    with ExitStack() as stack:
+        servers = [stack.enter_context(server()) for _ in range(n_servers)]
+        return in_own_process(_registered, servers, call, arguments)
 
 
-def in_child_of_two(call: Callable[..., Any], *arguments: Any) -> Any:
-    """call(rpc, (port, port), *arguments) in a process of its own, beside two servers of its own."""
-    with server() as (rpc, first), server() as (_, second):
-        return in_own_process(call, rpc, (first, second), *arguments)
+def _registered(servers: list[tuple[Path, int]], call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    for at in servers:
+        register(*at)
+    return call(*arguments)

@@ -17,23 +17,23 @@ SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html")
 VENDORED = ("moegguf/server/static/vendor/",)  # libraries with a licence of their own: not counted
 GOALS = {"moegguf": 46_000, "tests": 34_000, "tools + predictors": 14_000}
 LIMITS = {
-    "moegguf": 1_260,
+    "moegguf": 1_250,
     "moegguf/bench": 1_420,
     "moegguf/chat": 1_630,
-    "moegguf/cli": 3_410,
+    "moegguf/cli": 3_400,
     "moegguf/controller": 3_490,
-    "moegguf/engine": 7_860,
+    "moegguf/engine": 7_790,
     "moegguf/generate": 4_900,
     "moegguf/gguf": 1_960,
     "moegguf/models": 3_210,
-    "moegguf/native": 17_340,
-    "moegguf/server": 8_930,
-    "moegguf/serving": 7_120,
-    "moegguf/terminal": 1_750,
+    "moegguf/native": 16_050,
+    "moegguf/server": 8_920,
+    "moegguf/serving": 5_160,
+    "moegguf/terminal": 1_730,
     "moegguf/trace": 2_090,
     "predictors": 5_890,
-    "tests": 44_390,
-    "tools": 5_970,
+    "tests": 43_360,
+    "tools": 5_800,
 }
 
 

@@ -88,7 +88,6 @@ def load(spec: Spec) -> Llama:
         expert_cache=spec.expert_cache if spec.system == "moegguf" else "100%",
         vram_cache=spec.vram_cache,
         placement=spec.placement,
-        misses=spec.misses,
         strategy=spec.strategy,
         store=StoreOptions(
             **find_strategy(spec.strategy).switches | spec.store | {"repack": spec.repack, "device": device}
@@ -231,8 +230,6 @@ def store_figures(stats: Stats, link_bytes_per_s: float) -> dict[str, float]:
         "evictions": stats.evictions,
         "staged_mb_per_token": stats.bytes_staged / max(1, stats.tokens) / 1e6,
         "copies_overlapped_pct": stats.staging_overlap * 100,
-        "misses_computed": stats.misses_computed,
-        "cpu_stall_ms_per_token": stats.compute_stall_s / max(1, stats.tokens) * 1e3,
         "draft_acceptance": stats.draft_acceptance,
         "tokens_per_draft_pass": stats.tokens_per_draft_pass,
         "mb_per_accepted_token": stats.bytes_per_accepted_token / 1e6,

@@ -24,12 +24,12 @@ FIELDS = (
 # Medians over the repetitions of all rounds.
 STORE_FIELDS = (
     "hit_rate", "mb_per_token", "stall_ms_per_token", "hook_ms_per_token", "compute_ms_per_token", "link_gb_per_s",
-    "link_bound_pct", "evictions", "staged_mb_per_token", "copies_overlapped_pct", "misses_computed",
-    "cpu_stall_ms_per_token", "draft_acceptance", "tokens_per_draft_pass", "mb_per_accepted_token",
+    "link_bound_pct", "evictions", "staged_mb_per_token", "copies_overlapped_pct", "draft_acceptance",
+    "tokens_per_draft_pass", "mb_per_accepted_token",
 )  # fmt: skip
 
 OWN_FIELDS = (
-    "system", "note", "policy", "predictor", "prefetch", "expert_cache", "vram_cache", "placement", "misses", "draft",
+    "system", "note", "policy", "predictor", "prefetch", "expert_cache", "vram_cache", "placement", "draft",
     "predicted_ts", "n_slots", "n_ubatch_used", "feed", "routing",
     "rounds",
     "median_ts", *STORE_FIELDS, "link_bound_strict_pct",
@@ -62,7 +62,7 @@ _AS_GIVEN = ("n_batch", "n_ubatch", "n_threads", "type_k", "type_v", "n_gpu_laye
 def _fixed(system: BenchedSystem) -> Row:
     """Fields that depend on the settings only."""
     spec = system.spec
-    own = {name: getattr(spec, name) or "" for name in ("expert_cache", "vram_cache", "misses", "draft")}
+    own = {name: getattr(spec, name) or "" for name in ("expert_cache", "vram_cache", "draft")}
     return {
         **_ALWAYS,
         **{name: getattr(spec, name) for name in _AS_GIVEN},

@@ -24,7 +24,7 @@ from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.reader import ggml_type
 from moegguf.native.store import STAGING_TENSORS
-from moegguf.options import DRAFTS, MISSES, PLACEMENTS
+from moegguf.options import DRAFTS, PLACEMENTS
 
 KILLED = "killed by the memory limit"
 _KERNELS = {"plain": False, "repacked": True}
@@ -54,10 +54,9 @@ ON_DEVICE: dict[str, dict[str, Any]] = {
     "no-staging": {"store": {"staging": 0}},
     **{f"staging-{n}": {"store": {"staging": n}} for n in range(1, STAGING_TENSORS + 1)},
 }
-# The same with another --placement, other --misses, or other drafts.
+# The same with another --placement, or other drafts.
 ELSEWHERE: dict[str, dict[str, Any]] = {
     **{f"placed-{choice}": {"placement": choice} for choice in PLACEMENTS},
-    **{f"misses-{choice}": {"misses": choice} for choice in MISSES},
     **{f"draft-{choice}": {"draft": choice} for choice in DRAFTS},
 }
 VARIANTS = WITHOUT | STEPS | ON_DEVICE | ELSEWHERE

@@ -40,10 +40,9 @@ class Spec:
     repack: weights in the layout of the CPU's fastest kernels. feed: random tokens as in llama-bench, the tokens of
     `text`, or the model's own (greedy) after n_depth tokens of either. warm_start: begin with what earlier runs used,
     and remember what this one uses.
-    vram_cache, placement, misses: as `Llama` takes them. draft: the same, for greedy answers that are timed as a whole;
-    None: each token is timed. simulate_link: a link such as "24GB/s,35us"; a simulated device is behind it, that
-    computes with simulate_threads (0: as many as the CPU). Without vram_cache and placement, layers and slots are
-    there.
+    vram_cache, placement: as `Llama` takes them. draft: the same, for greedy answers that are timed as a whole; None:
+    each token is timed. simulate_link: a link such as "24GB/s,35us"; a simulated device is behind it, that computes
+    with simulate_threads (0: as many as the CPU). Without vram_cache and placement, layers and slots are there.
     """
 
     model: str
@@ -69,7 +68,6 @@ class Spec:
     text: str | None = None
     vram_cache: str | None = None
     placement: str | None = None
-    misses: str | None = None
     draft: str | None = None
     simulate_link: str | None = None
     simulate_threads: int = 0
@@ -86,9 +84,8 @@ class Spec:
         ggml_type(self.type_k), ggml_type(self.type_v)
         if self.simulate_link is not None:
             parse_link(self.simulate_link)
-        for name in ("placement", "misses"):
-            if (choice := getattr(self, name)) is not None:
-                parse_choice(name, choice)
+        if self.placement is not None:
+            parse_choice("placement", self.placement)
         if self.draft is not None and self.feed != "greedy":
             raise OptionError("--draft measures the model's own answers; give --greedy, and a prompt's length with -d.")
         for name in ("repetitions", "n_threads", "n_batch", "n_ubatch"):

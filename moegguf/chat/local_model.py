@@ -198,8 +198,6 @@ class LocalModel:
             first, n_ram = stats.tiers[0].n_slots, sum(tier.n_slots for tier in stats.tiers[1:])
             where = " in VRAM" * stats.in_vram + f", {n_ram:,} in RAM" * (n_ram > 0)
             facts.append(f"slots for {first:,} of {stats.n_experts:,} experts{where}")
-        if not stats.exact:
-            facts.append("not exact: the CPU computes misses")
         return facts
 
     def statistics(self, timing: Timing, *, with_load: bool) -> list[str]:

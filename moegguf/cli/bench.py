@@ -72,9 +72,6 @@ FLAGS = (
     Flag("placement", "--placement", "WHERE,...", MEMORY,
          "What goes into that memory: auto, layers, slots or cpu; the others alternate with the first as by"
          " --against.", "", str),
-    Flag("misses", "--misses", "HOW,...", MEMORY,
-         "Experts that the GPU lacks: fetch, or compute (on the CPU where that is faster; not exact); the others"
-         " alternate with the first as by --against.", "", str),
     Flag("draft", "--draft", "HOW,...", SAMPLING,
          "Measure greedy answers with drafts: auto, ngram, mtp or off, the others alternating with the first as by"
          " --against; needs --greedy, and a prompt of -d tokens.", "", str),
@@ -182,7 +179,7 @@ def bench(*, given: Given, **chosen: Any) -> None:
     if output not in FORMATS:
         raise OptionError(f"-o takes {', '.join(FORMATS)}, but not {output!r}.")
     chosen["strategy"], *beside = _strategies(chosen["strategy"])
-    for name, prefix in (("placement", "placed"), ("misses", "misses"), ("draft", "draft")):
+    for name, prefix in (("placement", "placed"), ("draft", "draft")):
         first, *others = split([chosen[name]]) or [""]
         chosen[name] = first or None
         beside += [f"{prefix}-{other}" for other in others]
@@ -241,8 +238,8 @@ def _base(model: str, chosen: dict[str, Any], given: Given) -> Spec:
     tests = parse_tests(chosen["n_prompt"], chosen["n_gen"], chosen["pg"], chosen["n_depth"])
     text = chosen["text"]
     as_given = (
-        "repetitions", "strategy", "placement", "misses", "draft", "simulate_link", "simulate_threads", "seed",
-        "delay_s", "warm_start", "verbose",
+        "repetitions", "strategy", "placement", "draft", "simulate_link", "simulate_threads", "seed", "delay_s",
+        "warm_start", "verbose",
     )  # fmt: skip
     return Spec(
         model=model,

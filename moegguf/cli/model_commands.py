@@ -163,7 +163,7 @@ def push(model: Name, insecure: Insecure = False) -> None:
     raise typer.BadParameter("push is not supported; upload the GGUF file with `hf upload USER/REPOSITORY FILE`")
 
 
-@flags("expert_cache", "n_ctx", "vram_cache", "placement", "misses", "type_k", "type_v")
+@flags("expert_cache", "n_ctx", "vram_cache", "placement", "type_k", "type_v")
 def estimate(
     model: Model,
     device_memory: Annotated[

@@ -150,9 +150,9 @@ class Budgets:
     needs_gpu: a budget or a placement on a GPU was asked for; avoids_gpu: that none is used, where that is not so.
     n_gpu_layers, tensor_split: as llama.cpp's (-1: every layer; None: by memory). divided: the caller divides layers
     so, or chooses one of several devices: only slots are planned. refuses_cpu: not everything may be left to the CPU.
-    staging: tensors of each device that prompts are staged in, beside `vram`; None: chosen, within it. computes_misses:
-    the CPU computes some of what slots lack; not exact. streams: whether the store may stream experts through the CPU's
-    slots. margin_bytes: of RAM, that stay free with "auto"; None: `memory.margin_bytes`.
+    staging: tensors of each device that prompts are staged in, beside `vram`; None: chosen, within it. streams: whether
+    the store may stream experts through the CPU's slots. margin_bytes: of RAM, that stay free with "auto"; None:
+    `memory.margin_bytes`.
     """
 
     ram: ExpertCache = AUTO
@@ -166,7 +166,6 @@ class Budgets:
     divided: bool = False
     refuses_cpu: bool = False
     staging: int | None = None
-    computes_misses: bool = False
     streams: bool = True
     margin_bytes: int | None = None
 

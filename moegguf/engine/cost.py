@@ -8,16 +8,11 @@ its experts over all L layers and D those of everything else that it reads:
     whole layers   (D + f A) / device + (1 - f) (A / CPU + L * way)               f: share of the layers on the device
     CPU            (D + A) / CPU
 
-With every expert on the device h is 1, and nothing stops. Where the CPU computes misses beside copies (not exact), and
-each is done by whichever is sooner:
-
-    slots          (D + A) / device + (1 - h) A / (copies + CPU) + L * (stop + (1 - h^k) * way)
-
-Besides come the nodes of a graph that read no weights, and experts that are in no memory are read from the disk. `way`:
-of activations from the device to the CPU and back; `copy`: of a layer's misses besides their bytes. Speeds are those
-that kernels and copies reach; of a device that is only supposed they are 0.65 of its memory's bandwidth, and the
-constants here: measurements of others were fitted with them. A hit rate is never speed: an expert of Mixtral takes as
-long to copy as 40 of Qwen3-30B.
+With every expert on the device h is 1, and nothing stops. Besides come the nodes of a graph that read no weights, and
+experts that are in no memory are read from the disk. `way`: of activations from the device to the CPU and back; `copy`:
+of a layer's misses besides their bytes. Speeds are those that kernels and copies reach; of a device that is only
+supposed they are 0.65 of its memory's bandwidth, and the constants here: measurements of others were fitted with them.
+A hit rate is never speed: an expert of Mixtral takes as long to copy as 40 of Qwen3-30B.
 
 Hit rates to expect are ranges. Where the model's own routing was measured (`Measured`), 49 in 50 of its requests lie in
 the range; elsewhere it reaches from the lowest to the highest that was published, for models of this shape where there
@@ -151,21 +146,19 @@ def published_curve(n_expert: int, n_expert_used: int) -> HitCurve:
 @dataclass(frozen=True)
 class Placement:
     """One way to place the experts, and its prediction. n_layers: whole layers on the device; slot_bytes: memory of the
-    slots there; hit_rate: of these. exact: False where the CPU computes some of their misses."""
+    slots there; hit_rate: of these."""
 
     kind: Kind
     tokens_per_s: float
     n_layers: int = 0
     slot_bytes: int = 0
     hit_rate: float = 0.0
-    exact: bool = True
 
     def __str__(self) -> str:
-        inexact = "" if self.exact else ", misses computed by the CPU, too: not exact"
         return {
             "resident": "every expert on the device",
             "layers": f"{self.n_layers} whole layers" if self.n_layers else "no whole layer",
-            "slots": f"slots of {format_bytes(self.slot_bytes)}, hit rate {self.hit_rate:.0%}{inexact}",
+            "slots": f"slots of {format_bytes(self.slot_bytes)}, hit rate {self.hit_rate:.0%}",
             "cpu": "everything on the CPU",
         }[self.kind]
 
@@ -184,18 +177,12 @@ def layers_s(model: ModelBytes, speeds: Speeds, n_rest: int, rest: float, from_d
     return _device_s(model, speeds, 1 - rest) + on_cpu_s + _disk_s(model, speeds, from_disk)
 
 
-def slots_s(
-    model: ModelBytes, speeds: Speeds, hit_rate: float, from_disk: float = 0.0, computes_misses: bool = False
-) -> float:
-    """The same where the device computes everything, with slots that hit so often; 1: it has every expert.
-    computes_misses: the CPU computes some of what they lack."""
+def slots_s(model: ModelBytes, speeds: Speeds, hit_rate: float, from_disk: float = 0.0) -> float:
+    """The same where the device computes everything, with slots that hit so often; 1: it has every expert."""
     if hit_rate >= 1:
         return _device_s(model, speeds, 1.0)
     missed_bytes, n_layers = (1 - hit_rate) * model.token_bytes, model.n_layer * (1 - hit_rate**model.n_expert_used)
     misses_s = speeds.copies.seconds(missed_bytes, n_layers)
-    if computes_misses:
-        both_s = missed_bytes / (speeds.copies.bytes_per_s + speeds.cpu_bytes_per_s)
-        misses_s = both_s + n_layers * speeds.cpu_layer_s
     return _device_s(model, speeds, 1.0) + misses_s + model.n_layer * speeds.stop_s + _disk_s(model, speeds, from_disk)
 
 

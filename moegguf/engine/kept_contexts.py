@@ -506,7 +506,7 @@ def _root(llm: UpstreamLlama, load_plan: LoadPlan, store: StoreOptions) -> bytes
         "adapter": adapter and (sampled_digest((Path(adapter),)), options.get("lora_scale")),
         "build": library.build_identity(),
         "processor": sorted(read_processor().flags),
-        "kernels": (read_environment().kernels, load_plan.hooks, store.repack, plan.exact),
+        "kernels": (read_environment().kernels, load_plan.hooks, store.repack),
         "devices": (plan.device, plan.layers_on, plan.whole_layers),
         "layers": [(part.name, part.layers) for part in plan.devices],
         "context": {name: getattr(params, name) for name in CONTEXT_FIELDS},

@@ -66,7 +66,6 @@ class Llama(UpstreamLlama):
         expert_cache: Budget | None = None,
         vram_cache: Budget | None = None,
         placement: str | None = None,
-        misses: str | None = None,
         strategy: str | None = None,
         store: StoreOptions | None = None,
         policy: str | Policy = "auto",
@@ -91,7 +90,7 @@ class Llama(UpstreamLlama):
             expert_cache: memory for experts: "auto" (what is free after everything else), "4GiB", "50%" of all experts,
                 or bytes. Ignored for a model without experts.
             vram_cache: memory of a GPU for experts, in the same forms; expert_cache is RAM then, that missed experts
-                are copied from, or that the CPU computes with. Several GPUs share it, and the layers, as tensor_split,
+                are copied from. Several GPUs share it, and the layers, as tensor_split,
                 split_mode and main_gpu say; "8GiB,4GiB" is a budget for each. With it, layers that n_gpu_layers leaves
                 to the CPU have slots in RAM. None: MOEGGUF_VRAM_CACHE, and without that "auto" where there is a GPU,
                 unless n_gpu_layers says which layers it computes.
@@ -99,11 +98,6 @@ class Llama(UpstreamLlama):
                 "slots" (experts as they are used; the GPU computes everything), "cpu" (no GPU), or "auto": what is
                 predicted to be fastest with speeds that are measured here (engine/cost.py); with several GPUs, slots.
                 None: MOEGGUF_PLACEMENT.
-            misses: what happens to experts that a GPU with slots over slots in RAM lacks: "fetch" copies them there;
-                "compute" lets the CPU compute them from RAM in passes of up to 8 tokens, where that is faster by what
-                was measured so far, and until an expert was used twice in 64 tokens. That is not exact: a CPU rounds
-                otherwise than a GPU, so an answer depends on what was in VRAM (`Plan.exact`, `Stats.exact`). None:
-                MOEGGUF_MISSES, else "fetch".
             strategy: what decides on experts: "moegguf" (what was measured to be best), "lru", "none", or a paper's as
                 a whole, "moe-infinity", "promoe", "expertflow", "duoserve" (`moegguf.controller.strategies`). The next
                 four replace parts of it. None: MOEGGUF_STRATEGY, else "moegguf".
@@ -164,13 +158,13 @@ class Llama(UpstreamLlama):
         warm_start = environment.warm_start if warm_start is None else warm_start
         self._keywords = dict(
             model_path=model_path, expert_cache=expert_cache, vram_cache=vram_cache, placement=placement,
-            misses=misses, draft=draft, plan=plan, strategy=named.name, store=store, warm_start=warm_start,
+            draft=draft, plan=plan, strategy=named.name, store=store, warm_start=warm_start,
             context_store=context_store, **vars(chosen), **given,
         )  # fmt: skip
         if draft is None:  # what is recorded or repeated is the routing of the text's own tokens
             draft = "off" if trace or lockstep else environment.draft
         self._drafts = ModelDrafts(draft)
-        load_plan = prepare(model_path, expert_cache, given, vram_cache, store, placement, misses, plan, draft)
+        load_plan = prepare(model_path, expert_cache, given, vram_cache, store, placement, plan, draft)
         self.layout, self.plan = load_plan.layout, load_plan.plan
         self.reads_images = load_plan.projector is not None and bool(mmproj)
         try:
@@ -203,16 +197,13 @@ class Llama(UpstreamLlama):
         expert_cache: Budget | None = None,
         vram_cache: Budget | None = None,
         placement: str | None = None,
-        misses: str | None = None,
         **options: Any,
     ) -> Plan:
         """The memory plan for loading the model with these keywords. Raises what loading would raise."""
         given: dict[str, Any] = options | take_old_keywords(options)
         check_options(given, Llama.__init__)
         draft = given.pop("draft", None) or read_environment().draft
-        return prepare(
-            model_path, expert_cache, given, vram_cache, placement=placement, misses=misses, draft=draft
-        ).plan
+        return prepare(model_path, expert_cache, given, vram_cache, placement=placement, draft=draft).plan
 
     def _attach_model(self, params: c.Structure) -> None:
         self._loader.attach_model(params)

@@ -90,7 +90,6 @@ def prepare(
     vram_cache: Budget | None = None,
     store: StoreOptions = StoreOptions(),
     placement: str | None = None,
-    misses: str | None = None,
     plan: Plan | None = None,
     draft: str | os.PathLike[str] | None = None,
 ) -> LoadPlan:
@@ -99,7 +98,6 @@ def prepare(
     options: keywords of llama_cpp.Llama as the user gave them.
     vram_cache: the budget on a GPU, that of `store`, or on all of them; None: of MOEGGUF_VRAM_CACHE.
     placement: what goes there (`plan.Choice`); None: of MOEGGUF_PLACEMENT.
-    misses: what happens to experts that are not there (`options.MISSES`); None: of MOEGGUF_MISSES.
     draft: `Llama`'s.
 
     Raises ModelNotFoundError, ModelFormatError, CapabilityError for a kind of model that is not run, BudgetError,
@@ -120,7 +118,7 @@ def prepare(
     divides = received = plan is not None  # divides: the plan, and not the caller, says which layers devices compute
     if plan is None:
         check_context(layout, max(sizes.kv_tokens or 0, options["n_ctx"]), read_memory(), sizes.type_k, sizes.type_v)
-        budgets, devices = given_budgets(expert_cache, vram_cache, placement, misses), tuple[Device, ...]()
+        budgets, devices = given_budgets(expert_cache, vram_cache, placement), tuple[Device, ...]()
         if hooks:
             budgets, devices = with_gpus(budgets, options, store.device)
             divides = len(devices) > 0 or budgets.choice == "cpu"
@@ -200,9 +198,7 @@ def parse_vram_caches(value: Budget) -> tuple[ExpertCache, ...]:
     return tuple(parse_expert_cache(part, "vram_cache") for part in value.split(","))
 
 
-def given_budgets(
-    expert_cache: Budget | None, vram_cache: Budget | None, placement: str | None, misses: str | None = None
-) -> Budgets:
+def given_budgets(expert_cache: Budget | None, vram_cache: Budget | None, placement: str | None) -> Budgets:
     """What is given here, and what the environment gives where it is None. Raises BudgetError, OptionError."""
     environment = read_environment()
     if vram_cache is None:
@@ -213,7 +209,6 @@ def given_budgets(
         parse_choice("placement", environment.placement if placement is None else placement),
         needs_gpu=bool(vram_cache) or placement in ("layers", "slots"),
         avoids_gpu=vram_cache == "",
-        computes_misses=parse_choice("misses", environment.misses if misses is None else misses) == "compute",
     )
 
 
@@ -324,12 +319,11 @@ def plan_here(
     vram_cache: Budget | None = None,
     placement: str | None = None,
     n_gpu_layers: int | None = None,
-    misses: str | None = None,
     **sizes: Any,
 ) -> Plan:
     """The plan that `Llama` would make now. sizes: fields of `Sizes`. Raises BudgetError, OptionError."""
     layout = drafted(layout, read_environment().draft, sizes.get("flash_attn"))
-    budgets = replace(given_budgets(expert_cache, vram_cache, placement, misses), sizes=Sizes(**sizes))
+    budgets = replace(given_budgets(expert_cache, vram_cache, placement), sizes=Sizes(**sizes))
     devices: tuple[Device, ...] = ()
     if layout.is_moe:
         budgets, devices = with_gpus(budgets, {"n_gpu_layers": n_gpu_layers})

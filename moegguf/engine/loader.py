@@ -94,8 +94,6 @@ class Loader:
         session, load_plan = self.session, self.load_plan
         if session is None:
             return
-        if not load_plan.plan.exact:
-            session.store.compute_misses(load_plan.options["n_threads"])
         self.controller = LiveController(session, Artifacts(load_plan.layout), options, self.n_seq_max)
         for warning in load_plan.plan.warnings:
             warnings.warn(warning, stacklevel=3)
@@ -138,8 +136,6 @@ class Loader:
                 if isinstance(error, RuntimeError) or self.session is None or not self.session.give_slots_back(unload):
                     raise self.load_plan.failure(error, llama_log().reason()) from error
         self.load_plan.layout.check_not_overwritten()
-        if self.session is not None and (reason := self.session.not_computed()):
-            warnings.warn(reason, stacklevel=3)
 
     def start_threads(self, context: int) -> None:
         """Compute threads of this context."""

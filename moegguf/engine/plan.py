@@ -76,7 +76,6 @@ class Plan:
     staging_bytes: int = 0  # that they take, beside slots; part of total_bytes
     placement: PlacementPlan | None = None  # why the experts are placed so; None: nothing was to be decided
     slot_tokens: int = NO_LIMIT  # of a pass on a device, that slots are for: more are staged, or read in several
-    exact: bool = True  # the tokens of an all-resident run in these passes; False: the CPU computes what devices lack
     kv_tokens: int = 0  # of all sequences
     whole_layers: tuple[int, ...] = ()  # whose experts all lie on `layers_on`, as plain weights, and have no slots
     n_gpu_layers: int = 0  # as llama.cpp's: that devices compute

@@ -53,8 +53,7 @@ def make_plan(
     else:
         hits = hits or published_curve(layout.n_expert, layout.n_expert_used)
         found = _plan_fastest(layout, machine, budgets, speeds, hits)
-    found = replace(found, reasons=(*_context_reasons(layout, budgets.sizes, found), *found.reasons))
-    return _with_misses_computed(found) if budgets.computes_misses else found
+    return replace(found, reasons=(*_context_reasons(layout, budgets.sizes, found), *found.reasons))
 
 
 def _plan_cpu(layout: ExpertLayout, machine: Machine, budgets: Budgets) -> Plan:
@@ -125,10 +124,10 @@ def predict(layout: ExpertLayout, kind: Kind, plan: Plan, speeds: Speeds, hits: 
     if kind == "cpu":
         return Placement(kind, 1 / cost.cpu_s(model, speeds, 1 - hit_rate))
     from_disk = 1 - hits.at((plan.n_slots + plan.n_ram_slots) / n_total)
-    seconds = cost.slots_s(model, speeds, hit_rate, from_disk, not plan.exact)
+    seconds = cost.slots_s(model, speeds, hit_rate, from_disk)
     if kind == "resident":
         return Placement(kind, 1 / seconds, len(layout.layers), hit_rate=1.0)
-    return Placement(kind, 1 / seconds, 0, plan.budget_bytes, hit_rate, plan.exact)
+    return Placement(kind, 1 / seconds, 0, plan.budget_bytes, hit_rate)
 
 
 def _reason(
@@ -160,18 +159,6 @@ def _context_reasons(layout: ExpertLayout, sizes: Sizes, found: Plan) -> Iterato
         yield f"answers that are computed together share a context of {found.kv_tokens:,} tokens"
 
 
-def _with_misses_computed(found: Plan) -> Plan:
-    """The plan where the CPU is to compute what a device lacks; with a warning where it has nothing to compute from."""
-    if not found.exact:
-        reason = "misses='compute': the CPU computes experts that are not in VRAM where that is faster, so answers are"
-        return replace(found, reasons=(*found.reasons, reason + " not exact"))
-    warning = (
-        "misses='compute' has no effect, and answers are exact: there are no slots in VRAM over slots in RAM, whose"
-        " misses the CPU could compute"
-    )
-    return replace(found, warnings=(*found.warnings, warning))
-
-
 def plan_slots(layout: ExpertLayout, machine: Machine, budgets: Budgets) -> Plan:
     """The plan with slots on the machine's devices, and others below them in RAM. Weights that every token uses, the
     context, the buffers of a pass and staging tensors are on the devices, too.
@@ -184,8 +171,7 @@ def plan_slots(layout: ExpertLayout, machine: Machine, budgets: Budgets) -> Plan
     alone = len(machine.devices) == len(budgets.vram) == 1 and not 0 <= budgets.n_gpu_layers <= count_layers(layout)
     planned = _on_one if alone else lambda *given: SplitPlanner(*given).plan()
     found = _with_best_staging(layout, lambda n: planned(layout, machine, budgets, n), budgets.staging)
-    exact = not (budgets.computes_misses and found.n_ram_slots)
-    return replace(found, n_gpu_layers=budgets.n_gpu_layers, exact=exact)
+    return replace(found, n_gpu_layers=budgets.n_gpu_layers)
 
 
 def _on_one(layout: ExpertLayout, machine: Machine, budgets: Budgets, n_staging: int) -> Plan:

@@ -263,11 +263,11 @@ def _residency(layout: ExpertLayout, n_slots: int) -> str:
 
 
 def host_bytes(layout: ExpertLayout, n_ubatch: int) -> int:
-    """RAM that a model takes whose layers are all on a device: token embeddings, logits, the vocabulary, buffers, and
-    biases and scales of experts, which the CPU needs where it computes misses."""
+    """RAM that a model takes whose layers are all on a device: token embeddings, logits, the vocabulary and
+    buffers."""
     embedding = row_bytes(F16, layout.hparams.n_embd)
     vocabulary = layout.n_vocab * (embedding + 4 * n_ubatch + VOCAB_TOKEN_BYTES)
-    return vocabulary + layout.expert_row_bytes + FIXED_BYTES
+    return vocabulary + FIXED_BYTES
 
 
 def short_of_ram(n_bytes: int, memory: Memory) -> tuple[str, ...]:

@@ -171,20 +171,6 @@ class Session:
         on_devices = [handles[part.name] for part in plan.devices if part.name]
         self._devices = (c.c_void_p * (len(on_devices) + 1))(*on_devices, None)
 
-    def compute_misses(self, n_threads: int) -> None:
-        """The CPU computes what devices lack, where that is faster, with so many threads; before the context exists."""
-        self.store.compute_misses(n_threads)
-
-    def not_computed(self) -> str:
-        """Why misses of some layers cannot be computed, with a context; nothing where all can, or none are to be."""
-        found = self.store.computed()
-        if not found.note:
-            return ""
-        return (
-            f"misses='compute' acts in {max(found.n_layers, 0)} of {len(self.layout.layers)} layers only, the others"
-            f" fetch: {found.note}."
-        )
-
     def attach_model(self, params: c.Structure) -> None:
         """Experts go to the reserved buffer type; the store reads them."""
         params.tensor_buft_overrides = c.addressof(self._overrides)
@@ -237,7 +223,7 @@ class Session:
 
     def stats(self, eval_s: float) -> Stats:
         """The store's counters, with `eval_s` seconds of evaluation measured by the caller."""
-        counters, info, computed = self.store.counters(), self.store.info(), self.store.computed()
+        counters, info = self.store.counters(), self.store.info()
         seconds = {name: counters[f"{name}_ns"] / 1e9 for name in ("stall", "hook", "read", "upload")}
         counted = {name: value for name, value in counters.items() if name in Stats.__dataclass_fields__}
         staged = defaultdict(int, self.store.staging())
@@ -252,10 +238,6 @@ class Session:
             read_s=seconds["read"],
             upload_s=seconds["upload"],
             eval_s=eval_s,
-            misses_computed=computed.misses,
-            compute_s=computed.compute_ns / 1e9,
-            compute_stall_s=computed.stall_ns / 1e9,
-            exact=self.plan.exact,
             n_slots=info["n_slots_usable"],
             n_experts=info["n_experts"],
             pool_bytes=info["n_slots_usable"] * info["slot_bytes"],

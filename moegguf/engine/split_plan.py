@@ -1,7 +1,7 @@
 """Plans slots on several devices, or on devices and the CPU: which layers each computes, and its slots for them.
 
 RAM has slots below those of all devices together, and those of layers that are left to the CPU. Layers go to devices in
-order (`controller.layer_split`).
+order (`request_cost.device_of_layers`).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-PRESENT_VALUES = frozenset({"exact", "n_slots", "n_experts", "slots_used", "pool_bytes", "staging_bytes", "n_threads"})
+PRESENT_VALUES = frozenset({"n_slots", "n_experts", "slots_used", "pool_bytes", "staging_bytes", "n_threads"})
 VRAM, RAM, CPU = "VRAM", "RAM", "CPU"  # names of tiers
 
 
@@ -74,13 +74,11 @@ class Stats:
     """Cumulative figures of one model. A lookup is one distinct (layer, expert) in one pass; while every expert is
     in memory, choices are not looked at, and those of several tokens count as distinct.
 
-    Times in seconds, sizes in bytes. `exact`, `n_slots`, `n_experts`, `slots_used`, `pool_bytes`, `staging_bytes` and
+    Times in seconds, sizes in bytes. `n_slots`, `n_experts`, `slots_used`, `pool_bytes`, `staging_bytes` and
     `n_threads`, those that compute, are present values, all others counters. Where layers compute on a device, look-ups
     and slots are those of its tier; `tiers` has the figures of each, the nearest to the layers first. Prompts there are
     staged: `bytes_staged` were copied into tensors of `staging_bytes` in `staging_copy_s`, of which layers waited
-    `staging_stall_s`, that for reads behind the copies included. `misses_computed`: those on devices that the CPU has
-    computed, in `compute_s`, of which devices waited `compute_stall_s`, a part of `stall_s`; `exact` is False where it
-    may. Whether bits depend on the pass, too, `Llama.batch_invariant` says. Drafts are counted as `DraftCounts` says.
+    `staging_stall_s`, that for reads behind the copies included. Drafts are counted as `DraftCounts` says.
     """
 
     tokens: int = 0
@@ -106,10 +104,6 @@ class Stats:
     read_s: float = 0.0
     upload_s: float = 0.0
     eval_s: float = 0.0
-    misses_computed: int = 0
-    compute_s: float = 0.0
-    compute_stall_s: float = 0.0
-    exact: bool = True
     n_slots: int = 0
     n_experts: int = 0
     slots_used: int = 0

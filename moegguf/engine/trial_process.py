@@ -57,7 +57,7 @@ def _try(request: dict[str, Any]) -> None:
     size |= {"n_threads": 1, "mmproj": request["mmproj"]}
     if request["mmproj"]:
         size["n_threads_batch"] = min(count_cpus(), MAX_IMAGE_THREADS)  # an image is seconds of computing
-    size |= {"expert_cache": request["n_slots_bytes"] or "auto", "vram_cache": "", "misses": "fetch"}
+    size |= {"expert_cache": request["n_slots_bytes"] or "auto", "vram_cache": ""}
     with Llama(request["path"], context_store=0, **size, **options) as llm:
         for text in TEXTS:
             llm.detokenize(llm.tokenize(text.encode(), add_bos=True, special=True))

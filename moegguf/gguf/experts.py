@@ -24,7 +24,6 @@ Kind = Literal["gate", "up", "down", "gate_up"]
 KINDS: tuple[Kind, ...] = ("gate", "up", "down", "gate_up")
 
 _EXPERTS = re.compile(r"blk\.(\d{1,6})\.ffn_(gate|up|down|gate_up)_exps\.weight")
-_EXPERT_ROWS = re.compile(r"blk\.\d+\.ffn_(gate|up|down|gate_up)_exps\.(bias|scale)")
 _LAYER = re.compile(r"blk\.(\d{1,6})\.")
 HEADS_TENSOR = "nextn.eh_proj.weight"  # which heads for more tokens than the next one have
 HEADS_ARCHS = ("glm4moe",)  # whose heads llama.cpp computes with a KV cache alone, as they are tested here
@@ -96,7 +95,6 @@ class ExpertLayout:
     routers: tuple[RouterTensor, ...] = ()
     looked_up_bytes: int = 0  # of the embedding matrix where it is nothing else: a token reads one row of it
     layer_dense_bytes: Mapping[int, int] = field(default_factory=dict)  # by layer: its part of dense_bytes
-    expert_row_bytes: int = 0  # of biases and scales, which have a row per expert: also a part of dense_bytes
     n_layer_nextn: int = 0
     loads_heads: bool = False
 
@@ -228,7 +226,6 @@ def read_layout(path: str | os.PathLike[str]) -> ExpertLayout:
         routers=tuple(sorted(_routers(files, hparams.n_layer), key=lambda router: router.il)),
         looked_up_bytes=embedding.n_bytes if embedding and "output.weight" in tensors else 0,
         layer_dense_bytes=_layer_dense_bytes(tensors),
-        expert_row_bytes=sum(tensor.n_bytes for name, tensor in tensors.items() if _EXPERT_ROWS.fullmatch(name)),
         n_layer_nextn=_n_layer_nextn(tensors, hparams),
     )
 

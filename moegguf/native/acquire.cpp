@@ -25,8 +25,7 @@ Acquire::Acquire(Store & store)
       contexts_(store.contexts),
       slots_(store.slots),
       streamed_(store.streamed),
-      staged_(store.staged),
-      supplies_{&slots_, &streamed_, &staged_} {
+      staged_(store.staged) {
 }
 
 // The barrier.
@@ -73,7 +72,7 @@ void Acquire::begin_event(Context & context, const Choice & choice, Lock & lock)
     }
     await_copies(context, lock);
     context.note_failures(shared_);
-    end_layer(context, choice.il);
+    end_layer(context);
     count_pass(context, choice.il, choice.n_tokens);
     for (auto & tier : tiers_.compute) {
         if (tier->resize_to > 0) {
@@ -109,9 +108,7 @@ bool Acquire::place(Context & context, Lock & lock) {
     const Event & event = context.event;
     transfers_.set_step(event.step);
     tiers_.of(event.il).residency.on_forecast(event.il, nullptr); // the router has chosen: what was predicted is over
-    for (Supply * supply : supplies_) {
-        supply->observe(context, lock);
-    }
+    staged_.observe(context, lock);
     const bool placed = context.supply->place(context, lock);
     if (placed && event.nearly_all && shared_.has(MOEGGUF_SWEEP) && context.supply != &staged_) {
         want_next_layer(event.il);
@@ -170,9 +167,9 @@ void Acquire::await_copies(Context & context, Lock & lock) {
     context.pinned.ordered = 0;
 }
 
-void Acquire::end_layer(Context & context, int next_il) {
+void Acquire::end_layer(Context & context) {
     if (context.supply) {
-        context.supply->release(context, next_il);
+        context.supply->release(context);
     }
 }
 
@@ -333,8 +330,7 @@ void Acquire::reallocate(Tier & tier, int n_slots) {
     const auto quiet = [&] {
         const auto reading = [](const auto & of) { return of && of->reading(); };
         return std::none_of(tiers_.compute.begin(), tiers_.compute.end(), reading) && !reading(tiers_.ram) &&
-               std::none_of(tiers_.staging.begin(), tiers_.staging.end(), reading) &&
-               std::none_of(std::begin(supplies_), std::end(supplies_), [](const Supply * of) { return of->busy(); });
+               std::none_of(tiers_.staging.begin(), tiers_.staging.end(), reading);
     };
     const bool ended = shared_.wait_regardless(lock, quiet, std::chrono::steady_clock::now() + longest_reads);
     transfers_.hold_prefetches(false);

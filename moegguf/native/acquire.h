@@ -53,7 +53,7 @@ class Acquire {
     bool place(Context & context, Lock & lock);
     void tell_observers(Context & context, uint64_t start_ns, bool placed);
     void count_pass(Context & context, int il, int n_tokens);
-    void end_layer(Context & context, int next_il = -1);
+    void end_layer(Context & context);
     void await_copies(Context & context, Lock & lock);
     void want_next_layer(int il);
     void note_failures(Context & context);
@@ -72,7 +72,6 @@ class Acquire {
     SlotSupply & slots_;
     StreamedSupply & streamed_;
     StagedSupply & staged_;
-    Supply * const supplies_[3];
     int n_contexts_ = 0; // so far
     std::atomic<bool> watched_{false};
     std::atomic<bool> computing_{false}; // a routing event has come: only another one ends the layer being computed

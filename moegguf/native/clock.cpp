@@ -74,7 +74,7 @@ class VirtualClock final : public Clock {
             const uint64_t bytes = one.link->link_bytes(one.job);
             const bool free = bytes == 0 || one.speed.bytes_per_ns == 0;
             const uint64_t ns = free ? 0 : uint64_t(one.speed.latency_ns + bytes / one.speed.bytes_per_ns);
-            one.link->note_time(one.job, ns);
+            one.link->note_time(ns);
             one.done_ns = now_ns() + ns;
             one.busy = started = true;
         }

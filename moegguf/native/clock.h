@@ -24,8 +24,7 @@ inline uint64_t now_ns() {
 }
 
 // A moving average over some tens of values; 0: none yet.
-template <typename T>
-void fade_in(T & mean, T value) {
+inline void fade_in(float & mean, float value) {
     mean += mean > 0 ? (value - mean) / 32 : value;
 }
 

@@ -48,7 +48,6 @@ struct Choice {
     int n_tokens = 0;
     uint8_t wait_kinds = 0;          // matrices that the caller waits for
     bool ids_in_place = false;       // kernels read them there
-    ggml_tensor * node = nullptr;    // of the graph; nullptr: there is none
     ggml_backend_t stream = nullptr; // computes the layer, where it can wait for copies itself
     const float * weights = nullptr;
     const float * inputs = nullptr; // [n_tokens][n_embd]
@@ -56,7 +55,7 @@ struct Choice {
 };
 
 struct Event : Choice {
-    static constexpr int not_chosen = -1, no_slot_yet = -2, needs_no_slot = -3; // instead of a slot
+    static constexpr int not_chosen = -1, no_slot_yet = -2; // instead of a slot
 
     // Of this choice. Returns an id that is of no expert of the layer; nullptr: they all are.
     const int32_t * begin(const Choice & choice, int n_expert);
@@ -120,8 +119,7 @@ struct Context {
     Pass pass;
     Event event;
     Pinned pinned;
-    Supply * supply = nullptr;  // of the layer computing now; nullptr: none holds anything for it
-    std::shared_ptr<void> kept; // by a supply between events, for itself
+    Supply * supply = nullptr; // of the layer computing now; nullptr: none holds anything for it
     Failure failure;
     ggml_backend_sched_t scheduler = nullptr; // that computes; nullptr: not known
     std::vector<int32_t> ids;                 // scratch for devices whose memory is not the host's, as what follows

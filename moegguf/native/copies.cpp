@@ -26,10 +26,7 @@ Copies::Copies(const Layout & layout, Shared & shared, const Tiers & tiers, Tier
 
 void Copies::start_threads() {
     ggml_backend_dev_t device = to_.pool()->memory().device;
-    backend_.reset(ggml_backend_dev_init(device, nullptr));
-    if (!backend_) {
-        throw Error(MOEGGUF_MEMORY, std::string(ggml_backend_dev_name(device)) + " refused a backend for copies");
-    }
+    backend_ = make_backend(device, 1);
     ggml_backend_dev_props props;
     ggml_backend_dev_get_props(device, &props);
     if (props.caps.async && props.caps.events) {
@@ -79,9 +76,8 @@ uint64_t Copies::link_bytes(const Job & job) const {
     return job.source.tier == TierId::ram ? Link::link_bytes(job) : 0;
 }
 
-void Copies::note_time(const Job & job, uint64_t ns) {
+void Copies::note_time(uint64_t ns) {
     count(busy_ns_, ns);
-    fade_in(bytes_ns_, double(ns) / job.bytes);
 }
 
 void Copies::finish(const Job & job, const std::string & why) {
@@ -131,12 +127,9 @@ void Copies::run() {
             in_flight_ = false;
         }
         lock.lock();
-        uint64_t bytes = 0;
         for (const Job & job : batch_) {
-            bytes += job.bytes;
             finish(job, why);
         }
-        fade_in(bytes_ns_, (double)took_ns / bytes);
     }
 }
 

@@ -27,7 +27,7 @@ class Copies final : public Link {
     bool begin_next(Job & job) override;
     void finish(const Job & job, const std::string & why) override;
     uint64_t link_bytes(const Job & job) const override; // 0 within the device: its memory is far faster than any link
-    void note_time(const Job & job, uint64_t ns) override;
+    void note_time(uint64_t ns) override;
     void stop(); // the store, and the thread
 
     // Whether copies can be waited for by the stream that computes: the device has events.
@@ -35,7 +35,6 @@ class Copies final : public Link {
     uint8_t submitted(int s) const;    // matrices on their way in the copies' stream; any thread
     void order(ggml_backend_t stream); // what is computed there from now on comes after what was submitted; any thread
 
-    double bytes_ns() const { return bytes_ns_; } // of a copy, per byte, on average; 0: none yet; under the lock
     uint64_t n_stream_waits() const { return get(n_stream_waits_); }
     uint64_t busy_ns() const { return get(busy_ns_); } // of the thread, or of the link in virtual time
 
@@ -53,7 +52,6 @@ class Copies final : public Link {
     bool in_flight_ = false;
     uint64_t n_stream_waits_ = 0;
     uint64_t busy_ns_ = 0;
-    double bytes_ns_ = 0;
     std::vector<std::atomic<uint8_t>> submitted_; // [n_slots]
     std::vector<Job> batch_;                      // of the thread, one matrix each
     std::condition_variable work_;

@@ -1,5 +1,5 @@
-// graph.cpp: what a managed layer adds to llama.cpp's graph, and the order of its nodes. It may add and move nodes, and
-// shows graphs to the supply of slots (supply.h). It changes no tensor's numbers, and knows no slot.
+// graph.cpp: what a managed layer adds to llama.cpp's graph, and the order of its nodes. It may add and move nodes. It
+// changes no tensor's numbers, and knows no slot.
 #include "nodes.h"
 #include "reserved.h"
 #include "store.h"
@@ -14,17 +14,6 @@ namespace {
 // Slot ids of a layer whose experts can be missing when they are computed.
 bool starts_wait(const ggml_tensor * t) {
     return t->op == GGML_OP_CONT && t->op_params[waits_word] && layer_of(t, ids_node) >= 0;
-}
-
-// nullptr: none has experts in this graph.
-Store * store_of_graph(const ggml_cgraph & graph) {
-    for (int i = 0; i < graph.n_nodes; i++) {
-        const ggml_tensor * t = graph.nodes[i];
-        if (t->op == GGML_OP_CONT && layer_of(t, ids_node) >= 0) {
-            return op_pointer<Store>(t, store_word);
-        }
-    }
-    return nullptr;
 }
 
 const ggml_tensor * memory_of(const ggml_tensor * t) {
@@ -100,7 +89,6 @@ extern "C" ggml_tensor * moegguf_slot_ids(ggml_context * ctx, const ggml_tensor 
         ids->src[3] = store->tiers.on_cpu->pool()->cpu_anchor();
     }
     ids->op_params[waits_word] = !store->tiers.of(il).numbering.resident();
-    set_op_pointer(ids, store_word, store);
     return ids;
 }
 
@@ -111,9 +99,6 @@ extern "C" ggml_tensor * moegguf_ready_ids(ggml_context * ctx, ggml_tensor * ids
 }
 
 extern "C" void moegguf_order_nodes(ggml_cgraph * graph) {
-    if (Store * store = store_of_graph(*graph)) {
-        store->slots.read_graph(*graph);
-    }
     Delayed delayed(*graph);
     std::vector<ggml_tensor *> behind; // of the layer that the scan is in
     int n = 0;

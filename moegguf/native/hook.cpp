@@ -30,9 +30,6 @@ uint8_t kinds_after(const Context & context, const ggml_tensor * t) {
 
 // Whether the scheduler has to stop at this node.
 bool must_stop(Context & context, const ggml_tensor * t) {
-    if (context.supply && context.supply->changes(context, t)) {
-        return true;
-    }
     if (!is_of_experts(t)) {
         return false;
     }
@@ -78,7 +75,6 @@ void acquire_experts(Context & context, ggml_tensor * t, int il) {
     }
     choice.wait_kinds = store.shared.has(MOEGGUF_OVERLAP) ? 0 : all_kinds;
     choice.ids_in_place = in_place;
-    choice.node = t;
     choice.stream = store.layout.has_experts(il) ? stream_of(context, store.tiers.of(il), t) : nullptr;
     read_details(context, t, choice);
     if (!in_place) {
@@ -94,15 +90,12 @@ void acquire_experts(Context & context, ggml_tensor * t, int il) {
 
 // What a stop is for. No exception leaves it: the caller is C.
 void stopped(Context & context, ggml_tensor * t) {
-    const bool changes = context.supply && context.supply->changes(context, t);
-    if (!changes && !is_of_experts(t)) {
+    if (!is_of_experts(t)) {
         return;
     }
     const int il = layer_of(t, ids_node);
     try {
-        if (changes) {
-            context.supply->change(context, t);
-        } else if (il >= 0) {
+        if (il >= 0) {
             acquire_experts(context, t, il);
         } else if (const uint8_t kinds = kinds_after(context, t); kinds && context.supply) {
             context.supply->wait(context, kinds);

@@ -25,7 +25,7 @@ class Link {
     virtual void finish(const Job & job, const std::string & why) = 0; // why it failed; empty: the bytes are there
     // Virtual time: what goes over the link, 0 where that takes no time; and how long it will take.
     virtual uint64_t link_bytes(const Job & job) const { return job.bytes; }
-    virtual void note_time(const Job &, uint64_t) {}
+    virtual void note_time(uint64_t) {}
 
     uint64_t n_queued(bool demand) const { return (demand ? demand_ : prefetch_).size(); } // any thread
 

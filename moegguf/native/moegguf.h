@@ -44,7 +44,6 @@
 //                      and not for a layer of a resident pool or for matrices that are there.
 //   reader threads   : pread into read buffers, write into slots. Never call out.
 //   copy threads     : one per device: copies from slots in RAM to it. Never calls out.
-//   cpu_misses thread: computes experts on the CPU from slots in RAM that are pinned meanwhile. Never calls out.
 //   predictor thread : takes what compute threads leave, predicts, asks for prefetches under the store's lock.
 //   event thread     : calls the listener's callbacks. The only thread that enters foreign code.
 //   any thread       : everything else below, unless it says otherwise. Counters are read without the lock, so figures
@@ -163,7 +162,7 @@ struct moegguf_counters {
     uint64_t reads;
     uint64_t read_retries;
     uint64_t read_errors;
-    uint64_t stall_ns;  // compute threads waiting for bytes, or for experts that the CPU computes beside a device
+    uint64_t stall_ns;  // compute threads waiting for bytes
     uint64_t hook_ns;   // time in the hook without the stall
     uint64_t read_ns;   // summed over readers: pread
     uint64_t upload_ns; // summed over readers: read buffer to slot, repacking included
@@ -274,18 +273,6 @@ struct moegguf_predictor {
     float waste_weight;      // what a prefetch in vain costs, as a share of the stall that one in time saves; 0: costs
                              // do not count
     int32_t reserved;
-};
-
-// Experts that the CPU has computed in place of a copy to the device, since the store was opened.
-struct moegguf_computed {
-    uint64_t misses;         // of look-ups on devices
-    uint64_t compute_ns;     // of the thread that computes
-    uint64_t stall_ns;       // of stalls: compute threads waiting for what that thread computes
-    double compute_bytes_ns; // moving averages, in ns per byte of an expert: of computing it,
-    double copy_bytes_ns;    // of its copy; 0: none yet
-    int32_t n_layers;        // whose misses can be computed, in the graph built last; -1: none was built yet
-    int32_t reserved;
-    char note[192]; // why those of other layers cannot; empty: there are none
 };
 
 // What slots take. Every arena has a guard behind its last slot.
@@ -489,15 +476,7 @@ MOEGGUF_API int moegguf_store_drain(moegguf_store * store, double timeout_s); //
 MOEGGUF_API int moegguf_store_read_slot(moegguf_store * store, int32_t matrix, int32_t slot, void * out,
                                         size_t n); // plain slots, and behind them places of staging tensors: for tests
 MOEGGUF_API int moegguf_store_probe(moegguf_store * store, double seconds,
-                                    double * bytes_per_s); // what these readers reach on this file
-// From now on the CPU computes with n_threads what is missed on devices in passes of few tokens, from slots of the tier
-// below, where that is faster than a copy or the expert was used less than twice in the last 64 tokens: only after that
-// it gets a slot on the device, but by moegguf_store_warm or where slots are free. Not exact: processors round
-// otherwise than devices. INVALID without a tier below.
-MOEGGUF_API int moegguf_store_compute_misses(moegguf_store * store, int32_t n_threads);
-MOEGGUF_API int moegguf_store_computed(moegguf_store * store, struct moegguf_computed * computed);
-// Simulation: likewise, at so many bytes of experts per ns, and so many ns more for a layer with some.
-MOEGGUF_API int moegguf_store_sim_compute_misses(moegguf_store * store, double bytes_per_ns, double layer_ns);
+                                    double * bytes_per_s);                     // what these readers reach on this file
 MOEGGUF_API int moegguf_store_sim_advance(moegguf_store * store, uint64_t ns); // simulation: compute time passes
 
 // Contexts. acquire does what the hook does with ids already in hand, for simulation and tests; inputs
@@ -569,7 +548,6 @@ enum moegguf_fault_kind {
     MOEGGUF_FAULT_EINTR,
     MOEGGUF_FAULT_SLOW_READ,
     MOEGGUF_FAULT_COPY,
-    MOEGGUF_FAULT_SLOW_COMPUTE, // of misses, by the CPU
     MOEGGUF_FAULT_KINDS
 };
 MOEGGUF_API void moegguf_fault_arm(int kind, uint64_t nth, int sticky, int sys_errno);

@@ -1,5 +1,6 @@
 // nodes.h: the nodes of llama.cpp's graph that the eval callback stops at, by name, as patches/slot-ids.patch has them,
-// and what they carry. Knows no store.
+// and one word that
+// they carry. Knows no store.
 #pragma once
 
 #include "ggml-backend.h"
@@ -27,22 +28,7 @@ int layer_of(const ggml_tensor * t, const char (&prefix)[n]) {
     return memcmp(t->name, prefix, n - 1) == 0 ? atoi(t->name + n - 1) : -1;
 }
 
-// Words of op_params of the node of slot ids: whether experts may be missing, what a supply keeps there, its store.
-constexpr int waits_word = 0, supply_word = 2, store_word = 4;
-static_assert((store_word - supply_word) * sizeof(int32_t) >= sizeof(void *), "each has its place");
-static_assert(store_word * sizeof(int32_t) + sizeof(void *) <= GGML_MAX_OP_PARAMS, "all fit");
-
-template <typename T>
-T * op_pointer(const ggml_tensor * ids, int word) {
-    T * pointer;
-    memcpy(&pointer, ids->op_params + word, sizeof(pointer));
-    return pointer;
-}
-
-template <typename T>
-void set_op_pointer(ggml_tensor * ids, int word, T * pointer) {
-    memcpy(ids->op_params + word, &pointer, sizeof(pointer));
-}
+constexpr int waits_word = 0; // of op_params of the node of slot ids: whether experts may be missing
 
 // The floats of a tensor: in place where they lie in host memory, copied to `scratch` where not. NULL when the
 // tensor does not hold n of them in a row.

@@ -238,12 +238,10 @@ Pool::Pool(const Layout & layout, const LayerSet & layers, const Numbering & num
     const size_t n = layout.matrices.size();
     context_ = tensor_context(2 * n);
     interleaved_.assign(n, nullptr);
-    repacked_.assign(n, false);
     for (size_t i = 0; memory.repack && i < n; i++) {
         const Matrix & m = layout.matrices[i];
         if (layers.has[m.il]) {
             interleaved_[i] = interleaved_buft(memory_.device, m.type, m.ne0, m.ne1, numbering.window(m.il).n_slots);
-            repacked_[i] = interleaved_[i] != nullptr;
         }
     }
     allocate(layout, layers, numbering.n_slots());
@@ -531,7 +529,7 @@ void Pool::release(int first, int last) const {
 }
 
 int Pool::n_repacked() const {
-    return (int)std::count(repacked_.begin(), repacked_.end(), true);
+    return (int)(interleaved_.size() - std::count(interleaved_.begin(), interleaved_.end(), nullptr));
 }
 
 int Pool::n_uncached() const {

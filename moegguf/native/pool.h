@@ -58,7 +58,7 @@ class Pool {
     void write_slots(ggml_backend_t backend, int matrix, int slot, int n, const void * data) const;
     // The same from slots of another pool on the same device.
     void copy_slots(ggml_backend_t backend, int matrix, int slot, int n, const Pool & from, int from_slot) const;
-    bool repacked(int matrix) const { return repacked_[matrix]; }
+    bool repacked(int matrix) const { return interleaved_[matrix]; }
 
     // Whether the kernels that multiply with the tensors ask for an order of their matrices, by op_params.
     bool kernels_ask_for_order() const;
@@ -103,8 +103,7 @@ class Pool {
 
     PoolMemory memory_;
     std::vector<ggml_backend_buffer_type_t> interleaved_; // per matrix; nullptr: plain
-    std::vector<bool> repacked_;
-    std::vector<Interleave> interleave_; // per matrix; nullptr: the buffer type's own
+    std::vector<Interleave> interleave_;                  // per matrix; nullptr: the buffer type's own
     Arena arenas_[MOEGGUF_MAX_KINDS];
     const Strides strides_;
     ggml_context_ptr context_;

@@ -28,9 +28,8 @@ bool SlotSupply::place(Context & context, Lock & lock) {
 bool SlotSupply::pin_absent(Context & context, Lock & lock) {
     Event & event = context.event;
     Tier & tier = *context.pinned.tier;
-    const auto needs_slot = [&](int expert) { return event.slot_of[expert] != Event::needs_no_slot; };
-    const auto n_needed = std::count_if(event.experts.begin(), event.experts.end(), needs_slot);
-    const auto fits = [&] { return n_needed <= tier.residency.n_usable(); }; // another context may shrink the pool
+    // Another context may shrink the pool.
+    const auto fits = [&] { return (int)event.experts.size() <= tier.residency.n_usable(); };
     const auto take = [&](int expert) { return fits() ? tier.take_slot(event.il, expert, event.step) : -1; };
     for (int expert : event.experts) {
         if (event.slot_of[expert] != Event::no_slot_yet) {

@@ -8,14 +8,14 @@
 
 namespace moegguf {
 
-class SlotSupply : public Supply {
+class SlotSupply final : public Supply {
   public:
     using Supply::Supply;
 
     bool place(Context & context, Lock & lock) override;
 
-  protected:
-    virtual bool pin_absent(Context & context, Lock & lock); // experts of the event that have no slot yet
+  private:
+    bool pin_absent(Context & context, Lock & lock); // experts of the event that have no slot yet
 };
 
 } // namespace moegguf

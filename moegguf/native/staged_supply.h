@@ -17,13 +17,14 @@ class StagedSupply final : public Supply {
 
     bool on() const { return on_; }
 
-    // What is on its way ahead of an event that is not staged is dropped.
-    void observe(Context & context, Lock & lock) override;
+    // Any event, whoever supplies it, before place(): what is on its way ahead of one that is not staged is dropped.
+    void observe(Context & context, Lock & lock);
     // What came ahead is there when this returns, so that what is chosen then does not depend on how fast it came.
     bool place(Context & context, Lock & lock) override;
     // Gives experts of the last pass of a prompt's to slots, and copies those of the next layer ahead.
     void finish(Context & context) override;
-    void drop_ahead() override; // the slots that it comes from are free once the copies that have begun are done
+    // What is on its way ahead will not come: slots that it comes from are free once the copies under way are done.
+    void drop_ahead();
 
   private:
     bool take_tensor(Context & context, Lock & lock);

@@ -104,7 +104,7 @@ Store::Store(const moegguf_config & config)
       tiers(layout, config, events),
       copies(make_copies(layout, shared, tiers)),
       transfers(layout, config.n_readers, shared, tiers),
-      slots(layout, shared, contexts, transfers, tiers),
+      slots(layout, shared, contexts, transfers),
       streamed(layout, shared, contexts, transfers, tiers.on_cpu),
       staged(layout, shared, contexts, transfers, tiers),
       arrivals(layout, shared, tiers.on_cpu, streamed),

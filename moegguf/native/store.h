@@ -6,12 +6,9 @@
 
 #include "acquire.h"
 #include "arrivals.h"
-#include "cpu_misses/cpu_misses.h"
+#include "slot_supply.h"
 
 namespace moegguf {
-
-// The supply of slots; SlotSupply itself without the CPU's computing of misses.
-using StoreSlots = CpuMisses;
 
 class Store {
   public:
@@ -28,7 +25,7 @@ class Store {
     Contexts contexts;
     const std::vector<std::unique_ptr<Copies>> copies; // to tiers that are filled from RAM
     Transfers transfers;
-    StoreSlots slots;
+    SlotSupply slots;
     StreamedSupply streamed;
     StagedSupply staged;
     Arrivals arrivals;

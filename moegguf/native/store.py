@@ -178,23 +178,6 @@ def native_policies() -> Mapping[str, NativePolicy]:
     return found
 
 
-class Computed(NamedTuple):
-    """Misses on devices that the CPU has computed, how long that took it, and how long devices waited for it, in ns.
-
-    compute_bytes_ns, copy_bytes_ns: moving averages, in ns per byte of an expert, of computing it and of its copy; 0:
-    none yet. n_layers: those whose misses can be computed, -1 before a graph is built; note: why those of others
-    cannot, or nothing.
-    """
-
-    misses: int
-    compute_ns: int
-    stall_ns: int
-    compute_bytes_ns: float
-    copy_bytes_ns: float
-    n_layers: int
-    note: str
-
-
 class Store:
     """n_slots experts of `layout` in the memory of the device that computes, and n_ram_slots below it in RAM.
 
@@ -488,25 +471,6 @@ class Store:
         """
         index = tier if device is None else abi.DEVICE_TIER + device
         self._library.moegguf_store_resize(self.handle, index, n_slots, at_once)
-
-    def compute_misses(self, n_threads: int) -> None:
-        """From now on the CPU computes what is missed on devices, in passes of up to 8 tokens, from slots in RAM.
-
-        It does so with n_threads, where that is faster than a copy, and for experts that were used less than twice in
-        the last 64 tokens: these get no slot on the device, but by `warm` or where slots are free. Not exact, as the
-        CPU rounds otherwise than the device. Raises OptionError without slots in RAM below those of a device.
-        """
-        self._library.moegguf_store_compute_misses(self.handle, n_threads)
-
-    def model_computed_misses(self, cpu: Link) -> None:
-        """The same in a simulated store, on the modelled clock: at cpu.bytes_per_s, and cpu.latency_s more for a layer
-        with some. Raises OptionError where `compute_misses` does, and for a rate of 0."""
-        per_ns, layer_ns = cpu.bytes_per_s / 1e9, cpu.latency_s * 1e9
-        self._library.moegguf_store_sim_compute_misses(self.handle, per_ns, layer_ns)
-
-    def computed(self) -> Computed:
-        """What the CPU has computed so since open."""
-        return Computed(**self._figures(self._library.moegguf_store_computed, abi.Computed()))
 
     def drain(self, timeout_s: float = 600.0) -> None:
         """Waits until nothing is queued or being read."""

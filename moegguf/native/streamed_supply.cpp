@@ -114,11 +114,11 @@ void StreamedSupply::stop() {
     shared_.done.notify_all(); // others may stream now
 }
 
-void StreamedSupply::release(Context & context, int next_il) {
+void StreamedSupply::release(Context & context) {
     if (context_ == &context) {
         stop();
     }
-    Supply::release(context, next_il);
+    Supply::release(context);
 }
 
 // Kernels wait for what they take themselves.

@@ -25,7 +25,7 @@ class StreamedSupply final : public Supply, private StreamedReads {
     bool takes(const Context & context) const;
 
     bool place(Context & context, Lock & lock) override;
-    void release(Context & context, int next_il = -1) override;
+    void release(Context & context) override;
     void wait(Context & context, uint8_t kinds) override;
     void finish(Context & context) override;
 

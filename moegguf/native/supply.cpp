@@ -4,7 +4,7 @@
 
 namespace moegguf {
 
-void Supply::release(Context & context, int) {
+void Supply::release(Context & context) {
     for (int s : context.pinned.slots) {
         context.pinned.tier->unpin(s);
     }

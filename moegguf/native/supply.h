@@ -24,26 +24,16 @@ class Supply {
     Supply & operator=(const Supply &) = delete;
 
     // Under the store's lock, by the thread that computes.
-    // Any event, whoever supplies it, before place().
-    virtual void observe(Context & context, Lock & lock) { (void)context, (void)lock; }
     // Experts of the context's event that are there are pinned, slots taken for the others and transfers ordered; it
     // may raise the matrices that are to be waited for. The lock is free while it waits for slots. false: the context
     // says why.
     virtual bool place(Context & context, Lock & lock) = 0;
-    // The layer has been computed, or will not be: what it holds is free. next_il: the layer that comes next; -1: none.
-    virtual void release(Context & context, int next_il = -1);
-    virtual void drop_ahead() {} // what is on its way for later events will not come
-    virtual bool busy() const { return false; }
+    // The layer has been computed, or will not be: what it holds is free.
+    virtual void release(Context & context);
 
     // Without the lock, by the thread that computes.
     virtual void wait(Context & context, uint8_t kinds); // until these are there, or the context says why they are not
     virtual void finish(Context & context);              // kernels find the experts by the ids from here on
-    // Nodes of the graph behind finish() that it changes once they are computed; asked about every one.
-    virtual bool changes(const Context & context, const ggml_tensor * node) const {
-        return (void)context, (void)node, false;
-    }
-    virtual void change(Context & context, ggml_tensor * node) { (void)context, (void)node; }
-    virtual void read_graph(const ggml_cgraph & graph) { (void)graph; } // that is to be computed, before anything of it
 
   protected:
     // Slots are pinned before any victim is chosen, so that no expert of the event is evicted for another of them. At

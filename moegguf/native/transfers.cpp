@@ -62,13 +62,6 @@ void Transfers::demand(Tier & tier, const std::vector<int> & slots) {
     }
 }
 
-void Transfers::demand_in_ram(int s) {
-    Tier & ram = *tiers_.ram;
-    const Slot & slot = ram.residency.slot(s);
-    queue_reads(ram, s, layout_.layers[slot.il].chunks & ~ram.residency.ready(s) & ~slot.reading, true);
-    wake_readers();
-}
-
 void Transfers::copy(Tier & to, int s, bool demand) {
     queue(to, s, layout_.layers[to.residency.slot(s).il].chunks, demand);
     to.copies->wake();
@@ -221,8 +214,7 @@ void Transfers::hold_prefetches(bool on) {
 // Experts take slots for what nothing waits for yet only from what is worth less, in each tier.
 bool Transfers::start_prefetch(const Want & want) {
     Tier & to = tiers_.of(want.il);
-    const bool admitted = to.residency.has_free() || !admits_ || admits_(want.il, want.expert);
-    if (held_ || to.residency.find(want.il, want.expert) >= 0 || !admitted) {
+    if (held_ || to.residency.find(want.il, want.expert) >= 0) {
         return false;
     }
     const int s = to.take_slot(want.il, want.expert, now_, worth(want, to.residency));

@@ -9,8 +9,6 @@
 #include "link.h"
 #include "readers.h"
 
-#include <functional>
-
 namespace moegguf {
 
 // Reads that come before all others, in an order of their own (streamed_supply.h). Under the store's lock.
@@ -26,16 +24,13 @@ class Transfers final : public Link {
     // n_readers: threads that will carry them. Throws Error(INVALID).
     Transfers(const Layout & layout, int n_readers, Shared & shared, const Tiers & tiers);
 
-    // Before anything is computed. streamed: may be destroyed only after stop(). admits: whether an expert may have a
-    // slot that is not free before it is needed.
+    // Before anything is computed; streamed may be destroyed only after stop().
     void set_streamed(StreamedReads & streamed) { streamed_ = &streamed; }
-    void set_admission(std::function<bool(int il, int expert)> admits) { admits_ = std::move(admits); }
     void stop() { readers_.reset(); } // the store is stopping
 
     // Under the store's lock.
     // What layers need now, before all else: every matrix of slots of one layer that is not there or being read.
     void demand(Tier & tier, const std::vector<int> & slots);
-    void demand_in_ram(int s);                // the same of a pinned slot in RAM, for itself
     void copy(Tier & to, int s, bool demand); // every matrix, from the slot that is its source
     // What is worth having early: each cause in the order given, requests first. wake_readers() when all is said.
     void want(const Want & want);
@@ -85,8 +80,7 @@ class Transfers final : public Link {
     const int n_readers_;
     int n_at_once_ = 1; // transfers
     StreamedReads * streamed_ = nullptr;
-    std::function<bool(int il, int expert)> admits_; // empty: all
-    Ring<Want> wants_[n_causes];                     // that have no slot yet
+    Ring<Want> wants_[n_causes]; // that have no slot yet
     int n_demand_reading_ = 0;
     int fill_next_ = 0; // keys of experts that were tried, where a tier has a slot for each
     int fill_next_ram_ = 0;

@@ -44,11 +44,6 @@ COUNTS = (
     CounterSpec("expert_hits", "Lookups whose expert was resident, or being loaded.",
           {"ready": "hits_ready", "late": "hits_late"}, "kind"),
     CounterSpec("expert_misses", "Lookups that needed a read of their own.", {"": "misses"}),
-    CounterSpec("expert_misses_computed", "Misses of a device that the CPU has computed instead: not exact.",
-          {"": "misses_computed"}),
-    CounterSpec("compute_seconds", "Time that the CPU took to compute them.", {"": "compute_s"}),
-    CounterSpec("compute_stall_seconds", "The part of the stall in which a device waited for them.",
-          {"": "compute_stall_s"}),
     CounterSpec("expert_evictions", "Experts evicted from their slot.", {"": "evictions"}),
     CounterSpec("expert_read_bytes", "Bytes of experts read, for misses and prefetches.",
           {"miss": "bytes_missed", "prefetch": "bytes_prefetched"}, "cause"),
@@ -153,8 +148,6 @@ def _resident_bytes(pid: int) -> int:
 
 
 GAUGES: tuple[tuple[str, str, Callable[[LoadedModel], float]], ...] = (
-    ("exact", "1: the tokens of an all-resident run; 0: the CPU may compute what a device lacks.",
-     lambda model: model.stats.exact),
     ("slots", "Slots of the expert cache.", lambda model: model.stats.n_slots),
     ("slots_used", "Slots that hold an expert.", lambda model: model.stats.slots_used),
     ("experts", "Experts of the model, over all layers.", lambda model: model.stats.n_experts),

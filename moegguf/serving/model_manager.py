@@ -41,7 +41,14 @@ from moegguf.quantities import ExpertCache, format_bytes
 from moegguf.serving.events import LoadedModel, LoadOverrides, Snapshot
 from moegguf.serving.lease import Lease
 from moegguf.serving.managed_model import ManagedModel, Purpose, State, Waiter, process_key
-from moegguf.serving.memory_budget import DeviceLimits, MemoryLimit, MemoryUse, admit, expert_cache_within, planned_budgets
+from moegguf.serving.memory_budget import (
+    DeviceLimits,
+    MemoryLimit,
+    MemoryUse,
+    admit,
+    expert_cache_within,
+    planned_budgets,
+)
 from moegguf.serving.model_size import Measure, ModelSize, measure
 from moegguf.serving.subscribers import Subscribers
 from moegguf.serving.wire import LoadConfig

@@ -75,7 +75,7 @@ def measure(
     layout, projector = drafted(layout_of(entry.path), chosen["draft"], flash_attn), projector_of(entry)
     placement = "auto" if gpu is None else chosen.get("placement")
     cache = overrides.expert_cache or chosen.get("expert_cache")
-    budgets = given_budgets(cache, chosen.get("vram_cache"), placement, chosen.get("misses"))
+    budgets = given_budgets(cache, chosen.get("vram_cache"), placement)
     devices = () if gpu is None or not layout.is_moe else (gpu,)
     here = Machine(_memory(limit_bytes), devices=devices)
     free_bytes = min(limit_bytes, *(device.free_bytes for device in devices)) if devices else limit_bytes

@@ -69,7 +69,6 @@ class LoadConfig:
     expert_cache: str | None = None
     vram_cache: str | None = None
     placement: str | None = None
-    misses: str | None = None
     draft: str | None = None
     strategy: str | None = None
     policy: str | None = None

@@ -345,7 +345,7 @@ def _is_quantised(type_v: int | None) -> bool:
 
 
 def _planned_context(layout: ExpertLayout, options: Mapping[str, Any]) -> int:
-    where = ("expert_cache", "vram_cache", "placement", "misses", "n_gpu_layers")
+    where = ("expert_cache", "vram_cache", "placement", "n_gpu_layers")
     types = {name: options[name] for name in ("type_k", "type_v", "flash_attn") if options.get(name) is not None}
     return plan_here(layout, **{name: options.get(name) for name in where}, **types).n_ctx
 

@@ -22,7 +22,7 @@ from moegguf.models.entry import ModelEntry
 from moegguf.models.hub import hub_offline
 from moegguf.models.library import fetchable_name
 from moegguf.quantities import Link, parse_expert_cache, parse_link, parse_size
-from moegguf.settings import parse_choice, read_environment, read_settings
+from moegguf.settings import read_environment, read_settings
 
 DISK_SECONDS = 0.3
 MOST_BLOCK_BYTES = 8 << 20
@@ -159,12 +159,10 @@ def estimate_model(
     vram_cache: str | None = None,
     device: SupposedDevice | None = None,
     placement: str | None = None,
-    misses: str | None = None,
 ) -> Facts:
     """Facts of `moegguf estimate`: the plan for this machine now, with the measured speeds of disk and memory.
 
-    type_k, type_v: types of the KV cache; None: MOEGGUF_KV_CACHE_TYPE. vram_cache, placement, misses: as `Llama` takes
-    them.
+    type_k, type_v: types of the KV cache; None: MOEGGUF_KV_CACHE_TYPE. vram_cache, placement: as `Llama` takes them.
     device: what one that is only supposed would give.
     """
     settings = read_settings()
@@ -175,8 +173,7 @@ def estimate_model(
     flash_attn = bool(settings.flash_attention) or types[1].lower() != "f16"
     with described(model) as found:
         options |= {"n_ctx": n_ctx, "flash_attn": flash_attn, "projector": projector_of(found.entry)}
-        misses_here = "fetch" if device else misses  # asked about the device that is not here
-        plan = plan_here(found.layout, cache, vram_cache, placement, misses=misses_here, **options)
+        plan = plan_here(found.layout, cache, vram_cache, placement, **options)
         disk = _disk_speed(found, plan)
         default = "auto" if plan.placement or plan.device else None
         return {
@@ -193,7 +190,7 @@ def estimate_model(
             "disk": {"bytes_per_s": round(disk.bytes_per_s), "past_page_cache": disk.direct} if disk else None,
             "plan": asdict(plan),
             "expected": _expectation(found, plan, disk),
-            "placement": _supposed(found, plan, options, device, misses) if device else _placement(plan.placement),
+            "placement": _supposed(found, plan, options, device) if device else _placement(plan.placement),
         }
 
 
@@ -242,14 +239,11 @@ def _placement(plan: PlacementPlan | None) -> Facts | None:
     }
 
 
-def _supposed(
-    found: DescribedModel, here: Plan, options: Facts, device: SupposedDevice, misses: str | None
-) -> Facts | None:
+def _supposed(found: DescribedModel, here: Plan, options: Facts, device: SupposedDevice) -> Facts | None:
     """The same for a device that is not here, beside RAM for everything, with the context of the plan that is."""
     speeds = Speeds.supposed(device.memory_bytes_per_s, device.link, memory_read_speed(count_cpus()))
     there = Device("the device", 0, device.memory_bytes, device.memory_bytes)
-    computed = parse_choice("misses", read_environment().misses if misses is None else misses) == "compute"
-    budgets = Budgets(sizes=replace(Sizes(**options), n_ctx=here.n_ctx), computes_misses=computed)
+    budgets = Budgets(sizes=replace(Sizes(**options), n_ctx=here.n_ctx))
     ample = Memory(1 << 62, 1 << 62, "what is supposed")
     return _placement(make_plan(found.layout, Machine(ample, devices=(there,)), budgets, speeds).placement)
 

@@ -121,8 +121,6 @@ def print_map(name: str, parts: Sequence[bytes], layers: Sequence[int], n_expert
     print_message(f"{tiers_line(state, stats.in_vram)}; hit rate {stats.hit_rate:.1%}")
     if stats.staging_bytes:
         print_message(f"Prompts staged since load: {staged(stats)}.")
-    if not stats.exact:
-        print_message(f"Not exact: the CPU has computed {stats.misses_computed} of {stats.misses} misses.")
 
 
 def tiers_line(state: Counts, vram: bool) -> str:

@@ -107,7 +107,6 @@ def expert_lines(stats: Stats, decode: Stats) -> list[Line]:
     moved = f"{stats.bytes_read / 1e6:.2f} MB from disk"
     if decode.tokens:
         moved += f" ({decode.bytes_per_accepted_token / 1e6:.2f} MB/token)"
-    lines += _exactness(stats)
     if stats.in_vram:
         lines.append(("moved to VRAM", _bytes_in(stats.tiers[0], decode)))
     if stats.staging_bytes:
@@ -116,17 +115,10 @@ def expert_lines(stats: Stats, decode: Stats) -> list[Line]:
     if decode.tokens and decode.eval_s:
         each = f"{decode.stall_per_token_s * 1e3:.2f} ms/token"
         of_disk = f", {decode.below.stall_s / decode.eval_s:.0%} for disk" if decode.below else ""
-        of_cpu = "" if stats.exact else f", {decode.compute_stall_s / decode.eval_s:.0%} for the CPU's experts"
-        lines.append(("stall", f"{decode.stall_s / decode.eval_s:.0%} of decode, {each}{of_disk}{of_cpu}"))
+        lines.append(("stall", f"{decode.stall_s / decode.eval_s:.0%} of decode, {each}{of_disk}"))
     if stats.read_retries:
         lines.append(("read retries", str(stats.read_retries)))
     return lines
-
-
-def _exactness(stats: Stats) -> list[Line]:
-    """(label, value) where answers depend on what was in VRAM."""
-    computed = f"{stats.misses_computed} of {stats.misses} misses computed by the CPU"
-    return [] if stats.exact else [("not exact", computed)]
 
 
 def _tier_lines(stats: Stats) -> list[Line]:
@@ -198,7 +190,6 @@ def total_lines(stats: Stats) -> list[str]:
             ("since load", f"{stats.tokens} token(s) evaluated"),
             ("hit rate", f"{lookup_shares(stats)} of {stats.lookups} lookups"),
             ("moved", f"{stats.bytes_read / 1e6:.2f} MB from disk"),
-            *_exactness(stats),
         ]
     )
 

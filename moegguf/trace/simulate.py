@@ -42,8 +42,7 @@ class RamTier:
 
     policy: a native one. link: from there to the device; None: copies take no time. n_staging: tensors of a layer's
     full shape on each device, beside its slots, in which passes of more than one token are staged. slot_tokens: of a
-    pass, at most, where there are none (`request_cost.allowed_ubatch`). cpu: how fast the CPU computes misses, and what
-    a layer with some takes more; None: each is copied.
+    pass, at most, where there are none (`request_cost.allowed_ubatch`).
     """
 
     n_slots: int
@@ -51,7 +50,6 @@ class RamTier:
     link: Link | None = None
     n_staging: int = 0
     slot_tokens: int = NO_LIMIT
-    cpu: Link | None = None
 
 
 @dataclass(frozen=True)
@@ -380,8 +378,6 @@ class Simulation:
         try:
             if ram is not None and ram.n_slots:
                 store.set_policy(ram.policy, Tier.RAM)
-                if ram.cpu:
-                    store.model_computed_misses(ram.cpu)
             context = store.open_context()
             try:
                 return self._replay(store, context, progress)

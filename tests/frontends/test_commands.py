@@ -7,14 +7,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from command_line import ROOT, Command, TinyModel, environment
 
-from moegguf.engine.memory import memory_needs
-from moegguf.engine.pool_plan import VRAM_MARGIN_BYTES
-from moegguf.gguf.experts import read_layout
 from moegguf.native.abi import ABI_VERSION
 
 
@@ -177,25 +173,6 @@ def test_an_unexpected_error_names_its_type_and_how_to_get_its_traceback(tmp_pat
     )
     debug = subprocess.run(command, capture_output=True, text=True, env=environment(MOEGGUF_DEBUG="1"), timeout=60)
     assert "Traceback" in debug.stderr
-
-
-def test_estimate_predicts_misses_that_the_cpu_computes_and_says_that_they_are_not_exact(
-    moegguf: Command, tiny: TinyModel
-) -> None:
-    def estimate(memory_bytes: int, *flags: str) -> dict[str, Any]:
-        device = ("--device-memory", memory_bytes, "--device-bandwidth", "448GB/s", "--link", "1GB/s,35us")
-        return json.loads(moegguf("estimate", tiny(), *device, "--ctx", 512, *flags, "--json").stdout)  # type: ignore[no-any-return]
-
-    layout = read_layout(tiny())
-    half = VRAM_MARGIN_BYTES + memory_needs(layout, 512, 1).total_bytes(0) + layout.expert_bytes // 2
-    for how in ("fetch", "compute"):
-        found = estimate(half, "--misses", how)
-        exact = {each["kind"]: each["exact"] for each in found["placement"]["placements"]}
-        assert exact["cpu"] and exact["layers"]
-        assert exact["slots"] == (how == "fetch")
-        texts = [each["text"] for each in found["placement"]["placements"] if not each["exact"]]
-        assert all(text.endswith("misses computed by the CPU, too: not exact") for text in texts)
-        assert found["plan"]["warnings"] == []  # this machine has no device
 
 
 def test_estimate_says_what_a_device_would_give_and_that_it_is_a_prediction(moegguf: Command, tiny: TinyModel) -> None:

@@ -59,7 +59,7 @@ def test_every_figure_has_its_name_help_and_labels() -> None:
     slots = ("n_slots", "slots_used", "pool_bytes")
     vram, ram = (numbered([*TIER_FIELDS, *slots], first) for first in (200, 300))
     tiers = (TierStats("VRAM", "CUDA0", **vram), TierStats("RAM", "CUDA0", **ram))
-    stats = Stats(exact=False, tiers=tiers, **numbered([*FIELDS, *slots, "n_experts", "staging_bytes"], 100))
+    stats = Stats(tiers=tiers, **numbered([*FIELDS, *slots, "n_experts", "staging_bytes"], 100))
     gone = 2**22 + 1  # a process that has ended
     loaded = [
         model("a:latest", gone, stats=stats, busy=True, queue=2, n_ctx=7),

@@ -132,9 +132,9 @@ def test_terminals_and_pipes(tmp_path: Path, stdin: str, stdout: str, prompt: st
 
 
 def test_a_variable_that_no_worker_could_read_is_an_error_of_the_command(moegguf: Command) -> None:
-    done = moegguf("run", "demo", "hello", MOEGGUF_MISSES="guess")
+    done = moegguf("run", "demo", "hello", MOEGGUF_PLACEMENT="guess")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "error: MOEGGUF_MISSES: 'guess' is none of fetch, compute.\n"
+    assert done.stderr == "error: MOEGGUF_PLACEMENT: 'guess' is none of auto, layers, slots, cpu.\n"
 
 
 def test_an_empty_prompt_loads_the_model_in_a_running_server(moegguf: Command, server: Server) -> None:

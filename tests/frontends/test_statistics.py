@@ -104,20 +104,6 @@ def test_slots_of_the_cpu_beside_a_device_are_ram() -> None:
     assert lines["evictions"] == "0 VRAM, 7 CPU"
 
 
-def test_misses_that_the_cpu_may_compute_are_said_to_be_inexact() -> None:
-    stats = replace(WHOLE, exact=False, misses=40, misses_computed=7)
-    said = "7 of 40 misses computed by the CPU"
-    assert dict(expert_lines(stats, DECODE))["not exact"] == said
-    assert any(line.startswith("not exact") and line.endswith(said) for line in total_lines(stats))
-    assert "not exact" not in dict(expert_lines(WHOLE, DECODE))
-    waited = replace(DECODE, exact=False, compute_stall_s=DECODE.eval_s / 20)
-    assert dict(expert_lines(stats, waited))["stall"].endswith(" ms/token, 5% for the CPU's experts")
-    assert "CPU" not in dict(expert_lines(WHOLE, DECODE))["stall"]
-    assert (stats - replace(stats, misses_computed=5)).misses_computed == 2
-    assert not (stats - stats).exact
-    assert stats.as_dict()["exact"] is False
-
-
 def test_tiers_are_added_and_subtracted_by_name_and_device() -> None:
     before = Stats(lookups=3, tiers=(TierStats("VRAM", "A", lookups=3, n_slots=9), TierStats("RAM", "A", misses=1)))
     now = Stats(lookups=10, tiers=(TierStats("VRAM", "A", lookups=10, n_slots=8), TierStats("VRAM", "B", lookups=4)))

@@ -60,18 +60,6 @@ def test_a_simulated_link_changes_the_device_and_no_token(tiny: Callable[..., Pa
     assert own["evictions"] > 0
 
 
-def test_misses_that_the_cpu_computes_are_measured_beside_those_that_are_fetched(tiny: Callable[..., Path]) -> None:
-    flags = ("--vram-cache", "40%", "--expert-cache", "100%", "--placement", "slots", "--rounds", "1")
-    rows = run(tiny(), *flags, "--simulate-link", "100MB/s,100us", "--misses", "fetch,compute")
-    found = [(row["system"], row["misses"], row["error"]) for row in rows if row["n_gen"]]
-    assert found == [("moegguf", "fetch", ""), ("misses-compute", "compute", "")]
-    fetched, computed = (row["misses_computed"] for row in rows if row["n_gen"])
-    assert fetched == 0
-    assert computed > 0
-    with pytest.raises(OptionError, match="misses='guess' is none of fetch, compute"):
-        run(tiny(), "--misses", "guess")
-
-
 def test_own_tokens_after_a_text(tiny: Callable[..., Path], tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("a few words are enough")

@@ -11,7 +11,6 @@ import pytest
 from running import Llama, Load, Reference, TinyModel, greedy_logits, random_prompt, share_for
 
 from moegguf.errors import BudgetError
-from moegguf.gguf.experts import read_layout
 from moegguf.native.store import StoreOptions
 
 N_BEFORE, N_AFTER = 12, 20
@@ -28,20 +27,6 @@ def test_a_budget_below_the_minimum_states_one_that_works(tiny: TinyModel, load:
         llm = load(path, expert_cache=stated[1])
     assert llm.plan.n_slots == 2
     assert np.isfinite(greedy_logits(llm, n_new=4)).all()
-
-
-@pytest.mark.parametrize("share_of_cycle", [0.5, 0.75, 0.95])
-def test_less_than_a_token_cycle_warns_and_still_hits(
-    tiny: TinyModel, load: Load, reference: Reference, share_of_cycle: float
-) -> None:
-    path = tiny()
-    n_slots = int(read_layout(path).token_cycle_slots * share_of_cycle)
-    with pytest.warns(UserWarning, match="below one token's experts"):
-        llm = load(path, expert_cache=share_for(path, n_slots))
-    greedy_logits(llm, [7] * 100)
-    stats = llm.stats()
-    assert stats.hit_rate > 0
-    assert stats.evictions > 0
 
 
 def test_enough_for_everything_warns_of_nothing(tiny: TinyModel, load: Load) -> None:
@@ -113,14 +98,3 @@ def test_shrinking_below_what_a_pass_may_need_is_refused(tiny: TinyModel, load: 
         llm.set_expert_cache(1)
     greedy_logits(llm)
     assert 16 <= llm.stats().slots_used == llm.stats().n_slots < llm.plan.n_slots
-
-
-def test_shrinking_under_the_token_cycle_still_hits(tiny: TinyModel, load: Load) -> None:
-    """A global LRU smaller than one token's experts hits nothing: floors have to follow the new size."""
-    path = tiny()
-    llm = load(path, expert_cache="60%", n_ubatch=2)
-    greedy_logits(llm, [7] * 20, 2)
-    llm.set_expert_cache(share_for(path, 12))
-    before = llm.stats()
-    greedy_logits(llm, [7] * 60, 0)
-    assert (llm.stats() - before).hit_rate > 0

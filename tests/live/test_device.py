@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rpc_device import in_child, register
+from rpc_device import in_child
 from running import N_NEW, Llama, Logits, Meddler, TinyModel, greedy_logits, hooks_off, share_for
 
 from moegguf.engine.session import Place
@@ -17,17 +17,16 @@ from moegguf.errors import BudgetError, OptionError
 from moegguf.native.store import StoreOptions, Tier
 
 
-def on_rpc(rpc: Path, port: int, path: Path, n_slots: int, shrink_to: int) -> tuple[Logits, Logits, dict[str, int]]:
+def on_rpc(path: Path, n_slots: int, shrink_to: int) -> tuple[Logits, Logits, dict[str, int]]:
     """Logits of plain llama.cpp with every layer on the device, those of a store there, and the store's figures.
 
     The store shrinks to `shrink_to` slots while tokens are generated.
     """
-    device = register(rpc, port)
     options: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "logits_all": True, "verbose": False, "n_gpu_layers": 99}
     with hooks_off(), Llama(path, **options) as llm:
         assert llm.session is None
         plain = greedy_logits(llm)
-    with Llama(path, expert_cache=share_for(path, n_slots), store=StoreOptions(device=device), **options) as llm:
+    with Llama(path, expert_cache=share_for(path, n_slots), store=StoreOptions(device="RPC0"), **options) as llm:
         assert llm.session is not None
         store, passes = llm.session.store, count()
 
@@ -55,13 +54,12 @@ def test_slots_on_a_device_give_the_logits_of_that_device(
 
 
 def two_tiers_on_rpc(
-    rpc: Path, port: int, path: Path, slots: tuple[int, int], shrink_to: tuple[int, int]
+    path: Path, slots: tuple[int, int], shrink_to: tuple[int, int]
 ) -> tuple[Logits, Logits, dict[str, dict[str, Any]]]:
     """Logits of plain llama.cpp on the device, those of slots there over slots in RAM, and the figures of both tiers.
 
     Both tiers shrink while tokens are generated.
     """
-    register(rpc, port)
     options: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "logits_all": True, "verbose": False}
     vram, ram = (share_for(path, n) for n in slots)
     with Llama(path, vram_cache=vram, expert_cache=ram, **options) as llm:
@@ -124,9 +122,8 @@ def test_every_expert_in_vram_needs_no_ram(tiny: TinyModel) -> None:
     assert in_child(all_on_rpc, tiny("tiny-qwen2moe", "q4_0"))
 
 
-def all_on_rpc(rpc: Path, port: int, path: Path) -> bool:
+def all_on_rpc(path: Path) -> bool:
     """Whether the plain device's logits come out of one tier on the device, and budgets that do not fit are refused."""
-    register(rpc, port)
     options: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "logits_all": True, "verbose": False}
     with hooks_off(), Llama(path, n_gpu_layers=-1, **options) as llm:
         plain = greedy_logits(llm)
@@ -143,8 +140,3 @@ def all_on_rpc(rpc: Path, port: int, path: Path) -> bool:
     with pytest.raises(OptionError, match="n_gpu_layers is 1"):
         Llama(path, vram_cache="50%", n_gpu_layers=1, **options)
     return True
-
-
-def test_without_a_gpu_a_budget_for_one_is_refused(tiny: TinyModel) -> None:
-    with pytest.raises(BudgetError, match="sees none"):
-        Llama(tiny("tiny-qwen2moe", "q4_0"), vram_cache="50%", n_ctx=64, verbose=False)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from own_process import in_own_process
-from rpc_device import in_child, register
+from rpc_device import in_child
 from running import N_NEW, Llama, Own, TinyModel, greedy_logits, share_for
 
 from moegguf.engine.devices import find_gpus
@@ -152,10 +152,9 @@ def test_budgets_of_both_tiers_move_while_the_model_writes(tiny: TinyModel) -> N
         assert pool_bytes == pytest.approx(n_slots * found["slot_bytes"], abs=1 << 16)
 
 
-def from_resident_on_rpc(rpc: Path, port: int, path: Path) -> bool:
+def from_resident_on_rpc(path: Path) -> bool:
     """Whether a pool with every expert shrinks and grows on another machine's memory, and logits are those of every
     expert there in passes of as many tokens."""
-    register(rpc, port)
     with Llama(path, vram_cache="100%", **OPTIONS) as llm:
         assert llm.session is not None
         n_batch, llm.n_batch = llm.n_batch, llm.plan.slot_tokens

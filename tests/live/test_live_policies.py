@@ -79,17 +79,6 @@ def test_every_policy_decides_and_changes_no_bit(
     assert llm.decisions()["policy"] == policy
 
 
-@pytest.mark.parametrize("policy", ["lfu", "lfu-decay", "next-use", "sparsity-own", "random"])
-def test_other_victims_than_lru(own: Own, load: Load, policy: str) -> None:
-    counted = []
-    for name in ("lru", policy):
-        llm = load(own(), policy=name, lockstep=True, store=StoreOptions(sweep=False), **TIGHT)
-        logits_of(llm)
-        counted.append(llm.stats().misses)
-        llm.close()
-    assert counted[0] != counted[1]
-
-
 @pytest.mark.parametrize("preset", ["tiny-qwen2moe", "tiny-deepseek2"])
 @pytest.mark.parametrize("predictor", UNTRAINED)
 def test_every_predictor_predicts_and_changes_no_bit(

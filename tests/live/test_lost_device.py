@@ -129,18 +129,16 @@ async def test_a_server_counts_whole_layers_on_a_device(tiny: TinyModel, monkeyp
 
 
 @in_loop
-async def test_four_answers_at_once_with_misses_computed(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"VRAM_CACHE": "30%", "PLACEMENT": "slots", "MISSES": "compute"}.items():
+async def test_four_answers_at_once_from_slots(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"VRAM_CACHE": "30%", "PLACEMENT": "slots"}.items():
         monkeypatch.setenv(f"MOEGGUF_{name}", value)
     async with manager_with_device(tiny("tiny-gpt-oss"), n_parallel=4) as manager:
         asked = [replace(QUESTION, prompt=f"once upon a time {n}") for n in range(4)]
         texts = await asyncio.gather(*(text_of(manager, question) for question in asked))
         assert all(texts)
         (loaded,) = manager.loaded()
-        assert not loaded.plan["exact"] and loaded.plan["device"] == "RPC0"
-        assert 0 < loaded.stats.misses_computed <= loaded.stats.misses
+        assert loaded.plan["device"] == "RPC0"
         assert loaded.stats.passes < sum(24 + len(question.prompt) for question in asked)  # some were for several
-        assert not loaded.stats.exact
 
 
 def test_a_devices_failure_is_found_in_a_log() -> None:

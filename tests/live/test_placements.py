@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from own_process import in_measuring_process, in_own_process
-from rpc_device import in_child, register
+from rpc_device import in_child
 from running import N_NEW, Llama, Logits, Reference, TinyModel, greedy_logits, hooks_off
 
 from moegguf.engine import planner
@@ -98,9 +98,8 @@ class ExpertsOfTheFirstLayersOnTheCpu(Llama):
         params.use_extra_bufts = self.repack
 
 
-def layers_on_rpc(rpc: Path, port: int, path: Path, ram: str) -> tuple[Logits, Logits, dict[str, int]]:
+def layers_on_rpc(path: Path, ram: str) -> tuple[Logits, Logits, dict[str, int]]:
     """Logits of plain llama.cpp with the experts of two layers on the CPU, those of a store, and its counters."""
-    register(rpc, port)
     with hooks_off(), ExpertsOfTheFirstLayersOnTheCpu(path, n_gpu_layers=-1, **OPTIONS) as llm:
         plain = greedy_logits(llm)
     with Llama(path, placement="layers", vram_cache="60%", expert_cache=ram, store=PLAIN, **OPTIONS) as llm:
@@ -198,10 +197,9 @@ def test_speeds_are_measured_once_and_a_damaged_file_is_measured_again(tiny: Tin
     assert (found["forced"], found["cpu"], found["own_split"]) == ("slots", None, None)
 
 
-def streamed(rpc: Path, port: int, path: Path, n_slots: int, repack: bool) -> dict[str, Any]:
+def streamed(path: Path, n_slots: int, repack: bool) -> dict[str, Any]:
     """A prompt in one pass through fewer slots of the CPU than a layer has experts, with other layers on a device, and
     what llama.cpp computes with the same layers there."""
-    register(rpc, port)
     size = slot_bytes(read_layout(path).only((0, 1)))
     how: dict[str, Any] = {"placement": "layers", "vram_cache": "60%", "store": StoreOptions(repack=repack)}
     with Llama(path, expert_cache=n_slots * size, **how, **OPTIONS) as llm:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from own_process import in_own_process
-from rpc_device import in_child_of_two, register
+from rpc_device import in_child
 from running import (
     N_NEW,
     Llama,
@@ -88,11 +88,7 @@ def compare(path: Path, vram: str, n_ram: int, split: dict[str, Any], shrink: bo
         return greedy_logits(llm), logits, *figures, layers
 
 
-def on_two_servers(
-    rpc: Path, ports: tuple[int, int], path: Path, *arguments: Any
-) -> tuple[Outcome, dict[str, list[int]]]:
-    for port in ports:
-        register(rpc, port)
+def on_two_servers(path: Path, *arguments: Any) -> tuple[Outcome, dict[str, list[int]]]:
     outcome = compare(path, *arguments)
     split = arguments[2]
     return outcome, assigned_layers(path, **{"n_gpu_layers": -1, **split})
@@ -110,8 +106,8 @@ def on_two_servers(
 def test_slots_on_two_servers_give_the_logits_of_these_devices(
     tiny: TinyModel, quant: str, vram: str, split: dict[str, Any], shrink: bool
 ) -> None:
-    (plain, logits, devices, tiers, layers), assigned = in_child_of_two(
-        on_two_servers, tiny("tiny-qwen2moe", quant), vram, 26, split, shrink
+    (plain, logits, devices, tiers, layers), assigned = in_child(
+        on_two_servers, tiny("tiny-qwen2moe", quant), vram, 26, split, shrink, n_servers=2
     )
     assert np.array_equal(logits, plain)
     assert {name: list(of) for name, of in layers.items()} == assigned
@@ -125,10 +121,8 @@ def test_slots_on_two_servers_give_the_logits_of_these_devices(
     assert tiers["RAM"]["hits_ready"] > 0
 
 
-def one_of_two(rpc: Path, ports: tuple[int, int], path: Path) -> bool:
+def one_of_two(path: Path) -> bool:
     """Options that choose among two servers, and those that do not fit them."""
-    for port in ports:
-        register(rpc, port)
     assert [device.name for device in gpus()] == ["RPC0", "RPC1"]
     alone = {"split_mode": 0, "main_gpu": 1, "n_gpu_layers": -1}
     with hooks_off(), Llama(path, n_ubatch=1, **OPTIONS, **alone) as llm:
@@ -192,7 +186,7 @@ def check_placements(path: Path, alone: dict[str, int]) -> None:
 
 
 def test_one_device_of_two_and_splits_that_do_not_fit(tiny: TinyModel) -> None:
-    assert in_child_of_two(one_of_two, tiny("tiny-qwen2moe", "q4_0"))
+    assert in_child(one_of_two, tiny("tiny-qwen2moe", "q4_0"), n_servers=2)
 
 
 def behind_links(path: Path, n_links: int, vram: str, split: dict[str, Any]) -> Outcome:
@@ -295,11 +289,9 @@ def test_budgets_of_a_device_and_of_the_cpu_beside_it_move_apart(tiny: TinyModel
 
 
 def counted_on_two_servers(
-    rpc: Path, ports: tuple[int, int], path: Path, out: Path, vram: str, n_ram: int, staging: int | None
+    path: Path, out: Path, vram: str, n_ram: int, staging: int | None
 ) -> tuple[dict[str, TierSpan], list[DeviceSlots], int]:
     """What each device and tier has counted when the trace was written, and the slots and staging tensors of each."""
-    for port in ports:
-        register(rpc, port)
     store = StoreOptions(sweep=False, staging=staging)
     with Llama(
         path, vram_cache=vram, expert_cache=share_for(path, n_ram), tensor_split=[3, 2], n_gpu_layers=-1, n_ubatch=8,
@@ -319,7 +311,7 @@ def test_simulated_devices_count_what_each_of_two_servers_counted(
     tiny: TinyModel, tmp_path: Path, vram: str, staging: int
 ) -> None:
     path, compared = tiny("tiny-qwen2moe", "q4_0"), ("lookups", "hits", "evictions", "bytes_in")
-    tiers, devices, n_ram = in_child_of_two(counted_on_two_servers, path, tmp_path / "t", vram, 20, staging)
+    tiers, devices, n_ram = in_child(counted_on_two_servers, path, tmp_path / "t", vram, 20, staging, n_servers=2)
     trace = read(tmp_path / "t")
     assert trace.header.settings["events_dropped"] == 0
     ram_tier = RamTier(n_ram, "slru", Link(2e9, 2e-5), staging)

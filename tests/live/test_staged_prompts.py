@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from own_process import in_own_process
-from rpc_device import in_child, in_child_of_two, register
+from rpc_device import in_child
 from running import Llama, Logits, TinyModel, hooks_off, random_prompt, share_for
 from test_identity import MODELS
 
@@ -37,17 +37,34 @@ def turns(llm: Llama, prompts: tuple[int, ...], n_turns: int = 1) -> Logits:
     return llm.scores[: llm.n_tokens].copy()
 
 
+def all_options() -> dict[str, Any]:
+    """Every layer on a device, or half of them on each of two."""
+    return {**OPTIONS, "n_gpu_layers": -1, **({"tensor_split": [1, 1]} if len(gpus()) > 1 else {})}
+
+
+def on(device: str, call: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of a call in a process of its own, with a device of a server, of two, or one behind a link."""
+    if device == "link":
+        return in_own_process(behind_a_link, call, arguments)
+    return in_child(call, *arguments, n_servers=2 if device == "two" else 1)
+
+
+def behind_a_link(call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    add_link_device(Link(2e9, 2e-5), strict_seed=1)
+    return call(*arguments)
+
+
 def compare(
-    path: Path, sizes: list[tuple[int, int]], staging: int, prompts: tuple[int, ...], **options: Any
+    path: Path, sizes: list[tuple[int, int]], staging: int, prompts: tuple[int, ...]
 ) -> tuple[Logits, list[Outcome]]:
     """Logits of plain llama.cpp on the device; those of slots there and below with staging tensors, and all figures."""
-    all_options, outcomes, device = {**OPTIONS, "n_gpu_layers": -1, **options}, [], gpus()[0].name
-    with hooks_off(), Llama(path, **all_options) as llm:
+    options, outcomes, device = all_options(), [], gpus()[0].name
+    with hooks_off(), Llama(path, **options) as llm:
         plain = turns(llm, prompts)
     for slots in sizes:
         vram, ram = (share_for(path, n, device) for n in slots)
         store = StoreOptions(staging=staging)
-        with Llama(path, vram_cache=vram, expert_cache=ram, store=store, **all_options) as llm:
+        with Llama(path, vram_cache=vram, expert_cache=ram, store=store, **options) as llm:
             assert llm.session is not None
             logits = turns(llm, prompts)
             assert (llm.plan.n_ubatch, llm.plan.n_staging) == (512, staging)
@@ -60,26 +77,9 @@ def compare(
     return plain, outcomes
 
 
-def on_rpc(rpc: Path, port: int, *arguments: Any) -> tuple[Logits, list[Outcome]]:
-    register(rpc, port)
-    return compare(*arguments)
-
-
-def on_two_servers(rpc: Path, ports: tuple[int, int], *arguments: Any) -> tuple[Logits, list[Outcome]]:
-    for port in ports:
-        register(rpc, port)
-    return compare(*arguments, tensor_split=[1, 1])
-
-
-def on_link(*arguments: Any) -> tuple[Logits, list[Outcome]]:
-    add_link_device(Link(2e9, 2e-5), strict_seed=1)
-    return compare(*arguments)
-
-
 def run_on(device: str, *arguments: Any) -> list[dict[str, dict[str, Any]]]:
     """Checks logits and that staging has acted; returns all figures."""
-    ways: dict[str, Any] = {"rpc": partial(in_child, on_rpc), "two": partial(in_child_of_two, on_two_servers)}
-    plain, outcomes = ways.get(device, partial(in_own_process, on_link))(*arguments)
+    plain, outcomes = on(device, compare, *arguments)
     for logits, figures in outcomes:
         assert np.array_equal(logits, plain)
         staged = figures["STAGING"]
@@ -110,16 +110,15 @@ def test_few_slots_in_ram_and_any_number_of_tensors(tiny: TinyModel, staging: in
         assert figures["RAM"]["evictions"] > 0
 
 
-def small_budgets(path: Path, sizes: list[int], **options: Any) -> list[tuple[bool, int, int, int]]:
+def small_budgets(path: Path, sizes: list[int]) -> list[tuple[bool, int, int, int]]:
     """Whether logits with budgets of so many experts are those of plain llama.cpp on the device in passes of as many
     tokens; and these tokens, staging tensors, and bytes that came to them."""
-    all_options, outcomes, plain = {**OPTIONS, "n_gpu_layers": -1, **options}, [], dict[int, Logits]()
-    device = gpus()[0].name
+    options, device, outcomes, plain = all_options(), gpus()[0].name, [], dict[int, Logits]()
     for n_ubatch in (1, 512):
-        with hooks_off(), Llama(path, n_ubatch=n_ubatch, **all_options) as llm:
+        with hooks_off(), Llama(path, n_ubatch=n_ubatch, **options) as llm:
             plain[n_ubatch] = turns(llm, SOME_PROMPTS)
     for n_slots in sizes:
-        with Llama(path, vram_cache=share_for(path, n_slots, device), expert_cache="30%", **all_options) as llm:
+        with Llama(path, vram_cache=share_for(path, n_slots, device), expert_cache="30%", **options) as llm:
             logits, plan = turns(llm, SOME_PROMPTS), llm.plan
             held_bytes = plan.budget_bytes + plan.staging_bytes
             assert held_bytes <= share_for(path, n_slots, device), f"{n_slots} slots: {plan}"
@@ -129,22 +128,6 @@ def small_budgets(path: Path, sizes: list[int], **options: Any) -> list[tuple[bo
     return outcomes
 
 
-def small_on_rpc(rpc: Path, port: int, *arguments: Any) -> Any:
-    register(rpc, port)
-    return small_budgets(*arguments)
-
-
-def small_on_two_servers(rpc: Path, ports: tuple[int, int], *arguments: Any) -> Any:
-    for port in ports:
-        register(rpc, port)
-    return small_budgets(*arguments, tensor_split=[1, 1])
-
-
-def small_on_link(*arguments: Any) -> Any:
-    add_link_device(Link(2e9, 2e-5), strict_seed=1)
-    return small_budgets(*arguments)
-
-
 @pytest.mark.parametrize("device", ["rpc", "link", "two"])
 def test_small_budgets_stage_prompts_or_read_them_in_the_devices_window(tiny: TinyModel, device: str) -> None:
     path = tiny("tiny-qwen2moe", "q4_k_m")
@@ -152,10 +135,6 @@ def test_small_budgets_stage_prompts_or_read_them_in_the_devices_window(tiny: Ti
     n_devices, tensor = (2 if device == "two" else 1), layout.n_expert + 2  # and the guard behind it
     cycle = layout.token_cycle_slots
     sizes = [n_devices * layout.n_expert_used, cycle + n_devices * tensor - 4, cycle + n_devices * tensor]
-    ways: dict[str, Any] = {
-        "rpc": partial(in_child, small_on_rpc), "two": partial(in_child_of_two, small_on_two_servers),
-        "link": partial(in_own_process, small_on_link),
-    }  # fmt: skip
-    outcomes = ways[device](path, sizes)
+    outcomes = on(device, small_budgets, path, sizes)
     assert [found[:3] for found in outcomes] == [(True, 1, 0), (True, 1, 0), (True, 512, 1)]
     assert [found[3] > 0 for found in outcomes] == [False, False, True]

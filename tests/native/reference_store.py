@@ -63,6 +63,12 @@ class ReferenceStore:
     def set_policy(self, name: str) -> None:
         self.policy = name
         self.average: Float32s = np.zeros(self.shape.table, np.float32)
+        self.forecast = dict[int, Float32s]()  # of a layer, until it is routed
+
+    def set_forecast(self, table: Float32s | None, known: Sequence[int] = ()) -> None:
+        """The chance of each expert of the known layers; None: nothing is known."""
+        if self.policy == "next-use":
+            self.forecast = {} if table is None else {il: table[il] for il in known}
 
     def open_context(self) -> ReferenceContext:
         self.contexts.append(ReferenceContext())
@@ -100,6 +106,7 @@ class ReferenceStore:
         Where there are fewer slots than experts nothing is evicted, and what was there is pinned until the pass ends.
         """
         self.begin(context, il, len(ids))
+        self.forecast.pop(il, None)
         self.moment = (il, len(ids) > 1 and ids.size >= 4 * self.shape.n_expert, context.pass_tokens == 1)
         distinct = list(dict.fromkeys(ids.ravel().tolist()))
         places = {e: self.find((il, e)) for e in distinct}
@@ -226,7 +233,10 @@ class ReferenceStore:
         if self.scores is not None:
             return self.scores[expert]
         average = self.average[expert]
-        return ONE - ONE / max(average, LEAST) if self.policy == "next-use" else average
+        if self.policy != "next-use":
+            return average
+        wait = ONE / max(average, LEAST)
+        return -wait * (ONE - self.forecast[expert[0]][expert[1]]) if expert[0] in self.forecast else ONE - wait
 
     def _offset(self, il: int) -> np.float32:
         if self.scores is not None or self.policy != "next-use" or not self._ordered():

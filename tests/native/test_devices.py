@@ -5,33 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from fake_model import FakeModel, Open, check_counters
+from test_tiers import skewed
 
 from moegguf.errors import OptionError
-from moegguf.native.store import DeviceSlots, Store, StoreOptions, Tier
+from moegguf.native.store import DeviceSlots, Store, StoreOptions
 from moegguf.quantities import Link
 
 LAYERS = ((0, 1), (2, 3))  # of four, on each of two devices
 FIGURES = (
-    "lookups",
-    "hits_ready",
-    "hits_late",
-    "misses",
-    "evictions",
-    "bytes_missed",
-    "bytes_prefetched",
-    "slots_used",
-)
-Event = tuple[int, list[int]]
-
-
-def skewed(n_events: int, seed: int = 0) -> list[Event]:
-    """Routing events layer after layer, with some experts chosen far more often than others."""
-    rng = np.random.default_rng(seed)
-    weights = 1.0 / np.arange(1, 9)
-    return [(n % 4, rng.choice(8, 2, False, weights / weights.sum()).tolist()) for n in range(n_events)]
+    "lookups", "hits_ready", "hits_late", "misses", "evictions", "bytes_missed", "bytes_prefetched", "slots_used",
+)  # fmt: skip
 
 
 def two(n_slots: Sequence[int]) -> list[DeviceSlots]:
@@ -74,25 +59,6 @@ def test_a_device_counts_what_a_store_of_its_layers_alone_counts(
                 other_context.acquire(il, experts)
         assert {name: store.device(index)[name] for name in FIGURES} == {name: other.tier()[name] for name in FIGURES}
         assert store.device(index)["n_slots"] == n_slots[index]
-
-
-@pytest.mark.parametrize("lower_of", [(True, True), (True, False), (False, True)])
-@pytest.mark.parametrize(("n_slots", "n_ram"), [((4, 9), 8), ((2, 2), 1), ((16, 3), 12)])
-def test_a_simulation_of_several_devices_counts_what_the_engine_counts(
-    fake: FakeModel, open_store: Open, n_slots: tuple[int, int], n_ram: int, lower_of: tuple[bool, bool]
-) -> None:
-    found = []
-    for options in ({}, {"simulate": True, "link_bytes_per_s": 1e9}):
-        devices = [replace(of, through_ram=below) for of, below in zip(two(n_slots), lower_of, strict=True)]
-        devices[0] = replace(devices[0], link=Link(1e9, 5e-6))
-        store, context = open_store(fake, devices, n_ram_slots=n_ram, fill=False, **options)
-        store.set_policy("slru", Tier.RAM)
-        for il, experts in skewed(300, seed=2):
-            context.acquire(il, experts)
-        store.drain(10)
-        check_sums(store)
-        found.append((figures(store), store.counters()["reads"], store.counters()["bytes_missed"]))
-    assert found[0] == found[1]
 
 
 def test_each_device_of_a_simulation_has_a_link_of_its_own(fake: FakeModel, open_store: Open) -> None:

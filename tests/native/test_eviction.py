@@ -79,14 +79,6 @@ def test_a_prompts_pass_fetches_the_next_layer_ahead(fake: FakeModel, open_store
     assert counters["misses"] == 8
 
 
-def test_without_sweeps_a_prompt_misses_every_layer(fake: FakeModel, open_store: Open) -> None:
-    store, context = open_store(fake, 16, sweep=False)
-    for il in range(4):
-        fake.acquire(store, context, il, WHOLE_LAYER)
-    assert store.counters()["misses"] == 32
-    assert store.counters()["prefetch_started"] == 0
-
-
 def test_a_pass_that_needs_more_experts_than_slots_ends_with_a_typed_error_and_the_next_one_works(
     fake: FakeModel, open_store: Open
 ) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from fake_model import Q4_K, Q6_K, FakeModel, Types, check_counters, make_model
 from own_process import in_own_process
-from rpc_device import in_child_of_two, register
+from rpc_device import in_child
 from test_staging import N_TOKENS, check_staged, routed
 from test_tiers import check_tiers
 
@@ -64,15 +64,15 @@ def passes_on(fake: FakeModel, size: Size, names: Sequence[str]) -> Figures:
         store.close()
 
 
-def on_rpc(rpc: Path, ports: Sequence[int], fake: FakeModel) -> tuple[list[Figures], Figures]:
+def on_rpc(fake: FakeModel) -> tuple[list[Figures], Figures]:
     """Figures of passes on the first server's device alone, in several sizes, and of both."""
-    names = [register(rpc, port) for port in ports]
+    names = ["RPC0", "RPC1"]
     sizes = ((5, 0, 0), (32, 0, 0), (2, 1, 0), (13, 13, 0), (4, 8, 1), (9, 32, 2))
     return [passes_on(fake, size, names[:1]) for size in sizes], passes_on(fake, (5, 7, 0), names)
 
 
 def test_one_rpc_server_and_two(mixed: FakeModel) -> None:
-    of_one, (devices, ram) = in_child_of_two(on_rpc, mixed)
+    of_one, (devices, ram) = in_child(on_rpc, mixed, n_servers=2)
     with_ram = [below for _, below in of_one if below]
     assert len(with_ram) == 4
     assert all(of["device"] == "RPC0" and "RPC0 offers no pinned memory" in of["note"] for of in with_ram)

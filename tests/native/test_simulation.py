@@ -8,10 +8,56 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from fake_model import FakeModel, Open
+from test_devices import FIGURES, figures
+from test_staging import N_TOKENS, routed
+from test_tiers import check_tiers
 
 from moegguf.errors import OptionError
+from moegguf.native.store import DeviceSlots, Tier
 
 GB_S = 1e9
+MODELLED = {"simulate": True, "link_bytes_per_s": GB_S, "copy_bytes_per_s": 4 * GB_S, "copy_latency_s": 1e-5}
+
+
+@pytest.mark.parametrize(
+    ("n_slots", "n_ram", "staging", "policies"),
+    [
+        ((8,), 12, 0, ("lru", "lru")), ((12,), 8, 0, ("lru", "lfu-decay")), ((2,), 1, 0, ("next-use", "slru")),
+        ((3,), 32, 0, ("lru", "lru")), ((32,), 8, 0, ("lfu-decay", "slru")), ((4, 9), 8, 0, ("lru", "slru")),
+        ((2, 2), 1, 0, ("next-use", "slru")), ((16, 3), 12, 0, ("lru", "slru")), ((2,), 1, 1, ("lru", "lru")),
+        ((4,), 8, 2, ("lru", "lru")), ((13,), 5, 1, ("lru", "lru")), ((9,), 32, 2, ("lru", "lru")),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("of_first", [True, False])
+def test_it_counts_what_a_store_of_a_file_counts(
+    fake: FakeModel, open_store: Open, n_slots: tuple[int, ...], n_ram: int, staging: int, policies: tuple[str, str],
+    of_first: bool,
+) -> None:  # fmt: skip
+    """With one tier or two, one device or two, of which the first may be filled from RAM, staged or not."""
+    found = []
+    for options in ({}, MODELLED):
+        layers = [range(4)] if len(n_slots) == 1 else [range(2), range(2, 4)]
+        devices = [
+            DeviceSlots(None, n, tuple(of), through_ram=of_first or d > 0, staging=staging if of_first else 0)
+            for d, (n, of) in enumerate(zip(n_slots, layers, strict=True))
+        ]
+        has_ram = any(device.through_ram for device in devices)
+        store, context = open_store(fake, devices, n_ram_slots=n_ram if has_ram else 0, fill=False, **options)
+        for tier, policy in zip(store.tiers, policies, strict=False):
+            store.set_policy(policy, tier)
+        rng = np.random.default_rng(2)
+        for n in range(80):
+            n_tokens = int(rng.choice(N_TOKENS)) if devices[0].staging and n % 3 else 1
+            context.announce(n, 0, list(range(n_tokens)))
+            for il in range(4):
+                context.acquire(il, routed(rng, n_tokens))
+        store.drain(10)
+        if Tier.RAM in store.tiers:
+            check_tiers(store)
+        names = FIGURES[:5] if staging else FIGURES  # whether bytes came early depends on time
+        of_tiers = [{name: of[name] for name in names} for of in figures(store)]
+        found.append((of_tiers, [store.residency(tier).tolist() for tier in store.tiers], store.counters()["reads"]))
+    assert found[0] == found[1]
 
 
 def test_the_stall_is_bytes_missed_over_bandwidth(fake: FakeModel, open_store: Open) -> None:

@@ -17,7 +17,6 @@ from moegguf.native.store import DeviceSlots, Store, StoreContext, StoreOptions,
 
 N_TOKENS = (1, 2, 3, 9, 33)
 IDS = np.arange(24).reshape(12, 2) * 3 % 8  # of 12 tokens: every expert, three times
-FIGURES = ("lookups", "hits_ready", "hits_late", "misses", "evictions")
 
 
 def routed(rng: np.random.Generator, n_tokens: int, n_expert: int = 8, n_used: int = 2) -> Any:
@@ -63,35 +62,6 @@ def check_figures(store: Store, staged: int) -> None:
     assert figures["lookups"] == figures["hits_ready"] + figures["hits_late"] + figures["misses"] == staged > 0
     assert figures["bytes_missed"] > 0
     assert figures["stall_ns"] <= store.tier()["stall_ns"]
-
-
-@pytest.mark.parametrize("staging", [1, 2])
-@pytest.mark.parametrize(("n_upper", "n_ram"), [(2, 1), (4, 8), (13, 5), (9, 32)])
-def test_a_simulation_counts_what_the_engine_counts(
-    fake: FakeModel, open_store: Open, n_upper: int, n_ram: int, staging: int
-) -> None:
-    found = []
-    for options in ({}, {"simulate": True, "link_bytes_per_s": 1e9, "copy_bytes_per_s": 4e9, "copy_latency_s": 1e-5}):
-        store, context = open_store(
-            fake, n_upper, n_ram_slots=n_ram, staging=staging, fill=False, repack=False, **options
-        )
-        rng = np.random.default_rng(3)
-        for n in range(40):
-            n_tokens = int(rng.choice(N_TOKENS)) if n % 3 else 1
-            context.announce(n, 0, list(range(n_tokens)))
-            for il in range(fake.layout.n_layer):
-                context.acquire(il, routed(rng, n_tokens))
-                if options:
-                    store.advance(int(rng.integers(0, 3)) * 1000)
-                else:
-                    rng.integers(0, 3)
-        store.drain(10)
-        check_tiers(store)
-        found.append([{name: store.tier(tier)[name] for name in FIGURES} for tier in Tier])
-        found[-1].append({name: store.counters()[name] for name in (*FIGURES, "reads", "bytes_missed")})
-        found[-1].append({"residency": [held(store, tier) for tier in Tier]})
-        assert store.staging()["lookups"] > 0
-    assert found[0] == found[1]
 
 
 def prompt(store: Store, context: StoreContext, fake: FakeModel, seed: int = 0, n_tokens: int = 9) -> None:

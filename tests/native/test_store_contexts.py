@@ -80,19 +80,6 @@ def test_a_context_that_waits_for_slots_can_be_cancelled(fake: FakeModel, open_s
     other.close()
 
 
-def test_two_stores_at_once_keep_apart(fake: FakeModel, open_store: Open) -> None:
-    stores = [open_store(fake, n_slots) for n_slots in (3, 9)]
-    with ThreadPoolExecutor(2) as pool:
-        for job in [
-            pool.submit(decode, fake, store, context, seed, 300) for seed, (store, context) in enumerate(stores)
-        ]:
-            job.result(60)
-    for (store, _), n_slots in zip(stores, (3, 9), strict=True):
-        assert store.counters()["routing_events"] == 300
-        assert store.counters()["evictions"] > 0
-        check_counters({**store.counters()}, n_slots)
-
-
 def test_cancelling_during_a_slow_read_ends_the_event_within_a_second_and_the_next_one_works(
     fake: FakeModel, open_store: Open
 ) -> None:

@@ -297,6 +297,14 @@ class StoreMachine(RuleBasedStateMachine):
         self.model.scores = None if table is None else table.astype(np.float32)
         self.store.set_scores(self.model.scores)
 
+    @rule(seed=st.none() | seeds)
+    def set_forecast(self, seed: int | None) -> None:
+        rng = np.random.default_rng(seed)
+        table = (rng.integers(0, 3, self.store.shape) / 2).astype(np.float32)
+        known = [layer.il for layer in self.layout.layers if rng.integers(0, 2)]
+        self.store.set_forecast(None if seed is None else table, known)
+        self.model.set_forecast(None if seed is None else table, known)
+
     @rule(name=st.sampled_from(POLICIES))
     def set_policy(self, name: str) -> None:
         self.store.set_policy(name, **PARAMETERS.get(name, {}))

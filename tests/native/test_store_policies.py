@@ -11,19 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_model import FakeModel, Open, make_model
-from reference_policies import NextUse
-from traces import random_trace
 
-from moegguf.controller.history import History
 from moegguf.controller.policies import LOCALITY
-from moegguf.controller.predictors.base import NoPrediction
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
 from moegguf.native import abi, library
-from moegguf.native.events import Float32s, Phase, RoutingEvent
 from moegguf.native.store import NativePolicy, Store, StoreContext, StoreOptions
-from moegguf.trace.belady import Lookups, belady
-from moegguf.trace.simulate import SimOptions, Simulation, layout_of
+from moegguf.trace.simulate import layout_of
 
 
 def rates(half_lives_tokens: tuple[float, ...], weights: tuple[float, ...], distance_weight: float) -> NativePolicy:
@@ -74,16 +68,6 @@ Told = Callable[..., tuple[Store, Callable[..., None]]]
 
 def there(store: Store) -> set[tuple[int, int]]:
     return {(int(il), int(expert)) for il, expert in np.argwhere(store.residency() == 2)}
-
-
-def test_out_goes_the_expert_expected_last(told: Told) -> None:
-    """At layer 0: (0, 0) in 1/0.75 - 1 + 1 = 1.33 passes, (1, 0) in 1/0.625 - 1 + 1/2 = 1.1, (1, 1) in 3.5."""
-    store, event = told()
-    event(0, 2)
-    assert there(store) == {(0, 0), (1, 0), (0, 2)}
-    store, event = told(policy=None)
-    event(0, 2)
-    assert there(store) == {(1, 0), (1, 1), (0, 2)}  # the least recently used went
 
 
 @pytest.mark.parametrize(
@@ -181,63 +165,6 @@ def test_a_malformed_policy_is_refused_by_the_library_too(two: FakeModel, open_s
     set_native(store.handle, 0, None)
 
 
-class Known:
-    """A forecast of some layers."""
-
-    def __init__(self, table: Float32s, layers: list[int]) -> None:
-        self._table, self._layers = table, layers
-
-    def probabilities(self) -> Float32s:
-        return self._table
-
-    def known(self) -> list[int]:
-        return self._layers
-
-
-@pytest.mark.parametrize("n_slots", [4, 6, 10, 16])
-def test_the_same_victims_as_the_python_policy_with_a_forecast(tmp_path: Path, open_store: Open, n_slots: int) -> None:
-    """For the layer that is routed now the router's choice counts, not what was forecast of it."""
-    fake = make_model(tmp_path, n_layer=4, dense_layers=(1,))
-    shape, rng = MoeShape.of(fake.layout), np.random.default_rng(n_slots)
-    policy, unaided = (NextUse(shape, (1.0,), (1.0,), 1.0) for _ in range(2))
-    history = History(shape)
-    (native, native_context), (scored, scored_context) = (
-        open_store(fake, n_slots, simulate=True, sweep=False) for _ in range(2)
-    )
-    set_policy(native, HALVING)
-    scores: Float32s | None = None
-    differed = 0
-    for pass_ in range(80):
-        for row, il in enumerate(shape.layers):
-            ids = rng.permutation(rng.integers(3, 9))[np.newaxis, :2].astype(np.int32)
-            scored.set_scores(scores)
-            native_context.acquire(il, ids)
-            scored_context.acquire(il, ids)
-            assert np.array_equal(native.residency(), scored.residency()), (pass_, il)
-            history.update(RoutingEvent(pass_, 0, 0, 0, Phase.DECODE, -1, il, ids))
-            table = (rng.integers(0, 3, shape.table) / 2).astype(np.float32)
-            ahead = list(shape.layers[row + 1 :])
-            native.set_forecast(table, ahead)
-            scores = np.copy(policy.scores(history, Known(table, ahead[1:])))  # type: ignore[arg-type]
-            differed += not np.array_equal(scores, unaided.scores(history, Known(table, [])))  # type: ignore[arg-type]
-    assert differed == 80
-    assert native.counters()["evictions"] == scored.counters()["evictions"] > 50
-
-
-def test_a_forecast_acts_until_it_is_taken_back(told: Callable[..., tuple[Store, Callable[..., None]]]) -> None:
-    kept = []
-    for forecast in (None, [1.0, 0.0]):
-        store, give = told(3)
-        if forecast is not None:
-            table = np.zeros((2, 8), np.float32)
-            table[1, 1] = 1.0  # the rarest of those resident is sure to be used
-            store.set_forecast(table, [1])
-        give(0, 5)
-        kept.append(store.residency()[1, 1] > 0)
-        store.set_forecast(None)
-    assert kept == [False, True]
-
-
 @pytest.mark.parametrize("value", [np.nan, np.inf, -1.0, 7.0])
 def test_slots_are_given_whatever_was_forecast(
     told: Callable[..., tuple[Store, Callable[..., None]]], value: float
@@ -297,17 +224,6 @@ def test_a_share_outside_of_0_to_1_is_refused(one: FakeModel, open_store: Open) 
     for share in (-0.1, 1.1, float("nan")):
         with pytest.raises(OptionError, match="protected share"):
             store.set_policy("slru", protected_share=share)
-
-
-@pytest.mark.parametrize("n_slots", [9, 20, 40])
-def test_it_replays_alike_each_time_and_stays_below_belady(n_slots: int) -> None:
-    trace = random_trace(n_sequences=6, n_prefill=6, n_decode=40)
-    shape = trace.shape
-    first, again = (
-        Simulation(trace, NativePolicy("slru"), NoPrediction(shape), n_slots, SimOptions()).run() for _ in range(2)
-    )
-    assert first == again
-    assert 0 < first.hit_rate <= belady(Lookups.of(trace), n_slots).hit_rate
 
 
 PAPER = MoeShape(n_layer=4, n_expert=4, n_expert_used=2, layers=(0, 1, 2, 3))  # the example of section 3.2.1

@@ -14,7 +14,6 @@ from moegguf.native import library
 from moegguf.native.store import Store, StoreOptions, Tier
 
 EVENT = tuple[int, list[int]]
-FIGURES = ("lookups", "hits_ready", "hits_late", "misses", "evictions", "bytes_missed", "bytes_prefetched")
 
 
 def skewed(n_events: int, seed: int = 0, n_layer: int = 4, n_expert: int = 8, n_used: int = 2) -> list[EVENT]:
@@ -117,28 +116,6 @@ def test_an_expert_that_stays_above_is_the_first_to_go_below(fake: FakeModel, op
     assert {(il, e) for il in range(3) for e in (0, 1)} <= above
     assert not {(il, e) for il in range(3) for e in (0, 1)} & below
     assert {(3, e) for e in range(1, 8)} <= below
-
-
-@pytest.mark.parametrize(("n_upper", "n_ram"), [(8, 12), (12, 8), (2, 1), (3, 32), (32, 8)])
-@pytest.mark.parametrize("policies", [("lru", "lru"), ("lru", "lfu-decay"), ("next-use", "slru")])
-def test_a_simulation_counts_what_the_engine_counts(
-    fake: FakeModel, open_store: Open, n_upper: int, n_ram: int, policies: tuple[str, str]
-) -> None:
-    found = []
-    for options in (
-        {"fill": False},
-        {"fill": False, "simulate": True, "link_bytes_per_s": 1e9, "copy_latency_s": 1e-5},
-    ):
-        store, context = open_store(fake, n_upper, n_ram_slots=n_ram, **options)
-        for tier, policy in zip(Tier, policies, strict=True):
-            store.set_policy(policy, tier)
-        for il, experts in skewed(300, seed=2):
-            context.acquire(il, experts)
-        store.drain(10)
-        check_tiers(store)
-        found.append([{name: store.tier(tier)[name] for name in FIGURES} for tier in Tier])
-        found[-1].append({name: store.counters()[name] for name in (*FIGURES, "reads")})
-    assert found[0] == found[1]
 
 
 def test_the_modelled_clock_has_two_links_that_move_at_the_same_time(fake: FakeModel, open_store: Open) -> None:

@@ -49,8 +49,7 @@ def result(seconds: float, tokens: int = 7, store: bool = True) -> dict[str, Any
     figures = {
         "hit_rate": 0.75, "mb_per_token": 84.0, "stall_ms_per_token": 12.5, "hook_ms_per_token": 0.03,
         "compute_ms_per_token": 40.0, "link_gb_per_s": 1.5, "link_bound_pct": 91.0, "evictions": 10,
-        "staged_mb_per_token": 0.0, "copies_overlapped_pct": 0.0, "misses_computed": 0,
-        "cpu_stall_ms_per_token": 0.0,
+        "staged_mb_per_token": 0.0, "copies_overlapped_pct": 0.0,
         "draft_acceptance": 0.0,
         "tokens_per_draft_pass": 0.0,
         "mb_per_accepted_token": 0.0,

@@ -44,14 +44,6 @@ def test_predictions_for_qwen3_30b(
     assert 1 / layers_s(QWEN3_30B, speeds, 48 - n_whole, 1 - n_whole / 48) == pytest.approx(layers, rel=0.07)
 
 
-def test_misses_that_the_cpu_computes_beside_copies_cost_less() -> None:
-    missed_bytes, n_layers = 0.14 * QWEN3_30B.token_bytes, QWEN3_30B.n_layer * (1 - 0.86**8)
-    saved_s = missed_bytes / 24e9 - missed_bytes / (24e9 + 38e9) - n_layers * RTX_3070.cpu_layer_s
-    fetched, computed = (slots_s(QWEN3_30B, RTX_3070, 0.86, computes_misses=how) for how in (False, True))
-    assert fetched - computed == pytest.approx(saved_s)
-    assert slots_s(QWEN3_30B, RTX_3070, 1.0, computes_misses=True) == slots_s(QWEN3_30B, RTX_3070, 1.0)
-
-
 @pytest.mark.parametrize(("share", "slots"), [(0.16, 4), (0.33, 6), (0.80, 18)])
 def test_large_experts_go_in_whole_layers(share: float, slots: float) -> None:
     n_whole = int(share * 32)
@@ -152,14 +144,6 @@ def test_a_device_that_not_even_dense_weights_fit_on_is_not_used(layout: ExpertL
     assert not planned(layout, None, small, vram=(parse_expert_cache("auto"),)).device
     with pytest.raises(BudgetError, match="limited by the device GPU0"):
         planned(layout, None, choice="slots")
-
-
-def test_misses_that_the_cpu_computes_are_not_exact(layout: ExpertLayout) -> None:
-    found = planned(layout, 0.5, replace(RTX_3070, cpu_bytes_per_s=1e9), choice="slots", computes_misses=True)
-    exact = {kind: placement.exact for kind, placement in by_kind(found).items()}
-    assert exact == {"slots": False, "layers": True, "cpu": True} and not found.exact
-    assert str(by_kind(found)["slots"]).endswith("misses computed by the CPU, too: not exact")
-    assert planned(layout, 1.1, computes_misses=True).exact
 
 
 def test_less_ram_makes_every_placement_slower(layout: ExpertLayout) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from reference_policies import LEAST, LfuDecay, NextUse, Rates
 
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.controller import name_of
@@ -36,21 +35,14 @@ TWO = MoeShape(n_layer=3, n_expert=4, n_expert_used=1, layers=(1, 2))
 Expert = tuple[int, int]
 
 
-class FixedForecast:
-    """A forecast with fixed probabilities for one layer."""
-
-    def __init__(self, shape: MoeShape, il: int = -1, probabilities: Sequence[float] = ()) -> None:
-        self.il = -1
-        self._table: Float32s = np.zeros(shape.table, np.float32)
-        self._known = [il] if il >= 0 else []
-        for layer in self._known:
-            self._table[layer] = probabilities
+class NoForecast:
+    """Nothing is predicted."""
 
     def probabilities(self) -> Float32s:
-        return self._table
+        return np.zeros(TWO.table, np.float32)
 
     def known(self) -> list[int]:
-        return self._known
+        return []
 
 
 def routed(
@@ -59,14 +51,12 @@ def routed(
     return RoutingEvent(pass_, 0, 0, sequence, phase, -1, il, np.array(experts, np.int32).reshape(-1, 1))
 
 
-def last_scores(
-    policy: Policy, history: History, events: Sequence[RoutingEvent], forecast: FixedForecast | None = None
-) -> Float32s | None:
+def last_scores(policy: Policy, history: History, events: Sequence[RoutingEvent]) -> Float32s | None:
     """The last scores after these events."""
     scores = None
     for one in events:
         history.update(one)
-        scores = policy.scores(history, forecast or FixedForecast(history.shape))
+        scores = policy.scores(history, NoForecast())
     return scores
 
 
@@ -97,24 +87,18 @@ def test_lfu_of_a_request_starts_from_zero() -> None:
     assert victim(LfuRequest(TWO), [A, B], events) == A
 
 
-def test_lfu_with_decay_lies_between_frequency_and_recency() -> None:
-    events = uses_of([0, 0, 0, 0, 1, 1])
-    assert victim(LfuDecay(TWO, half_life_tokens=1.0), [A, B], events) == A
-    assert victim(LfuDecay(TWO, half_life_tokens=1000.0), [A, B], events) == B
-
-
 def test_static_never_changes() -> None:
     profile = np.array([[0.1, 0.5, 0.4, 0], [0.2, 0.3, 0.1, 0.4]], np.float32)
     assert victim(Static(TWO, profile), [A, B, (2, 0)], uses_of([0] * 5)) == A
 
 
 def test_random_draws_again_and_repeats_itself() -> None:
-    draws = [[Random(TWO, seed).scores(History(TWO), FixedForecast(TWO)) for _ in range(2)] for seed in (1, 1, 2)]
+    draws = [[Random(TWO, seed).scores(History(TWO), NoForecast()) for _ in range(2)] for seed in (1, 1, 2)]
     assert np.array_equal(draws[0], draws[1])  # type: ignore[arg-type]
     assert not np.array_equal(draws[0], draws[2])  # type: ignore[arg-type]
     again = Random(TWO, 1)
-    first = np.copy(again.scores(History(TWO), FixedForecast(TWO)))  # type: ignore[arg-type]
-    assert not np.array_equal(first, again.scores(History(TWO), FixedForecast(TWO)))  # type: ignore[arg-type]
+    first = np.copy(again.scores(History(TWO), NoForecast()))  # type: ignore[arg-type]
+    assert not np.array_equal(first, again.scores(History(TWO), NoForecast()))  # type: ignore[arg-type]
 
 
 def test_least_stale_evicts_computed_layers_before_layers_ahead() -> None:
@@ -123,53 +107,6 @@ def test_least_stale_evicts_computed_layers_before_layers_ahead() -> None:
     assert scores[:, 0].tolist() == [0, 0, 1, 1]  # layer 1 is next: what it needs is pinned by then
     scores = last_scores(LeastStale(four), History(four), [routed(0, 3, [0])])
     assert scores[:, 0].tolist() == [0, 1, 1, 1]
-
-
-def test_rates_fade_by_half_per_half_life() -> None:
-    rates, history = Rates(TWO, (1.0, 2.0)), History(TWO)
-    for one in uses_of([0, 1, 1]):
-        history.update(one)
-        rates.update(history)
-    assert rates.table[0, 1].tolist() == pytest.approx([0.125, 0.75, 0, 0])
-    kept = 0.5**0.5
-    assert rates.table[1, 1, :2].tolist() == pytest.approx([(1 - kept) * kept**2, (1 - kept) * (1 + kept)])
-
-
-def test_rates_account_for_a_prompt_without_updates() -> None:
-    rates, history = Rates(TWO, (1.0,)), History(TWO)
-    history.update(routed(0, 1, [0, 1, 1], phase=Phase.PREFILL))
-    history.update(routed(1, 1, [3]))
-    rates.update(history)
-    left = 0.5**4  # four tokens, of which a quarter, a half and a quarter were for 0, 1 and 3
-    assert rates.table[0, 1].tolist() == pytest.approx([(1 - left) / 4, (1 - left) / 2, 0, (1 - left) / 4])
-    rates.update(history)
-    assert rates.table[0, 1, 3] == pytest.approx((1 - left) / 4)  # the same event twice counts once
-
-
-def test_next_use_by_hand() -> None:
-    """Two layers, one expert per token, rates of half-life 1: 0.75 for expert 1 and 0.25 for expert 0 of layer 1."""
-    policy = NextUse(TWO, half_lives_tokens=(1.0,), weights=(1.0,), distance_weight=1.0)
-    history = History(TWO)
-    scores = last_scores(policy, history, uses_of([0, 1, 1]))
-    shares = {0: 0.125, 1: 0.75}
-    for expert, share in shares.items():  # layer 1 comes again after layer 2: one event of two later
-        assert scores[1, expert] == pytest.approx(-(1 / share - 1 + 1 / 2), rel=1e-5)
-    assert scores[1, 3] == pytest.approx(-(1 / LEAST - 1 + 1 / 2))
-    assert scores[2, 0] == pytest.approx(-(1 / LEAST - 1 + 1))  # the next event's own layer: not before the next pass
-
-
-def test_next_use_takes_the_forecast_of_this_pass() -> None:
-    policy = NextUse(TWO, half_lives_tokens=(1.0,), weights=(1.0,), distance_weight=1.0, trust=1.0)
-    history = History(TWO)
-    last_scores(policy, history, uses_of([0, 0], il=2))  # 0.75 for expert 0 of layer 2
-    scores = last_scores(policy, history, [routed(50, 1, [0])], FixedForecast(TWO, 2, [0.0, 0.5, 1.0, 0.0]))
-    assert scores[2].tolist() == pytest.approx([-1 / 0.75, -0.5 / LEAST, 0, -1 / LEAST], rel=1e-5)
-
-
-def test_next_use_evicts_the_rare_before_the_far() -> None:
-    policy = NextUse(TWO)
-    events = [one for n in range(8) for one in (routed(n, 1, [n % 2]), routed(n, 2, [n % 4]))]
-    assert victim(policy, [(1, 0), (1, 1), (2, 0)], events) == (2, 0)
 
 
 @pytest.mark.parametrize("name", ["lfu", "lfu-request", "random", "least-stale"])

@@ -165,11 +165,11 @@ def test_the_key_is_in_no_text() -> None:
     assert "k3y" not in repr(read_settings({"OLLAMA_API_KEY": "k3y"}))
 
 
-def test_what_happens_to_misses_is_one_of_two_words() -> None:
-    assert read_environment({}).misses == "fetch"
-    assert read_environment({"MOEGGUF_MISSES": " Compute "}).misses == "compute"
-    with pytest.raises(OptionError, match="MOEGGUF_MISSES: 'guess' is none of fetch, compute"):
-        read_environment({"MOEGGUF_MISSES": "guess"})
+def test_a_placement_is_one_of_some_words() -> None:
+    assert read_environment({}).placement == "auto"
+    assert read_environment({"MOEGGUF_PLACEMENT": " Slots "}).placement == "slots"
+    with pytest.raises(OptionError, match="MOEGGUF_PLACEMENT: 'guess' is none of auto, layers, slots, cpu"):
+        read_environment({"MOEGGUF_PLACEMENT": "guess"})
 
 
 ROOT = Path(__file__).resolve().parents[2]

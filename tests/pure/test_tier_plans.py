@@ -52,17 +52,6 @@ def test_both_budgets_are_kept(layout: ExpertLayout) -> None:
     assert plan(layout, "25%", "100%").n_ram_slots == plan(layout, "25%", "auto").n_ram_slots == 96
 
 
-def test_biases_and_scales_of_experts_are_counted_in_ram_too(tmp_path: Path) -> None:
-    g = moe(n_layer=6, n_expert=16, n_used=4)
-    for il in range(6):
-        g.tensor(f"blk.{il}.ffn_gate_exps.bias", 32, 16).tensor(f"blk.{il}.ffn_down_exps.scale", 16)
-    with_rows = read_layout(g.write(tmp_path / "m.gguf"))
-    without = replace(with_rows, expert_row_bytes=0)
-    assert with_rows.expert_row_bytes == 6 * (32 * 16 + 16) * 4
-    found, least = plan(with_rows, "25%", "50%"), plan(without, "25%", "50%")
-    assert found.host_bytes == least.host_bytes + with_rows.expert_row_bytes
-
-
 def test_auto_leaves_a_gigabyte_of_vram_and_counts_what_lies_beside_the_slots(layout: ExpertLayout) -> None:
     whole = plan(layout, "100%", "auto").total_bytes
     for short_bytes in (0, 1 << 20, 8 << 20):
