@@ -27,7 +27,7 @@ LIMITS = {
     "moegguf/gguf": 1_910,
     "moegguf/models": 3_150,
     "moegguf/native": 17_280,
-    "moegguf/server": 8_890,
+    "moegguf/server": 8_880,
     "moegguf/serving": 5_290,
     "moegguf/terminal": 1_740,
     "moegguf/trace": 2_110,

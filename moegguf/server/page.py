@@ -1,7 +1,7 @@
 """`/`: the web page for browsers, a line of text for other clients; and the files of the page. No build step.
 
-The page requests nothing but this server, which its content security policy enforces. Its data come from /api and
-/live.
+The page requests nothing but this server and parses no text as HTML, which its content security policy enforces. Its
+data come from /api, /live and /budget.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ FOLDER = Path(__file__).with_name("static")
 GREETING = "Ollama is running"
 HEADERS = {
     "content-security-policy": (
-        "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'"
+        "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
+        " object-src 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
     ),
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",

@@ -85,6 +85,40 @@ def test_there_is_one_hit_rate(server: Server, look: Look) -> None:
     assert page.locator(".panel :text-is('Hit rate'):visible").count() == 1  # tiers have their own
 
 
+def test_there_is_one_speed(server: Server, look: Look) -> None:
+    page = look(server.url)
+    until(page, "document.getElementById('resident').textContent !== ''")
+    ask(page, "What is the hit rate?")
+    ended(page)
+    [loaded] = server.call("/api/ps").json["models"]
+    last = loaded["moe"]["last_answer"]
+    told = page.inner_text(".statistics").replace("\xa0", " ")
+    count, speed = re.search(r"(\d+) tokens · ([\d.,]+) tokens/s", told).groups()  # type: ignore[union-attr]
+    assert int(count) == last["eval_count"]
+    assert float(speed.replace(",", "")) == pytest.approx(last["eval_count"] / last["eval_duration"] * 1e9, rel=0.006)
+    until(page, f"document.getElementById('speed-value').textContent === '{speed}t/s'")
+    page.reload()
+    until(page, f"document.getElementById('speed-value').textContent === '{speed}t/s'")
+
+
+def test_the_slider_changes_the_memory_of_experts_and_the_map(server: Server, look: Look) -> None:
+    page = look(server.url, expected="status of 400")
+    page.wait_for_selector("#ram-budget")
+    assert page.inner_text("#ram-budget-value") == "48 of 192 experts, 2.65 MB"
+    ask(page, "What does moegguf do?")
+    ended(page)
+    page.focus("#ram-budget")
+    for _ in range(24):
+        page.keyboard.press("ArrowLeft")
+    page.wait_for_selector("#resident >> text='24 of 192 in memory, 1.33 MB'")  # without another answer
+    assert server.call("/budget?model=demo").json["n_slots"] == 24
+    page.keyboard.press("Home")
+    page.wait_for_selector("#budget-note >> text=is too small")
+    assert page.input_value("#ram-budget") == "24"
+    server.call("/budget", {"model": "demo", "expert_cache": "auto"}, method="PUT")  # by somebody else
+    until(page, "document.getElementById('ram-budget').value === '48'")
+
+
 def test_tiers_and_staging_tensors_are_shown_where_layers_compute_in_vram(server: Server, look: Look) -> None:
     snapshot = server.call("/live?once=1").json["models"][0]["snapshot"]
     tier = {"device": "GPU0", "lookups": 10, "hits_ready": 9, "hits_late": 0, "misses": 1, "evictions": 7,
@@ -146,9 +180,16 @@ def test_nothing_overflows_on_a_phone(server: Server, look: Look, viewport: dict
       return width && element.checkVisibility() && (left < -0.5 || right > innerWidth + 0.5);
     }).map((element) => element.outerHTML.slice(0, 80))"""
     assert page.evaluate(wide) == []
+    assert not page.is_visible("#map") and page.get_attribute("#fold", "aria-expanded") == "false"
+    assert page.inner_text("#resident").startswith("48 of 192 in memory")
+    page.tap("#fold")
+    page.wait_for_selector("#map")
+    assert page.evaluate(wide) == []
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     map_box, message_box = (page.locator(name).bounding_box() for name in ("#map", "#message"))
     assert map_box["y"] + map_box["height"] < message_box["y"]
     assert message_box["y"] + message_box["height"] <= viewport["height"]
+    page.reload()
+    page.wait_for_selector("#map")  # as it was chosen
     page.tap("#fold")
     assert not page.is_visible("#map") and page.get_attribute("#fold", "aria-expanded") == "false"

@@ -63,7 +63,7 @@ def test_a_reload_keeps_the_chat(look: Look) -> None:
         until(page, "document.querySelectorAll('.turn').length === 4")
         assert page.inner_text(".answer .content >> nth=0") == "Hello there"
         assert page.inner_text(".answer .content >> nth=1") == "It begins"
-        assert page.inner_text(".answer summary") == "Thought" and not page.is_visible(".starters")
+        assert page.inner_text(".answer summary").startswith("Thought") and not page.is_visible(".starters")
         manager.script = deltas("Yes.")
         ask(page, "Are you free?")
         page.wait_for_selector("text=Yes.")
@@ -99,7 +99,7 @@ def test_model_output_never_becomes_html(look: Look) -> None:
         ask(page, "<img src=x onerror='window.hacked=6'>")
         ended(page)
         assert page.evaluate("window.hacked") is None
-        assert page.locator("#log :is(img, b, script, svg, iframe, i, a)").count() == 0
+        assert page.locator("#log .content :is(img, b, script, svg, iframe, i, a)").count() == 0
         assert page.inner_text(".user .content") == "<img src=x onerror='window.hacked=6'>"
         assert page.inner_text(".answer strong") == "<b>bold</b>"
         assert page.inner_text(".answer pre") == "<img src=x onerror=window.hacked=5>"
@@ -156,9 +156,11 @@ def test_a_message_that_was_not_answered_can_be_sent_again(look: Look) -> None:
         ask(page, "Again")
         page.wait_for_selector("text=it does not load.")
         ended(page)
-        assert page.input_value("#message") == "Again"
+        page.reload()  # it is kept
+        page.wait_for_selector("text=it does not load.")
         manager.enter_error = None
-        page.keyboard.press("Enter")
+        page.click("text=Try again")
+        page.wait_for_selector(".answer")
         ended(page)
     assert [message["content"] for message in manager.requests[0].messages or ()] == ["Again"]
 

@@ -18,7 +18,8 @@ pytest_plugins = ("browser",)
 
 # Shows a text in pieces of n characters (0: at once). Returns its HTML and the elements that were removed meanwhile.
 SHOW = """async ([text, n]) => {
-  const { Markdown } = await import("/page/markdown.js");
+  const { Markdown } = await import("/page/markdown.js"), { load } = await import("/page/highlight.js");
+  await load();
   const element = document.createElement("div"), markdown = new Markdown(element), removed = [];
   const observer = new MutationObserver((records) => {
     for (const { removedNodes } of records) removed.push(...[...removedNodes].map((e) => e.outerHTML).filter(Boolean));
@@ -55,7 +56,7 @@ CASES = {
     "a list that goes on after code": (
         "3. a\n   ```sh\n   ls\n   ```\n4. b\n",
         '<ol start="3"><li>a<div class="code"><div class="code-head"><span>sh</span><button type="button">Copy</button>'
-        '</div><pre tabindex="0"><code>ls</code></pre></div></li><li>b</li></ol>',
+        '</div><pre tabindex="0"><code><span class="hl-built_in">ls</span></code></pre></div></li><li>b</li></ol>',
     ),
     "a list with empty lines": ("- a\n\n- b", "<ul><li><p>a</p></li><li><p>b</p></li></ul>"),
     "links": (

@@ -13,15 +13,15 @@ export function keepKey(key) {
   sessionStorage.setItem(KEY, key);
 }
 
-/** The response of `path`; throws ApiError with the server's message. A body makes it a POST. */
-export async function request(path, { body, signal } = {}) {
+/** The response of `path`; throws ApiError with the server's message. A body is sent as JSON. */
+export async function request(path, { body, signal, method = body ? "POST" : "GET" } = {}) {
   const key = sessionStorage.getItem(KEY);
   const headers = {};
   if (key) headers.Authorization = `Bearer ${key}`;
   if (body) headers["Content-Type"] = "application/json";
   let response;
   try {
-    response = await fetch(path, { method: body ? "POST" : "GET", headers, signal, body: body && JSON.stringify(body), cache: "no-store" });
+    response = await fetch(path, { method, headers, signal, body: body && JSON.stringify(body), cache: "no-store" });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new ApiError(0, "The server is not reachable.");
@@ -46,7 +46,9 @@ export async function* lines(response) {
   let rest = "";
   try {
     for (;;) {
-      const { value, done } = await reader.read();
+      const { value, done } = await reader.read().catch((error) => {
+        throw error.name === "AbortError" ? error : new ApiError(0, "The connection to the server was lost.");
+      });
       if (done) break;
       const parts = (rest + value).split("\n");
       rest = parts.pop();

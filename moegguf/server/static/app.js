@@ -1,127 +1,141 @@
-// Entry point of the page: connects chat, panel, model selection and settings.
+// Entry point of the page: connects conversations, models, settings, chat and map.
 
-import { keepKey, request } from "./api.js";
+import { keepKey } from "./api.js";
 import { Chat } from "./chat.js";
+import { Composer } from "./composer.js";
+import { Conversation } from "./conversation.js";
 import { at } from "./dom.js";
+import { Models } from "./models.js";
 import { Panel } from "./panel.js";
+import { SettingsDialog, lastSettings, requestFields } from "./settings.js";
+import { Sidebar } from "./sidebar.js";
+import { load, save } from "./store.js";
 
-const MODEL = "moegguf.model";
-const SETTINGS = "moegguf.settings";
 const THEME = "moegguf.theme";
-const FIELDS = ["system", "temperature", "seed"];
+const DEMO = "demo:latest";
+const finePointer = matchMedia("(pointer: fine)");
 
-const panel = new Panel();
-const chat = new Chat({ log: at("log"), scroll: at("scroll"), options: requestOptions, onBusy: showBusy });
-const message = at("message"), choice = at("model");
+const panel = new Panel((names) => (models.selected ? models.mark(names) : listModels()));
+const models = new Models(showModel);
+const chat = new Chat({ log: at("log"), scroll: at("scroll"), fields, waitingFor, onChange: showState });
+const composer = new Composer({ onSend: send, refusal });
+const settings = new SettingsDialog(changeSettings);
+const sidebar = new Sidebar({ onRemove: forget, onRename: retitle });
 
 // Models
 
 async function listModels() {
   try {
-    const { models } = await (await request("api/tags")).json();
-    const names = models.filter((model) => model.capabilities?.includes("completion") ?? true).map((model) => model.name);
-    choice.replaceChildren(...names.map((name) => new Option(name, name)));
-    choice.disabled = !names.length;
-    if (!names.length) choice.replaceChildren(new Option("No models yet: moegguf pull NAME"));
-    const last = localStorage.getItem(MODEL);
-    if (names.includes(last)) choice.value = last;
-    if (names.length) panel.watch(choice.value);
+    await models.refresh(chat.conversation.model);
   } catch (error) {
-    choice.replaceChildren(new Option(error.message));
+    models.fail(error);
     panel.disconnect(error);
   }
-  showBusy(chat.busy);
+  showState();
 }
 
-choice.addEventListener("change", () => {
-  localStorage.setItem(MODEL, choice.value);
-  panel.watch(choice.value);
-  message.focus();
-});
+addEventListener("focus", () => listModels()); // one may have been pulled meanwhile
+
+function showModel({ name, details, capabilities }) {
+  const facts = [details.family, details.parameter_size, details.quantization_level, ...capabilities.filter((each) => each !== "completion")];
+  at("facts").textContent = facts.filter(Boolean).join(" · ");
+  at("starters").hidden = name !== DEMO;
+  panel.watch(name);
+  showState();
+}
+
+function refusal() {
+  return models.can("vision") ? "" : `${models.name} does not see pictures.`;
+}
 
 // Messages
 
-function requestOptions() {
-  const { system, temperature, seed } = readSettings();
-  const options = {};
-  if (temperature !== "") options.temperature = Number(temperature);
-  if (seed !== "") options.seed = Number(seed);
-  return { model: choice.value, system: system.trim(), options };
+function fields(conversation) {
+  const { system } = conversation.settings;
+  const messages = [...(system ? [{ role: "system", content: system }] : []), ...conversation.sent];
+  return { model: models.name, messages, ...requestFields(conversation.settings, models) };
 }
 
-async function send() {
-  const text = message.value.trim();
-  if (!text || chat.busy || choice.disabled) return;
-  message.value = "";
-  grow();
-  const answered = await chat.send(text);
-  if (!answered && !message.value) {
-    message.value = text; // to send again
-    grow();
-    showBusy(false);
-  }
-  if (matchMedia("(pointer: fine)").matches) message.focus(); // a touch keyboard would cover the answer
+function waitingFor() {
+  return models.loaded.includes(models.name) ? undefined : "Loading the model";
 }
 
-function showBusy(busy) {
-  at("send").hidden = busy;
-  at("stop").hidden = !busy;
-  at("send").disabled = !message.value.trim() || choice.disabled;
+async function send(content, images) {
+  await chat.ask({ role: "user", content, ...(images.length && { images }) });
+  if (finePointer.matches) at("message").focus(); // a touch keyboard would cover the answer
 }
 
-function grow() {
-  message.style.height = "auto";
-  message.style.height = `${message.scrollHeight + 2}px`;
+/** Shows what changes when an answer begins or ends, and when another conversation is shown. */
+function showState() {
+  const { conversation, busy } = chat;
+  composer.update({ busy, ready: models.selected !== undefined });
+  document.title = conversation?.title ? `${conversation.title} – moegguf` : "moegguf";
+  if (conversation?.messages.length && address() !== conversation.id) history.replaceState(null, "", `#${conversation.id}`);
 }
 
-at("composer").addEventListener("submit", (event) => {
-  event.preventDefault();
-  send();
-});
-message.addEventListener("input", () => {
-  grow();
-  showBusy(chat.busy);
-});
-message.addEventListener("keydown", (event) => {
-  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-  event.preventDefault();
-  send();
-});
-document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && chat.busy && !document.querySelector("dialog[open]")) chat.stop();
-});
 at("stop").addEventListener("click", () => chat.stop());
-at("new").addEventListener("click", () => {
-  chat.reset();
-  message.focus();
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && chat.busy && !document.querySelector("dialog:modal")) chat.stop();
 });
-document.querySelectorAll(".starters button").forEach((button) => {
-  button.addEventListener("click", () => {
-    message.value = button.textContent;
-    send();
-  });
+at("starters").addEventListener("click", ({ target }) => {
+  if (target.matches("button") && models.selected) send(target.textContent, []);
+});
+
+// Conversations, each with an address of its own
+
+function address() {
+  return location.hash.slice(1);
+}
+
+/** Shows the conversation of the page's address; a new one where there is none. */
+async function open() {
+  const id = address(), kept = id && !chat.running(id) ? await load(id).catch(() => null) : null;
+  if (id !== address()) return; // changed meanwhile
+  chat.show(chat.running(id) ?? new Conversation(kept ?? { settings: lastSettings() }));
+  if (!kept && !chat.running(id)) history.replaceState(null, "", location.pathname);
+  models.choose(chat.conversation.model);
+  sidebar.refresh(chat.conversation.id);
+  showState();
+}
+
+function startNew() {
+  if (address()) history.pushState(null, "", location.pathname);
+  sidebar.leave();
+  open();
+  at("message").focus();
+}
+
+function forget(id) {
+  chat.forget(id);
+  if (id !== chat.conversation.id) return;
+  history.replaceState(null, "", location.pathname);
+  open();
+}
+
+function retitle(id, title) {
+  const conversation = chat.running(id) ?? chat.conversation;
+  if (conversation.id === id) conversation.title = title;
+  showState();
+}
+
+chat.onKept = (error) => sidebar.refresh(chat.conversation.id, error);
+at("new").addEventListener("click", startNew);
+addEventListener("popstate", open);
+document.addEventListener("keydown", (event) => {
+  if (!event.ctrlKey || !event.shiftKey || event.key.toLowerCase() !== "o") return;
+  event.preventDefault();
+  startNew();
 });
 
 // Settings and API key
 
-function readSettings() {
-  const empty = Object.fromEntries(FIELDS.map((name) => [name, ""]));
-  try {
-    return { ...empty, ...JSON.parse(localStorage.getItem(SETTINGS)) };
-  } catch {
-    return empty;
-  }
+function changeSettings(changed) {
+  const { conversation } = chat;
+  conversation.settings = changed;
+  if (conversation.messages.length) save({ ...conversation, messages: undefined });
 }
 
-at("open-settings").addEventListener("click", () => {
-  const settings = readSettings();
-  for (const name of FIELDS) at(name).value = settings[name];
-  at("settings").showModal();
-});
-at("settings").addEventListener("close", () => {
-  const valid = FIELDS.filter((name) => at(name).checkValidity());
-  localStorage.setItem(SETTINGS, JSON.stringify(Object.fromEntries(valid.map((name) => [name, at(name).value]))));
-});
+at("open-settings").addEventListener("click", () => settings.open(chat.conversation.settings, models));
 document.addEventListener("key-needed", () => {
   if (!at("key").open) at("key").showModal();
 });
@@ -144,6 +158,5 @@ at("theme").addEventListener("click", () => {
 });
 systemDark.addEventListener("change", () => panel.map.readColours());
 
-grow();
-chat.restore();
-listModels();
+await open();
+await listModels();

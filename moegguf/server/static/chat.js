@@ -1,224 +1,177 @@
-// One conversation: its messages, the streamed answer, and stopping it. It lasts as long as its tab: a reload shows it
-// again.
+// The shown conversation: asks, answers again, edits, stops. Answers go on while another conversation is shown.
 
+import { AnswerView } from "./answer.js";
 import { lines, request } from "./api.js";
-import { make } from "./dom.js";
-import { count, digits, duration, percent, size } from "./format.js";
-import { Markdown } from "./markdown.js";
+import { button, make } from "./dom.js";
+import { save } from "./store.js";
+import { actions, edit, questionView, resultForm, resultView } from "./turns.js";
 
 const NEAR_END_PX = 60;
-const FRAME_MS = 16; // and four times what painting takes: a long block must not keep the processor from the model
-const CONVERSATION = "moegguf.conversation";
-const WAITING = "Waiting for the first token";
+const SAVE_MS = 1000; // between two savings of an answer that is being written
 
 export class Chat {
-  /** `options()` returns {model, system, options} of the next message; `onBusy(busy)` is called when an answer starts or ends. */
-  constructor({ log, scroll, options, onBusy }) {
-    Object.assign(this, { log, scroll, options, onBusy });
-    this.messages = [];
-    this.abort = null;
-    this.answer = null; // while it is written
-    addEventListener("pagehide", () => this.keep());
+  /** `fields(conversation)` returns those of a request besides its messages, `waitingFor()` what an answer waits for at first;
+   *  `onChange(conversation)` is called when an answer begins or ends. */
+  constructor({ log, scroll, fields, waitingFor, onChange }) {
+    Object.assign(this, { log, scroll, fields, waitingFor, onChange });
+    this.views = new WeakMap(); // of messages
+    this.runs = new Map(); // answers that are being written, by conversation
+    scroll.addEventListener("scroll", () => (this.atEnd = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < NEAR_END_PX));
+    new ResizeObserver(() => this.keepingScroll(log, () => {})).observe(scroll);
+    addEventListener("pagehide", () => this.runs.forEach((run, conversation) => run.view.any && this.keep(conversation)));
   }
 
-  /** Shows the conversation that was kept. */
-  restore() {
-    try {
-      this.messages = JSON.parse(sessionStorage.getItem(CONVERSATION)) ?? [];
-    } catch {
-      this.messages = [];
-    }
-    const change = (apply) => apply();
-    for (const message of this.messages) {
-      this.log.append(message.role === "user" ? turn("user", "You", message.content) : new AnswerView(change).restored(message));
-    }
-    this.toEnd();
-  }
-
-  /** Keeps the conversation, with what there is of an answer that is being written. */
-  keep() {
-    const written = this.answer?.message;
-    const answered = this.answer && !written ? this.messages.slice(0, -1) : this.messages;
-    try {
-      sessionStorage.setItem(CONVERSATION, JSON.stringify(written ? [...answered, written] : answered));
-    } catch {
-      sessionStorage.removeItem(CONVERSATION); // too long for the browser
-    }
+  get run() {
+    return this.runs.get(this.conversation);
   }
 
   get busy() {
-    return this.abort !== null;
+    return this.run !== undefined;
   }
 
-  reset() {
-    this.stop();
-    this.messages = [];
-    this.log.replaceChildren();
-    this.keep();
+  /** The conversation with this id whose answer is being written. */
+  running(id) {
+    return [...this.runs.keys()].find((conversation) => conversation.id === id);
+  }
+
+  /** Shows a conversation, which is not read out. */
+  show(conversation) {
+    this.conversation = conversation;
+    this.log.ariaLive = "off";
+    this.render();
+    this.toEnd();
+    setTimeout(() => (this.log.ariaLive = "polite"));
+  }
+
+  render() {
+    const { conversation, run } = this, { path } = conversation, last = path.at(-1);
+    const views = path.map((message) => this.viewOf(message));
+    if (run && !path.includes(run.view.message)) views.push(run.view.element);
+    else if (!run && last?.tool_calls) views.push(resultForm(last.tool_calls, (results) => this.ask(...results)));
+    else if (!run && last && last.role !== "assistant") views.push(this.failure(last));
+    this.log.replaceChildren(...views);
+  }
+
+  /** The view of a message, with its buttons as they are now. */
+  viewOf(message) {
+    if (!this.views.has(message)) this.views.set(message, newView(message));
+    const view = this.views.get(message), { conversation } = this;
+    view.querySelector(":scope > .below")?.remove();
+    if (this.busy || message.role === "tool") return view;
+    view.append(actions(message, {
+      versions: conversation.versions(message),
+      onVersion: (other) => this.change(() => conversation.show(other)),
+      onEdit: message.role === "user" && (() => edit(view, message.content, (text) => this.askAt(message.parent, { ...message, content: text }))),
+      onAgain: message.role === "assistant" && (() => this.answerAt(message.parent)),
+    }));
+    return view;
+  }
+
+  /** In place of an answer that has not come. */
+  failure(message) {
+    const note = make("p", { className: "note error", role: "alert" }, message.error ?? "Not answered yet.");
+    return make("div", { className: "turn failure" }, note, button(message.error ? "Try again" : "Answer", () => this.answer(), { className: "secondary" }));
+  }
+
+  /** Changes the conversation and shows it; it is kept so. */
+  change(apply) {
+    apply();
+    this.render();
+    this.keep(this.conversation);
+  }
+
+  /** Adds messages and has them answered. */
+  ask(...messages) {
+    messages.forEach((message) => this.conversation.add(message));
+    return this.answer();
+  }
+
+  askAt(parent, { role, content, images }) {
+    if (!content && !images) return undefined;
+    this.conversation.leaf = parent;
+    return this.ask({ role, content, ...(images && { images }) });
+  }
+
+  answerAt(parent) {
+    this.conversation.leaf = parent;
+    return this.answer();
+  }
+
+  /** Has the shown messages answered. */
+  async answer() {
+    const { conversation } = this, { leaf } = conversation, question = conversation.messages[leaf];
+    const message = { role: "assistant", content: "" };
+    const view = new AnswerView(message, (apply) => this.keepingScroll(view.element, apply)).begin(this.waitingFor());
+    const abort = new AbortController();
+    let saved = performance.now(), done = false;
+    const body = { ...this.fields(conversation), stream: true, details: true };
+    conversation.model = body.model;
+    delete question.error;
+    this.views.set(message, view.element);
+    this.runs.set(conversation, { abort, view });
+    this.render();
+    this.toEnd();
+    this.onChange(conversation);
+    this.keep(conversation);
+    try {
+      const response = await request("api/chat", { body, signal: abort.signal });
+      for await (const line of lines(response)) {
+        if (line.error) throw new Error(line.error);
+        view.take(line);
+        done ||= line.done;
+        const isFirst = (view.any || line.done) && message.parent === undefined;
+        if (isFirst) conversation.add(message, leaf);
+        if (isFirst || performance.now() - saved > SAVE_MS) {
+          saved = performance.now();
+          this.keep(conversation);
+        }
+      }
+      if (!done) throw new Error("The connection ended before the answer.");
+    } catch (error) {
+      if (error.name === "AbortError") message.note = "Stopped.";
+      else if (view.any) message.error = error.message;
+      else question.error = error.message;
+    }
+    this.runs.delete(conversation);
+    view.end();
+    if (!view.any) question.error ??= message.note;
+    if (this.conversation === conversation) this.keepingScroll(this.log, () => this.render());
+    this.keep(conversation);
+    this.onChange(conversation);
   }
 
   stop() {
-    this.abort?.abort();
+    this.run?.abort.abort();
   }
 
-  /** Sends a message and shows the answer. Returns false when nothing was answered. */
-  async send(text) {
-    const { model, system, options } = this.options();
-    const question = turn("user", "You", text);
-    const answer = (this.answer = new AnswerView((change) => this.keepingScroll(change)));
-    this.log.append(question, answer.element);
-    this.toEnd();
-    this.messages.push({ role: "user", content: text });
-    const messages = [...(system ? [{ role: "system", content: system }] : []), ...this.messages];
-    const conversation = this.messages, abort = (this.abort = new AbortController());
-    this.onBusy(true);
-    try {
-      const response = await request("api/chat", { body: { model, messages, options, stream: true, details: true }, signal: abort.signal });
-      for await (const line of lines(response)) {
-        if (line.error) throw new Error(line.error);
-        answer.take(line);
-      }
-      answer.end();
-    } catch (error) {
-      if (error.name === "AbortError") answer.stop();
-      else answer.fail(error.message);
-    } finally {
-      this.abort = this.answer = null;
-      this.onBusy(false);
+  /** Ends what belongs to a conversation that is being removed. */
+  forget(id) {
+    const forgotten = [this.conversation, ...this.runs.keys()].filter((conversation) => conversation.id === id);
+    for (const conversation of forgotten) {
+      conversation.removed = true;
+      this.runs.get(conversation)?.abort.abort();
     }
-    if (answer.message) conversation.push(answer.message);
-    else conversation.splice(conversation.findLastIndex((message) => message.role === "user"), 1); // an unanswered message is not part of the conversation
-    this.keep();
-    return answer.message !== null;
   }
 
-  /** Makes a change; scrolls to the end afterwards if the end was visible before. */
-  keepingScroll(change) {
-    const { scrollHeight, scrollTop, clientHeight } = this.scroll;
-    const scrolledUp = scrollHeight - scrollTop - clientHeight > NEAR_END_PX;
+  keep(conversation) {
+    if (conversation.removed) return;
+    conversation.changed = Date.now();
+    save(conversation).then(() => this.onKept?.(), (error) => this.onKept?.(error));
+  }
+
+  /** Makes a change to an element; the end of the conversation stays visible if it was. */
+  keepingScroll(element, change) {
     change();
-    if (!scrolledUp) this.toEnd();
+    if (this.atEnd && element.isConnected) this.toEnd();
   }
 
   toEnd() {
+    this.atEnd = true;
     this.scroll.scrollTop = this.scroll.scrollHeight;
   }
 }
 
-function turn(kind, label, text) {
-  return make("article", { className: `turn ${kind}`, ariaLabel: label }, make("div", { className: "content" }, text));
-}
-
-function paragraph(kind, text) {
-  return make("p", { className: kind }, text);
-}
-
-/** An answer on the page while it is written. */
-class AnswerView {
-  /** `keepingScroll(change)` makes a change to the page without losing the scroll position. */
-  constructor(keepingScroll) {
-    this.keepingScroll = keepingScroll;
-    this.element = turn("answer writing", "Answer", "");
-    this.element.ariaBusy = "true";
-    this.markdown = new Markdown(this.element.firstChild);
-    this.waiting = paragraph("waiting", WAITING);
-    this.element.prepend(this.waiting);
-    this.text = "";
-    this.thinking = "";
-    this.startMs = performance.now();
-    this.firstMs = 0;
-    this.timer = 0;
-    this.paintMs = 0;
-  }
-
-  /** The answer as a message of the conversation; null before its first token. */
-  get message() {
-    if (!this.text && !this.thinking) return null;
-    return { role: "assistant", content: this.text, ...(this.thinking && { thinking: this.thinking }) };
-  }
-
-  /** Shows an answer of a kept conversation; returns its element. */
-  restored({ content, thinking = "" }) {
-    Object.assign(this, { text: content, thinking, thinkingEnded: true });
-    this.end();
-    if (this.details) this.details.firstChild.textContent = "Thought";
-    return this.element;
-  }
-
-  take(line) {
-    const { content = "", thinking = "" } = line.message ?? {};
-    if ((content || thinking) && !this.firstMs) this.firstMs = performance.now() - this.startMs;
-    this.thinking += thinking;
-    this.text += content;
-    if (line.prompt_progress) this.waiting.textContent = progress(line.prompt_progress);
-    if (line.done) this.statistics = statistics(line, this.firstMs);
-    this.timer ||= setTimeout(() => this.step(), Math.max(FRAME_MS, 4 * this.paintMs));
-  }
-
-  step() {
-    const start = performance.now();
-    this.keepingScroll(() => this.paint(false));
-    this.paintMs = performance.now() - start;
-    this.timer = 0;
-  }
-
-  paint(complete) {
-    if (this.firstMs) this.waiting.remove();
-    if (this.thinking && !this.details) this.addDetails();
-    if (this.details) this.details.lastChild.textContent = this.thinking.trim();
-    if (this.text && this.details && !this.thinkingEnded) this.endThinking();
-    this.markdown.show(this.text.trimStart(), complete);
-  }
-
-  addDetails() {
-    this.details = make("details", { className: "thinking" }, make("summary", {}, "Thinking…"), make("div"));
-    this.element.prepend(this.details);
-  }
-
-  endThinking() {
-    this.thinkingEnded = true;
-    const seconds = (performance.now() - this.startMs - this.firstMs) / 1000;
-    this.details.firstChild.textContent = `Thought for ${seconds.toFixed(1)} s`;
-  }
-
-  end(note) {
-    clearTimeout(this.timer);
-    this.keepingScroll(() => {
-      this.paint(true);
-      this.waiting.remove();
-      this.element.classList.remove("writing");
-      this.element.ariaBusy = null;
-      if (this.details && !this.thinkingEnded) this.endThinking();
-      if (note) this.element.append(note);
-      else if (this.statistics) this.element.append(paragraph("statistics", this.statistics));
-    });
-  }
-
-  stop() {
-    this.end(paragraph("note", "Stopped."));
-  }
-
-  fail(message) {
-    this.end(Object.assign(paragraph("note error", message), { role: "alert" }));
-  }
-}
-
-/** "Reading the prompt: 1,024 of 6,300 tokens · 45.0 tokens/s · 1 min 57 s left". */
-function progress({ n_tokens, n_cached, n_done, seconds }) {
-  const left = n_tokens - n_done, rate = (n_done - n_cached) / seconds;
-  if (!left) return WAITING;
-  const parts = [`Reading the prompt: ${count(n_done)} of ${count(n_tokens)} tokens`];
-  if (rate > 0) parts.push(`${digits(rate)} tokens/s`, `${duration(left / rate)} left`);
-  return parts.join(" · ");
-}
-
-/** Statistics of an answer: "142 tokens · 61.3 tokens/s · first token after 240 ms · hit rate 93.1 % · ...". */
-function statistics(line, firstMs) {
-  const parts = [];
-  if (line.eval_count) parts.push(`${line.eval_count} token${line.eval_count === 1 ? "" : "s"}`);
-  if (line.eval_count > 1 && line.eval_duration) parts.push(`${digits((line.eval_count / line.eval_duration) * 1e9)} tokens/s`);
-  if (firstMs) parts.push(`first token after ${duration(firstMs / 1000)}`);
-  if (line.moe?.lookups) parts.push(`hit rate ${percent(line.moe.hit_rate).join(" ")}`, `${size(line.moe.bytes_per_token).join(" ")} read per token`);
-  if (line.done_reason === "length") parts.push("cut at the limit");
-  return parts.map((part) => part.replaceAll(" ", "\u00a0")).join(" · ");
+function newView(message) {
+  if (message.role === "user") return questionView(message);
+  return message.role === "tool" ? resultView(message) : new AnswerView(message).end().element;
 }

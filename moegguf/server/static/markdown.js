@@ -1,7 +1,8 @@
 // Shows Markdown, also while it is written. markdown-it parses it into tokens; elements and text nodes are built from
 // these: output of a model is never parsed as HTML.
 
-import { make } from "./dom.js";
+import { button, copy, make } from "./dom.js";
+import { coloured } from "./highlight.js";
 import MarkdownIt from "./vendor/markdown-it.esm.min.mjs";
 
 const parser = new MarkdownIt({ breaks: true, linkify: true });
@@ -15,6 +16,7 @@ const TABLE_HEAD = /(?<!^\|.*\n)^\|.*(\n[-|: \t]*)?$(?![^])/m;
 const LINE_MARKS = /^[-+*=#`~_> \t]*(\d{1,9}[.)]?[*_`~ \t]*)?$/;
 const INLINE_MARKS = /(?<![*_`~[])[*_`~[]+$/;
 const LINK_ADDRESS = /!?\[([^[\]]*)\]\([^()\s]*$/;
+const OPEN = { open: true }; // of a block of code that may go on
 const FENCES = /^[-+*>\d.) \t]*(```|~~~)/gm;
 
 /** The Markdown of one growing text in an element. */
@@ -34,6 +36,8 @@ export class Markdown {
     if (complete) this.restart(); // references may precede their definition
     const rest = text.replace(/\r\n?/g, "\n").slice(this.nChars);
     const tokens = parser.parse(complete ? rest : withoutOpenEnd(rest), this.references);
+    const code = complete ? null : tokens.findLast((token) => token.type === "fence");
+    if (code) code.meta = OPEN;
     const elements = [...build(tokens).children];
     merge(this.element, elements, this.nElements);
     const last = tokens.findLast((token) => token.level === 0 && token.nesting >= 0);
@@ -71,9 +75,9 @@ function build(tokens) {
 }
 
 /** The element of a token, or the text of one that has none. */
-function nodeOf({ type, tag, content, info, attrs }) {
+function nodeOf({ type, tag, content, info, attrs, meta }) {
   if (!tag) return content;
-  if (type === "fence" || type === "code_block") return codeBlock(info.trim().split(/\s/)[0], content.trimEnd());
+  if (type === "fence" || type === "code_block") return codeBlock(info.trim().split(/\s/)[0], content.trimEnd(), meta === OPEN);
   const element = make(TAGS[tag] ?? tag, {}, content);
   for (const [name, value] of attrs ?? []) {
     if (name === "style") element.style.cssText = value; // a style attribute is against the page's policy
@@ -96,14 +100,12 @@ function merge(parent, nodes, from = 0) {
   while (parent.childNodes.length > from + nodes.length) parent.lastChild.remove();
 }
 
-function codeBlock(language, text) {
-  const code = make("code", {}, text);
-  const copy = make("button", { type: "button", hidden: !navigator.clipboard }, "Copy"); // only on secure origins
-  copy.addEventListener("click", async () => {
-    await navigator.clipboard.writeText(code.textContent);
-    copy.textContent = "Copied";
-    setTimeout(() => (copy.textContent = "Copy"), 1500);
-  });
-  const head = make("div", { className: "code-head" }, make("span", {}, language || "text"), copy);
+/** Code with its language and a button. Of a block that is being written, the last line has no colours yet. */
+export function codeBlock(language, text, open = false) {
+  const end = open ? text.lastIndexOf("\n") + 1 : text.length;
+  const code = make("code", {}, ...coloured(text.slice(0, end), language), text.slice(end));
+  code.normalize();
+  const label = make("span", {}, language || "text");
+  const head = make("div", { className: "code-head" }, label, button("Copy", (event) => copy(code.textContent, event)));
   return make("div", { className: "code" }, head, make("pre", { tabIndex: 0 }, code)); // lines scroll by keyboard
 }

@@ -1,5 +1,6 @@
 // The panel beside the chat: map, charts and totals, from the snapshots of the selected model.
 
+import { Budget } from "./budget.js";
 import { IN_RAM, IN_VRAM } from "./cells.js";
 import { Chart } from "./chart.js";
 import { at, make } from "./dom.js";
@@ -9,10 +10,12 @@ import { ExpertMap } from "./map.js";
 
 const WINDOW = 8; // snapshots per point of a chart
 const PAUSE_MS = 1500;
+const FOLDED = "moegguf.map"; // "folded" or "open", once it was chosen; else folded on a phone
 const NOTHING = { tokens: 0, lookups: 0, hits_ready: 0, hits_late: 0, bytes_read: 0 }; // of a model that was just loaded
 
 export class Panel {
-  constructor() {
+  /** `onLoaded(names)` is called with the models in memory. */
+  constructor(onLoaded) {
     const [absent, loading, loaded, ram, vram, hit] = document.querySelectorAll(".legend .key");
     this.map = new ExpertMap(at("map"), { absent, loading, ram, vram, hit, loaded }, showCell);
     this.charts = {
@@ -20,6 +23,8 @@ export class Panel {
       bytes: new Chart(at("bytes-chart"), { format: joinedSize }),
       speed: new Chart(at("speed-chart"), { format: (value) => `${digits(value)} t/s` }),
     };
+    this.onLoaded = onLoaded;
+    this.budget = new Budget();
     this.live = new Live({ onLine: (line) => this.take(line), onLost: (error) => this.disconnect(error) });
     this.recent = [];
     this.begin = null;
@@ -37,6 +42,7 @@ export class Panel {
   take(line) {
     if (line.state !== undefined) return this.show(line);
     if (line.error) return this.disconnect(new Error(line.error));
+    if (line.loaded_models) this.onLoaded(line.loaded_models);
     if (line.loaded_models && !line.loaded_models.includes(this.model)) {
       this.reset("Not in memory. The next message loads it.");
       this.begin = NOTHING;
@@ -55,6 +61,7 @@ export class Panel {
     Object.values(this.charts).forEach((chart) => chart.clear());
     document.querySelectorAll(".panel output, .totals dd").forEach((element) => (element.textContent = "–"));
     at("resident").textContent = "";
+    this.budget.show(null);
     showTiers([], false);
     showStaging({});
   }
@@ -70,7 +77,9 @@ export class Panel {
     showStaging(stats);
     this.findBegin(snapshot);
     this.plot(snapshot);
+    this.showSpeed(snapshot);
     this.showTotals(snapshot);
+    this.budget.show(snapshot.loaded);
     this.last = snapshot;
   }
 
@@ -104,10 +113,14 @@ export class Panel {
     const tokens = stats.tokens - before.tokens, lookups = stats.lookups - before.lookups;
     if (lookups > 0) this.charts.hit.push((hits(stats) - hits(before)) / lookups);
     if (tokens > 0) this.charts.bytes.push((stats.bytes_read - before.bytes_read) / tokens);
-    if (speed > 0) {
-      this.charts.speed.push(speed);
-      showValue("speed", [digits(speed), "t/s"]);
-    }
+    if (speed > 0) this.charts.speed.push(speed);
+  }
+
+  /** The speed while an answer is written, and then that of the whole answer, as the line below it and /api/ps have it. */
+  showSpeed({ busy, tokens_per_s: speed, loaded }) {
+    const { last_answer_tokens: tokens, last_answer_s: seconds } = loaded ?? {};
+    if (seconds && seconds !== this.last?.loaded?.last_answer_s) showValue("speed", [digits(tokens / seconds), "t/s"]);
+    else if (busy && speed > 0) showValue("speed", [digits(speed), "t/s"]);
   }
 
   showTotals({ stats, loaded }) {
@@ -121,11 +134,17 @@ export class Panel {
   }
 
   addFoldButton() {
-    const button = at("fold");
-    button.addEventListener("click", () => {
-      const folded = button.closest(".panel").classList.toggle("folded");
+    const button = at("fold"), panel = button.closest(".panel");
+    const fold = (folded) => {
+      panel.classList.toggle("folded", folded);
       button.setAttribute("aria-expanded", String(!folded));
+    };
+    button.addEventListener("click", () => {
+      fold(!panel.classList.contains("folded"));
+      localStorage.setItem(FOLDED, panel.classList.contains("folded") ? "folded" : "open");
     });
+    const chosen = localStorage.getItem(FOLDED);
+    fold(chosen ? chosen === "folded" : matchMedia("(max-width: 860px)").matches);
   }
 }
 

@@ -1,0 +1,74 @@
+// The memory of a model's experts, by tier: how much there is, and a slider that changes it while the model answers.
+
+import { request } from "./api.js";
+import { at } from "./dom.js";
+import { count, size } from "./format.js";
+
+const TIERS = { ram: "expert_cache", vram: "vram_cache" };
+
+export class Budget {
+  constructor() {
+    this.pid = null;
+    for (const tier of Object.keys(TIERS)) {
+      const slider = at(`${tier}-budget`);
+      slider.addEventListener("input", () => this.label(tier));
+      slider.addEventListener("change", () => this.change(tier));
+    }
+  }
+
+  /** Shows the budgets of a model as it is loaded now (`loaded` of a snapshot; null: it is not). */
+  show(loaded) {
+    if (!loaded) {
+      this.pid = null;
+      at("budgets").hidden = true;
+    } else if (loaded.pid !== this.pid) {
+      this.pid = loaded.pid;
+      this.now = null;
+      request(`budget?model=${encodeURIComponent(loaded.name)}`).then(async (response) => this.draw(await response.json()), () => this.show(null));
+    } else if (this.now && !this.changing && Object.values(TIERS).some((name) => this.now[`${name}_bytes`] !== loaded[`${name}_bytes`])) {
+      this.draw({ ...this.now, ...loaded });
+    }
+  }
+
+  draw(now) {
+    this.now = now;
+    at("budgets").hidden = !now.slot_bytes;
+    for (const [tier, name] of Object.entries(TIERS)) {
+      const staged = tier === "vram" ? now.staging_bytes : 0, most = Math.floor((now[`max_${name}_bytes`] - staged) / now.slot_bytes);
+      at(`for-${tier}-budget`).hidden = !(most > 0);
+      const slider = at(`${tier}-budget`);
+      slider.max = most;
+      slider.value = Math.floor((now[`${name}_bytes`] - staged) / now.slot_bytes);
+      this.label(tier);
+    }
+  }
+
+  label(tier) {
+    const { n_experts: all, slot_bytes: slot } = this.now, n = Number(at(`${tier}-budget`).value);
+    const text = `${count(n)} of ${count(all)} experts, ${size(n * slot).join(" ")}`;
+    at(`${tier}-budget-value`).textContent = text;
+    at(`${tier}-budget`).setAttribute("aria-valuetext", text);
+  }
+
+  /** Asks for what a slider says, and again where one was moved meanwhile. */
+  async change(tier) {
+    this.moved = tier;
+    if (this.changing) return;
+    this.changing = true;
+    at("budget-note").textContent = "";
+    try {
+      while (this.moved) this.now = { ...this.now, ...(await (await request("budget", { method: "PUT", body: this.wanted() })).json()) };
+    } catch (error) {
+      at("budget-note").textContent = error.message;
+    }
+    this.changing = false;
+    this.draw(this.now);
+  }
+
+  /** The body of a request for what the slider that was moved last says. */
+  wanted() {
+    const tier = this.moved, { model, slot_bytes: slot, staging_bytes: staged } = this.now;
+    this.moved = null;
+    return { model, [TIERS[tier]]: Number(at(`${tier}-budget`).value) * slot + (tier === "vram" ? staged : 0) };
+  }
+}

@@ -1,0 +1,77 @@
+// The choice of a model: those in memory first.
+
+import { request } from "./api.js";
+import { at, make } from "./dom.js";
+
+const LAST = "moegguf.model";
+
+export class Models {
+  /** `onChange(model)` is called when another one is selected, with its entry of /api/tags. */
+  constructor(onChange) {
+    Object.assign(this, { onChange, select: at("model"), entries: [], loaded: [] });
+    this.select.addEventListener("change", () => {
+      localStorage.setItem(LAST, this.name);
+      onChange(this.selected);
+    });
+  }
+
+  get name() {
+    return this.select.value;
+  }
+
+  /** The entry of the selected model; undefined without one. */
+  get selected() {
+    return this.entries.find(({ name }) => name === this.name);
+  }
+
+  can(capability) {
+    return this.selected?.capabilities.includes(capability) ?? false;
+  }
+
+  /** Reads the list. The selected model stays, if it is still there; the first one selected is `wanted`, or one in memory, or the
+   *  last one used. Throws ApiError. */
+  async refresh(wanted) {
+    const [tags, ps] = await Promise.all(["api/tags", "api/ps"].map(async (path) => (await request(path)).json()));
+    this.entries = tags.models.filter(({ capabilities: all }) => !all.length || all.includes("completion"));
+    this.loaded = ps.models.map(({ name }) => name);
+    const last = localStorage.getItem(LAST), before = this.name;
+    this.list();
+    const known = (name) => this.entries.some((entry) => entry.name === name);
+    const inMemory = this.loaded.includes(last) ? last : this.loaded.find(known);
+    this.choose([before, wanted, inMemory, last, this.entries[0]?.name].find(known));
+  }
+
+  /** Selects a model, if it is there. */
+  choose(name) {
+    if (!this.entries.some((entry) => entry.name === name)) return;
+    this.select.value = name;
+    if (name !== this.shown) this.onChange(this.selected);
+    this.shown = name;
+  }
+
+  /** Says which models are in memory. */
+  mark(loaded) {
+    if (loaded.join() === this.loaded.join()) return;
+    this.loaded = loaded;
+    this.list();
+  }
+
+  list() {
+    const { select, name, loaded } = this;
+    const groups = [true, false].map((inMemory) => {
+      const entries = this.entries.filter((entry) => loaded.includes(entry.name) === inMemory);
+      return make("optgroup", { label: inMemory ? "In memory" : "On disk", hidden: !entries.length }, ...entries.map((entry) => new Option(entry.name)));
+    });
+    select.replaceChildren(...groups);
+    if (this.entries.length) select.value = name;
+    else select.replaceChildren(new Option("No models yet: moegguf pull NAME"));
+    select.disabled = !this.entries.length;
+  }
+
+  /** Says why there is no list. */
+  fail(error) {
+    this.entries = [];
+    this.select.replaceChildren(new Option(error.message));
+    this.select.disabled = true;
+  }
+}

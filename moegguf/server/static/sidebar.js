@@ -1,0 +1,103 @@
+// The list of conversations: beside the chat on a wide screen, before it on a narrow one.
+
+import { at, iconButton, make } from "./dom.js";
+import { list, load, onChange, remove, save } from "./store.js";
+
+const OPEN = "moegguf.list";
+const WIDE = matchMedia("(min-width: 1100px)");
+
+export class Sidebar {
+  /** `onRemove(id)`, `onRename(id, title)`: of any conversation. Choosing one changes the address of the page. */
+  constructor({ onRemove, onRename }) {
+    Object.assign(this, { onRemove, onRename, element: at("conversations"), current: null });
+    at("open-list").addEventListener("click", () => this.toggle());
+    at("close-list").addEventListener("click", () => this.element.close());
+    at("filter").addEventListener("input", () => this.draw());
+    this.element.addEventListener("click", ({ target }) => target.closest("a") && this.leave());
+    this.element.addEventListener("close", () => this.onToggle());
+    WIDE.addEventListener("change", () => this.element.close());
+    onChange(() => this.refresh());
+    if (WIDE.matches && localStorage.getItem(OPEN)) this.toggle();
+  }
+
+  toggle() {
+    if (this.element.open) return this.element.close();
+    if (WIDE.matches) this.element.show();
+    else this.element.showModal();
+    this.onToggle();
+    return this.refresh();
+  }
+
+  onToggle() {
+    at("open-list").setAttribute("aria-expanded", String(this.element.open));
+    if (WIDE.matches) localStorage.setItem(OPEN, this.element.open ? "open" : "");
+  }
+
+  /** Closes the list where it hides the chat. */
+  leave() {
+    if (!WIDE.matches) this.element.close();
+  }
+
+  /** Reads the conversations, of which `current` is shown. `error`: why none are kept. */
+  async refresh(current = this.current, error = undefined) {
+    this.current = current;
+    if (!this.element.open && !error) return;
+    try {
+      if (error) throw error;
+      this.heads = await list();
+      at("list-note").textContent = this.heads.length ? "" : "No conversations yet.";
+    } catch (problem) {
+      this.heads ??= [];
+      at("list-note").textContent = `This browser keeps no conversations: ${problem.message}`;
+    }
+    this.draw();
+  }
+
+  draw() {
+    const wanted = at("filter").value.trim().toLowerCase();
+    const shown = this.heads.filter(({ title }) => title.toLowerCase().includes(wanted));
+    const drawn = JSON.stringify([this.current, ...shown.map(({ id, title }) => [id, title])]);
+    if (drawn === this.drawn || this.renaming) return; // the focus stays where it is
+    this.drawn = drawn;
+    at("list").replaceChildren(...shown.map((head) => this.item(head)));
+    const link = at("list").querySelector(`a[href="#${this.current}"]`);
+    if (link) link.ariaCurrent = "page";
+  }
+
+  item(head) {
+    const link = make("a", { href: `#${head.id}`, title: head.title }, head.title);
+    const item = make("li", {}, link, iconButton("edit", `Rename “${head.title}”`, () => this.rename(item, head)), iconButton("delete", `Delete “${head.title}”`, () => this.remove(head)));
+    return item;
+  }
+
+  rename(item, head) {
+    const field = make("input", { value: head.title, ariaLabel: "Title", maxLength: 200 });
+    this.renaming = true;
+    const end = async (title) => {
+      field.onblur = null;
+      this.renaming = this.drawn = false;
+      if (title && title !== head.title) {
+        await save({ ...(await load(head.id)), title });
+        this.onRename(head.id, title);
+      }
+      await this.refresh();
+      at("list").querySelector(`a[href="#${head.id}"]`)?.focus();
+    };
+    field.onblur = () => end(field.value.trim());
+    field.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" && event.key !== "Escape") return;
+      event.preventDefault();
+      end(event.key === "Enter" ? field.value.trim() : "");
+    });
+    item.replaceChildren(field);
+    field.select();
+  }
+
+  async remove({ id, title }) {
+    if (!confirm(`Delete “${title}”? It is kept in this browser only.`)) return;
+    this.onRemove(id);
+    await remove(id);
+    await this.refresh();
+    at("filter").focus();
+  }
+}

@@ -1,0 +1,387 @@
+"""Conversations on the page, over scripted answers: several kept in the browser, versions of a message, settings,
+pictures, tools, the choice of a model, and what axe finds."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browsing import Look, ask, ended, ready, until
+from fake_manager import TEMPLATE, FakeCatalog, FakeManager, entry_of, running
+from PIL import Image
+
+from moegguf.errors import WorkerError
+from moegguf.generate.request import Delta, ToolCall
+from moegguf.models.catalog import demo_path
+from moegguf.server.app import make_app
+from moegguf.settings import Settings
+
+pytest_plugins = ("browser",)
+
+TOOLS = '[{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]'
+
+
+@pytest.fixture
+def manager(projector: Callable[..., Path]) -> FakeManager:
+    """Of `demo`, of `able` with tools and thinking, and of `see`, which reads pictures."""
+    path = demo_path()
+    able, see = entry_of(path, "able:latest", template=TEMPLATE), entry_of(path, "see:latest", mmproj=projector("mlp"))
+    return FakeManager(FakeCatalog(entry_of(path), able, see), texts("Yes."))
+
+
+@pytest.fixture
+def url(manager: FakeManager) -> Any:
+    with running(make_app(manager, manager.catalog, Settings())) as url:  # type: ignore[arg-type]
+        yield url
+
+
+def texts(*parts: str) -> Sequence[Delta]:
+    return [Delta(text=part) for part in parts]
+
+
+def said(manager: FakeManager) -> list[str]:
+    """The contents of the last request's messages."""
+    return [str(message["content"]) for message in manager.requests[-1].messages or ()]
+
+
+def png(width: int, height: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGBA", (width, height)).save(file, "png")
+    return file.getvalue()
+
+
+def titles(page: Any) -> list[str]:
+    return page.locator("#list a").all_inner_texts()
+
+
+def test_several_conversations_are_kept_in_the_browser(manager: FakeManager, url: str, look: Look) -> None:
+    page = look(url)
+    ask(page, "First question")
+    ended(page)
+    page.click("#new")
+    ask(page, "Second question")
+    ended(page)
+    assert page.title() == "Second question – moegguf"
+    page.click("#open-list")
+    page.wait_for_selector("#list a >> nth=1")
+    assert titles(page) == ["Second question", "First question"]
+    page.click("#list a >> nth=1")
+    page.wait_for_selector("#log >> text=First question")
+    ask(page, "And then?")
+    ended(page)
+    assert said(manager) == ["First question", "Yes.", "And then?"]
+    page.go_back()
+    page.wait_for_selector("#log >> text=Second question")
+    page.reload()  # the list stays open
+    page.wait_for_selector("#list a[aria-current=page] >> text=Second question")
+    page.fill("#filter", "first")
+    until(page, "document.querySelectorAll('#list a').length === 1")
+
+
+def test_a_conversation_is_renamed_and_deleted(manager: FakeManager, url: str, look: Look) -> None:
+    page = look(url)
+    ask(page, "A question")
+    ended(page)
+    page.click("#open-list")
+    page.hover("#list li")
+    page.click("#list [title^=Rename]")
+    page.keyboard.type("A title")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#list a >> text=A title")
+    assert page.title() == "A title – moegguf"
+    ask(page, "Another")
+    ended(page)
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.hover("#list li")
+    page.click("#list [title^=Delete]")
+    page.wait_for_selector("text=No conversations yet.")
+    assert page.inner_text("#log") == ""
+    page.reload()
+    page.wait_for_selector("text=No conversations yet.")
+
+
+def test_a_conversation_deleted_while_it_is_answered_stays_deleted(manager: FakeManager, url: str, look: Look) -> None:
+    manager.script = [*texts("It begins"), asyncio.Event()]
+    page = look(url)
+    ask(page, "Go on for ever")
+    page.wait_for_selector("text=It begins")
+    page.click("#open-list")
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.hover("#list li")
+    page.click("#list [title^=Delete]")
+    page.wait_for_selector("text=No conversations yet.")
+    page.reload()
+    page.wait_for_selector("text=No conversations yet.")
+    until(page, "document.querySelector('#send:not([hidden])') !== null")
+    assert manager.n_running == 0
+
+
+def test_an_answer_goes_on_while_another_conversation_is_shown(manager: FakeManager, url: str, look: Look) -> None:
+    manager.script = [*texts("It begins"), asyncio.Event(), *texts(", and ends.")]
+    page = look(url)
+    ask(page, "Slowly")
+    page.wait_for_selector("text=It begins")
+    first = page.url
+    waited = manager.script[1]
+    page.click("#new")
+    manager.script = texts("At once.")
+    ask(page, "Quickly")
+    page.wait_for_selector("text=At once.")
+    ended(page)
+    page.goto(first)
+    page.wait_for_selector(".writing >> text=It begins")
+    assert page.is_visible("#stop")
+    waited._loop.call_soon_threadsafe(waited.set)
+    page.wait_for_selector("text=It begins, and ends.")
+    ended(page)
+
+
+def test_an_edited_question_and_another_answer_are_versions(manager: FakeManager, url: str, look: Look) -> None:
+    page = look(url)
+    ask(page, "One?")
+    ended(page)
+    manager.script = texts("No.")
+    page.click("[title='Answer again']")
+    page.wait_for_selector("#log >> text=No.")
+    ended(page)
+    assert said(manager) == ["One?"]
+    assert "2/2" in page.inner_text(".answer .below")
+    page.click("[title='Previous version']")
+    page.wait_for_selector("#log >> text=Yes.")
+    page.hover(".user")
+    page.click("[title=Edit]")
+    page.keyboard.press("Control+A")
+    page.keyboard.type("Two?")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#log >> text=No.")
+    ended(page)
+    assert said(manager) == ["Two?"]
+    page.reload()
+    page.wait_for_selector("#log >> text=Two?")
+    page.hover(".user")
+    page.click(".user [title='Previous version']")
+    page.wait_for_selector("#log >> text=No.")  # what was answered last
+    assert page.inner_text(".user .content") == "One?"
+
+
+def test_escape_leaves_a_question_as_it_was(url: str, look: Look) -> None:
+    page = look(url)
+    ask(page, "One?")
+    ended(page)
+    page.focus(".user [title=Edit]")
+    page.keyboard.press("Enter")
+    page.keyboard.type(" More")
+    page.keyboard.press("Escape")
+    assert page.inner_text(".user .content") == "One?"
+    assert page.evaluate("document.activeElement.title") == "Edit"
+
+
+def test_messages_and_code_are_copied(manager: FakeManager, url: str, look: Look) -> None:
+    manager.script = texts("**Code**:\n\n```py\nif x:\n    y()\n```\n")
+    page = look(url, permissions=["clipboard-read", "clipboard-write"])
+    ask(page, "Write")
+    ended(page)
+    for button, wanted in ((".answer [title=Copy]", str(manager.script[0].text)), (".code button", "if x:\n    y()")):
+        page.evaluate("document.getElementById('status').textContent = ''")
+        page.click(button)
+        until(page, "document.getElementById('status').textContent === 'Copied'")
+        assert page.evaluate("navigator.clipboard.readText()") == wanted
+
+
+def test_code_is_coloured_and_an_unknown_language_is_plain(manager: FakeManager, url: str, look: Look) -> None:
+    manager.script = texts("```py\nif x:\n```\n\n```nonsense\nif x:\n```\n")
+    page = look(url)
+    ask(page, "Write")
+    ended(page)
+    page.wait_for_selector(".code .hl-keyword >> text=if")
+    assert page.locator(".code >> nth=1").locator("pre span").count() == 0
+
+
+def test_text_is_never_parsed_as_html(url: str, look: Look) -> None:
+    page = look(url, expected="TrustedHTML")
+    refused = "() => { try { document.body.innerHTML = '<b>x</b>'; } catch (error) { return error.name; } }"
+    assert page.evaluate(refused) == "TypeError"
+
+
+def test_settings_belong_to_a_conversation(manager: FakeManager, url: str, look: Look) -> None:
+    page = look(url)
+    ask(page, "First")
+    ended(page)
+    first = page.url
+    page.click("#new")
+    page.click("#open-settings")
+    until(page, "document.getElementById('top_k').placeholder === '40'")
+    given = {"system": "Be brief.", "top_k": "5", "min_p": "0.25", "num_predict": "9", "num_ctx": "64"}
+    for name, value in given.items():
+        page.fill(f"#{name}", value)
+    assert not page.is_visible("#tools") and not page.is_visible("#think")  # the demo has neither
+    page.click("#settings .primary")
+    ask(page, "Second")
+    ended(page)
+    sampling = manager.requests[-1].sampling
+    assert said(manager) == ["Be brief.", "Second"]
+    assert (sampling.top_k, sampling.min_p, sampling.max_tokens) == (5, 0.25, 9)
+    assert manager.leases[-1][1].n_ctx == 64
+    page.goto(first)
+    page.wait_for_selector("#log >> text=First")
+    ask(page, "Third")
+    ended(page)
+    assert said(manager)[0] == "First" and manager.requests[-1].sampling.top_k == 40
+
+
+def test_tool_calls_are_shown_and_their_results_sent(manager: FakeManager, url: str, look: Look) -> None:
+    call = ToolCall(id="call_1", name="weather", arguments={"city": "Paris"})
+    manager.script = [Delta(text="I ask."), Delta(tool_calls=(call,))]
+    page = look(url)
+    ready(page)
+    page.select_option("#model", "able:latest")
+    page.click("#open-settings")
+    page.fill("#tools", "{}")
+    page.click("#settings .primary")
+    assert page.is_visible("#settings")  # it is no list of tools
+    page.fill("#tools", TOOLS)
+    page.select_option("#think", "on")
+    page.click("#settings .primary")
+    ask(page, "How is the weather?")
+    ended(page)
+    assert manager.requests[-1].tools == tuple(json.loads(TOOLS)) and manager.requests[-1].think is True
+    assert page.inner_text(".call summary") == "Calls weather"
+    assert json.loads(page.inner_text(".call pre")) == {"city": "Paris"}
+    manager.script = texts("It rains.")
+    page.fill(".results textarea", "rain")
+    page.click("text=Send the result")
+    page.wait_for_selector("text=It rains.")
+    ended(page)
+    [result] = (manager.requests[-1].messages or ())[-1:]
+    assert result == {"role": "tool", "content": "rain", "tool_name": "weather", "tool_call_id": "call_1"}
+    page.reload()
+    page.click(".result summary")
+    assert page.inner_text(".result pre") == "rain"
+
+
+PASTE = """(data) => {
+  const transfer = new DataTransfer(), bytes = Uint8Array.from(atob(data), (char) => char.charCodeAt(0));
+  transfer.items.add(new File([bytes], "picture.png", { type: "image/png" }));
+  const paste = new ClipboardEvent("paste", { clipboardData: transfer, bubbles: true, cancelable: true });
+  const drop = new DragEvent("drop", { dataTransfer: transfer, bubbles: true, cancelable: true });
+  document.getElementById("message").dispatchEvent(paste);
+  document.getElementById("log").dispatchEvent(drop);
+}"""
+
+
+def test_pictures_are_chosen_pasted_and_dropped(manager: FakeManager, url: str, look: Look, tmp_path: Path) -> None:
+    picture, text, data = tmp_path / "picture.png", tmp_path / "text.png", base64.b64encode(png(4, 4)).decode()
+    picture.write_bytes(png(4, 4))
+    text.write_text("no picture")
+    page = look(url)
+    ready(page)
+    page.evaluate(PASTE, data)
+    page.wait_for_selector("text=demo:latest does not see pictures.")
+    assert not page.is_visible("#attach")
+    page.select_option("#model", "see:latest")
+    page.set_input_files("#pictures", [picture])
+    page.wait_for_selector("#attached img")
+    page.evaluate(PASTE, data)
+    page.wait_for_selector("#attached img >> nth=2")
+    page.set_input_files("#pictures", [text])
+    page.wait_for_selector("text=text.png is not a picture that the browser can read.")
+    page.click("#attached button >> nth=2")
+    page.click("#send")
+    page.wait_for_selector(".answer")
+    ended(page)
+    page.reload()
+    page.wait_for_selector(".user img >> nth=1")
+    parts = (manager.requests[-1].messages or ())[-1]["content"]
+    assert parts == [{"type": "image", "data": data}] * 2 + [{"type": "text", "text": ""}]
+
+
+def test_a_large_picture_is_made_smaller(manager: FakeManager, url: str, look: Look, tmp_path: Path) -> None:
+    path = tmp_path / "large.png"
+    path.write_bytes(png(4096, 64))
+    page = look(url)
+    ready(page)
+    page.select_option("#model", "see:latest")
+    page.set_input_files("#pictures", [path])
+    until(page, "document.querySelector('#attached img')?.naturalWidth === 2048")
+
+
+def test_the_loaded_model_is_selected_and_starters_are_the_demos(manager: FakeManager, url: str, look: Look) -> None:
+    page = look(url)
+    ready(page)
+    assert page.input_value("#model") == "demo:latest" and page.is_visible("#starters")
+    manager.there["able:latest"] = manager.catalog.known["able:latest"]
+    page.reload()
+    ready(page)
+    assert page.input_value("#model") == "able:latest" and not page.is_visible("#starters")
+    groups = page.locator("optgroup").evaluate_all("(groups) => groups.map((group) => group.label)")
+    assert groups == ["In memory", "On disk"]
+    ask(page, "Hello")
+    ended(page)
+    page.click("#new")
+    page.select_option("#model", "demo:latest")
+    page.go_back()
+    page.wait_for_selector("#log >> text=Hello")
+    assert page.input_value("#model") == "able:latest"  # the conversation's
+
+
+def test_a_server_that_has_stopped_is_told_and_asked_again(manager: FakeManager, look: Look) -> None:
+    manager.script = [*texts("It begins"), asyncio.Event()]
+    with running(make_app(manager, manager.catalog, Settings())) as url:  # type: ignore[arg-type]
+        page = look(url, expected="net::ERR_|Failed to load")
+        ask(page, "Go on for ever")
+        page.wait_for_selector("text=It begins")
+    page.wait_for_selector(".error >> text=/connection|server/")
+    ended(page)
+    ask(page, "Are you there?")
+    page.wait_for_selector("text=The server is not reachable.")
+    assert page.is_visible("text=Try again") and page.input_value("#message") == ""
+
+
+@pytest.fixture
+def violations() -> Callable[[Any], list[str]]:
+    """What axe finds on a page: the serious and the critical."""
+    reason = "axe-playwright-python is not installed"
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason=reason).Axe()
+
+    def find(page: Any) -> list[str]:
+        found = axe.run(page).response["violations"]
+        grave = [each for each in found if each["impact"] in ("serious", "critical")]
+        return [f"{each['id']}: {node['html']}" for each in grave for node in each["nodes"]]
+
+    return find
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_has_no_serious_finding(
+    manager: FakeManager, url: str, look: Look, violations: Callable[[Any], list[str]], scheme: str
+) -> None:
+    page = look(url, color_scheme=scheme, expected="status of 5", reduced_motion="reduce")
+    ready(page)
+    page.select_option("#model", "able:latest")
+    assert violations(page) == []
+    page.click("#open-settings")
+    assert violations(page) == []
+    page.keyboard.press("Escape")
+    code = "# Title\n\n```py\nx = 'a'  # one\ndef f(y: int): return 1\n```\n| a |\n|---|\n| [c](http://c.example) |\n"
+    call = ToolCall(id="call_1", name="weather", arguments={"city": "Paris"})
+    manager.script = [Delta(thinking="hm"), *texts(code), Delta(tool_calls=(call,))]
+    ask(page, "Write")
+    ended(page)
+    page.wait_for_selector(".code .hl-keyword")
+    page.click("#open-list")
+    assert violations(page) == []
+    manager.enter_error = WorkerError("it does not load.")
+    ask(page, "Again")
+    page.wait_for_selector("text=it does not load.")
+    page.focus(".user [title=Edit] >> nth=0")
+    page.keyboard.press("Enter")
+    assert violations(page) == []
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.click("#open-list")
+    assert violations(page) == []
