@@ -33,7 +33,7 @@ LIMITS = {
     "moegguf/trace": 2_090,
     "predictors": 5_890,
     "tests": 43_360,
-    "tools": 5_970,
+    "tools": 5_800,
 }
 
 
