@@ -46,7 +46,7 @@ def record() -> pyte.Screen:
             "bash", ["--norc", "--noprofile"], env=kept | own | {"MOEGGUF_HOST": NOBODY}, cwd=home,
             dimensions=(LINES, COLUMNS),
         )  # fmt: skip
-        screen.write_process_input = shell.send  # the terminal's replies, such as the cursor's position
+        screen.write_process_input = shell.send  # type: ignore[method-assign]  # pyte's hook: replies to the program
 
         def wait_for(prompt: str) -> None:
             """Until the cursor is behind the prompt, and nothing more comes."""

@@ -184,12 +184,18 @@ def estimate(
 
     With --device-memory, --device-bandwidth and --link also where experts would go on a machine with such a device.
     """
+    from moegguf.engine.machine import load_warning
     from moegguf.terminal.facts import SupposedDevice, estimate_model
     from moegguf.terminal.tables import print_estimate, print_json
 
     device = SupposedDevice.parse(device_memory, device_bandwidth, link)
     facts = estimate_model(model, device=device, **given)
-    print_json(facts) if as_json else print_estimate(facts)
+    if as_json:
+        print_json(facts)
+        return
+    print_estimate(facts)
+    if warning := load_warning():
+        print_message(warning)
 
 
 def doctor(

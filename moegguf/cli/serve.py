@@ -129,12 +129,9 @@ def print_address(settings: Settings, listener: socket.socket) -> None:
     if settings.trusted:
         remarks.append(f"no key from {', '.join(map(str, settings.trusted))}")
     free = read_memory()
-    free_now = f"{format_bytes(free.available_bytes)} of {format_bytes(free.total_bytes)}"
-    limit = (
-        f"at most {format_bytes(settings.memory_bytes)} of memory" if settings.memory_bytes else "what memory is free"
-    )
-    print_message(
-        f"moegguf {__version__}: models of `moegguf list` and in {models_folder()}; {limit} ({free_now} are free)"
-    )
+    limit = f"at most {format_bytes(settings.memory_bytes)}" if settings.memory_bytes else "what is free"
+    free_now = f"{format_bytes(free.available_bytes)} of {format_bytes(free.total_bytes)} now"
+    print_message(f"moegguf {__version__}: models of `moegguf list` and in {models_folder()}")
+    print_message(f"memory for them: {limit} (free: {free_now})")
     told = f" ({'; '.join(remarks)})" if remarks else ""
     print_message(f"listening on {address.url}{told}, with a page at {address.url}/")

@@ -192,7 +192,7 @@ def _load(path: Path, _mtime_ns: int, _inode: int, size_bytes: int, _folders: ob
 
 def _entry(values: dict[str, Any]) -> ModelEntry:
     """The entry in one item of the file. Raises KeyError, TypeError, ValueError or AttributeError for a bad one."""
-    beside = {name: _path_at(text) for name in _BESIDE if (text := check_text(name, values.get(name)))}
+    beside: dict[str, Any] = {name: _path_at(text) for name in _BESIDE if (text := check_text(name, values.get(name)))}
     modified = datetime.fromisoformat(values["modified"])
     return ModelEntry(
         name=parse_name(values["name"]).canonical,

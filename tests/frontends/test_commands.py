@@ -20,6 +20,9 @@ def test_help_lists_the_commands_and_is_the_default(moegguf: Command) -> None:
     assert explicit.stdout == bare.stdout
     for command in ("run", "batch", "estimate", "show", "doctor", "bench", "trace"):
         assert re.search(rf"^  {command}\b", explicit.stdout, re.MULTILINE)
+    assert "..." not in explicit.stdout.partition("Commands:")[2]  # each command is said in a sentence that fits
+    for command in ("run", "pull", "create"):
+        assert not re.search(r"<\w+|\{", moegguf(command, "--help").stdout), "names of arguments, not types of Python"
 
 
 @pytest.mark.parametrize("command", ["", "run", "batch", "bench", "trace", "trace simulate"])
@@ -138,6 +141,8 @@ def test_doctor_never_fails_for_a_missing_fact(moegguf: Command, tmp_path: Path)
         (("show",), 2, "missing argument 'MODEL'"),
         (("run", "demo", "hi", "--expert-cash", "1GiB"), 2, "--expert-cache"),
         (("run", "demo", "hi", "-n", "0"), 2, "--max-tokens"),
+        (("run", "demo", "hi", "--top-p", "3"), 2, "it has to be at most 1; see"),
+        (("run", "demo", "hi", "--top-k", "x"), 2, "it has to be a whole number; see"),
         (("estimate", "demo", "-c", "99999999999"), 1, "2147483392, but is 99999999999"),
         (("frobnicate",), 2, "no such command 'frobnicate'"),
     ],

@@ -213,6 +213,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize(("load", "words"), [(0.1, ""), (64.0, "a load of 64.0 on 2 processors")])
+def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch, load: float, words: str) -> None:
+    monkeypatch.setattr(machine, "count_cpus", lambda: 2)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    assert words in machine.load_warning() and bool(words) == bool(machine.load_warning())
+
+
 def test_a_processor_that_lacks_instructions_is_a_library_error(folder: Path) -> None:
     with pytest.raises(LibraryError, match=r"this one \(Some CPU\) has no avx512f\. Install moegguf from source"):
         library.check_processor(folder)
