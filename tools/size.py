@@ -26,13 +26,13 @@ LIMITS = {
     "moegguf/generate": 4_830,
     "moegguf/gguf": 1_910,
     "moegguf/models": 3_150,
-    "moegguf/native": 17_280,
+    "moegguf/native": 17_450,
     "moegguf/server": 7_950,
     "moegguf/serving": 5_280,
     "moegguf/terminal": 1_740,
     "moegguf/trace": 2_110,
     "predictors": 5_910,
-    "tests": 44_640,
+    "tests": 44_710,
     "tools": 5_620,
 }
 
