@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_model import FakeModel, Open, make_model
+from reference_policies import LearnedRates
 
 from moegguf.controller.policies import LOCALITY
 from moegguf.controller.shape import MoeShape
@@ -108,8 +109,8 @@ NAN, INF = math.nan, math.inf
 @pytest.mark.parametrize(
     ("policy", "rule"),
     [
-        (rates((), (), 1), "1 to 4 half-lives with a weight each, not 0 with 0"),
-        (rates((1,) * 5, (1,) * 5, 1), "1 to 4 half-lives"),
+        (rates((), (), 1), "1 to 7 half-lives, not 0, with a weight each or none, not 0"),
+        (rates((1,) * 8, (1,) * 8, 1), "1 to 7 half-lives"),
         (rates((1, 2), (1,), 1), "a weight each"),
         *((rates((1, bad), (1, 1), 1), "half-life is a number of tokens above 0") for bad in (0, -1, NAN, INF)),
         *((rates((1, 1), (1, bad), 1), "weight is 0 or more") for bad in (-1, NAN, INF)),
@@ -163,6 +164,39 @@ def test_a_malformed_policy_is_refused_by_the_library_too(two: FakeModel, open_s
     with pytest.raises(OptionError):
         set_native(None, 0, None)
     set_native(store.handle, 0, None)
+
+
+@pytest.mark.parametrize("n_slots", [12, 20])
+def test_the_same_victims_as_by_rates_learned_in_python(tmp_path: Path, open_store: Open, n_slots: int) -> None:
+    """Prompts of three tokens among the passes, and tokens that often repeat what came after another one."""
+    fake = make_model(tmp_path, n_layer=3)
+    shape, rng = MoeShape.of(fake.layout), np.random.default_rng(n_slots)
+    rates_of, first_weights = LearnedRates(shape), LearnedRates(shape).weights
+    (native, native_context), (scored, scored_context) = (
+        open_store(fake, n_slots, simulate=True, sweep=False) for _ in range(2)
+    )
+    native.set_policy("next-use")
+    n_row, motif = len(shape.layers), rng.integers(0, 8, (9, 2))
+    scores: Float32s | None = None
+    for pass_ in range(120):
+        n_tokens = 3 if pass_ % 40 == 39 else 1
+        for row, il in enumerate(shape.layers):
+            first = motif[(pass_ * (1 + pass_ // 60) + row) % 9]
+            ids = np.array([first if token == 0 and rng.random() < 0.8 else rng.permutation(8)[:2]
+                            for token in range(n_tokens)], np.int32)  # fmt: skip
+            ids[:, 1] = np.where(ids[:, 0] == ids[:, 1], (ids[:, 1] + 1) % 8, ids[:, 1])
+            scored.set_scores(scores if n_tokens == 1 else None)
+            native_context.acquire(il, ids)
+            scored_context.acquire(il, ids)
+            assert np.array_equal(native.residency(), scored.residency()), (pass_, il)
+            rates_of.count(il, ids)
+            ahead = (np.arange(n_row) - row - 2) % n_row + 1
+            scores = np.zeros(shape.table, np.float32)
+            scores[list(shape.layers)] = (
+                1 - 1 / rates_of.table[list(shape.layers)] - np.float32(4 / n_row) * ahead[:, np.newaxis]
+            )
+    assert np.abs(np.log(rates_of.weights / first_weights)).max() > 0.5  # they were learned
+    assert native.counters()["evictions"] == scored.counters()["evictions"] > 50
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -1.0, 7.0])

@@ -1,22 +1,15 @@
 // next_use.cpp: Belady's rule with an estimate in place of the future: evicts the expert whose next use is expected
 // last.
 //
-// Of the tokens that pass its layer, a part p = sum(weight * average) uses an expert; that is 1 / p - 1 passes after
-// its layer comes next, and distance_weight scales the part of a pass until then. Where a predictor forecasts that the
-// layer uses the expert then with probability q, it is (1 - trust * q) / p passes after that. Where several sequences
-// decode together, p has the same order. Other passes of more than one token are left to recency and the sweep, but
-// count.
-//
-// In published routing half of a token's experts are used again within eight tokens, in other models far fewer:
-// averages over a dozen tokens, some dozens and all of them are good for both.
+// Of the tokens that pass its layer, a part p (use_rates.h) uses an expert; that is 1 / p - 1 passes after its layer
+// comes next, and distance_weight scales the part of a pass until then. Where a predictor forecasts that the layer uses
+// the expert then with probability q, it is (1 - trust * q) / p passes after that. Where several sequences decode
+// together, p has the same order. Other passes of more than one token are left to recency and the sweep, but count.
 // Touches its own tables only (policy.h).
-#include "policies/averages.h"
+#include "policies/use_rates.h"
 
 namespace moegguf {
 namespace {
-
-constexpr size_t max_averages = 4;
-constexpr float least_use = 1e-4f; // a token uses no expert less often than this
 
 class NextUse final : public EvictionPolicy {
   public:
@@ -38,12 +31,10 @@ class NextUse final : public EvictionPolicy {
     }
 
   private:
-    void set_weights(const std::vector<float> & half_lives, std::vector<float> weights);
     void set_distances(float distance_weight);
 
     const Layout & layout_;
-    std::vector<FadingAverage> average_;
-    std::vector<float> weight_; // [n averages]
+    UseRates rates_;
     float trust_;
     std::vector<float> wait_;     // [n_layer * n_expert_max], passes between uses
     std::vector<float> forecast_; // [n_layer * n_expert_max], probabilities where known_
@@ -51,39 +42,18 @@ class NextUse final : public EvictionPolicy {
     std::vector<float> distance_; // [2 * n_moe_layers - 1], by rows ahead: part of a pass until a layer comes
 };
 
-NextUse::NextUse(const Layout & layout, const Parameters & given) : layout_(layout) {
-    const std::vector<float> half_lives = given.values("half_lives_tokens", {12.0f, 60.0f, 2000.0f});
-    set_weights(half_lives, given.values("weights", {0.5f, 0.35f, 0.15f}));
-    for (float half_life_tokens : half_lives) {
-        average_.emplace_back(layout, half_life_tokens);
-    }
+NextUse::NextUse(const Layout & layout, const Parameters & given)
+    : layout_(layout),
+      rates_(layout, given.values("half_lives_tokens", {1.0f, 4.0f, 16.0f, 64.0f, 256.0f, 4000.0f}),
+             given.values("weights", {})) {
     set_distances(given.value("distance_weight", 4.0f));
     trust_ = given.value("trust", 1.0f);
     if (!(trust_ >= 0.0f && trust_ <= 1.0f)) {
         throw Error(MOEGGUF_INVALID, "trust in a forecast lies from 0 to 1, but is " + std::to_string(trust_));
     }
-    wait_.assign(layout.n_keys(), 1.0f / least_use);
+    wait_.assign(layout.n_keys(), 1.0f / *rates_.row(0));
     forecast_.assign(layout.n_keys(), 0.0f);
     known_.assign(layout.layers.size(), 0);
-}
-
-void NextUse::set_weights(const std::vector<float> & half_lives, std::vector<float> weights) {
-    if (half_lives.empty() || half_lives.size() > max_averages || half_lives.size() != weights.size()) {
-        throw Error(MOEGGUF_INVALID, "there are 1 to " + std::to_string(max_averages) +
-                                         " half-lives with a weight each, not " + std::to_string(half_lives.size()) +
-                                         " with " + std::to_string(weights.size()) + " weights");
-    }
-    float sum = 0.0f;
-    for (float weight : weights) {
-        if (!at_least_zero(weight)) {
-            throw Error(MOEGGUF_INVALID, "an average's weight is 0 or more, not " + std::to_string(weight));
-        }
-        sum += weight;
-    }
-    if (sum <= 0.0f || !std::isfinite(sum)) {
-        throw Error(MOEGGUF_INVALID, "the weights of the averages add up to " + std::to_string(sum));
-    }
-    weight_ = std::move(weights);
 }
 
 void NextUse::set_distances(float distance_weight) {
@@ -100,21 +70,10 @@ void NextUse::set_distances(float distance_weight) {
 }
 
 bool NextUse::on_routing(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens) {
-    for (FadingAverage & average : average_) {
-        average.count(il, expert_ids, n_expert_used, n_tokens);
-    }
-    float * wait = &wait_[layout_.key(il, 0)];
-    const int n_expert = layout_.layers[il].n_expert;
-    std::fill_n(wait, n_expert, 0.0f);
-    for (size_t i = 0; i < average_.size(); i++) { // wait: the part of the tokens that use the expert ...
-        const float * average = average_[i].row(il);
-        for (int expert = 0; expert < n_expert; expert++) {
-            wait[expert] += weight_[i] * average[expert];
-        }
-    }
-    for (int expert = 0; expert < n_expert; expert++) { // ... and what follows from it
-        wait[expert] = 1.0f / std::max(wait[expert], least_use);
-    }
+    rates_.count(il, expert_ids, n_expert_used, n_tokens);
+    const float * rates = rates_.row(il);
+    std::transform(rates, rates + layout_.layers[il].n_expert, &wait_[layout_.key(il, 0)],
+                   [](float p) { return 1.0f / p; });
     return true;
 }
 
