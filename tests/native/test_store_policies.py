@@ -17,6 +17,7 @@ from moegguf.controller.policies import LOCALITY
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
 from moegguf.native import abi, library
+from moegguf.native.events import Float32s
 from moegguf.native.store import NativePolicy, Store, StoreContext, StoreOptions
 from moegguf.trace.simulate import layout_of
 
