@@ -130,7 +130,8 @@ def _exchange(conversation: str) -> str:
     said = [" ".join(part.split()).strip("'\"") for part in conversation.split("\n  - ")]
     if len(said) < 2 or "|" in conversation:
         return ""
-    return "".join(f"<|im_start|>{who}\n{text}<|im_end|>\n" for who, text in zip(("user", "assistant"), said))
+    turns = zip(("user", "assistant"), said[:2], strict=True)
+    return "".join(f"<|im_start|>{who}\n{text}<|im_end|>\n" for who, text in turns)
 
 
 def _scripture(archive: ZipFile) -> Iterator[str]:

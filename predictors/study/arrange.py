@@ -93,7 +93,9 @@ def shuffled(trace: Trace, seed: int) -> Trace:
 def answered(trace: Trace, n_prompt: Mapping[int, int]) -> Trace:
     """Requests computed in one pass each, as if all after the first n_prompt[sequence] tokens had been decoded."""
     starts, phases, sequences = list[int](), list[Phase](), list[int]()
-    for sequence, start, end in zip(trace.pass_sequence.tolist(), trace.pass_start, trace.pass_start[1:], strict=True):
+    for sequence, start, end in zip(
+        trace.pass_sequence.tolist(), trace.pass_start[:-1].tolist(), trace.pass_start[1:].tolist(), strict=True
+    ):
         first = min(start + max(1, n_prompt[sequence]), end)
         starts += [start, *range(first, end)]
         phases += [Phase.PREFILL, *[Phase.DECODE] * (end - first)]

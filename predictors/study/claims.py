@@ -31,7 +31,8 @@ CLAIMS = (
     ),
     Claim(
         "moe-infinity", "faster than LRU and than counting in the same store (4.2, figures 6, 7)", FAILS, "medium",
-        "{speed,link-moe-infinity,moe-infinity,none} of LRU, {speed,link-moe-infinity,moe-infinity,counting} of counting",
+        "{speed,link-moe-infinity,moe-infinity,none} of LRU, {speed,link-moe-infinity,moe-infinity,counting} of"
+        " counting",
     ),
     Claim(
         "moe-infinity", "algorithm 1 evicts better than LRU (4.7)", FAILS, "medium",
@@ -39,7 +40,8 @@ CLAIMS = (
     ),
     Claim(
         "moe-infinity", "use is skewed within a request and uniform over many (4.2, figure 2)", HOLDS, "medium",
-        "evenness of use {number,reuse,within,entropy} in a request, {number,reuse,same_size,entropy} in as many tokens of"
+        "evenness of use {number,reuse,within,entropy} in a request, {number,reuse,same_size,entropy} in as many"
+        " tokens of"
         " all requests, {number,reuse,merged,entropy} over all",
     ),
     Claim(
@@ -60,13 +62,15 @@ CLAIMS = (
         "of requests, not tokens: the slowest {tail,link-moe-infinity,moe-infinity} of the middle one, LRU"
         " {tail,link-moe-infinity,none}",
     ),
-    Claim("moe-infinity", "long contexts; experts placed over several devices", UNTESTED, "", "placement is not done here"),
+    Claim("moe-infinity", "long contexts; experts placed over several devices", UNTESTED, "", "placement is not"
+    " done here"),
     Claim(
         "promoe", "2.13 and 2.84 times as fast as offloading in transformers and llama.cpp (abstract)", OPEN, "",
         "needs those programs on a GPU",
     ),
     Claim(
-        "promoe", "decodes 1.33 times as fast as LRU in transformers, 1.09 in llama.cpp (figures 11, 12)", HOLDS, "medium",
+        "promoe",
+        "decodes 1.33 times as fast as LRU in transformers, 1.09 in llama.cpp (figures 11, 12)", HOLDS, "medium",
         "{speed,link-promoe,promoe,none}; with half of the experts {speed,link-promoe-50,promoe,none}",
     ),
     Claim(
@@ -89,7 +93,8 @@ CLAIMS = (
     ),
     Claim(
         "promoe", "the learned predictor keeps its accuracy (figures 8, 9)", HOLDS, "medium",
-        "{share,accuracy,mlp,1,accuracy}, {share,accuracy,mlp,4,accuracy} and {share,accuracy,mlp,8,accuracy} at 1, 4, 8",
+        "{share,accuracy,mlp,1,accuracy}, {share,accuracy,mlp,4,accuracy} and {share,accuracy,mlp,8,accuracy} at 1,"
+        " 4, 8",
     ),
     Claim(
         "promoe", "a token's table is right about 54 % (figure 8)", FAILS, "low",
@@ -110,7 +115,8 @@ CLAIMS = (
         "{speed,link-expertflow,expertflow,none} of LRU",
     ),
     Claim(
-        "expertflow", "the routing-path network predicts better than previous token and affinity (table 1)", HOLDS, "medium",
+        "expertflow",
+        "the routing-path network predicts better than previous token and affinity (table 1)", HOLDS, "medium",
         "{share,accuracy,routing-path,1,accuracy}, {share,accuracy,previous-token,1,accuracy} and"
         " {share,accuracy,affinity,1,accuracy} right one layer ahead",
     ),
@@ -124,9 +130,12 @@ CLAIMS = (
         "fewer experts a pass by 1 to 4 %, an oracle 4.5 to 6.5 %: [batches](evidence/batches.md)",
     ),
     Claim(
-        "expertflow", "75 % of the memory saved, 93.72 at most (table 2)", OPEN, "", "a store's size is its budget here",
+        "expertflow",
+        "75 % of the memory saved, 93.72 at most (table 2)", OPEN, "", "a store's size is its budget here",
     ),
-    Claim("expertflow", "gains grow with experts; hits stable over batch sizes; dual batch (5.3, 5.5)", UNTESTED, "", ""),
+    Claim(
+        "expertflow", "gains grow with experts; hits stable over batch sizes; dual batch (5.3, 5.5)", UNTESTED, "", "",
+    ),
     Claim(
         "duoserve", "end to end 1.42 to 7.54 times loading on demand or by layer (figure 5)", FAILS, "medium",
         "{speed,link-duoserve,duoserve,none} of LRU; those two bases: not tested",
@@ -138,7 +147,8 @@ CLAIMS = (
     ),
     Claim(
         "duoserve", "ExpertMLP: all right in 54 to 67 %, one right in over 90 % (table 3)", FAILS, "medium",
-        "{share,accuracy,expert-mlp,1,all} and {share,accuracy,expert-mlp,1,any}, for 8 of 64 experts instead of 2 of 8",
+        "{share,accuracy,expert-mlp,1,all} and {share,accuracy,expert-mlp,1,any}, for 8 of 64 experts instead of 2"
+        " of 8",
     ),
     Claim("duoserve", "the predictor costs 0.6 ms, hidden (6.4); 15 % of the memory (table 2)", OPEN, "",
           "the simulated time has no predictor; a store's size is its budget here"),

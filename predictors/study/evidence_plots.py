@@ -13,7 +13,7 @@ from predictors.study.render import NAMES, figures
 from tools.models.locality import LOCALITIES
 
 matplotlib.use("svg")
-from matplotlib import pyplot  # noqa: E402
+from matplotlib import pyplot
 
 PUBLISHED_SKIP = {"ProMoE, DeepSeek-V2-Lite": {1: 0.905, 8: 0.545}}  # figure 8
 STYLE = {"svg.hashsalt": "moegguf", "svg.fonttype": "none", "font.size": 8, "axes.spines.top": False,
@@ -60,7 +60,7 @@ def _speeds(step: str, title: str) -> Any:
     systems = figures(step)["systems"]
     base = systems.get("none") or next(iter(systems.values()))
     figure, axis = pyplot.subplots(figsize=(5.4, 0.5 + 0.24 * len(systems)))
-    for place, (name, of) in enumerate(systems.items()):
+    for place, of in enumerate(systems.values()):
         found = ratios(base, of)
         axis.barh(place, median(found), color="0.75")
         axis.plot([min(found), max(found)], [place, place], color="black", linewidth=1)

@@ -72,11 +72,13 @@ class System(NamedTuple):
 BARE = STRATEGIES["none"].store
 _PROMOE = STRATEGIES["promoe"]
 assert isinstance(_PROMOE.prefetch, PrefetchOptions)
-# What a paper compares with: a fixed choice of experts, counting, and ProMoE's ablation step by step.
+# What papers compare with: counting, a fixed choice of experts; and ProMoE's ablation step by step.
 BASELINES = {
-    "static": System("static", store=BARE),
-    "counting": System("lfu", store=BARE),
-    "counting, by request": System("lfu-request", store=BARE),
+    "moe-infinity": {
+        "counting": System("lfu", store=BARE),
+        "algorithm 1 alone": System("sparsity", store=BARE),
+    },
+    "promoe": {"static": System("static", store=BARE)},
 }
 ABLATION = {
     "LRU, waiting for all of a layer": System("lru", store=BARE),

@@ -38,6 +38,7 @@ from predictors.study.score import score_named
 RESULTS = Path(__file__).parents[1] / "results"
 SHARES = (0.125, 0.19, 0.25, 0.4, 0.5, 0.64)
 N_WARM, N_COUNTED = 4, 12
+N_ENTRIES, SCORED_TOKENS = 120, 300
 TRAINING = {
     "popularity": (),
     "affinity": (),
@@ -88,11 +89,15 @@ class Bench:
     def _study(self, role: str) -> Study:
         return Study.open(self.trace(role), self.model, self.predictors)
 
+    def learn(self, n_entries: int) -> None:
+        """Gives MoE-Infinity a collection of so many requests."""
+        write_collection(self.predictors, self.learning.trace, n_entries)
+
     def prepare(self) -> None:
         """Makes what is missing. Raises CalledProcessError."""
         self.predictors.mkdir(parents=True, exist_ok=True)
         if not self.model.exists():
-            run("predictors.models.make_lab_model", "-o", str(self.model))
+            run("predictors.models.make_lab_model", "-o", str(self.model), "--distil-minutes", "0")
         if not all(self.trace(role).exists() for role in ROLES):
             run("predictors.study.requests", "record", str(self.model), "-o", str(self.work))
         for name, settings in TRAINING.items():
@@ -139,8 +144,8 @@ def hit_curve(bench: Bench) -> dict[str, Any]:
 
 def accuracies(bench: Bench) -> dict[str, Any]:
     """Of each predictor at each distance what it is right about, by the papers' measures, and shuffled."""
-    write_collection(bench.predictors, bench.learning.trace, 120)
-    table = score_named(bench.workload.study, SCORED)
+    bench.learn(N_ENTRIES)
+    table = score_named(bench.reporting.limited(SCORED_TOKENS), SCORED)
     controls = {one.name: one for one in table.controls}
     return {
         one.name: {
@@ -162,9 +167,11 @@ def at_link(paper: str, share: float) -> Callable[[Bench], dict[str, Any]]:
     """A paper's strategy and its bases at the paper's times."""
 
     def step(bench: Bench) -> dict[str, Any]:
-        write_collection(bench.predictors, bench.learning.trace, 120)
+        if paper == "moe-infinity":
+            bench.learn(N_ENTRIES)
+        baselines = BASELINES.get(paper, {})
         link, names = LINKS[paper], (*BASES, paper)
-        found = bench.workload.strategies(names, share, link) | bench.workload.systems(BASELINES, share, link)
+        found = bench.workload.strategies(names, share, link) | bench.workload.systems(baselines, share, link)
         return {"share": share, "source": link.source, "requests": len(bench.workload.counted), "systems": found}
 
     return step
@@ -174,7 +181,7 @@ def capacity(bench: Bench) -> dict[str, Any]:
     """MoE-Infinity with collections of different sizes."""
     found = {}
     for n in (0, 12, 60, 120, len(bench.learning.trace.sequences())):
-        write_collection(bench.predictors, bench.learning.trace, n)
+        bench.learn(n)
         found |= {str(n): bench.workload.strategies(["moe-infinity"], 0.25, LINKS["moe-infinity"])["moe-infinity"]}
     return {"share": 0.25, "systems": found}
 
@@ -186,7 +193,7 @@ def ablation(bench: Bench) -> dict[str, Any]:
 
 def own_and_papers(bench: Bench) -> dict[str, Any]:
     """Every strategy at the same times: ProMoE's, which its paper states best."""
-    write_collection(bench.predictors, bench.learning.trace, 120)
+    bench.learn(N_ENTRIES)
     return {"share": 0.25, "systems": bench.workload.strategies(["all"], 0.25, LINKS["promoe"])}
 
 

@@ -129,7 +129,7 @@ def fit_router(inputs: Sequence[Tensor], wanted: Tensor, std: float) -> Tensor:
 
 
 def smoothed(contributions: Tensor) -> Tensor:
-    """(B, T, n_expert) -> (B * T, n_expert): each token's, less their mean, mixed with those of the tokens before it."""
+    """(B, T, n_expert) -> (B * T, n_expert): each token's, less their mean, mixed with those of tokens before it."""
     own = contributions - contributions.mean(dim=2, keepdim=True)
     before = own.clone()
     for at in range(1, own.shape[1]):
