@@ -17,6 +17,7 @@ from typing import Any
 from predictors.study.claims import CLAIMS, Claim
 from predictors.study.papers import LINKS, ratios, spread
 from predictors.study.regenerate import read_result
+from tools.models.locality import LOCALITIES
 
 DOCS = Path(__file__).parents[2] / "docs"
 TABLE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -96,6 +97,43 @@ def hits_table() -> str:
     return markdown(["policy", *[f"{float(share):.3g}".replace("0.", ".") for share in shares]], rows)
 
 
+def model_table() -> str:
+    """The card: losses by kind of text, and answers."""
+    card = read_result("laboratory-model")
+    assert card is not None
+    losses = [
+        [kind, f"{card['heldout_tokens'][kind]:,}", f"{dense:.2f}", f"{card['loss'][kind]:.2f}"]
+        for kind, dense in card["loss_dense"].items()
+    ]
+    head = ["text held out", "tokens", "loss of the dense model, nats per token", "of its experts"]
+    answers = [f"> {question}\n>\n> {' '.join(answer.split())}" for question, answer in card["answers"].items()]
+    return "\n\n".join([markdown(head, losses), "Some answers of it:", *answers])
+
+
+def routing_table() -> str:
+    """Statistics of routing beside those published."""
+    reuse, hits, accuracy = figures("reuse"), figures("hits")["lru"], figures("accuracy")["skip"]
+    known = LOCALITIES["qwen3-30b"]
+    windows = reuse["windows"]
+    rows = [
+        ["a token's experts that the next one uses too", percent(reuse["next_token"]),
+         "45 % Qwen3-30B-A3B, 23 % GLM-5.3-Flash"],
+        ["used within the 8 tokens before", percent(windows["8"]), "80 % Qwen3-30B-A3B"],
+        *[[f"LRU hits with {float(share):.0%} in memory".replace("%", " %"), percent(hits[share]), published]
+          for share, published in (
+              ("0.19", f"{known.hit_rates[0.19]:.0%} Qwen3-30B-A3B, 58 % (of 20 %) GLM-5.3-Flash"),
+              ("0.25", f"{known.hit_rates[0.24]:.0%} Qwen3-30B-A3B, 51 % OLMoE"),
+              ("0.4", f"{known.hit_rates[0.40]:.0%} Qwen3-30B-A3B"),
+              ("0.64", f"{known.hit_rates[0.64]:.0%} Qwen3-30B-A3B"))],
+        *[[f"skip right, {k} layers ahead", percent(of["accuracy"]), {"1": "90.5 % DeepSeek-V2-Lite",
+           "8": "54.5 % DeepSeek-V2-Lite"}.get(k, NONE)] for k, of in accuracy.items()],
+        ["evenness of use over all requests (entropy, 1 is even)", f"{reuse['merged']['entropy']:.2f}",
+         "near 1 (MoE-Infinity, figure 2)"],
+        ["the same within a request", f"{reuse['within']['entropy']:.2f}", "skewed (MoE-Infinity, figure 2)"],
+    ]  # fmt: skip
+    return re.sub(r"(\d)%", r"\1 %", markdown(["", "here", "published"], rows))
+
+
 def claims_table(paper: str | None = None) -> str:
     """All claims, or those of one paper."""
     rows = [
@@ -139,6 +177,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "claims": claims_table,
     **{f"claims-{paper}": (lambda paper=paper: claims_table(paper)) for paper in LINKS},
     "accuracy": accuracy_table,
+    "model": model_table,
+    "routing": routing_table,
     "hits": hits_table,
 }
 
