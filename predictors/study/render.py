@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,18 @@ def routing_table() -> str:
     return re.sub(r"(\d)%", r"\1 %", markdown(["", "here", "published"], rows))
 
 
+def own_table() -> str:
+    """moegguf's default beside LRU and each paper's strategy, at that paper's times."""
+
+    def row(paper: str) -> list[str]:
+        systems = figures(f"link-{paper}")["systems"]
+        pairs = (("lru", paper), ("lru", "moegguf"), (paper, "moegguf"))
+        return [NAMES[paper], *[spread(ratios(systems[base], systems[own])) + "x" for base, own in pairs]]
+
+    head = ["at the times of", "its strategy against `lru`", "`moegguf` against `lru`", "`moegguf` against it"]
+    return markdown(head, [row(paper) for paper in LINKS])
+
+
 def claims_table(paper: str | None = None) -> str:
     """All claims, or those of one paper."""
     rows = [
@@ -150,11 +163,13 @@ def resolved(claim: Claim) -> str:
 
 
 def value_of(asked: str) -> str:
-    """`speed STEP SYSTEM BASE`, `hits STEP SYSTEM`, `share STEP KEY...`, `number STEP KEY...`, `tail STEP SYSTEM`."""
+    """What `KIND,STEP,...` asks for: `speed` and `stall` of a system against another, or against the first; the `tail`
+    of its requests; a `share`, a `number` or a `spread` by keys."""
     kind, step, *keys = asked.split(",")
     found = figures(step)
     if kind == "speed":
-        return spread(ratios(found["systems"][keys[1]], found["systems"][keys[0]])) + "x"
+        base = found["systems"][keys[1] if keys[1:] else next(iter(found["systems"]))]
+        return spread(ratios(base, found["systems"][keys[0]])) + "x"
     if kind == "stall":
         base, own = (found["systems"][name]["stall_ms"] for name in (keys[1], keys[0]))
         return f"{base / own:.2f}x"
@@ -175,9 +190,10 @@ def _at(found: Any, keys: Sequence[str]) -> Any:
 
 TABLES: dict[str, Callable[[], str]] = {
     "claims": claims_table,
-    **{f"claims-{paper}": (lambda paper=paper: claims_table(paper)) for paper in LINKS},
+    **{f"claims-{paper}": partial(claims_table, paper) for paper in LINKS},
     "accuracy": accuracy_table,
     "model": model_table,
+    "own": own_table,
     "routing": routing_table,
     "hits": hits_table,
 }
