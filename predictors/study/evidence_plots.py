@@ -9,6 +9,7 @@ from typing import Any
 import matplotlib
 
 from predictors.study.papers import LINKS, ratios
+from predictors.study.regenerate import read_result
 from predictors.study.render import NAMES, figures
 from tools.models.locality import LOCALITIES
 
@@ -24,7 +25,7 @@ def draw(folder: Path) -> None:
     """Writes every plot, the same bytes from the same results."""
     with pyplot.rc_context(STYLE):
         _save(_model(), folder / "laboratory-model.svg")
-        for paper in LINKS:
+        for paper in filter(lambda paper: read_result(f"link-{paper}"), LINKS):
             _save(_speeds(f"link-{paper}", f"{NAMES[paper]}: 25 % of the experts"), folder / f"{paper}.svg")
         _save(_speeds("ablation", "ProMoE, step by step: 25 % of the experts"), folder / "promoe-steps.svg")
 

@@ -65,6 +65,8 @@ def percent(share: float | None) -> str:
 
 def systems_table(step: str) -> str:
     """Systems of one step: hits, what they wait and move, and how fast beside the bases, over requests."""
+    if read_result(step) is None:
+        return f"Not counted yet: `python -m predictors.study.regenerate --only {step}`."
     systems: Mapping[str, Any] = figures(step)["systems"]
     bases = [base for base in ("none", "lru") if base in systems] or [next(iter(systems))]
 
@@ -144,7 +146,7 @@ def own_table() -> str:
         return [NAMES[paper], *[spread(ratios(systems[base], systems[own])) + "x" for base, own in pairs]]
 
     head = ["at the times of", "its strategy against `lru`", "`moegguf` against `lru`", "`moegguf` against it"]
-    return markdown(head, [row(paper) for paper in LINKS])
+    return markdown(head, [row(paper) for paper in LINKS if read_result(f"link-{paper}")])
 
 
 def claims_table(paper: str | None = None) -> str:
