@@ -1,7 +1,7 @@
 # make        everything needed to use moegguf from this folder
 # make run    the bundled demo model, with a budget of half its experts
 # make test   the tests, two files at a time (JOBS=2)          make lint   style, types and size
-# make lab    what the laboratory needs, see predictors/README.md
+# make lab    what the laboratory needs, see predictors/README.md      make evidence   docs/evidence.md anew: hours
 # make tsan, make asan           the native tests under a sanitizer
 # make test-vulkan               the tests that need a GPU, on a software one
 # make check-cuda                compiles and links the CUDA build, also without a card: 40 minutes of processor time
@@ -21,7 +21,7 @@ JOBS ?= 2
 ARCH ?= $(shell uname -m)
 CROSS := $(if $(filter-out $(shell uname -m),$(ARCH)),--config-settings=cmake.define.CMAKE_TOOLCHAIN_FILE=$(CURDIR)/tools/$(ARCH).cmake)
 
-.PHONY: all run test test-vulkan check-cuda lint lab tsan asan wheel bench clean
+.PHONY: all run test test-vulkan check-cuda lint lab evidence tsan asan wheel bench clean
 
 all: $(READY)
 
@@ -58,6 +58,10 @@ lint: $(VENV)/.lint
 
 lab: $(READY)
 	@$(PY) tools/check_machine.py --requirements lab | $(PIP) install -r /dev/stdin
+
+evidence: lab
+	@$(PY) -m predictors.study.regenerate
+	@$(PY) -m predictors.study.render
 
 test-vulkan: $(READY)
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) tools/vulkan_tests.py

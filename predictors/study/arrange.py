@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -88,3 +88,23 @@ def shuffled(trace: Trace, seed: int) -> Trace:
         if weights is not None and trace.weights is not None:
             weights[row, here] = trace.weights[row, dealt]
     return replace(trace, expert_ids=expert_ids, weights=weights)
+
+
+def answered(trace: Trace, n_prompt: Mapping[int, int]) -> Trace:
+    """Requests computed in one pass each, as if all after the first n_prompt[sequence] tokens had been decoded."""
+    starts, phases, sequences = list[int](), list[Phase](), list[int]()
+    for sequence, start, end in zip(
+        trace.pass_sequence.tolist(), trace.pass_start[:-1].tolist(), trace.pass_start[1:].tolist(), strict=True
+    ):
+        first = min(start + max(1, n_prompt[sequence]), end)
+        starts += [start, *range(first, end)]
+        phases += [Phase.PREFILL, *[Phase.DECODE] * (end - first)]
+        sequences += [sequence] * (1 + end - first)
+    return replace(
+        trace,
+        pass_sequence=np.array(sequences, np.int32),
+        pass_phase=np.array(phases, np.uint8),
+        pass_first_token=np.zeros(len(starts), np.int32),
+        pass_ns=np.arange(len(starts), dtype=np.int64),
+        pass_start=np.array([*starts, trace.n_tokens], np.int64),
+    )

@@ -1,6 +1,5 @@
-"""What docs/evidence.md is made with: requests to record, systems measured in turns, strategies at a paper's link.
+"""Live measurements of docs/evidence/: systems in turns, batches, passes; and strategies at a paper's link, any trace.
 
-    python -m predictors.study.evidence requests -o requests.jsonl
     python -m predictors.study.evidence speed --strategy lru,promoe -m demo --expert-cache 25% -n 256
     python -m predictors.study.evidence batches -m demo --expert-cache 25% --batch 1,2,4,8,16 --schedule fifo,auto
     python -m predictors.study.evidence link promoe requests.trace --model demo --expert-cache 25%,50%
@@ -46,62 +45,14 @@ from moegguf.trace.belady import Lookups, belady
 from moegguf.trace.format import read
 from moegguf.trace.simulate import Simulation
 from moegguf.trace.trace import Trace
-from predictors.models.demo import corpus
 from predictors.study.arrange import grouped
+from predictors.study.papers import LINKS
 from predictors.study.synthesize import shape_of, synthesize
 
-REQUEST_CHARS, OPENING_CHARS = 1200, 120
-N_QUESTIONS = 20
 QUESTIONS = Path(__file__).parents[1] / "models" / "demo_questions.jsonl"
 STORE_COLUMNS = ("hit_rate", "mb_per_token", "stall_ms_per_token")
 RULE = "|---" * 7 + "|"
 RANDOM = "random"
-
-
-@dataclass(frozen=True)
-class Link:
-    """Times of a paper: µs that one expert takes on its link, µs of compute per layer and token, and whence."""
-
-    expert_us: float
-    layer_us: float
-    source: str
-
-
-LINKS = {
-    "moe-infinity": Link(
-        720, 4000, "table 1: DeepSeek-V2-Lite, 24 GB/s, 17.3 MB an expert; 155 - 51 ms of compute over 26 layers"
-    ),
-    "promoe": Link(
-        750, 1030, "5.3: DS-1 in fp16, 23 GB/s, 17.3 MB an expert; 39.6 % of 67.9 ms are compute, over 26 layers"
-    ),
-    "expertflow": Link(
-        790, 790, "none in the paper: Switch-base's experts of 18.9 MB over an A40's 24 GB/s, as much compute a layer"
-    ),
-    "duoserve": Link(
-        3960,
-        1980,
-        "6.1: Mixtral-8x7B in 4 bits, 99 MB an expert at 25 GB/s; compute, not in the paper: half of that",
-    ),
-}
-
-
-def requests(path: Path, per_kind: int, training: bool) -> None:
-    """Writes requests: pieces of the corpus's texts, to be evaluated token by token, and questions to be answered."""
-    rows: list[dict[str, Any]] = []
-    documents = corpus.select(corpus.gather())
-    for kind in corpus.KINDS:
-        texts = [d.text for d in documents if d.kind == kind and d.heldout != training][:per_kind]
-        rows += [
-            {"prompt": t[:OPENING_CHARS], "completion": t[OPENING_CHARS:REQUEST_CHARS], "label": kind} for t in texts
-        ]
-    entries = map(json.loads, QUESTIONS.read_text("utf-8").splitlines())
-    asked = [entry["ask"] for entry in entries if "ask" in entry]
-    template = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-    chosen = asked[N_QUESTIONS:] if training else asked[:N_QUESTIONS]
-    rows += [{"prompt": template.format(ask[-1]), "n_predict": 128, "label": "chat"} for ask in chosen]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    texts = [row["prompt"] + row["completion"] for row in rows if "completion" in row]
-    path.with_suffix(".txt").write_text("\n\n".join(texts), encoding="utf-8")
 
 
 def bench(options: Sequence[str], rounds: int) -> list[dict[str, Any]]:
@@ -348,10 +299,6 @@ def arguments(given: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
     """The command line, and what is passed on."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("requests", help="write held-out requests, and their text, to record and to measure with")
-    one.add_argument("-o", "--output", type=Path, required=True, help="a .jsonl; the text lies beside it as .txt")
-    one.add_argument("--per-kind", type=int, default=20, metavar="N", help="pieces of each kind of text")
-    one.add_argument("--training", action="store_true", help="of what is not held out")
     one = commands.add_parser("speed", help="measure systems in turns; takes the options of `moegguf bench`")
     one.add_argument("--rounds", type=int, default=5, metavar="N", help="of every system")
     one.add_argument("--base", default="lru", metavar="SYSTEM", help="what the others are compared with")
@@ -389,9 +336,7 @@ def arguments(given: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
 def main(given: Sequence[str] | None = None) -> int:
     """Does what was asked; returns the exit status."""
     args, options = arguments(given)
-    if args.command == "requests":
-        requests(args.output, args.per_kind, args.training)
-    elif args.command == "speed":
+    if args.command == "speed":
         print(speed(options, args.rounds, args.base, args.results))
     elif args.command == "batches":
         chosen = itertools.product(map(int, args.batch.split(",")), args.schedule.split(","))

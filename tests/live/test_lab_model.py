@@ -29,7 +29,8 @@ SHAPE = Shape(N_VOCAB, 2, 64, N_FF_EXP * (N_EXPERT + N_SHARED), 2, 1, 256, 10_00
 
 
 def split(n_used: int) -> Split:
-    return convert.Split(N_EXPERT, n_used, N_FF_EXP, N_SHARED)
+    """Chosen experts weigh the same, so that all of them together are the dense network."""
+    return convert.Split(N_EXPERT, n_used, N_FF_EXP, N_SHARED, router_std=1e-3)
 
 
 @pytest.fixture(scope="module")
@@ -123,11 +124,20 @@ def test_neurons_that_act_together_become_one_expert() -> None:
     contributions = active.repeat_interleave(8, dim=1) * torch.rand(200, 32, generator=random)
     contributions = torch.cat((contributions, 3 * torch.rand(200, 4, generator=random)), dim=1)
     mixed = torch.randperm(36, generator=random)
-    order = mixed[clustering.order_neurons(contributions[:, mixed], n_shared=4, n_ff_exp=8)]
+    order = mixed[clustering.order_neurons(contributions[:, mixed], n_shared=4, n_expert=4, n_ff_exp=8)]
     assert set(order[:4].tolist()) == {32, 33, 34, 35}
     assert {frozenset(part.tolist()) for part in order[4:].split(8)} == {
         frozenset(range(8 * group, 8 * group + 8)) for group in range(4)
     }
+
+
+def test_more_experts_than_neurons_hold_each_neuron_several_times() -> None:
+    contributions = torch.rand(200, 36, generator=torch.Generator().manual_seed(0))
+    order = clustering.order_neurons(contributions, n_shared=4, n_expert=10, n_ff_exp=8)
+    assert len(order) == 4 + 10 * 8
+    assert sorted(order[:36].tolist()) == list(range(36))
+    assert set(order[36:68].tolist()) == set(order[4:36].tolist())
+    assert set(torch.bincount(order[4:], minlength=36).tolist()) == {0, 2, 3}
 
 
 def test_every_cluster_is_filled() -> None:
@@ -136,7 +146,24 @@ def test_every_cluster_is_filled() -> None:
 
 
 def test_parts_that_do_not_add_up_are_an_error() -> None:
-    with pytest.raises(ValueError, match=r"add up to the network's 300, but give 256"):
+    with pytest.raises(ValueError, match=r"6 experts of 32 neurons must hold the 236 of the network's 300"):
         split(2).check(300)
     with pytest.raises(ValueError, match=r"experts used must be in 1\.\.6, but are 7"):
         split(7).check(SHAPE.n_ff)
+
+
+def test_training_goes_on_where_it_ended(dense: Path, tmp_path: Path) -> None:
+    teacher, (_, network) = source.load(GGUFReader(dense)), converted(dense, 2, "q4_0")
+    rows = torch.randint(0, N_VOCAB, (8, 64), generator=torch.Generator().manual_seed(1))
+    kept = tmp_path / "training"
+
+    def train(minutes: float) -> int:
+        schedule = distil.Schedule(minutes, peak_lr=1e-3, save_every_steps=1)
+        return distil.distil(network, teacher, rows, export.rounding("q4_0"), schedule, lambda line: None, kept)
+
+    n_tokens = train(0.01)
+    trained = network.layers[0].ffn.ffn.down.clone()
+    with torch.no_grad():
+        network.layers[0].ffn.ffn.down.zero_()
+    assert train(0) == n_tokens > 0  # its time is over, so it only reads
+    assert torch.equal(network.layers[0].ffn.ffn.down, trained)

@@ -1,4 +1,4 @@
-"""The laboratory's commands in docs/evidence.md and predictors/README.md exist; evidence.py works out its tables."""
+"""The laboratory's commands in docs/evidence and predictors/README.md exist; tables are what was recorded."""
 
 from __future__ import annotations
 
@@ -6,19 +6,29 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from command_help import help_of
+from traces import random_trace
 
+from moegguf.controller.artifacts import Artifacts
+from moegguf.native.events import Phase
 from moegguf.trace.prompts import read_prompts
-from predictors.models.demo.corpus import Document
-from predictors.study import evidence
+from predictors import texts
+from predictors.study import evidence, regenerate, render, requests
+from predictors.study.arrange import answered
+from predictors.study.claims import CLAIMS, VERDICTS
+from predictors.study.common import Study
+from predictors.study.papers import BASELINES, LINKS, Workload, ratios, spread, write_collection
 
 ROOT = Path(__file__).resolve().parents[2]
-TEXT = "".join((ROOT / name).read_text(encoding="utf-8") for name in ("docs/evidence.md", "predictors/README.md"))
+PAGES = [ROOT / "predictors/README.md", ROOT / "docs/evidence.md", *sorted((ROOT / "docs/evidence").glob("*.md"))]
+TEXT = "".join(page.read_text(encoding="utf-8") for page in PAGES)
 LINES = [
     shlex.split(line.split("#")[0])
     for block in re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)
@@ -92,17 +102,89 @@ def test_simulated_systems_are_compared_with_lru_at_the_same_share() -> None:
     assert table[-1] == "| 25% | promoe | 40.0% | 1.0 | 2.0 | 2.00 | 2.00 |"
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_requests_are_texts_to_evaluate_and_questions_to_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, training: bool
-) -> None:
-    documents = [Document("manual", f"page {i}", f"text {i} " * 60) for i in range(200)]
-    monkeypatch.setattr(evidence.corpus, "gather", lambda: documents)
-    monkeypatch.setattr(evidence.corpus, "select", list)
-    evidence.requests(tmp_path / "r.jsonl", 2, training)
-    found = read_prompts(tmp_path / "r.jsonl")
-    texts = [prompt for prompt in found if prompt.completion is not None]
-    whole = [prompt.text + (prompt.completion or "") for prompt in texts]
-    assert whole == [d.text[: evidence.REQUEST_CHARS] for d in documents if d.heldout != training][:2]
-    assert (tmp_path / "r.txt").read_text().split("\n\n") == whole
-    assert {prompt.label for prompt in found if prompt not in texts} == {"chat"}
+def test_tables_are_what_was_recorded() -> None:
+    for page in render.pages():
+        text = page.read_text(encoding="utf-8")
+        assert render.rendered(text) == text, f"{page.name} is not what is recorded: python -m predictors.study.render"
+
+
+def test_every_claim_has_a_verdict_and_a_judged_one_its_confidence() -> None:
+    assert {claim.paper for claim in CLAIMS} == set(LINKS)
+    for claim in CLAIMS:
+        assert claim.verdict in VERDICTS
+        assert bool(claim.confidence) == (claim.verdict in VERDICTS[:2]), claim.text
+        assert "{" not in render.resolved(claim)
+
+
+def test_every_result_says_how_it_came_about() -> None:
+    names = [path.stem for path in regenerate.RESULTS.glob("*.json")]
+    assert set(names) <= {*regenerate.STEPS, "requests", "laboratory-model"}
+    found = [regenerate.read_result(name) for name in names if name in regenerate.STEPS]
+    assert found
+    for result in found:
+        assert result and {"command", "commit", "machine", "reporting_trace", "figures"} <= result.keys()
+    assert len({result["reporting_trace"] for result in found if result}) == 1
+
+
+def test_ratios_are_of_the_same_request() -> None:
+    base, other = {"token_ms": [2.0, 3.0, 8.0]}, {"token_ms": [1.0, 3.0, 2.0]}
+    assert ratios(base, other) == [2.0, 1.0, 4.0]
+    assert spread(ratios(base, other)) == "2.00 (1.00 to 4.00)"
+
+
+def test_requests_are_split_by_time_and_known_by_their_hashes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def found(folder: Path) -> dict[str, texts.Texts]:
+        return {
+            kind: texts.Texts([f"{kind} {i} " + "word " * 120 for i in range(texts.N_REQUESTS)], [], [])
+            for kind in texts.SOURCES
+        }
+
+    monkeypatch.setattr(texts, "load", found)
+    loaded = requests.load(tmp_path)
+    assert [request.role for request in loaded] == [role for role, n in requests.ROLES.items() for _ in range(n)]
+    assert {request.kind for request in loaded[-80:]} == set(texts.SOURCES)
+    requests.write_prompts(tmp_path / "r.jsonl", loaded)
+    read = read_prompts(tmp_path / "r.jsonl")
+    assert [prompt.text + (prompt.completion or "") for prompt in read] == [request.text for request in loaded]
+    with pytest.raises(ValueError, match="but the manifest has"):
+        requests.checked(tmp_path)
+
+
+def test_a_conversation_is_put_into_the_chat_template() -> None:
+    turn = "<|im_start|>user\nwho are you<|im_end|>\n<|im_start|>assistant\nnobody: a bot<|im_end|>\n"
+    assert texts._exchange("who are you\n  - 'nobody:\n    a bot'\n  - more\n") == turn
+    assert texts._exchange("alone\n") == ""
+
+
+def test_a_request_in_one_pass_is_replayed_as_if_it_had_been_decoded() -> None:
+    trace = random_trace(n_sequences=2, n_prefill=6, n_decode=0)
+    found = answered(trace, {0: 4, 1: 9})
+    assert np.diff(found.pass_start).tolist() == [4, 1, 1, 6]
+    assert found.pass_phase.tolist() == [Phase.PREFILL, Phase.DECODE, Phase.DECODE, Phase.PREFILL]
+    assert found.pass_sequence.tolist() == [0, 0, 0, 1]
+    assert np.array_equal(found.expert_ids, trace.expert_ids)
+
+
+def test_systems_are_replayed_over_the_same_requests_after_some_that_warm_the_cache(tmp_path: Path) -> None:
+    trace = random_trace(n_sequences=8, n_labels=3)
+    study = Study(trace, Artifacts(None, "", tmp_path))
+    workload = Workload.of(study, 2, 5)
+    labels = trace.header.labels
+    assert len(workload.counted) == 6 and not {0, 1} & set(workload.counted)
+    assert sorted(labels[sequence] for sequence in workload.counted) == sorted(2 * ["kind0", "kind1", "kind2"])
+    found = workload.strategies(["none", "lru"], 0.5, LINKS["promoe"])
+    found |= workload.systems({"counting": BASELINES["moe-infinity"]["counting"]}, 0.5, LINKS["promoe"])
+    assert all(len(of["token_ms"]) == 6 and 0 < of["hits"] < 1 for of in found.values())
+    assert min(ratios(found["none"], found["lru"])) >= 1
+
+
+def test_a_collection_has_the_last_requests(tmp_path: Path) -> None:
+    trace = random_trace(n_sequences=5)
+    trace = replace(trace, header=replace(trace.header, fingerprint="ab" * 8))
+    artifacts = Artifacts(None, "ab" * 8, tmp_path)
+    write_collection(tmp_path, trace, 3)
+    found = artifacts.collection(trace.shape)
+    assert found is not None and found.decode.n_entries == 3
+    assert found.decode.state[0].sum() == 24 * trace.shape.n_expert_used * len(trace.shape.layers)
+    write_collection(tmp_path, trace, 0)
+    assert artifacts.collection(trace.shape) is None

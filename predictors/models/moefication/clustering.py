@@ -1,5 +1,8 @@
 """Which neurons are shared, and which of the others go together: clusters of equal size by co-activation.
 
+More experts than one clustering of the neurons gives are clustered again, from other tokens: a neuron then lies in
+several experts, each time beside others, as knowledge that is common to several experts of a trained model does.
+
 As in MoEfication (Zhang et al., 2022, section 3.2, co-activation graph split) and CMoE (Pei et al., 2025, section 3.1:
 shared neurons, then balanced k-means). SwiGLU has no zeros to count, so what counts is a neuron's contribution: how
 long the vector is that it adds to the stream.
@@ -14,18 +17,23 @@ from torch.nn import functional
 ROUNDS = 8
 
 
-def order_neurons(contributions: Tensor, n_shared: int, n_ff_exp: int) -> Tensor:
-    """The neurons in the order of a Mixture: the shared ones, then cluster after cluster. contributions: (n, n_ff)."""
+def order_neurons(contributions: Tensor, n_shared: int, n_expert: int, n_ff_exp: int) -> Tensor:
+    """The neurons in the order of a Mixture: the shared ones, then expert after expert. contributions: (n, n_ff)."""
     by_size = contributions.square().mean(dim=0).argsort(descending=True)
     shared, others = by_size[:n_shared], by_size[n_shared:].sort().values
-    clusters = balanced_clusters(contributions[:, others].T, len(others) // n_ff_exp)
-    return torch.cat((shared, others[clusters.argsort(stable=True)]))
+    order, n_clusters = [shared], len(others) // n_ff_exp
+    n_times = -(-n_expert // n_clusters)
+    for number in range(n_times):
+        some = contributions[number::n_times, others]
+        clusters = balanced_clusters(some.T, n_clusters, number)
+        order.append(others[clusters.argsort(stable=True)])
+    return torch.cat(order)[: n_shared + n_expert * n_ff_exp]
 
 
-def balanced_clusters(rows: Tensor, n_clusters: int) -> Tensor:
+def balanced_clusters(rows: Tensor, n_clusters: int, seed: int = 0) -> Tensor:
     """The cluster of each row: k-means on the sphere, each cluster with equally many rows."""
     rows = functional.normalize(rows, dim=1)
-    start = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:n_clusters]
+    start = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:n_clusters]
     centres, clusters = rows[start], torch.empty(0)
     for _ in range(ROUNDS):
         clusters = fill_evenly(rows @ centres.T)

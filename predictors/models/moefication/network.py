@@ -93,7 +93,7 @@ class FeedForward(nn.Module):
 class Mixture(nn.Module):
     """A FeedForward whose neurons lie in order: the shared expert's, then those of expert 0, 1, ...
 
-    The router's logits are so small that softmax times n_expert weighs each chosen expert with nearly 1.
+    A chosen expert's weight is its probability times n_expert.
     """
 
     def __init__(self, ffn: FeedForward, router: Tensor, n_ff_exp: int, n_expert_used: int) -> None:
@@ -101,6 +101,12 @@ class Mixture(nn.Module):
         self.ffn, self.router = ffn, nn.Parameter(router)
         self.n_ff_exp, self.n_expert_used = n_ff_exp, n_expert_used
         self.n_ff_shexp = len(ffn.gate) - len(router) * n_ff_exp
+
+    @classmethod
+    def empty(cls, n_embd: int, n_shared: int, n_expert: int, n_ff_exp: int, n_expert_used: int) -> Mixture:
+        """One whose weights are loaded later."""
+        ffn = FeedForward(n_embd, n_shared + n_expert * n_ff_exp)
+        return cls(ffn, zeros(n_expert, n_embd), n_ff_exp, n_expert_used)
 
     def weights(self, x: Tensor) -> Tensor:
         """(..., n_expert): the weight of each chosen expert, 0 for the others."""

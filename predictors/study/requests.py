@@ -1,0 +1,133 @@
+"""300 requests of real text of six kinds in the order in which they arrive, split by time, and their routing.
+
+    python -m predictors.study.requests write -o requests.jsonl
+    python -m predictors.study.requests record lab.gguf -o build/evidence
+
+Of 300 requests (`predictors/texts.py`) the first 180 are for learning (collections, counts, networks), the next 40 for
+choosing, the last 80 for reporting. The manifest that ships has their hashes, so every machine has the same ones or
+says which differs. `record` writes learning.trace, choosing.trace and reporting.trace. A request is computed in one
+pass, each of whose tokens routes as if it had been decoded, but for rounding; what comes after the opening then counts
+as decoded, token by token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from moegguf.bench.record import RecordOptions, record
+from moegguf.native import library
+from moegguf.trace.format import read, write
+from moegguf.trace.prompts import Prompt
+from predictors import texts
+from predictors.study.arrange import answered
+
+MANIFEST = Path(__file__).parents[1] / "results" / "requests.json"
+OPENING_CHARS, REQUEST_CHARS = 160, 480
+ROLES = {"learning": 180, "choosing": 40, "reporting": 80}
+N_CTX = 512
+
+
+@dataclass(frozen=True)
+class Request:
+    """A text whose opening is the prompt and whose rest is the answer, evaluated token by token."""
+
+    kind: str
+    role: str
+    text: str
+
+    @property
+    def opening(self) -> str:
+        """The prompt."""
+        return self.text[:OPENING_CHARS]
+
+
+def load(folder: Path) -> list[Request]:
+    """The requests in order of arrival. Raises ValueError."""
+    found = [(kind, text) for kind, of in texts.load(folder).items() for text in of.requests]
+    roles = [role for role, n in ROLES.items() for _ in range(n)]
+    ordered = sorted(found, key=lambda one: texts.digest(f"arrival {one[1]}"))
+    return [Request(kind, role, text[:REQUEST_CHARS]) for (kind, text), role in zip(ordered, roles, strict=True)]
+
+
+def manifest(requests: Sequence[Request]) -> dict[str, object]:
+    """What identifies them: no text."""
+    sources = {kind: {**asdict(source), "read": source.read.__name__} for kind, source in texts.SOURCES.items()}
+    return {
+        "sources": sources,
+        "requests": [{"kind": r.kind, "role": r.role, "sha256": texts.digest(r.text)} for r in requests],
+    }
+
+
+def checked(folder: Path) -> list[Request]:
+    """`load`; raises ValueError where a request is not the manifest's."""
+    requests, known = load(folder), json.loads(MANIFEST.read_text("utf-8"))["requests"]
+    for number, (own, other) in enumerate(zip(manifest(requests)["requests"], known, strict=True)):  # type: ignore[call-overload]
+        if own != other:
+            raise ValueError(f"request {number} is {own}, but the manifest has {other}")
+    return requests
+
+
+def write_prompts(path: Path, requests: Sequence[Request]) -> None:
+    """As `moegguf trace record` and `moegguf bench` read them: a .jsonl, and the whole text beside it as .txt."""
+    rows = [{"prompt": r.opening, "completion": r.text[OPENING_CHARS:], "label": r.kind} for r in requests]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    path.with_suffix(".txt").write_text("\n\n".join(r.text for r in requests), encoding="utf-8")
+
+
+def record_role(model: Path, requests: Sequence[Request], path: Path, inputs: bool) -> None:
+    """The routing of these requests, as if each had been answered token by token after its opening."""
+    prompts = [Prompt(request.text, request.kind, n_predict=None) for request in requests]
+    options = RecordOptions(n_predict=0, inputs=inputs)
+    record(model, prompts, path, options, n_ctx=N_CTX, logits_all=True, verbose=False, expert_cache="100%")
+    trace = read(path)
+    llm = library.llama_cpp().Llama(str(model), vocab_only=True, verbose=False)
+    lengths = [len(llm.tokenize(request.opening.encode(), special=True)) for request in requests]
+    write(path, answered(trace, dict(zip(trace.sequences(), lengths, strict=True))))
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("write", help="write them as prompts, and their text beside them")
+    one.add_argument("-o", "--output", type=Path, required=True, help="a .jsonl")
+    one.add_argument("--role", choices=ROLES, help="of one part only")
+    one = commands.add_parser("record", help="record their routing")
+    one.add_argument("model", type=Path)
+    one.add_argument("-o", "--output", type=Path, required=True, help="a folder")
+    commands.add_parser("manifest", help="write the manifest anew, after a change of the sources")
+    return parser.parse_args(given)
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Does what was asked; returns the exit status."""
+    args, folder = arguments(given), texts.cache_folder()
+    try:
+        if args.command == "manifest":
+            MANIFEST.write_text(json.dumps(manifest(load(folder)), indent=1) + "\n", encoding="utf-8")
+            return 0
+        by_role: Mapping[str, list[Request]] = {role: [] for role in ROLES}
+        for request in checked(folder):
+            by_role[request.role].append(request)
+        if args.command == "write":
+            roles = [args.role] if args.role else ROLES
+            write_prompts(args.output, [request for role in roles for request in by_role[role]])
+        else:
+            args.output.mkdir(parents=True, exist_ok=True)
+            for role, requests in by_role.items():
+                path = args.output / f"{role}.trace"
+                if not path.exists():  # a long recording is made in pieces
+                    record_role(args.model, requests, path, inputs=True)
+    except (ValueError, OSError) as error:
+        print(f"requests: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
