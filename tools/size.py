@@ -23,7 +23,7 @@ LIMITS = {
     "moegguf/cli": 3_405,
     "moegguf/controller": 3_500,
     "moegguf/engine": 7_830,
-    "moegguf/generate": 4_850,
+    "moegguf/generate": 4_855,
     "moegguf/gguf": 1_920,
     "moegguf/models": 3_150,
     "moegguf/native": 17_335,
