@@ -33,7 +33,7 @@ LIMITS = {
     "moegguf/trace": 2_090,
     "predictors": 7_080,
     "tests": 43_560,
-    "tools": 5_800,
+    "tools": 5_970,
 }
 
 

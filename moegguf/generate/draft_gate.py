@@ -14,7 +14,6 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import median
 
 SUPPOSED_COST = 0.1  # of a drafted token, in undrafted passes, until it was measured
 LEAST_COST = 0.01
@@ -70,6 +69,7 @@ class PassTimes:
     n_drafted: int = 0  # passes since the last undrafted one
     widest: int = 0  # tokens drafted in a pass
     _undrafted_s: deque[float] = field(init=False)
+    _median_s: float = field(init=False, default=0.0)  # of these: a pass may be short enough to notice a `median`
     _tokens: float = field(init=False, default=1.0)  # drafted, recent ones count more
     _cost: float = field(init=False, default=SUPPOSED_COST)  # of these together, in undrafted passes
 
@@ -81,7 +81,7 @@ class PassTimes:
         """The time of an undrafted pass; None while too few are known, or none was for long."""
         if len(self._undrafted_s) < self.options.base_passes or self.n_drafted >= self.options.renew_passes:
             return None
-        return median(self._undrafted_s)
+        return self._median_s
 
     @property
     def cost(self) -> float:
@@ -92,11 +92,12 @@ class PassTimes:
         """A pass with so many drafted tokens took so long; what drafts have added, in seconds."""
         if n_drafted == 0:
             self._undrafted_s.append(seconds)
+            self._median_s = sorted(self._undrafted_s)[len(self._undrafted_s) // 2]
             self.n_drafted = 0
             return 0.0
         self.n_drafted += 1
         self.widest = max(self.widest, n_drafted)
-        base_s, kept = median(self._undrafted_s), self.options.memory
+        base_s, kept = self._median_s, self.options.memory
         added_s = min(seconds - base_s, n_drafted * base_s)  # more, and it was something else that took the time
         self._tokens = kept * self._tokens + n_drafted
         self._cost = kept * self._cost + added_s / base_s

@@ -75,8 +75,10 @@ class Drafter:
 
     def ran(self, n_sequences: int, seconds: float) -> None:
         """A pass took so long in which so many sequences decoded, and nothing else."""
-        n_drafted, n_accepted = (sum(counts) for counts in zip((0, 0), *self._verified, strict=True))
-        self._verified.clear()
+        n_drafted = n_accepted = 0
+        if self._verified:
+            n_drafted, n_accepted = map(sum, zip(*self._verified, strict=True))
+            self._verified.clear()
         self.gate.ran(n_sequences, n_drafted, n_accepted, seconds - self._once_s, self._spent_s)
         self._spent_s = self._once_s = 0.0
 
