@@ -7,8 +7,8 @@ A laboratory for measurements of routing: thirty layers deep, real language, 8 o
 moegguf. The busiest neurons become a shared expert, the others are clustered by co-activation, four times over, and a
 linear router is fitted to the clusters' contributions (MoEfication, Zhang et al., 2022; CMoE, Pei et al., 2025) so that
 its choices follow from layer to layer and from token to token about as published of trained models; then down matrices
-are fitted anew, and trained towards the dense model's probabilities. Needs the extra `lab`. Interrupted, it goes on
-where it ended.
+are fitted anew and, if asked, trained towards the dense model's probabilities. Needs the extra `lab`. Interrupted, it
+goes on where it ended.
 
 Writes the model, and its card (.json) beside it. `python -m predictors.study.requests` records its routing.
 On a machine with other load, OMP_WAIT_POLICY=passive in the environment makes torch much faster.
@@ -45,7 +45,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--neurons", type=int, default=32, metavar="N", help="neurons per expert")
     parser.add_argument("--quant", choices=export.FILE_TYPES, default="q4_0", help="type of the experts")
     parser.add_argument("--text-rows", type=int, default=600, metavar="N", help=f"rows of {text.N_CTX} tokens of text")
-    parser.add_argument("--distil-minutes", type=float, default=60, help="training after the fit")
+    parser.add_argument("--distil-minutes", type=float, default=0, help="training after the fit")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads for torch")
     return parser.parse_args(given)
 

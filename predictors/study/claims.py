@@ -60,7 +60,7 @@ CLAIMS = (
     ),
     Claim(
         "moe-infinity", "a collection of 120 is enough (figure 9)", UNTESTED, "",
-        "with 0, 12, 120 and 180 of the requests learned: see the page",
+        "the collections here have 120; other sizes: `--only capacity`",
     ),
     Claim("moe-infinity", "recovers within 50 requests of a shift (table 3)", UNTESTED, "", ""),
     Claim(

@@ -48,7 +48,7 @@ TRAINING = {
     "token-id": (),
     "mlp": ("windows=4", "n_hidden=128", "epochs=3"),
     "routing-path": ("epochs=4",),
-    "expert-mlp": ("hidden=512,256,128,64,32,16", "epochs=2"),
+    "expert-mlp": ("hidden=512,256,128,64,64,64", "epochs=12"),
 }
 SCORED = ("previous-token", "token-id", "affinity", "eamc", "skip", "mlp", "routing-path", "expert-mlp")
 BASES = ("none", "lru", "moegguf")
@@ -100,7 +100,7 @@ class Bench:
         """Makes what is missing. Raises CalledProcessError."""
         self.predictors.mkdir(parents=True, exist_ok=True)
         if not self.model.exists():
-            run("predictors.models.make_lab_model", "-o", str(self.model), "--distil-minutes", "0")
+            run("predictors.models.make_lab_model", "-o", str(self.model))
         if not all(self.trace(role).exists() for role in ROLES):
             run("predictors.study.requests", "record", str(self.model), "-o", str(self.work))
         few = self.trace("few")  # scoring takes long

@@ -8,6 +8,7 @@ The plots need matplotlib (the extra `lab`).
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -156,12 +157,19 @@ def claims_table(paper: str | None = None) -> str:
          claim.confidence or NONE, resolved(claim)]
         for claim in CLAIMS if paper in (None, claim.paper)
     ]  # fmt: skip
+    if paper:
+        rows = list(map(_from_pages, rows))
     return markdown([*([] if paper else ["paper"]), "claim", "verdict", "confidence", "figure"], rows)
 
 
 def resolved(claim: Claim) -> str:
     """The claim's figure with what was recorded."""
     return FIGURE.sub(lambda found: value_of(found[1]), claim.figure)
+
+
+def _from_pages(row: list[str]) -> list[str]:
+    """Links as the pages in the folder need them."""
+    return [cell.replace("](evidence/", "](") for cell in row]
 
 
 def value_of(asked: str) -> str:
@@ -203,6 +211,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 def main() -> int:
     """Writes what differs; returns the exit status."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     for page in pages():
         text = page.read_text("utf-8")
         if (written := rendered(text)) != text:
