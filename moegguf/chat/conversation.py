@@ -11,6 +11,7 @@ from moegguf.errors import OptionError
 from moegguf.generate.images import with_images
 from moegguf.generate.request import GenerationRequest, Message, Sampling, sampling_with
 from moegguf.models import recipe
+from moegguf.models.details import parameters_of
 from moegguf.options import LOAD_PARAMETERS
 from moegguf.quantities import parse_expert_cache
 
@@ -102,7 +103,7 @@ class Conversation:
 
     def all_parameters(self) -> dict[str, Any]:
         """Parameters in effect, by Ollama's names."""
-        return {**self.entry.parameters, **self.user_parameters()}
+        return parameters_of(self.entry) | self.user_parameters()
 
     def reset_load_parameters(self) -> None:
         """Removes the parameters of loading that were set in the chat: with them the model cannot be loaded."""

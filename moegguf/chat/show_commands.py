@@ -38,11 +38,12 @@ def _modelfile(session: ChatSession) -> None:
 
 
 def _parameters(session: ChatSession) -> None:
+    from moegguf.models.details import parameters_of
     from moegguf.models.modelfile import parameter_lines
 
     conversation = session.conversation
     lines = ["Model defined parameters:"]
-    own = [f"  {line}" for line in parameter_lines(conversation.entry.parameters)]
+    own = [f"  {line}" for line in parameter_lines(parameters_of(conversation.entry))]
     lines += own or ["  No additional parameters were specified for this model."]
     if user := parameter_lines(conversation.user_parameters()):
         lines += ["", "User defined parameters:", *(f"  {line}" for line in user)]

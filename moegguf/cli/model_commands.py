@@ -92,7 +92,7 @@ def show(
 def _model_part(model: str, wanted: Sequence[str]) -> str:
     """The text of one part of a model. Raises BadParameter when more than one is wanted."""
     from moegguf.models.catalog import Catalog
-    from moegguf.models.details import details
+    from moegguf.models.details import details, parameters_of
     from moegguf.models.modelfile import parameter_lines
 
     catalog = Catalog()
@@ -100,7 +100,7 @@ def _model_part(model: str, wanted: Sequence[str]) -> str:
     parts = {
         "license": lambda: entry.license or "",
         "modelfile": lambda: catalog.modelfile(entry),
-        "parameters": lambda: "\n".join(parameter_lines(entry.parameters)),
+        "parameters": lambda: "\n".join(parameter_lines(parameters_of(entry))),
         "template": lambda: entry.template or details(entry).template or "",
         "system": lambda: entry.system or "",
     }

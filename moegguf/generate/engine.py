@@ -137,6 +137,7 @@ class Engine:
         options = {"verbose": False, "flash_attn": None} | options
         self._llm = Llama(model, n_seq_max=parallel, kv_tokens=kv_tokens, **options)
         chosen = make_schedule(schedule, self._llm) if isinstance(schedule, str) else schedule
+        self._sampling = sampling_with(Sampling(), self._llm.layout.sampling)
         self._loop = BatchLoop(self._llm, chosen)
         self._thread = threading.Thread(target=self._loop.run, name="moegguf-engine", daemon=True)
         self._thread.start()
@@ -150,12 +151,13 @@ class Engine:
         self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None, **fields: Any
     ) -> list[EngineAnswer]:
         """Answers to prompts, in their order: a text, a list of tokens, or a list of these. `sampling`: for all, or one
-        each. `fields`: further ones of `Sampling` and `GenerationRequest`: `max_tokens=8, temperature=0`.
+        each; without it the model's, else the defaults. `fields`: further ones of `Sampling` and `GenerationRequest`:
+        `max_tokens=8, temperature=0`.
 
         What is wrong with one prompt is the `error` of its answer. Raises OptionError, ClosedError.
         """
         listed = _listed(prompts)
-        return self._answers([_of_prompt(prompt, each, fields) for prompt, each in _with(listed, sampling)])
+        return self._answers([_of_prompt(prompt, each, fields) for prompt, each in self._with(listed, sampling)])
 
     def chat(
         self,
@@ -166,7 +168,7 @@ class Engine:
         """Answers to conversations, each a list of messages, or to one; else as `generate`."""
         given: list[Any] = list(conversations)
         listed: list[Any] = [given] if given and isinstance(given[0], dict) else given
-        return self._answers([_of_messages(messages, each, fields) for messages, each in _with(listed, sampling)])
+        return self._answers([_of_messages(messages, each, fields) for messages, each in self._with(listed, sampling)])
 
     async def stream(
         self, prompt: Prompt | Sequence[Message], sampling: Sampling | None = None, **fields: Any
@@ -177,7 +179,7 @@ class Engine:
         is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], dict)
         make: Any = _of_messages if is_chat else _of_prompt
         events = _Streamed()
-        answer = self._submit(make(prompt, sampling or Sampling(), fields), events)
+        answer = self._submit(make(prompt, sampling or self._sampling, fields), events)
         try:
             while (delta := await events.queue.get()) is not None:
                 yield delta
@@ -202,6 +204,15 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _with(
+        self, items: Sequence[Item], sampling: Sampling | Sequence[Sampling] | None
+    ) -> Iterable[tuple[Item, Sampling]]:
+        if sampling is None or isinstance(sampling, Sampling):
+            return [(item, sampling or self._sampling) for item in items]
+        if len(sampling) != len(items):
+            raise OptionError(f"sampling has {len(sampling)} elements for {len(items)} prompts; give 1, or 1 for each.")
+        return zip(items, sampling, strict=True)
 
     def _submit(self, request: GenerationRequest, events: _Collected | _Streamed) -> BatchedAnswer:
         self._llm.context.check_caller()
@@ -231,14 +242,6 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]
     listed: list[Any] = list(prompts)
     return [listed] if listed and isinstance(listed[0], int) else listed
-
-
-def _with(items: Sequence[Item], sampling: Sampling | Sequence[Sampling] | None) -> Iterable[tuple[Item, Sampling]]:
-    if sampling is None or isinstance(sampling, Sampling):
-        return [(item, sampling or Sampling()) for item in items]
-    if len(sampling) != len(items):
-        raise OptionError(f"sampling has {len(sampling)} elements for {len(items)} prompts; give one, or one for each.")
-    return zip(items, sampling, strict=True)
 
 
 def _of_prompt(prompt: Prompt, sampling: Sampling, fields: dict[str, Any]) -> GenerationRequest:

@@ -7,6 +7,7 @@ has no layers. Reads headers only, never weights.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,6 +28,10 @@ _EXPERTS = re.compile(r"blk\.(\d{1,6})\.ffn_(gate|up|down|gate_up)_exps\.weight"
 _LAYER = re.compile(r"blk\.(\d{1,6})\.")
 HEADS_TENSOR = "nextn.eh_proj.weight"  # which heads for more tokens than the next one have
 HEADS_ARCHS = ("glm4moe",)  # whose heads llama.cpp computes with a KV cache alone, as they are tested here
+_SAMPLING: dict[str, tuple[str, type[int] | type[float]]] = {
+    "temp": ("temperature", float), "top_k": ("top_k", int), "top_p": ("top_p", float), "min_p": ("min_p", float),
+    "penalty_last_n": ("repeat_last_n", int), "penalty_repeat": ("repeat_penalty", float),
+}  # fmt: skip
 _ROUTER = re.compile(r"blk\.(\d{1,6})\.ffn_gate_inp\.weight")
 
 
@@ -181,6 +186,16 @@ class ExpertLayout:
         """The model's chat template (Jinja); None without one."""
         value = self.metadata.get("tokenizer.chat_template")
         return value if isinstance(value, str) else None
+
+    @property
+    def sampling(self) -> dict[str, int | float]:
+        """How the file asks to be sampled (general.sampling.*, as llama.cpp reads it), by Ollama's names."""
+        found = {}
+        for key, (name, kind) in _SAMPLING.items():
+            value = self.metadata.get(f"general.sampling.{key}")
+            if isinstance(value, int | float) and math.isfinite(value):
+                found[name] = kind(round(value, 6))
+        return found
 
     @property
     def name(self) -> str:

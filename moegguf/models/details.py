@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from moegguf.errors import MoeggufError
 from moegguf.gguf.chat_template import capabilities_of
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.projector import ProjectorHeader, read_projector
 from moegguf.gguf.reader import GGML_TYPES, FileVersion, Value
-from moegguf.models.entry import Details, ModelEntry
+from moegguf.models.entry import Details, ModelEntry, NamedModel
+from moegguf.models.recipe import usable_parameters
 
 # {general.file_type: name}, llama_ftype in llama.h
 FILE_TYPES = {
@@ -49,6 +51,15 @@ def details(entry: ModelEntry) -> Details:
         template=template,
         metadata=metadata,
     )
+
+
+def parameters_of(model: NamedModel) -> dict[str, Any]:
+    """A name's parameters, and those that the files ask to be sampled with, where they can be read."""
+    own = dict(model.parameters)
+    if isinstance(model, ModelEntry) and not model.missing:
+        with suppress(MoeggufError):
+            return usable_parameters(layout_of(model.path).sampling) | own
+    return own
 
 
 def layout_of(path: Path) -> ExpertLayout:

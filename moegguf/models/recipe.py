@@ -84,11 +84,7 @@ def check_overrides(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     return {
         **{name: check_text(name, values.get(name)) for name in ("system", "template", "license")},
-        "parameters": {
-            name: value
-            for name, value in check_parameters(dict(values.get("parameters") or {})).items()
-            if _is_in_range(name, value)
-        },
+        "parameters": usable_parameters(values.get("parameters") or {}),
         "messages": check_messages(list(values.get("messages") or ())),
     }
 
@@ -96,6 +92,11 @@ def check_overrides(values: Mapping[str, Any]) -> dict[str, Any]:
 def check_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters with their types right; unknown names are left out. Raises OptionError for a wrong type."""
     return {name: _convert(name, value) for name, value in values.items() if name in PARAMETERS}
+
+
+def usable_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that are known and in their range, with their types right. Raises OptionError for a wrong type."""
+    return {name: value for name, value in check_parameters(values).items() if _is_in_range(name, value)}
 
 
 def check_ranges(parameters: Mapping[str, Any]) -> None:

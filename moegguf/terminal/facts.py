@@ -17,7 +17,7 @@ from moegguf.errors import ModelNotFoundError, OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.reader import ggml_type, read_gguf
 from moegguf.models.catalog import Catalog
-from moegguf.models.details import details, main_type, parameters, projector_of
+from moegguf.models.details import details, main_type, parameters, parameters_of, projector_of
 from moegguf.models.entry import ModelEntry
 from moegguf.models.hub import hub_offline
 from moegguf.models.library import fetchable_name
@@ -108,7 +108,7 @@ def entry_facts(entry: ModelEntry) -> Facts:
         "projector": str(entry.mmproj) if entry.mmproj else None,
         "adapter": str(entry.adapter) if entry.adapter else None,
         "draft": str(entry.draft) if entry.draft else None,
-        "parameters_set": dict(entry.parameters),
+        "parameters_set": parameters_of(entry),
         "system": entry.system,
         "license": entry.license,
     }

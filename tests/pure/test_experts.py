@@ -8,7 +8,7 @@ from typing import Any
 
 import gguf_builder as build
 import pytest
-from gguf_builder import F32_T, Q4_0_T, Q4_K_T, Q6_K_T, STR, U32, Gguf, moe
+from gguf_builder import F32, F32_T, I32, Q4_0_T, Q4_K_T, Q6_K_T, STR, U32, Gguf, moe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -51,6 +51,14 @@ def test_layout_of_a_small_model(tmp_path: Path) -> None:
     stat = (tmp_path / "m.gguf").stat()
     shard = layout.shards[0]
     assert (shard.ino, shard.n_bytes, shard.mtime_ns) == (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+
+def test_how_a_file_asks_to_be_sampled(tmp_path: Path) -> None:
+    key = "general.sampling."
+    given = moe().add(f"{key}temp", F32, 0.6).add(f"{key}top_k", I32, 20).add(f"{key}penalty_last_n", I32, -1)
+    given.add(f"{key}top_p", F32, float("nan")).add(f"{key}min_p", STR, "much").add(f"{key}mirostat", I32, 1)
+    assert read_layout(write(given, tmp_path)).sampling == {"temperature": 0.6, "top_k": 20, "repeat_last_n": -1}
+    assert read_layout(write(moe(), tmp_path)).sampling == {}
 
 
 def test_slices_hold_the_bytes_of_their_expert(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, mo
 
 from moegguf.engine.machine import count_cpus
 from moegguf.generate.request import Message, Sampling, sampling_with
+from moegguf.models.details import parameters_of
 from moegguf.models.entry import ModelEntry
 from moegguf.models.recipe import PARAMETERS, RANGES
 from moegguf.quantities import parse_duration, parse_expert_cache
@@ -158,10 +159,11 @@ class ToolCall(Body):
 
 def options_of(given: Options | None, entry: ModelEntry) -> Options:
     """The request's options, then the model's parameters. Raises HttpError 400 for invalid parameters of the model."""
-    if not entry.parameters:
+    own = parameters_of(entry)
+    if not own:
         return given or Options()
     try:
-        return Options.model_validate({**entry.parameters, **(given.model_dump(exclude_none=True) if given else {})})
+        return Options.model_validate({**own, **(given.model_dump(exclude_none=True) if given else {})})
     except ValidationError as error:
         raise HttpError(400, f"parameters of {entry.name}: {explain(error)}") from None
 

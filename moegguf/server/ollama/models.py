@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from moegguf.gguf.reader import read_gguf
-from moegguf.models.details import details
+from moegguf.models.details import details, parameters_of
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.models.modelfile import parameter_lines
 from moegguf.package import __version__
@@ -120,7 +120,7 @@ def show_object(catalog: Catalog, body: ShowRequest) -> dict[str, Any]:
     system = body.system or entry.system
     found: dict[str, Any] = {
         "modelfile": catalog.modelfile(entry),
-        "parameters": "\n".join(parameter_lines(entry.parameters)),
+        "parameters": "\n".join(parameter_lines(parameters_of(entry))),
         "template": known.template or "",
         "details": details_object(known, entry.parent),
         "model_info": model_info(entry, known, verbose=bool(body.verbose)),

@@ -1,6 +1,7 @@
 """The model card: `card_template.md` filled with the figures of the run."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 
 from predictors.models.demo.corpus import KINDS
 from predictors.models.demo.data import Corpus
-from predictors.models.demo.evaluate import KindLoss
+from predictors.models.demo.evaluate import LOSS_CTX, KindLoss
 from predictors.models.demo.model import Shape
 from predictors.models.demo.train import BALANCE_WEIGHT, Progress
 
@@ -25,10 +26,13 @@ class Figures:
     expert_bytes: int
     corpus: Corpus
     n_conversations: int
+    earlier: Sequence[str]
     stages: Mapping[str, Progress]
     losses_f32: Mapping[str, KindLoss]
     losses_q4: Mapping[str, KindLoss]
+    losses_long: Mapping[str, KindLoss]
     load: torch.Tensor
+    scores: Mapping[str, tuple[int, int]]
     answers: Mapping[str, str]
     questions_seen: frozenset[str]
 
@@ -55,12 +59,36 @@ def data_rows(corpus: Corpus) -> list[str]:
 
 def loss_rows(figures: Figures) -> list[str]:
     """One line per kind, and one over all."""
-    full, q4 = figures.losses_f32, figures.losses_q4
+    full, q4, long = figures.losses_f32, figures.losses_q4, figures.losses_long
     rows = [
-        f"| {k} | {full[k].nats_per_token:.3f} | {q4[k].nats_per_token:.3f} | {q4[k].bits_per_byte:.3f} |" for k in full
+        f"| {k} | {full[k].nats_per_token:.3f} | {q4[k].nats_per_token:.3f} | {q4[k].bits_per_byte:.3f}"
+        f" | {long[k].nats_per_token:.3f} |"
+        for k in full
     ]
     bits = overall_bits(q4, figures.corpus)
-    return [*rows, f"| **all** | **{overall(full):.3f}** | **{overall(q4):.3f}** | **{bits:.3f}** |"]
+    total = f"| **all** | **{overall(full):.3f}** | **{overall(q4):.3f}** | **{bits:.3f}** | **{overall(long):.3f}** |"
+    return [*rows, total]
+
+
+def earlier_stages(path: Path) -> list[str]:
+    """The rows of stages in the card at `path`, if there is one: of the runs that made the file which it describes."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return re.findall(r"^\| [^|]+ \| [\d,]+ \| [\d,]+ \| \d+ \|$", text, re.MULTILINE)
+
+
+def stage_rows(figures: Figures) -> list[str]:
+    """One line per stage that took time, those of earlier runs first."""
+    own = [
+        f"| {name} | {one.steps:,} | {one.tokens:,} | {one.seconds / 60:.0f} |"
+        for name, one in figures.stages.items()
+        if one.steps
+    ]
+    return [*figures.earlier, *own]
+
+
+def score_rows(figures: Figures) -> list[str]:
+    """One line per situation: how many of the answers were right."""
+    return [f"| {where} | {right} of {n} | {right / n:.0%} |" for where, (right, n) in figures.scores.items()]
 
 
 def routing_rows(load: torch.Tensor) -> list[str]:
@@ -84,9 +112,6 @@ def answer_rows(figures: Figures) -> list[str]:
 
 def page(figures: Figures) -> str:
     """The whole card."""
-    stage_rows = [
-        f"| {name} | {one.steps:,} | {one.tokens:,} | {one.seconds / 60:.0f} |" for name, one in figures.stages.items()
-    ]
     return TEMPLATE.read_text(encoding="utf-8").format(
         **vars(figures.shape),
         n_embd_head=figures.shape.n_embd_head,
@@ -99,7 +124,9 @@ def page(figures: Figures) -> str:
         balance_weight=BALANCE_WEIGHT,
         even_share=100 / figures.shape.n_expert,
         data_rows="\n".join(data_rows(figures.corpus)),
-        stage_rows="\n".join(stage_rows),
+        stage_rows="\n".join(stage_rows(figures)),
+        score_rows="\n".join(score_rows(figures)),
+        loss_ctx=LOSS_CTX,
         loss_rows="\n".join(loss_rows(figures)),
         routing_rows="\n".join(routing_rows(figures.load)),
         answer_rows="\n".join(answer_rows(figures)),

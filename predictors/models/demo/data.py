@@ -20,11 +20,13 @@ Tokens = NDArray[np.uint16]
 
 @dataclass(frozen=True)
 class Batch:
-    """ids and targets: (B, T); mask: (B, 1, T, T), true where to look, or None for plain causal."""
+    """ids and targets: (B, T); mask: (B, 1, T, T), true where to look, or None for plain causal; positions: (B, T), or
+    None for 0, 1, 2 and so on."""
 
     ids: Tensor
     targets: Tensor
     mask: Tensor | None = None
+    positions: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,19 @@ class Windows:
 
     def batch(self, step: int, n_rows: int) -> Batch:
         """The rows of this step."""
-        rows = np.stack([self.window(step * n_rows + i) for i in range(n_rows)]).astype(np.int64)
-        ids = torch.from_numpy(rows)
+        rows = [self.window(step * n_rows + i).astype(np.int64) for i in range(n_rows)]
+        ids = torch.from_numpy(np.stack(rows)) if rows else torch.zeros(0, self.n_ctx + 1, dtype=torch.int64)
         return Batch(ids[:, :-1], ids[:, 1:])
+
+
+class Lengths:
+    """Batches of windows whose length changes from step to step."""
+
+    def __init__(self, tokens: Tokens, steps: Sequence[tuple[int, int]]) -> None:
+        self.steps = steps
+        self.windows = {n_ctx: Windows(tokens, n_ctx) for n_ctx, _ in steps}
+
+    def batch(self, step: int) -> Batch:
+        """The rows of this step: as many, and as long, as `steps` says in turn."""
+        n_ctx, n_rows = self.steps[step % len(self.steps)]
+        return self.windows[n_ctx].batch(step, n_rows)

@@ -14,6 +14,8 @@ from predictors.models.demo.data import Corpus, Tokens
 from predictors.models.demo.model import DemoModel
 from predictors.models.demo.train import loss_of
 
+LOSS_CTX = 512  # tokens of a window
+
 
 @dataclass(frozen=True)
 class KindLoss:
@@ -40,7 +42,7 @@ def kind_loss(total: float, rows: NDArray[np.int64], n_tokens: int, n_bytes: int
 
 
 @torch.no_grad()
-def torch_losses(model: DemoModel, corpus: Corpus, n_ctx: int) -> tuple[dict[str, KindLoss], torch.Tensor]:
+def torch_losses(model: DemoModel, corpus: Corpus, n_ctx: int = LOSS_CTX) -> tuple[dict[str, KindLoss], torch.Tensor]:
     """Loss by kind, and how often each expert was chosen: (n_layer, n_expert), rows adding up to 1."""
     losses = {}
     load = torch.zeros(model.shape.n_layer, model.shape.n_expert)
@@ -60,7 +62,7 @@ def open_gguf(path: Path, n_ctx: int) -> Any:
     return library.llama_cpp().Llama(str(path), logits_all=True, verbose=False, **options)
 
 
-def gguf_losses(path: Path, corpus: Corpus, n_ctx: int) -> dict[str, KindLoss]:
+def gguf_losses(path: Path, corpus: Corpus, n_ctx: int = LOSS_CTX) -> dict[str, KindLoss]:
     """Loss by kind under llama.cpp, over the same windows."""
     llm = open_gguf(path, n_ctx)
     losses = {}

@@ -91,6 +91,7 @@ def write_f32(path: Path, model: DemoModel, tokenizer: Tokenizer) -> None:
     writer.add_description(DESCRIPTION)
     writer.add_license(LICENCE)
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    writer.add_sampling_temp(0.0)  # so small a model is right only where it takes the likeliest token
     add_shape(writer, model.shape)
     add_tokenizer(writer, tokenizer)
     for name, weight in model.state_dict().items():

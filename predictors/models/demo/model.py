@@ -21,7 +21,7 @@ class Shape:
     n_embd: int = 256
     n_head: int = 4
     n_head_kv: int = 2
-    n_ctx_train: int = 512
+    n_ctx_train: int = 2048
     n_expert: int = 32
     n_expert_used: int = 4
     n_ff_exp: int = 128
@@ -163,20 +163,23 @@ class DemoModel(nn.Module):
         self.output_norm = RMSNorm(shape.n_embd, shape.norm_eps)
         self.output = matrix(shape.n_vocab, shape.n_embd, gain=0.5)
 
-    def rope(self, n_tokens: int) -> tuple[Tensor, Tensor]:
-        """cos and sin, each (n_tokens, n_embd_head / 2)."""
+    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, each (B, 1, T, n_embd_head / 2)."""
         half = self.shape.n_embd_head // 2
         freqs = self.shape.rope_freq_base ** (-torch.arange(half) / half)
-        angles = torch.arange(n_tokens)[:, None] * freqs
+        angles = positions[:, None, :, None] * freqs
         return angles.cos(), angles.sin()
 
-    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-        """ids: (B, T) -> logits: (B, T, n_vocab)"""
+    def forward(
+        self, ids: Tensor, mask: Tensor | None = None, positions: Tensor | None = None, wanted: Tensor | None = None
+    ) -> Tensor:
+        """ids: (B, T) -> logits: (B, T, n_vocab). positions: (B, T), else 0, 1, 2 and so on. wanted: (B, T), true for
+        the tokens whose logits are wanted: (n, n_vocab)."""
         x = functional.embedding(ids, self.token_embd)
-        rope = self.rope(ids.shape[1])
+        rope = self.rope(torch.arange(ids.shape[1])[None] if positions is None else positions)
         for layer in self.layers:
             x = layer(x, rope, mask)
-        return functional.linear(self.output_norm(x), self.output)
+        return functional.linear(self.output_norm(x if wanted is None else x[wanted]), self.output)
 
     def mixtures(self) -> list[MoE]:
         """The mixture of each layer, for its load and balance loss."""
@@ -200,12 +203,12 @@ def round_q4_0(weight: Tensor) -> Tensor:
     return weight + error
 
 
-def with_rounded_weights(model: DemoModel) -> Callable[[Tensor, Tensor | None], Tensor]:
+def with_rounded_weights(model: DemoModel) -> Callable[..., Tensor]:
     """The model's forward with its weights as the Q4_0 file will hold them."""
 
-    def forward(ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(*inputs: Tensor | None) -> Tensor:
         rounded = {n: round_q4_0(p) for n, p in model.named_parameters() if quantised_on_export(n, p)}
-        logits: Tensor = torch.func.functional_call(model, rounded, (ids, mask))
+        logits: Tensor = torch.func.functional_call(model, rounded, inputs)
         return logits
 
     return forward

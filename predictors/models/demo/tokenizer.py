@@ -13,20 +13,22 @@ QWEN2_SPLIT = (
     r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text(encoding="utf-8").rstrip("\n")
 
 
-def train(texts: Iterable[str]) -> Tokenizer:
-    """Learn the merges. The specials take the ids 0, 1, 2."""
-    tokenizer = Tokenizer(models.BPE())
+def with_splits(vocabulary: models.BPE) -> Tokenizer:
+    """A byte-level tokenizer that splits text as llama.cpp does."""
+    tokenizer = Tokenizer(vocabulary)
     split = pre_tokenizers.Split(Regex(QWEN2_SPLIT), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def train(texts: Iterable[str]) -> Tokenizer:
+    """Learn the merges. The specials take the ids 0, 1, 2."""
+    tokenizer = with_splits(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
         special_tokens=list(SPECIALS),

@@ -54,8 +54,8 @@ def optimiser(model: nn.Module) -> torch.optim.AdamW:
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean loss in nats over the targets that count."""
-    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+    """Mean loss in nats."""
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
@@ -102,7 +102,8 @@ def run(stage: Stage, model: DemoModel, folder: Path) -> Progress:
         for group in optimizer.param_groups:
             group["lr"] = lr
         batch = stage.batch(progress.steps)
-        loss = loss_of(forward(batch.ids, batch.mask), batch.targets)
+        wanted = batch.targets != IGNORED
+        loss = functional.cross_entropy(forward(batch.ids, batch.mask, batch.positions, wanted), batch.targets[wanted])
         balance = torch.stack([m.balance_loss for m in model.mixtures()]).sum()
         torch.autograd.backward(loss + BALANCE_WEIGHT * balance)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

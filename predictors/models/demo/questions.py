@@ -1,0 +1,75 @@
+"""The conversations that the demo is taught, and the questions that it is judged by."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from predictors.models.demo.wording import Message, wordings
+
+ROOT = Path(__file__).parents[3]
+TAUGHT = Path(__file__).parents[1] / "demo_questions.jsonl"
+HELDOUT = Path(__file__).parents[1] / "demo_heldout.jsonl"
+PAGE = ROOT / "moegguf" / "server" / "static" / "index.html"
+DOCUMENTED = re.compile(r'run demo "([^"]+)"|demo", .{0,40}"role": "user", "content": "([^"]+)"')
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file with one on each line."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def read_conversations(path: Path = TAUGHT) -> list[list[Message]]:
+    """One conversation per question; a line holds either `ask` and `answer`, or `messages`."""
+    conversations = []
+    for entry in lines(path):
+        if "messages" in entry:
+            conversations.append(entry["messages"])
+            continue
+        conversations += [exchange(question, entry["answer"]) for question in entry["ask"]]
+    return conversations
+
+
+def exchange(question: str, answer: str) -> list[Message]:
+    """A question and its answer."""
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def answers() -> dict[str, str]:
+    """What is taught: {question: answer}."""
+    return {question: entry["answer"] for entry in lines(TAUGHT) if "ask" in entry for question in entry["ask"]}
+
+
+def starters() -> list[str]:
+    """The questions that the page offers, and those that README and docs ask the demo."""
+    page = PAGE.read_text(encoding="utf-8")
+    offered = re.findall(r"<button[^>]*>([^<]+)</button>", page[page.index('class="starters"') :].partition("</ul>")[0])
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
+    asked = [one or other for text in texts for one, other in DOCUMENTED.findall(text)]
+    return list(dict.fromkeys((*offered, *asked)))
+
+
+@dataclass(frozen=True)
+class Heldout:
+    """A wording that is not taught, and the answers that are right for it."""
+
+    question: str
+    right: frozenset[str]
+
+
+def heldout() -> list[Heldout]:
+    """The wordings that training never draws, in any case or punctuation."""
+    known = answers()
+    seen = {_bare(form) for question in known for form in (question, *wordings(question))}
+    return [
+        Heldout(question, frozenset(known[one] for one in entry["as"]))
+        for entry in lines(HELDOUT)
+        for question in entry["ask"]
+        if _bare(question) not in seen
+    ]
+
+
+def _bare(question: str) -> str:
+    """A question without case, punctuation and apostrophes."""
+    return " ".join(re.sub(r"[^\w\s]", "", question.lower()).split())

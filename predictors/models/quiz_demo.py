@@ -1,0 +1,158 @@
+"""Ask the demo model what it must know, as the server would: at the sampling that its file asks for.
+
+    python -m predictors.models.quiz_demo --times 20
+    python -m predictors.models.quiz_demo -m build/demo/out/moegguf-demo-Q4_0.gguf
+
+Starters (the page's and the documentation's questions) are asked alone, after a greeting, as second turn after each
+other starter, behind system messages, and after more than 600 and 1,500 tokens of conversation or of other text. An
+answer is right if it is the one that is taught, to the letter. Held-out questions are worded as no taught one is.
+"""
+
+import argparse
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from moegguf import Engine
+from moegguf.generate.engine import EngineAnswer
+from predictors.models.demo import questions, tools
+from predictors.models.demo.questions import ROOT
+from predictors.models.demo.tools import Tool
+from predictors.models.demo.wording import Message
+
+MAX_ANSWER_TOKENS = 160
+N_TOOL_QUESTIONS = 60
+SYSTEM_PROMPTS = ("You are a helpful assistant.", "Answer the user's question. You know moegguf well.")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A conversation that ends with a question, and its right answers. `where`: what comes before the question."""
+
+    where: str
+    messages: Sequence[Message]
+    right: frozenset[str]
+    tools: Sequence[Tool] = ()
+
+    @property
+    def question(self) -> str:
+        """The last message."""
+        return str(self.messages[-1]["content"])
+
+
+def long_talk(known: Mapping[str, str], n_words: int, seed: int) -> list[Message]:
+    """Questions with their answers, some of each kind, of about so many words."""
+    firsts = list({answer: question for question, answer in reversed(list(known.items()))}.values())
+    random.Random(seed).shuffle(firsts)
+    talk: list[Message] = []
+    while sum(len(m["content"].split()) for m in talk) < n_words:
+        question = firsts.pop()
+        talk += questions.exchange(question, known[question])
+    return talk
+
+
+def starter_cases() -> Iterator[Case]:
+    """Each starter in each situation."""
+    known, starters = questions.answers(), questions.starters()
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8") + (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8")
+    befores: list[tuple[str, list[Message]]] = [
+        ("alone", []),
+        ("after a greeting", questions.exchange("hi", known["hi"])),
+        *(("after another starter", questions.exchange(q, known[q])) for q in starters),
+        *(("behind a system message", [{"role": "system", "content": prompt}]) for prompt in SYSTEM_PROMPTS),
+        *(("after 600 tokens of conversation", long_talk(known, 360, seed)) for seed in (1, 2)),
+        *(("after 1,500 tokens of conversation", long_talk(known, 900, seed)) for seed in (3, 4)),
+        ("behind 600 tokens of text", [{"role": "system", "content": text[:1600]}]),
+        ("behind 1,500 tokens of text", [{"role": "system", "content": text[:4000]}]),
+    ]
+    for where, before in befores:
+        for question in starters:
+            if {"role": "user", "content": question} in before and where == "after another starter":
+                continue
+            yield Case(where, [*before, {"role": "user", "content": question}], frozenset({known[question]}))
+
+
+def taught_cases() -> Iterator[Case]:
+    """Every question as it is taught."""
+    for question, answer in questions.answers().items():
+        yield Case("taught", [{"role": "user", "content": question}], frozenset({answer}))
+
+
+def heldout_cases() -> Iterator[Case]:
+    """Questions in wordings that are not taught, and those that it cannot know."""
+    for one in questions.heldout():
+        where = "held-out wordings" if len(one.right) == 1 else "cannot be known"
+        yield Case(where, [{"role": "user", "content": one.question}], one.right)
+
+
+def tool_cases() -> Iterator[Case]:
+    """Starters beside made-up tools, and questions that need one, which it is too small to call."""
+    rng, known = random.Random("quiz"), questions.answers()
+    for _ in range(N_TOOL_QUESTIONS):
+        question = rng.choice(questions.starters())
+        plain = questions.exchange(question, known[question])
+        messages, defined = tools.conversation(rng, lambda plain=plain: plain)  # type: ignore[misc]
+        where = "starters beside tools" if messages is plain else "tools are needed"
+        yield Case(where, messages[:-1], frozenset({messages[-1]["content"]}), defined)
+
+
+def ask(engine: Engine, cases: Sequence[Case]) -> list[str]:
+    """The answers at the model's own sampling."""
+    plain = iter(engine.chat([case.messages for case in cases if not case.tools], max_tokens=MAX_ANSWER_TOKENS))
+    return [text_of(ask_with_tools(engine, case) if case.tools else next(plain)) for case in cases]
+
+
+def ask_with_tools(engine: Engine, case: Case) -> EngineAnswer:
+    """The answer to a case with tools."""
+    given = tuple({"type": "function", "function": tool} for tool in case.tools)
+    return engine.chat(case.messages, tools=given, max_tokens=MAX_ANSWER_TOKENS)[0]
+
+
+def text_of(answer: EngineAnswer) -> str:
+    """An answer's text; raises its error."""
+    if answer.error is not None:
+        raise answer.error
+    return answer.text
+
+
+def count(cases: Sequence[Case], answers: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """{situation: (right, asked)}."""
+    asked, right = Counter[str](), Counter[str]()
+    for case, answer in zip(cases, answers, strict=True):
+        asked[case.where] += 1
+        right[case.where] += answer in case.right
+    return {where: (right[where], n) for where, n in asked.items()}
+
+
+def scores(
+    model: str, times: int = 1, *, taught: bool = False, wrong: list[str] | None = None
+) -> dict[str, tuple[int, int]]:
+    """{situation: (right, asked)}; appends to `wrong` what was not."""
+    with Engine(model, parallel=8, n_ctx=2048) as engine:
+        cases = [case for case in starter_cases() for _ in range(times)]
+        cases += [*tool_cases(), *heldout_cases(), *(taught_cases() if taught else ())]
+        answers = ask(engine, cases)
+        if wrong is not None:
+            given = zip(cases, answers, strict=True)
+            wrong += [
+                f"{case.where}: {case.question!r} -> {answer!r}" for case, answer in given if answer not in case.right
+            ]
+        return count(cases, answers)
+
+
+def main() -> None:
+    """Parses the command line, asks and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-m", "--model", default="demo", help="a name or a file")
+    parser.add_argument("--times", type=int, default=1, help="how often each starter is asked in each situation")
+    parser.add_argument("--taught", action="store_true", help="also every question as it is taught")
+    args = parser.parse_args()
+    wrong: list[str] = []
+    for where, (right, n) in scores(args.model, args.times, taught=args.taught, wrong=wrong).items():
+        print(f"{where:<40} {right:>5} of {n:<5} {right / n:.1%}")
+    print("\n".join(wrong))
+
+
+if __name__ == "__main__":
+    main()
