@@ -17,7 +17,7 @@ SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html")
 VENDORED = ("moegguf/server/static/vendor/",)  # libraries with a licence of their own: not counted
 GOALS = {"moegguf": 46_000, "tests": 34_000, "tools + predictors": 14_000}
 LIMITS = {
-    "moegguf": 1_250,
+    "moegguf": 1_260,
     "moegguf/bench": 1_330,
     "moegguf/chat": 1_630,
     "moegguf/cli": 3_415,
@@ -25,7 +25,7 @@ LIMITS = {
     "moegguf/engine": 7_725,
     "moegguf/generate": 4_875,
     "moegguf/gguf": 1_945,
-    "moegguf/models": 3_205,
+    "moegguf/models": 3_195,
     "moegguf/native": 17_280,
     "moegguf/server": 8_015,
     "moegguf/serving": 5_290,
