@@ -1,4 +1,4 @@
-"""Sizes in bytes, budgets for experts and durations: parsed from text, and formatted.
+"""Sizes in bytes, budgets for experts and durations: parsed from text, and formatted; counts for people.
 
 What a budget means for a model on a machine is in engine/plan.py.
 """
@@ -182,3 +182,12 @@ def parse_duration(value: str | int | float) -> float:
             " negative is for ever."
         )
     return math.inf if seconds < 0 or seconds > _LONGEST_S else seconds
+
+
+def human_number(n: int) -> str:
+    """An abbreviated count of parameters: "30.5B", "23.4M", "800K"."""
+    for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if n >= unit:
+            text = f"{n / unit:.1f}"
+            return text.removesuffix(".0") + name
+    return str(n)

@@ -17,22 +17,22 @@ SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html")
 VENDORED = ("moegguf/server/static/vendor/",)  # libraries with a licence of their own: not counted
 GOALS = {"moegguf": 46_000, "tests": 34_000, "tools + predictors": 14_000}
 LIMITS = {
-    "moegguf": 1_250,
+    "moegguf": 1_260,
     "moegguf/bench": 1_420,
     "moegguf/chat": 1_630,
     "moegguf/cli": 3_410,
     "moegguf/controller": 3_490,
     "moegguf/engine": 7_790,
     "moegguf/generate": 4_900,
-    "moegguf/gguf": 2_660,
-    "moegguf/models": 3_220,
+    "moegguf/gguf": 1_970,
+    "moegguf/models": 3_450,
     "moegguf/native": 16_220,
     "moegguf/server": 8_920,
     "moegguf/serving": 5_160,
-    "moegguf/terminal": 2_350,
+    "moegguf/terminal": 1_730,
     "moegguf/trace": 2_090,
     "predictors": 7_690,
-    "tests": 43_570,
+    "tests": 44_140,
     "tools": 5_970,
 }
 

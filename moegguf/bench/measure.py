@@ -37,12 +37,11 @@ from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
 from moegguf.generate.request import Sampling
 from moegguf.gguf.experts import read_layout
 from moegguf.gguf.reader import ggml_type
-from moegguf.models.details import human_number
 from moegguf.native import library
 from moegguf.native.link_device import link_device, memory_copy_bytes_per_s
 from moegguf.native.store import StoreOptions
 from moegguf.package import __version__
-from moegguf.quantities import parse_link
+from moegguf.quantities import human_number, parse_link
 
 _CPU, _GPU, _IGPU, _ACCEL = 0, 1, 2, 3  # enum ggml_backend_dev_type
 

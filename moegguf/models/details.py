@@ -15,6 +15,7 @@ from moegguf.gguf.projector import ProjectorHeader, read_projector
 from moegguf.gguf.reader import GGML_TYPES, FileVersion, Value
 from moegguf.models.entry import Details, ModelEntry, NamedModel
 from moegguf.models.recipe import usable_parameters
+from moegguf.quantities import human_number
 
 # {general.file_type: name}, llama_ftype in llama.h
 FILE_TYPES = {
@@ -108,15 +109,6 @@ def quantization(layout: ExpertLayout) -> str:
     """The file type's name ("Q4_K_M"); the main tensor type where the file does not state it."""
     kind = layout.metadata.get("general.file_type")
     return FILE_TYPES.get(kind, main_type(layout)) if isinstance(kind, int) else main_type(layout)
-
-
-def human_number(n: int) -> str:
-    """An abbreviated count of parameters: "30.5B", "23.4M", "800K"."""
-    for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if n >= unit:
-            text = f"{n / unit:.1f}"
-            return text.removesuffix(".0") + name
-    return str(n)
 
 
 def _capabilities(metadata: Mapping[str, Value], arch: str, template: str | None, *, vision: bool) -> tuple[str, ...]:

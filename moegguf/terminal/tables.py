@@ -13,9 +13,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from moegguf.models.details import human_number
 from moegguf.models.entry import ModelEntry
-from moegguf.quantities import format_bytes
+from moegguf.quantities import format_bytes, human_number
 from moegguf.terminal.facts import Facts
 from moegguf.terminal.units import human_bytes, human_time
 

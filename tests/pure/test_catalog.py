@@ -14,11 +14,11 @@ from fake_hub import FakeHub
 
 from moegguf.errors import ModelNameError, ModelNotFoundError, OptionError, PullError
 from moegguf.models.catalog import Catalog, find_model
-from moegguf.models.details import human_number
 from moegguf.models.entry import ModelEntry
 from moegguf.models.hub import hub_cache
 from moegguf.models.pull import pull
 from moegguf.models.recipe import Recipe
+from moegguf.quantities import human_number
 
 pytestmark = pytest.mark.usefixtures("catalog", "any_file_is_a_model")
 
