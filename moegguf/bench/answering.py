@@ -22,8 +22,8 @@ class Answering:
         self._error: Exception | None = None
 
     def answer(self, prompt: Sequence[int], sampling: Sampling) -> Timing:
-        """Of one answer, with all of its tokens; what the context holds of them is reused. Raises what evaluations
-        raise."""
+        """A request for one answer, with all tokens of its prompt; what the context holds of them is reused. Raises
+        what evaluations raise."""
         request = GenerationRequest(prompt="", context=tuple(prompt), sampling=sampling, return_context=True)
         self._ended.clear()
         answer = self._loop.submit(request, self)

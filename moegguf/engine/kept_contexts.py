@@ -465,7 +465,7 @@ def _uncut(end: int, images: Sequence[ImageSpan]) -> int:
 
 
 def _n_known(tokens: Tokens, images: Sequence[ImageSpan]) -> int:
-    """Of the first tokens, those that are text or of these images: who evaluates others into a context, such as a chat
+    """The number of first tokens that are text or of these images: who evaluates others into a context, such as a chat
     handler, does not say what they are."""
     unknown = np.asarray(tokens, np.int32) == PLACEHOLDER
     for image in images:
@@ -481,7 +481,7 @@ def _content(ids: Ints, begin: int, end: int, images: Sequence[ImageSpan]) -> by
 
 
 def _positions(n_tokens: int, images: Sequence[ImageSpan]) -> Ints:
-    """Of each of the first `n_tokens`, and of the next: tokens of an image with fewer positions than tokens share the
+    """Positions of the first `n_tokens` and of the next: tokens of an image with fewer positions than tokens share the
     first of them (M-RoPE)."""
     steps = np.ones(n_tokens + 1, np.int32)
     for image in images:

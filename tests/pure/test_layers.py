@@ -62,7 +62,7 @@ OWNED: dict[str, set[str]] = {
     "httpx2": {"models"},
     "starlette": {"server"},
     "uvicorn": {"server"},
-    "pydantic": {"server", "trace"},
+    "pydantic": {"server", "serving", "trace"},
     "python_multipart": {"server"},
     "prometheus_client": {"server"},
     "llguidance": {"generate"},
