@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -89,8 +89,9 @@ def test_only_the_first_call_is_sent_where_one_is_wanted(
 
 @WITH_TOOLS
 def test_tools_need_a_template_that_knows_them(ask: Ask, manager: FakeManager, dialect: Dialect) -> None:
-    refused = ask(dialect, **dialect.tools)
-    assert refused.status_code == 400 and "demo:latest does not support tools" in refused.text
+    manager.catalog.known["plain:latest"] = replace(manager.catalog.find("demo"), name="plain:latest", template="plain")
+    refused = ask(dialect, model="plain", **dialect.tools)
+    assert refused.status_code == 400 and "plain:latest does not support tools" in refused.text
     assert not manager.leases
 
 
@@ -189,6 +190,15 @@ def test_defaults_of_the_name_yield_to_the_request(ask: Ask, manager: FakeManage
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.25, 7, 0.5)
     if request.messages is not None:
         assert request.messages == ({"role": "system", "content": "Be kind."}, *HI)
+
+
+@EACH
+def test_a_file_says_how_it_is_sampled(ask: Ask, manager: FakeManager, dialect: Dialect) -> None:
+    """The demo's file asks for temperature 0."""
+    warmer = {"options": {"temperature": 0.5}} if dialect.form == "ollama" else {"temperature": 0.5}
+    for more in ({}, warmer):
+        assert ask(dialect, **more).status_code == 200
+    assert [request.sampling.temperature for request in manager.requests] == [0.0, 0.5]
 
 
 @EACH

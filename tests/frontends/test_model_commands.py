@@ -132,7 +132,7 @@ def test_ps_and_stop(loaded: Server, mine: Mine) -> None:
     shown = mine("ps", **there).stdout
     assert re.match(r"NAME +ID +SIZE +PROCESSOR +EXPERTS +HITS +CONTEXT +REUSED +UNTIL\n", shown)
     assert re.search(
-        r"demo:latest +[0-9a-f]{12} +\d+ MB +100% CPU +50.0% +[-\d.%]+ +512 +- +\d+ minutes from now", shown
+        r"demo:latest +[0-9a-f]{12} +\d+ MB +100% CPU +50.0% +[-\d.%]+ +2048 +- +\d+ minutes from now", shown
     )
     assert json.loads(mine("ps", "--json", **there).stdout)[0]["name"] == "demo:latest"
     missing = mine("stop", "unknown", **there)

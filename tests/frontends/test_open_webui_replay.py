@@ -64,7 +64,7 @@ def test_copilot(server: Server, tooled: str) -> None:
     shown = server.call("/api/show", {"model": tooled}).json
     assert "tools" in shown["capabilities"]
     info: dict[str, Any] = shown["model_info"]
-    assert info[f"{info['general.architecture']}.context_length"] == 512
+    assert info[f"{info['general.architecture']}.context_length"] == 2048
     assert shown["details"]["family"]
     body = {"model": tooled, "messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 5}
     reply = server.call("/v1/chat/completions", body)
@@ -75,7 +75,7 @@ def test_litellm(server: Server, tooled: str) -> None:
     """It sends `name` alone, takes the first key that ends in context_length, and `tools` from the template."""
     shown = server.call("/api/show", {"name": tooled}, Content_Type="application/json").json
     assert "tools" in shown["template"]
-    assert next(value for key, value in shown["model_info"].items() if key.endswith("context_length")) == 512
+    assert next(value for key, value in shown["model_info"].items() if key.endswith("context_length")) == 2048
     body = {"model": tooled, "messages": [{"role": "user", "content": "hi"}], "options": {"num_predict": 5}}
     for stream in (True, False):
         reply = server.call("/api/chat", {**body, "stream": stream})

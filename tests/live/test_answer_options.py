@@ -178,13 +178,14 @@ def test_a_gap_needs_a_model_that_can_fill_it(demo: Llama, monkeypatch: pytest.M
     assert max(sizes) <= MAX_WHOLE_CHARACTERS, "a text that is far too long is not read whole"
 
 
-def test_a_template_without_tools_or_thinking_says_so(demo: Llama) -> None:
+def test_a_template_without_tools_or_thinking_says_so(tiny: TinyModel, load: Load) -> None:
+    plain = load(tiny())
     with pytest.raises(CapabilityError, match="does not support tools"):
-        Answer(demo, ask(QUESTION, tools=(WEATHER,)))
+        Answer(plain, ask(QUESTION, tools=(WEATHER,)))
     with pytest.raises(CapabilityError, match="does not support thinking"):
-        Answer(demo, ask(QUESTION, think=True))
-    Answer(demo, ask(QUESTION, tools=(WEATHER,), tool_choice="none"))
-    Answer(demo, ask(QUESTION, think=False))
+        Answer(plain, ask(QUESTION, think=True))
+    Answer(plain, ask(QUESTION, tools=(WEATHER,), tool_choice="none"))
+    Answer(plain, ask(QUESTION, think=False))
 
 
 def test_a_template_of_the_request_is_used_and_its_thinking_separated(demo: Llama) -> None:

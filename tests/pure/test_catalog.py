@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 from catalog_helpers import cache, names
 from fake_hub import FakeHub
+from gguf_builder import F32, U32, moe
 
 from moegguf.errors import ModelNameError, ModelNotFoundError, OptionError, PullError
 from moegguf.models.catalog import Catalog, find_model
+from moegguf.models.details import parameters_of
 from moegguf.models.entry import ModelEntry
 from moegguf.models.hub import hub_cache
 from moegguf.models.pull import pull
@@ -221,6 +223,17 @@ def test_pulling_again_brings_a_removed_name_back(catalog: Catalog, hub: FakeHub
 
 
 # Details
+
+
+def test_a_name_s_parameters_count_before_those_of_its_file(catalog: Catalog, tmp_path: Path) -> None:
+    assert parameters_of(catalog.find("demo")) == {"temperature": 0.0}
+    assert catalog.create("same", Recipe(from_="demo")).parameters == {}
+    warm = catalog.create("warm", Recipe(from_="demo", parameters={"temperature": 0.5, "top_k": 3}))
+    assert parameters_of(warm) == {"temperature": 0.5, "top_k": 3}
+    odd = moe().add("general.sampling.temp", F32, -3).add("general.sampling.top_k", U32, 20)
+    assert parameters_of(catalog.find(odd.write(tmp_path / "odd.gguf"))) == {"top_k": 20}
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF")
+    assert parameters_of(catalog.find(tmp_path / "cut.gguf")) == {}
 
 
 @pytest.mark.parametrize(
