@@ -8,7 +8,7 @@ docs/options.md. Old names work for one release, with a warning that names the n
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -371,10 +371,11 @@ def take_old_keywords(options: MutableMapping[str, Any]) -> dict[str, Any]:
     return {OLD_NAMES[old]: value for old, value in found.items()}
 
 
-def with_new_flags(arguments: Sequence[str]) -> list[str]:
-    """A command line with the new flags in place of old ones; words after `--` are not changed."""
+def with_new_flags(arguments: Sequence[str], own: Set[str]) -> list[str]:
+    """A command line with the new flags in place of old ones, of a command that has `own` flags: an old name may be
+    one of them. Words after `--` are not changed."""
     words = list(arguments)
-    new_flags = {_flag(old): _flag(new) for old, new in OLD_NAMES.items()}
+    new_flags = {_flag(old): _flag(new) for old, new in OLD_NAMES.items() if _flag(old) not in own}
     for at, word in enumerate(words[: words.index("--") if "--" in words else None]):
         name, equals, value = word.partition("=")
         if name in new_flags:

@@ -32,7 +32,7 @@ LIMITS = {
     "moegguf/terminal": 1_730,
     "moegguf/trace": 2_090,
     "predictors": 7_690,
-    "tests": 44_600,
+    "tests": 43_720,
     "tools": 5_800,
 }
 

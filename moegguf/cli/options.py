@@ -31,7 +31,8 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parses `args` with the new names."""
-        return super().parse_args(ctx, with_new_flags(args))
+        own = {flag for parameter in self.params for flag in parameter.opts}
+        return super().parse_args(ctx, with_new_flags(args, own))
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """The words of the line of usage."""

@@ -189,7 +189,8 @@ def test_a_key_begins_with_what_was_computed_for_it(
     """Its own in any dialect, from memory and from disk; another's only where the server says so."""
     ann, bob = ({"authorization": f"Bearer {key}"} for key in KEYS)
     body = {"model": "demo", "messages": [{"role": "user", "content": "How are you? " * 100}], "max_tokens": 1}
-    with serving(tmp_path, "--parallel", "2", *arguments, MOEGGUF_API_KEY="\n".join(KEYS)) as server:
+    settings = {"MOEGGUF_API_KEY": "\n".join(KEYS), "MOEGGUF_CONTEXT_STORE": "100MiB", "XDG_CACHE_HOME": str(tmp_path)}
+    with serving(tmp_path, "--parallel", "2", *arguments, **settings) as server:
 
         def n_reused(key: dict[str, str]) -> int:
             usage = server.call("/v1/chat/completions", body, **key).json["usage"]
