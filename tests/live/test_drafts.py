@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from answering import DEMO, QUESTION, Load, TinyModel, ask, ends_of
 from batches import Received, answers_together
+from eager_gate import WIDTH, Eager
 
 from moegguf.engine.batch_invariance import has_kernels
 from moegguf.engine.llama import Llama
 from moegguf.errors import ExpertIOError, MoeggufError, OptionError
 from moegguf.generate import drafting
-from moegguf.generate.draft_gate import Acceptance, DraftGate
 from moegguf.generate.request import GenerationRequest
 from moegguf.gguf.experts import read_layout
 from moegguf.native.drafts import Draft, Drafts, Source
@@ -29,7 +29,6 @@ pytestmark = pytest.mark.skipif(
     not has_kernels(read_processor(), read_environment().kernels), reason="bits depend on the pass here"
 )
 
-WIDTH = 6
 CODE = "def area(width, height):\n    return width * height\n\n"
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "n": {"type": "integer"}}, "required": ["name"]}
 KINDS: dict[str, dict[str, Any]] = {
@@ -39,19 +38,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "logprobs": {"temperature": 0.9, "seed": 1, "n_logprobs": 3},
     "penalties": {"temperature": 0.7, "seed": 2, "repeat_penalty": 1.3, "presence_penalty": 0.5, "repeat_last_n": -1},
 }
-
-
-class Eager(DraftGate):
-    """Always drafts, as long as it may."""
-
-    def pauses(self, n_sequences: int) -> bool:
-        return False
-
-    def widths(self, answers: Sequence[Sequence[Acceptance]]) -> list[list[int]]:
-        return [[WIDTH] * len(of_answer) for of_answer in answers]
-
-    def ran(self, *_: Any) -> None:
-        pass
 
 
 class Recalled(Drafts):

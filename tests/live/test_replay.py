@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from eager_gate import Eager
 from rpc_device import in_child
 from running import Llama, Load, Own, random_prompt, share_for
 
@@ -19,6 +20,7 @@ from moegguf.controller.predictors.base import NoPrediction
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights, save
 from moegguf.engine.recording import TraceOptions
+from moegguf.generate import drafting
 from moegguf.generate.request import Sampling
 from moegguf.gguf.experts import read_layout
 from moegguf.native.store import StoreOptions
@@ -104,7 +106,10 @@ def test_a_simulation_counts_what_the_run_counted(
     assert_equal(trace, simulated(trace, policy, predictor, model, 22))
 
 
-def test_recorded_drafts_are_replayed(path: Callable[[str], Path], load: Load, tmp_path: Path) -> None:
+def test_recorded_drafts_are_replayed(
+    path: Callable[[str], Path], load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafting, "DraftGate", Eager)
     model, out = path("tiny-qwen2moe"), tmp_path / "t"
     options: dict[str, Any] = {"lockstep": True, "store": StoreOptions(sweep=False), "n_ctx": 512, "n_ubatch": 8}
     cache = share_for(model, 22)

@@ -1,0 +1,23 @@
+"""A gate that drafts whatever passes take, so that tests do not depend on time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from moegguf.generate.draft_gate import Acceptance, DraftGate
+
+WIDTH = 6  # tokens of a draft
+
+
+class Eager(DraftGate):
+    """Always drafts, as long as it may."""
+
+    def pauses(self, n_sequences: int) -> bool:
+        return False
+
+    def widths(self, answers: Sequence[Sequence[Acceptance]]) -> list[list[int]]:
+        return [[WIDTH] * len(of_answer) for of_answer in answers]
+
+    def ran(self, *_: Any) -> None:
+        pass
