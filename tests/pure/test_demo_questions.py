@@ -8,7 +8,8 @@ import pytest
 from command_help import help_of
 
 from predictors.models.demo import questions
-from predictors.models.demo.tokenizer import CHAT_TEMPLATE
+
+NO_LAB = "needs tokenizers of the laboratory"
 
 ANSWERS = sorted(set(questions.answers().values()))
 OPTIONS = (questions.ROOT / "docs" / "options.md").read_text(encoding="utf-8")
@@ -50,7 +51,9 @@ def test_commands_and_options_in_answers_exist(answer: str) -> None:
 
 
 def test_the_template_of_the_file_is_the_recipe_s() -> None:
+    pytest.importorskip("tokenizers", reason=NO_LAB)
     from moegguf.models.catalog import Catalog
     from moegguf.models.details import details
+    from predictors.models.demo.tokenizer import CHAT_TEMPLATE
 
     assert details(Catalog().find("demo")).template == CHAT_TEMPLATE
