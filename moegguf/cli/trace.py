@@ -279,7 +279,8 @@ def simulate(
         bool,
         typer.Option(
             "--save",
-            help="Save beside the model what `auto` chooses by, half of the requests; the others are reported.",
+            help="Save beside the model what `auto` chooses by, half of the requests; the others are reported, one"
+            " behind the other, and for `estimate` also each from an empty cache.",
         ),
     ] = False,
     as_json: AsJson = False,
@@ -324,12 +325,17 @@ def simulate(
         results = _simulated(reported, strategy, policy, predictor, shares, options, prefetch, progress)
         if save:
             chosen_by = _simulated(choosing, strategy, policy, predictor, shares, options, prefetch, progress)
+            alone = [
+                row
+                for request in reported.each()
+                for row in _simulated(request, strategy, policy, predictor, shares, options, prefetch, progress)
+            ]
     if as_json:
         print_json(plain(results))
     else:
         print_simulation(results, reported.sample_size(full))
     if save:
-        path = choosing.save(chosen_by, results)
+        path = choosing.save(chosen_by, results, alone)
         print_message(f"saved {path}: auto chooses by {choosing.sample_size(full)}; reported are others")
 
 

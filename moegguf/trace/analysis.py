@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -112,14 +112,18 @@ def gap_closed_by(rows: Sequence[Row], row: Row) -> float | None:
 
 
 def hit_ranges(rows: Sequence[Row]) -> dict[str, dict[float, tuple[float, float]]]:
-    """{policy: {share: (low, high)}}: 49 in 50 requests have a decode hit rate between the two."""
-    ranges: dict[str, dict[float, tuple[float, float]]] = {}
+    """{policy: {share: (low, high)}}: 49 in 50 requests of all rows have a decode hit rate between the two."""
+    rates: dict[str, dict[float, list[float]]] = {}
     for row in rows:
         if row.simulated is not None:
-            rates = [span.hit_rate for span in row.simulated.sequences.values()]
-            low, high = np.quantile(rates, (0.01, 0.99))
-            ranges.setdefault(row.policy, {})[row.share] = float(low), float(high)
-    return ranges
+            of_share = rates.setdefault(row.policy, {}).setdefault(row.share, [])
+            of_share += [span.hit_rate for span in row.simulated.sequences.values()]
+    return {policy: {share: _most_of(of_share) for share, of_share in at.items()} for policy, at in rates.items()}
+
+
+def _most_of(rates: Sequence[float]) -> tuple[float, float]:
+    low, high = np.quantile(rates, (0.01, 0.99))
+    return float(low), float(high)
 
 
 def _check_prefetching(options: SimOptions, timed: bool, predictors: Sequence[str]) -> None:
@@ -162,6 +166,10 @@ class TraceAnalysis:
             raise OptionError("the policy is chosen by other requests than are reported; record a trace of several.")
         first, second = (replace(self, trace=self.trace.select(sorted(one_by_one[start::2]))) for start in (0, 1))
         return first, second
+
+    def each(self) -> Iterator[Self]:
+        """Every request by itself."""
+        return (replace(self, trace=self.trace.select([sequence])) for sequence in self.trace.sequences())
 
     def sample_size(self, whole: TraceAnalysis) -> str:
         """The size of this sample of `whole`, as text."""
@@ -355,11 +363,12 @@ class TraceAnalysis:
             return UNMEASURED_WITHOUT_PREDICTIONS
         return replace(UNMEASURED, predictor=name)
 
-    def save(self, rows: Sequence[Row], reported: Sequence[Row]) -> Path:
+    def save(self, rows: Sequence[Row], reported: Sequence[Row], alone: Sequence[Row] = ()) -> Path:
         """Saves decode hit rates where `policy="auto"` finds them; returns the path.
 
         rows: of these requests, by which `auto` chooses. Of several predictors with one policy, the one with the
-        highest mean hit rate is saved. reported: of other requests, for what `show` and `estimate` state.
+        highest mean hit rate is saved. reported: of other requests, for what `show` and `estimate` state; alone: of
+        each of these by itself, from an empty cache.
         """
         rates: dict[tuple[str, str], dict[float, float]] = {}
         for row in rows:
@@ -378,7 +387,9 @@ class TraceAnalysis:
                 "tokens": self.trace.n_tokens,
                 "ranges": max((len(row.simulated.sequences) for row in reported if row.simulated), default=0),
             },
-            ranges=hit_ranges([row for row in reported if row.policy in best and best[row.policy][0] == row.predictor]),
+            ranges=hit_ranges(
+                [row for row in (*reported, *alone) if row.policy in best and best[row.policy][0] == row.predictor]
+            ),
             bound={row.share: row.decode_hit_rate for row in reported if row.policy == BELADY},
         )
         path = (self.artifacts.folder or self.artifacts.writable_folder()) / MEASURED

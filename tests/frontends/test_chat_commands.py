@@ -41,7 +41,7 @@ def chat(home: Path) -> Iterator[Terminal]:
     ("/show info", "architecture"),
     ("/show license", "No license was specified for this model."),
     ("/show modelfile", "FROM demo:latest"),
-    ("/show parameters", "  No additional parameters were specified for this model."),
+    ("/show parameters", "Model defined parameters:\n  temperature                    0\n"),
     ("/show system", "No system message was specified for this model."),
     ("/show template", "<|im_start|>"),
     ("/list", "demo:latest"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from chat_terminal import ANSWER, QUESTION
@@ -12,6 +14,7 @@ from command_line import environment
 from servers import Server, serving
 from terminal import Terminal, control, moegguf_command
 
+from moegguf.chat import show_commands
 from moegguf.chat.conversation import Conversation
 from moegguf.cli import served as served_models
 from moegguf.models.entry import NamedModel
@@ -89,11 +92,13 @@ def test_parameters_of_loading_load_again_or_are_refused(chat: Terminal, server:
     assert ANSWER in chat.ask(QUESTION).replace("\n", " ")
 
 
-def test_a_full_context_and_a_cut_prompt_are_told(chat: Terminal) -> None:
-    chat.ask("/set parameter num_ctx 256")
-    chat.ask("/set parameter num_predict 300")
-    chat.ask(ENDLESS)
-    said = chat.ask("word " * 400)
+def test_a_full_context_and_a_cut_prompt_are_told(server: Server, tmp_path: Path) -> None:
+    with served_chat(server, tmp_path, "demo", "--ctx", 256) as chat:
+        chat.prompt()
+        chat.ask("/set parameter num_predict 300")
+        chat.ask(ENDLESS)
+        said = chat.ask("word " * 400)
+    server.call("/api/generate", {"model": "demo", "keep_alive": 0})
     assert re.search(r"prompt cut: \d+ tokens left out\nthe context was full", said)
 
 
@@ -134,6 +139,12 @@ def test_clear_keeps_what_the_server_would_add_again() -> None:
     assert asked == [{"role": "system", "content": ""}, {"role": "user", "content": "What?"}]
     conversation.clear()
     assert conversation.messages == list(own)
+
+
+def test_a_model_without_parameters_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    session: Any = SimpleNamespace(conversation=Conversation(NamedModel("a:latest"), system=""))
+    show_commands._parameters(session)
+    assert "  No additional parameters were specified for this model." in "".join(capsys.readouterr())
 
 
 def test_a_server_that_goes_away_ends_the_answer_and_not_the_chat(tmp_path: Path) -> None:

@@ -89,9 +89,10 @@ def test_estimate_prints_memory_and_reasons_and_its_json_is_the_plan(moegguf: Co
 
 
 def test_estimate_promises_for_the_demo_what_was_measured_and_no_more(moegguf: Command) -> None:
-    """Runs of the demo with half of its experts hit 53 to 81 %; Belady's bound is 86 %."""
+    """Answers of the demo with half of its experts hit 58 to 73 % from an empty cache, texts up to 81 %; Belady's bound
+    is 86 %."""
     facts = json.loads(moegguf("estimate", "demo", "--expert-cache", "50%", "--json").stdout)["expected"]
-    assert 0.45 < facts["hit_low"] < 0.6 and 0.75 < facts["hit_high"] < 0.86
+    assert 0.55 < facts["hit_low"] < 0.63 and 0.75 < facts["hit_high"] < 0.86
     assert "measured on this model" in facts["basis"] and "lower bound" not in facts["basis"]
     shown = moegguf("estimate", "demo", "--expert-cache", "50%").stdout
     (speed,) = re.findall(r"speed +([\d,.]+)(?: to ([\d,.]+))? tokens/s", shown)

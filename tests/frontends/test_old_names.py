@@ -41,7 +41,11 @@ def test_an_old_flag_is_in_no_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_words_after_two_dashes_are_kept() -> None:
-    assert with_new_flags(["--", "--system"]) == ["--", "--system"]
+    assert with_new_flags(["--", "--system"], set()) == ["--", "--system"]
+
+
+def test_a_flag_of_a_command_s_own_is_no_old_name() -> None:
+    assert with_new_flags(["kind", "--system"], {"--system"}) == ["kind", "--system"]
 
 
 def test_an_old_variable_works_with_a_hint() -> None:

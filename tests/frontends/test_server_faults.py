@@ -135,12 +135,12 @@ def test_a_prompt_longer_than_the_context_is_cut_unless_that_is_refused(server: 
     for path, body in (("/api/generate", plain), ("/api/chat", chat)):
         for form in ({"truncate": False}, {"shift": False}):
             reply = server.call(path, {**body, **form})
-            assert reply.status == 400 and "exceed context window of 512" in reply.error
+            assert reply.status == 400 and "exceed context window of 2048" in reply.error
         reply = server.call(path, body)
         assert reply.status == 200 and reply.json["cut_tokens"] > 2000
     reply = server.call("/v1/chat/completions", chat)
     assert reply.status == 400 and reply.json["error"]["code"] == "context_length_exceeded"
-    turns = [{"role": role, "content": "word " * 150} for role in ("user", "assistant", "user", "assistant")]
+    turns = [{"role": role, "content": "word " * 400} for role in ("user", "assistant", "user", "assistant")]
     reply = server.call("/api/chat", {"model": "demo", "messages": [*turns, QUESTION], "stream": False})
     assert reply.status == 200 and reply.json["cut_messages"] > 0
 

@@ -15,7 +15,7 @@ from moegguf.controller.hit_rates import ControllerChoice
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.errors import OptionError, TraceError
 from moegguf.native.events import Announcement, Phase
-from moegguf.trace.analysis import Row, sample_sequences
+from moegguf.trace.analysis import Row, hit_ranges, sample_sequences
 from moegguf.trace.belady import BELADY
 from moegguf.trace.format import write
 from moegguf.trace.simulate import SimOptions, fitted
@@ -190,6 +190,15 @@ def test_requests_that_choose_are_not_among_those_reported(analysis: Study) -> N
     assert kinds[0] == kinds[1]
     with pytest.raises(OptionError, match="record a trace of several"):
         replace(analysis, trace=analysis.trace.select([0])).halves()
+
+
+def test_ranges_have_requests_from_an_empty_cache_too(analysis: Study) -> None:
+    behind = [one for one in analysis.simulate(["lru"], ["none"], [0.5]) if one.policy != BELADY]
+    alone = [one for each in analysis.each() for one in each.simulate(["lru"], ["none"], [0.5]) if one.policy != BELADY]
+    assert len(alone) == len(analysis.trace.sequences())
+    rates = [span.hit_rate for one in (*behind, *alone) if one.simulated for span in one.simulated.sequences.values()]
+    assert hit_ranges([*behind, *alone]) == {"lru": {0.5: tuple(np.quantile(rates, (0.01, 0.99)))}}
+    assert hit_ranges([*behind, *alone])["lru"][0.5][0] < hit_ranges(behind)["lru"][0.5][0]
 
 
 def test_a_folder_named_for_predictors_is_where_rates_are_saved(file: Path, tmp_path: Path) -> None:
