@@ -50,8 +50,11 @@ struct Avx2 {
     static F load_halves(const void * const (&groups)[1]) {
         return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)groups[0]));
     }
-    static I load_bytes(const uint8_t * const (&groups)[1]) {
-        return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)groups[0]));
+    static F half_powers(const uint8_t * const (&groups)[1]) { // 2^(e - 128) of bytes
+        const I e = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)groups[0]));
+        const I normal = _mm256_slli_epi32(_mm256_add_epi32(e, _mm256_set1_epi32(-1)), 23);
+        const I denormal = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), e);
+        return _mm256_castsi256_ps(_mm256_blendv_epi8(normal, denormal, _mm256_cmpgt_epi32(_mm256_set1_epi32(2), e)));
     }
 
     // Scales of the form that scaled_sum takes: the same 16 bits twice in each lane.

@@ -56,8 +56,11 @@ struct Avx512 {
         const __m128i a = _mm_loadu_si128((const __m128i *)groups[0]), b = _mm_loadu_si128((const __m128i *)groups[1]);
         return _mm512_cvtph_ps(_mm256_set_m128i(b, a));
     }
-    static I load_bytes(const uint8_t * const (&groups)[2]) {
-        return _mm512_cvtepu8_epi32(_mm_set_epi64x(load_8(groups[1]), load_8(groups[0])));
+    static F half_powers(const uint8_t * const (&groups)[2]) { // 2^(e - 128) of bytes
+        const I e = _mm512_cvtepu8_epi32(_mm_set_epi64x(load_8(groups[1]), load_8(groups[0])));
+        const I normal = _mm512_slli_epi32(_mm512_add_epi32(e, _mm512_set1_epi32(-1)), 23);
+        const __mmask16 small = _mm512_cmplt_epu32_mask(e, _mm512_set1_epi32(2));
+        return _mm512_castsi512_ps(_mm512_mask_sllv_epi32(normal, small, _mm512_set1_epi32(0x00200000), e));
     }
     static int64_t load_8(const void * from) {
         int64_t x;

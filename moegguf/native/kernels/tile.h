@@ -7,6 +7,8 @@
 namespace moegguf::kernels {
 namespace {
 
+constexpr int ahead_bytes = 3072; // of prefetches: the parts of a K-quant's block are too many streams for a processor
+
 template <class Isa, class T>
 struct Tile {
     using I = typename Isa::I;
@@ -94,6 +96,10 @@ struct Tile {
             Groups block;
             for (int i = 0; i < Isa::n_groups; i++) {
                 block[i] = weights[i] + b * T::bytes;
+#pragma GCC unroll 32
+                for (int at = 0; at < T::bytes; at += 64) {
+                    __builtin_prefetch(block[i] + ahead_bytes + at);
+                }
             }
             if constexpr (T::n_values == 32) {
                 add_32<n_rows>(block, rows, sums, mins);

@@ -116,14 +116,7 @@ struct Mxfp4X8 : NibblesX8<1> {
     // Half of 2^(e - 127), as the values are doubled.
     template <class Isa>
     static typename Isa::F scale(const uint8_t * const (&blocks)[Isa::n_groups]) {
-        float d[Isa::n_cols];
-        for (int i = 0; i < Isa::n_cols; i++) {
-            const uint32_t e = blocks[i / 8][i % 8], bits = e < 2 ? 0x00200000u << e : (e - 1) << 23;
-            memcpy(&d[i], &bits, sizeof(bits));
-        }
-        typename Isa::F x;
-        memcpy(&x, d, sizeof(x));
-        return x;
+        return Isa::half_powers(blocks);
     }
 };
 
