@@ -29,8 +29,6 @@ DRAFTS = ("auto", "off", "ngram", "mtp")
 """Tokens that are guessed ahead, and verified in the next pass."""
 KERNELS = ("avx512", "avx2", "upstream")
 LOG_LEVELS = ("debug", "info", "warning", "error")
-SCHEDULES = ("fifo", "expertflow", "auto")
-"""Which of the sequences that run compute in a step."""
 
 MAX_ANSWER_TOKENS = 1 << 22
 LOAD_PARAMETERS = {
@@ -268,12 +266,6 @@ _TABLE = (
         ("--kv-tokens",), "N", "KV_TOKENS", "whole",
         "a full context for each, less where experts would miss that memory", least=0, most=MAX_KV_TOKENS,
         zero_is_default=True,
-    ),
-    Option(
-        "schedule", "server", RESEARCH,
-        "Which of these requests compute in a step: fifo (all), expertflow (half, by the experts that they will use) or"
-        " auto, which measures.",
-        ("--schedule",), "NAME", "SCHEDULE", "choice", "fifo", SCHEDULES,
     ),
     Option(
         "keep_alive_s", "server", SERVER, "How long an idle model stays loaded; negative: for ever.",

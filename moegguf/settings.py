@@ -171,7 +171,6 @@ class Settings:
     max_queue: int = 512
     n_parallel: int = 1
     kv_tokens: int | None = None
-    schedule: str = "fifo"
     load_timeout_s: float = 300.0
     kv_cache_type: str = "f16"
     flash_attention: bool | None = None

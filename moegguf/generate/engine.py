@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -27,8 +27,7 @@ from moegguf.generate.request import (
     ToolCall,
     sampling_with,
 )
-from moegguf.generate.schedule import Schedule, make_schedule
-from moegguf.settings import parse_choice
+from moegguf.generate.schedule import Schedule
 
 DEFAULT_PARALLEL = 8
 AHEAD = 2  # requests that are read while so many times fewer are computed
@@ -114,8 +113,8 @@ class Engine:
             recurrent state and for embedding models.
         kv_tokens: tokens of all sequences that there is memory for; when they are used up, the newest request waits and
             is computed again. None: parallel * n_ctx, less where experts would miss that memory.
-        schedule: which sequences compute in a step: "fifo" (all of them), "expertflow", "auto", or an object
-            (`moegguf.generate.schedule`).
+        schedule: makes, of the loaded model, what chooses the sequences that compute in a step
+            (`moegguf.generate.schedule`); None: all of them.
         All keywords of `moegguf.Llama`; flash_attn is None unless given.
 
     An answer has the same bits alone and beside others where the model is batch-invariant (`Llama.batch_invariant`);
@@ -129,16 +128,13 @@ class Engine:
         parallel: int = DEFAULT_PARALLEL,
         *,
         kv_tokens: int | None = None,
-        schedule: str | Schedule = "fifo",
+        schedule: Callable[[Llama], Schedule | None] | None = None,
         **options: Any,
     ) -> None:
-        if isinstance(schedule, str):
-            parse_choice("schedule", schedule)  # before anything is loaded
         options = {"verbose": False, "flash_attn": None} | options
         self._llm = Llama(model, n_seq_max=parallel, kv_tokens=kv_tokens, **options)
-        chosen = make_schedule(schedule, self._llm) if isinstance(schedule, str) else schedule
         self._sampling = sampling_with(Sampling(), self._llm.layout.sampling)
-        self._loop = BatchLoop(self._llm, chosen)
+        self._loop = BatchLoop(self._llm, schedule and schedule(self._llm))
         self._thread = threading.Thread(target=self._loop.run, name="moegguf-engine", daemon=True)
         self._thread.start()
 

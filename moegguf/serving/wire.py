@@ -46,8 +46,8 @@ class LoadConfig:
     """The model that a worker loads, and how: most fields are keywords of `Llama`, with its defaults.
 
     `plan`: which memory has what; None: made by the worker, from the budgets. `n_ctx`: of each of the `n_seq_max`
-    sequences; None: as planned. `schedule`: which of these compute in a step. `type_k`, `type_v`: names, such as
-    "q8_0". `verbose`: llama.cpp's log is written; `silent`: nor its errors.
+    sequences; None: as planned. `type_k`, `type_v`: names, such as "q8_0". `verbose`: llama.cpp's log is written;
+    `silent`: nor its errors.
     """
 
     name: str
@@ -55,7 +55,6 @@ class LoadConfig:
     n_ctx: int | None = None
     plan: Plan | None = None
     n_seq_max: int = 1
-    schedule: str = "fifo"
     mmproj: str | None = None
     lora_path: str | None = None
     lora_scale: float | None = None

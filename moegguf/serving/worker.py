@@ -38,7 +38,6 @@ from moegguf.generate.batching import BatchLoop
 from moegguf.generate.embedding import embed, rank
 from moegguf.generate.prompt import count_prompt, render_prompt
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing
-from moegguf.generate.schedule import make_schedule
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.projector import read_projector
 from moegguf.gguf.reader import GGML_TYPES, ggml_type
@@ -49,7 +48,7 @@ from moegguf.serving.wire import MAX_MESSAGE_BYTES, LoadConfig, Message, Ready, 
 
 EXIT_GRACE_S = 5.0  # for a running computation after the socket has closed
 FIRST_DELTA_PAUSE_S = 0.0005  # the server and its client need a processor to show the first delta
-KEYWORDS = [each.name for each in fields(LoadConfig) if each.name not in ("name", "path", "plan", "schedule", "silent")]
+KEYWORDS = [each.name for each in fields(LoadConfig) if each.name not in ("name", "path", "plan", "silent")]
 """Those of `Llama` among a config's fields."""
 
 LoadProgress = Callable[[float | None], bool]
@@ -172,7 +171,7 @@ class Worker:
             if not isinstance(error, MoeggufError):
                 raise
             return False
-        self._loop = loop = BatchLoop(llm, make_schedule(config.schedule, llm), together=self._one_call)
+        self._loop = loop = BatchLoop(llm, together=self._one_call)
         self._snapshots = SnapshotSender(config.name, llm, loop, self._send_snapshot)
         ready = Ready(llm.n_ctx(), plan_fields(llm), llm.n_seq_max, llm.reads_images)
         self._send("ready", ready=ready, **self._statistics())
@@ -216,11 +215,7 @@ class Worker:
         if message.get("mark") and self._snapshots is not None:
             self._snapshots.mark()
         events = Events(
-            message["id"],
-            stream=message["stream"],
-            send=self._send_event,
-            sent_first=self._pause,
-            end=self._end_answer,
+            message["id"], stream=message["stream"], send=self._send_event, sent_first=self._pause, end=self._end_answer
         )
         return self._loop.submit(build(GenerationRequest, message["generation"]), events)
 
