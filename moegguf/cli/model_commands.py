@@ -111,8 +111,7 @@ def _model_part(model: str, wanted: Sequence[str]) -> str:
 
 def remove(
     models: Annotated[
-        list[str],
-        typer.Argument(autocompletion=complete_model, metavar="MODEL...", help="Names that `list` shows."),
+        list[str], typer.Argument(autocompletion=complete_model, metavar="MODEL...", help="Names that `list` shows.")
     ],
 ) -> None:
     """Remove models: the name, and its files where nothing else uses them."""

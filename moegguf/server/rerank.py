@@ -60,8 +60,7 @@ async def _rerank(request: Request, body: RerankBody) -> Any:
     if body.documents is None:
         return [{"index": i, "score": scores[i], **({"text": texts[i]} if body.return_text else {})} for i in best]
     results = [
-        {"index": i, "relevance_score": scores[i]}
-        | ({"document": {"text": texts[i]}} if body.return_documents else {})
+        {"index": i, "relevance_score": scores[i]} | ({"document": {"text": texts[i]}} if body.return_documents else {})
         for i in best
     ]
     usage = {"prompt_tokens": found.n_tokens, "total_tokens": found.n_tokens}
