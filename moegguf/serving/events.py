@@ -1,7 +1,6 @@
 """Events of an answer, state of loaded models and snapshots of their experts. Plain data.
 
-An answer's events are `moegguf.generate.request`'s `PromptProgress` and `Delta`, where it was asked for `ExpertUses`,
-then one `Done`.
+An answer's events are `moegguf.generate.request`'s `PromptProgress` and `Delta`, then one `Done`.
 """
 
 from __future__ import annotations
@@ -50,23 +49,7 @@ class Done:
     decisions: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class ExpertUses:
-    """How often the tokens of a request used each expert, of its own tokens only. `counts`: uint8 (n_layer, n_expert)
-    over the layers with experts, scaled so that the most used one has 255."""
-
-    n_layer: int
-    n_expert: int
-    counts: bytes
-
-    @classmethod
-    def of(cls, rows: Sequence[Sequence[int]]) -> ExpertUses:
-        """From counts (n_layer, n_expert)."""
-        most = max(1, max(map(max, rows)))
-        return cls(len(rows), len(rows[0]), bytes(round(count * 255 / most) for row in rows for count in row))
-
-
-Event = PromptProgress | Delta | ExpertUses | Done
+Event = PromptProgress | Delta | Done
 
 
 def join(deltas: Sequence[Delta]) -> Delta:

@@ -12,7 +12,7 @@ from moegguf.errors import OptionError, WorkerError
 from moegguf.generate.embedding import Embeddings
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing
 from moegguf.models.entry import ModelEntry
-from moegguf.serving.events import Done, Event, ExpertUses, LoadedModel
+from moegguf.serving.events import Done, Event, LoadedModel
 from moegguf.serving.managed_model import ManagedModel, Purpose, Waiter
 from moegguf.serving.wire import build
 from moegguf.serving.worker_process import PendingRequest, WorkerProcess
@@ -86,21 +86,15 @@ class Lease(Calls):
         else:
             self._request.cancel()  # released when the worker has stopped
 
-    async def answer(
-        self, generation: GenerationRequest, *, stream: bool = True, expert_uses: bool = False
-    ) -> AsyncGenerator[Event, None]:
+    async def answer(self, generation: GenerationRequest, *, stream: bool = True) -> AsyncGenerator[Event, None]:
         """`PromptProgress` of a long prompt, `Delta`s, and last `Done`. Closing it stops the answer within a token.
-        Without `stream` there is one `Delta` with the whole answer. expert_uses: with `ExpertUses` before `Done`, where
-        they are known; from the first such request on, the worker counts them.
+        Without `stream` there is one `Delta` with the whole answer.
 
         Raises what `moegguf.generate.answer.SequenceState` raises.
         """
-        fields: dict[str, Any] = {"generation": generation, "stream": stream}
-        if expert_uses:
-            fields["expert_uses"] = True
-        async with aclosing(self._events("generate", **fields)) as events:
+        async with aclosing(self._events("generate", generation=generation, stream=stream)) as events:
             async for event in events:
-                if isinstance(event, Delta | PromptProgress | ExpertUses):
+                if isinstance(event, Delta | PromptProgress):
                     yield event
                 else:
                     self._process.last_timing = build(Timing, event)

@@ -28,7 +28,6 @@ from typing import Any
 
 from moegguf.engine.llama import Llama
 from moegguf.engine.load import plan_here
-from moegguf.engine.request_uses import UseCounter
 from moegguf.engine.trial import is_due
 from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import MoeggufError
@@ -41,7 +40,7 @@ from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, T
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.projector import read_projector
 from moegguf.gguf.reader import GGML_TYPES, ggml_type
-from moegguf.serving.events import ExpertUses, Snapshot
+from moegguf.serving.events import Snapshot
 from moegguf.serving.outbox import PROGRESS_S, Events, Outbox, every
 from moegguf.serving.snapshots import SnapshotSender
 from moegguf.serving.wire import MAX_MESSAGE_BYTES, LoadConfig, Message, Ready, build, decode, encode, encode_error
@@ -69,7 +68,6 @@ class Worker:
         self._loop: BatchLoop | None = None
         self._llm: Llama | None = None
         self._snapshots: SnapshotSender | None = None
-        self._uses: UseCounter | None = None  # once somebody has asked
 
     def run(self) -> None:
         """Loads the model of the first message, then runs requests until the socket closes."""
@@ -210,8 +208,6 @@ class Worker:
 
     def _generate(self, message: Message) -> BatchedAnswer:
         assert self._loop is not None
-        if message.get("expert_uses") and self._uses is None and self._model.session is not None:
-            self._uses = UseCounter(self._model.session)
         if message.get("mark") and self._snapshots is not None:
             self._snapshots.mark()
         events = Events(
@@ -236,20 +232,10 @@ class Worker:
             time.sleep(FIRST_DELTA_PAUSE_S)
 
     def _end_answer(self, request_id: int, timing: Timing, error: Exception | None) -> None:
-        self._send_uses(request_id)
         if error is None:
             self._end(request_id, value=timing)
         else:
             self._end(request_id, error=_encoded(error))
-
-    def _send_uses(self, request_id: int) -> None:
-        """Tells which experts an answer that has ended used, where that was asked for."""
-        with self._jobs_lock:
-            job = self._jobs.get(request_id)
-        if self._uses is not None and isinstance(job, BatchedAnswer):
-            counts = self._uses.take(job.number)
-            if counts is not None:
-                self._send_event(request_id, ExpertUses.of(counts.tolist()))
 
     def _embed(self, message: Message) -> Task:
         assert self._loop is not None
@@ -278,7 +264,7 @@ class Worker:
             self._jobs.pop(request_id, None)
         self._send("end", id=request_id, **outcome, **self._statistics())
 
-    def _send_event(self, request_id: int, event: Delta | PromptProgress | ExpertUses) -> None:
+    def _send_event(self, request_id: int, event: Delta | PromptProgress) -> None:
         self._send("event", id=request_id, **{type(event).__name__: event})
 
     @property
@@ -293,8 +279,6 @@ class Worker:
         self._send("snapshot", snapshot=snapshot, decisions=self._model.decisions())
 
     def _close(self) -> None:
-        if self._uses is not None:
-            self._uses.close()
         if self._snapshots is not None:
             self._snapshots.close()
         self._model.close()

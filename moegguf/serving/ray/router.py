@@ -8,14 +8,14 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from moegguf.serving.ray.preference import Candidate, Report, RoutingRequest, rank
+from moegguf.serving.ray.preference import Candidate, Conversation, Report, rank
 
 REPORT_PERIOD_S = 5.0  # between two reports of a replica
 NOTE_S = 3 * REPORT_PERIOD_S  # after that a report has what was sent
 
 
 class ConversationRouter(RequestRouter):
-    """Ranks replicas for requests whose first argument is a `RoutingRequest`.
+    """Ranks replicas for requests whose first argument is a `Conversation`.
 
     Between two reports it goes by what it sent itself: the next turn of a chat comes sooner.
     """
@@ -33,12 +33,12 @@ class ConversationRouter(RequestRouter):
             pending_request.routing_context.should_backoff = True  # when all are full
         # The first of equals is taken: the one whose cache is the oldest.
         replicas = sorted(candidate_replicas, key=lambda replica: self._last_sent_s.get(replica.replica_id, 0.0))
-        ranks = rank(routing_request(pending_request), [self._candidate(replica) for replica in replicas])
+        ranks = rank(asked_conversation(pending_request), [self._candidate(replica) for replica in replicas])
         return [[replicas[i] for i in indices] for indices in ranks]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """Called by Ray Serve: a replica has accepted a request."""
-        prefixes = routing_request(pending_request).conversation.prefixes
+        prefixes = asked_conversation(pending_request).prefixes
         if prefixes:
             self._last_sent_s[replica_id] = now_s = time.monotonic()
             self._sent[replica_id].append((now_s, tuple(prefix.digest for prefix in prefixes)))
@@ -66,7 +66,7 @@ class ConversationRouter(RequestRouter):
         return Candidate(report, self.replica_queue_len_cache.get(replica.replica_id))
 
 
-def routing_request(pending: PendingRequest | None) -> RoutingRequest:
-    """What is known of a request; nothing where it is not one of moegguf's."""
+def asked_conversation(pending: PendingRequest | None) -> Conversation:
+    """The conversation of a request; an empty one where it is not one of moegguf's."""
     first = pending.args[0] if pending is not None and pending.args else None
-    return first if isinstance(first, RoutingRequest) else RoutingRequest()
+    return first if isinstance(first, Conversation) else Conversation()
