@@ -15,7 +15,7 @@ from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:
     from moegguf.chat.conversation import Conversation
-    from moegguf.chat.model import ChatModel
+    from moegguf.chat.session import ChatModel
 
 
 class Chat:

@@ -13,10 +13,14 @@ from moegguf.terminal.messages import print_message
 from moegguf.terminal.progress import Spinner, prompt_text
 
 if TYPE_CHECKING:
+    from moegguf.chat.answers import RemoteAnswer
     from moegguf.chat.conversation import Conversation, Snapshot
     from moegguf.chat.history import InputHistory
-    from moegguf.chat.model import ChatModel, RemoteAnswer
+    from moegguf.chat.local_model import LocalModel
+    from moegguf.chat.served_model import ServedModel
     from moegguf.generate.request import PromptProgress, Timing
+
+    ChatModel = LocalModel | ServedModel
 
 CANCEL_TIMEOUT_S = 0.5  # a cancellation that takes longer is explained
 

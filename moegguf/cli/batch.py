@@ -29,7 +29,7 @@ from moegguf.terminal.loading import find_or_pull
 from moegguf.terminal.messages import EXIT_FAILURE, EXIT_INTERRUPTED, print_message
 
 if TYPE_CHECKING:
-    from moegguf.cli.client import Client
+    from moegguf.chat.client import Client
     from moegguf.serving.batch.answers import Counts, Entry, Journal
     from moegguf.serving.batch.requests import Requests
     from moegguf.serving.batch.runner import Answer
@@ -210,7 +210,7 @@ def exit_code(counts: Counts) -> int:
 
 def server_for(models: list[str]) -> Client | None:
     """A running server that has all `models`, if there is one; None for a path."""
-    from moegguf.cli.served import KNOWN_S, running_server
+    from moegguf.chat.served_model import KNOWN_S, running_server
 
     if any(os.path.exists(os.path.expanduser(name)) for name in models) or (client := running_server()) is None:
         return None

@@ -22,8 +22,7 @@ from moegguf.terminal.progress import Spinner
 
 if TYPE_CHECKING:
     from moegguf.chat.conversation import Conversation
-    from moegguf.chat.model import ChatModel
-    from moegguf.chat.session import Reply
+    from moegguf.chat.session import ChatModel, Reply
 
 EXIT_TIMEOUT_S = 1.0  # after Ctrl-C during an answer
 
@@ -50,7 +49,7 @@ def read_prompt(words: Sequence[str]) -> str | None:
 
 def load_in_server(model: str, keep_alive: str | None) -> int:
     """Loads the model in a running server, which keeps it for `keep_alive`."""
-    from moegguf.cli.client import Client
+    from moegguf.chat.client import Client
     from moegguf.models.names import parse_name
 
     body: dict[str, Any] = {"model": parse_name(model).canonical, "prompt": "", "stream": False}
@@ -261,7 +260,7 @@ def in_server(
 ) -> tuple[ChatModel, Conversation] | None:
     """A conversation with a model in a running server that knows it, if there is one; None for a path."""
     from moegguf.chat.conversation import Conversation
-    from moegguf.cli.served import server_with
+    from moegguf.chat.served_model import server_with
 
     if os.path.exists(os.path.expanduser(name)) or (model := server_with(name, keep_alive)) is None:
         return None

@@ -19,7 +19,7 @@ import typer
 from moegguf.cli.options import AsJson
 
 if TYPE_CHECKING:
-    from moegguf.cli.client import Client
+    from moegguf.chat.client import Client
     from moegguf.cli.top_screen import ModelView
 
 FRAMES_PER_S = 2
@@ -31,7 +31,7 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print one frame and exit.")] = False, as_json: AsJson = False
 ) -> None:
     """Watch the experts of the models that a running server has loaded."""
-    from moegguf.cli.client import Client
+    from moegguf.chat.client import Client
 
     client = Client()
     if as_json:

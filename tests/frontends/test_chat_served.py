@@ -14,9 +14,9 @@ from command_line import environment
 from servers import Server, serving
 from terminal import Terminal, control, moegguf_command
 
+from moegguf.chat import served_model as served_models
 from moegguf.chat import show_commands
 from moegguf.chat.conversation import Conversation
-from moegguf.cli import served as served_models
 from moegguf.models.entry import NamedModel
 
 ENDLESS = '/set format {"type": "string", "minLength": 100000}'

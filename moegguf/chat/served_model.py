@@ -13,8 +13,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moegguf.chat.model import RemoteAnswer
-from moegguf.cli.client import Client, Json, ServerError
+from moegguf.chat.answers import RemoteAnswer
+from moegguf.chat.client import Client, Json, ServerError
 from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
 from moegguf.generate.images import images_of, text_of
 from moegguf.generate.request import Delta, Message, PromptProgress, Timing
@@ -99,7 +99,8 @@ class ServedNames:
 
 
 class ServedModel:
-    """A `moegguf.chat.model.ChatModel` in a server, which keeps it for `keep_alive` after an answer. `entry`: its name.
+    """A model in a server, with the methods of `LocalModel`. The server keeps it for `keep_alive` after an answer.
+    `entry`: its name.
 
     The server loads it for the first answer; `load` only does so earlier.
     """
