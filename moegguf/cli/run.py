@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moegguf.cli.options import OFTEN, Command, Given, Insecure, complete_model, flags, hub_name, panel
-from moegguf.errors import OptionError
 from moegguf.options import MODEL, OPTIONS, OUTPUT
 from moegguf.terminal.arguments import parse_format, parse_think
 from moegguf.terminal.loading import find_or_pull
@@ -154,18 +153,6 @@ PARAMETERS = {"n_ctx": "num_ctx", "n_threads": "num_thread"}
 """{keyword of `Llama`: the parameter of a model's name, and of a request, that sets it}"""
 
 
-def check_strategy(name: str | None) -> None:
-    """Raises BadParameter for no strategy's name: its old flag, --system, is taken for the system message."""
-    if name is None:
-        return
-    from moegguf.controller.strategies import find_strategy
-
-    try:
-        find_strategy(name)
-    except OptionError as error:
-        raise typer.BadParameter(f"{error} The system message is --system-prompt.", param_hint="--strategy") from None
-
-
 class RunCommand(Command):
     """Accepts `--think` without a value."""
 
@@ -220,7 +207,6 @@ def run(
     given: Given,
 ) -> int:
     """Answer PROMPT on stdout; without one, chat. A running server that has the model answers."""
-    check_strategy(given.get("strategy"))
     if given.get("num_predict") == 0:
         raise typer.BadParameter("0 tokens are no answer; give 1 or more, or -1.", param_hint="--max-tokens")
     name, words = model_and_words(model, prompt or [], model_file, hub_model)
