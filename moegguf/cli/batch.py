@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
-from moegguf.cli.options import OFTEN, Given, flags, loading_options, panel
+from moegguf.cli.options import OFTEN, Flag, Given, flags, loading_options
 from moegguf.errors import BatchFileError, MoeggufError
 from moegguf.options import MAX_BATCH_PARALLEL, MAX_CONTEXT_TOKENS, MAX_KV_TOKENS, MEMORY, MODEL, TO_WORKERS
 from moegguf.terminal.loading import find_or_pull
@@ -51,60 +51,26 @@ RequestFile = Annotated[
         help='A line each: {"custom_id", "method": "POST", "url": "/v1/chat/completions", "body"}; - for stdin.',
     ),
 ]
-Output = Annotated[
-    str | None,
-    typer.Option(
-        "--output",
-        "-o",
-        metavar="FILE",
-        help="Where the answers go; - for stdout.  [default: beside REQUESTS, NAME.answers.jsonl; stdout for stdin]",
-    ),
-]
-DefaultModel = Annotated[
-    str | None, typer.Option("--model", "-m", metavar="MODEL", help="The model of requests that name none.")
-]
-Parallel = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        max=MAX_BATCH_PARALLEL,
-        metavar="N",
-        help="Requests at a time.  [default: MOEGGUF_BATCH_PARALLEL, or 16; of models loaded here at least 32]",
-    ),
-]
-Context = Annotated[
-    int | None,
-    panel(OFTEN, "--ctx", "-c", min=1, max=MAX_CONTEXT_TOKENS, metavar="TOKENS", help="Context size of each model."),
-]
-KvTokens = Annotated[
-    int | None,
-    panel(
-        MEMORY,
-        "--kv-tokens",
-        min=1,
-        max=MAX_KV_TOKENS,
-        metavar="N",
-        help="Tokens of context of all requests that a model loaded here computes together, one whole context at"
-        " least.  [default: as of serve]",
-    ),
-]
-Local = Annotated[
-    bool, panel(MODEL, "--local", help="Load models here even when a server runs; options of loading imply it.")
-]
+FLAGS = (
+    Flag("output", "--output -o", "FILE", OFTEN,
+         "Where the answers go; - for stdout.  [default: beside REQUESTS, NAME.answers.jsonl; stdout for stdin]"),
+    Flag("model", "--model -m", "MODEL", OFTEN, "The model of requests that name none."),
+    Flag("parallel", "--parallel", "N", OFTEN,
+         "Requests at a time.  [default: MOEGGUF_BATCH_PARALLEL, or 16; of models loaded here at least 32]",
+         None, int | None, {"min": 1, "max": MAX_BATCH_PARALLEL}),
+    Flag("ctx", "--ctx -c", "TOKENS", OFTEN, "Context size of each model.",
+         None, int | None, {"min": 1, "max": MAX_CONTEXT_TOKENS}),
+    Flag("kv_tokens", "--kv-tokens", "N", MEMORY,
+         "Tokens of context of all requests that a model loaded here computes together, one whole context at least."
+         "  [default: as of serve]",
+         None, int | None, {"min": 1, "max": MAX_KV_TOKENS}),
+    Flag("local", "--local", None, MODEL,
+         "Load models here even when a server runs; options of loading imply it.", False, bool),
+)  # fmt: skip
 
 
-@flags(*TO_WORKERS)
-def batch(
-    requests: RequestFile,
-    output: Output = None,
-    model: DefaultModel = None,
-    parallel: Parallel = None,
-    ctx: Context = None,
-    kv_tokens: KvTokens = None,
-    local: Local = False,
-    *,
-    given: Given,
-) -> int:
+@flags(*TO_WORKERS, own=FLAGS)
+def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
     """Answer a file of requests in OpenAI's batch format.
 
     A running server that has the models answers, other clients first; else they are loaded here. Stop it with Ctrl-C,
@@ -113,10 +79,10 @@ def batch(
     """
     from moegguf.settings import read_settings
 
-    settings = read_settings()
-    here = local or bool(given) or ctx is not None or kv_tokens is not None
+    settings, model, parallel = read_settings(), chosen["model"], chosen["parallel"]
+    here = chosen["local"] or bool(given) or chosen["ctx"] is not None or chosen["kv_tokens"] is not None
     settings = replace(settings, loading=loading_options(given))
-    target = output_path(requests, output)
+    target = output_path(requests, chosen["output"])
     with open_requests(requests, model) as found:
         if target is not None and (done := finished(target, found)):
             return exit_code(done)
@@ -129,10 +95,10 @@ def batch(
                 find_or_pull(model)
             n_at_once = parallel or max(n_at_once, settings.n_parallel, MODELS_PARALLEL)
             n_together = min(len(found.lines), n_at_once)
-            n_ctx = settings.n_ctx if ctx is None else ctx
-            kv_tokens = kv_tokens or settings.kv_tokens
-            chosen = replace(settings, n_parallel=max(1, n_together), n_ctx=n_ctx, kv_tokens=kv_tokens)
-            answering = answers_of_models_here(chosen)
+            n_ctx = settings.n_ctx if chosen["ctx"] is None else chosen["ctx"]
+            kv_tokens = chosen["kv_tokens"] or settings.kv_tokens
+            settings = replace(settings, n_parallel=max(1, n_together), n_ctx=n_ctx, kv_tokens=kv_tokens)
+            answering = answers_of_models_here(settings)
         return Run(found, target, n_at_once).to_end(answering)
 
 
