@@ -15,8 +15,8 @@ from moegguf.terminal.progress import Spinner, prompt_text
 if TYPE_CHECKING:
     from moegguf.chat.answers import RemoteAnswer
     from moegguf.chat.conversation import Conversation, Snapshot
-    from moegguf.chat.history import InputHistory
     from moegguf.chat.local_model import LocalModel
+    from moegguf.chat.reader import InputHistory
     from moegguf.chat.served_model import ServedModel
     from moegguf.generate.request import PromptProgress, Timing
 

@@ -5,7 +5,7 @@ an idle model. It never waits; loads and unloads run as tasks that call `_dispat
 
 Rules. Names of the same files and load options share a process; an option that a request leaves out is that of the
 last request of its name, and a request for a longer context loads the model again. Requests of a model are granted in
-turns between clients (turns.py), of each in order of arrival, as many at once as its process answers together. A full
+turns between clients (`Turns`), of each in order of arrival, as many at once as its process answers together. A full
 queue is divided evenly between the clients that need it. A model that is not loaded is loaded when it fits the memory
 budget; idle models are unloaded for it, least recently used first; else it gets fewer expert slots; else it waits until
 a busy model is idle. A device's memory is counted apart, and a device that has failed is not used again. Loads start in

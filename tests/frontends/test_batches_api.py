@@ -24,8 +24,8 @@ from moegguf.generate.request import Delta
 from moegguf.models.folder import demo_path
 from moegguf.server.app import make_app
 from moegguf.server.common import limits
-from moegguf.serving.background import BackgroundLeases
 from moegguf.serving.batch import runner
+from moegguf.serving.lease import BackgroundLeases
 from moegguf.settings import Settings
 
 FINAL = ("completed", "failed", "expired", "cancelled")

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from moegguf.generate.constraint import Constraint, constraint_for
-from moegguf.generate.matcher import Matcher, matcher_tokens
 from moegguf.generate.parsing import AnswerParser
 from moegguf.generate.request import GenerationRequest
+from moegguf.generate.sampler import Matcher, matcher_tokens
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama

@@ -21,7 +21,7 @@ from moegguf.serving.ray.preference import (
     rank,
 )
 
-WITHOUT_RAY = ("config", "preference", "catalog")
+WITHOUT_RAY = ("config", "preference")
 
 
 def talk(*contents: str, **fields: Any) -> GenerationRequest:

@@ -35,8 +35,7 @@ from moegguf.serving.clients import current_owner
 from moegguf.serving.events import Done, Event, join
 
 if TYPE_CHECKING:
-    from moegguf.serving.background import Leases
-    from moegguf.serving.lease import Lease
+    from moegguf.serving.lease import Lease, Leases
 
 Json = dict[str, Any]
 

@@ -12,8 +12,7 @@ from ray.serve.config import RequestRouterConfig
 
 from moegguf.errors import OptionError
 from moegguf.models.names import DEFAULT_TAG
-from moegguf.serving.ray.catalog import ConfiguredCatalog
-from moegguf.serving.ray.config import ModelConfig
+from moegguf.serving.ray.config import ConfiguredCatalog, ModelConfig
 from moegguf.serving.ray.manager import ReplicaManager
 from moegguf.serving.ray.replica import Replica
 from moegguf.serving.ray.router import REPORT_PERIOD_S, ConversationRouter

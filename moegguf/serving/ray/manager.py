@@ -19,7 +19,7 @@ from moegguf.generate.request import GenerationRequest
 from moegguf.models.entry import ModelEntry
 from moegguf.serving.events import Event, LoadedModel, LoadedName, Snapshot
 from moegguf.serving.lease import Calls
-from moegguf.serving.ray.catalog import ConfiguredCatalog
+from moegguf.serving.ray.config import ConfiguredCatalog
 from moegguf.serving.ray.preference import Conversation, conversation_of
 from moegguf.serving.ray.replica import Failure
 

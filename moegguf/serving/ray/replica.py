@@ -18,8 +18,7 @@ from moegguf.errors import MoeggufError
 from moegguf.generate.request import GenerationRequest
 from moegguf.serving.events import Done, Event, LoadedModel, LoadOverrides
 from moegguf.serving.model_manager import ModelManager
-from moegguf.serving.ray.catalog import ConfiguredCatalog
-from moegguf.serving.ray.config import MAX_REQUESTS, ModelConfig
+from moegguf.serving.ray.config import MAX_REQUESTS, ConfiguredCatalog, ModelConfig
 from moegguf.serving.ray.preference import Conversation, Report, computes_alone
 from moegguf.serving.wire import Message, build_error, encode_error
 from moegguf.settings import read_settings
