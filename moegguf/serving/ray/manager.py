@@ -17,7 +17,7 @@ from moegguf.engine.stats import Stats
 from moegguf.errors import BusyError, OptionError, WorkerError
 from moegguf.generate.request import GenerationRequest
 from moegguf.models.entry import ModelEntry
-from moegguf.serving.events import Event, LoadedModel, LoadedName, Snapshot
+from moegguf.serving.events import Event, LoadedModel, LoadedName
 from moegguf.serving.lease import Calls
 from moegguf.serving.ray.config import ConfiguredCatalog
 from moegguf.serving.ray.preference import Conversation, conversation_of
@@ -79,11 +79,6 @@ class ReplicaManager:
     def loaded(self) -> list[LoadedModel]:
         """The models that replicas hold, in the config's order: sums over their replicas, at most some seconds old."""
         return [self._loaded[name] for name in self._handles if name in self._loaded]
-
-    async def watch(self, name: str, per_s: float) -> AsyncGenerator[Snapshot]:
-        """Raises OptionError: replicas send no snapshots."""
-        raise OptionError(f"the experts of {name!r} cannot be watched through Ray; see /metrics of Ray's nodes.")
-        yield
 
     async def _find(self, name: str | ModelEntry) -> ModelEntry:
         return name if isinstance(name, ModelEntry) else await asyncio.to_thread(self._catalog.find, name)
