@@ -140,33 +140,21 @@ def journal_path(target: Path) -> Path:
     return target.with_name(target.name + JOURNAL_SUFFIX)
 
 
-def finished(target: Path, requests: Requests) -> Counts | None:
-    """The counts of a file that has all answers; None without such a file. Raises BatchFileError for another file."""
-    from moegguf.serving.batch.answers import is_finished, open_journal
+def finished(target: Path, requests: Requests, journal: Journal | None = None) -> Counts | None:
+    """The counts of a file that has all answers; None without such a file. journal: it is open. Raises BatchFileError
+    for another file."""
+    from moegguf.serving.batch.answers import finished_counts, open_journal
 
-    if not is_finished(target, requests):
+    counts = finished_counts(target, requests)
+    if counts is None:
         return None
-    if journal_path(target).exists():  # of a process that was killed just before its end
+    if journal is not None:
+        journal.remove()
+    elif journal_path(target).exists():  # of a process that was killed just before its end
         with suppress(MoeggufError):
             open_journal(journal_path(target), requests).remove()
-    return _nothing_to_do(target, requests)
-
-
-def finished_meanwhile(target: Path, requests: Requests, journal: Journal) -> Counts | None:
-    """`finished`, asked again with the journal open: another process may have finished before it could be opened."""
-    from moegguf.serving.batch.answers import is_finished
-
-    if not is_finished(target, requests):
-        return None
-    journal.remove()
-    return _nothing_to_do(target, requests)
-
-
-def _nothing_to_do(target: Path, requests: Requests) -> Counts:
-    from moegguf.serving.batch.answers import counts_of
-
     print_message(f"{target} has all {len(requests.lines):,} answers already; nothing to do.")
-    return counts_of(target)
+    return counts
 
 
 def exit_code(counts: Counts) -> int:
@@ -270,7 +258,8 @@ class Run:
             return self._answer(answers, Counts(), answering)
         journal = open_journal(journal_path(self.target), self.requests)
         try:
-            if done := finished_meanwhile(self.target, self.requests, journal):
+            # Another process may have finished before the journal could be opened.
+            if done := finished(self.target, self.requests, journal):
                 return exit_code(done)
             if journal.counts.done:
                 print_message(f"going on: {journal.counts.done:,} of {len(self.requests.lines):,} are answered")

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moegguf.atomic_write import MODE, locked_temporary, remove_abandoned
+from moegguf.atomic_write import MODE, write_atomically
 from moegguf.errors import BatchFileError, StorageError
 from moegguf.serving.batch.requests import LineError, RequestLine, Requests
 
@@ -138,24 +138,10 @@ class Journal:
 
         Raises StorageError; the journal then stays.
         """
-        remove_abandoned(path.parent.glob(f".{path.name}.*"))
         try:
-            handle, name = locked_temporary(path.parent, f".{path.name}.", "")
+            write_atomically(path, self.lines())
         except OSError as error:
             raise storage_error(path, error) from None
-        try:
-            for data in self.lines():
-                write_all(handle, data)
-            os.fsync(handle)
-            os.chmod(name, MODE)
-            os.replace(name, path)
-        except BaseException as error:  # also an interrupt: no temporary file stays
-            Path(name).unlink(missing_ok=True)
-            if isinstance(error, OSError):
-                raise storage_error(path, error) from None
-            raise
-        finally:
-            os.close(handle)
         self.remove()
 
     def remove(self) -> None:
@@ -238,35 +224,28 @@ def _open_locked(path: Path) -> int:
         os.close(handle)  # the process that had it has just finished and removed it
 
 
-def is_finished(path: Path, requests: Requests) -> bool:
-    """Whether the file at `path` has the answers to all of `requests`.
+def finished_counts(path: Path, requests: Requests) -> Counts | None:
+    """The counts of the file at `path`, which has the answers to all of `requests`; None without a file.
 
     Raises BatchFileError when there is a file that has not.
     """
     if not path.exists():
-        return False
+        return None
     foreign = BatchFileError(f"{path} exists, and is not the answers to these requests; remove it, or name another.")
-    numbers = []
+    numbers, counts = list[int](), Counts()
     try:
         with path.open("rb") as file:
             for raw in file:
-                found = _ID.fullmatch(json.loads(raw)["id"])
+                entry = json.loads(raw)
+                found = _ID.fullmatch(entry["id"])
                 if found is None or found[1] != requests.fingerprint:
                     raise foreign
                 numbers.append(int(found[2]))
+                counts.add(entry)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise foreign from None
     if numbers != [line.number for line in requests.lines]:
         raise foreign
-    return True
-
-
-def counts_of(path: Path) -> Counts:
-    """The counts of a finished file of answers."""
-    counts = Counts()
-    with path.open("rb") as file:
-        for raw in file:
-            counts.add(json.loads(raw))
     return counts
 
 
