@@ -17,7 +17,7 @@ MODE = 0o644
 
 
 def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
-    """Replaces the file at `path` by `data`, or its parts, flushed to disk; removes temporary files of killed processes.
+    """Replaces the file at `path` by `data`, or its parts, flushed to disk; removes what killed processes have left.
 
     Raises OSError; the old file is then unchanged, and no temporary file remains.
     """

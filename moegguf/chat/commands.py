@@ -16,7 +16,7 @@ from moegguf.chat.reader import QUOTES, unquoted
 from moegguf.chat.session import print_error
 from moegguf.errors import MoeggufError, OptionError
 from moegguf.generate.request import THINK_LEVELS
-from moegguf.terminal.arguments import parse_format
+from moegguf.terminal.loading import parse_format
 from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:

@@ -30,9 +30,8 @@ from moegguf.terminal.messages import EXIT_FAILURE, EXIT_INTERRUPTED, print_mess
 
 if TYPE_CHECKING:
     from moegguf.chat.client import Client
-    from moegguf.serving.batch.answers import Counts, Entry, Journal
+    from moegguf.serving.batch.answers import Answer, Counts, Entry, Journal
     from moegguf.serving.batch.requests import Requests
-    from moegguf.serving.batch.runner import Answer
     from moegguf.settings import Settings
     from moegguf.terminal.progress import BatchProgress, BatchState
 
@@ -179,7 +178,7 @@ def server_for(models: list[str]) -> Client | None:
 @asynccontextmanager
 async def answers_of_server(client: Client) -> AsyncIterator[Answer]:
     """Answers of a server, which serves other clients first."""
-    from moegguf.serving.batch.runner import Reply
+    from moegguf.serving.batch.answers import Reply
 
     async def answer(url: str, body: bytes) -> Reply:
         return Reply(*await _in_thread(lambda: client.reply(url, body, {"Priority": "u=7"})))
@@ -288,7 +287,7 @@ class Run:
     async def _answer_all(
         self, answers: Journal | StdoutAnswers, before: Counts, answering: Answering, progress: BatchProgress
     ) -> None:
-        from moegguf.serving.batch.runner import answer_requests
+        from moegguf.serving.batch.answers import answer_requests
 
         def report(_: object = None) -> None:
             progress.report(self._state(answers.counts, before))

@@ -53,7 +53,7 @@ def list_models(prefix: Prefix = "", as_json: AsJson = False) -> None:
 def library(prefix: Prefix = "", as_json: AsJson = False) -> None:
     """List well-known models by short names: which would run here, and how fast."""
     from moegguf.engine.machine import load_warning
-    from moegguf.terminal.library import library_facts
+    from moegguf.terminal.facts import library_facts
     from moegguf.terminal.tables import print_json, print_library
 
     facts = library_facts(prefix)

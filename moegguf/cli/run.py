@@ -14,8 +14,7 @@ import typer
 
 from moegguf.cli.options import OFTEN, Command, Flag, Given, complete_model, flags, hub_name
 from moegguf.options import MODEL, OPTIONS, OUTPUT
-from moegguf.terminal.arguments import parse_format, parse_think
-from moegguf.terminal.loading import find_or_pull
+from moegguf.terminal.loading import find_or_pull, parse_format, parse_think
 from moegguf.terminal.messages import EXIT_INTERRUPTED, print_message
 from moegguf.terminal.progress import Spinner
 
@@ -61,9 +60,8 @@ def load_in_server(model: str, keep_alive: str | None) -> int:
 def answer_once(model: ChatModel, conversation: Conversation, prompt: str, spinner: Spinner, *, load: bool) -> int:
     """Prints the answer to `prompt`, then statistics if verbose; closes the model. Returns the exit code. load: first;
     a server loads for the answer."""
-    from moegguf.chat.image_files import extract_images
     from moegguf.chat.printer import Printer
-    from moegguf.chat.session import print_answer
+    from moegguf.chat.session import extract_images, print_answer
 
     if load:
         model.load(conversation, spinner)

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING
 from moegguf.errors import ClosedError, ContextError, ExpertIOError, GenerationCancelled
 from moegguf.generate.answer import AnswerEvents, BatchedAnswer, Slot, Task
 from moegguf.generate.drafting import make_drafter
-from moegguf.generate.kv_slots import KvSlots, Part, StepTokens, chunk_of
+from moegguf.generate.kv_slots import Fifo, KvSlots, Part, Schedule, Step, StepTokens, chunk_of
 from moegguf.generate.request import GenerationRequest
-from moegguf.generate.schedule import Fifo, Schedule, Step
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama

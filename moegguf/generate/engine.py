@@ -16,6 +16,7 @@ from moegguf.engine.stats import Stats
 from moegguf.errors import ClosedError, OptionError
 from moegguf.generate.answer import BatchedAnswer
 from moegguf.generate.batching import BatchLoop
+from moegguf.generate.kv_slots import Schedule
 from moegguf.generate.request import (
     Delta,
     GenerationRequest,
@@ -27,7 +28,6 @@ from moegguf.generate.request import (
     ToolCall,
     sampling_with,
 )
-from moegguf.generate.schedule import Schedule
 
 DEFAULT_PARALLEL = 8
 AHEAD = 2  # requests that are read while so many times fewer are computed
@@ -114,7 +114,7 @@ class Engine:
         kv_tokens: tokens of all sequences that there is memory for; when they are used up, the newest request waits and
             is computed again. None: parallel * n_ctx, less where experts would miss that memory.
         schedule: makes, of the loaded model, what chooses the sequences that compute in a step
-            (`moegguf.generate.schedule`); None: all of them.
+            (`moegguf.generate.kv_slots`); None: all of them.
         All keywords of `moegguf.Llama`; flash_attn is None unless given.
 
     An answer has the same bits alone and beside others where the model is batch-invariant (`Llama.batch_invariant`);

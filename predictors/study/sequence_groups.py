@@ -17,7 +17,7 @@ from moegguf.engine.llama import Llama
 from moegguf.engine.session import Session
 from moegguf.errors import OptionError
 from moegguf.generate.answer import BatchedAnswer
-from moegguf.generate.schedule import Schedule, Step
+from moegguf.generate.kv_slots import Schedule, Step
 from moegguf.native.events import RoutingEvent
 from moegguf.native.store import ListenOptions
 from predictors.study.token_scheduler import RecentPaths, RoutingPaths, TokenScheduler, make_paths

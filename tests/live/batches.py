@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from moegguf.engine.llama import Llama
 from moegguf.generate.answer import BatchedAnswer
 from moegguf.generate.batching import BatchLoop
+from moegguf.generate.kv_slots import Fifo, Schedule, Step
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing, TokenLogprob
-from moegguf.generate.schedule import Fifo, Schedule, Step
 
 TIMEOUT_S = 60.0
 

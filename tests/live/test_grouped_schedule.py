@@ -23,8 +23,8 @@ from moegguf.engine.sequences import Chunk
 from moegguf.generate.answer import BatchedAnswer
 from moegguf.generate.batching import BatchLoop
 from moegguf.generate.engine import Engine
+from moegguf.generate.kv_slots import Step
 from moegguf.generate.request import Delta, PromptProgress, Sampling, Timing
-from moegguf.generate.schedule import Step
 from moegguf.native.events import Phase, RoutingEvent
 from moegguf.trace.format import read
 from moegguf.trace.simulate import Simulation

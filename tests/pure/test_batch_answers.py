@@ -20,9 +20,8 @@ from moegguf import atomic_write
 from moegguf.child import child_environment
 from moegguf.errors import BatchFileError, StorageError
 from moegguf.serving.batch import answers
-from moegguf.serving.batch.answers import Journal, finished_counts, open_journal, response_entry
+from moegguf.serving.batch.answers import Journal, answer_requests, finished_counts, open_journal, response_entry
 from moegguf.serving.batch.requests import Requests
-from moegguf.serving.batch.runner import answer_requests
 
 PROGRAM = Path(__file__).resolve().parents[1] / "answer_batch.py"
 

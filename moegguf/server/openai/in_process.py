@@ -15,7 +15,7 @@ from moegguf.server.openai.chat import CHAT
 from moegguf.server.openai.completions import COMPLETIONS
 from moegguf.server.openai.embeddings import whole_embeddings
 from moegguf.server.openai.responses import RESPONSES
-from moegguf.serving.batch.runner import Reply
+from moegguf.serving.batch.answers import Reply
 from moegguf.serving.lease import BackgroundLeases
 
 if TYPE_CHECKING:
