@@ -8,9 +8,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from functools import partial
 from threading import Event
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -22,11 +20,7 @@ from ray_application import RayApplication, ray_application
 from waiting import until
 
 from moegguf.errors import OptionError
-from moegguf.generate.request import GenerationRequest, Sampling, Timing
-from moegguf.serving.events import Done
 from moegguf.serving.ray import app
-from moegguf.serving.ray.preference import Conversation, Report, conversation_of
-from moegguf.serving.ray.replica import Replica
 
 FOREVER = {"type": "string", "minLength": 100_000}
 SCALED = {
@@ -118,24 +112,6 @@ def test_after_an_exact_answer_a_replica_that_computes_several_holds_nothing(app
     assert chat(application, "Who are you?", exact=True, **scaled).status == 200
     assert chat(application, *turns, **scaled).json["timings"]["cache_n"] == 0
     assert chat(application, *turns, **scaled).json["timings"]["cache_n"] > 0, "it goes on as before"
-
-
-@pytest.mark.parametrize(("n_sequences", "holds"), [(1, True), (2, False)])
-def test_a_replica_reports_what_an_exact_answer_leaves(n_sequences: int, holds: bool) -> None:
-    def request(text: str, **sampling: Any) -> tuple[Conversation, GenerationRequest]:
-        found = GenerationRequest(messages=({"role": "user", "content": text},), sampling=Sampling(**sampling))
-        return conversation_of(found), found
-
-    worker = SimpleNamespace(pid=7)
-    replica: Any = SimpleNamespace(_manager=SimpleNamespace(loaded=lambda: [worker]), _pid=7, _held=Report(n_sequences))
-    replica._forget_after_restart = partial(Replica._forget_after_restart, replica)
-    Replica._hold(replica, *request("What?"), Done(Timing(), 0.0))
-    assert len(replica._held.sequences) == 1
-    Replica._hold(replica, *request("Who?", exact=True), Done(Timing(), 0.0))
-    assert bool(replica._held.sequences) == holds
-    worker.pid = 8  # another worker, with an empty context
-    Replica._forget_after_restart(replica)
-    assert replica._held == Report(n_sequences)
 
 
 def test_the_other_calls_reach_a_replica(application: RayApplication) -> None:

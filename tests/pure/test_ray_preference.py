@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 
-from moegguf.generate.request import GenerationRequest, Sampling
+from moegguf.generate.request import GenerationRequest
 from moegguf.serving.ray.preference import (
     FIRST_CUT_BYTES,
     MAX_IMBALANCE,
     Candidate,
     Conversation,
-    Report,
-    computes_alone,
+    Sequences,
+    after,
     conversation_of,
     rank,
 )
@@ -35,8 +34,8 @@ def digests(conversation: Conversation) -> tuple[str, ...]:
     return tuple(prefix.digest for prefix in conversation.prefixes)
 
 
-def holding(*conversations: Conversation, n_sequences: int = 1, **fields: Any) -> Report:
-    return Report(n_sequences, tuple(map(digests, conversations)), **fields)
+def holding(*conversations: Conversation) -> Sequences:
+    return tuple(map(digests, conversations))
 
 
 FIRST = conversation_of(talk("", "What is an expert?"))
@@ -113,22 +112,10 @@ def test_each_replica_is_in_one_rank() -> None:
     assert sorted(i for indices in found for i in indices) == [0, 1, 2, 3]
 
 
-def test_what_was_sent_since_the_report_counts_and_takes_the_place_of_the_oldest() -> None:
-    report = holding(FIRST).after([digests(OTHER)])
-    assert report.sequences == (digests(OTHER),)
-    both = holding(FIRST, n_sequences=2).after([digests(OTHER), digests(NEXT)])
-    assert both.sequences == (digests(OTHER), digests(NEXT))
-
-
-def test_a_report_travels_as_json() -> None:
-    report = holding(NEXT, OTHER, n_sequences=2)
-    text = json.dumps(report.as_json())
-    assert Report.from_json(json.loads(text)) == report
-    assert Report.from_json({}) == Report()
-
-
-def test_what_is_computed_alone_empties_the_cache() -> None:
-    image = [{"type": "image", "data": ""}, {"type": "text", "text": "What is it?"}]
-    assert computes_alone(GenerationRequest(messages=({"role": "user", "content": image},)))
-    assert computes_alone(talk("", "Why?", sampling=Sampling(exact=True)))
-    assert not computes_alone(talk("", "Why?")) and not computes_alone(GenerationRequest(prompt="Why?"))
+def test_what_is_sent_takes_the_place_of_its_earlier_turns_and_then_of_the_oldest() -> None:
+    assert after((), FIRST, 1) == holding(FIRST)
+    assert after(holding(FIRST), OTHER, 1) == holding(OTHER)
+    both = after(holding(FIRST), OTHER, 2)
+    assert both == holding(FIRST, OTHER)
+    assert after(both, NEXT, 2) == holding(OTHER, NEXT)
+    assert after(holding(OTHER, NEXT), conversation_of(talk("", "Where?")), 2)[0] == digests(NEXT)

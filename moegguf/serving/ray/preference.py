@@ -5,9 +5,8 @@ arithmetic; `router.py` asks Ray for the facts and tells it the answer.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from moegguf.generate.request import GenerationRequest
 from moegguf.serving.wire import encode
@@ -91,46 +90,23 @@ def _pieces(part: bytes) -> Iterator[bytes]:
     yield part[start:]
 
 
-@dataclass(frozen=True)
-class Report:
-    """What a replica holds. `sequences`: the prefixes of each sequence in its KV cache, oldest first, of `n_sequences`
-    that fit."""
+Sequences = tuple[tuple[str, ...], ...]
+"""The prefixes of each sequence in a replica's KV cache, by what it was sent, oldest first."""
 
-    n_sequences: int = 1
-    sequences: tuple[tuple[str, ...], ...] = ()
 
-    def as_json(self) -> dict[str, Any]:
-        """The JSON that Ray Serve carries from `record_routing_stats` to every router."""
-        return {"n_sequences": self.n_sequences, "sequences": [list(each) for each in self.sequences]}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Report:
-        """The report in `data`; an empty one before the first."""
-        return cls(data["n_sequences"], tuple(map(tuple, data["sequences"]))) if data else cls()
-
-    def after(self, later: Sequence[tuple[str, ...]]) -> Report:
-        """The report once the replica has also got the requests with the prefixes `later`: the oldest sequences make
-        room."""
-        sequences = list(self.sequences)
-        for prefixes in later:
-            # A turn takes the place of its conversation's earlier turns.
-            sequences = [each for each in sequences if not (each and each[-1] in prefixes)] + [prefixes]
-        return Report(self.n_sequences, tuple(sequences[-self.n_sequences :]))
+def after(held: Sequences, conversation: Conversation, n_sequences: int) -> Sequences:
+    """What a replica with so many sequences holds once it has also got a request: the oldest make room."""
+    prefixes = tuple(prefix.digest for prefix in conversation.prefixes)
+    # A turn takes the place of its conversation's earlier turns.
+    return (*(each for each in held if each[-1] not in prefixes), prefixes)[-n_sequences:]
 
 
 @dataclass(frozen=True)
 class Candidate:
     """A replica: what it holds, and its requests (`queue`; None: not known yet, which counts as none)."""
 
-    report: Report = field(default_factory=Report)
+    held: Sequences = ()
     queue: int | None = None
-
-
-def computes_alone(generation: GenerationRequest) -> bool:
-    """Whether a replica computes the request without others, from an empty context which it leaves empty."""
-    contents = [message.get("content") for message in generation.messages or ()]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    return generation.sampling.exact or any(part.get("type") == "image" for part in parts)
 
 
 def rank(conversation: Conversation, candidates: Sequence[Candidate]) -> list[list[int]]:
@@ -144,16 +120,16 @@ def rank(conversation: Conversation, candidates: Sequence[Candidate]) -> list[li
     open_to = [i for i, each in enumerate(candidates) if (each.queue or 0) - least < MAX_IMBALANCE]
     holders = _holders(conversation, candidates, open_to)
     rest = [i for i in range(len(candidates)) if i not in holders]
-    rest.sort(key=lambda i: len(candidates[i].report.sequences))  # a conversation's cache is not given up for another
+    rest.sort(key=lambda i: len(candidates[i].held))  # a conversation's cache is not given up for another
     return [found for found in (holders, rest) if found]
 
 
 def _holders(conversation: Conversation, candidates: Sequence[Candidate], of: Sequence[int]) -> list[int]:
     """Those with the longest beginning of the conversation in their KV cache."""
-    shared = {i: _shared_bytes(conversation, candidates[i].report) for i in of}
+    shared = {i: _shared_bytes(conversation, candidates[i].held) for i in of}
     most = max(shared.values(), default=0)
     return [i for i in of if most > 0 and shared[i] == most]
 
 
-def _shared_bytes(conversation: Conversation, report: Report) -> int:
-    return max((conversation.shared_bytes(frozenset(each)) for each in report.sequences), default=0)
+def _shared_bytes(conversation: Conversation, held: Sequences) -> int:
+    return max((conversation.shared_bytes(frozenset(each)) for each in held), default=0)
