@@ -34,12 +34,11 @@ _LONGEST_HEADER = 300
 
 
 class HarmonyParser:
-    """An `AnswerParser` for the harmony format of gpt-oss, messages with a header that names their channel:
+    """For the harmony format of gpt-oss, messages with a header that names their channel:
     `<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>`; a call is a
     message to `functions.NAME`. Analysis is thinking; messages that are neither thinking nor calls are text."""
 
-    def __init__(self, *, thinking: bool, tools: bool, prompt_end: str) -> None:
-        self._split_thinking = thinking
+    def __init__(self, *, tools: bool, prompt_end: str) -> None:
         self._tools = tools
         self._held = self._channel = self._recipient = ""
         self._text = self._thinking_text = self._arguments = ""
@@ -71,7 +70,7 @@ class HarmonyParser:
 
     @property
     def _in_thinking(self) -> bool:
-        return self._split_thinking and self._channel == "analysis"
+        return self._channel == "analysis"
 
     def _take_delta(self) -> Delta:
         delta = Delta(self._text, self._thinking_text, tuple(self._calls))
@@ -146,46 +145,13 @@ def needs_special_tokens(template: str | None) -> bool:
     return HARMONY in text or think_marks_of(text) is not None or marked
 
 
-class AnswerParser:
-    """The parser of one answer: `feed` the text in chunks, then call `end`.
-
-    `thinking`: separate thinking from the text, where the template has marks for it. `tools`: those of the request, or
-    True when they are unknown; False or none leaves calls in the text. `prompt_end`: the end of the prompt, which may
-    have begun the thinking. `continuation`: of an answer that continues a message; its first blanks belong to it.
-    """
-
-    def __init__(
-        self,
-        template: str | None,
-        *,
-        thinking: bool = True,
-        tools: bool | Tools = False,
-        prompt_end: str = "",
-        continuation: Continuation | None = None,
-    ) -> None:
-        text = template or ""
-        given = tools if not isinstance(tools, bool) else ()
-        parser: HarmonyParser | _MarkParser
-        if HARMONY in text and (thinking or tools):
-            parser = HarmonyParser(thinking=thinking, tools=bool(tools), prompt_end=prompt_end)
-        else:
-            marks = think_marks_of(text) if thinking else None
-            parser = _MarkParser(marks, formats_of(text) if tools else (), types_of(given), prompt_end)
-            if continuation is not None:
-                parser.begin_within(in_thinking=continuation.in_thinking)
-        self.feed: Callable[[str], Delta] = parser.feed
-        """Takes the next chunk; returns what is certain by then, often an empty delta."""
-        self.end: Callable[[], Delta] = parser.end
-        """Ends the answer; returns what was held back."""
-
-
 _MAYBE_CALL = re.compile(r"[\[{\s]*(?:\"(?P<key>[^\"]*)(?P<whole>\")?)?")
 MAX_MARKS_IN_STRINGS = 8  # closing marks within the JSON strings of one call
 _CALL_KEYS = frozenset({"name", "function", "type", "id", "parameters", "arguments", "tool_name", "tool_call_id"})
 
 
-class _MarkParser:
-    """Thinking and calls between marks: a state machine.
+class MarkParser:
+    """For thinking and calls between marks: a state machine.
 
     `_state` consumes a part of `_held` and returns whether to run the (possibly new) state on the rest.
     """
@@ -211,6 +177,7 @@ class _MarkParser:
         self._enter(self._read_thinking if in_thinking and self._think else self._read_text)
 
     def feed(self, text: str) -> Delta:
+        """What is certain after this chunk."""
         if self._plain and not self._held and not any(first in text for first in self._first):
             return Delta(text)
         self._held += text
@@ -219,6 +186,7 @@ class _MarkParser:
         return self._take_delta()
 
     def end(self) -> Delta:
+        """What was held back, at the end of the answer."""
         held, self._held = self._held, ""
         if self._state in (self._read_thinking, self._begin_thinking):
             self._thinking_text += held
@@ -337,3 +305,25 @@ class _MarkParser:
 
 def _may_become(text: str, mark: str) -> bool:
     return len(text) < len(mark) and mark.startswith(text)
+
+
+AnswerParser = HarmonyParser | MarkParser
+"""`feed` takes the text in chunks and returns what is certain by then, often an empty delta; then `end`, what was held
+back."""
+
+
+def answer_parser(
+    template: str | None, tools: Tools = (), *, prompt_end: str = "", continuation: Continuation | None = None
+) -> AnswerParser:
+    """The parser of one answer, which separates thinking and the calls of `tools` from the text.
+
+    `prompt_end`: the end of the prompt, which may have begun the thinking. `continuation`: of an answer that continues
+    a message; its first blanks belong to it.
+    """
+    text = template or ""
+    if HARMONY in text:
+        return HarmonyParser(tools=bool(tools), prompt_end=prompt_end)
+    parser = MarkParser(think_marks_of(text), formats_of(text) if tools else (), types_of(tools), prompt_end)
+    if continuation is not None:
+        parser.begin_within(in_thinking=continuation.in_thinking)
+    return parser

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from moegguf.generate.parsing import AnswerParser, needs_special_tokens
+from moegguf.generate.parsing import AnswerParser, answer_parser, needs_special_tokens
 from moegguf.generate.request import Delta, GenerationRequest, TokenLogprob
 from moegguf.generate.template import capabilities
 
@@ -67,7 +67,7 @@ def new_transcript(request: GenerationRequest, prompt: Prompt, vocabulary: Vocab
     template = prompt.template
     if template is None or not (tools or "thinking" in capabilities(template)):
         return Transcript(vocabulary, request.sampling.stop)
-    parser = AnswerParser(template, tools=tools, prompt_end=prompt.end, continuation=prompt.continuation)
+    parser = answer_parser(template, tools, prompt_end=prompt.end, continuation=prompt.continuation)
     return Transcript(vocabulary, request.sampling.stop, parser, special=needs_special_tokens(template))
 
 
