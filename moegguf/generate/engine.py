@@ -26,6 +26,7 @@ from moegguf.generate.request import (
     Timing,
     TokenLogprob,
     ToolCall,
+    join,
     sampling_with,
 )
 
@@ -68,17 +69,9 @@ class _Collected:
         self._deltas.append(delta)
 
     def on_end(self, timing: Timing, error: Exception | None) -> None:
-        deltas = self._deltas
-        self.done.set_result(
-            EngineAnswer(
-                "".join(delta.text for delta in deltas),
-                "".join(delta.thinking for delta in deltas),
-                tuple(call for delta in deltas for call in delta.tool_calls),
-                tuple(logprob for delta in deltas for logprob in delta.logprobs),
-                timing,
-                error,
-            )
-        )
+        whole = join(self._deltas)
+        answer = EngineAnswer(whole.text, whole.thinking, whole.tool_calls, whole.logprobs, timing, error)
+        self.done.set_result(answer)
 
 
 class _Streamed:

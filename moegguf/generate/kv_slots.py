@@ -38,17 +38,6 @@ class Schedule(Protocol):
         """A step was computed."""
 
 
-class Fifo:
-    """All of them, the oldest prompts first."""
-
-    def choose(self, running: Sequence[BatchedAnswer]) -> Sequence[BatchedAnswer]:
-        """All of `running`."""
-        return running
-
-    def ran(self, step: Step) -> None:
-        """Nothing depends on it."""
-
-
 class KvSlots:
     """The sequences of a model's context."""
 

@@ -5,7 +5,7 @@ An answer's events are `moegguf.generate.request`'s `PromptProgress` and `Delta`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from typing import Any
@@ -50,19 +50,6 @@ class Done:
 
 
 Event = PromptProgress | Delta | Done
-
-
-def join(deltas: Sequence[Delta]) -> Delta:
-    """One delta with the content of all, in order. Thinking comes before its answer, also in one delta."""
-    if len(deltas) == 1:
-        return deltas[0]
-    return Delta(
-        text="".join(delta.text for delta in deltas),
-        thinking="".join(delta.thinking for delta in deltas),
-        tool_calls=tuple(call for delta in deltas for call in delta.tool_calls),
-        logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
-        prompt=tuple(logprob for delta in deltas for logprob in delta.prompt),
-    )
 
 
 @dataclass(frozen=True)
