@@ -15,8 +15,8 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
@@ -82,8 +82,8 @@ def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
     here = chosen["local"] or bool(given) or chosen["ctx"] is not None or chosen["kv_tokens"] is not None
     settings = replace(settings, loading=loading_options(given))
     target = output_path(requests, chosen["output"])
-    with open_requests(requests, model) as found:
-        if target is not None and (done := finished(target, found)):
+    with open_requests(requests, model) as found, closing(open_answers(target, found)) as answers:
+        if (done := finished(target, found, answers)) is not None:
             return exit_code(done)
         client = None if here else server_for(found.models)
         n_at_once = parallel or settings.batch_parallel
@@ -98,7 +98,7 @@ def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
             kv_tokens = chosen["kv_tokens"] or settings.kv_tokens
             settings = replace(settings, n_parallel=max(1, n_together), n_ctx=n_ctx, kv_tokens=kv_tokens)
             answering = answers_of_models_here(settings)
-        return Run(found, target, n_at_once).to_end(answering)
+        return Run(found, target, answers, n_at_once).to_end(answering)
 
 
 def output_path(requests: str, output: str | None) -> Path | None:
@@ -134,24 +134,23 @@ def _seekable(path: str) -> BinaryIO:
     return copy
 
 
-def journal_path(target: Path) -> Path:
-    """Where the answers are until there are all."""
-    return target.with_name(target.name + JOURNAL_SUFFIX)
+def open_answers(target: Path | None, requests: Requests) -> Journal | StdoutAnswers:
+    """Where the answers are until there are all. Raises BatchFileError, StorageError."""
+    from moegguf.serving.batch.answers import open_journal
+
+    if target is None:
+        return StdoutAnswers()
+    return open_journal(target.with_name(target.name + JOURNAL_SUFFIX), requests)
 
 
-def finished(target: Path, requests: Requests, journal: Journal | None = None) -> Counts | None:
-    """The counts of a file that has all answers; None without such a file. journal: it is open. Raises BatchFileError
-    for another file."""
-    from moegguf.serving.batch.answers import finished_counts, open_journal
+def finished(target: Path | None, requests: Requests, answers: Journal | StdoutAnswers) -> Counts | None:
+    """The counts of a file that has all answers already; None without such a file. Raises BatchFileError for another
+    file."""
+    from moegguf.serving.batch.answers import finished_counts
 
-    counts = finished_counts(target, requests)
-    if counts is None:
+    if target is None or isinstance(answers, StdoutAnswers) or (counts := finished_counts(target, requests)) is None:
         return None
-    if journal is not None:
-        journal.remove()
-    elif journal_path(target).exists():  # of a process that was killed just before its end
-        with suppress(MoeggufError):
-            open_journal(journal_path(target), requests).remove()
+    answers.remove()  # of a process that was killed just before its end
     print_message(f"{target} has all {len(requests.lines):,} answers already; nothing to do.")
     return counts
 
@@ -238,85 +237,69 @@ class StdoutAnswers:
         self.counts.add(entry)
         print(json.dumps(entry, ensure_ascii=False, separators=(",", ":")), flush=True)
 
+    def close(self) -> None:
+        """Nothing is open."""
 
-@dataclass
+
 class Run:
     """The requests that are not answered yet, up to the file of all answers. `target`: None for stdout."""
 
-    requests: Requests
-    target: Path | None
-    n_parallel: int
-    start_s: float = field(default_factory=time.monotonic)
+    def __init__(
+        self, requests: Requests, target: Path | None, answers: Journal | StdoutAnswers, n_parallel: int
+    ) -> None:
+        self._requests = requests
+        self._target = target
+        self._answers = answers
+        self._before = replace(answers.counts)
+        self._n_parallel = n_parallel
+        self._start_s = time.monotonic()
 
     def to_end(self, answering: Answering) -> int:
         """Answers the requests; returns the exit code. Raises BatchFileError, StorageError, NoServerError."""
-        from moegguf.serving.batch.answers import Counts, open_journal
-
-        if self.target is None:
-            answers = StdoutAnswers()
-            return self._answer(answers, Counts(), answering)
-        journal = open_journal(journal_path(self.target), self.requests)
-        try:
-            # Another process may have finished before the journal could be opened.
-            if done := finished(self.target, self.requests, journal):
-                return exit_code(done)
-            if journal.counts.done:
-                print_message(f"going on: {journal.counts.done:,} of {len(self.requests.lines):,} are answered")
-            code = self._answer(journal, replace(journal.counts), answering)
-            if code != EXIT_INTERRUPTED:
-                journal.finish(self.target)
-            return code
-        finally:
-            journal.close()
-
-    def _answer(self, answers: Journal | StdoutAnswers, before: Counts, answering: Answering) -> int:
         from moegguf.terminal.progress import BatchProgress
 
+        if self._before.done:
+            print_message(f"going on: {self._before.done:,} of {len(self._requests.lines):,} are answered")
         try:
             with BatchProgress() as progress:
-                asyncio.run(self._answer_all(answers, before, answering, progress))
+                asyncio.run(self._answer_all(answering, progress))
         except KeyboardInterrupt:
-            print_message(self._stopped(answers.counts))
+            print_message(self._stopped())
             return EXIT_INTERRUPTED
         except MoeggufError:
-            print_message(self._stopped(answers.counts))
+            print_message(self._stopped())
             raise
-        print_message(self._summary(answers.counts, before))
-        return exit_code(answers.counts)
+        print_message(self._summary())
+        if self._target is not None and not isinstance(self._answers, StdoutAnswers):
+            self._answers.finish(self._target)
+        return exit_code(self._answers.counts)
 
-    async def _answer_all(
-        self, answers: Journal | StdoutAnswers, before: Counts, answering: Answering, progress: BatchProgress
-    ) -> None:
+    async def _answer_all(self, answering: Answering, progress: BatchProgress) -> None:
         from moegguf.serving.batch.answers import answer_requests
 
         def report(_: object = None) -> None:
-            progress.report(self._state(answers.counts, before))
+            progress.report(self._state())
 
         report()
         async with answering as answer:
-            await answer_requests(self.requests, answers, answer, self.n_parallel, report)
+            await answer_requests(self._requests, self._answers, answer, self._n_parallel, report)
 
-    def _state(self, counts: Counts, before: Counts) -> BatchState:
+    def _state(self) -> BatchState:
         from moegguf.terminal.progress import BatchState
 
-        n_read, n_written = counts.input_tokens - before.input_tokens, counts.output_tokens - before.output_tokens
-        return BatchState(
-            n_done=counts.done,
-            n_failed=counts.failed,
-            n_total=len(self.requests.lines),
-            n_new=counts.done - before.done,
-            n_tokens=n_written or n_read,
-            seconds=time.monotonic() - self.start_s,
-        )
+        now, before = self._answers.counts, self._before
+        n_tokens = now.output_tokens - before.output_tokens or now.input_tokens - before.input_tokens
+        seconds = time.monotonic() - self._start_s
+        return BatchState(now.done, now.failed, len(self._requests.lines), now.done - before.done, n_tokens, seconds)
 
-    def _stopped(self, counts: Counts) -> str:
-        text = f"stopped: {counts.done:,} of {len(self.requests.lines):,} are answered"
-        return text if self.target is None else f"{text}; the same command goes on"
+    def _stopped(self) -> str:
+        text = f"stopped: {self._answers.counts.done:,} of {len(self._requests.lines):,} are answered"
+        return text if self._target is None else f"{text}; the same command goes on"
 
-    def _summary(self, counts: Counts, before: Counts) -> str:
+    def _summary(self) -> str:
         from moegguf.terminal.progress import batch_text, short_duration
 
-        state = self._state(counts, before)
+        state, counts = self._state(), self._answers.counts
         tokens = f"{counts.input_tokens:,} tokens read, {counts.output_tokens:,} written"
-        where = "" if self.target is None else f" · {self.target}"
+        where = "" if self._target is None else f" · {self._target}"
         return f"{batch_text(state)} · {tokens} · {short_duration(state.seconds)}{where}"

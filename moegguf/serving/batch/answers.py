@@ -151,8 +151,11 @@ class Journal:
         self.close()
 
     def close(self) -> None:
-        """Closes the file, for other processes to open. A second call does nothing."""
+        """Closes the file, for other processes to open; an empty one is removed. A second call does nothing."""
         if self._handle >= 0:
+            status = os.fstat(self._handle)
+            if status.st_nlink and not status.st_size:
+                self.path.unlink(missing_ok=True)
             os.close(self._handle)
         self._handle = -1
 
