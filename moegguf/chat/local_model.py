@@ -236,6 +236,10 @@ class LocalModel:
 
         print_model(layout_facts(local_model(self._entry)) | entry_facts(self._entry))
 
+    def modelfile(self) -> str:
+        """The Modelfile that makes the model."""
+        return self.names.modelfile(self._entry)
+
     def template(self) -> str:
         """The name's own template, or that of the file."""
         from moegguf.gguf.experts import read_layout

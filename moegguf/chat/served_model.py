@@ -93,10 +93,6 @@ class ServedNames:
         """Stores a new model in the server."""
         self._client.post("/api/create", {"model": name, "from": recipe.from_, **recipe.overrides})
 
-    def modelfile(self, entry: NamedModel) -> str:
-        """The Modelfile that makes the model there."""
-        return str(self.show(entry.name)["modelfile"])
-
 
 class ServedModel:
     """A model in a server, with the methods of `LocalModel`. The server keeps it for `keep_alive` after an answer.
@@ -208,6 +204,10 @@ class ServedModel:
             "capabilities": ", ".join(self._shown["capabilities"]),
         }
         print_message("\n".join(f"  {name:<16}{value}" for name, value in rows.items()))
+
+    def modelfile(self) -> str:
+        """The Modelfile that makes the model there."""
+        return str(self.names.show(self.entry.name)["modelfile"])
 
     def template(self) -> str:
         """The prompt template."""

@@ -34,7 +34,7 @@ def _license(session: ChatSession) -> None:
 
 
 def _modelfile(session: ChatSession) -> None:
-    print_message(session.model.names.modelfile(session.conversation.entry))
+    print_message(session.model.modelfile())
 
 
 def _parameters(session: ChatSession) -> None:

@@ -27,13 +27,13 @@ from moegguf.errors import BatchFileError, MoeggufError
 from moegguf.options import MAX_BATCH_PARALLEL, MAX_CONTEXT_TOKENS, MAX_KV_TOKENS, MEMORY, MODEL, TO_WORKERS
 from moegguf.terminal.loading import find_or_pull
 from moegguf.terminal.messages import EXIT_FAILURE, EXIT_INTERRUPTED, print_message
+from moegguf.terminal.progress import ProgressBar, short_duration
 
 if TYPE_CHECKING:
     from moegguf.chat.client import Client
     from moegguf.serving.batch.answers import Answer, Counts, Entry, Journal
     from moegguf.serving.batch.requests import Requests
     from moegguf.settings import Settings
-    from moegguf.terminal.progress import BatchProgress, BatchState
 
     Answering = AbstractAsyncContextManager[Answer]
 
@@ -41,6 +41,7 @@ STANDARD = "-"
 ANSWERS_SUFFIX = ".answers.jsonl"
 JOURNAL_SUFFIX = ".partial"
 MODELS_PARALLEL = 32  # requests that a model loaded here computes together, where nothing else is said
+LINE_S = 10.0  # between two lines of progress where stderr is no terminal
 MAX_ASKED_MODELS = 32  # of a server, before it gets the requests
 
 RequestFile = Annotated[
@@ -241,6 +242,44 @@ class StdoutAnswers:
         """Nothing is open."""
 
 
+class BatchProgress(ProgressBar):
+    """A bar for a batch of `n_total` requests, of which `before` had ended when this process began; where stderr is no
+    terminal a line from time to time."""
+
+    def __init__(self, n_total: int, before: Counts) -> None:
+        super().__init__()
+        self._n_total = n_total
+        self._before = before
+        self._start_s = self._said_s = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Since this process began with it."""
+        return time.monotonic() - self._start_s
+
+    def text(self, now: Counts) -> str:
+        """How far it is: "120/1,000 answered · 3 failed · 45 tokens/s · 1m57s left". Tokens are those of answers; of
+        prompts, where answers have none."""
+        before, seconds = self._before, self.seconds
+        parts = [f"{now.done:,}/{self._n_total:,} answered"]
+        if now.failed:
+            parts.append(f"{now.failed:,} failed")
+        if (n_new := now.done - before.done) and seconds > 0:
+            n_tokens = now.output_tokens - before.output_tokens or now.input_tokens - before.input_tokens
+            parts.append(f"{n_tokens / seconds:,.0f} tokens/s")
+            n_left = self._n_total - now.done
+            parts += [f"{short_duration(n_left * seconds / n_new)} left"] if n_left else []
+        return " · ".join(parts)
+
+    def report(self, now: Counts) -> None:
+        """Shows how far it is."""
+        if self.visible:
+            self.show(self.text(now), now.done / self._n_total)
+        elif time.monotonic() - self._said_s >= LINE_S and now.done < self._n_total:
+            self._said_s = time.monotonic()
+            print_message(self.text(now))
+
+
 class Run:
     """The requests that are not answered yet, up to the file of all answers. `target`: None for stdout."""
 
@@ -250,56 +289,36 @@ class Run:
         self._requests = requests
         self._target = target
         self._answers = answers
-        self._before = replace(answers.counts)
         self._n_parallel = n_parallel
-        self._start_s = time.monotonic()
 
     def to_end(self, answering: Answering) -> int:
         """Answers the requests; returns the exit code. Raises BatchFileError, StorageError, NoServerError."""
-        from moegguf.terminal.progress import BatchProgress
-
-        if self._before.done:
-            print_message(f"going on: {self._before.done:,} of {len(self._requests.lines):,} are answered")
+        n_total, counts = len(self._requests.lines), self._answers.counts
+        if counts.done:
+            print_message(f"going on: {counts.done:,} of {n_total:,} are answered")
+        progress = BatchProgress(n_total, replace(counts))
         try:
-            with BatchProgress() as progress:
+            with progress:
                 asyncio.run(self._answer_all(answering, progress))
-        except KeyboardInterrupt:
-            print_message(self._stopped())
+        except (KeyboardInterrupt, MoeggufError) as error:
+            again = "" if self._target is None else "; the same command goes on"
+            print_message(f"stopped: {counts.done:,} of {n_total:,} are answered{again}")
+            if isinstance(error, MoeggufError):
+                raise
             return EXIT_INTERRUPTED
-        except MoeggufError:
-            print_message(self._stopped())
-            raise
-        print_message(self._summary())
+        tokens = f"{counts.input_tokens:,} tokens read, {counts.output_tokens:,} written"
+        where = "" if self._target is None else f" · {self._target}"
+        print_message(f"{progress.text(counts)} · {tokens} · {short_duration(progress.seconds)}{where}")
         if self._target is not None and not isinstance(self._answers, StdoutAnswers):
             self._answers.finish(self._target)
-        return exit_code(self._answers.counts)
+        return exit_code(counts)
 
     async def _answer_all(self, answering: Answering, progress: BatchProgress) -> None:
         from moegguf.serving.batch.answers import answer_requests
 
         def report(_: object = None) -> None:
-            progress.report(self._state())
+            progress.report(self._answers.counts)
 
         report()
         async with answering as answer:
             await answer_requests(self._requests, self._answers, answer, self._n_parallel, report)
-
-    def _state(self) -> BatchState:
-        from moegguf.terminal.progress import BatchState
-
-        now, before = self._answers.counts, self._before
-        n_tokens = now.output_tokens - before.output_tokens or now.input_tokens - before.input_tokens
-        seconds = time.monotonic() - self._start_s
-        return BatchState(now.done, now.failed, len(self._requests.lines), now.done - before.done, n_tokens, seconds)
-
-    def _stopped(self) -> str:
-        text = f"stopped: {self._answers.counts.done:,} of {len(self._requests.lines):,} are answered"
-        return text if self._target is None else f"{text}; the same command goes on"
-
-    def _summary(self) -> str:
-        from moegguf.terminal.progress import batch_text, short_duration
-
-        state, counts = self._state(), self._answers.counts
-        tokens = f"{counts.input_tokens:,} tokens read, {counts.output_tokens:,} written"
-        where = "" if self._target is None else f" · {self._target}"
-        return f"{batch_text(state)} · {tokens} · {short_duration(state.seconds)}{where}"
