@@ -143,7 +143,7 @@ def test_clear_keeps_what_the_server_would_add_again() -> None:
 
 def test_a_model_without_parameters_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     session: Any = SimpleNamespace(conversation=Conversation(NamedModel("a:latest"), system=""))
-    show_commands._parameters(session)
+    show_commands.show(session, "parameters")
     assert "  No additional parameters were specified for this model." in "".join(capsys.readouterr())
 
 
