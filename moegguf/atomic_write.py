@@ -16,8 +16,8 @@ from pathlib import Path
 MODE = 0o644
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replaces the file at `path` by `data`, flushed to disk; removes temporary files that killed processes have left.
+def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
+    """Replaces the file at `path` by `data`, or its parts, flushed to disk; removes what killed processes have left.
 
     Raises OSError; the old file is then unchanged, and no temporary file remains.
     """
@@ -25,7 +25,7 @@ def write_atomically(path: Path, data: bytes) -> None:
     handle, name = locked_temporary(path.parent, f".{path.name}.", "")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
+            file.writelines([data] if isinstance(data, bytes) else data)
             file.flush()
             os.fsync(file.fileno())
             os.chmod(name, MODE)

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from batch_files import ENDPOINTS
 
-from moegguf.serving.batch.answers import open_journal
+from moegguf.serving.batch.answers import Reply, answer_requests, open_journal
 from moegguf.serving.batch.requests import Requests
-from moegguf.serving.batch.runner import Reply, answer_requests
 
 
 async def answer(url: str, raw: bytes) -> Reply:

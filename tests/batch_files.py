@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from moegguf.serving.batch.answers import Reply
 from moegguf.serving.batch.requests import Requests
-from moegguf.serving.batch.runner import Reply
 from moegguf.serving.clients import current_owner
 
 CHAT = "/v1/chat/completions"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moegguf.chat.commands import completion_words, run_command
-from moegguf.chat.history import InputHistory
-from moegguf.chat.reader import Reader, is_quoted_message, unquoted
+from moegguf.chat.reader import InputHistory, Reader, is_quoted_message, unquoted
 from moegguf.chat.session import ChatSession, print_error
 from moegguf.errors import MoeggufError
 from moegguf.settings import data_folder, read_settings, shows_tracebacks
@@ -15,7 +14,7 @@ from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:
     from moegguf.chat.conversation import Conversation
-    from moegguf.chat.model import ChatModel
+    from moegguf.chat.session import ChatModel
 
 
 class Chat:

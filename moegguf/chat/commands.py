@@ -1,11 +1,11 @@
-"""The chat's commands, which begin with a slash: the table of them, and /set. None reaches the model."""
+"""The chat's commands, which begin with a slash: the tables of them, and /set. None reaches the model."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -14,9 +14,10 @@ from moegguf.chat import show_commands
 from moegguf.chat.conversation import parse_parameter
 from moegguf.chat.reader import QUOTES, unquoted
 from moegguf.chat.session import print_error
+from moegguf.chat.show_commands import Row, help_of, show_help
 from moegguf.errors import MoeggufError, OptionError
 from moegguf.generate.request import THINK_LEVELS
-from moegguf.terminal.arguments import parse_format
+from moegguf.terminal.loading import parse_format
 from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:
@@ -37,19 +38,19 @@ def run_command(session: ChatSession, line: str) -> None:
         print_message(f"Unknown command '{word}'. Type /? for help")
         return
     try:
-        command(session, rest.strip())
+        command.run(session, rest.strip())
     except (MoeggufError, OSError, typer.BadParameter) as error:
         print_error(error)
 
 
 def _help(_session: ChatSession, topic: str) -> None:
-    topics = {
-        "set": help_texts.SET,
-        "show": help_texts.SHOW,
-        "shortcut": help_texts.SHORTCUTS,
-        "shortcuts": help_texts.SHORTCUTS,
-    }
-    print_message(topics.get(topic.removeprefix("/"), help_texts.COMMANDS))
+    texts: dict[str, Callable[[], str]] = {"set": _set_help, "show": show_help}
+    texts |= dict.fromkeys(("shortcut", "shortcuts"), lambda: help_texts.SHORTCUTS)
+    print_message(texts.get(topic.removeprefix("/"), lambda: help_of(COMMANDS, 16) + help_texts.MORE)())
+
+
+def _set_help() -> str:
+    return help_of(SETTINGS, 23, "/set ")
 
 
 def _bye(_session: ChatSession, _rest: str) -> None:
@@ -107,21 +108,20 @@ def _strip_quotes(word: str) -> str:
 
 def _set(session: ChatSession, rest: str) -> None:
     name, _, value = rest.partition(" ")
-    value = value.strip()
-    if name in SWITCHES:
-        _switch(session, name)
-    elif name in SETTERS:
-        SETTERS[name](session, value)
-    elif name:
-        print_message(f"Unknown command '/set {name}'. Type /? for help")
+    if name in SETTINGS:
+        SETTINGS[name].run(session, value.strip())
     else:
-        print_message(help_texts.SET)
+        print_message(f"Unknown command '/set {name}'. Type /? for help" if name else _set_help())
 
 
-def _switch(session: ChatSession, name: str) -> None:
-    owner, attribute, value, message = SWITCHES[name]
-    setattr(session.conversation if owner == "conversation" else session.history, attribute, value)
-    print_message(message)
+def _switch(owner: str, attribute: str, value: Any, message: str) -> Command:
+    """Sets an attribute of the conversation, or of the session's history."""
+
+    def switch(session: ChatSession, _rest: str) -> None:
+        setattr(getattr(session, owner), attribute, value)
+        print_message(message)
+
+    return switch
 
 
 def _set_parameter(session: ChatSession, value: str) -> None:
@@ -142,7 +142,7 @@ def _set_parameter(session: ChatSession, value: str) -> None:
 
 def _set_system(session: ChatSession, value: str) -> None:
     if not value:
-        print_message(help_texts.SET)
+        print_message(_set_help())
         return
     session.conversation.system = unquoted(value) if value.startswith(QUOTES) else value
     print_message("Set system message.")
@@ -166,48 +166,46 @@ def _set_think(session: ChatSession, level: str) -> None:
     print_message(f"Set 'think' mode to '{level}'." if level else "Set 'think' mode.")
 
 
-SWITCHES = {
-    "history": ("history", "enabled", True, "Set 'history' mode."),
-    "nohistory": ("history", "enabled", False, "Set 'nohistory' mode."),
-    "wordwrap": ("conversation", "word_wrap", True, "Set 'wordwrap' mode."),
-    "nowordwrap": ("conversation", "word_wrap", False, "Set 'nowordwrap' mode."),
-    "verbose": ("conversation", "verbose", True, "Set 'verbose' mode."),
-    "quiet": ("conversation", "verbose", False, "Set 'quiet' mode."),
-    "noformat": ("conversation", "format", None, "Disabled format."),
-    "nothink": ("conversation", "think", False, "Set 'nothink' mode."),
+SETTINGS = {
+    "parameter": Row(_set_parameter, "Set a parameter", "parameter ..."),
+    "system": Row(_set_system, "Set system message", "system <string>"),
+    "history": Row(_switch("history", "enabled", True, "Set 'history' mode."), "Enable history"),
+    "nohistory": Row(_switch("history", "enabled", False, "Set 'nohistory' mode."), "Disable history"),
+    "wordwrap": Row(_switch("conversation", "word_wrap", True, "Set 'wordwrap' mode."), "Enable wordwrap"),
+    "nowordwrap": Row(_switch("conversation", "word_wrap", False, "Set 'nowordwrap' mode."), "Disable wordwrap"),
+    "format": Row(_set_format, "Enable JSON mode", "format json"),
+    "noformat": Row(_switch("conversation", "format", None, "Disabled format."), "Disable formatting"),
+    "verbose": Row(_switch("conversation", "verbose", True, "Set 'verbose' mode."), "Show LLM stats"),
+    "quiet": Row(_switch("conversation", "verbose", False, "Set 'quiet' mode."), "Disable LLM stats"),
+    "think": Row(_set_think, "Enable thinking", "think [level]"),
+    "nothink": Row(_switch("conversation", "think", False, "Set 'nothink' mode."), "Disable thinking"),
 }
-SETTERS: dict[str, Command] = {
-    "parameter": _set_parameter,
-    "system": _set_system,
-    "format": _set_format,
-    "think": _set_think,
+COMMANDS = {
+    "/set": Row(_set, "Set session variables"),
+    "/show": Row(show_commands.show, "Show model information"),
+    "/load": Row(_load, "Load a session or model", "/load <model>"),
+    "/model": Row(_load),
+    "/save": Row(_save, "Save your current session", "/save <model>"),
+    "/clear": Row(_clear, "Clear session context"),
+    "/list": Row(show_commands.list_models, "List the models on this machine"),
+    "/ls": Row(show_commands.list_models),
+    "/regen": Row(_regen, "Answer the last message again"),
+    "/read": Row(_read, "Put a file's text before the next message", "/read <file>"),
+    "/stats": Row(show_commands.show_statistics, "Figures of the last answer"),
+    "/experts": Row(show_commands.show_experts, "Show which experts are in memory and used"),
+    "/bye": Row(_bye, "Exit"),
+    "/exit": Row(_bye),
+    "/?": Row(_help, "Help for a command", "/?, /help"),
+    "/help": Row(_help),
 }
-COMMANDS: dict[str, Command] = {
-    "/?": _help,
-    "/help": _help,
-    "/bye": _bye,
-    "/exit": _bye,
-    "/clear": _clear,
-    "/load": _load,
-    "/model": _load,
-    "/save": _save,
-    "/set": _set,
-    "/show": show_commands.show,
-    "/list": show_commands.list_models,
-    "/ls": show_commands.list_models,
-    "/regen": _regen,
-    "/read": _read,
-    "/stats": show_commands.show_statistics,
-    "/experts": show_commands.show_experts,
-}
+"""Ollama's commands first, with its texts, then moegguf's own."""
 
 
 def completion_words() -> list[str]:
     """Completions for the Tab key."""
-    sets = sorted([*SWITCHES, *SETTERS])
     return [
         *COMMANDS,
-        *(f"/set {name}" for name in sets),
+        *(f"/set {name}" for name in sorted(SETTINGS)),
         *(f"/show {part}" for part in show_commands.PARTS),
         *(f"/? {topic}" for topic in ("set", "show", "shortcuts")),
     ]

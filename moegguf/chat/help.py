@@ -1,48 +1,9 @@
-"""Help texts of the chat: Ollama's commands first, with its texts, then moegguf's own."""
+"""Help texts of the chat that are not in its tables of commands: Ollama's, where it has them."""
 
-COMMANDS = """\
-Available Commands:
-  /set            Set session variables
-  /show           Show model information
-  /load <model>   Load a session or model
-  /save <model>   Save your current session
-  /clear          Clear session context
-  /list           List the models on this machine
-  /regen          Answer the last message again
-  /read <file>    Put a file's text before the next message
-  /stats          Figures of the last answer
-  /experts        Show which experts are in memory and used
-  /bye            Exit
-  /?, /help       Help for a command
+MORE = """\
   /? shortcuts    Help for keyboard shortcuts
 
 Use \"\"\" to begin a multi-line message.
-"""
-
-SET = """\
-Available Commands:
-  /set parameter ...     Set a parameter
-  /set system <string>   Set system message
-  /set history           Enable history
-  /set nohistory         Disable history
-  /set wordwrap          Enable wordwrap
-  /set nowordwrap        Disable wordwrap
-  /set format json       Enable JSON mode
-  /set noformat          Disable formatting
-  /set verbose           Show LLM stats
-  /set quiet             Disable LLM stats
-  /set think [level]     Enable thinking
-  /set nothink           Disable thinking
-"""
-
-SHOW = """\
-Available Commands:
-  /show info         Show details for this model
-  /show license      Show model license
-  /show modelfile    Show Modelfile for this model
-  /show parameters   Show parameters for this model
-  /show system       Show system message
-  /show template     Show prompt template
 """
 
 PARAMETERS = """\

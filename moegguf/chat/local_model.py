@@ -13,7 +13,7 @@ from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from moegguf.chat.model import RemoteAnswer
+from moegguf.chat.answers import RemoteAnswer
 from moegguf.errors import MoeggufError
 from moegguf.generate.request import Delta, PromptProgress, Timing
 from moegguf.models.entry import ModelEntry
@@ -72,7 +72,8 @@ class WorkerAnswer(RemoteAnswer):
 
 
 class LocalModel:
-    """A `ChatModel` of this machine's catalog; `load` comes first. log: shows llama.cpp's messages.
+    """A model of this machine's catalog; `load` comes first. log: shows llama.cpp's messages. Methods raise
+    MoeggufError.
 
     A worker starts at once: it takes as long as this program needs to find and describe the model.
     """
@@ -234,6 +235,10 @@ class LocalModel:
         from moegguf.terminal.tables import print_model
 
         print_model(layout_facts(local_model(self._entry)) | entry_facts(self._entry))
+
+    def modelfile(self) -> str:
+        """The Modelfile that makes the model."""
+        return self.names.modelfile(self._entry)
 
     def template(self) -> str:
         """The name's own template, or that of the file."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
-from moegguf.chat import help as help_texts
 from moegguf.generate.images import text_of
 from moegguf.terminal.messages import print_message
 
@@ -15,29 +14,48 @@ if TYPE_CHECKING:
     from moegguf.models.recipe import Recipe
 
 
+class Row(NamedTuple):
+    """A command, or a part of one, in a table {word: row} and in the help of that: without a text it is not there."""
+
+    run: Callable[[ChatSession, str], None]
+    help: str = ""
+    usage: str = ""  # in place of the word
+
+
+def help_of(rows: Mapping[str, Row], width: int, before: str = "") -> str:
+    """The help of a table; `width`: of its left column."""
+    lines = (f"  {before + (row.usage or word):<{width}}{row.help}" for word, row in rows.items() if row.help)
+    return "\n".join(["Available Commands:", *lines, ""])
+
+
 def show(session: ChatSession, part: str) -> None:
     """/show and one of PARTS."""
     if not part:
-        print_message(help_texts.SHOW)
+        print_message(show_help())
     elif part in PARTS:
-        PARTS[part](session)
+        PARTS[part].run(session, "")
     else:
         print_message(f"Unknown command '/show {part}'. Type /? for help")
 
 
-def _info(session: ChatSession) -> None:
+def show_help() -> str:
+    """The help of /show."""
+    return help_of(PARTS, 19, "/show ")
+
+
+def _info(session: ChatSession, _rest: str) -> None:
     session.model.print_info()
 
 
-def _license(session: ChatSession) -> None:
+def _license(session: ChatSession, _rest: str) -> None:
     print_message(session.conversation.entry.license or "No license was specified for this model.")
 
 
-def _modelfile(session: ChatSession) -> None:
-    print_message(session.model.names.modelfile(session.conversation.entry))
+def _modelfile(session: ChatSession, _rest: str) -> None:
+    print_message(session.model.modelfile())
 
 
-def _parameters(session: ChatSession) -> None:
+def _parameters(session: ChatSession, _rest: str) -> None:
     from moegguf.models.details import parameters_of
     from moegguf.models.modelfile import parameter_lines
 
@@ -50,22 +68,22 @@ def _parameters(session: ChatSession) -> None:
     print_message("\n".join([*lines, ""]))
 
 
-def _system(session: ChatSession) -> None:
+def _system(session: ChatSession, _rest: str) -> None:
     text = session.conversation.system_text
     print_message(f"{text}\n" if text else "No system message was specified for this model.")
 
 
-def _template(session: ChatSession) -> None:
+def _template(session: ChatSession, _rest: str) -> None:
     print_message(session.model.template() or "No prompt template was specified for this model.")
 
 
-PARTS: dict[str, Callable[[ChatSession], None]] = {
-    "info": _info,
-    "license": _license,
-    "modelfile": _modelfile,
-    "parameters": _parameters,
-    "system": _system,
-    "template": _template,
+PARTS: dict[str, Row] = {
+    "info": Row(_info, "Show details for this model"),
+    "license": Row(_license, "Show model license"),
+    "modelfile": Row(_modelfile, "Show Modelfile for this model"),
+    "parameters": Row(_parameters, "Show parameters for this model"),
+    "system": Row(_system, "Show system message"),
+    "template": Row(_template, "Show prompt template"),
 }
 
 

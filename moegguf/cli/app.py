@@ -14,7 +14,7 @@ import typer
 from moegguf.cli import model_commands, server_commands
 from moegguf.cli.batch import batch
 from moegguf.cli.bench import bench
-from moegguf.cli.contexts import contexts
+from moegguf.cli.model_commands import contexts
 from moegguf.cli.options import Command
 from moegguf.cli.run import RunCommand, run
 from moegguf.cli.serve import ServeCommand, serve

@@ -15,26 +15,25 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
-from moegguf.cli.options import OFTEN, Given, flags, loading_options, panel
+from moegguf.cli.options import OFTEN, Flag, Given, flags, loading_options
 from moegguf.errors import BatchFileError, MoeggufError
 from moegguf.options import MAX_BATCH_PARALLEL, MAX_CONTEXT_TOKENS, MAX_KV_TOKENS, MEMORY, MODEL, TO_WORKERS
 from moegguf.terminal.loading import find_or_pull
 from moegguf.terminal.messages import EXIT_FAILURE, EXIT_INTERRUPTED, print_message
+from moegguf.terminal.progress import ProgressBar, short_duration
 
 if TYPE_CHECKING:
-    from moegguf.cli.client import Client
-    from moegguf.serving.batch.answers import Counts, Entry, Journal
+    from moegguf.chat.client import Client
+    from moegguf.serving.batch.answers import Answer, Counts, Entry, Journal
     from moegguf.serving.batch.requests import Requests
-    from moegguf.serving.batch.runner import Answer
     from moegguf.settings import Settings
-    from moegguf.terminal.progress import BatchProgress, BatchState
 
     Answering = AbstractAsyncContextManager[Answer]
 
@@ -42,6 +41,7 @@ STANDARD = "-"
 ANSWERS_SUFFIX = ".answers.jsonl"
 JOURNAL_SUFFIX = ".partial"
 MODELS_PARALLEL = 32  # requests that a model loaded here computes together, where nothing else is said
+LINE_S = 10.0  # between two lines of progress where stderr is no terminal
 MAX_ASKED_MODELS = 32  # of a server, before it gets the requests
 
 RequestFile = Annotated[
@@ -51,60 +51,26 @@ RequestFile = Annotated[
         help='A line each: {"custom_id", "method": "POST", "url": "/v1/chat/completions", "body"}; - for stdin.',
     ),
 ]
-Output = Annotated[
-    str | None,
-    typer.Option(
-        "--output",
-        "-o",
-        metavar="FILE",
-        help="Where the answers go; - for stdout.  [default: beside REQUESTS, NAME.answers.jsonl; stdout for stdin]",
-    ),
-]
-DefaultModel = Annotated[
-    str | None, typer.Option("--model", "-m", metavar="MODEL", help="The model of requests that name none.")
-]
-Parallel = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        max=MAX_BATCH_PARALLEL,
-        metavar="N",
-        help="Requests at a time.  [default: MOEGGUF_BATCH_PARALLEL, or 16; of models loaded here at least 32]",
-    ),
-]
-Context = Annotated[
-    int | None,
-    panel(OFTEN, "--ctx", "-c", min=1, max=MAX_CONTEXT_TOKENS, metavar="TOKENS", help="Context size of each model."),
-]
-KvTokens = Annotated[
-    int | None,
-    panel(
-        MEMORY,
-        "--kv-tokens",
-        min=1,
-        max=MAX_KV_TOKENS,
-        metavar="N",
-        help="Tokens of context of all requests that a model loaded here computes together, one whole context at"
-        " least.  [default: as of serve]",
-    ),
-]
-Local = Annotated[
-    bool, panel(MODEL, "--local", help="Load models here even when a server runs; options of loading imply it.")
-]
+FLAGS = (
+    Flag("output", "--output -o", "FILE", OFTEN,
+         "Where the answers go; - for stdout.  [default: beside REQUESTS, NAME.answers.jsonl; stdout for stdin]"),
+    Flag("model", "--model -m", "MODEL", OFTEN, "The model of requests that name none."),
+    Flag("parallel", "--parallel", "N", OFTEN,
+         "Requests at a time.  [default: MOEGGUF_BATCH_PARALLEL, or 16; of models loaded here at least 32]",
+         None, int | None, {"min": 1, "max": MAX_BATCH_PARALLEL}),
+    Flag("ctx", "--ctx -c", "TOKENS", OFTEN, "Context size of each model.",
+         None, int | None, {"min": 1, "max": MAX_CONTEXT_TOKENS}),
+    Flag("kv_tokens", "--kv-tokens", "N", MEMORY,
+         "Tokens of context of all requests that a model loaded here computes together, one whole context at least."
+         "  [default: as of serve]",
+         None, int | None, {"min": 1, "max": MAX_KV_TOKENS}),
+    Flag("local", "--local", None, MODEL,
+         "Load models here even when a server runs; options of loading imply it.", False, bool),
+)  # fmt: skip
 
 
-@flags(*TO_WORKERS)
-def batch(
-    requests: RequestFile,
-    output: Output = None,
-    model: DefaultModel = None,
-    parallel: Parallel = None,
-    ctx: Context = None,
-    kv_tokens: KvTokens = None,
-    local: Local = False,
-    *,
-    given: Given,
-) -> int:
+@flags(*TO_WORKERS, own=FLAGS)
+def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
     """Answer a file of requests in OpenAI's batch format.
 
     A running server that has the models answers, other clients first; else they are loaded here. Stop it with Ctrl-C,
@@ -113,12 +79,12 @@ def batch(
     """
     from moegguf.settings import read_settings
 
-    settings = read_settings()
-    here = local or bool(given) or ctx is not None or kv_tokens is not None
+    settings, model, parallel = read_settings(), chosen["model"], chosen["parallel"]
+    here = chosen["local"] or bool(given) or chosen["ctx"] is not None or chosen["kv_tokens"] is not None
     settings = replace(settings, loading=loading_options(given))
-    target = output_path(requests, output)
-    with open_requests(requests, model) as found:
-        if target is not None and (done := finished(target, found)):
+    target = output_path(requests, chosen["output"])
+    with open_requests(requests, model) as found, closing(open_answers(target, found)) as answers:
+        if (done := finished(target, found, answers)) is not None:
             return exit_code(done)
         client = None if here else server_for(found.models)
         n_at_once = parallel or settings.batch_parallel
@@ -129,11 +95,11 @@ def batch(
                 find_or_pull(model)
             n_at_once = parallel or max(n_at_once, settings.n_parallel, MODELS_PARALLEL)
             n_together = min(len(found.lines), n_at_once)
-            n_ctx = settings.n_ctx if ctx is None else ctx
-            kv_tokens = kv_tokens or settings.kv_tokens
-            chosen = replace(settings, n_parallel=max(1, n_together), n_ctx=n_ctx, kv_tokens=kv_tokens)
-            answering = answers_of_models_here(chosen)
-        return Run(found, target, n_at_once).to_end(answering)
+            n_ctx = settings.n_ctx if chosen["ctx"] is None else chosen["ctx"]
+            kv_tokens = chosen["kv_tokens"] or settings.kv_tokens
+            settings = replace(settings, n_parallel=max(1, n_together), n_ctx=n_ctx, kv_tokens=kv_tokens)
+            answering = answers_of_models_here(settings)
+        return Run(found, target, answers, n_at_once).to_end(answering)
 
 
 def output_path(requests: str, output: str | None) -> Path | None:
@@ -169,38 +135,25 @@ def _seekable(path: str) -> BinaryIO:
     return copy
 
 
-def journal_path(target: Path) -> Path:
-    """Where the answers are until there are all."""
-    return target.with_name(target.name + JOURNAL_SUFFIX)
+def open_answers(target: Path | None, requests: Requests) -> Journal | StdoutAnswers:
+    """Where the answers are until there are all. Raises BatchFileError, StorageError."""
+    from moegguf.serving.batch.answers import open_journal
+
+    if target is None:
+        return StdoutAnswers()
+    return open_journal(target.with_name(target.name + JOURNAL_SUFFIX), requests)
 
 
-def finished(target: Path, requests: Requests) -> Counts | None:
-    """The counts of a file that has all answers; None without such a file. Raises BatchFileError for another file."""
-    from moegguf.serving.batch.answers import is_finished, open_journal
+def finished(target: Path | None, requests: Requests, answers: Journal | StdoutAnswers) -> Counts | None:
+    """The counts of a file that has all answers already; None without such a file. Raises BatchFileError for another
+    file."""
+    from moegguf.serving.batch.answers import finished_counts
 
-    if not is_finished(target, requests):
+    if target is None or isinstance(answers, StdoutAnswers) or (counts := finished_counts(target, requests)) is None:
         return None
-    if journal_path(target).exists():  # of a process that was killed just before its end
-        with suppress(MoeggufError):
-            open_journal(journal_path(target), requests).remove()
-    return _nothing_to_do(target, requests)
-
-
-def finished_meanwhile(target: Path, requests: Requests, journal: Journal) -> Counts | None:
-    """`finished`, asked again with the journal open: another process may have finished before it could be opened."""
-    from moegguf.serving.batch.answers import is_finished
-
-    if not is_finished(target, requests):
-        return None
-    journal.remove()
-    return _nothing_to_do(target, requests)
-
-
-def _nothing_to_do(target: Path, requests: Requests) -> Counts:
-    from moegguf.serving.batch.answers import counts_of
-
+    answers.remove()  # of a process that was killed just before its end
     print_message(f"{target} has all {len(requests.lines):,} answers already; nothing to do.")
-    return counts_of(target)
+    return counts
 
 
 def exit_code(counts: Counts) -> int:
@@ -210,7 +163,7 @@ def exit_code(counts: Counts) -> int:
 
 def server_for(models: list[str]) -> Client | None:
     """A running server that has all `models`, if there is one; None for a path."""
-    from moegguf.cli.served import KNOWN_S, running_server
+    from moegguf.chat.served_model import KNOWN_S, running_server
 
     if any(os.path.exists(os.path.expanduser(name)) for name in models) or (client := running_server()) is None:
         return None
@@ -225,7 +178,7 @@ def server_for(models: list[str]) -> Client | None:
 @asynccontextmanager
 async def answers_of_server(client: Client) -> AsyncIterator[Answer]:
     """Answers of a server, which serves other clients first."""
-    from moegguf.serving.batch.runner import Reply
+    from moegguf.serving.batch.answers import Reply
 
     async def answer(url: str, body: bytes) -> Reply:
         return Reply(*await _in_thread(lambda: client.reply(url, body, {"Priority": "u=7"})))
@@ -285,84 +238,87 @@ class StdoutAnswers:
         self.counts.add(entry)
         print(json.dumps(entry, ensure_ascii=False, separators=(",", ":")), flush=True)
 
+    def close(self) -> None:
+        """Nothing is open."""
 
-@dataclass
+
+class BatchProgress(ProgressBar):
+    """A bar for a batch of `n_total` requests, of which `before` had ended when this process began; where stderr is no
+    terminal a line from time to time."""
+
+    def __init__(self, n_total: int, before: Counts) -> None:
+        super().__init__()
+        self._n_total = n_total
+        self._before = before
+        self._start_s = self._said_s = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Since this process began with it."""
+        return time.monotonic() - self._start_s
+
+    def text(self, now: Counts) -> str:
+        """How far it is: "120/1,000 answered · 3 failed · 45 tokens/s · 1m57s left". Tokens are those of answers; of
+        prompts, where answers have none."""
+        before, seconds = self._before, self.seconds
+        parts = [f"{now.done:,}/{self._n_total:,} answered"]
+        if now.failed:
+            parts.append(f"{now.failed:,} failed")
+        if (n_new := now.done - before.done) and seconds > 0:
+            n_tokens = now.output_tokens - before.output_tokens or now.input_tokens - before.input_tokens
+            parts.append(f"{n_tokens / seconds:,.0f} tokens/s")
+            n_left = self._n_total - now.done
+            parts += [f"{short_duration(n_left * seconds / n_new)} left"] if n_left else []
+        return " · ".join(parts)
+
+    def report(self, now: Counts) -> None:
+        """Shows how far it is."""
+        if self.visible:
+            self.show(self.text(now), now.done / self._n_total)
+        elif time.monotonic() - self._said_s >= LINE_S and now.done < self._n_total:
+            self._said_s = time.monotonic()
+            print_message(self.text(now))
+
+
 class Run:
     """The requests that are not answered yet, up to the file of all answers. `target`: None for stdout."""
 
-    requests: Requests
-    target: Path | None
-    n_parallel: int
-    start_s: float = field(default_factory=time.monotonic)
+    def __init__(
+        self, requests: Requests, target: Path | None, answers: Journal | StdoutAnswers, n_parallel: int
+    ) -> None:
+        self._requests = requests
+        self._target = target
+        self._answers = answers
+        self._n_parallel = n_parallel
 
     def to_end(self, answering: Answering) -> int:
         """Answers the requests; returns the exit code. Raises BatchFileError, StorageError, NoServerError."""
-        from moegguf.serving.batch.answers import Counts, open_journal
-
-        if self.target is None:
-            answers = StdoutAnswers()
-            return self._answer(answers, Counts(), answering)
-        journal = open_journal(journal_path(self.target), self.requests)
+        n_total, counts = len(self._requests.lines), self._answers.counts
+        if counts.done:
+            print_message(f"going on: {counts.done:,} of {n_total:,} are answered")
+        progress = BatchProgress(n_total, replace(counts))
         try:
-            if done := finished_meanwhile(self.target, self.requests, journal):
-                return exit_code(done)
-            if journal.counts.done:
-                print_message(f"going on: {journal.counts.done:,} of {len(self.requests.lines):,} are answered")
-            code = self._answer(journal, replace(journal.counts), answering)
-            if code != EXIT_INTERRUPTED:
-                journal.finish(self.target)
-            return code
-        finally:
-            journal.close()
-
-    def _answer(self, answers: Journal | StdoutAnswers, before: Counts, answering: Answering) -> int:
-        from moegguf.terminal.progress import BatchProgress
-
-        try:
-            with BatchProgress() as progress:
-                asyncio.run(self._answer_all(answers, before, answering, progress))
-        except KeyboardInterrupt:
-            print_message(self._stopped(answers.counts))
+            with progress:
+                asyncio.run(self._answer_all(answering, progress))
+        except (KeyboardInterrupt, MoeggufError) as error:
+            again = "" if self._target is None else "; the same command goes on"
+            print_message(f"stopped: {counts.done:,} of {n_total:,} are answered{again}")
+            if isinstance(error, MoeggufError):
+                raise
             return EXIT_INTERRUPTED
-        except MoeggufError:
-            print_message(self._stopped(answers.counts))
-            raise
-        print_message(self._summary(answers.counts, before))
-        return exit_code(answers.counts)
+        tokens = f"{counts.input_tokens:,} tokens read, {counts.output_tokens:,} written"
+        where = "" if self._target is None else f" · {self._target}"
+        print_message(f"{progress.text(counts)} · {tokens} · {short_duration(progress.seconds)}{where}")
+        if self._target is not None and not isinstance(self._answers, StdoutAnswers):
+            self._answers.finish(self._target)
+        return exit_code(counts)
 
-    async def _answer_all(
-        self, answers: Journal | StdoutAnswers, before: Counts, answering: Answering, progress: BatchProgress
-    ) -> None:
-        from moegguf.serving.batch.runner import answer_requests
+    async def _answer_all(self, answering: Answering, progress: BatchProgress) -> None:
+        from moegguf.serving.batch.answers import answer_requests
 
         def report(_: object = None) -> None:
-            progress.report(self._state(answers.counts, before))
+            progress.report(self._answers.counts)
 
         report()
         async with answering as answer:
-            await answer_requests(self.requests, answers, answer, self.n_parallel, report)
-
-    def _state(self, counts: Counts, before: Counts) -> BatchState:
-        from moegguf.terminal.progress import BatchState
-
-        n_read, n_written = counts.input_tokens - before.input_tokens, counts.output_tokens - before.output_tokens
-        return BatchState(
-            n_done=counts.done,
-            n_failed=counts.failed,
-            n_total=len(self.requests.lines),
-            n_new=counts.done - before.done,
-            n_tokens=n_written or n_read,
-            seconds=time.monotonic() - self.start_s,
-        )
-
-    def _stopped(self, counts: Counts) -> str:
-        text = f"stopped: {counts.done:,} of {len(self.requests.lines):,} are answered"
-        return text if self.target is None else f"{text}; the same command goes on"
-
-    def _summary(self, counts: Counts, before: Counts) -> str:
-        from moegguf.terminal.progress import batch_text, short_duration
-
-        state = self._state(counts, before)
-        tokens = f"{counts.input_tokens:,} tokens read, {counts.output_tokens:,} written"
-        where = "" if self.target is None else f" · {self.target}"
-        return f"{batch_text(state)} · {tokens} · {short_duration(state.seconds)}{where}"
+            await answer_requests(self._requests, self._answers, answer, self._n_parallel, report)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import re
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from moegguf.cli.options import OFTEN, Given, flags, hub_name, panel
+from moegguf.cli.options import OFTEN, Flag, Given, flags, hub_name
 from moegguf.errors import OptionError
 from moegguf.options import MEMORY, MODEL, OUTPUT, RESEARCH, SAMPLING
 from moegguf.quantities import parse_expert_cache, parse_size
@@ -23,26 +22,13 @@ if TYPE_CHECKING:
     from moegguf.bench.spec import Spec
 
 
-class Flag(NamedTuple):
-    """A flag of this command alone. A list takes values with commas between them, or the flag several times."""
-
-    name: str
-    flags: str
-    metavar: str | None
-    group: str
-    help: str
-    default: Any = ()
-    kind: Any = list[str]
-    limits: Mapping[str, Any] = {}
-
-
 FLAGS = (
     Flag("model", "-m --model", "MODEL", OFTEN,
-         "GGUF file (the first one of a split model) or a name; may be repeated."),
-    Flag("hf_repo", "-hf --hf-repo", "USER/REPOSITORY[:QUANT]", MODEL, "The same, pulled from Hugging Face."),
+         "GGUF file (the first one of a split model) or a name; may be repeated.", []),
+    Flag("hf_repo", "-hf --hf-repo", "USER/REPOSITORY[:QUANT]", MODEL, "The same, pulled from Hugging Face.", []),
     Flag("n_prompt", "-p --n-prompt", "N,...", OFTEN, "Tokens of a prompt.", ["512"]),
     Flag("n_gen", "-n --n-gen", "N,...", OFTEN, "Tokens to generate.", ["128"]),
-    Flag("pg", "-pg", "PP,TG", SAMPLING, "A prompt and a generation in one test."),
+    Flag("pg", "-pg", "PP,TG", SAMPLING, "A prompt and a generation in one test.", []),
     Flag("n_depth", "-d --n-depth", "N,...", SAMPLING, "Tokens before the test, not timed.", ["0"]),
     Flag("repetitions", "-r --repetitions", "N", OFTEN, "Times each test runs in a process.", 5, int, {"min": 1}),
     Flag("text", "--text", "FILE", SAMPLING,
@@ -57,7 +43,8 @@ FLAGS = (
     Flag("n_ubatch", "-ub --ubatch-size", "N,...", MODEL, "Tokens of one pass.", ["512"]),
     Flag("type_k", "-ctk --cache-type-k", "TYPE,...", MEMORY, "Type of the K cache.", ["f16"]),
     Flag("type_v", "-ctv --cache-type-v", "TYPE,...", MEMORY, "Type of the V cache.", ["f16"]),
-    Flag("n_threads", "-t --threads", "N,...", MODEL, "auto, as without it: the processors this process may use."),
+    Flag("n_threads", "-t --threads", "N,...", MODEL, "auto, as without it: the processors this process may use.",
+         []),
     Flag("n_gpu_layers", "-ngl --n-gpu-layers", "N,...", MODEL, "Layers on a GPU; -1: all.", ["-1"]),
     Flag("flash_attn", "-fa --flash-attn", "on|off|auto", MODEL, "on, off or auto.", ["auto"]),
     Flag("expert_cache", "--expert-cache", "BUDGET,...", OFTEN,
@@ -101,19 +88,6 @@ FLAGS = (
     Flag("output", "-o --output", "FORMAT", OFTEN, "md, json, jsonl, csv or sql.", "md", str),
     Flag("verbose", "-v --verbose", None, OUTPUT, "Show llama.cpp's own messages.", False, bool),
 )  # fmt: skip
-
-
-def _own_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds FLAGS to a command, which gets their values by name."""
-    parameters = [inspect.signature(command, eval_str=True).parameters["given"]]
-    for flag in FLAGS:
-        shown = panel(flag.group, *flag.flags.split(), metavar=flag.metavar, help=flag.help, **flag.limits)
-        kind = Annotated[flag.kind, shown]  # type: ignore[name-defined]  # known when this runs
-        default = [] if flag.default == () else flag.default
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        parameters.append(inspect.Parameter(flag.name, keyword, default=default, annotation=kind))
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return command
 
 
 _RANGE = re.compile(r"(-?\d{1,9})(?:-(\d{1,9})(?:([+*])(\d{1,9}))?)?")
@@ -166,8 +140,7 @@ def parse_tests(
     return [(p, n, d) for d, (p, n) in itertools.product(parse_ints(n_depth, "-d"), shapes)]
 
 
-@flags("vram_cache", "policy", "predictor", "prefetch")
-@_own_flags
+@flags("vram_cache", "policy", "predictor", "prefetch", own=FLAGS)
 def bench(*, given: Given, **chosen: Any) -> None:
     """Measure prompt and generation speed, hit rate, bytes, stalls and the share of the link's bound.
 

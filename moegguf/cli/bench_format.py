@@ -92,11 +92,7 @@ def _object(row: Row) -> dict[str, Any]:
 
 def as_json(rows: Sequence[Row]) -> str:
     """A list of objects; `against` holds the comparison with each other system."""
-    objects = []
-    for row in rows:
-        lines = [f"    {json.dumps(name)}: {json.dumps(value)}" for name, value in _object(row).items()]
-        objects.append("  {\n" + ",\n".join(lines) + "\n  }")
-    return "[\n" + ",\n".join(objects) + "\n]\n"
+    return json.dumps(list(map(_object, rows)), indent=2) + "\n"
 
 
 def as_jsonl(rows: Sequence[Row]) -> str:

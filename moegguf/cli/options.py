@@ -8,12 +8,12 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from typer.core import TyperCommand
 
-from moegguf.options import GROUPS, MAX_THREADS, OPTIONS, TO_WORKERS, Option, with_new_flags
+from moegguf.options import GROUPS, MAX_THREADS, OPTIONS, TO_WORKERS, Option
 
 OFTEN = "Options"
 """The panel of what people use most, and of flags without a panel."""
@@ -26,13 +26,7 @@ _TYPES: dict[str, type] = {"whole": int, "number": float, "switch": bool, "threa
 
 
 class Command(TyperCommand):
-    """A command that takes old names of its flags, and whose help has a panel for each group of them; arguments have
-    names there, and no types of Python."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parses `args` with the new names."""
-        own = {flag for parameter in self.params for flag in parameter.opts}
-        return super().parse_args(ctx, with_new_flags(args, own))
+    """A command whose help has a panel for each group of flags; arguments have names there, and no types of Python."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """The words of the line of usage."""
@@ -52,11 +46,32 @@ class Command(TyperCommand):
                     formatter.write_dl(records)
 
 
-def flags(*names: str, own: Mapping[str, tuple[Any, Any]] = {}) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Adds the flags of options to a command, which gets those that were given as its argument `given`, in the form
-    that the option has in Python. Raises OptionError or BudgetError for a value that cannot be read.
+class Flag(NamedTuple):
+    """A flag that only one command has. A list takes values with commas between them, or the flag several times.
 
-    own: flags that only this command has, by name: (annotation, default).
+    kind: None: texts where the default is a list, else a text or None. settings: further ones of `typer.Option`.
+    """
+
+    name: str
+    flags: str
+    metavar: str | None
+    group: str
+    help: str
+    default: Any = None
+    kind: Any = None
+    settings: Mapping[str, Any] = {}
+
+    def parameter(self) -> inspect.Parameter:
+        """The command's parameter of this name."""
+        shown = panel(self.group, *self.flags.split(), metavar=self.metavar, help=self.help, **self.settings)
+        kind = self.kind or (list[str] if isinstance(self.default, list) else str | None)
+        return _keyword(self.name, self.default, Annotated[kind, shown])
+
+
+def flags(*names: str, own: Sequence[Flag] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Adds the flags of options to a command, which gets those that were given as its argument `given`, in the form
+    that the option has in Python, and those of its `own`, by name. Raises OptionError or BudgetError for a value that
+    cannot be read.
     """
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,16 +82,17 @@ def flags(*names: str, own: Mapping[str, tuple[Any, Any]] = {}) -> Callable[[Cal
 
         signature = inspect.signature(command, eval_str=True)
         parameters = [each for each in signature.parameters.values() if each.name not in ("given", "chosen")]
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        parameters += [
-            inspect.Parameter(name, keyword, default=default, annotation=kind) for name, (kind, default) in own.items()
-        ]
+        parameters += [flag.parameter() for flag in own]
         parameters += [_parameter(OPTIONS[name]) for name in names]
         call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return call
 
     return add
+
+
+def _keyword(name: str, default: Any, annotation: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _parameter(option: Option) -> inspect.Parameter:
@@ -91,8 +107,7 @@ def _parameter(option: Option) -> inspect.Parameter:
         rich_help_panel=OFTEN if option.often else option.group,
     )
     kind = _TYPES.get(option.kind, str)
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(option.name, keyword, default=None, annotation=Annotated[kind | None, flag])
+    return _keyword(option.name, None, Annotated[kind | None, flag])
 
 
 def _read(option: Option, value: Any) -> Any:

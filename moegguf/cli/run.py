@@ -12,18 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moegguf.cli.options import OFTEN, Command, Given, Insecure, complete_model, flags, hub_name, panel
-from moegguf.errors import OptionError
+from moegguf.cli.options import OFTEN, Command, Flag, Given, complete_model, flags, hub_name
 from moegguf.options import MODEL, OPTIONS, OUTPUT
-from moegguf.terminal.arguments import parse_format, parse_think
-from moegguf.terminal.loading import find_or_pull
+from moegguf.terminal.loading import find_or_pull, parse_format, parse_think
 from moegguf.terminal.messages import EXIT_INTERRUPTED, print_message
 from moegguf.terminal.progress import Spinner
 
 if TYPE_CHECKING:
     from moegguf.chat.conversation import Conversation
-    from moegguf.chat.model import ChatModel
-    from moegguf.chat.session import Reply
+    from moegguf.chat.session import ChatModel, Reply
 
 EXIT_TIMEOUT_S = 1.0  # after Ctrl-C during an answer
 
@@ -50,7 +47,7 @@ def read_prompt(words: Sequence[str]) -> str | None:
 
 def load_in_server(model: str, keep_alive: str | None) -> int:
     """Loads the model in a running server, which keeps it for `keep_alive`."""
-    from moegguf.cli.client import Client
+    from moegguf.chat.client import Client
     from moegguf.models.names import parse_name
 
     body: dict[str, Any] = {"model": parse_name(model).canonical, "prompt": "", "stream": False}
@@ -63,9 +60,8 @@ def load_in_server(model: str, keep_alive: str | None) -> int:
 def answer_once(model: ChatModel, conversation: Conversation, prompt: str, spinner: Spinner, *, load: bool) -> int:
     """Prints the answer to `prompt`, then statistics if verbose; closes the model. Returns the exit code. load: first;
     a server loads for the answer."""
-    from moegguf.chat.image_files import extract_images
     from moegguf.chat.printer import Printer
-    from moegguf.chat.session import print_answer
+    from moegguf.chat.session import extract_images, print_answer
 
     if load:
         model.load(conversation, spinner)
@@ -100,71 +96,34 @@ ModelName = Annotated[
         help="A name of `moegguf list` or `library`, hf.co/USER/REPOSITORY:QUANT, a GGUF file, or `demo`.",
     ),
 ]
-ModelFile = Annotated[
-    str | None, panel(MODEL, "--model", "-m", metavar="MODEL", help="The same; of a split model the first file.")
-]
-HubModel = Annotated[
-    str | None,
-    panel(MODEL, "--hf-repo", "-hf", metavar="USER/REPOSITORY[:QUANT]", help="The model, from Hugging Face."),
-]
 Prompt = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="PROMPT", help='The prompt, after piped input. "" only loads the model in a running server.'
     ),
 ]
-PromptText = Annotated[str | None, panel(MODEL, "--prompt", "-p", metavar="TEXT", help="The same as PROMPT.")]
-SystemPrompt = Annotated[
-    str | None, panel(OFTEN, "--system-prompt", "-sys", metavar="TEXT", help="The system message.")
-]
-Format = Annotated[
-    str | None, panel(OUTPUT, "--format", metavar="json|SCHEMA", help="The answer is JSON, or follows a JSON schema.")
-]
-Think = Annotated[
-    str | None,
-    panel(OUTPUT, THINK, metavar="[=LEVEL]", help="Thinking: true (alone), false, low, medium, high or max."),
-]
-HideThinking = Annotated[bool, panel(OUTPUT, "--hidethinking", help="Do not show the thinking.")]
-NoWordWrap = Annotated[bool, panel(OUTPUT, "--nowordwrap", help="Leave long lines to the terminal.")]
-KeepAlive = Annotated[
-    str | None, panel(MODEL, "--keepalive", metavar="TIME", help="How long a server keeps it afterwards.")
-]
-ContextShift = Annotated[
-    bool,
-    panel(
-        OUTPUT,
-        "--context-shift/--no-context-shift",
-        help="Go on in a full context without its older half, or end the answer.",
-    ),
-]
-Local = Annotated[
-    bool,
-    panel(
-        MODEL,
-        "--local",
-        help="Load the model for this command even when a server runs; options of loading imply it, but for --ctx.",
-    ),
-]
-Verbose = Annotated[
-    int,
-    panel(
-        OFTEN, "--verbose", "-v", count=True, show_default=False, help="Statistics on stderr; twice llama.cpp's log."
-    ),
-]
+FLAGS = (
+    Flag("prompt_text", "--prompt -p", "TEXT", MODEL, "The same as PROMPT."),
+    Flag("model_file", "--model -m", "MODEL", MODEL, "The same as MODEL; of a split model the first file."),
+    Flag("hub_model", "--hf-repo -hf", "USER/REPOSITORY[:QUANT]", MODEL, "The model, from Hugging Face."),
+    Flag("system", "--system-prompt -sys", "TEXT", OFTEN, "The system message."),
+    Flag("format", "--format", "json|SCHEMA", OUTPUT, "The answer is JSON, or follows a JSON schema."),
+    Flag("think", THINK, "[=LEVEL]", OUTPUT, "Thinking: true (alone), false, low, medium, high or max."),
+    Flag("hide_thinking", "--hidethinking", None, OUTPUT, "Do not show the thinking.", False, bool),
+    Flag("no_word_wrap", "--nowordwrap", None, OUTPUT, "Leave long lines to the terminal.", False, bool),
+    Flag("context_shift", "--context-shift/--no-context-shift", None, OUTPUT,
+         "Go on in a full context without its older half, or end the answer.", True, bool),
+    Flag("keep_alive", "--keepalive", "TIME", MODEL, "How long a server keeps it afterwards."),
+    Flag("insecure", "--insecure", None, OUTPUT, "Accepted, as Ollama has it; no effect.", False, bool,
+         {"hidden": True}),
+    Flag("local", "--local", None, MODEL,
+         "Load the model for this command even when a server runs; options of loading imply it, but for --ctx.",
+         False, bool),
+    Flag("verbose", "--verbose -v", None, OFTEN, "Statistics on stderr; twice llama.cpp's log.", 0, int,
+         {"count": True, "show_default": False}),
+)  # fmt: skip
 PARAMETERS = {"n_ctx": "num_ctx", "n_threads": "num_thread"}
 """{keyword of `Llama`: the parameter of a model's name, and of a request, that sets it}"""
-
-
-def check_strategy(name: str | None) -> None:
-    """Raises BadParameter for no strategy's name: its old flag, --system, is taken for the system message."""
-    if name is None:
-        return
-    from moegguf.controller.strategies import find_strategy
-
-    try:
-        find_strategy(name)
-    except OptionError as error:
-        raise typer.BadParameter(f"{error} The system message is --system-prompt.", param_hint="--strategy") from None
 
 
 class RunCommand(Command):
@@ -200,31 +159,12 @@ def model_and_words(
     return model, words[1:]
 
 
-@flags(*(name for name, option in OPTIONS.items() if option.flags and option.scope in ("load", "request")))
-def run(
-    model: ModelName = None,
-    prompt: Prompt = None,
-    prompt_text: PromptText = None,
-    model_file: ModelFile = None,
-    hub_model: HubModel = None,
-    system_prompt: SystemPrompt = None,
-    output_format: Format = None,
-    think: Think = None,
-    hide_thinking: HideThinking = False,
-    no_word_wrap: NoWordWrap = False,
-    context_shift: ContextShift = True,
-    keep_alive: KeepAlive = None,
-    insecure: Insecure = False,
-    local: Local = False,
-    verbose: Verbose = 0,
-    *,
-    given: Given,
-) -> int:
+@flags(*(name for name, option in OPTIONS.items() if option.flags and option.scope in ("load", "request")), own=FLAGS)
+def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chosen: Any) -> int:
     """Answer PROMPT on stdout; without one, chat. A running server that has the model answers."""
-    check_strategy(given.get("strategy"))
     if given.get("num_predict") == 0:
         raise typer.BadParameter("0 tokens are no answer; give 1 or more, or -1.", param_hint="--max-tokens")
-    name, words = model_and_words(model, prompt or [], model_file, hub_model)
+    name, words = model_and_words(model, prompt or [], chosen["model_file"], chosen["hub_model"])
     of_loading = {name: value for name, value in given.items() if OPTIONS[name].scope == "load"}
     parameters = {
         PARAMETERS.get(name, name): value
@@ -232,24 +172,22 @@ def run(
         if name in PARAMETERS or name not in of_loading
     }
     load_options = {name: value for name, value in of_loading.items() if name not in PARAMETERS}
-    settings: dict[str, Any] = {
-        "system": system_prompt,
-        "format": None if output_format is None else parse_format(output_format),
-        "think": None if think is None else parse_think(think),
-        "hide_thinking": hide_thinking,
-        "word_wrap": not no_word_wrap,
-        "context_shift": context_shift,
+    verbose, keep_alive = chosen["verbose"], chosen["keep_alive"]
+    settings = {name: chosen[name] for name in ("system", "hide_thinking", "context_shift")} | {
+        "format": None if chosen["format"] is None else parse_format(chosen["format"]),
+        "think": None if chosen["think"] is None else parse_think(chosen["think"]),
+        "word_wrap": not chosen["no_word_wrap"],
         "verbose": verbose > 0,
     }
-    text = read_prompt(words if prompt_text is None else [*words, prompt_text])
+    text = read_prompt(words if chosen["prompt_text"] is None else [*words, chosen["prompt_text"]])
     if text == "":
         return load_in_server(name, keep_alive)
-    here = local or verbose > 1 or bool(of_loading.keys() - {"n_ctx"})
-    chosen = None if here else in_server(name, parameters, settings, keep_alive)
-    chat_model, conversation = chosen or in_own_worker(name, load_options, parameters, settings, log=verbose > 1)
+    here = chosen["local"] or verbose > 1 or bool(of_loading.keys() - {"n_ctx"})
+    served = None if here else in_server(name, parameters, settings, keep_alive)
+    chat_model, conversation = served or in_own_worker(name, load_options, parameters, settings, log=verbose > 1)
     with Spinner() as spinner:
         if text is not None:
-            return answer_once(chat_model, conversation, text, spinner, load=not chosen)
+            return answer_once(chat_model, conversation, text, spinner, load=not served)
         chat_model.load(conversation, spinner)
     from moegguf.chat.chat import Chat
 
@@ -261,7 +199,7 @@ def in_server(
 ) -> tuple[ChatModel, Conversation] | None:
     """A conversation with a model in a running server that knows it, if there is one; None for a path."""
     from moegguf.chat.conversation import Conversation
-    from moegguf.cli.served import server_with
+    from moegguf.chat.served_model import server_with
 
     if os.path.exists(os.path.expanduser(name)) or (model := server_with(name, keep_alive)) is None:
         return None

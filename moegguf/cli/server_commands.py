@@ -23,7 +23,7 @@ Loaded = Annotated[str, typer.Argument(autocompletion=complete_model, metavar="M
 
 def print_versions() -> None:
     """Prints this version, and a warning when a running server has another one."""
-    from moegguf.cli.client import Client
+    from moegguf.chat.client import Client
     from moegguf.package import __version__
 
     print(f"moegguf {__version__}")
@@ -38,7 +38,7 @@ def print_versions() -> None:
 
 def ps(prefix: Prefix = "", as_json: AsJson = False) -> None:
     """List the models that a running server has loaded, and how many tokens of prompts they did not compute again."""
-    from moegguf.cli.client import Client
+    from moegguf.chat.client import Client
     from moegguf.terminal.tables import print_columns, print_json
 
     models = [m for m in Client().get("/api/ps")["models"] if m["name"].lower().startswith(prefix.lower())]
@@ -77,7 +77,7 @@ def _expiry(text: str) -> datetime | None:
 
 def stop(model: Loaded) -> None:
     """Unload a model from a running server."""
-    from moegguf.cli.client import Client
+    from moegguf.chat.client import Client
     from moegguf.models.names import parse_name
 
     client, name = Client(), parse_name(model).canonical
@@ -102,7 +102,7 @@ def budget(
     ] = None,
 ) -> None:
     """Show or change a loaded model's memory for experts in a running server, also while it answers."""
-    from moegguf.cli.client import Client
+    from moegguf.chat.client import Client
     from moegguf.quantities import format_bytes, parse_expert_cache
 
     budgets = {"expert_cache": expert_cache, "vram_cache": vram_cache}
@@ -134,7 +134,7 @@ def _is_cut(asked: ExpertCache | None, n_bytes: int, now: dict[str, Any]) -> boo
 
 def unload_from_server(name: str) -> None:
     """Unloads a model from a running server; does nothing without a server."""
-    from moegguf.cli.client import Client
+    from moegguf.chat.client import Client
 
     try:
         Client().post("/api/generate", {"model": name, "keep_alive": 0})

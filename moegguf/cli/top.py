@@ -19,7 +19,7 @@ import typer
 from moegguf.cli.options import AsJson
 
 if TYPE_CHECKING:
-    from moegguf.cli.client import Client
+    from moegguf.chat.client import Client
     from moegguf.cli.top_screen import ModelView
 
 FRAMES_PER_S = 2
@@ -31,7 +31,7 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print one frame and exit.")] = False, as_json: AsJson = False
 ) -> None:
     """Watch the experts of the models that a running server has loaded."""
-    from moegguf.cli.client import Client
+    from moegguf.chat.client import Client
 
     client = Client()
     if as_json:
@@ -144,15 +144,12 @@ def apply_line(models: dict[str, ModelView], line: dict[str, Any]) -> None:
 @contextmanager
 def key_reader() -> Iterator[Any]:
     """Yields `quit_pressed(seconds)`, which waits that long for `q`. The terminal is in cbreak mode meanwhile."""
-    try:
-        import select
-        import termios
-        import tty
-    except ImportError:
-        tty = None  # type: ignore[assignment]  # mypy takes a module for one type
-    if tty is None or sys.stdin is None or not sys.stdin.isatty():  # no keys can be read: Ctrl-C quits
+    if sys.stdin is None or not sys.stdin.isatty():  # no keys can be read: Ctrl-C quits
         yield time.sleep
         return
+    import select
+    import termios
+    import tty
 
     def quit_pressed(seconds: float) -> bool:
         ready, _, _ = select.select([descriptor], [], [], seconds)

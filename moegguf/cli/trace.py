@@ -24,10 +24,7 @@ if TYPE_CHECKING:
     from moegguf.trace.analysis import Progress, Row, TraceAnalysis
     from moegguf.trace.simulate import SimOptions
 
-trace = typer.Typer(
-    name="trace",
-    rich_markup_mode=None,
-)
+trace = typer.Typer(name="trace", rich_markup_mode=None)
 
 
 @trace.callback(invoke_without_command=True)
@@ -50,11 +47,7 @@ PromptsFile = Annotated[
 MaxTokens = Annotated[
     int,
     typer.Option(
-        "--max-tokens",
-        "-n",
-        min=0,
-        metavar="N",
-        help="Longest answer, unless the prompt sets one; 0: prompts only.",
+        "--max-tokens", "-n", min=0, metavar="N", help="Longest answer, unless the prompt sets one; 0: prompts only."
     ),
 ]
 RecordCtx = Annotated[
@@ -104,8 +97,7 @@ DeviceLink = Annotated[
     ),
 ]
 TensorSplit = Annotated[
-    str | None,
-    typer.Option("--tensor-split", "-ts", metavar="N,N", help="Layers of several GPUs, in proportion: 3,1."),
+    str | None, typer.Option("--tensor-split", "-ts", metavar="N,N", help="Layers of several GPUs, in proportion: 3,1.")
 ]
 ModelFile = Annotated[
     str | None,
@@ -124,10 +116,7 @@ Compute = Annotated[
     typer.Option("--layer-compute", min=0, metavar="US", help="Compute time per layer and token on the modelled link."),
 ]
 Tokens = Annotated[
-    int,
-    typer.Option(
-        "--tokens", min=0, metavar="N", help="Replay whole requests with about N decoded tokens; 0: all."
-    ),
+    int, typer.Option("--tokens", min=0, metavar="N", help="Replay whole requests with about N decoded tokens; 0: all.")
 ]
 
 DEFAULT_SHARES = "10%,25%,50%,75%"

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moegguf.errors import OptionError, SchemaError
-from moegguf.models.pretrained import fetch
+from moegguf.models.pull import fetch
 from moegguf.native import library
 
 _bindings = library.llama_cpp()

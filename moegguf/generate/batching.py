@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING
 from moegguf.errors import ClosedError, ContextError, ExpertIOError, GenerationCancelled
 from moegguf.generate.answer import AnswerEvents, BatchedAnswer, Slot, Task
 from moegguf.generate.drafting import make_drafter
-from moegguf.generate.kv_slots import KvSlots, Part, StepTokens, chunk_of
+from moegguf.generate.kv_slots import KvSlots, Part, Schedule, Step, StepTokens, chunk_of
 from moegguf.generate.request import GenerationRequest
-from moegguf.generate.schedule import Fifo, Schedule, Step
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
@@ -36,8 +35,8 @@ LAST_KEEP_S = 2.0  # for that at the end
 class BatchLoop:
     """Owns the context of a model: `run` computes, on one thread, what others submit, until `close`.
 
-    `schedule`: which sequences compute in a step. `step_tokens`: its budget, as of `StepTokens`. `together`: the block
-    in which the answers of a step get their events.
+    `schedule`: which sequences compute in a step; None: all, the oldest prompts first. `step_tokens`: its budget, as of
+    `StepTokens`. `together`: the block in which the answers of a step get their events.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class BatchLoop:
         together: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._llm = llm
-        self._schedule = schedule or Fifo()
+        self._schedule = schedule
         self._together = together
         self._slots = KvSlots(llm)
         self._step_tokens = StepTokens(llm, self._slots, step_tokens)
@@ -293,7 +292,7 @@ class BatchLoop:
         for answer in self._running:
             self._slots.shift(answer)
         running = tuple(self._running)
-        chosen = self._schedule.choose(running) or running
+        chosen = (self._schedule and self._schedule.choose(running)) or running
         start_s, parts = time.perf_counter(), self._step_tokens.parts(chosen, self._n_steps)
         drafter = self._drafter if all(answer.decodes for answer, _ in parts) else None
         if drafter is not None:
@@ -303,7 +302,8 @@ class BatchLoop:
         if computed:
             n_tokens, seconds = n_drafted + sum(n for _, n in computed), time.perf_counter() - start_s
             answers = tuple(answer for answer, _ in computed)
-            self._schedule.ran(Step(answers, n_tokens, seconds))
+            if self._schedule is not None:
+                self._schedule.ran(Step(answers, n_tokens, seconds))
             if drafter is not None:
                 drafter.ran(len(answers), seconds)
 

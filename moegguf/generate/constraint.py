@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from moegguf.errors import CapabilityError, OptionError, SchemaError
-from moegguf.generate.continuation import Continuation
 from moegguf.generate.json_schema import SchemaCost, json_grammar
 from moegguf.generate.request import GenerationRequest
+from moegguf.generate.template import Continuation
 from moegguf.generate.tool_calls import formats_of
 from moegguf.gguf.chat_template import HARMONY, think_marks_of
 

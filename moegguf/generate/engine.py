@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -16,6 +16,7 @@ from moegguf.engine.stats import Stats
 from moegguf.errors import ClosedError, OptionError
 from moegguf.generate.answer import BatchedAnswer
 from moegguf.generate.batching import BatchLoop
+from moegguf.generate.kv_slots import Schedule
 from moegguf.generate.request import (
     Delta,
     GenerationRequest,
@@ -25,10 +26,9 @@ from moegguf.generate.request import (
     Timing,
     TokenLogprob,
     ToolCall,
+    join,
     sampling_with,
 )
-from moegguf.generate.schedule import Schedule, make_schedule
-from moegguf.settings import parse_choice
 
 DEFAULT_PARALLEL = 8
 AHEAD = 2  # requests that are read while so many times fewer are computed
@@ -69,17 +69,9 @@ class _Collected:
         self._deltas.append(delta)
 
     def on_end(self, timing: Timing, error: Exception | None) -> None:
-        deltas = self._deltas
-        self.done.set_result(
-            EngineAnswer(
-                "".join(delta.text for delta in deltas),
-                "".join(delta.thinking for delta in deltas),
-                tuple(call for delta in deltas for call in delta.tool_calls),
-                tuple(logprob for delta in deltas for logprob in delta.logprobs),
-                timing,
-                error,
-            )
-        )
+        whole = join(self._deltas)
+        answer = EngineAnswer(whole.text, whole.thinking, whole.tool_calls, whole.logprobs, timing, error)
+        self.done.set_result(answer)
 
 
 class _Streamed:
@@ -114,8 +106,8 @@ class Engine:
             recurrent state and for embedding models.
         kv_tokens: tokens of all sequences that there is memory for; when they are used up, the newest request waits and
             is computed again. None: parallel * n_ctx, less where experts would miss that memory.
-        schedule: which sequences compute in a step: "fifo" (all of them), "expertflow", "auto", or an object
-            (`moegguf.generate.schedule`).
+        schedule: makes, of the loaded model, what chooses the sequences that compute in a step
+            (`moegguf.generate.kv_slots`); None: all of them.
         All keywords of `moegguf.Llama`; flash_attn is None unless given.
 
     An answer has the same bits alone and beside others where the model is batch-invariant (`Llama.batch_invariant`);
@@ -129,16 +121,13 @@ class Engine:
         parallel: int = DEFAULT_PARALLEL,
         *,
         kv_tokens: int | None = None,
-        schedule: str | Schedule = "fifo",
+        schedule: Callable[[Llama], Schedule | None] | None = None,
         **options: Any,
     ) -> None:
-        if isinstance(schedule, str):
-            parse_choice("schedule", schedule)  # before anything is loaded
         options = {"verbose": False, "flash_attn": None} | options
         self._llm = Llama(model, n_seq_max=parallel, kv_tokens=kv_tokens, **options)
-        chosen = make_schedule(schedule, self._llm) if isinstance(schedule, str) else schedule
         self._sampling = sampling_with(Sampling(), self._llm.layout.sampling)
-        self._loop = BatchLoop(self._llm, chosen)
+        self._loop = BatchLoop(self._llm, schedule and schedule(self._llm))
         self._thread = threading.Thread(target=self._loop.run, name="moegguf-engine", daemon=True)
         self._thread.start()
 

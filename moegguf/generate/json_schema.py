@@ -26,7 +26,7 @@ MAX_DEPTH = 64
 MAX_SUBSCHEMAS = 10_000  # of a request, each counted as often as it is used
 MAX_MULTIPLES = 100_000  # sum of a request's `multipleOf`, in units of their last digits: one state of a lexer each
 MAX_ITEMS = 10_000  # of arrays that count them; llguidance 1.7 and older take minutes for far more
-# Some of llguidance's compiling is outside of its limits (matcher.py), and nothing can stop it in this process: each
+# Some of llguidance's compiling is outside of its limits (sampler.py), and nothing can stop it in this process: each
 # text schema more that has to hold in one place doubles the time (16 take 0.6 s, 20 more than 12 s), and that of a
 # pattern grows with the square of its length (16,000 characters take 0.8 s).
 MAX_INTERSECTED = 8

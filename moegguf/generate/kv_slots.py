@@ -1,12 +1,14 @@
 """The sequences of a context, each a slot for one answer: what the KV cache holds of it, shared prefixes, and room; and
-how many tokens of which answers a step computes: one of each that decodes, and of prompts what the budget leaves.
+how many tokens of which answers a step computes: one of each that decodes, and of prompts what the budget leaves, of
+all, or of those that a schedule chooses.
 
 Slots keep the tokens of answers that have ended, for prompts that begin with them. For one thread."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from moegguf.engine.sequences import Chunk, common_tokens
 from moegguf.generate.answer import BatchedAnswer, Slot
@@ -14,6 +16,26 @@ from moegguf.native.events import Phase
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that was computed: the sequences that took part, their tokens together, and how long it took."""
+
+    answers: tuple[BatchedAnswer, ...]
+    n_tokens: int
+    seconds: float
+
+
+class Schedule(Protocol):
+    """Chooses who computes. Both methods are called on the loop's thread, and must not take long."""
+
+    def choose(self, running: Sequence[BatchedAnswer]) -> Sequence[BatchedAnswer]:
+        """Those of `running` (never empty, oldest first) that compute in the next step, in the order in which prompts
+        share the step's budget. Who is left out keeps its place in the KV cache. Where none is chosen, all compute."""
+
+    def ran(self, step: Step) -> None:
+        """A step was computed."""
 
 
 class KvSlots:

@@ -10,9 +10,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from moegguf.generate.continuation import Continuation
-from moegguf.generate.harmony import HarmonyParser
-from moegguf.generate.request import Delta
+from moegguf.generate.request import Delta, ToolCall
+from moegguf.generate.template import Continuation
 from moegguf.generate.tool_calls import (
     JSON_ONLY,
     Call,
@@ -20,10 +19,118 @@ from moegguf.generate.tool_calls import (
     Types,
     ends_within_string,
     formats_of,
+    json_value,
     tool_call,
     types_of,
 )
 from moegguf.gguf.chat_template import HARMONY, ThinkMarks, tail, think_marks_of
+
+_MARK = re.compile(r"<\|(?:start|end|return|call|channel|message|constrain)\|>")
+_MESSAGE = "<|message|>"
+_MARKS = ("<|start|>", "<|end|>", "<|return|>", "<|call|>", "<|channel|>", _MESSAGE, "<|constrain|>")
+_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_LONGEST_HEADER = 300
+
+
+class HarmonyParser:
+    """For the harmony format of gpt-oss, messages with a header that names their channel:
+    `<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>`; a call is a
+    message to `functions.NAME`. Analysis is thinking; messages that are neither thinking nor calls are text."""
+
+    def __init__(self, *, tools: bool, prompt_end: str) -> None:
+        self._tools = tools
+        self._held = self._channel = self._recipient = ""
+        self._text = self._thinking_text = self._arguments = ""
+        self._calls: list[ToolCall] = []
+        _, start, header = prompt_end.rpartition("<|start|>")
+        self._header_begin = header if start else ""  # the part of the header in the prompt
+        self._in_header = True
+        if _MESSAGE in self._header_begin:
+            self._begin_message(self._header_begin)
+
+    def feed(self, text: str) -> Delta:
+        """What is certain after this chunk."""
+        if not (self._in_header or self._recipient or self._held) and "<" not in text:
+            return Delta(thinking=text) if self._in_thinking else Delta(text)
+        self._held += text
+        while self._held and (self._read_header() if self._in_header else self._read_body()):
+            pass
+        return self._take_delta()
+
+    def end(self) -> Delta:
+        """What was held back, at the end of the answer."""
+        held, self._held = self._held, ""
+        if not self._in_header:
+            self._append(held)
+            self._end_message()
+        elif not _MARK.search(held):
+            self._text += held
+        return self._take_delta()
+
+    @property
+    def _in_thinking(self) -> bool:
+        return self._channel == "analysis"
+
+    def _take_delta(self) -> Delta:
+        delta = Delta(self._text, self._thinking_text, tuple(self._calls))
+        self._text = self._thinking_text = ""
+        self._calls = []
+        return delta
+
+    def _read_header(self) -> bool:
+        body = self._held.lstrip()
+        maybe_header = any(body.startswith(begin[: len(body)]) for begin in ("to=", *_MARKS))
+        at = self._held.find(_MESSAGE, 0, _LONGEST_HEADER) if maybe_header else -1
+        if at >= 0:
+            self._begin_message(self._header_begin + self._held[:at])
+            self._held = self._held[at + len(_MESSAGE) :]
+        elif maybe_header and len(self._held) < _LONGEST_HEADER:
+            return False
+        else:  # an answer without headers
+            self._begin_message("")
+        return True
+
+    def _begin_message(self, header: str) -> None:
+        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        self._channel = channel[1] if channel else ""
+        self._recipient = recipient[1] if recipient and self._tools else ""
+        self._header_begin, self._in_header = "", False
+
+    def _read_body(self) -> bool:
+        mark = _MARK.search(self._held)
+        if mark is None:
+            end = len(self._held) - tail(self._held, _MARKS)
+            self._append(self._held[:end])
+            self._held = self._held[end:]
+            return False
+        self._append(self._held[: mark.start()])
+        if mark[0] in (_MESSAGE, "<|constrain|>"):
+            self._append(mark[0])
+            self._held = self._held[mark.end() :]
+            return True
+        self._end_message()
+        self._in_header = True
+        self._held = self._held[mark.start() if mark[0] in ("<|start|>", "<|channel|>") else mark.end() :]
+        return True
+
+    def _append(self, text: str) -> None:
+        if self._recipient:
+            self._arguments += text
+        elif self._in_thinking:
+            self._thinking_text += text
+        else:
+            self._text += text
+
+    def _end_message(self) -> None:
+        if self._recipient:
+            arguments = json_value(self._arguments or "{}")
+            if isinstance(arguments, dict):
+                self._calls.append(tool_call(self._recipient, arguments))
+            else:
+                self._text += self._arguments
+        self._recipient = self._channel = self._arguments = ""
+
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -38,46 +145,13 @@ def needs_special_tokens(template: str | None) -> bool:
     return HARMONY in text or think_marks_of(text) is not None or marked
 
 
-class AnswerParser:
-    """The parser of one answer: `feed` the text in chunks, then call `end`.
-
-    `thinking`: separate thinking from the text, where the template has marks for it. `tools`: those of the request, or
-    True when they are unknown; False or none leaves calls in the text. `prompt_end`: the end of the prompt, which may
-    have begun the thinking. `continuation`: of an answer that continues a message; its first blanks belong to it.
-    """
-
-    def __init__(
-        self,
-        template: str | None,
-        *,
-        thinking: bool = True,
-        tools: bool | Tools = False,
-        prompt_end: str = "",
-        continuation: Continuation | None = None,
-    ) -> None:
-        text = template or ""
-        given = tools if not isinstance(tools, bool) else ()
-        parser: HarmonyParser | _MarkParser
-        if HARMONY in text and (thinking or tools):
-            parser = HarmonyParser(thinking=thinking, tools=bool(tools), prompt_end=prompt_end)
-        else:
-            marks = think_marks_of(text) if thinking else None
-            parser = _MarkParser(marks, formats_of(text) if tools else (), types_of(given), prompt_end)
-            if continuation is not None:
-                parser.begin_within(in_thinking=continuation.in_thinking)
-        self.feed: Callable[[str], Delta] = parser.feed
-        """Takes the next chunk; returns what is certain by then, often an empty delta."""
-        self.end: Callable[[], Delta] = parser.end
-        """Ends the answer; returns what was held back."""
-
-
 _MAYBE_CALL = re.compile(r"[\[{\s]*(?:\"(?P<key>[^\"]*)(?P<whole>\")?)?")
 MAX_MARKS_IN_STRINGS = 8  # closing marks within the JSON strings of one call
 _CALL_KEYS = frozenset({"name", "function", "type", "id", "parameters", "arguments", "tool_name", "tool_call_id"})
 
 
-class _MarkParser:
-    """Thinking and calls between marks: a state machine.
+class MarkParser:
+    """For thinking and calls between marks: a state machine.
 
     `_state` consumes a part of `_held` and returns whether to run the (possibly new) state on the rest.
     """
@@ -103,6 +177,7 @@ class _MarkParser:
         self._enter(self._read_thinking if in_thinking and self._think else self._read_text)
 
     def feed(self, text: str) -> Delta:
+        """What is certain after this chunk."""
         if self._plain and not self._held and not any(first in text for first in self._first):
             return Delta(text)
         self._held += text
@@ -111,6 +186,7 @@ class _MarkParser:
         return self._take_delta()
 
     def end(self) -> Delta:
+        """What was held back, at the end of the answer."""
         held, self._held = self._held, ""
         if self._state in (self._read_thinking, self._begin_thinking):
             self._thinking_text += held
@@ -229,3 +305,25 @@ class _MarkParser:
 
 def _may_become(text: str, mark: str) -> bool:
     return len(text) < len(mark) and mark.startswith(text)
+
+
+AnswerParser = HarmonyParser | MarkParser
+"""`feed` takes the text in chunks and returns what is certain by then, often an empty delta; then `end`, what was held
+back."""
+
+
+def answer_parser(
+    template: str | None, tools: Tools = (), *, prompt_end: str = "", continuation: Continuation | None = None
+) -> AnswerParser:
+    """The parser of one answer, which separates thinking and the calls of `tools` from the text.
+
+    `prompt_end`: the end of the prompt, which may have begun the thinking. `continuation`: of an answer that continues
+    a message; its first blanks belong to it.
+    """
+    text = template or ""
+    if HARMONY in text:
+        return HarmonyParser(tools=bool(tools), prompt_end=prompt_end)
+    parser = MarkParser(think_marks_of(text), formats_of(text) if tools else (), types_of(tools), prompt_end)
+    if continuation is not None:
+        parser.begin_within(in_thinking=continuation.in_thinking)
+    return parser

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from moegguf.engine.projector import PLACEHOLDER, ImagePrompt
 from moegguf.engine.vocabulary import Vocabulary
 from moegguf.errors import CapabilityError, ContextError, OptionError, TemplateError
-from moegguf.generate.continuation import Continuation, continuation_of, split_last
 from moegguf.generate.images import Marked, mark_images, text_of
 from moegguf.generate.request import GenerationRequest, Message
-from moegguf.generate.template import capabilities, render
+from moegguf.generate.template import Continuation, capabilities, continuation_of, render, split_last
 from moegguf.generate.truncation import (
     ANSWER_DIVISOR,
     MESSAGE_TOKENS,

@@ -1,30 +1,26 @@
 """Renders jinja2 templates in child processes (sandbox.py), which can be killed.
 
-A process is started by the first template and kept for the next. Templates of other requests wait for it: most take
-a millisecond, and starting a process a hundred. Behind a slow one another is started. They end with this process.
-Does not know messages or models.
+A process is started by the first template and kept for the next; others only for templates of requests at the same
+time, at most MAX_PROCESSES, for which further ones wait. They end with this process. Does not know messages or models.
 """
 
 from __future__ import annotations
 
 import atexit
 import json
-import math
 import os
 import signal
 import subprocess
-import threading
-import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from queue import Empty, LifoQueue
 from typing import Any
 
 from moegguf.child import child_command, child_environment
 
 MAX_S = 2.0  # for compiling and rendering one template
 MAX_CHARACTERS = 16 << 20  # characters of a prompt
-MAX_IDLE = 2  # processes kept for further templates
-WAIT_S = 0.25  # for a process that others use, before one more is started: one in this time
+MAX_PROCESSES = 3
 
 COMMAND = child_command(f"{__package__}.sandbox")
 
@@ -48,13 +44,8 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
         line = json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass")
     except (TypeError, ValueError) as error:
         raise RenderError("failed", f"its variables are not JSON: {error}") from error
-    process = _processes.take()
-    try:
+    with _process() as process:
         reply = process.request(line)
-    except BaseException:  # also an interrupt: the next template would read this reply
-        _processes.end(process)
-        raise
-    _processes.give_back(process)
     if "error" in reply:
         raise RenderError(reply["error"], reply["message"], reply.get("line", 0))
     return str(reply["text"])
@@ -62,8 +53,8 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
 
 def start() -> None:
     """Starts the first process, so that the first template need not wait a tenth of a second for it."""
-    with suppress(RenderError):
-        _processes.give_back(_processes.take())
+    with suppress(RenderError), _process():
+        pass
 
 
 class _Process:
@@ -111,76 +102,46 @@ def _exit_message(code: int) -> str:
     return f"its process ended with code {code}"
 
 
-class _Processes:
-    """Those that wait for a template, and how many others render one."""
+_pool: LifoQueue[_Process | None]
+"""The processes that render no template now, the last used first; None: one that can be started."""
 
-    def __init__(self) -> None:
-        self.forget()
 
-    def forget(self) -> None:
-        """In a child process, which starts its own: these, and the lock's owner, are the parent's."""
-        self._idle: list[_Process] = []
-        self._n_busy = 0
-        self._started_s = -math.inf  # the last one
-        self._changed = threading.Condition()
+def _fill_pool() -> None:
+    """Also in a child process: these are the parent's."""
+    global _pool
+    _pool = LifoQueue()
+    for _ in range(MAX_PROCESSES):
+        _pool.put(None)
 
-    def take(self) -> _Process:
-        """An idle one; a new one where none is, and none becomes so in WAIT_S. Raises RenderError."""
-        with self._changed:
-            arrived_s = time.monotonic()
-            while self._n_busy and not self._idle:
-                wait_s = max(arrived_s, self._started_s) + WAIT_S - time.monotonic()
-                if wait_s <= 0:
-                    break
-                self._changed.wait(wait_s)
-            process = self._idle.pop() if self._idle else None
-            self._started_s = self._started_s if process else time.monotonic()
-            self._n_busy += 1
-        try:
-            if process is not None and process.is_running():
-                return process
-            if process is not None:
-                process.kill()
-            return _Process()
-        except BaseException:  # also an interrupt: templates that wait would wait for this one
-            self._end_use()
-            raise
 
-    def give_back(self, process: _Process) -> None:
-        """After a template."""
-        if not self._end_use(process):
+@contextmanager
+def _process() -> Iterator[_Process]:
+    """A running process, which an error ends: the next template would read this one's reply. Raises RenderError."""
+    process = _pool.get()
+    try:
+        if process is None or not process.is_running():
+            process = _Process()
+        yield process
+    except BaseException:  # also an interrupt
+        if process is not None:
             process.kill()
-
-    def end(self, process: _Process) -> None:
-        """Instead of `give_back` where it cannot take another template."""
-        process.kill()
-        self._end_use()
-
-    def _end_use(self, process: _Process | None = None) -> bool:
-        """Whether `process` is kept."""
-        with self._changed:
-            self._n_busy -= 1
-            kept = process is not None and len(self._idle) < MAX_IDLE
-            if process is not None and kept:
-                self._idle.append(process)
-            self._changed.notify()
-            return kept
-
-    def close(self) -> None:
-        """Kills those that are idle."""
-        with self._changed:
-            idle, self._idle = self._idle, []
-        for process in idle:
-            process.kill()
-
-
-_processes = _Processes()
+        _pool.put(None)
+        raise
+    _pool.put(process)
 
 
 @atexit.register
 def close() -> None:
     """Kills the idle processes; the next template starts a new one."""
-    _processes.close()
+    idle = list[_Process | None]()
+    with suppress(Empty):
+        while True:
+            idle.append(_pool.get_nowait())
+    for process in idle:
+        if process is not None:
+            process.kill()
+        _pool.put(None)
 
 
-os.register_at_fork(after_in_child=_processes.forget)
+_fill_pool()
+os.register_at_fork(after_in_child=_fill_pool)

@@ -4,7 +4,7 @@ The chat, and the server through its workers, fill in a `GenerationRequest` and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -113,6 +113,19 @@ class Delta:
     tool_calls: tuple[ToolCall, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt: tuple[TokenLogprob, ...] = ()
+
+
+def join(deltas: Sequence[Delta]) -> Delta:
+    """One delta with the content of all, in order. Thinking comes before its answer, also in one delta."""
+    if len(deltas) == 1:
+        return deltas[0]
+    return Delta(
+        text="".join(delta.text for delta in deltas),
+        thinking="".join(delta.thinking for delta in deltas),
+        tool_calls=tuple(call for delta in deltas for call in delta.tool_calls),
+        logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
+        prompt=tuple(logprob for delta in deltas for logprob in delta.prompt),
+    )
 
 
 @dataclass(frozen=True)

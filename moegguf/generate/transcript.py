@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from moegguf.generate.parsing import AnswerParser, needs_special_tokens
-from moegguf.generate.request import Delta, GenerationRequest, TokenLogprob
+from moegguf.generate.parsing import AnswerParser, answer_parser, needs_special_tokens
+from moegguf.generate.request import Delta, GenerationRequest, TokenLogprob, join
 from moegguf.generate.template import capabilities
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def new_transcript(request: GenerationRequest, prompt: Prompt, vocabulary: Vocab
     template = prompt.template
     if template is None or not (tools or "thinking" in capabilities(template)):
         return Transcript(vocabulary, request.sampling.stop)
-    parser = AnswerParser(template, tools=tools, prompt_end=prompt.end, continuation=prompt.continuation)
+    parser = answer_parser(template, tools, prompt_end=prompt.end, continuation=prompt.continuation)
     return Transcript(vocabulary, request.sampling.stop, parser, special=needs_special_tokens(template))
 
 
@@ -122,9 +122,7 @@ class Transcript:
         last = self._parser.end()
         if delta is None:
             return last if last != Delta() else None
-        return Delta(
-            delta.text + last.text, delta.thinking + last.thinking, delta.tool_calls + last.tool_calls, delta.logprobs
-        )
+        return join((delta, last))
 
     def _delta(self, text: str) -> Delta | None:
         logprobs = self._released(len(text)) if self._logprobs else ()

@@ -17,13 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moegguf.errors import (
-    ModelFormatError,
-    ModelNameError,
-    ModelNotFoundError,
-    OptionError,
-    PullError,
-)
+from moegguf.errors import ModelFormatError, ModelNameError, ModelNotFoundError, OptionError, PullError
 from moegguf.gguf.adapter import read_adapter
 from moegguf.gguf.reader import begins_as_gguf, is_other_kind
 from moegguf.models.blobs import BlobStore

@@ -11,19 +11,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.routing import BaseRoute
 
-from moegguf.server import (
-    anthropic,
-    budget,
-    live,
-    llama_completion,
-    llama_server,
-    metrics,
-    model_list,
-    ollama,
-    openai,
-    page,
-    rerank,
-)
+from moegguf.server import anthropic, live, llama_completion, llama_server, metrics, model_list, ollama, openai, page
 from moegguf.server.common.access import AccessControl
 from moegguf.server.common.body import Bodies
 from moegguf.server.common.errors import HANDLERS
@@ -35,11 +23,11 @@ from moegguf.settings import data_folder
 if TYPE_CHECKING:
     from moegguf.models.catalog import Catalog
     from moegguf.serving.model_manager import ModelManager
-    from moegguf.serving.ray.catalog import ConfiguredCatalog
+    from moegguf.serving.ray.config import ConfiguredCatalog
     from moegguf.serving.ray.manager import ReplicaManager
     from moegguf.settings import Settings
 
-MODULES = (ollama, anthropic, openai, model_list, llama_server, llama_completion, rerank, metrics, live, budget, page)
+MODULES = (ollama, anthropic, openai, model_list, llama_server, llama_completion, metrics, live, page)
 
 
 def make_app(

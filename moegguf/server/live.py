@@ -2,8 +2,14 @@
 
 A line is a snapshot (`moegguf.serving.events.Snapshot`, bytes in base64, the state of its model under `loaded`) or
 `{"loaded_models": [names]}`, sent first, at every change, and every HEARTBEAT_S; of names that share a model, without
-`model` in the query, the first. A snapshot without changes is left
-out. Watching loads no model, and ends with the connection.
+`model` in the query, the first. A snapshot without changes is left out. Watching loads no model, and ends with the
+connection.
+
+`GET /budget?model=NAME`: the memory that a loaded model's experts have. `PUT /budget`: other budgets for them, for
+someone who needs the memory now. Body: `{"model": NAME, "expert_cache": "2GiB", "vram_cache": "4GiB"}`, one or both, as
+`--expert-cache` and `--vram-cache` take them, up to what the model was loaded with; `vram_cache` holds what prompts are
+staged in, which stays as it is (`staging_bytes` of the reply), and slots. It acts between two passes of a running
+answer, changes no token, and lasts until the model is unloaded.
 """
 
 from __future__ import annotations
@@ -12,21 +18,26 @@ import asyncio
 import base64
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterable
-from contextlib import aclosing, suppress
-from dataclasses import fields, replace
+from collections.abc import AsyncGenerator
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from moegguf.errors import BudgetError
+from moegguf.quantities import parse_expert_cache
+from moegguf.server.common import limits
+from moegguf.server.common.body import read_body
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.streams import LineResponse, json_line
-from moegguf.serving.events import MAX_SNAPSHOTS_PER_S
+from moegguf.serving.events import MAX_SNAPSHOTS_PER_S, LoadedModel, Snapshot
+from moegguf.serving.memory_budget import planned_budgets
 
 if TYPE_CHECKING:
-    from moegguf.serving.events import LoadedModel, Snapshot
+    from moegguf.models.entry import ModelEntry
     from moegguf.serving.model_manager import ModelManager
 
 DEFAULT_PER_S = 4.0
@@ -37,14 +48,12 @@ ONCE_S = 2.0  # to wait for a first snapshot
 
 async def live(request: Request) -> Response:
     """Query: `model` (default: all loaded ones), `per_s` snapshots a second, `once`."""
-    manager, query = request.app.state.manager, request.query_params
+    state, query = request.app.state, request.query_params
     if query.get("once", "0") not in ("", "0"):
-        return JSONResponse({"models": await current_state(manager)})
-    name = query.get("model") or None
-    if name is not None:
-        name = (await asyncio.to_thread(request.app.state.catalog.find, name)).name
-    stream = SnapshotStream(manager, name, _per_s(query.get("per_s")), request.app.state.ending)
-    return LineResponse(stream.lines())
+        return JSONResponse({"models": await current_state(state.manager)})
+    name = query.get("model")
+    entry = await asyncio.to_thread(state.catalog.find, name) if name else None
+    return LineResponse(snapshot_lines(state.manager, entry, _per_s(query.get("per_s")), state.ending))
 
 
 def _per_s(text: str | None) -> float:
@@ -59,107 +68,46 @@ def _per_s(text: str | None) -> float:
 
 async def current_state(manager: ModelManager) -> list[dict[str, Any]]:
     """The state of each loaded model, with its snapshot under `snapshot`; None when none comes within ONCE_S."""
-    loaded = manager.loaded()
-    snapshots = await asyncio.gather(*(first_snapshot(manager, model.name) for model in loaded))
-    states = [loaded_object(model, whole=True) for model in loaded]
+    loaded, found = manager.loaded(), dict[str, Snapshot]()
+    until_s = time.monotonic() + ONCE_S
+    with manager.watch(None, MAX_SNAPSHOTS_PER_S) as watch:
+        while True:
+            found |= {snapshot.model: snapshot for snapshot in watch.take()}
+            left_s = until_s - time.monotonic()
+            if len(found) >= len(loaded) or left_s <= 0:
+                break
+            await watch.wait(left_s)
     return [
-        state | {"snapshot": snapshot and snapshot_object(snapshot)}
-        for state, snapshot in zip(states, snapshots, strict=True)
+        loaded_object(model, whole=True)
+        | {"snapshot": snapshot_object(found[model.name]) if model.name in found else None}
+        for model in loaded
     ]
 
 
-async def first_snapshot(manager: ModelManager, name: str) -> Snapshot | None:
-    """The next snapshot of a model; None when none comes within ONCE_S."""
-    try:
-        async with asyncio.timeout(ONCE_S), aclosing(manager.watch(name, MAX_SNAPSHOTS_PER_S)) as snapshots:
-            return await anext(snapshots, None)
-    except TimeoutError:
-        return None
-
-
-class SnapshotStream:
-    """The lines for one client: a task per model keeps its latest snapshot until `lines` sends it."""
-
-    def __init__(
-        self, manager: ModelManager, name: str | None, per_s: float, ending: threading.Event | None = None
-    ) -> None:
-        self._manager = manager
-        self._ending = ending or threading.Event()
-        self._name = name
-        self._per_s = per_s
-        self._latest: dict[str, Snapshot] = {}
-        self._changed = asyncio.Event()
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-
-    async def lines(self) -> AsyncGenerator[bytes]:
-        """Lines until closed, or until the server shuts down."""
-        sent: dict[str, Any] = {}
-        sent_names: list[str] | None = None
-        sent_names_s = 0.0
-        try:
-            while True:
-                models = self._manager.loaded()
-                loaded = {each.name: model for model in models for each in model.names}
-                is_open = self._update_tasks(model.name for model in models)
-                names = [model.name for model in models] if self._name is None else list(loaded)
-                if names != sent_names or time.monotonic() - sent_names_s > HEARTBEAT_S:
-                    sent_names, sent_names_s = names, time.monotonic()
-                    yield json_line({"loaded_models": sent_names})
-                for snapshot in self._take_latest():
-                    model = loaded.get(snapshot.model)
-                    visible = model and _visible_state(snapshot, model)
-                    if model and (visible != sent.get(snapshot.model) or any(snapshot.uses) or any(snapshot.loads)):
-                        sent[snapshot.model] = visible
-                        yield json_line(snapshot_object(snapshot) | {"loaded": loaded_object(model)})
-                if not is_open or self._ending.is_set():
-                    return
-                await self._wait()
-        finally:
-            for task in self._tasks.values():
-                task.cancel()
-            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-
-    def _update_tasks(self, loaded: Iterable[str]) -> bool:
-        """Watches the wanted models only. False when the manager is closing; raises the error of a watch."""
-        for task in self._tasks.values():
-            if task.done():
-                task.result()
-                return False
-        wanted = set(loaded) if self._name is None else {self._name}
-        for name in wanted - self._tasks.keys():
-            self._tasks[name] = asyncio.create_task(self._watch(name))
-        for name in self._tasks.keys() - wanted:
-            self._tasks.pop(name).cancel()
-        return True
-
-    async def _watch(self, name: str) -> None:
-        async with aclosing(self._manager.watch(name, self._per_s)) as snapshots:
-            async for snapshot in snapshots:
-                earlier = self._latest.get(name)
-                self._latest[name] = snapshot if earlier is None else _merge(earlier, snapshot)
-                self._changed.set()
-
-    def _take_latest(self) -> list[Snapshot]:
-        snapshots, self._latest = list(self._latest.values()), {}
-        self._changed.clear()
-        return snapshots
-
-    async def _wait(self) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(POLL_S):
-                await self._changed.wait()
-
-
-def _merge(earlier: Snapshot, later: Snapshot) -> Snapshot:
-    """One snapshot in place of two, for a slow client."""
-    if earlier.layers != later.layers or later.seconds < earlier.seconds:
-        return later  # the model was reloaded
-    uses, loads = _sum(earlier.uses, later.uses), _sum(earlier.loads, later.loads)
-    return replace(later, uses=uses, loads=loads)
-
-
-def _sum(a: bytes, b: bytes) -> bytes:
-    return bytes(min(x + y, 255) for x, y in zip(a, b, strict=True))
+async def snapshot_lines(
+    manager: ModelManager, entry: ModelEntry | None, per_s: float, ending: threading.Event
+) -> AsyncGenerator[bytes]:
+    """The lines for one client, until closed, or until the server shuts down."""
+    sent: dict[str, Any] = {}
+    sent_names: list[str] | None = None
+    sent_names_s = 0.0
+    with manager.watch(entry, per_s) as watch:
+        while True:
+            models = manager.loaded()
+            loaded = {each.name: model for model in models for each in model.names}
+            names = [model.name for model in models] if entry is None else list(loaded)
+            if names != sent_names or time.monotonic() - sent_names_s > HEARTBEAT_S:
+                sent_names, sent_names_s = names, time.monotonic()
+                yield json_line({"loaded_models": sent_names})
+            for snapshot in watch.take():
+                model = loaded.get(snapshot.model)
+                visible = model and _visible_state(snapshot, model)
+                if model and (visible != sent.get(snapshot.model) or any(snapshot.uses) or any(snapshot.loads)):
+                    sent[snapshot.model] = visible
+                    yield json_line(snapshot_object(snapshot) | {"loaded": loaded_object(model)})
+            if watch.closed or ending.is_set():
+                return
+            await watch.wait(POLL_S)
 
 
 def _visible_state(snapshot: Snapshot, loaded: LoadedModel) -> tuple[Any, ...]:
@@ -184,4 +132,68 @@ def loaded_object(loaded: LoadedModel, *, whole: bool = False) -> dict[str, Any]
     return found if whole else {name: value for name, value in found.items() if name not in ("stats", "plan")}
 
 
-routes = [Route("/live", live)]
+class BudgetRequest(BaseModel):
+    """The body of PUT /budget."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = Field(min_length=1, max_length=limits.NAME_CHARS)
+    expert_cache: str | int | None = Field(default=None, union_mode="left_to_right")
+    vram_cache: str | int | None = Field(default=None, union_mode="left_to_right")
+
+
+async def put_budget(request: Request) -> Response:
+    """Replies with what experts have now, and all of the model's memory, in bytes.
+
+    Raises HttpError 400 for a budget that cannot be read, is too small or does not fit.
+    """
+    body = await read_body(request, BudgetRequest)
+    if body.expert_cache is None and body.vram_cache is None:
+        raise HttpError(400, "a budget needs expert_cache or vram_cache, but neither is given")
+    try:
+        expert_cache = None if body.expert_cache is None else parse_expert_cache(str(body.expert_cache))
+        vram_cache = None if body.vram_cache is None else parse_expert_cache(str(body.vram_cache), "vram_cache")
+        loaded = await request.app.state.manager.set_budget(body.model, expert_cache, vram_cache)
+    except BudgetError as error:
+        raise HttpError(400, str(error)) from None
+    return budget_object(loaded)
+
+
+async def get_budget(request: Request) -> Response:
+    """Replies as `put_budget`. Raises HttpError 404 for a model that is not loaded."""
+    state, name = request.app.state, request.query_params.get("model", "")
+    entry = await asyncio.to_thread(state.catalog.find, name)
+    for loaded in state.manager.loaded():
+        if entry.name in (each.name for each in loaded.names):
+            return budget_object(loaded)
+    raise HttpError(404, f"{entry.name} is not loaded")
+
+
+def budget_object(loaded: LoadedModel) -> JSONResponse:
+    """What experts of a loaded model have, the most that they can have, and all of its memory."""
+    slot_bytes, staging_bytes = loaded.plan.get("slot_bytes", 0), loaded.plan.get("staging_bytes", 0)
+    most, most_vram = planned_budgets(loaded.plan)
+    in_vram = max(0, loaded.vram_cache_bytes - staging_bytes)
+    return JSONResponse(
+        {
+            "model": loaded.name,
+            "expert_cache_bytes": loaded.expert_cache_bytes,
+            "n_slots": loaded.expert_cache_bytes // slot_bytes if slot_bytes else 0,
+            "vram_cache_bytes": loaded.vram_cache_bytes,
+            "n_vram_slots": in_vram // slot_bytes if slot_bytes else 0,
+            "staging_bytes": staging_bytes,
+            "slot_bytes": slot_bytes,
+            "n_experts": loaded.stats.n_experts,
+            "max_expert_cache_bytes": most,
+            "max_vram_cache_bytes": most_vram,
+            "size_bytes": loaded.size_bytes,
+            "vram_bytes": loaded.vram_bytes,
+        }
+    )
+
+
+routes = [
+    Route("/live", live),
+    Route("/budget", get_budget, methods=["GET"]),
+    Route("/budget", put_budget, methods=["PUT"]),
+]

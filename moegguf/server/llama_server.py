@@ -1,5 +1,7 @@
 """llama-server's own endpoints about models and tokens, for its clients and for health checks: /health, /props, /slots,
-/tokenize, /detokenize; with vLLM's names too, and its /tokenizer_info, which lm-eval tokenizes by.
+/tokenize, /detokenize; with vLLM's names too, and its /tokenizer_info, which lm-eval tokenizes by. And /v1/rerank:
+documents in the order of their scores for a query, by a reranker (a model whose pooling is RANK), in llama-server's
+forms: Jina's and Cohere's `documents`, and TEI's `texts`, whose reply is the list alone.
 
 llama-server has one model; here `model` in the body or query selects it, by default the only loaded one.
 """
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import AliasChoices, Field
+from pydantic import AliasChoices, Field, field_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -16,10 +18,12 @@ from starlette.routing import Route
 from moegguf.generate.request import Sampling
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.package import __version__
+from moegguf.server.common import limits
 from moegguf.server.common.body import Body, read_body
+from moegguf.server.common.conversation import leases_of
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.lookup import look_up
-from moegguf.server.common.options import MAX_TOKEN, ModelName, options_of
+from moegguf.server.common.options import MAX_TOKEN, Loading, ModelName, options_of
 from moegguf.server.common.streams import WholeResponse
 from moegguf.serving.events import LoadedModel
 
@@ -173,6 +177,53 @@ async def tokenizer_info(request: Request) -> Response:
     return WholeResponse(work())
 
 
+RERANK_PATHS = ("/rerank", "/reranking", "/v1/rerank", "/v1/reranking")
+
+
+class RerankBody(Loading):
+    """The body. Without `model` it is the only loaded one. `documents`: texts, or objects with a `text`."""
+
+    model: str = Field("", max_length=limits.NAME_CHARS)
+    query: Annotated[str, Field(min_length=1)]
+    documents: list[str] | None = Field(None, max_length=limits.INPUTS)
+    texts: list[str] | None = Field(None, max_length=limits.INPUTS)
+    top_n: Annotated[int, Field(ge=1)] | None = None
+    return_documents: bool = False
+    return_text: bool = False
+
+    @field_validator("documents", mode="before")
+    @classmethod
+    def _plain(cls, given: Any) -> Any:
+        """The texts of Cohere's objects."""
+        if not isinstance(given, list):
+            return given
+        return [each.get("text") if isinstance(each, dict) else each for each in given]
+
+
+async def rerank(request: Request) -> Response:
+    """The documents' scores, the best first."""
+    return WholeResponse(_rerank(request, await read_body(request, RerankBody)))
+
+
+async def _rerank(request: Request, body: RerankBody) -> Any:
+    texts = body.texts if body.documents is None else body.documents
+    if not texts:
+        raise HttpError(400, "documents: a list of texts is missing")
+    model = selected_model(request, body.model)
+    async with leases_of(request).lease(model, body.overrides(), body.keep_alive_s()) as lease:
+        found, name = await lease.rank(body.query, texts), lease.entry.name
+    scores = {i: vector[0] for i, vector in enumerate(found.vectors)}
+    best = sorted(scores, key=lambda i: -scores[i])[: body.top_n]
+    if body.documents is None:
+        return [{"index": i, "score": scores[i], **({"text": texts[i]} if body.return_text else {})} for i in best]
+    results = [
+        {"index": i, "relevance_score": scores[i]} | ({"document": {"text": texts[i]}} if body.return_documents else {})
+        for i in best
+    ]
+    usage = {"prompt_tokens": found.n_tokens, "total_tokens": found.n_tokens}
+    return {"model": name, "object": "list", "usage": usage, "results": results}
+
+
 routes = [
     Route("/health", health, methods=["GET"]),
     Route("/props", props, methods=["GET"]),
@@ -180,4 +231,5 @@ routes = [
     Route("/tokenize", tokenize, methods=["POST"]),
     Route("/detokenize", detokenize, methods=["POST"]),
     Route("/tokenizer_info", tokenizer_info, methods=["GET"]),
+    *(Route(path, rerank, methods=["POST"]) for path in RERANK_PATHS),
 ]

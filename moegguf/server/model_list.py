@@ -16,8 +16,8 @@ from starlette.routing import Route
 
 from moegguf.models.entry import ModelEntry
 from moegguf.server.common.errors import MODELS_PATH, lists_for_anthropic
-from moegguf.server.common.lists import page
 from moegguf.server.common.lookup import details_or_none, find
+from moegguf.server.common.objects import page
 
 if TYPE_CHECKING:
     from moegguf.models.catalog import Catalog

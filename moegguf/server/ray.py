@@ -19,7 +19,7 @@ from moegguf.server.common.errors import HttpError
 from moegguf.settings import read_settings
 
 if TYPE_CHECKING:
-    from moegguf.serving.ray.catalog import ConfiguredCatalog
+    from moegguf.serving.ray.config import ConfiguredCatalog
     from moegguf.serving.ray.manager import ReplicaManager
 
 LOOPBACK = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128"))

@@ -1,12 +1,11 @@
 """Events of an answer, state of loaded models and snapshots of their experts. Plain data.
 
-An answer's events are `moegguf.generate.request`'s `PromptProgress` and `Delta`, where it was asked for `ExpertUses`,
-then one `Done`.
+An answer's events are `moegguf.generate.request`'s `PromptProgress` and `Delta`, then one `Done`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from typing import Any
@@ -50,36 +49,7 @@ class Done:
     decisions: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class ExpertUses:
-    """How often the tokens of a request used each expert, of its own tokens only. `counts`: uint8 (n_layer, n_expert)
-    over the layers with experts, scaled so that the most used one has 255."""
-
-    n_layer: int
-    n_expert: int
-    counts: bytes
-
-    @classmethod
-    def of(cls, rows: Sequence[Sequence[int]]) -> ExpertUses:
-        """From counts (n_layer, n_expert)."""
-        most = max(1, max(map(max, rows)))
-        return cls(len(rows), len(rows[0]), bytes(round(count * 255 / most) for row in rows for count in row))
-
-
-Event = PromptProgress | Delta | ExpertUses | Done
-
-
-def join(deltas: Sequence[Delta]) -> Delta:
-    """One delta with the content of all, in order. Thinking comes before its answer, also in one delta."""
-    if len(deltas) == 1:
-        return deltas[0]
-    return Delta(
-        text="".join(delta.text for delta in deltas),
-        thinking="".join(delta.thinking for delta in deltas),
-        tool_calls=tuple(call for delta in deltas for call in delta.tool_calls),
-        logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
-        prompt=tuple(logprob for delta in deltas for logprob in delta.prompt),
-    )
+Event = PromptProgress | Delta | Done
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,18 @@
-"""The use of a model by one request, and what the request may call meanwhile."""
+"""The use of a model by one request, and what the request may call meanwhile; of lower priority where nobody waits."""
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from typing import Any, Protocol
 
 from moegguf.errors import OptionError, WorkerError
 from moegguf.generate.embedding import Embeddings
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing
 from moegguf.models.entry import ModelEntry
-from moegguf.serving.events import Done, Event, ExpertUses, LoadedModel
+from moegguf.serving.events import Done, Event, LoadedModel
 from moegguf.serving.managed_model import ManagedModel, Purpose, Waiter
 from moegguf.serving.wire import build
 from moegguf.serving.worker_process import PendingRequest, WorkerProcess
@@ -86,21 +86,15 @@ class Lease(Calls):
         else:
             self._request.cancel()  # released when the worker has stopped
 
-    async def answer(
-        self, generation: GenerationRequest, *, stream: bool = True, expert_uses: bool = False
-    ) -> AsyncGenerator[Event, None]:
+    async def answer(self, generation: GenerationRequest, *, stream: bool = True) -> AsyncGenerator[Event, None]:
         """`PromptProgress` of a long prompt, `Delta`s, and last `Done`. Closing it stops the answer within a token.
-        Without `stream` there is one `Delta` with the whole answer. expert_uses: with `ExpertUses` before `Done`, where
-        they are known; from the first such request on, the worker counts them.
+        Without `stream` there is one `Delta` with the whole answer.
 
         Raises what `moegguf.generate.answer.SequenceState` raises.
         """
-        fields: dict[str, Any] = {"generation": generation, "stream": stream}
-        if expert_uses:
-            fields["expert_uses"] = True
-        async with aclosing(self._events("generate", **fields)) as events:
+        async with aclosing(self._events("generate", generation=generation, stream=stream)) as events:
             async for event in events:
-                if isinstance(event, Delta | PromptProgress | ExpertUses):
+                if isinstance(event, Delta | PromptProgress):
                     yield event
                 else:
                     self._process.last_timing = build(Timing, event)
@@ -157,3 +151,49 @@ class Lease(Calls):
         acquired, self._acquired = self._acquired, None
         if acquired is not None:
             self._release_model(*acquired)
+
+
+MAX_WAIT_S = 30.0
+POLL_S = 0.02
+
+
+class Leases(Protocol):
+    """The part of a manager that is needed here."""
+
+    def lease(self, *arguments: Any, **options: Any) -> AbstractAsyncContextManager[Any]:
+        """The use of a model by one request (`ModelManager.lease`)."""
+
+    def loaded(self) -> list[LoadedModel]:
+        """The models in memory."""
+
+
+class BackgroundLeases:
+    """`lease` as `ModelManager` has it, for requests in the background.
+
+    At most one of them is in the queue of a model, so that another request waits for one of them at most, besides those
+    that are computed already. It joins the queue while no other request waits, and after MAX_WAIT_S all the same: a
+    busy server still answers a request in the background from time to time.
+    """
+
+    def __init__(self, manager: Leases) -> None:
+        self._manager = manager
+        self._turn = asyncio.Lock()
+
+    @asynccontextmanager
+    async def lease(self, *arguments: Any, **options: Any) -> AsyncIterator[Any]:
+        """A lease of the manager, inside `async with`. Raises what entering that raises."""
+        lease = self._manager.lease(*arguments, **options)
+        async with self._turn:
+            await self._wait()
+            entered = await lease.__aenter__()
+        try:
+            yield entered
+        finally:
+            await lease.__aexit__(None, None, None)
+
+    async def _wait(self) -> None:
+        """Returns when no request waits for a loaded model, after MAX_WAIT_S at the latest."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + MAX_WAIT_S
+        while any(model.queue for model in self._manager.loaded()) and loop.time() < until_s:
+            await asyncio.sleep(POLL_S)

@@ -5,7 +5,7 @@ an idle model. It never waits; loads and unloads run as tasks that call `_dispat
 
 Rules. Names of the same files and load options share a process; an option that a request leaves out is that of the
 last request of its name, and a request for a longer context loads the model again. Requests of a model are granted in
-turns between clients (turns.py), of each in order of arrival, as many at once as its process answers together. A full
+turns between clients (`Turns`), of each in order of arrival, as many at once as its process answers together. A full
 queue is divided evenly between the clients that need it. A model that is not loaded is loaded when it fits the memory
 budget; idle models are unloaded for it, least recently used first; else it gets fewer expert slots; else it waits until
 a busy model is idle. A device's memory is counted apart, and a device that has failed is not used again. Loads start in
@@ -19,8 +19,8 @@ import asyncio
 import functools
 import math
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -38,7 +38,7 @@ from moegguf.errors import (
 from moegguf.gguf.reader import FileVersion
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache, format_bytes
-from moegguf.serving.events import LoadedModel, LoadOverrides, Snapshot
+from moegguf.serving.events import LoadedModel, LoadOverrides
 from moegguf.serving.lease import Lease
 from moegguf.serving.managed_model import ManagedModel, Purpose, State, Waiter, process_key
 from moegguf.serving.memory_budget import (
@@ -50,7 +50,7 @@ from moegguf.serving.memory_budget import (
     planned_budgets,
 )
 from moegguf.serving.model_size import Measure, ModelSize, measure
-from moegguf.serving.subscribers import Subscribers
+from moegguf.serving.subscribers import Subscriber, Subscribers
 from moegguf.serving.wire import LoadConfig
 from moegguf.serving.worker_process import COMMAND, LoadStalledError, WorkerProcess
 from moegguf.settings import Settings, read_environment
@@ -185,17 +185,14 @@ class ModelManager:
         loaded = [m.status(now_s) for m in models if m.state in (State.READY, State.STOPPING) and m.process is not None]
         return sorted(loaded, key=lambda m: m.expires.timestamp() if m.expires else math.inf, reverse=True)
 
-    async def watch(self, name: str, per_s: float) -> AsyncGenerator[Snapshot]:
-        """`per_s` snapshots a second of a model; waits while it is not loaded, ends when the manager closes.
-
-        Raises ModelNotFoundError, ModelNameError.
-        """
-        entry = await self._find(name)
+    @contextmanager
+    def watch(self, entry: ModelEntry | None, per_s: float) -> Iterator[Subscriber]:
+        """Inside `with`: receives `per_s` snapshots a second of a model, None: of all, while they are loaded; closed
+        when the manager closes."""
         try:
             with self._subscribers.subscribe(entry, per_s) as subscriber:
                 self._dispatch()
-                async for snapshot in subscriber:
-                    yield snapshot
+                yield subscriber
         finally:
             self._dispatch()
 

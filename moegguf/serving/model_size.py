@@ -106,7 +106,6 @@ def measure(
             plan=plan,
             n_ctx=n_ctx,
             n_seq_max=n_seq_max,
-            schedule=settings.schedule,
             n_batch=n_batch,
             n_threads=n_threads_given,
             type_k=type_k if type_k != "f16" else None,

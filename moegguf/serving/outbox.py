@@ -15,8 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from moegguf.generate.request import Delta, PromptProgress, Timing
-from moegguf.serving.events import join
+from moegguf.generate.request import Delta, PromptProgress, Timing, join
 
 DELTA_S = 0.02  # between two messages with an answer's text
 PROGRESS_S = 0.1  # between two messages of progress

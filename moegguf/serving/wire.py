@@ -4,7 +4,7 @@ Dataclasses are sent as the fields that differ from their defaults and rebuilt f
 base64, errors by class name. No pickle: a message can only become one of the types named here. Does not know processes
 or models.
 
-To the worker: load (config), generate (id, generation, stream, expert_uses, mark), embed (id, inputs, truncate,
+To the worker: load (config), generate (id, generation, stream, mark), embed (id, inputs, truncate,
 normalize; or query, whose documents are the inputs), tokenize (id, text, special), detokenize (id, tokens), count and
 render (id, generation), budget (id, expert_cache_bytes, vram_cache_bytes), experts (id: since the last `mark`), cancel
 (id), watch (per_s). From it: loading (fraction; null while the file is tried), warning (text), ready (ready), failed
@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import moegguf.errors
 from moegguf.errors import MoeggufError, OptionError, WorkerError
 from moegguf.generate.request import Delta, PromptProgress
-from moegguf.serving.events import ExpertUses
 
 if TYPE_CHECKING:
     from moegguf.engine.plan import Plan
@@ -36,9 +35,7 @@ MAX_MESSAGE_BYTES = 128 << 20  # a prompt of 8 MiB as escapes is 48 MiB; vectors
 Message = dict[str, Any]
 Kind = TypeVar("Kind")
 
-EVENTS: dict[str, type[Delta] | type[PromptProgress] | type[ExpertUses]] = {
-    kind.__name__: kind for kind in (Delta, PromptProgress, ExpertUses)
-}
+EVENTS: dict[str, type[Delta] | type[PromptProgress]] = {kind.__name__: kind for kind in (Delta, PromptProgress)}
 
 
 @dataclass(frozen=True)
@@ -46,8 +43,8 @@ class LoadConfig:
     """The model that a worker loads, and how: most fields are keywords of `Llama`, with its defaults.
 
     `plan`: which memory has what; None: made by the worker, from the budgets. `n_ctx`: of each of the `n_seq_max`
-    sequences; None: as planned. `schedule`: which of these compute in a step. `type_k`, `type_v`: names, such as
-    "q8_0". `verbose`: llama.cpp's log is written; `silent`: nor its errors.
+    sequences; None: as planned. `type_k`, `type_v`: names, such as "q8_0". `verbose`: llama.cpp's log is written;
+    `silent`: nor its errors.
     """
 
     name: str
@@ -55,7 +52,6 @@ class LoadConfig:
     n_ctx: int | None = None
     plan: Plan | None = None
     n_seq_max: int = 1
-    schedule: str = "fifo"
     mmproj: str | None = None
     lora_path: str | None = None
     lora_scale: float | None = None

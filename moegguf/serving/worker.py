@@ -28,7 +28,6 @@ from typing import Any
 
 from moegguf.engine.llama import Llama
 from moegguf.engine.load import plan_here
-from moegguf.engine.request_uses import UseCounter
 from moegguf.engine.trial import is_due
 from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import MoeggufError
@@ -38,18 +37,17 @@ from moegguf.generate.batching import BatchLoop
 from moegguf.generate.embedding import embed, rank
 from moegguf.generate.prompt import count_prompt, render_prompt
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing
-from moegguf.generate.schedule import make_schedule
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.projector import read_projector
 from moegguf.gguf.reader import GGML_TYPES, ggml_type
-from moegguf.serving.events import ExpertUses, Snapshot
+from moegguf.serving.events import Snapshot
 from moegguf.serving.outbox import PROGRESS_S, Events, Outbox, every
 from moegguf.serving.snapshots import SnapshotSender
 from moegguf.serving.wire import MAX_MESSAGE_BYTES, LoadConfig, Message, Ready, build, decode, encode, encode_error
 
 EXIT_GRACE_S = 5.0  # for a running computation after the socket has closed
 FIRST_DELTA_PAUSE_S = 0.0005  # the server and its client need a processor to show the first delta
-KEYWORDS = [each.name for each in fields(LoadConfig) if each.name not in ("name", "path", "plan", "schedule", "silent")]
+KEYWORDS = [each.name for each in fields(LoadConfig) if each.name not in ("name", "path", "plan", "silent")]
 """Those of `Llama` among a config's fields."""
 
 LoadProgress = Callable[[float | None], bool]
@@ -70,7 +68,6 @@ class Worker:
         self._loop: BatchLoop | None = None
         self._llm: Llama | None = None
         self._snapshots: SnapshotSender | None = None
-        self._uses: UseCounter | None = None  # once somebody has asked
 
     def run(self) -> None:
         """Loads the model of the first message, then runs requests until the socket closes."""
@@ -172,7 +169,7 @@ class Worker:
             if not isinstance(error, MoeggufError):
                 raise
             return False
-        self._loop = loop = BatchLoop(llm, make_schedule(config.schedule, llm), together=self._one_call)
+        self._loop = loop = BatchLoop(llm, together=self._one_call)
         self._snapshots = SnapshotSender(config.name, llm, loop, self._send_snapshot)
         ready = Ready(llm.n_ctx(), plan_fields(llm), llm.n_seq_max, llm.reads_images)
         self._send("ready", ready=ready, **self._statistics())
@@ -211,16 +208,10 @@ class Worker:
 
     def _generate(self, message: Message) -> BatchedAnswer:
         assert self._loop is not None
-        if message.get("expert_uses") and self._uses is None and self._model.session is not None:
-            self._uses = UseCounter(self._model.session)
         if message.get("mark") and self._snapshots is not None:
             self._snapshots.mark()
         events = Events(
-            message["id"],
-            stream=message["stream"],
-            send=self._send_event,
-            sent_first=self._pause,
-            end=self._end_answer,
+            message["id"], stream=message["stream"], send=self._send_event, sent_first=self._pause, end=self._end_answer
         )
         return self._loop.submit(build(GenerationRequest, message["generation"]), events)
 
@@ -241,20 +232,10 @@ class Worker:
             time.sleep(FIRST_DELTA_PAUSE_S)
 
     def _end_answer(self, request_id: int, timing: Timing, error: Exception | None) -> None:
-        self._send_uses(request_id)
         if error is None:
             self._end(request_id, value=timing)
         else:
             self._end(request_id, error=_encoded(error))
-
-    def _send_uses(self, request_id: int) -> None:
-        """Tells which experts an answer that has ended used, where that was asked for."""
-        with self._jobs_lock:
-            job = self._jobs.get(request_id)
-        if self._uses is not None and isinstance(job, BatchedAnswer):
-            counts = self._uses.take(job.number)
-            if counts is not None:
-                self._send_event(request_id, ExpertUses.of(counts.tolist()))
 
     def _embed(self, message: Message) -> Task:
         assert self._loop is not None
@@ -283,7 +264,7 @@ class Worker:
             self._jobs.pop(request_id, None)
         self._send("end", id=request_id, **outcome, **self._statistics())
 
-    def _send_event(self, request_id: int, event: Delta | PromptProgress | ExpertUses) -> None:
+    def _send_event(self, request_id: int, event: Delta | PromptProgress) -> None:
         self._send("event", id=request_id, **{type(event).__name__: event})
 
     @property
@@ -298,8 +279,6 @@ class Worker:
         self._send("snapshot", snapshot=snapshot, decisions=self._model.decisions())
 
     def _close(self) -> None:
-        if self._uses is not None:
-            self._uses.close()
         if self._snapshots is not None:
             self._snapshots.close()
         self._model.close()

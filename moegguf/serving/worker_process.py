@@ -157,12 +157,7 @@ class WorkerProcess:
         self._supervisor: asyncio.Task[None]
 
     @classmethod
-    async def start(
-        cls,
-        *,
-        command: Sequence[str] = COMMAND,
-        **options: Any,
-    ) -> WorkerProcess:
+    async def start(cls, *, command: Sequence[str] = COMMAND, **options: Any) -> WorkerProcess:
         """Starts a worker, which waits for `load`. options: of the constructor.
 
         Raises WorkerError when the system cannot start a process, OptionError for a variable that it could not read.
@@ -195,9 +190,7 @@ class WorkerProcess:
         """The process id."""
         return self._child.pid
 
-    async def load(
-        self, config: LoadConfig, stall_s: float, on_progress: OnLoad = lambda fraction: None
-    ) -> Ready:
+    async def load(self, config: LoadConfig, stall_s: float, on_progress: OnLoad = lambda fraction: None) -> Ready:
         """Loads the model; `on_progress` gets the fraction read, None while the file is tried. Raises the errors of
         loading, WorkerError when the process exits, LoadStalledError after `stall_s` without progress."""
         self._on_progress = on_progress

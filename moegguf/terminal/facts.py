@@ -1,16 +1,26 @@
-"""Facts of `list`, `show` and `estimate` as values for JSON, sizes in bytes. tables.py formats them."""
+"""Facts of `list`, `show`, `estimate` and `library` as values for JSON, sizes in bytes. tables.py formats them."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from moegguf.engine.budgets import Budgets, Sizes
-from moegguf.engine.cost import HitRates, Speeds
+from moegguf.engine.cost import SPEED_SPREAD, HitRates, ModelBytes, Speeds, cpu_s, published_curve
 from moegguf.engine.load import plan_here
-from moegguf.engine.machine import Device, DiskSpeed, Machine, Memory, count_cpus, disk_read_speed, memory_read_speed
+from moegguf.engine.machine import (
+    Device,
+    DiskSpeed,
+    Machine,
+    Memory,
+    count_cpus,
+    disk_read_speed,
+    memory_read_speed,
+    read_memory,
+)
 from moegguf.engine.plan import PlacementPlan, Plan, slot_bytes
 from moegguf.engine.planner import make_plan
 from moegguf.errors import ModelNotFoundError, OptionError
@@ -19,8 +29,9 @@ from moegguf.gguf.reader import ggml_type, read_gguf
 from moegguf.models.catalog import Catalog
 from moegguf.models.details import details, main_type, parameters, parameters_of, projector_of
 from moegguf.models.entry import ModelEntry
+from moegguf.models.folder import demo_path
 from moegguf.models.hub import hub_offline
-from moegguf.models.library import fetchable_name
+from moegguf.models.library import LibraryModel, fetchable_name, library
 from moegguf.quantities import Link, parse_expert_cache, parse_link, parse_size
 from moegguf.settings import read_environment, read_settings
 
@@ -61,7 +72,7 @@ def described(model: str) -> Iterator[DescribedModel]:
         name = fetchable_name(model)
         if hub_offline() or name is None:
             raise
-        from moegguf.models.hub_header import remote_model
+        from moegguf.models.hub_api import remote_model
 
         with remote_model(name) as entry:
             layout = read_layout(entry.path)
@@ -304,3 +315,45 @@ def _budget_facts(layout: ExpertLayout, hit_rates: HitRates) -> list[Facts]:
     n_total, size = layout.n_expert_total, slot_bytes(layout)
     rows = [(share, max(layout.n_expert_used, int(share * n_total + 1e-9))) for share in BUDGET_SHARES]
     return [{"share": share, "slots": n, "bytes": n * size, **asdict(hit_rates.range_at(n))} for share, n in rows]
+
+
+RESERVE_BYTES = 1 << 30  # of a context, buffers and the process itself
+
+
+def library_facts(prefix: str = "") -> list[Facts]:
+    """Facts of the models whose names start with `prefix`, with this machine's memory and speeds now.
+
+    Speeds are those of the processor; None where one token's experts do not fit into the free memory. The disk is the
+    one that moegguf is installed on.
+    """
+    free_bytes = read_memory().available_bytes
+    disk = disk_read_speed(demo_path() or sys.executable, DISK_SECONDS)
+    speeds = Speeds.of_cpu(memory_read_speed(count_cpus()), disk.bytes_per_s)
+    chosen = (model for model in library() if model.name.startswith(prefix.lower()))
+    return [_facts(model, free_bytes, speeds) for model in chosen]
+
+
+def _facts(model: LibraryModel, free_bytes: int, speeds: Speeds) -> Facts:
+    least_bytes = model.dense_bytes + model.token_bytes + RESERVE_BYTES
+    share = min(1.0, (free_bytes - RESERVE_BYTES - model.dense_bytes) / model.expert_bytes)
+    slow = fast = None
+    if free_bytes >= least_bytes:
+        hit_rate = 1.0 if share == 1 else published_curve(model.n_expert, model.n_expert_used).at(share)
+        read = ModelBytes(model.n_layer, model.token_bytes, model.dense_bytes, model.n_expert_used, model.n_layer)
+        fast = 1 / cpu_s(read, speeds, 1 - hit_rate)
+        slow = SPEED_SPREAD * fast
+    return asdict(model) | {
+        "hub_name": model.hub_name,
+        "here": _is_here(model),
+        "least_bytes": least_bytes,
+        "all_bytes": model.size_bytes + RESERVE_BYTES,
+        "expert_share": max(0.0, share) if fast else 0.0,
+        "tokens_per_s": [slow, fast] if fast else None,
+    }
+
+
+def _is_here(model: LibraryModel) -> bool:
+    try:
+        return bool(Catalog().find(model.hub_name))
+    except ModelNotFoundError:
+        return False

@@ -144,12 +144,7 @@ def _group_starts(n: int, n_cells: int) -> npt.NDArray[np.intp]:
 
 
 def _letters(
-    state: Counts,
-    uses: Counts,
-    loads: Counts,
-    rows: npt.NDArray[np.intp],
-    columns: npt.NDArray[np.intp],
-    vram: bool,
+    state: Counts, uses: Counts, loads: Counts, rows: npt.NDArray[np.intp], columns: npt.NDArray[np.intp], vram: bool
 ) -> list[list[str]]:
     def total(values: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
         return np.add.reduceat(np.add.reduceat(values.astype(np.intp), rows, axis=0), columns, axis=1)

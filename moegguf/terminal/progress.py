@@ -1,6 +1,6 @@
 """Progress on stderr: a bar for each file of a download, one line or one bar for everything else.
 
-Where stderr is not a terminal, or one without cursor control, batches print lines and nothing else does.
+Nothing where stderr is not a terminal, or one without cursor control.
 """
 
 from __future__ import annotations
@@ -8,12 +8,9 @@ from __future__ import annotations
 import os
 import stat
 import sys
-import time
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from moegguf.terminal.messages import print_message
 from moegguf.terminal.units import human_bytes
 
 if TYPE_CHECKING:
@@ -22,7 +19,6 @@ if TYPE_CHECKING:
 BAR_CELLS = 30
 RATE_WINDOW_S = 10.0
 STDOUT = 1  # its descriptor
-LINE_S = 10.0  # between two lines of a batch's progress
 
 
 def _is_ansi_terminal() -> bool:
@@ -172,47 +168,6 @@ class ProgressBar(_Display):
         if self._live is not None:
             total = None if share is None else 1.0
             self._live.update(self._task, description=description, total=total, completed=share or 0)
-
-
-@dataclass(frozen=True)
-class BatchState:
-    """How far a batch is: requests that have ended, those of them that failed, and all; those that ended since this
-    process began, tokens of their answers (of their prompts, where answers have none), and the seconds since then."""
-
-    n_done: int
-    n_failed: int
-    n_total: int
-    n_new: int
-    n_tokens: int
-    seconds: float
-
-
-def batch_text(state: BatchState) -> str:
-    """How far a batch is: "120/1,000 answered · 3 failed · 45 tokens/s · 1m57s left"."""
-    parts = [f"{state.n_done:,}/{state.n_total:,} answered"]
-    if state.n_failed:
-        parts.append(f"{state.n_failed:,} failed")
-    if state.n_new and state.seconds > 0:
-        parts.append(f"{state.n_tokens / state.seconds:,.0f} tokens/s")
-        left_s = (state.n_total - state.n_done) * state.seconds / state.n_new
-        parts += [f"{short_duration(left_s)} left"] if state.n_done < state.n_total else []
-    return " · ".join(parts)
-
-
-class BatchProgress(ProgressBar):
-    """A bar for a batch; where stderr is no terminal a line from time to time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._said_s = time.monotonic()
-
-    def report(self, state: BatchState) -> None:
-        """Shows how far a batch is."""
-        if self.visible:
-            self.show(batch_text(state), state.n_done / state.n_total)
-        elif time.monotonic() - self._said_s >= LINE_S and state.n_done < state.n_total:
-            self._said_s = time.monotonic()
-            print_message(batch_text(state))
 
 
 def loading_text(name: str, share: float | None, n_bytes: int, seconds: float) -> str:

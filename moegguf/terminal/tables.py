@@ -172,10 +172,7 @@ def _expert_rows(facts: Facts) -> list[Row]:
         ("experts in a layer", f"{experts['per_layer']}, of which a token uses {experts['used']}"),
         ("shared experts", f"{experts['shared']}, which every token uses" if experts["shared"] else "none"),
         ("one expert", small if small == large else f"{small} to {large}"),
-        (
-            "all experts",
-            f"{format_bytes(experts['all_bytes'])} ({share:.0%} of the files)",
-        ),
+        ("all experts", f"{format_bytes(experts['all_bytes'])} ({share:.0%} of the files)"),
         ("one token touches", f"{format_bytes(experts['token_cycle_bytes'])} ({experts['token_cycle']} experts)"),
         ("everything else", format_bytes(facts["dense_bytes"])),
     ]

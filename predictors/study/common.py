@@ -9,13 +9,13 @@ from typing import Annotated, ClassVar, Self
 import typer
 
 from moegguf.controller.predictors.base import Predictor
-from moegguf.controller.token_scheduler import RoutingPaths, make_paths
 from moegguf.models.catalog import find_model
 from moegguf.terminal.messages import run_with_exit_code
 from moegguf.trace.analysis import TraceAnalysis
 from moegguf.trace.simulate import SimOptions
 from predictors.study.accuracy import LinkModel
 from predictors.study.controls import ORACLE, FreshGate, Oracle
+from predictors.study.token_scheduler import RoutingPaths, make_paths
 
 DEFAULT_TOKENS = 2500  # precise to about a percent, in a minute or two
 

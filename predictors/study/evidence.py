@@ -1,7 +1,7 @@
 """Live measurements of docs/evidence/: systems in turns, batches, passes; and strategies at a paper's link, any trace.
 
     python -m predictors.study.evidence speed --strategy lru,promoe -m demo --expert-cache 25% -n 256
-    python -m predictors.study.evidence batches -m demo --expert-cache 25% --batch 1,2,4,8,16 --schedule fifo,auto
+    python -m predictors.study.evidence batches -m demo --expert-cache 25% --batch 1,2,4,8,16 --schedule fifo,expertflow
     python -m predictors.study.evidence link promoe requests.trace --model demo --expert-cache 25%,50%
     python -m predictors.study.evidence bound --routing random,qwen3-30b --batch 1,8
     python -m predictors.study.evidence passes -m model.gguf --batch 1,8
@@ -47,12 +47,14 @@ from moegguf.trace.simulate import Simulation
 from moegguf.trace.trace import Trace
 from predictors.study.arrange import grouped
 from predictors.study.papers import LINKS
+from predictors.study.sequence_groups import ExpertFlow
 from predictors.study.synthesize import shape_of, synthesize
 
 QUESTIONS = Path(__file__).parents[1] / "models" / "demo_questions.jsonl"
 STORE_COLUMNS = ("hit_rate", "mb_per_token", "stall_ms_per_token")
 RULE = "|---" * 7 + "|"
 RANDOM = "random"
+SCHEDULES = {"fifo": None, "expertflow": ExpertFlow.of}
 
 
 def bench(options: Sequence[str], rounds: int) -> list[dict[str, Any]]:
@@ -125,7 +127,9 @@ class Batch:
     def measure(self) -> dict[str, float]:
         """Its figures, in this process: of decoding and prompts together, but for those of loading."""
         options: dict[str, Any] = {"expert_cache": self.expert_cache, "n_ctx": self.n_ctx}
-        with Engine(self.model, self.batch, schedule=self.schedule, context_store=0, draft="off", **options) as engine:
+        with Engine(
+            self.model, self.batch, schedule=SCHEDULES[self.schedule], context_store=0, draft="off", **options
+        ) as engine:
             prompts = list(itertools.islice(itertools.cycle(_asked()), self.n_requests))
             start_s, before = time.perf_counter(), engine.stats()
             answers = engine.generate(
@@ -181,7 +185,7 @@ def link(paper: str, trace: Path, options: Sequence[str]) -> str:
     times, expert_bytes = LINKS[paper], read(trace).shape.expert_bytes
     flags = ["--link", f"{expert_bytes / times.expert_us / 1e3:.6f}", "--layer-compute", f"{times.layer_us:g}"]
     command = [sys.executable, "-m", "moegguf.cli.app", "trace", "simulate", str(trace), *options, *flags, "--json"]
-    if not {"--strategy", "--system", "--policy"} & set(options):
+    if not {"--strategy", "--policy"} & set(options):
         command += ["--strategy", "all"]
     rows = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
     return f"{times.source}\n\n{link_table(rows)}"

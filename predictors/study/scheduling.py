@@ -15,12 +15,12 @@ import numpy as np
 
 from moegguf.controller.policies import LRU, AnyPolicy
 from moegguf.controller.predictors.base import NoPrediction
-from moegguf.controller.token_scheduler import Indices, Paths, RoutingPaths, TokenScheduler, clustered, similarities
 from moegguf.errors import OptionError
 from moegguf.native.events import Phase, RoutingEvent
 from moegguf.trace.simulate import SimResult, Simulation
 from moegguf.trace.trace import Trace
 from predictors.study.arrange import grouped, separated, used_experts
+from predictors.study.token_scheduler import Indices, Paths, RoutingPaths, TokenScheduler, clustered, similarities
 
 STARTS = 4  # of the oracle's clustering: saves a third more than one; more add little
 

@@ -7,9 +7,10 @@ recorded. `running(app)` serves any ASGI application on a free port of loopback.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
@@ -28,6 +29,7 @@ from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache
 from moegguf.server.serve import Protocol
 from moegguf.serving.events import Done, Event, LoadedModel, LoadedName, LoadOverrides, Snapshot
+from moegguf.serving.subscribers import Subscriber
 
 HUB = "hf.co/user/repo-GGUF:Q4_K_M"
 HI: Any = [{"role": "user", "content": "hi"}]
@@ -163,10 +165,7 @@ class FakeManager:
                 self.there.pop(entry.name, None)
 
     async def load(
-        self,
-        name: str,
-        overrides: LoadOverrides = LoadOverrides(),
-        keep_alive_s: float | None = None,
+        self, name: str, overrides: LoadOverrides = LoadOverrides(), keep_alive_s: float | None = None
     ) -> LoadedModel:
         async with self.lease(name, overrides, keep_alive_s, will_answer=False) as lease:
             return lease.loaded
@@ -195,9 +194,12 @@ class FakeManager:
     def loaded(self) -> list[LoadedModel]:
         return [self.status(entry) for entry in self.there.values()]
 
-    async def watch(self, name: str, per_s: float) -> AsyncGenerator[Snapshot]:
+    @contextmanager
+    def watch(self, entry: ModelEntry | None, per_s: float) -> Iterator[Subscriber]:
+        watch = Subscriber(entry, per_s)
         for snapshot in self.snapshots:
-            yield snapshot
+            watch.put(snapshot)
+        yield watch
 
 
 SNAPSHOT = Snapshot(
@@ -208,25 +210,24 @@ SNAPSHOT = Snapshot(
 
 
 class FedManager(FakeManager):
-    """Sends the snapshots that a test puts into `feed`; `n_watching` counts the watches."""
+    """Sends the snapshots that a test gives to `send` to those who watch: `watches`."""
 
     def __init__(self, *names: str) -> None:
         super().__init__(FakeCatalog(*(entry_of(demo_path(), name) for name in names or ("demo:latest",))))
-        self.feeds: dict[str, asyncio.Queue[Snapshot | Exception | None]] = {}
-        self.n_watching = 0
+        self.watches: list[Subscriber] = []
 
-    def feed(self, name: str) -> asyncio.Queue[Snapshot | Exception | None]:
-        return self.feeds.setdefault(name, asyncio.Queue())
+    @contextmanager
+    def watch(self, entry: ModelEntry | None, per_s: float) -> Iterator[Subscriber]:
+        with super().watch(entry, per_s) as watch:
+            self.watches.append(watch)
+            try:
+                yield watch
+            finally:
+                self.watches.remove(watch)
 
-    async def watch(self, name: str, per_s: float) -> AsyncGenerator[Snapshot]:
-        self.n_watching += 1
-        try:
-            while (snapshot := await self.feed(name).get()) is not None:
-                if isinstance(snapshot, Exception):
-                    raise snapshot
-                yield snapshot
-        finally:
-            self.n_watching -= 1
+    def send(self, snapshot: Snapshot) -> None:
+        for watch in self.watches:
+            watch.put(snapshot)
 
     def put_in_memory(self, name: str = "demo:latest") -> None:
         self.there[name] = self.catalog.find(name)
@@ -239,14 +240,19 @@ class BusyManager(FakeManager):
         super().__init__(FakeCatalog(entry_of(demo_path())))
         self.there["demo:latest"] = self.catalog.find("demo")
 
-    async def watch(self, name: str, per_s: float) -> AsyncGenerator[Snapshot]:
-        tokens = 0
-        while True:
-            tokens += 1
-            yield replace(
-                SNAPSHOT, stats=Stats(tokens=tokens, lookups=10 * tokens, hits_ready=9 * tokens, misses=tokens)
-            )
-            await asyncio.sleep(0.02)
+    @contextmanager
+    def watch(self, entry: ModelEntry | None, per_s: float) -> Iterator[Subscriber]:
+        async def compute(watch: Subscriber) -> None:
+            for n in itertools.count(1):
+                watch.put(replace(SNAPSHOT, stats=Stats(tokens=n, lookups=10 * n, hits_ready=9 * n, misses=n)))
+                await asyncio.sleep(0.02)
+
+        with super().watch(entry, per_s) as watch:
+            task = asyncio.get_running_loop().create_task(compute(watch))
+            try:
+                yield watch
+            finally:
+                task.cancel()
 
 
 def objects(text: str) -> list[dict[str, Any]]:

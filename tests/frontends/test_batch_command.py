@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from servers import Server, serving
 from waiting import until
 
 from moegguf.cli.app import main
-from moegguf.cli.batch import Run, finished, open_requests
 
 N = 60  # requests that take longer than a test to notice the first answers
 ALONE = {"MOEGGUF_HOST": "127.0.0.1:9", "OMP_NUM_THREADS": "1"}
@@ -167,19 +166,6 @@ def test_a_file_in_use_or_changed_is_refused(tmp_path: Path, moegguf: Command) -
     changed = moegguf("batch", path, "-o", target, **ALONE)
     assert changed.returncode == 1 and "has changed since" in changed.stderr
     assert (tmp_path / "answers.partial").read_bytes() == kept
-
-
-def test_of_two_equal_commands_the_later_one_asks_nothing_again(
-    tmp_path: Path, moegguf: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path, target = written(tmp_path, [question(i, model="demo") for i in range(2)]), tmp_path / "answers"
-    with open_requests(str(path), None) as later:
-        assert finished(target, later) is None
-        assert moegguf("batch", path, "-o", target, **ALONE).returncode == 0
-        before = target.read_bytes()
-        assert Run(later, target, 1).to_end(nullcontext()) == 0  # what would answer is no function
-    assert "nothing to do" in capsys.readouterr().err
-    assert target.read_bytes() == before and not (tmp_path / "answers.partial").exists()
 
 
 def test_what_cannot_be_answered_is_said(

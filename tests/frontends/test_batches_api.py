@@ -24,8 +24,8 @@ from moegguf.generate.request import Delta
 from moegguf.models.folder import demo_path
 from moegguf.server.app import make_app
 from moegguf.server.common import limits
-from moegguf.serving.background import BackgroundLeases
-from moegguf.serving.batch import runner
+from moegguf.serving.batch import answers
+from moegguf.serving.lease import BackgroundLeases
 from moegguf.settings import Settings
 
 FINAL = ("completed", "failed", "expired", "cancelled")
@@ -188,7 +188,7 @@ def test_cancel(client: openai.OpenAI, manager: FakeManager) -> None:
 def test_a_full_queue_is_waited_for_and_a_crash_is_an_answer(
     client: openai.OpenAI, manager: FakeManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "BUSY_RETRY_S", 0.01)
+    monkeypatch.setattr(answers, "BUSY_RETRY_S", 0.01)
     manager.enter_error = BusyError("full")
     batch = create(client, upload(client, [request("a")]))
     until(client, batch, lambda _: len(manager.leases) > 3)

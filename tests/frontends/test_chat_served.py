@@ -14,9 +14,9 @@ from command_line import environment
 from servers import Server, serving
 from terminal import Terminal, control, moegguf_command
 
+from moegguf.chat import served_model as served_models
 from moegguf.chat import show_commands
 from moegguf.chat.conversation import Conversation
-from moegguf.cli import served as served_models
 from moegguf.models.entry import NamedModel
 
 ENDLESS = '/set format {"type": "string", "minLength": 100000}'
@@ -143,7 +143,7 @@ def test_clear_keeps_what_the_server_would_add_again() -> None:
 
 def test_a_model_without_parameters_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     session: Any = SimpleNamespace(conversation=Conversation(NamedModel("a:latest"), system=""))
-    show_commands._parameters(session)
+    show_commands.show(session, "parameters")
     assert "  No additional parameters were specified for this model." in "".join(capsys.readouterr())
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from moegguf.cli.client import Client, NoServerError, ServerError
+from moegguf.chat.client import Client, NoServerError, ServerError
 from moegguf.errors import MoeggufError
 from moegguf.settings import Host, Settings, parse_host
 

@@ -16,12 +16,13 @@ from typing import Any, cast
 
 import httpx
 import pytest
-from fake_manager import SNAPSHOT, FakeManager, FedManager
+from fake_manager import SNAPSHOT, FedManager
 from scripted_manager import in_loop
 from starlette.applications import Starlette
 
 from moegguf.server import live, page
 from moegguf.server.common.errors import HANDLERS
+from moegguf.serving.subscribers import merged
 
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,image/webp,*/*;q=0.8"
 FILES = sorted(path for path in page.FOLDER.rglob("*") if path.is_file())
@@ -150,7 +151,8 @@ def test_vendored_files_are_the_published_ones_beside_their_licences() -> None:
 
 
 def lines_of(manager: FedManager, name: str | None) -> AsyncGenerator[bytes]:
-    return live.SnapshotStream(cast("Any", manager), name, 4.0).lines()
+    entry = name and manager.catalog.find(name)
+    return live.snapshot_lines(cast("Any", manager), cast("Any", entry), 4.0, threading.Event())
 
 
 async def next_line(lines: AsyncGenerator[bytes]) -> dict[str, Any]:
@@ -170,15 +172,10 @@ async def test_a_snapshot_has_its_model_and_bytes_in_base64() -> None:
     manager.put_in_memory()
     async with aclosing(lines_of(manager, "demo:latest")) as lines:
         assert await next_line(lines) == {"loaded_models": ["demo:latest"]}
-        manager.feed("demo:latest").put_nowait(SNAPSHOT)
+        manager.send(SNAPSHOT)
         line = await next_snapshot(lines)
     assert base64.b64decode(line["state"]) == SNAPSHOT.state and base64.b64decode(line["uses"]) == SNAPSHOT.uses
-    assert (line["model"], line["layers"], line["n_expert"], line["tokens_per_s"]) == (
-        "demo:latest",
-        [0, 2],
-        3,
-        12.5,
-    )
+    assert (line["model"], line["layers"], line["n_expert"], line["tokens_per_s"]) == ("demo:latest", [0, 2], 3, 12.5)
     assert line["stats"]["hit_rate"] == 0.9
     assert line["loaded"]["queue"] == 0 and "plan" not in line["loaded"]
 
@@ -190,8 +187,8 @@ async def test_watching_loads_nothing_and_ends_with_the_client() -> None:
         assert await next_line(lines) == {"loaded_models": []}
         manager.put_in_memory()
         assert await next_line(lines) == {"loaded_models": ["demo:latest"]}
-        assert manager.n_watching == 1
-    assert manager.n_watching == 0
+        assert len(manager.watches) == 1
+    assert not manager.watches
     assert manager.leases == []
 
 
@@ -203,12 +200,10 @@ async def test_without_a_name_all_loaded_models_are_watched() -> None:
     async with aclosing(lines_of(manager, None)) as lines:
         assert await next_line(lines) == {"loaded_models": ["demo:latest", "other:latest"]}
         for name in ("demo:latest", "other:latest"):
-            manager.feed(name).put_nowait(replace(SNAPSHOT, model=name))
+            manager.send(replace(SNAPSHOT, model=name))
         assert {(await next_snapshot(lines))["model"] for _ in range(2)} == {"demo:latest", "other:latest"}
         del manager.there["other:latest"]
         assert await next_line(lines) == {"loaded_models": ["demo:latest"]}
-        await asyncio.sleep(0)
-        assert manager.n_watching == 1
 
 
 @in_loop
@@ -216,46 +211,37 @@ async def test_a_snapshot_without_changes_is_left_out() -> None:
     manager = FedManager()
     manager.put_in_memory()
     quiet = replace(SNAPSHOT, uses=bytes(6), loads=bytes(6), busy=False)
-    feed = manager.feed("demo:latest")
     async with aclosing(lines_of(manager, "demo:latest")) as lines:
         await next_line(lines)
-        feed.put_nowait(quiet)
+        manager.send(quiet)
         assert (await next_snapshot(lines))["busy"] is False
         pending = asyncio.ensure_future(next_snapshot(lines))
-        feed.put_nowait(replace(quiet, seconds=4.25))
-        while not feed.empty():
-            await asyncio.sleep(0)
-        feed.put_nowait(replace(quiet, seconds=4.5, busy=True))
+        await asyncio.sleep(0)
+        manager.send(replace(quiet, seconds=4.25))
+        await asyncio.sleep(0.01)
+        manager.send(replace(quiet, seconds=4.5, busy=True))
         assert (await pending)["busy"] is True
 
 
 def test_snapshots_that_a_slow_client_missed_are_merged() -> None:
-    joined = live._merge(SNAPSHOT, replace(SNAPSHOT, seconds=5.0, state=bytes(6)))
+    joined = merged(SNAPSHOT, replace(SNAPSHOT, seconds=5.0, state=bytes(6)))
     assert joined.uses == bytes([6, 0, 0, 255, 2, 0]) and joined.loads == bytes([2, 0, 0, 0, 0, 0])
     assert joined.state == bytes(6)
-    assert live._merge(SNAPSHOT, replace(SNAPSHOT, seconds=1.0)).uses == SNAPSHOT.uses  # loaded anew meanwhile
-
-
-@in_loop
-async def test_an_error_of_the_watch_is_raised() -> None:
-    manager = FedManager()
-    manager.put_in_memory()
-    manager.feed("demo:latest").put_nowait(RuntimeError("broken"))
-    async with aclosing(lines_of(manager, "demo:latest")) as lines:
-        await next_line(lines)
-        with pytest.raises(RuntimeError, match="broken"):
-            await next_line(lines)
+    assert merged(SNAPSHOT, replace(SNAPSHOT, seconds=1.0)).uses == SNAPSHOT.uses  # loaded anew meanwhile
 
 
 @in_loop
 async def test_a_server_shutdown_ends_the_stream() -> None:
     manager = FedManager()
     manager.put_in_memory()
-    manager.feed("demo:latest").put_nowait(SNAPSHOT)
-    manager.feed("demo:latest").put_nowait(None)
+    found = []
     async with asyncio.timeout(30):
-        lines = [json.loads(line) async for line in lines_of(manager, "demo:latest")]
-    assert [line.get("model") for line in lines] == [None, "demo:latest"]
+        async for line in lines_of(manager, "demo:latest"):
+            found.append(json.loads(line).get("model"))
+            for watch in manager.watches:
+                watch.put(SNAPSHOT)
+                watch.close()
+    assert found == [None, "demo:latest"]
 
 
 def test_once_is_all_models_as_one_object() -> None:
@@ -263,7 +249,6 @@ def test_once_is_all_models_as_one_object() -> None:
     assert ask("/live?once=1", manager=manager).json() == {"models": []}
     manager.put_in_memory()
     manager.snapshots = [SNAPSHOT]
-    manager.watch = lambda name, per_s: FakeManager.watch(manager, name, per_s)  # type: ignore[assignment]
     [model] = ask("/live?once=1", manager=manager).json()["models"]
     assert (model["name"], model["n_ctx"], model["stats"]["tokens"]) == ("demo:latest", 4096, 3)
     assert base64.b64decode(model["snapshot"]["state"]) == SNAPSHOT.state

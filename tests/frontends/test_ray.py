@@ -8,9 +8,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from functools import partial
 from threading import Event
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -22,14 +20,7 @@ from ray_application import RayApplication, ray_application
 from waiting import until
 
 from moegguf.errors import OptionError
-from moegguf.generate.request import GenerationRequest, Sampling, Timing
-from moegguf.serving.events import Done, ExpertUses
 from moegguf.serving.ray import app
-from moegguf.serving.ray.catalog import ConfiguredCatalog
-from moegguf.serving.ray.config import read_config
-from moegguf.serving.ray.manager import ReplicaManager
-from moegguf.serving.ray.preference import Report, RoutingRequest, conversation_of
-from moegguf.serving.ray.replica import Replica
 
 FOREVER = {"type": "string", "minLength": 100_000}
 SCALED = {
@@ -123,24 +114,6 @@ def test_after_an_exact_answer_a_replica_that_computes_several_holds_nothing(app
     assert chat(application, *turns, **scaled).json["timings"]["cache_n"] > 0, "it goes on as before"
 
 
-@pytest.mark.parametrize(("n_sequences", "holds"), [(1, True), (2, False)])
-def test_a_replica_reports_what_an_exact_answer_leaves(n_sequences: int, holds: bool) -> None:
-    def request(text: str, **sampling: Any) -> tuple[RoutingRequest, GenerationRequest]:
-        found = GenerationRequest(messages=({"role": "user", "content": text},), sampling=Sampling(**sampling))
-        return RoutingRequest(conversation_of(found)), found
-
-    worker = SimpleNamespace(pid=7)
-    replica: Any = SimpleNamespace(_manager=SimpleNamespace(loaded=lambda: [worker]), _pid=7, _held=Report(n_sequences))
-    replica._forget_after_restart = partial(Replica._forget_after_restart, replica)
-    Replica._hold(replica, *request("What?"), Done(Timing(), 0.0))
-    assert len(replica._held.sequences) == 1
-    Replica._hold(replica, *request("Who?", exact=True), Done(Timing(), 0.0))
-    assert bool(replica._held.sequences) == holds
-    worker.pid = 8  # another worker, with an empty context
-    Replica._forget_after_restart(replica)
-    assert replica._held == Report(n_sequences)
-
-
 def test_the_other_calls_reach_a_replica(application: RayApplication) -> None:
     tokens = call(f"{application.url}/tokenize", {"model": "demo", "content": "What is a hit?"}).json["tokens"]
     text = call(f"{application.url}/detokenize", {"model": "demo", "tokens": tokens}).json["content"]
@@ -153,18 +126,6 @@ def test_what_ray_does_not_take_is_an_error_that_names_the_model() -> None:
     wrong = {"demo": {"autoscaling_config": {"min_replicas": 3, "max_replicas": 1}}}
     with pytest.raises(OptionError, match=r"models\.demo:latest: Ray Serve does not take"):
         app({"models": wrong})
-
-
-def test_the_eam_of_a_conversation_is_known_at_its_next_turn() -> None:
-    manager = ReplicaManager(ConfiguredCatalog(read_config({})), {})
-    turns = [GenerationRequest(messages=({"role": "user", "content": text},)) for text in ("What?", "Who?")]
-    first, other = map(conversation_of, turns)
-    found = ExpertUses.of([[1, 1, 1]] * 2)
-    assert manager.eam_of(first) is None
-    manager.remember(first, found)
-    more = ({"role": "assistant", "content": "That."}, {"role": "user", "content": "Why?"})
-    second = conversation_of(GenerationRequest(messages=(*(turns[0].messages or ()), *more)))
-    assert manager.eam_of(second) == found and manager.eam_of(other) is None
 
 
 def test_errors_are_those_of_the_api(application: RayApplication) -> None:

@@ -160,7 +160,6 @@ def once_manager() -> FakeManager:
     manager = FedManager()
     manager.put_in_memory()
     manager.snapshots = [SNAPSHOT]
-    manager.watch = lambda name, per_s: FakeManager.watch(manager, name, per_s)  # type: ignore[assignment]
     return manager
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from moegguf.chat.wrap import Wrapper, visible
+from moegguf.chat.printer import Wrapper, visible
 
 
 def shown(deltas: list[str], width: int) -> list[str]:

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from moegguf.engine.llama import Llama
 from moegguf.generate.answer import BatchedAnswer
 from moegguf.generate.batching import BatchLoop
+from moegguf.generate.kv_slots import Schedule, Step
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing, TokenLogprob
-from moegguf.generate.schedule import Fifo, Schedule, Step
 
 TIMEOUT_S = 60.0
 
@@ -58,7 +58,7 @@ class Scripted:
         after: Callable[[int], object] = _nothing,
     ) -> None:
         self._before = before
-        self._inner = inner or Fifo()
+        self._inner = inner
         self._after = after
         self.steps: list[Step] = []
         self.n_asked = 0
@@ -66,11 +66,12 @@ class Scripted:
     def choose(self, running: Sequence[BatchedAnswer]) -> Sequence[BatchedAnswer]:
         self.n_asked += 1
         self._before(self.n_asked)
-        return self._inner.choose(running)
+        return running if self._inner is None else self._inner.choose(running)
 
     def ran(self, step: Step) -> None:
         self.steps.append(step)
-        self._inner.ran(step)
+        if self._inner is not None:
+            self._inner.ran(step)
         self._after(self.n_asked)
 
 

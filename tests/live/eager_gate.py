@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from moegguf.generate.draft_gate import Acceptance, DraftGate
+from moegguf.generate.drafting import Acceptance, DraftGate
 
 WIDTH = 6  # tokens of a draft
 

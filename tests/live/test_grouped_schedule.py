@@ -10,27 +10,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-from answering import Load, TinyModel, ask
+from answering import TinyModel, ask
 
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.policies import make_policy
 from moegguf.controller.predictors import make_predictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.token_scheduler import RecentPaths
 from moegguf.engine.llama import Llama
 from moegguf.engine.recording import TraceOptions
-from moegguf.engine.sequence_groups import NextToken, SequenceGroups
 from moegguf.engine.sequences import Chunk
-from moegguf.errors import OptionError
 from moegguf.generate.answer import BatchedAnswer
 from moegguf.generate.batching import BatchLoop
 from moegguf.generate.engine import Engine
+from moegguf.generate.kv_slots import Step
 from moegguf.generate.request import Delta, PromptProgress, Sampling, Timing
-from moegguf.generate.schedule import Auto, ExpertFlow, Fifo, Step, make_schedule
 from moegguf.native.events import Phase, RoutingEvent
 from moegguf.trace.format import read
 from moegguf.trace.simulate import Simulation
+from predictors.study.sequence_groups import ExpertFlow, NextToken, SequenceGroups
+from predictors.study.token_scheduler import RecentPaths
 
 N_SEQUENCES, N_PROMPT, N_DECODE = 4, 5, 6
 
@@ -181,7 +180,7 @@ class Counted:
 
 def test_half_of_the_sequences_compute_in_a_step_and_all_are_answered(tiny: TinyModel) -> None:
     with Llama(tiny(), n_ctx=64, n_threads=1, verbose=False, n_seq_max=4, expert_cache="40%", strategy="lru") as llm:
-        schedule = make_schedule("expertflow", llm)
+        schedule = ExpertFlow.of(llm)
         assert isinstance(schedule, ExpertFlow)
         counted, answers = Counted(schedule), [Received() for _ in range(6)]
         loop = BatchLoop(llm, counted)
@@ -201,14 +200,9 @@ def test_half_of_the_sequences_compute_in_a_step_and_all_are_answered(tiny: Tiny
     assert (2, 4) in counted.counts and (1, 2) in counted.counts
 
 
-def test_schedules_have_names_and_a_resident_model_needs_none(tiny: TinyModel, load: Load) -> None:
-    with Llama(tiny(), n_ctx=64, n_threads=1, verbose=False, n_seq_max=2, expert_cache="40%") as llm:
-        assert isinstance(make_schedule("auto", llm), Auto)
-        assert isinstance(make_schedule("fifo", llm), Fifo)
-        with pytest.raises(OptionError, match="is none of fifo, expertflow, auto"):
-            make_schedule("lifo", llm)
+def test_a_resident_model_needs_no_groups(tiny: TinyModel) -> None:
     with Llama(tiny(), n_ctx=64, n_threads=1, verbose=False, n_seq_max=2, expert_cache="100%") as llm:
-        assert isinstance(make_schedule("expertflow", llm), Fifo)
+        assert ExpertFlow.of(llm) is None
 
 
 def test_an_event_of_a_mixed_pass_says_who_reads_and_who_decodes(tiny: TinyModel) -> None:
@@ -227,11 +221,8 @@ def test_an_event_of_a_mixed_pass_says_who_reads_and_who_decodes(tiny: TinyModel
     assert last == ([second, first], [0, 1])
 
 
-def test_an_engine_answers_by_each_schedule_and_closes_while_it_listens(tiny: TinyModel) -> None:
-    for name in ("expertflow", "auto"):
-        options = {"n_ctx": 64, "n_threads": 1, "expert_cache": "40%", "strategy": "lru"}
-        with Engine(tiny(), parallel=3, schedule=name, **options) as engine:
-            answers = engine.generate([f"question {i}" for i in range(5)], Sampling(max_tokens=6))
-        assert [answer.error for answer in answers] == [None] * 5
-    with pytest.raises(OptionError, match="is none of fifo, expertflow, auto"):
-        Engine(tiny(), schedule="lifo", n_ctx=64)
+def test_an_engine_answers_by_groups_and_closes_while_it_listens(tiny: TinyModel) -> None:
+    options: dict[str, Any] = {"n_ctx": 64, "n_threads": 1, "expert_cache": "40%", "strategy": "lru"}
+    with Engine(tiny(), parallel=3, schedule=ExpertFlow.of, **options) as engine:
+        answers = engine.generate([f"question {i}" for i in range(5)], Sampling(max_tokens=6))
+    assert [answer.error for answer in answers] == [None] * 5

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from moegguf.generate.constraint import Constraint, constraint_for
-from moegguf.generate.matcher import Matcher, matcher_tokens
-from moegguf.generate.parsing import AnswerParser
+from moegguf.generate.parsing import answer_parser
 from moegguf.generate.request import GenerationRequest
+from moegguf.generate.sampler import Matcher, matcher_tokens
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
@@ -267,7 +267,7 @@ def test_a_forced_call_is_one_that_the_parser_finds(kind: str, walk: Callable[..
     finished = [answer for answer in answers if answer is not None]
     assert finished
     for answer in finished:
-        parser = AnswerParser(FAMILIES[kind], tools=TOOLS)
+        parser = answer_parser(FAMILIES[kind], TOOLS)
         deltas = [*map(parser.feed, answer), parser.end()]
         (call,) = [call for piece in deltas for call in piece.tool_calls]
         assert call.name == "get_weather"

@@ -23,8 +23,7 @@ from moegguf.errors import ModelFormatError, ModelNotFoundError, OptionError, Wo
 from moegguf.generate.embedding import Embeddings, embed
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Sampling, Timing
 from moegguf.serving import outbox
-from moegguf.serving.events import ExpertUses, Snapshot
-from moegguf.serving.ray.preference import cosine
+from moegguf.serving.events import Snapshot
 from moegguf.serving.wire import LoadConfig, Message, build, decode, encode
 from moegguf.serving.worker import Worker
 from moegguf.serving.worker_process import PendingRequest, WorkerProcess
@@ -78,47 +77,6 @@ async def test_it_answers_as_the_model_in_process_does(tiny: TinyModel, load: Lo
             assert timing.context == answer.timing.context
             assert stream or n_deltas == 1
         assert process.stats.tokens > 0
-
-
-def similar(one: ExpertUses, other: ExpertUses) -> bool:
-    return cosine(one, other) > 0.98
-
-
-@in_loop
-@pytest.mark.parametrize("n_seq_max", [1, 2])
-async def test_uses_of_experts_are_told_of_each_request_that_asks(tiny: TinyModel, n_seq_max: int) -> None:
-    """Only its own tokens count, beside another one that computes at the same time.
-
-    Biases hold the answers' tokens fixed: a pass of two sequences rounds otherwise than a pass of one, and one other
-    token of random weights leads to another answer.
-    """
-    token_ids = {"a a a": ord("a"), "z z z": ord("z")}
-
-    async def uses_of(process: WorkerProcess, text: str, **fields: Any) -> list[ExpertUses]:
-        bias = {token_ids[text]: 100.0}
-        sampling = Sampling(temperature=0, max_tokens=200, seed=1, logit_bias=bias, repeat_penalty=1)
-        generation = GenerationRequest(prompt=text, sampling=sampling)
-        events = process.request("generate", generation=generation, stream=True, **fields).events()
-        return [event async for event in events if isinstance(event, ExpertUses)]
-
-    async def uses_of_all(process: WorkerProcess, *texts: str) -> list[ExpertUses]:
-        """Asked until two answers agree: one has the uses of which the events had come when it ended, if any."""
-        before: list[ExpertUses] = []
-        while True:
-            found = await asyncio.gather(*(uses_of(process, text, expert_uses=True) for text in texts))
-            uses = [last for *_, last in filter(None, found)]
-            if len(before) == len(uses) == len(texts) and all(map(similar, before, uses)):
-                assert all(len(each) == 1 for each in found)
-                return uses
-            before = uses
-
-    # drafts would end the answers before any event of theirs has come
-    async with worker_of(tiny(), n_seq_max=n_seq_max, draft="off") as process:
-        assert await uses_of(process, "a a a") == []
-        (first,), (second,) = await uses_of_all(process, "a a a"), await uses_of_all(process, "z z z")
-        first_beside, second_beside = await uses_of_all(process, "a a a", "z z z")
-    assert cosine(first, second) < 0.5
-    assert similar(first, first_beside) and similar(second, second_beside)
 
 
 @in_loop

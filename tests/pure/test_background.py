@@ -9,8 +9,8 @@ import pytest
 from scripted_manager import FakeCatalog, answer_text, generate, in_loop, manager_of, until
 
 from moegguf.errors import ModelNotFoundError
-from moegguf.serving import background
-from moegguf.serving.background import BackgroundLeases
+from moegguf.serving import lease
+from moegguf.serving.lease import BackgroundLeases
 
 
 @in_loop
@@ -44,7 +44,7 @@ async def test_a_request_waits_for_one_background_request_at_most(tmp_path: Path
 
 @in_loop
 async def test_a_background_request_is_not_starved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "MAX_WAIT_S", 0.1)
+    monkeypatch.setattr(lease, "MAX_WAIT_S", 0.1)
     catalog = FakeCatalog(tmp_path)
     catalog.add("a")
     async with manager_of(catalog) as manager:

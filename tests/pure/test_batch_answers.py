@@ -16,12 +16,12 @@ import pytest
 from batch_files import Endpoint, entries, request, requests_in
 from scripted_manager import in_loop
 
+from moegguf import atomic_write
 from moegguf.child import child_environment
 from moegguf.errors import BatchFileError, StorageError
 from moegguf.serving.batch import answers
-from moegguf.serving.batch.answers import Journal, counts_of, is_finished, open_journal, response_entry
+from moegguf.serving.batch.answers import Journal, answer_requests, finished_counts, open_journal, response_entry
 from moegguf.serving.batch.requests import Requests
-from moegguf.serving.batch.runner import answer_requests
 
 PROGRAM = Path(__file__).resolve().parents[1] / "answer_batch.py"
 
@@ -57,7 +57,9 @@ async def test_every_line_has_an_answer_in_openais_format(tmp_path: Path) -> Non
     assert len({entry["id"] for entry in found}) == 5
     assert len({entry["response"]["request_id"] for entry in found if entry["response"]}) == 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["answers", "requests"]
-    counts = counts_of(tmp_path / "answers")
+    with requests_in(tmp_path / "requests", lines) as requests:
+        counts = finished_counts(tmp_path / "answers", requests)
+    assert counts is not None
     assert (counts.completed, counts.failed, counts.output_tokens, counts.cached_tokens) == (2, 3, 6, 2)
 
 
@@ -142,7 +144,7 @@ def test_answers_to_other_requests_are_refused_and_kept(tmp_path: Path) -> None:
         for text in (b"hello\n", b"[]\n", b'{"id": 3}\n', b'{"id": "batch_req_0_1"}\n', kept + kept):
             partial.write_bytes(text)
             target.write_bytes(text)
-            for check in (lambda: journal_of(tmp_path, changed), lambda: is_finished(target, changed)):
+            for check in (lambda: journal_of(tmp_path, changed), lambda: finished_counts(target, changed)):
                 with pytest.raises(BatchFileError):
                     check()
             assert partial.read_bytes() == target.read_bytes() == text
@@ -178,7 +180,7 @@ async def test_a_full_disk_is_an_error_that_loses_nothing(tmp_path: Path, monkey
     with monkeypatch.context() as patch:  # full again when all is answered
         room[0] = 100_000
         patch.setattr(answers.os, "write", limited)
-        patch.setattr(answers, "locked_temporary", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+        patch.setattr(atomic_write, "locked_temporary", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
         with pytest.raises(StorageError, match="full"):
             await answered(tmp_path, lines, Endpoint())
     endpoint = Endpoint()
@@ -190,12 +192,12 @@ async def test_a_full_disk_is_an_error_that_loses_nothing(tmp_path: Path, monkey
 def test_a_finished_file_is_known(tmp_path: Path) -> None:
     target = tmp_path / "answers"
     with requests_in(tmp_path / "requests", [request("a"), request("b")]) as requests:
-        assert not is_finished(target, requests)
+        assert finished_counts(target, requests) is None
         journal = journal_of(tmp_path, requests)
         for line in reversed(requests.lines):
             journal.append(line.number, response_entry(requests, line, 200, {}))
         journal.finish(target)
-        assert is_finished(target, requests)
+        assert finished_counts(target, requests) is not None
         target.write_bytes(target.read_bytes().splitlines(keepends=True)[0])
         with pytest.raises(BatchFileError, match="not the answers"):
-            is_finished(target, requests)
+            finished_counts(target, requests)

@@ -20,8 +20,8 @@ from llguidance import LLTokenizer
 
 from moegguf.errors import CapabilityError, SchemaError
 from moegguf.generate.constraint import Constraint, constraint_for
-from moegguf.generate.matcher import Matcher, MatcherTokens, matcher_tokens
 from moegguf.generate.request import GenerationRequest
+from moegguf.generate.sampler import Matcher, MatcherTokens, matcher_tokens
 
 TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
 
@@ -249,7 +249,7 @@ def test_the_schemas_of_all_tools_together_have_limits() -> None:
 
 def test_a_token_that_takes_long_ends_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     one = matcher("json")
-    monkeypatch.setattr("moegguf.generate.matcher.MAX_STEP_S", -1.0)
+    monkeypatch.setattr("moegguf.generate.sampler.MAX_STEP_S", -1.0)
     with pytest.raises(SchemaError, match="for one token"):
         one.accept(ord("{"))
 

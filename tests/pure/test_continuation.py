@@ -9,9 +9,9 @@ import templates
 
 from moegguf.errors import OptionError
 from moegguf.generate.constraint import constraint_for
-from moegguf.generate.continuation import Continuation, continuation_of, split_last
-from moegguf.generate.parsing import AnswerParser
+from moegguf.generate.parsing import answer_parser
 from moegguf.generate.request import GenerationRequest
+from moegguf.generate.template import Continuation, continuation_of, split_last
 
 QUESTION = {"role": "user", "content": "hi"}
 CALL = {"id": "1", "function": {"name": "f", "arguments": {}}}
@@ -78,14 +78,14 @@ def test_the_text_that_the_prompt_ends_with(
 def parsed(answer: str, name: str, rendered: str, last: dict[str, Any], **options: Any) -> tuple[str, str]:
     template = template_of(name)
     continuation = continuation_of(last, rendered, template)
-    parser = AnswerParser(template, prompt_end=rendered + continuation.text, continuation=continuation, **options)
+    parser = answer_parser(template, prompt_end=rendered + continuation.text, continuation=continuation, **options)
     deltas = [*map(parser.feed, answer), parser.end()]
     return "".join(delta.thinking for delta in deltas), "".join(delta.text for delta in deltas)
 
 
 def test_the_answer_is_only_what_is_new_with_its_blanks() -> None:
     assert parsed(" it is", "QWEN", BEGUN, assistant("so")) == ("", " it is")
-    assert parsed("\n\nbut", "QWEN", BEGUN, assistant("so"), tools=True) == ("", "\n\nbut")
+    assert parsed("\n\nbut", "QWEN", BEGUN, assistant("so"), tools=[{}]) == ("", "\n\nbut")
     assert parsed("\nand\n</think>\n\nso", "QWEN", BEGUN, assistant(thinking="hm")) == ("\nand", "so")
     assert parsed(" it is", "HARMONY", "<|start|>assistant", assistant("so")) == ("", " it is")
     more = " more<|end|><|start|>assistant<|channel|>final<|message|>so"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from moegguf.generate.draft_gate import DraftGate, GateOptions
+from moegguf.generate.drafting import DraftGate, GateOptions
 
 SOURCE = 1
 

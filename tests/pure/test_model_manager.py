@@ -25,8 +25,9 @@ from moegguf.errors import (
 from moegguf.generate.request import Delta, GenerationRequest
 from moegguf.serving import worker_process
 from moegguf.serving.clients import current_client
-from moegguf.serving.events import Done, LoadOverrides
+from moegguf.serving.events import Done, LoadOverrides, Snapshot
 from moegguf.serving.model_manager import ModelManager
+from moegguf.serving.subscribers import Subscriber
 
 
 @pytest.fixture
@@ -488,25 +489,33 @@ async def test_closing_ends_answers_that_take_too_long(catalog: FakeCatalog, mon
         await running
 
 
+async def next_of(watch: Subscriber) -> Snapshot:
+    """The next snapshot."""
+    while not (found := watch.take()):
+        await watch.wait(30)
+    return found[0]
+
+
 @in_loop
 async def test_snapshots_are_sent_to_subscribers(catalog: FakeCatalog) -> None:
-    async with manager_of(catalog) as manager:
-        slow, fast, other = (aiter(manager.watch(name, per_s)) for name, per_s in (("b", 3), ("b", 4), ("a", 5)))
-        first = [asyncio.ensure_future(anext(snapshots)) for snapshots in (slow, fast, other)]
-        await generate(manager, "a", "say x")
-        assert (await first[2]).model == "a:latest" and not first[0].done()
-        await generate(manager, "b", "say x")
-        snapshot = await first[0]
-        assert await first[1] == snapshot
-        assert (snapshot.model, snapshot.n_expert, snapshot.state, snapshot.uses) == (
-            "b:latest",
-            2,
-            b"\x00\x02",
-            b"\x01\x00",
-        )
-        assert snapshot.tokens_per_s == 4, "the rate of the fastest"
-        await slow.aclose()  # type: ignore[attr-defined]
-    assert [snapshot async for snapshot in other] == [], "it ends with the manager"
+    with contextlib.ExitStack() as stack:
+        async with manager_of(catalog) as manager:
+            asked = [("b", 3), ("b", 4), ("a", 5)]
+            watches = [stack.enter_context(manager.watch(catalog.find(name), per_s)) for name, per_s in asked]
+            slow, fast, other = watches
+            await generate(manager, "a", "say x")
+            assert (await next_of(other)).model == "a:latest" and not slow.take()
+            await generate(manager, "b", "say x")
+            snapshot = await next_of(slow)
+            assert await next_of(fast) == snapshot
+            assert (snapshot.model, snapshot.n_expert, snapshot.state, snapshot.uses) == (
+                "b:latest",
+                2,
+                b"\x00\x02",
+                b"\x01\x00",
+            )
+            assert snapshot.tokens_per_s == 4, "the rate of the fastest"
+        assert all(watch.closed for watch in watches), "they end with the manager"
 
 
 @in_loop

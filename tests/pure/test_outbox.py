@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moegguf.generate.request import Delta, Timing, TokenLogprob, ToolCall
-from moegguf.serving.events import join
+from moegguf.generate.request import Delta, Timing, TokenLogprob, ToolCall, join
 from moegguf.serving.outbox import DELTA_S, Events, Outbox
 
 

@@ -8,8 +8,7 @@ import pytest
 
 from moegguf.errors import ModelNameError, ModelNotFoundError, OptionError
 from moegguf.models.catalog import demo_path
-from moegguf.serving.ray.catalog import ConfiguredCatalog
-from moegguf.serving.ray.config import ModelConfig, read_config
+from moegguf.serving.ray.config import ConfiguredCatalog, ModelConfig, read_config
 
 WHOLE = {
     "model": "hf.co/user/repo:Q4_K_M",

@@ -1,33 +1,26 @@
-"""Which replica a request prefers: its conversation's holder, then fitting experts, then the least loaded."""
+"""Which replica a request prefers: its conversation's holder, then the least loaded."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from typing import Any
 
-import numpy as np
 import pytest
 
-from moegguf.engine.stats import Stats
-from moegguf.generate.request import GenerationRequest, Sampling
-from moegguf.serving.events import ExpertUses, Snapshot
+from moegguf.generate.request import GenerationRequest
 from moegguf.serving.ray.preference import (
     FIRST_CUT_BYTES,
     MAX_IMBALANCE,
     Candidate,
     Conversation,
-    ExpertActivity,
-    Report,
-    RoutingRequest,
-    computes_alone,
+    Sequences,
+    after,
     conversation_of,
-    cosine,
     rank,
 )
 
-WITHOUT_RAY = ("config", "preference", "catalog")
+WITHOUT_RAY = ("config", "preference")
 
 
 def talk(*contents: str, **fields: Any) -> GenerationRequest:
@@ -41,12 +34,8 @@ def digests(conversation: Conversation) -> tuple[str, ...]:
     return tuple(prefix.digest for prefix in conversation.prefixes)
 
 
-def holding(*conversations: Conversation, n_sequences: int = 1, **fields: Any) -> Report:
-    return Report(n_sequences, tuple(map(digests, conversations)), **fields)
-
-
-def eam(*rows: tuple[int, ...]) -> ExpertUses:
-    return ExpertUses.of(rows)
+def holding(*conversations: Conversation) -> Sequences:
+    return tuple(map(digests, conversations))
 
 
 FIRST = conversation_of(talk("", "What is an expert?"))
@@ -99,82 +88,34 @@ def test_a_prompt_is_cut_at_doubling_lengths() -> None:
 
 def test_the_holder_of_the_conversation_comes_first() -> None:
     candidates = [Candidate(holding(OTHER)), Candidate(holding(FIRST), queue=2), Candidate()]
-    assert rank(RoutingRequest(NEXT), candidates) == [[1], [2, 0]]
+    assert rank(NEXT, candidates) == [[1], [2, 0]]
 
 
 def test_of_two_holders_the_one_with_more_of_it_comes_first() -> None:
     third = conversation_of(talk("", "What is an expert?", "A matrix.", "Why?", "So.", "And?"))
-    assert rank(RoutingRequest(third), [Candidate(holding(FIRST)), Candidate(holding(NEXT))])[0] == [1]
-
-
-def test_then_the_one_whose_experts_fit() -> None:
-    near, far = eam((9, 1, 0), (0, 8, 0)), eam((0, 0, 7), (5, 0, 1))
-    request = RoutingRequest(NEXT, eam((8, 0, 0), (1, 9, 0)))
-    candidates = [Candidate(Report(eam=far)), Candidate(Report(eam=near), queue=1), Candidate()]
-    assert rank(request, candidates) == [[1], [0, 2]]
-    held = [Candidate(Report(eam=near)), Candidate(holding(FIRST, eam=far))]
-    assert rank(request, held) == [[1], [0]]
-
-
-def test_experts_of_other_models_do_not_fit() -> None:
-    assert cosine(eam((1, 2)), eam((1, 2, 3))) is cosine(eam((0, 0)), eam((0, 1))) is None
-    assert rank(RoutingRequest(NEXT, eam((1, 2))), [Candidate(Report(eam=eam((1, 2, 3))))]) == [[0]]
+    assert rank(third, [Candidate(holding(FIRST)), Candidate(holding(NEXT))])[0] == [1]
 
 
 def test_where_nothing_is_known_all_are_equal_and_an_empty_cache_comes_first() -> None:
-    assert rank(RoutingRequest(), [Candidate(holding(OTHER)), Candidate(), Candidate()]) == [[1, 2, 0]]
-    assert rank(RoutingRequest(NEXT), []) == []
+    assert rank(Conversation(), [Candidate(holding(OTHER)), Candidate(), Candidate()]) == [[1, 2, 0]]
+    assert rank(NEXT, []) == []
 
 
 def test_a_preferred_replica_with_too_long_a_queue_is_not_waited_for() -> None:
     candidates = [Candidate(holding(FIRST), queue=MAX_IMBALANCE), Candidate(queue=0)]
-    assert rank(RoutingRequest(NEXT), candidates) == [[1, 0]]
+    assert rank(NEXT, candidates) == [[1, 0]]
 
 
 def test_each_replica_is_in_one_rank() -> None:
-    similar = eam((3, 1), (2, 2))
-    candidates = [Candidate(holding(each, eam=similar)) for each in (FIRST, OTHER, NEXT)] + [Candidate()]
-    found = rank(RoutingRequest(NEXT, similar), candidates)
+    candidates = [Candidate(holding(each)) for each in (FIRST, OTHER, NEXT)] + [Candidate()]
+    found = rank(NEXT, candidates)
     assert sorted(i for indices in found for i in indices) == [0, 1, 2, 3]
 
 
-def test_what_was_sent_since_the_report_counts_and_takes_the_place_of_the_oldest() -> None:
-    report = holding(FIRST).after([digests(OTHER)])
-    assert report.sequences == (digests(OTHER),)
-    both = holding(FIRST, n_sequences=2).after([digests(OTHER), digests(NEXT)])
-    assert both.sequences == (digests(OTHER), digests(NEXT))
-
-
-def test_a_report_travels_as_json_and_stays_small() -> None:
-    counts = np.random.default_rng(0).integers(0, 500, (48, 128)).tolist()
-    report = holding(NEXT, eam=ExpertUses.of(counts))
-    text = json.dumps(report.as_json())
-    assert Report.from_json(json.loads(text)) == report
-    assert len(text) < 12_000
-    assert Report.from_json({}) == Report()
-
-
-def snapshot(*uses: int, n_expert: int = 2) -> Snapshot:
-    return Snapshot("demo", (0, 1), n_expert, b"", bytes(uses), b"", Stats(), True, 1.0, 1.0)
-
-
-def test_the_recent_use_is_that_of_the_last_snapshots() -> None:
-    activity = ExpertActivity()
-    assert activity.recent is None
-    for uses in ((9, 0, 0, 0), (0, 2, 0, 0), (0, 0, 0, 0), (0, 0, 0, 2)):
-        activity.add(snapshot(*uses))
-    recent = activity.recent
-    assert recent is not None and (cosine(recent, eam((9, 0), (0, 0))) or 0) > 0.9
-
-
-def test_what_is_computed_alone_empties_the_cache() -> None:
-    image = [{"type": "image", "data": ""}, {"type": "text", "text": "What is it?"}]
-    assert computes_alone(GenerationRequest(messages=({"role": "user", "content": image},)))
-    assert computes_alone(talk("", "Why?", sampling=Sampling(exact=True)))
-    assert not computes_alone(talk("", "Why?")) and not computes_alone(GenerationRequest(prompt="Why?"))
-
-
-def test_where_nothing_was_used_nothing_is_known() -> None:
-    activity = ExpertActivity()
-    activity.add(snapshot(0, 0, 0, 0))
-    assert activity.recent is None
+def test_what_is_sent_takes_the_place_of_its_earlier_turns_and_then_of_the_oldest() -> None:
+    assert after((), FIRST, 1) == holding(FIRST)
+    assert after(holding(FIRST), OTHER, 1) == holding(OTHER)
+    both = after(holding(FIRST), OTHER, 2)
+    assert both == holding(FIRST, OTHER)
+    assert after(both, NEXT, 2) == holding(OTHER, NEXT)
+    assert after(holding(OTHER, NEXT), conversation_of(talk("", "Where?")), 2)[0] == digests(NEXT)

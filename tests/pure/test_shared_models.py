@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -114,8 +113,9 @@ async def test_a_watcher_sees_the_process_that_its_name_uses(catalog: FakeCatalo
     async with manager_of(catalog) as manager:
         for name in "ad":
             await generate(manager, name, "say x")
-        async with contextlib.aclosing(manager.watch("d", 4)) as snapshots:
-            assert (await anext(snapshots)).tokens_per_s == 4
+        with manager.watch(catalog.find("d"), 4) as watch:
+            await watch.wait(30)
+            assert watch.take()[0].tokens_per_s == 4
             rates = manager._subscribers._rates
             assert sorted(rates.values()) == [0.0, 4.0]
 
@@ -177,10 +177,10 @@ async def test_each_name_has_its_own_keep_alive_time(catalog: FakeCatalog) -> No
 @in_loop
 async def test_a_watcher_of_any_name_sees_the_model(catalog: FakeCatalog) -> None:
     async with manager_of(catalog) as manager:
-        snapshots = aiter(manager.watch("b", 4))
-        first = asyncio.ensure_future(anext(snapshots))
-        await generate(manager, "a", "say x")
-        assert (await first).model == "b:latest"
+        with manager.watch(catalog.find("b"), 4) as watch:
+            await generate(manager, "a", "say x")
+            await watch.wait(30)
+            assert watch.take()[0].model == "b:latest"
 
 
 @in_loop

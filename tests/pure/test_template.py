@@ -297,12 +297,11 @@ def test_rendering_goes_on_when_the_process_was_killed_or_closed() -> None:
     assert render("{{ 3 }}", CHAT) == "3"
 
 
-def test_templates_at_once_wait_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_templates_at_once_wait_for_few_processes() -> None:
     renderer.close()
-    monkeypatch.setattr(renderer, "WAIT_S", 60.0)
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda i: render(f"{{{{ {i} }}}}", CHAT), range(32))) == [str(i) for i in range(32)]
-    assert len(sandboxes()) == 1
+    assert len(sandboxes()) <= renderer.MAX_PROCESSES
 
 
 def test_behind_a_slow_template_another_process_is_started(monkeypatch: pytest.MonkeyPatch) -> None:

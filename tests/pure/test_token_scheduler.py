@@ -13,7 +13,12 @@ from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.forecast import statuses
 from moegguf.controller.predictors.counts import PreviousToken, TokenTable
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.token_scheduler import (
+from moegguf.errors import OptionError
+from moegguf.native.events import Announcement, Phase, RoutingEvent
+from moegguf.trace.trace import Trace
+from predictors.study.arrange import used_experts
+from predictors.study.scheduling import OrderEffect, _pools, balanced_groups, compare, experts_per_batch
+from predictors.study.token_scheduler import (
     PredictedPaths,
     RecentPaths,
     RoutingPaths,
@@ -21,11 +26,6 @@ from moegguf.controller.token_scheduler import (
     make_paths,
     similarities,
 )
-from moegguf.errors import OptionError
-from moegguf.native.events import Announcement, Phase, RoutingEvent
-from moegguf.trace.trace import Trace
-from predictors.study.arrange import used_experts
-from predictors.study.scheduling import OrderEffect, _pools, balanced_groups, compare, experts_per_batch
 
 
 def path(*experts: int, n_expert: int = 8) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moegguf.serving.turns import MOST_CLIENTS, Turns
+from moegguf.serving.managed_model import MOST_CLIENTS, Turns
 
 
 class Queue:

@@ -19,17 +19,21 @@ from moegguf.models.entry import Details, ModelEntry
 from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body
-from moegguf.server.common.content import (
+from moegguf.server.common.conversation import Question
+from moegguf.server.common.options import (
+    MAX_TOKEN,
+    FunctionName,
+    ModelName,
     Part,
+    Stop,
     call_of,
     content_of,
     image_of_base64,
     image_of_url,
     text_part,
     tool_message,
+    with_entry_messages,
 )
-from moegguf.server.common.conversation import Question
-from moegguf.server.common.options import MAX_TOKEN, FunctionName, ModelName, Stop, with_entry_messages
 
 log = logging.getLogger(__name__)
 

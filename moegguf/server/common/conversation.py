@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from moegguf.errors import MoeggufError
-from moegguf.generate.request import Delta, GenerationRequest, ToolCall
+from moegguf.generate.request import Delta, GenerationRequest, ToolCall, join
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.server.common import limits
 from moegguf.server.common.body import parse_body, read_body, too_large
@@ -32,11 +32,10 @@ from moegguf.server.common.options import Loading
 from moegguf.server.common.streams import LineResponse, Lines, SseResponse, WholeResponse, event_line
 from moegguf.server.metrics import record
 from moegguf.serving.clients import current_owner
-from moegguf.serving.events import Done, Event, join
+from moegguf.serving.events import Done, Event
 
 if TYPE_CHECKING:
-    from moegguf.serving.background import Leases
-    from moegguf.serving.lease import Lease
+    from moegguf.serving.lease import Lease, Leases
 
 Json = dict[str, Any]
 

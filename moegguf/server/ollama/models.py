@@ -21,7 +21,7 @@ from moegguf.server.common.body import read_body
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.lookup import details_or_none, find
 from moegguf.server.common.objects import moe_object, to_ns
-from moegguf.server.ollama.objects import details_object, time_text
+from moegguf.server.ollama.chat import details_object, time_text
 from moegguf.server.ollama.schema import CopyRequest, ModelBody, ShowRequest
 from moegguf.serving.events import LoadedModel, LoadedName
 

@@ -15,8 +15,7 @@ from moegguf.server.common import limits
 from moegguf.server.common.body import Body, read_body
 from moegguf.server.common.errors import NO_RETRY, HttpError
 from moegguf.server.common.forms import Form, read_form
-from moegguf.server.common.lists import page
-from moegguf.server.common.objects import usage
+from moegguf.server.common.objects import page, usage
 from moegguf.server.openai.in_process import ENDPOINTS
 from moegguf.serving.batch.batches import CANCELLABLE, INPUT_PURPOSE, Batch, Batches
 from moegguf.serving.batch.files import StoredFile

@@ -25,7 +25,7 @@ from moegguf.server.common.streams import WholeResponse
 
 if TYPE_CHECKING:
     from moegguf.generate.embedding import Embeddings
-    from moegguf.serving.background import Leases
+    from moegguf.serving.lease import Leases
 
 Text = str | list[int]  # a text, or its tokens
 

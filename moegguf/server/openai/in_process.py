@@ -15,13 +15,13 @@ from moegguf.server.openai.chat import CHAT
 from moegguf.server.openai.completions import COMPLETIONS
 from moegguf.server.openai.embeddings import whole_embeddings
 from moegguf.server.openai.responses import RESPONSES
-from moegguf.serving.background import BackgroundLeases
-from moegguf.serving.batch.runner import Reply
+from moegguf.serving.batch.answers import Reply
+from moegguf.serving.lease import BackgroundLeases
 
 if TYPE_CHECKING:
     from moegguf.models.catalog import Catalog
-    from moegguf.serving.background import Leases
-    from moegguf.serving.ray.catalog import ConfiguredCatalog
+    from moegguf.serving.lease import Leases
+    from moegguf.serving.ray.config import ConfiguredCatalog
 
 ENDPOINTS = {
     "/v1/chat/completions": CHAT.whole,

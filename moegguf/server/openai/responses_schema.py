@@ -19,8 +19,15 @@ from moegguf.generate.request import MAX_TOP_LOGPROBS, GenerationRequest, Messag
 from moegguf.models.entry import ModelEntry
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body
-from moegguf.server.common.content import call_of, content_of, part_of, text_part, tool_message
-from moegguf.server.common.options import FunctionName, with_entry_messages
+from moegguf.server.common.options import (
+    FunctionName,
+    call_of,
+    content_of,
+    part_of,
+    text_part,
+    tool_message,
+    with_entry_messages,
+)
 from moegguf.server.openai.schema import EFFORTS, Format, Limit, OpenAITool, Reasoning, ToolsBody, arguments_of
 
 log = logging.getLogger(__name__)

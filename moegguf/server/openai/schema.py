@@ -21,7 +21,6 @@ from moegguf.models.entry import Details, ModelEntry
 from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body
-from moegguf.server.common.content import call_of, content_of, part_of, tool_message
 from moegguf.server.common.conversation import Question
 from moegguf.server.common.options import (
     MAX_TOKEN,
@@ -32,6 +31,10 @@ from moegguf.server.common.options import (
     Stop,
     Tool,
     ToolCall,
+    call_of,
+    content_of,
+    part_of,
+    tool_message,
     with_entry_messages,
 )
 

@@ -1,4 +1,4 @@
-"""The answers of a batch, in OpenAI's batch output format, on a disk that outlives the process.
+"""The answers of a batch, in OpenAI's batch output format, on a disk that outlives the process; and who asks for them.
 
 Until all requests are answered they are in a journal: lines are only appended, each in one write, in the order in which
 requests end. A killed process leaves at most one torn line at its end, which the next one drops. Each line's id has the
@@ -7,18 +7,19 @@ fingerprint of the requests and the number of its own, so that answers of other 
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from moegguf.atomic_write import MODE, locked_temporary, remove_abandoned
+from moegguf.atomic_write import MODE, write_atomically
 from moegguf.errors import BatchFileError, StorageError
 from moegguf.serving.batch.requests import LineError, RequestLine, Requests
 
@@ -138,24 +139,10 @@ class Journal:
 
         Raises StorageError; the journal then stays.
         """
-        remove_abandoned(path.parent.glob(f".{path.name}.*"))
         try:
-            handle, name = locked_temporary(path.parent, f".{path.name}.", "")
+            write_atomically(path, self.lines())
         except OSError as error:
             raise storage_error(path, error) from None
-        try:
-            for data in self.lines():
-                write_all(handle, data)
-            os.fsync(handle)
-            os.chmod(name, MODE)
-            os.replace(name, path)
-        except BaseException as error:  # also an interrupt: no temporary file stays
-            Path(name).unlink(missing_ok=True)
-            if isinstance(error, OSError):
-                raise storage_error(path, error) from None
-            raise
-        finally:
-            os.close(handle)
         self.remove()
 
     def remove(self) -> None:
@@ -164,8 +151,11 @@ class Journal:
         self.close()
 
     def close(self) -> None:
-        """Closes the file, for other processes to open. A second call does nothing."""
+        """Closes the file, for other processes to open; an empty one is removed. A second call does nothing."""
         if self._handle >= 0:
+            status = os.fstat(self._handle)
+            if status.st_nlink and not status.st_size:
+                self.path.unlink(missing_ok=True)
             os.close(self._handle)
         self._handle = -1
 
@@ -238,35 +228,28 @@ def _open_locked(path: Path) -> int:
         os.close(handle)  # the process that had it has just finished and removed it
 
 
-def is_finished(path: Path, requests: Requests) -> bool:
-    """Whether the file at `path` has the answers to all of `requests`.
+def finished_counts(path: Path, requests: Requests) -> Counts | None:
+    """The counts of the file at `path`, which has the answers to all of `requests`; None without a file.
 
     Raises BatchFileError when there is a file that has not.
     """
     if not path.exists():
-        return False
+        return None
     foreign = BatchFileError(f"{path} exists, and is not the answers to these requests; remove it, or name another.")
-    numbers = []
+    numbers, counts = list[int](), Counts()
     try:
         with path.open("rb") as file:
             for raw in file:
-                found = _ID.fullmatch(json.loads(raw)["id"])
+                entry = json.loads(raw)
+                found = _ID.fullmatch(entry["id"])
                 if found is None or found[1] != requests.fingerprint:
                     raise foreign
                 numbers.append(int(found[2]))
+                counts.add(entry)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise foreign from None
     if numbers != [line.number for line in requests.lines]:
         raise foreign
-    return True
-
-
-def counts_of(path: Path) -> Counts:
-    """The counts of a finished file of answers."""
-    counts = Counts()
-    with path.open("rb") as file:
-        for raw in file:
-            counts.add(json.loads(raw))
     return counts
 
 
@@ -280,3 +263,70 @@ def write_all(handle: int, data: bytes) -> None:
 def storage_error(path: Path, error: OSError) -> StorageError:
     """The error for a file that cannot be written."""
     return StorageError(f"cannot write {path} ({error.strerror}); what was written before is kept.")
+
+
+BUSY = (429, 503)
+BUSY_RETRY_S = 1.0
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What an endpoint answers: HTTP's status, and the JSON of its body."""
+
+    status: int
+    body: Any
+
+
+Answer = Callable[[str, bytes], Awaitable[Reply]]
+"""(url, body as JSON) to the reply of that endpoint. Cancelling it ends the request."""
+
+
+class Answers(Protocol):
+    """Where answers go; `answered` has the numbers of lines that have one."""
+
+    @property
+    def answered(self) -> Any:
+        """A collection of numbers of lines."""
+
+    def append(self, number: int, entry: Entry) -> None:
+        """Adds the answer of a line."""
+
+
+async def answer_requests(
+    requests: Requests, answers: Answers, answer: Answer, n_parallel: int, on_answer: Callable[[Entry], object]
+) -> None:
+    """Adds the answers that are missing, `n_parallel` requests at a time; `on_answer` gets each.
+
+    Those that need the same loaded model are answered together and then the next ones, so that models are not swapped
+    back and forth. A busy server is asked again. When cancelled, requests that have not ended have no answer.
+
+    Raises what `answer` and `answers.append` raise; the other requests are then cancelled.
+    """
+
+    def add(line: RequestLine, entry: Entry) -> None:
+        answers.append(line.number, entry)
+        on_answer(entry)
+
+    async def work(pending: Iterator[RequestLine]) -> None:
+        for line in pending:
+            url, body = requests.read(line)
+            reply = await _patiently(answer, url, body)
+            add(line, response_entry(requests, line, reply.status, reply.body))
+
+    for line in requests.lines:
+        if line.error is not None and line.number not in answers.answered:
+            add(line, error_entry(requests, line, line.error))
+    for group in requests.groups(answers.answered):
+        pending = iter(group)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(min(n_parallel, len(group))):
+                    tasks.create_task(work(pending))
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None  # the others were cancelled, or failed for the same reason
+
+
+async def _patiently(answer: Answer, url: str, body: bytes) -> Reply:
+    while (reply := await answer(url, body)).status in BUSY:
+        await asyncio.sleep(BUSY_RETRY_S)
+    return reply

@@ -27,17 +27,18 @@ from moegguf.atomic_write import write_atomically
 from moegguf.errors import BatchFileError, BusyError, StorageError, UnknownIdError
 from moegguf.serving.batch.answers import (
     NOT_EXECUTED,
+    Answer,
     Counts,
     Entry,
     Journal,
     Span,
+    answer_requests,
     error_entry,
     open_journal,
     storage_error,
 )
 from moegguf.serving.batch.files import FileStore
 from moegguf.serving.batch.requests import LineError, Requests, first_errors
-from moegguf.serving.batch.runner import Answer, answer_requests
 from moegguf.serving.clients import current_owner, is_visible
 
 log = logging.getLogger(__name__)

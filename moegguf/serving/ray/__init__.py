@@ -1,7 +1,7 @@
 """Models on several machines: a Ray Serve application of which each replica is a moegguf worker.
 
-Ray Serve starts, restarts, scales and addresses replicas; here is what a replica runs, what it reports, and which
-replica a request prefers. Promises: an answer comes from one replica, whole or with an error at its end; a preference
+Ray Serve starts, restarts, scales and addresses replicas; here is what a replica runs, and which replica a request
+prefers. Promises: an answer comes from one replica, whole or with an error at its end; a preference
 never keeps a request from a free replica. Does not know HTTP, and imports Ray only where a replica or a handle exists.
 """
 

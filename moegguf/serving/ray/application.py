@@ -12,11 +12,10 @@ from ray.serve.config import RequestRouterConfig
 
 from moegguf.errors import OptionError
 from moegguf.models.names import DEFAULT_TAG
-from moegguf.serving.ray.catalog import ConfiguredCatalog
-from moegguf.serving.ray.config import ModelConfig
+from moegguf.serving.ray.config import ConfiguredCatalog, ModelConfig
 from moegguf.serving.ray.manager import ReplicaManager
 from moegguf.serving.ray.replica import Replica
-from moegguf.serving.ray.router import REPORT_PERIOD_S, ConversationRouter
+from moegguf.serving.ray.router import ConversationRouter
 from moegguf.settings import read_settings
 
 # By name, as Ray takes applications and routers: HTTP lies above this package, and only the ingress replica needs it.
@@ -48,15 +47,17 @@ def _model(config: ModelConfig) -> serve.Application:
     actor = {"num_cpus": config.n_threads or 1, **config.ray_actor_options}
     if config.memory_bytes is not None:
         actor.setdefault("memory", config.memory_bytes)  # Ray then places no more replicas than fit a machine
+    default_parallel = read_settings().n_parallel
     try:
         found = serve.deployment(
             Replica,
             name=deployment_name(config.name),
-            max_ongoing_requests=config.ongoing_requests(read_settings().n_parallel),
+            max_ongoing_requests=config.ongoing_requests(default_parallel),
             max_queued_requests=config.max_queued_requests,
             ray_actor_options=actor,
             request_router_config=RequestRouterConfig(
-                request_router_class=ConversationRouter, request_routing_stats_period_s=REPORT_PERIOD_S
+                request_router_class=ConversationRouter,
+                request_router_kwargs={"n_sequences": config.n_parallel or default_parallel},
             ),
             **scaling,
         )

@@ -18,12 +18,16 @@ models:
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from moegguf.errors import ModelNameError, OptionError
+from moegguf.errors import ModelNameError, ModelNotFoundError, OptionError
+from moegguf.models.catalog import Catalog
+from moegguf.models.entry import ModelEntry
 from moegguf.models.names import parse_name
 from moegguf.options import MAX_CONTEXT_TOKENS, MAX_PARALLEL
 from moegguf.quantities import parse_expert_cache, parse_size
@@ -114,3 +118,33 @@ def _unknown(key: str, known: list[str]) -> OptionError:
     near = difflib.get_close_matches(key.rpartition(".")[2], known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}."
     return OptionError(f"unknown option {key!r:.80}; {hint}")
+
+
+class ConfiguredCatalog:
+    """Names of the config, with files of this machine. Thread-safe."""
+
+    def __init__(self, configs: Sequence[ModelConfig]) -> None:
+        self._configs = {config.name.lower(): config for config in configs}
+        self._files = Catalog(paths=True)  # the config's author may name any file
+
+    def find(self, name: str | os.PathLike[str], *, even_missing: bool = False) -> ModelEntry:
+        """The model of this name. Raises ModelNotFoundError, ModelNameError, and ModelFormatError."""
+        config = self._configs.get(parse_name(os.fspath(name)).key)
+        if config is None:
+            raise ModelNotFoundError(
+                f"there is no model named {os.fspath(name)!r:.200} in the config of this application; known are"
+                f" {', '.join(each.name for each in self._configs.values())}."
+            )
+        return replace(self._files.find(config.model, even_missing=even_missing), name=config.name)
+
+    def entries(self, prefix: str = "") -> list[ModelEntry]:
+        """Those whose names start with `prefix` (in any case), in the config's order."""
+        return [
+            self.find(config.name, even_missing=True)
+            for key, config in self._configs.items()
+            if key.startswith(prefix.lower())
+        ]
+
+    def modelfile(self, entry: ModelEntry) -> str:
+        """The Modelfile that makes the same model again."""
+        return self._files.modelfile(entry)

@@ -5,7 +5,6 @@ and Ray's errors to moegguf's.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
@@ -18,10 +17,10 @@ from moegguf.engine.stats import Stats
 from moegguf.errors import BusyError, OptionError, WorkerError
 from moegguf.generate.request import GenerationRequest
 from moegguf.models.entry import ModelEntry
-from moegguf.serving.events import Event, ExpertUses, LoadedModel, LoadedName, Snapshot
+from moegguf.serving.events import Event, LoadedModel, LoadedName
 from moegguf.serving.lease import Calls
-from moegguf.serving.ray.catalog import ConfiguredCatalog
-from moegguf.serving.ray.preference import Conversation, RoutingRequest, conversation_of
+from moegguf.serving.ray.config import ConfiguredCatalog
+from moegguf.serving.ray.preference import Conversation, conversation_of
 from moegguf.serving.ray.replica import Failure
 
 if TYPE_CHECKING:
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 STATUS_PERIOD_S = 5.0
 STATUS_TIMEOUT_S = 5.0
-MAX_CONVERSATIONS = 1024  # whose EAM is remembered; some KiB each
 
 
 class ReplicaManager:
@@ -43,7 +41,6 @@ class ReplicaManager:
     def __init__(self, catalog: ConfiguredCatalog, handles: Mapping[str, DeploymentHandle]) -> None:
         self._catalog = catalog
         self._handles = handles
-        self._eams: OrderedDict[str, ExpertUses] = OrderedDict()
         self._loaded: dict[str, LoadedModel] = {}
         self._updating: asyncio.Task[None]
 
@@ -61,13 +58,13 @@ class ReplicaManager:
         """The use of a model by one request; each call goes to a replica that suits it. Raises ModelNotFoundError,
         ModelNameError."""
         entry = await self._find(name)
-        yield ReplicaLease(entry, self._handles[entry.name], self)
+        yield ReplicaLease(entry, self._handles[entry.name])
 
     async def load(self, name: str | ModelEntry, *_: object, **__: object) -> LoadedModel:
         """The state of a model, which its replicas hold in memory. Raises BusyError while none does."""
         entry = await self._find(name)
         with ray_errors():
-            found: LoadedModel | None = await self._handles[entry.name].status.remote(RoutingRequest())
+            found: LoadedModel | None = await self._handles[entry.name].status.remote(Conversation())
         if found is None:
             raise BusyError(f"no replica has {entry.name!r} in memory; try again later.")
         return found
@@ -82,26 +79,6 @@ class ReplicaManager:
     def loaded(self) -> list[LoadedModel]:
         """The models that replicas hold, in the config's order: sums over their replicas, at most some seconds old."""
         return [self._loaded[name] for name in self._handles if name in self._loaded]
-
-    async def watch(self, name: str, per_s: float) -> AsyncGenerator[Snapshot]:
-        """Raises OptionError: replicas send no snapshots."""
-        raise OptionError(f"the experts of {name!r} cannot be watched through Ray; see /metrics of Ray's nodes.")
-        yield
-
-    def eam_of(self, conversation: Conversation) -> ExpertUses | None:
-        """The EAM of a conversation so far; None where it is not known."""
-        known = (
-            prefix.digest for prefix in reversed(conversation.prefixes) if prefix.n_bytes >= conversation.least_bytes
-        )
-        return next((self._eams[digest] for digest in known if digest in self._eams), None)
-
-    def remember(self, conversation: Conversation, eam: ExpertUses) -> None:
-        """Notes the EAM of a request for its conversation's next turn."""
-        if conversation.prefixes:
-            self._eams[conversation.prefixes[-1].digest] = eam
-            self._eams.move_to_end(conversation.prefixes[-1].digest)
-            while len(self._eams) > MAX_CONVERSATIONS:
-                self._eams.popitem(last=False)
 
     async def _find(self, name: str | ModelEntry) -> ModelEntry:
         return name if isinstance(name, ModelEntry) else await asyncio.to_thread(self._catalog.find, name)
@@ -144,27 +121,22 @@ class ReplicaLease(Calls):
 
     load_s = 0.0
 
-    def __init__(self, entry: ModelEntry, handle: DeploymentHandle, manager: ReplicaManager) -> None:
+    def __init__(self, entry: ModelEntry, handle: DeploymentHandle) -> None:
         self.entry = entry
         self._handle = handle
-        self._manager = manager
 
     async def answer(self, generation: GenerationRequest, *, stream: bool = True) -> AsyncGenerator[Event, None]:
         """The events of an answer. Closing it stops the answer. Raises what `Lease.answer` raises."""
         conversation = conversation_of(generation)
-        routing = RoutingRequest(conversation, self._manager.eam_of(conversation))
         is_repeated = False
         while True:
             has_events = False
-            items = self._handle.options(stream=True).answer.remote(routing, generation, stream)
+            items = self._handle.options(stream=True).answer.remote(conversation, generation, stream)
             try:
                 with ray_errors():
                     async for item in items:
                         has_events = True
-                        if isinstance(item, ExpertUses):
-                            self._manager.remember(conversation, item)
-                        else:
-                            yield checked(item)
+                        yield checked(item)
                 return
             except WorkerError:
                 if has_events or is_repeated:
@@ -178,7 +150,7 @@ class ReplicaLease(Calls):
         for last in (False, True):
             try:
                 with ray_errors():
-                    return checked(await self._handle.value.remote(RoutingRequest(), kind, fields))
+                    return checked(await self._handle.value.remote(Conversation(), kind, fields))
             except WorkerError:
                 if last:
                     raise

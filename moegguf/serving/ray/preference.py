@@ -1,29 +1,19 @@
-"""Which replica a request prefers: the one that holds its conversation, then the one whose experts fit, then the least
-loaded. Plain data and arithmetic; `router.py` asks Ray for the facts and tells it the answer.
+"""Which replica a request prefers: the one that holds its conversation, then the least loaded. Plain data and
+arithmetic; `router.py` asks Ray for the facts and tells it the answer.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from moegguf.generate.request import GenerationRequest
-from moegguf.serving.events import ExpertUses, Snapshot
 from moegguf.serving.wire import encode
 
 DIGEST_BYTES = 8
 FIRST_CUT_BYTES = 256  # within a message, hashes at this length and every doubling of it
-KEPT = 0.9  # of the recent use of experts, at each snapshot with any: half of it is of the last 7
 MAX_IMBALANCE = 4  # requests that a preferred replica may have more than the least loaded
-SIMILAR = 0.02  # cosines that differ by no more fit alike
-
-Counts = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -100,92 +90,26 @@ def _pieces(part: bytes) -> Iterator[bytes]:
     yield part[start:]
 
 
-def cosine(one: ExpertUses, other: ExpertUses) -> float | None:
-    """Between two EAMs, over all layers; None for those of other models, and of no use at all."""
-    if (one.n_layer, one.n_expert) != (other.n_layer, other.n_expert):
-        return None
-    a, b = (np.frombuffer(each.counts, np.uint8).astype(np.float32) for each in (one, other))
-    norms = float(np.linalg.norm(a) * np.linalg.norm(b))
-    return float(a @ b) / norms if norms else None
+Sequences = tuple[tuple[str, ...], ...]
+"""The prefixes of each sequence in a replica's KV cache, by what it was sent, oldest first."""
 
 
-class ExpertActivity:
-    """The recent use of experts by all requests of a replica together: `add` each snapshot."""
-
-    def __init__(self) -> None:
-        self._recent: Counts | None = None
-
-    def add(self, snapshot: Snapshot) -> None:
-        """Adds the uses since the previous snapshot."""
-        uses = np.frombuffer(snapshot.uses, np.uint8).astype(np.float32).reshape(-1, max(1, snapshot.n_expert))
-        if not uses.any():
-            return
-        fits = self._recent is not None and self._recent.shape == uses.shape
-        self._recent = self._recent * KEPT + uses if fits and self._recent is not None else uses
-
-    @property
-    def recent(self) -> ExpertUses | None:
-        """Recent use; None while there was none."""
-        return None if self._recent is None else ExpertUses.of(self._recent.tolist())
-
-
-@dataclass(frozen=True)
-class RoutingRequest:
-    """What is known of a request before it is computed. `eam`: the uses of experts (an EAM, MoE-Infinity, section 4.2)
-    of its conversation so far; None: nothing is known."""
-
-    conversation: Conversation = field(default_factory=Conversation)
-    eam: ExpertUses | None = None
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a replica holds. `sequences`: the prefixes of each sequence in its KV cache, oldest first, of `n_sequences`
-    that fit; `eam`: its recent use of experts, None while there was none."""
-
-    n_sequences: int = 1
-    sequences: tuple[tuple[str, ...], ...] = ()
-    eam: ExpertUses | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """The JSON that Ray Serve carries from `record_routing_stats` to every router."""
-        eam = self.eam and [self.eam.n_layer, self.eam.n_expert, base64.b64encode(self.eam.counts).decode()]
-        return {"n_sequences": self.n_sequences, "sequences": [list(each) for each in self.sequences], "eam": eam}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Report:
-        """The report in `data`; an empty one before the first."""
-        if not data:
-            return cls()
-        eam = data["eam"] and ExpertUses(data["eam"][0], data["eam"][1], base64.b64decode(data["eam"][2]))
-        return cls(data["n_sequences"], tuple(map(tuple, data["sequences"])), eam or None)
-
-    def after(self, later: Sequence[tuple[str, ...]]) -> Report:
-        """The report once the replica has also got the requests with the prefixes `later`: the oldest sequences make
-        room."""
-        sequences = list(self.sequences)
-        for prefixes in later:
-            # A turn takes the place of its conversation's earlier turns.
-            sequences = [each for each in sequences if not (each and each[-1] in prefixes)] + [prefixes]
-        return Report(self.n_sequences, tuple(sequences[-self.n_sequences :]), self.eam)
+def after(held: Sequences, conversation: Conversation, n_sequences: int) -> Sequences:
+    """What a replica with so many sequences holds once it has also got a request: the oldest make room."""
+    prefixes = tuple(prefix.digest for prefix in conversation.prefixes)
+    # A turn takes the place of its conversation's earlier turns.
+    return (*(each for each in held if each[-1] not in prefixes), prefixes)[-n_sequences:]
 
 
 @dataclass(frozen=True)
 class Candidate:
     """A replica: what it holds, and its requests (`queue`; None: not known yet, which counts as none)."""
 
-    report: Report = field(default_factory=Report)
+    held: Sequences = ()
     queue: int | None = None
 
 
-def computes_alone(generation: GenerationRequest) -> bool:
-    """Whether a replica computes the request without others, from an empty context which it leaves empty."""
-    contents = [message.get("content") for message in generation.messages or ()]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    return generation.sampling.exact or any(part.get("type") == "image" for part in parts)
-
-
-def rank(request: RoutingRequest, candidates: Sequence[Candidate]) -> list[list[int]]:
+def rank(conversation: Conversation, candidates: Sequence[Candidate]) -> list[list[int]]:
     """Indices into `candidates` in ranks, preferred ones first; each is in one rank. Within a rank the least loaded is
     taken, of equals the first, and the next rank where all are full.
 
@@ -194,29 +118,18 @@ def rank(request: RoutingRequest, candidates: Sequence[Candidate]) -> list[list[
     """
     least = min((each.queue or 0 for each in candidates), default=0)
     open_to = [i for i, each in enumerate(candidates) if (each.queue or 0) - least < MAX_IMBALANCE]
-    holders = _holders(request.conversation, candidates, open_to)
-    fitting = _fitting(request.eam, candidates, [i for i in open_to if i not in holders])
-    rest = [i for i in range(len(candidates)) if i not in holders and i not in fitting]
-    rest.sort(key=lambda i: len(candidates[i].report.sequences))  # a conversation's cache is not given up for another
-    return [found for found in (holders, fitting, rest) if found]
+    holders = _holders(conversation, candidates, open_to)
+    rest = [i for i in range(len(candidates)) if i not in holders]
+    rest.sort(key=lambda i: len(candidates[i].held))  # a conversation's cache is not given up for another
+    return [found for found in (holders, rest) if found]
 
 
 def _holders(conversation: Conversation, candidates: Sequence[Candidate], of: Sequence[int]) -> list[int]:
     """Those with the longest beginning of the conversation in their KV cache."""
-    shared = {i: _shared_bytes(conversation, candidates[i].report) for i in of}
+    shared = {i: _shared_bytes(conversation, candidates[i].held) for i in of}
     most = max(shared.values(), default=0)
     return [i for i in of if most > 0 and shared[i] == most]
 
 
-def _shared_bytes(conversation: Conversation, report: Report) -> int:
-    return max((conversation.shared_bytes(frozenset(each)) for each in report.sequences), default=0)
-
-
-def _fitting(eam: ExpertUses | None, candidates: Sequence[Candidate], of: Sequence[int]) -> list[int]:
-    """Those whose recent use of experts is closest to the request's. None of them where either is not known."""
-    if eam is None:
-        return []
-    reported = {i: report_eam for i in of if (report_eam := candidates[i].report.eam) is not None}
-    cosines = {i: found for i, other in reported.items() if (found := cosine(eam, other)) is not None}
-    best = max(cosines.values(), default=0.0)
-    return [i for i, found in cosines.items() if found >= best - SIMILAR]
+def _shared_bytes(conversation: Conversation, held: Sequences) -> int:
+    return max((conversation.shared_bytes(frozenset(each)) for each in held), default=0)

@@ -5,10 +5,9 @@ Errors travel as values (`Failure`): Ray would wrap them, and their classes with
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,15 +16,13 @@ from ray.serve import metrics
 from moegguf.engine.stats import Stats
 from moegguf.errors import MoeggufError
 from moegguf.generate.request import GenerationRequest
-from moegguf.serving.events import Done, Event, LoadedModel, LoadOverrides
+from moegguf.serving.events import Event, LoadedModel, LoadOverrides
 from moegguf.serving.model_manager import ModelManager
-from moegguf.serving.ray.catalog import ConfiguredCatalog
-from moegguf.serving.ray.config import MAX_REQUESTS, ModelConfig
-from moegguf.serving.ray.preference import ExpertActivity, Report, RoutingRequest, computes_alone
+from moegguf.serving.ray.config import MAX_REQUESTS, ConfiguredCatalog, ModelConfig
+from moegguf.serving.ray.preference import Conversation
 from moegguf.serving.wire import Message, build_error, encode_error
 from moegguf.settings import read_settings
 
-SNAPSHOTS_PER_S = 4.0
 COUNTERS: Mapping[str, str] = {
     "tokens": "Tokens computed, of prompts and answers.",
     "lookups": "Distinct experts that a layer needed in a pass.",
@@ -70,91 +67,54 @@ class Replica:
         )  # fmt: skip
         self._name = config.name
         self._overrides = LoadOverrides(config.n_ctx, None, config.n_threads, config.expert_cache)
-        self._activity = ExpertActivity()
-        self._pid = 0
         self._counters = {name: counter(name, text, config.name) for name, text in COUNTERS.items()}
         self._counted = Stats()
         self._manager = ModelManager(catalog, settings)
         loaded = await self._manager.load(self._name, self._overrides)
-        self._pid, self._held = loaded.pid, Report(loaded.n_parallel)
-        self._watching = asyncio.create_task(self._watch())
+        self._pid = loaded.pid
 
     async def __del__(self) -> None:
         """Called by Ray Serve at the end of the replica."""
-        self._watching.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._watching
         await self._manager.__aexit__()
 
     async def answer(
-        self, routing: RoutingRequest, generation: GenerationRequest, stream: bool
+        self, conversation: Conversation, generation: GenerationRequest, stream: bool
     ) -> AsyncGenerator[Item]:
         """The items of an answer. Closing it stops the answer within a token."""
         try:
             async with (
                 self._manager.lease(self._name, self._overrides) as lease,
-                aclosing(lease.answer(generation, stream=stream, expert_uses=True)) as events,
+                aclosing(lease.answer(generation, stream=stream)) as events,
             ):
                 async for event in events:
-                    if isinstance(event, Done):
-                        self._hold(routing, generation, event)
                     yield event
         except MoeggufError as error:
             yield Failure.of(error)
+        finally:
+            self._export_counters()
 
-    def _hold(self, routing: RoutingRequest, generation: GenerationRequest, done: Done) -> None:
-        """Notes what the KV cache holds after an answer: not a prompt of which parts were left out. What is computed
-        alone empties a cache of several sequences."""
-        self._forget_after_restart()
-        if self._held.n_sequences > 1 and computes_alone(generation):
-            self._held = Report(self._held.n_sequences)
-            return
-        timing = done.timing
-        prefixes = tuple(prefix.digest for prefix in routing.conversation.prefixes)
-        if timing.cut_messages or timing.cut_tokens or timing.n_shifts:
-            prefixes = ()
-        self._held = self._held.after([prefixes])
-
-    async def value(self, routing: RoutingRequest, kind: str, fields: Mapping[str, Any]) -> Any:
+    async def value(self, conversation: Conversation, kind: str, fields: Mapping[str, Any]) -> Any:
         """The value of a request (`Calls.value`); or a `Failure`."""
-        is_embedding = kind == "embed"
         try:
-            async with self._manager.lease(self._name, self._overrides, will_answer=is_embedding) as lease:
-                found = await lease.value(kind, **fields)
+            async with self._manager.lease(self._name, self._overrides, will_answer=kind == "embed") as lease:
+                return await lease.value(kind, **fields)
         except MoeggufError as error:
             return Failure.of(error)
-        if is_embedding:
-            self._held = Report(self._held.n_sequences)  # the texts took the place of a conversation
-        return found
+        finally:
+            self._export_counters()
 
-    async def status(self, routing: RoutingRequest = RoutingRequest()) -> LoadedModel | None:
+    async def status(self, conversation: Conversation = Conversation()) -> LoadedModel | None:
         """The model in memory; None while it is not, after its worker has ended."""
         return next(iter(self._manager.loaded()), None)
 
-    async def record_routing_stats(self) -> dict[str, Any]:
-        """Called by Ray Serve: a `Report`, which it brings to every router."""
-        self._forget_after_restart()
-        self._export_counters()
-        return replace(self._held, eam=self._activity.recent).as_json()
-
-    def _forget_after_restart(self) -> None:
-        """A worker that has ended has taken its KV cache with it."""
-        pid = next((model.pid for model in self._manager.loaded()), 0)
-        if pid != self._pid:
-            self._pid, self._counted = pid, Stats()
-            self._held = Report(self._held.n_sequences)
-
     def _export_counters(self) -> None:
         for model in self._manager.loaded():
+            if model.pid != self._pid:  # the worker before it has ended
+                self._pid, self._counted = model.pid, Stats()
             new, self._counted = model.stats - self._counted, model.stats
             for name, counter in self._counters.items():
                 if (count := getattr(new, name)) > 0:
                     counter.inc(count)
-
-    async def _watch(self) -> None:
-        async with aclosing(self._manager.watch(self._name, SNAPSHOTS_PER_S)) as snapshots:
-            async for snapshot in snapshots:
-                self._activity.add(snapshot)
 
 
 def counter(name: str, text: str, model: str) -> metrics.Counter:

@@ -9,7 +9,6 @@ from functools import partial
 from moegguf.controller.predictors.base import NoPrediction
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.strategies import STRATEGIES
-from moegguf.controller.token_scheduler import PATHS
 from moegguf.trace.analysis import ALL, Progress, Row, no_progress, step_reporter
 from moegguf.trace.belady import BELADY
 from moegguf.trace.simulate import Simulation, slots_of
@@ -21,6 +20,7 @@ from predictors.study.report.tables import PolicyTable, Recovery, Report, Schedu
 from predictors.study.reuse import reuse
 from predictors.study.scheduling import compare
 from predictors.study.score import score_named
+from predictors.study.token_scheduler import PATHS
 
 LINKS_GB_PER_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 STALL_SHARE = 0.25  # share of all experts in the pool when stalls are compared

@@ -13,8 +13,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moegguf.chat.model import RemoteAnswer
-from moegguf.cli.client import Client, Json, ServerError
+from moegguf.chat.answers import RemoteAnswer
+from moegguf.chat.client import Client, Json, ServerError
 from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
 from moegguf.generate.images import images_of, text_of
 from moegguf.generate.request import Delta, Message, PromptProgress, Timing
@@ -93,13 +93,10 @@ class ServedNames:
         """Stores a new model in the server."""
         self._client.post("/api/create", {"model": name, "from": recipe.from_, **recipe.overrides})
 
-    def modelfile(self, entry: NamedModel) -> str:
-        """The Modelfile that makes the model there."""
-        return str(self.show(entry.name)["modelfile"])
-
 
 class ServedModel:
-    """A `moegguf.chat.model.ChatModel` in a server, which keeps it for `keep_alive` after an answer. `entry`: its name.
+    """A model in a server, with the methods of `LocalModel`. The server keeps it for `keep_alive` after an answer.
+    `entry`: its name.
 
     The server loads it for the first answer; `load` only does so earlier.
     """
@@ -207,6 +204,10 @@ class ServedModel:
             "capabilities": ", ".join(self._shown["capabilities"]),
         }
         print_message("\n".join(f"  {name:<16}{value}" for name, value in rows.items()))
+
+    def modelfile(self) -> str:
+        """The Modelfile that makes the model there."""
+        return str(self.names.show(self.entry.name)["modelfile"])
 
     def template(self) -> str:
         """The prompt template."""

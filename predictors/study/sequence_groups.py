@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,12 +12,15 @@ import numpy.typing as npt
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.forecast import statuses
 from moegguf.controller.shape import MoeShape
-from moegguf.controller.token_scheduler import RecentPaths, RoutingPaths, TokenScheduler, make_paths
 from moegguf.engine.listeners import RoutingListener
+from moegguf.engine.llama import Llama
 from moegguf.engine.session import Session
 from moegguf.errors import OptionError
+from moegguf.generate.answer import BatchedAnswer
+from moegguf.generate.kv_slots import Schedule, Step
 from moegguf.native.events import RoutingEvent
 from moegguf.native.store import ListenOptions
+from predictors.study.token_scheduler import RecentPaths, RoutingPaths, TokenScheduler, make_paths
 
 N_GROUPS = 2  # the paper's dual batch: while one computes, the other's experts are fetched
 
@@ -97,6 +100,34 @@ class SequenceGroups(RoutingListener):
         if likely is None:
             return None
         return statuses(likely[np.newaxis], self._shape.n_expert_used * len(group))[0] & (likely >= 0.5)
+
+
+class ExpertFlow:
+    """A schedule for `Engine`: one group of the sequences that decode computes (`SequenceGroups`); prompts take part in
+    every step."""
+
+    @classmethod
+    def of(cls, llm: Llama) -> Schedule | None:
+        """The schedule for a model; None for one whose experts are all in memory, which gains nothing by smaller
+        steps."""
+        return None if llm.session is None or llm.plan.resident else cls(SequenceGroups(llm.session))
+
+    def __init__(self, groups: SequenceGroups) -> None:
+        self._groups = groups
+
+    def choose(self, running: Sequence[BatchedAnswer]) -> Sequence[BatchedAnswer]:
+        """Those of `running` that compute next."""
+        decoding = [answer for answer in running if answer.decodes]
+        tokens = {answer.number: NextToken(answer.context[-1], len(answer.context)) for answer in decoding}
+        group = set(self._groups.next_group(tokens))
+        return [answer for answer in running if answer.number in group or answer.number not in tokens]
+
+    def ran(self, step: Step) -> None:
+        """Nothing depends on it."""
+
+    def close(self) -> None:
+        """Listens to the model no longer, until it is asked again."""
+        self._groups.close()
 
 
 def best_paths(session: Session) -> RoutingPaths:

@@ -1,0 +1,68 @@
+"""Answers of a model in another process: of a worker of this program, or of a running server."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Mapping
+from typing import Any
+
+from moegguf.generate.request import Delta, OnProgress, PromptProgress, Timing
+
+POLL_S = 0.1  # a signal that another thread receives does not interrupt queue.get()
+
+
+class RemoteAnswer(ABC):
+    """One answer, whose parts arrive on another thread (in `_parts`, then `_end`); `deltas` gives them to the main
+    thread, which Ctrl-C can then interrupt.
+
+    `timing` and `decisions` (`Llama.decisions`) are complete when it has ended. `load_s`: of a load before it.
+    """
+
+    def __init__(self, load_s: float = 0.0) -> None:
+        self.timing = Timing(finish="cancelled")
+        self.decisions: Mapping[str, Any] = {}
+        self.load_s = load_s
+        self._parts: queue.SimpleQueue[Delta | PromptProgress | BaseException | None] = queue.SimpleQueue()
+        self._ended = threading.Event()
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Has the other process compute it."""
+
+    @abstractmethod
+    def _stop(self) -> None:
+        """Has the other process end it."""
+
+    def cancel(self, timeout_s: float) -> bool:
+        """Ends the answer, from any thread; False when it has not ended after `timeout_s`."""
+        self._stop()
+        return self._ended.wait(timeout_s)
+
+    def deltas(self, on_progress: OnProgress) -> Generator[Delta, None, None]:
+        """The parts of the answer as they arrive; iterate once. Ending the loop early cancels the answer."""
+        try:
+            self._begin()
+            while (part := self._next()) is not None:
+                if isinstance(part, BaseException):
+                    raise part
+                if isinstance(part, PromptProgress):
+                    on_progress(part)
+                else:
+                    yield part
+        finally:
+            if not self._ended.is_set():
+                self._stop()
+
+    def _next(self) -> Delta | PromptProgress | BaseException | None:
+        while True:
+            try:
+                return self._parts.get(timeout=POLL_S)
+            except queue.Empty:
+                continue
+
+    def _end(self, error: BaseException | None = None) -> None:
+        """Ends the deltas, with an error if there is one; a second call has no effect."""
+        self._ended.set()
+        self._parts.put(error)
