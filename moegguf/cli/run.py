@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moegguf.cli.options import OFTEN, Command, Flag, Given, complete_model, flags, hub_name
+from moegguf.errors import OptionError
 from moegguf.options import MODEL, OPTIONS, OUTPUT
 from moegguf.terminal.loading import find_or_pull, parse_format, parse_think
 from moegguf.terminal.messages import EXIT_INTERRUPTED, print_message
@@ -126,6 +127,18 @@ PARAMETERS = {"n_ctx": "num_ctx", "n_threads": "num_thread"}
 """{keyword of `Llama`: the parameter of a model's name, and of a request, that sets it}"""
 
 
+def check_strategy(name: str | None) -> None:
+    """Raises BadParameter for no strategy's name: its old flag, --system, is taken for the system message."""
+    if name is None:
+        return
+    from moegguf.controller.strategies import find_strategy
+
+    try:
+        find_strategy(name)
+    except OptionError as error:
+        raise typer.BadParameter(f"{error} The system message is --system-prompt.", param_hint="--strategy") from None
+
+
 class RunCommand(Command):
     """Accepts `--think` without a value."""
 
@@ -162,6 +175,7 @@ def model_and_words(
 @flags(*(name for name, option in OPTIONS.items() if option.flags and option.scope in ("load", "request")), own=FLAGS)
 def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chosen: Any) -> int:
     """Answer PROMPT on stdout; without one, chat. A running server that has the model answers."""
+    check_strategy(given.get("strategy"))
     if given.get("num_predict") == 0:
         raise typer.BadParameter("0 tokens are no answer; give 1 or more, or -1.", param_hint="--max-tokens")
     name, words = model_and_words(model, prompt or [], chosen["model_file"], chosen["hub_model"])

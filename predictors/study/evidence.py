@@ -185,7 +185,7 @@ def link(paper: str, trace: Path, options: Sequence[str]) -> str:
     times, expert_bytes = LINKS[paper], read(trace).shape.expert_bytes
     flags = ["--link", f"{expert_bytes / times.expert_us / 1e3:.6f}", "--layer-compute", f"{times.layer_us:g}"]
     command = [sys.executable, "-m", "moegguf.cli.app", "trace", "simulate", str(trace), *options, *flags, "--json"]
-    if not {"--strategy", "--policy"} & set(options):
+    if not {"--strategy", "--system", "--policy"} & set(options):
         command += ["--strategy", "all"]
     rows = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
     return f"{times.source}\n\n{link_table(rows)}"

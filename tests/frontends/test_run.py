@@ -164,10 +164,10 @@ def echo(*arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_system_message_with_ollama_s_name_is_told_its_flag() -> None:
+def test_a_system_message_where_a_strategy_belongs_is_told_its_flag() -> None:
     done = echo("messages", "--system", "Be brief.")
     assert done.returncode == 2
-    assert "no such option: --system" in done.stderr and "--system-prompt" in done.stderr
+    assert "no strategy 'Be brief.'" in " ".join(done.stderr.split()) and "--system-prompt" in done.stderr
 
 
 def test_a_system_message_comes_first() -> None:
