@@ -163,10 +163,7 @@ class FakeManager:
                 self.there.pop(entry.name, None)
 
     async def load(
-        self,
-        name: str,
-        overrides: LoadOverrides = LoadOverrides(),
-        keep_alive_s: float | None = None,
+        self, name: str, overrides: LoadOverrides = LoadOverrides(), keep_alive_s: float | None = None
     ) -> LoadedModel:
         async with self.lease(name, overrides, keep_alive_s, will_answer=False) as lease:
             return lease.loaded
