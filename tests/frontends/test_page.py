@@ -173,12 +173,7 @@ async def test_a_snapshot_has_its_model_and_bytes_in_base64() -> None:
         manager.feed("demo:latest").put_nowait(SNAPSHOT)
         line = await next_snapshot(lines)
     assert base64.b64decode(line["state"]) == SNAPSHOT.state and base64.b64decode(line["uses"]) == SNAPSHOT.uses
-    assert (line["model"], line["layers"], line["n_expert"], line["tokens_per_s"]) == (
-        "demo:latest",
-        [0, 2],
-        3,
-        12.5,
-    )
+    assert (line["model"], line["layers"], line["n_expert"], line["tokens_per_s"]) == ("demo:latest", [0, 2], 3, 12.5)
     assert line["stats"]["hit_rate"] == 0.9
     assert line["loaded"]["queue"] == 0 and "plan" not in line["loaded"]
 
