@@ -32,7 +32,7 @@ LIMITS = {
     "moegguf/terminal": 1_730,
     "moegguf/trace": 2_100,
     "predictors": 7_690,
-    "tests": 43_760,
+    "tests": 42_870,
     "tools": 5_800,
 }
 
