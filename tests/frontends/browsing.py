@@ -32,3 +32,9 @@ def ask(page: Any, text: str) -> None:
 def ended(page: Any) -> None:
     page.wait_for_selector("#send:not([hidden])")
     page.wait_for_selector(".writing", state="detached")
+
+
+def answered(page: Any, text: str) -> None:
+    """Asks, and waits for the end of the answer."""
+    ask(page, text)
+    ended(page)

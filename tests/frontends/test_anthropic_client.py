@@ -67,14 +67,6 @@ def test_a_trailing_assistant_message_is_continued(client: anthropic.Anthropic, 
     assert text_of(found) and not text_of(found).startswith(begun)
 
 
-def test_stop_reasons(client: anthropic.Anthropic, whole: Message) -> None:
-    assert client.messages.create(**{**ASKED, "max_tokens": 3}).stop_reason == "max_tokens"
-    word = text_of(whole).split()[4]
-    stopped = client.messages.create(**ASKED, stop_sequences=["never said", word])
-    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", word)
-    assert text_of(stopped) == text_of(whole).partition(word)[0]
-
-
 @pytest.mark.parametrize("choice", [{"type": "tool", "name": "weather"}, {"type": "any"}])
 def test_a_round_trip_of_tools(client: anthropic.Anthropic, choice: Any) -> None:
     asked: Any = {**ASKED, "model": "tools", "tools": TOOLS, "max_tokens": 200}

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 from chat_terminal import ANSWER, QUESTION, demo_chat
 from command_line import TinyModel
-from terminal import Terminal, control
+from terminal import control
 
 
 def figure(text: str, label: str) -> int:
@@ -107,12 +107,8 @@ def test_another_model_is_loaded_or_the_present_one_stays(tmp_path: Path, tiny: 
         assert "Loading model" in said
         assert "of 64 experts" in said
         assert "There is no message to answer again." in chat.ask("/regen")
-        assert ANSWER in answer_of(chat, "/load demo")
-
-
-def answer_of(chat: Terminal, load: str) -> str:
-    chat.ask(load)
-    return chat.ask(QUESTION).replace("\n", " ")
+        chat.ask("/load demo")
+        assert ANSWER in chat.ask(QUESTION).replace("\n", " ")
 
 
 def test_a_session_is_saved_as_a_model_and_loaded_again(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import re
 import signal
 import stat
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,78 +18,76 @@ from terminal import ENTER, Terminal, control
 SMALL_ECHO = f"{sys.executable} {ECHO} run demo -t 1 -c 512 --expert-cache 50%"
 
 
+@pytest.fixture
+def chat(tmp_path: Path) -> Iterator[Terminal]:
+    """A chat that waits for a message; its history lies in the test's folder."""
+    with echo_chat(tmp_path) as terminal:
+        terminal.prompt()
+        yield terminal
+
+
 def history(home: Path) -> list[str]:
     lines = (home / "history").read_text().splitlines()
     return [line[1:] for line in lines if line.startswith("+")]
 
 
-def test_three_quotes_make_one_message_of_many_lines(tmp_path: Path) -> None:
-    with echo_chat(tmp_path) as chat:
-        chat.prompt()
-        chat.send('"""messages one' + ENTER)
-        chat.wait(lambda: chat.line == "...", "the second line")
-        chat.send("two" + ENTER + 'three"""' + ENTER)
-        chat.expect("[user: messages one")
-        chat.prompt()
-        assert "... two" in chat.text
-        assert "[user: messages one\ntwo\nthree]" in chat.text
+def test_three_quotes_make_one_message_of_many_lines(chat: Terminal) -> None:
+    chat.send('"""messages one' + ENTER)
+    chat.wait(lambda: chat.line == "...", "the second line")
+    chat.send("two" + ENTER + 'three"""' + ENTER)
+    chat.expect("[user: messages one")
+    chat.prompt()
+    assert "... two" in chat.text
+    assert "[user: messages one\ntwo\nthree]" in chat.text
 
 
-def test_ctrl_j_and_a_paste_begin_lines_and_only_enter_sends(tmp_path: Path) -> None:
-    with echo_chat(tmp_path) as chat:
-        chat.prompt()
-        chat.type("messages a")
-        chat.send(control("j"))
-        chat.wait(lambda: chat.line == "...", "the second line")
-        chat.send("b" + ENTER)
-        chat.expect("[user: messages a")
-        chat.prompt()
-        assert "[user: messages a\nb]" in chat.text
-        chat.paste("messages 1\n/bye\n3\n")
-        chat.wait(lambda: "... 3" in chat.text, "what was pasted")
-        assert "[user: messages 1" not in chat.text
-        chat.send(ENTER)
-        chat.expect("[user: messages 1")
-        chat.prompt()
-        assert "[user: messages 1\n/bye\n3\n]" in chat.text
+def test_ctrl_j_and_a_paste_begin_lines_and_only_enter_sends(chat: Terminal) -> None:
+    chat.type("messages a")
+    chat.send(control("j"))
+    chat.wait(lambda: chat.line == "...", "the second line")
+    chat.send("b" + ENTER)
+    chat.expect("[user: messages a")
+    chat.prompt()
+    assert "[user: messages a\nb]" in chat.text
+    chat.paste("messages 1\n/bye\n3\n")
+    chat.wait(lambda: "... 3" in chat.text, "what was pasted")
+    assert "[user: messages 1" not in chat.text
+    chat.send(ENTER)
+    chat.expect("[user: messages 1")
+    chat.prompt()
+    assert "[user: messages 1\n/bye\n3\n]" in chat.text
 
 
-def test_a_command_in_three_quotes_is_a_message(tmp_path: Path) -> None:
-    with echo_chat(tmp_path) as chat:
-        chat.prompt()
-        assert "\n/bye is said" in chat.ask('"""/bye is said"""')
+def test_a_command_in_three_quotes_is_a_message(chat: Terminal) -> None:
+    assert "\n/bye is said" in chat.ask('"""/bye is said"""')
 
 
-def test_ctrl_c_stops_the_answer_only_and_keeps_what_was_written(tmp_path: Path) -> None:
-    with echo_chat(tmp_path) as chat:
-        chat.prompt()
-        chat.enter("slowly tick")
-        chat.expect("tick tick tick")
-        chat.send(control("c"))
-        chat.prompt()
-        said = chat.ask("messages")
-        assert re.search(r"\[user: slowly tick\] \[assistant: (tick\s)+\]", said)
-        chat.send(control("c"))
-        chat.expect("Use Ctrl + d or /bye to exit.")
-        chat.prompt()
-        chat.type("never sent")
-        chat.send(control("c"))
-        chat.prompt()
-        assert "never sent" not in chat.ask("messages")
-        chat.send(control("d"))
-        assert chat.exit_code() == 0
+def test_ctrl_c_stops_the_answer_only_and_keeps_what_was_written(chat: Terminal) -> None:
+    chat.enter("slowly tick")
+    chat.expect("tick tick tick")
+    chat.send(control("c"))
+    chat.prompt()
+    said = chat.ask("messages")
+    assert re.search(r"\[user: slowly tick\] \[assistant: (tick\s)+\]", said)
+    chat.send(control("c"))
+    chat.expect("Use Ctrl + d or /bye to exit.")
+    chat.prompt()
+    chat.type("never sent")
+    chat.send(control("c"))
+    chat.prompt()
+    assert "never sent" not in chat.ask("messages")
+    chat.send(control("d"))
+    assert chat.exit_code() == 0
 
 
-def test_a_second_ctrl_c_ends_a_chat_that_cannot_stop_its_model(tmp_path: Path) -> None:
-    with echo_chat(tmp_path) as chat:
-        chat.prompt()
-        chat.enter("stubborn mule")
-        chat.expect("mule mule")
-        chat.send(control("c"))
-        chat.expect("stopping after the current pass")
-        chat.send(control("c"))
-        assert chat.exit_code() == 130
-        assert history(tmp_path) == ["stubborn mule"]
+def test_a_second_ctrl_c_ends_a_chat_that_cannot_stop_its_model(chat: Terminal, tmp_path: Path) -> None:
+    chat.enter("stubborn mule")
+    chat.expect("mule mule")
+    chat.send(control("c"))
+    chat.expect("stopping after the current pass")
+    chat.send(control("c"))
+    assert chat.exit_code() == 130
+    assert history(tmp_path) == ["stubborn mule"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -105,16 +104,14 @@ def test_a_signal_ends_the_chat_and_leaves_the_terminal_as_it_was(tmp_path: Path
         assert modes[0] == modes[1] and "icanon" in modes[1]
 
 
-def test_input_during_an_answer_goes_to_the_next_prompt(tmp_path: Path) -> None:
-    with echo_chat(tmp_path) as chat:
-        chat.prompt()
-        chat.enter("slowly tock")
-        chat.expect("tock tock")
-        chat.send("typed ahead" + ENTER + control("c"))
-        chat.expect(">>> typed ahead")
-        chat.prompt()
-        assert "tock typed" not in chat.text
-        assert "\ntyped ahead" in chat.text
+def test_input_during_an_answer_goes_to_the_next_prompt(chat: Terminal) -> None:
+    chat.enter("slowly tock")
+    chat.expect("tock tock")
+    chat.send("typed ahead" + ENTER + control("c"))
+    chat.expect(">>> typed ahead")
+    chat.prompt()
+    assert "tock typed" not in chat.text
+    assert "\ntyped ahead" in chat.text
 
 
 def test_the_editor_writes_the_message(tmp_path: Path) -> None:
@@ -131,21 +128,19 @@ def test_the_editor_writes_the_message(tmp_path: Path) -> None:
         chat.prompt()
 
 
-def test_keys_that_move_and_delete(tmp_path: Path) -> None:
-    with echo_chat(tmp_path) as chat:
-        chat.prompt()
-        chat.type("one two three")
-        chat.send(control("w") + "x" + control("a") + "0" + control("e") + "y" + "\x1bb" + control("k"))
-        chat.send("z" + control("b") + control("f") + ENTER)
-        chat.expect("0one two z")
-        chat.prompt()
-        chat.type("gone")
-        chat.send(control("u") + "kept" + control("l"))
-        chat.wait(lambda: chat.screen.cursor.y == 0 and chat.line == ">>> kept", "an empty screen")
-        chat.send(control("u") + control("p"))
-        chat.wait(lambda: chat.line == ">>> 0one two z", "the message before")
-        chat.send(control("n"))
-        chat.prompt()
+def test_keys_that_move_and_delete(chat: Terminal) -> None:
+    chat.type("one two three")
+    chat.send(control("w") + "x" + control("a") + "0" + control("e") + "y" + "\x1bb" + control("k"))
+    chat.send("z" + control("b") + control("f") + ENTER)
+    chat.expect("0one two z")
+    chat.prompt()
+    chat.type("gone")
+    chat.send(control("u") + "kept" + control("l"))
+    chat.wait(lambda: chat.screen.cursor.y == 0 and chat.line == ">>> kept", "an empty screen")
+    chat.send(control("u") + control("p"))
+    chat.wait(lambda: chat.line == ">>> 0one two z", "the message before")
+    chat.send(control("n"))
+    chat.prompt()
 
 
 def test_ctrl_z_suspends_and_fg_resumes(tmp_path: Path) -> None:
@@ -214,14 +209,12 @@ def test_nowordwrap_leaves_wrapping_to_the_terminal(tmp_path: Path) -> None:
         chat.prompt()
 
 
-def test_thinking_is_grey_and_apart(tmp_path: Path) -> None:
-    with echo_chat(tmp_path) as chat:
-        chat.prompt()
-        said = chat.ask("think: deep thought|the answer")
-        assert re.search(r"Thinking\.\.\.\ndeep thought\n\.\.\.done thinking\.\n\nthe answer", said)
-        assert chat.colour_of("...done") != "default"
-        chat.ask("/set nowordwrap")
-        assert "42" in chat.ask("think: hmm|42")
+def test_thinking_is_grey_and_apart(chat: Terminal) -> None:
+    said = chat.ask("think: deep thought|the answer")
+    assert re.search(r"Thinking\.\.\.\ndeep thought\n\.\.\.done thinking\.\n\nthe answer", said)
+    assert chat.colour_of("...done") != "default"
+    chat.ask("/set nowordwrap")
+    assert "42" in chat.ask("think: hmm|42")
 
 
 def test_no_color_disables_colours(tmp_path: Path) -> None:
@@ -232,22 +225,18 @@ def test_no_color_disables_colours(tmp_path: Path) -> None:
         assert not re.search(rb"\x1b\[[0-9;]*\b(3[0-7]|9[0-7]|38;5;\d+)m", chat.raw)
 
 
-def test_control_characters_of_a_model_do_not_reach_the_terminal(tmp_path: Path) -> None:
-    with echo_chat(tmp_path) as chat:
-        chat.prompt()
-        chat.paste("a\x1b[31mb\x07c")
-        chat.send(ENTER)
-        chat.expect("a␛[31mb␇c")
-        chat.prompt()
+def test_control_characters_of_a_model_do_not_reach_the_terminal(chat: Terminal) -> None:
+    chat.paste("a\x1b[31mb\x07c")
+    chat.send(ENTER)
+    chat.expect("a␛[31mb␇c")
+    chat.prompt()
 
 
-def test_tab_completes_commands(tmp_path: Path) -> None:
-    with echo_chat(tmp_path) as chat:
-        chat.prompt()
-        chat.send("/exp\t")
-        chat.wait(lambda: chat.line == ">>> /experts", "the whole command")
-        chat.send(ENTER)
-        chat.expect("This model has no experts.")
+def test_tab_completes_commands(chat: Terminal) -> None:
+    chat.send("/exp\t")
+    chat.wait(lambda: chat.line == ">>> /experts", "the whole command")
+    chat.send(ENTER)
+    chat.expect("This model has no experts.")
 
 
 def test_a_dumb_terminal_works(tmp_path: Path) -> None:

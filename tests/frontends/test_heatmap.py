@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from moegguf.terminal.heatmap import LEGEND, group_size, heatmap, legend, tiers_line
 
-NONE = np.zeros((2, 6), np.uint8)
 STATE = np.array([[0, 1, 2, 2, 2, 0], [0, 0, 0, 0, 0, 0]], np.uint8)
 USES = np.array([[0, 0, 0, 9, 9, 9], [0, 0, 0, 0, 0, 1]], np.uint32)
 LOADS = np.array([[0, 0, 0, 0, 1, 1], [0, 0, 0, 0, 0, 0]], np.uint32)
@@ -62,18 +60,6 @@ def test_the_legend_names_every_letter_and_fits(width: int) -> None:
     lines = legend(width).plain.split("\n")
     assert all(letters in "".join(lines) and meaning in "".join(lines) for letters, meaning in LEGEND)
     assert max(map(len, lines)) <= max(width, 25)
-
-
-def test_no_color_disables_colours() -> None:
-    def drawn(**options: object) -> str:
-        console = Console(force_terminal=True, color_system="standard", width=80, **options)  # type: ignore[arg-type]
-        with console.capture() as captured:
-            console.print(heatmap(STATE, USES, LOADS, [0, 1], width=80))
-        return captured.get()
-
-    assert "\x1b[" in drawn()
-    assert "·~▒█+○" in drawn(no_color=True).replace("\x1b[0m", "")
-    assert "\x1b[3" not in drawn(no_color=True)
 
 
 def test_experts_in_vram_and_in_ram_have_letters_of_their_own() -> None:

@@ -24,10 +24,6 @@ def test_real_statistics_add_up(server: Server) -> None:
     assert second["prompt_eval_count"] > first["prompt_eval_count"] + first["eval_count"] - 3
 
 
-def tool(name: str) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
-
-
 def in_memory(server: Server) -> dict[str, Any]:
     return {model["name"]: model for model in server.call("/api/ps").json["models"]}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import ollama
@@ -89,7 +88,7 @@ def test_copy_create_show_and_delete(client: ollama.Client) -> None:
     assert caught.value.status_code == 404 and "model 'twin' not found" in caught.value.error
 
 
-def test_a_model_is_made_from_an_uploaded_file(client: ollama.Client, tiny: type, tmp_path: Path) -> None:
+def test_a_model_is_made_from_an_uploaded_file(client: ollama.Client, tiny: type) -> None:
     path = tiny("tiny-qwen2moe")
     digest = client.create_blob(path)
     assert digest == f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"

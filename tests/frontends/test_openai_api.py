@@ -35,17 +35,6 @@ def chat(http: httpx.Client) -> Post:
     return lambda **fields: http.post("/v1/chat/completions", json={"model": "demo", "messages": HI, **fields})
 
 
-def test_the_clients_own_helper_follows_a_stream_of_calls(client: openai.OpenAI, manager: FakeManager) -> None:
-    calls = (ToolCall("c1", "weather", {"city": "Oslo"}), ToolCall("c2", "weather", {}))
-    manager.script = (Delta(thinking="hm"), Delta(tool_calls=calls))
-    weather: Any = {"type": "function", "function": FUNCTIONS[0]}
-    with client.chat.completions.stream(model="able", messages=HI, tools=[weather]) as stream:
-        final = stream.get_final_completion()
-    made = [(call.id, call.function.arguments) for call in final.choices[0].message.tool_calls or ()]
-    assert made == [("c1", '{"city": "Oslo"}'), ("c2", "{}")]
-    assert manager.requests[0].tools == (weather,)
-
-
 @pytest.mark.parametrize(
     ("error", "tries"), [(AllocationError("no room"), 1), (BudgetError("x"), 1), (WorkerError("x"), 3)]
 )
@@ -75,7 +64,7 @@ def test_metrics_count_answers(http: httpx.Client, chat: Post, manager: FakeMana
 
 
 def test_a_client_that_leaves_does_not_wait_for_the_text_of_its_tokens(
-    http: httpx.Client, manager: FakeManager, monkeypatch: pytest.MonkeyPatch
+    http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, cancelled = threading.Event(), threading.Event()
 

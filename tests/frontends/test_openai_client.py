@@ -10,7 +10,6 @@ import openai
 import pytest
 from openai.types import CompletionUsage
 from openai.types.chat import ChatCompletion
-from pydantic import BaseModel
 from servers import Server
 
 ASKED: Any = {"model": "demo", "messages": [{"role": "user", "content": "What does moegguf do?"}], "seed": 7}
@@ -30,13 +29,6 @@ TOOLS: Any = [
     {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}},
 ]
 WEATHER: Any = {"type": "function", "function": {"name": "weather"}}
-
-
-class Animal(BaseModel):
-    """What a model is made to write."""
-
-    legs: int
-    tame: bool
 
 
 @pytest.fixture(scope="module")
@@ -84,37 +76,6 @@ def test_a_required_tool_call(client: openai.OpenAI) -> None:
     assert deltas[0].function is not None and deltas[0].function.name == "weather"
     assert "".join(delta.function.arguments or "" for delta in deltas if delta.function) == call.function.arguments
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
-
-
-def test_json_by_a_schema(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.parse(
-        model="demo", messages=ASKED["messages"], seed=3, response_format=Animal, max_tokens=200
-    )
-    assert isinstance(answer.choices[0].message.parsed, Animal)
-    schema = {
-        "type": "object",
-        "properties": {"a": {"enum": ["x", "y"]}},
-        "required": ["a"],
-        "additionalProperties": False,
-    }
-    named: Any = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": schema}}
-    for seed in range(3):
-        text = text_of(client.chat.completions.create(**{**ASKED, "seed": seed}, response_format=named, max_tokens=200))
-        assert json.loads(text) in ({"a": "x"}, {"a": "y"})
-
-
-def test_thinking_is_separate(client: openai.OpenAI) -> None:
-    asked = {**ASKED, "model": "thinker", "max_tokens": 12}
-    answer = client.chat.completions.create(**asked, reasoning_effort="high")
-    message = answer.choices[0].message.model_extra or {}
-    assert message["reasoning"] == message["reasoning_content"] != ""
-    chunks = client.chat.completions.create(**asked, extra_body={"think": True}, stream=True)
-    deltas = [chunk.choices[0].delta.model_extra or {} for chunk in chunks]
-    assert "".join(delta.get("reasoning") or "" for delta in deltas) == message["reasoning"]
-    quiet = client.chat.completions.create(**asked, reasoning_effort="none")
-    assert "reasoning" not in (quiet.choices[0].message.model_extra or {})
-    with pytest.raises(openai.BadRequestError, match="does not support thinking"):
-        client.chat.completions.create(**ASKED, reasoning_effort="high")
 
 
 def test_completions(client: openai.OpenAI) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from browsing import Look, ask, ended, ready, until
+from browsing import Look, answered, ask, ended, ready, until
 from servers import Server, serving
 
 pytest_plugins = ("browser",)
@@ -65,8 +65,7 @@ def test_a_message_streams_and_the_map_changes(server: Server, look: Look) -> No
     for name in ("hit", "bytes"):
         assert re.match(r"[\d.,]+", page.inner_text(f"#{name}-value"))
         assert re.match(r"\d+,[\d.]+", page.get_attribute(f"#{name}-chart polyline >> nth=0", "points"))
-    ask(page, "What is a mixture of experts?")
-    ended(page)
+    answered(page, "What is a mixture of experts?")
     until(page, f"({COUNT_PIXELS})().sum !== {idle['sum']}")
 
 
@@ -74,8 +73,7 @@ def test_there_is_one_hit_rate(server: Server, look: Look) -> None:
     page = look(server.url)
     until(page, "document.getElementById('resident').textContent !== ''")
     for question in ("What does moegguf do?", "What is a mixture of experts?"):
-        ask(page, question)
-        ended(page)
+        answered(page, question)
         told = page.inner_text(".statistics >> nth=-1").replace("\xa0", " ")
         for name, pattern in (("hit", r"hit rate (\S+ %)"), ("bytes", r"([\d.,]+ \S+) read per token")):
             found = re.search(pattern, told)
@@ -88,8 +86,7 @@ def test_there_is_one_hit_rate(server: Server, look: Look) -> None:
 def test_there_is_one_speed(server: Server, look: Look) -> None:
     page = look(server.url)
     until(page, "document.getElementById('resident').textContent !== ''")
-    ask(page, "What is the hit rate?")
-    ended(page)
+    answered(page, "What is the hit rate?")
     [loaded] = server.call("/api/ps").json["models"]
     last = loaded["moe"]["last_answer"]
     told = page.inner_text(".statistics").replace("\xa0", " ")
@@ -105,8 +102,7 @@ def test_the_slider_changes_the_memory_of_experts_and_the_map(server: Server, lo
     page = look(server.url, expected="status of 400")
     page.wait_for_selector("#ram-budget")
     assert page.inner_text("#ram-budget-value") == "48 of 192 experts, 2.65 MB"
-    ask(page, "What does moegguf do?")
-    ended(page)
+    answered(page, "What does moegguf do?")
     page.focus("#ram-budget")
     for _ in range(24):
         page.keyboard.press("ArrowLeft")
@@ -144,10 +140,8 @@ def test_a_second_turn_sends_the_first_and_a_new_chat_does_not(server: Server, l
     page = look(server.url)
     sent: list[Any] = []
     page.on("request", lambda request: sent.append(request.post_data_json) if "/api/chat" in request.url else None)
-    ask(page, "What does moegguf do?")
-    ended(page)
-    ask(page, "What is the hit rate?")
-    ended(page)
+    answered(page, "What does moegguf do?")
+    answered(page, "What is the hit rate?")
     assert [message["role"] for message in sent[1]["messages"]] == ["user", "assistant", "user"]
     assert sent[1]["messages"][1]["content"].strip() == page.inner_text(".answer .content >> nth=0").strip()
     page.click("#new")
@@ -159,8 +153,7 @@ def test_a_second_turn_sends_the_first_and_a_new_chat_does_not(server: Server, l
 
 def test_pointing_at_a_cell_shows_its_layer_expert_and_uses(server: Server, look: Look) -> None:
     page = look(server.url)
-    ask(page, "What is the hit rate?")
-    ended(page)
+    answered(page, "What is the hit rate?")
     box = page.locator("#map").bounding_box()
     page.mouse.move(box["x"] + 40, box["y"] + 10)
     assert re.fullmatch(r"Layer 0, expert 0: .*, used \d+×, fetched \d+× while you watch", page.inner_text("#cell"))
@@ -173,8 +166,7 @@ def test_pointing_at_a_cell_shows_its_layer_expert_and_uses(server: Server, look
 @pytest.mark.parametrize("viewport", [PHONE, SMALLEST], ids=["phone", "smallest"])
 def test_nothing_overflows_on_a_phone(server: Server, look: Look, viewport: dict[str, int]) -> None:
     page = look(server.url, viewport=viewport, has_touch=True, device_scale_factor=3)
-    ask(page, "What does moegguf do? " + "AnUnusuallyLongWordWithoutAnySpaces" * 5)
-    ended(page)
+    answered(page, "What does moegguf do? " + "AnUnusuallyLongWordWithoutAnySpaces" * 5)
     wide = """() => [...document.querySelectorAll("body *:not(.unseen):not(option)")].filter((element) => {
       const { left, right, width } = element.getBoundingClientRect();
       return width && element.checkVisibility() && (left < -0.5 || right > innerWidth + 0.5);

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browsing import Look, ask, ended, ready, until
+from browsing import Look, answered, ask, ended, ready, until
 from fake_manager import TEMPLATE, FakeCatalog, FakeManager, entry_of, running
 from PIL import Image
 
@@ -35,12 +35,6 @@ def manager(projector: Callable[..., Path]) -> FakeManager:
     return FakeManager(FakeCatalog(entry_of(path), able, see), texts("Yes."))
 
 
-@pytest.fixture
-def url(manager: FakeManager) -> Any:
-    with running(make_app(manager, manager.catalog, Settings())) as url:  # type: ignore[arg-type]
-        yield url
-
-
 def texts(*parts: str) -> Sequence[Delta]:
     return [Delta(text=part) for part in parts]
 
@@ -56,25 +50,18 @@ def png(width: int, height: int) -> bytes:
     return file.getvalue()
 
 
-def titles(page: Any) -> list[str]:
-    return page.locator("#list a").all_inner_texts()
-
-
 def test_several_conversations_are_kept_in_the_browser(manager: FakeManager, url: str, look: Look) -> None:
     page = look(url)
-    ask(page, "First question")
-    ended(page)
+    answered(page, "First question")
     page.click("#new")
-    ask(page, "Second question")
-    ended(page)
+    answered(page, "Second question")
     assert page.title() == "Second question – moegguf"
     page.click("#open-list")
     page.wait_for_selector("#list a >> nth=1")
-    assert titles(page) == ["Second question", "First question"]
+    assert page.locator("#list a").all_inner_texts() == ["Second question", "First question"]
     page.click("#list a >> nth=1")
     page.wait_for_selector("#log >> text=First question")
-    ask(page, "And then?")
-    ended(page)
+    answered(page, "And then?")
     assert said(manager) == ["First question", "Yes.", "And then?"]
     page.go_back()
     page.wait_for_selector("#log >> text=Second question")
@@ -84,10 +71,9 @@ def test_several_conversations_are_kept_in_the_browser(manager: FakeManager, url
     until(page, "document.querySelectorAll('#list a').length === 1")
 
 
-def test_a_conversation_is_renamed_and_deleted(manager: FakeManager, url: str, look: Look) -> None:
+def test_a_conversation_is_renamed_and_deleted(url: str, look: Look) -> None:
     page = look(url)
-    ask(page, "A question")
-    ended(page)
+    answered(page, "A question")
     page.click("#open-list")
     page.hover("#list li")
     page.click("#list [title^=Rename]")
@@ -95,8 +81,7 @@ def test_a_conversation_is_renamed_and_deleted(manager: FakeManager, url: str, l
     page.keyboard.press("Enter")
     page.wait_for_selector("#list a >> text=A title")
     assert page.title() == "A title – moegguf"
-    ask(page, "Another")
-    ended(page)
+    answered(page, "Another")
     page.on("dialog", lambda dialog: dialog.accept())
     page.hover("#list li")
     page.click("#list [title^=Delete]")
@@ -144,8 +129,7 @@ def test_an_answer_goes_on_while_another_conversation_is_shown(manager: FakeMana
 
 def test_an_edited_question_and_another_answer_are_versions(manager: FakeManager, url: str, look: Look) -> None:
     page = look(url)
-    ask(page, "One?")
-    ended(page)
+    answered(page, "One?")
     manager.script = texts("No.")
     page.click("[title='Answer again']")
     page.wait_for_selector("#log >> text=No.")
@@ -172,8 +156,7 @@ def test_an_edited_question_and_another_answer_are_versions(manager: FakeManager
 
 def test_escape_leaves_a_question_as_it_was(url: str, look: Look) -> None:
     page = look(url)
-    ask(page, "One?")
-    ended(page)
+    answered(page, "One?")
     page.focus(".user [title=Edit]")
     page.keyboard.press("Enter")
     page.keyboard.type(" More")
@@ -185,8 +168,7 @@ def test_escape_leaves_a_question_as_it_was(url: str, look: Look) -> None:
 def test_messages_and_code_are_copied(manager: FakeManager, url: str, look: Look) -> None:
     manager.script = texts("**Code**:\n\n```py\nif x:\n    y()\n```\n")
     page = look(url, permissions=["clipboard-read", "clipboard-write"])
-    ask(page, "Write")
-    ended(page)
+    answered(page, "Write")
     for button, wanted in ((".answer [title=Copy]", str(manager.script[0].text)), (".code button", "if x:\n    y()")):
         page.evaluate("document.getElementById('status').textContent = ''")
         page.click(button)
@@ -197,8 +179,7 @@ def test_messages_and_code_are_copied(manager: FakeManager, url: str, look: Look
 def test_code_is_coloured_and_an_unknown_language_is_plain(manager: FakeManager, url: str, look: Look) -> None:
     manager.script = texts("```py\nif x:\n```\n\n```nonsense\nif x:\n```\n")
     page = look(url)
-    ask(page, "Write")
-    ended(page)
+    answered(page, "Write")
     page.wait_for_selector(".code .hl-keyword >> text=if")
     assert page.locator(".code >> nth=1").locator("pre span").count() == 0
 
@@ -211,27 +192,25 @@ def test_text_is_never_parsed_as_html(url: str, look: Look) -> None:
 
 def test_settings_belong_to_a_conversation(manager: FakeManager, url: str, look: Look) -> None:
     page = look(url)
-    ask(page, "First")
-    ended(page)
+    answered(page, "First")
     first = page.url
     page.click("#new")
     page.click("#open-settings")
     until(page, "document.getElementById('top_k').placeholder === '40'")
     given = {"system": "Be brief.", "top_k": "5", "min_p": "0.25", "num_predict": "9", "num_ctx": "64"}
-    for name, value in given.items():
+    for name, value in {**given, "temperature": "0.5", "seed": "7"}.items():
         page.fill(f"#{name}", value)
-    assert not page.is_visible("#tools") and not page.is_visible("#think")  # the demo has neither
+    assert page.is_visible("#tools") and not page.is_visible("#think")  # the demo takes tools and does not think
     page.click("#settings .primary")
-    ask(page, "Second")
-    ended(page)
+    answered(page, "Second")
     sampling = manager.requests[-1].sampling
     assert said(manager) == ["Be brief.", "Second"]
     assert (sampling.top_k, sampling.min_p, sampling.max_tokens) == (5, 0.25, 9)
+    assert (sampling.temperature, sampling.seed) == (0.5, 7)
     assert manager.leases[-1][1].n_ctx == 64
     page.goto(first)
     page.wait_for_selector("#log >> text=First")
-    ask(page, "Third")
-    ended(page)
+    answered(page, "Third")
     assert said(manager)[0] == "First" and manager.requests[-1].sampling.top_k == 40
 
 
@@ -248,8 +227,7 @@ def test_tool_calls_are_shown_and_their_results_sent(manager: FakeManager, url: 
     page.fill("#tools", TOOLS)
     page.select_option("#think", "on")
     page.click("#settings .primary")
-    ask(page, "How is the weather?")
-    ended(page)
+    answered(page, "How is the weather?")
     assert manager.requests[-1].tools == tuple(json.loads(TOOLS)) and manager.requests[-1].think is True
     assert page.inner_text(".call summary") == "Calls weather"
     assert json.loads(page.inner_text(".call pre")) == {"city": "Paris"}
@@ -301,7 +279,7 @@ def test_pictures_are_chosen_pasted_and_dropped(manager: FakeManager, url: str, 
     assert parts == [{"type": "image", "data": data}] * 2 + [{"type": "text", "text": ""}]
 
 
-def test_a_large_picture_is_made_smaller(manager: FakeManager, url: str, look: Look, tmp_path: Path) -> None:
+def test_a_large_picture_is_made_smaller(url: str, look: Look, tmp_path: Path) -> None:
     path = tmp_path / "large.png"
     path.write_bytes(png(4096, 64))
     page = look(url)
@@ -321,8 +299,7 @@ def test_the_loaded_model_is_selected_and_starters_are_the_demos(manager: FakeMa
     assert page.input_value("#model") == "able:latest" and not page.is_visible("#starters")
     groups = page.locator("optgroup").evaluate_all("(groups) => groups.map((group) => group.label)")
     assert groups == ["In memory", "On disk"]
-    ask(page, "Hello")
-    ended(page)
+    answered(page, "Hello")
     page.click("#new")
     page.select_option("#model", "demo:latest")
     page.go_back()
@@ -371,8 +348,7 @@ def test_axe_has_no_serious_finding(
     code = "# Title\n\n```py\nx = 'a'  # one\ndef f(y: int): return 1\n```\n| a |\n|---|\n| [c](http://c.example) |\n"
     call = ToolCall(id="call_1", name="weather", arguments={"city": "Paris"})
     manager.script = [Delta(thinking="hm"), *texts(code), Delta(tool_calls=(call,))]
-    ask(page, "Write")
-    ended(page)
+    answered(page, "Write")
     page.wait_for_selector(".code .hl-keyword")
     page.click("#open-list")
     assert violations(page) == []

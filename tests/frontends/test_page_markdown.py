@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from browsing import Look
-from fake_manager import FakeCatalog, FakeManager, entry_of, running
-
-from moegguf.models.catalog import demo_path
-from moegguf.server.app import make_app
-from moegguf.settings import Settings
 
 pytest_plugins = ("browser",)
 
@@ -37,10 +31,8 @@ SHOW = """async ([text, n]) => {
 
 
 @pytest.fixture
-def page(look: Look) -> Iterator[Any]:
-    manager = FakeManager(FakeCatalog(entry_of(demo_path())), ())
-    with running(make_app(manager, manager.catalog, Settings())) as url:  # type: ignore[arg-type]
-        yield look(url)
+def page(url: str, look: Look) -> Any:
+    return look(url)
 
 
 def shown(page: Any, text: str, piece: int = 0) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from base64 import b64decode
 from dataclasses import replace
 from functools import cache
 from html.parser import HTMLParser
@@ -19,7 +18,7 @@ from predictors.study.scoring import score
 
 pytest.importorskip("matplotlib", reason="plots need matplotlib, which is not installed")
 
-from predictors.study.report import findings, plots
+from predictors.study.report import findings
 from predictors.study.report.page import TITLES, render
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
@@ -126,29 +125,6 @@ def assert_nothing_is_measured(html: str) -> None:
 
 def test_parts_that_were_not_measured_have_no_section() -> None:
     assert_nothing_is_measured(render(Report(TraceSummary.of(random_trace(n_sequences=1, n_decode=0)))))
-
-
-@pytest.mark.parametrize("stalls", [(3.77, 2.22), (0.02, 0.021), (0.01, 900.0)])
-def test_the_axis_of_stalls_has_labels(stalls: tuple[float, float]) -> None:
-    table = StallTable({"lru": {1.0: stalls[0], 2.0: stalls[1]}})
-    drawn = b64decode(plots.stalls(table, plots.looks(table.stall_ms)).split("base64,")[1].rstrip('">')).decode()
-    labels = [float(text) for text in re.findall(r"<!-- (\d[\d.]*) -->", drawn)]
-    low, high = min(*stalls), max(*stalls)
-    assert len([label for label in labels if low / 5 <= label <= high * 5]) >= 2
-
-
-def test_empty_tables_count_as_not_measured() -> None:
-    trace = random_trace(n_sequences=1, n_decode=0)
-    report = Report(
-        TraceSummary.of(trace),
-        reuse=reuse(trace),
-        policies=PolicyTable({}),
-        scores=score(trace, []),
-        stalls=StallTable({"lru": {}}),
-        recovery=Recovery({"lru": []}, 0),
-        schedule=ScheduleTable({8: {}}),
-    )
-    assert_nothing_is_measured(render(report))
 
 
 def test_one_request_of_few_tokens_makes_a_page() -> None:

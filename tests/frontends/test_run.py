@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -13,9 +14,9 @@ import pytest
 import typer
 from chat_terminal import ANSWER, ECHO, QUESTION
 from command_line import Command, TinyModel, environment
-from fake_hub import FakeHub
+from fake_hub import FakeHub, running_hub
 from servers import Server
-from terminal import Terminal, control
+from terminal import Terminal, control, moegguf_command
 
 from moegguf.cli.options import hub_name, parse_threads
 from moegguf.cli.run import model_and_words
@@ -198,42 +199,37 @@ def test_an_error_during_an_answer_has_exit_code_1() -> None:
     assert done.stderr == "error: the disk is gone.\n"
 
 
-def test_a_missing_model_is_pulled_first(moegguf: Command, tmp_path: Path) -> None:
+@pytest.fixture
+def hub() -> Iterator[FakeHub]:
+    """A hub with the demo."""
     path = demo_path()
     assert path is not None
-    hub = FakeHub()
-    try:
-        hub.add("some/demo-GGUF", {"demo-Q4_0.gguf": path.read_bytes()})
-        names = {**hub.environment(tmp_path), "MOEGGUF_HOME": str(tmp_path)}
-        for _ in range(2):
-            done = moegguf("run", "hf.co/some/demo-GGUF", QUESTION, *DEMO, **names)
-            assert done.returncode == 0, done.stderr
-            assert done.stdout.startswith(ANSWER)
-            assert done.stderr == ""
-        assert len(hub.gets("demo-Q4_0.gguf")) == 1
-        missing = moegguf("run", "hf.co/some/other-GGUF", QUESTION, *DEMO, **names)
-        assert (missing.returncode, missing.stdout) == (1, "")
-        assert missing.stderr.startswith("error: ")
-    finally:
-        hub.close()
+    with running_hub() as found:
+        found.add("some/demo-GGUF", {"demo-Q4_0.gguf": path.read_bytes()})
+        yield found
 
 
-def test_a_pull_is_shown_on_a_terminal(tmp_path: Path) -> None:
-    path = demo_path()
-    assert path is not None
-    hub = FakeHub()
-    try:
-        hub.add("some/demo-GGUF", {"demo-Q4_0.gguf": path.read_bytes()})
-        names = {**hub.environment(tmp_path), "MOEGGUF_HOME": str(tmp_path)}
-        command = [sys.executable, "-m", "moegguf.cli.app", "run", "some/demo-GGUF", QUESTION, *DEMO]
-        with Terminal(command, environment(**names)) as terminal:
-            assert terminal.exit_code() == 0
-            assert "pulling manifest" in terminal.text
-            assert re.search(r"pulling [0-9a-f]{12}: +100% ━+", terminal.text)
-            assert "success" in terminal.text
-            assert ANSWER[:60] in terminal.text
-    finally:
-        hub.close()
+def test_a_missing_model_is_pulled_first(moegguf: Command, hub: FakeHub, tmp_path: Path) -> None:
+    names = hub.environment(tmp_path)
+    for _ in range(2):
+        done = moegguf("run", "hf.co/some/demo-GGUF", QUESTION, *DEMO, **names)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(ANSWER)
+        assert done.stderr == ""
+    assert len(hub.gets("demo-Q4_0.gguf")) == 1
+    missing = moegguf("run", "hf.co/some/other-GGUF", QUESTION, *DEMO, **names)
+    assert (missing.returncode, missing.stdout) == (1, "")
+    assert missing.stderr.startswith("error: ")
+
+
+def test_a_pull_is_shown_on_a_terminal(hub: FakeHub, tmp_path: Path) -> None:
+    command = moegguf_command("run", "some/demo-GGUF", QUESTION, *DEMO)
+    with Terminal(command, environment(**hub.environment(tmp_path))) as terminal:
+        assert terminal.exit_code() == 0
+        assert "pulling manifest" in terminal.text
+        assert re.search(r"pulling [0-9a-f]{12}: +100% ━+", terminal.text)
+        assert "success" in terminal.text
+        assert ANSWER[:60] in terminal.text
 
 
 def test_stdout_is_utf8_whatever_the_locale_says(tiny: TinyModel) -> None:
@@ -273,16 +269,13 @@ def test_a_closed_pipe_ends_quietly(tiny: TinyModel) -> None:
         assert process.stderr.read() == b""
 
 
-def test_ctrl_c_ends_an_answer_that_cannot_be_stopped() -> None:
-    with Terminal([sys.executable, str(ECHO), "run", "demo", "stubborn mule", *QUICK], environment()) as terminal:
-        terminal.expect("mule mule")
-        terminal.send(control("c"))
-        assert terminal.exit_code() == 130
-
-
-def test_a_long_prompt_shows_how_far_it_is_and_ctrl_c_ends_it() -> None:
-    with Terminal([sys.executable, str(ECHO), "run", "demo", "progress", *QUICK], environment()) as terminal:
-        terminal.expect("reading the prompt 1,024/6,300 tokens · 47 t/s · 1m53s left")
+@pytest.mark.parametrize(
+    ("prompt", "shown"),
+    [("stubborn mule", "mule mule"), ("progress", "reading the prompt 1,024/6,300 tokens · 47 t/s · 1m53s left")],
+)
+def test_ctrl_c_ends_an_answer_that_cannot_be_stopped_and_a_long_prompt(prompt: str, shown: str) -> None:
+    with Terminal([sys.executable, str(ECHO), "run", "demo", prompt, *QUICK], environment()) as terminal:
+        terminal.expect(shown)
         terminal.send(control("c"))
         assert terminal.exit_code() == 130
         assert "reading" not in terminal.text

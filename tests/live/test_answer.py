@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,9 +9,8 @@ import pytest
 from answering import DEMO, QUESTION, Answer, Load, TinyModel, ask, reply, text_of
 
 from moegguf.engine.llama import Llama
-from moegguf.errors import ClosedError, ContextError, ExpertIOError, OptionError
+from moegguf.errors import ClosedError, ContextError, OptionError
 from moegguf.generate.request import GenerationRequest
-from moegguf.native import library
 
 
 @pytest.fixture(scope="module")
@@ -108,35 +105,6 @@ def test_cancelling_an_answer_before_or_after_it_ran_affects_no_other(demo: Llam
     whole = text_of(late.deltas())
     late.cancel()
     assert reply(demo, QUESTION)[0] == whole
-
-
-def test_cancelling_ends_a_pass_that_waits_for_a_slow_disk(tiny: TinyModel, load: Load) -> None:
-    llm = load(tiny("tiny-mix"), expert_cache="25%")
-    answer, timers = Answer(llm, ask("hello there")), list[threading.Timer]()
-    begin = time.monotonic()
-
-    def cancel_soon() -> None:
-        if answer.timing.answer_tokens and not timers:
-            library.arm_fault("slow_read", 1, sticky=True)
-            timers.append(threading.Timer(0.1, answer.cancel))
-            timers[0].start()
-
-    answer.deltas(cancel_soon)
-    timers[0].join()
-    assert time.monotonic() - begin < 10
-    assert answer.timing.finish == "cancelled"
-    library.arm_fault("slow_read", 0)
-    assert reply(llm, "hello", max_tokens=3)[1].answer_tokens == 3
-
-
-def test_a_fault_in_the_middle_ends_the_answer_with_it(tiny: TinyModel, load: Load) -> None:
-    llm = load(tiny("tiny-mix"), expert_cache="25%")
-    answer = Answer(llm, ask("hello there", temperature=1.0, min_p=0.0))
-    with pytest.raises(ExpertIOError):
-        answer.deltas(lambda: answer.timing.answer_tokens and library.arm_fault("read", 1, errno=5, sticky=True))
-    library.arm_fault("read", 0)
-    assert answer.timing.total_s > 0
-    assert reply(llm, "hello", max_tokens=3)[1].answer_tokens == 3
 
 
 def test_the_error_of_a_prompt_that_does_not_fit_states_its_length(demo: Llama) -> None:

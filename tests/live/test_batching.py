@@ -33,7 +33,6 @@ from moegguf.errors import (
     TemplateError,
 )
 from moegguf.generate.answer import BatchedAnswer
-from moegguf.generate.kv_slots import common_tokens
 from moegguf.generate.request import GenerationRequest, PromptProgress, TokenLogprob
 from moegguf.native import library
 from moegguf.native.events import Phase
@@ -336,16 +335,6 @@ def test_poisoned_requests_end_alone(load: Load) -> None:
         assert answers_of(loop, [good])[0].text == alone
 
 
-def test_constrained_answers_among_others(load: Load) -> None:
-    many = load(DEMO, n_seq_max=4, logits_all=False)
-    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
-    with running(many) as loop:
-        received = answers_of(loop, [ask(f"Number {i}", format=schema, max_tokens=60) for i in range(4)])
-    for events in received:
-        assert events.error is None
-        assert events.text.lstrip().startswith("{")
-
-
 def test_a_read_error_ends_those_that_need_the_expert(pair: tuple[Llama, Llama], monkeypatch: Any) -> None:
     many, one = pair
     random = np.random.default_rng(9)
@@ -530,21 +519,6 @@ def test_a_prefix_that_was_copied_equals_no_prompt_of_the_models_own_methods(loa
     llm.context.eval_chunks([Chunk(1, [5, 6, 7], 0, 1, Phase.PREFILL)])
     assert llm.context.copy(1, 0, 3)
     assert (llm.n_tokens, llm.input_ids[:3].tolist()) == (3, [-1] * 3)
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "n"), [([], [1], 0), ([1, 2], [1, 2, 3], 2), ([1, 2, 4], [1, 2, 3], 2), ([9], [1], 0)]
-)
-def test_common_tokens(a: list[int], b: list[int], n: int) -> None:
-    assert common_tokens(a, b) == n
-
-
-def test_a_model_with_one_sequence_answers_in_order(tiny: TinyModel, load: Load) -> None:
-    llm, one = load(tiny(), logits_all=False), load(tiny(), logits_all=False)
-    requests = [of_tokens(one, [i + 1, i + 2, 5], seed=1) for i in range(4)]
-    with running(llm) as loop:
-        for request, received in zip(requests, answers_of(loop, requests), strict=True):
-            assert received.logprobs == solo(one, request)
 
 
 def test_tokens_are_announced_only_where_something_uses_them(

@@ -118,35 +118,29 @@ def check_recalled(llm: Llama, requests: Sequence[GenerationRequest]) -> None:
     assert counted.tokens_per_draft_pass > 1
 
 
-def test_a_stop_string_ends_an_answer_within_a_draft(llm: Llama, eager: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_string_ends_an_answer_within_a_draft(llm: Llama, eager: None) -> None:
     options: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": 60}
     text = answered(llm, [request(**options)], None)[0].text
     check_recalled(llm, [request(**options, stop=(text[-12:-8],))])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_answer_is_the_same_with_drafts(llm: Llama, eager: None, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_an_answer_is_the_same_with_drafts(llm: Llama, eager: None, kind: str) -> None:
     check_recalled(llm, [request(**KINDS[kind])])
 
 
-def test_answers_together_are_the_same_each_with_drafts_of_its_own(
-    llm: Llama, eager: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_together_are_the_same_each_with_drafts_of_its_own(llm: Llama, eager: None) -> None:
     requests = [request(number, **options) for number, options in enumerate([*KINDS.values(), *KINDS.values()])]
     check_recalled(llm, requests)
 
 
-def test_a_context_becomes_full_at_the_same_token(
-    load: Load, tiny: TinyModel, eager: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_context_becomes_full_at_the_same_token(load: Load, tiny: TinyModel, eager: None) -> None:
     with load(tiny(), n_ctx=64, flash_attn=None, draft="ngram") as llm:
         endless = dict.fromkeys(ends_of(llm), -100.0)
         check_recalled(llm, [ask(prompt="a b c", return_context=True, max_tokens=90, logit_bias=endless)])
 
 
-def test_a_full_kv_cache_gives_up_drafts_before_answers(
-    load: Load, tiny: TinyModel, eager: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_kv_cache_gives_up_drafts_before_answers(load: Load, tiny: TinyModel, eager: None) -> None:
     options: dict[str, Any] = {"n_ctx": 256, "n_seq_max": 3, "flash_attn": None, "draft": "ngram"}
     with load(tiny(), kv_tokens=256, **options) as llm:
         endless = dict.fromkeys(ends_of(llm), -100.0)
@@ -235,9 +229,7 @@ def heads_of(load: Load, path: Any, **options: Any) -> Llama:
     return load(path, n_ctx=256, n_seq_max=3, expert_cache="40%", flash_attn=None, **options)
 
 
-def test_heads_of_the_file_draft_and_change_no_token(
-    load: Load, tiny: TinyModel, eager: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heads_of_the_file_draft_and_change_no_token(load: Load, tiny: TinyModel, eager: None) -> None:
     path = tiny("tiny-glm4moe")
     with heads_of(load, path, draft="auto") as llm:
         assert llm.batch_invariant and llm._drafts.in_use == "mtp"

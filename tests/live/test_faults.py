@@ -9,7 +9,6 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from errno import EINVAL
 from typing import Any
 
 import numpy as np
@@ -88,15 +87,6 @@ def test_the_nth_operation_fails_for_every_n(
     assert (n_failed > 0) == expected
     if kind == "read":
         assert stats.read_retries > 0
-
-
-def test_a_file_system_that_takes_direct_reads_back_still_serves(tiny: TinyModel, load: Load, clean: Any) -> None:
-    llm = load(tiny(), expert_cache="40%")
-    if llm.session is None or not llm.session.store.info()["direct"]:
-        pytest.skip("no direct reads here")
-    library.arm_fault("read", 1, errno=EINVAL)
-    assert np.array_equal(short_run(llm), clean)
-    assert llm.session.store.info()["direct"] == 0
 
 
 @pytest.mark.parametrize(("kind", "sticky"), faults("open", "read", "stat", "alloc", "thread", "short_read", "eintr"))

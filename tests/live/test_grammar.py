@@ -15,7 +15,6 @@ from moegguf.engine.upstream import UpstreamLlama
 from moegguf.errors import SchemaError
 from moegguf.native import library
 
-Choice = dict[str, Any]
 bindings = library.llama_cpp()
 A_OR_B = 'root ::= "a" | "b"'
 

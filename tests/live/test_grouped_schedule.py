@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from answering import TinyModel, ask
+from batches import answers_of, running
 
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.policies import make_policy
@@ -21,10 +21,9 @@ from moegguf.engine.llama import Llama
 from moegguf.engine.recording import TraceOptions
 from moegguf.engine.sequences import Chunk
 from moegguf.generate.answer import BatchedAnswer
-from moegguf.generate.batching import BatchLoop
 from moegguf.generate.engine import Engine
 from moegguf.generate.kv_slots import Step
-from moegguf.generate.request import Delta, PromptProgress, Sampling, Timing
+from moegguf.generate.request import Sampling
 from moegguf.native.events import Phase, RoutingEvent
 from moegguf.trace.format import read
 from moegguf.trace.simulate import Simulation
@@ -142,25 +141,6 @@ def test_each_sequence_is_followed_and_the_next_group_fetched(tiny: TinyModel) -
     assert stats.prefetch_requested > 0
 
 
-class Received:
-    """The events of one answer."""
-
-    def __init__(self) -> None:
-        self.text, self.error = "", None
-        self.timing = Timing()
-        self.ended = threading.Event()
-
-    def on_progress(self, progress: PromptProgress) -> None:
-        pass
-
-    def on_delta(self, delta: Delta) -> None:
-        self.text += delta.text
-
-    def on_end(self, timing: Timing, error: Exception | None) -> None:
-        self.timing, self.error = timing, error  # type: ignore[assignment]
-        self.ended.set()
-
-
 class Counted:
     """A schedule that counts who decodes: of those chosen, of those that run."""
 
@@ -182,17 +162,9 @@ def test_half_of_the_sequences_compute_in_a_step_and_all_are_answered(tiny: Tiny
     with Llama(tiny(), n_ctx=64, n_threads=1, verbose=False, n_seq_max=4, expert_cache="40%", strategy="lru") as llm:
         schedule = ExpertFlow.of(llm)
         assert isinstance(schedule, ExpertFlow)
-        counted, answers = Counted(schedule), [Received() for _ in range(6)]
-        loop = BatchLoop(llm, counted)
-        thread = threading.Thread(target=loop.run)
-        thread.start()
-        try:
-            for i, received in enumerate(answers):
-                loop.submit(ask(prompt=f"question {i}", max_tokens=10), received)
-            assert all(received.ended.wait(60) for received in answers)
-        finally:
-            loop.close()
-            thread.join(60)
+        counted = Counted(schedule)
+        with running(llm, counted) as loop:
+            answers = answers_of(loop, [ask(prompt=f"question {i}", max_tokens=10) for i in range(6)])
         schedule.close()
     assert not any(received.error for received in answers)
     assert {n_running for _, n_running in counted.counts} >= {1, 2, 4}

@@ -143,22 +143,6 @@ def test_logits_are_identical_over_two_thousand_tokens(tiny: TinyModel, load: Lo
     assert np.array_equal(logits, reference(path, n_new=n_new, n_ctx=2304))
 
 
-def test_without_a_controller_the_store_keeps_its_own_order(tiny: TinyModel, load: Load, reference: Reference) -> None:
-    llm = load(tiny(), expert_cache="40%")
-    assert np.array_equal(greedy_logits(llm), reference(tiny()))
-    stats = llm.stats()
-    assert stats.evictions > 0
-    assert stats.hits_ready > 0
-
-
-def test_two_models_one_after_the_other_share_nothing(tiny: TinyModel, load: Load, reference: Reference) -> None:
-    for model in [*TWO_MODELS, ("tiny-deepseek2", "q4_k_m"), TWO_MODELS[0]]:
-        llm = load(tiny(*model), expert_cache="40%")
-        assert np.array_equal(greedy_logits(llm), reference(tiny(*model)))
-        assert llm.stats().evictions > 0
-        llm.close()
-
-
 def test_two_models_at_once_in_two_threads_share_nothing(tiny: TinyModel, load: Load, reference: Reference) -> None:
     paths = [tiny(*model) for model in TWO_MODELS]
     models = [load(path, expert_cache="40%") for path in paths]

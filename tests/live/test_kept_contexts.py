@@ -194,7 +194,6 @@ def crafted(path: Path, index: int) -> None:
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
-    "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
     "a flipped byte": lambda path: path.write_bytes(path.read_bytes()[:-1] + b"?"),
     "deleted": lambda path: path.unlink(),
     "a crafted type": lambda path: crafted(path, 0),

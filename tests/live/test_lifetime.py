@@ -246,7 +246,7 @@ def test_a_process_that_only_exits_frees_everything(tiny: TinyModel) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_a_process_started_with_spawn_loads_its_own(tiny: TinyModel, load: Load) -> None:
+def test_a_process_started_with_spawn_loads_its_own(tiny: TinyModel) -> None:
     expected = greedy_tokens_of_file(tiny())
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         assert pool.submit(greedy_tokens_of_file, tiny()).result(CHILD_TIMEOUT_S) == expected
@@ -353,16 +353,3 @@ def test_our_bindings_are_imported_where_a_stock_llama_cpp_is_installed(tmp_path
     result = run_script(script, PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
     assert result.returncode == 0, result.stderr
     assert Path("moegguf/bindings/llama_cpp/__init__.py") == Path(*Path(result.stdout.strip()).parts[-4:])
-
-
-def test_a_folder_without_the_library_is_a_library_error(tmp_path: Path) -> None:
-    script = """
-        from moegguf.errors import LibraryError
-        try:
-            from moegguf import Llama
-        except LibraryError as error:
-            print(error)
-    """
-    result = run_script(script, MOEGGUF_LIBRARY=str(tmp_path))
-    assert result.returncode == 0, result.stderr
-    assert "not built" in result.stdout

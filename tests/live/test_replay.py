@@ -159,9 +159,7 @@ def test_with_the_logits_of_every_token_too(path: Callable[[str], Path], load: L
     assert_equal(trace, simulated(trace, "lfu-decay", "none", model, 16))
 
 
-def live_on_a_device(
-    path: Path, out: Path, policy: str, n_slots: tuple[int, int], staging: int
-) -> dict[str, TierSpan]:
+def live_on_a_device(path: Path, out: Path, policy: str, n_slots: tuple[int, int], staging: int) -> dict[str, TierSpan]:
     """What each tier of a device has counted when the trace was written."""
     shares = dict(zip(("vram_cache", "expert_cache"), (share_for(path, n) for n in n_slots), strict=True))
     store = StoreOptions(sweep=False, device="RPC0", staging=staging)

@@ -23,6 +23,8 @@ from moegguf.errors import AllocationError, MoeggufError
 from moegguf.gguf.experts import read_layout
 from moegguf.native.store import Store
 
+pytestmark = pytest.mark.usefixtures("user")
+
 TIGHT: dict[str, Any] = {"expert_cache": "40%", "n_ubatch": 4, "lockstep": True}
 N_PROMPT, N_NEW = 12, 6
 OTHER = "cd" * 16
@@ -39,12 +41,6 @@ def beside(path: Path) -> Path:
     folder = path.with_name("tiny-qwen2moe.gguf.moegguf")
     folder.mkdir()
     return folder
-
-
-@pytest.fixture(autouse=True)
-def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    return tmp_path / "data"
 
 
 @pytest.fixture
@@ -165,13 +161,18 @@ def test_a_damaged_file_is_one_warning_and_a_cold_start(
         assert llm.decisions()["predictor"] == "none"
 
 
-def test_static_with_a_damaged_file_is_lru(path: Path, beside: Path, load: Load, expected: Logits) -> None:
-    (beside / "popularity.safetensors").write_bytes(b"damaged")
-    with pytest.warns(UserWarning, match="popularity") as caught:
-        llm = load(path, policy="static", **TIGHT)
+@pytest.mark.parametrize(
+    ("name", "options", "policy"), [("popularity.safetensors", {"policy": "static"}, "lru"), (MEASURED, {}, "next-use")]
+)
+def test_a_damaged_file_is_as_none_after_one_warning(
+    path: Path, beside: Path, load: Load, expected: Logits, name: str, options: dict[str, str], policy: str
+) -> None:
+    (beside / name).write_text("{damaged")
+    with pytest.warns(UserWarning, match=name) as caught:
+        llm = load(path, **options, **TIGHT)
     assert len(caught) == 1
     assert np.array_equal(logits_of(llm), expected)
-    assert llm.decisions()["policy"] == "lru"
+    assert llm.decisions()["policy"] == policy
 
 
 def measure(path: Path, policy: str, predictor: str = "none", prefetch: str = "none") -> None:
@@ -253,14 +254,3 @@ def test_predictions_that_were_asked_for_fail_the_load(
     broken(monkeypatch, error)
     with pytest.raises(MoeggufError, match=str(error.args[-1])):
         Llama(path, verbose=False, **named, **TIGHT)
-
-
-def test_auto_with_a_damaged_measurement_is_as_without_one_after_a_warning(
-    path: Path, beside: Path, load: Load, expected: Logits
-) -> None:
-    (beside / MEASURED).write_text("{")
-    with pytest.warns(UserWarning, match="measured.json") as caught:
-        llm = load(path, **TIGHT)
-    assert len(caught) == 1
-    assert np.array_equal(logits_of(llm), expected)
-    assert llm.decisions()["policy"] == "next-use"

@@ -100,24 +100,18 @@ def test_a_load_without_the_store_is_tried_with_it(
     assert load(tiny("tiny-mix")).session is None
 
 
-@pytest.mark.parametrize("command", [KILL, MEMORY, BAD_ALLOC])
-def test_want_of_memory_is_not_remembered(
-    tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize(
+    ("command", "error", "words"),
+    [*((command, AllocationError, "memory") for command in (KILL, MEMORY, BAD_ALLOC)),
+     (BUS, ExpertIOError, r"reading it failed .*SIGBUS.*; check the disk")],
+)  # fmt: skip
+def test_want_of_memory_and_a_disk_that_fails_are_told_and_not_remembered(
+    tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], error: type[Exception],
+    words: str,
+) -> None:  # fmt: skip
     with monkeypatch.context() as patch:
         use(command, patch)
-        with pytest.raises(AllocationError, match="memory"):
-            load(tiny())
-    assert not verdicts()
-    load(tiny())
-
-
-def test_a_disk_that_fails_is_told_and_not_remembered(
-    tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        use(BUS, patch)
-        with pytest.raises(ExpertIOError, match=r"reading it failed .*SIGBUS.*; check the disk"):
+        with pytest.raises(error, match=words):
             load(tiny())
     assert not verdicts()
     load(tiny())

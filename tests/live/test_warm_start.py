@@ -14,14 +14,10 @@ from moegguf.controller.shape import MoeShape
 from moegguf.engine.warm_start import HALF_LIFE_PASSES, most_used
 from moegguf.gguf.experts import read_layout
 
+pytestmark = pytest.mark.usefixtures("user")
+
 TIGHT: dict[str, Any] = {"expert_cache": "40%", "n_ubatch": 4, "warm_start": True}
 N_PROMPT, N_NEW = 12, 6
-
-
-@pytest.fixture(autouse=True)
-def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    return tmp_path / "data"
 
 
 def saved(path: Path) -> Any:

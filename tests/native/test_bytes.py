@@ -105,16 +105,6 @@ def test_mixed_types_share_slots_across_layers(tmp_path: Path, open_store: Open,
             fake.token(store, context, [first, first + 1])
 
 
-def test_a_slot_is_a_whole_number_of_blocks_of_every_type_of_its_kind(tmp_path: Path, open_store: Open) -> None:
-    """Worked out by hand: kernels step from slot to slot in blocks, and in lines of 64 bytes."""
-    fake = make_model(tmp_path, n_embd=256, n_ff=256, types=MIXED)
-    store, _ = open_store(fake, 5)
-    gate, gate_up = 256 * 144, 512 * 144  # multiples of 64 and 144 as they are
-    up = 7 * 20160  # 256 * 256 * 2 bytes of F16 in multiples of 64, 144, 210 and 2
-    down = 342720  # 256 * 256 * 4 bytes of F32 in multiples of 64, 144, 210, 34 and 4
-    assert store.info()["slot_bytes"] == gate + up + down + gate_up
-
-
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
 @pytest.mark.parametrize("gap", [0, 32, 4096, 4096 - 32])
 def test_offsets_of_any_alignment_and_the_very_end_of_a_file_are_read(
@@ -126,22 +116,6 @@ def test_offsets_of_any_alignment_and_the_very_end_of_a_file_are_read(
     store, context = open_store(fake, 2, direct=direct)
     for expert in range(N_EXPERT):
         fake.token(store, context, [expert, (expert + 3) % N_EXPERT])
-
-
-def test_gate_up_and_down_of_a_layer_may_lie_in_different_shards(tmp_path: Path, open_store: Open) -> None:
-    fake = make_model(tmp_path, n_shards=3)
-    assert {m.shard for m in fake.layout.layers[0].matrices} == {0, 1, 2}
-    store, context = open_store(fake, 5)
-    for first in range(0, N_EXPERT, 2):
-        fake.token(store, context, [first, first + 1])
-
-
-def test_layers_without_experts_may_lie_between_others(tmp_path: Path, open_store: Open) -> None:
-    fake = make_model(tmp_path, n_layer=6, dense_layers=(0, 3))
-    store, context = open_store(fake, 17, sweep=True)
-    for layer in fake.layout.layers:
-        fake.acquire(store, context, layer.il, [range(0, 2), range(2, 4), range(4, 6), range(6, 8)] * 4)
-    assert store.counters()["prefetch_started"] > 0
 
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -164,27 +163,6 @@ def test_announced_tokens_come_before_their_events_and_each_pass_knows_its_place
         (7, Phase.DECODE, 0, 0),
         (7, Phase.DECODE, 0, -1),
     ]
-
-
-def test_in_lockstep_scores_act_from_the_next_event_on(fake: FakeModel, open_store: Open) -> None:
-    def victims(lockstep: bool) -> list[int]:
-        store, context = open_store(fake, 4, simulate=True)
-        table = np.zeros(store.shape, np.float32)
-
-        def on_routing(event: RoutingEvent) -> None:
-            time.sleep(0.005)  # late, unless somebody waits
-            table[0] = 0
-            table[0, int(event.expert_ids[0, 0])] = 1  # keep the expert chosen first
-            store.set_scores(table)
-
-        store.listen(on_routing=on_routing, options=ListenOptions(lockstep=lockstep))
-        for first in range(6):
-            context.acquire(0, [[first, first + 1]])
-            context.acquire(0, [[6, 7]])
-        store.listen()
-        return [int(e) for e in np.flatnonzero(store.residency()[0])]
-
-    assert victims(lockstep=True) == victims(lockstep=True)
 
 
 def test_a_listener_of_everything_makes_the_event_wait_instead_of_missing_events(

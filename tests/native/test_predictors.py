@@ -238,27 +238,6 @@ def test_prompts_beside_decoding_sequences_are_not_predicted() -> None:
         assert store.forecast()[1].any(), "what they showed is known"
 
 
-def test_what_sequences_use_together_is_prefetched_and_saves_stall() -> None:
-    def found(forecast: NativeForecast) -> dict[str, int]:
-        random = rng()
-        with simulated(36, fill=False, sweep=False, **LINK) as (store, context):
-            store.set_predictor(native(PreviousToken(SHAPE)), forecast)
-            for _ in range(50):
-                ids = [choice(random, 4) for _ in SHAPE.layers]
-                for _ in range(6):
-                    batch(random, context, [0, 1, 2, 3])
-                    for il, layer_ids in zip(SHAPE.layers, ids, strict=True):
-                        context.acquire(il, layer_ids)
-                        store.advance(60_000)
-            store.drain()
-            return store.counters()
-
-    without, within = found(NativeForecast(window=N)), found(NativeForecast(window=N, most_prefetches=100))
-    assert without["prefetch_started"] == 0 < within["prefetch_useful"]
-    assert within["stall_ns"] < 0.9 * without["stall_ns"]
-    assert without["forecast_right"] / without["forecast_picks"] == pytest.approx(5.2 / 6, abs=0.05)
-
-
 def test_every_predictor_of_the_library_has_a_reference() -> None:
     with simulated() as (store, _), pytest.raises(OptionError) as unknown:
         store.set_predictor(NativePredictor("oracle", {}))

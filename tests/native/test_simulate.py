@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from traces import SMALL, random_trace
 
-from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
 from moegguf.controller.policies import (
@@ -30,8 +29,7 @@ from moegguf.controller.shape import MoeShape
 from moegguf.errors import CallbackError, OptionError
 from moegguf.native.events import Float32s, RoutingEvent
 from moegguf.native.store import NativePolicy, StoreOptions
-from moegguf.trace.analysis import TraceAnalysis, gap_closed_by
-from moegguf.trace.belady import BELADY, Lookups, belady
+from moegguf.trace.belady import Lookups, belady
 from moegguf.trace.simulate import SimOptions, SimResult, Simulation, fitted, layout_of, slots_of
 
 TRACE = random_trace(n_sequences=6, n_prefill=6, n_decode=40)
@@ -151,15 +149,3 @@ def test_passes_are_cut_to_what_fits() -> None:
 def test_a_layout_is_made_from_the_shape_alone() -> None:
     shape = MoeShape(4, 8, 2, (1, 3), 32, 64, expert_bytes=1001)
     assert MoeShape.of(layout_of(shape)) == shape
-
-
-def test_the_table_comes_in_order_with_the_bound_last() -> None:
-    reported: list[str] = []
-    analysis = TraceAnalysis(TRACE, Artifacts(None))
-    policies = ["lru", "lfu-decay"]
-    rows = analysis.simulate(policies, ["none"], [0.25, 0.5], progress=lambda *step: reported.append(step[0]))
-    assert [(row.policy, row.share) for row in rows] == [
-        ("lru", 0.25), ("lfu-decay", 0.25), (BELADY, 0.25), ("lru", 0.5), ("lfu-decay", 0.5), (BELADY, 0.5),
-    ]  # fmt: skip
-    assert [gap_closed_by(rows, row) for row in rows[:3:2]] == [0.0, 1.0]
-    assert reported[0] == "hit rates: lru with none in 20 slots"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes as c
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,18 +72,6 @@ def there(store: Store) -> set[tuple[int, int]]:
     return {(int(il), int(expert)) for il, expert in np.argwhere(store.residency() == 2)}
 
 
-@pytest.mark.parametrize(
-    ("il", "distance_weight", "left"), [(0, 1.0, (1, 0)), (1, 1.0, (0, 0)), (1, 0.0, (1, 0)), (0, 0.0, (1, 0))]
-)
-def test_of_equal_chances_the_layer_whose_turn_is_later_loses(
-    told: Told, il: int, distance_weight: float, left: tuple[int, int]
-) -> None:
-    """The others of the event's own layer wait for a whole pass; without a phase, recency decides."""
-    store, event = told(2, rates((1.0,), (1.0,), distance_weight), STORY[:2])
-    event(il, 7)
-    assert there(store) == {(il, 7), left}
-
-
 def test_two_averages_are_added_by_their_weights(told: Told) -> None:
     """Layer 1 saw 1, 1, 1, 0: 0.5 and 0.4375 when halving each token, 1/16 and 3/16 less a bit when fading slowly."""
     story = [(1, 1), (1, 1), (1, 1), (1, 0)]
@@ -118,37 +106,23 @@ NAN, INF = math.nan, math.inf
         (rates((1, 1), (0, 0), 1), "weights of the averages add up to 0"),
         (rates((1, 1), (3e38, 3e38), 1), "weights of the averages add up to inf"),
         *((rates((1,), (1,), bad), "weight of the distance is 0 or more") for bad in (-1, NAN, INF)),
+        (NativePolicy("lfu"), "no eviction policy 'lfu'; known are .*lru.*next-use"),
+        (NativePolicy(""), "no eviction policy ''"),
+        (NativePolicy("lru", {"half_life_tokens": 3}), "'lru' has no parameter 'half_life_tokens'; known are none"),
+        (NativePolicy("next-use", {"weight": 1}), "known are half_lives_tokens, weights, distance_weight"),
+        (NativePolicy("next-use", {"distance_weight": (1, 2)}), "'distance_weight' is one value, not 2"),
+        (NativePolicy("lfu-decay", {"half_life_tokens": ()}), "is one value, not 0"),
+        (NativePolicy("lfu-decay", {"half_life_tokens": 0}), "half-life is a number of tokens above 0"),
+        *((NativePolicy("slru", {"protected_share": bad}), "protected share") for bad in (-0.1, 1.1, NAN)),
     ],
     ids=str,
 )
-def test_rates_that_mean_nothing_are_refused_and_those_in_force_stay(
+def test_what_means_nothing_is_refused_and_the_policy_in_force_stays(
     told: Told, policy: NativePolicy, rule: str
 ) -> None:
     store, event = told()
     with pytest.raises(OptionError, match=rule):
         set_policy(store, policy)
-    event(0, 2)
-    assert there(store) == {(0, 0), (1, 0), (0, 2)}
-
-
-@pytest.mark.parametrize(
-    ("name", "parameters", "rule"),
-    [
-        ("lfu", {}, "no eviction policy 'lfu'; known are .*lru.*next-use"),
-        ("", {}, "no eviction policy ''"),
-        ("lru", {"half_life_tokens": 3}, "'lru' has no parameter 'half_life_tokens'; known are none"),
-        ("next-use", {"weight": 1}, "no parameter 'weight'; known are half_lives_tokens, weights, distance_weight"),
-        ("next-use", {"distance_weight": (1, 2)}, "'distance_weight' is one value, not 2"),
-        ("lfu-decay", {"half_life_tokens": ()}, "is one value, not 0"),
-        ("lfu-decay", {"half_life_tokens": 0}, "half-life is a number of tokens above 0"),
-    ],
-)
-def test_a_policy_or_parameter_that_does_not_exist_is_refused_with_those_that_do(
-    told: Told, name: str, parameters: dict[str, Any], rule: str
-) -> None:
-    store, event = told()
-    with pytest.raises(OptionError, match=rule):
-        store.set_policy(name, **parameters)
     event(0, 2)
     assert there(store) == {(0, 0), (1, 0), (0, 2)}
 
@@ -224,41 +198,24 @@ def one(tmp_path: Path) -> FakeModel:
     return make_model(tmp_path, n_layer=1, n_used=1)
 
 
-def resident_after(
-    one: FakeModel, open_store: Open, experts: Iterable[int], share: float, n_slots: int = 3
-) -> set[int]:
-    store, context = open_store(one, n_slots)
+@pytest.mark.parametrize(
+    ("story", "share", "left"),
+    [
+        ([0, 0, 1, 2, 3], 0.8, {0, 2, 3}),  # used again outlives used once
+        ([0, 0, 1, 2, 3], 0.0, {1, 2, 3}),  # nothing is protected: LRU
+        ([0, 0, 1, 1, 2, 3], 0.3, {1, 2, 3}),  # one is protected: 1 takes the place of 0, which then goes before 2
+        ([0, 0, 1, 1, 2, 3], 0.7, {0, 1, 3}),
+        ([0, 0, 1, 1, 2, 3, 0, 4, 5], 0.3, {1, 4, 5}),  # 0 is evicted, comes back, and is on probation again
+    ],
+)
+def test_slru_protects_what_is_used_again(
+    one: FakeModel, open_store: Open, story: list[int], share: float, left: set[int]
+) -> None:
+    store, context = open_store(one, 3)
     store.set_policy("slru", protected_share=share)
-    for expert in experts:
+    for expert in story:
         one.acquire(store, context, 0, [[expert]])
-    return resident(store)
-
-
-def resident(store: Store) -> set[int]:
-    return set(np.flatnonzero(store.residency()[0] == 2).tolist())
-
-
-def test_used_again_outlives_used_once(one: FakeModel, open_store: Open) -> None:
-    assert resident_after(one, open_store, [0, 0, 1, 2, 3], 0.8) == {0, 2, 3}
-    assert resident_after(one, open_store, [0, 0, 1, 2, 3], 0.0) == {1, 2, 3}  # nothing is protected: LRU
-
-
-def test_the_protected_segment_gives_up_its_least_recent_expert(one: FakeModel, open_store: Open) -> None:
-    """With one of three protected, 1 takes the place of 0, which then goes before 2."""
-    assert resident_after(one, open_store, [0, 0, 1, 1, 2, 3], 0.3) == {1, 2, 3}
-    assert resident_after(one, open_store, [0, 0, 1, 1, 2, 3], 0.7) == {0, 1, 3}
-
-
-def test_what_was_evicted_starts_on_probation(one: FakeModel, open_store: Open) -> None:
-    story = [0, 0, 1, 1, 2, 3, 0, 4, 5]  # 0 is evicted for 3, comes back, and is not protected by its earlier uses
-    assert resident_after(one, open_store, story, 0.3) == {1, 4, 5}
-
-
-def test_a_share_outside_of_0_to_1_is_refused(one: FakeModel, open_store: Open) -> None:
-    store, _ = open_store(one, 3)
-    for share in (-0.1, 1.1, float("nan")):
-        with pytest.raises(OptionError, match="protected share"):
-            store.set_policy("slru", protected_share=share)
+    assert there(store) == {(0, expert) for expert in left}
 
 
 PAPER = MoeShape(n_layer=4, n_expert=4, n_expert_used=2, layers=(0, 1, 2, 3))  # the example of section 3.2.1

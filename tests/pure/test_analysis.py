@@ -26,15 +26,10 @@ from predictors.study.common import Study
 from predictors.study.controls import Oracle
 from predictors.study.score import score_named
 
+pytestmark = pytest.mark.usefixtures("user")
+
 TRACE = random_trace(n_sequences=6, n_decode=10, with_inputs=True)
 AHEAD = SimOptions(prefetch=PrefetchOptions())
-
-
-@pytest.fixture(autouse=True)
-def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's data folder."""
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    return tmp_path / "data"
 
 
 @pytest.fixture

@@ -20,14 +20,9 @@ from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import read_layout
 
+pytestmark = pytest.mark.usefixtures("user")
+
 SHAPE = MoeShape(n_layer=2, n_expert=4, n_expert_used=2, layers=(0, 1))
-
-
-@pytest.fixture(autouse=True)
-def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's data folder."""
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    return tmp_path / "data"
 
 
 @pytest.fixture(scope="module")

@@ -24,10 +24,6 @@ def trace_of(passes: Sequence[Sequence[Sequence[int]]], n_expert: int = 4) -> Tr
     return hand_made(MoeShape(n_row, n_expert, k, tuple(range(n_row))), [path])
 
 
-def one_layer(experts: Sequence[int]) -> Trace:
-    return trace_of([[[e]] for e in experts])
-
-
 def test_the_textbook_example() -> None:
     """2 3 2 1 5 2 4 5 3 2 5 2 in three frames: six faults at best (Stallings)."""
     lookups = Lookups.of(trace_of([[[e]] for e in (2, 3, 2, 1, 5, 2, 4, 5, 3, 2, 5, 2)], n_expert=6))
@@ -35,7 +31,7 @@ def test_the_textbook_example() -> None:
 
 
 def test_a_loop_longer_than_the_pool() -> None:
-    lookups = Lookups.of(one_layer([0, 1, 2] * 4))
+    lookups = Lookups.of(trace_of([[[e]] for e in [0, 1, 2] * 4]))
     assert belady(lookups, 2).hits == 5  # of the nine lookups after the first round, four must miss
 
 

@@ -280,15 +280,6 @@ def test_a_removed_name_does_not_hide_its_neighbours(catalog: Catalog) -> None:
     assert catalog.find("u/r").name == "hf.co/u/r:Q8_0"
 
 
-def test_a_projector_stays_while_a_neighbour_uses_it(catalog: Catalog) -> None:
-    cache("u/r", {"x-Q4_0.gguf": b"4", "x-Q8_0.gguf": b"8", "mmproj-F16.gguf": b"m"})
-    catalog.remove("u/r:q4_0")
-    kept = catalog.find("u/r:q8_0")
-    assert kept.mmproj and kept.mmproj.read_bytes() == b"m"
-    catalog.remove("u/r:q8_0")
-    assert not list(hub_cache().glob("*/blobs/*"))
-
-
 @pytest.mark.parametrize("path", ["~nobody-of-that-name/x", "~nobody-of-that-name/x.gguf", f"/{'x' * 300}/x.gguf"])
 def test_paths_that_cannot_be_are_not_found(catalog: Catalog, path: str) -> None:
     for find in (catalog.find, find_model):

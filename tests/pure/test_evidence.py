@@ -150,12 +150,6 @@ def test_requests_are_split_by_time_and_known_by_their_hashes(monkeypatch: pytes
         requests.checked(tmp_path)
 
 
-def test_a_conversation_is_put_into_the_chat_template() -> None:
-    turn = "<|im_start|>user\nwho are you<|im_end|>\n<|im_start|>assistant\nnobody: a bot<|im_end|>\n"
-    assert texts._exchange("who are you\n  - 'nobody:\n    a bot'\n  - more\n") == turn
-    assert texts._exchange("alone\n") == ""
-
-
 def test_a_request_in_one_pass_is_replayed_as_if_it_had_been_decoded() -> None:
     trace = random_trace(n_sequences=2, n_prefill=6, n_decode=0)
     found = answered(trace, {0: 4, 1: 9})

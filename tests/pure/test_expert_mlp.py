@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from traces import routed
 
-from moegguf.controller.predictors.expert_mlp import HIDDEN_SIZES, ExpertMlp, state_size, states
+from moegguf.controller.predictors.expert_mlp import ExpertMlp, state_size, states
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 
@@ -25,10 +25,6 @@ def weights(hidden: tuple[int, ...]) -> Weights:
         arrays[f"layers.{i}.weight"] = np.eye(n_out, n_in, dtype=np.float32)
         arrays[f"layers.{i}.bias"] = np.zeros(n_out, np.float32)
     return Weights(arrays, {"hidden": list(hidden)})
-
-
-def test_the_paper_has_six_halvings_and_an_output() -> None:
-    assert HIDDEN_SIZES == (2048, 1024, 512, 256, 128, 64)
 
 
 def test_the_state_is_history_popularity_and_the_rows_of_the_experts_chosen() -> None:

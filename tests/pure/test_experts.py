@@ -161,10 +161,7 @@ BAD_LAYOUTS: dict[str, tuple[Gguf, str]] = {
     "no block_count": (moe(skip_kv=("block_count",)), "block_count.*missing"),
     "no width": (moe(skip_kv=("embedding_length",)), "embedding_length.*missing"),
     "no context": (moe(skip_kv=("context_length",)), "context_length.*missing"),
-    "width text": (
-        moe(skip_kv=("embedding_length",)).add("qwen2moe.embedding_length", STR, "x"),
-        "whole number",
-    ),
+    "width text": (moe(skip_kv=("embedding_length",)).add("qwen2moe.embedding_length", STR, "x"), "whole number"),
     "heads over width": (moe(n_head=65), "65 heads"),
     "kv heads": (
         moe(skip_kv=("attention.head_count_kv",)).add("qwen2moe.attention.head_count_kv", U32, 3),
@@ -176,29 +173,17 @@ BAD_LAYOUTS: dict[str, tuple[Gguf, str]] = {
     "group split": (moe().add("qwen2moe.expert_group_count", U32, 3), "do not divide into 3 groups"),
     "group used": (moe().add("qwen2moe.expert_group_count", U32, 2), "expert_group_used_count"),
     "mla half": (moe().add("qwen2moe.attention.key_length_mla", U32, 2), "value_length_mla"),
-    "rotated part": (
-        moe().add("qwen2moe.rope.dimension_count", U32, 8),
-        "dimension_count.*8 does not fit.* 16",
-    ),
+    "rotated part": (moe().add("qwen2moe.rope.dimension_count", U32, 8), "dimension_count.*8 does not fit.* 16"),
     "rotated over all": (moe("glm4moe").add("glm4moe.rope.dimension_count", U32, 18), "does not fit.* 16"),
     "latent length": (latent(key_length=41), "key_length.*must be 40"),
     "latent heads": (latent(head_count_kv=2), "with 1 KV head, but is 40 with 2"),
     "latent rotation": (latent(key_length_mla=8), "leaves nothing beside the 8"),
-    "k rows": (
-        moe().tensor("blk.1.attn_k.weight", 64, 63),
-        "'blk.1.attn_k.weight'.*63 rows, but 4 heads of 16",
-    ),
+    "k rows": (moe().tensor("blk.1.attn_k.weight", 64, 63), "'blk.1.attn_k.weight'.*63 rows, but 4 heads of 16"),
     "q rows": (moe().tensor("blk.0.attn_q.weight", 64, 32), "attn_q.weight.*32 rows, but 4 heads of 16"),
     "v rows": (moe().tensor("blk.0.attn_v.weight", 64, 128), "'blk.0.attn_v.weight'.*128 rows"),
     "no architecture": (Gguf().tensor("t", 4), "general.architecture"),
-    "odd architecture": (
-        Gguf().add("general.architecture", STR, "a\n").tensor("t", 4),
-        "general.architecture",
-    ),
-    "architecture number": (
-        Gguf().add("general.architecture", U32, 4).tensor("t", 4),
-        "general.architecture",
-    ),
+    "odd architecture": (Gguf().add("general.architecture", STR, "a\n").tensor("t", 4), "general.architecture"),
+    "architecture number": (Gguf().add("general.architecture", U32, 4).tensor("t", 4), "general.architecture"),
     "no tensors": (Gguf().add("general.architecture", STR, "llama"), "no tensors"),
 }
 
@@ -283,14 +268,8 @@ def foreign(**kwargs: Any) -> Gguf:
     [
         (foreign(split=(1, 4, 14)), "m-00002-of-00003.gguf.*split.count.*is 4, but .* 3"),
         (foreign(split=(1, 3, 99)), "m-00002-of-00003.gguf.*split.tensors.count.*99"),
-        (
-            foreign(split=(1, 3, 14)).add("general.name", STR, "other"),
-            "m-00002-of-00003.gguf.*general.name.*other",
-        ),
-        (
-            moe(n_layer=3, split=(1, 3, 14), il_range=range(2)),
-            "m-00002-of-00003.gguf.*is in m-00001-of-00003",
-        ),
+        (foreign(split=(1, 3, 14)).add("general.name", STR, "other"), "m-00002-of-00003.gguf.*general.name.*other"),
+        (moe(n_layer=3, split=(1, 3, 14), il_range=range(2)), "m-00002-of-00003.gguf.*is in m-00001-of-00003"),
         (without(foreign(split=(1, 3, 14)), "blk.1.attn_norm.weight"), "tensors.count' is 14, but .* 13 tensors"),
         (moe(n_layer=3, il_range=range(1, 2)), "m-00002-of-00003.gguf.*split.no.*missing"),
     ],

@@ -14,25 +14,15 @@ from predictors.study.judge import Judge
 from predictors.study.scoring import score
 
 
-def fresh_gate(trace: Trace, seed: int) -> FreshGate:
-    return FreshGate(trace.shape, routers_of(trace.shape, hidden_routers(trace.shape, seed)))
-
-
 def run(trace: Trace, judge: Judge) -> Judge:
     for event in trace.events():
         judge.announce(event) if isinstance(event, Announcement) else judge.observe(event)
     return judge
 
 
-def test_a_wrong_router_has_not() -> None:
-    trace = random_trace(seed=1, with_inputs=True)
-    fresh = run(trace, Judge(fresh_gate(trace, 2))).table().fresh
-    assert fresh is not None and fresh.accuracy is not None and fresh.accuracy < 0.5
-
-
 def test_a_control_runs_beside_a_predictor() -> None:
     trace = random_trace(with_inputs=True)
-    control = fresh_gate(trace, 0)
+    control = FreshGate(trace.shape, routers_of(trace.shape, hidden_routers(trace.shape, 0)))
     table = run(trace, Judge(Oracle(trace, n_wrong=1), control=control)).table()
     assert table.fresh is not None and table.fresh.accuracy == 1
     assert table.means[1].accuracy == 0.5

@@ -117,14 +117,6 @@ async def test_a_model_that_does_not_fit_waits_for_a_busy_one(catalog: FakeCatal
     assert len(catalog.loads("a")) == 1, "the later request overtook the load: a was loaded"
 
 
-def no_overtaking(catalog: FakeCatalog, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two models of which one fits, whose loads nothing overtakes; the file on which "hold" ends."""
-    monkeypatch.setattr(model_manager, "OVERTAKE_S", 0.0)
-    catalog.add("a", 600, 600)
-    catalog.add("b", 800, 500)
-    return folder / "go"
-
-
 def waits_for_memory(manager: ModelManager, name: str) -> bool:
     """Whether its load is due, has been measured and waits."""
     waiting = [model for model in manager._load_queue() if model.entry.name == f"{name}:latest"]
@@ -132,33 +124,13 @@ def waits_for_memory(manager: ModelManager, name: str) -> bool:
 
 
 @in_loop
-async def test_overtaking_a_waiting_load_is_limited(
-    catalog: FakeCatalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go, done = no_overtaking(catalog, tmp_path, monkeypatch), list[str]()
-
-    async def request(manager: ModelManager, name: str, prompt: str) -> None:
-        done.append(await generate(manager, name, prompt))
-
-    async with manager_of(catalog, memory_bytes=1000 << 20) as manager, asyncio.TaskGroup() as group:
-        group.create_task(request(manager, "a", f"hold {go}"))
-        await until(lambda: manager.loaded() and manager.loaded()[0].busy)
-        group.create_task(request(manager, "a", "say earlier"))
-        await until(lambda: manager.loaded()[0].queue == 1)
-        group.create_task(request(manager, "b", "say other"))
-        await until(lambda: waits_for_memory(manager, "b"))
-        group.create_task(request(manager, "a", "say later"))
-        await until(lambda: manager.loaded()[0].queue == 2)
-        go.touch()
-    assert done == ["held", "earlier", "other", "later"]
-    assert len(catalog.loads("a")) == 2
-
-
-@in_loop
 async def test_who_came_before_a_load_is_answered_before_it_whatever_its_turn(
     catalog: FakeCatalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go, done = no_overtaking(catalog, tmp_path, monkeypatch), list[str]()
+    monkeypatch.setattr(model_manager, "OVERTAKE_S", 0.0)
+    catalog.add("a", 600, 600)
+    catalog.add("b", 800, 500)
+    go, done = tmp_path / "go", list[str]()
 
     async def request(manager: ModelManager, client: str, name: str, prompt: str) -> None:
         current_client.set(client)

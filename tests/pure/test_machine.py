@@ -68,20 +68,23 @@ def test_no_cgroup(fake: FakeMachine) -> None:
     assert memory.limited_by == "the machine"
 
 
-def test_v2_counts_idle_page_cache_as_free(fake: FakeMachine) -> None:
-    fake.write("proc/self/mountinfo", V2_MOUNT)
-    fake.write("proc/self/cgroup", "0::/app\n")
-    fake.v2("app", 4 * GIB, 3 * GIB, f"anon 5\ninactive_file {GIB}\nactive_file {GIB}\n")
+@pytest.mark.parametrize(
+    ("limit", "usage", "stat", "high", "free"),
+    [
+        (4 * GIB, 3 * GIB, f"anon 5\ninactive_file {GIB}\nactive_file {GIB}\n", "max", 2 * GIB),  # idle page cache
+        (8 * GIB, GIB, "", 3 * GIB, 2 * GIB),
+        (GIB, 2 * GIB, "", "max", 0),
+        *((bad, 2 * GIB, "inactive_file\nx y z\n", "max", 10 * GIB) for bad in ("", "max", "-1", "abc", "1 2", "\0")),
+        ("\u0663", 2 * GIB, "", "max", 10 * GIB),  # a digit, but not one of the kernel's
+    ],
+)
+def test_v2(fake: FakeMachine, limit: str | int, usage: int, stat: str, high: str | int, free: int) -> None:
+    fake.write("proc/self/mountinfo", V2_MOUNT + "broken\n 1 2 3 - \n")
+    fake.write("proc/self/cgroup", "0::/app\nnonsense\n:::\n")
+    fake.v2("app", limit, usage, stat, high)
     memory = read_memory(fake.root)
-    assert memory.available_bytes == 2 * GIB
-    assert memory.limited_by == f"cgroup v2 {fake.root}/sys/fs/cgroup/app"
-
-
-def test_v2_high_is_a_limit(fake: FakeMachine) -> None:
-    fake.write("proc/self/mountinfo", V2_MOUNT)
-    fake.write("proc/self/cgroup", "0::/app\n")
-    fake.v2("app", 8 * GIB, GIB, high=3 * GIB)
-    assert read_memory(fake.root).available_bytes == 2 * GIB
+    limited_by = "the machine" if free == 10 * GIB else f"cgroup v2 {fake.root}/sys/fs/cgroup/app"
+    assert (memory.available_bytes, memory.limited_by) == (free, limited_by)
 
 
 def test_v2_nested_the_tightest_level_wins(fake: FakeMachine) -> None:
@@ -124,21 +127,6 @@ def test_container_sees_its_own_group_as_the_mount(fake: FakeMachine) -> None:
     for outside in ("/docker/abc", "/../x", "/elsewhere"):
         fake.write("proc/self/cgroup", f"4:memory:{outside}\n")
         assert read_memory(fake.root).available_bytes == GIB
-
-
-def test_usage_above_the_limit_is_nothing_free(fake: FakeMachine) -> None:
-    fake.write("proc/self/mountinfo", V2_MOUNT)
-    fake.write("proc/self/cgroup", "0::/app\n")
-    fake.v2("app", GIB, 2 * GIB)
-    assert read_memory(fake.root).available_bytes == 0
-
-
-@pytest.mark.parametrize("text", ["", "max", "-1", "abc", "1 2", "\u0663", "\0"])
-def test_unreadable_limits_are_no_limits(fake: FakeMachine, text: str) -> None:
-    fake.write("proc/self/mountinfo", V2_MOUNT + "broken\n 1 2 3 - \n")
-    fake.write("proc/self/cgroup", "0::/app\nnonsense\n:::\n")
-    fake.v2("app", text, 2 * GIB, "inactive_file\nx y z\n")
-    assert read_memory(fake.root).available_bytes == 10 * GIB
 
 
 def test_cpu_quota(fake: FakeMachine) -> None:

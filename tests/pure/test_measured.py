@@ -67,12 +67,6 @@ def test_the_range_is_interpolated_and_never_above_belady() -> None:
     assert Measured("", {"lru": {0.5: 0.7}}).range_at(0.5) is None
 
 
-def test_ranges_and_bound_are_read_back(tmp_path: Path) -> None:
-    measured = Measured("ab", RATES, ranges={"lru": {0.5: (0.25, 0.75)}}, bound={0.5: 0.875})
-    write_measured(tmp_path / "m.json", measured)
-    assert read_measured(tmp_path / "m.json") == measured
-
-
 RATE = st.floats(0, 1)
 
 
@@ -90,6 +84,9 @@ def test_a_written_measurement_is_read_back(tmp_path: Path) -> None:
     path = tmp_path / "measured.json"
     write_measured(path, MEASURED)
     assert read_measured(path) == MEASURED
+    ranged = Measured("ab", RATES, ranges={"lru": {0.5: (0.25, 0.75)}}, bound={0.5: 0.875})
+    write_measured(path, ranged)
+    assert read_measured(path) == ranged
     write_measured(path, Measured("cd", {"lru": {0.5: 0.123456789}}, prefetch="eamc"))
     assert read_measured(path) == Measured("cd", {"lru": {0.5: 0.12346}}, prefetch="eamc")
     assert [found.name for found in tmp_path.iterdir()] == ["measured.json"]

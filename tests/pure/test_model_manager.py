@@ -43,14 +43,6 @@ def waiting(manager: ModelManager) -> int:
 
 
 @in_loop
-async def test_a_model_is_loaded_once_and_answers(catalog: FakeCatalog) -> None:
-    async with manager_of(catalog) as manager:
-        assert await generate(manager, "a", "say hello you") == "hello you"
-        assert await generate(manager, "a:latest", "say again") == "again"
-    assert len(catalog.loads("a")) == 1
-
-
-@in_loop
 async def test_the_last_event_has_the_timing(catalog: FakeCatalog) -> None:
     async with manager_of(catalog) as manager:
         for first in (True, False):
@@ -359,15 +351,6 @@ async def test_a_reload_waits_for_the_requests_before_it(catalog: FakeCatalog, t
         go.touch()
         assert await asyncio.gather(first, second, other, fourth) == ["held", "two", "other", "four"]
     assert [load["n_ctx"] for load in catalog.loads("a")] == [4096, 8192]
-
-
-@in_loop
-async def test_load_parameters_of_an_entry_are_defaults(catalog: FakeCatalog) -> None:
-    catalog.change("a", parameters={"num_ctx": 2048, "temperature": 1})
-    async with manager_of(catalog) as manager:
-        await generate(manager, "a", "say x")
-        await generate(manager, "a", "say x", LoadOverrides(n_ctx=8192))
-    assert [load["n_ctx"] for load in catalog.loads("a")] == [2048, 8192]
 
 
 @in_loop

@@ -18,6 +18,7 @@ from moegguf.models.ollama_store import OllamaStore, ollama_folders
 pytestmark = pytest.mark.usefixtures("any_file_is_a_model")
 
 KIND = "application/vnd.ollama.image."
+BAD = "registry.ollama.ai/library/bad/latest"
 GO = "{{ if .System }}{{ .System }}{{ end }}{{ .Prompt }}"
 
 
@@ -84,11 +85,7 @@ def test_a_model_with_all_its_layers(store: Store) -> None:
 @pytest.mark.parametrize(
     ("manifest", "shown", "asked"),
     [
-        (
-            "registry.ollama.ai/library/llama3/latest",
-            "llama3:latest",
-            ["llama3", "ollama:llama3", "OLLAMA:Llama3"],
-        ),
+        ("registry.ollama.ai/library/llama3/latest", "llama3:latest", ["llama3", "ollama:llama3", "OLLAMA:Llama3"]),
         ("registry.ollama.ai/me/mine/v1", "me/mine:v1", ["me/mine:v1", "ollama:me/mine:v1"]),
         ("hf.co/u/r-GGUF/Q4_K_M", "hf.co/u/r-GGUF:Q4_K_M", ["u/r-gguf:q4_k_m", "hf.co/u/r-GGUF:Q4_K_M"]),
         ("example.com/a/b/c", "example.com/a/b:c", ["example.com/a/b:c"]),
@@ -117,22 +114,15 @@ def test_a_name_of_ours_comes_first_and_ollama_s_is_still_there(store: Store) ->
         lambda store, path: path.write_text("[]"),
         lambda store, path: path.write_text('{"layers": 3}'),
         lambda store, path: path.write_text("[" * 100_000),
-        lambda store, path: store.manifest("registry.ollama.ai/library/bad/latest", []),
+        lambda store, path: store.manifest(BAD, []),
         lambda store, path: store.manifest(
-            "registry.ollama.ai/library/bad/latest",
-            [store.layer("model", b"a"), store.layer("adapter", b"one"), store.layer("adapter", b"two")],
+            BAD, [store.layer("model", b"a"), store.layer("adapter", b"one"), store.layer("adapter", b"two")]
         ),
-        lambda store, path: store.manifest(
-            "registry.ollama.ai/library/bad/latest", [store.layer("model", b"a") | {"digest": "sha256:../../x"}]
-        ),
-        lambda store, path: store.manifest(
-            "registry.ollama.ai/library/bad/latest", [store.layer("model", b"a") | {"digest": 7}]
-        ),
-        lambda store, path: store.manifest(
-            "registry.ollama.ai/library/bad/latest", [store.layer("model", b"a") | {"size": 99}]
-        ),
-        lambda store, path: store.model("registry.ollama.ai/library/bad/latest", params=b"{]"),
-        lambda store, path: store.model("registry.ollama.ai/library/bad/latest", params=b'{"num_ctx": "many"}'),
+        lambda store, path: store.manifest(BAD, [store.layer("model", b"a") | {"digest": "sha256:../../x"}]),
+        lambda store, path: store.manifest(BAD, [store.layer("model", b"a") | {"digest": 7}]),
+        lambda store, path: store.manifest(BAD, [store.layer("model", b"a") | {"size": 99}]),
+        lambda store, path: store.model(BAD, params=b"{]"),
+        lambda store, path: store.model(BAD, params=b'{"num_ctx": "many"}'),
         lambda store, path: (store.folder / "blobs" / f"sha256-{hashlib.sha256(b'bad').hexdigest()}").unlink(),
         lambda store, path: path.rename(path.with_name("two words")),
         lambda store, path: path.write_bytes(b" " * (5 << 20)),
@@ -140,7 +130,7 @@ def test_a_name_of_ours_comes_first_and_ollama_s_is_still_there(store: Store) ->
 )
 def test_what_is_damaged_is_left_out_and_the_rest_stays(store: Store, damage: Callable[[Store, Path], Any]) -> None:
     store.model("registry.ollama.ai/library/good/latest")
-    path = store.model("registry.ollama.ai/library/bad/latest", b"bad")
+    path = store.model(BAD, b"bad")
     damage(store, path)
     assert names() == ["good:latest"]
     with pytest.raises(ModelNotFoundError):
@@ -150,7 +140,7 @@ def test_what_is_damaged_is_left_out_and_the_rest_stays(store: Store, damage: Ca
 def test_links_out_of_the_store_are_not_followed(store: Store, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(b"weights")
-    path = store.model("registry.ollama.ai/library/bad/latest", b"weights")
+    path = store.model(BAD, b"weights")
     blob = next((store.folder / "blobs").iterdir())
     blob.unlink()
     blob.symlink_to(secret)
@@ -179,7 +169,7 @@ def test_a_digest_is_64_hexadecimal_digits_and_nothing_else(store: Store, digest
             method(digest)
 
 
-def test_nothing_is_ever_written_into_the_store(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_ever_written_into_the_store(store: Store) -> None:
     store.model("registry.ollama.ai/library/llama3/latest", system=b"Be brief.")
     before = {path: path.stat() for path in sorted(store.folder.rglob("*"))}
     for path in [*before, store.folder]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import random
 import re
-import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -287,11 +286,3 @@ def test_types_agree_with_the_gguf_package() -> None:
     for number, sizes in constants.GGML_QUANT_SIZES.items():
         if number.name != "Q8_1":  # the package counts a scale of 4 bytes that ggml stores in 2
             assert GGML_TYPES[int(number)] == (number.name, *sizes)
-
-
-def test_scalar_formats_have_the_sizes_of_the_standard() -> None:
-    from moegguf.gguf.reader import _SCALARS
-
-    assert {t: struct.calcsize(f) for t, f in _SCALARS.items()} == {
-        0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8,
-    }  # fmt: skip

@@ -57,14 +57,6 @@ def test_a_trace_listened_to_and_recorded_is_the_same_trace(
     assert same(read(tmp_path / "t.npz"), trace)
 
 
-def test_the_last_layer_may_have_fewer_tokens(tmp_path: Path) -> None:
-    trace = record(
-        tmp_path / "t.npz", announcement([7, 8, 9]), routed(1, 0, [[0, 1], [1, 2], [2, 3]]), routed(1, 2, [[3, 0]])
-    )
-    assert trace.expert_ids.tolist() == [[[0, 1], [1, 2], [2, 3]], [[-1, -1], [-1, -1], [3, 0]]]
-    assert trace.tokens.tolist() == [7, 8, 9] and trace.pass_ns.tolist() == [10]
-
-
 def test_a_pass_that_failed_keeps_what_it_had(tmp_path: Path) -> None:
     trace = record(tmp_path / "t.npz", routed(1, 0, [[0, 1]]), routed(2, 0, [[1, 2]]), routed(2, 2, [[2, 3]]))
     assert trace.expert_ids.tolist() == [[[0, 1], [1, 2]], [[-1, -1], [2, 3]]]

@@ -44,19 +44,6 @@ def take(steps: Generator[int, None, None], n: int) -> None:
     steps.close()
 
 
-def test_a_request_is_its_prompt_and_then_tokens() -> None:
-    context = Context()
-    take(context.generate(5), 3)
-    assert context.noted == [(0, PREFILL), (0, DECODE), (0, DECODE)]
-
-
-def test_every_call_that_generates_is_a_request() -> None:
-    context = Context()
-    for n_prompt in (5, 1, 7):
-        take(context.generate(n_prompt), 2)
-    assert context.noted == [(n, phase) for n in range(3) for phase in (PREFILL, DECODE)]
-
-
 def test_a_prompt_that_continues_the_context_begins_a_request_even_of_one_token() -> None:
     context = Context()
     take(context.generate(5), 2)
@@ -73,23 +60,23 @@ def test_within_a_request_several_tokens_at_once_are_decoded() -> None:
     assert context.noted == [(0, PREFILL), (0, DECODE)]
 
 
-def test_by_hand_an_empty_context_begins_a_request() -> None:
+@pytest.mark.parametrize(
+    ("n_past", "first", "then", "noted"),
+    [
+        (0, (4, 1, 1), (1, 1, 3),
+         [(0, PREFILL), (0, DECODE), (0, DECODE), (1, PREFILL), (1, DECODE), (1, PREFILL)]),
+        (10, (1,), (), [(0, PREFILL)]),  # a state that was loaded
+        (0, (4,), (4,), [(0, PREFILL), (1, PREFILL)]),  # a pass that failed left nothing, and is tried again
+    ],
+)  # fmt: skip
+def test_by_hand_an_empty_context_begins_a_request(
+    n_past: int, first: tuple[int, ...], then: tuple[int, ...], noted: list[tuple[int, Phase]]
+) -> None:
     context = Context()
-    for n_tokens in (4, 1, 1):
-        context.eval(n_tokens)
-    context.n_past = 0
-    for n_tokens in (1, 1, 3):
-        context.eval(n_tokens)
-    assert context.noted == [
-        (0, PREFILL), (0, DECODE), (0, DECODE), (1, PREFILL), (1, DECODE), (1, PREFILL),
-    ]  # fmt: skip
-
-
-def test_the_first_evaluation_begins_a_request_wherever_the_context_stands() -> None:
-    context = Context()
-    context.n_past = 10  # a state that was loaded
-    context.eval(1)
-    assert context.noted == [(0, PREFILL)]
+    for context.n_past, counts in ((n_past, first), (0, then)):
+        for n_tokens in counts:
+            context.eval(n_tokens)
+    assert context.noted == noted
 
 
 def test_a_request_that_fails_or_is_closed_ends() -> None:
@@ -107,14 +94,6 @@ def test_a_request_that_fails_or_is_closed_ends() -> None:
     context.eval(1)
     context.eval(2)
     assert context.noted == [(0, PREFILL), (0, DECODE), (0, PREFILL)]
-
-
-def test_a_prompt_that_failed_is_another_request_when_tried_again() -> None:
-    context = Context()
-    context.eval(4)
-    context.n_past = 0  # the failed pass left nothing
-    context.eval(4)
-    assert context.noted == [(0, PREFILL), (1, PREFILL)]
 
 
 def test_a_generator_that_never_started_is_no_request() -> None:

@@ -55,13 +55,6 @@ def test_without_structure_requests_are_alike_and_with_it_they_are_not() -> None
     assert text.within.entropy < text.same_size.entropy - 0.05
 
 
-def test_a_layer_that_was_not_computed_counts_nothing() -> None:
-    trace = hand_made(SHAPE, [[[[1], [-1]], [[1], [2]]]])
-    figures = reuse(trace)
-    assert figures.counts[0].tolist() == [[0, 2, 0, 0], [0, 0, 1, 0]]
-    assert figures.next_token[0] == 1 and math.isnan(figures.next_token[1])
-
-
 def test_nothing_decoded_is_no_fault() -> None:
     figures = reuse(random_trace(n_sequences=1, n_decode=0))
     assert figures.counts.shape[0] == 0

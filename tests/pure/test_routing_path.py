@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moegguf.controller.predictors.routing_path import PROMPT_CHUNKS, PathNetwork, RoutingPath, attend, normed
+from moegguf.controller.predictors.routing_path import PROMPT_CHUNKS, PathNetwork, RoutingPath
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.native.events import Announcement, Phase, RoutingEvent
@@ -62,19 +62,6 @@ def predicted_by(predictor: RoutingPath) -> np.ndarray:
 
 
 # The network
-
-
-def test_the_norm_leaves_rows_with_a_root_mean_square_of_one() -> None:
-    np.testing.assert_allclose(normed(np.array([[3.0, 4.0]], np.float32)), [[0.6 * 2**0.5, 0.8 * 2**0.5]], rtol=1e-6)
-
-
-def test_attention_weighs_values_by_softmax() -> None:
-    q = np.array([[[[np.log(3.0), 0.0]]]], np.float32)  # against the keys: ln 3 and 0, so that the shares are 3 : 1
-    k = np.array([[[[1.0, 0.0], [0.0, 1.0]]]], np.float32)
-    v = np.array([[[[4.0, 0.0], [0.0, 8.0]]]], np.float32)
-    np.testing.assert_allclose(attend(q, k, v), [[[[3.0, 2.0]]]], rtol=1e-6)
-    forbidden = np.array([[-np.inf, 0.0]], np.float32)
-    np.testing.assert_allclose(attend(q, k, v, forbidden), [[[[0.0, 8.0]]]], rtol=1e-6)
 
 
 def plain_logits(arrays: dict[str, np.ndarray], window: np.ndarray, chunk: np.ndarray) -> np.ndarray:

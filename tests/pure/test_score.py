@@ -15,7 +15,7 @@ from traces import random_trace
 from moegguf.controller.predictors.base import NoPrediction
 from moegguf.controller.shape import MoeShape
 from moegguf.trace.trace import Trace
-from predictors.study.accuracy import Figures, LayerLru, LinkModel
+from predictors.study.accuracy import Figures, LinkModel
 from predictors.study.scoring import batch_accuracy, score
 
 SHAPE = MoeShape(n_layer=5, n_expert=8, n_expert_used=2, layers=(1, 2, 3, 4), expert_bytes=1000)
@@ -99,11 +99,6 @@ def test_the_wishes_of_all_layers_share_the_link() -> None:
     assert late.fetch_rates(1, 4, 1, 1000)[1:] == [1] * 3 and late.fetch_rates(1, 4, 2, 1000)[1:] == [0.5] * 3
 
 
-def test_without_a_link_there_are_no_time_figures() -> None:
-    figures = only(cyclic(), Oracle(cyclic()))
-    assert figures.fetch_rate is None and figures.good_pred is None
-
-
 def test_only_what_a_cache_lacks_is_moved() -> None:
     # Token t uses t and t + 1: at two resident experts a layer, one of them is still resident from the token before.
     table = score(cyclic(), [Oracle(cyclic(), n_wrong=1)], [1], lru_share=0.25).scores[0].means[1]
@@ -113,17 +108,6 @@ def test_only_what_a_cache_lacks_is_moved() -> None:
     assert right.moved_per_useful[1] == 1
 
 
-def test_the_cache_of_a_layer_keeps_the_latest() -> None:
-    lru = LayerLru(SHAPE, 0.4)
-    assert lru.n_kept == 3
-    assert lru.absent[0, :8].all()
-    lru.use(0, np.array([1, 2]))
-    assert np.flatnonzero(~lru.absent[0, :8]).tolist() == [1, 2]
-    lru.use(0, np.array([3, 1, 5]))
-    assert np.flatnonzero(~lru.absent[0, :8]).tolist() == [1, 3, 5]
-    assert lru.absent[1, :8].all()
-
-
 def test_batches_join_the_paths_of_their_sequences_step_by_step() -> None:
     trace = cyclic(n_sequences=5)
     table = score(trace, [Oracle(trace), Oracle(trace, n_wrong=2)], [1, 2], batch_sequences=2)
@@ -131,11 +115,6 @@ def test_batches_join_the_paths_of_their_sequences_step_by_step() -> None:
     assert right.batch_accuracy == {1: 1, 2: 1}
     assert all(value is not None and value < 1 for value in wrong.batch_accuracy.values())
     assert (right.name, wrong.name) == ("oracle", "oracle 2")
-
-
-def test_a_batch_of_too_few_sequences_is_not_scored() -> None:
-    trace = cyclic(n_sequences=5)
-    assert score(trace, [Oracle(trace)], [1]).scores[0].batch_accuracy == {1: None}
 
 
 def test_the_control_gets_the_same_experts_shuffled() -> None:
@@ -165,28 +144,21 @@ def matrix(*rows: str) -> np.ndarray:
     return np.array([[c == "x" for c in row] for row in rows])
 
 
-def test_hits_missed_and_mispredicted_experts_count() -> None:
-    true = matrix("xx..", "..xx")
-    predicted = matrix("x.x.", "..xx")
-    assert batch_accuracy(true, predicted) == pytest.approx(3 / 5)  # three right, one missed, one idle
-
-
-def test_predicting_nothing_or_everything_is_not_rewarded() -> None:
-    true = matrix("x...", ".x..")
-    assert batch_accuracy(true, np.zeros_like(true)) == 0
-    assert batch_accuracy(true, np.ones_like(true)) == pytest.approx(2 / 8)
-
-
-def test_a_batch_that_uses_nothing_is_right_when_nothing_is_predicted() -> None:
-    empty = matrix("....")
-    assert batch_accuracy(empty, empty) == 1
-    assert batch_accuracy(empty, matrix("x...")) == 0
-
-
-def test_several_batches_are_averaged() -> None:
-    true = np.stack([matrix("xx.."), matrix("..xx")])
-    predicted = np.stack([matrix("xx.."), matrix("xx..")])
-    assert batch_accuracy(true, predicted) == pytest.approx(0.5)
+@pytest.mark.parametrize(
+    ("true", "predicted", "expected"),
+    [
+        (matrix("xx..", "..xx"), matrix("x.x.", "..xx"), 3 / 5),  # three right, one missed, one idle
+        (matrix("x...", ".x.."), matrix("....", "...."), 0),
+        (matrix("x...", ".x.."), matrix("xxxx", "xxxx"), 2 / 8),
+        (matrix("...."), matrix("...."), 1),
+        (matrix("...."), matrix("x..."), 0),
+        (np.stack([matrix("xx.."), matrix("..xx")]), np.stack([matrix("xx..")] * 2), 0.5),  # several are averaged
+    ],
+)
+def test_the_accuracy_of_batches_is_right_of_right_missed_and_idle(
+    true: np.ndarray, predicted: np.ndarray, expected: float
+) -> None:
+    assert batch_accuracy(true, predicted) == pytest.approx(expected)
 
 
 @given(MATRICES, MATRICES)

@@ -175,15 +175,6 @@ async def test_each_name_has_its_own_keep_alive_time(catalog: FakeCatalog) -> No
 
 
 @in_loop
-async def test_a_watcher_of_any_name_sees_the_model(catalog: FakeCatalog) -> None:
-    async with manager_of(catalog) as manager:
-        with manager.watch(catalog.find("b"), 4) as watch:
-            await generate(manager, "a", "say x")
-            await watch.wait(30)
-            assert watch.take()[0].model == "b:latest"
-
-
-@in_loop
 async def test_a_loaded_name_can_be_unloaded_when_its_file_is_gone(catalog: FakeCatalog) -> None:
     async with manager_of(catalog) as manager:
         await generate(manager, "b", "say x")

@@ -104,14 +104,6 @@ def test_a_model_without_a_system_role_still_gets_the_text() -> None:
     assert render(refusing + templates.PLAIN, CHAT[:2]).startswith("<|im_start|>user\nBe brief.\n\nWeather?<|im_end|>")
 
 
-def test_loops_that_leave_out_and_filters_of_sequences() -> None:
-    template = (
-        "{% for m in messages if m.role != 'system' %}{{ loop.index }}/{{ loop.length }}{{ m.role }} {% endfor %}"
-        "{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join('+') }}"
-    )
-    assert render(template, CHAT) == "1/3user 2/3assistant 3/3tool Weather?"
-
-
 def test_tags_of_transformers() -> None:
     template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
     assert render(template, CHAT) == "Be brief."
@@ -133,6 +125,8 @@ FEATURES = (
     "{% macro m(a, b='x') %}{{ a }}{{ b }}{{ varargs }}{{ kwargs }}{% endmacro %}{{ m(1, 2, 3) }}{{ m(1, c=2) }}",
     "{% for m in messages %}{{ loop.previtem.role if loop.previtem }}{{ loop.changed(m.role) }}{{ loop }}{% endfor %}",
     "{{ messages | selectattr('tool_calls', 'defined') | map(attribute='role') | list }}{{ messages[0] is mapping }}",
+    "{% for m in messages if m.role != 'system' %}{{ loop.index }}/{{ loop.length }}{{ m.role }} {% endfor %}",
+    "{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join('+') }}",
     "{{ messages | groupby('role') | map('first') | join(' ') }}{{ [1, 2] | sum }}{{ nothing }}{{ [1, 'a', none] }}",
 )
 

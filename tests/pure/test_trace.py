@@ -41,10 +41,6 @@ def routing_events(trace: Trace) -> list[RoutingEvent]:
     return [event for event in trace.events() if isinstance(event, RoutingEvent)]
 
 
-def announcements(trace: Trace) -> list[tuple[int, int, list[int]]]:
-    return [(e.sequence, e.phase, e.tokens.tolist()) for e in trace.events() if isinstance(e, Announcement)]
-
-
 def test_events_come_in_live_order() -> None:
     check(tiny())
     events: list[Any] = []
@@ -81,7 +77,8 @@ def test_the_last_layer_has_the_last_tokens_only() -> None:
 
 def test_a_pass_whose_announcement_is_not_in_the_trace_is_unannounced() -> None:
     trace = tiny(pass_first_token=np.array([1, 3, 0, 7, -1], np.int32))
-    assert announcements(trace) == [(6, 0, [20])]
+    (announced,) = (event for event in trace.events() if isinstance(event, Announcement))
+    assert (announced.sequence, announced.phase, announced.tokens.tolist()) == (6, 0, [20])
     assert [event.first_token for event in routing_events(trace)] == [-1, -1, -1, 0, 0, -1, -1, -1, -1]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moegguf.generate.truncation import Conversation, cut_middle, first_that_fits, longest, n_after_shift
+from moegguf.generate.truncation import Conversation, cut_middle, longest, n_after_shift
 
 
 def messages(roles: str) -> list[dict[str, Any]]:
@@ -62,13 +62,6 @@ def test_the_beginning_stays_for_several_turns() -> None:
 
 def test_a_message_larger_than_the_room_begins_the_conversation_alone() -> None:
     assert Conversation(messages("uauau")).steady_begin([10, 10, 10, 10, 500], 100) == 4
-
-
-def test_the_first_that_fits() -> None:
-    for n in range(8):
-        assert first_that_fits(range(8), lambda i, n=n: i >= n) == n
-    assert first_that_fits(range(8), lambda i: False) is None
-    assert first_that_fits([], lambda i: True) is None
 
 
 def test_the_longest_message_is_not_the_systems() -> None:
