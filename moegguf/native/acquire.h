@@ -5,6 +5,7 @@
 // between layers. It neither moves bytes nor changes a slot itself.
 #pragma once
 
+#include "events.h"
 #include "forecaster.h"
 #include "staged_supply.h"
 #include "streamed_supply.h"

@@ -1,4 +1,4 @@
-"""What the store gives its listener, as plain numpy: tokens, routing, residency. No ctypes here, no library needed."""
+"""What the store gives its listener, as plain numpy: tokens and routing. No ctypes here, no library needed."""
 
 from __future__ import annotations
 
@@ -76,16 +76,6 @@ class RoutingEvent(NamedTuple):
     def parts(self) -> list[Part]:
         """The tokens by sequence and phase."""
         return _parts(self, len(self.expert_ids))
-
-
-class Residency(NamedTuple):
-    """Expert (il, expert) became resident in `slot`, or was evicted from it."""
-
-    time_ns: int
-    il: int
-    expert: int
-    slot: int
-    resident: bool
 
 
 def _parts(event: Announcement | RoutingEvent, n_tokens: int) -> list[Part]:

@@ -66,7 +66,7 @@
 extern "C" {
 #endif
 
-#define MOEGGUF_ABI_VERSION 15
+#define MOEGGUF_ABI_VERSION 16
 #define MOEGGUF_MAX_KINDS 4
 #define MOEGGUF_API __attribute__((visibility("default")))
 
@@ -328,14 +328,6 @@ struct moegguf_routing_event {
     const int32_t * phases;     // likewise
 };
 
-struct moegguf_residency_event {
-    uint64_t time_ns;
-    int32_t il;
-    int32_t expert;
-    int32_t slot;
-    int32_t resident; // 1 became resident, 0 was evicted
-};
-
 enum moegguf_listen_flag {
     MOEGGUF_LISTEN_WEIGHTS = 1 << 0,
     MOEGGUF_LISTEN_INPUTS = 1 << 1,
@@ -349,7 +341,6 @@ struct moegguf_listener { // callbacks may be NULL: nothing is kept for them
     int32_t max_input_tokens; // passes with more tokens come without inputs
     void (*on_tokens)(void * user, const struct moegguf_tokens_event * event);
     void (*on_routing)(void * user, const struct moegguf_routing_event * event);
-    void (*on_residency)(void * user, const struct moegguf_residency_event * event);
     void * user;
 };
 

@@ -101,7 +101,7 @@ std::string no_tier(int index, const Tiers & tiers) {
 Store::Store(const moegguf_config & config)
     : layout(config),
       shared(config.flags),
-      tiers(layout, config, events),
+      tiers(layout, config),
       copies(make_copies(layout, shared, tiers)),
       transfers(layout, config.n_readers, shared, tiers),
       slots(layout, shared, contexts, transfers),

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from moegguf.errors import CallbackError, ClosedError, OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native import abi, library
-from moegguf.native.events import Announcement, Float32s, Int32s, Phase, Residency, RoutingEvent
+from moegguf.native.events import Announcement, Float32s, Int32s, Phase, RoutingEvent
 from moegguf.native.predictor import NativeForecast, NativePredictor, predictor_struct
 from moegguf.native.slot_sizes import matrices_of
 from moegguf.quantities import Link
@@ -143,10 +143,6 @@ def _routing(event: Any) -> RoutingEvent:
         _copied(event.sequences, n_tokens),
         _copied(event.phases, n_tokens),
     )  # fmt: skip
-
-
-def _residency(event: Any) -> Residency:
-    return Residency(event.time_ns, event.il, event.expert, event.slot, bool(event.resident))
 
 
 def _arrays(il: Integers, experts: Integers) -> tuple[Any, Any, int]:
@@ -401,7 +397,6 @@ class Store:
     def listen(
         self,
         on_routing: Callable[[RoutingEvent], None] | None = None,
-        on_residency: Callable[[Residency], None] | None = None,
         on_tokens: Callable[[Announcement], None] | None = None,
         options: ListenOptions | None = None,
     ) -> None:
@@ -412,7 +407,7 @@ class Store:
         """
         self._library.moegguf_store_listen(self.handle, None)
         self._listener = None
-        if on_routing is None and on_residency is None and on_tokens is None:
+        if on_routing is None and on_tokens is None:
             return
         self._callback_error = None
         options = options or ListenOptions()
@@ -421,7 +416,6 @@ class Store:
         for name, convert, callback in (
             ("on_tokens", _announcement, on_tokens),
             ("on_routing", _routing, on_routing),
-            ("on_residency", _residency, on_residency),
         ):
             if callback is not None:
                 setattr(self._listener, name, types[name](self._guarded(convert, callback)))

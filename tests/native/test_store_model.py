@@ -37,7 +37,6 @@ from moegguf.controller.shape import MoeShape
 from moegguf.errors import ExpertIOError, GenerationCancelled, MoeggufError, OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native import library
-from moegguf.native.events import Residency
 from moegguf.native.store import DeviceSlots, Store, StoreContext, StoreOptions, Tier
 
 EXAMPLES = int(os.environ.get("MOEGGUF_STORE_EXAMPLES", "0"))
@@ -113,22 +112,10 @@ class StoreMachine(RuleBasedStateMachine):
             ),
             n_ram,
         )  # fmt: skip
-        self.there = dict[tuple[int, int], tuple[int, int]]()
-        self.listens = switches.draw(st.booleans(), "listens") and not self.store.options.fill  # which begins before
-        if self.listens:
-            self.store.listen(on_residency=self.note)
         self.model = ReferenceStore(MoeShape.of(self.layout), self.slots[0]) if self.exact else MagicMock()
         self.product: Product | None = None
         self.contexts: list[Context] = []
         self.open_context()
-
-    def note(self, event: Residency) -> None:
-        """{(device, slot): what is in it}, as the listener hears it."""
-        at = self.store.device_of(event.il), event.slot
-        if event.resident:
-            self.there[at] = event.il, event.expert
-        else:
-            self.there.pop(at, None)
 
     @precondition(lambda self: len(self.contexts) < 2)
     @rule()
@@ -468,9 +455,6 @@ class StoreMachine(RuleBasedStateMachine):
             assert whole[name] == self.store.counters()[name] == sum(of[name] for of in of_devices)
         there = self.store.residency()
         assert (there != 1).all()
-        if self.listens:
-            self.store.listen()
-            assert sorted(self.there.values()) == [tuple(at) for at in np.argwhere(there == 2).tolist()]
         for il, expert in np.argwhere(there == 2).tolist():
             n_misses = self.store.counters()["misses"]
             slots = self.contexts[0].of_store.acquire(il, [[expert]])
