@@ -202,10 +202,6 @@ int moegguf_store_read_slot(moegguf_store * store, int32_t matrix, int32_t slot,
     return on(store, [&](Store & s) { s.read_slot(matrix, slot, &given((uint8_t *)out), n); });
 }
 
-int moegguf_store_probe(moegguf_store * store, double seconds, double * bytes_per_s) {
-    return on(store, [&](Store & s) { given(bytes_per_s) = s.probe(seconds); });
-}
-
 int moegguf_store_sim_advance(moegguf_store * store, uint64_t ns) {
     return on(store, [&](Store & s) { s.advance(ns); });
 }

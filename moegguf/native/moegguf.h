@@ -466,8 +466,6 @@ MOEGGUF_API int moegguf_store_resize(moegguf_store * store, int32_t tier, int32_
 MOEGGUF_API int moegguf_store_drain(moegguf_store * store, double timeout_s); // OK when nothing is queued or read
 MOEGGUF_API int moegguf_store_read_slot(moegguf_store * store, int32_t matrix, int32_t slot, void * out,
                                         size_t n); // plain slots, and behind them places of staging tensors: for tests
-MOEGGUF_API int moegguf_store_probe(moegguf_store * store, double seconds,
-                                    double * bytes_per_s);                     // what these readers reach on this file
 MOEGGUF_API int moegguf_store_sim_advance(moegguf_store * store, uint64_t ns); // simulation: compute time passes
 
 // Contexts. acquire does what the hook does with ids already in hand, for simulation and tests; inputs

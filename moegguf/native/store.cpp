@@ -268,13 +268,6 @@ bool Store::drain(double timeout_s) {
     return shared.wait_regardless(lock, [this] { return transfers.idle(); }, deadline);
 }
 
-double Store::probe(double seconds) const {
-    if (!transfers.readers()) {
-        throw Error(MOEGGUF_INVALID, "a probe reads the files of a store for some seconds");
-    }
-    return transfers.readers()->probe(seconds);
-}
-
 void Store::advance(uint64_t ns) {
     Lock lock(shared.mutex);
     shared.clock->advance(ns);

@@ -44,7 +44,6 @@ class Store {
     void resize(int tier, int n_slots, bool at_once);
     void cancel(bool on);
     bool drain(double timeout_s);
-    double probe(double seconds) const;
     void advance(uint64_t ns);
     int64_t replay(Context & context, const moegguf_routing & routing); // events done
 

@@ -477,12 +477,6 @@ class Store:
         self._library.moegguf_store_read_slot(self.handle, matrix, slot, data, n_bytes)
         return data.raw
 
-    def probe(self, seconds: float) -> float:
-        """Bytes/s that these readers reach on this file, reading random experts."""
-        speed = c.c_double()
-        self._library.moegguf_store_probe(self.handle, seconds, c.byref(speed))
-        return speed.value
-
     def advance(self, ns: int) -> None:
         """Simulation: compute time passes on the modelled clock."""
         self._library.moegguf_store_sim_advance(self.handle, ns)

@@ -56,7 +56,6 @@ def test_null_pointers_are_refused(fake: FakeModel, open_store: Open) -> None:
         (lib.moegguf_store_tier, store.handle, 0, None), (lib.moegguf_store_residency, store.handle, 0, None, 32),
         (lib.moegguf_store_prefetch, store.handle, None, None, 3, 0),
         (lib.moegguf_store_read_slot, store.handle, 0, 0, None, n_bytes),
-        (lib.moegguf_store_probe, store.handle, 0.01, None),
     ]  # fmt: skip
     for call, *arguments in calls:
         with pytest.raises(OptionError):
