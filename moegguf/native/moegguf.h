@@ -184,19 +184,16 @@ struct moegguf_counters {
     uint64_t sim_clock_ns;
 };
 
+// Of the tier that layers compute on, beside its moegguf_tier_info.
 struct moegguf_pool_info {
     uint64_t slot_bytes; // one expert over all arenas
-    uint64_t pool_bytes; // all arenas, guards included
     uint64_t read_buffer_bytes;
-    int32_t n_slots;
-    int32_t n_slots_usable; // after moegguf_store_resize
-    int32_t n_experts;      // over all layers
-    int32_t n_layers;       // layers with experts
-    int32_t n_repacked;     // matrices whose slots are interleaved
-    int32_t n_uncached;     // of these, those that are written past the cache
+    int32_t n_experts;  // over all layers
+    int32_t n_repacked; // matrices whose slots are interleaved
+    int32_t n_uncached; // of these, those that are written past the cache
     int32_t n_matrices;
-    int32_t resident; // every expert has a slot of its own
-    int32_t direct;   // shards read with O_DIRECT
+    int32_t direct; // shards read with O_DIRECT
+    int32_t reserved;
 };
 
 // One tier: what it is, and what was counted there since the store was opened. The tier below is looked up once for
@@ -217,10 +214,10 @@ struct moegguf_tier_info {
     uint64_t pool_bytes;
     int32_t n_slots;
     int32_t n_slots_usable; // after moegguf_store_resize
-    int32_t resident;
-    int32_t pinned_memory; // host memory that the device copies from by itself
-    char device[64];       // computes with its slots, or copies from them
-    char note[192];        // why its memory is not pinned; empty: it is, or need not be
+    int32_t resident;       // every expert has a slot of its own
+    int32_t pinned_memory;  // host memory that the device copies from by itself
+    char device[64];        // computes with its slots, or copies from them
+    char note[192];         // why its memory is not pinned; empty: it is, or need not be
 };
 
 enum moegguf_phase { MOEGGUF_PREFILL = 0, MOEGGUF_DECODE = 1 };

@@ -338,21 +338,15 @@ void Store::tier_info(int index, moegguf_tier_info & out) {
 void Store::info(moegguf_pool_info & out) {
     Lock lock(shared.mutex);
     out = {};
-    out.resident = true;
     for (const auto & tier : tiers.compute) {
         const Pool * pool = tier->pool();
-        out.pool_bytes += pool ? pool->bytes() : 0;
-        out.n_slots += tier->residency.n_slots();
-        out.n_slots_usable += tier->residency.n_usable();
         out.n_repacked += pool ? pool->n_repacked() : 0;
         out.n_uncached += pool ? pool->n_uncached() : 0;
-        out.resident = out.resident && tier->numbering.resident();
     }
     out.slot_bytes = layout.strides.slot_bytes();
     const Readers * readers = transfers.readers();
     out.read_buffer_bytes = readers ? readers->buffer_bytes() : 0;
     out.n_experts = layout.n_experts;
-    out.n_layers = layout.n_moe_layers;
     out.n_matrices = (int)layout.matrices.size();
     out.direct = readers && readers->direct();
 }

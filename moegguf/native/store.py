@@ -276,8 +276,8 @@ class Store:
         return self._figures(self._library.moegguf_store_counters, abi.Counters())
 
     def info(self) -> dict[str, int]:
-        """Every figure of struct moegguf_pool_info."""
-        return self._figures(self._library.moegguf_store_info, abi.PoolInfo())
+        """Every figure of struct moegguf_pool_info, and of the tier that layers compute on."""
+        return self.tier() | self._figures(self._library.moegguf_store_info, abi.PoolInfo())
 
     def tier(self, tier: Tier = Tier.COMPUTE) -> dict[str, Any]:
         """Every figure of struct moegguf_tier_info; times in ns. Raises OptionError where there is no such tier."""
