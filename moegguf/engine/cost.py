@@ -24,7 +24,7 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -33,7 +33,6 @@ from moegguf.controller.hit_rates import PUBLISHED, HitRange, Measured, interpol
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import ExpertIOError, OptionError
 from moegguf.gguf.experts import ExpertLayout
-from moegguf.native.speeds import KernelSpeeds
 from moegguf.quantities import Link, format_bytes
 
 KERNEL_SHARE = 0.65
@@ -113,13 +112,10 @@ class Speeds:
         return cls(memory_bytes_per_s, copies, memory_bytes_per_s, disk_bytes_per_s=disk_bytes_per_s)
 
     @classmethod
-    def measured(cls, speeds: KernelSpeeds, disk_bytes_per_s: float, source: str) -> Speeds:
-        """Speeds of kernels of experts alone, measured in place, as a whole graph reaches them."""
-        return cls(
-            GRAPH_SHARE * speeds.device_bytes_per_s, speeds.copies, GRAPH_SHARE * speeds.cpu_bytes_per_s,
-            speeds.stop_s, speeds.cpu_layer_s, speeds.device_op_s, speeds.cpu_op_s, disk_bytes_per_s, source,
-            GRAPH_SHARE * speeds.device_dense_bytes_per_s, GRAPH_SHARE * speeds.cpu_dense_bytes_per_s,
-        )  # fmt: skip
+    def measured(cls, speeds: dict[str, Any], disk_bytes_per_s: float, source: str) -> Speeds:
+        """Speeds of kernels of experts alone (`measure_speeds`), measured in place, as a whole graph reaches them."""
+        of_graph = {name: GRAPH_SHARE * value for name, value in speeds.items() if name.endswith("bytes_per_s")}
+        return cls(**speeds | of_graph, disk_bytes_per_s=disk_bytes_per_s, source=source)
 
 
 @dataclass(frozen=True)

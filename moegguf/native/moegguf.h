@@ -375,8 +375,6 @@ struct moegguf_speeds {
     double copy_ns;           // of a layer's misses together, besides their bytes
     double stop_ns;           // of a stop at a layer: computing ends, ids are read and written
     double cpu_layer_ns;      // of a layer whose experts the CPU multiplies with: activations go there and back
-    int32_t pinned_memory;    // of the slots in host memory
-    int32_t reserved;
 };
 
 typedef struct moegguf_store moegguf_store;
