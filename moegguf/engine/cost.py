@@ -29,7 +29,7 @@ from typing import Any, Literal
 import numpy as np
 
 from moegguf.controller.artifacts import Artifacts
-from moegguf.controller.hit_rates import PUBLISHED, HitRange, Measured, interpolate, published_range, share_of
+from moegguf.controller.hit_rates import HitRange, Measured, interpolate, published_for, published_range, share_of
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import ExpertIOError, OptionError
 from moegguf.gguf.experts import ExpertLayout
@@ -131,10 +131,9 @@ class HitCurve:
 
 
 def published_curve(n_expert: int, n_expert_used: int) -> HitCurve:
-    """That of a model of this shape; else, of those of real models, the one with the fewest hits at a quarter."""
-    real = [curve for curve in PUBLISHED if curve.n_expert]
-    same = [curve for curve in real if (curve.n_expert, curve.n_expert_used) == (n_expert, n_expert_used)]
-    chosen = min(same or real, key=lambda curve: interpolate(curve.rates, 0.25))
+    """That of a model of this shape; else, of all, the one with the fewest hits at a quarter."""
+    curves, same = published_for(n_expert, n_expert_used)
+    chosen = min(curves, key=lambda curve: interpolate(curve.rates, 0.25))
     kind = "published for" if same else "not known for this model; conservative: published for"
     return HitCurve(chosen.rates, f"{kind} {chosen.model} ({chosen.source})")
 
