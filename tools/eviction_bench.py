@@ -40,10 +40,14 @@ class Bench:
     def _ids(self) -> np.ndarray:
         return self._rng.permutation(self.shape.n_expert)[: self.shape.n_expert_used].astype(np.int32)
 
+    def _set_policy(self, store: Store, policy: str) -> None:
+        if policy not in (SCORES, ALL):
+            store.set_policy(policy)
+
     def eviction(self, policy: str) -> tuple[float, float]:
         """(µs per miss while the pool fills, µs per miss once every miss evicts)."""
         store = Store(layout_of(self.shape), self.n_slots, OPTIONS)
-        store.set_policy(policy.split(",")[0])
+        self._set_policy(store, policy)
         context = store.open_context()
         scores = self._rng.random(self.shape.table, np.float32)
         filling = self._run(store, context, policy, scores, full=False)
@@ -78,7 +82,7 @@ class Bench:
         shape = self.shape
         n = n_lookups // shape.n_expert_used
         store = Store(layout_of(shape), self.n_slots, OPTIONS)
-        store.set_policy(policy)
+        self._set_policy(store, policy)
         context = store.open_context()
         il = np.arange(n, dtype=np.int32) % shape.n_layer
         few = np.stack([self._ids() for _ in range(4096)])
@@ -101,7 +105,7 @@ def main() -> None:
     bench = Bench(shape, args.slots, args.events)
     print(f"{args.slots} slots, {args.layers} layers of {args.experts} experts, {args.used} per token")
     print(f"{'policy':18} {'miss, free slot':>16} {'miss, eviction':>16} {'an eviction':>12} {'1e6 lookups':>12}")
-    for policy in (*native_policies(), "scores", ALL):
+    for policy in (*native_policies(), SCORES, ALL):
         free, full = bench.eviction(policy)
         million = f"{bench.replay(policy):>10.2f} s" if policy != ALL else ""
         print(f"{policy:18} {free:>13.2f} µs {full:>13.2f} µs {full - free:>9.2f} µs {million}")

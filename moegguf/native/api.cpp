@@ -138,10 +138,10 @@ int moegguf_store_set_policy(moegguf_store * store, int32_t tier, const moegguf_
     return on(store, [&](Store & s) { s.set_policy(tier, policy); });
 }
 
-const char * moegguf_policy_name(int32_t index, uint32_t * traits) {
+const char * moegguf_policy_name(int32_t index, int32_t * takes_forecast) {
     const PolicyType * type = policy_at(index);
-    if (type && traits) {
-        *traits = type->traits;
+    if (type && takes_forecast) {
+        *takes_forecast = type->takes_forecast;
     }
     return type ? type->name : nullptr;
 }

@@ -231,11 +231,6 @@ struct moegguf_parameter {
     const float * values; // [n]
 };
 
-enum moegguf_policy_trait {
-    MOEGGUF_POLICY_FORECAST = 1 << 0, // takes moegguf_store_set_forecast
-    MOEGGUF_POLICY_SCORES = 1 << 1,   // is fed by moegguf_store_set_scores: not for users to choose
-};
-
 struct moegguf_policy {
     const char * name;
     int32_t n_parameters;
@@ -425,9 +420,10 @@ MOEGGUF_API int moegguf_store_activity(moegguf_store * store, uint32_t * uses, u
 MOEGGUF_API int moegguf_store_watch(moegguf_store * store, int on);
 // The policy starts anew, with nothing counted; NULL: "lru". Passes of more than one token may be left to recency.
 MOEGGUF_API int moegguf_store_set_policy(moegguf_store * store, int32_t tier, const struct moegguf_policy * policy);
-MOEGGUF_API const char * moegguf_policy_name(int32_t index, uint32_t * traits); // NULL behind the last one
-// Feeds the policy "scores", which comes before the chosen one while a table is set: [n_layer][max n_expert], the
-// lowest is evicted first; NULL: back to the chosen one.
+// NULL behind the last one. takes_forecast: 1 where it makes use of moegguf_store_set_forecast.
+MOEGGUF_API const char * moegguf_policy_name(int32_t index, int32_t * takes_forecast);
+// Scores come before the chosen policy while a table is set: [n_layer][max n_expert], the lowest is evicted first;
+// NULL: back to the chosen one.
 MOEGGUF_API int moegguf_store_set_scores(moegguf_store * store, const float * scores, size_t n);
 // What a predictor expects: the probability of each expert to be used when its layer comes next, [n_layer][max
 // n_expert], where known [n_layer] is not 0. Replaces the forecast before; NULL: nothing is known. A layer's part ends

@@ -164,13 +164,11 @@ class NativePolicy(NamedTuple):
 
 @functools.cache
 def native_policies() -> Mapping[str, NativePolicy]:
-    """The eviction policies that can be chosen by name, with default parameters; "scores" is what scores feed."""
+    """The eviction policies that can be chosen by name, with default parameters."""
     found: dict[str, NativePolicy] = {}
-    traits, index = c.c_uint32(), 0
-    while name := library.load().moegguf_policy_name(index, c.byref(traits)):
-        if not traits.value & abi.POLICY_SCORES:
-            found[name.decode()] = NativePolicy(name.decode(), {}, bool(traits.value & abi.POLICY_FORECAST))
-        index += 1
+    takes_forecast = c.c_int32()
+    while name := library.load().moegguf_policy_name(len(found), c.byref(takes_forecast)):
+        found[name.decode()] = NativePolicy(name.decode(), {}, bool(takes_forecast.value))
     return found
 
 
