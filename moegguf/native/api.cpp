@@ -282,7 +282,7 @@ int moegguf_context_announce(moegguf_context * context, const moegguf_tokens_eve
         if (c.store.shared.forked()) { // a thread of the parent may hold the lock
             throw Error(MOEGGUF_FORKED, "the model was loaded in the parent process");
         }
-        event.context = c.id;
+        event.context = 0;
         c.store.acquire.announce_tokens(c, event);
     });
 }

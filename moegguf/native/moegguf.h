@@ -23,20 +23,17 @@
 //   those of the next layer while this one is computed. Slots keep what they hold until the last pass of a prompt.
 //
 // Ordering
-//   1. At a routing event a context (of the store: one for each llama_context) unpins its earlier slots, pins the
-//   needed
+//   1. At a routing event the context (of the store, for a llama_context) unpins its earlier slots, pins the needed
 //      experts that are there, and only then are victims chosen. A pinned slot keeps its expert, and so does one that
 //      is being read.
 //   2. A slot's chunk (one matrix) becomes READY, with a release store, after its bytes were written under the slot's
 //      generation; every change of owner bumps the generation, and happens under the store's lock.
-//   3. A compute thread multiplies from a slot only after its context has pinned it under the store's lock, and after
-//   the
-//      thread itself has seen the chunk READY with an acquire load: in the kernel on the CPU, before it on other
-//      devices. Pins keep what it saw true until the context's next routing event.
+//   3. A compute thread multiplies from a slot only after its context has pinned it under the store's lock, and
+//      after the thread itself has seen the chunk READY with an acquire load: in the kernel on the CPU, before it on
+//      other devices. Pins keep what it saw true until the context's next routing event.
 //      On devices with events the thread only sees that the copy was queued, and lets its stream wait for it.
 //   4. A slot that another is to be filled from is pinned until that has every matrix, or gives up.
-//   5. A place in a staging tensor changes its expert only while no context has pinned it and nothing is on its way
-//   there.
+//   5. A place in a staging tensor changes its expert only while it is not pinned and nothing is on its way there.
 //
 // Threads
 //   compute thread(s): moegguf_eval, moegguf_abort, and in the CPU's MUL_MAT_ID the order of matrices (arrivals.h).
@@ -405,7 +402,7 @@ MOEGGUF_API int moegguf_link_add(const struct moegguf_link * link, const char **
 MOEGGUF_API int moegguf_measure_speeds(const struct moegguf_config * config, int32_t n_threads, double seconds,
                                        struct moegguf_speeds * speeds);
 
-// Store. close joins the threads and frees the pool; contexts and models that use it must be gone by then.
+// Store. close joins the threads and frees the pool; its context and models that use it must be gone by then.
 MOEGGUF_API int moegguf_store_open(const struct moegguf_config * config, moegguf_store ** store);
 MOEGGUF_API void moegguf_store_close(moegguf_store * store);
 MOEGGUF_API ggml_backend_buffer_type_t moegguf_store_buft(moegguf_store * store); // for tensor_buft_overrides
@@ -450,7 +447,7 @@ MOEGGUF_API int moegguf_store_cancel(moegguf_store * store,
                                      int on); // on: passes in flight and to come end as CANCELLED
 // 0 < n_slots <= the pool's, from the next routing event on; memory of the others is given back where it is pageable
 // host memory. Those of all devices are shared out in proportion to their pools; slots of layers that the CPU computes
-// beside them stay as they are. at_once: while no pass is under way in any context; memory of devices is allocated anew
+// beside them stay as they are. at_once: while no pass is under way; memory of devices is allocated anew
 // for n_slots slots, so that the rest of it is free. Where there is too little for both for a moment, slots are emptied
 // first. MEMORY: more slots were refused, and there are as many as before.
 MOEGGUF_API int moegguf_store_resize(moegguf_store * store, int32_t tier, int32_t n_slots, int at_once);

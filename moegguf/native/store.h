@@ -22,7 +22,6 @@ class Store {
     Shared shared;
     Events events;
     Tiers tiers;
-    Contexts contexts;
     const std::vector<std::unique_ptr<Copies>> copies; // to tiers that are filled from RAM
     Transfers transfers;
     SlotSupply slots;

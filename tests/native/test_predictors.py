@@ -504,7 +504,7 @@ def test_slots_hold_the_files_bytes_while_predictions_fetch_and_predictors_chang
     fake: FakeModel, open_store: Open
 ) -> None:
     store, context = open_store(fake, 14, readers=2)
-    other, stop = store.open_context(), threading.Event()
+    stop = threading.Event()
     counts = rng().integers(0, 9, (50, 4, 8)).astype(np.uint16)
     average = np.full((4, 8), 0.25, np.float32)
     table = NativePredictor(
@@ -522,25 +522,20 @@ def test_slots_hold_the_files_bytes_while_predictions_fetch_and_predictors_chang
         while not stop.is_set():
             store.forecast()
 
-    def tokens(of: StoreContext, seed: int, n_tokens: int) -> None:
-        random = np.random.default_rng(seed)
-        for n in range(n_tokens):
-            of.announce(n, Phase.DECODE, [n % 50])
+    random = np.random.default_rng(1)
+    with ThreadPoolExecutor(2) as pool:
+        beside = [pool.submit(change), pool.submit(look)]
+        for n in range(400):
+            context.announce(n, Phase.DECODE, [n % 50])
             ids = random.permutation(8)[:2].tolist()
             for il in range(4):
-                fake.check(store, il, ids, of.acquire(il, [ids]))
+                fake.check(store, il, ids, context.acquire(il, [ids]))
                 time.sleep(0.0001)  # the link has time for what nobody waits for
-
-    with ThreadPoolExecutor(4) as pool:
-        beside = [pool.submit(change), pool.submit(look)]
-        for done in [pool.submit(tokens, context, 1, 400), pool.submit(tokens, other, 2, 100)]:
-            done.result()
         stop.set()
         for done in beside:
             done.result()
     store.drain(10)
     fake.token(store, context, [3, 4])
-    other.close()
     assert store.counters()["prefetch_started"] > 0
 
 

@@ -76,19 +76,6 @@ def test_sizes_that_the_pool_cannot_have_are_refused(fake: FakeModel, open_store
     fake.token(store, context, [0, 1])
 
 
-def test_a_second_context_that_comes_before_a_resize_is_done_keeps_its_slots(fake: FakeModel, open_store: Open) -> None:
-    store, context = open_store(fake, 32)
-    fake.token(store, context, [0, 1])
-    store.resize(8)
-    other = store.open_context()
-    slots = other.acquire(3, [4, 5])
-    fake.token(store, context, [6, 7])
-    fake.check(store, 3, [4, 5], slots)
-    other.close()
-    fake.token(store, context, [6, 7])
-    assert store.info()["n_slots_usable"] == 8
-
-
 def test_activity_counts_look_ups_and_slots_per_expert(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 8)
     for experts in ([0, 1], [0, 2], [0, 1]):

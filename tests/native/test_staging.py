@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -70,26 +69,6 @@ def prompt(store: Store, context: StoreContext, fake: FakeModel, seed: int = 0, 
     for il in range(fake.layout.n_layer):
         ids = routed(rng, n_tokens)
         check_staged(fake, store, il, ids, context.acquire(il, ids))
-
-
-def test_two_contexts_compute_prompts_and_tokens_at_once(fake: FakeModel, open_store: Open) -> None:
-    store, first = open_store(fake, 9, n_ram_slots=12, staging=2)
-    second = store.open_context()
-
-    def passes(context: StoreContext, seed: int) -> None:
-        for n in range(12):
-            if n % 3 == seed:
-                fake.token(store, context, [n % 8, (n + 3) % 8])
-            else:
-                prompt(store, context, fake, n + 10 * seed)
-            assert context.take_failure() is None  # as after every pass: what it pinned is free
-
-    with ThreadPoolExecutor(2) as pool:
-        for running in [pool.submit(passes, context, seed) for seed, context in enumerate((first, second))]:
-            running.result(60)
-    second.close()
-    store.drain(10)
-    check_tiers(store)
 
 
 def test_the_last_pass_of_a_prompt_fills_slots_and_others_leave_them_alone(fake: FakeModel, open_store: Open) -> None:

@@ -1,4 +1,4 @@
-"""Several contexts, several stores, cancelling, and children made by fork."""
+"""One context of a store, cancelling, and children made by fork."""
 
 from __future__ import annotations
 
@@ -10,74 +10,24 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from fake_model import FakeModel, Open, check_counters
+from fake_model import FakeModel, Open
 from waiting import status_of, until
 
-from moegguf.errors import ClosedError, ForkError, GenerationCancelled
+from moegguf.errors import ClosedError, ForkError, GenerationCancelled, OptionError
 from moegguf.native import abi, library
-from moegguf.native.store import Store, StoreContext
 
 CHILD_TIMEOUT_S = 10
 
 
-def decode(fake: FakeModel, store: Store, context: StoreContext, seed: int, n_events: int, most: int = 2) -> None:
-    """Random events with checked bytes; lets go of everything at the end, as an engine does after each pass."""
-    rng = np.random.default_rng(seed)
-    for n in range(n_events):
-        n_tokens = max(1, most // 2)
-        some = rng.permutation(8)[:most]
-        fake.acquire(store, context, n % 4, [rng.permutation(some)[:2] for _ in range(n_tokens)])
-    assert context.take_failure() is None
-
-
-@pytest.mark.parametrize("n_slots", [4, 5, 9, 32])
-def test_two_contexts_at_once_get_their_bytes(fake: FakeModel, open_store: Open, n_slots: int) -> None:
-    store, context = open_store(fake, n_slots)
-    other = store.open_context()
-    with ThreadPoolExecutor(2) as pool:
-        for job in [pool.submit(decode, fake, store, each, seed, 300) for seed, each in enumerate((context, other))]:
-            job.result(60)
-    other.close()
-    store.drain(10)
-    check_counters(store.counters(), n_slots)
-    assert store.counters()["routing_events"] == 600
-    assert store.counters()["slots_pinned"] == 0
-
-
-def test_contexts_that_need_every_slot_take_turns(fake: FakeModel, open_store: Open) -> None:
-    """Prompts that need all 8 slots beside tokens that need 2: nobody holds some while waiting for the rest."""
-    store, context = open_store(fake, 8)
-    others = [store.open_context() for _ in range(2)]
-    start = time.monotonic()
-    with ThreadPoolExecutor(3) as pool:
-        jobs = [
-            pool.submit(decode, fake, store, each, seed, 200, most)
-            for seed, (each, most) in enumerate([(context, 2), (others[0], 8), (others[1], 6)])
-        ]
-        for job in jobs:
-            job.result(60)
-    assert time.monotonic() - start < 30
-    for other in others:
-        other.close()
-
-
-def test_a_context_that_waits_for_slots_can_be_cancelled(fake: FakeModel, open_store: Open) -> None:
-    store, context = open_store(fake, 3)
-    other = store.open_context()
-    context.acquire(0, [0, 1])
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(other.acquire, 1, [2, 3])
-        until(lambda: store.counters()["routing_events"] == 2)
-        assert not waiting.done()
-        store.cancel()
-        with pytest.raises(GenerationCancelled):
-            waiting.result(1)
-    store.cancel(False)
-    assert other.take_failure() is not None
-    assert (store.residency()[1] == 0).all(), "the slot that it had taken is free"
-    assert context.take_failure() is None
-    fake.acquire(store, other, 1, [2, 3])
-    other.close()
+def test_a_store_serves_one_context_at_a_time(fake: FakeModel, open_store: Open) -> None:
+    store, context = open_store(fake, 4)
+    with pytest.raises(OptionError, match="one context at a time"):
+        store.open_context()
+    fake.token(store, context, [0, 1])
+    context.close()
+    again = store.open_context()
+    fake.token(store, again, [0, 1])
+    again.close()
 
 
 def test_cancelling_during_a_slow_read_ends_the_event_within_a_second_and_the_next_one_works(
