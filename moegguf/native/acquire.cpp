@@ -133,7 +133,7 @@ void Acquire::tell_observers(Context & context, uint64_t start_ns, bool placed) 
     }
     if (events_.on()) {
         const float * inputs = events_.wants_inputs(event.n_tokens) ? event.inputs : nullptr;
-        events_.routing({context.pass.number, start_ns, 0, event.il, event.n_tokens, event.n_expert_used,
+        events_.routing({context.pass.number, start_ns, event.il, event.n_tokens, event.n_expert_used,
                          announced.sequence, announced.phase, context.pass.first_token, event.n_embd, event.ids,
                          event.weights, inputs, sequences, phases});
     }

@@ -269,7 +269,7 @@ int moegguf_context_awaits_tokens(moegguf_context * context, int32_t sequence, i
 
 int moegguf_context_announce(moegguf_context * context, const moegguf_tokens_event * tokens) {
     return guarded([&] {
-        moegguf_tokens_event event = given(tokens);
+        const moegguf_tokens_event & event = given(tokens);
         const auto known = [](int32_t phase) { return phase == MOEGGUF_PREFILL || phase == MOEGGUF_DECODE; };
         if (event.n_tokens < 0 || (event.n_tokens > 0 && !event.tokens) || !known(event.phase)) {
             throw Error(MOEGGUF_INVALID, "an announcement has a phase and its tokens");
@@ -282,7 +282,6 @@ int moegguf_context_announce(moegguf_context * context, const moegguf_tokens_eve
         if (c.store.shared.forked()) { // a thread of the parent may hold the lock
             throw Error(MOEGGUF_FORKED, "the model was loaded in the parent process");
         }
-        event.context = 0;
         c.store.acquire.announce_tokens(c, event);
     });
 }

@@ -36,7 +36,6 @@ class Announcement(NamedTuple):
     these.
     """
 
-    context: int
     sequence: int
     phase: Phase
     tokens: Int32s
@@ -62,7 +61,6 @@ class RoutingEvent(NamedTuple):
 
     pass_: int
     time_ns: int
-    context: int
     sequence: int
     phase: Phase
     first_token: int

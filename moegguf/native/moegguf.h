@@ -288,7 +288,6 @@ struct moegguf_routing {
 // Tokens about to be evaluated, in that order. Pointers in events are valid during the callback only. Tokens of several
 // sequences have all three arrays [n_tokens] behind `tokens`, others none.
 struct moegguf_tokens_event {
-    int32_t context;  // of events; announcements need none
     int32_t sequence; // counts requests; of a batch: of its first token
     int32_t phase;    // enum moegguf_phase; of a batch: MOEGGUF_DECODE where some of its tokens decode
     int32_t n_tokens;
@@ -302,7 +301,6 @@ struct moegguf_tokens_event {
 struct moegguf_routing_event {
     uint64_t pass;
     uint64_t time_ns;
-    int32_t context;
     int32_t il;
     int32_t n_tokens;
     int32_t n_expert_used;

@@ -130,13 +130,13 @@ def _copied(values: Any, *shape: int, dtype: type = np.int32) -> Any:
 def _announcement(event: Any) -> Announcement:
     of_tokens = (_copied(values, event.n_tokens) for values in (event.sequences, event.phases, event.outputs))
     tokens = _copied(event.tokens, event.n_tokens)
-    return Announcement(event.context, event.sequence, Phase(event.phase), tokens, *of_tokens)
+    return Announcement(event.sequence, Phase(event.phase), tokens, *of_tokens)
 
 
 def _routing(event: Any) -> RoutingEvent:
     n_tokens, n_used = event.n_tokens, event.n_expert_used
     return RoutingEvent(
-        event.pass_, event.time_ns, event.context, event.sequence, Phase(event.phase), event.first_token, event.il,
+        event.pass_, event.time_ns, event.sequence, Phase(event.phase), event.first_token, event.il,
         _copied(event.expert_ids, n_tokens, n_used),
         _copied(event.weights, n_tokens, n_used, dtype=np.float32),
         _copied(event.inputs, n_tokens, event.n_embd, dtype=np.float32),
@@ -576,7 +576,7 @@ class StoreContext:
         several = n > 0 and any(min(column) < max(column) for column in (sequences, phases))
         arrays = [(c.c_int32 * n)(*column) for column in columns] if several else []
         first, of_all = (sequences[0], max(phases)) if n else given[:2]
-        event = abi.TokensEvent(0, first, of_all, n, (c.c_int32 * n)(*tokens), *arrays)
+        event = abi.TokensEvent(first, of_all, n, (c.c_int32 * n)(*tokens), *arrays)
         self._library.moegguf_context_announce(self.handle, c.byref(event))
 
     def take_failure(self) -> Any:

@@ -144,13 +144,13 @@ def test_the_store_predicts_what_the_reference_predicts(name: str) -> None:
         for p in range(12):
             tokens = random.integers(0, SHAPE.n_vocab, 3 if p % 4 == 2 else 1).astype(np.int32)
             context.announce(0, Phase.DECODE, tokens)
-            reference.announce(Announcement(0, 0, Phase.DECODE, tokens))
+            reference.announce(Announcement(0, Phase.DECODE, tokens))
             if len(tokens) == 1:
                 comparison.check(store, -1)
             for row, il in enumerate(SHAPE.layers):
                 ids, inputs = choice(random, len(tokens)), random.standard_normal((len(tokens), SHAPE.n_embd))
                 context.acquire(il, ids, inputs.astype(np.float32))
-                event = RoutingEvent(p, 0, 0, 0, Phase.DECODE, 0, il, ids, None, inputs.astype(np.float32))
+                event = RoutingEvent(p, 0, 0, Phase.DECODE, 0, il, ids, None, inputs.astype(np.float32))
                 reference.observe(event)
                 if len(tokens) == 1:
                     comparison.check(store, row)
@@ -168,7 +168,7 @@ def batch(
     context.announce(of, phases, tokens)
     if reference is not None:
         several = {"sequences": of, "phases": phases} if len(of) > 1 else {}
-        reference.announce(Announcement(0, int(of[0]), Phase.DECODE, tokens, **several))
+        reference.announce(Announcement(int(of[0]), Phase.DECODE, tokens, **several))
 
 
 # Of groups, rounded weights may decide otherwise now and then.
@@ -189,7 +189,7 @@ def test_several_sequences_are_predicted_as_the_reference_predicts_them_together
                 ids = choice(random, len(sequences))
                 inputs = random.standard_normal((len(sequences), SHAPE.n_embd)).astype(np.float32)
                 context.acquire(il, ids, inputs)
-                event = RoutingEvent(p, 0, 0, sequences[0], Phase.DECODE, 0, il, ids, None, inputs, **several)
+                event = RoutingEvent(p, 0, sequences[0], Phase.DECODE, 0, il, ids, None, inputs, **several)
                 reference.observe(event)
                 comparison.check(store, row)
         found = store.counters()
