@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moegguf.controller.shape import MoeShape
-from moegguf.native.store import Store, StoreContext, StoreOptions, native_policies
+from moegguf.native.store import Store, StoreOptions, native_policies
 from moegguf.trace.simulate import layout_of
 
 OPTIONS = StoreOptions(repack=False, fill=False, simulate=True, sweep=False)
@@ -48,17 +48,15 @@ class Bench:
         """(µs per miss while the pool fills, µs per miss once every miss evicts)."""
         store = Store(layout_of(self.shape), self.n_slots, OPTIONS)
         self._set_policy(store, policy)
-        context = store.open_context()
         scores = self._rng.random(self.shape.table, np.float32)
-        filling = self._run(store, context, policy, scores, full=False)
+        filling = self._run(store, policy, scores, full=False)
         for n in range(4 * self.shape.n_layer):
-            context.acquire(n % self.shape.n_layer, self._ids())
-        full = self._run(store, context, policy, scores, full=True)
-        context.close()
+            store.context.acquire(n % self.shape.n_layer, self._ids())
+        full = self._run(store, policy, scores, full=True)
         store.close()
         return filling, full
 
-    def _run(self, store: Store, context: StoreContext, policy: str, scores: np.ndarray, *, full: bool) -> float:
+    def _run(self, store: Store, policy: str, scores: np.ndarray, *, full: bool) -> float:
         """µs per miss, the median over passes: other programs on the machine disturb some of them."""
         times: list[float] = []
         while len(times) * self.shape.n_layer < self.n_events if full else self._fits(store):
@@ -68,7 +66,7 @@ class Bench:
                     part = slice(None) if policy == ALL else il
                     scores[part] = self._rng.random(scores[part].shape, np.float32)
                     store.set_scores(scores)
-                context.acquire(il, self._ids())
+                store.context.acquire(il, self._ids())
             after = store.counters()
             times.append((after["hook_ns"] - before["hook_ns"]) / 1000 / max(1, after["misses"] - before["misses"]))
         return float(np.median(times))
@@ -83,14 +81,12 @@ class Bench:
         n = n_lookups // shape.n_expert_used
         store = Store(layout_of(shape), self.n_slots, OPTIONS)
         self._set_policy(store, policy)
-        context = store.open_context()
         il = np.arange(n, dtype=np.int32) % shape.n_layer
         few = np.stack([self._ids() for _ in range(4096)])
         ids = few[self._rng.integers(0, len(few), n)]
         start = time.perf_counter()
-        context.replay(il, np.ones(n, np.int32), np.full(n, shape.n_expert_used, np.int32), ids.ravel())
+        store.context.replay(il, np.ones(n, np.int32), np.full(n, shape.n_expert_used, np.int32), ids.ravel())
         seconds = time.perf_counter() - start
-        context.close()
         store.close()
         return seconds * 1e6 / (n * shape.n_expert_used)
 

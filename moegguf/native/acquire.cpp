@@ -202,22 +202,6 @@ int Acquire::n_usable() const {
 
 // The context, its tokens and its failures.
 
-std::unique_ptr<Context> Acquire::open_context() {
-    Lock lock(shared_.mutex);
-    if (context_) {
-        throw Error(MOEGGUF_INVALID, "a store serves one context at a time");
-    }
-    auto context = std::make_unique<Context>(store_, *tiers_.compute[0], layout_.n_expert_max);
-    context_ = context.get();
-    return context;
-}
-
-void Acquire::close_context(Context & context) {
-    Lock lock(shared_.mutex);
-    end_layer(context);
-    context_ = nullptr;
-}
-
 bool Acquire::is_clear(const Context & context) const {
     return !context.failed() && !context.supply && context.noted(shared_) && !shared_.forked();
 }
@@ -315,9 +299,7 @@ void Acquire::reallocate(Tier & tier, int n_slots) {
     if (!changes_size(tier, n_slots)) {
         return;
     }
-    if (context_) { // pins of the last layer of a pass that has ended
-        end_layer(*context_);
-    }
+    end_layer(store_.context); // pins of the last layer of a pass that has ended
     staged_.drop_ahead();
     tier.resize_to = 0;
     tier.resize(std::min(n_slots, tier.residency.n_usable()));

@@ -18,8 +18,6 @@ class Acquire {
   public:
     explicit Acquire(Store & store); // whose other parts are there
 
-    std::unique_ptr<Context> open_context(); // Throws Error(INVALID): there is one
-    void close_context(Context & context);
     bool is_clear(const Context & context) const; // take_failure has nothing to tell or to give back; no lock
     void take_failure(Context & context, moegguf_failure & out, bool clear);
     // Whether the tokens that come next have to be announced; those before are forgotten. No lock.
@@ -72,7 +70,6 @@ class Acquire {
     SlotSupply & slots_;
     StreamedSupply & streamed_;
     StagedSupply & staged_;
-    Context * context_ = nullptr; // nullptr: none is open
     std::atomic<bool> watched_{false};
     std::atomic<bool> computing_{false}; // a routing event has come: only another one ends the layer being computed
 };

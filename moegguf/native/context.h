@@ -129,7 +129,3 @@ struct Context {
 };
 
 } // namespace moegguf
-
-struct moegguf_context {
-    std::unique_ptr<moegguf::Context> inner;
-};

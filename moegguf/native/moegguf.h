@@ -368,7 +368,6 @@ struct moegguf_speeds {
 };
 
 typedef struct moegguf_store moegguf_store;
-typedef struct moegguf_context moegguf_context;
 
 MOEGGUF_API uint32_t moegguf_abi_version(void);
 MOEGGUF_API const char * moegguf_last_error(void); // of this thread
@@ -400,7 +399,7 @@ MOEGGUF_API int moegguf_link_add(const struct moegguf_link * link, const char **
 MOEGGUF_API int moegguf_measure_speeds(const struct moegguf_config * config, int32_t n_threads, double seconds,
                                        struct moegguf_speeds * speeds);
 
-// Store. close joins the threads and frees the pool; its context and models that use it must be gone by then.
+// Store. close joins the threads and frees the pool; the llama_context and models that use it must be gone by then.
 MOEGGUF_API int moegguf_store_open(const struct moegguf_config * config, moegguf_store ** store);
 MOEGGUF_API void moegguf_store_close(moegguf_store * store);
 MOEGGUF_API ggml_backend_buffer_type_t moegguf_store_buft(moegguf_store * store); // for tensor_buft_overrides
@@ -454,33 +453,29 @@ MOEGGUF_API int moegguf_store_read_slot(moegguf_store * store, int32_t matrix, i
                                         size_t n); // plain slots, and behind them places of staging tensors: for tests
 MOEGGUF_API int moegguf_store_sim_advance(moegguf_store * store, uint64_t ns); // simulation: compute time passes
 
-// Contexts. acquire does what the hook does with ids already in hand, for simulation and tests; inputs
-// [n_tokens][n_embd] may be NULL. replay does so for many events; it ends at the first that fails, with its status, and
-// n_done counts events with that one.
-MOEGGUF_API int moegguf_context_open(moegguf_store * store, moegguf_context ** context);
-MOEGGUF_API void moegguf_context_close(moegguf_context * context);
-MOEGGUF_API int moegguf_context_acquire(moegguf_context * context, int32_t il, const int32_t * expert_ids,
+// The context: a store serves one. acquire does what the hook does with ids already in hand, for simulation and tests;
+// inputs [n_tokens][n_embd] may be NULL. replay does so for many events; it ends at the first that fails, with its
+// status, and n_done counts events with that one.
+MOEGGUF_API int moegguf_context_acquire(moegguf_store * store, int32_t il, const int32_t * expert_ids,
                                         int32_t n_expert_used, int32_t n_tokens, const float * inputs, int32_t n_embd,
                                         int32_t * slot_ids);
-MOEGGUF_API int moegguf_context_replay(moegguf_context * context, const struct moegguf_routing * routing,
-                                       int64_t * n_done);
+MOEGGUF_API int moegguf_context_replay(moegguf_store * store, const struct moegguf_routing * routing, int64_t * n_done);
 // Forgets the tokens announced last: others of this request come next. Returns whether anything uses which: a listener,
 // a predictor, or slots that experts have to be read into. If not, they need no announcement.
-MOEGGUF_API int moegguf_context_awaits_tokens(moegguf_context * context, int32_t sequence, int32_t phase);
+MOEGGUF_API int moegguf_context_awaits_tokens(moegguf_store * store, int32_t sequence, int32_t phase);
 // Before tokens are evaluated; n_tokens 0: nothing is known.
-MOEGGUF_API int moegguf_context_announce(moegguf_context * context, const struct moegguf_tokens_event * tokens);
+MOEGGUF_API int moegguf_context_announce(moegguf_store * store, const struct moegguf_tokens_event * tokens);
 // 1: no failure to tell and nothing pinned, so that moegguf_context_failure, which takes a lock, need not be called.
-MOEGGUF_API int moegguf_context_is_clear(moegguf_context * context);
-MOEGGUF_API int moegguf_context_failure(moegguf_context * context, struct moegguf_failure * failure, int clear);
-MOEGGUF_API void moegguf_context_chain(moegguf_context * context, ggml_backend_sched_eval_callback next, void * user);
+MOEGGUF_API int moegguf_context_is_clear(moegguf_store * store);
+MOEGGUF_API int moegguf_context_failure(moegguf_store * store, struct moegguf_failure * failure, int clear);
+MOEGGUF_API void moegguf_context_chain(moegguf_store * store, ggml_backend_sched_eval_callback next, void * user);
 
-// For llama_context_params: cb_eval and abort_callback, each with the context as user data.
-MOEGGUF_API bool moegguf_eval(struct ggml_tensor * t, bool ask, void * context);
-MOEGGUF_API bool moegguf_abort(void * context);
-// Which scheduler computes for the context, where the callback is moegguf_eval: its streams then wait for copies to the
-// device, where it has events, instead of the thread that computes.
-MOEGGUF_API void moegguf_set_scheduler(ggml_backend_sched_eval_callback eval, void * context,
-                                       ggml_backend_sched_t sched);
+// For llama_context_params: cb_eval and abort_callback, each with the store as user data.
+MOEGGUF_API bool moegguf_eval(struct ggml_tensor * t, bool ask, void * store);
+MOEGGUF_API bool moegguf_abort(void * store);
+// Which scheduler computes for the store's context, where the callback is moegguf_eval: its streams then wait for
+// copies to the device, where it has events, instead of the thread that computes.
+MOEGGUF_API void moegguf_set_scheduler(ggml_backend_sched_eval_callback eval, void * store, ggml_backend_sched_t sched);
 
 // For the patched llama.cpp.
 MOEGGUF_API bool moegguf_is_reserved(const struct ggml_tensor * w);

@@ -102,6 +102,7 @@ Store::Store(const moegguf_config & config)
     : layout(config),
       shared(config.flags),
       tiers(layout, config),
+      context(*this, *tiers.compute[0], layout.n_expert_max),
       copies(make_copies(layout, shared, tiers)),
       transfers(layout, config.n_readers, shared, tiers),
       slots(layout, shared, transfers),
@@ -273,7 +274,7 @@ void Store::advance(uint64_t ns) {
     shared.clock->advance(ns);
 }
 
-int64_t Store::replay(Context & context, const moegguf_routing & routing) {
+int64_t Store::replay(const moegguf_routing & routing) {
     std::vector<int32_t> slot_ids;
     const int32_t * ids = routing.expert_ids;
     int64_t n_done = 0;

@@ -22,6 +22,7 @@ class Store {
     Shared shared;
     Events events;
     Tiers tiers;
+    Context context;
     const std::vector<std::unique_ptr<Copies>> copies; // to tiers that are filled from RAM
     Transfers transfers;
     SlotSupply slots;
@@ -44,7 +45,7 @@ class Store {
     void cancel(bool on);
     bool drain(double timeout_s);
     void advance(uint64_t ns);
-    int64_t replay(Context & context, const moegguf_routing & routing); // events done
+    int64_t replay(const moegguf_routing & routing); // events done
 
     void read_counters(moegguf_counters & out) const;
     void info(moegguf_pool_info & out);

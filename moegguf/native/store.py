@@ -181,8 +181,8 @@ class Store:
     comes through the same slots in RAM.
 
     Raises AllocationError when the device has no free memory, ExpertIOError when a shard cannot be opened, OptionError
-    for an option out of range. Close it after the models and contexts that use it. Every method raises ClosedError
-    after close(), and ForkError in a child process.
+    for an option out of range. Close it after the model and the llama_context that use it. Every method raises
+    ClosedError after close(), and ForkError in a child process. context: what that llama_context asks of it.
     """
 
     def __init__(
@@ -225,6 +225,7 @@ class Store:
         handle = c.c_void_p()
         self._library.moegguf_store_open(c.byref(config), c.byref(handle))
         self._handle = handle.value
+        self.context = StoreContext(self)
 
     def _devices(self, n_slots: int | Sequence[DeviceSlots]) -> tuple[DeviceSlots, ...]:
         if not isinstance(n_slots, int):
@@ -479,10 +480,6 @@ class Store:
         """Simulation: compute time passes on the modelled clock."""
         self._library.moegguf_store_sim_advance(self.handle, ns)
 
-    def open_context(self) -> StoreContext:
-        """One context's way into the store."""
-        return StoreContext(self)
-
     def close(self) -> None:
         """Joins the threads and frees the pool. Twice is harmless."""
         handle, self._handle = self._handle, None
@@ -491,21 +488,16 @@ class Store:
 
 
 class StoreContext:
-    """What one llama_context holds: its pins, and the reason why its pass failed."""
+    """A store as the llama_context that computes with it sees it: tokens, routing events, and why a pass failed."""
 
     def __init__(self, store: Store) -> None:
         self._library = library.load()
-        self._handle: int | None = None
-        handle = c.c_void_p()
-        self._library.moegguf_context_open(store.handle, c.byref(handle))
-        self._handle = handle.value
+        self._store = store
 
     @property
     def handle(self) -> int:
-        """The address of the moegguf_context. Raises ClosedError."""
-        if self._handle is None:
-            raise ClosedError("the context is closed; load the model again.")
-        return self._handle
+        """The address of the moegguf_store. Raises ClosedError."""
+        return self._store.handle
 
     def eval_callback(self) -> int:
         """Address of the callback for llama_context_params.cb_eval; its user data is `handle`."""
@@ -586,9 +578,3 @@ class StoreContext:
         failure = abi.Failure()
         self._library.moegguf_context_failure(self.handle, c.byref(failure), 1)
         return failure if failure.status != abi.OK else None
-
-    def close(self) -> None:
-        """Gives the pins back. Twice is harmless."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            self._library.moegguf_context_close(handle)

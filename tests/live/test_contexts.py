@@ -62,7 +62,7 @@ def test_gate_events_tell_what_the_router_chose(
         events.append((event.il, event.expert_ids.tolist()))
 
     llm.session.store.listen(on_routing)
-    router = Router(llm.session.store_context)
+    router = Router(llm.session.store.context)
     assert np.array_equal(greedy_logits(llm), reference(path)), "a user's callback changes nothing"
     llm.session.store.listen()  # returns after the last event
     assert llm.stats().events_dropped == 0

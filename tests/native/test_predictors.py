@@ -98,11 +98,10 @@ def choice(random: np.random.Generator, n_tokens: int) -> np.ndarray[Any, Any]:
 @contextmanager
 def simulated(n_slots: int = 20, **options: Any) -> Iterator[tuple[Store, StoreContext]]:
     store = Store(layout_of(SHAPE), n_slots, StoreOptions(repack=False, simulate=True, **options))
-    context = store.open_context()
+    context = store.context
     try:
         yield store, context
     finally:
-        context.close()
         store.close()
 
 
@@ -456,12 +455,11 @@ def test_the_stores_threads_keep_the_scheduling_policy_of_the_process(fake: Fake
 def test_a_model_with_one_layer_of_experts_has_nothing_after_it() -> None:
     shape = MoeShape(n_layer=2, n_expert=4, n_expert_used=2, layers=(1,), expert_bytes=300)
     store = Store(layout_of(shape), 3, StoreOptions(repack=False, simulate=True))
-    context = store.open_context()
+    context = store.context
     store.set_predictor(native(Affinity(shape, np.zeros((0, 4, 4), np.float32))), NativeForecast(window=3))
     for token in range(3):
         context.acquire(1, [[token, token + 1]])
     assert not store.forecast()[1].any()
-    context.close()
     store.close()
 
 

@@ -130,7 +130,7 @@ def test_every_device_has_its_own_tensors(tmp_path: Path, simulate: bool) -> Non
         DeviceSlots(None, n, layers, through_ram=True, staging=2) for n, layers in ((5, (0, 1, 2)), (6, (3, 4, 5, 6)))
     ]
     store = Store(fake.layout, slots, StoreOptions(repack=False, fill=False, simulate=simulate), n_ram_slots=12)
-    context = store.open_context()
+    context = store.context
     try:
         if not simulate:
             check_figures(store, events(fake, store, context, 16))
@@ -142,5 +142,4 @@ def test_every_device_has_its_own_tensors(tmp_path: Path, simulate: bool) -> Non
         assert store.staging()["n_slots"] == 2 * 2 * 8
         assert store.staging()["bytes_prefetched"] > 0
     finally:
-        context.close()
         store.close()

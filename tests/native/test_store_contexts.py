@@ -1,4 +1,4 @@
-"""One context of a store, cancelling, and children made by fork."""
+"""Cancelling, closing, and children made by fork."""
 
 from __future__ import annotations
 
@@ -13,21 +13,10 @@ import pytest
 from fake_model import FakeModel, Open
 from waiting import status_of, until
 
-from moegguf.errors import ClosedError, ForkError, GenerationCancelled, OptionError
+from moegguf.errors import ClosedError, ForkError, GenerationCancelled
 from moegguf.native import abi, library
 
 CHILD_TIMEOUT_S = 10
-
-
-def test_a_store_serves_one_context_at_a_time(fake: FakeModel, open_store: Open) -> None:
-    store, context = open_store(fake, 4)
-    with pytest.raises(OptionError, match="one context at a time"):
-        store.open_context()
-    fake.token(store, context, [0, 1])
-    context.close()
-    again = store.open_context()
-    fake.token(store, again, [0, 1])
-    again.close()
 
 
 def test_cancelling_during_a_slow_read_ends_the_event_within_a_second_and_the_next_one_works(
@@ -86,12 +75,11 @@ def test_a_forked_child_is_refused_and_never_hangs(fake: FakeModel, open_store: 
 
     def child() -> bool:
         calls = (
-            lambda: context.acquire(0, [0, 1]), store.counters, store.info, store.drain, store.open_context,
-            store.listen, lambda: store.resize(3), lambda: store.prefetch([0], [0]), lambda: store.cancel(),
+            lambda: context.acquire(0, [0, 1]), store.counters, store.info, store.drain, store.listen,
+            lambda: store.resize(3), lambda: store.prefetch([0], [0]), lambda: store.cancel(),
         )  # fmt: skip
         alone = all(refused(call) for call in calls)
         context.take_failure()
-        context.close()
         store.close()
         return alone
 
@@ -109,13 +97,9 @@ def test_a_forked_child_is_refused_and_never_hangs(fake: FakeModel, open_store: 
 
 def test_what_is_closed_says_so(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 4)
-    context.close()
-    context.close()
-    with pytest.raises(ClosedError):
-        context.acquire(0, [0, 1])
     store.close()
     store.close()
-    for call in (store.counters, store.open_context, store.drain, lambda: store.resize(2)):
+    for call in (lambda: context.acquire(0, [0, 1]), store.counters, store.drain, lambda: store.resize(2)):
         with pytest.raises(ClosedError):
             call()
 
@@ -125,5 +109,4 @@ def test_a_store_may_close_with_reads_and_prefetches_under_way(fake: FakeModel, 
         store, context = open_store(fake, 20)
         context.acquire(0, [0, 1])
         store.prefetch([il for il in range(4) for _ in range(8)], list(range(8)) * 4)
-        context.close()
         store.close()

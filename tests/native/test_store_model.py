@@ -100,7 +100,7 @@ class StoreMachine(RuleBasedStateMachine):
         )  # fmt: skip
         self.model = ReferenceStore(MoeShape.of(self.layout), self.slots[0]) if self.exact else MagicMock()
         self.product: Product | None = None
-        self.context = self.store.open_context()
+        self.context = self.store.context
         self.held: tuple[int, Ids, Ids] | None = None  # layer and ids of the last event, and their slots
         self.failed: type[MoeggufError] | None = None
 
@@ -392,7 +392,6 @@ class StoreMachine(RuleBasedStateMachine):
         finally:
             if self.product is not None:
                 self.product.close()
-            self.context.close()
             self.store.close()
 
     def check_all_that_is_there(self) -> None:
@@ -419,12 +418,11 @@ class StoreMachine(RuleBasedStateMachine):
 def bits(model: FakeModel) -> bytes:
     """The bits of a prompt's product, every expert being there."""
     store = Store(model.layout, model.layout.n_expert_total, StoreOptions(repack=False))
-    context = store.open_context()
+    context = store.context
     product = Product(store, context, model, prompt(model.layout))
     product.acquire()
     found = product.compute()
     product.close()
-    context.close()
     store.close()
     return found
 
