@@ -43,6 +43,25 @@ def test_cancelling_during_a_slow_read_ends_the_event_within_a_second_and_the_ne
     fake.token(store, context, [0, 1])
 
 
+def test_an_event_that_waits_for_a_slot_can_be_cancelled(fake: FakeModel, open_store: Open) -> None:
+    store, context = open_store(fake, 2)
+    library.arm_fault("slow_read", 1, sticky=True)
+    store.prefetch([0], [0])
+    until(lambda: store.counters()["chunks_reading"])
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(context.acquire, 1, [2, 3])
+        until(lambda: store.counters()["routing_events"])
+        assert not waiting.done()
+        store.cancel()
+        with pytest.raises(GenerationCancelled):
+            waiting.result(1)
+    library.arm_fault("slow_read", 0)
+    store.cancel(False)
+    assert context.take_failure() is not None
+    assert (store.residency()[1] == 0).all(), "the slot that it had taken is free"
+    fake.acquire(store, context, 1, [2, 3])
+
+
 def in_child(body: Callable[[], bool]) -> None:
     """Runs body in a forked child; fails unless it returns True there within the time."""
     pid = os.fork()
