@@ -116,7 +116,7 @@ def make_controller(
 
 
 def announcement(phase: Phase = Phase.DECODE, sequence: int = 0, n_tokens: int = 1) -> Announcement:
-    return Announcement(0, sequence, phase, np.zeros(n_tokens, np.int32))
+    return Announcement(sequence, phase, np.zeros(n_tokens, np.int32))
 
 
 def run_pass(controller: Controller, phase: Phase = Phase.DECODE, pass_: int = 0, sequence: int = 0) -> None:

@@ -87,7 +87,7 @@ def routed(
     ids = [list(token) for token in tokens if not isinstance(token, int)] or [list(tokens)]
     vectors = None if inputs is None else np.array(inputs, np.float32)
     expert_ids = np.array(ids, np.int32).reshape(len(ids), len(ids[0]))
-    return RoutingEvent(pass_, 0, 0, sequence, phase, first_token, il, expert_ids, None, vectors)
+    return RoutingEvent(pass_, 0, sequence, phase, first_token, il, expert_ids, None, vectors)
 
 
 def same(one: Trace, other: Trace) -> bool:

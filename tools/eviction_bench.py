@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moegguf.controller.shape import MoeShape
-from moegguf.native.store import Store, StoreContext, StoreOptions, native_policies
+from moegguf.native.store import Store, StoreOptions, native_policies
 from moegguf.trace.simulate import layout_of
 
 OPTIONS = StoreOptions(repack=False, fill=False, simulate=True, sweep=False)
@@ -40,21 +40,23 @@ class Bench:
     def _ids(self) -> np.ndarray:
         return self._rng.permutation(self.shape.n_expert)[: self.shape.n_expert_used].astype(np.int32)
 
+    def _set_policy(self, store: Store, policy: str) -> None:
+        if policy not in (SCORES, ALL):
+            store.set_policy(policy)
+
     def eviction(self, policy: str) -> tuple[float, float]:
         """(µs per miss while the pool fills, µs per miss once every miss evicts)."""
         store = Store(layout_of(self.shape), self.n_slots, OPTIONS)
-        store.set_policy(policy.split(",")[0])
-        context = store.open_context()
+        self._set_policy(store, policy)
         scores = self._rng.random(self.shape.table, np.float32)
-        filling = self._run(store, context, policy, scores, full=False)
+        filling = self._run(store, policy, scores, full=False)
         for n in range(4 * self.shape.n_layer):
-            context.acquire(n % self.shape.n_layer, self._ids())
-        full = self._run(store, context, policy, scores, full=True)
-        context.close()
+            store.context.acquire(n % self.shape.n_layer, self._ids())
+        full = self._run(store, policy, scores, full=True)
         store.close()
         return filling, full
 
-    def _run(self, store: Store, context: StoreContext, policy: str, scores: np.ndarray, *, full: bool) -> float:
+    def _run(self, store: Store, policy: str, scores: np.ndarray, *, full: bool) -> float:
         """µs per miss, the median over passes: other programs on the machine disturb some of them."""
         times: list[float] = []
         while len(times) * self.shape.n_layer < self.n_events if full else self._fits(store):
@@ -64,7 +66,7 @@ class Bench:
                     part = slice(None) if policy == ALL else il
                     scores[part] = self._rng.random(scores[part].shape, np.float32)
                     store.set_scores(scores)
-                context.acquire(il, self._ids())
+                store.context.acquire(il, self._ids())
             after = store.counters()
             times.append((after["hook_ns"] - before["hook_ns"]) / 1000 / max(1, after["misses"] - before["misses"]))
         return float(np.median(times))
@@ -78,15 +80,13 @@ class Bench:
         shape = self.shape
         n = n_lookups // shape.n_expert_used
         store = Store(layout_of(shape), self.n_slots, OPTIONS)
-        store.set_policy(policy)
-        context = store.open_context()
+        self._set_policy(store, policy)
         il = np.arange(n, dtype=np.int32) % shape.n_layer
         few = np.stack([self._ids() for _ in range(4096)])
         ids = few[self._rng.integers(0, len(few), n)]
         start = time.perf_counter()
-        context.replay(il, np.ones(n, np.int32), np.full(n, shape.n_expert_used, np.int32), ids.ravel())
+        store.context.replay(il, np.ones(n, np.int32), np.full(n, shape.n_expert_used, np.int32), ids.ravel())
         seconds = time.perf_counter() - start
-        context.close()
         store.close()
         return seconds * 1e6 / (n * shape.n_expert_used)
 
@@ -101,7 +101,7 @@ def main() -> None:
     bench = Bench(shape, args.slots, args.events)
     print(f"{args.slots} slots, {args.layers} layers of {args.experts} experts, {args.used} per token")
     print(f"{'policy':18} {'miss, free slot':>16} {'miss, eviction':>16} {'an eviction':>12} {'1e6 lookups':>12}")
-    for policy in (*native_policies(), "scores", ALL):
+    for policy in (*native_policies(), SCORES, ALL):
         free, full = bench.eviction(policy)
         million = f"{bench.replay(policy):>10.2f} s" if policy != ALL else ""
         print(f"{policy:18} {free:>13.2f} µs {full:>13.2f} µs {full - free:>9.2f} µs {million}")

@@ -32,6 +32,7 @@ from moegguf.controller.strategies import find_strategy
 from moegguf.engine.devices import all_devices
 from moegguf.engine.llama import Llama
 from moegguf.engine.machine import read_machine
+from moegguf.engine.speeds import expert_read_speed
 from moegguf.engine.stats import Stats
 from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
 from moegguf.generate.request import Sampling
@@ -263,7 +264,7 @@ def run_test(llama: Llama, spec: Spec, test: Test, feed: Feed, answering: Answer
 def _probe(llama: Llama, spec: Spec) -> float:
     if llama.session is None or not spec.probe_s:
         return 0.0
-    return llama.session.store.probe(spec.probe_s)
+    return expert_read_speed(llama.layout, spec.probe_s).bytes_per_s
 
 
 def _fill(llama: Llama) -> float:

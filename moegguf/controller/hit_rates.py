@@ -181,10 +181,6 @@ PUBLISHED = (
     PublishedCurve("Qwen3.6-35B-A3B", 256, 8, "FreeToken#231, lucebox", {0.22: 0.741, 0.49: 0.79}),
     PublishedCurve("GLM-5.3-Flash", 288, 8, "neurall/llama.cpp", {0.22: 0.67, 0.44: 0.88, 0.66: 0.95, 0.88: 0.94}),
     PublishedCurve("OLMoE", 64, 8, "colibri#1092", {0.25: 0.51}),
-    PublishedCurve(
-        "random weights", 0, 0, "tools/make_model.py --locality none",  # of no shape: text is reused more
-        {0.083: 0.24, 0.167: 0.46, 0.25: 0.60, 0.375: 0.75, 0.5: 0.85, 0.75: 0.98},
-    ),
 )  # fmt: skip
 
 
@@ -193,14 +189,18 @@ def share_of(layout: ExpertLayout, n_slots: int) -> float:
     return n_slots / max(1, layout.n_expert_total)
 
 
+def published_for(n_expert: int, n_expert_used: int) -> tuple[tuple[PublishedCurve, ...], bool]:
+    """The curves of models of this shape; of all models, and False, where there are none."""
+    same = tuple(curve for curve in PUBLISHED if (curve.n_expert, curve.n_expert_used) == (n_expert, n_expert_used))
+    return same or PUBLISHED, bool(same)
+
+
 def published_range(layout: ExpertLayout, n_slots: int) -> HitRange:
     """From the lowest to the highest hit rate published for text: of models of this shape, else of all. Below one
     token's experts over all layers, least-recent-use eviction hits next to nothing.
     """
-    share, shape = share_of(layout, n_slots), (layout.n_expert, layout.n_expert_used)
-    curves = [curve for curve in PUBLISHED if curve.n_expert]
-    same = [curve for curve in curves if (curve.n_expert, curve.n_expert_used) == shape]
-    rates = sorted((interpolate(curve.rates, share), f"{curve.model}, {curve.source}") for curve in same or curves)
+    share, (curves, same) = share_of(layout, n_slots), published_for(layout.n_expert, layout.n_expert_used)
+    rates = sorted((interpolate(curve.rates, share), f"{curve.model}, {curve.source}") for curve in curves)
     (low, lowest), (high, highest) = rates[0], rates[-1]
     sources = lowest if lowest == highest else f"{lowest}, to {highest}"
     of = "of its shape" if same else "of other shapes"

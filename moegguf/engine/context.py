@@ -201,7 +201,7 @@ class Context:
         if self.controller is not None:
             n_tokens = sum(chunk.n_evaluated for chunk in chunks) if decodes else len(chunks)
             self.controller.before_tokens(Phase.DECODE if decodes else Phase.PREFILL, n_tokens)
-        if not session.store_context.awaits_tokens(first.request, first.phase):
+        if not session.store.context.awaits_tokens(first.request, first.phase):
             return
         sequences, phases, tokens, outputs = list[int](), list[int](), list[int](), list[int]()
         for chunk in chunks:
@@ -211,7 +211,7 @@ class Context:
             tokens += [*chunk.tokens, *chunk.draft]
             outputs += [chunk.all_logits] * (len(chunk.tokens) - 1)
             outputs += [chunk.wants_logits or chunk.all_logits] * (1 + len(chunk.draft))
-        session.store_context.announce(sequences, phases, tokens, outputs)
+        session.store.context.announce(sequences, phases, tokens, outputs)
 
     def eval_image(self, prompt: ImagePrompt, span: ImageSpan, request: int) -> None:
         """Evaluates an image's span of `prompt`, whose tokens before it are in sequence 0. request: its number in
@@ -224,7 +224,7 @@ class Context:
         if self.controller is not None:
             self.controller.before_tokens(Phase.PREFILL)
         if self._session is not None:
-            self._session.store_context.announce(request, Phase.PREFILL, ())
+            self._session.store.context.announce(request, Phase.PREFILL, ())
         self.truncate(span.begin)
         sizes = self.images.position(span.begin), llm.n_batch, llm.context_params.n_ubatch
         self.computed(lambda: projector.evaluate(llm.ctx, prompt, span, *sizes), span.n_tokens)
@@ -247,7 +247,7 @@ class Context:
             self._llm._requires_eval = True
             number = self._requests.begin()
             if self._session is not None:
-                self._session.store_context.announce(number, Phase.PREFILL, tokens)
+                self._session.store.context.announce(number, Phase.PREFILL, tokens)
             return self.computed(call, len(tokens))
 
         return self.guarded(announced)

@@ -24,16 +24,15 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from moegguf.controller.artifacts import Artifacts
-from moegguf.controller.hit_rates import PUBLISHED, HitRange, Measured, interpolate, published_range, share_of
+from moegguf.controller.hit_rates import HitRange, Measured, interpolate, published_for, published_range, share_of
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import ExpertIOError, OptionError
 from moegguf.gguf.experts import ExpertLayout
-from moegguf.native.speeds import KernelSpeeds
 from moegguf.quantities import Link, format_bytes
 
 KERNEL_SHARE = 0.65
@@ -113,13 +112,10 @@ class Speeds:
         return cls(memory_bytes_per_s, copies, memory_bytes_per_s, disk_bytes_per_s=disk_bytes_per_s)
 
     @classmethod
-    def measured(cls, speeds: KernelSpeeds, disk_bytes_per_s: float, source: str) -> Speeds:
-        """Speeds of kernels of experts alone, measured in place, as a whole graph reaches them."""
-        return cls(
-            GRAPH_SHARE * speeds.device_bytes_per_s, speeds.copies, GRAPH_SHARE * speeds.cpu_bytes_per_s,
-            speeds.stop_s, speeds.cpu_layer_s, speeds.device_op_s, speeds.cpu_op_s, disk_bytes_per_s, source,
-            GRAPH_SHARE * speeds.device_dense_bytes_per_s, GRAPH_SHARE * speeds.cpu_dense_bytes_per_s,
-        )  # fmt: skip
+    def measured(cls, speeds: dict[str, Any], disk_bytes_per_s: float, source: str) -> Speeds:
+        """Speeds of kernels of experts alone (`measure_speeds`), measured in place, as a whole graph reaches them."""
+        of_graph = {name: GRAPH_SHARE * value for name, value in speeds.items() if name.endswith("bytes_per_s")}
+        return cls(**speeds | of_graph, disk_bytes_per_s=disk_bytes_per_s, source=source)
 
 
 @dataclass(frozen=True)
@@ -135,10 +131,9 @@ class HitCurve:
 
 
 def published_curve(n_expert: int, n_expert_used: int) -> HitCurve:
-    """That of a model of this shape; else, of those of real models, the one with the fewest hits at a quarter."""
-    real = [curve for curve in PUBLISHED if curve.n_expert]
-    same = [curve for curve in real if (curve.n_expert, curve.n_expert_used) == (n_expert, n_expert_used)]
-    chosen = min(same or real, key=lambda curve: interpolate(curve.rates, 0.25))
+    """That of a model of this shape; else, of all, the one with the fewest hits at a quarter."""
+    curves, same = published_for(n_expert, n_expert_used)
+    chosen = min(curves, key=lambda curve: interpolate(curve.rates, 0.25))
     kind = "published for" if same else "not known for this model; conservative: published for"
     return HitCurve(chosen.rates, f"{kind} {chosen.model} ({chosen.source})")
 

@@ -156,7 +156,7 @@ class _Override(c.Structure):
 
 
 class Session:
-    """One store and its context, attached to one `Llama`. `layout`: of the layers whose experts have slots."""
+    """One store, attached to one `Llama`. `layout`: of the layers whose experts have slots."""
 
     def __init__(self, layout: ExpertLayout, plan: Plan, options: StoreOptions) -> None:
         self.layout = layout
@@ -164,7 +164,6 @@ class Session:
         self._bindings = library.llama_cpp()
         self._pid = os.getpid()
         self.store = open_store(layout, plan, options)
-        self.store_context = self.store.open_context()
         self.listeners = RoutingListeners(self.store)
         self._overrides = (_Override * 2)(_Override(expert_tensors(layout), self.store.buffer_type), _Override())
         handles = {device.name: device.handle for device in gpus()} if plan.devices else {}
@@ -180,10 +179,10 @@ class Session:
 
     def attach_context(self, params: c.Structure) -> None:
         """The hook runs at each layer's routing, and a failed pass ends at its next node."""
-        params.cb_eval = self._bindings.ggml_backend_sched_eval_callback(self.store_context.eval_callback())
-        params.cb_eval_user_data = self.store_context.handle
-        params.abort_callback = self._bindings.ggml_abort_callback(self.store_context.abort_callback())
-        params.abort_callback_data = self.store_context.handle
+        params.cb_eval = self._bindings.ggml_backend_sched_eval_callback(self.store.context.eval_callback())
+        params.cb_eval_user_data = self.store.handle
+        params.abort_callback = self._bindings.ggml_abort_callback(self.store.context.abort_callback())
+        params.abort_callback_data = self.store.handle
         # With a pool in host memory and layers on a GPU this would copy whole arenas to the GPU.
         params.op_offload = False
 
@@ -216,7 +215,7 @@ class Session:
 
     def raise_failure(self) -> None:
         """Raises the typed error of the last pass, if it failed, and an exception of a callback."""
-        failure = self.store_context.take_failure()
+        failure = self.store.context.take_failure()
         if failure is not None:
             raise library.error(failure.status, failure.message.decode(errors="replace"))
         self.store.raise_callback_error()
@@ -284,6 +283,5 @@ class Session:
         return [device for device in self.store.devices if self._on_device and device.name in (None, CPU)]
 
     def close(self) -> None:
-        """Frees the store and its context, once llama.cpp's and the model are gone. Twice is harmless."""
-        self.store_context.close()
+        """Frees the store, once llama.cpp's context and the model are gone. Twice is harmless."""
         self.store.close()

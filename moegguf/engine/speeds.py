@@ -22,7 +22,7 @@ from moegguf.atomic_write import write_atomically
 from moegguf.child import child_command, child_environment
 from moegguf.engine.cost import Speeds
 from moegguf.engine.devices import gpus
-from moegguf.engine.machine import Device, disk_read_speed, memory_read_speed
+from moegguf.engine.machine import Device, DiskSpeed, disk_read_speed, memory_read_speed
 from moegguf.errors import AllocationError, ExpertIOError, MoeggufError, OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.fingerprint import header_digest
@@ -116,8 +116,7 @@ class KnownSpeeds:
         if all(device.name != known.name for known in gpus()):
             raise AllocationError(f"the process that measures has no device {device.name}")
         speeds = measure_speeds(layout, device.name, self._n_threads, repack=self._repack)
-        block_bytes = min(max(matrix.expert_bytes for matrix in layout.matrices), MOST_BLOCK_BYTES)
-        disk = disk_read_speed(layout.shards[0].path, DISK_S, block_bytes)
+        disk = expert_read_speed(layout, DISK_S)
         if not disk.bytes_per_s > 0:
             raise AllocationError("nothing was read from the disk")
         return Speeds.measured(speeds, disk.bytes_per_s, f"measured on {time.strftime('%Y-%m-%d')}")
@@ -126,6 +125,12 @@ class KnownSpeeds:
         cpu_bytes_per_s = memory_read_speed(min(max(1, self._n_threads), MOST_READ_THREADS))
         source = f"supposed, not measured ({error})"
         return Speeds.supposed(SUPPOSED_MEMORY_BYTES_PER_S, SUPPOSED_LINK, cpu_bytes_per_s, source)
+
+
+def expert_read_speed(layout: ExpertLayout, seconds: float) -> DiskSpeed:
+    """The disk's speed for reads as large as this model's matrices. Raises ModelNotFoundError."""
+    block_bytes = min(max(matrix.expert_bytes for matrix in layout.matrices), MOST_BLOCK_BYTES)
+    return disk_read_speed(layout.shards[0].path, seconds, block_bytes)
 
 
 def _speeds_of(facts: dict[str, Any]) -> Speeds:

@@ -22,7 +22,6 @@ Acquire::Acquire(Store & store)
       transfers_(store.transfers),
       forecaster_(store.forecaster),
       events_(store.events),
-      contexts_(store.contexts),
       slots_(store.slots),
       streamed_(store.streamed),
       staged_(store.staged) {
@@ -134,7 +133,7 @@ void Acquire::tell_observers(Context & context, uint64_t start_ns, bool placed) 
     }
     if (events_.on()) {
         const float * inputs = events_.wants_inputs(event.n_tokens) ? event.inputs : nullptr;
-        events_.routing({context.pass.number, start_ns, context.id, event.il, event.n_tokens, event.n_expert_used,
+        events_.routing({context.pass.number, start_ns, event.il, event.n_tokens, event.n_expert_used,
                          announced.sequence, announced.phase, context.pass.first_token, event.n_embd, event.ids,
                          event.weights, inputs, sequences, phases});
     }
@@ -201,22 +200,7 @@ int Acquire::n_usable() const {
     return n;
 }
 
-// Contexts that come and go, their tokens and their failures.
-
-std::unique_ptr<Context> Acquire::open_context() {
-    Lock lock(shared_.mutex);
-    auto context = std::make_unique<Context>(store_, *tiers_.compute[0], n_contexts_, layout_.n_expert_max);
-    n_contexts_ += 1;
-    contexts_.all.push_back(context.get());
-    return context;
-}
-
-void Acquire::close_context(Context & context) {
-    Lock lock(shared_.mutex);
-    end_layer(context);
-    contexts_.all.erase(std::find(contexts_.all.begin(), contexts_.all.end(), &context));
-    shared_.done.notify_all();
-}
+// The context, its tokens and its failures.
 
 bool Acquire::is_clear(const Context & context) const {
     return !context.failed() && !context.supply && context.noted(shared_) && !shared_.forked();
@@ -291,11 +275,7 @@ bool Acquire::changes_size(const Tier & tier, int n_slots) const {
         throw Error(MOEGGUF_INVALID, "the tier can have " + std::to_string(least) + " to " + std::to_string(most) +
                                          " slots, not " + std::to_string(n_slots));
     }
-    const bool is_resident = computes && tier.numbering.resident();
-    if (is_resident && contexts_.all.size() > 1 && n_slots < most) {
-        throw Error(MOEGGUF_INVALID, "a fully resident pool with several contexts keeps its size");
-    }
-    return !is_resident || n_slots < most;
+    return !(computes && tier.numbering.resident()) || n_slots < most;
 }
 
 void Acquire::resize(Tier & tier, int n_slots) {
@@ -319,9 +299,7 @@ void Acquire::reallocate(Tier & tier, int n_slots) {
     if (!changes_size(tier, n_slots)) {
         return;
     }
-    for (Context * context : contexts_.all) { // pins of the last layer of a pass that has ended
-        end_layer(*context);
-    }
+    end_layer(store_.context); // pins of the last layer of a pass that has ended
     staged_.drop_ahead();
     tier.resize_to = 0;
     tier.resize(std::min(n_slots, tier.residency.n_usable()));
@@ -341,9 +319,6 @@ void Acquire::reallocate(Tier & tier, int n_slots) {
 }
 
 void Acquire::apply_resize(Tier & tier) {
-    if (tier.numbering.resident() && contexts_.all.size() > 1) {
-        return; // a context that came meanwhile computes with slot ids of its layers' windows
-    }
     tier.resize(tier.resize_to);
     tier.resize_to = 0; // after the numbering: idle() looks here first
 }

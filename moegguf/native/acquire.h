@@ -5,6 +5,7 @@
 // between layers. It neither moves bytes nor changes a slot itself.
 #pragma once
 
+#include "events.h"
 #include "forecaster.h"
 #include "staged_supply.h"
 #include "streamed_supply.h"
@@ -17,8 +18,6 @@ class Acquire {
   public:
     explicit Acquire(Store & store); // whose other parts are there
 
-    std::unique_ptr<Context> open_context();
-    void close_context(Context & context);
     bool is_clear(const Context & context) const; // take_failure has nothing to tell or to give back; no lock
     void take_failure(Context & context, moegguf_failure & out, bool clear);
     // Whether the tokens that come next have to be announced; those before are forgotten. No lock.
@@ -44,7 +43,7 @@ class Acquire {
 
     void watch(bool on) { watched_ = on; } // on: no layer is idle, so that activity is complete
     void resize(Tier & tier, int n_slots); // from the next routing event on; the tier in RAM at once
-    // The same at once with memory of its own size, on any device; no pass is under way in any context.
+    // The same at once with memory of its own size, on any device; no pass is under way.
     void reallocate(Tier & tier, int n_slots);
 
   private:
@@ -68,11 +67,9 @@ class Acquire {
     Transfers & transfers_;
     Forecaster & forecaster_;
     Events & events_;
-    Contexts & contexts_;
     SlotSupply & slots_;
     StreamedSupply & streamed_;
     StagedSupply & staged_;
-    int n_contexts_ = 0; // so far
     std::atomic<bool> watched_{false};
     std::atomic<bool> computing_{false}; // a routing event has come: only another one ends the layer being computed
 };

@@ -138,10 +138,10 @@ int moegguf_store_set_policy(moegguf_store * store, int32_t tier, const moegguf_
     return on(store, [&](Store & s) { s.set_policy(tier, policy); });
 }
 
-const char * moegguf_policy_name(int32_t index, uint32_t * traits) {
+const char * moegguf_policy_name(int32_t index, int32_t * takes_forecast) {
     const PolicyType * type = policy_at(index);
-    if (type && traits) {
-        *traits = type->traits;
+    if (type && takes_forecast) {
+        *takes_forecast = type->takes_forecast;
     }
     return type ? type->name : nullptr;
 }
@@ -202,32 +202,14 @@ int moegguf_store_read_slot(moegguf_store * store, int32_t matrix, int32_t slot,
     return on(store, [&](Store & s) { s.read_slot(matrix, slot, &given((uint8_t *)out), n); });
 }
 
-int moegguf_store_probe(moegguf_store * store, double seconds, double * bytes_per_s) {
-    return on(store, [&](Store & s) { given(bytes_per_s) = s.probe(seconds); });
-}
-
 int moegguf_store_sim_advance(moegguf_store * store, uint64_t ns) {
     return on(store, [&](Store & s) { s.advance(ns); });
 }
 
-int moegguf_context_open(moegguf_store * store, moegguf_context ** context) {
-    return on(store, [&](Store & s) {
-        moegguf_context *& opened = given(context);
-        opened = new moegguf_context{s.acquire.open_context()};
-    });
-}
-
-void moegguf_context_close(moegguf_context * context) {
-    if (context && !context->inner->store.shared.forked()) {
-        context->inner->store.acquire.close_context(*context->inner);
-        delete context;
-    }
-}
-
-int moegguf_context_acquire(moegguf_context * context, int32_t il, const int32_t * expert_ids, int32_t n_expert_used,
+int moegguf_context_acquire(moegguf_store * store, int32_t il, const int32_t * expert_ids, int32_t n_expert_used,
                             int32_t n_tokens, const float * inputs, int32_t n_embd, int32_t * slot_ids) {
     return guarded([&] {
-        Context & c = *given(context).inner;
+        Context & c = given(store).store.context;
         check_size(c, n_expert_used, n_tokens);
         memcpy(&given(slot_ids), &given(expert_ids), sizeof(int32_t) * n_expert_used * n_tokens);
         if (inputs && n_embd <= 0) {
@@ -241,9 +223,9 @@ int moegguf_context_acquire(moegguf_context * context, int32_t il, const int32_t
     });
 }
 
-int moegguf_context_replay(moegguf_context * context, const moegguf_routing * routing, int64_t * n_done) {
+int moegguf_context_replay(moegguf_store * store, const moegguf_routing * routing, int64_t * n_done) {
     return guarded([&] {
-        Context & c = *given(context).inner;
+        Context & c = given(store).store.context;
         const moegguf_routing & r = given(routing);
         given(n_done) = 0;
         if (r.n_events < 0 || (r.n_events > 0 && (!r.il || !r.n_tokens || !r.n_expert_used || !r.expert_ids))) {
@@ -261,19 +243,19 @@ int moegguf_context_replay(moegguf_context * context, const moegguf_routing * ro
         if (r.compute_ns && !c.store.shared.clock->can_advance()) {
             throw Error(MOEGGUF_INVALID, "only a simulation has a modelled clock");
         }
-        *n_done = c.store.replay(c, r);
+        *n_done = c.store.replay(r);
         check_failure(c);
     });
 }
 
-int moegguf_context_awaits_tokens(moegguf_context * context, int32_t sequence, int32_t phase) {
-    Context & c = *context->inner;
+int moegguf_context_awaits_tokens(moegguf_store * store, int32_t sequence, int32_t phase) {
+    Context & c = store->store.context;
     return c.store.acquire.awaits_tokens(c, sequence, phase);
 }
 
-int moegguf_context_announce(moegguf_context * context, const moegguf_tokens_event * tokens) {
+int moegguf_context_announce(moegguf_store * store, const moegguf_tokens_event * tokens) {
     return guarded([&] {
-        moegguf_tokens_event event = given(tokens);
+        const moegguf_tokens_event & event = given(tokens);
         const auto known = [](int32_t phase) { return phase == MOEGGUF_PREFILL || phase == MOEGGUF_DECODE; };
         if (event.n_tokens < 0 || (event.n_tokens > 0 && !event.tokens) || !known(event.phase)) {
             throw Error(MOEGGUF_INVALID, "an announcement has a phase and its tokens");
@@ -282,26 +264,28 @@ int moegguf_context_announce(moegguf_context * context, const moegguf_tokens_eve
             (event.phases && !std::all_of(event.phases, event.phases + event.n_tokens, known))) {
             throw Error(MOEGGUF_INVALID, "tokens of several sequences have a sequence, a phase and an output each");
         }
-        Context & c = *given(context).inner;
+        Context & c = given(store).store.context;
         if (c.store.shared.forked()) { // a thread of the parent may hold the lock
             throw Error(MOEGGUF_FORKED, "the model was loaded in the parent process");
         }
-        event.context = c.id;
         c.store.acquire.announce_tokens(c, event);
     });
 }
 
-int moegguf_context_is_clear(moegguf_context * context) {
-    return context->inner->store.acquire.is_clear(*context->inner);
+int moegguf_context_is_clear(moegguf_store * store) {
+    return store->store.acquire.is_clear(store->store.context);
 }
 
-int moegguf_context_failure(moegguf_context * context, moegguf_failure * failure, int clear) {
-    return guarded([&] { given(context).inner->store.acquire.take_failure(*context->inner, given(failure), clear); });
+int moegguf_context_failure(moegguf_store * store, moegguf_failure * failure, int clear) {
+    return guarded([&] {
+        Store & s = given(store).store;
+        s.acquire.take_failure(s.context, given(failure), clear);
+    });
 }
 
-void moegguf_context_chain(moegguf_context * context, ggml_backend_sched_eval_callback next, void * user) {
-    context->inner->next_eval = next;
-    context->inner->next_user = user;
+void moegguf_context_chain(moegguf_store * store, ggml_backend_sched_eval_callback next, void * user) {
+    store->store.context.next_eval = next;
+    store->store.context.next_user = user;
 }
 
 } // extern "C"

@@ -58,7 +58,7 @@ uint8_t Pinned::missing(int s, uint8_t kinds) const {
     return chunks & kinds & ~submitted & ~tier->residency.ready(s);
 }
 
-Context::Context(Store & store, Tier & tier, int id, int n_expert_max) : store(store), id(id) {
+Context::Context(Store & store, Tier & tier, int n_expert_max) : store(store) {
     pinned.tier = &tier;
     pinned.slots.reserve(n_expert_max);
     event.slot_of.assign(n_expert_max, Event::not_chosen);
@@ -113,13 +113,6 @@ bool Context::has_one_token_each() const {
                 (i == first || announced.sequences[i] != announced.sequences[i - 1]);
     }
     return found;
-}
-
-bool Contexts::compute_with(const Tier & tier, int s) const {
-    return std::any_of(all.begin(), all.end(), [&tier, s](const Context * one) {
-        const std::vector<int> & slots = one->pinned.slots;
-        return !one->failed() && one->pinned.tier == &tier && std::find(slots.begin(), slots.end(), s) != slots.end();
-    });
 }
 
 } // namespace moegguf

@@ -1,5 +1,5 @@
-// context.h: one llama_context as a store knows it: the tokens that were announced, its place in a pass, the routing
-// event that it is served for, the slots that it computes with, and why its pass failed.
+// context.h: the llama_context of a store's model as the store knows it: the tokens that were announced, its place in a
+// pass, the routing event that it is served for, the slots that it computes with, and why its pass failed.
 //
 // All of it belongs to the thread that computes; what is pinned changes under the store's lock. Data only: it waits for
 // nothing and moves nothing.
@@ -99,7 +99,7 @@ struct Failure {
 };
 
 struct Context {
-    Context(Store & store, Tier & tier, int id, int n_expert_max);
+    Context(Store & store, Tier & tier, int n_expert_max);
 
     // The first failure of a pass is kept; from then on its slot ids are all 0.
     void fail(moegguf_status status, int il, int expert, const std::string & why);
@@ -114,7 +114,6 @@ struct Context {
     bool has_one_token_each() const;        // the pass decodes one token of each of several sequences
 
     Store & store;
-    const int id;
     Announced announced;
     Pass pass;
     Event event;
@@ -129,18 +128,4 @@ struct Context {
     void * next_user = nullptr;
 };
 
-// The contexts of a store; all under its lock.
-struct Contexts {
-    std::vector<Context *> all;
-    bool short_of_slots = false; // one waits for slots: no other may take any
-
-    bool alone() const { return all.size() == 1; }
-    // Whether one whose pass has not failed yet pins a slot: it must find the failure of its read there.
-    bool compute_with(const Tier & tier, int s) const;
-};
-
 } // namespace moegguf
-
-struct moegguf_context {
-    std::unique_ptr<moegguf::Context> inner;
-};

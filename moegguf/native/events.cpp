@@ -40,8 +40,8 @@ bool Events::has_space(size_t bytes) const {
     return size_ < capacity && (size_ == 0 || bytes_ + bytes <= most_bytes);
 }
 
-Events::Record * Events::claim(Kind kind, size_t bytes, Lock & lock, bool may_wait) {
-    if (may_wait && (flags_ & MOEGGUF_LISTEN_EVERYTHING)) {
+Events::Record * Events::claim(size_t bytes, Lock & lock) {
+    if (flags_ & MOEGGUF_LISTEN_EVERYTHING) {
         delivered_.wait(lock, [&] { return !on_ || has_space(bytes); });
     }
     if (!on_) { // stopped since the caller looked: this is nothing for the next listener
@@ -52,7 +52,6 @@ Events::Record * Events::claim(Kind kind, size_t bytes, Lock & lock, bool may_wa
         return nullptr;
     }
     Record & record = ring_[(head_ + size_++) % capacity];
-    record.kind = kind;
     record.bytes = bytes;
     bytes_ += bytes;
     if (!(flags_ & MOEGGUF_LISTEN_LAZY) || size_ >= lazy_events || bytes_ > most_bytes / 4) {
@@ -79,8 +78,9 @@ void Events::tokens(const moegguf_tokens_event & event) {
         return;
     }
     const size_t n_batched = event.sequences ? event.n_tokens : 0;
-    if (Record * record = claim(Kind::tokens, sizeof(int32_t) * (event.n_tokens + 3 * n_batched), lock, true)) {
+    if (Record * record = claim(sizeof(int32_t) * (event.n_tokens + 3 * n_batched), lock)) {
         fill(*record, [&] {
+            record->routed = false;
             record->tokens = event;
             record->ids.assign(event.tokens, event.tokens + event.n_tokens);
             record->sequences.assign(event.sequences, event.sequences + n_batched);
@@ -100,8 +100,9 @@ void Events::routing(const moegguf_routing_event & event) {
     }
     const size_t n_batched = event.sequences ? event.n_tokens : 0;
     const size_t bytes = sizeof(int32_t) * (n_ids + 2 * n_batched) + sizeof(float) * (n_weights + n_inputs);
-    if (Record * record = claim(Kind::routing, bytes, lock, true)) {
+    if (Record * record = claim(bytes, lock)) {
         fill(*record, [&] {
+            record->routed = true;
             record->routing = event;
             record->ids.assign(event.expert_ids, event.expert_ids + n_ids);
             record->weights.assign(event.weights, event.weights + n_weights);
@@ -109,16 +110,6 @@ void Events::routing(const moegguf_routing_event & event) {
             record->sequences.assign(event.sequences, event.sequences + n_batched);
             record->phases.assign(event.phases, event.phases + n_batched);
         });
-    }
-}
-
-void Events::residency(const moegguf_residency_event & event) {
-    Lock lock(mutex_);
-    if (!listener_.on_residency) {
-        return;
-    }
-    if (Record * record = claim(Kind::residency, 0, lock, false)) { // the caller holds the store's lock
-        record->residency = event;
     }
 }
 
@@ -167,14 +158,14 @@ void Events::run() {
 
 void Events::deliver(const Record & record) const {
     void * user = listener_.user;
-    if (record.kind == Kind::tokens) {
+    if (!record.routed) {
         moegguf_tokens_event event = record.tokens;
         event.tokens = record.ids.data();
         event.sequences = record.sequences.empty() ? nullptr : record.sequences.data();
         event.phases = record.phases.empty() ? nullptr : record.phases.data();
         event.outputs = record.outputs.empty() ? nullptr : record.outputs.data();
         listener_.on_tokens(user, &event);
-    } else if (record.kind == Kind::routing) {
+    } else {
         moegguf_routing_event event = record.routing;
         event.expert_ids = record.ids.data();
         event.weights = record.weights.empty() ? nullptr : record.weights.data();
@@ -182,8 +173,6 @@ void Events::deliver(const Record & record) const {
         event.sequences = record.sequences.empty() ? nullptr : record.sequences.data();
         event.phases = record.phases.empty() ? nullptr : record.phases.data();
         listener_.on_routing(user, &event);
-    } else {
-        listener_.on_residency(user, &record.residency);
     }
 }
 

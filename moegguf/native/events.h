@@ -1,7 +1,7 @@
 // events.h: what happened, carried from compute and reader threads to the listener's own thread.
 //
 // It copies what it is given into a ring of its own, and calls the listener. It knows no slot and never takes the
-// store's lock; whoever holds that may call residency() only.
+// store's lock; nobody who holds that calls it.
 #pragma once
 
 #include "moegguf.h"
@@ -14,13 +14,6 @@
 #include <vector>
 
 namespace moegguf {
-
-// What a routing event carries besides the experts' ids.
-struct Routed {
-    const float * weights = nullptr;
-    const float * inputs = nullptr;
-    int n_embd = 0;
-};
 
 // A bounded ring of records. When the listener is slower than the model, records are dropped and counted, and the
 // compute thread never waits for it; unless the listener asked for everything, or for lockstep.
@@ -39,17 +32,14 @@ class Events {
 
     void tokens(const moegguf_tokens_event & event);
     void routing(const moegguf_routing_event & event);
-    void residency(const moegguf_residency_event & event);
     void keep_step(); // in lockstep: returns when every record was delivered
     uint64_t dropped() const;
 
   private:
-    enum class Kind { tokens, routing, residency };
     struct Record {
-        Kind kind = Kind::routing;
+        bool routed = true; // else tokens come
         moegguf_tokens_event tokens;
         moegguf_routing_event routing;
-        moegguf_residency_event residency;
         std::vector<int32_t> ids; // these keep their memory from use to use, unless it is large
         std::vector<float> weights;
         std::vector<float> inputs;
@@ -61,7 +51,7 @@ class Events {
     using Lock = std::unique_lock<std::mutex>;
 
     bool has_space(size_t bytes) const;
-    Record * claim(Kind kind, size_t bytes, Lock & lock, bool may_wait);
+    Record * claim(size_t bytes, Lock & lock);
     template <typename Copy>
     void fill(Record & record, Copy copy);
     void end();

@@ -1,4 +1,4 @@
-"""What the store gives its listener, as plain numpy: tokens, routing, residency. No ctypes here, no library needed."""
+"""What the store gives its listener, as plain numpy: tokens and routing. No ctypes here, no library needed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ class Announcement(NamedTuple):
     these.
     """
 
-    context: int
     sequence: int
     phase: Phase
     tokens: Int32s
@@ -62,7 +61,6 @@ class RoutingEvent(NamedTuple):
 
     pass_: int
     time_ns: int
-    context: int
     sequence: int
     phase: Phase
     first_token: int
@@ -76,16 +74,6 @@ class RoutingEvent(NamedTuple):
     def parts(self) -> list[Part]:
         """The tokens by sequence and phase."""
         return _parts(self, len(self.expert_ids))
-
-
-class Residency(NamedTuple):
-    """Expert (il, expert) became resident in `slot`, or was evicted from it."""
-
-    time_ns: int
-    il: int
-    expert: int
-    slot: int
-    resident: bool
 
 
 def _parts(event: Announcement | RoutingEvent, n_tokens: int) -> list[Part]:

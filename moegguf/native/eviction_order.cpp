@@ -1,5 +1,7 @@
 #include "eviction_order.h"
 
+#include <algorithm>
+
 namespace moegguf {
 
 EvictionOrder::EvictionOrder(const Layout & layout, int n_slots)
@@ -14,7 +16,7 @@ EvictionOrder::EvictionOrder(const Layout & layout, int n_slots)
 void EvictionOrder::set_policy(const EvictionPolicy * policy) {
     policy_ = policy;
     for (LayerOrder & layer : layers_) {
-        layer.order = Order::none;
+        layer.scored = false;
     }
 }
 
@@ -31,12 +33,10 @@ void EvictionOrder::insert(int s, int il, int expert, uint64_t last_use) {
     (newer >= 0 ? nodes_[newer].older : layer.newest) = s;
 
     const int at = (int)layer.entries.size();
-    const Entry entry = {layer.order == Order::none ? 0.0f : policy_->score(il, expert), s, last_use, expert};
+    const Entry entry = {layer.scored ? policy_->score(il, expert) : 0.0f, s, last_use, expert};
     layer.entries.push_back(entry);
     at_[s] = at;
-    if (layer.order == Order::heap) {
-        sift_up(layer, at, entry);
-    } else if (layer.order == Order::first && layer.first >= 0 && entry.before(layer.entries[layer.first])) {
+    if (layer.scored && layer.first >= 0 && entry.before(layer.entries[layer.first])) {
         layer.first = at;
     }
 }
@@ -46,28 +46,12 @@ void EvictionOrder::remove(int s) {
     LayerOrder & layer = layers_[node.il];
     (node.older >= 0 ? nodes_[node.older].newer : layer.oldest) = node.newer;
     (node.newer >= 0 ? nodes_[node.newer].older : layer.newest) = node.older;
-    take_out(layer, at_[s]);
-    at_[s] = -1;
-}
-
-// The last entry takes the place of the one at `at`.
-void EvictionOrder::take_out(LayerOrder & layer, int at) {
-    const Entry last = layer.entries.back();
-    const int end = (int)layer.entries.size() - 1;
+    const int at = at_[s], end = (int)layer.entries.size() - 1; // the last entry takes its place
+    layer.first = layer.first == at ? -1 : layer.first == end ? at : layer.first;
+    layer.entries[at] = layer.entries[end];
+    at_[layer.entries[at].slot] = at;
     layer.entries.pop_back();
-    if (layer.order == Order::first) {
-        layer.first = layer.first == at ? -1 : layer.first == end ? at : layer.first;
-    }
-    if (at == end) {
-        return;
-    }
-    if (layer.order != Order::heap) {
-        place(layer, at, last);
-    } else if (at > 0 && last.before(layer.entries[(at - 1) / 2])) {
-        sift_up(layer, at, last);
-    } else {
-        sift_down(layer, at, last);
-    }
+    at_[s] = -1;
 }
 
 EvictionOrder::Lowest EvictionOrder::lowest(int il) {
@@ -75,60 +59,19 @@ EvictionOrder::Lowest EvictionOrder::lowest(int il) {
     if (layer.entries.empty()) {
         return {-1, 0.0f, 0};
     }
-    if (layer.order == Order::none) {
-        find_first(il);
-    } else if (layer.order == Order::first && layer.first < 0) {
-        make_heap(layer);
+    if (!layer.scored) {
+        for (Entry & entry : layer.entries) {
+            entry.score = policy_->score(il, entry.expert);
+        }
+        layer.scored = true;
+        layer.first = -1;
     }
-    const Entry & lowest = layer.entries[layer.order == Order::heap ? 0 : layer.first];
+    if (layer.first < 0) {
+        const auto before = [](const Entry & a, const Entry & b) { return a.before(b); };
+        layer.first = int(std::min_element(layer.entries.begin(), layer.entries.end(), before) - layer.entries.begin());
+    }
+    const Entry & lowest = layer.entries[layer.first];
     return {lowest.slot, lowest.score, lowest.last_use};
-}
-
-void EvictionOrder::find_first(int il) {
-    LayerOrder & layer = layers_[il];
-    int first = 0;
-    for (int at = 0; at < (int)layer.entries.size(); at++) {
-        Entry & entry = layer.entries[at];
-        entry.score = policy_->score(il, entry.expert);
-        first = entry.before(layer.entries[first]) ? at : first;
-    }
-    layer.first = first;
-    layer.order = Order::first;
-}
-
-void EvictionOrder::make_heap(LayerOrder & layer) {
-    for (int at = (int)layer.entries.size() / 2 - 1; at >= 0; at--) {
-        sift_down(layer, at, layer.entries[at]);
-    }
-    layer.order = Order::heap;
-}
-
-void EvictionOrder::place(LayerOrder & layer, int at, const Entry & entry) {
-    layer.entries[at] = entry;
-    at_[entry.slot] = at;
-}
-
-void EvictionOrder::sift_up(LayerOrder & layer, int at, Entry entry) {
-    while (at > 0 && entry.before(layer.entries[(at - 1) / 2])) {
-        place(layer, at, layer.entries[(at - 1) / 2]);
-        at = (at - 1) / 2;
-    }
-    place(layer, at, entry);
-}
-
-void EvictionOrder::sift_down(LayerOrder & layer, int at, Entry entry) {
-    const int n = (int)layer.entries.size();
-    for (int child = 2 * at + 1; child < n; child = 2 * at + 1) {
-        if (child + 1 < n && layer.entries[child + 1].before(layer.entries[child])) {
-            child += 1;
-        }
-        if (!layer.entries[child].before(entry)) {
-            break;
-        }
-        place(layer, at, layer.entries[child]);
-        at = child;
-    }
-    place(layer, at, entry);
 }
 
 } // namespace moegguf

@@ -6,16 +6,15 @@
 
 namespace moegguf {
 
-// A slot is in here while its expert may be evicted. Recency is a list, exact at every moment. The order by score is
-// made when it is asked for, and made again after the policy's scores of the layer changed: the lowest score is found
-// in one pass over the layer, and only where it was taken before the scores change again, a heap is made of the rest.
-// Policies that decide nothing cost nothing.
+// A slot is in here while its expert may be evicted. Recency is a list, exact at every moment. The lowest score of a
+// layer is found in one pass over its slots when it is asked for, and is known until it is taken or the policy's scores
+// of the layer change. Policies that decide nothing cost nothing.
 class EvictionOrder {
   public:
     EvictionOrder(const Layout & layout, int n_slots);
 
     void set_policy(const EvictionPolicy * policy); // scores of all layers changed
-    void scores_changed(int il) { layers_[il].order = Order::none; }
+    void scores_changed(int il) { layers_[il].scored = false; }
 
     void insert(int s, int il, int expert, uint64_t last_use);
     void remove(int s);
@@ -39,7 +38,7 @@ class EvictionOrder {
         uint64_t last_use = 0;
     };
     struct Entry {
-        float score; // holds while the layer has an order
+        float score; // holds while the layer is scored
         int slot;
         uint64_t last_use;
         int expert;
@@ -48,25 +47,13 @@ class EvictionOrder {
             return score != other.score ? score < other.score : last_use < other.last_use;
         }
     };
-    enum class Order {
-        none,  // scores are not known
-        first, // scores are known, and where the lowest is
-        heap,
-    };
     struct LayerOrder {
         std::vector<Entry> entries; // with space for every expert of the layer: never allocates later
-        Order order = Order::none;
-        int first = -1; // the lowest entry; -1: it was taken
+        bool scored = false;
+        int first = -1; // the lowest entry of a scored layer; -1: it was taken
         int oldest = -1;
         int newest = -1;
     };
-
-    void place(LayerOrder & layer, int at, const Entry & entry);
-    void sift_up(LayerOrder & layer, int at, Entry entry);
-    void sift_down(LayerOrder & layer, int at, Entry entry);
-    void find_first(int il);
-    void make_heap(LayerOrder & layer);
-    void take_out(LayerOrder & layer, int at);
 
     const EvictionPolicy * policy_ = nullptr;
     std::vector<int> at_;            // [n_slots], where in its layer's entries; -1: not in here

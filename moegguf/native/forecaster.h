@@ -26,7 +26,6 @@ struct PassTokens {
 // the sweep covers better. Each sequence is followed by a predictor of its own, which sees what it would see alone; an
 // expert's chance is that any of them uses it, 1 - prod(1 - p). Of more than most_asked sequences as many are asked,
 // at even distances, and the others count as their average; of more than most_sequences none: they use most experts.
-// With several contexts each of their events is followed as it comes; a pass of another one ends what was predicted.
 class Forecaster {
   public:
     Forecaster(const Layout & layout, Shared & shared, Tiers & tiers, Transfers & transfers)

@@ -113,8 +113,8 @@ void stopped(Context & context, ggml_tensor * t) {
 
 using namespace moegguf;
 
-extern "C" bool moegguf_eval(ggml_tensor * t, bool ask, void * user) {
-    Context & context = *((moegguf_context *)user)->inner;
+extern "C" bool moegguf_eval(ggml_tensor * t, bool ask, void * store) {
+    Context & context = ((moegguf_store *)store)->store.context;
     // Both callbacks see every node that either of them asked for.
     if (ask) {
         return (context.next_eval && context.next_eval(t, true, context.next_user)) || must_stop(context, t);
@@ -123,15 +123,14 @@ extern "C" bool moegguf_eval(ggml_tensor * t, bool ask, void * user) {
     return !context.next_eval || context.next_eval(t, false, context.next_user);
 }
 
-extern "C" bool moegguf_abort(void * user) {
-    Context & context = *((moegguf_context *)user)->inner;
+extern "C" bool moegguf_abort(void * store) {
+    Context & context = ((moegguf_store *)store)->store.context;
     return context.store.acquire.must_abort(context);
 }
 
-extern "C" void moegguf_set_scheduler(ggml_backend_sched_eval_callback eval, void * context,
-                                      ggml_backend_sched_t sched) {
+extern "C" void moegguf_set_scheduler(ggml_backend_sched_eval_callback eval, void * store, ggml_backend_sched_t sched) {
     if (eval == moegguf_eval) {
-        ((moegguf_context *)context)->inner->scheduler = sched;
+        ((moegguf_store *)store)->store.context.scheduler = sched;
     }
 }
 

@@ -126,14 +126,6 @@ void free_memory(ggml_backend_buffer_t buffer) {
     device_of(buffer).used_bytes -= buffer->size;
 }
 
-void * base_of(ggml_backend_buffer_t buffer) {
-    return buffer->context;
-}
-
-void memset_tensor(ggml_backend_buffer_t, ggml_tensor * t, uint8_t value, size_t offset, size_t n) {
-    memset(address(t, offset), value, n);
-}
-
 void set_tensor(ggml_backend_buffer_t buffer, ggml_tensor * t, const void * data, size_t offset, size_t n) {
     LinkDevice & device = device_of(buffer);
     device.copy(device.to_device, address(t, offset), data, n);
@@ -157,21 +149,12 @@ bool copy_tensor(ggml_backend_buffer_t buffer, const ggml_tensor * from, ggml_te
     return true;
 }
 
-void clear(ggml_backend_buffer_t buffer, uint8_t value) {
-    memset(buffer->context, value, buffer->size);
-}
-
 ggml_status init_tensor(ggml_backend_buffer_t buffer, ggml_tensor * t) {
     if (device_of(buffer).strict) {
         zero_padding(buffer, t);
     }
     return GGML_STATUS_SUCCESS;
 }
-
-constexpr ggml_backend_buffer_i memory_interface = {
-    free_memory, base_of, init_tensor, memset_tensor, set_tensor, get_tensor,
-    nullptr,     nullptr, copy_tensor, clear,         nullptr,
-};
 
 const char * memory_name(ggml_backend_buffer_type_t buft) {
     return of(buft->device).name.c_str();
@@ -190,7 +173,14 @@ ggml_backend_buffer_t allocate(ggml_backend_buffer_type_t buft, size_t size) {
     if (device.strict) {
         memset(base, 0xff, size); // as numbers of any type: NaN, or close to it
     }
-    return ggml_backend_buffer_init(buft, memory_interface, base, size);
+    ggml_backend_buffer_t buffer = ggml_backend_cpu_buffer_from_ptr(base, size);
+    buffer->buft = buft;
+    buffer->iface.free_buffer = free_memory;
+    buffer->iface.init_tensor = init_tensor;
+    buffer->iface.set_tensor = set_tensor;
+    buffer->iface.get_tensor = get_tensor;
+    buffer->iface.cpy_tensor = copy_tensor;
+    return buffer;
 }
 
 size_t alignment_of(ggml_backend_buffer_type_t) {

@@ -23,20 +23,17 @@
 //   those of the next layer while this one is computed. Slots keep what they hold until the last pass of a prompt.
 //
 // Ordering
-//   1. At a routing event a context (of the store: one for each llama_context) unpins its earlier slots, pins the
-//   needed
+//   1. At a routing event the context (of the store, for a llama_context) unpins its earlier slots, pins the needed
 //      experts that are there, and only then are victims chosen. A pinned slot keeps its expert, and so does one that
 //      is being read.
 //   2. A slot's chunk (one matrix) becomes READY, with a release store, after its bytes were written under the slot's
 //      generation; every change of owner bumps the generation, and happens under the store's lock.
-//   3. A compute thread multiplies from a slot only after its context has pinned it under the store's lock, and after
-//   the
-//      thread itself has seen the chunk READY with an acquire load: in the kernel on the CPU, before it on other
-//      devices. Pins keep what it saw true until the context's next routing event.
+//   3. A compute thread multiplies from a slot only after its context has pinned it under the store's lock, and
+//      after the thread itself has seen the chunk READY with an acquire load: in the kernel on the CPU, before it on
+//      other devices. Pins keep what it saw true until the context's next routing event.
 //      On devices with events the thread only sees that the copy was queued, and lets its stream wait for it.
 //   4. A slot that another is to be filled from is pinned until that has every matrix, or gives up.
-//   5. A place in a staging tensor changes its expert only while no context has pinned it and nothing is on its way
-//   there.
+//   5. A place in a staging tensor changes its expert only while it is not pinned and nothing is on its way there.
 //
 // Threads
 //   compute thread(s): moegguf_eval, moegguf_abort, and in the CPU's MUL_MAT_ID the order of matrices (arrivals.h).
@@ -66,7 +63,7 @@
 extern "C" {
 #endif
 
-#define MOEGGUF_ABI_VERSION 15
+#define MOEGGUF_ABI_VERSION 16
 #define MOEGGUF_MAX_KINDS 4
 #define MOEGGUF_API __attribute__((visibility("default")))
 
@@ -184,19 +181,16 @@ struct moegguf_counters {
     uint64_t sim_clock_ns;
 };
 
+// Of the tier that layers compute on, beside its moegguf_tier_info.
 struct moegguf_pool_info {
     uint64_t slot_bytes; // one expert over all arenas
-    uint64_t pool_bytes; // all arenas, guards included
     uint64_t read_buffer_bytes;
-    int32_t n_slots;
-    int32_t n_slots_usable; // after moegguf_store_resize
-    int32_t n_experts;      // over all layers
-    int32_t n_layers;       // layers with experts
-    int32_t n_repacked;     // matrices whose slots are interleaved
-    int32_t n_uncached;     // of these, those that are written past the cache
+    int32_t n_experts;  // over all layers
+    int32_t n_repacked; // matrices whose slots are interleaved
+    int32_t n_uncached; // of these, those that are written past the cache
     int32_t n_matrices;
-    int32_t resident; // every expert has a slot of its own
-    int32_t direct;   // shards read with O_DIRECT
+    int32_t direct; // shards read with O_DIRECT
+    int32_t reserved;
 };
 
 // One tier: what it is, and what was counted there since the store was opened. The tier below is looked up once for
@@ -217,10 +211,10 @@ struct moegguf_tier_info {
     uint64_t pool_bytes;
     int32_t n_slots;
     int32_t n_slots_usable; // after moegguf_store_resize
-    int32_t resident;
-    int32_t pinned_memory; // host memory that the device copies from by itself
-    char device[64];       // computes with its slots, or copies from them
-    char note[192];        // why its memory is not pinned; empty: it is, or need not be
+    int32_t resident;       // every expert has a slot of its own
+    int32_t pinned_memory;  // host memory that the device copies from by itself
+    char device[64];        // computes with its slots, or copies from them
+    char note[192];         // why its memory is not pinned; empty: it is, or need not be
 };
 
 enum moegguf_phase { MOEGGUF_PREFILL = 0, MOEGGUF_DECODE = 1 };
@@ -232,11 +226,6 @@ struct moegguf_parameter {
     int32_t n;
     int32_t reserved;
     const float * values; // [n]
-};
-
-enum moegguf_policy_trait {
-    MOEGGUF_POLICY_FORECAST = 1 << 0, // takes moegguf_store_set_forecast
-    MOEGGUF_POLICY_SCORES = 1 << 1,   // is fed by moegguf_store_set_scores: not for users to choose
 };
 
 struct moegguf_policy {
@@ -299,7 +288,6 @@ struct moegguf_routing {
 // Tokens about to be evaluated, in that order. Pointers in events are valid during the callback only. Tokens of several
 // sequences have all three arrays [n_tokens] behind `tokens`, others none.
 struct moegguf_tokens_event {
-    int32_t context;  // of events; announcements need none
     int32_t sequence; // counts requests; of a batch: of its first token
     int32_t phase;    // enum moegguf_phase; of a batch: MOEGGUF_DECODE where some of its tokens decode
     int32_t n_tokens;
@@ -313,7 +301,6 @@ struct moegguf_tokens_event {
 struct moegguf_routing_event {
     uint64_t pass;
     uint64_t time_ns;
-    int32_t context;
     int32_t il;
     int32_t n_tokens;
     int32_t n_expert_used;
@@ -326,14 +313,6 @@ struct moegguf_routing_event {
     const float * inputs;       // what entered the router, [n_tokens][n_embd], or NULL
     const int32_t * sequences;  // [n_tokens] as announced, NULL: all of `sequence`
     const int32_t * phases;     // likewise
-};
-
-struct moegguf_residency_event {
-    uint64_t time_ns;
-    int32_t il;
-    int32_t expert;
-    int32_t slot;
-    int32_t resident; // 1 became resident, 0 was evicted
 };
 
 enum moegguf_listen_flag {
@@ -349,7 +328,6 @@ struct moegguf_listener { // callbacks may be NULL: nothing is kept for them
     int32_t max_input_tokens; // passes with more tokens come without inputs
     void (*on_tokens)(void * user, const struct moegguf_tokens_event * event);
     void (*on_routing)(void * user, const struct moegguf_routing_event * event);
-    void (*on_residency)(void * user, const struct moegguf_residency_event * event);
     void * user;
 };
 
@@ -387,12 +365,9 @@ struct moegguf_speeds {
     double copy_ns;           // of a layer's misses together, besides their bytes
     double stop_ns;           // of a stop at a layer: computing ends, ids are read and written
     double cpu_layer_ns;      // of a layer whose experts the CPU multiplies with: activations go there and back
-    int32_t pinned_memory;    // of the slots in host memory
-    int32_t reserved;
 };
 
 typedef struct moegguf_store moegguf_store;
-typedef struct moegguf_context moegguf_context;
 
 MOEGGUF_API uint32_t moegguf_abi_version(void);
 MOEGGUF_API const char * moegguf_last_error(void); // of this thread
@@ -424,7 +399,7 @@ MOEGGUF_API int moegguf_link_add(const struct moegguf_link * link, const char **
 MOEGGUF_API int moegguf_measure_speeds(const struct moegguf_config * config, int32_t n_threads, double seconds,
                                        struct moegguf_speeds * speeds);
 
-// Store. close joins the threads and frees the pool; contexts and models that use it must be gone by then.
+// Store. close joins the threads and frees the pool; the llama_context and models that use it must be gone by then.
 MOEGGUF_API int moegguf_store_open(const struct moegguf_config * config, moegguf_store ** store);
 MOEGGUF_API void moegguf_store_close(moegguf_store * store);
 MOEGGUF_API ggml_backend_buffer_type_t moegguf_store_buft(moegguf_store * store); // for tensor_buft_overrides
@@ -439,9 +414,10 @@ MOEGGUF_API int moegguf_store_activity(moegguf_store * store, uint32_t * uses, u
 MOEGGUF_API int moegguf_store_watch(moegguf_store * store, int on);
 // The policy starts anew, with nothing counted; NULL: "lru". Passes of more than one token may be left to recency.
 MOEGGUF_API int moegguf_store_set_policy(moegguf_store * store, int32_t tier, const struct moegguf_policy * policy);
-MOEGGUF_API const char * moegguf_policy_name(int32_t index, uint32_t * traits); // NULL behind the last one
-// Feeds the policy "scores", which comes before the chosen one while a table is set: [n_layer][max n_expert], the
-// lowest is evicted first; NULL: back to the chosen one.
+// NULL behind the last one. takes_forecast: 1 where it makes use of moegguf_store_set_forecast.
+MOEGGUF_API const char * moegguf_policy_name(int32_t index, int32_t * takes_forecast);
+// Scores come before the chosen policy while a table is set: [n_layer][max n_expert], the lowest is evicted first;
+// NULL: back to the chosen one.
 MOEGGUF_API int moegguf_store_set_scores(moegguf_store * store, const float * scores, size_t n);
 // What a predictor expects: the probability of each expert to be used when its layer comes next, [n_layer][max
 // n_expert], where known [n_layer] is not 0. Replaces the forecast before; NULL: nothing is known. A layer's part ends
@@ -468,44 +444,38 @@ MOEGGUF_API int moegguf_store_cancel(moegguf_store * store,
                                      int on); // on: passes in flight and to come end as CANCELLED
 // 0 < n_slots <= the pool's, from the next routing event on; memory of the others is given back where it is pageable
 // host memory. Those of all devices are shared out in proportion to their pools; slots of layers that the CPU computes
-// beside them stay as they are. at_once: while no pass is under way in any context; memory of devices is allocated anew
+// beside them stay as they are. at_once: while no pass is under way; memory of devices is allocated anew
 // for n_slots slots, so that the rest of it is free. Where there is too little for both for a moment, slots are emptied
 // first. MEMORY: more slots were refused, and there are as many as before.
 MOEGGUF_API int moegguf_store_resize(moegguf_store * store, int32_t tier, int32_t n_slots, int at_once);
 MOEGGUF_API int moegguf_store_drain(moegguf_store * store, double timeout_s); // OK when nothing is queued or read
 MOEGGUF_API int moegguf_store_read_slot(moegguf_store * store, int32_t matrix, int32_t slot, void * out,
                                         size_t n); // plain slots, and behind them places of staging tensors: for tests
-MOEGGUF_API int moegguf_store_probe(moegguf_store * store, double seconds,
-                                    double * bytes_per_s);                     // what these readers reach on this file
 MOEGGUF_API int moegguf_store_sim_advance(moegguf_store * store, uint64_t ns); // simulation: compute time passes
 
-// Contexts. acquire does what the hook does with ids already in hand, for simulation and tests; inputs
-// [n_tokens][n_embd] may be NULL. replay does so for many events; it ends at the first that fails, with its status, and
-// n_done counts events with that one.
-MOEGGUF_API int moegguf_context_open(moegguf_store * store, moegguf_context ** context);
-MOEGGUF_API void moegguf_context_close(moegguf_context * context);
-MOEGGUF_API int moegguf_context_acquire(moegguf_context * context, int32_t il, const int32_t * expert_ids,
+// The context: a store serves one. acquire does what the hook does with ids already in hand, for simulation and tests;
+// inputs [n_tokens][n_embd] may be NULL. replay does so for many events; it ends at the first that fails, with its
+// status, and n_done counts events with that one.
+MOEGGUF_API int moegguf_context_acquire(moegguf_store * store, int32_t il, const int32_t * expert_ids,
                                         int32_t n_expert_used, int32_t n_tokens, const float * inputs, int32_t n_embd,
                                         int32_t * slot_ids);
-MOEGGUF_API int moegguf_context_replay(moegguf_context * context, const struct moegguf_routing * routing,
-                                       int64_t * n_done);
+MOEGGUF_API int moegguf_context_replay(moegguf_store * store, const struct moegguf_routing * routing, int64_t * n_done);
 // Forgets the tokens announced last: others of this request come next. Returns whether anything uses which: a listener,
 // a predictor, or slots that experts have to be read into. If not, they need no announcement.
-MOEGGUF_API int moegguf_context_awaits_tokens(moegguf_context * context, int32_t sequence, int32_t phase);
+MOEGGUF_API int moegguf_context_awaits_tokens(moegguf_store * store, int32_t sequence, int32_t phase);
 // Before tokens are evaluated; n_tokens 0: nothing is known.
-MOEGGUF_API int moegguf_context_announce(moegguf_context * context, const struct moegguf_tokens_event * tokens);
+MOEGGUF_API int moegguf_context_announce(moegguf_store * store, const struct moegguf_tokens_event * tokens);
 // 1: no failure to tell and nothing pinned, so that moegguf_context_failure, which takes a lock, need not be called.
-MOEGGUF_API int moegguf_context_is_clear(moegguf_context * context);
-MOEGGUF_API int moegguf_context_failure(moegguf_context * context, struct moegguf_failure * failure, int clear);
-MOEGGUF_API void moegguf_context_chain(moegguf_context * context, ggml_backend_sched_eval_callback next, void * user);
+MOEGGUF_API int moegguf_context_is_clear(moegguf_store * store);
+MOEGGUF_API int moegguf_context_failure(moegguf_store * store, struct moegguf_failure * failure, int clear);
+MOEGGUF_API void moegguf_context_chain(moegguf_store * store, ggml_backend_sched_eval_callback next, void * user);
 
-// For llama_context_params: cb_eval and abort_callback, each with the context as user data.
-MOEGGUF_API bool moegguf_eval(struct ggml_tensor * t, bool ask, void * context);
-MOEGGUF_API bool moegguf_abort(void * context);
-// Which scheduler computes for the context, where the callback is moegguf_eval: its streams then wait for copies to the
-// device, where it has events, instead of the thread that computes.
-MOEGGUF_API void moegguf_set_scheduler(ggml_backend_sched_eval_callback eval, void * context,
-                                       ggml_backend_sched_t sched);
+// For llama_context_params: cb_eval and abort_callback, each with the store as user data.
+MOEGGUF_API bool moegguf_eval(struct ggml_tensor * t, bool ask, void * store);
+MOEGGUF_API bool moegguf_abort(void * store);
+// Which scheduler computes for the store's context, where the callback is moegguf_eval: its streams then wait for
+// copies to the device, where it has events, instead of the thread that computes.
+MOEGGUF_API void moegguf_set_scheduler(ggml_backend_sched_eval_callback eval, void * store, ggml_backend_sched_t sched);
 
 // For the patched llama.cpp.
 MOEGGUF_API bool moegguf_is_reserved(const struct ggml_tensor * w);

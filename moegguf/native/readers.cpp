@@ -3,15 +3,8 @@
 #include "short_slices.h"
 
 #include <algorithm>
-#include <random>
-#include <system_error>
 
 namespace moegguf {
-namespace {
-
-constexpr double longest_probe_s = 3600;
-
-} // namespace
 
 Readers::Readers(const Layout & layout, Shared & shared, const Tiers & tiers, Link & link, int n)
     : layout_(layout),
@@ -97,47 +90,6 @@ void Readers::read(const Job & job, const ReadBuffer & buffer, ReadStats & stats
             upload_ns += now_ns() - start;
         }
     }
-}
-
-// Random experts through descriptors, block alignment and reader count as the readers use them.
-double Readers::probe(double seconds) const {
-    if (!(seconds > 0 && seconds <= longest_probe_s)) {
-        throw Error(MOEGGUF_INVALID, "a probe reads the files of a store for some seconds");
-    }
-    std::atomic<uint64_t> bytes{0};
-    std::atomic<bool> failed{false};
-    const uint64_t start = now_ns(), end = start + uint64_t(seconds * 1e9);
-    const auto read_random = [&](int i) {
-        try {
-            std::minstd_rand random(uint32_t(start) + i);
-            ReadBuffer buffer(buffers_[i]->size());
-            ReadStats stats;
-            while (now_ns() < end) {
-                const Matrix & m = layout_.matrices[random() % layout_.matrices.size()];
-                const uint64_t n = std::min(m.expert_bytes, piece_bytes(m));
-                files_[m.shard].read(m.offset + random() % m.n_expert * m.expert_bytes, n, buffer, stats);
-                bytes += n;
-            }
-        } catch (const Error &) {
-            failed = true;
-        }
-    };
-    std::vector<std::thread> threads;
-    threads.reserve(threads_.size());
-    try {
-        for (size_t i = 0; i < threads_.size(); i++) {
-            threads.emplace_back(read_random, (int)i);
-        }
-    } catch (const std::system_error &) {
-        failed = true;
-    }
-    for (std::thread & thread : threads) {
-        thread.join();
-    }
-    if (failed) {
-        throw Error(MOEGGUF_IO, "the expert file could not be read");
-    }
-    return bytes * 1e9 / (now_ns() - start);
 }
 
 } // namespace moegguf

@@ -21,7 +21,6 @@ class Readers {
     // Any thread.
     bool direct() const { return files_.direct(); }
     uint64_t buffer_bytes() const { return buffers_.size() * buffers_[0]->size(); }
-    double probe(double seconds) const; // bytes/s, reading random experts as these do, without writing. Throws Error.
 
   private:
     void run(const ReadBuffer & buffer);

@@ -7,9 +7,6 @@ namespace moegguf {
 bool SlotSupply::place(Context & context, Lock & lock) {
     Event & event = context.event;
     Pinned & pinned = context.pinned;
-    if (!wait_until_unblocked(context, lock)) {
-        return false;
-    }
     pin_present(context, INT32_MAX);
     if (shared_.has(MOEGGUF_PREEMPT) && !pinned.tier->numbering.resident()) {
         transfers_.drop_prefetches(event.il);
@@ -28,14 +25,13 @@ bool SlotSupply::place(Context & context, Lock & lock) {
 bool SlotSupply::pin_absent(Context & context, Lock & lock) {
     Event & event = context.event;
     Tier & tier = *context.pinned.tier;
-    // Another context may shrink the pool.
-    const auto fits = [&] { return (int)event.experts.size() <= tier.residency.n_usable(); };
-    const auto take = [&](int expert) { return fits() ? tier.take_slot(event.il, expert, event.step) : -1; };
+    const bool fits = (int)event.experts.size() <= tier.residency.n_usable();
     for (int expert : event.experts) {
         if (event.slot_of[expert] != Event::no_slot_yet) {
             continue;
         }
-        const int s = wait_for_slot(context, [&] { return take(expert); }, fits, lock);
+        const auto take = [&] { return tier.take_slot(event.il, expert, event.step); };
+        const int s = fits ? wait_for_slot(context, take, lock) : -1;
         if (s < 0) {
             fail_without_slot(context, expert);
             return false;

@@ -203,7 +203,6 @@ void measure_copies(ggml_backend_t backend, const Experts & experts, const Pool 
     const double each_ns = std::max(many_ns - one_ns, many_ns / 2) / std::max(many - 1, 1);
     out.copy_bytes_per_ns = experts.expert_bytes() / each_ns;
     out.copy_ns = std::max(0.0, one_ns - each_ns);
-    out.pinned_memory = from.memory().pinned;
 }
 
 // Stops at a layer, and layers whose experts the CPU multiplies with: what lies between two parts of a graph.

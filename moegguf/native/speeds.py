@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes as c
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from moegguf.errors import OptionError
@@ -15,7 +14,6 @@ from moegguf.native import abi, library
 from moegguf.native.slot_sizes import matrices_of, pad, slot_sizes
 from moegguf.quantities import MIB, Link
 
-NO_LINK = Link(0.0)
 SECONDS = 0.06  # for each figure, in all turns together
 TURNS = 3  # spread over the measuring: what else the machine does takes some time at once, and only makes slower
 DENSE_BYTES = 4 * MIB  # of a matrix that stands for those of no expert
@@ -23,33 +21,11 @@ LEAST_SHARE = 0.05  # of the weights that are no experts, of a type that is meas
 POOL_BYTES = 96 * MIB  # of slots that take turns: more than caches hold
 
 
-@dataclass(frozen=True)
-class KernelSpeeds:
-    """Speeds with one layer's experts of a model, one token at a time. Those of a device are 0 where none was measured.
-
-    cpu_bytes_per_s, device_bytes_per_s: weights of experts multiplied with; cpu_dense_bytes_per_s and
-    device_dense_bytes_per_s: other weights, by their types. cpu_op_s, device_op_s: of each node of a
-    graph besides. copies: of one layer's misses to the device; the latency is that of all of them together. stop_s: a
-    stop at a layer. cpu_layer_s: activations of a layer to the CPU and back. pinned: whether the device copies from
-    pinned memory.
-    """
-
-    cpu_bytes_per_s: float
-    cpu_op_s: float
-    device_bytes_per_s: float = 0.0
-    device_op_s: float = 0.0
-    copies: Link = NO_LINK
-    stop_s: float = 0.0
-    cpu_layer_s: float = 0.0
-    pinned: bool = False
-    cpu_dense_bytes_per_s: float = 0.0
-    device_dense_bytes_per_s: float = 0.0
-
-
 def measure_speeds(
     layout: ExpertLayout, device: str | None, n_threads: int, *, repack: bool = True, seconds: float = SECONDS
-) -> KernelSpeeds:
+) -> dict[str, Any]:
     """Measures with the first of the model's largest layers with experts; device: ggml's name, None: the CPU alone.
+    Returns fields of `cost.Speeds`, as kernels of experts alone reach them, those of a device 0 where none is measured.
 
     Every figure is measured in TURNS, and is the best of them. Takes a second or two on a fast link, and about 100 MiB
     of each memory, or a token's experts of one layer where these are more. Raises AllocationError, ExpertIOError,
@@ -82,25 +58,25 @@ def measure_speeds(
         dense_s[0] += n_bytes / of_type.cpu_bytes_per_ns
         dense_s[1] += n_bytes / of_type.device_bytes_per_ns if device else 0.0
         n_dense += n_bytes
-    return KernelSpeeds(
-        cpu_bytes_per_s=speeds.cpu_bytes_per_ns * 1e9,
-        cpu_op_s=speeds.cpu_op_ns / 1e9,
-        device_bytes_per_s=speeds.device_bytes_per_ns * 1e9,
-        device_op_s=speeds.device_op_ns / 1e9,
-        copies=Link(speeds.copy_bytes_per_ns * 1e9, speeds.copy_ns / 1e9),
-        stop_s=speeds.stop_ns / 1e9,
-        cpu_layer_s=speeds.cpu_layer_ns / 1e9,
-        pinned=bool(speeds.pinned_memory),
-        cpu_dense_bytes_per_s=(n_dense / dense_s[0] if n_dense else speeds.cpu_bytes_per_ns) * 1e9,
-        device_dense_bytes_per_s=(n_dense / dense_s[1] if n_dense and device else speeds.device_bytes_per_ns) * 1e9,
-    )
+    cpu_dense, device_dense = (n_dense / of if of else 0.0 for of in dense_s)
+    return {
+        "cpu_bytes_per_s": speeds.cpu_bytes_per_ns * 1e9,
+        "cpu_node_s": speeds.cpu_op_ns / 1e9,
+        "device_bytes_per_s": speeds.device_bytes_per_ns * 1e9,
+        "device_node_s": speeds.device_op_ns / 1e9,
+        "copies": Link(speeds.copy_bytes_per_ns * 1e9, speeds.copy_ns / 1e9),
+        "stop_s": speeds.stop_ns / 1e9,
+        "cpu_layer_s": speeds.cpu_layer_ns / 1e9,
+        "cpu_dense_bytes_per_s": cpu_dense * 1e9,
+        "device_dense_bytes_per_s": device_dense * 1e9,
+    }
 
 
 def best_of(turns: Sequence[Any], token_bytes: int) -> Any:
     """The best of every figure in some structs moegguf_speeds. Bandwidth and latency of copies belong together: those
     with which so many bytes come soonest."""
     best = abi.Speeds()
-    for name in ("cpu_bytes_per_ns", "device_bytes_per_ns", "pinned_memory"):
+    for name in ("cpu_bytes_per_ns", "device_bytes_per_ns"):
         setattr(best, name, max(getattr(turn, name) for turn in turns))
     for name in ("cpu_op_ns", "device_op_ns", "stop_ns", "cpu_layer_ns"):
         setattr(best, name, min(getattr(turn, name) for turn in turns))

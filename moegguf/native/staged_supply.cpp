@@ -13,9 +13,8 @@ constexpr float choices_per_expert = 0.7f;
 
 } // namespace
 
-StagedSupply::StagedSupply(const Layout & layout, Shared & shared, Contexts & contexts, Transfers & transfers,
-                           Tiers & tiers)
-    : Supply(layout, shared, contexts, transfers),
+StagedSupply::StagedSupply(const Layout & layout, Shared & shared, Transfers & transfers, Tiers & tiers)
+    : Supply(layout, shared, transfers),
       tiers_(tiers),
       on_(std::any_of(tiers.staging.begin(), tiers.staging.end(), [](const auto & tier) { return tier != nullptr; })),
       shortens_(layout.layers.size(), 0),
@@ -39,7 +38,7 @@ void StagedSupply::observe(Context & context, Lock & lock) {
         drop_ahead();
         for (const auto & tier : tiers_.staging) {
             if (tier) {
-                shared_.wait(lock, [&] { return !tier->reading(); }, longest_wait());
+                shared_.wait(lock, [&] { return !tier->reading(); });
             }
         }
         ahead_ = false;
@@ -47,12 +46,8 @@ void StagedSupply::observe(Context & context, Lock & lock) {
 }
 
 bool StagedSupply::place(Context & context, Lock & lock) {
-    const bool taken = take_tensor(context, lock);
-    shared_.done.notify_all(); // other contexts may wait for this
-    if (!taken) {
-        context.fail(
-            shared_.cancelled ? MOEGGUF_CANCELLED : MOEGGUF_SLOTS, context.event.il, -1,
-            shared_.cancelled ? "cancelled" : "another context has kept a layer's staging tensor for a minute");
+    if (!take_tensor(context, lock)) {
+        context.fail(MOEGGUF_CANCELLED, context.event.il, -1, "cancelled");
         return false;
     }
     pin_rest(context);
@@ -61,25 +56,20 @@ bool StagedSupply::place(Context & context, Lock & lock) {
     return true;
 }
 
-// No other context computes with the tensor, and nothing is on its way to it. false: it will not come to that.
+// Nothing is on its way to the tensor any more, or from it, as after a cancelled pass. false: it will not come to that.
 bool StagedSupply::take_tensor(Context & context, Lock & lock) {
     Tier & tier = *context.pinned.tier;
     const Event & event = context.event;
-    const auto is_free = [&] { return !taking_ && get(tier.counters.slots_pinned) == 0; };
+    const auto is_free = [&] { return get(tier.counters.slots_pinned) == 0; };
     const auto come = [&] { return !tier.busy(); };
-    if (!is_free() && !stall(shared_, tier, lock, is_free, longest_wait())) {
+    if (!is_free() && !stall(shared_, tier, lock, is_free)) {
         return false;
     }
-    struct Taking {
-        explicit Taking(bool & on) : on(on) { on = true; }
-        ~Taking() { on = false; }
-        bool & on;
-    } taking(taking_);
     tier.staged_for->residency.on_routing(event.il, event.ids, event.n_expert_used, event.n_tokens);
     drop(tier, &event);
     pin_there(context);
     transfers_.demand(tier, context.pinned.slots); // before what comes ahead
-    return come() || stall(shared_, tier, lock, come, longest_wait());
+    return come() || stall(shared_, tier, lock, come);
 }
 
 // Those that came ahead, or are on their way. Of the slots on the device, what has none there is missed, even where it
@@ -182,7 +172,7 @@ void StagedSupply::keep_most_used(Context & context, Lock & lock) {
             to.residency.touch(s);
         }
     }
-    std::vector<SlotRef> kept; // of this context: the lock is free while it waits
+    std::vector<SlotRef> kept;
     const LayerStep now = {il, false, false, transfers_.step()};
     for (int expert : chosen) {
         const bool worth = to.residency.has_free() || counts_[expert] >= least_tokens_to_evict ||
@@ -198,7 +188,7 @@ void StagedSupply::keep_most_used(Context & context, Lock & lock) {
         const Slot & slot = to.residency.slot(ref.slot);
         return !to.holds(ref) || (slot.queued == 0 && slot.reading == 0);
     };
-    stall(shared_, from, lock, [&] { return std::all_of(kept.begin(), kept.end(), is_done); }, longest_wait());
+    stall(shared_, from, lock, [&] { return std::all_of(kept.begin(), kept.end(), is_done); });
 }
 
 // Copying ahead: as many layers as there are tensors that none is computed with.
@@ -253,7 +243,7 @@ bool StagedSupply::borrow(Tier & to, int il, int expert) {
     };
     Tier & from = whole(*to.staged_for) >= 0 ? *to.staged_for : *to.ram();
     const int source = whole(from), s = source >= 0 ? to.take_slot(il, expert, {il, false, false, 0}) : -1;
-    if (s < 0) { // or another context computes with the tensor
+    if (s < 0) {
         return false;
     }
     to.residency.mark_prefetched(s);

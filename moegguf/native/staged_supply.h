@@ -13,7 +13,7 @@ namespace moegguf {
 // for all devices of a store.
 class StagedSupply final : public Supply {
   public:
-    StagedSupply(const Layout & layout, Shared & shared, Contexts & contexts, Transfers & transfers, Tiers & tiers);
+    StagedSupply(const Layout & layout, Shared & shared, Transfers & transfers, Tiers & tiers);
 
     bool on() const { return on_; }
 
@@ -40,7 +40,6 @@ class StagedSupply final : public Supply {
 
     Tiers & tiers_;
     const bool on_;
-    bool taking_ = false;           // a context waits for what came ahead of its layer
     bool ahead_ = false;            // something may be on its way
     std::vector<uint8_t> shortens_; // [n_layer] computes fewer tokens than the pass has: those whose logits are wanted
     int last_il_ = -1;              // of the event before, as the tokens of its pass

@@ -101,12 +101,13 @@ std::string no_tier(int index, const Tiers & tiers) {
 Store::Store(const moegguf_config & config)
     : layout(config),
       shared(config.flags),
-      tiers(layout, config, events),
+      tiers(layout, config),
+      context(*this, *tiers.compute[0], layout.n_expert_max),
       copies(make_copies(layout, shared, tiers)),
       transfers(layout, config.n_readers, shared, tiers),
-      slots(layout, shared, contexts, transfers),
-      streamed(layout, shared, contexts, transfers, tiers.on_cpu),
-      staged(layout, shared, contexts, transfers, tiers),
+      slots(layout, shared, transfers),
+      streamed(layout, shared, transfers, tiers.on_cpu),
+      staged(layout, shared, transfers, tiers),
       arrivals(layout, shared, tiers.on_cpu, streamed),
       forecaster(layout, shared, tiers, transfers),
       acquire(*this),
@@ -268,19 +269,12 @@ bool Store::drain(double timeout_s) {
     return shared.wait_regardless(lock, [this] { return transfers.idle(); }, deadline);
 }
 
-double Store::probe(double seconds) const {
-    if (!transfers.readers()) {
-        throw Error(MOEGGUF_INVALID, "a probe reads the files of a store for some seconds");
-    }
-    return transfers.readers()->probe(seconds);
-}
-
 void Store::advance(uint64_t ns) {
     Lock lock(shared.mutex);
     shared.clock->advance(ns);
 }
 
-int64_t Store::replay(Context & context, const moegguf_routing & routing) {
+int64_t Store::replay(const moegguf_routing & routing) {
     std::vector<int32_t> slot_ids;
     const int32_t * ids = routing.expert_ids;
     int64_t n_done = 0;
@@ -345,21 +339,15 @@ void Store::tier_info(int index, moegguf_tier_info & out) {
 void Store::info(moegguf_pool_info & out) {
     Lock lock(shared.mutex);
     out = {};
-    out.resident = true;
     for (const auto & tier : tiers.compute) {
         const Pool * pool = tier->pool();
-        out.pool_bytes += pool ? pool->bytes() : 0;
-        out.n_slots += tier->residency.n_slots();
-        out.n_slots_usable += tier->residency.n_usable();
         out.n_repacked += pool ? pool->n_repacked() : 0;
         out.n_uncached += pool ? pool->n_uncached() : 0;
-        out.resident = out.resident && tier->numbering.resident();
     }
     out.slot_bytes = layout.strides.slot_bytes();
     const Readers * readers = transfers.readers();
     out.read_buffer_bytes = readers ? readers->buffer_bytes() : 0;
     out.n_experts = layout.n_experts;
-    out.n_layers = layout.n_moe_layers;
     out.n_matrices = (int)layout.matrices.size();
     out.direct = readers && readers->direct();
 }

@@ -22,7 +22,7 @@ class Store {
     Shared shared;
     Events events;
     Tiers tiers;
-    Contexts contexts;
+    Context context;
     const std::vector<std::unique_ptr<Copies>> copies; // to tiers that are filled from RAM
     Transfers transfers;
     SlotSupply slots;
@@ -44,9 +44,8 @@ class Store {
     void resize(int tier, int n_slots, bool at_once);
     void cancel(bool on);
     bool drain(double timeout_s);
-    double probe(double seconds) const;
     void advance(uint64_t ns);
-    int64_t replay(Context & context, const moegguf_routing & routing); // events done
+    int64_t replay(const moegguf_routing & routing); // events done
 
     void read_counters(moegguf_counters & out) const;
     void info(moegguf_pool_info & out);

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from moegguf.errors import CallbackError, ClosedError, OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native import abi, library
-from moegguf.native.events import Announcement, Float32s, Int32s, Phase, Residency, RoutingEvent
+from moegguf.native.events import Announcement, Float32s, Int32s, Phase, RoutingEvent
 from moegguf.native.predictor import NativeForecast, NativePredictor, predictor_struct
 from moegguf.native.slot_sizes import matrices_of
 from moegguf.quantities import Link
@@ -130,23 +130,19 @@ def _copied(values: Any, *shape: int, dtype: type = np.int32) -> Any:
 def _announcement(event: Any) -> Announcement:
     of_tokens = (_copied(values, event.n_tokens) for values in (event.sequences, event.phases, event.outputs))
     tokens = _copied(event.tokens, event.n_tokens)
-    return Announcement(event.context, event.sequence, Phase(event.phase), tokens, *of_tokens)
+    return Announcement(event.sequence, Phase(event.phase), tokens, *of_tokens)
 
 
 def _routing(event: Any) -> RoutingEvent:
     n_tokens, n_used = event.n_tokens, event.n_expert_used
     return RoutingEvent(
-        event.pass_, event.time_ns, event.context, event.sequence, Phase(event.phase), event.first_token, event.il,
+        event.pass_, event.time_ns, event.sequence, Phase(event.phase), event.first_token, event.il,
         _copied(event.expert_ids, n_tokens, n_used),
         _copied(event.weights, n_tokens, n_used, dtype=np.float32),
         _copied(event.inputs, n_tokens, event.n_embd, dtype=np.float32),
         _copied(event.sequences, n_tokens),
         _copied(event.phases, n_tokens),
     )  # fmt: skip
-
-
-def _residency(event: Any) -> Residency:
-    return Residency(event.time_ns, event.il, event.expert, event.slot, bool(event.resident))
 
 
 def _arrays(il: Integers, experts: Integers) -> tuple[Any, Any, int]:
@@ -168,13 +164,11 @@ class NativePolicy(NamedTuple):
 
 @functools.cache
 def native_policies() -> Mapping[str, NativePolicy]:
-    """The eviction policies that can be chosen by name, with default parameters; "scores" is what scores feed."""
+    """The eviction policies that can be chosen by name, with default parameters."""
     found: dict[str, NativePolicy] = {}
-    traits, index = c.c_uint32(), 0
-    while name := library.load().moegguf_policy_name(index, c.byref(traits)):
-        if not traits.value & abi.POLICY_SCORES:
-            found[name.decode()] = NativePolicy(name.decode(), {}, bool(traits.value & abi.POLICY_FORECAST))
-        index += 1
+    takes_forecast = c.c_int32()
+    while name := library.load().moegguf_policy_name(len(found), c.byref(takes_forecast)):
+        found[name.decode()] = NativePolicy(name.decode(), {}, bool(takes_forecast.value))
     return found
 
 
@@ -187,8 +181,8 @@ class Store:
     comes through the same slots in RAM.
 
     Raises AllocationError when the device has no free memory, ExpertIOError when a shard cannot be opened, OptionError
-    for an option out of range. Close it after the models and contexts that use it. Every method raises ClosedError
-    after close(), and ForkError in a child process.
+    for an option out of range. Close it after the model and the llama_context that use it. Every method raises
+    ClosedError after close(), and ForkError in a child process. context: what that llama_context asks of it.
     """
 
     def __init__(
@@ -231,6 +225,7 @@ class Store:
         handle = c.c_void_p()
         self._library.moegguf_store_open(c.byref(config), c.byref(handle))
         self._handle = handle.value
+        self.context = StoreContext(self)
 
     def _devices(self, n_slots: int | Sequence[DeviceSlots]) -> tuple[DeviceSlots, ...]:
         if not isinstance(n_slots, int):
@@ -280,8 +275,8 @@ class Store:
         return self._figures(self._library.moegguf_store_counters, abi.Counters())
 
     def info(self) -> dict[str, int]:
-        """Every figure of struct moegguf_pool_info."""
-        return self._figures(self._library.moegguf_store_info, abi.PoolInfo())
+        """Every figure of struct moegguf_pool_info, and of the tier that layers compute on."""
+        return self.tier() | self._figures(self._library.moegguf_store_info, abi.PoolInfo())
 
     def tier(self, tier: Tier = Tier.COMPUTE) -> dict[str, Any]:
         """Every figure of struct moegguf_tier_info; times in ns. Raises OptionError where there is no such tier."""
@@ -401,7 +396,6 @@ class Store:
     def listen(
         self,
         on_routing: Callable[[RoutingEvent], None] | None = None,
-        on_residency: Callable[[Residency], None] | None = None,
         on_tokens: Callable[[Announcement], None] | None = None,
         options: ListenOptions | None = None,
     ) -> None:
@@ -412,7 +406,7 @@ class Store:
         """
         self._library.moegguf_store_listen(self.handle, None)
         self._listener = None
-        if on_routing is None and on_residency is None and on_tokens is None:
+        if on_routing is None and on_tokens is None:
             return
         self._callback_error = None
         options = options or ListenOptions()
@@ -421,7 +415,6 @@ class Store:
         for name, convert, callback in (
             ("on_tokens", _announcement, on_tokens),
             ("on_routing", _routing, on_routing),
-            ("on_residency", _residency, on_residency),
         ):
             if callback is not None:
                 setattr(self._listener, name, types[name](self._guarded(convert, callback)))
@@ -483,19 +476,9 @@ class Store:
         self._library.moegguf_store_read_slot(self.handle, matrix, slot, data, n_bytes)
         return data.raw
 
-    def probe(self, seconds: float) -> float:
-        """Bytes/s that these readers reach on this file, reading random experts."""
-        speed = c.c_double()
-        self._library.moegguf_store_probe(self.handle, seconds, c.byref(speed))
-        return speed.value
-
     def advance(self, ns: int) -> None:
         """Simulation: compute time passes on the modelled clock."""
         self._library.moegguf_store_sim_advance(self.handle, ns)
-
-    def open_context(self) -> StoreContext:
-        """One context's way into the store."""
-        return StoreContext(self)
 
     def close(self) -> None:
         """Joins the threads and frees the pool. Twice is harmless."""
@@ -505,21 +488,16 @@ class Store:
 
 
 class StoreContext:
-    """What one llama_context holds: its pins, and the reason why its pass failed."""
+    """A store as the llama_context that computes with it sees it: tokens, routing events, and why a pass failed."""
 
     def __init__(self, store: Store) -> None:
         self._library = library.load()
-        self._handle: int | None = None
-        handle = c.c_void_p()
-        self._library.moegguf_context_open(store.handle, c.byref(handle))
-        self._handle = handle.value
+        self._store = store
 
     @property
     def handle(self) -> int:
-        """The address of the moegguf_context. Raises ClosedError."""
-        if self._handle is None:
-            raise ClosedError("the context is closed; load the model again.")
-        return self._handle
+        """The address of the moegguf_store. Raises ClosedError."""
+        return self._store.handle
 
     def eval_callback(self) -> int:
         """Address of the callback for llama_context_params.cb_eval; its user data is `handle`."""
@@ -590,7 +568,7 @@ class StoreContext:
         several = n > 0 and any(min(column) < max(column) for column in (sequences, phases))
         arrays = [(c.c_int32 * n)(*column) for column in columns] if several else []
         first, of_all = (sequences[0], max(phases)) if n else given[:2]
-        event = abi.TokensEvent(0, first, of_all, n, (c.c_int32 * n)(*tokens), *arrays)
+        event = abi.TokensEvent(first, of_all, n, (c.c_int32 * n)(*tokens), *arrays)
         self._library.moegguf_context_announce(self.handle, c.byref(event))
 
     def take_failure(self) -> Any:
@@ -600,9 +578,3 @@ class StoreContext:
         failure = abi.Failure()
         self._library.moegguf_context_failure(self.handle, c.byref(failure), 1)
         return failure if failure.status != abi.OK else None
-
-    def close(self) -> None:
-        """Gives the pins back. Twice is harmless."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            self._library.moegguf_context_close(handle)

@@ -10,9 +10,8 @@ constexpr int most_streaming_slots = 8;
 
 } // namespace
 
-StreamedSupply::StreamedSupply(const Layout & layout, Shared & shared, Contexts & contexts, Transfers & transfers,
-                               Tier * tier)
-    : Supply(layout, shared, contexts, transfers),
+StreamedSupply::StreamedSupply(const Layout & layout, Shared & shared, Transfers & transfers, Tier * tier)
+    : Supply(layout, shared, transfers),
       tier_(tier),
       possible_(tier && !tier->pool() && shared.has(MOEGGUF_OVERLAP)),
       slot_of_(layout.n_expert_max, -1) {
@@ -39,9 +38,6 @@ bool StreamedSupply::takes(const Context & context) const {
 bool StreamedSupply::place(Context & context, Lock & lock) {
     Event & event = context.event;
     Pinned & pinned = context.pinned;
-    if (!wait_until_unblocked(context, lock)) {
-        return false;
-    }
     pin_present(context, tier_->residency.n_usable() - most_slots(context));
     if (shared_.has(MOEGGUF_PREEMPT)) {
         transfers_.drop_prefetches(event.il);
@@ -72,9 +68,7 @@ bool StreamedSupply::take_slots(Context & context, size_t n_absent, Lock & lock)
     const auto reserve = [&] { return tier_->reserve_slot(event.il, event.step); };
     const size_t most = std::min<size_t>(n_absent, most_slots(context));
     size_t n = 0;
-    for (int s = wait_for_slot(
-             context, reserve, [this] { return !shared_.cancelled; }, lock);
-         s >= 0; s = n < most ? reserve() : -1) {
+    for (int s = wait_for_slot(context, reserve, lock); s >= 0; s = n < most ? reserve() : -1) {
         context.pinned.pin(s);
         n += 1;
     }
@@ -111,7 +105,7 @@ void StreamedSupply::begin(const Context & context, size_t n_present) {
 void StreamedSupply::stop() {
     ids_.store(nullptr, std::memory_order_release);
     context_ = nullptr;
-    shared_.done.notify_all(); // others may stream now
+    shared_.done.notify_all();
 }
 
 void StreamedSupply::release(Context & context) {
@@ -237,7 +231,7 @@ void StreamedSupply::give_free(Kind & kind) {
 void StreamedSupply::end() {
     const int n = (int)experts_.size(), n_slots = (int)slots_.size();
     for (int i = std::max(0, n - n_slots); i < n; i++) {
-        if (tier_->residency.find(il_, experts_[i]) < 0) { // another context may have loaded it
+        if (tier_->residency.find(il_, experts_[i]) < 0) { // a prefetch may have loaded it
             tier_->keep(slots_[i % n_slots], experts_[i]);
         }
     }

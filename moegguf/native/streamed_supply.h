@@ -12,12 +12,12 @@
 
 namespace moegguf {
 
-// One layer of one context at a time. All compute threads take the experts in the same order, each as index i through
+// One layer at a time. All compute threads take the experts in the same order, each as index i through
 // slot i % n_slots; a matrix is overwritten when every thread is past it.
 class StreamedSupply final : public Supply, private StreamedReads {
   public:
     // tier: in the CPU's memory; nullptr: none.
-    StreamedSupply(const Layout & layout, Shared & shared, Contexts & contexts, Transfers & transfers, Tier * tier);
+    StreamedSupply(const Layout & layout, Shared & shared, Transfers & transfers, Tier * tier);
 
     void allow() { possible_ = true; } // before anything is computed: kernels ask where matrices lie
     // Whether the experts of the context's event pass through slots instead of getting one each: where they do not fit,
@@ -48,7 +48,6 @@ class StreamedSupply final : public Supply, private StreamedReads {
 
     bool next_read(Job & job) override;
     void arrived(const Job & job) override;
-    bool blocked() const override { return Supply::blocked() || context_; }
     bool kernels_take() const { return tier_->pool(); } // without memory nothing is multiplied with
     int most_slots(const Context & context) const;
     bool take_slots(Context & context, size_t n_absent, Lock & lock);

@@ -10,17 +10,6 @@ void Supply::release(Context & context) {
     }
     context.pinned.slots.clear();
     context.supply = nullptr;
-    if (!contexts_.alone()) {
-        shared_.done.notify_all();
-    }
-}
-
-bool Supply::wait_until_unblocked(Context & context, Lock & lock) {
-    if (shared_.wait(lock, [this] { return !blocked(); }, longest_wait())) {
-        return true;
-    }
-    fail_without_slot(context, context.event.experts[0]);
-    return false;
 }
 
 void Supply::pin_present(Context & context, int most) {
@@ -39,23 +28,13 @@ void Supply::pin_present(Context & context, int most) {
             continue;
         }
         n_useful += residency.request(s);
-        if (residency.failed(s) && contexts_.compute_with(*pinned.tier, s)) {
-            context.fail(MOEGGUF_IO, event.il, expert, shared_.error);
-        } else if (residency.failed(s)) {
+        if (residency.failed(s)) {
             residency.forgive(s); // for passes that have ended: this one reads again
         }
         pinned.pin(s);
         event.slot_of[expert] = s;
     }
     count(shared_.counters.prefetch_useful, n_useful);
-}
-
-void Supply::set_short_of_slots(bool on) {
-    contexts_.short_of_slots = on;
-    transfers_.hold_prefetches(on);
-    if (!on) {
-        shared_.done.notify_all();
-    }
 }
 
 void Supply::fail_without_slot(Context & context, int expert) {

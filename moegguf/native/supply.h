@@ -14,10 +14,9 @@ namespace moegguf {
 
 class Supply {
   public:
-    Supply(const Layout & layout, Shared & shared, Contexts & contexts, Transfers & transfers)
+    Supply(const Layout & layout, Shared & shared, Transfers & transfers)
         : layout_(layout),
           shared_(shared),
-          contexts_(contexts),
           transfers_(transfers) {}
     virtual ~Supply() = default;
     Supply(const Supply &) = delete;
@@ -39,48 +38,28 @@ class Supply {
     // Slots are pinned before any victim is chosen, so that no expert of the event is evicted for another of them. At
     // most so many are: the others count as absent.
     void pin_present(Context & context, int most);
-    // A context that waits for slots holds some already: another one that did the same could block both for good.
-    virtual bool blocked() const { return contexts_.short_of_slots; }
-    bool wait_until_unblocked(Context & context, Lock & lock);
-    // What take() returns, once it finds a slot; -1: none becomes free, or it is no longer worth waiting.
-    template <typename Take, typename IsWorth>
-    int wait_for_slot(Context & context, Take take, IsWorth is_worth, Lock & lock);
+    // What take() returns, once it finds a slot; -1: none becomes free.
+    template <typename Take>
+    int wait_for_slot(Context & context, Take take, Lock & lock);
     void fail_without_slot(Context & context, int expert);
-
-    // How long a context waits for another one's layer to end before it calls the pool too small for both.
-    static Clock::Deadline longest_wait() { return std::chrono::steady_clock::now() + std::chrono::seconds(60); }
 
     const Layout & layout_;
     Shared & shared_;
-    Contexts & contexts_;
     Transfers & transfers_;
-
-  private:
-    // While one exists, no other context and no prefetch takes a slot.
-    class Shortage {
-      public:
-        explicit Shortage(Supply & supply) : supply_(supply) { supply_.set_short_of_slots(true); }
-        ~Shortage() { supply_.set_short_of_slots(false); }
-        Shortage(const Shortage &) = delete;
-        Shortage & operator=(const Shortage &) = delete;
-
-      private:
-        Supply & supply_;
-    };
-    void set_short_of_slots(bool on);
 };
 
-// Transfers end, and another context unpins at its next routing event: nothing else makes slots free.
-template <typename Take, typename IsWorth>
-int Supply::wait_for_slot(Context & context, Take take, IsWorth is_worth, Lock & lock) {
+// Transfers end: nothing else makes slots free, and meanwhile no prefetch takes one.
+template <typename Take>
+int Supply::wait_for_slot(Context & context, Take take, Lock & lock) {
     int s = -1;
     const auto over = [&] {
         s = take();
-        return s >= 0 || !is_worth() || (contexts_.alone() && !transfers_.reading());
+        return s >= 0 || !transfers_.reading();
     };
     if (!over()) {
-        const Shortage shortage(*this);
-        stall(shared_, *context.pinned.tier, lock, over, longest_wait());
+        transfers_.hold_prefetches(true);
+        stall(shared_, *context.pinned.tier, lock, over);
+        transfers_.hold_prefetches(false);
     }
     return s;
 }

@@ -37,12 +37,11 @@ int most_slot_tokens(const char * device) {
 }
 
 Tier::Tier(TierId id, const Layout & layout, const LayerSet & layers, const Numbering & numbering,
-           const Memory & memory, Tier * ram, Events & events)
+           const Memory & memory, Tier * ram)
     : id(id),
       layers(layers),
       numbering(numbering),
       residency(layout, this->layers, this->numbering, counters),
-      events_(events),
       ram_(ram),
       source_(ram ? numbering.n_slots() : 0),
       n_absent_chunks_(layers.n_chunks) {
@@ -55,7 +54,7 @@ Tier::Tier(TierId id, const Layout & layout, const LayerSet & layers, const Numb
     borrowers_.reserve(source_.size());
 }
 
-Tiers::Tiers(const Layout & layout, const moegguf_config & config, Events & events)
+Tiers::Tiers(const Layout & layout, const moegguf_config & config)
     : device_of_layer(devices_of_layers(layout, config)) {
     const bool has_memory = !(config.flags & MOEGGUF_SIMULATE);
     const auto layers_where = [&](auto holds) {
@@ -80,7 +79,7 @@ Tiers::Tiers(const Layout & layout, const moegguf_config & config, Events & even
             memory = host_memory(devices);
         }
         ram = std::make_unique<Tier>(TierId::ram, layout, in_ram, Numbering(layout, in_ram, config.n_ram_slots), memory,
-                                     nullptr, events);
+                                     nullptr);
     }
     for (int d = 0; d < config.n_devices; d++) {
         const moegguf_device & device = config.devices[d];
@@ -94,19 +93,18 @@ Tiers::Tiers(const Layout & layout, const moegguf_config & config, Events & even
         }
         compute.push_back(std::make_unique<Tier>(TierId::compute, layout, layers,
                                                  Numbering(layout, layers, device.n_slots), memory,
-                                                 has_ram(d) ? ram.get() : nullptr, events));
+                                                 has_ram(d) ? ram.get() : nullptr));
         const bool is_cpu = memory && ggml_backend_dev_type(memory->device) == GGML_BACKEND_DEVICE_TYPE_CPU;
         if (is_cpu || !device.name) {
             on_cpu = compute.back().get();
         }
-        add_staging(layout, device, *compute.back(), memory, events);
+        add_staging(layout, device, *compute.back(), memory);
         compute.back()->set_pass_slots(device.n_pass_slots);
     }
 }
 
 // Where what is missed can come from RAM: a device without that has a slot for each expert.
-void Tiers::add_staging(const Layout & layout, const moegguf_device & device, Tier & slots, const Memory & memory,
-                        Events & events) {
+void Tiers::add_staging(const Layout & layout, const moegguf_device & device, Tier & slots, const Memory & memory) {
     if (device.n_staging_tensors < 0 || device.n_staging_tensors > most_staging_tensors) {
         invalid("a device has at most " + std::to_string(most_staging_tensors) + " staging tensors, not " +
                 std::to_string(device.n_staging_tensors));
@@ -116,8 +114,7 @@ void Tiers::add_staging(const Layout & layout, const moegguf_device & device, Ti
         return;
     }
     const Numbering in_turn(layout, slots.layers, Numbering::InTurn{device.n_staging_tensors});
-    staging.back() =
-        std::make_unique<Tier>(TierId::staging, layout, slots.layers, in_turn, memory, slots.ram(), events);
+    staging.back() = std::make_unique<Tier>(TierId::staging, layout, slots.layers, in_turn, memory, slots.ram());
     staging.back()->staged_for = &slots;
     slots.staging = staging.back().get();
     slots.slot_tokens =
@@ -161,7 +158,6 @@ int Tier::empty_slot(int il, int expert, const LayerStep & now, const Worth & wo
 void Tier::keep(int s, int expert) {
     residency.keep(s, expert);
     n_absent_chunks_ -= __builtin_popcount(residency.ready(s));
-    report_residency(s, true);
 }
 
 void Tier::unpin(int s) {
@@ -187,7 +183,6 @@ void Tier::tidy(int s) {
     }
     if (!slot.streams() && residency.complete(s)) {
         give_back(s);
-        report_residency(s, true);
     } else if (slot.pins == 0 && slot.reading == 0 && (slot.queued == 0 || residency.failed(s))) {
         retire(s);
     }
@@ -245,7 +240,6 @@ void Tier::release_slot(int s) {
             ram_->residency.touch(r); // copies of what stays above age, and go before what has just left it
         }
         n_absent_chunks_ += __builtin_popcount(residency.ready(s));
-        report_residency(s, false);
     }
     residency.vacate(s);
 }
@@ -259,13 +253,6 @@ void Tier::spin_shortly() {
 void Tier::publish(int s, uint8_t kinds) {
     residency.publish(s, kinds);
     n_absent_chunks_ -= __builtin_popcount(kinds);
-}
-
-void Tier::report_residency(int s, bool resident) {
-    if (id == TierId::compute && events_.on()) {
-        const Slot & slot = residency.slot(s);
-        events_.residency({now_ns(), slot.il, slot.expert, s, resident});
-    }
 }
 
 void Tier::resize(int n_slots) {

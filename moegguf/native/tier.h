@@ -2,11 +2,10 @@
 // of other tiers they are filled from. The tiers of a store: one per device that computes layers, one in RAM that those
 // of devices are filled from, and staging tensors for prompts.
 //
-// It may take and empty its own slots, pin those of other tiers that they are filled from, and tell the listener what
-// became resident. Look-ups and stalls are counted here and nowhere else. Knows no queue and no thread.
+// It may take and empty its own slots, and pin those of other tiers that they are filled from. Look-ups and stalls are
+// counted here and nowhere else. Knows no queue and no thread.
 #pragma once
 
-#include "events.h"
 #include "pool.h"
 #include "queues.h"
 #include "residency.h"
@@ -30,10 +29,9 @@ using Memory = std::optional<PoolMemory>; // none, in a simulation
 // All calls come under the store's lock unless they say otherwise.
 class Tier {
   public:
-    // ram: its slots may be filled from slots of that tier; nullptr: from the
-    // file only.
+    // ram: its slots may be filled from slots of that tier; nullptr: from the file only.
     Tier(TierId id, const Layout & layout, const LayerSet & layers, const Numbering & numbering, const Memory & memory,
-         Tier * ram, Events & events);
+         Tier * ram);
 
     const TierId id;
     const LayerSet layers; // whose experts may be here
@@ -77,7 +75,6 @@ class Tier {
     void borrow(int s, Tier & from, int source);                 // not as a use
     void give_back(int s);
     const std::vector<int> & borrowers() const { return borrowers_; } // slots that have a source
-    void report_residency(int s, bool resident);                      // to the listener
     void resize(int n_slots);                                         // no layer computes meanwhile
     // The memory of n_slots slots, where those of the others is not given back by itself. Nothing is read, copied or
     // computed meanwhile. Returns how many there are. Throws Error(MEMORY): more is refused, and it stays as it was.
@@ -98,7 +95,6 @@ class Tier {
     void release_slot(int s);
     void spin_shortly();
 
-    Events & events_;
     Tier * const ram_;
     std::unique_ptr<Pool> pool_;
     std::optional<ShortSpins> short_spins_; // where processors compute, and may have to wait for experts
@@ -151,7 +147,7 @@ bool stall(Shared & shared, Tier & tier, Lock & lock, Done done, Clock::Deadline
 
 struct Tiers {
     // Throws Error(INVALID) for devices, layers and slots that do not fit together.
-    Tiers(const Layout & layout, const moegguf_config & config, Events & events);
+    Tiers(const Layout & layout, const moegguf_config & config);
 
     Tier & of(int il) const { return *compute[device_of_layer[il]]; }
     Tier & of(const SlotRef & ref, int il) const {
@@ -164,8 +160,7 @@ struct Tiers {
 
     // The tier that computes a layer of a pass for so many tokens.
     Tier & of(int il, int n_tokens) const;
-    void add_staging(const Layout & layout, const moegguf_device & device, Tier & slots, const Memory & memory,
-                     Events & events);
+    void add_staging(const Layout & layout, const moegguf_device & device, Tier & slots, const Memory & memory);
     template <typename Body>
     void for_copies(Body body) const {
         for (const auto & tiers : {&compute, &staging}) {

@@ -104,7 +104,7 @@ void Transfers::find_sources(Tier & to, const std::vector<int> & slots) {
     if (looked_up_.empty()) {
         return;
     }
-    const int il = to.residency.slot(slots[0]).il; // of all: another context's event may have come since this one's
+    const int il = to.residency.slot(slots[0]).il; // of all
     to.ram()->residency.on_routing(il, looked_up_.data(), (int)looked_up_.size(), 1);
     for (int expert : looked_up_) {
         const int s = to.residency.find(il, expert);

@@ -17,12 +17,12 @@ from moegguf.engine.machine import (
     Machine,
     Memory,
     count_cpus,
-    disk_read_speed,
     memory_read_speed,
     read_memory,
 )
 from moegguf.engine.plan import PlacementPlan, Plan, slot_bytes
 from moegguf.engine.planner import make_plan
+from moegguf.engine.speeds import expert_read_speed
 from moegguf.errors import ModelNotFoundError, OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.reader import ggml_type, read_gguf
@@ -36,7 +36,6 @@ from moegguf.quantities import Link, parse_expert_cache, parse_link, parse_size
 from moegguf.settings import read_environment, read_settings
 
 DISK_SECONDS = 0.3
-MOST_BLOCK_BYTES = 8 << 20
 BUDGET_SHARES = (0.10, 0.25, 0.50, 1.0)
 
 Facts = dict[str, Any]
@@ -209,8 +208,7 @@ def _disk_speed(found: DescribedModel, plan: Plan) -> DiskSpeed | None:
     """The disk's speed for reads as large as this model's matrices; None where nothing is read, or not fetched yet."""
     if plan.resident or not found.layout.is_moe or not found.fetched:
         return None
-    block_bytes = max(matrix.expert_bytes for matrix in found.layout.matrices)
-    return disk_read_speed(found.layout.shards[0].path, DISK_SECONDS, min(block_bytes, MOST_BLOCK_BYTES))
+    return expert_read_speed(found.layout, DISK_SECONDS)
 
 
 def _expectation(found: DescribedModel, plan: Plan, disk: DiskSpeed | None) -> Facts:

@@ -90,8 +90,8 @@ class Recorder:
         self._labels = dict(header.labels)
         self._inputs = inputs
         self._rows = shape.row_of
-        self._announced: dict[int, Announcement] = {}  # by context
-        self._open: dict[int, tuple[int, _Pass]] = {}  # context -> number and pass in progress
+        self._announced: Announcement | None = None
+        self._open: _Pass | None = None  # in progress
         self._finished: list[_Pass] = []
         self._pending_bytes = 0
         self._error: TraceError | None = None
@@ -103,14 +103,14 @@ class Recorder:
         copied: dict[str, Any] = announcement._asdict()
         for name in ("tokens", "sequences", "phases", "outputs"):
             copied[name] = None if copied[name] is None else copied[name].copy()
-        self._announced[announcement.context] = Announcement(**copied)
+        self._announced = Announcement(**copied)
 
     def observe(self, event: RoutingEvent) -> None:
         """A layer was routed. Layers and sizes outside the shape are left out."""
         if self._closed or self._error is not None:
             return
-        number, current = self._open.get(event.context, (-1, None))
-        if current is None or number != event.pass_:
+        current = self._open
+        if current is None or current.first.pass_ != event.pass_:
             current = self._begin(event)
         row = self._rows.get(event.il)
         if row is None or event.expert_ids.shape[1] > self.shape.n_expert_used:
@@ -133,8 +133,7 @@ class Recorder:
         if self._closed:
             return
         self._closed = True
-        self._finished += [current for _, current in self._open.values()]
-        self._open.clear()
+        self._finish()
         self._flush()
         if self._error is None:
             header = replace(self.header, labels=self._labels, settings={**self.header.settings, **settings})
@@ -149,22 +148,23 @@ class Recorder:
             self._writer.discard()
 
     def _begin(self, event: RoutingEvent) -> _Pass:
-        """The pass that begins with this event; finishes the context's previous pass."""
-        _, last = self._open.get(event.context, (-1, None))
-        if last is not None:
-            self._finished.append(last)
+        """The pass that begins with this event; finishes the one before."""
+        self._finish()
         if len(self._finished) >= BLOCK_PASSES or self._pending_bytes >= BLOCK_BYTES:
             self._flush()
-        begun = _Pass(event, self._announced.get(event.context))
-        self._open[event.context] = event.pass_, begun
+        self._open = _Pass(event, self._announced)
         self._pending_bytes += event.expert_ids.nbytes * 2 * len(self._rows)
-        return begun
+        return self._open
+
+    def _finish(self) -> None:
+        """The pass in progress has ended; one without tokens was none."""
+        if self._open is not None and self._open.n_tokens:
+            self._finished.append(self._open)
+        self._open = None
 
     def _flush(self) -> None:
         """Writes all finished passes, those with inputs apart from those without."""
-        # In order of start: with several contexts, the pass that began first may finish later.
-        passes = sorted((one for one in self._finished if one.n_tokens), key=lambda one: one.first.time_ns)
-        self._finished, self._pending_bytes = [], 0
+        passes, self._finished, self._pending_bytes = self._finished, [], 0
         for inputs, group in groupby(passes, key=lambda one: one.has_inputs):
             if self._error is not None:
                 return

@@ -378,11 +378,7 @@ class Simulation:
         try:
             if ram is not None and ram.n_slots:
                 store.set_policy(ram.policy, Tier.RAM)
-            context = store.open_context()
-            try:
-                return self._replay(store, context, progress)
-            finally:
-                context.close()
+            return self._replay(store, progress)
         finally:
             store.close()
 
@@ -396,14 +392,14 @@ class Simulation:
         )
         return build_controller(self.trace.shape, self.policy, self.predictor, store, options)
 
-    def _replay(self, store: Store, context: StoreContext, progress: Callable[[int], None] | None) -> SimResult:
+    def _replay(self, store: Store, progress: Callable[[int], None] | None) -> SimResult:
         controller, meter = self._controller(store), _Meter(store, self.trace.shape.expert_bytes)
         announced = self.options.ram is not None and self.options.ram.n_staging > 0  # the end of a prompt counts
         if controller is None and self.trace.token_sequence is None and not announced:
-            self._replay_parts(context, meter, progress)
+            self._replay_parts(store.context, meter, progress)
         else:
-            self._replay_events(store, context, controller, meter, progress)
-        failure = context.take_failure()
+            self._replay_events(store, controller, meter, progress)
+        failure = store.context.take_failure()
         if failure is not None:
             raise OptionError(f"the trace cannot be replayed in {self.n_slots} slots: {failure.message.decode()}.")
         return self._result(meter)
@@ -419,18 +415,13 @@ class Simulation:
                 context.replay(part.il, part.n_tokens, part.n_expert_used, part.expert_ids, times)
 
     def _replay_events(
-        self,
-        store: Store,
-        context: StoreContext,
-        controller: Controller | None,
-        meter: _Meter,
-        progress: Callable[[int], None] | None,
+        self, store: Store, controller: Controller | None, meter: _Meter, progress: Callable[[int], None] | None
     ) -> None:
         compute_ns = round(self.options.layer_compute_us * 1000)
         pass_ = -1
         for event in self.trace.events():
             if isinstance(event, Announcement):
-                _announce(context, event)
+                _announce(store.context, event)
                 if controller is not None:
                     controller.announce(event)
                 continue
@@ -442,7 +433,7 @@ class Simulation:
                 meter.begin(event.sequence, event.phase, n_tokens, n_decoded)
                 if progress is not None:
                     progress(pass_)
-            context.acquire(event.il, event.expert_ids, event.inputs)
+            store.context.acquire(event.il, event.expert_ids, event.inputs)
             if controller is not None:
                 controller.observe(event)
             if compute_ns:

@@ -167,7 +167,7 @@ class Trace:
         return found | {name: None if array is None else array[:, tokens] for name, array in columns.items()}
 
     def events(self) -> Iterator[Announcement | RoutingEvent]:
-        """The events of the live run, in order, pass by pass; all of context 0, `pass_` counted from 0.
+        """The events of the live run, in order, pass by pass; `pass_` is counted from 0.
 
         Announcements are rebuilt from the passes they became; a pass whose announcement is not wholly in
         the trace is unannounced (first_token -1). The arrays of an event may be views: copy what you keep.
@@ -200,7 +200,7 @@ class Trace:
                 continue
             here, k = self._computed_tokens(row, start, end, computed[row]), used[row]
             yield RoutingEvent(
-                p, time_ns, 0, sequence, phase, first, il, expert_ids[row, here, :k],
+                p, time_ns, sequence, phase, first, il, expert_ids[row, here, :k],
                 None if weights is None else weights[row, here, :k], self._inputs(row, start, here),
                 self.sequence_of[start:end][here] if mixed else None,
                 self.phase_of[start:end][here].astype(np.int32) if mixed else None,
@@ -253,7 +253,7 @@ class Trace:
         """What announced the tokens of these passes."""
         at = np.concatenate([np.arange(self.pass_start[p], self.pass_start[p + 1]) for p in passes])
         sequence, phase = int(self.pass_sequence[passes[0]]), Phase(int(self.pass_phase[passes[0]]))
-        announcement = Announcement(0, sequence, phase, self.tokens[at])
+        announcement = Announcement(sequence, phase, self.tokens[at])
         if self.token_sequence is None:
             return announcement
         sequences, phases = self.sequence_of[at], self.phase_of[at].astype(np.int32)

@@ -159,5 +159,5 @@ class _Predicted:
         for row, il in enumerate(trace.shape.layers):
             ids = trace.expert_ids[row, tokens].astype(np.int32)
             first = int(sequences[0])
-            event = RoutingEvent(0, 0, 0, first, Phase.DECODE, 0, il, ids, sequences=sequences, phases=phases)
+            event = RoutingEvent(0, 0, first, Phase.DECODE, 0, il, ids, sequences=sequences, phases=phases)
             self._scheduler.paths.observe(event)

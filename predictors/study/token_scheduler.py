@@ -89,7 +89,7 @@ class PredictedPaths(RoutingPaths):
         """Predicts; the path is unknown where the predictor has no answer for a layer."""
         follower = self._followers.get(sequence) or self._predictor.fork() or self._predictor
         self._followers[sequence] = follower
-        follower.announce(Announcement(0, sequence, Phase.DECODE, tokens))
+        follower.announce(Announcement(sequence, Phase.DECODE, tokens))
         predicted = (follower.predict(il, row + 1) for row, il in enumerate(self.shape.layers))
         rows = [row for row in predicted if row is not None]
         self._paths[sequence] = np.stack(rows) if len(rows) == len(self.shape.layers) else None

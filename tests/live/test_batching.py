@@ -539,8 +539,8 @@ def test_tokens_are_announced_only_where_something_uses_them(
     assert announced == []
     with running(many) as loop:
         answers_of(loop, [of_tokens(many, [5, 6, 7]), of_tokens(many, [8, 9])])
-    assert set(announced) == {many.session.store_context}
+    assert set(announced) == {many.session.store.context}
     resident.session.store.listen(on_tokens=lambda event: None)
     solo(resident, of_tokens(resident, [5, 6, 7]))
     resident.session.store.listen()
-    assert resident.session.store_context in announced
+    assert resident.session.store.context in announced

@@ -264,10 +264,9 @@ def run_often(llm: Llama) -> None:
         short_run(llm)
 
 
-@pytest.mark.parametrize("which", ["on_routing", "on_residency"])
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()], ids=repr)
 def test_a_listener_that_raises_is_heard_at_the_next_call(
-    tiny: TinyModel, load: Load, clean: Any, which: str, error: BaseException
+    tiny: TinyModel, load: Load, clean: Any, error: BaseException
 ) -> None:
     llm = load(tiny(), expert_cache="40%")
     assert llm.session is not None
@@ -277,7 +276,7 @@ def test_a_listener_that_raises_is_heard_at_the_next_call(
         calls.append(1)
         raise error
 
-    llm.session.store.listen(**{which: callback})
+    llm.session.store.listen(on_routing=callback)
     with pytest.raises(CallbackError) as caught:
         run_often(llm)
     assert caught.value.__cause__ is error

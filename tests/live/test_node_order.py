@@ -28,11 +28,11 @@ def computed_nodes(llm: Llama, tokens: list[int]) -> list[str]:
 
     callback = c.CFUNCTYPE(c.c_bool, c.c_void_p, c.c_bool, c.c_void_p)(note)
     chain = library.load().moegguf_context_chain
-    chain(llm.session.store_context.handle, c.cast(callback, c.c_void_p), None)
+    chain(llm.session.store.context.handle, c.cast(callback, c.c_void_p), None)
     try:
         llm.eval(tokens)
     finally:
-        chain(llm.session.store_context.handle, None, None)
+        chain(llm.session.store.context.handle, None, None)
     return names
 
 

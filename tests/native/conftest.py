@@ -34,18 +34,17 @@ def fake(tmp_path: Path) -> FakeModel:
 
 @pytest.fixture
 def open_store() -> Iterator[Open]:
-    """`open_store(fake, n_slots, **options)`: a store with plain slots and one context, closed after the test."""
-    opened: list[tuple[Store, StoreContext]] = []
+    """`open_store(fake, n_slots, **options)`: a store with plain slots, and its context, closed after the test."""
+    opened = list[Store]()
 
     def open_one(fake: FakeModel, n_slots: int, **options: Any) -> tuple[Store, StoreContext]:
         n_ram_slots = options.pop("n_ram_slots", 0)
         store = Store(fake.layout, n_slots, StoreOptions(**{"repack": False, **options}), n_ram_slots)
-        opened.append((store, store.open_context()))
-        return opened[-1]
+        opened.append(store)
+        return store, store.context
 
     yield open_one
-    for store, context in opened:
-        context.close()
+    for store in opened:
         store.close()
 
 

@@ -7,7 +7,7 @@ the parameters of PARAMETERS: halves are exact in any arithmetic.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,15 +35,6 @@ class Slot:
     broken: bool = False
 
 
-@dataclass(eq=False)
-class ReferenceContext:
-    """pinned: slots. il, pass_tokens: of the pass under way."""
-
-    pinned: set[int] = field(default_factory=set)
-    il: int = BETWEEN_PASSES
-    pass_tokens: int = 0
-
-
 class ReferenceStore:
     """n_slots, fewer than there are experts, on one device without a tier below."""
 
@@ -51,7 +42,8 @@ class ReferenceStore:
         self.shape = shape
         self.slots: list[Slot | None] = [None] * n_slots
         self.n_usable = n_slots
-        self.contexts: list[ReferenceContext] = []
+        self.pinned = set[int]()
+        self.il, self.pass_tokens = BETWEEN_PASSES, 0  # of the pass under way
         self.scores: Float32s | None = None
         self.moment = (0, False, False)  # il, sweep, token
         self.resize_to = self.tick = 0
@@ -70,44 +62,38 @@ class ReferenceStore:
         if self.policy == "next-use":
             self.forecast = {} if table is None else {il: table[il] for il in known}
 
-    def open_context(self) -> ReferenceContext:
-        self.contexts.append(ReferenceContext())
-        return self.contexts[-1]
-
-    def unpin(self, context: ReferenceContext) -> None:
-        """What it held may go: it was cancelled, has failed, has ended, or comes to its next layer."""
-        released, context.pinned = context.pinned, set()
-        for s in released - self.pinned:
+    def unpin(self) -> None:
+        """What was held may go: a pass was cancelled, has failed, has ended, or comes to its next layer."""
+        released, self.pinned = self.pinned, set()
+        for s in released:
             slot = self.slots[s]
             if slot is not None and slot.broken:
                 self.slots[s] = None
             elif s >= self.n_usable:
                 self._evict(s)
 
-    def end_pass(self, context: ReferenceContext) -> None:
-        context.il = BETWEEN_PASSES
-        self.unpin(context)
+    def end_pass(self) -> None:
+        self.il = BETWEEN_PASSES
+        self.unpin()
 
-    def begin(self, context: ReferenceContext, il: int, n_tokens: int) -> None:
-        """What happens at every routing event, also of a context that has failed."""
-        if il <= context.il:
-            context.pass_tokens = n_tokens
-        context.il = il
+    def begin(self, il: int, n_tokens: int) -> None:
+        """What happens at every routing event, also of a pass that has failed."""
+        if il <= self.il:
+            self.pass_tokens = n_tokens
+        self.il = il
         self.computing = True
-        self.unpin(context)
+        self.unpin()
         if self.resize_to:
             self._resize()
 
-    def acquire(
-        self, context: ReferenceContext, il: int, ids: npt.NDArray[np.int32], *, reads_fail: bool = False
-    ) -> list[list[int]]:
-        """The slot of each id (n_tokens, n_expert_used), beside what other contexts have pinned.
+    def acquire(self, il: int, ids: npt.NDArray[np.int32], *, reads_fail: bool = False) -> list[list[int]]:
+        """The slot of each id (n_tokens, n_expert_used).
 
         Where there are fewer slots than experts nothing is evicted, and what was there is pinned until the pass ends.
         """
-        self.begin(context, il, len(ids))
+        self.begin(il, len(ids))
         self.forecast.pop(il, None)
-        self.moment = (il, len(ids) > 1 and ids.size >= 4 * self.shape.n_expert, context.pass_tokens == 1)
+        self.moment = (il, len(ids) > 1 and ids.size >= 4 * self.shape.n_expert, self.pass_tokens == 1)
         distinct = list(dict.fromkeys(ids.ravel().tolist()))
         places = {e: self.find((il, e)) for e in distinct}
         n_hits = sum(s >= 0 for s in places.values())
@@ -115,7 +101,7 @@ class ReferenceStore:
             self.counters[name] += n
         for s in (s for s in places.values() if s >= 0):
             self._use(s)
-            context.pinned.add(s)
+            self.pinned.add(s)
         if len(distinct) > self.n_usable:
             return []
         for e in distinct:
@@ -123,7 +109,7 @@ class ReferenceStore:
                 places[e] = s = self._take((il, e))
                 self.slots[s].broken = reads_fail  # type: ignore[union-attr]
                 self._read("bytes_missed", reads_fail)
-                context.pinned.add(s)
+                self.pinned.add(s)
         kept = np.exp2(np.float32(-len(ids)))
         self.average[il] *= kept
         for e in ids.ravel():
@@ -163,10 +149,6 @@ class ReferenceStore:
 
     def find(self, expert: Expert) -> int:
         return next((s for s, slot in enumerate(self.slots) if slot is not None and slot.expert == expert), -1)
-
-    @property
-    def pinned(self) -> set[int]:
-        return set[int]().union(*(context.pinned for context in self.contexts))
 
     def _resize(self) -> None:
         self.n_usable, self.resize_to = self.resize_to, 0

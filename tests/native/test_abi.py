@@ -47,7 +47,7 @@ def test_null_pointers_are_refused(fake: FakeModel, open_store: Open) -> None:
     ids, n_bytes = np.zeros(2, np.int32).ctypes.data, fake.layout.matrices[0].expert_bytes
     calls: list[tuple[Any, ...]] = [
         (lib.moegguf_store_open, None, None), (lib.moegguf_store_counters, None, c.byref(abi.Counters())),
-        (lib.moegguf_store_drain, None, 1.0), (lib.moegguf_context_open, None, c.byref(c.c_void_p())),
+        (lib.moegguf_store_drain, None, 1.0),
         (lib.moegguf_context_failure, None, c.byref(abi.Failure()), 1),
         (lib.moegguf_context_acquire, None, 0, ids, 2, 1, None, 0, ids),
         (lib.moegguf_context_acquire, context.handle, 0, None, 2, 1, None, 0, ids),
@@ -56,14 +56,12 @@ def test_null_pointers_are_refused(fake: FakeModel, open_store: Open) -> None:
         (lib.moegguf_store_tier, store.handle, 0, None), (lib.moegguf_store_residency, store.handle, 0, None, 32),
         (lib.moegguf_store_prefetch, store.handle, None, None, 3, 0),
         (lib.moegguf_store_read_slot, store.handle, 0, 0, None, n_bytes),
-        (lib.moegguf_store_probe, store.handle, 0.01, None),
     ]  # fmt: skip
     for call, *arguments in calls:
         with pytest.raises(OptionError):
             call(*arguments)
     assert lib.moegguf_store_buft(None) is None
     lib.moegguf_store_close(None)
-    lib.moegguf_context_close(None)
     fake.token(store, context, [0, 1])
 
 
@@ -111,12 +109,11 @@ def test_matrices_that_cannot_be_are_refused(fake: FakeModel, change: dict[str, 
 
 def test_an_offset_beyond_the_file_is_an_error_of_the_event_that_reads_there(fake: FakeModel) -> None:
     store = Store(with_matrix(fake.layout, offset=1 << 40), 4, QUIET)
-    context = store.open_context()
+    context = store.context
     with pytest.raises(MoeggufError):
         context.acquire(0, [0, 1])
     assert context.take_failure() is not None
     fake.acquire(store, context, 1, [0, 1])
-    context.close()
     store.close()
 
 

@@ -66,7 +66,7 @@ def test_an_announcement_that_does_not_fit_is_refused(fake: FakeModel, open_stor
         context.announce([1, 2], [0, 2], [10, 11])
     with pytest.raises(OptionError, match="a phase"):
         context.announce(1, 7, [10, 11])  # type: ignore[arg-type]
-    event = abi.TokensEvent(0, 1, 0, 0, None, (c.c_int32 * 1)(), None, None)
+    event = abi.TokensEvent(1, 0, 0, None, (c.c_int32 * 1)(), None, None)
     with pytest.raises(OptionError):
         library.load().moegguf_context_announce(context.handle, event)
 

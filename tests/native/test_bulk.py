@@ -179,10 +179,9 @@ def test_sizes_of_matrices_that_cannot_be_are_refused() -> None:
 def test_policies_have_names(fake: FakeModel, open_store: Open) -> None:
     takes_forecast = {name: policy.takes_forecast for name, policy in native_policies().items()}
     assert takes_forecast.items() >= {"lru": False, "lfu-decay": False, "next-use": True}.items()
-    assert "scores" not in takes_forecast
     assert library.load().moegguf_policy_name(-1, None) is None
     store, context = open_store(fake, 9)
-    for name in [*native_policies(), "scores"]:
+    for name in native_policies():
         store.set_policy(name)
         context.replay(*columns(events(10)))
     store.set_policy()

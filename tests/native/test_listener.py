@@ -240,6 +240,5 @@ def test_closing_the_store_delivers_what_is_queued_while_callbacks_may_still_use
     store.listen(on_routing=on_routing)
     for n in range(400):
         context.acquire(n % 4, [[n % 8, (n + 1) % 8]])
-    context.close()
     store.close()
     assert done == 400

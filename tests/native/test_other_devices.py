@@ -35,7 +35,7 @@ def passes_on(fake: FakeModel, size: Size, names: Sequence[str]) -> Figures:
     n_slots, n_ram, staging = size
     devices = [DeviceSlots(name, n_slots, range(d, 4, len(names)), n_ram > 0, staging) for d, name in enumerate(names)]
     store = Store(fake.layout, devices, StoreOptions(), n_ram)
-    context, rng = store.open_context(), np.random.default_rng(0)
+    context, rng = store.context, np.random.default_rng(0)
     try:
         assert store.info()["n_repacked"] == 0
         for n in range(40):
@@ -60,7 +60,6 @@ def passes_on(fake: FakeModel, size: Size, names: Sequence[str]) -> Figures:
         assert [of["device"] for of in found] == list(names)
         return found, store.tier(Tier.RAM) if n_ram else {}
     finally:
-        context.close()
         store.close()
 
 

@@ -98,11 +98,10 @@ def choice(random: np.random.Generator, n_tokens: int) -> np.ndarray[Any, Any]:
 @contextmanager
 def simulated(n_slots: int = 20, **options: Any) -> Iterator[tuple[Store, StoreContext]]:
     store = Store(layout_of(SHAPE), n_slots, StoreOptions(repack=False, simulate=True, **options))
-    context = store.open_context()
+    context = store.context
     try:
         yield store, context
     finally:
-        context.close()
         store.close()
 
 
@@ -144,13 +143,13 @@ def test_the_store_predicts_what_the_reference_predicts(name: str) -> None:
         for p in range(12):
             tokens = random.integers(0, SHAPE.n_vocab, 3 if p % 4 == 2 else 1).astype(np.int32)
             context.announce(0, Phase.DECODE, tokens)
-            reference.announce(Announcement(0, 0, Phase.DECODE, tokens))
+            reference.announce(Announcement(0, Phase.DECODE, tokens))
             if len(tokens) == 1:
                 comparison.check(store, -1)
             for row, il in enumerate(SHAPE.layers):
                 ids, inputs = choice(random, len(tokens)), random.standard_normal((len(tokens), SHAPE.n_embd))
                 context.acquire(il, ids, inputs.astype(np.float32))
-                event = RoutingEvent(p, 0, 0, 0, Phase.DECODE, 0, il, ids, None, inputs.astype(np.float32))
+                event = RoutingEvent(p, 0, 0, Phase.DECODE, 0, il, ids, None, inputs.astype(np.float32))
                 reference.observe(event)
                 if len(tokens) == 1:
                     comparison.check(store, row)
@@ -168,7 +167,7 @@ def batch(
     context.announce(of, phases, tokens)
     if reference is not None:
         several = {"sequences": of, "phases": phases} if len(of) > 1 else {}
-        reference.announce(Announcement(0, int(of[0]), Phase.DECODE, tokens, **several))
+        reference.announce(Announcement(int(of[0]), Phase.DECODE, tokens, **several))
 
 
 # Of groups, rounded weights may decide otherwise now and then.
@@ -189,7 +188,7 @@ def test_several_sequences_are_predicted_as_the_reference_predicts_them_together
                 ids = choice(random, len(sequences))
                 inputs = random.standard_normal((len(sequences), SHAPE.n_embd)).astype(np.float32)
                 context.acquire(il, ids, inputs)
-                event = RoutingEvent(p, 0, 0, sequences[0], Phase.DECODE, 0, il, ids, None, inputs, **several)
+                event = RoutingEvent(p, 0, sequences[0], Phase.DECODE, 0, il, ids, None, inputs, **several)
                 reference.observe(event)
                 comparison.check(store, row)
         found = store.counters()
@@ -435,12 +434,11 @@ def test_the_stores_threads_keep_the_scheduling_policy_of_the_process(fake: Fake
 def test_a_model_with_one_layer_of_experts_has_nothing_after_it() -> None:
     shape = MoeShape(n_layer=2, n_expert=4, n_expert_used=2, layers=(1,), expert_bytes=300)
     store = Store(layout_of(shape), 3, StoreOptions(repack=False, simulate=True))
-    context = store.open_context()
+    context = store.context
     store.set_predictor(native(Affinity(shape, np.zeros((0, 4, 4), np.float32))), NativeForecast(window=3))
     for token in range(3):
         context.acquire(1, [[token, token + 1]])
     assert not store.forecast()[1].any()
-    context.close()
     store.close()
 
 
@@ -483,7 +481,7 @@ def test_slots_hold_the_files_bytes_while_predictions_fetch_and_predictors_chang
     fake: FakeModel, open_store: Open
 ) -> None:
     store, context = open_store(fake, 14, readers=2)
-    other, stop = store.open_context(), threading.Event()
+    stop = threading.Event()
     counts = rng().integers(0, 9, (50, 4, 8)).astype(np.uint16)
     average = np.full((4, 8), 0.25, np.float32)
     table = NativePredictor(
@@ -501,25 +499,20 @@ def test_slots_hold_the_files_bytes_while_predictions_fetch_and_predictors_chang
         while not stop.is_set():
             store.forecast()
 
-    def tokens(of: StoreContext, seed: int, n_tokens: int) -> None:
-        random = np.random.default_rng(seed)
-        for n in range(n_tokens):
-            of.announce(n, Phase.DECODE, [n % 50])
+    random = np.random.default_rng(1)
+    with ThreadPoolExecutor(2) as pool:
+        beside = [pool.submit(change), pool.submit(look)]
+        for n in range(400):
+            context.announce(n, Phase.DECODE, [n % 50])
             ids = random.permutation(8)[:2].tolist()
             for il in range(4):
-                fake.check(store, il, ids, of.acquire(il, [ids]))
+                fake.check(store, il, ids, context.acquire(il, [ids]))
                 time.sleep(0.0001)  # the link has time for what nobody waits for
-
-    with ThreadPoolExecutor(4) as pool:
-        beside = [pool.submit(change), pool.submit(look)]
-        for done in [pool.submit(tokens, context, 1, 400), pool.submit(tokens, other, 2, 100)]:
-            done.result()
         stop.set()
         for done in beside:
             done.result()
     store.drain(10)
     fake.token(store, context, [3, 4])
-    other.close()
     assert store.counters()["prefetch_started"] > 0
 
 

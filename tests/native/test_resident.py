@@ -76,19 +76,6 @@ def test_sizes_that_the_pool_cannot_have_are_refused(fake: FakeModel, open_store
     fake.token(store, context, [0, 1])
 
 
-def test_the_probe_reports_what_the_readers_reach(fake: FakeModel, open_store: Open) -> None:
-    store, context = open_store(fake, 4, readers=2)
-    assert store.probe(0.02) > 1e5
-    fake.token(store, context, [0, 1])
-
-
-@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf"), 1e30])
-def test_a_probe_of_no_length_is_refused(fake: FakeModel, open_store: Open, seconds: float) -> None:
-    store, _ = open_store(fake, 4)
-    with pytest.raises(OptionError):
-        store.probe(seconds)
-
-
 def test_activity_counts_look_ups_and_slots_per_expert(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 8)
     for experts in ([0, 1], [0, 2], [0, 1]):

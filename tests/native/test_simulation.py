@@ -156,6 +156,4 @@ def test_a_simulation_touches_no_file_and_no_pool(fake: FakeModel, open_store: O
     context.acquire(0, [0, 1])
     assert store.info()["pool_bytes"] == store.info()["read_buffer_bytes"] == 0
     with pytest.raises(OptionError):
-        store.probe(0.01)
-    with pytest.raises(OptionError):
         store.read_slot(0, 0)

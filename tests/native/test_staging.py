@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -72,26 +71,6 @@ def prompt(store: Store, context: StoreContext, fake: FakeModel, seed: int = 0, 
         check_staged(fake, store, il, ids, context.acquire(il, ids))
 
 
-def test_two_contexts_compute_prompts_and_tokens_at_once(fake: FakeModel, open_store: Open) -> None:
-    store, first = open_store(fake, 9, n_ram_slots=12, staging=2)
-    second = store.open_context()
-
-    def passes(context: StoreContext, seed: int) -> None:
-        for n in range(12):
-            if n % 3 == seed:
-                fake.token(store, context, [n % 8, (n + 3) % 8])
-            else:
-                prompt(store, context, fake, n + 10 * seed)
-            assert context.take_failure() is None  # as after every pass: what it pinned is free
-
-    with ThreadPoolExecutor(2) as pool:
-        for running in [pool.submit(passes, context, seed) for seed, context in enumerate((first, second))]:
-            running.result(60)
-    second.close()
-    store.drain(10)
-    check_tiers(store)
-
-
 def test_the_last_pass_of_a_prompt_fills_slots_and_others_leave_them_alone(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 8, n_ram_slots=32, staging=2, fill=False)
     context.announce(0, 0, list(range(24)))
@@ -151,7 +130,7 @@ def test_every_device_has_its_own_tensors(tmp_path: Path, simulate: bool) -> Non
         DeviceSlots(None, n, layers, through_ram=True, staging=2) for n, layers in ((5, (0, 1, 2)), (6, (3, 4, 5, 6)))
     ]
     store = Store(fake.layout, slots, StoreOptions(repack=False, fill=False, simulate=simulate), n_ram_slots=12)
-    context = store.open_context()
+    context = store.context
     try:
         if not simulate:
             check_figures(store, events(fake, store, context, 16))
@@ -163,5 +142,4 @@ def test_every_device_has_its_own_tensors(tmp_path: Path, simulate: bool) -> Non
         assert store.staging()["n_slots"] == 2 * 2 * 8
         assert store.staging()["bytes_prefetched"] > 0
     finally:
-        context.close()
         store.close()

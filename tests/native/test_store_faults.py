@@ -48,7 +48,7 @@ def story(fake: FakeModel, options: StoreOptions, kind: str) -> tuple[MoeggufErr
     except MoeggufError as error:
         return error, n_seen(kind)
     failed = None
-    context = store.open_context()
+    context = store.context
     try:
         try:
             for n in range(6):
@@ -64,7 +64,6 @@ def story(fake: FakeModel, options: StoreOptions, kind: str) -> tuple[MoeggufErr
         for first in range(0, 8, 2):
             fake.token(store, context, [first, first + 1])
     finally:
-        context.close()
         store.close()
     return failed, seen
 

@@ -31,20 +31,19 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from product import Product, aborts
-from reference_store import PARAMETERS, POLICIES, ReferenceContext, ReferenceStore
+from reference_store import PARAMETERS, POLICIES, ReferenceStore
 
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import ExpertIOError, GenerationCancelled, MoeggufError, OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native import library
-from moegguf.native.events import Residency
-from moegguf.native.store import DeviceSlots, Store, StoreContext, StoreOptions, Tier
+from moegguf.native.store import DeviceSlots, Store, StoreOptions, Tier
 
 EXAMPLES = int(os.environ.get("MOEGGUF_STORE_EXAMPLES", "0"))
 Ids = npt.NDArray[np.int32]
 
 # Numbers that stand for one of what there is; shares, for one of so many.
-layers, contexts, seeds = st.integers(0, 5), st.integers(0, 1), st.integers(0, 1 << 16)
+layers, seeds = st.integers(0, 5), st.integers(0, 1 << 16)
 experts = st.tuples(layers, st.integers(0, 8))
 shares = st.floats(0, 1)
 
@@ -53,20 +52,6 @@ def prompt(layout: ExpertLayout) -> Ids:
     """12 tokens that use every expert of a layer between them."""
     n_used = layout.n_expert_used
     return (np.arange(12 * n_used).reshape(12, n_used) * 5 % layout.n_expert).astype(np.int32)
-
-
-class Context:
-    """One of the store, what the reference knows of it, and what it holds: layer and ids, and the slots of these."""
-
-    def __init__(self, of_store: StoreContext, model: ReferenceContext) -> None:
-        self.of_store, self.model = of_store, model
-        self.held: tuple[int, Ids, Ids] | None = None
-        self.failed: type[MoeggufError] | None = None
-
-    def let_go(self) -> Any:
-        """What an engine does after each pass. Returns its failure."""
-        self.held = self.failed = None
-        return self.of_store.take_failure()
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -113,35 +98,11 @@ class StoreMachine(RuleBasedStateMachine):
             ),
             n_ram,
         )  # fmt: skip
-        self.there = dict[tuple[int, int], tuple[int, int]]()
-        self.listens = switches.draw(st.booleans(), "listens") and not self.store.options.fill  # which begins before
-        if self.listens:
-            self.store.listen(on_residency=self.note)
         self.model = ReferenceStore(MoeShape.of(self.layout), self.slots[0]) if self.exact else MagicMock()
         self.product: Product | None = None
-        self.contexts: list[Context] = []
-        self.open_context()
-
-    def note(self, event: Residency) -> None:
-        """{(device, slot): what is in it}, as the listener hears it."""
-        at = self.store.device_of(event.il), event.slot
-        if event.resident:
-            self.there[at] = event.il, event.expert
-        else:
-            self.there.pop(at, None)
-
-    @precondition(lambda self: len(self.contexts) < 2)
-    @rule()
-    def open_context(self) -> None:
-        self.contexts.append(Context(self.store.open_context(), self.model.open_context()))
-
-    @precondition(lambda self: len(self.contexts) == 2 and self.product is None)
-    @rule(n=contexts)
-    def close_context(self, n: int) -> None:
-        context = self.contexts.pop(n)
-        context.of_store.close()
-        self.model.unpin(context.model)
-        self.model.contexts.remove(context.model)
+        self.context = self.store.context
+        self.held: tuple[int, Ids, Ids] | None = None  # layer and ids of the last event, and their slots
+        self.failed: type[MoeggufError] | None = None
 
     def n_of(self, share: float, n_layers: int) -> int:
         """Slots of some layers, from those of a token to one for each expert."""
@@ -155,33 +116,23 @@ class StoreMachine(RuleBasedStateMachine):
 
     # Routing events.
 
-    def context(self, n: int) -> Context:
-        return self.contexts[n % len(self.contexts)]
+    def end_pass(self) -> None:
+        """What an engine does after each pass."""
+        failed, self.held, self.failed = self.failed, None, None
+        assert (self.context.take_failure() is None) == (failed is None)
+        self.model.end_pass()
 
-    def end_pass(self, context: Context) -> None:
-        failed, failure = context.failed, context.let_go()
-        assert (failure is None) == (failed is None)
-        self.model.end_pass(context.model)
-
-    def make_room(self, context: Context, il: int, n_needed: int) -> None:
-        """One thread computes for all contexts here: none may wait for what another one has pinned."""
-        others = [other for other in self.contexts if other is not context]
-        for other in others:
-            n_held = np.unique(other.held[2]).size if other.held else self.n_all  # failed, or streaming
-            if n_held + n_needed > self.usable_for(il) or n_needed > self.n_used:
-                self.end_pass(other)
-
-    def acquire(self, context: Context, il: int, ids: Ids) -> Ids:
-        """An event of a context that has not failed. Raises what the store does, and keeps what it hands out."""
-        context.held = None
+    def acquire(self, il: int, ids: Ids) -> Ids:
+        """An event of a pass that has not failed. Raises what the store does, and keeps what it hands out."""
+        self.held = None
         try:
-            slots = context.of_store.acquire(il, ids)
+            slots = self.context.acquire(il, ids)
         except MoeggufError as error:
-            context.failed = type(error)
+            self.failed = type(error)
             raise
         fits = np.unique(ids).size <= self.usable_for(il) and not self.store.options.stream
         if fits or len(ids) == 1 or self.n_ram or not self.simulate:
-            context.held = (il, ids, slots)  # else they have passed through some slots, and gone
+            self.held = (il, ids, slots)  # else they have passed through some slots, and gone
         return slots
 
     def route(self, seed: int, il: int, n_tokens: int) -> Ids:
@@ -192,85 +143,80 @@ class StoreMachine(RuleBasedStateMachine):
         one = [rng.choice(some, self.n_used, replace=False, p=share / share.sum()) for _ in range(n_tokens)]
         return np.array(one, np.int32)
 
-    @rule(n=contexts, il=layers, seed=seeds, n_tokens=st.sampled_from([1, 1, 1, 2, 12]))
-    def event(self, n: int, il: int, seed: int, n_tokens: int) -> None:
-        self.do_event(self.context(n), self.expert((il, 0))[0], seed, n_tokens)
+    @rule(il=layers, seed=seeds, n_tokens=st.sampled_from([1, 1, 1, 2, 12]))
+    def event(self, il: int, seed: int, n_tokens: int) -> None:
+        self.do_event(self.expert((il, 0))[0], seed, n_tokens)
 
     @rule(
-        n=contexts, seed=seeds, n_passes=st.integers(1, 5), n_tokens=st.sampled_from([1, 1, 1, 2, 12]),
+        seed=seeds, n_passes=st.integers(1, 5), n_tokens=st.sampled_from([1, 1, 1, 2, 12]),
         ahead=st.booleans(),
     )  # fmt: skip
-    def passes(self, n: int, seed: int, n_passes: int, n_tokens: int, ahead: bool) -> None:
+    def passes(self, seed: int, n_passes: int, n_tokens: int, ahead: bool) -> None:
         """Whole passes, with prefetches between their layers: most of what a store does."""
         for pass_ in range(n_passes):
             for row, layer in enumerate(self.layout.layers):
-                self.do_event(self.context(n), layer.il, seed + 100 * pass_ + layer.il, n_tokens)
+                self.do_event(layer.il, seed + 100 * pass_ + layer.il, n_tokens)
                 if ahead:
                     self.the_reference_agrees()
                     self.prefetch((row + 1, seed + pass_))
                 self.the_reference_agrees()
 
-    def do_event(self, context: Context, il: int, seed: int, n_tokens: int) -> None:
+    def do_event(self, il: int, seed: int, n_tokens: int) -> None:
         ids = self.route(seed, il, n_tokens)
-        self.make_room(context, il, np.unique(ids).size)
-        if context.failed is not None:
-            with pytest.raises(context.failed):
-                context.of_store.acquire(il, ids)
-            context.held = None
-            self.model.begin(context.model, il, n_tokens)
+        if self.failed is not None:
+            with pytest.raises(self.failed):
+                self.context.acquire(il, ids)
+            self.held = None
+            self.model.begin(il, n_tokens)
             return
-        slots = self.acquire(context, il, ids)
-        expected = self.model.acquire(context.model, il, ids)
+        slots = self.acquire(il, ids)
+        expected = self.model.acquire(il, ids)
         if self.exact:
             assert slots.tolist() == expected
 
-    @rule(n=contexts, il=layers)
-    def crowded_event(self, n: int, il: int) -> None:
+    @rule(il=layers)
+    def crowded_event(self, il: int) -> None:
         """It may need more experts than there are slots."""
-        context, (il, _), n_expert = self.context(n), self.expert((il, 0)), self.layout.n_expert
+        (il, _), n_expert = self.expert((il, 0)), self.layout.n_expert
         ids = np.arange(n_expert, dtype=np.int32)[None] if self.exact else prompt(self.layout)
-        self.make_room(context, il, self.n_all)
-        self.end_pass(context)
+        self.end_pass()
         with suppress(MoeggufError):
-            self.acquire(context, il, ids)
-        self.model.acquire(context.model, il, ids)
-        assert context.failed is None or self.usable_for(il) < n_expert
+            self.acquire(il, ids)
+        self.model.acquire(il, ids)
+        assert self.failed is None or self.usable_for(il) < n_expert
 
     @precondition(lambda self: not (self.exact or self.simulate or self.n_ram) and len(self.slots) == 1)
     @rule()
     def product_of_a_prompt(self) -> None:
         """ggml's own multiplication, with experts that are streamed where they do not fit. Its kernels ask one pool."""
-        context = self.contexts[0]
-        self.make_room(context, 0, self.n_all)
-        self.end_pass(context)
-        self.product = self.product or Product(self.store, context.of_store, self.fake, prompt(self.layout))
+        self.end_pass()
+        self.product = self.product or Product(self.store, self.context, self.fake, prompt(self.layout))
         self.product.set_ids(prompt(self.layout))
         self.product.acquire()
         bits = self.product.compute()
-        if aborts(context.of_store):  # slots that the layer computes with cannot pass its experts through
-            context.failed = MoeggufError
+        if aborts(self.context):  # slots that the layer computes with cannot pass its experts through
+            self.failed = MoeggufError
             assert self.usable_for(0) < self.layout.n_expert and not self.store.options.overlap
         else:
             assert bits == self.expected
-        self.end_pass(context)
+        self.end_pass()
 
-    @rule(n=contexts, expert=st.sampled_from([-1, 0, 1 << 20]), il=layers)
-    def event_of_no_expert(self, n: int, expert: int, il: int) -> None:
-        context, n_expert, (il, _) = self.context(n), self.layout.n_expert, self.expert((il, 0))
-        self.end_pass(context)
+    @rule(expert=st.sampled_from([-1, 0, 1 << 20]), il=layers)
+    def event_of_no_expert(self, expert: int, il: int) -> None:
+        n_expert, (il, _) = self.layout.n_expert, self.expert((il, 0))
+        self.end_pass()
         with pytest.raises(MoeggufError, match=f"of {n_expert}"):
-            self.acquire(context, il, np.array([[0, expert or n_expert]], np.int32))
-        self.model.begin(context.model, il, 1)
+            self.acquire(il, np.array([[0, expert or n_expert]], np.int32))
+        self.model.begin(il, 1)
 
-    @rule(n=contexts)
-    def take_failure(self, n: int) -> None:
-        self.end_pass(self.context(n))
+    @rule()
+    def take_failure(self) -> None:
+        self.end_pass()
 
-    @rule(n=contexts, n_tokens=st.integers(0, 30))
-    def announce(self, n: int, n_tokens: int) -> None:
-        context = self.context(n)
-        context.of_store.announce(n, 0, range(n_tokens))
-        context.model.il = 1 << 30
+    @rule(n_tokens=st.integers(0, 30))
+    def announce(self, n_tokens: int) -> None:
+        self.context.announce(0, 0, range(n_tokens))
+        self.model.il = 1 << 30
 
     # What else is asked of it.
 
@@ -314,9 +260,8 @@ class StoreMachine(RuleBasedStateMachine):
     def resize(self, share: float, d: int) -> None:
         d %= len(self.slots)
         n_slots = self.n_of(share, len(self.layers[d]))
-        kept = self.store.device(d)["resident"] and len(self.contexts) > 1 and n_slots < self.slots[d]
-        if n_slots > self.slots[d] or kept:
-            with pytest.raises(OptionError, match="several contexts" if kept else "slots, not"):
+        if n_slots > self.slots[d]:
+            with pytest.raises(OptionError, match="slots, not"):
                 self.store.resize(n_slots, device=d)
             return
         self.store.resize(n_slots, device=d)
@@ -328,8 +273,7 @@ class StoreMachine(RuleBasedStateMachine):
     def resize_below(self, share: float, at_once: bool) -> None:
         n_slots = max(1, round(share * self.n_ram))
         if at_once:
-            for context in self.contexts:
-                self.end_pass(context)
+            self.end_pass()
         self.store.resize(n_slots, Tier.RAM, at_once=at_once)
 
     @precondition(lambda self: self.simulate)
@@ -343,37 +287,35 @@ class StoreMachine(RuleBasedStateMachine):
 
     # What goes wrong.
 
-    @rule(n=contexts, il=layers, seed=seeds)
-    def cancelled_event(self, n: int, il: int, seed: int) -> None:
+    @rule(il=layers, seed=seeds)
+    def cancelled_event(self, il: int, seed: int) -> None:
         """What it asked for comes nevertheless."""
-        context, (il, _) = self.context(n), self.expert((il, 0))
+        il, _ = self.expert((il, 0))
         ids = self.route(seed, il, 1)
-        self.make_room(context, il, self.n_used)
-        self.end_pass(context)
+        self.end_pass()
         self.store.cancel()
         with pytest.raises(GenerationCancelled):
-            self.acquire(context, il, ids)
+            self.acquire(il, ids)
         self.store.cancel(False)
-        self.model.acquire(context.model, il, ids)
+        self.model.acquire(il, ids)
 
     @precondition(lambda self: not self.simulate)
-    @rule(n=contexts, il=layers, seed=seeds, kind=st.sampled_from(["read", "copy"]), nth=st.integers(1, 4))
-    def failing_event(self, n: int, il: int, seed: int, kind: str, nth: int) -> None:
-        context, (il, _) = self.context(n), self.expert((il, 0))
+    @rule(il=layers, seed=seeds, kind=st.sampled_from(["read", "copy"]), nth=st.integers(1, 4))
+    def failing_event(self, il: int, seed: int, kind: str, nth: int) -> None:
+        il, _ = self.expert((il, 0))
         ids = self.route(seed, il, 1)
-        self.make_room(context, il, self.n_used)
-        self.end_pass(context)
+        self.end_pass()
         if self.exact:
             kind, nth = "read", 1
         library.arm_fault(kind, nth, sticky=True)
         with suppress(ExpertIOError):
-            self.acquire(context, il, ids)
+            self.acquire(il, ids)
         self.store.drain(10)
         library.arm_fault(kind, 0)
-        self.model.acquire(context.model, il, ids, reads_fail=True)
+        self.model.acquire(il, ids, reads_fail=True)
         if self.exact:
-            assert (context.failed is not None) == any(slot and slot.broken for slot in self.model.slots)
-        self.end_pass(context)
+            assert (self.failed is not None) == any(slot and slot.broken for slot in self.model.slots)
+        self.end_pass()
 
     @precondition(lambda self: not self.simulate)
     @rule(of=experts, warms=st.booleans())
@@ -390,9 +332,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_handed_out_stays(self) -> None:
-        for context in self.contexts:
-            if context.held:
-                self.check_held(*context.held)
+        if self.held:
+            self.check_held(*self.held)
 
     def check_held(self, il: int, ids: Ids, slots: Ids) -> None:
         if self.staging and len(ids) > 1:
@@ -451,16 +392,13 @@ class StoreMachine(RuleBasedStateMachine):
         finally:
             if self.product is not None:
                 self.product.close()
-            for context in self.contexts:
-                context.of_store.close()
             self.store.close()
 
     def check_all_that_is_there(self) -> None:
         """Nothing is on its way, and whatever is said to be there has the file's bytes."""
-        for context in self.contexts:
-            self.end_pass(context)
-        self.contexts[0].of_store.acquire(self.layout.layers[0].il, [[0]])  # as many slots as were asked for
-        self.contexts[0].let_go()
+        self.end_pass()
+        self.context.acquire(self.layout.layers[0].il, [[0]])  # as many slots as were asked for
+        self.end_pass()
         self.store.drain(10)
         check_counters(self.store.counters(), sum(self.slots))
         whole, of_devices = self.store.tier(), list(map(self.store.device, range(len(self.slots))))
@@ -468,27 +406,23 @@ class StoreMachine(RuleBasedStateMachine):
             assert whole[name] == self.store.counters()[name] == sum(of[name] for of in of_devices)
         there = self.store.residency()
         assert (there != 1).all()
-        if self.listens:
-            self.store.listen()
-            assert sorted(self.there.values()) == [tuple(at) for at in np.argwhere(there == 2).tolist()]
         for il, expert in np.argwhere(there == 2).tolist():
             n_misses = self.store.counters()["misses"]
-            slots = self.contexts[0].of_store.acquire(il, [[expert]])
+            slots = self.context.acquire(il, [[expert]])
             assert self.store.counters()["misses"] == n_misses
             self.check_held(il, np.array([[expert]], np.int32), slots)
-        self.contexts[0].let_go()
+        self.end_pass()
         assert all(self.store.tier(tier)["slots_pinned"] == 0 for tier in self.store.tiers)
 
 
 def bits(model: FakeModel) -> bytes:
     """The bits of a prompt's product, every expert being there."""
     store = Store(model.layout, model.layout.n_expert_total, StoreOptions(repack=False))
-    context = store.open_context()
+    context = store.context
     product = Product(store, context, model, prompt(model.layout))
     product.acquire()
     found = product.compute()
     product.close()
-    context.close()
     store.close()
     return found
 

@@ -18,7 +18,7 @@ from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
 from moegguf.native import abi, library
 from moegguf.native.events import Float32s
-from moegguf.native.store import NativePolicy, Store, StoreContext, StoreOptions
+from moegguf.native.store import NativePolicy, Store, StoreOptions
 from moegguf.trace.simulate import layout_of
 
 
@@ -230,7 +230,7 @@ class Pool:
             layout_of(PAPER), n_slots, StoreOptions(repack=False, fill=False, simulate=True, sweep=False)
         )
         self.store.set_policy(LOCALITY.name, **LOCALITY.parameters)
-        self.context = StoreContext(self.store)
+        self.context = self.store.context
 
     def route(self, il: int, *experts: int) -> set[Expert]:
         """The router of layer `il` chooses these; returns the experts that lost their slots for them."""
@@ -254,7 +254,6 @@ class Pool:
         return {(int(il), int(expert)) for il, expert in np.argwhere(self.store.residency() == 2)}
 
     def close(self) -> None:
-        self.context.close()
         self.store.close()
 
 

@@ -78,29 +78,6 @@ def test_cancelling_ends_it(fake: FakeModel, open_store: Open, products: list[Pr
     fake.token(store, context, [3, 4])
 
 
-def test_a_context_streams_after_another(fake: FakeModel, open_store: Open, products: list[Product]) -> None:
-    """And a token of a third is computed with the same layer meanwhile."""
-    expected = resident(fake, open_store, products, IDS)
-    token = resident(fake, open_store, products, [[7, 3]])
-    store, first = open_store(fake, 8, readers=1, stream=True)
-    second, third = store.open_context(), store.open_context()
-    streamed = [Product(store, context, fake, IDS) for context in (first, second)]
-    single = Product(store, third, fake, [[7, 3]])
-    products += [*streamed, single]
-    streamed[0].acquire()
-    waiting = threading.Thread(target=streamed[1].acquire)
-    waiting.start()
-    single.acquire()
-    assert streamed[0].compute() == expected
-    assert single.compute() == token
-    first.acquire(1, [[0, 1]])  # the first is past it
-    waiting.join(30)
-    assert not waiting.is_alive()
-    assert streamed[1].compute() == expected
-    third.close()
-    second.close()
-
-
 def test_an_expert_that_does_not_fit_is_no_error_in_simulation_either(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 3, simulate=True, link_bytes_per_s=1e9)
     simulate(store, context)

@@ -34,7 +34,7 @@ def batched(n_sequences: int = 4, n_decode: int = 6) -> Trace:
 
 def test_the_tokens_of_an_event_come_apart_by_request_and_phase() -> None:
     event = RoutingEvent(
-        0, 0, 0, 7, Phase.PREFILL, 0, 1, np.zeros((4, 2), np.int32),
+        0, 0, 7, Phase.PREFILL, 0, 1, np.zeros((4, 2), np.int32),
         sequences=np.array([7, 8, 7, 7], np.int32), phases=np.array([0, 1, 0, 1], np.int32),
     )  # fmt: skip
     parts = [(part.sequence, part.phase, list(part.rows)) for part in event.parts()]  # type: ignore[arg-type]
@@ -77,7 +77,7 @@ def decoded(sequences: list[int], pass_: int, experts: list[int]) -> RoutingEven
     ids = np.array(experts, np.int32)[:, np.newaxis]
     phases = np.full(len(sequences), Phase.DECODE, np.int32)
     return RoutingEvent(
-        pass_, 0, 0, sequences[0], Phase.DECODE, 0, 1, ids, sequences=np.array(sequences, np.int32), phases=phases
+        pass_, 0, sequences[0], Phase.DECODE, 0, 1, ids, sequences=np.array(sequences, np.int32), phases=phases
     )
 
 

@@ -93,7 +93,7 @@ def test_the_last_token_of_a_layer_is_repeated_and_valid_ids_only() -> None:
 
 
 def announce(table: TokenTable, *tokens: int, phase: Phase = Phase.DECODE) -> None:
-    table.announce(Announcement(0, 0, phase, np.array(tokens, np.int32)))
+    table.announce(Announcement(0, phase, np.array(tokens, np.int32)))
 
 
 def test_counts_of_a_token_and_one_average_visit() -> None:

@@ -23,7 +23,7 @@ AGGREGATED = [[0, 1], [1, 0], [0.4, 0.6], [0.2, 0.8]]
 
 
 def announced(sequence: int, phase: Phase = Phase.DECODE) -> Announcement:
-    return Announcement(0, sequence, phase, np.zeros(1, np.int32))
+    return Announcement(sequence, phase, np.zeros(1, np.int32))
 
 
 def figure_5(own_share: float = 0.0) -> EamcPredictor:
@@ -114,7 +114,7 @@ def test_before_the_first_event_of_a_pass_only_the_own_request_counts() -> None:
 def test_valid_ids_of_invalid_events_are_used(ids: npt.NDArray[np.int64]) -> None:
     predictor = figure_5()
     for il in (0, 9, -3):
-        predictor.observe(RoutingEvent(0, 0, 0, 0, Phase.DECODE, 0, il, ids.astype(np.int32)))
+        predictor.observe(RoutingEvent(0, 0, 0, Phase.DECODE, 0, il, ids.astype(np.int32)))
     assert predictor.predict(17, 1) is None
     found = predictor.predict(2, 1)
     assert found is None or found.sum() == pytest.approx(1)
@@ -133,7 +133,7 @@ def hits_by_request(predictor: EamcPredictor, kinds: tuple[int, ...]) -> npt.NDA
                 if il != trace.shape.layers[0]:
                     hits += 0 if guess is None else np.isin(np.argsort(-guess)[:k], chosen).sum()
                     total += k
-                predictor.observe(RoutingEvent(p, 0, 0, sequence, Phase.DECODE, 0, il, chosen[None]))
+                predictor.observe(RoutingEvent(p, 0, sequence, Phase.DECODE, 0, il, chosen[None]))
         rates.append(hits / total)
     return np.array(rates)
 

@@ -60,7 +60,7 @@ def test_the_predictions_of_an_aborted_pass_are_not_counted() -> None:
             """Follows no pass."""
 
     judge = Judge(InFirstPass(trace), [1])
-    judge.predictor.announce(Announcement(0, 0, Phase.DECODE, trace.tokens[:1]))
+    judge.predictor.announce(Announcement(0, Phase.DECODE, trace.tokens[:1]))
     judge.observe(events[0])  # predicts layer 2 of the first pass
     judge.observe(events[n + 1])  # layer 2 of the second, whose first layer was never observed
     assert judge.tally.ranks[..., 1:].sum() == 0

@@ -48,7 +48,7 @@ class NoForecast:
 def routed(
     pass_: int, il: int, experts: Sequence[int], *, sequence: int = 0, phase: Phase = Phase.DECODE
 ) -> RoutingEvent:
-    return RoutingEvent(pass_, 0, 0, sequence, phase, -1, il, np.array(experts, np.int32).reshape(-1, 1))
+    return RoutingEvent(pass_, 0, sequence, phase, -1, il, np.array(experts, np.int32).reshape(-1, 1))
 
 
 def last_scores(policy: Policy, history: History, events: Sequence[RoutingEvent]) -> Float32s | None:

@@ -23,15 +23,15 @@ HEADER = TraceHeader("tiny", "ab", {}, {"threads": 2})
 
 
 def routed(
-    pass_: int, il: int, ids: list[list[int]], *, context: int = 0, first: int = 0, **more: object
+    pass_: int, il: int, ids: list[list[int]], *, sequence: int = 0, first: int = 0, **more: object
 ) -> RoutingEvent:
-    """An event of request `context`, at 10 ns per pass."""
-    fields = {"pass_": pass_, "time_ns": 10 * pass_, "context": context, "sequence": context, "phase": Phase.DECODE}
+    """An event at 10 ns per pass."""
+    fields = {"pass_": pass_, "time_ns": 10 * pass_, "sequence": sequence, "phase": Phase.DECODE}
     return RoutingEvent(**{**fields, "first_token": first, "il": il, "expert_ids": np.array(ids, np.int32), **more})  # type: ignore[arg-type]
 
 
-def announcement(tokens: list[int], context: int = 0) -> Announcement:
-    return Announcement(context, context, Phase.DECODE, np.array(tokens, np.int32))
+def announcement(tokens: list[int]) -> Announcement:
+    return Announcement(0, Phase.DECODE, np.array(tokens, np.int32))
 
 
 def record(path: Path, *events: RoutingEvent | Announcement, inputs: bool = False) -> Trace:
@@ -76,28 +76,14 @@ def test_one_announcement_may_become_several_passes(tmp_path: Path) -> None:
     assert trace.pass_first_token.tolist() == [0, 2, -1, 0] and trace.pass_start.tolist() == [0, 2, 3, 4, 6]
 
 
-def test_contexts_are_kept_apart(tmp_path: Path) -> None:
-    trace = record(
-        tmp_path / "t.npz",
-        announcement([7], context=0),
-        routed(1, 0, [[0, 1]], context=0),
-        announcement([8], context=1),
-        routed(2, 0, [[1, 2]], context=1),
-        routed(1, 2, [[2, 3]], context=0),
-        routed(2, 2, [[3, 0]], context=1),
-    )
-    assert trace.pass_sequence.tolist() == [0, 1] and trace.tokens.tolist() == [7, 8]
-    assert trace.expert_ids.tolist() == [[[0, 1], [1, 2]], [[2, 3], [3, 0]]]
-
-
 def test_arrays_may_be_reused_after_the_call(tmp_path: Path) -> None:
     ids, weights, inputs = np.zeros((1, 2), np.int32), np.zeros((1, 2), np.float32), np.zeros((1, 2), np.float32)
     tokens = np.zeros(1, np.int32)
     session = Recorder(tmp_path / "t.npz", TINY, HEADER, inputs=True)
     for step in range(3):
         ids[:], weights[:], inputs[:], tokens[:] = [step, 3], step / 2, step + 1, step
-        session.announce(Announcement(0, 0, Phase.DECODE, tokens))
-        session.observe(RoutingEvent(step, 0, 0, 0, Phase.DECODE, 0, 2, ids, weights, inputs))
+        session.announce(Announcement(0, Phase.DECODE, tokens))
+        session.observe(RoutingEvent(step, 0, 0, Phase.DECODE, 0, 2, ids, weights, inputs))
     session.close()
     trace = read(tmp_path / "t.npz")
     assert trace.tokens.tolist() == [0, 1, 2] and trace.expert_ids[1].tolist() == [[0, 3], [1, 3], [2, 3]]
@@ -150,9 +136,9 @@ def test_memory_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_passes_are_in_the_order_they_began(tmp_path: Path) -> None:
     trace = record(
         tmp_path / "t.npz",
-        routed(1, 0, [[0, 1]], context=1),
-        routed(2, 0, [[1, 2]], context=0),
-        routed(3, 0, [[2, 3]], context=0),
+        routed(1, 0, [[0, 1]], sequence=1),
+        routed(2, 0, [[1, 2]]),
+        routed(3, 0, [[2, 3]]),
         routed(4, 0, np.empty((0, 2))),  # type: ignore[arg-type]
     )
     assert trace.pass_ns.tolist() == [10, 20, 30], "and none without tokens"

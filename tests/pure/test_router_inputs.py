@@ -59,7 +59,7 @@ def test_a_new_pass_discards_the_last_input_and_events_may_reuse_their_arrays() 
     reused.inputs[:] = 0
     found = skip.predict(3, 1)
     assert found is not None and found.argmax() == 0
-    skip.announce(Announcement(0, 0, Phase.DECODE, np.zeros(1, np.int32)))
+    skip.announce(Announcement(0, Phase.DECODE, np.zeros(1, np.int32)))
     assert skip.predict(3, 1) is None
 
 

@@ -48,11 +48,11 @@ def make_predictor() -> RoutingPath:
 
 
 def announce(predictor: RoutingPath, *tokens: int, sequence: int = 0, phase: Phase = Phase.DECODE) -> None:
-    predictor.announce(Announcement(0, sequence, phase, np.array(tokens, np.int32)))
+    predictor.announce(Announcement(sequence, phase, np.array(tokens, np.int32)))
 
 
 def routed(il: int, n_tokens: int = 1, first_token: int = 0, sequence: int = 0) -> RoutingEvent:
-    return RoutingEvent(0, 0, 0, sequence, Phase.DECODE, first_token, il, np.zeros((n_tokens, 1), np.int32))
+    return RoutingEvent(0, 0, sequence, Phase.DECODE, first_token, il, np.zeros((n_tokens, 1), np.int32))
 
 
 def predicted_by(predictor: RoutingPath) -> np.ndarray:

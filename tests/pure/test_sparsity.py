@@ -28,7 +28,7 @@ class NoForecast:
 def scores_after(
     policy: SparsityAware, history: History, il: int, e: int, sequence: int = 0, pass_: int = 0
 ) -> Float32s:
-    history.update(RoutingEvent(pass_, 0, 0, sequence, Phase.DECODE, 0, il, np.array([[e]], np.int32)))
+    history.update(RoutingEvent(pass_, 0, sequence, Phase.DECODE, 0, il, np.array([[e]], np.int32)))
     scores = policy.scores(history, NoForecast())
     return scores
 

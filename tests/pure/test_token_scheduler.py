@@ -170,7 +170,7 @@ def test_recent_paths_follow_each_sequence_by_itself() -> None:
             ids = np.array([[3], [4 + pass_]], np.int32)
             phases = np.ones(2, np.int32)
             paths.observe(RoutingEvent(
-                pass_, 0, 0, 7, Phase.DECODE, 0, il, ids, sequences=np.array([7, 9], np.int32), phases=phases
+                pass_, 0, 7, Phase.DECODE, 0, il, ids, sequences=np.array([7, 9], np.int32), phases=phases
             ))  # fmt: skip
     steady, changed = paths.path(7), paths.path(9)
     assert steady is not None and changed is not None
@@ -187,7 +187,7 @@ def test_predicted_paths_are_the_predictors_for_each_sequence() -> None:
     for sequence, token in ((1, 5), (2, 9)):
         paths.expect(sequence, np.array([token], np.int32))
     for sequence, token in ((1, 5), (2, 9)):
-        table.announce(Announcement(0, sequence, Phase.DECODE, np.array([token], np.int32)))
+        table.announce(Announcement(sequence, Phase.DECODE, np.array([token], np.int32)))
         expected = [table.predict(il, 1) for il in SMALL.layers]
         np.testing.assert_array_equal(paths.path(sequence), np.stack(expected))  # type: ignore[arg-type]
     paths.forget(1)

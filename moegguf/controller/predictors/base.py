@@ -109,7 +109,7 @@ class PerSequence(Predictor):
         self._set_present(parts)
         for part, follower in zip(parts, self._present, strict=False):
             tokens = announcement.tokens[part.rows]
-            follower.announce(Announcement(announcement.context, part.sequence, part.phase, tokens))
+            follower.announce(Announcement(part.sequence, part.phase, tokens))
 
     def observe(self, event: RoutingEvent) -> None:
         """Passes on what was routed of each sequence."""

@@ -192,7 +192,6 @@ class RoutingPath(Predictor):
         self._cache = self.network.empty_cache(1)
         self._recent: Int32s = np.empty(self.network.window, np.int32)
         self._sequence = -1
-        self._context = -1
         self._nonuse: Float32s | None = None  # (n_chunk, ...): -log of the probability that no token uses the expert
         self._table: Float32s | None = None
         self._reset()
@@ -210,8 +209,8 @@ class RoutingPath(Predictor):
         """Predicts: one decoder step for one token, chunk by chunk for many."""
         tokens = announcement.tokens
         self._nonuse = self._table = None
-        if (announcement.context, announcement.sequence) != (self._context, self._sequence):
-            self._context, self._sequence = announcement.context, announcement.sequence
+        if announcement.sequence != self._sequence:
+            self._sequence = announcement.sequence
             self._reset()
         if len(tokens) == 0:
             return

@@ -27,6 +27,7 @@ class DecayedFrequency final : public EvictionPolicy {
 } // namespace
 
 extern const PolicyType decayed_frequency_policy;
-const PolicyType decayed_frequency_policy = {"lfu-decay", 0, {"half_life_tokens"}, make_policy_of<DecayedFrequency>};
+const PolicyType decayed_frequency_policy = {
+    "lfu-decay", false, {"half_life_tokens"}, make_policy_of<DecayedFrequency>};
 
 } // namespace moegguf

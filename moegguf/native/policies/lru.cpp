@@ -16,6 +16,6 @@ class Lru final : public EvictionPolicy {
 } // namespace
 
 extern const PolicyType lru_policy;
-const PolicyType lru_policy = {"lru", 0, {}, make_policy_of<Lru>};
+const PolicyType lru_policy = {"lru", false, {}, make_policy_of<Lru>};
 
 } // namespace moegguf

@@ -93,9 +93,7 @@ bool NextUse::on_forecast(int il, const float * probabilities) {
 } // namespace
 
 extern const PolicyType next_use_policy;
-const PolicyType next_use_policy = {"next-use",
-                                    MOEGGUF_POLICY_FORECAST,
-                                    {"half_lives_tokens", "weights", "distance_weight", "trust"},
-                                    make_policy_of<NextUse>};
+const PolicyType next_use_policy = {
+    "next-use", true, {"half_lives_tokens", "weights", "distance_weight", "trust"}, make_policy_of<NextUse>};
 
 } // namespace moegguf

@@ -87,7 +87,7 @@ std::unique_ptr<EvictionPolicy> make_policy_of(const Layout & layout, const Para
 
 struct PolicyType {
     const char * name;
-    uint32_t traits;                      // enum moegguf_policy_trait
+    bool takes_forecast;                  // makes use of on_forecast
     std::vector<const char *> parameters; // their names
     std::unique_ptr<EvictionPolicy> (*make)(const Layout & layout, const Parameters & parameters);
 };

@@ -8,8 +8,7 @@
     _(lru)                  \
     _(decayed_frequency)    \
     _(next_use)             \
-    _(slru)                 \
-    _(score_table)
+    _(slru)
 
 namespace moegguf {
 

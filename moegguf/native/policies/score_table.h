@@ -9,14 +9,17 @@ namespace moegguf {
 class ScoreTable final : public EvictionPolicy {
   public:
     explicit ScoreTable(const Layout & layout) : layout_(layout) {}
-    ScoreTable(const Layout & layout, const Parameters &) : layout_(layout) {}
 
     bool set() const { return !table_.empty(); }
     bool orders(const LayerStep &) const override { return set(); }
     float score(int il, int expert) const override { return table_[layout_.key(il, expert)]; }
 
     // Scores that are no finite numbers count as 0.
-    static std::vector<float> finite(const float * scores, size_t n);
+    static std::vector<float> finite(const float * scores, size_t n) {
+        std::vector<float> table(scores, scores + n);
+        std::replace_if(table.begin(), table.end(), [](float score) { return !std::isfinite(score); }, 0.0f);
+        return table;
+    }
 
     // Takes the place of the table in force, which is left in `scores`. Calls changed(il) for every row that differs.
     template <typename Changed>

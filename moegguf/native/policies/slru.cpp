@@ -84,6 +84,6 @@ class Slru final : public EvictionPolicy {
 } // namespace
 
 extern const PolicyType slru_policy;
-const PolicyType slru_policy = {"slru", 0, {"protected_share"}, make_policy_of<Slru>};
+const PolicyType slru_policy = {"slru", false, {"protected_share"}, make_policy_of<Slru>};
 
 } // namespace moegguf
