@@ -17,6 +17,7 @@ from moegguf.engine.machine import (
     Machine,
     Memory,
     count_cpus,
+    disk_read_speed,
     memory_read_speed,
     read_memory,
 )
