@@ -178,6 +178,9 @@ def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chose
     check_strategy(given.get("strategy"))
     if given.get("num_predict") == 0:
         raise typer.BadParameter("0 tokens are no answer; give 1 or more, or -1.", param_hint="--max-tokens")
+    for option in (OPTIONS[name] for name in given if OPTIONS[name].scope == "request"):
+        if option.most is not None and given[option.name] > option.most:  # checked here: help is shorter without it
+            raise typer.BadParameter(f"it has to be at most {option.most:.0f}.", param_hint=option.flags[0])
     name, words = model_and_words(model, prompt or [], chosen["model_file"], chosen["hub_model"])
     of_loading = {name: value for name, value in given.items() if OPTIONS[name].scope == "load"}
     parameters = {

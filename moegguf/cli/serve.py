@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from moegguf.cli.options import OFTEN, Command, Given, complete_model, flags, loading_options, panel
 from moegguf.errors import OptionError
-from moegguf.options import OPTIONS, TO_WORKERS
+from moegguf.options import OPTIONS
 from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:
@@ -18,12 +20,13 @@ if TYPE_CHECKING:
     from moegguf.settings import Settings
 
 
-LOADING_FLAGS = (*TO_WORKERS, "n_threads", "type_k", "type_v", "predictor", "prefetch")
-SERVER_FLAGS = [name for name, option in OPTIONS.items() if option.flags and option.scope == "server"]
+OF_THE_MODEL = ("mmproj", "lora_path")  # files that belong to one model
+SERVER_FLAGS, LOAD_FLAGS = (
+    [name for name, option in OPTIONS.items() if option.flags and option.scope == scope] for scope in ("server", "load")
+)
+TO_EVERY_MODEL = [name for name in LOAD_FLAGS if name not in ("n_ctx", *OF_THE_MODEL)]
 WITHOUT_FLAG = [
-    option
-    for option in OPTIONS.values()
-    if option.variable and option.name not in (*SERVER_FLAGS, *LOADING_FLAGS, "n_ctx")
+    option for option in OPTIONS.values() if option.variable and option.name not in (*SERVER_FLAGS, *LOAD_FLAGS)
 ]
 
 
@@ -37,7 +40,7 @@ class ServeCommand(Command):
             formatter.write_text("HF_TOKEN HF_HOME HF_HUB_CACHE HF_ENDPOINT HF_HUB_OFFLINE as for huggingface_hub")
 
 
-@flags("expert_cache", *SERVER_FLAGS, *LOADING_FLAGS[1:], "n_ctx")
+@flags("expert_cache", *SERVER_FLAGS, *(name for name in LOAD_FLAGS if name != "expert_cache"))
 def serve(
     models: Annotated[
         list[str] | None,
@@ -54,10 +57,18 @@ def serve(
     given: Given,
 ) -> int:
     """Serve models over the Ollama, OpenAI and Anthropic APIs, with a web page."""
-    loading = loading_options(given, LOADING_FLAGS)
+    from moegguf.engine.load import given_budgets, with_layers
+
+    loading = loading_options(given, TO_EVERY_MODEL)
+    budgets = given_budgets(loading.get("expert_cache"), loading.get("vram_cache"), loading.get("placement"))
+    with_layers(budgets, loading.get("n_gpu_layers"))
+    files = {name: given.pop(name) for name in OF_THE_MODEL if name in given}
     settings = replace(serve_settings(port, given), loading=loading)
     _warn_without_gpu(loading)
-    entries = [_entry_of(model) for model in models or ()]
+    if files and len(models or ()) != 1:
+        named = " and ".join(OPTIONS[name].flags[0] for name in files)
+        raise OptionError(f"{named} belongs to one model: name it, as in `moegguf serve MODEL`, and no other.")
+    entries = [_with_files(_entry_of(model), **files) for model in models or ()]
     from moegguf.server.serve import listen, run_server
 
     listener = listen(settings.host)
@@ -76,6 +87,23 @@ def _entry_of(model: str) -> ModelEntry:
     return replace(entry, name=file_name(entry.path)) if entry.source == "path" else entry
 
 
+def _with_files(entry: ModelEntry, mmproj: str | None = None, lora_path: str | None = None) -> ModelEntry:
+    """The model with another projector, or an adapter. Raises ModelFormatError, ModelNotFoundError."""
+    from moegguf.gguf.adapter import read_adapter
+    from moegguf.gguf.projector import read_projector
+    from moegguf.models.details import layout_of
+    from moegguf.models.entry import model_digest, weights_digest
+
+    if mmproj is not None:
+        entry = replace(entry, mmproj=read_projector(os.path.expanduser(mmproj)).path.absolute())
+    if lora_path is None:
+        return entry
+    adapter = Path(lora_path).expanduser().absolute()
+    read_adapter(adapter, layout_of(entry.path).arch)
+    weights = weights_digest(entry.files, adapter)
+    return replace(entry, adapter=adapter, digest=model_digest(weights, entry), files_digest=weights)
+
+
 def _warn_without_gpu(loading: Given) -> None:
     """Says what becomes of settings that need a GPU where there is none. The environment's own placement is left to
     the plans' reasons: one environment may serve machines with and without a GPU."""
@@ -83,12 +111,13 @@ def _warn_without_gpu(loading: Given) -> None:
     from moegguf.settings import read_environment
 
     placement, vram_cache = loading.get("placement"), loading.get("vram_cache", read_environment().vram_cache)
-    if not (placement in ("slots", "layers") or vram_cache) or has_gpu():
+    if not (placement in ("slots", "layers") or vram_cache or loading.get("n_gpu_layers")) or has_gpu():
         return
     if vram_cache:
         wanted, so = "--vram-cache", "models with experts cannot be loaded"
     else:
-        wanted, so = f"--placement {placement}", "the CPU computes every model"
+        wanted = f"--placement {placement}" if placement in ("slots", "layers") else "--n-gpu-layers"
+        so = "the CPU computes every model"
     print_message(
         f"warning: {wanted} needs a GPU, and this build of moegguf sees none (`moegguf doctor` lists devices): {so}"
     )

@@ -226,11 +226,9 @@ def with_gpus(
     contradict a placement.
     """
     n_gpu_layers, mode = options.get("n_gpu_layers"), options.get("split_mode", BY_LAYERS)
+    some_layers = _some_layers(budgets, n_gpu_layers)
     if budgets.choice == "cpu":
-        if n_gpu_layers:
-            raise OptionError(f"placement 'cpu' uses no GPU, but n_gpu_layers is {n_gpu_layers}; leave one out.")
         return budgets, ()
-    some_layers = n_gpu_layers is not None and 0 <= n_gpu_layers < EVERY_LAYER
     divided = some_layers or mode not in (NO_SPLIT, BY_LAYERS)
     if not budgets.needs_gpu and (divided or name or budgets.avoids_gpu or not gpus()):
         return budgets, ()
@@ -252,6 +250,24 @@ def with_gpus(
         n_gpu_layers=-1 if whole or n_gpu_layers is None else n_gpu_layers,
         tensor_split=None if tensor_split is None else tuple(tensor_split),
     ), devices
+
+
+def with_layers(budgets: Budgets, n_gpu_layers: int | None) -> Budgets:
+    """The budgets where the one GPU that there may be computes so many layers; None: as planned. Raises OptionError
+    for a placement that this contradicts."""
+    some_layers = _some_layers(budgets, n_gpu_layers)
+    if some_layers and budgets.choice == "layers":
+        raise OptionError(f"placement 'layers' is for every layer, but n_gpu_layers is {n_gpu_layers}; leave one out.")
+    if n_gpu_layers is None or budgets.choice == "cpu":
+        return budgets
+    return replace(budgets, refuses_cpu=True, divided=some_layers, n_gpu_layers=n_gpu_layers if some_layers else -1)
+
+
+def _some_layers(budgets: Budgets, n_gpu_layers: int | None) -> bool:
+    """Whether devices compute a part of the layers only."""
+    if budgets.choice == "cpu" and n_gpu_layers:
+        raise OptionError(f"placement 'cpu' uses no GPU, but n_gpu_layers is {n_gpu_layers}; leave one out.")
+    return n_gpu_layers is not None and 0 <= n_gpu_layers < EVERY_LAYER
 
 
 def _devices(name: str | None, split_mode: int, main_gpu: int) -> tuple[Device, ...]:

@@ -46,7 +46,7 @@ class EngineAnswer:
     thinking: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
-    timing: Timing = field(default_factory=Timing)
+    timing: Timing = field(default_factory=Timing, repr=False)
     error: Exception | None = None
 
     @property

@@ -107,6 +107,8 @@ class Catalog:
             raise ModelNotFoundError(f"a model is given by its name, but is {text!r}; try {DEMO_NAME!r}.")
         if self.paths and (path := _existing(text, Path.is_file)):
             return file_entry(path, "path", str(path.absolute()))
+        if found := next((entry for entry in self.given if text.lower() in _names_of(entry)), None):
+            return found
         if text.lower() in (DEMO_NAME, f"{DEMO_NAME}:{DEFAULT_TAG}"):
             return demo_entry()
         if found := self._find_by_name(text):
@@ -206,8 +208,6 @@ class Catalog:
         yield from ollama_models()
 
     def _find_by_name(self, text: str) -> ModelEntry | None:
-        if found := next((entry for entry in self.given if text.lower() in _names_of(entry)), None):
-            return found
         if not text.lower().startswith(OLLAMA_PREFIX) and (found := find_in_folder(text)):
             return found
         try:

@@ -166,7 +166,7 @@ async def get_budget(request: Request) -> Response:
     for loaded in state.manager.loaded():
         if entry.name in (each.name for each in loaded.names):
             return budget_object(loaded)
-    raise HttpError(404, f"{entry.name} is not loaded")
+    raise HttpError(404, f"{entry.name} is not loaded; a request loads it.")
 
 
 def budget_object(loaded: LoadedModel) -> JSONResponse:

@@ -524,7 +524,7 @@ class ModelManager:
         environment, chosen = read_environment(), self._settings.loading
         if not environment.hooks or chosen.get("placement", environment.placement) == "cpu":
             return None
-        if not chosen.get("vram_cache", environment.vram_cache) and not has_gpu():
+        if not chosen.get("vram_cache", environment.vram_cache) and (chosen.get("n_gpu_layers") == 0 or not has_gpu()):
             return None
         gpu = self._device_limits.choose(await asyncio.to_thread(self._devices))
         return gpu and self._device_limits.update(gpu, self._used_on(gpu.name))

@@ -12,7 +12,7 @@ from typing import Any
 
 from moegguf.engine.budgets import DEFAULT_UBATCH_TOKENS, Budgets, Sizes, given_bytes, pad_context
 from moegguf.engine.drafts import drafted
-from moegguf.engine.load import default_store, given_budgets, plan_known
+from moegguf.engine.load import default_store, given_budgets, plan_known, with_layers
 from moegguf.engine.machine import Device, Machine, Memory, count_cpus
 from moegguf.engine.memory import pooling_batch_tokens
 from moegguf.engine.plan import Plan, layer_slots, slot_bytes
@@ -71,11 +71,14 @@ def measure(
     type_k, type_v = (chosen.pop(name, settings.kv_cache_type) for name in ("type_k", "type_v"))
     n_threads_given = chosen.pop("n_threads", None)  # taken out in any case
     n_threads_given = overrides.n_threads or n_threads_given
+    n_gpu_layers = chosen.pop("n_gpu_layers", None)
+    if entry.adapter is None:
+        chosen.pop("lora_scale", None)
     flash_attn = True if (type_k, type_v) != ("f16", "f16") else settings.flash_attention
     layout, projector = drafted(layout_of(entry.path), chosen["draft"], flash_attn), projector_of(entry)
     placement = "auto" if gpu is None else chosen.get("placement")
     cache = overrides.expert_cache or chosen.get("expert_cache")
-    budgets = given_budgets(cache, chosen.get("vram_cache"), placement)
+    budgets = with_layers(given_budgets(cache, chosen.get("vram_cache"), placement), n_gpu_layers)
     devices = () if gpu is None or not layout.is_moe else (gpu,)
     here = Machine(_memory(limit_bytes), devices=devices)
     free_bytes = min(limit_bytes, *(device.free_bytes for device in devices)) if devices else limit_bytes
@@ -94,8 +97,8 @@ def measure(
     ).within(layout, free_bytes, pool_bytes)  # fmt: skip
     store, n_threads = default_store(chosen.get("strategy")), n_threads_given or count_cpus()
     budgets = replace(
-        budgets, sizes=sizes, divided=len(budgets.vram) > 1, staging=store.staging, streams=store.overlap,
-        margin_bytes=0,
+        budgets, sizes=sizes, divided=budgets.divided or len(budgets.vram) > 1, staging=store.staging,
+        streams=store.overlap, margin_bytes=0,
     )  # fmt: skip
 
     def load_config(plan: Plan) -> LoadConfig:
@@ -108,6 +111,7 @@ def measure(
             n_seq_max=n_seq_max,
             n_batch=n_batch,
             n_threads=n_threads_given,
+            n_gpu_layers=n_gpu_layers,
             type_k=type_k if type_k != "f16" else None,
             type_v=type_v if type_v != "f16" else None,
             flash_attn=flash_attn,
@@ -161,7 +165,7 @@ def _size(
 
 def _least(layout: ExpertLayout, here: Machine, budgets: Budgets, wanted: Plan) -> Plan:
     """The plan that takes the least, on the device that `wanted` is on."""
-    if wanted.layers_on and budgets.choice == "layers":
+    if (wanted.layers_on and budgets.choice == "layers") or (wanted.on_device and budgets.divided):
         return wanted
     one_slot, sizes = slot_bytes(layout), budgets.sizes
     n_tokens = 1 if wanted.on_device else sizes.one_pass_tokens

@@ -42,7 +42,8 @@ def statistics(
     """Lines for stderr. Per-token figures are of decode only; the others include the prompt. predicted: the placement
     of experts that was chosen.
 
-    The first token comes out of the prompt's last pass, so the eval rate does not count it.
+    The eval rate is the count by the duration, as llama.cpp and clients of the APIs compute it, although the first
+    token comes out of the prompt's last pass.
     """
     lines = _ollama_lines(timing, load_s)
     if timing.answer_tokens:
@@ -78,7 +79,7 @@ def _ollama_lines(timing: Timing, load_s: float) -> list[Line]:
         if timing.answer_tokens > 1:
             lines += [
                 ("eval duration", duration(timing.answer_s)),
-                ("eval rate", f"{(timing.answer_tokens - 1) / timing.answer_s:.2f} tokens/s"),
+                ("eval rate", f"{timing.answer_tokens / timing.answer_s:.2f} tokens/s"),
             ]
     return lines
 
@@ -160,7 +161,7 @@ def _placement_lines(timing: Timing, predicted: Placement | None) -> list[Line]:
         return []
     lines = [("placement", str(predicted))]
     if timing.answer_tokens > LEAST_TOKENS and timing.answer_s:
-        speed = (timing.answer_tokens - 1) / timing.answer_s
+        speed = timing.answer_tokens / timing.answer_s
         if is_off(speed, predicted.tokens_per_s):
             ratio = speed / predicted.tokens_per_s - 1
             lines.append(

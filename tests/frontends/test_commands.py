@@ -143,6 +143,7 @@ def test_doctor_never_fails_for_a_missing_fact(moegguf: Command, tmp_path: Path)
         (("run", "demo", "hi", "--expert-cash", "1GiB"), 2, "--expert-cache"),
         (("run", "demo", "hi", "-n", "0"), 2, "--max-tokens"),
         (("run", "demo", "hi", "--top-p", "3"), 2, "it has to be at most 1; see"),
+        (("run", "demo", "hi", "--temperature", "2000"), 2, "it has to be at most 1000; see"),
         (("run", "demo", "hi", "--top-k", "x"), 2, "it has to be a whole number; see"),
         (("estimate", "demo", "-c", "99999999999"), 1, "2147483392, but is 99999999999"),
         (("frobnicate",), 2, "no such command 'frobnicate'"),

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import TinyModel
+from live.running import write_adapter
 from servers import serving
 from waiting import until
 
 from moegguf.cli.serve import serve, serve_settings
 from moegguf.engine import devices, load
-from moegguf.errors import OptionError
+from moegguf.errors import ModelFormatError, OptionError
 from moegguf.gguf.experts import read_layout
 from moegguf.models.catalog import Catalog
+from moegguf.models.entry import ModelEntry
+from moegguf.models.folder import demo_entry
+from moegguf.options import OPTIONS
 from moegguf.server import serve as server
 from moegguf.serving.events import LoadOverrides
 from moegguf.serving.model_size import measure
 from moegguf.serving.wire import LoadConfig
 from moegguf.settings import Settings
+from tools.models import write_projector
 
 
 class Listener:
@@ -62,9 +69,10 @@ def test_workers_get_what_flags_say(started: list[Settings], tiny: TinyModel, mo
     assert len(started) == 2
 
 
-def size_of(path: Path, settings: Settings) -> LoadConfig:
+def size_of(model: Path | ModelEntry, settings: Settings) -> LoadConfig:
     """What a worker of a server with these settings gets."""
-    size = measure(Catalog(paths=True).find(str(path)), LoadOverrides(n_ctx=256), settings, 1 << 32)
+    entry = model if isinstance(model, ModelEntry) else Catalog(paths=True).find(str(model))
+    size = measure(entry, LoadOverrides(n_ctx=256), settings, 1 << 32)
     return size.load_config(size.plan_within(1 << 32, 0))
 
 
@@ -79,11 +87,13 @@ def test_what_needs_a_gpu_is_told_where_there_is_none(
     assert capsys.readouterr().err == ""
     serve(placement="layers")
     assert "--placement layers needs a GPU, and this build of moegguf sees none" in capsys.readouterr().err
+    serve(n_gpu_layers=-1)
+    assert "--n-gpu-layers needs a GPU" in capsys.readouterr().err
     serve(vram_cache="50%")
     assert "models with experts cannot be loaded" in capsys.readouterr().err
     monkeypatch.setattr(devices, "has_gpu", lambda: True)
     serve(placement="slots")
-    assert capsys.readouterr().err == "" and len(started) == 5
+    assert capsys.readouterr().err == "" and len(started) == 6
 
 
 def test_a_placement_of_the_environment_without_a_gpu_is_a_reason(
@@ -113,6 +123,42 @@ def test_options_of_loading_reach_the_workers(started: list[Settings], tiny: Tin
     assert (settings.n_ctx, settings.debug, found.verbose) == (512, True, True)
     assert (found.n_threads, found.type_k, found.type_v, found.flash_attn) == (3, "q8_0", None, True)
     assert (found.predictor, found.prefetch) == ("skip", True)
+
+
+def test_a_server_has_every_option_of_loading_that_run_has() -> None:
+    load = [name for name, option in OPTIONS.items() if option.flags and option.scope == "load"]
+    assert set(load) <= inspect.signature(serve).parameters.keys()
+
+
+def test_a_projector_and_an_adapter_are_of_the_one_model_that_is_named(
+    tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[ModelEntry] = []
+    monkeypatch.setattr(server, "listen", lambda host: Listener())
+    monkeypatch.setattr(server, "run_server", lambda _settings, _listener, _start, models: given.extend(models) or 0)
+    path = tiny("tiny-qwen2moe")
+    adapter = write_adapter(tmp_path / "a.gguf", "qwen2moe", "blk.1.ffn_gate_exps.weight", (16, 64, 128))
+    projector = write_projector(tmp_path / "p.gguf", "mlp", 64)
+    serve(models=[str(path)], mmproj=str(projector), lora_path=str(adapter), lora_scale=0.5)
+    (entry,) = given
+    assert (entry.mmproj, entry.adapter) == (projector, adapter)
+    assert entry.weights != Catalog().find(str(path)).weights
+    found = size_of(entry, Settings(loading={"lora_scale": 0.5}))
+    assert (found.mmproj, found.lora_path, found.lora_scale) == (str(projector), str(adapter), 0.5)
+    assert size_of(path, Settings(loading={"lora_scale": 0.5})).lora_scale is None
+    assert Catalog(paths=False, given=given).find(entry.name) is entry
+    for models in (None, [str(path), "demo"]):
+        with pytest.raises(OptionError, match="--mmproj belongs to one model"):
+            serve(models=models, mmproj=str(projector))
+    with pytest.raises(ModelFormatError, match="is not a LoRA adapter"):
+        serve(models=[str(path)], lora_path=str(projector))
+    with pytest.raises(OptionError, match="placement 'cpu' uses no GPU"):
+        serve(placement="cpu", n_gpu_layers=-1)
+
+
+def test_a_model_that_a_server_is_given_is_found_before_the_demo() -> None:
+    given = replace(demo_entry(), system="given")
+    assert Catalog(paths=False, given=[given]).find("demo") is given
 
 
 @pytest.mark.parametrize("form", ["text", "json"])

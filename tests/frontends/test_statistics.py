@@ -49,7 +49,7 @@ def test_the_expert_caches_lines_follow_ollamas() -> None:
         "prompt eval rate:     12.00 tokens/s",
         "eval count:           10 token(s)",
         "eval duration:        500ms",
-        "eval rate:            18.00 tokens/s",
+        "eval rate:            20.00 tokens/s",
         "time to first token:  250ms",
         "prompt cached:        7 token(s)",
         "threads:              2",

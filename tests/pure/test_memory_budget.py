@@ -16,7 +16,7 @@ from moegguf.engine.cost import Speeds
 from moegguf.engine.machine import Device, Memory
 from moegguf.engine.plan import Plan
 from moegguf.engine.speeds import KnownSpeeds
-from moegguf.errors import BudgetError
+from moegguf.errors import BudgetError, OptionError
 from moegguf.models.folder import file_entry
 from moegguf.quantities import Link, parse_expert_cache
 from moegguf.serving.events import LoadOverrides
@@ -150,8 +150,8 @@ STOPS_ARE_SLOW = Speeds.supposed(448e9, Link(24e9, 1e-3), 2e8)
 GPU = Device("GPU0", 0, 32 * GIB, 64 * GIB)
 
 
-def measure_on_gpu(path: Path) -> ModelSize:
-    return measure(file_entry(path, "path", "m"), LoadOverrides(n_ctx=512), Settings(), 16 * GIB, GPU)
+def measure_on_gpu(path: Path, **loading: Any) -> ModelSize:
+    return measure(file_entry(path, "path", "m"), LoadOverrides(n_ctx=512), Settings(loading=loading), 16 * GIB, GPU)
 
 
 def sent(found: ModelSize, plan: Plan) -> Plan | None:
@@ -209,6 +209,23 @@ def test_a_model_that_the_cpu_computes_fastest_takes_nothing_of_a_device(
     plan = found.plan_within(found.wanted_bytes, 0)
     assert (found.device, found.device_wanted_bytes) == (None, 0)
     assert not plan.on_device and plan.vram_cache_bytes == 0
+    whole = measure_on_gpu(tmp_path / "m.gguf", n_gpu_layers=-1)
+    assert whole.device == "GPU0", "as was asked for"
+
+
+def test_a_part_of_the_layers_is_counted_on_the_device_that_computes_it(tmp_path: Path) -> None:
+    path = moe(n_layer=6, n_expert=16, n_used=4).write(tmp_path / "m.gguf")
+    half, most = (measure_on_gpu(path, n_gpu_layers=n) for n in (3, 5))
+    assert half.device == most.device == "GPU0" and 0 < half.device_wanted_bytes < most.device_wanted_bytes
+    plan = half.plan_within(half.wanted_bytes, half.device_wanted_bytes)
+    assert plan.n_gpu_layers == 3 and sent(half, plan) == plan
+
+
+def test_layers_and_a_placement_that_contradicts_them_are_refused(tmp_path: Path) -> None:
+    path = moe(n_layer=6, n_expert=16, n_used=4).write(tmp_path / "m.gguf")
+    for placement, n in (("cpu", -1), ("layers", 3)):
+        with pytest.raises(OptionError, match=f"placement '{placement}' .*, but n_gpu_layers is {n}; leave one out"):
+            measure_on_gpu(path, placement=placement, n_gpu_layers=n)
 
 
 @pytest.mark.parametrize(
