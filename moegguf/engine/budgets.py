@@ -10,15 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from moegguf.engine.cost import Kind
-from moegguf.engine.memory import (
-    F16,
-    KV_PAD_TOKENS,
-    MemoryNeeds,
-    compute_bytes,
-    kv_bytes,
-    margin_bytes,
-    memory_needs,
-)
+from moegguf.engine.memory import F16, KV_PAD_TOKENS, MemoryNeeds, compute_bytes, kv_bytes, margin_bytes, memory_needs
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.projector import ProjectorHeader

@@ -48,12 +48,7 @@ class Context:
     predictor or listener of this model.
     """
 
-    def __init__(
-        self,
-        llm: UpstreamLlama,
-        loader: Loader,
-        mmproj: str | os.PathLike[str] | None = None,
-    ) -> None:
+    def __init__(self, llm: UpstreamLlama, loader: Loader, mmproj: str | os.PathLike[str] | None = None) -> None:
         self._llm: UpstreamLlama = weakref.proxy(llm)  # type: ignore[assignment]  # which holds this object
         self._session, self._threads, self._mmproj = loader.session, loader.threads, mmproj
         self.controller = loader.controller  # what decides on experts, if anything does

@@ -20,14 +20,7 @@ from moegguf.engine.plan import Plan
 from moegguf.engine.planner import make_plan
 from moegguf.engine.sequences import sequences_of
 from moegguf.engine.speeds import KnownSpeeds
-from moegguf.errors import (
-    AllocationError,
-    CapabilityError,
-    ExpertIOError,
-    ModelFormatError,
-    MoeggufError,
-    OptionError,
-)
+from moegguf.errors import AllocationError, CapabilityError, ExpertIOError, ModelFormatError, MoeggufError, OptionError
 from moegguf.gguf.adapter import read_adapter
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.projector import ProjectorHeader, read_projector

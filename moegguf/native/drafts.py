@@ -83,13 +83,7 @@ class Drafts:
     """
 
     def __init__(
-        self,
-        n_seq: int,
-        n_max: int,
-        keys: tuple[int, int],
-        target: int = 0,
-        draft: int = 0,
-        heads: bool = False,
+        self, n_seq: int, n_max: int, keys: tuple[int, int], target: int = 0, draft: int = 0, heads: bool = False
     ) -> None:
         self._library, self._handle, self.n_max = _library(), c.c_void_p(), n_max
         config = _Config((c.c_int32 * 2)(*keys), n_seq, n_max, target, draft, heads)

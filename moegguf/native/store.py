@@ -412,10 +412,7 @@ class Store:
         options = options or ListenOptions()
         self._listener = abi.Listener(_bits(options, "listen_flag"), options.max_input_tokens)
         types = dict(self._listener._fields_)
-        for name, convert, callback in (
-            ("on_tokens", _announcement, on_tokens),
-            ("on_routing", _routing, on_routing),
-        ):
+        for name, convert, callback in (("on_tokens", _announcement, on_tokens), ("on_routing", _routing, on_routing)):
             if callback is not None:
                 setattr(self._listener, name, types[name](self._guarded(convert, callback)))
         self._library.moegguf_store_listen(self.handle, c.byref(self._listener))
@@ -548,11 +545,7 @@ class StoreContext:
         return bool(self._library.moegguf_context_awaits_tokens(self.handle, sequence, phase))
 
     def announce(
-        self,
-        sequence: int | Integers,
-        phase: int | Integers,
-        tokens: Integers,
-        outputs: Integers | None = None,
+        self, sequence: int | Integers, phase: int | Integers, tokens: Integers, outputs: Integers | None = None
     ) -> None:
         """Gives the listener the tokens evaluated next, and routing events their requests and phases.
 

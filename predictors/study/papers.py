@@ -53,9 +53,7 @@ LINKS = {
         790, 790, "none in the paper: Switch-base's experts of 18.9 MB over an A40's 24 GB/s, as much compute a layer"
     ),
     "duoserve": Link(
-        3960,
-        1980,
-        "6.1: Mixtral-8x7B in 4 bits, 99 MB an expert at 25 GB/s; compute, not in the paper: half of that",
+        3960, 1980, "6.1: Mixtral-8x7B in 4 bits, 99 MB an expert at 25 GB/s; compute, not in the paper: half of that"
     ),
 }
 
@@ -74,10 +72,7 @@ _PROMOE = STRATEGIES["promoe"]
 assert isinstance(_PROMOE.prefetch, PrefetchOptions)
 # What papers compare with: counting, a fixed choice of experts; and ProMoE's ablation step by step.
 BASELINES = {
-    "moe-infinity": {
-        "counting": System("lfu", store=BARE),
-        "algorithm 1 alone": System("sparsity", store=BARE),
-    },
+    "moe-infinity": {"counting": System("lfu", store=BARE), "algorithm 1 alone": System("sparsity", store=BARE)},
     "promoe": {"static": System("static", store=BARE)},
 }
 ABLATION = {

@@ -26,14 +26,7 @@ from typing import Any
 from moegguf.trace.format import read, write
 from predictors.study import reuse
 from predictors.study.common import Study
-from predictors.study.papers import (
-    ABLATION,
-    BASELINES,
-    LINKS,
-    Workload,
-    file_digest,
-    write_collection,
-)
+from predictors.study.papers import ABLATION, BASELINES, LINKS, Workload, file_digest, write_collection
 from predictors.study.requests import ROLES
 from predictors.study.score import score_named
 

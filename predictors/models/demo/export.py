@@ -36,11 +36,7 @@ LAYER_NAMES = {
     "moe.down_shexp": "ffn_down_shexp.weight",
     "moe.router_shexp": "ffn_gate_inp_shexp.weight",
 }
-TOP_NAMES = {
-    "token_embd": "token_embd.weight",
-    "output_norm.weight": "output_norm.weight",
-    "output": "output.weight",
-}
+TOP_NAMES = {"token_embd": "token_embd.weight", "output_norm.weight": "output_norm.weight", "output": "output.weight"}
 
 
 def gguf_name(name: str) -> str:
