@@ -17,22 +17,22 @@ SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html")
 VENDORED = ("moegguf/server/static/vendor/",)  # libraries with a licence of their own: not counted
 GOALS = {"moegguf": 46_000, "tests": 34_000, "tools + predictors": 14_000}
 LIMITS = {
-    "moegguf": 1_200,
+    "moegguf": 1_250,
     "moegguf/bench": 1_420,
     "moegguf/chat": 1_980,
-    "moegguf/cli": 2_820,
+    "moegguf/cli": 2_870,
     "moegguf/controller": 3_270,
-    "moegguf/engine": 7_620,
+    "moegguf/engine": 7_610,
     "moegguf/generate": 4_690,
     "moegguf/gguf": 1_970,
     "moegguf/models": 3_190,
-    "moegguf/native": 16_220,
+    "moegguf/native": 15_780,
     "moegguf/server": 8_800,
     "moegguf/serving": 4_910,
     "moegguf/terminal": 1_670,
-    "moegguf/trace": 2_100,
-    "predictors": 8_050,
-    "tests": 43_450,
+    "moegguf/trace": 2_090,
+    "predictors": 8_040,
+    "tests": 42_340,
     "tools": 5_800,
 }
 
