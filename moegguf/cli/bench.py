@@ -77,7 +77,7 @@ FLAGS = (
     Flag("against", "--against", "SYSTEMS", OFTEN,
          "Alternate with llama.cpp (stock: without patches; mmap, resident: the same build without the cache; a suffix"
          " -plain or -repacked chooses the layout of weights), another strategy, or the first system without one"
-         " feature; a wrong name lists them all."),
+         " feature; a wrong name lists them all.", []),
     Flag("rounds", "--rounds", "N", RESEARCH, "Rounds; default 3 with --against, else 1.",
          None, int | None, {"min": 1}),
     Flag("memory_limit", "--memory-limit", "SIZE", MEMORY, "Run each system in a memory cgroup of this size.",
