@@ -51,6 +51,11 @@ def test_a_screen_of_help_has_what_people_use_most(moegguf: Command, command: st
     assert [flag for flag in flags.split() if flag not in " ".join(screen)] == []
 
 
+def test_bench_of_the_demo_alone_is_a_table_of_its_tests(moegguf: Command) -> None:
+    done = moegguf("bench", "-m", "demo", "-t", "auto", "-p", "4", "-n", "2", "-r", "1", "-o", "json")
+    assert [(row["n_prompt"], row["n_gen"]) for row in json.loads(done.stdout)] == [(4, 0), (0, 2)], done.stderr
+
+
 def test_help_is_grouped(moegguf: Command) -> None:
     titles = re.findall(r"^(\w+):$", moegguf("run", "--help").stdout, re.MULTILINE)
     assert titles == ["Arguments", "Options", "Model", "Memory", "Sampling", "Output", "Research"]
