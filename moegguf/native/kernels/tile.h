@@ -7,7 +7,7 @@
 namespace moegguf::kernels {
 namespace {
 
-constexpr int ahead_bytes = 3072; // of prefetches: the parts of a K-quant's block are too many streams for a processor
+constexpr int prefetch_ahead_bytes = 16384; // into the second cache: few lines at once are on their way to the first
 
 template <class Isa, class T>
 struct Tile {
@@ -96,10 +96,10 @@ struct Tile {
             Groups block;
             for (int i = 0; i < Isa::n_groups; i++) {
                 block[i] = weights[i] + b * T::bytes;
-#pragma GCC unroll 32
-                for (int at = 0; at < T::bytes; at += 64) {
-                    __builtin_prefetch(block[i] + ahead_bytes + at);
-                }
+            }
+#pragma GCC unroll 64
+            for (int at = 0; at < Isa::n_groups * T::bytes; at += 64) { // in the order of their addresses
+                __builtin_prefetch(weights[0] + b * Isa::n_groups * T::bytes + at + prefetch_ahead_bytes, 0, 2);
             }
             if constexpr (T::n_values == 32) {
                 add_32<n_rows>(block, rows, sums, mins);
