@@ -1,4 +1,4 @@
-"""Every API's bodies, and what the model is asked, or the refusal: `encodings/bodies.txt` has both.
+"""Every API's bodies, and what the model is asked, or the refusal: `recorded/bodies.txt` has both.
 
 A line there is a path and fields of its body besides those of BASE. "... N times" after an item of a list, or at the
 end of a text, repeats it; "every field" stands for all of chat's. A new line gets its outcome by MOEGGUF_RECORD=1.
@@ -19,7 +19,7 @@ import pytest
 from fake_manager import HI, TEMPLATE, FakeManager, entry_of
 from gguf_builder import U32, moe
 from pictures import base64_of, png
-from recorded import FOLDER, check_recorded
+from recorded_texts import check_recorded, recorded_lines
 
 from moegguf.generate.request import GenerationRequest, Sampling
 from moegguf.models.blobs import BlobStore
@@ -79,9 +79,7 @@ def asked(manager: FakeManager) -> Iterator[str]:
 
 
 def told(http: httpx.Client, manager: FakeManager) -> Iterator[str]:
-    for line in (FOLDER / "bodies.txt").read_text(encoding="utf-8").splitlines():
-        if not line.startswith("/"):
-            continue
+    for line in recorded_lines("bodies", "/"):
         path, body = line.split(" ", 1)
         for kept in (manager.requests, manager.embedded, manager.leases):
             kept.clear()  # type: ignore[attr-defined]
