@@ -1,13 +1,15 @@
-"""A scripted replacement of `moegguf.serving.worker`, for tests of scheduling: `python fake_worker.py FD`.
+"""A scripted replacement of `moegguf.serving.worker`: `python fake_worker.py FD`. Imports the standard library only, so
+that it starts fast. `python fake_worker.py COMMAND ...` is `moegguf COMMAND ...` with this worker.
 
-The path of the model to load is JSON: {"log": file that gets a line per load; "fractions": number of progress messages;
-"wait": file to wait for;
-"die": file with the number of loads that still crash; "fail": class of an error; "stall": never finishes;
-"n_parallel": requests that it claims to answer at once}.
+Where the path of the model to load is JSON, that says how: {"log": file that gets a line per load; "fractions": number
+of progress messages; "wait": file to wait for; "die": file with the number of loads that still crash; "fail": class of
+an error; "stall": never finishes; "n_parallel": requests that it claims to answer at once}.
 
-The prompt selects the answer: "say WORD ..." · "count N" · "hold FILE" (one delta, then waits for FILE or a cancel) ·
-"hang" (waits for ever, ignores a cancel) · "die" (one delta, then SIGKILL) · "fail CLASS". Imports the standard library
-only, so that it starts fast.
+The prompt, or the last message, selects the answer: "say WORD ..." · "count N" · "hold FILE" (one delta, then waits for
+FILE or a cancel) · "hang" (waits for ever, ignores a cancel) · "die" (one delta, then SIGKILL) · "fail CLASS [TEXT]"
+(an error, after TEXT) · "think: THINKING|TEXT" · "slowly TEXT" (repeats it until cancelled) · "stubborn TEXT" (cannot
+be cancelled) · "progress" (of a long prompt) · "messages" and "settings" (the request) · "cut" (messages were left
+out); any other message is echoed.
 """
 
 from __future__ import annotations
@@ -19,13 +21,24 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-CONNECTION = socket.socket(fileno=int(sys.argv[1]))
 MESSAGES: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
 CANCELLED = threading.Event()
 SEND_LOCK = threading.Lock()
+TIMING = {"prompt_tokens": 1, "answer_tokens": 2, "prompt_s": 0.25, "answer_s": 0.5, "total_s": 0.75}
+SNAPSHOT = {
+    "model": "a", "layers": [0], "n_expert": 2, "state": "AAI=", "uses": "AQA=", "loads": "AAA=", "stats": {},
+    "busy": False, "tokens_per_s": 0.0, "seconds": 1.0,
+}  # fmt: skip
+NO_EXPERTS = {**SNAPSHOT, "layers": [], "n_expert": 0, "state": "", "uses": "", "loads": ""}
+Event = dict[str, Any]
+
+
+class FailError(Exception):
+    """Ends an answer with an error of the class that it names."""
 
 
 def send(kind: str, **fields: Any) -> None:
@@ -38,35 +51,19 @@ def listen() -> None:
         message = json.loads(line)
         if message["kind"] == "cancel":
             CANCELLED.set()
-        elif message["kind"] == "watch":
-            send_snapshot(message["per_s"])
+        elif message["kind"] == "watch":  # one snapshot, with its rate as `tokens_per_s`
+            send("snapshot", snapshot={**SNAPSHOT, "tokens_per_s": message["per_s"]}, decisions={})
         elif message["kind"] == "tokenize":
             end(message["id"], value=[ord(letter) for letter in message["text"]])
+        elif message["kind"] == "experts":
+            end(message["id"], value=NO_EXPERTS)
         else:
             MESSAGES.put(message)
     os._exit(0)
 
 
-def send_snapshot(per_s: float) -> None:
-    """One snapshot per watch message, with its rate as `tokens_per_s`."""
-    snapshot = {
-        "model": NAME,
-        "layers": [0],
-        "n_expert": 2,
-        "state": "AAI=",
-        "uses": "AQA=",
-        "loads": "AAA=",
-        "stats": {},
-    }
-    send("snapshot", snapshot={**snapshot, "busy": False, "tokens_per_s": per_s, "seconds": 1.0}, decisions={})
-
-
 def end(number: int, **outcome: Any) -> None:
-    send("end", id=number, stats={"tokens": number}, decisions={"policy": "lru"}, **outcome)
-
-
-def send_delta(number: int, text: str) -> None:
-    send("event", id=number, Delta={"text": text})
+    send("end", id=number, stats={"tokens": number}, decisions={"policy": "lru", "predictor": "none"}, **outcome)
 
 
 def kill_self() -> None:
@@ -81,7 +78,7 @@ def die_while_left(file: Path) -> None:
 
 
 def load(config: dict[str, Any]) -> None:
-    script = json.loads(config["path"])
+    script = json.loads(config["path"]) if config["path"].startswith("{") else {}
     if "log" in script:
         with open(script["log"], "a") as log:
             log.write(json.dumps(config) + "\n")
@@ -96,47 +93,91 @@ def load(config: dict[str, Any]) -> None:
     if "fail" in script:
         send("failed", error={"class": script["fail"], "message": "as scripted"})
         sys.exit()
-    ready = {"n_ctx": config["n_ctx"], "plan": {"n_slots": 3}, "n_parallel": script.get("n_parallel", 1)}
+    ready = {"n_ctx": config.get("n_ctx", 512), "plan": {"n_slots": 3}, "n_parallel": script.get("n_parallel", 1)}
     send("ready", ready=ready, stats={}, decisions={})
 
 
-def answer(message: dict[str, Any]) -> None:
-    number = message["id"]
-    command, _, rest = message["generation"]["prompt"].partition(" ")
-    finish = "stop"
-    CANCELLED.clear()
+def events(request: dict[str, Any]) -> Iterator[Event]:
+    """The events of an answer. Raises FailError."""
+    messages = request.get("messages")
+    prompt = messages[-1]["content"] if messages else request["prompt"]
+    command, _, rest = prompt.partition(" ")
     if command == "say":
-        for word in rest.split():
-            send_delta(number, word)
+        yield from (text(word) for word in rest.split())
     elif command == "count":
         for i in range(int(rest)):
             if CANCELLED.is_set():
-                finish = "cancelled"
                 break
-            send_delta(number, f"{i} ")
+            yield text(f"{i} ")
     elif command == "hold":
-        send_delta(number, "held")
+        yield text("held")
         while not Path(rest).exists() and not CANCELLED.wait(0.002):
             pass
-        finish = "stop" if Path(rest).exists() else "cancelled"
+        if Path(rest).exists():
+            CANCELLED.clear()
     elif command == "hang":
-        send_delta(number, "hung")
+        yield text("hung")
         threading.Event().wait()
     elif command == "die":
-        send_delta(number, "last")
+        yield text("last")
         print("GGML_ASSERT(as scripted) failed", file=sys.stderr, flush=True)
         kill_self()
     elif command == "die-silently":
         die_while_left(Path(rest))
-        send_delta(number, "alive")
+        yield text("alive")
     elif command == "fail":
-        return end(number, error={"class": rest, "message": "as scripted"})
-    end(number, value={"finish": finish})
+        kind, _, said = rest.partition(" ")
+        if said:
+            yield text(said)
+        raise FailError(kind)
+    elif command in ("slowly", "stubborn"):
+        while not CANCELLED.wait(0.02):
+            yield text(f"{rest} ")
+        threading.Event().wait(None if command == "stubborn" else 0)
+    elif command == "think:":
+        thinking, _, said = rest.partition("|")
+        yield {"Delta": {"thinking": thinking}}
+        yield text(said)
+    elif command == "progress":
+        yield {"PromptProgress": {"n_tokens": 6300, "n_cached": 0, "n_done": 1024, "seconds": 22.0}}
+        CANCELLED.wait()
+    elif command == "messages":
+        yield text(" ".join(f"[{each['role']}: {each['content']}]" for each in messages or ()))
+    elif command == "settings":
+        sampling = " ".join(f"{name}={value}" for name, value in request.get("sampling", {}).items())
+        yield text(f"{sampling} format={request.get('format')} think={request.get('think')}")
+    else:
+        yield from map(text, prompt)
 
 
-threading.Thread(target=listen, daemon=True).start()
-CONFIG: dict[str, Any] = MESSAGES.get()["config"]
-NAME = CONFIG["name"]
-load(CONFIG)
-while True:
-    answer(MESSAGES.get())
+def text(said: str) -> Event:
+    return {"Delta": {"text": said}}
+
+
+def answer(message: dict[str, Any]) -> None:
+    number, request = message["id"], message["generation"]
+    CANCELLED.clear()
+    try:
+        for event in events(request):
+            send("event", id=number, **event)
+    except FailError as error:
+        return end(number, error={"class": str(error), "message": "as scripted"})
+    finish = {"finish": "cancelled" if CANCELLED.is_set() else "stop"}
+    if messages := request.get("messages"):
+        finish |= TIMING | ({"cut_messages": 3} if messages[-1]["content"] == "cut" else {})
+    end(number, value=finish)
+
+
+if __name__ == "__main__" and sys.argv[1].isdigit():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the worker does
+    CONNECTION = socket.socket(fileno=int(sys.argv[1]))
+    threading.Thread(target=listen, daemon=True).start()
+    load(MESSAGES.get()["config"])
+    while True:
+        answer(MESSAGES.get())
+elif __name__ == "__main__":
+    from moegguf.cli import app
+    from moegguf.serving import worker_process
+
+    worker_process.COMMAND = (sys.executable, "-I", "-S", __file__)
+    sys.exit(app.main())

@@ -51,9 +51,9 @@ class Client:
     def __init__(self, settings: Settings | None = None) -> None:
         settings = settings or read_settings()
         self.host = reachable(settings.host)
-        self._headers = {"Accept": "application/json"}
+        self.headers = {"Accept": "application/json"}
         if settings.api_keys:
-            self._headers["Authorization"] = f"Bearer {settings.api_keys[0]}"
+            self.headers["Authorization"] = f"Bearer {settings.api_keys[0]}"
         proxies = [urllib.request.ProxyHandler({})] if self.host.is_loopback else []
         self._opener = urllib.request.build_opener(_NoRedirect, *proxies)
 
@@ -82,24 +82,12 @@ class Client:
                 if line.strip():
                     yield _without_error(_parsed(line))
 
-    def reply(self, path: str, data: bytes, headers: Mapping[str, str]) -> tuple[int, Any]:
-        """(status, JSON) of the reply to a body of JSON, also of an error; waits without a limit."""
-        request = urllib.request.Request(self.host.url + path, data, {**self._headers, **JSON_TYPE, **headers})
-        try:
-            with self._opener.open(request) as response:
-                return response.status, _parsed(response.read())
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, _parsed(error.read())
-        except (OSError, HTTPException) as error:
-            raise self._connection_error(error) from None
-
     @contextmanager
     def _open(
         self, path: str, body: Mapping[str, Any] | None, timeout_s: float, method: str | None = None
     ) -> Generator[HTTPResponse]:
         data = None if body is None else json.dumps(body).encode()
-        headers = self._headers if data is None else {**self._headers, **JSON_TYPE}
+        headers = self.headers if data is None else {**self.headers, **JSON_TYPE}
         request = urllib.request.Request(self.host.url + path, data, headers, method=method)
         try:
             response = self._opener.open(request, timeout=timeout_s)
@@ -121,6 +109,10 @@ class Client:
         reason = getattr(error, "reason", error)
         if isinstance(reason, TimeoutError):
             return NoServerError(f"the server at {self.host.url} does not answer.")
+        return self.no_server()
+
+    def no_server(self) -> NoServerError:
+        """The error of an address at which nothing answers."""
         return NoServerError(f"no server is running at {self.host.url}; start one with `moegguf serve`.")
 
 
@@ -129,11 +121,16 @@ def reachable(host: Host) -> Host:
     return replace(host, host=WILDCARD_ADDRESSES.get(host.host, host.host))
 
 
+def not_json() -> ServerError:
+    """The error of a response that is not of our servers."""
+    return ServerError("the server's response is not JSON; is another program at its address?")
+
+
 def _parsed(data: bytes) -> Any:
     try:
         return json.loads(data)
     except ValueError:
-        raise ServerError("the server's response is not JSON; is another program at its address?") from None
+        raise not_json() from None
 
 
 def _without_error(line: Any) -> Any:

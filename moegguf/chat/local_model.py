@@ -13,7 +13,7 @@ from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from moegguf.chat.answers import RemoteAnswer
+from moegguf.chat.answers import Answer
 from moegguf.errors import MoeggufError
 from moegguf.generate.request import Delta, PromptProgress, Timing
 from moegguf.models.entry import ModelEntry
@@ -25,50 +25,11 @@ from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:
     from moegguf.chat.conversation import Conversation
-    from moegguf.generate.request import GenerationRequest
     from moegguf.models.catalog import Catalog
     from moegguf.serving.events import Snapshot
     from moegguf.terminal.progress import Spinner
 
 Result = TypeVar("Result")
-
-
-class WorkerAnswer(RemoteAnswer):
-    """An answer of a worker, on the loop where it is, to `generation`."""
-
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, worker: WorkerProcess, generation: GenerationRequest, load_s: float
-    ) -> None:
-        super().__init__(load_s)
-        self._loop = loop
-        self._worker = worker
-        self._generation = generation
-        self._request: PendingRequest | None = None
-        self._stopped = False
-
-    def _begin(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._read(), self._loop)
-
-    async def _read(self) -> None:
-        error = None
-        try:
-            self._request = self._worker.request("generate", generation=self._generation, stream=True, mark=True)
-            if self._stopped:
-                self._request.cancel()
-            async for event in self._request.events():
-                if isinstance(event, Delta | PromptProgress):
-                    self._parts.put(event)
-                else:
-                    self.timing = build(Timing, event)
-        except MoeggufError as failure:
-            error = failure
-        self.decisions = self._worker.decisions
-        self._end(error)
-
-    def _stop(self) -> None:
-        self._stopped = True
-        if self._request is not None:
-            self._loop.call_soon_threadsafe(self._request.cancel)
 
 
 class LocalModel:
@@ -88,7 +49,7 @@ class LocalModel:
         self._loaded: tuple[ModelEntry, Mapping[str, Any]] | None = None
         self._load_s = 0.0  # since the last answer
         self._counts_uses = False
-        self._answer: WorkerAnswer
+        self._answer: Answer
 
     def _start(self) -> WorkerProcess:
         """A new worker, whose requests may take as long as they need to end: a person waits, who can end this
@@ -171,10 +132,35 @@ class LocalModel:
         assert self._worker is not None
         return self._worker
 
-    def answer(self, conversation: Conversation) -> WorkerAnswer:
+    def answer(self, conversation: Conversation) -> Answer:
         """The answer to the last message."""
+        generation, worker, requests = conversation.request(), self._own, list[PendingRequest]()
+
+        async def read(answer: Answer) -> None:
+            error = None
+            try:
+                requests.append(worker.request("generate", generation=generation, stream=True, mark=True))
+                if answer.stopped:
+                    requests[0].cancel()
+                async for event in requests[0].events():
+                    if isinstance(event, Delta | PromptProgress):
+                        answer.put(event)
+                    else:
+                        answer.timing = build(Timing, event)
+            except MoeggufError as failure:
+                error = failure
+            answer.decisions = worker.decisions
+            answer.end(error)
+
+        def begin(answer: Answer) -> None:
+            asyncio.run_coroutine_threadsafe(read(answer), self._loop)
+
+        def stop(_: Answer) -> None:
+            for request in requests:
+                self._loop.call_soon_threadsafe(request.cancel)
+
         load_s, self._load_s = self._load_s, 0.0
-        self._answer = WorkerAnswer(self._loop, self._own, conversation.request(), load_s)
+        self._answer = Answer(begin, stop, load_s)
         return self._answer
 
     def _experts(self) -> Snapshot:

@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moegguf.chat.answers import RemoteAnswer
+from moegguf.chat.answers import Answer
 from moegguf.chat.client import Client, Json, ServerError
 from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
 from moegguf.generate.images import images_of, text_of
@@ -109,7 +109,7 @@ class ServedModel:
         self._keep_alive = keep_alive
         self._load_parameters: Json = {}
         self._new_load_s = 0.0  # of a load since the last answer
-        self._answer: ServedAnswer
+        self._answer: Answer
 
     @property
     def reads_images(self) -> bool:
@@ -147,8 +147,8 @@ class ServedModel:
         if _load_parameters(conversation) != self._load_parameters:
             self.load(conversation, spinner)
 
-    def answer(self, conversation: Conversation) -> ServedAnswer:
-        """The server's answer to the last message."""
+    def answer(self, conversation: Conversation) -> Answer:
+        """The server's answer to the last message; its `load_s` and `decisions` are those of the model there."""
         body = {
             "model": conversation.entry.name,
             "messages": _messages(conversation),
@@ -156,9 +156,27 @@ class ServedModel:
             "format": conversation.format,
             "think": conversation.think,
             "shift": conversation.context_shift,
+            "stream": True,
+            "details": True,
             **({} if self._keep_alive is None else {"keep_alive": self._keep_alive}),
         }
-        self._answer = ServedAnswer(self._client, body, self._new_load_s)
+
+        def read(answer: Answer) -> None:
+            try:
+                with closing(self._client.stream("/api/chat", body)) as lines:
+                    for line in lines:
+                        if answer.stopped or _take(answer, line):
+                            return
+                answer.end(self._client.lost_connection())
+            except BaseException as error:  # raised again by `deltas`
+                answer.end(error)
+
+        def begin(answer: Answer) -> None:
+            # On a thread of its own: the first line may wait for a load or for other answers, which nothing interrupts.
+            threading.Thread(target=read, args=(answer,), name="moegguf-served", daemon=True).start()
+
+        # The server stops with its next line, which ends the connection.
+        self._answer = Answer(begin, Answer.end, self._new_load_s)
         self._new_load_s = 0.0
         return self._answer
 
@@ -250,46 +268,22 @@ def _message(message: Message) -> Json:
     return {**message, "content": text_of(message["content"]), **({"images": images} if images else {})}
 
 
+def _take(answer: Answer, line: Mapping[str, Any]) -> bool:
+    """Takes a line of /api/chat; True for the last one."""
+    if line.get("done"):
+        answer.timing = build(Timing, line["timing"])
+        answer.load_s += line.get("load_duration", 0) / 1e9
+        answer.decisions = line["decisions"]
+        answer.end()
+        return True
+    if "prompt_progress" in line:
+        answer.put(build(PromptProgress, line["prompt_progress"]))
+    else:
+        answer.put(Delta(line["message"].get("content", ""), line["message"].get("thinking", "")))
+    return False
+
+
 def _listed(model: Json) -> ModelEntry:
     """An object of /api/tags as an entry of a list."""
     modified, missing = datetime.fromisoformat(model["modified_at"]), tuple(map(Path, model.get("missing", ())))
     return ModelEntry(model["name"], "own", (), model["size"], model["digest"], modified, missing=missing)
-
-
-class ServedAnswer(RemoteAnswer):
-    """One answer of a server to the body of /api/chat. `load_s` and `decisions` are those of the model there."""
-
-    def __init__(self, client: Client, body: Mapping[str, Any], load_s: float = 0.0) -> None:
-        super().__init__(load_s)
-        self._client = client
-        self._body = {**body, "stream": True, "details": True}
-
-    def _begin(self) -> None:
-        # On a thread of its own: the first line may wait for a load or for other answers, which nothing interrupts.
-        threading.Thread(target=self._read, name="moegguf-served", daemon=True).start()
-
-    def _stop(self) -> None:
-        """The server stops with its next line, which ends the connection."""
-        self._end()
-
-    def _read(self) -> None:
-        try:
-            with closing(self._client.stream("/api/chat", self._body)) as lines:
-                for line in lines:
-                    if self._ended.is_set():
-                        return
-                    self._take(line)
-            self._end(self._client.lost_connection())
-        except BaseException as error:  # raised again by `deltas`
-            self._end(error)
-
-    def _take(self, line: Mapping[str, Any]) -> None:
-        if line.get("done"):
-            self.timing = build(Timing, line["timing"])
-            self.load_s += line.get("load_duration", 0) / 1e9
-            self.decisions = line["decisions"]
-            self._end()
-        elif "prompt_progress" in line:
-            self._parts.put(build(PromptProgress, line["prompt_progress"]))
-        else:
-            self._parts.put(Delta(line["message"].get("content", ""), line["message"].get("thinking", "")))

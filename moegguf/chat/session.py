@@ -16,7 +16,7 @@ from moegguf.terminal.messages import print_message
 from moegguf.terminal.progress import Spinner, prompt_text
 
 if TYPE_CHECKING:
-    from moegguf.chat.answers import RemoteAnswer
+    from moegguf.chat.answers import Answer
     from moegguf.chat.conversation import Conversation, Snapshot
     from moegguf.chat.local_model import LocalModel
     from moegguf.chat.reader import InputHistory
@@ -121,9 +121,7 @@ def shift_text(timing: Timing) -> str:
     return f"the context was full{times}: the model no longer knows the older half" if n else ""
 
 
-def print_answer(
-    answer: RemoteAnswer, printer: Printer, spinner: Spinner, *, exit_timeout_s: float | None = None
-) -> Reply:
+def print_answer(answer: Answer, printer: Printer, spinner: Spinner, *, exit_timeout_s: float | None = None) -> Reply:
     """Prints an answer. Ctrl-C cancels it; a second one, or `exit_timeout_s` seconds, end the process."""
     spinner.show("")
 

@@ -12,10 +12,9 @@ import os
 import shutil
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, suppress
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
@@ -99,7 +98,7 @@ def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
             kv_tokens = chosen["kv_tokens"] or settings.kv_tokens
             settings = replace(settings, n_parallel=max(1, n_together), n_ctx=n_ctx, kv_tokens=kv_tokens)
             answering = answers_of_models_here(settings)
-        return Run(found, target, answers, n_at_once).to_end(answering)
+        return answer_to_end(found, target, answers, n_at_once, answering)
 
 
 def output_path(requests: str, output: str | None) -> Path | None:
@@ -177,39 +176,27 @@ def server_for(models: list[str]) -> Client | None:
 
 @asynccontextmanager
 async def answers_of_server(client: Client) -> AsyncIterator[Answer]:
-    """Answers of a server, which serves other clients first."""
+    """Answers of a server, which serves other clients first; a request may take as long as it needs."""
+    import httpx2
+
+    from moegguf.chat.client import not_json
     from moegguf.serving.batch.answers import Reply
 
-    async def answer(url: str, body: bytes) -> Reply:
-        return Reply(*await _in_thread(lambda: client.reply(url, body, {"Priority": "u=7"})))
+    headers = {**client.headers, "Content-Type": "application/json", "Priority": "u=7"}
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
+    proxies = not client.host.is_loopback
+    async with httpx2.AsyncClient(headers=headers, limits=limits, timeout=None, trust_env=proxies) as session:
 
-    yield answer
+        async def answer(url: str, body: bytes) -> Reply:
+            try:
+                reply = await session.post(client.host.url + url, content=body)
+                return Reply(reply.status_code, reply.json())
+            except httpx2.HTTPError:
+                raise client.no_server() from None
+            except ValueError:
+                raise not_json() from None
 
-
-async def _in_thread(call: Callable[[], Any]) -> Any:
-    """What `call` returns. On a thread that does not keep the process: nothing interrupts a request."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-
-    def end(result: Any, error: BaseException | None) -> None:
-        if done.cancelled():
-            return
-        if error is None:
-            done.set_result(result)
-        else:
-            done.set_exception(error)
-
-    def work() -> None:
-        result, failure = None, None
-        try:
-            result = call()
-        except BaseException as error:  # raised again where it is awaited
-            failure = error
-        with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(end, result, failure)
-
-    threading.Thread(target=work, name="moegguf-batch", daemon=True).start()
-    return await done
+        yield answer
 
 
 @asynccontextmanager
@@ -280,45 +267,35 @@ class BatchProgress(ProgressBar):
             print_message(self.text(now))
 
 
-class Run:
-    """The requests that are not answered yet, up to the file of all answers. `target`: None for stdout."""
+def answer_to_end(
+    requests: Requests, target: Path | None, answers: Journal | StdoutAnswers, n_parallel: int, answering: Answering
+) -> int:
+    """Answers the requests that are not answered yet, up to the file of all answers (`target`: None for stdout);
+    returns the exit code. Raises BatchFileError, StorageError, NoServerError."""
+    n_total, counts = len(requests.lines), answers.counts
+    if counts.done:
+        print_message(f"going on: {counts.done:,} of {n_total:,} are answered")
+    progress = BatchProgress(n_total, replace(counts))
 
-    def __init__(
-        self, requests: Requests, target: Path | None, answers: Journal | StdoutAnswers, n_parallel: int
-    ) -> None:
-        self._requests = requests
-        self._target = target
-        self._answers = answers
-        self._n_parallel = n_parallel
-
-    def to_end(self, answering: Answering) -> int:
-        """Answers the requests; returns the exit code. Raises BatchFileError, StorageError, NoServerError."""
-        n_total, counts = len(self._requests.lines), self._answers.counts
-        if counts.done:
-            print_message(f"going on: {counts.done:,} of {n_total:,} are answered")
-        progress = BatchProgress(n_total, replace(counts))
-        try:
-            with progress:
-                asyncio.run(self._answer_all(answering, progress))
-        except (KeyboardInterrupt, MoeggufError) as error:
-            again = "" if self._target is None else "; the same command goes on"
-            print_message(f"stopped: {counts.done:,} of {n_total:,} are answered{again}")
-            if isinstance(error, MoeggufError):
-                raise
-            return EXIT_INTERRUPTED
-        tokens = f"{counts.input_tokens:,} tokens read, {counts.output_tokens:,} written"
-        where = "" if self._target is None else f" · {self._target}"
-        print_message(f"{progress.text(counts)} · {tokens} · {short_duration(progress.seconds)}{where}")
-        if self._target is not None and not isinstance(self._answers, StdoutAnswers):
-            self._answers.finish(self._target)
-        return exit_code(counts)
-
-    async def _answer_all(self, answering: Answering, progress: BatchProgress) -> None:
+    async def answer_all() -> None:
         from moegguf.serving.batch.answers import answer_requests
 
-        def report(_: object = None) -> None:
-            progress.report(self._answers.counts)
-
-        report()
+        progress.report(counts)
         async with answering as answer:
-            await answer_requests(self._requests, self._answers, answer, self._n_parallel, report)
+            await answer_requests(requests, answers, answer, n_parallel, lambda _: progress.report(counts))
+
+    try:
+        with progress:
+            asyncio.run(answer_all())
+    except (KeyboardInterrupt, MoeggufError) as error:
+        again = "" if target is None else "; the same command goes on"
+        print_message(f"stopped: {counts.done:,} of {n_total:,} are answered{again}")
+        if isinstance(error, MoeggufError):
+            raise
+        return EXIT_INTERRUPTED
+    tokens = f"{counts.input_tokens:,} tokens read, {counts.output_tokens:,} written"
+    where = "" if target is None else f" · {target}"
+    print_message(f"{progress.text(counts)} · {tokens} · {short_duration(progress.seconds)}{where}")
+    if target is not None and not isinstance(answers, StdoutAnswers):
+        answers.finish(target)
+    return exit_code(counts)

@@ -6,24 +6,20 @@ They take the sampling options of /v1/completions by the same names; those of sa
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, Field, field_validator
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from moegguf.generate.request import MAX_TOP_LOGPROBS, Delta, GenerationRequest, PromptProgress, Sampling, Timing
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits
-from moegguf.server.common.body import Body, read_body
-from moegguf.server.common.conversation import Conversation, Json, Reply, understand
-from moegguf.server.common.streams import WholeResponse, event_line
-from moegguf.server.llama_server import sampling_object, selected_model
+from moegguf.server.common.body import Body
+from moegguf.server.common.conversation import Conversation, Json, Reply, about_prompt
+from moegguf.server.common.streams import event_line
+from moegguf.server.llama_server import sampling_object
 from moegguf.server.openai.chat import chat_logprobs, prompt_progress, statistics
 from moegguf.server.openai.completions import Prompt, prompts_of
 from moegguf.server.openai.schema import MAX_BIASES, Bias, ChatBody, GenerationBody, token_ids
@@ -33,8 +29,6 @@ if TYPE_CHECKING:
     from moegguf.serving.lease import Lease
 
 MAX_FILES = 256
-
-Kind = TypeVar("Kind", bound=GenerationBody)
 
 
 def biases_of(given: Any) -> Any:
@@ -202,43 +196,22 @@ def _stop_type(timing: Timing) -> str:
     return "limit" if timing.finish == "length" else "none"
 
 
-async def _read(request: Request, kind: type[Kind], most_bytes: int) -> Kind:
-    """The body of a request, with the name of its model."""
-    body = await read_body(request, kind, most_bytes)
-    return body.model_copy(update={"model": selected_model(request, body.model)})
-
-
-def _native(kind: type[NativeBody], *paths: str) -> list[Route]:
-    conversation: Conversation[NativeBody] = Conversation(kind, NativeReply, limits.BODY_BYTES)
-
-    async def respond(request: Request) -> Response:
-        start_ns = time.perf_counter_ns()
-        body = await _read(request, kind, limits.BODY_BYTES)
-        return await conversation.respond_to(request, body, start_ns)
-
-    return [Route(path, respond, methods=["POST"]) for path in paths]
-
-
 class TemplateBody(ChatBody):
     """The body of /apply-template, which has the fields of /v1/chat/completions."""
 
     model: str = Field("", max_length=limits.NAME_CHARS)
 
 
-async def apply_template(request: Request) -> Response:
+async def render(lease: Lease, generation: GenerationRequest) -> Json:
     """The text that the chat template makes of a conversation."""
-    body = await _read(request, TemplateBody, limits.IMAGES_BODY_BYTES)
-    entry, generations = await understand(request.app.state, body)
-
-    async def work() -> Json:
-        async with request.app.state.manager.lease(entry, body.overrides(), will_answer=False) as lease:
-            return {"prompt": await lease.render(generations[0])}
-
-    return WholeResponse(work())
+    return {"prompt": await lease.render(generation)}
 
 
+COMPLETION: Conversation[NativeCompletionBody] = Conversation(NativeCompletionBody, NativeReply, limits.BODY_BYTES)
+INFILL: Conversation[InfillBody] = Conversation(InfillBody, NativeReply, limits.BODY_BYTES)
 routes = [
-    *_native(NativeCompletionBody, "/completion", "/completions"),
-    *_native(InfillBody, "/infill"),
-    Route("/apply-template", apply_template, methods=["POST"]),
+    COMPLETION.at("/completion"),
+    COMPLETION.at("/completions"),
+    INFILL.at("/infill"),
+    about_prompt("/apply-template", TemplateBody, render),
 ]

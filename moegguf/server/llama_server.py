@@ -22,7 +22,7 @@ from moegguf.server.common import limits
 from moegguf.server.common.body import Body, read_body
 from moegguf.server.common.conversation import leases_of
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.lookup import look_up
+from moegguf.server.common.lookup import look_up, selected_model
 from moegguf.server.common.options import MAX_TOKEN, Loading, ModelName, options_of
 from moegguf.server.common.streams import WholeResponse
 from moegguf.serving.events import LoadedModel
@@ -40,19 +40,10 @@ async def health(request: Request) -> Response:
     return JSONResponse({"status": "degraded", "read_errors": failed})
 
 
-def selected_model(request: Request, model: str | None) -> str:
-    """The name of the selected model. Raises HttpError 400 when none is given and not exactly one is loaded."""
-    if model:
-        return model
-    loaded: list[LoadedModel] = request.app.state.manager.loaded()
-    if len(loaded) != 1:
-        raise HttpError(400, f"model: is missing, and {len(loaded)} models are loaded; name one")
-    return loaded[0].name
-
-
 def shared_lease(request: Request, model: str | None) -> Lease:
     """A lease that does not wait for answers of other requests; loads the model if needed."""
-    lease: Lease = request.app.state.manager.lease(selected_model(request, model), will_answer=False)
+    state = request.app.state
+    lease: Lease = state.manager.lease(selected_model(state, model), will_answer=False)
     return lease
 
 
@@ -79,7 +70,7 @@ async def props(request: Request) -> Response:
 
 async def _selected(request: Request) -> tuple[ModelEntry, Details, LoadedModel | None]:
     """The model of `?model=`, or the only loaded one; and its state, if it is loaded."""
-    name = selected_model(request, request.query_params.get("model"))
+    name = selected_model(request.app.state, request.query_params.get("model"))
     entry, known = await look_up(request.app.state.catalog, name)
     in_memory: list[LoadedModel] = request.app.state.manager.loaded()
     loaded = next((model for model in in_memory if entry.name in {each.name for each in model.names}), None)
@@ -162,7 +153,7 @@ async def _detokenize(request: Request, body: DetokenizeBody) -> dict[str, Any]:
 
 async def tokenizer_info(request: Request) -> Response:
     """The special tokens and the chat template of `?model=`, or of the only loaded model, by vLLM's names."""
-    name = selected_model(request, request.query_params.get("model"))
+    name = selected_model(request.app.state, request.query_params.get("model"))
     entry, known = await look_up(request.app.state.catalog, name)
 
     async def work() -> dict[str, Any]:
@@ -209,7 +200,7 @@ async def _rerank(request: Request, body: RerankBody) -> Any:
     texts = body.texts if body.documents is None else body.documents
     if not texts:
         raise HttpError(400, "documents: a list of texts is missing")
-    model = selected_model(request, body.model)
+    model = selected_model(request.app.state, body.model)
     async with leases_of(request).lease(model, body.overrides(), body.keep_alive_s()) as lease:
         found, name = await lease.rank(body.query, texts), lease.entry.name
     scores = {i: vector[0] for i, vector in enumerate(found.vectors)}

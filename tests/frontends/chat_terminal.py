@@ -1,4 +1,4 @@
-"""Chats in a terminal for tests: with the demo model, and with the scripted model of echo_model.py."""
+"""Chats in a terminal for tests: with the demo model, and with the scripted worker of fake_worker.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from command_line import environment
 from terminal import Terminal, moegguf_command
 
-ECHO = Path(__file__).with_name("echo_model.py")
+ECHO = Path(__file__).parents[1] / "fake_worker.py"
 QUESTION = "What does moegguf do?"
 ANSWER = "moegguf runs Mixture-of-Experts models that are too big for your memory."
 SMALL = ("--temperature", 0, "-t", 1, "-c", 512, "--expert-cache", "50%")
@@ -24,7 +24,7 @@ def demo_chat(home: Path, *arguments: object, size: tuple[int, int] = (80, 24), 
 def echo_chat(
     home: Path, *arguments: object, size: tuple[int, int] = (80, 24), term: str = "xterm", **environ: str
 ) -> Terminal:
-    """A chat with the model of `echo_model.py`."""
+    """A chat with the worker of `fake_worker.py`."""
     command = [sys.executable, str(ECHO), "run", "demo", *map(str, (*SMALL, *arguments))]
     return _terminal(command, home, size, environ, term)
 

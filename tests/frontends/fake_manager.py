@@ -11,13 +11,14 @@ import itertools
 import json
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import uvicorn
+from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
 from moegguf.engine.stats import Stats
@@ -27,9 +28,10 @@ from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, T
 from moegguf.models.catalog import demo_path
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache
-from moegguf.server.serve import Protocol
+from moegguf.server.serve import Protocol, QuietServer, listen
 from moegguf.serving.events import Done, Event, LoadedModel, LoadedName, LoadOverrides, Snapshot
 from moegguf.serving.subscribers import Subscriber
+from moegguf.settings import Host
 
 HUB = "hf.co/user/repo-GGUF:Q4_K_M"
 HI: Any = [{"role": "user", "content": "hi"}]
@@ -264,29 +266,24 @@ def objects(text: str) -> list[dict[str, Any]]:
 @contextmanager
 def running(app: ASGIApp) -> Iterator[str]:
     """The URL of `app`, served by a thread of this process; it has stopped afterwards."""
-    config = uvicorn.Config(
-        app, host="127.0.0.1", port=0, http=Protocol, log_config=None, lifespan="on", timeout_graceful_shutdown=1
-    )
-    server = uvicorn.Server(config)
+    options: Any = {"log_config": None, "lifespan": "on", "proxy_headers": False, "timeout_graceful_shutdown": 1}
+    config = uvicorn.Config(app, http=Protocol, **options)
+    listener, started = listen(Host(port=0)), threading.Event()
+
+    def on_end() -> None:  # as in the product: streams end whole, also those of a page that is still open
+        if isinstance(app, Starlette) and hasattr(app.state, "ending"):
+            app.state.ending.set()
+
+    server = QuietServer(config, listener, started.set, on_end)
+    server.capture_signals = nullcontext  # type: ignore[method-assign]  # it does not run on the main thread
     thread = threading.Thread(target=server.run, name="test-server")
-    started = threading.Event()
-    startup = server.startup
-
-    async def signal_startup(sockets: Any = None) -> None:
-        try:
-            await startup(sockets)
-        finally:
-            started.set()
-
-    server.startup = signal_startup  # type: ignore[method-assign]
     thread.start()
     try:
-        assert started.wait(30) and server.started
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        assert started.wait(30)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
-        with suppress(RuntimeError):
-            thread.join(30)
+        thread.join(30)
 
 
 def changed(timing: Timing = TIMING, **changes: Any) -> Timing:

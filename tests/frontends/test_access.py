@@ -74,13 +74,6 @@ def test_a_foreign_host_is_refused_everywhere(url: str, path: str) -> None:
     assert call(f"{url}/api/tags", Host="localhost:11434").status == 200
 
 
-def test_a_request_without_a_host_is_accepted(url: str) -> None:
-    host, port = url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(b"GET /api/version HTTP/1.0\r\n\r\n")
-        assert b"200 OK" in connection.recv(100)
-
-
 @pytest.mark.parametrize("origin", [EVIL, "null", "http://localhost.evil.example"])
 def test_a_foreign_origin_can_neither_read_nor_post(url: str, origin: str) -> None:
     for method, path, body in (

@@ -1,4 +1,4 @@
-"""Every API's encoding of the same answers: byte for byte as in `encodings/`, and by the types of the clients."""
+"""Every API's encoding of the same answers: byte for byte as in `recorded/`, and by the types of the clients."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import openai.types.chat
 import openai.types.responses
 import pytest
 from client_types import check, kinds_of
-from fake_manager import FUNCTIONS, HI, HUB, FakeManager, changed, entry_of, objects
-from recorded import check_recorded
+from fake_manager import FUNCTIONS, HI, FakeManager, changed, entry_of, objects
+from recorded_texts import check_recorded, recorded_lines
 
 from moegguf.engine.stats import Stats
 from moegguf.errors import ExpertIOError
@@ -88,44 +88,8 @@ EVENTS = {
 
 
 CLAUDE = {"anthropic-version": "2023-06-01"}
-TEXTS: dict[str, Any] = {"model": "demo", "input": ["a", "b"], "prompt": "a"}
-# What has no answer of a model, in order: method, path, body and headers.
-OTHERS: list[tuple[str, str, dict[str, Any] | None, dict[str, str]]] = [
-    *(("GET", path, None, {}) for path in (
-        "/", "/api/version", "/api/tags", "/api/ps", "/v1/models", "/v1/models/demo", f"/v1/models/{HUB}",
-        "/v1/models/hf.co%2Fuser%2Frepo-GGUF%3AQ4_K_M", "/health", "/props", "/props?model=able", "/live?once=1",
-        *(f"/v1/models/{name}" for name in ("nobody", "hf.co/a/b:c", "../../etc/passwd", "%2e%2e", "x" * 600)),
-    )),
-    *(("GET", f"/v1/models{query}", None, CLAUDE) for query in (
-        "", "?limit=2", "?after_id=able:latest", "?before_id=mine:latest&limit=2", "/demo", "/nobody", "?limit=0",
-        "?limit=1001", "?limit=x", "?after_id=nobody", "?after_id=demo:latest&before_id=x",
-    )),
-    *(("POST", path, TEXTS | more, {}) for path in ("/api/embed", "/v1/embeddings") for more in (
-        {}, {"encoding_format": "base64"}, {"dimensions": 1}, {"dimensions": 3}, {"dimensions": 4}, {"input": "a"},
-    )),
-    *(("POST", "/api/embeddings", {"model": "demo", "prompt": text}, {}) for text in ("a", "")),
-    *(("POST", "/tokenize", body, {}) for body in (
-        {"content": "ab"}, {"content": "a", "with_pieces": True}, {"content": "a", "model": "able"},
-        {"content": "a"},  # two models are loaded
-    )),
-    ("POST", "/tokenize", {"prompt": "ab", "add_special_tokens": False, "model": "demo"}, {}),
-    ("POST", "/detokenize", {"tokens": [97, 98], "model": "demo"}, {}), ("GET", "/tokenizer_info?model=demo", None, {}),
-    *(("POST", path, {"messages": HI, "input": "hi", "model": "demo"}, {}) for path in (
-        "/v1/messages/count_tokens?beta=true", "/v1/responses/input_tokens",
-    )),
-    *(("POST", path, {"messages": HI, "input_prefix": "a", "input_suffix": "b", "model": "demo"}, {}) for path in (
-        "/apply-template", "/infill",
-    )),
-    ("POST", "/apply-template", {"messages": HI}, {}), ("POST", "/rerank", {"query": "q", "documents": ["d"]}, {}),
-    *(("POST", "/v1/rerank", {"model": "demo", "query": "q", **body}, {}) for body in (
-        {"documents": ["dd", {"text": "d"}, "ddd"]}, {"documents": ["d", "dd"], "top_n": 1, "return_documents": True},
-        {"texts": ["d", "dd"], "return_text": True}, {"documents": []}, {"documents": [1]},
-    )),
-    *(("GET", path, None, {}) for path in (
-        "/slots?model=demo", "/slots?model=demo&fail_on_no_slot=1", f"/slots?model={HUB}", "/slots", "/props",
-        "/health", "/api/ps",
-    )),
-]  # fmt: skip
+ASKING = re.compile(r"# ([A-Z]+) (\S+) (\{.*\})?( as Claude)?: \d{3} .*")
+"""A line of others.txt, of what has no answer: method, path, body, and whether as Anthropic's clients send it."""
 
 
 def without_chance(text: str) -> str:
@@ -158,9 +122,11 @@ def test_what_has_no_answer_is_encoded_as_recorded(
     (tmp_path / "broken.gguf").write_bytes(b"GGUF")
     manager.catalog.known["broken:latest"] = entry_of(tmp_path / "broken.gguf", "broken:latest")
     told = ""
-    for method, path, body, headers in OTHERS:
-        told += f"# {method} {path[:80]} {json.dumps(body) if body else ''}{' as Claude' if headers else ''}: "
-        told += shown(http.request(method, path, json=body, headers=headers))
+    for line in recorded_lines("others", "# "):
+        if asked := ASKING.fullmatch(line):
+            method, path, body, claude = asked.groups()
+            found = http.request(method, path, json=body and json.loads(body), headers=CLAUDE if claude else {})
+            told += f"# {method} {path} {body or ''}{claude or ''}: {shown(found)}"
     monkeypatch.setattr("fake_manager.STATS", Stats(read_errors=2))
     told += f"# with errors of reading: {shown(http.get('/health'))}"
     manager.catalog.known.clear()

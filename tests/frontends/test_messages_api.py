@@ -60,7 +60,7 @@ def test_tokens_are_counted_without_waiting(client: anthropic.Anthropic, post: P
 
 
 def test_pings_keep_a_stream_open(url: str, manager: FakeManager, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moegguf.server.common.streams.SseResponse.ping_s", 0.02)
+    monkeypatch.setattr("moegguf.server.common.limits.PING_S", 0.02)
     manager.script = (Delta(text="Hel"), asyncio.Event())  # which nobody sets
     body = {"model": "demo", "max_tokens": 64, "messages": HI, "stream": True}
     with httpx.stream("POST", f"{url}/v1/messages", json=body, timeout=30, trust_env=False) as response:

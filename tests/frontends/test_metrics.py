@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from recorded import check_recorded
+from recorded_texts import check_recorded
 
 from moegguf.engine.stats import Stats, TierStats
 from moegguf.generate.request import Timing
@@ -51,7 +51,7 @@ def numbered(fields: Iterable[str], first: int) -> dict[str, int]:
 
 
 def test_every_figure_has_its_name_help_and_labels() -> None:
-    """`encodings/metrics.txt`, where every number stands for one field."""
+    """`recorded/metrics.txt`, where every number stands for one field."""
     totals = Totals()
     for name, n in (("a:latest", 1), ("a:latest", 2), ("b:latest", 4)):
         counts = {"prompt_tokens": 10 * n, "cached_tokens": n, "answer_tokens": 20 * n}

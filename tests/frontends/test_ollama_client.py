@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 
 import numpy as np
 import ollama
@@ -17,14 +16,6 @@ ANSWER = "moegguf runs Mixture-of-Experts models"
 @pytest.fixture
 def client(server: Server) -> ollama.Client:
     return ollama.Client(host=server.url, timeout=60)
-
-
-@pytest.fixture
-def own(client: ollama.Client) -> Iterator[str]:
-    """A name of one's own for the demo."""
-    client.create("own-demo", from_="demo", system="You are brief.", parameters={"temperature": 0, "stop": ["budget"]})
-    yield "own-demo"
-    client.delete("own-demo")
 
 
 def test_a_streamed_chat_has_the_same_text(client: ollama.Client) -> None:
@@ -51,14 +42,6 @@ def test_generate_continues_from_a_context(client: ollama.Client) -> None:
     assert first.context and len(first.context) == (first.prompt_eval_count or 0) + 8
     again = client.generate("demo", "And then?", context=first.context, options={"num_predict": 2})
     assert (again.prompt_eval_count or 0) > len(first.context)
-
-
-def test_stop_and_the_models_own_parameters_apply(client: ollama.Client, own: str) -> None:
-    assert "budget" not in client.generate(own, QUESTION).response
-    assert "keeps" not in client.generate(own, QUESTION, options={"stop": ["keeps"]}).response
-    shown = client.show(own)
-    assert shown.parameters and f'{"stop":<30} "budget"' in shown.parameters.splitlines()
-    assert shown.modelfile and "SYSTEM" in shown.modelfile
 
 
 def test_embed_normalizes_and_embeddings_do_not(client: ollama.Client) -> None:

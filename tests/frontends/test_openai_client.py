@@ -151,14 +151,6 @@ def test_embeddings_in_base64_by_default_and_as_numbers(client: openai.OpenAI) -
     assert len(short) == 4 and sum(x * x for x in short) == pytest.approx(1, abs=1e-4)
 
 
-def test_embeddings_of_tokens(client: openai.OpenAI, served: Server) -> None:
-    body = {"model": "demo", "content": "one", "add_special": True}
-    tokens = served.call("/tokenize", body).json["tokens"]
-    of_text = client.embeddings.create(model="demo", input="one").data[0].embedding
-    assert client.embeddings.create(model="demo", input=tokens).data[0].embedding == of_text
-    assert client.embeddings.create(model="demo", input=[tokens]).data[0].embedding == of_text
-
-
 RESPONSE: Any = {"model": "tools", "input": "What does moegguf do?", "extra_body": {"seed": 7}}
 FUNCTIONS: Any = [{"type": "function", "strict": True, **tool["function"]} for tool in TOOLS]
 

@@ -194,9 +194,9 @@ def test_thinking_is_plain_text_where_there_is_no_terminal() -> None:
 
 
 def test_an_error_during_an_answer_has_exit_code_1() -> None:
-    done = echo("fail")
-    assert (done.returncode, done.stdout) == (1, "half an answer \n")
-    assert done.stderr == "error: the disk is gone.\n"
+    done = echo("fail ExpertIOError half an answer")
+    assert (done.returncode, done.stdout) == (1, "half an answer\n")
+    assert done.stderr == "error: as scripted\n"
 
 
 @pytest.fixture

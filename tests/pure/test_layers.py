@@ -59,7 +59,7 @@ OWNED: dict[str, set[str]] = {
     "torch": set(),
     "prompt_toolkit": {"chat"},
     "huggingface_hub": {"models"},
-    "httpx2": {"models"},
+    "httpx2": {"models", "cli"},
     "starlette": {"server"},
     "uvicorn": {"server"},
     "pydantic": {"server", "serving", "trace"},

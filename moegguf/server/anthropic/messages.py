@@ -10,15 +10,17 @@ import hashlib
 import json
 import secrets
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from starlette.routing import Route
-
-from moegguf.generate.request import Delta, PromptProgress, Timing, ToolCall
+from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing, ToolCall
 from moegguf.server.anthropic.schema import CountBody, MessagesBody
-from moegguf.server.common.conversation import Conversation, EventReply, Json, counting
+from moegguf.server.common.conversation import Conversation, EventReply, Json, about_prompt
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.streams import event_line
 from moegguf.serving.events import Done, Event
+
+if TYPE_CHECKING:
+    from moegguf.serving.lease import Lease
 
 
 def usage(timing: Timing) -> Json:
@@ -117,7 +119,10 @@ class MessageReply(EventReply):
         return "stop_sequence" if timing.stop_string else "end_turn"
 
 
-MESSAGES = Conversation(MessagesBody, lambda body, entry, _: MessageReply(entry.name, body.max_tokens))
-COUNT = counting(CountBody, lambda n: {"input_tokens": n})
+async def count(lease: Lease, generation: GenerationRequest) -> Json:
+    """The tokens of the prompt."""
+    return {"input_tokens": await lease.count(generation)}
 
-routes = [MESSAGES.at("/v1/messages"), Route("/v1/messages/count_tokens", COUNT, methods=["POST"])]
+
+MESSAGES = Conversation(MessagesBody, lambda body, entry, _: MessageReply(entry.name, body.max_tokens))
+routes = [MESSAGES.at("/v1/messages"), about_prompt("/v1/messages/count_tokens", CountBody, count)]

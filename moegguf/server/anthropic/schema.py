@@ -23,7 +23,6 @@ from moegguf.server.common.conversation import Question
 from moegguf.server.common.options import (
     MAX_TOKEN,
     FunctionName,
-    ModelName,
     Part,
     Stop,
     call_of,
@@ -220,18 +219,12 @@ class OutputConfig(Body):
 class CountBody(Question):
     """The body of /v1/messages/count_tokens. `options` are Ollama's, as an extension."""
 
-    model: ModelName
     messages: Annotated[list[MessageParam], Field(min_length=1, max_length=limits.MESSAGES)]
     system: Annotated[list[TextBlock], BeforeValidator(blocks_of)] = Field(default_factory=list)
     tools: Annotated[list[ToolParam], Field(max_length=limits.TOOLS), BeforeValidator(own_tools)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-
-    @property
-    def model_name(self) -> str:
-        """`model`."""
-        return self.model
 
     @model_validator(mode="after")
     def _choice_has_tools(self) -> CountBody:

@@ -10,7 +10,7 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -88,8 +88,17 @@ async def read_body(request: Request, kind: type[T], limit: int = limits.BODY_BY
 
 def parse_body(raw: bytes, kind: type[T]) -> T:
     """JSON text as a `kind`. Raises HttpError 400 that names the first invalid field."""
+    return _validated(kind.model_validate, parse_object(raw))
+
+
+def parse_fields(fields: Mapping[str, Any], kind: type[T]) -> T:
+    """Texts of a form as a `kind`. Raises HttpError 400 that names the first invalid field."""
+    return _validated(kind.model_validate_strings, fields)
+
+
+def _validated(validate: Callable[[Mapping[str, Any]], T], fields: Mapping[str, Any]) -> T:
     try:
-        return kind.model_validate(parse_object(raw))
+        return validate(fields)
     except ValidationError as error:
         raise HttpError(400, explain(error)) from None
 

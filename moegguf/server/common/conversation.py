@@ -27,9 +27,9 @@ from moegguf.models.entry import Details, ModelEntry
 from moegguf.server.common import limits
 from moegguf.server.common.body import parse_body, read_body, too_large
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.lookup import check_conversation, look_up
-from moegguf.server.common.options import Loading
-from moegguf.server.common.streams import LineResponse, Lines, SseResponse, WholeResponse, event_line
+from moegguf.server.common.lookup import check_conversation, look_up, selected_model
+from moegguf.server.common.options import Loading, ModelName
+from moegguf.server.common.streams import LineResponse, Lines, WholeResponse, event_line
 from moegguf.server.metrics import record
 from moegguf.serving.clients import current_owner
 from moegguf.serving.events import Done, Event
@@ -45,12 +45,8 @@ _BACKGROUND = re.compile(r"(^|,)\s*u=7\s*(,|;|$)")
 class Question(Loading):
     """A body that asks for answers."""
 
+    model: ModelName
     stream: bool | None = None
-
-    @property
-    @abstractmethod
-    def model_name(self) -> str:
-        """The name of the model."""
 
     @property
     def streams(self) -> bool:
@@ -95,7 +91,7 @@ class Reply(ABC):
 
     def streamed(self, lines: Lines) -> LineResponse:
         """The response with the lines of a stream."""
-        return SseResponse(lines, self.error_line, self.ping_line)
+        return LineResponse(lines, self.error_line, self.ping_line)
 
     def numbered(self, calls: Iterable[ToolCall]) -> Iterator[tuple[int, ToolCall]]:
         """Tool calls with their number among all of the reply."""
@@ -220,7 +216,7 @@ class Conversation(Generic[Kind]):
 
 async def understand(state: State, body: Question) -> tuple[ModelEntry, Sequence[GenerationRequest]]:
     """The model of a question, and what it is asked, for the owner of the request. Raises MoeggufError."""
-    entry, known = await look_up(state.catalog, body.model_name)
+    entry, known = await look_up(state.catalog, selected_model(state, body.model))
     owner = "" if state.share_contexts else current_owner.get()
     generations = [replace(generation, owner=owner) for generation in body.generations(entry, known)]
     check_conversation(entry, known, generations[0])
@@ -331,18 +327,18 @@ async def _whole(events: AsyncGenerator[Event], reply: Reply) -> Any:
     return reply.whole()
 
 
-def counting(kind: type[Question], encode: Callable[[int], Json]) -> Callable[[Request], Awaitable[Response]]:
-    """An endpoint for the tokens of a conversation's prompt, through the model's own template; loads the model if
-    needed, and does not wait for running answers."""
+def about_prompt(path: str, kind: type[Question], tell: Callable[[Lease, GenerationRequest], Awaitable[Json]]) -> Route:
+    """An endpoint that tells something of a conversation's prompt, through the model's own template; it loads the model
+    if needed, and does not wait for running answers."""
 
-    async def count(request: Request) -> Response:
+    async def respond(request: Request) -> Response:
         body = await read_body(request, kind, limits.IMAGES_BODY_BYTES)
-        entry, (generation,) = await understand(request.app.state, body)
+        entry, generations = await understand(request.app.state, body)
 
         async def work() -> Json:
             async with request.app.state.manager.lease(entry, body.overrides(), will_answer=False) as lease:
-                return encode(await lease.count(generation))
+                return await tell(lease, generations[0])
 
         return WholeResponse(work())
 
-    return count
+    return Route(path, respond, methods=["POST"])

@@ -12,8 +12,11 @@ from moegguf.generate.request import GenerationRequest
 from moegguf.models.details import details
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.server.common.errors import HttpError
+from moegguf.serving.events import LoadedModel
 
 if TYPE_CHECKING:
+    from starlette.datastructures import State
+
     from moegguf.models.catalog import Catalog
 
 CAPABILITIES = {"chat": "completion", "generate": "completion"}  # of an operation; others have their own name
@@ -29,6 +32,17 @@ def find(catalog: Catalog, name: str, *, even_missing: bool = False) -> ModelEnt
     except ModelNotFoundError as error:
         message = f"model {name!r:.200} not found, try pulling it first ({' '.join(str(error).split())})"
         raise HttpError(404, message, "model_not_found") from None
+
+
+def selected_model(state: State, model: str | None) -> str:
+    """The name of the selected model; without one the only loaded model's. Raises HttpError 400 when there is not
+    exactly one."""
+    if model:
+        return model
+    loaded: list[LoadedModel] = state.manager.loaded()
+    if len(loaded) != 1:
+        raise HttpError(400, f"model: is missing, and {len(loaded)} models are loaded; name one")
+    return loaded[0].name
 
 
 async def look_up(catalog: Catalog, name: str) -> tuple[ModelEntry, Details]:

@@ -14,7 +14,7 @@ from contextlib import aclosing
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from moegguf.errors import BusyError
 from moegguf.server.common import limits
@@ -51,9 +51,10 @@ async def _end(*tasks: asyncio.Task[None]) -> None:
 
 
 class CancellableResponse(Response):
-    """A response whose `work` is cancelled when the client disconnects."""
+    """A response whose `work` is cancelled when the client disconnects. `ping_line` is sent while nothing else is, in
+    formats that have such a line."""
 
-    ping_s: float | None = None
+    ping_line = b""
 
     def __init__(self) -> None:
         self.background = None
@@ -81,18 +82,17 @@ class CancellableResponse(Response):
         """Computes and sends the reply."""
 
     async def _wait_for_disconnect(self, receive: Receive, send: Send) -> None:
-        while True:
+        message: Message = {"type": ""}
+        while message["type"] != "http.disconnect":
             try:
-                async with asyncio.timeout(self.ping_s):
+                async with asyncio.timeout(limits.PING_S if self.ping_line else None):
                     message = await receive()
             except TimeoutError:
-                await self.ping(send)
-                continue
-            if message["type"] == "http.disconnect":
-                return
+                await self._send(send, self.ping_line)
 
-    async def ping(self, send: Send) -> None:
-        """Sends what keeps an idle connection open, if the format has it; called every `ping_s`."""
+    async def _send(self, send: Send, line: bytes, more: bool = True) -> None:
+        """Sends a part of the body."""
+        await send({"type": "http.response.body", "body": line, "more_body": more})
 
 
 class WholeResponse(CancellableResponse):
@@ -114,17 +114,17 @@ class WholeResponse(CancellableResponse):
 
 
 class LineResponse(CancellableResponse):
-    """The items of `lines`, each sent at once: JSON objects. `lines` is always closed. `error_line`: the last one after
-    an error behind the first byte."""
+    """The items of `lines`, each sent at once: JSON objects, or with a `ping_line` server-sent events, each with its
+    blank line. `lines` is always closed. `error_line`: the last one after an error behind the first byte."""
 
-    media_type = "application/x-ndjson"
-
-    def __init__(self, lines: Lines, error_line: ErrorLine = error_json_line) -> None:
+    def __init__(self, lines: Lines, error_line: ErrorLine = error_json_line, ping_line: bytes = b"") -> None:
         super().__init__()
         self._lines = lines
         self._error_line = error_line
         self._started = False
+        self.ping_line = ping_line
         self.status_code = 200
+        self.media_type = "text/event-stream; charset=utf-8" if ping_line else "application/x-ndjson"
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def work(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -148,19 +148,4 @@ class LineResponse(CancellableResponse):
         if not self._started:
             self._started = True
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": line, "more_body": more})
-
-
-class SseResponse(LineResponse):
-    """Server-sent events: each item is a whole event with its blank line. `ping_line` keeps an idle stream open."""
-
-    media_type = "text/event-stream; charset=utf-8"
-    ping_s = limits.PING_S
-
-    def __init__(self, lines: Lines, error_line: ErrorLine, ping_line: bytes) -> None:
-        super().__init__(lines, error_line)
-        self._ping_line = ping_line
-
-    async def ping(self, send: Send) -> None:
-        """Sends `ping_line`."""
-        await self._send(send, self._ping_line)
+        await super()._send(send, line, more)

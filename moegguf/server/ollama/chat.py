@@ -179,7 +179,7 @@ def route(path: str, kind: type[GenerationBody], reply_kind: type[Reply], *quest
 async def load_only(request: Request, body: GenerationBody, kind: type[Reply]) -> Response:
     """Loads the model, or unloads it with `keep_alive` 0; replies without content."""
     state, keep_alive_s = request.app.state, body.keep_alive_s()
-    entry = await asyncio.to_thread(find, state.catalog, body.model_name)
+    entry = await asyncio.to_thread(find, state.catalog, body.model)
     reply = kind(entry.name)
 
     async def work() -> dict[str, Any]:

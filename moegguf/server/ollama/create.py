@@ -48,7 +48,7 @@ def told(body: PullRequest | CreateRequest, statuses: AsyncGenerator[dict[str, A
 async def pull(request: Request) -> Response:
     """Downloads a model."""
     body = await read_body(request, PullRequest)
-    return told(body, pulling(body.model_name, request.app.state.catalog))
+    return told(body, pulling(body.model, request.app.state.catalog))
 
 
 async def pulling(name: str, catalog: Catalog) -> AsyncGenerator[dict[str, Any]]:
@@ -108,7 +108,7 @@ async def creating(body: CreateRequest, recipe: Recipe, catalog: Catalog) -> Asy
         if recipe.from_:
             find(catalog, recipe.from_)
         try:
-            catalog.create(body.model_name, recipe)
+            catalog.create(body.model, recipe)
         except ModelFormatError as error:
             raise HttpError(400, str(error)) from None
 

@@ -58,7 +58,7 @@ async def compute(
 ) -> tuple[str, np.ndarray, int, float]:
     """(name, vectors (n_texts, n_embd), n_tokens, load_s). Raises HttpError 404, 400 for a text that is too long."""
     state = request.app.state
-    entry = await asyncio.to_thread(find, state.catalog, body.model_name)
+    entry = await asyncio.to_thread(find, state.catalog, body.model)
     truncate = not (isinstance(body, EmbedRequest) and body.truncate is False)
     async with state.manager.lease(entry, body.overrides(), body.keep_alive_s()) as lease:
         if not texts:

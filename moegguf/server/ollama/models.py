@@ -115,7 +115,7 @@ async def show(request: Request) -> Response:
 
 def show_object(catalog: Catalog, body: ShowRequest) -> dict[str, Any]:
     """The reply. Raises HttpError 404, ModelNameError, ModelFormatError."""
-    entry = find(catalog, body.model_name)
+    entry = find(catalog, body.model)
     known = details(entry)
     system = body.system or entry.system
     found: dict[str, Any] = {
@@ -189,7 +189,7 @@ async def delete(request: Request) -> Response:
     """Unloads a model, then removes its name."""
     body = await read_body(request, ModelBody)
     state = request.app.state
-    entry = await asyncio.to_thread(find, state.catalog, body.model_name, even_missing=True)
+    entry = await asyncio.to_thread(find, state.catalog, body.model, even_missing=True)
     await state.manager.unload(entry.name)
     await asyncio.to_thread(state.catalog.remove, entry.name)
     return Response()

@@ -19,7 +19,7 @@ from moegguf.server.common import limits
 from moegguf.server.common.body import Body
 from moegguf.server.common.conversation import Question
 from moegguf.server.common.lookup import check_capabilities
-from moegguf.server.common.options import Loading, Options, Tool, ToolCall, with_entry_messages
+from moegguf.server.common.options import Loading, ModelName, Options, Tool, ToolCall, with_entry_messages
 
 
 def _level(value: bool | str | None) -> bool | str | None:
@@ -35,25 +35,19 @@ def _format(value: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
 
 
 Images = Annotated[list[str], Field(max_length=MAX_IMAGES)]  # base64
-ModelText = Annotated[str | None, Field(max_length=limits.NAME_CHARS)]
 
 
 class ModelBody(Body):
     """A request about one model; `name` is the deprecated form of `model`."""
 
-    model: ModelText = None
-    name: ModelText = None
+    model: ModelName
 
-    @property
-    def model_name(self) -> str:
-        """`model`, or `name`."""
-        return self.model or self.name or ""
-
-    @model_validator(mode="after")
-    def _has_name(self) -> ModelBody:
-        if not self.model_name:
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, given: dict[str, Any]) -> dict[str, Any]:
+        if not (name := given.get("model") or given.get("name")):
             raise ValueError("model is required")
-        return self
+        return {**given, "model": name}
 
 
 class ChatMessage(Body):

@@ -12,12 +12,12 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from moegguf.server.common import limits
-from moegguf.server.common.body import Body, read_body
+from moegguf.server.common.body import Body, parse_fields, read_body
 from moegguf.server.common.errors import NO_RETRY, HttpError
-from moegguf.server.common.forms import Form, read_form
+from moegguf.server.common.forms import read_form
 from moegguf.server.common.objects import page, usage
 from moegguf.server.openai.in_process import ENDPOINTS
-from moegguf.serving.batch.batches import CANCELLABLE, INPUT_PURPOSE, Batch, Batches
+from moegguf.serving.batch.batches import CANCELLABLE, Batch, Batches
 from moegguf.serving.batch.files import StoredFile
 
 MAX_FILES_LISTED = 10_000
@@ -26,7 +26,6 @@ TIMES = (
     "created_at", "in_progress_at", "expires_at", "finalizing_at", "completed_at", "failed_at", "expired_at",
     "cancelling_at", "cancelled_at",
 )  # fmt: skip
-EXPIRY_S = range(3600, 2_592_001)  # OpenAI's
 
 Key = Annotated[str, Field(max_length=64)]
 Value = Annotated[str, Field(max_length=512)]
@@ -52,37 +51,35 @@ def file_object(file: StoredFile) -> dict[str, Any]:
     }
 
 
-def check_expiry(anchor: object, seconds: object) -> int | None:
-    """Seconds from `expires_after`; None without. Raises HttpError 400."""
-    if anchor is None and seconds is None:
-        return None
-    if anchor != "created_at":
-        raise HttpError(400, f"expires_after.anchor: must be 'created_at', but is {str(anchor)[:40]!r}")
-    text = str(seconds)
-    if not (text.isascii() and text.isdecimal() and len(text) < 9 and int(text) in EXPIRY_S):
-        raise HttpError(
-            400, f"expires_after.seconds: must be from {EXPIRY_S[0]} to {EXPIRY_S[-1]}, but is {text[:40]!r}"
-        )
-    return int(text)
+class ExpiresAfter(Body):
+    """When a file is removed: OpenAI's range."""
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(ge=3600, le=2_592_000)]
+
+
+class FileForm(Body):
+    """The fields of a form that uploads a file."""
+
+    purpose: Literal["batch"]
+    expires_after: ExpiresAfter | None = None
+
+
+def seconds(expires_after: ExpiresAfter | None) -> int | None:
+    """How long a file is kept; None: until it is deleted."""
+    return None if expires_after is None else expires_after.seconds
 
 
 async def create_file(request: Request) -> Response:
     """Stores a file. Raises HttpError 400, 413, StorageError, BusyError."""
     with _batches(request).files.new() as file:
         form = await read_form(request, file.write, request.app.state.settings.upload_bytes)
-        purpose, expires_after_s = _checked(form)
-        return JSONResponse(file_object(file.finish(form.filename or "", purpose, expires_after_s)))
-
-
-def _checked(form: Form) -> tuple[str, int | None]:
-    if form.filename is None:
-        raise HttpError(400, "file: field required")
-    purpose = form.fields.get("purpose")
-    if purpose != INPUT_PURPOSE:
-        found = "is missing" if purpose is None else f"is {purpose[:40]!r}"
-        raise HttpError(400, f"purpose: must be '{INPUT_PURPOSE}', but {found}")
-    fields = (form.fields.get(f"expires_after[{name}]") for name in ("anchor", "seconds"))
-    return purpose, check_expiry(*fields)
+        if form.filename is None:
+            raise HttpError(400, "file: field required")
+        prefix, fields = "expires_after[", form.fields
+        expiry = {name[len(prefix) : -1]: text for name, text in fields.items() if name.startswith(prefix)}
+        asked = parse_fields(fields | ({"expires_after": expiry} if expiry else {}), FileForm)
+        return JSONResponse(file_object(file.finish(form.filename, asked.purpose, seconds(asked.expires_after))))
 
 
 async def list_files(request: Request) -> Response:
@@ -122,13 +119,6 @@ def _endpoint(value: str) -> str:
     return value
 
 
-class ExpiresAfter(Body):
-    """When the files of answers and of errors are removed."""
-
-    anchor: str
-    seconds: int
-
-
 class BatchBody(Body):
     """The body of /v1/batches."""
 
@@ -163,9 +153,8 @@ def batch_object(batch: Batch) -> dict[str, Any]:
 async def create_batch(request: Request) -> Response:
     """A new batch. Raises HttpError 400, UnknownIdError, BatchFileError, BusyError, StorageError."""
     body = await read_body(request, BatchBody)
-    expires_after = body.output_expires_after
-    expires_after_s = check_expiry(expires_after.anchor, expires_after.seconds) if expires_after else None
-    batch = _batches(request).create(body.endpoint, body.input_file_id, body.metadata, expires_after_s)
+    kept_s = seconds(body.output_expires_after)
+    batch = _batches(request).create(body.endpoint, body.input_file_id, body.metadata, kept_s)
     return JSONResponse(batch_object(batch))
 
 

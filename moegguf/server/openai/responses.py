@@ -13,12 +13,10 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
-
-from starlette.routing import Route
+from typing import TYPE_CHECKING, Any
 
 from moegguf.generate.request import Delta, GenerationRequest, TokenLogprob, ToolCall
-from moegguf.server.common.conversation import Conversation, EventReply, Json, counting
+from moegguf.server.common.conversation import Conversation, EventReply, Json, about_prompt
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.objects import usage
 from moegguf.server.common.streams import event_line
@@ -26,6 +24,9 @@ from moegguf.server.openai.chat import chat_logprobs, statistics
 from moegguf.server.openai.responses_schema import ENCRYPTED_REASONING, ResponsesBody, encrypted
 from moegguf.server.openai.schema import OpenAITool, ToolChoice
 from moegguf.serving.events import Done, Event
+
+if TYPE_CHECKING:
+    from moegguf.serving.lease import Lease
 
 
 @dataclass(frozen=True)
@@ -254,9 +255,12 @@ def _choice(body: ResponsesBody) -> str | Json:
     return named[0] if choice.type == "function" else {"type": choice.type, "mode": choice.mode, "tools": named}
 
 
+async def count(lease: Lease, generation: GenerationRequest) -> Json:
+    """The tokens of the prompt."""
+    return {"object": "response.input_tokens", "input_tokens": await lease.count(generation)}
+
+
 RESPONSES = Conversation(
     ResponsesBody, lambda body, entry, generations: ResponseReply(body, entry.name, generations[0])
 )
-COUNT = counting(ResponsesBody, lambda n: {"object": "response.input_tokens", "input_tokens": n})
-
-routes = [RESPONSES.at("/v1/responses"), Route("/v1/responses/input_tokens", COUNT, methods=["POST"])]
+routes = [RESPONSES.at("/v1/responses"), about_prompt("/v1/responses/input_tokens", ResponsesBody, count)]

@@ -26,7 +26,6 @@ from moegguf.server.common.options import (
     MAX_TOKEN,
     CalledFunction,
     Function,
-    ModelName,
     SamplingOptions,
     Stop,
     Tool,
@@ -215,7 +214,6 @@ class GenerationBody(Question, SamplingOptions):
     """The fields that chat and completion share. A prompt longer than the context is an error unless `truncate` is
     true; `shift` (Ollama's, off here) lets a prompt lose its middle then, and an answer go on in a full context."""
 
-    model: ModelName
     stream_options: StreamOptions | None = None
     n: Choices | None = None
     max_tokens: Limit | None = None
@@ -224,11 +222,6 @@ class GenerationBody(Question, SamplingOptions):
     return_progress: bool | None = None
     truncate: bool | None = None
     shift: bool | None = None
-
-    @property
-    def model_name(self) -> str:
-        """`model`."""
-        return self.model
 
     def sampling(self, entry: ModelEntry) -> Sampling:
         """The sampling parameters: the body's own keys, then `options`, then the entry's parameters."""

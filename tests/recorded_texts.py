@@ -1,0 +1,24 @@
+"""Texts that tests compare with files in `recorded/`. `MOEGGUF_RECORD=1 pytest ...` writes the files anew; read the
+difference."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+FOLDER = Path(__file__).with_name("recorded")
+
+
+def check_recorded(name: str, text: str) -> None:
+    """Fails unless the text is that of the file."""
+    file = FOLDER / f"{name}.txt"
+    if os.environ.get("MOEGGUF_RECORD"):
+        file.write_text(text, encoding="utf-8")
+    assert text == file.read_text(encoding="utf-8")
+
+
+def recorded_lines(name: str, begin: str) -> Iterator[str]:
+    """The lines of the file that begin so: what a test asks, each before its outcome."""
+    lines = (FOLDER / f"{name}.txt").read_text(encoding="utf-8").splitlines()
+    return (line for line in lines if line.startswith(begin))
