@@ -22,7 +22,7 @@ LIMITS = {
     "moegguf/chat": 1_980,
     "moegguf/cli": 2_870,
     "moegguf/controller": 3_100,
-    "moegguf/engine": 7_140,
+    "moegguf/engine": 7_640,
     "moegguf/generate": 4_690,
     "moegguf/gguf": 1_970,
     "moegguf/models": 3_190,

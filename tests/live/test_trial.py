@@ -179,7 +179,7 @@ def test_damaged_verdicts_and_those_of_another_library_do_not_count(
         assert trial.is_due(read_layout(tiny()), {}), damaged
     path.write_bytes(whole)
     assert not trial.is_due(read_layout(tiny()), {})
-    monkeypatch.setattr(trial.library, "build_identity", lambda: "another build")
+    monkeypatch.setattr(known_facts.library, "build_identity", lambda: "another build")
     assert trial.is_due(read_layout(tiny()), {})
 
 
