@@ -15,25 +15,25 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html")
 VENDORED = ("moegguf/server/static/vendor/",)  # libraries with a licence of their own: not counted
-GOALS = {"moegguf": 46_000, "tests": 34_000, "tools + predictors": 14_000}
+GOALS = {"moegguf": 1_250, "tests": 41_900, "tools + predictors": 14_000}
 LIMITS = {
     "moegguf": 1_250,
     "moegguf/bench": 1_420,
     "moegguf/chat": 1_960,
     "moegguf/cli": 2_850,
-    "moegguf/controller": 3_270,
-    "moegguf/engine": 7_610,
+    "moegguf/controller": 3_100,
+    "moegguf/engine": 7_640,
     "moegguf/generate": 4_690,
     "moegguf/gguf": 1_970,
     "moegguf/models": 3_190,
-    "moegguf/native": 15_780,
+    "moegguf/native": 15_630,
     "moegguf/server": 8_750,
     "moegguf/serving": 4_910,
     "moegguf/terminal": 1_670,
-    "moegguf/trace": 2_090,
+    "moegguf/trace": 2_050,
     "predictors": 8_040,
     "tests": 42_030,
-    "tools": 5_800,
+    "tools": 5_970,
 }
 
 

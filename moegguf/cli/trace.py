@@ -174,9 +174,9 @@ def parse_shares(text: str, option: str = "--expert-cache", of_each: bool = Fals
     return shares if of_each else list(dict.fromkeys(shares))
 
 
-def _parse_tensor_split(text: str) -> list[float]:
+def _parse_tensor_split(text: str | None) -> list[float]:
     try:
-        return [float(word) for word in text.split(",")]
+        return [float(word) for word in text.split(",")] if text is not None else []
     except ValueError:
         raise OptionError(f"--tensor-split takes proportions such as 3,1, but not {text!r}.") from None
 
@@ -280,9 +280,9 @@ def simulate(
     """
     from moegguf.cli.trace_tables import print_simulation, print_tiers
     from moegguf.controller.prefetch import PrefetchOptions
+    from moegguf.engine.simulated_devices import simulated_budgets
     from moegguf.models.catalog import find_model
     from moegguf.plain import plain
-    from moegguf.quantities import parse_link
     from moegguf.terminal.tables import print_json
     from moegguf.trace.analysis import TraceAnalysis
 
@@ -295,11 +295,10 @@ def simulate(
         if save or strategy:
             raise OptionError("--save and --strategy are about slots in RAM alone: leave out --vram-cache.")
         parts = _tier_policies(policy), split(predictor) if predictor else ["none"]
-        split_by = _parse_tensor_split(tensor_split) if tensor_split is not None else []
-        budgets = parse_shares(vram_cache, "--vram-cache", of_each=bool(split_by)), shares
-        links = [parse_link(text) for text in device_link]
+        of_vram = parse_shares(vram_cache, "--vram-cache", of_each=tensor_split is not None)
+        budgets = simulated_budgets(analysis.trace.shape, of_vram, _parse_tensor_split(tensor_split), device_link)
         with showing_progress() as progress:
-            results = analysis.simulate_tiers(*parts, *budgets, options, links, split_by, progress)
+            results = analysis.simulate_tiers(*parts, budgets, shares, options, progress)
         print_json(plain(results)) if as_json else print_tiers(results, analysis.sample_size(full))
         return
     of_gpus = {"--device-link": bool(device_link), "--tensor-split": tensor_split is not None}

@@ -1,7 +1,8 @@
 """The llama.cpp context of a loaded model: evaluates tokens and images, one call at a time, each whole or not at all.
 
 It may hold several sequences. Sequence 0 is that of the `Llama` itself, whose `n_tokens` and `input_ids` say what it
-holds. Does not know prompts, sampling, or how a model is loaded.
+holds. The expert store is told what comes, and threads are chosen, before each evaluation. Does not know prompts,
+sampling, or how a model is loaded.
 """
 
 from __future__ import annotations

@@ -26,11 +26,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.hit_rates import HitRange, Measured, interpolate, published_for, published_range, share_of
-from moegguf.controller.shape import MoeShape
 from moegguf.errors import ExpertIOError, OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.quantities import Link, format_bytes
@@ -202,7 +199,6 @@ def format_speed(number: float) -> str:
 
 
 SPEED_SPREAD = 0.7  # reads and computation share processors and memory; runs reach this share of the bound, or more
-LEAST_TOKENS = 256  # of runs whose counts say something
 
 
 @dataclass(frozen=True)
@@ -253,9 +249,9 @@ class HitRates:
 
 
 def known_hits(layout: ExpertLayout) -> HitCurve:
-    """Hit rates to expect of this model's slots: measured on its routing, of its saved counts, or published."""
+    """Hit rates to expect of this model's slots: measured on its routing, or published."""
     with suppress(ExpertIOError):  # of a model of which only the headers are here
-        if found := _measured_hits(layout) or _hits_of_counts(layout):
+        if found := _measured_hits(layout):
             return found
     return published_curve(layout.n_expert, layout.n_expert_used)
 
@@ -266,13 +262,3 @@ def _measured_hits(layout: ExpertLayout) -> HitCurve | None:
         return None
     policy, n = measured.choose(0.5).policy, measured.about.get("requests", "some")
     return HitCurve(measured.hit_rates[policy], f"measured on this model: {n} requests, {policy}")
-
-
-def _hits_of_counts(layout: ExpertLayout) -> HitCurve | None:
-    """What the experts that earlier runs used most would hit, if they stayed: caches of recent use hit more."""
-    uses = Artifacts(layout).uses(MoeShape.of(layout))
-    if uses is None or uses.sum() < LEAST_TOKENS * layout.token_cycle_slots:
-        return None
-    ordered, total = np.sort(uses, axis=None)[::-1], layout.n_expert_total
-    rates = {n / 10: float(ordered[: n * total // 10].sum() / ordered.sum()) for n in range(1, 10)}
-    return HitCurve(rates, "from this model's saved counts: those used most would stay")

@@ -1,4 +1,8 @@
-"""Prepares loading a model: checks options, reads the file's header, and plans for this machine now. Loads nothing."""
+"""Prepares loading a model: checks options, reads the header and the environment, and plans for this machine now.
+
+Where placements are compared, a process of its own may measure this machine, and what it found is kept (`speeds`).
+Loads nothing.
+"""
 
 from __future__ import annotations
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moegguf.controller.request_cost import NO_LIMIT, staging_slots
 from moegguf.engine.cost import Placement, Speeds
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native.slot_sizes import slot_sizes
+
+NO_LIMIT = 1 << 30  # tokens of a pass
 
 
 @dataclass(frozen=True)
@@ -121,3 +122,26 @@ def layer_slots(layout: ExpertLayout, n_ubatch: int, streams: bool = False) -> i
 def slot_bytes(layout: ExpertLayout) -> int:
     """Bytes of one slot over all arenas, as the native store lays them out; 0 for a model without experts."""
     return slot_sizes(layout).slot_bytes
+
+
+def allowed_ubatch(layout: ExpertLayout, n_slots: int, streams: bool = False, slot_tokens: int = NO_LIMIT) -> int:
+    """The most tokens of a pass that `n_slots` suffice for; NO_LIMIT without a limit.
+
+    streams: experts without a slot of their own are streamed or staged. slot_tokens: of a pass whose experts are in
+    slots that layers share, as the device computes more of them otherwise than with every expert there
+    (`slot_sizes.slot_tokens`).
+    """
+    if streams or n_slots >= layout.n_expert_total:
+        return NO_LIMIT
+    n_tokens = NO_LIMIT if n_slots >= layout.n_expert else max(1, n_slots // layout.n_expert_used)
+    return min(n_tokens, slot_tokens)
+
+
+def staging_bytes(layout: ExpertLayout, n_tensors: int) -> int:
+    """Bytes of so many tensors of a layer's full shape."""
+    return slot_sizes(layout, n_tensors * layout.n_expert).pool_bytes if n_tensors else 0
+
+
+def staging_slots(staged_bytes: int, slot_bytes: int) -> int:
+    """Slots that hold so many bytes: what staging tensors take of a budget that is given."""
+    return -(-staged_bytes // slot_bytes) if staged_bytes else 0

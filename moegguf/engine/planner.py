@@ -10,26 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from moegguf.controller.request_cost import (
-    ANSWER_TOKENS,
-    PROMPT_TOKENS,
-    Passes,
-    allowed_ubatch,
-    best_staging,
-    passes_cost,
-    staging_bytes,
-)
 from moegguf.engine import cost
 from moegguf.engine.budgets import AUTO, KINDS_OF, SMALL_CTX_TOKENS, Budgets, Sizes, default_contexts
 from moegguf.engine.cost import HitCurve, Kind, ModelBytes, Placement, Speeds, format_speed, published_curve
+from moegguf.engine.device_plan import plan_slots
 from moegguf.engine.machine import Device, Machine
-from moegguf.engine.plan import PlacementPlan, Plan, slot_bytes
-from moegguf.engine.pool_plan import VRAM_MARGIN_BYTES, Pool, host_bytes, ram_slots, short_of_ram
-from moegguf.engine.split_plan import SplitPlanner, count_layers
-from moegguf.errors import BudgetError, OptionError
+from moegguf.engine.plan import PlacementPlan, Plan, allowed_ubatch, slot_bytes
+from moegguf.engine.pool_plan import VRAM_MARGIN_BYTES, Pool, host_bytes, ram_slots, short_of
+from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout
-from moegguf.native.slot_sizes import padded, slot_sizes, slot_tokens
-from moegguf.native.store import STAGING_TENSORS
+from moegguf.native.slot_sizes import slot_sizes
 from moegguf.quantities import format_bytes, format_bytes_up
 
 
@@ -159,100 +149,6 @@ def _context_reasons(layout: ExpertLayout, sizes: Sizes, found: Plan) -> Iterato
         yield f"answers that are computed together share a context of {found.kv_tokens:,} tokens"
 
 
-def plan_slots(layout: ExpertLayout, machine: Machine, budgets: Budgets) -> Plan:
-    """The plan with slots on the machine's devices, and others below them in RAM. Weights that every token uses, the
-    context, the buffers of a pass and staging tensors are on the devices, too.
-
-    Raises BudgetError, stating the minimum, where a budget is too small, OptionError for a split that does not fit the
-    devices.
-    """
-    layout = padded(layout, [device.name for device in machine.devices])
-    budgets = budgets.on_devices(layout, sum(device.free_bytes for device in machine.devices))
-    alone = len(machine.devices) == len(budgets.vram) == 1 and not 0 <= budgets.n_gpu_layers <= count_layers(layout)
-    planned = _on_one if alone else lambda *given: SplitPlanner(*given).plan()
-    found = _with_best_staging(layout, lambda n: planned(layout, machine, budgets, n), budgets.staging)
-    return replace(found, n_gpu_layers=budgets.n_gpu_layers)
-
-
-def _on_one(layout: ExpertLayout, machine: Machine, budgets: Budgets, n_staging: int) -> Plan:
-    (device,), memory = machine.devices, machine.memory
-    upper = Pool(
-        layout, budgets.vram[0], device.memory, budgets.sizes, VRAM_MARGIN_BYTES, n_staging > 0, "vram_cache",
-        staging_bytes(layout, n_staging), budgets.staging is None, slot_tokens(device.name),
-    ).plan()  # fmt: skip
-    size, n_ram = upper.slot_bytes, 0
-    reason = f"every layer is computed on {device.name}"
-    if upper.resident:
-        reason += ", which has a slot for every expert: none is kept in RAM"
-    else:
-        n_ram = ram_slots(layout, budgets.ram, memory, size, upper.n_ubatch, budgets.margin_bytes)
-        share = n_ram / layout.n_expert_total
-        reason += f"; {n_ram} experts ({share:.0%}, {format_bytes(n_ram * size)}) fit into RAM below it"
-    host = host_bytes(layout, upper.n_ubatch) + n_ram * size
-    return replace(
-        upper, device=device.name, n_ram_slots=n_ram, host_bytes=host, reasons=(*upper.reasons, reason),
-        warnings=upper.warnings + short_of_ram(host, memory),
-    )  # fmt: skip
-
-
-def _with_best_staging(layout: ExpertLayout, plan: Callable[[int], Plan], wanted: int | None) -> Plan:
-    """The best of the plans with so many staging tensors on each device (`request_cost.best_staging`). wanted: with
-    so many, beside a budget that is given, where they fit. Raises BudgetError where no plan does, OptionError for a
-    number that is wanted and cannot be."""
-    if wanted is not None and not 0 <= wanted <= STAGING_TENSORS:
-        raise OptionError(f"staging is {wanted}, but prompts are staged in at most {STAGING_TENSORS} tensors.")
-    plans = dict[int, Plan | BudgetError]()
-
-    def passes(n: int) -> Passes | None:
-        try:
-            found = plans[n] = plan(n)
-        except BudgetError as error:  # without staging also where an image takes a pass of more tokens than have slots
-            plans[n] = error
-            return None
-        if n and wanted is None and found.total_bytes > found.available_bytes:
-            return None
-        return Passes(found.device_slots, found.n_ubatch, found.staging_bytes, _has_every_expert(layout, found))
-
-    if wanted is None:
-        n = best_staging(layout, passes)
-    else:
-        without = passes(0)
-        n = wanted if wanted and not (without and without.resident) and passes(wanted) else 0
-    best = plans[n]
-    if isinstance(best, BudgetError):
-        raise best
-    if n == 0:
-        return best
-    return replace(best, n_staging=n, reasons=(*best.reasons, *_staging_reasons(layout, n, best, plans[0])))
-
-
-def _staging_reasons(layout: ExpertLayout, n: int, staged: Plan, without: Plan | BudgetError) -> Iterator[str]:
-    yield (
-        f"prompts are staged in {n} tensor{'s' * (n > 1)} of a layer's experts"
-        f" ({format_bytes(staged.staging_bytes)}): slots keep theirs meanwhile"
-    )
-    if n == 1 and isinstance(without, Plan):
-        moved, otherwise = (
-            format_bytes(round(passes_cost(layout, Passes(plan.device_slots, plan.n_ubatch), plan is staged)))
-            for plan in (staged, without)
-        )
-        yield (
-            f"a prompt of {PROMPT_TOKENS} tokens and an answer of {ANSWER_TOKENS} then move about {moved}, against"
-            f" {otherwise} with {without.device_slots} slots, which are exact for passes of {without.n_ubatch}"
-            f" token{'s' * (without.n_ubatch > 1)}"
-        )
-
-
-def _has_every_expert(layout: ExpertLayout, plan: Plan) -> bool:
-    """Whether every device has a slot for each expert of its layers."""
-    n_experts = {layer.il: layer.n_expert for layer in layout.layers}
-    of_devices = [part for part in plan.devices if part.name is not None]
-    return plan.resident or (
-        len(of_devices) > 0
-        and all(part.n_slots >= sum(n_experts.get(il, 0) for il in part.layers) for part in of_devices)
-    )
-
-
 def expert_bytes_on(layout: ExpertLayout, device: Device, budgets: Budgets) -> int:
     """What a device that computes every layer has for experts within its budget, below 0 where not even everything else
     fits. budgets: `on_devices`."""
@@ -316,7 +212,7 @@ def plan_layers(layout: ExpertLayout, machine: Machine, budgets: Budgets) -> Pla
             f" layers by the CPU; those of the other {len(whole)} lie on {device.name}",
             f"{n_slots} of {rest.n_expert_total} experts of these layers fit into RAM ({format_bytes(n_slots * size)})",
         ),
-        warnings=short_of_ram(host, memory),
+        warnings=tuple(short_of(host, memory, " of RAM")),
         projector_bytes=needs.projector_bytes,
         streams=streams,
         host_bytes=host,

@@ -10,11 +10,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from moegguf.controller.request_cost import NO_LIMIT, allowed_ubatch, request_cost, staging_bytes, staging_slots
+from moegguf.controller.hit_rates import typical_hit_rate
 from moegguf.engine.budgets import Sizes, given_bytes
 from moegguf.engine.machine import Memory
 from moegguf.engine.memory import F16, FIXED_BYTES, VOCAB_TOKEN_BYTES, MemoryNeeds, margin_bytes, row_bytes
-from moegguf.engine.plan import Plan, layer_slots, slot_bytes
+from moegguf.engine.plan import NO_LIMIT, Plan, allowed_ubatch, layer_slots, slot_bytes, staging_bytes, staging_slots
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.quantities import GIB, ExpertCache, format_bytes, format_bytes_up
@@ -22,6 +22,8 @@ from moegguf.quantities import GIB, ExpertCache, format_bytes, format_bytes_up
 VRAM_MARGIN_BYTES = GIB  # stays free with "auto": drivers, displays and other programs take some at any time
 SMALL_UBATCH_TOKENS = 32
 ABOUT = 1.05
+PROMPT_TOKENS, ANSWER_TOKENS = 512, 256  # of a typical request
+MEMORY_PER_DISK = 16  # bytes read from memory in the time of one from a disk, or over a link
 
 
 def ubatches_up_to(n_tokens: int) -> tuple[int, ...]:
@@ -67,6 +69,25 @@ def fits(
             yield Fit(n_slots, n_ubatch, needed)
 
 
+def request_cost(
+    layout: ExpertLayout, slot_bytes: int, n_slots: int, n_ubatch: int, prompts_take_slots: bool = False
+) -> float:
+    """Bytes read from the disk, or copied to a device, for PROMPT_TOKENS in passes of n_ubatch and ANSWER_TOKENS one by
+    one, and, in the same unit, from memory. prompts_take_slots: they find as much there as answers do; else the share
+    of the experts that has slots."""
+    n_pass = -(-PROMPT_TOKENS // n_ubatch)
+    touched = slot_bytes * sum(_touched(layer.n_expert, layer.n_expert_used, n_ubatch) for layer in layout.layers)
+    hit_rate = typical_hit_rate(layout, n_slots)
+    missing = 1 - (hit_rate if prompts_take_slots else n_slots / layout.n_expert_total)
+    prompt = n_pass * (touched * missing + (layout.dense_bytes + touched) / MEMORY_PER_DISK)
+    return prompt + ANSWER_TOKENS * layout.token_cycle_bytes * (1 - hit_rate)
+
+
+def _touched(n_expert: int, n_expert_used: int, n_tokens: int) -> float:
+    """Experts of a layer that a pass of independent tokens uses, on average."""
+    return n_expert * (1 - (1 - n_expert_used / n_expert) ** n_tokens)
+
+
 def best_fit(layout: ExpertLayout, slot_bytes: int, found: Iterable[Fit]) -> Fit:
     """The one with which a typical request moves the fewest bytes; of about equals the first, with the largest pass."""
     costs = [(request_cost(layout, slot_bytes, fit.n_slots, fit.n_ubatch), fit) for fit in found]
@@ -81,7 +102,7 @@ class Pool:
     cache: the budget, given as `option`. margin: bytes that stay free with "auto"; None: `memory.margin_bytes`.
     streams: experts without a slot are streamed or staged. staging_bytes: of tensors in which prompts are staged;
     staging_within: a budget that is given holds them, too. slot_tokens: of a pass that is not staged
-    (`request_cost.allowed_ubatch`).
+    (`plan.allowed_ubatch`).
     """
 
     layout: ExpertLayout
@@ -125,7 +146,7 @@ class Pool:
             total_bytes=total,
             available_bytes=self.memory.available_bytes,
             reasons=tuple(reasons),
-            warnings=tuple(self._warnings(fit.n_slots, size, total)),
+            warnings=(*cycle_warnings(layout, fit.n_slots, size), *short_of(total, self.memory)),
             projector_bytes=needs.projector_bytes,
             streams=self.streams,
             staging_bytes=self.staging_bytes,
@@ -239,20 +260,25 @@ class Pool:
         else:
             yield f"{text}: {why}"
 
-    def _warnings(self, n_slots: int, size: int, total: int) -> Iterator[str]:
-        layout, memory = self.layout, self.memory
-        if n_slots < layout.token_cycle_slots:
-            cycle = f"{layout.token_cycle_slots} slots, {format_bytes_up(layout.token_cycle_slots * size)}"
-            yield (
-                f"{format_bytes(n_slots * size)} for experts is below one token's experts over all layers"
-                f" ({cycle}); the hit rate will be low"
-            )
-        if total > memory.available_bytes:
-            yield (
-                f"about {format_bytes(total)} are needed, but {format_bytes(memory.available_bytes)} are free"
-                f" (limited by {memory.limited_by}); the budget is kept as given, and the system may stop this"
-                ' process; give less, or "auto"'
-            )
+
+def cycle_warnings(layout: ExpertLayout, n_slots: int, slot_bytes: int) -> Iterator[str]:
+    """A sentence where so few slots hold less than a token's experts over all layers."""
+    if n_slots < layout.token_cycle_slots:
+        cycle = f"{layout.token_cycle_slots} slots, {format_bytes_up(layout.token_cycle_slots * slot_bytes)}"
+        yield (
+            f"{format_bytes(n_slots * slot_bytes)} for experts is below one token's experts over all layers"
+            f" ({cycle}); the hit rate will be low"
+        )
+
+
+def short_of(n_bytes: int, memory: Memory, where: str = "") -> Iterator[str]:
+    """A sentence where so much of a memory is not free; where: " of RAM"."""
+    if n_bytes > memory.available_bytes:
+        yield (
+            f"about {format_bytes(n_bytes)}{where} are needed, but {format_bytes(memory.available_bytes)} are free"
+            f" (limited by {memory.limited_by}); the budget is kept as given, and loading may fail, or the system stop"
+            ' this process; give less, or "auto"'
+        )
 
 
 def _residency(layout: ExpertLayout, n_slots: int) -> str:
@@ -268,17 +294,6 @@ def host_bytes(layout: ExpertLayout, n_ubatch: int) -> int:
     embedding = row_bytes(F16, layout.hparams.n_embd)
     vocabulary = layout.n_vocab * (embedding + 4 * n_ubatch + VOCAB_TOKEN_BYTES)
     return vocabulary + FIXED_BYTES
-
-
-def short_of_ram(n_bytes: int, memory: Memory) -> tuple[str, ...]:
-    """The warning where so much RAM is not free."""
-    if n_bytes <= memory.available_bytes:
-        return ()
-    return (
-        f"about {format_bytes(n_bytes)} of RAM are needed, but {format_bytes(memory.available_bytes)} are free"
-        f" (limited by {memory.limited_by}); the budget is kept as given, and the system may stop this process;"
-        ' give less, or "auto"',
-    )
 
 
 def ram_slots(

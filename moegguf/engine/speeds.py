@@ -1,13 +1,11 @@
 """Speeds of this machine with a model's own experts, by which its placements are compared: measured once, and kept.
 
-They lie in the cache folder, in a file for each model, under a key for the device, its driver, the processor, the
-number of threads, the file system that the model lies on and the build of the native library. Where that folder cannot
-be written, each load measures again.
+They are kept (`known_facts`) for the device, its driver, the number of threads and the file system that the model lies
+on.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
@@ -18,19 +16,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from moegguf.atomic_write import write_atomically
 from moegguf.child import child_command, child_environment
 from moegguf.engine.cost import Speeds
 from moegguf.engine.devices import gpus
+from moegguf.engine.known_facts import KnownFact
 from moegguf.engine.machine import Device, DiskSpeed, disk_read_speed, memory_read_speed
 from moegguf.errors import AllocationError, ExpertIOError, MoeggufError, OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
-from moegguf.gguf.fingerprint import header_digest
-from moegguf.native import library
 from moegguf.native.speeds import measure_speeds
-from moegguf.processor import read_processor
 from moegguf.quantities import Link
-from moegguf.settings import cache_folder
 
 DISK_S = 0.15
 MEASURING_S = 120  # at most, of a process that does nothing else
@@ -48,7 +42,6 @@ class KnownSpeeds:
 
     def __init__(self, layout: ExpertLayout, n_threads: int, repack: bool = True) -> None:
         self._layout, self._n_threads, self._repack = layout, n_threads, repack
-        self._path = cache_folder() / "placements" / f"{header_digest(layout.shards)}.json"
 
     def speeds(self, device: Device) -> Speeds:
         """Speeds as measured before, or now, or supposed where that fails.
@@ -63,10 +56,7 @@ class KnownSpeeds:
             raise
         except MoeggufError as error:
             return self._supposed(error)
-        with suppress(OSError):  # measured again
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            kept = self._read() | {self._key(device): asdict(found)}
-            write_atomically(self._path, json.dumps({"speeds": kept}).encode())
+        self._fact(device).write(asdict(found))
         return found
 
     def speeds_apart(self, device: Device) -> Speeds:
@@ -90,23 +80,16 @@ class KnownSpeeds:
     def known(self, device: Device) -> Speeds | None:
         """Speeds as measured before; None: they were not."""
         with suppress(*DAMAGED):
-            return _speeds_of(self._read()[self._key(device)])
+            return _speeds_of(self._fact(device).read(dict) or {})
         return None
 
-    def _read(self) -> dict[str, Any]:
-        with suppress(*DAMAGED, RecursionError):
-            return dict(json.loads(self._path.read_bytes())["speeds"])
-        return {}
-
-    def _key(self, device: Device) -> str:
+    def _fact(self, device: Device) -> KnownFact:
         drivers = [path.read_text(errors="replace") for path in DRIVERS if path.is_file()]
         file_system = 0
         with suppress(OSError):  # of a model of which only the headers are here
             file_system = self._layout.shards[0].path.stat().st_dev
-        processor = read_processor()
-        of_cpu = [processor.model, sorted(processor.flags), self._n_threads, self._repack, library.build_identity()]
-        about = [device.name, device.description, device.total_bytes, drivers, file_system, *of_cpu]
-        return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
+        about = [device.name, device.description, device.total_bytes, drivers, file_system]
+        return KnownFact("placements", self._layout, [*about, self._n_threads, self._repack])
 
     def _measure(self, device: Device) -> Speeds:
         layout = self._layout

@@ -1,14 +1,12 @@
 """Tries a model in a process of its own the first time its file is loaded: what llama.cpp aborts on ends only that one.
 
-With a projector it reads an image, too. The verdict is kept in the cache folder, for the bytes of the headers, the
-options that change what is computed, the processor, and the build of the native library; where that folder cannot be
-written, in this process. The trial ends before the load begins, so that memory is never taken twice.
+With a projector it reads an image, too. The verdict is kept (`known_facts`), for the bytes of the headers and the
+options that change what is computed. The trial ends before the load begins, so that memory is never taken twice.
 MOEGGUF_TRIAL_LOAD=0 skips it; "again" repeats it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
@@ -18,12 +16,11 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from moegguf.atomic_write import write_atomically
 from moegguf.child import child_command, child_environment
 from moegguf.engine.devices import has_gpu
+from moegguf.engine.known_facts import KnownFact
 from moegguf.engine.memory import memory_needs
 from moegguf.engine.plan import layer_slots, slot_bytes
 from moegguf.errors import AllocationError, ExpertIOError, ModelFormatError, MoeggufError
@@ -31,9 +28,7 @@ from moegguf.gguf.adapter import read_adapter
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.fingerprint import header_digest
 from moegguf.gguf.projector import ProjectorHeader
-from moegguf.native import library
-from moegguf.processor import read_processor
-from moegguf.settings import cache_folder, read_environment
+from moegguf.settings import read_environment
 
 COMMAND = child_command("moegguf.engine.trial_process")
 # Keywords of `Llama` with which other code of llama.cpp runs; the rest is size or speed.
@@ -95,7 +90,7 @@ FIRST = {AllocationError: "free memory, or ", ExpertIOError: "check the disk tha
 def is_due(layout: ExpertLayout, options: Mapping[str, Any], projector: ProjectorHeader | None = None) -> bool:
     """Whether loading with these keywords of `Llama` begins with a trial."""
     mode = read_environment().trial_load
-    return mode == "again" or (mode == "on" and _Verdicts(layout, _tried(options), projector).read() is None)
+    return mode == "again" or (mode == "on" and _verdict(layout, _tried(options), projector).read(str) is None)
 
 
 def try_first(
@@ -112,8 +107,8 @@ def try_first(
     mode, tried = read_environment().trial_load, _tried(options)
     if mode == "off":
         return
-    verdicts = _Verdicts(layout, tried, projector)
-    reason = None if mode == "again" else verdicts.read()
+    verdict = _verdict(layout, tried, projector)
+    reason = None if mode == "again" else verdict.read(str)
     name, again = layout.shards[0].path.name, AGAIN
     if projector is not None:
         name, again = f"{name} with {projector.path.name}", WITHOUT + AGAIN
@@ -121,8 +116,12 @@ def try_first(
         outcome = _run(_request(layout, tried, projector), waiting)
         if outcome.error in FIRST:
             raise outcome.error(f"{name}: {outcome.reason}; {FIRST[outcome.error]}{again}.")
-        if outcome.lasting:
-            verdicts.write(outcome.reason)
+        if outcome.lasting and (error := verdict.write(outcome.reason)):
+            warnings.warn(
+                f"the verdict of a trial load cannot be written ({error}), so each new process tries its models again"
+                " before it loads them; make that folder writable, or set MOEGGUF_HOME to another.",
+                stacklevel=2,
+            )
         reason = outcome.reason
     if reason:
         raise ModelFormatError(f"{name}: {reason}; {NO_DAMAGE if reason.startswith(TOO_LONG) else again}.")
@@ -173,49 +172,12 @@ def _request(layout: ExpertLayout, options: Mapping[str, Any], projector: Projec
     )
 
 
-_unwritten: dict[tuple[Path, str], str] = {}  # verdicts of this process
-
-
-class _Verdicts:
-    """What is known of one header: {key of all else: reason}, with the build of the library it was tried with."""
-
-    def __init__(self, layout: ExpertLayout, options: Mapping[str, Any], projector: ProjectorHeader | None) -> None:
-        self._path = folder() / f"{header_digest(layout.shards)}.json"
-        images = header_digest((projector.shard,)) if projector is not None else None
-        if adapter := options.get("lora_path"):
-            options = {**options, "lora_path": header_digest((read_adapter(adapter).shard,))}
-        processor = read_processor()  # a home folder may be shared between machines
-        machine = [processor.model, *sorted(processor.flags)]
-        text = json.dumps([options, images, machine], sort_keys=True)
-        self._key = hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    def read(self) -> str | None:
-        """The reason why the model failed, "" when it passed, None when it was not tried or the file is damaged."""
-        found = _unwritten.get((self._path, self._key), self._load().get(self._key))
-        return found if isinstance(found, str) else None
-
-    def _load(self) -> dict[str, Any]:
-        with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-            data = json.loads(self._path.read_bytes())
-            if data["library"] == library.build_identity():
-                return dict(data["reasons"])
-        return {}
-
-    def write(self, reason: str) -> None:
-        """Remembers the reason: in this process only, with a warning, where the folder cannot be written."""
-        data = {"library": library.build_identity(), "reasons": {**self._load(), self._key: reason}}
-        _unwritten.pop((self._path, self._key), None)
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._path, json.dumps(data).encode())
-        except OSError as error:
-            if not _unwritten:
-                warnings.warn(
-                    f"{folder()} cannot be written ({error.strerror}), so each new process tries its models again"
-                    " before it loads them; make that folder writable, or set MOEGGUF_HOME to another.",
-                    stacklevel=2,
-                )
-            _unwritten[self._path, self._key] = reason
+def _verdict(layout: ExpertLayout, options: Mapping[str, Any], projector: ProjectorHeader | None) -> KnownFact:
+    """Why the model failed, "" when it passed."""
+    images = header_digest((projector.shard,)) if projector is not None else None
+    if adapter := options.get("lora_path"):
+        options = {**options, "lora_path": header_digest((read_adapter(adapter).shard,))}
+    return KnownFact("trials", layout, [options, images])
 
 
 def _run(request: Request, waiting: Callable[[], object]) -> Outcome:
@@ -306,8 +268,3 @@ def describe(error: BaseException) -> dict[str, str]:
         return {"kind": "memory", "reason": text}
     known = isinstance(error, MoeggufError | OSError | ImportError)  # not the file's fault, or told by the load itself
     return {"kind": "known" if known else "bare", "reason": text}
-
-
-def folder() -> Path:
-    """Where verdicts are kept."""
-    return cache_folder() / "trials"

@@ -1,8 +1,8 @@
 // context.h: the llama_context of a store's model as the store knows it: the tokens that were announced, its place in a
 // pass, the routing event that it is served for, the slots that it computes with, and why its pass failed.
 //
-// All of it belongs to the thread that computes; what is pinned changes under the store's lock. Data only: it waits for
-// nothing and moves nothing.
+// All of it belongs to the thread that computes; what is pinned changes, and failures are looked for, under the store's
+// lock. It waits for nothing and moves nothing.
 #pragma once
 
 #include "policies/policy.h"

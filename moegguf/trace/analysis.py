@@ -30,10 +30,9 @@ from moegguf.gguf.experts import read_layout
 from moegguf.native.events import Phase
 from moegguf.native.slot_sizes import slot_tokens
 from moegguf.native.store import DeviceSlots
-from moegguf.quantities import Link
 from moegguf.trace.belady import BELADY, Lookups, belady, gap_closed
 from moegguf.trace.format import read
-from moegguf.trace.simulate import SIMULATED, RamTier, SimOptions, SimResult, Simulation, devices_of, fitted, slots_of
+from moegguf.trace.simulate import SIMULATED, RamTier, SimOptions, SimResult, Simulation, fitted, slots_of
 from moegguf.trace.trace import Trace
 
 ALL = "all"
@@ -261,33 +260,24 @@ class TraceAnalysis:
         self,
         policies: Sequence[str],
         predictors: Sequence[str],
-        vram_shares: Sequence[float],
+        budgets: Mapping[float, tuple[DeviceSlots, ...]],
         ram_shares: Sequence[float],
         options: SimOptions = SimOptions(),
-        device_links: Sequence[Link] = (),
-        tensor_split: Sequence[float] = (),
         progress: Progress = no_progress,
     ) -> list[Row]:
-        """Replays on a device with slots over slots in RAM, with every policy, predictor and pair of budgets.
+        """Replays on devices with slots over slots in RAM, with every policy, predictor and pair of budgets.
 
-        policies: names, of VRAM over LRU in RAM, or "vram=NAME,ram=NAME". tensor_split: of layers over several devices,
-        whose one budget vram_shares are then, and device_links those from RAM (`simulate.devices_of`); (): copies take
-        no time. Prompts are staged, or cut to what slots are exact for, as a plan for such devices would do. Raises
-        OptionError as `simulate` does.
+        policies: names, of VRAM over LRU in RAM, or "vram=NAME,ram=NAME". budgets: {share of the experts in VRAM:
+        devices, with slots and staging tensors as a plan divides it}. Prompts are staged, or cut to what slots are
+        exact for. Raises OptionError as `simulate` does.
         """
-        if len(device_links) > max(1, len(tensor_split)):
-            raise OptionError(f"--device-link is given {len(device_links)} times; several GPUs need --tensor-split.")
-        _check_prefetching(options, options.timed or bool(device_links), predictors)
+        timed = options.timed or any(device.link for devices in budgets.values() for device in devices)
+        _check_prefetching(options, timed, predictors)
         plain = self.policies([name for name in policies if "=" not in name]) if ALL in policies else policies
         by_tier = {name: (device_policy(name, "vram"), ram_policy(name)) for name in plain}
         for name in {vram for vram, _ in by_tier.values()} - {AUTO}:
             self.policy(name)
-        named = self.predictors(predictors)
-        shape, window = self.trace.shape, slot_tokens(f"{SIMULATED}0")
-        budgets = {
-            sum(shares): devices_of(shape, shares, tensor_split or (1.0,), device_links, window)
-            for shares in ([tuple(vram_shares)] if tensor_split else [(share,) for share in vram_shares])
-        }
+        named, shape, window = self.predictors(predictors), self.trace.shape, slot_tokens(f"{SIMULATED}0")
         rows, pairs = list[Row](), list(itertools.product(budgets.items(), ram_shares))
         step = step_reporter(progress, "hit rates", len(pairs) * len(by_tier) * len(named))
         for ((share, devices), ram_share), (label, (vram, ram)), ahead in itertools.product(

@@ -19,7 +19,6 @@ from moegguf.controller.controller import ActingOptions, Controller, build_contr
 from moegguf.controller.policies import LRU, AnyPolicy
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.prefetch import PrefetchOptions
-from moegguf.controller.request_cost import NO_LIMIT, device_of_layers, divided_over
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout, ExpertMatrix, Kind, MoeLayer
@@ -31,6 +30,7 @@ from moegguf.trace.trace import Trace
 
 GGML_TYPE_I8 = 24  # one byte per value: an expert of any size is one row
 MOST_TOKENS = 4096  # of a `Part`, so that its arrays stay small
+NO_LIMIT = 1 << 30  # tokens of a pass
 REAL_TIME = ("hook_ns", "forecast_ns")  # the counters that do not follow from the trace
 VRAM, RAM, STAGING = "VRAM", "RAM", "staging"  # keys of `SimResult.tiers`
 SIMULATED = "CUDA"  # backend of the devices whose slots are simulated, by ggml's name
@@ -42,7 +42,7 @@ class RamTier:
 
     policy: a native one. link: from there to the device; None: copies take no time. n_staging: tensors of a layer's
     full shape on each device, beside its slots, in which passes of more than one token are staged. slot_tokens: of a
-    pass, at most, where there are none (`request_cost.allowed_ubatch`).
+    pass, at most, where there are none (`slot_sizes.slot_tokens`).
     """
 
     n_slots: int
@@ -218,37 +218,6 @@ def slots_of(shape: MoeShape, share: float) -> int:
     return max(shape.n_expert_used, round(share * len(shape.layers) * shape.n_expert))
 
 
-def devices_of(
-    shape: MoeShape, shares: Sequence[float], tensor_split: Sequence[float], links: Sequence[Link], slot_tokens: int
-) -> tuple[DeviceSlots, ...]:
-    """Simulated devices that layers are split over as llama.cpp does, with slots and staging tensors as a plan divides
-    budgets.
-
-    shares (0 to 1) of all experts: one for all devices together, or one of each. tensor_split: proportions of layers,
-    one of each device. links: from RAM, one for all, or one of each; (): copies take no time. slot_tokens: as in
-    `RamTier`. Raises OptionError.
-    """
-    n_devices, n_experts = len(tensor_split), [0] * len(tensor_split)
-    for option, given in (("--vram-cache", shares), ("--device-link", links or (None,))):
-        if len(given) not in (1, n_devices):
-            raise OptionError(
-                f"{option} is given for {len(given)} devices, but --tensor-split has {n_devices}; give one for all, or"
-                " one for each."
-            )
-    on = device_of_layers(shape.n_layer, tensor_split)
-    for il in shape.layers:
-        n_experts[on[il]] += shape.n_expert
-    used = [d for d in range(n_devices) if n_experts[d]]
-    budgets = [slots_of(shape, share) for share in (shares if len(shares) == 1 else [shares[d] for d in used])]
-    slots, n_staging = divided_over(layout_of(shape), budgets, [n_experts[d] for d in used], slot_tokens)
-    layers = [tuple(il for il in shape.layers if on[il] == d) for d in used]
-    of_each = [links[d] if len(links) > 1 else next(iter(links), None) for d in used]
-    return tuple(
-        DeviceSlots(f"{SIMULATED}{d}", n, of, through_ram=True, staging=n_staging, link=link)
-        for d, n, of, link in zip(used, slots, layers, of_each, strict=True)
-    )
-
-
 def fitted(trace: Trace, n_slots: int, slot_tokens: int = NO_LIMIT) -> Trace:
     """The trace with passes split, so that no event needs more than n_slots experts: where they cannot be streamed.
     slot_tokens: of a pass, at most, where not every expert has a slot."""
@@ -339,7 +308,7 @@ def _part(trace: Trace, used: npt.NDArray[np.int64], computed: npt.NDArray[np.in
 class Simulation:
     """One replay of a trace with one policy and predictor, which must be new: they keep state.
 
-    n_slots: those of what computes every layer, or of each of several devices (`devices_of`). Raises OptionError when
+    n_slots: those of what computes every layer, or of each of several devices. Raises OptionError when
     they cannot hold one token's experts of a layer.
     """
 

@@ -29,10 +29,10 @@ from running import (
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.policies import make_policy
 from moegguf.controller.predictors.base import NoPrediction
+from moegguf.engine.device_plan import count_layers
 from moegguf.engine.devices import gpus
 from moegguf.engine.recording import TraceOptions
 from moegguf.engine.session import Place
-from moegguf.engine.split_plan import count_layers
 from moegguf.engine.stats import Stats
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import read_layout

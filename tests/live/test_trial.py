@@ -16,11 +16,12 @@ import pytest
 from running import Llama, Load, TinyModel
 from waiting import until
 
-from moegguf.engine import trial, trial_process
+from moegguf.engine import known_facts, trial, trial_process
 from moegguf.errors import AllocationError, ExpertIOError, GenerationCancelled, ModelFormatError
 from moegguf.gguf.experts import read_layout
 from moegguf.gguf.projector import read_projector
 from moegguf.processor import Processor
+from moegguf.settings import cache_folder
 from tools.mutants import read_header, write_file
 
 
@@ -48,8 +49,12 @@ def own_verdicts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path / "home"))
 
 
+def folder() -> Path:
+    return cache_folder() / "trials"
+
+
 def verdicts() -> list[Path]:
-    return sorted(trial.folder().glob("*.json"))
+    return sorted(folder().glob("*.json"))
 
 
 def use(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +179,7 @@ def test_damaged_verdicts_and_those_of_another_library_do_not_count(
         assert trial.is_due(read_layout(tiny()), {}), damaged
     path.write_bytes(whole)
     assert not trial.is_due(read_layout(tiny()), {})
-    monkeypatch.setattr(trial.library, "build_identity", lambda: "another build")
+    monkeypatch.setattr(known_facts.library, "build_identity", lambda: "another build")
     assert trial.is_due(read_layout(tiny()), {})
 
 
@@ -182,7 +187,7 @@ def test_a_verdict_is_of_one_processor(tiny: TinyModel, load: Load, monkeypatch:
     load(tiny())
     other = Processor("another CPU", frozenset())
     with monkeypatch.context() as patch:
-        patch.setattr(trial, "read_processor", lambda: other)
+        patch.setattr(known_facts, "read_processor", lambda: other)
         assert trial.is_due(read_layout(tiny()), {})
         load(tiny())
         assert not trial.is_due(read_layout(tiny()), {})
@@ -192,9 +197,9 @@ def test_a_verdict_is_of_one_processor(tiny: TinyModel, load: Load, monkeypatch:
 def test_verdicts_that_cannot_be_written_last_as_long_as_the_process(
     tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial, "_unwritten", {})
-    trial.folder().parent.mkdir(parents=True)
-    trial.folder().write_bytes(b"no folder")
+    monkeypatch.setattr(known_facts, "_unwritten", {})
+    folder().parent.mkdir(parents=True)
+    folder().write_bytes(b"no folder")
     with pytest.warns(UserWarning, match="cannot be written.*MOEGGUF_HOME"):
         load(tiny())
     with warnings.catch_warnings():
@@ -218,7 +223,7 @@ def test_a_projector_is_tried_with_its_model(
     write_file(replace(header, tensors=kept), bad)  # libmtmd reads the pointer that is not there
     load(tiny(), mmproj=good)
     [path] = verdicts()
-    assert list(json.loads(path.read_bytes())["reasons"].values()) == [""]
+    assert list(json.loads(path.read_bytes())["facts"].values()) == [""]
     layout = read_layout(tiny())
     assert not trial.is_due(layout, {}, read_projector(good)) and trial.is_due(layout, {}, read_projector(bad))
     for _ in range(2):

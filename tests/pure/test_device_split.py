@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from gguf_builder import moe
 
-from moegguf.controller.request_cost import ON_CPU, device_of_layers
 from moegguf.controller.shape import MoeShape
 from moegguf.engine.budgets import Budgets, Sizes
 from moegguf.engine.cost import Speeds
+from moegguf.engine.device_plan import ON_CPU, device_of_layers
 from moegguf.engine.load import parse_vram_caches
 from moegguf.engine.machine import Device, Machine, Memory
 from moegguf.engine.memory import kv_bytes, margin_bytes
 from moegguf.engine.plan import Plan, slot_bytes
 from moegguf.engine.planner import make_plan
 from moegguf.engine.pool_plan import VRAM_MARGIN_BYTES, divide_ram_slots, host_bytes
-from moegguf.engine.split_plan import DeviceRoom, LayerBytes, split_layers, tensor_split_for
+from moegguf.engine.simulated_devices import devices_of
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
-from moegguf.native.slot_sizes import slot_tokens
 from moegguf.quantities import GIB, Link, parse_expert_cache
-from moegguf.trace.simulate import devices_of
 
-LAYER = LayerBytes(10, 100, 5)
 RAM = Memory(64 * GIB, 60 * GIB, "the machine")
 
 
@@ -90,57 +85,20 @@ def test_a_split_that_is_none_is_refused(split: list[float]) -> None:
         device_of_layers(5, split)
 
 
-@pytest.mark.parametrize("counts", [[1, 2, 3], [0, 4], [48, 0, 1], [17, 31], [1, 0]])
-@pytest.mark.parametrize("n_on_cpu", [0, 3])
-def test_counted_layers_come_back_from_their_tensor_split(counts: list[int], n_on_cpu: int) -> None:
-    expected = [ON_CPU] * n_on_cpu + [d for d, n in enumerate(counts) for _ in range(n)]
-    n_gpu_layers = -1 if n_on_cpu == 0 else sum(counts) + 1
-    assert device_of_layers(sum(counts) + n_on_cpu, tensor_split_for(counts), n_gpu_layers) == expected
-
-
-def all_splits(n_layers: int, n_devices: int) -> Iterator[tuple[int, ...]]:
-    if n_devices == 1:
-        yield (n_layers,)
-        return
-    for n in range(n_layers + 1):
-        yield from ((n, *rest) for rest in all_splits(n_layers - n, n_devices - 1))
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_no_split_of_uneven_layers_has_a_fullest_device_that_is_less_full(seed: int) -> None:
-    random = np.random.default_rng(seed)
-    moe_layers = [
-        LayerBytes(int(dense), n, n // 20)
-        for dense, n in zip(random.integers(1, 60, 9), random.integers(40, 200, 9).tolist(), strict=True)
-    ]
-    layers = [LayerBytes(150, 0, 0), *moe_layers]
-    rooms = [DeviceRoom(int(n), most) for n, most in zip(random.integers(300, 700, 3), (None, None, 300), strict=True)]
-
-    def fullest(counts: tuple[int, ...]) -> float:
-        most, first = 0.0, 0
-        for n, room in zip(counts, rooms, strict=True):
-            part, first = layers[first : first + n], first + n
-            left, needed = room.n_bytes - sum(of.dense_bytes for of in part), sum(of.expert_bytes for of in part)
-            left = min(left, room.most_slot_bytes or left)
-            if left < sum(of.least_expert_bytes for of in part):
-                return math.inf
-            most = max(most, needed / max(1, left))
-        return most
-
-    best = min(map(fullest, all_splits(len(layers), len(rooms))))
-    assert fullest(tuple(split_layers(layers, rooms))) == pytest.approx(best)
-
-
-def test_layers_that_fit_nowhere_are_refused() -> None:
-    with pytest.raises(BudgetError, match="of 4 layers, but devices are to compute 12"):
-        split_layers([LAYER] * 12, [DeviceRoom(30)] * 2)
+def test_without_a_split_layers_go_by_the_memory_that_devices_have_for_them(layout: ExpertLayout) -> None:
+    for free, vram, n_layers in (
+        ((8 * GIB, 2 * GIB), "25%", [12, 0]), ((8 * GIB, 3 * GIB), "25%", [11, 1]),
+        ((2 * GIB, 8 * GIB), "auto", [2, 10]),
+        ((8 * GIB,) * 2, "auto,auto", [7, 5]), ((8 * GIB,) * 2, "30%,10%", [10, 2]),
+    ):  # fmt: skip
+        assert [len(part.layers) for part in plan(layout, vram, free=free)[0].devices] == n_layers
 
 
 def test_one_budget_is_shared_and_a_list_is_kept(layout: ExpertLayout) -> None:
     shared, split = plan(layout, "25%")
-    assert [len(part.layers) for part in shared.devices] == [6, 6]
-    assert [part.n_slots for part in shared.devices] == [24, 24]
-    assert device_of_layers(12, split) == [0] * 6 + [1] * 6
+    assert [len(part.layers) for part in shared.devices] == [7, 5]  # and the output
+    assert [part.n_slots for part in shared.devices] == [28, 20]
+    assert device_of_layers(12, split) == [0] * 7 + [1] * 5
     assert (shared.n_slots, shared.n_ram_slots, shared.device) == (48, 96, "GPU0, GPU1")
     listed, _ = plan(layout, "25%,10%", tensor_split=[1, 1])
     assert [part.n_slots for part in listed.devices] == [48, 19]
@@ -183,7 +141,7 @@ def test_auto_leaves_a_gigabyte_on_each_device(layout: ExpertLayout) -> None:
 def test_layers_left_to_the_cpu_share_the_ram_with_those_below_devices(layout: ExpertLayout) -> None:
     mixed, split = plan(layout, "25%", 60 * slot_bytes(layout), n_gpu_layers=9)
     *on_devices, on_cpu = mixed.devices
-    assert [part.layers for part in on_devices] == [(4, 5, 6, 7), (8, 9, 10, 11)]
+    assert [part.layers for part in on_devices] == [(4, 5, 6, 7, 8), (9, 10, 11)]
     assert (on_cpu.name, on_cpu.layers, on_cpu.n_slots, mixed.n_ram_slots) == (None, (0, 1, 2, 3), 20, 40)
     assert device_of_layers(12, split, 9)[:5] == [ON_CPU] * 4 + [0]
     assert mixed.host_bytes >= 60 * mixed.slot_bytes
@@ -235,22 +193,6 @@ def test_each_device_counts_the_bytes_of_its_own_layers(layout: ExpertLayout) ->
     assert more[0] > 5 * more[1]
 
 
-def test_layers_go_where_their_own_bytes_and_the_output_fit(layout: ExpertLayout) -> None:
-    own_bytes = dict.fromkeys(range(12), 1 << 20) | {0: 60 << 20}
-    dense_bytes = layout.dense_bytes + sum(own_bytes.values())
-    layer_dense_bytes = {il: n + own_bytes[il] for il, n in layout.layer_dense_bytes.items()}
-    large_first = replace(layout, dense_bytes=dense_bytes, layer_dense_bytes=layer_dense_bytes)
-    room = VRAM_MARGIN_BYTES + (1 << 20) + plan(large_first, "25%", staging=0)[0].compute_bytes
-    free = room + (72 << 20), room + (72 << 20)
-    chosen, _ = plan(large_first, "auto", free=free, staging=0)
-    first, second = chosen.devices
-    assert first.layers[0] == 0 and len(first.layers) < len(second.layers)
-    assert all(part.total_bytes <= n - VRAM_MARGIN_BYTES for part, n in zip(chosen.devices, free, strict=True))
-    assert not chosen.warnings
-    without, _ = plan(large_first, "auto", free=free, staging=0, n_gpu_layers=12)  # the first layer is the CPU's
-    assert [len(part.layers) for part in without.devices] in ([5, 6, 1], [6, 5, 1])
-
-
 def test_slots_that_a_device_has_no_memory_for_go_to_the_others(layout: ExpertLayout) -> None:
     size = slot_bytes(layout)
     parts = plan(layout, "25%", tensor_split=[1, 1], staging=0)[0].devices
@@ -264,19 +206,20 @@ def test_slots_that_a_device_has_no_memory_for_go_to_the_others(layout: ExpertLa
     assert sum(part.n_slots for part in kept.devices) == 48 and len(kept.warnings) >= 1
 
 
-@pytest.mark.parametrize("tensor_split", [[1.0, 1.0], [3.0, 2.0]])
-def test_simulated_devices_divide_budgets_as_a_plan_does(layout: ExpertLayout, tensor_split: list[float]) -> None:
-    shape, window, n_stagings = MoeShape.of(layout), slot_tokens("CUDA0"), set[int]()
-    for given in [(n,) for n in range(8, 193, 23)] + [(n, 3 * n // 2) for n in range(4, 120, 23)]:
-        text = ",".join(str(n * slot_bytes(layout)) for n in given)
-        planned, split = plan(layout, text, free=(32 * GIB,) * 2, tensor_split=tensor_split, name="CUDA")
-        assert list(split) == tensor_split
-        simulated = devices_of(shape, [n / layout.n_expert_total for n in given], tensor_split, (), window)
-        for part, device in zip(planned.devices, simulated, strict=True):
-            assert (part.name, part.layers, part.n_slots) == (device.name, device.layers, device.n_slots), given
-            assert device.staging == planned.n_staging
-        n_stagings.add(planned.n_staging)
-    assert n_stagings > {0}
+def test_simulated_devices_are_those_of_a_plan(layout: ExpertLayout) -> None:
+    shape, links, counts = MoeShape.of(layout), (Link(2e9), Link(1e9)), list[tuple[list[int], int]]()
+    for shares in ((0.25,), (0.5,), (0.25, 0.05), (1.0,)):
+        first, second = devices_of(shape, shares, (3.0, 1.0), links)
+        assert (first.name, second.name, first.link, second.link) == ("CUDA0", "CUDA1", *links)
+        assert (first.layers, second.layers) == (tuple(range(10)), (10, 11))
+        assert first.staging == second.staging
+        counts.append(([first.n_slots, second.n_slots], first.staging))
+    assert counts == [([38, 10], 0), ([44, 12], 1), ([48, 10], 0), ([160, 32], 0)]
+    (alone,) = devices_of(shape, (0.9,), (1.0,), ())
+    assert (alone.n_slots, alone.staging, alone.link) == (137, 2, None)
+    for wrong in (((0.5,) * 3, ()), ((0.5,), links * 2)):
+        with pytest.raises(OptionError, match="but --tensor-split has 2"):
+            devices_of(shape, wrong[0], (1.0, 1.0), wrong[1])
 
 
 @pytest.mark.parametrize(("n_on_cpu", "n_below"), [(30, 2), (2, 30), (16, 16), (30, 0)])

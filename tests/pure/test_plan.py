@@ -14,14 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moegguf.controller.hit_rates import PUBLISHED, Measured, interpolate, typical_hit_rate
-from moegguf.controller.request_cost import request_cost
 from moegguf.engine.budgets import Budgets, Sizes
 from moegguf.engine.cost import HitRates, Speeds
 from moegguf.engine.machine import Machine, Memory
 from moegguf.engine.memory import MARGIN_BYTES, compute_bytes, kv_bytes, memory_needs, row_bytes
 from moegguf.engine.plan import Plan, slot_bytes
 from moegguf.engine.planner import make_plan
-from moegguf.engine.pool_plan import Fit, best_fit
+from moegguf.engine.pool_plan import Fit, best_fit, request_cost
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.native.slot_sizes import slot_sizes

@@ -1,7 +1,8 @@
-"""Plans slots on several devices, or on devices and the CPU: which layers each computes, and its slots for them.
+"""Plans slots on devices: which layers each computes, its slots for them, and the tensors that prompts are staged in.
 
 RAM has slots below those of all devices together, and those of layers that are left to the CPU. Layers go to devices in
-order (`request_cost.device_of_layers`).
+order, as llama.cpp splits a model: the last `n_gpu_layers` of it, its output counted as one, in the proportions of
+`tensor_split`, or else of the memory that devices have for layers.
 """
 
 from __future__ import annotations
@@ -9,45 +10,51 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
-from moegguf.controller.request_cost import NO_LIMIT, ON_CPU, allowed_ubatch, device_of_layers, share_out, staging_bytes
 from moegguf.engine.budgets import AUTO, Budgets
-from moegguf.engine.machine import Device, Machine, Memory
+from moegguf.engine.machine import Machine, Memory
 from moegguf.engine.memory import F16, row_bytes
-from moegguf.engine.plan import DevicePlan, Plan
-from moegguf.engine.pool_plan import VRAM_MARGIN_BYTES, Pool, divide_ram_slots, host_bytes, ram_slots
+from moegguf.engine.plan import NO_LIMIT, DevicePlan, Plan, allowed_ubatch, staging_bytes
+from moegguf.engine.pool_plan import (
+    ANSWER_TOKENS,
+    PROMPT_TOKENS,
+    VRAM_MARGIN_BYTES,
+    Pool,
+    cycle_warnings,
+    divide_ram_slots,
+    host_bytes,
+    ram_slots,
+    request_cost,
+    short_of,
+)
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout
-from moegguf.native.slot_sizes import slot_sizes, slot_tokens
+from moegguf.native.slot_sizes import padded, slot_sizes, slot_tokens
+from moegguf.native.store import STAGING_SHARE, STAGING_TENSORS
 from moegguf.quantities import ExpertCache, format_bytes, format_bytes_up
 
-_Split = tuple[float, tuple[int, ...]]  # how full the fullest device is, and layers of each device
+ON_CPU = -1
 
 
-class LayerBytes(NamedTuple):
-    """What a layer, or several, takes on its device: everything but experts, slots for all of its experts, and slots
-    for those of a token."""
+def device_of_layers(n_layer: int, tensor_split: Sequence[float], n_gpu_layers: int = -1) -> list[int]:
+    """The index of the device that computes each layer, ON_CPU for none (llama-model.cpp, load_tensors).
 
-    dense_bytes: int
-    expert_bytes: int
-    least_expert_bytes: int
-
-
-class DeviceRoom(NamedTuple):
-    """What a device offers to layers: memory for them, and how much of it slots may take (None: all that is left)."""
-
-    n_bytes: int
-    most_slot_bytes: int | None = None
-
-    def fullness(self, part: LayerBytes) -> float:
-        """The experts of these layers, as a share of the memory for slots beside them; infinite where a token could not
-        be computed."""
-        left = self.n_bytes - part.dense_bytes
-        for_slots = left if self.most_slot_bytes is None else min(left, self.most_slot_bytes)
-        return part.expert_bytes / max(1, for_slots) if for_slots >= part.least_expert_bytes else math.inf
+    n_layer: those that llama.cpp counts. n_gpu_layers: -1 is every layer and the output. Raises OptionError for a split
+    that is not one.
+    """
+    split = np.asarray(tensor_split, np.float32)
+    if split.size == 0 or not np.isfinite(split).all() or (split < 0).any() or split.sum() == 0:
+        raise OptionError(
+            f"tensor_split is {list(tensor_split)}, but has a proportion for each device, none below 0 and some above."
+        )
+    bounds = np.cumsum(split, dtype=np.float32)
+    bounds /= bounds[-1]
+    n_on_devices = n_layer + 1 if n_gpu_layers < 0 else min(n_gpu_layers, n_layer + 1)
+    first = n_layer + 1 - n_on_devices
+    places = np.arange(n_layer - first, dtype=np.float32) / np.float32(max(1, n_on_devices))
+    return [ON_CPU] * min(first, n_layer) + np.searchsorted(bounds, places, side="right").tolist()
 
 
 def count_layers(layout: ExpertLayout) -> int:
@@ -56,42 +63,97 @@ def count_layers(layout: ExpertLayout) -> int:
     return n_layer if isinstance(n_layer, int) else layout.n_layer
 
 
-def split_layers(layers: Sequence[LayerBytes], rooms: Sequence[DeviceRoom]) -> list[int]:
-    """How many of these layers, in order, each device computes, so that the fullest device is least full.
+def share_out(total: int, shares: Sequence[int], most: Sequence[int], least: int) -> list[int]:
+    """`total` slots of several devices in proportion to `shares`, none with more than its `most`, and none with fewer
+    than `least`, where it can have as many and there are; what is over goes to the others."""
+    least = min(least, total // max(1, sum(of > 0 for of in most)))
+    given = [min(of, least) for of in most]
+    while (left := total - sum(given)) > 0 and (free := [d for d in range(len(most)) if given[d] < most[d]]):
+        weight = sum(shares[d] for d in free)
+        more = {d: min(most[d] - given[d], left * shares[d] // weight if weight else 0) for d in free}
+        if not any(more.values()):
+            more = {free[0]: 1}
+        for d, n in more.items():
+            given[d] += n
+    return given
 
-    Raises BudgetError, which says what the memory holds, where they do not fit.
+
+def plan_slots(layout: ExpertLayout, machine: Machine, budgets: Budgets) -> Plan:
+    """The plan with slots on the machine's devices, and others below them in RAM. Weights that every token uses, the
+    context, the buffers of a pass and staging tensors are on the devices, too.
+
+    Of STAGING_TENSORS, 1 and no staging tensors on each device it has the most that fit and pay (`_pays`), none where
+    every expert has a slot; so many as `budgets` say, beside the budget in VRAM, where they fit. Raises BudgetError,
+    stating the minimum, where a budget is too small, OptionError for a split or a number of tensors that cannot be.
     """
-    sums = np.zeros((len(layers) + 1, len(LayerBytes._fields)), np.int64)
-    sums[1:] = np.cumsum(layers, axis=0)
+    wanted = budgets.staging
+    if wanted is not None and not 0 <= wanted <= STAGING_TENSORS:
+        raise OptionError(f"staging is {wanted}, but prompts are staged in at most {STAGING_TENSORS} tensors.")
+    layout = padded(layout, [device.name for device in machine.devices])
+    budgets = budgets.on_devices(layout, sum(device.free_bytes for device in machine.devices))
 
-    def with_part(before: _Split, room: DeviceRoom, first: int, n: int) -> _Split:
-        part = LayerBytes(*(sums[n] - sums[first]).tolist())
-        return max(before[0], room.fullness(part)), (*before[1], n - first)
+    def planned(n_staging: int) -> Plan | BudgetError:
+        try:
+            return _DevicePlanner(layout, machine, budgets, n_staging).plan()
+        except BudgetError as error:  # without staging also where an image takes a pass of more tokens than have slots
+            return error
 
-    # [n]: the best split of the first n layers over the devices so far
-    best: list[_Split] = [(0.0, ()), *[(math.inf, ())] * len(layers)]
-    for room in rooms:
-        best = [  # of equals the one with most layers on the devices before
-            min((with_part(best[first], room, first, n) for first in range(n, -1, -1)), key=lambda split: split[0])
-            for n in range(len(layers) + 1)
-        ]
-    fullest, counts = best[-1]
-    if math.isinf(fullest):
-        n_held = max(n for n, split in enumerate(best) if not math.isinf(split[0]))
-        raise BudgetError(
-            f"holds what a token needs of {n_held} layers, but devices are to compute {len(layers)}; give more, free"
-            " memory there, or put fewer layers on them (n_gpu_layers, -ngl)."
+    without = planned(0)
+    if isinstance(without, BudgetError) or not _has_every_expert(layout, without):
+        for n in range(STAGING_TENSORS, 0, -1) if wanted is None else range(wanted, max(0, wanted - 1), -1):
+            staged = planned(n)
+            if isinstance(staged, Plan) and (wanted is not None or _pays(layout, n, staged, without)):
+                return replace(staged, reasons=(*staged.reasons, *_staging_reasons(layout, n, staged, without)))
+    if isinstance(without, BudgetError):
+        raise without
+    return without
+
+
+def _pays(layout: ExpertLayout, n: int, staged: Plan, without: Plan | BudgetError) -> bool:
+    """Whether prompts are to be staged in n tensors: several within STAGING_SHARE of the memory for experts; one where
+    a typical request costs less so than with prompts in passes that slots are exact for, and a token's experts over all
+    layers keep their slots where there are as many without."""
+    if staged.total_bytes > staged.available_bytes:
+        return False
+    if n > 1:
+        n_bytes = staged.staging_bytes
+        return n_bytes <= STAGING_SHARE * (n_bytes + staged.device_slots * staged.slot_bytes)
+    if isinstance(without, BudgetError):
+        return True
+    keeps_cycle = not staged.device_slots < layout.token_cycle_slots <= without.device_slots
+    return keeps_cycle and _cost(layout, staged, True) < _cost(layout, without, False)
+
+
+def _cost(layout: ExpertLayout, plan: Plan, is_staged: bool) -> float:
+    n_slots, n_ubatch = plan.device_slots, plan.n_ubatch
+    return request_cost(layout, plan.slot_bytes, n_slots, n_ubatch, prompts_take_slots=not is_staged)
+
+
+def _staging_reasons(layout: ExpertLayout, n: int, staged: Plan, without: Plan | BudgetError) -> Iterator[str]:
+    yield (
+        f"prompts are staged in {n} tensor{'s' * (n > 1)} of a layer's experts"
+        f" ({format_bytes(staged.staging_bytes)}): slots keep theirs meanwhile"
+    )
+    if n == 1 and isinstance(without, Plan):
+        moved, otherwise = (format_bytes(round(_cost(layout, plan, plan is staged))) for plan in (staged, without))
+        yield (
+            f"a prompt of {PROMPT_TOKENS} tokens and an answer of {ANSWER_TOKENS} then move about {moved}, against"
+            f" {otherwise} with {without.device_slots} slots, which are exact for passes of {without.n_ubatch}"
+            f" token{'s' * (without.n_ubatch > 1)}"
         )
-    return list(counts)
 
 
-def tensor_split_for(counts: Sequence[int]) -> list[float]:
-    """The tensor_split that gives each device so many layers in llama.cpp; the last that has any gets the output."""
-    last = max(d for d, n in enumerate(counts) if n)
-    return [float(n + (d == last)) for d, n in enumerate(counts)]
+def _has_every_expert(layout: ExpertLayout, plan: Plan) -> bool:
+    """Whether every device has a slot for each expert of its layers."""
+    n_experts = {layer.il: layer.n_expert for layer in layout.layers}
+    of_devices = [part for part in plan.devices if part.name is not None]
+    return plan.resident or (
+        len(of_devices) > 0
+        and all(part.n_slots >= sum(n_experts.get(il, 0) for il in part.layers) for part in of_devices)
+    )
 
 
-class SplitPlanner:
+class _DevicePlanner:
     """One plan with so many staging tensors on each device; sizes of `budgets` leave nothing to choose.
 
     Raises BudgetError, OptionError for a split or budgets that do not fit the devices.
@@ -100,25 +162,27 @@ class SplitPlanner:
     def __init__(self, layout: ExpertLayout, machine: Machine, budgets: Budgets, n_staging: int) -> None:
         self._layout, self._devices, self._memory, self._budgets = layout, machine.devices, machine.memory, budgets
         vram, tensor_split, names = budgets.vram, budgets.tensor_split, ", ".join(d.name for d in machine.devices)
-        if len(vram) not in (1, len(machine.devices)):
+        n_devices, self._n_layer = len(machine.devices), count_layers(layout)
+        self._is_alone = n_devices == len(vram) == 1 and not 0 <= budgets.n_gpu_layers <= self._n_layer
+        if len(vram) not in (1, n_devices):
             raise BudgetError(
-                f"vram_cache has {len(vram)} budgets for {len(machine.devices)} devices ({names}); give one for all"
-                " of them together, or one for each."
+                f"vram_cache has {len(vram)} budgets for {n_devices} devices ({names}); give one for all of them"
+                " together, or one for each."
             )
-        if tensor_split is not None and len(tensor_split) != len(machine.devices):
+        if not self._is_alone and tensor_split is not None and len(tensor_split) != n_devices:
             raise OptionError(
-                f"tensor_split has {len(tensor_split)} proportions for {len(machine.devices)} devices ({names}); give"
-                " one for each."
+                f"tensor_split has {len(tensor_split)} proportions for {n_devices} devices ({names}); give one for"
+                " each."
             )
         self._n_staging, self._staging_bytes = n_staging, staging_bytes(layout, n_staging)  # of each device
         total, free = (sum(getattr(d, name) for d in machine.devices) for name in ("total_bytes", "free_bytes"))
+        self._slot_tokens = min(slot_tokens(device.name) for device in machine.devices)
         self._joint = Pool(
-            layout, self._joint_budget(), Memory(total, free, f"the devices {names}"), budgets.sizes,
-            VRAM_MARGIN_BYTES * len(machine.devices), n_staging > 0, "vram_cache",
-            len(machine.devices) * self._staging_bytes, budgets.staging is None,
+            layout, self._joint_budget(), Memory(total, free, f"the device{'s' * (n_devices > 1)} {names}"),
+            budgets.sizes, VRAM_MARGIN_BYTES * n_devices, n_staging > 0, "vram_cache", n_devices * self._staging_bytes,
+            budgets.staging is None, self._slot_tokens if self._is_alone else NO_LIMIT,  # of several: `_allowed`
         ).plan()  # fmt: skip
         self._cpu_streams = budgets.streams and slot_sizes(layout).streams
-        self._n_layer = count_layers(layout)
         self._moe_layers = {layer.il: layer for layer in layout.layers}
         embedding_bytes = layout.n_vocab * row_bytes(F16, layout.hparams.n_embd)
         self._output_bytes = min(self._joint.dense_bytes, max(layout.tied_output_bytes, embedding_bytes))
@@ -147,7 +211,7 @@ class SplitPlanner:
 
     def plan(self) -> Plan:
         """The plan."""
-        tensor_split, on = self._device_of_layers()
+        tensor_split, on = (None, [0] * self._n_layer) if self._is_alone else self._device_of_layers()
         layers = [tuple(il for il, d in enumerate(on) if d == index) for index in range(len(self._devices))]
         cpu_layers = tuple(il for il, d in enumerate(on) if d == ON_CPU)
         used = [index for index, of in enumerate(layers) if self._experts_of(of)]
@@ -158,7 +222,7 @@ class SplitPlanner:
         allowed += [self._allowed(n_cpu, None, n_on_cpu)] if n_cpu else []
         n_ubatch = min(self._joint.n_ubatch, *allowed)
         parts = [
-            DevicePlan(device.name, of, n_slots, self._beside_bytes(of) + n_slots * size)
+            DevicePlan(device.name, of, n_slots, self._total_bytes(of, n_slots))
             for device, of, n_slots in zip(self._devices, layers, slots, strict=True)
         ]
         host = host_bytes(self._layout, n_ubatch) + (n_ram + n_cpu) * size + self._bytes_of(cpu_layers)
@@ -170,36 +234,25 @@ class SplitPlanner:
             budget_bytes=n_slots * size,
             resident=n_slots == self._layout.n_expert_total,
             n_ubatch=n_ubatch,
-            slot_tokens=min(slot_tokens(self._devices[d].name) for d in used),
+            slot_tokens=self._slot_tokens,
             total_bytes=sum(part.total_bytes for part in parts),
             streams=self._cpu_streams if n_cpu else self._n_staging > 0,
             reasons=tuple(self._reasons([*parts, *of_cpu], n_ram)),
-            warnings=tuple(self._warnings(parts, host)),
+            warnings=tuple(self._warnings(parts, n_slots, host)),
             device=", ".join(device.name for device in self._devices),
-            devices=(*parts, *of_cpu),
+            devices=() if self._is_alone else (*parts, *of_cpu),
             n_ram_slots=n_ram,
             host_bytes=host,
+            n_staging=self._n_staging,
             staging_bytes=self._staging_bytes * sum(part.n_slots > 0 for part in parts),
+            n_gpu_layers=self._budgets.n_gpu_layers,
             tensor_split=tensor_split,
         )
 
     def _device_of_layers(self) -> tuple[tuple[float, ...], list[int]]:
         """The tensor_split with which llama.cpp does as planned, and the device of each layer."""
         n_gpu_layers = self._budgets.n_gpu_layers
-        split: Sequence[float] | None = self._budgets.tensor_split
-        if split is None:
-            n_on_devices = self._n_layer if n_gpu_layers < 0 else min(n_gpu_layers - 1, self._n_layer)
-            if n_on_devices < 1:
-                raise OptionError(
-                    f"with vram_cache devices compute layers, but n_gpu_layers is {n_gpu_layers}, which is none beside"
-                    " the output; give more, or leave vram_cache out."
-                )
-            try:
-                layers = [self._layer(il) for il in range(self._n_layer - n_on_devices, self._n_layer)]
-                rooms = [self._room(d) for d in range(len(self._devices))]
-                split = tensor_split_for(split_layers(layers, rooms))
-            except BudgetError as error:
-                raise BudgetError(f"vram_cache={','.join(map(str, self._budgets.vram))!r} {error}") from None
+        split = self._budgets.tensor_split or tuple(map(float, self._rooms()))
         on = device_of_layers(self._n_layer, split, n_gpu_layers)
         if not any(d != ON_CPU and il in self._moe_layers for il, d in enumerate(on)):
             raise OptionError(
@@ -208,35 +261,31 @@ class SplitPlanner:
             )
         return tuple(map(float, split)), on
 
-    def _layer(self, il: int) -> LayerBytes:
-        size, layer = self._joint.slot_bytes, self._moe_layers.get(il)
-        dense_bytes = self._layer_bytes[il] + (self._output_bytes if il == self._n_layer - 1 else 0)
-        n_experts, n_used = (layer.n_expert, layer.n_expert_used) if layer else (0, 0)
-        return LayerBytes(dense_bytes, n_experts * size, n_used * size)
-
-    def _room(self, d: int) -> DeviceRoom:
-        """A budget that was given is kept: it may take what "auto" leaves free."""
-        device, auto = self._devices[d], self._budgets.vram_of(d).mode == "auto"
-        return DeviceRoom(self._free_bytes(device) if auto else device.free_bytes, self._limit_bytes(d))
-
-    def _free_bytes(self, device: Device) -> int:
-        """For layers, with "auto"."""
-        return max(0, device.free_bytes - VRAM_MARGIN_BYTES - self._joint.compute_bytes - self._staging_bytes)
+    def _rooms(self) -> list[int]:
+        """Memory of each device for layers, at most its budget where each has one."""
+        beside = VRAM_MARGIN_BYTES + self._joint.compute_bytes + self._staging_bytes
+        free = [max(1, device.free_bytes - beside) for device in self._devices]
+        limits = [self._limit_bytes(d) for d in range(len(self._devices))]
+        return [n if limit is None else min(n, limit) for n, limit in zip(free, limits, strict=True)]
 
     def _limit_bytes(self, d: int) -> int | None:
-        """The budget for slots on a device; its part, by free memory, of one for all. None: what is free."""
-        cache, vram = self._budgets.vram_of(d), self._budgets.vram
+        """The budget of a device for slots; None where it has none of its own, but what is free or a part of one."""
+        cache = self._budgets.vram_of(d)
         if cache.mode == "auto":
             return cache.n_bytes or None
+        if len(self._budgets.vram) == 1:
+            return None
         share = math.floor(cache.fraction * self._layout.n_expert_total + 1e-9) * self._joint.slot_bytes
         n_bytes = cache.n_bytes or share
-        if len(vram) > 1:
-            return max(0, n_bytes - self._staging_bytes) if self._budgets.staging is None else n_bytes
-        free = [max(1, self._free_bytes(device)) for device in self._devices]
-        return n_bytes * free[d] // sum(free)
+        return max(0, n_bytes - self._staging_bytes) if self._budgets.staging is None else n_bytes
 
     def _experts_of(self, layers: Sequence[int]) -> int:
         return sum(self._moe_layers[il].n_expert for il in layers if il in self._moe_layers)
+
+    def _total_bytes(self, layers: Sequence[int], n_slots: int) -> int:
+        if self._is_alone:
+            return self._joint.total_bytes
+        return self._beside_bytes(layers) + n_slots * self._joint.slot_bytes
 
     def _beside_bytes(self, layers: Sequence[int]) -> int:
         """What a device with these layers holds beside slots."""
@@ -249,9 +298,11 @@ class SplitPlanner:
 
     def _slots(self, layers: Sequence[Sequence[int]]) -> list[int]:
         """Slots of each device, with these layers."""
-        size, most, vram = self._joint.slot_bytes, [self._experts_of(of) for of in layers], self._budgets.vram
+        if self._is_alone:
+            return [self._joint.n_slots]
+        size, most = self._joint.slot_bytes, [self._experts_of(of) for of in layers]
         left = [d.free_bytes - self._beside_bytes(of) for d, of in zip(self._devices, layers, strict=True)]
-        if vram[0].mode != "auto" and len(vram) == 1:
+        if len(self._budgets.vram) == 1 and self._budgets.vram[0].mode != "auto":
             return self._shared_slots(most, left)
         slots = []
         for d, n in enumerate(most):
@@ -262,15 +313,12 @@ class SplitPlanner:
         return slots
 
     def _shared_slots(self, most: Sequence[int], left: Sequence[int]) -> list[int]:
-        """Slots of one budget for all devices: what the layers of one do not need, or its memory does not hold, goes to
-        the others."""
+        """Slots of one budget for all devices, by their experts: what the memory of one does not hold goes to the
+        others."""
         size, least, total = self._joint.slot_bytes, self._layout.n_expert_used, min(self._joint.n_slots, sum(most))
-        shares = most
-        if self._budgets.tensor_split is None:
-            shares = [(self._limit_bytes(d) or 0) if n else 0 for d, n in enumerate(most)]
         held = [min(n, max(least, n_bytes // size)) for n, n_bytes in zip(most, left, strict=True)]
-        within = share_out(total, shares, held, least)
-        return within if sum(within) >= total else share_out(total, shares, most, least)
+        within = share_out(total, most, held, least)
+        return within if sum(within) >= total else share_out(total, most, most, least)
 
     def _allowed(self, n_slots: int, device: str | None, n_experts: int) -> int:
         """Tokens of a pass on a device, or on the CPU, whose layers have so many experts.
@@ -322,15 +370,11 @@ class SplitPlanner:
             )
         if n_ram:
             yield f"{n_ram} experts ({format_bytes(n_ram * size)}) fit into RAM below the devices"
+        elif len(parts) == len(self._devices):
+            yield "every expert has a slot on a device: none is kept in RAM"
 
-    def _warnings(self, parts: Sequence[DevicePlan], host: int) -> Iterator[str]:
-        found = [
-            (f"on {part.name}", part.total_bytes, device.free_bytes)
-            for part, device in zip(parts, self._devices, strict=True)
-        ]
-        for where, needed, free in [*found, ("of RAM", host, self._memory.available_bytes)]:
-            if needed > free:
-                yield (
-                    f"about {format_bytes(needed)} {where} are needed, but {format_bytes(free)} are free; the budget is"
-                    ' kept as given, and loading may fail; give less, or "auto"'
-                )
+    def _warnings(self, parts: Sequence[DevicePlan], n_slots: int, host: int) -> Iterator[str]:
+        yield from cycle_warnings(self._layout, n_slots, self._joint.slot_bytes)
+        for part, device in zip(parts, self._devices, strict=True):
+            yield from short_of(part.total_bytes, device.memory, f" on {device.name}")
+        yield from short_of(host, self._memory, " of RAM")

@@ -1,0 +1,61 @@
+"""Devices whose slots `trace simulate` simulates: as the plan divides a budget over devices with memory without end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moegguf.controller.shape import MoeShape
+from moegguf.engine.budgets import Budgets, Sizes
+from moegguf.engine.device_plan import plan_slots
+from moegguf.engine.machine import Device, Machine, Memory
+from moegguf.engine.plan import DevicePlan, slot_bytes
+from moegguf.errors import OptionError
+from moegguf.native.store import DeviceSlots
+from moegguf.quantities import ExpertCache, Link, parse_link
+from moegguf.trace.simulate import SIMULATED, layout_of, slots_of
+
+_ENOUGH_BYTES = 1 << 60
+
+
+def simulated_budgets(
+    shape: MoeShape, shares: Sequence[float], tensor_split: Sequence[float], device_links: Sequence[str]
+) -> dict[float, tuple[DeviceSlots, ...]]:
+    """{share of the experts in VRAM: devices}, for each share on one device, or, with a tensor_split, for the one
+    budget that all shares are. device_links: as texts. Raises what `devices_of` raises."""
+    links = [parse_link(text) for text in device_links]
+    if not tensor_split:
+        if len(links) > 1:
+            raise OptionError(f"--device-link is given {len(links)} times; several GPUs need --tensor-split.")
+        return {share: devices_of(shape, (share,), (1.0,), links) for share in shares}
+    return {sum(shares): devices_of(shape, shares, tensor_split, links)}
+
+
+def devices_of(
+    shape: MoeShape, shares: Sequence[float], tensor_split: Sequence[float], links: Sequence[Link]
+) -> tuple[DeviceSlots, ...]:
+    """Simulated devices that layers are split over as llama.cpp does, with slots and staging tensors.
+
+    shares (0 to 1) of all experts: one for all devices together, or one of each. tensor_split: proportions of layers,
+    one of each device. links: from RAM, one for all, or one of each; (): copies take no time. Raises OptionError,
+    BudgetError.
+    """
+    n_devices, layout = len(tensor_split), layout_of(shape)
+    for option, given in (("--vram-cache", shares), ("--device-link", links or (None,))):
+        if len(given) not in (1, n_devices):
+            raise OptionError(
+                f"{option} is given for {len(given)} devices, but --tensor-split has {n_devices}; give one for all, or"
+                " one for each."
+            )
+    caches = tuple(ExpertCache("bytes", n_bytes=slots_of(shape, share) * slot_bytes(layout)) for share in shares)
+    devices = tuple(Device(f"{SIMULATED}{d}", d, _ENOUGH_BYTES, _ENOUGH_BYTES) for d in range(n_devices))
+    memory = Memory(_ENOUGH_BYTES, _ENOUGH_BYTES, "nothing")
+    budgets = Budgets(vram=caches, tensor_split=tuple(tensor_split), sizes=Sizes(1), streams=False)
+    plan = plan_slots(layout, Machine(memory, devices=devices), budgets)
+    whole = DevicePlan(plan.device, tuple(range(shape.n_layer)), plan.n_slots, plan.total_bytes)
+    return tuple(
+        DeviceSlots(
+            part.name, part.n_slots, tuple(il for il in part.layers if il in shape.row_of), through_ram=True,
+            staging=plan.n_staging, link=links[d] if len(links) > 1 else next(iter(links), None),
+        )
+        for d, part in enumerate(plan.devices or (whole,)) if part.n_slots
+    )  # fmt: skip
