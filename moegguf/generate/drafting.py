@@ -241,7 +241,8 @@ class Drafter:
     def propose(self, answers: Sequence[BatchedAnswer]) -> None:
         """Sets the drafts of answers that decode together in the next pass; nobody else takes part in it."""
         texts = [self._text_of(answer) for answer in answers]
-        if not any([text.note_tokens(self._drafts.least_key) for text in texts]):
+        repeat = [text.note_tokens(self._drafts.least_key) for text in texts]
+        if not any(repeat):
             return
         start_s = time.thread_time()  # others may take the processor meanwhile
         widths = self.gate.widths([text.acceptance for text in texts])

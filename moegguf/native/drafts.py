@@ -78,9 +78,9 @@ class Drafts:
     """Drafts of up to `n_max` tokens for the sequences of a context.
 
     keys: tokens of the long and the short n-gram that have to repeat. target, draft: addresses of llama_contexts, which
-    must outlive this; 0: none. heads: `draft` is of the heads that the target's model has. `least_key`: tokens that have
-    to repeat before any draft; 0: none have to. Raises MoeggufError, as all methods do, also where their vocabularies
-    differ.
+    must outlive this; 0: none. heads: `draft` is of the heads that the target's model has. `least_key`: tokens that
+    repeat wherever there is a draft; 0: none have to. Raises MoeggufError, as all methods do, also where their
+    vocabularies differ.
     """
 
     def __init__(
