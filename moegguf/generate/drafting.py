@@ -117,10 +117,11 @@ class PassTimes:
     def note_drafted(self, n_tokens: int, seconds: float, base_s: float) -> float:
         """A pass with so many drafted tokens took so long; what they have added, in seconds."""
         kept = self.options.memory
-        self.n_drafted, self.widest = self.n_drafted + 1, max(self.widest, n_tokens)
         added_s = min(seconds - base_s, n_tokens * base_s)  # more, and it was something else that took the time
-        self._tokens = kept * self._tokens + n_tokens
-        self._cost = kept * self._cost + added_s / base_s
+        if self.widest:  # the first one allocates what wide passes need
+            self._tokens = kept * self._tokens + n_tokens
+            self._cost = kept * self._cost + added_s / base_s
+        self.n_drafted, self.widest = self.n_drafted + 1, max(self.widest, n_tokens)
         return added_s
 
 
@@ -155,7 +156,7 @@ class DraftGate:
         if base_s is None or self._balance_s < 0:
             return nothing
         self._balance_s = min(self._balance_s, self.options.n_max / 2 * base_s)
-        self._allowance_s = min(self._allowance_s, base_s)
+        self._allowance_s = min(self._allowance_s, self.options.trial_tokens * base_s)  # the most that a trial can cost
         worth = 1 / len(answers)  # of a token, in undrafted passes
         known = max(self.options.trial_tokens, 2 * times.widest)  # what wider passes cost is not
         risk = int((self._balance_s / base_s + 1) / cost)
