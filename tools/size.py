@@ -15,15 +15,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html")
 VENDORED = ("moegguf/server/static/vendor/",)  # libraries with a licence of their own: not counted
-GOALS = {"moegguf": 1_250, "tests": 41_900, "tools + predictors": 14_000}
+GOALS = {"moegguf": 1_250, "tests": 41_910, "tools + predictors": 14_000}
 LIMITS = {
     "moegguf": 1_250,
     "moegguf/bench": 1_420,
     "moegguf/chat": 1_960,
     "moegguf/cli": 2_850,
     "moegguf/controller": 3_100,
-    "moegguf/engine": 7_640,
-    "moegguf/generate": 4_690,
+    "moegguf/engine": 7_650,
+    "moegguf/generate": 4_710,
     "moegguf/gguf": 1_970,
     "moegguf/models": 3_190,
     "moegguf/native": 15_630,

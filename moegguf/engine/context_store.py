@@ -115,16 +115,20 @@ class ContextStore:
             return sorted(name for name in os.listdir(self._path(prefix).parent) if name.startswith(prefix))
         return []
 
-    def read(self, name: str) -> memoryview | None:
-        """The bytes of a block; None where it is missing, or not what was written under this name here."""
+    def read(self, name: str, buffer: list[memoryview] | None = None) -> memoryview | None:
+        """The bytes of a block; None where it is missing, or not what was written under this name here. buffer: of an
+        earlier read whose bytes are no longer needed, used again where it has room, else replaced: to get memory from
+        the system takes longer than to read a block."""
         if self.is_off:
             return None
-        path = self._path(name)
+        path, buffer = self._path(name), [] if buffer is None else buffer
         try:
             with open(path, "rb", buffering=0) as file:
-                data = np.empty(os.fstat(file.fileno()).st_size, np.uint8).data
-                n_read = 0
-                while n_read < len(data) and (n := file.readinto(data[n_read:])):
+                n_bytes, n_read = os.fstat(file.fileno()).st_size, 0
+                if not buffer or len(buffer[0]) < n_bytes:
+                    buffer[:] = [np.empty(n_bytes, np.uint8).data]
+                data = buffer[0][:n_bytes]
+                while n_read < n_bytes and (n := file.readinto(data[n_read:])):
                     n_read += n
         except OSError:
             return None

@@ -247,16 +247,17 @@ class KeptContexts:
         return self._store.holds(part.name)
 
     def _read_ahead(self, parts: Sequence[_Part]) -> Iterator[memoryview | None]:
-        """The blocks, read and checked by other threads."""
+        """The blocks, read and checked by other threads; each is valid until the next one."""
+        buffers = [list[memoryview]() for _ in range(READ_AHEAD)]
         with ThreadPoolExecutor(READERS, "moegguf-contexts") as pool:
             waiting = deque[Future[memoryview | None]]()
             for at in range(len(parts)):
-                ahead = parts[at + len(waiting) : at + READ_AHEAD]
-                waiting += [pool.submit(self._read, part.name) for part in ahead]
+                for i in range(at + len(waiting), min(at + READ_AHEAD, len(parts))):
+                    waiting.append(pool.submit(self._read, parts[i].name, buffers[i % READ_AHEAD]))
                 yield waiting.popleft().result()
 
-    def _read(self, name: str) -> memoryview | None:
-        block = self._store.read(name)
+    def _read(self, name: str, buffer: list[memoryview] | None = None) -> memoryview | None:
+        block = self._store.read(name, buffer)
         self._n_damaged += block is None
         return block
 

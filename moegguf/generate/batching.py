@@ -294,18 +294,21 @@ class BatchLoop:
         running = tuple(self._running)
         chosen = (self._schedule and self._schedule.choose(running)) or running
         start_s, parts = time.perf_counter(), self._step_tokens.parts(chosen, self._n_steps)
-        drafter = self._drafter if all(answer.decodes for answer, _ in parts) else None
-        if drafter is not None:
+        drafter = self._drafter
+        if drafter is not None and drafter.gate.is_due() and all(answer.decodes for answer, _ in parts):
             drafter.propose([answer for answer, _ in parts])
-        n_drafted = sum(len(answer.draft) for answer, _ in parts)
+        else:
+            drafter = None
+        n_drafted = sum(len(answer.draft) for answer, _ in parts) if self._schedule is not None else 0
         computed = self._compute(parts)
-        if computed:
-            n_tokens, seconds = n_drafted + sum(n for _, n in computed), time.perf_counter() - start_s
-            answers = tuple(answer for answer, _ in computed)
-            if self._schedule is not None:
-                self._schedule.ran(Step(answers, n_tokens, seconds))
-            if drafter is not None:
-                drafter.ran(len(answers), seconds)
+        if not computed:
+            return
+        seconds = time.perf_counter() - start_s
+        if drafter is not None:
+            drafter.ran(len(computed), seconds)
+        if self._schedule is not None:
+            answers, n_tokens = tuple(answer for answer, _ in computed), sum(n for _, n in computed)
+            self._schedule.ran(Step(answers, n_drafted + n_tokens, seconds))
 
     def _compute(self, parts: Sequence[Part]) -> list[Part]:
         """Evaluates the parts of a step and lets who has all of its tokens sample; returns what was evaluated.

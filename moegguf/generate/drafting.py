@@ -9,15 +9,15 @@ a drafted one costs what it makes the pass longer, which has in it whatever it d
 nobody else uses. A draft goes on as long as the chance that its next token is reached and accepted is worth more than
 that token costs. Where that is not so of the first, one is tried again now and then, narrow, from an allowance: a share
 of the time of passes. When drafts have lost the allowance and what they had saved before, they pause until there is
-some again. Looking for drafts costs time, too: when that has found nothing for some passes, it is done as seldom as
-keeps within that share.
+some again. Looking for drafts costs time, too: a text is asked for n-grams only where its last tokens have occurred
+before, and when passes were in vain, some go by until the next one is looked at.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -34,16 +34,17 @@ LEAST_COST = 0.01
 
 @dataclass(frozen=True)
 class GateOptions:
-    """n_max: tokens of a draft at most. loss: share of the time that drafts may lose, and that looking for them in vain
-    may take. patience: passes in which that is done in vain, one after the other, before it is done seldom. margin:
-    share of a token's time that a pass must save. base_passes: undrafted ones whose median is their time. renew_passes:
-    drafted ones until an undrafted pass measures it again. trial_tokens: of a draft that is tried from the allowance.
-    memory: of measured costs, and of acceptance, the weight that stays with each new one. prior: chance of a token of
-    each source to be accepted, before any was seen."""
+    """n_max: tokens of a draft at most. loss: share of the time that drafts, and looking for them, may lose. patience:
+    passes in vain, one after the other, until twice as many go by before the next is looked at, at most 2**`rest` - 1.
+    margin: share of a token's time that a pass must save. base_passes: undrafted ones whose median is their time.
+    renew_passes: drafted ones until an undrafted pass measures it again. trial_tokens: of a draft that is tried from
+    the allowance. memory: of measured costs, and of acceptance, the weight that stays with each new one. prior: chance
+    of a token of each source to be accepted, before any was seen."""
 
     n_max: int = 24
     loss: float = 0.005
-    patience: int = 8
+    patience: int = 4
+    rest: int = 3
     margin: float = 0.03
     base_passes: int = 9
     renew_passes: int = 32
@@ -82,7 +83,7 @@ class PassTimes:
     n_drafted: int = 0  # passes since the last undrafted one
     widest: int = 0  # tokens drafted in a pass
     _undrafted_s: deque[float] = field(init=False)
-    _median_s: float = field(init=False, default=0.0)  # of these: a pass may be short enough to notice a `median`
+    _median_s: float | None = field(init=False, default=None)  # of these, once it was asked for
     _tokens: float = field(init=False, default=1.0)  # drafted, recent ones count more
     _cost: float = field(init=False, default=SUPPOSED_COST)  # of these together, in undrafted passes
 
@@ -90,10 +91,17 @@ class PassTimes:
         self._undrafted_s = deque(maxlen=self.options.base_passes)
 
     @property
+    def is_known(self) -> bool:
+        """Whether the time of an undrafted pass is known, by enough of them, and of late."""
+        return len(self._undrafted_s) == self.options.base_passes and self.n_drafted < self.options.renew_passes
+
+    @property
     def base_s(self) -> float | None:
-        """The time of an undrafted pass; None while too few are known, or none was for long."""
-        if len(self._undrafted_s) < self.options.base_passes or self.n_drafted >= self.options.renew_passes:
+        """The time of an undrafted pass, if it is known."""
+        if not self.is_known:
             return None
+        if self._median_s is None:  # a pass may be short enough to notice that it is computed
+            self._median_s = sorted(self._undrafted_s)[len(self._undrafted_s) // 2]
         return self._median_s
 
     @property
@@ -101,19 +109,19 @@ class PassTimes:
         """What a drafted token adds to a pass, in undrafted passes."""
         return max(self._cost / self._tokens, LEAST_COST)
 
-    def note(self, n_drafted: int, seconds: float) -> float:
-        """A pass with so many drafted tokens took so long; what drafts have added, in seconds."""
-        if n_drafted == 0:
-            self._undrafted_s.append(seconds)
-            self._median_s = sorted(self._undrafted_s)[len(self._undrafted_s) // 2]
-            self.n_drafted = 0
-            return 0.0
-        self.n_drafted += 1
-        self.widest = max(self.widest, n_drafted)
-        base_s, kept = self._median_s, self.options.memory
-        added_s = min(seconds - base_s, n_drafted * base_s)  # more, and it was something else that took the time
-        self._tokens = kept * self._tokens + n_drafted
-        self._cost = kept * self._cost + added_s / base_s
+    def note_undrafted(self, seconds: float) -> None:
+        """A pass without drafts took so long."""
+        self._undrafted_s.append(seconds)
+        self._median_s, self.n_drafted = None, 0
+
+    def note_drafted(self, n_tokens: int, seconds: float, base_s: float) -> float:
+        """A pass with so many drafted tokens took so long; what they have added, in seconds."""
+        kept = self.options.memory
+        added_s = min(seconds - base_s, n_tokens * base_s)  # more, and it was something else that took the time
+        if self.widest:  # the first one allocates what wide passes need
+            self._tokens = kept * self._tokens + n_tokens
+            self._cost = kept * self._cost + added_s / base_s
+        self.n_drafted, self.widest = self.n_drafted + 1, max(self.widest, n_tokens)
         return added_s
 
 
@@ -124,32 +132,31 @@ class DraftGate:
     def __init__(self, options: GateOptions | None = None) -> None:
         self.options = options or GateOptions()
         self.acceptance = [Acceptance(prior, 0.98) for prior in self.options.prior]
-        self._times: dict[int, PassTimes] = {}
+        self._times = defaultdict[int, PassTimes](lambda: PassTimes(self.options))  # by number of sequences
         self._balance_s = 0.0  # saved, and allowed to be lost
         self._allowance_s = 0.0  # for trials
         self._tries = False  # in the next pass
-        self._n_vain = self._n_unlooked = 0  # passes since one had an accepted token, and since one looked for drafts
-        self._look_s = 0.0  # what looking takes
+        self._n_vain = 0  # passes that were due since one had an accepted token
+        self._n_rested = self._n_resting = 0  # passes that go by between two that are due; that still do
 
     def of_answer(self) -> list[Acceptance]:
         """Acceptance of each source in one answer."""
         return [Acceptance(0.5, self.options.memory, base) for base in self.acceptance]
 
-    def pauses(self, n_sequences: int) -> bool:
-        """Whether nothing is drafted in the next pass, in which so many sequences decode, whatever they are."""
-        base_s = self._of(n_sequences).base_s
-        if self._balance_s < 0 or base_s is None:
-            return True
-        is_seldom = self._n_vain >= self.options.patience
-        return is_seldom and self._look_s > self.options.loss * base_s * (self._n_unlooked + 1)
+    def is_due(self) -> bool:
+        """Called once before each pass: whether it may have drafts, and `ran` is to hear of it."""
+        self._n_resting -= 1
+        return self._n_resting < 0
 
     def widths(self, answers: Sequence[Sequence[Acceptance]]) -> list[list[int]]:
         """The most tokens that each source may draft for each of the answers that decode in the next pass."""
-        times = self._of(len(answers))
+        times = self._times[len(answers)]
         base_s, cost = times.base_s, times.cost
         nothing = [[0] * len(of_answer) for of_answer in answers]
-        if base_s is None or self.pauses(len(answers)):
+        if base_s is None or self._balance_s < 0:
             return nothing
+        self._balance_s = min(self._balance_s, self.options.n_max / 2 * base_s)
+        self._allowance_s = min(self._allowance_s, self.options.trial_tokens * base_s)  # the most that a trial can cost
         worth = 1 / len(answers)  # of a token, in undrafted passes
         known = max(self.options.trial_tokens, 2 * times.widest)  # what wider passes cost is not
         risk = int((self._balance_s / base_s + 1) / cost)
@@ -168,29 +175,21 @@ class DraftGate:
         return [[tried] * len(answers[0]), *nothing[1:]]
 
     def ran(self, n_sequences: int, n_drafted: int, n_accepted: int, seconds: float, spent_s: float = 0.0) -> None:
-        """A pass in which so many sequences decode was computed. spent_s: the part of it that looked for drafts; it is
-        lost where there were none."""
-        times = self._of(n_sequences)
-        if spent_s:
-            self._look_s, self._n_unlooked = spent_s, 0
-            self._n_vain = 0 if n_accepted else self._n_vain + 1
-        else:
-            self._n_unlooked += 1
+        """A pass that was due, and in which so many sequences decode, was computed. spent_s: the part of it that looked
+        for drafts; it is lost where there were none."""
+        times, options = self._times[n_sequences], self.options
+        allowed_s = options.loss * seconds * (1 + self._n_rested)
+        self._balance_s += allowed_s
+        self._allowance_s += allowed_s
+        self._n_vain = 0 if n_accepted or not times.is_known else self._n_vain + 1
+        self._n_rested = self._n_resting = (1 << min(self._n_vain // options.patience, options.rest)) - 1
         if n_drafted == 0:
-            seconds -= spent_s
+            times.note_undrafted(seconds - spent_s)
             self._balance_s -= spent_s
-        base_s, added_s = times.base_s, times.note(n_drafted, seconds)
-        self._balance_s += self.options.loss * seconds
-        self._allowance_s += self.options.loss * seconds
-        if base_s is not None:
-            saved_s = n_accepted * base_s / n_sequences - added_s
-            self._balance_s = min(self._balance_s + saved_s, (self.options.n_max / 2) * base_s)
-            self._allowance_s = min(self._allowance_s + min(0, saved_s) * self._tries, base_s)
-
-    def _of(self, n_sequences: int) -> PassTimes:
-        if n_sequences not in self._times:
-            self._times[n_sequences] = PassTimes(self.options)
-        return self._times[n_sequences]
+        elif (base_s := times.base_s) is not None:
+            saved_s = n_accepted * base_s / n_sequences - times.note_drafted(n_drafted, seconds, base_s)
+            self._balance_s += saved_s
+            self._allowance_s += min(0, saved_s) * self._tries
 
 
 def _width(chance: float, cost: float) -> int:
@@ -212,6 +211,21 @@ class _Text:
     n_shifts: int
     n_tokens: int = 0
     source: Source = Source.NONE  # of the last draft
+    n_hashed: int = 0  # tokens that begin an n-gram of `hashes`
+    hashes: set[int] = field(default_factory=set)
+    repeats: bool = True  # its last tokens occurred before, or may have: hashes collide
+
+    def note_tokens(self, n_key: int) -> bool:
+        """Sets and returns `repeats`, of so many tokens, in a microsecond: a pass of text that repeats nothing costs no
+        more. 0: any text may have drafts."""
+        context = self.answer.context
+        if n_key:
+            for i in range(self.n_hashed, len(context) - n_key + 1):
+                key = hash(tuple(context[i : i + n_key]))
+                self.repeats = key in self.hashes
+                self.hashes.add(key)
+            self.n_hashed = max(0, len(context) - n_key + 1)
+        return self.repeats
 
 
 class Drafter:
@@ -227,10 +241,11 @@ class Drafter:
 
     def propose(self, answers: Sequence[BatchedAnswer]) -> None:
         """Sets the drafts of answers that decode together in the next pass; nobody else takes part in it."""
-        if self.gate.pauses(len(answers)):
+        texts = [self._text_of(answer) for answer in answers]
+        repeat = [text.note_tokens(self._drafts.least_key) for text in texts]
+        if not any(repeat):
             return
         start_s = time.thread_time()  # others may take the processor meanwhile
-        texts = [self._text_of(answer) for answer in answers]
         widths = self.gate.widths([text.acceptance for text in texts])
         if any(map(any, widths)):
             self._draft(texts, widths)
@@ -238,7 +253,7 @@ class Drafter:
 
     def _draft(self, texts: Sequence[_Text], widths: Sequence[Sequence[int]]) -> None:
         wanted = [
-            (self._told(text), [min(width, self._room(text.answer)) for width in of_answer])
+            (self._told(text), [min(width, self._room(text)) for width in of_answer])
             for text, of_answer in zip(texts, widths, strict=True)
         ]
         n_left = self._llm.n_batch - len(texts)
@@ -283,9 +298,10 @@ class Drafter:
             self._once_s += time.thread_time() - start_s
         return sequence
 
-    def _room(self, answer: BatchedAnswer) -> int:
+    def _room(self, text: _Text) -> int:
         """Tokens that a draft may have: the context is full, and the answer ends, in the same pass as without."""
-        if answer.sequence.prompt.images is not None:
+        answer = text.answer
+        if not text.repeats or answer.sequence.prompt.images is not None:
             return 0
         return max(0, min(answer.sequence.n_left, self._llm.n_ctx() - len(answer.context)) - 1)
 

@@ -78,14 +78,16 @@ class Drafts:
     """Drafts of up to `n_max` tokens for the sequences of a context.
 
     keys: tokens of the long and the short n-gram that have to repeat. target, draft: addresses of llama_contexts, which
-    must outlive this; 0: none. heads: `draft` is of the heads that the target's model has. Raises MoeggufError, as all
-    methods do, also where their vocabularies differ.
+    must outlive this; 0: none. heads: `draft` is of the heads that the target's model has. `least_key`: tokens that
+    repeat wherever there is a draft; 0: none have to. Raises MoeggufError, as all methods do, also where their
+    vocabularies differ.
     """
 
     def __init__(
         self, n_seq: int, n_max: int, keys: tuple[int, int], target: int = 0, draft: int = 0, heads: bool = False
     ) -> None:
         self._library, self._handle, self.n_max = _library(), c.c_void_p(), n_max
+        self.least_key = 0 if draft else min(keys)
         config = _Config((c.c_int32 * 2)(*keys), n_seq, n_max, target, draft, heads)
         self._library.drafts_open(config, self._handle)
         self._requests = (_Request * n_seq)()

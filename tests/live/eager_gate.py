@@ -13,8 +13,8 @@ WIDTH = 6  # tokens of a draft
 class Eager(DraftGate):
     """Always drafts, as long as it may."""
 
-    def pauses(self, n_sequences: int) -> bool:
-        return False
+    def is_due(self) -> bool:
+        return True
 
     def widths(self, answers: Sequence[Sequence[Acceptance]]) -> list[list[int]]:
         return [[WIDTH] * len(of_answer) for of_answer in answers]
