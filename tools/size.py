@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html")
 VENDORED = ("moegguf/server/static/vendor/",)  # libraries with a licence of their own: not counted
-GOALS = {"moegguf": 1_250, "tests": 41_910, "tools + predictors": 14_000}
+GOALS = {"moegguf": 46_000, "tests": 34_000, "tools + predictors": 14_000}
 LIMITS = {
     "moegguf": 1_250,
     "moegguf/bench": 1_420,
@@ -32,8 +32,8 @@ LIMITS = {
     "moegguf/terminal": 1_670,
     "moegguf/trace": 2_050,
     "predictors": 8_040,
-    "tests": 42_030,
-    "tools": 5_970,
+    "tests": 41_910,
+    "tools": 5_800,
 }
 
 
