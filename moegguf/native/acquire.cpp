@@ -128,8 +128,8 @@ void Acquire::tell_observers(Context & context, uint64_t start_ns, bool placed) 
     const int32_t * phases = batched ? event.phases.data() : nullptr;
     if (placed && forecaster_.on()) {
         const float * inputs = forecaster_.wants_inputs(event.n_tokens) ? event.inputs : nullptr;
-        forecaster_.routing(event.il, {event.n_tokens, batched}, event.ids, event.n_expert_used, inputs, event.n_embd,
-                            context.pass.number);
+        forecaster_.routing(event.il, {event.n_tokens, announced.sequence, sequences}, event.ids, event.n_expert_used,
+                            inputs, event.n_embd, context.pass.number);
     }
     if (events_.on()) {
         const float * inputs = events_.wants_inputs(event.n_tokens) ? event.inputs : nullptr;
@@ -254,8 +254,8 @@ void Acquire::announce_tokens(Context & context, const moegguf_tokens_event & ev
     announced.outputs.assign(event.outputs, event.outputs + n_batched);
     context.pass.il = Pass::none;
     if (forecaster_.on()) {
-        const int token = event.n_tokens == 1 ? event.tokens[0] : -1;
-        forecaster_.announce({event.n_tokens, event.sequences != nullptr, token}, get(shared_.counters.passes) + 1);
+        forecaster_.announce({event.n_tokens, event.sequence, event.sequences, event.tokens},
+                             get(shared_.counters.passes) + 1);
     }
     if (events_.on()) {
         events_.tokens(event);

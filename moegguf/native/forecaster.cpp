@@ -23,18 +23,17 @@ void Forecaster::set(const moegguf_predictor * chosen) {
     std::lock_guard<std::mutex> one_at_a_time(control_);
     if (chosen) {
         check(*chosen);
-        const PredictorType & type = predictor_type(chosen->name);
-        const Arrays arrays(*chosen);
-        std::unique_ptr<Predictor> predictor = type.make(layout_, arrays);
+        const Maker maker{&predictor_type(chosen->name), Arrays(*chosen)};
+        std::unique_ptr<Predictor> first = maker.type->make(layout_, maker.arrays);
         stop();
-        if (type_ != &type || !arrays_->same(arrays)) {
+        if (!maker_ || maker_->type != maker.type || !maker_->arrays.same(maker.arrays)) {
             calibration_ = Calibration();
         }
-        type_ = &type;
-        arrays_ = arrays;
-        predictor_ = std::move(predictor);
+        maker_ = maker;
+        followers_.clear();
+        followers_.push_back({-1, 0, std::move(first)});
         start(*chosen);
-        wants_inputs_ = type.needs_inputs;
+        wants_inputs_ = maker.type->needs_inputs;
     } else {
         stop();
     }
@@ -43,9 +42,11 @@ void Forecaster::set(const moegguf_predictor * chosen) {
 void Forecaster::start(const moegguf_predictor & chosen) {
     options_ = chosen;
     best_.resize(layout_.n_expert_max);
-    likely_.resize(layout_.n_expert_max);
+    each_.resize(size_t(most_asked) * layout_.n_expert_max);
+    present_.clear();
     pass_ = 0;
     row_ = -1;
+    n_sequences_ = 0;
     {
         std::lock_guard<std::mutex> lock(rows_mutex_);
         rows_.resize(layout_.n_moe_layers);
@@ -116,11 +117,39 @@ void Forecaster::announce(const PassTokens & of, uint64_t pass) {
 void Forecaster::routing(int il, const PassTokens & of, const int32_t * expert_ids, int n_expert_used,
                          const float * inputs, int n_embd, uint64_t pass) {
     post(of, il, pass, [&](Record & record) {
-        const int32_t * last = expert_ids + size_t(of.n_tokens - 1) * n_expert_used;
         record.n_expert_used = n_expert_used;
-        record.ids.assign(last, last + n_expert_used);
-        record.inputs.assign(inputs, inputs + (inputs ? n_embd : 0));
+        record.n_embd = n_embd;
+        for (const LastToken & last : record.last) {
+            const int32_t * ids = expert_ids + size_t(last.index) * n_expert_used;
+            record.ids.insert(record.ids.end(), ids, ids + n_expert_used);
+            if (inputs) {
+                const float * input = inputs + size_t(last.index) * n_embd;
+                record.inputs.insert(record.inputs.end(), input, input + n_embd);
+            }
+        }
     });
+}
+
+// The last token of each sequence; of many sequences, most_asked at even distances.
+void Forecaster::choose_last(const PassTokens & of, Record & record) {
+    std::vector<LastToken> & last = record.last;
+    int first = 0;
+    for (int i = 0; i < of.n_tokens; i++) {
+        const int sequence = of.sequences ? of.sequences[i] : of.sequence;
+        if (i + 1 == of.n_tokens || (of.sequences && of.sequences[i + 1] != sequence)) {
+            last.push_back({sequence, i, i + 1 - first});
+            first = i + 1;
+        }
+    }
+    const size_t n = last.size();
+    record.n_sequences = (int)n;
+    for (size_t i = 0; n > most_asked && i < most_asked; i++) {
+        last[i] = last[i * n / most_asked];
+    }
+    last.resize(std::min(n, (size_t)most_asked));
+    for (const LastToken & each : last) {
+        record.tokens.push_back(of.tokens && each.n_tokens == 1 ? of.tokens[each.index] : -1);
+    }
 }
 
 template <typename Fill>
@@ -136,8 +165,12 @@ void Forecaster::post(const PassTokens & of, int il, uint64_t pass, Fill fill) {
     Record & record = ring_[(head_ + size_) % ring_.size()];
     record.pass = pass;
     record.il = il;
-    record.of = of;
+    record.last.clear(); // these keep their memory
+    record.tokens.clear();
+    record.ids.clear();
+    record.inputs.clear();
     try {
+        choose_last(of, record);
         fill(record);
     } catch (const std::bad_alloc &) {
         return; // no reason for the pass to end
@@ -194,16 +227,14 @@ void Forecaster::follow(const Record & record, bool newest) {
         begin_pass(record);
     }
     if (routed) {
-        if (!record.of.several) {
-            compare(record);
-            const float * input = record.inputs.empty() ? nullptr : record.inputs.data();
-            predictor_->on_routing({record.il, record.of.n_tokens, record.ids.data(), record.n_expert_used, input,
-                                    (int)record.inputs.size()});
+        compare(record);
+        take_part(record);
+        for (size_t i = 0; i < present_.size(); i++) {
+            followers_[present_[i]].predictor->on_routing(observation(record, i));
         }
         row_ = layout_.row_of[record.il];
     }
-    const bool decodes = record.of.n_tokens == 1 && !record.of.several && (routed || record.of.token >= 0);
-    if (newest && decodes) {
+    if (newest && predicted_) {
         predict();
         act();
     }
@@ -214,8 +245,55 @@ void Forecaster::begin_pass(const Record & record) {
     pass_ = record.pass;
     row_ = -1;
     n_started_ = get(shared_.counters.prefetch_started);
-    predictor_->on_token(record.of.token);
+    take_part(record);
+    for (size_t i = 0; i < present_.size(); i++) {
+        followers_[present_[i]].predictor->on_token(record.tokens[i]);
+    }
     forget();
+}
+
+// Who is asked from now on. Of the last layer there may be fewer tokens.
+void Forecaster::take_part(const Record & record) {
+    n_sequences_ = record.n_sequences;
+    predicted_ = n_sequences_ <= most_sequences;
+    for (size_t i = 0; i < record.last.size(); i++) {
+        predicted_ &= record.last[i].n_tokens == 1 && (record.il >= 0 || record.tokens[i] >= 0);
+    }
+    const bool one_after_another = record.last.size() == 1 && followers_.size() == 1;
+    if (one_after_another) {
+        followers_[0].sequence = record.last[0].sequence;
+    }
+    present_.clear();
+    for (const LastToken & last : record.last) {
+        present_.push_back(&follower_of(last.sequence) - followers_.data());
+    }
+}
+
+// The one that follows a sequence; of a new one, a new one, or the least recently used one with what it knows.
+Forecaster::Follower & Forecaster::follower_of(int sequence) {
+    const auto end = followers_.end();
+    auto found = std::find_if(followers_.begin(), end, [&](const Follower & f) { return f.sequence == sequence; });
+    if (found == end && followers_.size() < most_sequences) {
+        followers_.push_back({sequence, 0, maker_->type->make(layout_, maker_->arrays)});
+        found = followers_.end() - 1;
+    } else if (found == end) {
+        found = std::min_element(followers_.begin(), end,
+                                 [](const Follower & a, const Follower & b) { return a.last_use < b.last_use; });
+        found->sequence = sequence;
+    }
+    found->last_use = ++n_uses_;
+    return *found;
+}
+
+// As if the sequence was alone.
+Observation Forecaster::observation(const Record & record, size_t i) const {
+    const bool has_input = !record.inputs.empty() && record.last[i].n_tokens == 1;
+    return {record.il,
+            record.last[i].n_tokens,
+            record.ids.data() + i * record.n_expert_used,
+            record.n_expert_used,
+            has_input ? record.inputs.data() + i * record.n_embd : nullptr,
+            record.n_embd};
 }
 
 void Forecaster::forget() {
@@ -225,22 +303,28 @@ void Forecaster::forget() {
     }
 }
 
-// What was predicted of a layer against what it showed.
+// What was predicted of a layer against what it showed, sequence by sequence.
 void Forecaster::compare(const Record & record) {
     Row & row = rows_[layout_.row_of[record.il]];
     if (row.distance == 0) {
         return;
     }
-    const int n_expert = layout_.layers[record.il].n_expert;
-    const auto used = [&](int expert) {
-        return std::find(record.ids.begin(), record.ids.end(), expert) != record.ids.end();
-    };
-    for (int e = 0; e < n_expert; e++) {
-        calibration_.count(row.distance, row.likely[e], used(e));
+    const int n_expert = layout_.layers[record.il].n_expert, n_used = record.n_expert_used;
+    for (size_t i = 0; i < record.last.size(); i++) {
+        const auto at = std::find(row.sequences.begin(), row.sequences.end(), record.last[i].sequence);
+        if (at == row.sequences.end()) {
+            continue;
+        }
+        const float * likely = &row.each[(at - row.sequences.begin()) * layout_.n_expert_max];
+        const int32_t * ids = record.ids.data() + i * n_used;
+        const auto used = [&](int expert) { return std::find(ids, ids + n_used, expert) != ids + n_used; };
+        for (int e = 0; e < n_expert; e++) {
+            calibration_.count(row.distance, likely[e], used(e));
+        }
+        const int n_best = rank(likely, record.il, n_used);
+        count(shared_.counters.forecast_picks, n_best);
+        count(shared_.counters.forecast_right, std::count_if(best_.begin(), best_.begin() + n_best, used));
     }
-    const int n_best = rank(row.likely.data(), record.il, record.n_expert_used);
-    count(shared_.counters.forecast_picks, n_best);
-    count(shared_.counters.forecast_right, std::count_if(best_.begin(), best_.begin() + n_best, used));
     std::lock_guard<std::mutex> lock(rows_mutex_);
     row.distance = 0;
 }
@@ -263,14 +347,42 @@ void Forecaster::predict() {
             continue;
         }
         const int il = layout_.moe_layers[at], distance = at - row_;
-        if (predictor_->predict(il, distance, likely_.data())) {
+        if (ask_followers(il, distance)) {
             std::lock_guard<std::mutex> lock(rows_mutex_);
-            row.distance = distance;
-            row.told = false;
-            row.likely = likely_;
-            std::transform(likely_.begin(), likely_.begin() + layout_.layers[il].n_expert, row.chances.begin(),
-                           [&](float p) { return calibration_.of(distance, p); });
+            unite(row, il, distance);
         }
+    }
+}
+
+// Into each_, one row for each sequence of asked_; false: nobody has a prediction.
+bool Forecaster::ask_followers(int il, int distance) {
+    asked_.clear();
+    for (size_t at : present_) {
+        Follower & follower = followers_[at];
+        if (follower.predictor->predict(il, distance, &each_[asked_.size() * layout_.n_expert_max])) {
+            asked_.push_back(follower.sequence);
+        }
+    }
+    return !asked_.empty();
+}
+
+// The chance that any sequence of the pass uses an expert; who was not asked counts as the average of who was.
+void Forecaster::unite(Row & row, int il, int distance) {
+    row.distance = distance;
+    row.told = false;
+    row.sequences = asked_;
+    row.each.assign(each_.begin(), each_.begin() + asked_.size() * layout_.n_expert_max);
+    const float weight = (float)n_sequences_ / present_.size();
+    for (int e = 0; e < layout_.layers[il].n_expert; e++) {
+        float unused = 1.0f, calibrated = 1.0f;
+        for (size_t i = 0; i < asked_.size(); i++) {
+            const float p = row.each[i * layout_.n_expert_max + e];
+            unused *= 1.0f - std::clamp(p, 0.0f, 1.0f);
+            calibrated *= 1.0f - calibration_.of(distance, p);
+        }
+        row.likely[e] = asked_.size() == 1 && weight == 1.0f ? row.each[e] : 1.0f - std::pow(unused, weight);
+        row.chances[e] = asked_.size() == 1 && weight == 1.0f ? calibration_.of(distance, row.each[e])
+                                                              : 1.0f - std::pow(calibrated, weight);
     }
 }
 
@@ -302,14 +414,15 @@ void Forecaster::act() {
     transfers_.wake_idle_reader();
 }
 
-// Of a layer's most probable experts, as many as a token uses, those that are not there and worth it.
+// Of a layer's most probable experts, as many as the tokens can use, those that are not there and worth it.
 // An expert that is used with chance p saves its stall, or as much of it as there is time until its layer comes; one
 // that is not keeps the link from others for nothing. What is left is what the expert evicted for it may be worth.
 void Forecaster::want_row(int at, uint64_t deadline) {
     const Row & row = rows_[at];
     const int il = layout_.moe_layers[at];
     const float saved = transfers_.share_in_time(at - row_);
-    const int n_best = rank(row.likely.data(), il, layout_.layers[il].n_expert_used);
+    const std::vector<float> & order = n_sequences_ == 1 ? row.likely : row.chances; // certain ones are told apart
+    const int n_best = rank(order.data(), il, layout_.layers[il].n_expert_used * n_sequences_);
     for (int i = 0; i < n_best; i++) {
         const int e = best_[i];
         const float p = row.chances[e];

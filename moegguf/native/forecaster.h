@@ -17,12 +17,15 @@ namespace moegguf {
 // The tokens of a pass, or of its last layer, which may compute fewer.
 struct PassTokens {
     int n_tokens = 0;
-    bool several = false; // of several sequences, or phases
-    int token = -1;       // the only one; -1: not known
+    int sequence = -1;                   // of all of them
+    const int32_t * sequences = nullptr; // [n_tokens] of each, a sequence's in a row; NULL: as above
+    const int32_t * tokens = nullptr;    // [n_tokens]; NULL: unknown
 };
 
-// Passes of one token are predicted: a prompt's needs every layer once, in order, which the sweep covers better, and
-// one of several sequences leaves the link no time. Of a prompt the last token is learned from.
+// Passes are predicted in which every sequence decodes one token: a prompt's needs every layer once, in order, which
+// the sweep covers better. Each sequence is followed by a predictor of its own, which sees what it would see alone; an
+// expert's chance is that any of them uses it, 1 - prod(1 - p). Of more than most_asked sequences as many are asked,
+// at even distances, and the others count as their average; of more than most_sequences none: they use most experts.
 class Forecaster {
   public:
     Forecaster(const Layout & layout, Shared & shared, Tiers & tiers, Transfers & transfers)
@@ -42,7 +45,7 @@ class Forecaster {
 
     // Compute threads; no lock of the store's is held.
     bool on() const { return on_; }
-    bool wants_inputs(int n_tokens) const { return wants_inputs_ && n_tokens == 1; }
+    bool wants_inputs(int n_tokens) const { return wants_inputs_ && n_tokens <= most_sequences; }
     void announce(const PassTokens & of, uint64_t pass);
     // expert_ids [n_tokens][n_expert_used]; inputs [n_tokens][n_embd], NULL: not asked for.
     void routing(int il, const PassTokens & of, const int32_t * expert_ids, int n_expert_used, const float * inputs,
@@ -50,32 +53,60 @@ class Forecaster {
     void keep_step(); // in lockstep: returns when everything was predicted that could be
 
   private:
+    static constexpr int most_asked = 8;
+    static constexpr int most_sequences = 64; // of a pass that is predicted; followed at once
+
+    struct LastToken { // of a sequence in a pass
+        int sequence;
+        int index;    // in the pass
+        int n_tokens; // of its sequence there
+    };
     struct Record {
         uint64_t pass = 0;
-        int il = -1; // -1: tokens come
-        PassTokens of;
+        int il = -1;         // -1: tokens come
+        int n_sequences = 0; // of the pass
         int n_expert_used = 0;
-        std::vector<int32_t> ids;  // [n_expert_used] of the last token
-        std::vector<float> inputs; // [n_embd] of the only token, or none
+        int n_embd = 0;
+        std::vector<LastToken> last; // of those that are asked
+        std::vector<int32_t> tokens; // [last], -1: unknown
+        std::vector<int32_t> ids;    // [last][n_expert_used]
+        std::vector<float> inputs;   // [last][n_embd], or none
+    };
+    struct Maker {
+        const PredictorType * type;
+        Arrays arrays;
+    };
+    struct Follower {
+        int sequence = -1;
+        uint64_t last_use = 0;
+        std::unique_ptr<Predictor> predictor;
     };
     struct Row {                    // what is predicted of a layer
         int distance = 0;           // 0: nothing
         bool told = false;          // the store knows
-        std::vector<float> likely;  // [n_expert_max]
+        std::vector<int> sequences; // that have a prediction
+        std::vector<float> each;    // [sequences][n_expert_max] as predicted
+        std::vector<float> likely;  // [n_expert_max] of any sequence
         std::vector<float> chances; // [n_expert_max] likewise, calibrated
     };
 
     void start(const moegguf_predictor & chosen);
     void stop();
+    void choose_last(const PassTokens & of, Record & record);
     template <typename Fill>
     void post(const PassTokens & of, int il, uint64_t pass, Fill fill);
     void run();
     void follow(const Record & record, bool newest);
     void begin_pass(const Record & record);
+    void take_part(const Record & record);
+    Follower & follower_of(int sequence);
+    Observation observation(const Record & record, size_t i) const;
     void forget(); // what was predicted
     void compare(const Record & record);
     int rank(const float * likely, int il, int most);
     void predict();
+    bool ask_followers(int il, int distance);
+    void unite(Row & row, int il, int distance);
     void act();
     void want_row(int row, uint64_t deadline);
     uint64_t step_of(int row) const { return pass_ * layout_.layers.size() + layout_.moe_layers[row]; }
@@ -103,17 +134,21 @@ class Forecaster {
     std::thread thread_;
 
     // Of the thread that predicts.
-    const PredictorType * type_ = nullptr; // of the predictor, with arrays_; calibration_ is of them, also in pauses
-    std::optional<Arrays> arrays_;
-    std::unique_ptr<Predictor> predictor_;
+    std::optional<Maker> maker_;      // of all followers; calibration_ is of it, also while nothing is predicted
+    std::vector<Follower> followers_; // most_sequences at most
+    std::vector<size_t> present_;     // those of this pass that are asked, in its order
+    uint64_t n_uses_ = 0;
     moegguf_predictor options_{};
     Calibration calibration_;
     Record current_;
     uint64_t pass_ = 0;
-    int row_ = -1;              // the last one observed of the pass
-    uint64_t n_started_ = 0;    // prefetches before this pass
-    std::vector<Row> rows_;     // [n_moe_layers]
-    std::vector<float> likely_; // [n_expert_max] scratch
+    int row_ = -1;            // the last one observed of the pass
+    int n_sequences_ = 0;     // of the pass
+    bool predicted_ = false;  // the pass is one that is predicted
+    uint64_t n_started_ = 0;  // prefetches before this pass
+    std::vector<Row> rows_;   // [n_moe_layers]
+    std::vector<float> each_; // [most_asked][n_expert_max] scratch, as asked_
+    std::vector<int> asked_;
     std::vector<int> best_;
     std::vector<Want> wants_;
     mutable std::mutex rows_mutex_; // read() looks at rows_ from other threads

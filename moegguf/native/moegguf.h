@@ -424,8 +424,10 @@ MOEGGUF_API int moegguf_store_set_scores(moegguf_store * store, const float * sc
 // with its routing event. Policies that take no forecast ignore it.
 MOEGGUF_API int moegguf_store_set_forecast(moegguf_store * store, const float * probabilities, const uint8_t * known,
                                            size_t n);
-// Predicts from now on, in passes of one token; NULL: no longer. What is predicted goes to policies as a forecast does,
-// and is prefetched where it pays. moegguf_store_forecast: the probabilities as predicted of layers not yet routed.
+// Predicts from now on, in passes in which each of up to 64 sequences decodes one token; NULL: no longer. An expert's
+// probability is that any of them uses it; of more than eight, eight are asked for the average. What is predicted goes
+// to policies as a forecast does, and is prefetched where it pays. moegguf_store_forecast: the probabilities as
+// predicted of layers not yet routed.
 MOEGGUF_API int moegguf_store_set_predictor(moegguf_store * store, const struct moegguf_predictor * predictor);
 MOEGGUF_API int moegguf_store_act(moegguf_store * store, int on); // off: nothing is prefetched that is predicted
 MOEGGUF_API int moegguf_store_forecast(moegguf_store * store, float * probabilities, uint8_t * known, size_t n);

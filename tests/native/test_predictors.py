@@ -15,7 +15,7 @@ import pytest
 from fake_model import FakeModel, Open
 from waiting import until
 
-from moegguf.controller.predictors.base import Predictor
+from moegguf.controller.predictors.base import Predictor, per_sequence
 from moegguf.controller.predictors.counts import Affinity, PreviousToken, TokenTable
 from moegguf.controller.predictors.router_inputs import MlpPredictor, Skip, window_pairs
 from moegguf.controller.shape import MoeShape
@@ -158,23 +158,83 @@ def test_the_store_predicts_what_the_reference_predicts(name: str) -> None:
     assert comparison.n_known > 20
 
 
-def test_passes_of_several_sequences_are_neither_predicted_nor_learned_from() -> None:
-    decodes, alone = Phase.DECODE, [[0, 1, 2]]
+def batch(
+    random: np.random.Generator, context: StoreContext, sequences: list[int], reference: Predictor | None = None
+) -> None:
+    """Announces a token of each sequence."""
+    of, tokens = np.array(sequences, np.int32), random.integers(0, SHAPE.n_vocab, len(sequences)).astype(np.int32)
+    phases = np.full(len(of), Phase.DECODE, np.int32)
+    context.announce(of, phases, tokens)
+    if reference is not None:
+        several = {"sequences": of, "phases": phases} if len(of) > 1 else {}
+        reference.announce(Announcement(int(of[0]), Phase.DECODE, tokens, **several))
+
+
+# Of groups, rounded weights may decide otherwise now and then.
+@pytest.mark.parametrize("name", [name for name in MADE if name != "skip-groups"])
+def test_several_sequences_are_predicted_as_the_reference_predicts_them_together(name: str) -> None:
+    """Each followed by itself, in passes of changing sequences; only those that compute count."""
+    random, reference = rng(), per_sequence(MADE[name]())
+    comparison = Comparison(reference)
+    with simulated() as (store, context):
+        store.set_predictor(native(MADE[name]()), EVERYTHING)
+        for p, sequences in enumerate([[0], [0, 1, 2], [2, 3], [0, 1, 2, 3, 4, 5, 6, 7], [1], [3, 1], [0, 1, 2]] * 3):
+            batch(random, context, sequences, reference)
+            comparison.check(store, -1)
+            several = {} if len(sequences) == 1 else {"sequences": np.array(sequences, np.int32)}
+            if several:
+                several["phases"] = np.full(len(sequences), Phase.DECODE, np.int32)
+            for row, il in enumerate(SHAPE.layers):
+                ids = choice(random, len(sequences))
+                inputs = random.standard_normal((len(sequences), SHAPE.n_embd)).astype(np.float32)
+                context.acquire(il, ids, inputs)
+                event = RoutingEvent(p, 0, sequences[0], Phase.DECODE, 0, il, ids, None, inputs, **several)
+                reference.observe(event)
+                comparison.check(store, row)
+        found = store.counters()
+    assert comparison.n_known > 80
+    assert found["forecast_picks"] % SHAPE.n_expert_used == 0 < found["forecast_right"]
+
+
+def test_of_many_sequences_some_are_asked_and_the_others_count_as_their_average() -> None:
     with simulated() as (store, context):
         store.set_predictor(native(PreviousToken(SHAPE)), EVERYTHING)
-        context.announce(0, decodes, [1])
-        for il in SHAPE.layers:
-            context.acquire(il, alone)
-        for sequences in ([0, 1], [0, 1, 1], [2, 3]):
-            phases = [decodes] * len(sequences) if sequences[0] else [decodes, *[Phase.PREFILL] * (len(sequences) - 1)]
-            context.announce(sequences, phases, [1] * len(sequences))
-            assert not store.forecast()[1].any()
+        for n, n_asked in ((8, 8), (12, 8), (64, 8), (65, 0)):
+            for _ in range(2):
+                n_before = store.counters()["forecast_picks"]
+                batch(rng(), context, list(range(n)))
+                chances = store.forecast()[0]
+                for il in SHAPE.layers:
+                    context.acquire(il, [[i % 2, 2 + i % 4, 6 + i % 8] for i in range(n)])
+            assert store.counters()["forecast_picks"] - n_before == N * SHAPE.n_expert_used * n_asked
+            assert (chances[1] > 0).any() == bool(n_asked)
+            assert np.isin(chances, (0, 1)).all(), "certain is certain, however many there are"
+
+
+def test_the_average_of_those_asked() -> None:
+    """Affinities that are all the same, so that every sequence expects the same."""
+    even = Affinity(SHAPE, np.full((N - 1, SHAPE.n_expert, SHAPE.n_expert), 1 / SHAPE.n_expert, np.float32))
+    alone = SHAPE.n_expert_used / SHAPE.n_expert
+    with simulated() as (store, context):
+        store.set_predictor(native(even), EVERYTHING)
+        for n in (1, 2, 8, 9, 20, 64):
+            batch(rng(), context, list(range(n)))
+            context.acquire(1, np.tile(np.arange(3, dtype=np.int32), (n, 1)))
+            assert store.forecast()[0][2] == pytest.approx(1 - (1 - alone) ** n, abs=1e-5)
+
+
+def test_prompts_beside_decoding_sequences_are_not_predicted() -> None:
+    with simulated() as (store, context):
+        store.set_predictor(native(PreviousToken(SHAPE)), EVERYTHING)
+        phases = [Phase.DECODE, Phase.DECODE, Phase.PREFILL, Phase.PREFILL, Phase.PREFILL]
+        for sequences in ([0, 1], [0, 1, 2, 2, 2], [0, 1, 2, 2, 2]):
+            context.announce(sequences, phases[: len(sequences)], [1] * len(sequences))
             for il in SHAPE.layers:
-                context.acquire(il, [[5, 6, 7]] * len(sequences))
-                assert not store.forecast()[1].any()
+                assert len(sequences) == 2 or not store.forecast()[1].any()
+                context.acquire(il, np.tile(np.arange(3, dtype=np.int32), (len(sequences), 1)))
         assert store.counters()["forecast_picks"] == 0
-        context.announce(0, decodes, [1])
-        assert (np.flatnonzero(store.forecast()[0][1]) == alone).all()
+        context.announce([2, 0], [Phase.DECODE] * 2, [1, 1])
+        assert store.forecast()[1].any(), "what they showed is known"
 
 
 def test_every_predictor_of_the_library_has_a_reference() -> None:
