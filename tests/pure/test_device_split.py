@@ -134,8 +134,19 @@ def test_auto_leaves_a_gigabyte_on_each_device(layout: ExpertLayout) -> None:
     for part, n_bytes in zip(chosen.devices, free, strict=True):
         assert part.total_bytes <= n_bytes - VRAM_MARGIN_BYTES
         assert part.n_slots >= 4
+    halves, short = [1.0, 1.0], 20 * slot_bytes(layout)
+    first, second = plan(layout, "100%", tensor_split=halves)[0].devices
+    free = (VRAM_MARGIN_BYTES + first.total_bytes, VRAM_MARGIN_BYTES + second.total_bytes - short)
+    chosen, _ = plan(layout, "auto", free=free, tensor_split=halves)
+    assert [part.n_slots for part in chosen.devices] == [first.n_slots - 20, second.n_slots - 40]  # staging takes 20
+    assert all(part.total_bytes <= n - VRAM_MARGIN_BYTES for part, n in zip(chosen.devices, free, strict=True))
     everything, _ = plan(layout, "auto")
     assert (everything.resident, everything.n_ram_slots) == (True, 0)
+
+
+def test_prompts_are_staged_where_one_device_does_not_hold_its_experts(layout: ExpertLayout) -> None:
+    for vram, n_staging in (("100%,25%", 1), ("100%,100%", 0)):
+        assert plan(layout, vram, tensor_split=[1, 1])[0].n_staging == n_staging
 
 
 def test_layers_left_to_the_cpu_share_the_ram_with_those_below_devices(layout: ExpertLayout) -> None:

@@ -161,9 +161,10 @@ def test_whole_layers_are_counted_by_their_own_bytes_from_the_last(layout: Exper
         (layout, 2 * own_bytes, (6, 7)), (layout, 2 * own_bytes - 1, (7,)),
         (uneven, 2 * own_bytes, (7,)), (uneven, 2 * own_bytes - 1, ()), (uneven, 100 * own_bytes, tuple(range(1, 8))),
     ):  # fmt: skip
-        device = Device("GPU0", 0, 32 * GIB, 64 * GIB)
-        how = Budgets(vram=(parse_expert_cache(n_bytes),), choice="layers", sizes=Sizes(512, 64), staging=0)
-        assert plan_layers(of, Machine(AMPLE, devices=(device,)), how).whole_layers == whole
+        device, much = Device("GPU0", 0, 32 * GIB, 64 * GIB), parse_expert_cache(2 * of.expert_bytes)
+        how = Budgets(much, (parse_expert_cache(n_bytes),), "layers", sizes=Sizes(512, 64), staging=0)
+        found = plan_layers(of, Machine(AMPLE, devices=(device,)), how)
+        assert (found.whole_layers, found.n_slots) == (whole, sum(x.n_expert for x in of.layers if x.il not in whole))
 
 
 def test_hit_curves() -> None:
