@@ -256,8 +256,8 @@ class _DevicePlanner:
         on = device_of_layers(self._n_layer, split, n_gpu_layers)
         if not any(d != ON_CPU and il in self._moe_layers for il, d in enumerate(on)):
             raise OptionError(
-                f"with vram_cache devices compute layers, but n_gpu_layers={n_gpu_layers} puts no layer with experts on"
-                " one; give more, or leave vram_cache out."
+                f"with vram_cache devices compute layers, but n_gpu_layers is {n_gpu_layers}, which puts no layer with"
+                " experts on one; give more, or leave vram_cache out."
             )
         return tuple(map(float, split)), on
 
