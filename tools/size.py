@@ -22,7 +22,7 @@ LIMITS = {
     "moegguf/chat": 1_960,
     "moegguf/cli": 2_850,
     "moegguf/controller": 3_100,
-    "moegguf/engine": 7_650,
+    "moegguf/engine": 7_660,
     "moegguf/generate": 4_710,
     "moegguf/gguf": 1_970,
     "moegguf/models": 3_190,

@@ -262,10 +262,16 @@ class _DevicePlanner:
         return tuple(map(float, split)), on
 
     def _rooms(self) -> list[int]:
-        """Memory of each device for layers, at most its budget where each has one."""
+        """Memory of each device for layers, at most its budget where each has one.
+
+        Raises BudgetError for a budget below a token's experts.
+        """
         beside = VRAM_MARGIN_BYTES + self._joint.compute_bytes + self._staging_bytes
         free = [max(1, device.free_bytes - beside) for device in self._devices]
         limits = [self._limit_bytes(d) for d in range(len(self._devices))]
+        for d, limit in enumerate(limits):
+            if limit is not None:
+                self._check_holds_a_token(limit // self._joint.slot_bytes, self._devices[d].name)
         return [n if limit is None else min(n, limit) for n, limit in zip(free, limits, strict=True)]
 
     def _limit_bytes(self, d: int) -> int | None:
@@ -325,6 +331,13 @@ class _DevicePlanner:
 
         Raises BudgetError for fewer slots than a token needs.
         """
+        self._check_holds_a_token(n_slots, device)
+        if n_slots >= n_experts:
+            return NO_LIMIT
+        streams = self._cpu_streams if device is None else self._n_staging > 0
+        return allowed_ubatch(self._layout, n_slots, streams, slot_tokens(device))
+
+    def _check_holds_a_token(self, n_slots: int, device: str | None) -> None:
         least = self._layout.n_expert_used
         if n_slots < least:
             option, where = ("vram_cache", device) if device else ("expert_cache", "the CPU")
@@ -333,10 +346,6 @@ class _DevicePlanner:
                 f" least {format_bytes_up(least * self._joint.slot_bytes)!r} for {where}, or other layers"
                 " (tensor_split, n_gpu_layers)."
             )
-        if n_slots >= n_experts:
-            return NO_LIMIT
-        streams = self._cpu_streams if device is None else self._n_staging > 0
-        return allowed_ubatch(self._layout, n_slots, streams, slot_tokens(device))
 
     def _ram_slots(self, cpu_layers: Sequence[int], n_on_cpu: int, n_below: int) -> tuple[int, int]:
         """(slots of the layers that the CPU computes, slots below those of devices): in proportion to their experts.
