@@ -8,9 +8,9 @@ from typing import Any
 
 import matplotlib
 
-from predictors.study.papers import LINKS, ratios
-from predictors.study.regenerate import read_result
-from predictors.study.render import NAMES, figures
+from predictors.study.figures import figures, ratios, read_result
+from predictors.study.papers import LINKS
+from predictors.study.render import NAMES
 from tools.models.locality import LOCALITIES
 
 matplotlib.use("svg")
