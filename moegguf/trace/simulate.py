@@ -56,9 +56,8 @@ class RamTier:
 class SimOptions:
     """Options of a replay.
 
-    prefetch: None acts on no prediction. link_bytes_per_s 0: transfers are free. layer_compute_us: time of a layer
-    for one token; a pass of n tokens takes n times as long. layer_pass_us: time of a layer beside that, however many
-    tokens there are. store: switches that a strategy sets. ram: None, unless layers compute on a device.
+    prefetch: None acts on no prediction. link_bytes_per_s 0: transfers are free. layer_compute_us: a layer's time for
+    one token, layer_pass_us: and for a pass. store: switches of a strategy. ram: None, unless a device computes.
     """
 
     prefetch: PrefetchOptions | None = None
@@ -380,13 +379,13 @@ class Simulation:
                 progress(part.first_pass)
             if part.il.size:
                 meter.begin(part.sequence, part.phase, part.pass_tokens, part.n_decoded)
-                times = self._layer_ns(part.n_tokens.astype(np.uint64))
-                context.replay(part.il, part.n_tokens, part.n_expert_used, part.expert_ids, times)
+                routing = part.il, part.n_tokens, part.n_expert_used, part.expert_ids
+                context.replay(*routing, self._layer_ns(part.n_tokens.astype(np.uint64)))
 
     def _layer_ns(self, n_tokens: Any) -> Any:
         """What layers of so many tokens take (a number, or uint64); None where they take no time."""
-        token_ns, pass_ns = (round(us * 1000) for us in (self.options.layer_compute_us, self.options.layer_pass_us))
-        return token_ns * n_tokens + pass_ns if token_ns or pass_ns else None
+        token_us, pass_us = self.options.layer_compute_us, self.options.layer_pass_us
+        return round(token_us * 1000) * n_tokens + round(pass_us * 1000) if token_us or pass_us else None
 
     def _replay_events(
         self, store: Store, controller: Controller | None, meter: _Meter, progress: Callable[[int], None] | None

@@ -291,7 +291,7 @@ CLAIMS = (
         (
             "first token 1.78 to 3.8 times as soon (6.2)",
             (("first,link-duoserve,duoserve,on demand", 1.39),),
-            "{first,link-duoserve,duoserve,on demand} of on demand, token by token;"
+            "{first,link-duoserve,duoserve,on demand} of on demand,"
             " {first,link-duoserve,duoserve,whole next layer} of the whole next layer, of LRU"
             " {first,link-duoserve,duoserve,none}",
         ),

@@ -63,8 +63,8 @@ LINKS = {
 
 
 class System(NamedTuple):
-    """What is replayed: its parts, and the store's switches. one_layer: slots for one token's experts of a layer, and
-    no more. next_layer: the whole next layer is fetched ahead."""
+    """What is replayed: its parts, and the store's switches. one_layer: slots for one layer's experts and no more, so
+    that the next one evicts them. next_layer: the whole next layer is fetched ahead."""
 
     policy: str
     predictor: str = "none"
@@ -151,7 +151,7 @@ class Workload:
 
     def _replay(self, system: System, share: float, link: Link) -> Replay:
         trace = self.study.trace
-        n_slots = trace.shape.n_expert_used if system.one_layer else slots_of(trace.shape, share)
+        n_slots = trace.shape.n_expert if system.one_layer else slots_of(trace.shape, share)
         options = replace(link.options(trace.shape.expert_bytes), prefetch=system.prefetch, store=system.store)
         parts = self.study.policy(system.policy), self.study.predictor(system.predictor)
         replay = Replay(trace, *parts, n_slots, options)

@@ -32,11 +32,13 @@ from predictors.study import reuse
 from predictors.study.accuracy import LinkModel
 from predictors.study.arrange import arranged
 from predictors.study.common import Study
+from predictors.study.evidence import Bound
 from predictors.study.figures import RESULTS, read_result
 from predictors.study.papers import ABLATION, BASELINES, LINKS, Workload, collection, file_digest, write_collections
 from predictors.study.requests import ROLES
 from predictors.study.scheduling import compare
 from predictors.study.score import score_named
+from predictors.study.synthesize import shape_of
 
 LIST = re.compile(r"\[[^][{}]*\]")  # of numbers, on one line
 SHARES = (0.125, 0.19, 0.25, 0.4, 0.5, 0.64)
@@ -243,6 +245,16 @@ def scheduler(bench: Bench) -> dict[str, Any]:
     return {"at_once": found}
 
 
+def bound(bench: Bench) -> dict[str, Any]:
+    """What requests that decode together must read, and what the store reads, on routing that is made up."""
+    shape = shape_of("qwen3-30b", 24, 60, 4, 5_600_000)
+    found = {
+        routing: {str(n): Bound(routing, n, 384, 534).figures(shape) for n in (1, 4, 8, 16, 32)}
+        for routing in ("random", "qwen3-30b")
+    }
+    return {"routing": found}
+
+
 def capacity(bench: Bench) -> dict[str, Any]:
     """MoE-Infinity with collections of different sizes."""
     found: dict[str, Any] = {}
@@ -309,6 +321,7 @@ STEPS: dict[str, Step] = {
     "batches-promoe": batches("promoe"),
     "batches-expertflow": batches("expertflow"),
     "scheduler": scheduler,
+    "bound": bound,
     "capacity": capacity,
     "look-up": look_up,
     "shift": shift,

@@ -109,6 +109,18 @@ def scheduler_table() -> str:
     return markdown(head, [row(n, *one) for n, orders in found.items() for one in orders.items()])
 
 
+def bound_table() -> str:
+    """What any eviction must read for requests that decode together."""
+    rows = [
+        [routing, n, f"{of['experts']:.1f}", percent(of["hit_rate"]), f"{of['mb_per_token']:.0f}",
+         f"{of['own_mb_per_token']:.0f}", f"{of['own_mb_per_token'] / by_n['1']['own_mb_per_token']:.2f}"]
+        for routing, by_n in figures("bound")["routing"].items() for n, of in by_n.items()
+    ]  # fmt: skip
+    head = ["routing", "at once", "experts of a layer", "hits at most", "MB a token at least", "the store's",
+            "against one"]  # fmt: skip
+    return markdown(head, rows)
+
+
 def shift_table() -> str:
     """MoE-Infinity after a shift, by kind of text."""
     rows = []
@@ -228,6 +240,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "hits": hits_table,
     "scheduler": scheduler_table,
     "shift": shift_table,
+    "bound": bound_table,
     "live": live_table,
 }
 
