@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from predictors.study.figures import number_of, text_of
+from predictors.study.figures import NotCountedError, number_of, text_of
 
 HOLDS, FAILS, UNTESTED, OPEN = "holds", "fails", "not tested", "cannot be judged"
 VERDICTS = (HOLDS, FAILS, UNTESTED, OPEN)
@@ -36,12 +36,18 @@ class Claim:
         """One of VERDICTS."""
         if isinstance(self.judged, str):
             return self.judged
-        return HOLDS if all(number_of(asked) >= _bound(least) for asked, least in self.judged) else FAILS
+        try:
+            return HOLDS if all(number_of(asked) >= _bound(least) for asked, least in self.judged) else FAILS
+        except NotCountedError:
+            return UNTESTED
 
     @property
     def resolved(self) -> str:
         """The figures as text."""
-        return text_of(self.figure)
+        try:
+            return text_of(self.figure)
+        except NotCountedError as error:
+            return str(error)
 
 
 def _bound(least: float | str) -> float:

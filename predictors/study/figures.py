@@ -19,6 +19,13 @@ NONE = "–"
 WITHIN, RUN = 1.02, 3  # of what has recovered: the mean over so many requests
 
 
+class NotCountedError(KeyError):
+    """Nothing is recorded of a step."""
+
+    def __str__(self) -> str:
+        return f"not counted yet: `python -m predictors.study.regenerate --only {self.args[0]}`"
+
+
 def read_result(name: str) -> dict[str, Any] | None:
     """What was recorded; None where nothing was."""
     path = RESULTS / f"{name}.json"
@@ -26,10 +33,10 @@ def read_result(name: str) -> dict[str, Any] | None:
 
 
 def figures(step: str) -> dict[str, Any]:
-    """What a step counted. Raises KeyError where nothing is recorded."""
+    """What a step counted. Raises NotCountedError."""
     found = read_result(step)
     if found is None:
-        raise KeyError(f"no result of {step}: make evidence")
+        raise NotCountedError(step)
     return dict(found["figures"])
 
 

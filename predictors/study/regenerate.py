@@ -14,6 +14,7 @@ import argparse
 import json
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -45,14 +46,14 @@ SHARES = (0.125, 0.19, 0.25, 0.4, 0.5, 0.64)
 N_WARM, N_COUNTED = 4, 12
 N_ENTRIES, SCORED_TOKENS = 120, 900
 N_GROUPS, BATCHES, SCHEDULED = 9, (1, 2, 4, 8), (4, 8, 16)
-N_SHIFTED = 24  # requests after a change of the kind
+N_SHIFTED = 12  # requests after a change of the kind
 TRAINING = {
     "popularity": (),
     "affinity": (),
     "token-id": (),
     "mlp": ("windows=4", "n_hidden=128", "epochs=3"),
     "routing-path": ("epochs=4",),
-    "expert-mlp": ("hidden=512,256,128,64,64,64", "epochs=12"),
+    "expert-mlp": ("hidden=512,256,128,64,64,64", "epochs=4"),
 }
 SCORED = ("popularity", "previous-token", "token-id", "affinity", "eamc", "skip", "mlp", "routing-path", "expert-mlp")
 BASES = ("none", "lru", "moegguf")
@@ -106,12 +107,13 @@ class Bench:
         self.predictors.mkdir(parents=True, exist_ok=True)
         if not self.model.exists():
             run("predictors.models.make_lab_model", "-o", str(self.model))
+            shutil.copy(self.model.with_suffix(".json"), RESULTS / "laboratory-model.json")
         if not all(self.trace(role).exists() for role in ROLES):
             run("predictors.study.requests", "record", str(self.model), "-o", str(self.work))
         few = self.trace("few")  # scoring takes long
         if not few.exists():
             trace = read(self.trace("choosing"))
-            write(few, trace.select(trace.sequences()[:3]))
+            write(few, trace.select(trace.sequences()[:1]))
         for name, settings in TRAINING.items():
             if not (self.predictors / f"{name}.safetensors").exists():
                 options = [word for setting in settings for word in ("--set", setting)]
@@ -200,7 +202,7 @@ def sweep(paper: str, settings: Mapping[str, tuple[float, float]]) -> Step:
         found, base = {}, LINKS[paper]
         for name, (share, part) in settings.items():
             link = replace(base, expert_us=base.expert_us * part)
-            of = bench.workload.strategies((*BASES, paper), share, link)
+            of = bench.workload.strategies(("none", "moegguf", paper), share, link)
             found[name] = of | bench.workload.systems(BASELINES[paper], share, link)
         return {"requests": len(bench.workload.counted), "settings": found}
 
@@ -216,7 +218,7 @@ def batches(paper: str) -> Step:
             requests = bench.reporting.trace.sequences()[: n * (N_GROUPS + 1)]
             study = replace(bench.reporting, trace=bench.reporting.trace.select(requests))
             workload = Workload.together(study, n)
-            found[str(n)] = workload.strategies((*BASES, paper), 0.5, LINKS[paper])
+            found[str(n)] = workload.strategies(("none", "moegguf", paper), 0.5, LINKS[paper])
         return {"share": 0.5, "groups": N_GROUPS, "settings": found}
 
     return step
@@ -258,7 +260,7 @@ def bound(bench: Bench) -> dict[str, Any]:
 def capacity(bench: Bench) -> dict[str, Any]:
     """MoE-Infinity with collections of different sizes."""
     found: dict[str, Any] = {}
-    for n in (0, 12, 60, 120, 180, 1000):
+    for n in (0, 12, 120, 1000):
         bench.learn(n)
         found |= {str(n): bench.workload.strategies(["moe-infinity"], 0.25, LINKS["moe-infinity"])["moe-infinity"]}
     return {"share": 0.25, "systems": found}

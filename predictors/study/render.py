@@ -19,7 +19,7 @@ from typing import Any
 
 from predictors.study import figures as recorded
 from predictors.study.claims import CLAIMS, FAILS, HOLDS
-from predictors.study.figures import NONE, figures, percent, ratios, read_result, spread
+from predictors.study.figures import NONE, NotCountedError, figures, percent, ratios, read_result, spread
 from predictors.study.papers import LINKS
 from tools.models.locality import LOCALITIES
 
@@ -41,9 +41,10 @@ def rendered(text: str) -> str:
 
 def table(name: str) -> str:
     """Markdown."""
-    if name in TABLES:
-        return TABLES[name]()
-    return systems_table(name)
+    try:
+        return TABLES[name]() if name in TABLES else systems_table(name)
+    except NotCountedError as error:
+        return f"{error}"
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -54,9 +55,7 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def systems_table(step: str) -> str:
     """Systems of one step: hits, what they wait and move, and how fast beside the bases, over requests."""
-    if (found := read_result(step)) is None:
-        return f"Not counted yet: `python -m predictors.study.regenerate --only {step}`."
-    if "settings" in found["figures"]:
+    if "settings" in figures(step):
         return settings_table(step)
     systems: Mapping[str, Any] = recorded.systems(step)
     bases = [base for base in ("none", "lru") if base in systems] or [next(iter(systems))]
