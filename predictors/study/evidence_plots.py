@@ -24,10 +24,12 @@ STYLE = {"svg.hashsalt": "moegguf", "svg.fonttype": "none", "font.size": 8, "axe
 def draw(folder: Path) -> None:
     """Writes every plot, the same bytes from the same results."""
     with pyplot.rc_context(STYLE):
-        _save(_model(), folder / "laboratory-model.svg")
+        if read_result("hits") and read_result("accuracy"):
+            _save(_model(), folder / "laboratory-model.svg")
         for paper in filter(lambda paper: read_result(f"link-{paper}"), LINKS):
             _save(_speeds(f"link-{paper}", f"{NAMES[paper]}: 25 % of the experts"), folder / f"{paper}.svg")
-        _save(_speeds("ablation", "ProMoE, step by step: 25 % of the experts"), folder / "promoe-steps.svg")
+        if read_result("ablation"):
+            _save(_speeds("ablation", "ProMoE, step by step: 25 % of the experts"), folder / "promoe-steps.svg")
 
 
 def _save(figure: Any, path: Path) -> None:

@@ -38,18 +38,21 @@ RESIDENT = "resident"
 
 @dataclass(frozen=True)
 class Worker:
-    """What a process serves: a strategy behind a link, or with every expert resident."""
+    """What a process serves: a strategy behind a link, or with every expert resident. system: its name, or "NAME with
+    PREDICTOR", which then takes the place of its own and is acted on."""
 
     model: str
-    strategy: str
+    system: str
     link: str
     share: str
     n_ctx: int
 
     def serve(self, requests: IO[str], answers: IO[str]) -> None:
         """A line for each line: {"prompt", "answer": tokens} becomes figures of the answer."""
+        strategy, _, predictor = self.system.partition(" with ")
         spec = Spec(
-            self.model, (Test(self.n_ctx, 0),), strategy=self.strategy, simulate_link=self.link, simulate_threads=1,
+            self.model, (Test(self.n_ctx, 0),), strategy=strategy, predictor=predictor or None,
+            prefetch=True if predictor else None, simulate_link=self.link, simulate_threads=1,
             expert_cache="100%", vram_cache=self.share, placement="slots", n_threads=1,
         )  # fmt: skip
         with load(spec) as llm:
@@ -129,8 +132,9 @@ def measure(bench: Bench, paper: str, systems: Sequence[str]) -> dict[str, Any]:
     """Every system on every request, in turns."""
     requests, shape = requests_of(bench), bench.reporting.trace.shape
     n_ctx = max(len(of["prompt"]) + len(of["answer"]) for of in requests)
-    models = {name: _model(bench, trained=name not in BASES) for name in systems}
-    write_collections(_folder(_model(bench, trained=True)), [bench.learning.trace], N_ENTRIES)
+    models = {name: _model(bench, trained=name in LINKS) for name in systems}
+    if "moe-infinity" in systems:  # it has learned the requests that were measured last
+        write_collections(_folder(models["moe-infinity"]), [bench.learning.trace], N_ENTRIES)
     layer = layer_us(models[systems[0]], requests, n_ctx) / len(shape.layers)
     expert_us = LINKS[paper].expert_us / LINKS[paper].layer_us * layer
     link = f"{shape.expert_bytes / expert_us:.3f}MB/s"
@@ -178,7 +182,8 @@ def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("build/evidence"), help="what `regenerate` made")
     parser.add_argument("--paper", choices=LINKS, default="promoe", help="whose times count")
-    parser.add_argument("--systems", metavar="NAME,...", help="strategies; default: that of the paper, and its bases")
+    parser.add_argument("--systems", metavar="NAME,...", 
+                        help="strategies, also such as 'promoe with skip'; default: that of the paper, and its bases")
     parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args(given)
     if args.worker:

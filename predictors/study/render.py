@@ -26,6 +26,7 @@ from tools.models.locality import LOCALITIES
 DOCS = Path(__file__).parents[2] / "docs"
 TABLE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 JUDGED = (HOLDS, FAILS)
+PLOTS = {**{paper: f"link-{paper}" for paper in LINKS}, "promoe-steps": "ablation", "laboratory-model": "accuracy"}
 NAMES = {"moe-infinity": "MoE-Infinity", "promoe": "ProMoE", "expertflow": "ExpertFlow", "duoserve": "DuoServe-MoE"}
 
 
@@ -64,12 +65,13 @@ def systems_table(step: str) -> str:
         beside = [spread(ratios(systems[base], of)) for base in bases]
         tail = " and ".join(f"{of['percentiles_ms'][p]:.0f}" for p in ("90", "99"))
         first = f"{median(of['prompt_ms']):.0f}"
-        moved = [f"{of['experts']:.1f}", _ahead(of["ahead"])] if "ahead" in of else [of["prefetch"]]
-        return [name, percent(of["ready"]), percent(of["late"]), f"{of['stall_ms']:.1f}", spread(of["token_ms"], 1),
-                tail, first, *beside, *moved]  # fmt: skip
+        found = [percent(of["ready"]), percent(of["late"]), spread(of["token_ms"], 1), tail, first, *beside]
+        if "ahead" not in of:  # in real time
+            return [name, *found, of["prefetch"]]
+        return [name, *found, f"{of['experts']:.1f}", _ahead(of["ahead"]), f"{of['stall_ms']:.1f}"]
 
-    moved = ["experts moved a token", "of those fetched ahead: in time, late, in vain"]
-    head = ["system", "ready", "on its way", "stall ms", "ms a token", "90th and 99th percentile", "prompt ms",
+    moved = ["experts moved a token", "of those fetched ahead: in time, late, in vain", "stall ms"]
+    head = ["system", "ready", "on its way", "ms a token", "90th and 99th percentile", "prompt ms",
             *[f"against {base}" for base in bases],
             *(moved if "ahead" in next(iter(systems.values())) else ["prefetching"])]  # fmt: skip
     return markdown(head, [row(*one) for one in systems.items()])
@@ -185,23 +187,15 @@ def routing_table() -> str:
     return re.sub(r"(\d)%", r"\1 %", markdown(["", "here", "published"], rows))
 
 
-def live_table() -> str:
-    """Every system in real time, beside `none`, `lru` and the best of the papers' strategies there."""
-    rows = []
-    for paper in LINKS:
-        if (found := read_result(f"live-{paper}")) is None:
-            continue
-        systems = found["figures"]["systems"]
-        theirs = max(set(systems) & set(LINKS), key=lambda name: median(ratios(systems["lru"], systems[name])))
-        pairs = (("none", theirs), ("lru", theirs), ("none", "moegguf"), ("lru", "moegguf"), (theirs, "moegguf"))
-        rows.append([NAMES[paper], theirs, *[spread(ratios(systems[base], systems[of])) for base, of in pairs]])
-    head = ["at the times of", "theirs", "against `none`", "against `lru`", "`moegguf` against `none`",
-            "against `lru`", "against theirs"]  # fmt: skip
-    return markdown(head, rows)
+def plot(name: str) -> str:
+    """The picture of this name; nothing where its step has no result. Raises NotCountedError."""
+    figures(PLOTS[name])
+    return f"![{NAMES.get(name, name.capitalize().replace('-', ' '))}]({name}.svg)"
 
 
 def own_table() -> str:
     """moegguf's default beside LRU and each paper's strategy, at that paper's times."""
+    figures("link-promoe")
 
     def row(paper: str) -> list[str]:
         systems = figures(f"link-{paper}")["systems"]
@@ -240,7 +234,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "scheduler": scheduler_table,
     "shift": shift_table,
     "bound": bound_table,
-    "live": live_table,
+    **{f"plot-{name}": partial(plot, name) for name in PLOTS},
 }
 
 
