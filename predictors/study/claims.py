@@ -128,7 +128,7 @@ CLAIMS = (
             "recovers within 50 requests of a shift (table 3)",
             (("regained,shift", 0),),
             "{recovery,shift} requests until it is within 2 % of itself with that kind learned; the first request after"
-            " the shift takes {loss,shift} times as long",
+            " the shift takes {loss,shift} of its time",
         ),
         (
             "its slowest tokens are near the average: 169 of 155 ms (table 1)",

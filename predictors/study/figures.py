@@ -103,6 +103,13 @@ def _at(found: Any, keys: Sequence[str]) -> Any:
     return found
 
 
+def _number(step: str, keys: Sequence[str]) -> float:
+    found = _at(figures(step), keys)
+    if found is None:
+        raise NotCountedError(step)
+    return float(found)
+
+
 def _base(step: str, keys: Sequence[str]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """The system that is compared with, or the first, and the one asked for."""
     found = systems(step)
@@ -167,9 +174,9 @@ NUMBERS: dict[str, Callable[[str, Sequence[str]], float]] = {
     "tail": _tail,
     "below_tail": lambda step, keys: -_tail(step, keys),
     "ahead": lambda step, keys: float(systems(step)[keys[0]]["ahead"][int(keys[1])]),
-    "share": lambda step, keys: float(_at(figures(step), keys)),
-    "number": lambda step, keys: float(_at(figures(step), keys)),
-    "below": lambda step, keys: -float(_at(figures(step), keys)),
+    "share": _number,
+    "number": _number,
+    "below": lambda step, keys: -_number(step, keys),
     "unused": lambda step, keys: 1 - median(_at(figures(step), keys)),
     "less": _less,
     "saved": _saved,

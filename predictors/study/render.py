@@ -127,8 +127,9 @@ def shift_table() -> str:
     rows = []
     for kind, of in figures("shift")["kinds"].items():
         slower = [a / b for a, b in zip(of["shifted_ms"], of["known_ms"], strict=True)]
-        rows.append([kind, *[f"{ratio:.2f}" for ratio in (slower[0], *[max(slower[i : i + 8]) for i in (1, 9, 16)])]])
-    return markdown(["changed to", "1st request", "slowest of the next 8", "of 8 more", "of the last 8"], rows)
+        rows.append([kind, *[f"{ratio:.2f}" for ratio in (slower[0], *[max(slower[i : i + 4]) for i in (1, 5, 8)])]])
+    head = ["changed to", "1st request", "slowest of the 2nd to 5th", "of the 6th to 9th", "of the last 4"]
+    return markdown(head, rows)
 
 
 def accuracy_table() -> str:
