@@ -31,8 +31,8 @@ LIMITS = {
     "moegguf/serving": 4_910,
     "moegguf/terminal": 1_670,
     "moegguf/trace": 2_050,
-    "predictors": 8_040,
-    "tests": 41_970,
+    "predictors": 7_750,
+    "tests": 41_820,
     "tools": 5_800,
 }
 
