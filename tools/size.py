@@ -31,9 +31,9 @@ LIMITS = {
     "moegguf/serving": 4_910,
     "moegguf/terminal": 1_670,
     "moegguf/trace": 2_050,
-    "predictors": 8_040,
-    "tests": 41_980,
-    "tools": 5_800,
+    "predictors": 7_750,
+    "tests": 41_830,
+    "tools": 5_970,
 }
 
 

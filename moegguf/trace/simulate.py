@@ -56,15 +56,15 @@ class RamTier:
 class SimOptions:
     """Options of a replay.
 
-    prefetch: None acts on no prediction. link_bytes_per_s 0: transfers are free. layer_compute_us: time of a layer
-    for one token; a pass of n tokens takes n times as long. store: switches that a strategy sets. ram: None,
-    unless layers compute on a device.
+    prefetch: None acts on no prediction. link_bytes_per_s 0: transfers are free. layer_compute_us: a layer's time for
+    one token, layer_pass_us: and for a pass. store: switches of a strategy. ram: None, unless a device computes.
     """
 
     prefetch: PrefetchOptions | None = None
     link_bytes_per_s: float = 0.0
     link_latency_s: float = 0.0
     layer_compute_us: float = 0.0
+    layer_pass_us: float = 0.0
     store: StoreOptions = field(default_factory=StoreOptions)
     ram: RamTier | None = None
 
@@ -109,7 +109,7 @@ class _Sums:
 
 @dataclass(frozen=True)
 class Span(_Sums):
-    """Counters over some of the passes. bytes_useful: of experts that were fetched ahead and then used."""
+    """Counters over some of the passes. bytes_useful: of experts that were fetched ahead and there when asked for."""
 
     tokens: int = 0
     lookups: int = 0
@@ -122,7 +122,7 @@ class Span(_Sums):
 
     @property
     def moved_per_useful(self) -> float | None:
-        """Bytes fetched ahead for one of them that was used; None where none was."""
+        """Bytes fetched ahead for one of them that was used and in time; None where none was."""
         return self.bytes_prefetched / self.bytes_useful if self.bytes_useful else None
 
 
@@ -374,19 +374,22 @@ class Simulation:
         return self._result(meter)
 
     def _replay_parts(self, context: StoreContext, meter: _Meter, progress: Callable[[int], None] | None) -> None:
-        compute_ns = round(self.options.layer_compute_us * 1000)
         for part in parts(self.trace):
             if progress is not None:
                 progress(part.first_pass)
             if part.il.size:
                 meter.begin(part.sequence, part.phase, part.pass_tokens, part.n_decoded)
-                times = compute_ns * part.n_tokens.astype(np.uint64) if compute_ns else None
-                context.replay(part.il, part.n_tokens, part.n_expert_used, part.expert_ids, times)
+                routing = part.il, part.n_tokens, part.n_expert_used, part.expert_ids
+                context.replay(*routing, self._layer_ns(part.n_tokens.astype(np.uint64)))
+
+    def _layer_ns(self, n_tokens: Any) -> Any:
+        """What layers of so many tokens take (a number, or uint64); None where they take no time."""
+        token_us, pass_us = self.options.layer_compute_us, self.options.layer_pass_us
+        return round(token_us * 1000) * n_tokens + round(pass_us * 1000) if token_us or pass_us else None
 
     def _replay_events(
         self, store: Store, controller: Controller | None, meter: _Meter, progress: Callable[[int], None] | None
     ) -> None:
-        compute_ns = round(self.options.layer_compute_us * 1000)
         pass_ = -1
         for event in self.trace.events():
             if isinstance(event, Announcement):
@@ -405,8 +408,8 @@ class Simulation:
             store.context.acquire(event.il, event.expert_ids, event.inputs)
             if controller is not None:
                 controller.observe(event)
-            if compute_ns:
-                store.advance(compute_ns * len(event.expert_ids))
+            if layer_ns := self._layer_ns(len(event.expert_ids)):
+                store.advance(layer_ns)
 
     def _result(self, meter: _Meter) -> SimResult:
         meter.end()
@@ -463,7 +466,7 @@ class _Meter:
         span = Span(
             self._tokens, grown["lookups"], grown["lookups"] - grown["misses"], grown["bytes_missed"],
             grown["bytes_prefetched"], grown["stall_ns"], grown["sim_clock_ns"],
-            grown["prefetch_useful"] * self._expert_bytes,
+            max(0, grown["prefetch_useful"] - grown["hits_late"]) * self._expert_bytes,
         )  # fmt: skip
         self._tokens = 0
         self.phases[self._now[1]] += span

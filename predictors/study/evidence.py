@@ -1,18 +1,13 @@
-"""Live measurements of docs/evidence/: systems in turns, batches, passes; and strategies at a paper's link, any trace.
+"""Measurements of docs/evidence/batches.md: answers to several requests at once, and bounds of what that can gain.
 
-    python -m predictors.study.evidence speed --strategy lru,promoe -m demo --expert-cache 25% -n 256
     python -m predictors.study.evidence batches -m demo --expert-cache 25% --batch 1,2,4,8,16 --schedule fifo,expertflow
-    python -m predictors.study.evidence link promoe requests.trace --model demo --expert-cache 25%,50%
     python -m predictors.study.evidence bound --routing random,qwen3-30b --batch 1,8
     python -m predictors.study.evidence passes -m model.gguf --batch 1,8
 
-`speed` takes the options of `moegguf bench`; each round runs every system once, and rows have medians over rounds with
-their least and greatest. With --results the rounds are added to those in a file, so that a long measurement can be made
-in pieces. `batches` answers the demo's questions, so many at once, in a process of its own each time. `link` replays a
-trace with every strategy over a link on which an expert takes as long, beside a layer's compute time, as in the paper
-named. `bound` says how few bytes any eviction can read for requests that decode together, and what the store's own
-reads, on routing that is drawn at random or reused as published. `passes` computes tokens of several sequences together
-with every expert in memory, on one thread, whose processor time other work on the machine changes least.
+`batches` answers the demo's questions, so many at once, in a process of its own each time. `bound` says how few bytes
+any eviction can read for requests that decode together, and what the store's own reads, on routing that is drawn at
+random or reused as published. `passes` computes tokens of several sequences together with every expert in memory, on
+one thread, whose processor time other work on the machine changes least.
 """
 
 from __future__ import annotations
@@ -24,7 +19,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -33,7 +28,6 @@ from typing import Any
 import numpy as np
 
 from moegguf import Engine
-from moegguf.bench.series import test_name
 from moegguf.controller.policies import native_policies
 from moegguf.controller.predictors.base import NoPrediction
 from moegguf.controller.shape import MoeShape
@@ -42,69 +36,16 @@ from moegguf.engine.sequences import Chunk
 from moegguf.generate.request import Sampling
 from moegguf.native.events import Phase
 from moegguf.trace.belady import Lookups, belady
-from moegguf.trace.format import read
 from moegguf.trace.simulate import Simulation
 from moegguf.trace.trace import Trace
 from predictors.study.arrange import grouped
-from predictors.study.papers import LINKS
+from predictors.study.figures import spread
 from predictors.study.sequence_groups import ExpertFlow
 from predictors.study.synthesize import shape_of, synthesize
 
 QUESTIONS = Path(__file__).parents[1] / "models" / "demo_questions.jsonl"
-STORE_COLUMNS = ("hit_rate", "mb_per_token", "stall_ms_per_token")
-RULE = "|---" * 7 + "|"
 RANDOM = "random"
 SCHEDULES = {"fifo": None, "expertflow": ExpertFlow.of}
-
-
-def bench(options: Sequence[str], rounds: int) -> list[dict[str, Any]]:
-    """The rows of `moegguf bench` as JSON. Raises CalledProcessError."""
-    command = [sys.executable, "-m", "moegguf.cli.app", "bench", *options, "-r", "1", "--rounds", str(rounds)]
-    done = subprocess.run([*command, "-o", "json"], stdout=subprocess.PIPE, check=True)
-    return list(json.loads(done.stdout))
-
-
-def together(rows: Iterable[dict[str, Any]]) -> dict[tuple[str, str], dict[str, list[float]]]:
-    """{(test, system): {column: a value per round, of the store's figures one per call}}."""
-    found: dict[tuple[str, str], dict[str, list[float]]] = {}
-    for row in rows:
-        columns = found.setdefault((test_name(row), row["system"]), {"ts": [], **{name: [] for name in STORE_COLUMNS}})
-        columns["ts"] += row["samples_ts"]
-        for name in STORE_COLUMNS:
-            columns[name] += [row[name]] if name in row else []
-    return found
-
-
-def speed_table(rows: Sequence[dict[str, Any]], base: str) -> str:
-    """Markdown: each system's speed and its ratio to `base`, paired by round, as median (least to greatest)."""
-    found = together(rows)
-    lines = [f"| test | system | t/s | against {base} | hits | MB a token | stall ms |", RULE]
-    for (test, system), columns in found.items():
-        against = found.get((test, base), columns)["ts"]
-        ratios = [own / other for own, other in zip(columns["ts"], against, strict=False)]
-        figures = [median(columns[name]) if columns[name] else float("nan") for name in STORE_COLUMNS]
-        lines.append(
-            f"| {test} | {system} | {spread(columns['ts'], 1)} | {spread(ratios, 2)} |"
-            f" {figures[0]:.1%} | {figures[1]:.1f} | {figures[2]:.2f} |"
-        )
-    return "\n".join(lines)
-
-
-def spread(values: Sequence[float], decimals: int) -> str:
-    """Median (least to greatest)."""
-    if not values:
-        return "failed"
-    return f"{median(values):.{decimals}f} ({min(values):.{decimals}f} to {max(values):.{decimals}f})"
-
-
-def speed(options: Sequence[str], rounds: int, base: str, results: Path | None) -> str:
-    """The table over these rounds, and over those that `results` holds of earlier calls; it then holds these too."""
-    rows = bench(options, rounds)
-    if results is not None:
-        before = json.loads(results.read_text()) if results.exists() else []
-        rows = before + rows
-        results.write_text(json.dumps(rows))
-    return speed_table(rows, base)
 
 
 @dataclass(frozen=True)
@@ -176,34 +117,6 @@ def batches_table(found: Mapping[Batch, Sequence[Mapping[str, float]]]) -> str:
         lines.append(
             f"| {each.batch} | {each.schedule} | {experts:.1f} | {hit_rate:.1%} | {mb:.2f} | {peak:.0f} |"
             f" {spread(speeds, 1)} | {spread(ratios, 2)} |"
-        )
-    return "\n".join(lines)
-
-
-def link(paper: str, trace: Path, options: Sequence[str]) -> str:
-    """Markdown: what each strategy's simulation says of `trace`, at the paper's times."""
-    times, expert_bytes = LINKS[paper], read(trace).shape.expert_bytes
-    flags = ["--link", f"{expert_bytes / times.expert_us / 1e3:.6f}", "--layer-compute", f"{times.layer_us:g}"]
-    command = [sys.executable, "-m", "moegguf.cli.app", "trace", "simulate", str(trace), *options, *flags, "--json"]
-    if not {"--strategy", "--system", "--policy"} & set(options):
-        command += ["--strategy", "all"]
-    rows = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
-    return f"{times.source}\n\n{link_table(rows)}"
-
-
-def link_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown of decoding: hits, stall and time per token, speed against LRU's, bytes moved."""
-    rows = [row for row in rows if row.get("simulated")]  # not Belady's bound
-    lines = ["| experts | strategy | hits | stall ms | ms a token | against lru | MB a token |", RULE]
-    of_lru = {row["share"]: _token_ms(row) for row in rows if row["strategy"] == "lru"}
-    for row in rows:
-        decode, share = row["simulated"]["decode"], row["share"]
-        moved = decode["bytes_missed"] + decode["bytes_prefetched"]
-        against = f"{of_lru[share] / _token_ms(row):.2f}" if share in of_lru else ""
-        lines.append(
-            f"| {share:.0%} | {row['strategy'] or row['policy']} | {row['decode_hit_rate']:.1%} |"
-            f" {decode['stall_ns'] / decode['tokens'] / 1e6:.1f} | {_token_ms(row):.1f} | {against} |"
-            f" {moved / decode['tokens'] / 1e6:.2f} |"
         )
     return "\n".join(lines)
 
@@ -294,19 +207,10 @@ def passes(model: str, batches: Sequence[int], n_passes: int, rounds: int) -> st
     return "\n".join(["| sequences | ms a token | against the first |", "|---" * 3 + "|", *rows])
 
 
-def _token_ms(row: dict[str, Any]) -> float:
-    decode = row["simulated"]["decode"]
-    return float(decode["clock_ns"] / decode["tokens"] / 1e6)
-
-
-def arguments(given: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
-    """The command line, and what is passed on."""
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("speed", help="measure systems in turns; takes the options of `moegguf bench`")
-    one.add_argument("--rounds", type=int, default=5, metavar="N", help="of every system")
-    one.add_argument("--base", default="lru", metavar="SYSTEM", help="what the others are compared with")
-    one.add_argument("--results", type=Path, metavar="FILE", help="rounds of earlier calls, to be added to")
     one = commands.add_parser("batches", help="measure answers to the demo's questions, so many at once")
     one.add_argument("-m", "--model", default="demo")
     one.add_argument("--expert-cache", default="25%", metavar="BUDGET")
@@ -317,9 +221,6 @@ def arguments(given: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
     one.add_argument("-n", type=int, default=48, metavar="TOKENS", help="most of an answer")
     one.add_argument("--rounds", type=int, default=3, metavar="N", help="of every batch and schedule")
     commands.add_parser("batch", help="one measurement of `batches`").add_argument("measurement", type=json.loads)
-    one = commands.add_parser("link", help="simulate strategies at a paper's link; takes those of `trace simulate`")
-    one.add_argument("paper", choices=LINKS)
-    one.add_argument("trace", type=Path)
     one = commands.add_parser("bound", help="the least bytes that requests which decode together can read")
     one.add_argument("--routing", default=f"{RANDOM},qwen3-30b", metavar="NAME,...", help="or another published one")
     one.add_argument("--batch", default="1,2,4,8,16,32", metavar="N,...", help="requests at once")
@@ -334,15 +235,13 @@ def arguments(given: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
     one.add_argument("--batch", default="1,2,4,8", metavar="N,...", help="sequences in a pass")
     one.add_argument("-n", type=int, default=6, metavar="PASSES", help="of each round")
     one.add_argument("--rounds", type=int, default=6, metavar="N", help="of every batch")
-    return parser.parse_known_args(given)
+    return parser.parse_args(given)
 
 
 def main(given: Sequence[str] | None = None) -> int:
     """Does what was asked; returns the exit status."""
-    args, options = arguments(given)
-    if args.command == "speed":
-        print(speed(options, args.rounds, args.base, args.results))
-    elif args.command == "batches":
+    args = arguments(given)
+    if args.command == "batches":
         chosen = itertools.product(map(int, args.batch.split(",")), args.schedule.split(","))
         sizes = args.requests, args.n
         print(batches([Batch(args.model, args.expert_cache, args.ctx, *each, *sizes) for each in chosen], args.rounds))
@@ -352,10 +251,8 @@ def main(given: Sequence[str] | None = None) -> int:
         shape = shape_of("qwen3-30b", args.layers, args.experts, args.used, round(args.expert_mb * 1e6))
         pairs = itertools.product(args.routing.split(","), map(int, args.batch.split(",")))
         print(bound_table([Bound(routing, batch, args.n, args.slots) for routing, batch in pairs], shape))
-    elif args.command == "passes":
-        print(passes(args.model, [int(batch) for batch in args.batch.split(",")], args.n, args.rounds))
     else:
-        print(link(args.paper, args.trace, options))
+        print(passes(args.model, [int(batch) for batch in args.batch.split(",")], args.n, args.rounds))
     return 0
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import matplotlib
 
-from predictors.study.papers import LINKS, ratios
-from predictors.study.regenerate import read_result
-from predictors.study.render import NAMES, figures
+from predictors.study.figures import figures, ratios, read_result
+from predictors.study.papers import LINKS
+from predictors.study.render import NAMES
 from tools.models.locality import LOCALITIES
 
 matplotlib.use("svg")
@@ -24,10 +24,12 @@ STYLE = {"svg.hashsalt": "moegguf", "svg.fonttype": "none", "font.size": 8, "axe
 def draw(folder: Path) -> None:
     """Writes every plot, the same bytes from the same results."""
     with pyplot.rc_context(STYLE):
-        _save(_model(), folder / "laboratory-model.svg")
+        if read_result("hits") and read_result("accuracy"):
+            _save(_model(), folder / "laboratory-model.svg")
         for paper in filter(lambda paper: read_result(f"link-{paper}"), LINKS):
             _save(_speeds(f"link-{paper}", f"{NAMES[paper]}: 25 % of the experts"), folder / f"{paper}.svg")
-        _save(_speeds("ablation", "ProMoE, step by step: 25 % of the experts"), folder / "promoe-steps.svg")
+        if read_result("ablation"):
+            _save(_speeds("ablation", "ProMoE, step by step: 25 % of the experts"), folder / "promoe-steps.svg")
 
 
 def _save(figure: Any, path: Path) -> None:

@@ -1,17 +1,17 @@
 """Strategies at a paper's link and compute times, request by request: simulated, exact, the same on any machine.
 
-An expert takes as long on the modelled link, beside a layer's compute, as in the paper. A system runs over requests
-that warm its cache first and are not counted; then each counted request gives a figure of its own, so that a spread is
-one over requests. What a predictor costs is not in the simulated time.
+An expert takes as long on the modelled link, beside a layer's compute, as in the paper; a pass of several tokens takes
+a layer's time once, as on a GPU that is far from busy. A system runs over requests that warm its cache first and are
+not counted; then each counted request gives a figure of its own, so that a spread is one over requests. What a
+predictor costs is not in the simulated time.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,19 +19,23 @@ import numpy.typing as npt
 
 from moegguf.controller import weights
 from moegguf.controller.collection import EamcPair
+from moegguf.controller.hit_rates import UNMEASURED
+from moegguf.controller.policies import AUTO
+from moegguf.controller.predictors.router_inputs import Skip
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.strategies import STRATEGIES
 from moegguf.native.events import Phase
 from moegguf.native.store import StoreOptions
-from moegguf.trace.simulate import SimOptions, SimResult, Simulation, Span, slots_of
+from moegguf.trace.simulate import SimOptions, slots_of
 from moegguf.trace.trace import Trace
-from predictors.study.arrange import arranged, used_experts
+from predictors.study.arrange import arranged, grouped, used_experts
 from predictors.study.common import Study
+from predictors.study.replay import Replay
 
 
 @dataclass(frozen=True)
 class Link:
-    """Times of a paper: µs that one expert takes on its link, µs of compute per layer and token, and whence."""
+    """Times of a paper: µs that one expert takes on its link, µs of compute per layer and pass, and whence."""
 
     expert_us: float
     layer_us: float
@@ -39,7 +43,7 @@ class Link:
 
     def options(self, expert_bytes: int) -> SimOptions:
         """A replay at these times."""
-        return SimOptions(link_bytes_per_s=expert_bytes / self.expert_us * 1e6, layer_compute_us=self.layer_us)
+        return SimOptions(link_bytes_per_s=expert_bytes / self.expert_us * 1e6, layer_pass_us=self.layer_us)
 
 
 LINKS = {
@@ -59,21 +63,39 @@ LINKS = {
 
 
 class System(NamedTuple):
-    """What is replayed: its parts, and the store's switches."""
+    """What is replayed: its parts, and the store's switches. one_layer: slots for one layer's experts and no more, so
+    that the next one evicts them. next_layer: the whole next layer is fetched ahead."""
 
     policy: str
     predictor: str = "none"
     prefetch: PrefetchOptions | None = None
     store: StoreOptions = StoreOptions()
+    one_layer: bool = False
+    next_layer: bool = False
+
+
+def strategy(name: str) -> System:
+    """A strategy's parts; those of moegguf's own as for a model that nothing was measured of or trained for."""
+    found = STRATEGIES[name]
+    if found.policy == AUTO:
+        return System(UNMEASURED.policy, Skip.name, PrefetchOptions(), found.store)
+    prefetch = found.prefetch if isinstance(found.prefetch, PrefetchOptions) else None
+    return System(found.policy, found.predictor or "none", prefetch, found.store)
 
 
 BARE = STRATEGIES["none"].store
 _PROMOE = STRATEGIES["promoe"]
 assert isinstance(_PROMOE.prefetch, PrefetchOptions)
-# What papers compare with: counting, a fixed choice of experts; and ProMoE's ablation step by step.
+# What papers compare with: counting, a fixed choice of experts, loading on demand or layer by layer; and ProMoE's
+# ablation step by step.
 BASELINES = {
     "moe-infinity": {"counting": System("lfu", store=BARE), "algorithm 1 alone": System("sparsity", store=BARE)},
     "promoe": {"static": System("static", store=BARE)},
+    "expertflow": {"whole next layer": System("lru", store=BARE, next_layer=True)},
+    "duoserve": {
+        "on demand": System("lru", store=BARE, one_layer=True),
+        "whole next layer": System("lru", store=BARE, next_layer=True),
+    },
 }
 ABLATION = {
     "LRU, waiting for all of a layer": System("lru", store=BARE),
@@ -88,7 +110,8 @@ ABLATION = {
 
 @dataclass(frozen=True)
 class Workload:
-    """A study whose trace has requests that warm a cache, followed by the ones that are counted."""
+    """A study whose trace has requests that warm a cache, followed by the ones that are counted: of several that decode
+    together the first."""
 
     study: Study
     counted: Sequence[int]
@@ -103,76 +126,104 @@ class Workload:
         chosen = sorted(s for kind in kinds for s in [s for s in rest if labels[s] == kind][:of_each])
         return cls(replace(study, trace=arranged(study.trace, [*warm, *chosen])), chosen)
 
+    @classmethod
+    def together(cls, study: Study, n_together: int, n_warm: int = 1) -> Workload:
+        """All requests of the trace, so many at once: their prompts one after another, then a token of each in a pass,
+        as long as all decode. The first `n_warm` groups are not counted."""
+        trace, firsts, passes = study.trace, list[int](), list[npt.NDArray[np.int64]]()
+        sequences = trace.sequences()
+        for at in range(0, len(sequences) - n_together + 1, n_together):
+            group = sequences[at : at + n_together]
+            firsts.append(group[0])
+            for sequence in group:
+                passes.append(np.flatnonzero((trace.sequence_of == sequence) & (trace.phase_of == Phase.PREFILL)))
+            tokens = [np.flatnonzero((trace.sequence_of == s) & (trace.phase_of == Phase.DECODE)) for s in group]
+            passes += list(np.stack([of[: min(map(len, tokens))] for of in tokens], axis=1))
+        return cls(replace(study, trace=grouped(trace, passes)), firsts[n_warm:])
+
     def strategies(self, names: Sequence[str], share: float, link: Link) -> dict[str, dict[str, Any]]:
         """Figures of whole strategies. Raises OptionError."""
-        options = link.options(self.study.trace.shape.expert_bytes)
-        rows = self.study.simulate_strategies(names, [share], options)
-        return {row.strategy: self._figures(row.simulated) for row in rows if row.simulated is not None}
+        return self.systems({name: strategy(name) for name in names}, share, link)
 
     def systems(self, systems: Mapping[str, System], share: float, link: Link) -> dict[str, dict[str, Any]]:
-        """Figures of systems that are no strategy. Raises OptionError."""
-        options, n_slots = link.options(self.study.trace.shape.expert_bytes), slots_of(self.study.trace.shape, share)
+        """Figures of systems. Raises OptionError."""
+        return {name: self._figures(self._replay(system, share, link)) for name, system in systems.items()}
 
-        def run(system: System) -> SimResult:
-            parts = self.study.policy(system.policy), self.study.predictor(system.predictor)
-            chosen = replace(options, prefetch=system.prefetch, store=system.store)
-            return Simulation(self.study.trace, *parts, n_slots, chosen).run()
+    def _replay(self, system: System, share: float, link: Link) -> Replay:
+        trace = self.study.trace
+        n_slots = trace.shape.n_expert if system.one_layer else slots_of(trace.shape, share)
+        options = replace(link.options(trace.shape.expert_bytes), prefetch=system.prefetch, store=system.store)
+        parts = self.study.policy(system.policy), self.study.predictor(system.predictor)
+        replay = Replay(trace, *parts, n_slots, options)
+        replay.next_layer = system.next_layer
+        return replay
 
-        return {name: self._figures(run(system)) for name, system in systems.items()}
-
-    def _figures(self, result: SimResult) -> dict[str, Any]:
-        """Of the requests counted: of each the milliseconds per token, of all together the others."""
-        spans = [result.sequences[sequence] for sequence in self.counted]
-        all_ = sum(spans[1:], start=spans[0])
-        late = result.counters["hits_late"] / max(1, result.counters["lookups"])
+    def _figures(self, replay: Replay) -> dict[str, Any]:
+        """Of each counted request the milliseconds of its prompt, and per token; of their decoded tokens all together
+        the others. ready: of the look-ups, those that found the expert there; late: on its way. ahead: of what was
+        fetched ahead, the share that was there in time, late, and not used."""
+        counted = replay.counted()
+        ms = counted["sim_clock_ns"] / 1e6
+        answers = [replay.passes(sequence, Phase.DECODE) for sequence in self.counted]
+        decoding = np.any(answers, axis=0)
+        of = {name: int(values[decoding].sum()) for name, values in counted.items()}
+        n_passes, started = int(decoding.sum()), of["prefetch_started"]
+        in_time = max(0, of["prefetch_useful"] - of["hits_late"])
+        moved = of["bytes_missed"] + of["bytes_prefetched"]
         return {
-            "token_ms": [round(span.clock_ns / span.tokens / 1e6, 3) for span in spans],
-            "hits": round(all_.hit_rate, 4),
-            "late": round(late, 4),
-            "stall_ms": round(all_.stall_ns / all_.tokens / 1e6, 3),
-            "experts": round(_moved(all_) / self.study.trace.shape.expert_bytes, 2),
-            "useful": round(all_.bytes_useful / all_.bytes_prefetched, 4) if all_.bytes_prefetched else None,
+            "token_ms": [round(float(ms[passes].mean()), 3) for passes in answers],
+            "tokens": [int(passes.sum()) for passes in answers],
+            "prompt_ms": [round(float(ms[replay.passes(s, Phase.PREFILL)].sum()), 2) for s in self.counted],
+            "percentiles_ms": {str(p): round(float(np.percentile(ms[decoding], p)), 2) for p in (50, 90, 99)},
+            "ready": round(of["hits_ready"] / of["lookups"], 4),
+            "late": round(of["hits_late"] / of["lookups"], 4),
+            "stall_ms": round(of["stall_ns"] / n_passes / 1e6, 3),
+            "experts": round(moved / self.study.trace.shape.expert_bytes / n_passes, 2),
+            "ahead": [round(n / started, 4) for n in (in_time, of["hits_late"], started - of["prefetch_useful"])]
+            if started
+            else None,
         }
 
 
-def _moved(span: Span) -> float:
-    """Bytes per token."""
-    return (span.bytes_missed + span.bytes_prefetched) / span.tokens
+Eams = list[npt.NDArray[np.float32]]
 
 
-def ratios(base: Mapping[str, Any], other: Mapping[str, Any]) -> list[float]:
-    """How many times as fast `other` is as `base`, request by request."""
-    return [one / two for one, two in zip(base["token_ms"], other["token_ms"], strict=True)]
-
-
-def spread(values: Iterable[float], decimals: int = 2) -> str:
-    """Median (least to greatest)."""
-    found = sorted(values)
-    low, middle, high = (f"{value:.{decimals}f}" for value in (found[0], median(found), found[-1]))
-    return f"{middle} ({low} to {high})"
-
-
-def request_counts(trace: Trace, phase: Phase) -> list[npt.NDArray[np.float32]]:
-    """Of each request its EAM of one phase: (n_layer, n_expert) counts of tokens."""
+def request_counts(trace: Trace, phase: Phase, n_windows: int = 1) -> Eams:
+    """Of each request its EAMs of one phase: (n_layer, n_expert) counts of tokens, of so many windows of its tokens,
+    each half of them, evenly spaced; of one: of all its tokens."""
     of, phases, layers = trace.sequence_of, trace.phase_of, list(trace.shape.layers)
     found = []
     for sequence in trace.sequences():
-        counts = np.zeros(trace.shape.table, np.float32)
-        counts[layers] = used_experts(trace, np.flatnonzero((of == sequence) & (phases == phase))).sum(axis=0)
-        found.append(counts)
+        tokens = np.flatnonzero((of == sequence) & (phases == phase))
+        length = len(tokens) if n_windows == 1 else -(-len(tokens) // 2)
+        for start in np.linspace(0, len(tokens) - length, n_windows).astype(int):
+            counts = np.zeros(trace.shape.table, np.float32)
+            counts[layers] = used_experts(trace, tokens[start : start + length]).sum(axis=0)
+            found.append(counts)
     return found
 
 
-def write_collection(folder: Path, trace: Trace, n_entries: int) -> None:
-    """MoE-Infinity's collection after the last `n_entries` requests of a trace, where `Artifacts` finds it."""
+def collection(trace: Trace, n_entries: int) -> EamcPair:
+    """MoE-Infinity's collection after the last `n_entries` requests of a trace; where there are fewer, after windows of
+    its requests in place of whole ones."""
+    pair = EamcPair.empty(*trace.shape.table)
+    n_windows = max(1, -(-n_entries // max(1, len(trace.sequences()))))
+    both = zip(*(request_counts(trace, phase, n_windows) for phase in Phase), strict=True)
+    for prefill, decode in list(both)[-n_entries:] if n_entries else ():
+        pair.add(prefill, decode)
+    return pair
+
+
+def write_collections(folder: Path, traces: Sequence[Trace], n_entries: int | None = None) -> None:
+    """The collection after so many requests of each trace, all where None, to where `Artifacts` finds it."""
     path = folder / "eamc.safetensors"
     path.unlink(missing_ok=True)
-    if n_entries:
-        pair = EamcPair.empty(*trace.shape.table)
-        both = zip(request_counts(trace, Phase.PREFILL), request_counts(trace, Phase.DECODE), strict=True)
-        for prefill, decode in list(both)[-n_entries:]:
-            pair.add(prefill, decode)
-        weights.save(path, "eamc", trace.header.fingerprint, trace.shape, pair.weights())
+    if n_entries == 0:
+        return
+    parts = [collection(trace, n_entries or len(trace.sequences())).states() for trace in traces]
+    states = {phase: np.concatenate([part[phase] for part in parts]) for phase in parts[0]}
+    header = traces[0].header
+    weights.save(path, "eamc", header.fingerprint, traces[0].shape, EamcPair.packed(states))
 
 
 def file_digest(path: Path) -> str:

@@ -14,37 +14,50 @@ import argparse
 import json
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from moegguf.trace.format import read, write
-from predictors.study import reuse
-from predictors.study.common import Study
-from predictors.study.papers import ABLATION, BASELINES, LINKS, Workload, file_digest, write_collection
-from predictors.study.requests import ROLES
-from predictors.study.score import score_named
+import numpy as np
 
-RESULTS = Path(__file__).parents[1] / "results"
+from moegguf.controller.predictors.eamc import N_MATCHES
+from moegguf.trace.format import read, write
+from moegguf.trace.simulate import slots_of
+from predictors.study import reuse
+from predictors.study.accuracy import LinkModel
+from predictors.study.arrange import arranged
+from predictors.study.common import Study
+from predictors.study.evidence import Bound
+from predictors.study.figures import RESULTS, read_result
+from predictors.study.papers import ABLATION, BASELINES, LINKS, Workload, collection, file_digest, write_collections
+from predictors.study.requests import ROLES
+from predictors.study.scheduling import compare
+from predictors.study.score import score_named
+from predictors.study.synthesize import shape_of
+
 LIST = re.compile(r"\[[^][{}]*\]")  # of numbers, on one line
 SHARES = (0.125, 0.19, 0.25, 0.4, 0.5, 0.64)
 N_WARM, N_COUNTED = 4, 12
-N_ENTRIES, SCORED_TOKENS = 120, 300
+N_ENTRIES, SCORED_TOKENS = 120, 900
+N_GROUPS, BATCHES, SCHEDULED = 9, (1, 2, 4, 8), (4, 8, 16)
+N_SHIFTED = 12  # requests after a change of the kind
 TRAINING = {
     "popularity": (),
     "affinity": (),
     "token-id": (),
     "mlp": ("windows=4", "n_hidden=128", "epochs=3"),
     "routing-path": ("epochs=4",),
-    "expert-mlp": ("hidden=512,256,128,64,64,64", "epochs=12"),
+    "expert-mlp": ("hidden=512,256,128,64,64,64", "epochs=4"),
 }
-SCORED = ("previous-token", "token-id", "affinity", "eamc", "skip", "mlp", "routing-path", "expert-mlp")
+SCORED = ("popularity", "previous-token", "token-id", "affinity", "eamc", "skip", "mlp", "routing-path", "expert-mlp")
 BASES = ("none", "lru", "moegguf")
+Step = Callable[["Bench"], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -87,19 +100,20 @@ class Bench:
 
     def learn(self, n_entries: int) -> None:
         """Gives MoE-Infinity a collection of so many requests."""
-        write_collection(self.predictors, self.learning.trace, n_entries)
+        write_collections(self.predictors, [self.learning.trace], n_entries)
 
     def prepare(self) -> None:
         """Makes what is missing. Raises CalledProcessError."""
         self.predictors.mkdir(parents=True, exist_ok=True)
         if not self.model.exists():
             run("predictors.models.make_lab_model", "-o", str(self.model))
+            shutil.copy(self.model.with_suffix(".json"), RESULTS / "laboratory-model.json")
         if not all(self.trace(role).exists() for role in ROLES):
             run("predictors.study.requests", "record", str(self.model), "-o", str(self.work))
         few = self.trace("few")  # scoring takes long
         if not few.exists():
             trace = read(self.trace("choosing"))
-            write(few, trace.select(trace.sequences()[:3]))
+            write(few, trace.select(trace.sequences()[:1]))
         for name, settings in TRAINING.items():
             if not (self.predictors / f"{name}.safetensors").exists():
                 options = [word for setting in settings for word in ("--set", setting)]
@@ -145,7 +159,9 @@ def hit_curve(bench: Bench) -> dict[str, Any]:
 def accuracies(bench: Bench) -> dict[str, Any]:
     """Of each predictor at each distance what it is right about, by the papers' measures, and shuffled."""
     bench.learn(N_ENTRIES)
-    table = score_named(bench.reporting.limited(SCORED_TOKENS), SCORED)
+    times, expert_bytes = LINKS["promoe"], bench.reporting.trace.shape.expert_bytes
+    link = LinkModel(expert_bytes / times.expert_us * 1e6, layer_compute_us=times.layer_us)
+    table = score_named(bench.reporting.limited(SCORED_TOKENS), SCORED, link)
     controls = {one.name: one for one in table.controls}
     return {
         one.name: {
@@ -155,6 +171,8 @@ def accuracies(bench: Bench) -> dict[str, Any]:
                 "any": _rounded(of.at_least_one),
                 "shuffled": _rounded(controls[one.name].means[k].accuracy),
                 "batch": _rounded((one.batch_accuracy or {}).get(k)),
+                "fetch": _rounded(of.fetch_rate),
+                "good": _rounded(of.good_pred),
             }
             for k, of in one.means.items()
             if k and of.coverage > 0.5 and of.accuracy is not None  # of the layers
@@ -163,7 +181,7 @@ def accuracies(bench: Bench) -> dict[str, Any]:
     }
 
 
-def at_link(paper: str, share: float) -> Callable[[Bench], dict[str, Any]]:
+def at_link(paper: str, share: float) -> Step:
     """A paper's strategy and its bases at the paper's times."""
 
     def step(bench: Bench) -> dict[str, Any]:
@@ -177,13 +195,113 @@ def at_link(paper: str, share: float) -> Callable[[Bench], dict[str, Any]]:
     return step
 
 
+def sweep(paper: str, settings: Mapping[str, tuple[float, float]]) -> Step:
+    """The same with {name: (share of the experts in memory, part of the paper's time that an expert takes)}."""
+
+    def step(bench: Bench) -> dict[str, Any]:
+        found, base = {}, LINKS[paper]
+        for name, (share, part) in settings.items():
+            link = replace(base, expert_us=base.expert_us * part)
+            of = bench.workload.strategies(("none", "moegguf", paper), share, link)
+            found[name] = of | bench.workload.systems(BASELINES[paper], share, link)
+        return {"requests": len(bench.workload.counted), "settings": found}
+
+    return step
+
+
+def batches(paper: str) -> Step:
+    """A paper's strategy and its bases with half of the experts in memory, so many requests at once."""
+
+    def step(bench: Bench) -> dict[str, Any]:
+        found = {}
+        for n in BATCHES:
+            requests = bench.reporting.trace.sequences()[: n * (N_GROUPS + 1)]
+            study = replace(bench.reporting, trace=bench.reporting.trace.select(requests))
+            workload = Workload.together(study, n)
+            found[str(n)] = workload.strategies(("none", "moegguf", paper), 0.5, LINKS[paper])
+        return {"share": 0.5, "groups": N_GROUPS, "settings": found}
+
+    return step
+
+
+def scheduler(bench: Bench) -> dict[str, Any]:
+    """Experts of a pass, by who shares it: ExpertFlow's scheduler by its network's paths, and bounds."""
+    study, found = bench.reporting, {}
+    slots = {share: slots_of(study.trace.shape, share) for share in (0.25, 0.5)}
+    for n in SCHEDULED:
+        effects = compare(study.trace, n, partial(study.paths, "routing-path"), slots, partial(study.policy, "lru"))
+        found[str(n)] = {
+            of.order: {
+                "experts": round(of.experts, 1),
+                "us": None if of.us_per_step is None else round(of.us_per_step),
+                **{f"hits {share:.0%}": round(replay.decode_hit_rate, 4) for share, replay in of.replays.items()},
+                **{
+                    f"moved {share:.0%}": round(
+                        replay.decode.bytes_missed / study.trace.shape.expert_bytes / replay.decode.tokens, 2
+                    )
+                    for share, replay in of.replays.items()
+                },
+            }
+            for of in effects
+        }
+    return {"at_once": found}
+
+
+def bound(bench: Bench) -> dict[str, Any]:
+    """What requests that decode together must read, and what the store reads, on routing that is made up."""
+    shape = shape_of("qwen3-30b", 24, 60, 4, 5_600_000)
+    found = {
+        routing: {str(n): Bound(routing, n, 384, 534).figures(shape) for n in (1, 4, 8, 16, 32)}
+        for routing in ("random", "qwen3-30b")
+    }
+    return {"routing": found}
+
+
 def capacity(bench: Bench) -> dict[str, Any]:
     """MoE-Infinity with collections of different sizes."""
     found: dict[str, Any] = {}
-    for n in (0, 12, 60, 120, len(bench.learning.trace.sequences())):
+    for n in (0, 12, 120, 1000):
         bench.learn(n)
         found |= {str(n): bench.workload.strategies(["moe-infinity"], 0.25, LINKS["moe-infinity"])["moe-infinity"]}
     return {"share": 0.25, "systems": found}
+
+
+def look_up(bench: Bench) -> dict[str, Any]:
+    """Microseconds of one query of the collection, at each layer of 300 passes: the median, and the 99th percentile."""
+    found = {}
+    for n in (120, 1000):
+        eamc, rng = collection(bench.learning.trace, n).decode, np.random.default_rng(0)
+        shape, times = bench.learning.trace.shape, []
+        for _ in range(300):
+            eamc.begin_pass()
+            for il in shape.layers:
+                row = np.zeros(shape.n_expert, np.float32)
+                row[rng.permutation(shape.n_expert)[: shape.n_expert_used]] = 1
+                start = time.perf_counter()
+                eamc.add_query_row(il, row)
+                eamc.total_row(eamc.match(N_MATCHES), il)
+                times.append((time.perf_counter() - start) * 1e6)
+        found[str(eamc.n_entries)] = [round(float(np.percentile(times, p)), 1) for p in (50, 99)]
+    return {"us": found}
+
+
+def shift(bench: Bench) -> dict[str, Any]:
+    """MoE-Infinity after the kind of text has changed, beside itself with a collection that knew the kind already."""
+    learning, link, found = bench.learning, LINKS["moe-infinity"], {}
+    labels = learning.trace.header.labels
+    for kind in sorted(set(labels.values())):
+        others = [s for s in learning.trace.sequences() if labels[s] != kind]
+        known = bench.reporting.trace
+        known = known.select([s for s in known.sequences() if known.header.labels[s] == kind])
+        before = [learning.trace.select(others[-N_ENTRIES:])]
+        stream = [s for s in learning.trace.sequences() if labels[s] == kind][:N_SHIFTED]
+        workload = Workload(replace(learning, trace=arranged(learning.trace, stream)), stream)
+        times = []
+        for traces in (before, [*before, known]):
+            write_collections(bench.predictors, traces)
+            times.append(workload.strategies(["moe-infinity"], 0.25, link)["moe-infinity"]["token_ms"])
+        found[kind] = {"shifted_ms": times[0], "known_ms": times[1]}
+    return {"share": 0.25, "kinds": found}
 
 
 def ablation(bench: Bench) -> dict[str, Any]:
@@ -191,42 +309,47 @@ def ablation(bench: Bench) -> dict[str, Any]:
     return {"share": 0.25, "systems": bench.workload.systems(ABLATION, 0.25, LINKS["promoe"])}
 
 
-STEPS: dict[str, Callable[[Bench], dict[str, Any]]] = {
+STEPS: dict[str, Step] = {
     "reuse": count_reuse,
     "hits": hit_curve,
     "accuracy": accuracies,
     "ablation": ablation,
     **{f"link-{paper}": at_link(paper, 0.25) for paper in LINKS},
-    "capacity": capacity,
     "link-promoe-50": at_link("promoe", 0.5),
-}
+    "shares-promoe": sweep("promoe", {f"{share:.3g}": (share, 1) for share in (0.125, 0.25, 0.375, 0.5, 0.75)}),
+    "precision-promoe": sweep("promoe", {"16 bits; 12.5 %": (0.125, 1), "8 bits; 12.5 %": (0.125, 0.5),
+                                         "4 bits; 12.5 %": (0.125, 0.25), "8 bits; 25 %": (0.25, 0.5),
+                                         "4 bits; 50 %": (0.5, 0.25)}),
+    "batches-promoe": batches("promoe"),
+    "batches-expertflow": batches("expertflow"),
+    "scheduler": scheduler,
+    "bound": bound,
+    "capacity": capacity,
+    "look-up": look_up,
+    "shift": shift,
+}  # fmt: skip
 
 
 def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
 
 
-def read_result(name: str) -> dict[str, Any] | None:
-    """What was recorded; None where nothing was."""
-    path = RESULTS / f"{name}.json"
-    return dict(json.loads(path.read_text("utf-8"))) if path.exists() else None
-
-
 def take_step(name: str, bench: Bench, again: bool) -> None:
     """Takes a step and writes its result, unless it is there for the same recording."""
-    recorded = file_digest(bench.trace("reporting"))
     known = read_result(name)
-    if known and known["reporting_trace"] == recorded and not again:
+    if known and known["reporting_trace"] == file_digest(bench.trace("reporting")) and not again:
         return
     print(f"{name} ...", file=sys.stderr, flush=True)
-    start = time.process_time()
-    figures = STEPS[name](bench)
+    write_result(name, bench, f"regenerate --only {name}", STEPS[name](bench))
+
+
+def write_result(name: str, bench: Bench, command: str, figures: Mapping[str, Any]) -> None:
+    """Records figures with what they came about by."""
     result = {
-        "command": f"python -m predictors.study.regenerate --work build/evidence --only {name}",
+        "command": f"python -m predictors.study.{command}",
         "commit": _git("rev-parse", "--short", "HEAD"),
         "machine": _machine(),
-        "reporting_trace": recorded,
-        "processor_seconds": round(time.process_time() - start, 1),
+        "reporting_trace": file_digest(bench.trace("reporting")),
         "figures": figures,
     }
     text = LIST.sub(lambda found: " ".join(found[0].split()), json.dumps(result, indent=1))

@@ -14,18 +14,20 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from predictors.study.claims import CLAIMS, Claim
-from predictors.study.papers import LINKS, ratios, spread
-from predictors.study.regenerate import read_result
+from predictors.study import figures as recorded
+from predictors.study.claims import CLAIMS, FAILS, HOLDS
+from predictors.study.figures import NONE, NotCountedError, figures, percent, ratios, read_result, spread
+from predictors.study.papers import LINKS
 from tools.models.locality import LOCALITIES
 
 DOCS = Path(__file__).parents[2] / "docs"
 TABLE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-FIGURE = re.compile(r"\{([^}]+)\}")
+JUDGED = (HOLDS, FAILS)
+PLOTS = {**{paper: f"link-{paper}" for paper in LINKS}, "promoe-steps": "ablation", "laboratory-model": "accuracy"}
 NAMES = {"moe-infinity": "MoE-Infinity", "promoe": "ProMoE", "expertflow": "ExpertFlow", "duoserve": "DuoServe-MoE"}
-NONE = "–"
 
 
 def pages() -> list[Path]:
@@ -40,17 +42,10 @@ def rendered(text: str) -> str:
 
 def table(name: str) -> str:
     """Markdown."""
-    if name in TABLES:
-        return TABLES[name]()
-    return systems_table(name)
-
-
-def figures(step: str) -> dict[str, Any]:
-    """What a step counted. Raises KeyError where nothing is recorded."""
-    found = read_result(step)
-    if found is None:
-        raise KeyError(f"no result of {step}: make evidence")
-    return dict(found["figures"])
+    try:
+        return TABLES[name]() if name in TABLES else systems_table(name)
+    except NotCountedError as error:
+        return f"{error}"
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -59,38 +54,93 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def percent(share: float | None) -> str:
-    """One decimal."""
-    return NONE if share is None else f"{share:.1%}".replace("%", " %")
-
-
 def systems_table(step: str) -> str:
     """Systems of one step: hits, what they wait and move, and how fast beside the bases, over requests."""
-    if read_result(step) is None:
-        return f"Not counted yet: `python -m predictors.study.regenerate --only {step}`."
-    systems: Mapping[str, Any] = figures(step)["systems"]
+    if "settings" in figures(step):
+        return settings_table(step)
+    systems: Mapping[str, Any] = recorded.systems(step)
     bases = [base for base in ("none", "lru") if base in systems] or [next(iter(systems))]
 
     def row(name: str, of: Mapping[str, Any]) -> list[str]:
         beside = [spread(ratios(systems[base], of)) for base in bases]
-        ready = percent(of["hits"] - of["late"] if of["late"] < of["hits"] else 0.0)
-        in_vain = percent(None if of["useful"] is None else 1 - of["useful"])
-        return [name, ready, percent(of["late"]), f"{of['stall_ms']:.1f}", spread(of["token_ms"], 1), *beside,
-                f"{of['experts']:.1f}", in_vain]  # fmt: skip
+        tail = " and ".join(f"{of['percentiles_ms'][p]:.0f}" for p in ("90", "99"))
+        first = f"{median(of['prompt_ms']):.0f}"
+        found = [percent(of["ready"]), percent(of["late"]), spread(of["token_ms"], 1), tail, first, *beside]
+        if "ahead" not in of:  # in real time
+            return [name, *found, of["prefetch"]]
+        return [name, *found, f"{of['experts']:.1f}", _ahead(of["ahead"]), f"{of['stall_ms']:.1f}"]
 
-    head = ["system", "ready", "on its way", "stall ms", "ms a token", *[f"against {base}" for base in bases],
-            "experts moved a token", "of those fetched ahead, in vain"]  # fmt: skip
+    moved = ["experts moved a token", "of those fetched ahead: in time, late, in vain", "stall ms"]
+    head = ["system", "ready", "on its way", "ms a token", "90th and 99th percentile", "prompt ms",
+            *[f"against {base}" for base in bases],
+            *(moved if "ahead" in next(iter(systems.values())) else ["prefetching"])]  # fmt: skip
     return markdown(head, [row(*one) for one in systems.items()])
+
+
+def _ahead(shares: Sequence[float] | None) -> str:
+    return NONE if shares is None else ", ".join(f"{share:.0%}".replace("%", " %") for share in shares)
+
+
+def settings_table(step: str) -> str:
+    """Systems by setting: what they find ready, and how fast they are beside `none`."""
+    settings = figures(step)["settings"]
+
+    def cell(systems: Mapping[str, Any], name: str) -> str:
+        return f"{percent(systems[name]['ready'])}, {spread(ratios(systems['none'], systems[name]))}x"
+
+    names = list(next(iter(settings.values())))
+    return markdown(
+        ["system", *(name.replace(";", ",") for name in settings)],
+        [[name, *[cell(systems, name) for systems in settings.values()]] for name in names],
+    )
+
+
+def scheduler_table() -> str:
+    """ExpertFlow's scheduler: experts of a pass and what is moved, by who shares it."""
+    found = figures("scheduler")["at_once"]
+    kinds = ["hits 25%", "moved 25%", "hits 50%", "moved 50%"]
+
+    def row(n: str, order: str, of: Mapping[str, Any]) -> list[str]:
+        saved = 1 - of["experts"] / found[n]["fifo"]["experts"]
+        cells = [percent(of[kind]) if kind.startswith("hits") else f"{of[kind]:.1f}" for kind in kinds]
+        return [n, order, f"{of['experts']:.1f}", percent(saved), *cells, str(of["us"] or NONE)]
+
+    head = ["at once", "order", "experts of a pass", "fewer than fifo", "hits, 25 % in memory",
+            "experts moved a token", "hits, 50 %", "moved", "µs of a step"]  # fmt: skip
+    return markdown(head, [row(n, *one) for n, orders in found.items() for one in orders.items()])
+
+
+def bound_table() -> str:
+    """What any eviction must read for requests that decode together."""
+    rows = [
+        [routing, n, f"{of['experts']:.1f}", percent(of["hit_rate"]), f"{of['mb_per_token']:.0f}",
+         f"{of['own_mb_per_token']:.0f}", f"{of['own_mb_per_token'] / by_n['1']['own_mb_per_token']:.2f}"]
+        for routing, by_n in figures("bound")["routing"].items() for n, of in by_n.items()
+    ]  # fmt: skip
+    head = ["routing", "at once", "experts of a layer", "hits at most", "MB a token at least", "the store's",
+            "against one"]  # fmt: skip
+    return markdown(head, rows)
+
+
+def shift_table() -> str:
+    """MoE-Infinity after a shift, by kind of text."""
+    rows = []
+    for kind, of in figures("shift")["kinds"].items():
+        slower = [a / b for a, b in zip(of["shifted_ms"], of["known_ms"], strict=True)]
+        rows.append([kind, *[f"{ratio:.2f}" for ratio in (slower[0], *[max(slower[i : i + 4]) for i in (1, 5, 8)])]])
+    head = ["changed to", "1st request", "slowest of the 2nd to 5th", "of the 6th to 9th", "of the last 4"]
+    return markdown(head, rows)
 
 
 def accuracy_table() -> str:
     """Predictors by distance."""
     rows = [
-        [name, k, *[percent(of[measure]) for measure in ("accuracy", "shuffled", "all", "any", "batch")]]
+        [name, k, *[percent(of[measure]) for measure in ("accuracy", "shuffled", "all", "any", "batch", "good")]]
         for name, by_k in figures("accuracy").items()
         for k, of in by_k.items()
     ]
-    return markdown(["predictor", "layers ahead", "right", "shuffled", "all right", "one right", "batch of 8"], rows)
+    head = ["predictor", "layers ahead", "right", "shuffled", "all right", "one right", "batch of 8", "GOODPRED"]
+    return markdown(head, rows)
 
 
 def hits_table() -> str:
@@ -138,8 +188,15 @@ def routing_table() -> str:
     return re.sub(r"(\d)%", r"\1 %", markdown(["", "here", "published"], rows))
 
 
+def plot(name: str) -> str:
+    """The picture of this name; nothing where its step has no result. Raises NotCountedError."""
+    figures(PLOTS[name])
+    return f"![{NAMES.get(name, name.capitalize().replace('-', ' '))}]({name}.svg)"
+
+
 def own_table() -> str:
     """moegguf's default beside LRU and each paper's strategy, at that paper's times."""
+    figures("link-promoe")
 
     def row(paper: str) -> list[str]:
         systems = figures(f"link-{paper}")["systems"]
@@ -154,7 +211,7 @@ def claims_table(paper: str | None = None) -> str:
     """All claims, or those of one paper."""
     rows = [
         [*([] if paper else [NAMES.get(claim.paper, claim.paper)]), claim.text, f"**{claim.verdict}**",
-         claim.confidence or NONE, resolved(claim)]
+         claim.confidence if claim.verdict in JUDGED else NONE, claim.resolved]
         for claim in CLAIMS if paper in (None, claim.paper)
     ]  # fmt: skip
     if paper:
@@ -162,40 +219,9 @@ def claims_table(paper: str | None = None) -> str:
     return markdown([*([] if paper else ["paper"]), "claim", "verdict", "confidence", "figure"], rows)
 
 
-def resolved(claim: Claim) -> str:
-    """The claim's figure with what was recorded."""
-    return FIGURE.sub(lambda found: value_of(found[1]), claim.figure)
-
-
 def _from_pages(row: list[str]) -> list[str]:
     """Links as the pages in the folder need them."""
     return [cell.replace("](evidence/", "](") for cell in row]
-
-
-def value_of(asked: str) -> str:
-    """What `KIND,STEP,...` asks for: `speed` and `stall` of a system against another, or against the first; the `tail`
-    of its requests; a `share`, a `number` or a `spread` by keys."""
-    kind, step, *keys = asked.split(",")
-    found = figures(step)
-    if kind == "speed":
-        base = found["systems"][keys[1] if keys[1:] else next(iter(found["systems"]))]
-        return spread(ratios(base, found["systems"][keys[0]])) + "x"
-    if kind == "stall":
-        base, own = (found["systems"][name]["stall_ms"] for name in (keys[1], keys[0]))
-        return f"{base / own:.2f}x"
-    if kind == "tail":
-        times = sorted(found["systems"][keys[0]]["token_ms"])
-        return f"{times[-1] / times[len(times) // 2]:.2f}x"
-    if kind == "spread":
-        return spread([100 * value for value in _at(found, keys)], 0) + " %"
-    value = _at(found, keys)
-    return percent(value) if kind == "share" else f"{value:.2f}".rstrip("0").rstrip(".")
-
-
-def _at(found: Any, keys: Sequence[str]) -> Any:
-    for key in keys:
-        found = found[key]
-    return found
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -206,6 +232,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "own": own_table,
     "routing": routing_table,
     "hits": hits_table,
+    "scheduler": scheduler_table,
+    "shift": shift_table,
+    "bound": bound_table,
+    **{f"plot-{name}": partial(plot, name) for name in PLOTS},
 }
 
 

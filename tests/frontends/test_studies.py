@@ -61,18 +61,6 @@ def test_the_token_scheduler_is_counted_beside_oracle_random_and_fifo(study: Com
     assert all(row[3] == "0.0%" for row in rows[:4])  # a batch of one is what it is
 
 
-def test_the_report_is_one_page_and_states_what_was_used(study: Command, recorded: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="plots need matplotlib, which is not installed")
-    page = tmp_path / "page.html"
-    done = study("report", recorded, "-o", page, "--tokens", "4", "--expert-cache", "25%")
-    assert (done.returncode, done.stdout) == (0, "")
-    stages = [line.removesuffix(" ...") for line in done.stderr.splitlines() if line.endswith(" ...")]
-    assert stages == ["hit rates", "scores", "stalls", "from chat to code text", "batches"]
-    used = re.search(r"replaying and scoring (2 of 4 requests with .+ decoded tokens)\n", done.stderr)
-    assert used and used[1] in page.read_text()
-    assert done.stderr.endswith(f"wrote {page}\n")
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -9,22 +9,22 @@ import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from command_help import help_of
-from traces import random_trace
+from traces import SMALL, random_trace
 
 from moegguf.controller.artifacts import Artifacts
 from moegguf.native.events import Phase
 from moegguf.trace.prompts import read_prompts
 from predictors import texts
-from predictors.study import evidence, regenerate, render, requests
+from predictors.study import evidence, figures, regenerate, render, requests
 from predictors.study.arrange import answered
-from predictors.study.claims import CLAIMS, VERDICTS
+from predictors.study.claims import CLAIMS, FAILS, HOLDS, UNTESTED, VERDICTS, Claim
 from predictors.study.common import Study
-from predictors.study.papers import BASELINES, LINKS, Workload, ratios, spread, write_collection
+from predictors.study.figures import ratios, spread
+from predictors.study.papers import BASELINES, LINKS, Workload, collection, write_collections
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "predictors/README.md", ROOT / "docs/evidence.md", *sorted((ROOT / "docs/evidence").glob("*.md"))]
@@ -39,13 +39,12 @@ TRAINING = ("predictors.models.make_lab_model", "predictors.models.train_demo") 
 
 
 def passed_on(words: list[str]) -> tuple[list[str], list[str]]:
-    """(the module that a line runs, with its subcommand, its options); of `evidence` what that runs itself."""
+    """(the module that a line runs, with its subcommand, its options)."""
     assert words[0] == "moegguf" or words[:2] == ["python", "-m"]
     module, rest = ("moegguf.cli.app", words[1:]) if words[0] == "moegguf" else (words[2], words[3:])
     command = [module, *rest[: 2 if rest[0] == "trace" else 1]] if module == "moegguf.cli.app" else [module]
     if module == "predictors.study.evidence":
-        args, rest = evidence.arguments(rest)
-        command = ["moegguf.cli.app", *(["bench"] if args.command == "speed" else ["trace", "simulate"])]
+        command.append(rest[0])
     return command, [word for word in rest if word.startswith("-")]
 
 
@@ -65,18 +64,6 @@ def test_every_command_and_option_exists() -> None:
         assert not {name for name in options if not re.search(rf"(^|[\s,/]){name}\b", shown, re.MULTILINE)}, command
 
 
-def bench_row(system: str, *speeds: float) -> dict[str, Any]:
-    store = {"hit_rate": 0.5, "mb_per_token": 2.0, "stall_ms_per_token": 1.0}
-    return {"system": system, "n_prompt": 0, "n_gen": 8, "n_depth": 0, "samples_ts": list(speeds), **store}
-
-
-def test_speeds_are_compared_round_by_round_over_all_calls() -> None:
-    calls = [bench_row("lru", 10, 20), bench_row("promoe", 20, 10), bench_row("lru", 10), bench_row("promoe", 15)]
-    table = evidence.speed_table(calls, "lru").splitlines()
-    assert table[3] == "| tg8 | promoe | 15.0 (10.0 to 20.0) | 1.50 (0.50 to 2.00) | 50.0% | 2.0 | 1.00 |"
-    assert "| 1.00 (1.00 to 1.00) |" in table[2]
-
-
 def test_batches_are_compared_with_the_first_round_by_round() -> None:
     row = {"experts": 4.0, "hit_rate": 0.5, "mb_per_token": 1.25, "peak_mb": 99.6}
     of = {n: evidence.Batch("demo", "25%", 512, n, "fifo", 8, 8) for n in (1, 8)}
@@ -84,22 +71,6 @@ def test_batches_are_compared_with_the_first_round_by_round() -> None:
     table = evidence.batches_table(found).splitlines()
     assert table[3] == "| 8 | fifo | 4.0 | 50.0% | 1.25 | 100 | 25.0 (20.0 to 30.0) | 1.75 (1.50 to 2.00) |"
     assert table[2].endswith("| 1.00 (1.00 to 1.00) |")
-
-
-def test_a_system_that_failed_has_no_speed() -> None:
-    failed = {"system": "promoe", "n_prompt": 0, "n_gen": 8, "n_depth": 0, "samples_ts": []}
-    assert "| promoe | failed | failed |" in evidence.speed_table([bench_row("lru", 10), failed], "lru")
-
-
-def simulated(strategy: str, clock_ns: int) -> dict[str, Any]:
-    decode = {"tokens": 10, "clock_ns": clock_ns, "stall_ns": 10**7, "bytes_missed": 10**7, "bytes_prefetched": 10**7}
-    return {"strategy": strategy, "share": 0.25, "decode_hit_rate": 0.4, "simulated": {"decode": decode}}
-
-
-def test_simulated_systems_are_compared_with_lru_at_the_same_share() -> None:
-    bound = {"policy": "belady", "strategy": "", "share": 0.25, "decode_hit_rate": 0.9, "simulated": None}
-    table = evidence.link_table([simulated("lru", 4 * 10**7), simulated("promoe", 2 * 10**7), bound]).splitlines()
-    assert table[-1] == "| 25% | promoe | 40.0% | 1.0 | 2.0 | 2.00 | 2.00 |"
 
 
 def test_tables_are_what_was_recorded() -> None:
@@ -111,15 +82,31 @@ def test_tables_are_what_was_recorded() -> None:
 def test_every_claim_has_a_verdict_and_a_judged_one_its_confidence() -> None:
     assert {claim.paper for claim in CLAIMS} == set(LINKS)
     for claim in CLAIMS:
-        assert claim.verdict in VERDICTS
-        assert bool(claim.confidence) == (claim.verdict in VERDICTS[:2]), claim.text
-        assert "{" not in render.resolved(claim)
+        assert claim.verdict in VERDICTS and claim.confidence in ("medium", "low"), claim.text
+        assert "{" not in claim.resolved
+
+
+def test_a_claim_holds_where_all_its_conditions_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    systems = {"none": {"token_ms": [4.0, 6.0, 9.0]}, "own": {"token_ms": [2.0, 4.0, 10.0]}}
+    monkeypatch.setattr(figures, "read_result", lambda name: {"figures": {"systems": systems, "share": 0.5}})
+    gain, share = ("speed,step,own,none", 1.4), ("share,step,share", "number,step,share")
+    assert Claim("promoe", "", (gain, share), "").verdict == HOLDS
+    assert Claim("promoe", "", (gain, ("share,step,share", 0.6)), "").verdict == FAILS
+    assert Claim("promoe", "", UNTESTED, "").verdict == UNTESTED
+    assert Claim("promoe", "", (), "{speed,step,own}, {share,step,share}").resolved == "1.50 (0.90 to 2.00)x, 50.0 %"
+
+
+def test_a_shift_is_over_when_three_requests_are_as_fast_as_before() -> None:
+    known = [100.0] * 8
+    assert figures._recovered({"shifted_ms": [130.0, 120, 100, 100, 101, 99, 99, 99], "known_ms": known}) == 2
+    assert figures._recovered({"shifted_ms": [110.0] * 8, "known_ms": known}) == 9
 
 
 def test_every_result_says_how_it_came_about() -> None:
     names = [path.stem for path in regenerate.RESULTS.glob("*.json")]
-    assert set(names) <= {*regenerate.STEPS, "requests", "laboratory-model"}
-    found = [regenerate.read_result(name) for name in names if name in regenerate.STEPS]
+    live = {f"live-{paper}" for paper in LINKS}
+    assert set(names) <= {*regenerate.STEPS, *live, "requests", "laboratory-model"}
+    found = [figures.read_result(name) for name in names if name in {*regenerate.STEPS, *live}]
     assert found
     for result in found:
         assert result and {"command", "commit", "machine", "reporting_trace", "figures"} <= result.keys()
@@ -168,17 +155,44 @@ def test_systems_are_replayed_over_the_same_requests_after_some_that_warm_the_ca
     assert sorted(labels[sequence] for sequence in workload.counted) == sorted(2 * ["kind0", "kind1", "kind2"])
     found = workload.strategies(["none", "lru"], 0.5, LINKS["promoe"])
     found |= workload.systems({"counting": BASELINES["moe-infinity"]["counting"]}, 0.5, LINKS["promoe"])
-    assert all(len(of["token_ms"]) == 6 and 0 < of["hits"] < 1 for of in found.values())
+    assert all(len(of["token_ms"]) == 6 and 0 < of["ready"] < 1 for of in found.values())
     assert min(ratios(found["none"], found["lru"])) >= 1
+    assert all(of["prompt_ms"] and of["ahead"] is None for of in found.values())
+
+
+def test_what_papers_compare_with_is_a_system_of_the_store(tmp_path: Path) -> None:
+    shape = replace(SMALL, n_layer=24, layers=tuple(range(24)))  # a token uses more experts than one layer has
+    trace, link = random_trace(shape, n_sequences=8, n_labels=3), LINKS["duoserve"]
+    workload = Workload.of(Study(trace, Artifacts(None, "", tmp_path)), 2, 5)
+    found = workload.systems(BASELINES["duoserve"], 0.5, link) | workload.strategies(["none"], 0.5, link)
+    demand, whole = found["on demand"], found["whole next layer"]
+    n_layer, used_ms = len(shape.layers), shape.n_expert_used * link.expert_us / 1e3
+    assert demand["ready"] < 0.1 and demand["experts"] > 0.9 * n_layer * shape.n_expert_used
+    assert demand["token_ms"] == [pytest.approx(n_layer * (used_ms + link.layer_us / 1e3), rel=0.1)] * 6
+    assert whole["experts"] > 2 * found["none"]["experts"]
+    assert sum(whole["ahead"]) == pytest.approx(1, abs=1e-3)
+
+
+def test_requests_that_decode_together_take_the_layers_time_once(tmp_path: Path) -> None:
+    study = Study(random_trace(n_sequences=6), Artifacts(None, "", tmp_path))
+    workload = Workload.together(study, 2)
+    assert workload.counted == [2, 4]
+    found = workload.strategies(["none"], 1.0, LINKS["promoe"])["none"]
+    layers_ms = len(study.trace.shape.layers) * LINKS["promoe"].layer_us / 1e3
+    assert found["ready"] > 0.99 and found["token_ms"] == [pytest.approx(layers_ms, rel=0.05)] * 2
 
 
 def test_a_collection_has_the_last_requests(tmp_path: Path) -> None:
     trace = random_trace(n_sequences=5)
     trace = replace(trace, header=replace(trace.header, fingerprint="ab" * 8))
     artifacts = Artifacts(None, "ab" * 8, tmp_path)
-    write_collection(tmp_path, trace, 3)
+    write_collections(tmp_path, [trace], 3)
     found = artifacts.collection(trace.shape)
     assert found is not None and found.decode.n_entries == 3
     assert found.decode.state[0].sum() == 24 * trace.shape.n_expert_used * len(trace.shape.layers)
-    write_collection(tmp_path, trace, 0)
+    write_collections(tmp_path, [trace], 0)
     assert artifacts.collection(trace.shape) is None
+    write_collections(tmp_path, [trace, trace.select([0])])
+    assert artifacts.collection(trace.shape).decode.n_entries == 6  # type: ignore[union-attr]
+    windows = collection(trace, 12).decode.state
+    assert len(windows) == 12 and windows[0].sum() == 12 * trace.shape.n_expert_used * len(trace.shape.layers)

@@ -1,0 +1,201 @@
+"""Strategies in real time behind a simulated link: the same requests for all in turns, each by a process of its own.
+
+    python -m predictors.study.live --work build/evidence --paper promoe
+
+Layers compute on one processor; link, readers, predictors and controller have the other one. How long an expert takes
+beside a layer is as in the paper named: the link is as fast as that asks for, beside a layer's time measured here with
+every expert resident. Requests are those of `predictors/study/requests.py` for reporting, their answers texts that
+exist, read token by token; the first ones warm caches and end the trials of moegguf's prefetching, and are not counted.
+Writes predictors/results/live-PAPER.json. The machine must be idle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import IO, Any
+
+from moegguf.bench.measure import load
+from moegguf.bench.spec import Spec, Test
+from moegguf.engine.llama import Llama
+from moegguf.native.events import Phase
+from predictors.study.papers import LINKS, write_collections
+from predictors.study.regenerate import BASES, N_COUNTED, N_ENTRIES, Bench, write_result
+
+N_WARM, N_TOKENS, SHARE = 6, 48, 0.25
+RESIDENT = "resident"
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What a process serves: a strategy behind a link, or with every expert resident. system: its name, or "NAME with
+    PREDICTOR", which then takes the place of its own and is acted on."""
+
+    model: str
+    system: str
+    link: str
+    share: str
+    n_ctx: int
+
+    def serve(self, requests: IO[str], answers: IO[str]) -> None:
+        """A line for each line: {"prompt", "answer": tokens} becomes figures of the answer."""
+        strategy, _, predictor = self.system.partition(" with ")
+        spec = Spec(
+            self.model, (Test(self.n_ctx, 0),), strategy=strategy, predictor=predictor or None,
+            prefetch=True if predictor else None, simulate_link=self.link, simulate_threads=1,
+            expert_cache="100%", vram_cache=self.share, placement="slots", n_threads=1,
+        )  # fmt: skip
+        with load(spec) as llm:
+            for line in requests:
+                _divide_processors()
+                print(json.dumps(_answer(llm, **json.loads(line))), file=answers, flush=True)
+
+
+def _answer(llm: Llama, prompt: list[int], answer: list[int]) -> dict[str, Any]:
+    llm.reset()
+    start = time.perf_counter()
+    llm.eval(prompt)
+    prompt_ms, before, times = (time.perf_counter() - start) * 1e3, llm.stats(), []
+    for token in answer:
+        start = time.perf_counter()
+        llm.eval([token])
+        times.append((time.perf_counter() - start) * 1e3)
+    stats = llm.stats() - before
+    return {
+        "prompt_ms": round(prompt_ms, 2),
+        "token_ms": round(sum(times) / len(times), 3),
+        "times_ms": [round(ms, 2) for ms in times],
+        "ready": stats.hits_ready / max(1, stats.lookups),
+        "late": stats.hits_late / max(1, stats.lookups),
+        "stall_ms": stats.stall_per_token_s * 1e3,
+        "prefetch": llm.decisions().get("prefetch", "off"),
+    }
+
+
+def _divide_processors() -> None:
+    """This thread computes, and has one processor; all others of the process have the other ones."""
+    first, *others = sorted(os.sched_getaffinity(0) | _machine())
+    for task in os.listdir("/proc/self/task"):
+        computes = int(task) == os.getpid()
+        os.sched_setaffinity(int(task), {first} if computes or not others else others)
+
+
+def _machine() -> set[int]:
+    return set(range(os.cpu_count() or 1))
+
+
+@contextmanager
+def serving(worker: Worker) -> Iterator[subprocess.Popen[str]]:
+    """The worker's process."""
+    command = [sys.executable, "-m", "predictors.study.live", "--worker", json.dumps(vars(worker))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def ask(process: subprocess.Popen[str], request: Mapping[str, list[int]]) -> dict[str, Any]:
+    """One answer's figures. Raises ValueError where the process has ended."""
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(json.dumps(request) + "\n")
+    process.stdin.flush()
+    return dict(json.loads(process.stdout.readline()))
+
+
+def requests_of(bench: Bench) -> list[dict[str, list[int]]]:
+    """Those to warm up with, then those that are counted, as in the simulation."""
+    trace, counted = bench.reporting.trace, bench.workload.counted
+    chosen = [*[s for s in trace.sequences() if s not in counted][:N_WARM], *counted[:N_COUNTED]]
+    phases = [
+        [trace.tokens[(trace.sequence_of == s) & (trace.phase_of == phase)].tolist() for phase in Phase] for s in chosen
+    ]
+    return [{"prompt": prompt, "answer": answer[:N_TOKENS]} for prompt, answer in phases]
+
+
+def layer_us(model: str, requests: Sequence[Mapping[str, list[int]]], n_ctx: int) -> float:
+    """Of a token with every expert resident, its share of one layer."""
+    with serving(Worker(model, "lru", "10GB/s", "100%", n_ctx)) as process:
+        return median(ask(process, request)["token_ms"] for request in requests[:4]) * 1e3
+
+
+def measure(bench: Bench, paper: str, systems: Sequence[str]) -> dict[str, Any]:
+    """Every system on every request, in turns."""
+    requests, shape = requests_of(bench), bench.reporting.trace.shape
+    n_ctx = max(len(of["prompt"]) + len(of["answer"]) for of in requests)
+    models = {name: _model(bench, trained=name in LINKS) for name in systems}
+    if "moe-infinity" in systems:  # it has learned the requests that were measured last
+        write_collections(_folder(models["moe-infinity"]), [bench.learning.trace], N_ENTRIES)
+    layer = layer_us(models[systems[0]], requests, n_ctx) / len(shape.layers)
+    expert_us = LINKS[paper].expert_us / LINKS[paper].layer_us * layer
+    link = f"{shape.expert_bytes / expert_us:.3f}MB/s"
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in systems}
+    with ExitStack() as stack:
+        workers = {name: Worker(models[name], name, link, f"{SHARE:.0%}", n_ctx) for name in systems}
+        processes = {name: stack.enter_context(serving(worker)) for name, worker in workers.items()}
+        for number, request in enumerate(requests):
+            turn = number % len(systems)
+            for name in [*systems[turn:], *systems[:turn]]:
+                found[name].append(ask(processes[name], request))
+    counted = {name: _figures(of[N_WARM:]) for name, of in found.items()}
+    return {"share": SHARE, "layer_us": round(layer, 1), "expert_us": round(expert_us, 1), "link": link,
+            "requests": len(requests) - N_WARM, "tokens": N_TOKENS, "systems": counted}  # fmt: skip
+
+
+def _figures(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    times = sorted(ms for of in answers for ms in of["times_ms"])
+    means = {name: sum(of[name] for of in answers) / len(answers) for name in ("ready", "late", "stall_ms")}
+    return {
+        **{name: [of[name] for of in answers] for name in ("token_ms", "prompt_ms")},
+        "percentiles_ms": {str(p): times[min(len(times) - 1, len(times) * p // 100)] for p in (50, 90, 99)},
+        **{name: round(mean, 4) for name, mean in means.items()},
+        "prefetch": answers[-1]["prefetch"],
+    }
+
+
+def _model(bench: Bench, trained: bool) -> str:
+    """The laboratory model in a folder of its own: with what was trained for it beside it, or with nothing."""
+    path = bench.work / "live" / ("trained.gguf" if trained else "bare.gguf")
+    path.parent.mkdir(exist_ok=True)
+    if not path.exists():
+        os.link(bench.model, path)
+        if trained:
+            shutil.copytree(bench.predictors, _folder(str(path)), dirs_exist_ok=True)
+    return str(path)
+
+
+def _folder(model: str) -> Path:
+    return Path(f"{model}.moegguf")
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Measures a paper; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path("build/evidence"), help="what `regenerate` made")
+    parser.add_argument("--paper", choices=LINKS, default="promoe", help="whose times count")
+    parser.add_argument("--systems", metavar="NAME,...", 
+                        help="strategies, also such as 'promoe with skip'; default: that of the paper, and its bases")
+    parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
+    args = parser.parse_args(given)
+    if args.worker:
+        answers = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # what libraries print
+        Worker(**args.worker).serve(sys.stdin, answers)
+        return 0
+    bench = Bench(args.work)
+    systems = args.systems.split(",") if args.systems else [*BASES, args.paper]
+    write_result(f"live-{args.paper}", bench, f"live --paper {args.paper}", measure(bench, args.paper, systems))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
