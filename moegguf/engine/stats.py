@@ -78,7 +78,8 @@ class Stats:
     `n_threads`, those that compute, are present values, all others counters. Where layers compute on a device, look-ups
     and slots are those of its tier; `tiers` has the figures of each, the nearest to the layers first. Prompts there are
     staged: `bytes_staged` were copied into tensors of `staging_bytes` in `staging_copy_s`, of which layers waited
-    `staging_stall_s`, that for reads behind the copies included. Drafts are counted as `DraftCounts` says.
+    `staging_stall_s`, that for reads behind the copies included. Drafts are counted as `DraftCounts` says. A prefetched
+    expert that was looked up counts as useful where all of it was there, and as late where some was still to come.
     """
 
     tokens: int = 0
@@ -96,6 +97,7 @@ class Stats:
     prefetch_requested: int = 0
     prefetch_started: int = 0
     prefetch_useful: int = 0
+    prefetch_late: int = 0
     prefetch_wasted: int = 0
     prefetch_dropped: int = 0
     events_dropped: int = 0

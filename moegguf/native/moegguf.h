@@ -63,7 +63,7 @@
 extern "C" {
 #endif
 
-#define MOEGGUF_ABI_VERSION 16
+#define MOEGGUF_ABI_VERSION 17
 #define MOEGGUF_MAX_KINDS 4
 #define MOEGGUF_API __attribute__((visibility("default")))
 
@@ -165,7 +165,8 @@ struct moegguf_counters {
     uint64_t upload_ns; // summed over readers: read buffer to slot, repacking included
     uint64_t prefetch_requested;
     uint64_t prefetch_started;
-    uint64_t prefetch_useful;  // prefetched and then looked up before eviction
+    uint64_t prefetch_useful;  // prefetched and then looked up before eviction, when all of it was there
+    uint64_t prefetch_late;    // likewise, but some of it was still to come
     uint64_t prefetch_wasted;  // prefetched and evicted unused
     uint64_t prefetch_dropped; // never started: stale, resident already, no free space
     uint64_t events_dropped;   // the listener was too slow

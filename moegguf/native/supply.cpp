@@ -17,7 +17,7 @@ void Supply::pin_present(Context & context, int most) {
     Pinned & pinned = context.pinned;
     Residency & residency = pinned.tier->residency;
     LookUps look_ups(*pinned.tier);
-    uint64_t n_useful = 0;
+    uint64_t n_useful = 0, n_late = 0;
     for (int expert : event.experts) {
         if ((int)pinned.slots.size() >= most) {
             look_ups.add(event.il, expert, false);
@@ -27,7 +27,9 @@ void Supply::pin_present(Context & context, int most) {
         if (s < 0) {
             continue;
         }
-        n_useful += residency.request(s);
+        if (residency.request(s)) {
+            (residency.complete(s) ? n_useful : n_late) += 1;
+        }
         if (residency.failed(s)) {
             residency.forgive(s); // for passes that have ended: this one reads again
         }
@@ -35,6 +37,7 @@ void Supply::pin_present(Context & context, int most) {
         event.slot_of[expert] = s;
     }
     count(shared_.counters.prefetch_useful, n_useful);
+    count(shared_.counters.prefetch_late, n_late);
 }
 
 void Supply::fail_without_slot(Context & context, int expert) {

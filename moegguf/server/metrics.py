@@ -52,7 +52,7 @@ COUNTS = (
     CounterSpec("expert_read_errors", "Reads that failed after all retries.", {"": "read_errors"}),
     CounterSpec("expert_prefetches", "Prefetches of experts, by outcome.",
           {"requested": "prefetch_requested", "started": "prefetch_started", "useful": "prefetch_useful",
-           "wasted": "prefetch_wasted", "dropped": "prefetch_dropped"}, "state"),
+           "late": "prefetch_late", "wasted": "prefetch_wasted", "dropped": "prefetch_dropped"}, "state"),
     CounterSpec("stall_seconds", "Time that computation waited for experts.", {"": "stall_s"}),
     CounterSpec("read_seconds", "Time spent reading, summed over reader threads.", {"": "read_s"}),
     CounterSpec("staged_bytes", "Bytes of experts that were copied for prompts into staging tensors on a device.",

@@ -201,7 +201,8 @@ def policy_lines(decisions: Mapping[str, Any], stats: Stats) -> list[Line]:
         return []
     lines = [("policy", decisions["policy"]), ("predictor", decisions["predictor"])]
     if decisions["prefetch"] != "off":
-        useful = f"{stats.prefetch_useful} of {stats.prefetch_started} used"
+        used, late = stats.prefetch_useful + stats.prefetch_late, stats.prefetch_late
+        useful = f"{used} of {stats.prefetch_started} used" + (f", {late} of them late" if late else "")
         saved = decisions.get("time_saved_by_prefetch")
         measured = "" if saved is None else f"; saved {saved:.0%} of the time when measured"
         lines.append(("prefetch", f"{decisions['prefetch']}, {useful}{measured}"))

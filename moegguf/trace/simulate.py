@@ -466,7 +466,7 @@ class _Meter:
         span = Span(
             self._tokens, grown["lookups"], grown["lookups"] - grown["misses"], grown["bytes_missed"],
             grown["bytes_prefetched"], grown["stall_ns"], grown["sim_clock_ns"],
-            max(0, grown["prefetch_useful"] - grown["hits_late"]) * self._expert_bytes,
+            grown["prefetch_useful"] * self._expert_bytes,
         )  # fmt: skip
         self._tokens = 0
         self.phases[self._now[1]] += span

@@ -168,7 +168,7 @@ class Workload:
         decoding = np.any(answers, axis=0)
         of = {name: int(values[decoding].sum()) for name, values in counted.items()}
         n_passes, started = int(decoding.sum()), of["prefetch_started"]
-        in_time = max(0, of["prefetch_useful"] - of["hits_late"])
+        in_time, late = of["prefetch_useful"], of["prefetch_late"]
         moved = of["bytes_missed"] + of["bytes_prefetched"]
         return {
             "token_ms": [round(float(ms[passes].mean()), 3) for passes in answers],
@@ -179,7 +179,7 @@ class Workload:
             "late": round(of["hits_late"] / of["lookups"], 4),
             "stall_ms": round(of["stall_ns"] / n_passes / 1e6, 3),
             "experts": round(moved / self.study.trace.shape.expert_bytes / n_passes, 2),
-            "ahead": [round(n / started, 4) for n in (in_time, of["hits_late"], started - of["prefetch_useful"])]
+            "ahead": [round(n / started, 4) for n in (in_time, late, started - in_time - late)]
             if started
             else None,
         }

@@ -19,7 +19,7 @@ from moegguf.trace.simulate import Simulation
 
 COUNTED = (
     "lookups", "hits_ready", "hits_late", "stall_ns", "bytes_missed", "bytes_prefetched", "prefetch_started",
-    "prefetch_useful", "sim_clock_ns",
+    "prefetch_useful", "prefetch_late", "sim_clock_ns",
 )  # fmt: skip
 
 

@@ -155,7 +155,7 @@ def check_counters(counters: dict[str, int], n_slots: int) -> None:
     """What holds of the counters whenever nothing is queued, read or pinned by a context still open."""
     assert counters["lookups"] == counters["hits_ready"] + counters["hits_late"] + counters["misses"]
     assert counters["prefetch_requested"] == counters["prefetch_started"] + counters["prefetch_dropped"]
-    assert counters["prefetch_useful"] + counters["prefetch_wasted"] <= counters["prefetch_started"]
+    assert sum(counters[f"prefetch_{how}"] for how in ("useful", "late", "wasted")) <= counters["prefetch_started"]
     assert counters["slots_used"] <= n_slots
     for gauge in ("chunks_reading", "queue_needed", "queue_wanted"):
         assert counters[gauge] == 0, gauge

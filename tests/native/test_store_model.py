@@ -379,7 +379,7 @@ class StoreMachine(RuleBasedStateMachine):
         counters = self.store.counters()
         n_done = counters["prefetch_started"] + counters["prefetch_dropped"]
         assert n_done <= counters["prefetch_requested"]
-        assert counters["prefetch_useful"] + counters["prefetch_wasted"] <= counters["prefetch_started"]
+        assert sum(counters[f"prefetch_{how}"] for how in ("useful", "late", "wasted")) <= counters["prefetch_started"]
 
     def teardown(self) -> None:
         library.arm_fault("read", 0)
