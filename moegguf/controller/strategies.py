@@ -117,14 +117,14 @@ STRATEGIES = {
             "duoserve", "DuoServe-MoE", "lru", "expert-mlp", _prefetch(1, again=True),
             store=StoreOptions(chunked=False, sweep=False, stream=True),
             sources={
-                "policy": "5.1: k slots in all, refilled for each layer. The number of slots is the budget's, not a"
-                " strategy's; with more than k, which it leaves open, LRU",
+                "policy": "5.1: k slots in all, refilled for each layer: so many with the least `expert_cache`. A layer"
+                " has its slots until the next is routed, so 2k prefetch as the paper's k do; with more, LRU",
                 "predictor": "4.2: ExpertMLP, the next layer from those before",
                 "prefetch": "5.3: the next layer's k most probable, while this one computes",
                 "chunked": "not in the paper: whole experts",
                 "overlap": "5.2: one expert computes while the next is fetched. Decoding waits for all (5.3); here it"
                 " does not",
-                "sweep": "5.2: nothing of the next layer is fetched before its router has chosen",
+                "sweep": "5.2: of the next layer the first expert is fetched before its router has chosen",
                 "stream": "5.2: a prompt's experts one after another through slots, each fetched once",
             },
         ),

@@ -109,8 +109,12 @@ bool Acquire::place(Context & context, Lock & lock) {
     tiers_.of(event.il).residency.on_forecast(event.il, nullptr); // the router has chosen: what was predicted is over
     staged_.observe(context, lock);
     const bool placed = context.supply->place(context, lock);
-    if (placed && event.nearly_all && shared_.has(MOEGGUF_SWEEP) && context.supply != &staged_) {
-        want_next_layer(event.il);
+    if (placed && event.nearly_all && context.supply != &staged_) {
+        if (shared_.has(MOEGGUF_SWEEP)) {
+            want_next_layer(event.il, false);
+        } else if (shared_.has(MOEGGUF_STREAM)) {
+            want_next_layer(event.il, true); // for its attention's time (DuoServe-MoE, section 5.2)
+        }
     }
     return placed;
 }
@@ -172,8 +176,9 @@ void Acquire::end_layer(Context & context) {
     }
 }
 
-// All of it that fits beside this one, from where its experts are nearest: the next pass over it needs nearly all.
-void Acquire::want_next_layer(int il) {
+// All of it that fits beside this one, from where its experts are nearest: the next pass over it needs nearly all. Or
+// its first expert, where that finds a slot.
+void Acquire::want_next_layer(int il, bool first_only) {
     const auto & layers = layout_.moe_layers;
     const size_t next_row = layout_.row_of[il] + 1;
     if (next_row == layers.size()) {
@@ -182,7 +187,7 @@ void Acquire::want_next_layer(int il) {
     const int next = layers[next_row];
     const Tier & tier = tiers_.of(next);
     const int n_busy = &tier == &tiers_.of(il) ? layout_.layers[il].n_expert : 0;
-    int free_slots = tier.residency.n_usable() - n_busy;
+    int free_slots = first_only ? 1 : tier.residency.n_usable() - n_busy;
     for (int expert = 0; expert < layout_.layers[next].n_expert && free_slots > 0; expert++, free_slots--) {
         if (tier.residency.find(next, expert) < 0) {
             transfers_.want({next, expert});

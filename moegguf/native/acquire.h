@@ -54,7 +54,7 @@ class Acquire {
     void count_pass(Context & context, int il, int n_tokens);
     void end_layer(Context & context);
     void await_copies(Context & context, Lock & lock);
-    void want_next_layer(int il);
+    void want_next_layer(int il, bool first_only);
     void note_failures(Context & context);
     bool changes_size(const Tier & tier, int n_slots) const;
     void apply_resize(Tier & tier);

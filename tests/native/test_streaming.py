@@ -11,8 +11,10 @@ from fake_model import FakeModel, Open, make_model
 from product import Product, aborts, check_a_failed_read_ends_the_pass, check_failure
 from test_arrivals import resident
 
+from moegguf.controller.shape import MoeShape
 from moegguf.native import abi, library
-from moegguf.native.store import Store, StoreContext
+from moegguf.native.store import Store, StoreContext, StoreOptions
+from moegguf.trace.simulate import layout_of
 
 IDS = np.arange(24).reshape(12, 2) * 3 % 8  # of 12 tokens: every expert, three times
 
@@ -103,3 +105,23 @@ def test_what_is_there_is_not_read_again(tmp_path: Path, open_store: Open) -> No
     assert (counters["hits_ready"], counters["misses"]) == (3, 13), (
         "half of the slots are streamed through, and kept then"
     )
+
+
+@pytest.mark.parametrize("n_slots", [2, 40])
+def test_the_next_layers_first_expert_comes_while_attention_computes(n_slots: int) -> None:
+    """DuoServe-MoE, section 5.2: of a prompt, where its experts are streamed and nothing else is fetched ahead."""
+    shape = MoeShape(n_layer=3, n_expert=8, n_expert_used=2, layers=(0, 1, 2), expert_bytes=3000)
+    prompt = np.random.default_rng(0).permuted(np.tile(np.arange(8, dtype=np.int32), (32, 1)), axis=1)[:, :2]
+    for stream in (False, True):
+        comes = stream and n_slots > 2  # all slots of a smaller pool are this layer's until the next is routed
+        options = StoreOptions(
+            repack=False, fill=False, simulate=True, sweep=False, stream=stream, chunked=False, link_bytes_per_s=1e9
+        )
+        store = Store(layout_of(shape), n_slots, options)
+        for il in range(3):
+            store.context.acquire(il, prompt)
+            store.advance(10**6)
+            ahead = np.argwhere(store.residency()[il + 1 :]).tolist()
+            assert ahead == ([[0, 0]] if comes and il < 2 else [])
+        assert store.counters()["hits_ready"] == 2 * comes
+        store.close()
