@@ -7,6 +7,7 @@ An entry is a request-level EAM: counts of tokens per (layer, expert) of one req
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.native.events import Float32s, Phase
 from moegguf.native.nearest import TINY, Query
+from moegguf.native.predictor import integers
 
 CAPACITY = 1000
 _INITIAL_CAPACITY = 16
@@ -55,6 +57,15 @@ class Eamc:
         for ream in state[-eamc.capacity :]:
             eamc.add(ream)
         return eamc
+
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """The entries as `predictors/eamc.cpp` matches them, in place: nothing is added meanwhile."""
+        if len(self._tokens) == 0:
+            self._grow(min(self.capacity, _INITIAL_CAPACITY))
+        return {
+            "entries": self._entries, "columns": self._columns, "row_norm2": self._row_norm2, "tokens": self._tokens,
+            "n_entries": integers(self.n_entries),
+        }  # fmt: skip
 
     def add(self, ream: Counts) -> bool:
         """Stores a rEAM; in a full collection it replaces the entry most similar to it, for diversity (appendix B.1).

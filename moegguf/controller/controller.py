@@ -10,13 +10,15 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import Lock
 
 import numpy as np
 
 from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
-from moegguf.controller.policies import AnyPolicy, Locality, Policy
+from moegguf.controller.policies import AnyPolicy, Policy, SparsityAware
 from moegguf.controller.predictors.base import NoPrediction, Predictor, per_sequence
+from moegguf.controller.predictors.eamc import Learner
 from moegguf.controller.prefetch import Prefetcher, PrefetchOptions, most_prefetches
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.watchdog import Watchdog
@@ -50,11 +52,13 @@ def build_controller(
 
     A native policy is set in the store. Raises OptionError when the store refuses it.
     """
+    if isinstance(policy, SparsityAware):
+        policy = policy.together_with(predictor)
     if isinstance(policy, NativePolicy):
         store.set_policy(policy.name, **policy.parameters)
         if isinstance(predictor, NoPrediction):
             return None
-    native = _native(policy, predictor, options)
+    native = _native(policy, predictor)
     if native:
         predictor.release()
     return Controller(shape, policy, predictor if native else per_sequence(predictor), store, options, native)
@@ -91,6 +95,7 @@ class Controller:
         self._prefetcher = Prefetcher(shape, options.prefetch) if options.prefetch else None
         self._native, self._native_forecast = native, _native_forecast(shape, predictor, options)
         self._predicting, self._acting = False, True
+        self._changing = Lock()  # what the store predicts with
         self._direct_store()
         self._forecast = _forecast(shape, predictor, options.prefetch)
 
@@ -107,7 +112,9 @@ class Controller:
     @property
     def redundant(self) -> bool:
         """Whether the store would do the same without this controller, until the watchdog tries prefetching again."""
-        return self.native or (self._refused and not isinstance(self.policy, Policy))
+        if self.native:
+            return not isinstance(self.predictor, Learner)
+        return self._refused and not isinstance(self.policy, Policy)
 
     def announce(self, announcement: Announcement) -> None:
         """Tokens are evaluated next: predictors from tokens look ahead of the first layer."""
@@ -132,6 +139,8 @@ class Controller:
         start = time.perf_counter()
         self.n_events += 1
         self.history.update(event)
+        if self.native and self.history.finished:
+            self._learn()
         if self.predictor is not None:
             self._guarded(self._drop_predictor, self._look_ahead, self.predictor, event)
         if isinstance(self.policy, Policy):
@@ -156,6 +165,10 @@ class Controller:
         """Has the store predict, except between trials that said no, and act on it as long as it is to."""
         if self._native is None:
             return
+        with self._changing:
+            self._direct_native()
+
+    def _direct_native(self) -> None:
         predicting = self.predictor is not None and not self._refused
         if self._predicting != predicting:
             self._predicting = predicting
@@ -163,6 +176,18 @@ class Controller:
         if self._acting != self.prefetching:
             self._acting = self.prefetching
             self._store.act_on_forecasts(self._acting)
+
+    def _learn(self) -> None:
+        """Adds requests that have ended to what the store predicts with, which it does not read meanwhile."""
+        learner = self.predictor
+        if not isinstance(learner, Learner):
+            return
+        with self._changing:
+            self._store.set_predictor(None, self._native_forecast)
+            learner.predict_eam.learn(self.history)
+            self._native = learner.native()
+            if self._predicting:
+                self._store.set_predictor(self._native, self._native_forecast)
 
     @property
     def _refused(self) -> bool:
@@ -210,9 +235,7 @@ class Controller:
             self._clear_forecast()
             return
         if isinstance(self.policy, NativePolicy) and self.policy.takes_forecast:
-            statuses = isinstance(self.policy, Locality)
-            table = self._forecast.statuses() if statuses else self._forecast.probabilities()
-            self._store.set_forecast(table, self._forecast.known())
+            self._store.set_forecast(self._forecast.probabilities(), self._forecast.known())
             self._forecast_set = True
         if self.prefetching:
             assert self._prefetcher is not None
@@ -275,24 +298,22 @@ def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, TimeoutError) else f"raised {type(error).__name__}: {error}"
 
 
-def _native(policy: AnyPolicy, predictor: Predictor, options: ActingOptions) -> NativePredictor | None:
+def _native(policy: AnyPolicy, predictor: Predictor) -> NativePredictor | None:
     """The predictor as the store computes it, where the store can do all that is to be done with it.
 
-    A policy in Python scores with the forecast, and so does ExpertFlow's; an order across layers is the controller's.
+    A policy in Python scores with the forecast.
     """
-    if not isinstance(policy, NativePolicy) or isinstance(policy, Locality):
-        return None
-    if options.prefetch is not None and options.prefetch.by_proximity:
-        return None
-    return predictor.native()
+    return predictor.native() if isinstance(policy, NativePolicy) else None
 
 
 def _native_forecast(shape: MoeShape, predictor: Predictor, options: ActingOptions) -> NativeForecast:
     prefetch = options.prefetch or PrefetchOptions(budget_bytes=0)
     return NativeForecast(
         window=max(1, min(prefetch.window, len(shape.layers)) if predictor.needs_inputs else predictor.reach),
-        once=not prefetch.again or predictor.reach >= len(shape.layers),  # what knows all layers has no more to say
+        # what knows all layers has no more to say, unless it is matched with each
+        once=not prefetch.again or (predictor.reach >= len(shape.layers) and not isinstance(predictor, Learner)),
         most_prefetches=min(most_prefetches(shape, prefetch), len(shape.layers) * shape.n_expert),
         waste_weight=prefetch.waste_weight,
         lockstep=options.lockstep,
+        by_proximity=prefetch.by_proximity,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.shape import MoeShape
@@ -71,23 +70,6 @@ class Forecast:
         """(n_layer, n_expert) in [0, 1]; rows without a prediction are 0. Valid until the next routing event."""
         return self._table
 
-    def statuses(self) -> Float32s:
-        """`statuses` of the layers known, or at least as likely as not, as 1 and 0."""
-        found, known = np.zeros_like(self._table), self.known()
-        if known:
-            found[known] = statuses(self._table[known], self._shape.n_expert_used, at_least=0.5)
-        return found
-
     def known(self) -> list[int]:
         """Layers with a prediction, nearest first."""
         return sorted(self._known)
-
-
-def statuses(probabilities: Float32s, n_expert_used: int, at_least: float = np.inf) -> npt.NDArray[np.bool_]:
-    """Whether each expert is active or idle, as ExpertFlow predicts (section 3.1).
-
-    probabilities (..., n_expert). The n_expert_used likeliest of a layer are active, and those of `at_least` this.
-    """
-    k = min(n_expert_used, probabilities.shape[-1])
-    kth = np.partition(probabilities, -k, axis=-1)[..., -k, np.newaxis]
-    return np.asarray((probabilities >= np.minimum(kth, at_least)) & (probabilities > 0))

@@ -79,7 +79,8 @@ STRATEGIES = {
             "moe-infinity", "MoE-Infinity", "sparsity", "eamc", _prefetch(EVERY_LAYER, again=True, by_proximity=True),
             store=StoreOptions(chunked=False, overlap=False),
             sources={
-                "policy": "4.7, algorithm 1; only ended requests are matched (4.5)",
+                "policy": "4.7, algorithm 1; only ended requests are matched (4.5). A computed layer's share is that of"
+                " the last pass's match",
                 "predictor": "4.5: EAMC, several matches summed and normalised by row",
                 "prefetch": "4.3: predicted anew after every layer's routing; 4.5: by probability times 1-(i-l)/L. How"
                 " many is open: of a layer as many as a token uses. Each prediction puts the queue in order again",
@@ -105,7 +106,8 @@ STRATEGIES = {
             "expertflow", "ExpertFlow", "locality", "routing-path", _prefetch(EVERY_LAYER, again=False),
             store=StoreOptions(chunked=False),
             sources={
-                "policy": "3.2.1 PLEC and 3.2.2 real-time correction, at the routing event that shows the difference",
+                "policy": "3.2.1 PLEC and 3.2.2 real-time correction: what was prefetched in vain goes first, from the"
+                " routing event on that shows it",
                 "predictor": "3.1: all layers at once from the tokens, before the pass",
                 "prefetch": "3.2.1: what is predicted, the nearest layers first, as completed ones make room",
                 "chunked": "not in the paper: whole experts",

@@ -135,9 +135,11 @@ class LiveController:
             self.native_policy = name_of(policy)
             return
         self._paused = self.controller.native and self.controller.redundant
+        native, lockstep = self.controller.native, self.options.lockstep
         self.listen_options = ListenOptions(
-            inputs=predictor.needs_inputs, lockstep=self.options.lockstep, max_input_tokens=MOST_INPUT_TOKENS
-        )
+            inputs=predictor.needs_inputs and not native, lockstep=lockstep, lazy=native and not lockstep,
+            max_input_tokens=MOST_INPUT_TOKENS,
+        )  # fmt: skip
 
     def _choose_tiers(self) -> None:
         """Sets the policy of slots in RAM below a device; `options` are then those of the tier that computes."""
@@ -302,6 +304,8 @@ class LiveController:
         """Stops deciding and saves what was learned; call it before the store is closed. Twice is harmless."""
         if self.controller is None:
             return
+        if self.controller.native:  # of what comes late nothing is lost, and nothing of it takes long
+            self.session.listeners.remove(self)
         self.controller.stop()
         self.session.listeners.remove(self)  # until here events may come
         controller, self.controller = self.controller, None

@@ -106,7 +106,7 @@ Supply * Acquire::choose_supply(Context & context) {
 bool Acquire::place(Context & context, Lock & lock) {
     const Event & event = context.event;
     transfers_.set_step(event.step);
-    tiers_.of(event.il).residency.on_forecast(event.il, nullptr); // the router has chosen: what was predicted is over
+    tiers_.of(event.il).residency.on_routed(event.il);
     staged_.observe(context, lock);
     const bool placed = context.supply->place(context, lock);
     if (placed && event.nearly_all && context.supply != &staged_) {

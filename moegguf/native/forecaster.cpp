@@ -25,6 +25,7 @@ void Forecaster::set(const moegguf_predictor * chosen) {
         check(*chosen);
         const Maker maker{&predictor_type(chosen->name), Arrays(*chosen)};
         std::unique_ptr<Predictor> first = maker.type->make(layout_, maker.arrays);
+        keep_step();
         stop();
         if (!maker_ || maker_->type != maker.type || !maker_->arrays.same(maker.arrays)) {
             calibration_ = Calibration();
@@ -35,6 +36,7 @@ void Forecaster::set(const moegguf_predictor * chosen) {
         start(*chosen);
         wants_inputs_ = maker.type->needs_inputs;
     } else {
+        keep_step();
         stop();
     }
 }
@@ -147,8 +149,13 @@ void Forecaster::choose_last(const PassTokens & of, Record & record) {
         last[i] = last[i * n / most_asked];
     }
     last.resize(std::min(n, (size_t)most_asked));
-    for (const LastToken & each : last) {
-        record.tokens.push_back(of.tokens && each.n_tokens == 1 ? of.tokens[each.index] : -1);
+    for (LastToken & each : last) {
+        each.first_known = record.tokens.size();
+        each.n_known = of.tokens ? std::min(each.n_tokens, most_known) : 0;
+        if (each.n_known) {
+            const int32_t * end = of.tokens + each.index + 1;
+            record.tokens.insert(record.tokens.end(), end - each.n_known, end);
+        }
     }
 }
 
@@ -204,7 +211,7 @@ void Forecaster::run() {
         head_ = (head_ + 1) % ring_.size();
         size_ -= 1;
         busy_ = true;
-        const bool newest = size_ == 0;
+        const bool newest = size_ == 0 || (options_.flags & MOEGGUF_PREDICT_LOCKSTEP);
         lock.unlock();
         try {
             follow(current_, newest);
@@ -219,7 +226,8 @@ void Forecaster::run() {
     }
 }
 
-// What is not the newest is learned from, and predicts nothing: what comes after it knows more.
+// What is not the newest is learned from, and predicts nothing: what comes after it knows more. In lockstep all of it
+// predicts: a pass may be announced before its predecessor's last layer was seen.
 void Forecaster::follow(const Record & record, bool newest) {
     const uint64_t start = now_ns();
     const bool routed = record.il >= 0;
@@ -247,7 +255,8 @@ void Forecaster::begin_pass(const Record & record) {
     n_started_ = get(shared_.counters.prefetch_started);
     take_part(record);
     for (size_t i = 0; i < present_.size(); i++) {
-        followers_[present_[i]].predictor->on_token(record.tokens[i]);
+        const LastToken & of = record.last[i];
+        followers_[present_[i]].predictor->on_tokens(record.tokens.data() + of.first_known, of.n_known);
     }
     forget();
 }
@@ -256,12 +265,14 @@ void Forecaster::begin_pass(const Record & record) {
 void Forecaster::take_part(const Record & record) {
     n_sequences_ = record.n_sequences;
     predicted_ = n_sequences_ <= most_sequences;
-    for (size_t i = 0; i < record.last.size(); i++) {
-        predicted_ &= record.last[i].n_tokens == 1 && (record.il >= 0 || record.tokens[i] >= 0);
+    for (const LastToken & last : record.last) {
+        const bool known = last.n_known == 1 && record.tokens[last.first_known] >= 0;
+        predicted_ &= last.n_tokens == 1 && (record.il >= 0 || known);
     }
     const bool one_after_another = record.last.size() == 1 && followers_.size() == 1;
-    if (one_after_another) {
+    if (one_after_another && followers_[0].sequence != record.last[0].sequence) {
         followers_[0].sequence = record.last[0].sequence;
+        followers_[0].predictor->on_sequence();
     }
     present_.clear();
     for (const LastToken & last : record.last) {
@@ -269,7 +280,7 @@ void Forecaster::take_part(const Record & record) {
     }
 }
 
-// The one that follows a sequence; of a new one, a new one, or the least recently used one with what it knows.
+// The one that follows a sequence; of a new one, a new one, or the least recently used one.
 Forecaster::Follower & Forecaster::follower_of(int sequence) {
     const auto end = followers_.end();
     auto found = std::find_if(followers_.begin(), end, [&](const Follower & f) { return f.sequence == sequence; });
@@ -280,6 +291,7 @@ Forecaster::Follower & Forecaster::follower_of(int sequence) {
         found = std::min_element(followers_.begin(), end,
                                  [](const Follower & a, const Follower & b) { return a.last_use < b.last_use; });
         found->sequence = sequence;
+        found->predictor->on_sequence();
     }
     found->last_use = ++n_uses_;
     return *found;
@@ -352,6 +364,28 @@ void Forecaster::predict() {
             unite(row, il, distance);
         }
     }
+    if (maker_->type->sees_next_pass && row_ + 1 == layout_.n_moe_layers) {
+        tell_next_pass();
+    }
+}
+
+// What a whole pass has shown is the best guess at the next one's use, for policies.
+void Forecaster::tell_next_pass() {
+    for (int at = 0; at < layout_.n_moe_layers; at++) {
+        if (ask_followers(layout_.moe_layers[at], at + 1)) {
+            std::lock_guard<std::mutex> lock(rows_mutex_);
+            unite(rows_[at], layout_.moe_layers[at], at + 1);
+        }
+    }
+    {
+        Lock lock(shared_.mutex);
+        for (int at = 0; at < layout_.n_moe_layers; at++) {
+            if (rows_[at].distance > 0) {
+                tell(at);
+            }
+        }
+    }
+    forget();
 }
 
 // Into each_, one row for each sequence of asked_; false: nobody has a prediction.
@@ -386,6 +420,12 @@ void Forecaster::unite(Row & row, int il, int distance) {
     }
 }
 
+void Forecaster::tell(int at) {
+    const int il = layout_.moe_layers[at];
+    tiers_.of(il).residency.on_forecast(il, rows_[at].chances.data(), rows_[at].likely.data());
+    rows_[at].told = true;
+}
+
 void Forecaster::act() {
     Lock lock(shared_.mutex);
     wants_.clear();
@@ -396,13 +436,14 @@ void Forecaster::act() {
             continue; // unknown, or its time has passed meanwhile
         }
         if (!row.told) {
-            const int il = layout_.moe_layers[at];
-            tiers_.of(il).residency.on_forecast(il, row.chances.data());
-            row.told = true;
+            tell(at);
         }
         if (prefetching_) {
             want_row(at, deadline);
         }
+    }
+    if (options_.flags & MOEGGUF_PREDICT_BY_PROXIMITY) {
+        order_by_proximity();
     }
     const uint64_t n_started = get(shared_.counters.prefetch_started) - n_started_, most = options_.most_prefetches;
     const size_t n_left = most > n_started ? most - n_started : 0;
@@ -412,6 +453,16 @@ void Forecaster::act() {
         transfers_.want(want);
     }
     transfers_.wake_idle_reader();
+}
+
+// The largest probability times 1 - distance / layers first, of any layer (MoE-Infinity, section 4.5).
+void Forecaster::order_by_proximity() {
+    const auto priority = [&](const Want & want) {
+        const int at = layout_.row_of[want.il];
+        return rows_[at].likely[want.expert] * (1.0f - (float)(at - row_) / layout_.n_moe_layers);
+    };
+    std::stable_sort(wants_.begin(), wants_.end(),
+                     [&](const Want & a, const Want & b) { return priority(a) > priority(b); });
 }
 
 // Of a layer's most probable experts, as many as the tokens can use, those that are not there and worth it.

@@ -55,11 +55,14 @@ class Forecaster {
   private:
     static constexpr int most_asked = 8;
     static constexpr int most_sequences = 64; // of a pass that is predicted; followed at once
+    static constexpr int most_known = 512;    // tokens of a sequence's prompt
 
     struct LastToken { // of a sequence in a pass
         int sequence;
-        int index;    // in the pass
-        int n_tokens; // of its sequence there
+        int index;              // in the pass
+        int n_tokens;           // of its sequence there
+        size_t first_known = 0; // of these tokens the last ones, in the record's
+        int n_known = 0;
     };
     struct Record {
         uint64_t pass = 0;
@@ -68,7 +71,7 @@ class Forecaster {
         int n_expert_used = 0;
         int n_embd = 0;
         std::vector<LastToken> last; // of those that are asked
-        std::vector<int32_t> tokens; // [last], -1: unknown
+        std::vector<int32_t> tokens; // of one after another, where they are known
         std::vector<int32_t> ids;    // [last][n_expert_used]
         std::vector<float> inputs;   // [last][n_embd], or none
     };
@@ -107,7 +110,10 @@ class Forecaster {
     void predict();
     bool ask_followers(int il, int distance);
     void unite(Row & row, int il, int distance);
+    void tell(int row);
+    void tell_next_pass();
     void act();
+    void order_by_proximity();
     void want_row(int row, uint64_t deadline);
     uint64_t step_of(int row) const { return pass_ * layout_.layers.size() + layout_.moe_layers[row]; }
 

@@ -6,6 +6,8 @@ float32 weights are read from memory at every call, four bytes each; signed byte
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -31,6 +33,10 @@ class QuantizedMatrix:
         self.relu = relu
         self._kernel = load().moegguf_matvec_q8  # its calls let other threads run
         self._addresses = tuple(a.ctypes.data for a in (self.bytes, self.scale, self.bias))
+
+    def arrays(self, name: str) -> dict[str, npt.NDArray[Any]]:
+        """What a native predictor takes it by."""
+        return {f"{name}.weights": self.bytes, f"{name}.scale": self.scale, f"{name}.bias": self.bias}
 
     def __deepcopy__(self, memo: object) -> QuantizedMatrix:
         return self

@@ -249,8 +249,10 @@ struct moegguf_array {
 };
 
 enum moegguf_predict_flag {
-    MOEGGUF_PREDICT_ONCE = 1 << 0,     // a layer is predicted when it comes into the window, and not again
-    MOEGGUF_PREDICT_LOCKSTEP = 1 << 1, // acquire waits until everything was predicted: slow, and reproducible
+    MOEGGUF_PREDICT_ONCE = 1 << 0,         // a layer is predicted when it comes into the window, and not again
+    MOEGGUF_PREDICT_LOCKSTEP = 1 << 1,     // acquire waits until everything was predicted: slow, and reproducible
+    MOEGGUF_PREDICT_BY_PROXIMITY = 1 << 2, // probable experts of near layers are fetched first, of whatever layer; else
+                                           // the nearest layer's
 };
 
 struct moegguf_predictor {

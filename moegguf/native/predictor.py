@@ -31,7 +31,8 @@ class NativeForecast:
     window: layers with experts ahead. once: a layer is predicted when it comes into the window, and not again.
     most_prefetches: experts started in a pass; 0: predictions only protect what is there. waste_weight: what a prefetch
     in vain costs, as a share of the stall that one in time saves; 0: costs do not count. lockstep: routing events wait
-    for predictions, so that these act at a fixed place; slow, and reproducible.
+    for predictions, so that these act at a fixed place; slow, and reproducible. by_proximity: the largest probability
+    times layer proximity is fetched first, of any layer, else the nearest layer.
     """
 
     window: int = 2
@@ -39,6 +40,7 @@ class NativeForecast:
     most_prefetches: int = 0
     waste_weight: float = 0.1
     lockstep: bool = False
+    by_proximity: bool = False
 
 
 def predictor_struct(predictor: NativePredictor, forecast: NativeForecast) -> Any:
@@ -56,6 +58,7 @@ def predictor_struct(predictor: NativePredictor, forecast: NativeForecast) -> An
         )
     )
     flags = abi.PREDICT_ONCE * forecast.once | abi.PREDICT_LOCKSTEP * forecast.lockstep
+    flags |= abi.PREDICT_BY_PROXIMITY * forecast.by_proximity
     return abi.Predictor(
         predictor.name.encode(), len(rows), flags, rows, forecast.window, forecast.most_prefetches,
         forecast.waste_weight,

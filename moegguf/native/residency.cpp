@@ -197,6 +197,11 @@ bool Residency::request(int s) {
     return std::exchange(slot.prefetched, false);
 }
 
+void Residency::mark_prefetched(int s) {
+    slots_[s].prefetched = true;
+    policy_->on_prefetch(slots_[s].il, slots_[s].expert);
+}
+
 void Residency::hold(int s) {
     slots_[s].pins += 1;
     if (slots_[s].pins == 1) {
@@ -271,13 +276,21 @@ void Residency::on_routing(int il, const int32_t * expert_ids, int n_expert_used
     }
 }
 
-void Residency::on_forecast(int il, const float * probabilities) {
+void Residency::on_routed(int il) {
+    on_forecast(il, nullptr);
+    if (!numbering_.resident() && policy_->on_routed(il) && !scores_.set()) {
+        order_.scores_changed(il);
+    }
+}
+
+void Residency::on_forecast(int il, const float * probabilities, const float * as_predicted) {
     forecast_known_[il] = probabilities != nullptr;
     if (probabilities) {
         std::transform(probabilities, probabilities + layout_.layers[il].n_expert, &forecast_[layout_.key(il, 0)],
                        [](float p) { return p > 0.0f ? std::min(p, 1.0f) : 0.0f; }); // not a number: 0
     }
-    if (!numbering_.resident() && policy_->on_forecast(il, probabilities) && !scores_.set()) {
+    const float * for_policy = as_predicted && policy_->takes_as_predicted() ? as_predicted : probabilities;
+    if (!numbering_.resident() && policy_->on_forecast(il, for_policy) && !scores_.set()) {
         order_.scores_changed(il);
     }
 }

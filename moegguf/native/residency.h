@@ -64,7 +64,7 @@ class Residency {
     void unpin(int s);
     void touch(int s);   // as recent as if it was used now, without a use
     bool request(int s); // by a routing event; whether it came early and nobody has asked for it since
-    void mark_prefetched(int s) { slots_[s].prefetched = true; }
+    void mark_prefetched(int s);
     void queue(int s, uint8_t kinds) { slots_[s].queued |= kinds; }
     void drop(int s, uint8_t kinds) { slots_[s].queued &= ~kinds; } // queued no longer
     void begin_read(int s, uint8_t kinds);
@@ -78,7 +78,9 @@ class Residency {
     void exchange_policy(std::unique_ptr<EvictionPolicy> & policy);
     void exchange_scores(std::vector<float> & scores); // empty: the policy decides
     void on_routing(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens);
-    void on_forecast(int il, const float * probabilities);
+    void on_routed(int il); // the router has chosen: what was predicted of the layer is over
+    // as_predicted: for policies that take it so; NULL: the same.
+    void on_forecast(int il, const float * probabilities, const float * as_predicted = nullptr);
     bool ordered(const LayerStep & now) const { return policy().orders(now); }
     float score(int il, int expert, const LayerStep & now) const; // where ordered
 

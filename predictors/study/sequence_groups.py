@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from moegguf.controller.artifacts import Artifacts
-from moegguf.controller.forecast import statuses
 from moegguf.controller.shape import MoeShape
 from moegguf.engine.listeners import RoutingListener
 from moegguf.engine.llama import Llama
@@ -20,7 +19,7 @@ from moegguf.generate.answer import BatchedAnswer
 from moegguf.generate.kv_slots import Schedule, Step
 from moegguf.native.events import RoutingEvent
 from moegguf.native.store import ListenOptions
-from predictors.study.token_scheduler import RecentPaths, RoutingPaths, TokenScheduler, make_paths
+from predictors.study.token_scheduler import RecentPaths, RoutingPaths, TokenScheduler, make_paths, statuses
 
 N_GROUPS = 2  # the paper's dual batch: while one computes, the other's experts are fetched
 

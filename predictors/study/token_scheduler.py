@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from moegguf.controller.artifacts import Artifacts
-from moegguf.controller.forecast import statuses
 from moegguf.controller.predictors import make_predictor
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.shape import MoeShape
@@ -169,6 +168,16 @@ class TokenScheduler:
             nearest[chosen] = np.inf
             chosen.append(int(np.argmin(nearest)))
         return np.array(chosen, np.int64)
+
+
+def statuses(probabilities: Float32s, n_expert_used: int) -> npt.NDArray[np.bool_]:
+    """Whether each expert is active or idle, as ExpertFlow predicts (section 3.1).
+
+    probabilities (..., n_expert). The n_expert_used likeliest of a layer are active, but none without any probability.
+    """
+    k = min(n_expert_used, probabilities.shape[-1])
+    kth = np.partition(probabilities, -k, axis=-1)[..., -k, np.newaxis]
+    return np.asarray((probabilities >= kth) & (probabilities > 0))
 
 
 def similarities(paths: Paths) -> Float32s:

@@ -44,7 +44,7 @@ TIGHT: dict[str, Any] = {"expert_cache": "30%", "n_ubatch": 4}
 N_PROMPT, N_NEW = 24, 16
 ALL_TINY = ("tiny-qwen2moe", "tiny-qwen3moe", "tiny-mixtral", "tiny-deepseek2")
 LEARNED = ("static",)
-NATIVE = {*native_policies(), "locality"}
+NATIVE = native_policies().keys() - {"sparsity"}  # the store's only beside the store's predictor
 BRIEF = WatchdogOptions(off_tokens=2, on_tokens=2, periods=1, warm_tokens=0)
 EAGER = PrefetchOptions(budget_bytes=1 << 30, least_probability=0.01, watchdog=False)
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,13 @@ import pytest
 from fake_model import FakeModel, Open
 from waiting import until
 
+from moegguf.controller.collection import EamcPair
 from moegguf.controller.predictors.base import Predictor, per_sequence
 from moegguf.controller.predictors.counts import Affinity, PreviousToken, TokenTable
+from moegguf.controller.predictors.eamc import EamcPredictor
+from moegguf.controller.predictors.expert_mlp import ExpertMlp, state_size
 from moegguf.controller.predictors.router_inputs import MlpPredictor, Skip, window_pairs
+from moegguf.controller.predictors.routing_path import RoutingPath
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.errors import OptionError
@@ -78,6 +83,50 @@ def affinity() -> Affinity:
     return Affinity(SHAPE, rng().dirichlet(np.ones(SHAPE.n_expert), (N - 1, SHAPE.n_expert)).astype(np.float32))
 
 
+def expert_mlp() -> ExpertMlp:
+    random, sizes = rng(), [state_size(SHAPE), 20, 16, 12, 12, 8, 8, SHAPE.n_expert]
+    arrays = {"popularity": random.random((N, SHAPE.n_expert)), "affinity": affinity().affinity}
+    for i, (n_in, n_out) in enumerate(pairwise(sizes)):
+        arrays[f"layers.{i}.weight"] = random.standard_normal((n_out, n_in)) / np.sqrt(n_in)
+        arrays[f"layers.{i}.bias"] = random.standard_normal(n_out) * 0.1
+    single = {name: array.astype(np.float32) for name, array in arrays.items()}
+    return ExpertMlp.from_weights(SHAPE, Weights(single, {"hidden": sizes[1:-1]}))
+
+
+def routing_path(window: int = 6, chunk: int = 4, n_embd: int = 32, n_head: int = 2, n_ff: int = 24) -> RoutingPath:
+    random, size = rng(), n_embd // n_head
+    arrays = {
+        "embedding": random.standard_normal((SHAPE.n_vocab + 1, n_embd)),
+        "window": random.standard_normal((window, n_embd)), "chunk": random.standard_normal((chunk, n_embd)),
+        "memory_norm": 1 + 0.1 * random.standard_normal(n_embd), "output_norm": np.ones(n_embd),
+        "heads.weight": random.standard_normal((n_embd, N, SHAPE.n_expert)) / 4,
+        "heads.bias": random.standard_normal((N, SHAPE.n_expert)),
+    }  # fmt: skip
+    parts = ["encoder.0.self", "encoder.0.feed"]
+    parts += [f"decoder.{i}.{part}" for i in range(2) for part in ("self", "cross", "feed")]
+    for part in parts:
+        arrays[f"{part}.norm"] = np.ones(n_embd)
+        if part.endswith("feed"):
+            arrays[f"{part}.up"] = random.standard_normal((n_embd, n_ff)) / 6
+            arrays[f"{part}.down"] = random.standard_normal((n_ff, n_embd)) / 6
+            continue
+        arrays |= {f"{part}.{name}": random.standard_normal((n_embd, n_head, size)) / 6 for name in "qkv"}
+        arrays[f"{part}.out"] = random.standard_normal((n_head, size, n_embd)) / 6
+    return RoutingPath.from_weights(SHAPE, Weights({name: a.astype(np.float32) for name, a in arrays.items()}))
+
+
+def eamc(n_entries: int = 30) -> EamcPredictor:
+    """With requests of some ten tokens each."""
+    random, pair = rng(), EamcPair.empty(*SHAPE.table)
+    for _ in range(n_entries):
+        counts = np.zeros(SHAPE.table, np.float32)
+        for il in SHAPE.layers:
+            likely = random.dirichlet(np.full(SHAPE.n_expert, 0.3))
+            counts[il] = random.multinomial(10 * SHAPE.n_expert_used, likely).clip(max=10)
+        pair.add(counts, counts)
+    return EamcPredictor(SHAPE, pair)
+
+
 MADE: dict[str, Callable[[], Predictor]] = {
     "previous-token": lambda: PreviousToken(SHAPE),
     "token-id": token_table,
@@ -87,7 +136,12 @@ MADE: dict[str, Callable[[], Predictor]] = {
     "skip-softplus": lambda: skip(Gating.SQRT_SOFTPLUS),
     "skip-groups": lambda: skip(Gating.SIGMOID, n_group=4),
     "mlp": mlp,
+    "expert-mlp": expert_mlp,
+    "routing-path": routing_path,
+    "eamc": eamc,
+    "eamc-full": lambda: eamc(1000),
 }
+ALIKE = {"routing-path": 0.03}  # rounded twenty times over; of others 0.01
 
 
 def choice(random: np.random.Generator, n_tokens: int) -> np.ndarray[Any, Any]:
@@ -116,6 +170,7 @@ class Comparison:
 
     def __init__(self, reference: Predictor) -> None:
         self.reference, self.n_known = reference, 0
+        self._alike = ALIKE.get(reference.name, 0.01)
         self._expected: dict[int, Float32s] = {}
 
     def check(self, store: Store, row: int) -> None:
@@ -130,7 +185,7 @@ class Comparison:
                 self._expected[il] = predicted.copy()
             assert known[il] == (il in self._expected), (row, il)
             if known[il]:
-                assert table[il] == pytest.approx(self._expected[il], abs=0.01)
+                assert table[il] == pytest.approx(self._expected[il], abs=self._alike)
                 self.n_known += 1
 
 
@@ -170,8 +225,8 @@ def batch(
         reference.announce(Announcement(int(of[0]), Phase.DECODE, tokens, **several))
 
 
-# Of groups, rounded weights may decide otherwise now and then.
-@pytest.mark.parametrize("name", [name for name in MADE if name != "skip-groups"])
+# Of groups, rounded weights may decide otherwise now and then; a collection's reference matches all sequences as one.
+@pytest.mark.parametrize("name", [name for name in MADE if name not in ("skip-groups", "eamc", "eamc-full")])
 def test_several_sequences_are_predicted_as_the_reference_predicts_them_together(name: str) -> None:
     """Each followed by itself, in passes of changing sequences; only those that compute count."""
     random, reference = rng(), per_sequence(MADE[name]())
@@ -332,6 +387,38 @@ def test_an_expert_that_is_likely_now_comes_however_rarely_it_was_used() -> None
         assert store.counters()["prefetch_started"] > before
 
 
+def test_what_comes_late_is_useful_in_part_only() -> None:
+    """A link on which an expert takes two thirds of a layer's time, and one on which it takes three layers'."""
+    forecast = NativeForecast(window=1, most_prefetches=100, waste_weight=0.0)
+    found = {}
+    for compute_ns in (5000, 1000):
+        with simulated(12, fill=False, preempt=False, **LINK) as (store, context):
+            store.set_predictor(native(PreviousToken(SHAPE)), forecast)
+            run(store, context, 50, compute_ns)
+            found[compute_ns] = store.counters()
+    for counters in found.values():
+        used = counters["prefetch_useful"] + counters["prefetch_late"]
+        assert used + counters["prefetch_wasted"] <= counters["prefetch_started"]
+        assert counters["prefetch_late"] <= counters["hits_late"]
+    assert found[5000]["prefetch_useful"] > 0 == found[5000]["prefetch_late"]
+    assert found[1000]["prefetch_late"] > found[1000]["prefetch_useful"]
+
+
+def test_by_proximity_the_most_probable_of_near_layers_come_first() -> None:
+    """A token that uses any of twelve experts of each layer, but of the second layer always the same."""
+    counts = np.zeros((1, N, SHAPE.n_expert), np.uint16)
+    counts[0][:, :12] = 5
+    counts[0][1] = [20] * SHAPE.n_expert_used + [0] * (SHAPE.n_expert - SHAPE.n_expert_used)
+    table = native(TokenTable(SHAPE, np.zeros(1, np.int32), counts))
+    for by_proximity, first in ((False, SHAPE.layers[0]), (True, SHAPE.layers[1])):
+        forecast = NativeForecast(window=N, most_prefetches=1, waste_weight=0.0, by_proximity=by_proximity)
+        with simulated(20, fill=False, link_bytes_per_s=1e9) as (store, context):
+            store.set_predictor(table, forecast)
+            context.announce(0, Phase.DECODE, [0])
+            store.advance(10**6)
+            assert np.argwhere(store.residency())[:, 0].tolist() == [first]
+
+
 def test_what_is_not_worth_its_bytes_is_not_prefetched() -> None:
     found = prefetched(NativeForecast(window=N, most_prefetches=100, waste_weight=50.0))
     assert found["prefetch_started"] < 50  # before it is known how often the predictor is wrong
@@ -463,6 +550,11 @@ def test_bad_predictors_are_refused_and_the_one_before_stays() -> None:
             ("skip", {**native(skip()).arrays, "n_group": integers(3)}, "same size"),
             ("token-id", {**table.arrays, "entry_of": integers(10**6)}, "entry that does not exist"),
             ("affinity", {"affinity": np.zeros(3, np.float32)}, "3 values"),
+            ("expert-mlp", {**native(expert_mlp()).arrays, "sizes": integers(4, 4)}, "another size"),
+            ("routing-path", {**native(routing_path()).arrays, "n_chunk": integers(0)}, "sizes above 0"),
+            ("routing-path", {**native(routing_path()).arrays, "decoder.1.cross.n_head": integers(3)}, "evenly"),
+            ("eamc", {**native(eamc()).arrays, "n_entries": integers(10**6)}, "as many entries"),
+            ("eamc", {**native(eamc()).arrays, "n_matches": integers(65)}, "1 to 64"),
             ("previous-token", {"x": np.zeros((4, 4), np.float32).T}, "order"),
         ):
             with pytest.raises(OptionError, match=message):

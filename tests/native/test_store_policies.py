@@ -293,6 +293,33 @@ def test_a_misprediction_does_not_evict_a_hot_expert(pool: Pool) -> None:
     assert (1, 0) in pool.there()
 
 
+def test_what_was_prefetched_in_vain_goes_first_even_where_it_was_used_more_often(pool: Pool) -> None:
+    for _ in range(8):
+        for il in range(4):
+            pool.route(il, 0, 1)
+    assert pool.route(1, 2, 3) == {(1, 0), (1, 1)}
+    pool.predict(l1=(0, 2, 3))
+    pool.prefetch((1, 0))
+    for il in (2, 3, 0):
+        pool.route(il, 0, 1)
+    assert pool.route(1, 2, 3) == set()
+    assert (1, 0) in pool.route(2, 2, 3), "and not (1, 2) and (1, 3), which were used twice only"
+
+
+@pytest.mark.parametrize(
+    ("probabilities", "active"),
+    [([0.4, 0.1, 0.3, 0.0], {0, 2}), ([0.9, 0.6, 0.7, 0.4], {0, 1, 2}), ([0.2, 0.0, 0.0, 0.0], {0})],
+)
+def test_active_are_the_most_probable_as_many_as_a_token_uses_and_all_that_are_likely(
+    probabilities: list[float], active: set[int]
+) -> None:
+    pool = Pool(4)
+    pool.prefetch(*((1, expert) for expert in range(4)))
+    pool.store.set_forecast([[0.0] * 4, probabilities, [0.0] * 4, [0.0] * 4], [1])
+    assert pool.route(0, *range(4 - len(active))) == {(1, expert) for expert in range(4) if expert not in active}
+    pool.close()
+
+
 def test_without_predictions_it_is_decayed_frequency(pool: Pool) -> None:
     for _ in range(6):
         for il in range(4):
@@ -302,3 +329,24 @@ def test_without_predictions_it_is_decayed_frequency(pool: Pool) -> None:
     for il in range(4):
         pool.route(il, 0, 1)
     assert pool.there() == {(il, expert) for il in range(4) for expert in (0, 1)}
+
+
+def test_sparsity_keeps_what_figure_6_of_moe_infinity_keeps() -> None:
+    """A share counts until its layer is predicted anew; prompts go by recency, and so does what was never predicted."""
+    shape = MoeShape(n_layer=3, n_expert=3, n_expert_used=1, layers=(0, 1, 2))
+    store = Store(layout_of(shape), 3, StoreOptions(repack=False, fill=False, simulate=True, sweep=False))
+    context = store.context
+    store.set_policy("sparsity")
+
+    def route(il: int, *ids: int) -> set[Expert]:
+        before = there(store)
+        context.acquire(il, [[expert] for expert in ids])
+        return before - there(store)
+
+    for il, expert in ((1, 1), (0, 0), (2, 0)):
+        route(il, expert)
+    store.set_forecast([[1 / 3, 2 / 3, 0], [0, 1, 0], [0, 1, 0]], [0, 1, 2])
+    assert route(0, 1) == {(2, 0)}, "LRU would evict (1, 1)"
+    assert route(1, 0) == {(0, 0)}, "(1/3 + epsilon) * 1; of (1, 1) it is 1 * 2/3, after its layer was routed, too"
+    assert route(0, 0, 2) == {(1, 1), (0, 1)}, "a prompt takes the least recently used"
+    store.close()

@@ -25,6 +25,7 @@ from moegguf.controller.history import History
 from moegguf.controller.policies import SparsityAware
 from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.predictors.counts import PreviousToken
+from moegguf.controller.predictors.eamc import EamcPredictor
 from moegguf.controller.watchdog import Watchdog, WatchdogOptions
 from moegguf.native.events import Float32s, Phase, RoutingEvent
 from moegguf.native.store import NativePolicy
@@ -202,6 +203,22 @@ def test_the_store_goes_on_without_a_predictor_that_was_dropped() -> None:
     with pytest.warns(UserWarning, match="previous-token raised ValueError: broken"):
         run_pass(controller)
     assert store.actions[2:] == [("predictor", None), ("act", False)]
+
+
+def test_the_store_predicts_with_requests_that_the_controller_has_collected() -> None:
+    store, predictor = RecordingStore(), EamcPredictor(SHAPE)
+    controller = build_controller(
+        SHAPE, SparsityAware(SHAPE), predictor, store, ActingOptions(prefetch=replace(AMPLE, by_proximity=True))
+    )
+    assert controller is not None and controller.native and not controller.redundant
+    assert store.actions == [("policy", "sparsity"), ("predictor", "eamc")]
+    for sequence in range(3):
+        run_pass(controller, pass_=sequence, sequence=sequence)
+    assert predictor.eamcs.decode.n_entries == 2
+    assert store.actions[2:] == [("predictor", None), ("predictor", "eamc")] * 2, "read nowhere while it changes"
+    learned = predictor.learned(controller.history)
+    assert learned.decode.n_entries == 3
+    assert learned.decode.state.sum(axis=(1, 2)).tolist() == [6, 6, 6]
 
 
 def test_the_watchdog_does_not_count_the_time_of_prompts() -> None:

@@ -115,12 +115,3 @@ def test_numbers_out_of_range_are_clipped() -> None:
 def test_invalid_output_is_an_error(invalid: object) -> None:
     with pytest.raises((ValueError, TypeError)):
         Forecast(FIVE, 1).begin_pass(ByDistance(lambda il, distance: invalid))
-
-
-def test_statuses_are_the_most_probable_as_many_as_a_token_uses_and_all_that_are_likely() -> None:
-    rows = {1: [0.4, 0.1, 0.3, 0.0], 2: [0.9, 0.6, 0.7, 0.4], 3: [0.2, 0.0, 0.0, 0.0]}
-    forecast = Forecast(FIVE, 3)
-    forecast.begin_pass(ByDistance(lambda il, distance: np.array(rows[il], np.float32)))
-    assert forecast.statuses()[1:5].tolist() == [[1, 0, 1, 0], [1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
-    forecast.clear()
-    assert not forecast.statuses().any()

@@ -10,7 +10,6 @@ from oracles import counted
 from traces import SMALL, random_trace
 
 from moegguf.controller.artifacts import Artifacts
-from moegguf.controller.forecast import statuses
 from moegguf.controller.predictors.counts import PreviousToken, TokenTable
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
@@ -18,7 +17,14 @@ from moegguf.native.events import Announcement, Phase, RoutingEvent
 from moegguf.trace.trace import Trace
 from predictors.study.arrange import used_experts
 from predictors.study.scheduling import OrderEffect, balanced_groups, compare
-from predictors.study.token_scheduler import PredictedPaths, RecentPaths, RoutingPaths, TokenScheduler, make_paths
+from predictors.study.token_scheduler import (
+    PredictedPaths,
+    RecentPaths,
+    RoutingPaths,
+    TokenScheduler,
+    make_paths,
+    statuses,
+)
 
 
 def path(*experts: int, n_expert: int = 8) -> np.ndarray:

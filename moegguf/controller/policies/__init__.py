@@ -12,16 +12,17 @@ from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.collection import EamcPair
 from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
-from moegguf.controller.predictors.eamc import OWN_SHARE, Learner, PredictEam
+from moegguf.controller.predictors.base import Predictor
+from moegguf.controller.predictors.eamc import OWN_SHARE, EamcPredictor, Learner, PredictEam
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
 from moegguf.native.events import Float32s
 from moegguf.native.store import NativePolicy, native_policies
 
-HALF_LIFE_TOKENS = 14.0
-
 LRU = NativePolicy("lru")
 """Least recently used: the store's default."""
+LOCALITY = NativePolicy("locality", {}, takes_forecast=True)
+"""ExpertFlow's: keeps what is predicted for this pass, and evicts first what was prefetched in vain."""
 
 
 @runtime_checkable
@@ -36,38 +37,6 @@ class Policy(Protocol):
 
 
 AnyPolicy = Policy | NativePolicy
-
-
-class Locality(NativePolicy):
-    """ExpertFlow's predictive locality-aware expert caching with real-time correction (sections 3.2.1 and 3.2.2).
-
-    Keeps the experts predicted for this pass, nearest layers first; evicts mispredicted ones first.
-
-    From the first victim to the last: 1. experts that were predicted for a layer and that its router has not chosen
-    (mis-prefetched), unless they are hot; 2. experts that this pass no longer needs: those of layers computed already,
-    and those of later layers that are not predicted; 3. predicted experts of layers to come, the farthest first.
-
-    The paper names this order (3.2.2: mis-prefetched ones, then those that have completed) but not the order among
-    equals, nor what "locality" means beyond its example (3.2.1: a cache of 8 takes the two nearest of four layers
-    whole, and the third as the first completes); the formula, if there was one, is missing from the text available.
-    Here it is distance in layers among predicted experts, and decayed frequency among the others. A policy cannot
-    distinguish a prefetched expert from one that was resident before, hence the exception for hot experts: without it
-    every misprediction evicts one. So without a predictor this is decayed LFU, and no row of ExpertFlow's.
-
-    The store carries it out: it is its next-use policy, given each expert's status (predicted or idle, section 3.1)
-    instead of a probability. So correction acts at the very routing event where the router differs, before any victim
-    is chosen there.
-    """
-
-    __slots__ = ()
-    title: ClassVar[str] = "locality"
-
-
-LOCALITY = Locality(
-    "next-use",
-    {"half_lives_tokens": (HALF_LIFE_TOKENS,), "weights": (1.0,), "distance_weight": 1.0, "trust": 1.0},
-    takes_forecast=True,
-)
 
 
 class Lfu:
@@ -168,6 +137,15 @@ class SparsityAware(Learner):
         self._decay = np.zeros((shape.n_layer, 1), np.float32)
         self._decay[list(shape.layers), 0] = 1 - np.arange(len(shape.layers)) / len(shape.layers)
 
+    def together_with(self, predictor: Predictor) -> AnyPolicy:
+        """The store's policy of this name where it predicts the same, else this one, which predicts by itself.
+
+        There an expert's share is that of the last prediction of its layer: of this pass before the layer comes, then
+        of the next one, after the last layer.
+        """
+        same = isinstance(predictor, EamcPredictor) and predictor.native() is not None
+        return native_policies()[self.name] if same and not self.predict_eam.own_share else self
+
     def scores(self, history: History, forecast: Forecast) -> Float32s | None:
         """(n_layer, n_expert), updated at every routing event."""
         self.predict_eam.update(history)
@@ -210,7 +188,6 @@ OWN_POLICIES: dict[str, Callable[[MoeShape, Artifacts], AnyPolicy]] = {
     "static": _static,
     "random": lambda shape, artifacts: Random(shape),
     "least-stale": lambda shape, artifacts: LeastStale(shape),
-    "locality": lambda shape, artifacts: LOCALITY,
     "sparsity": lambda shape, artifacts: SparsityAware(shape, artifacts.collection(shape)),
     "sparsity-own": lambda shape, artifacts: OwnSparsityAware(shape, artifacts.collection(shape)),
 }
@@ -218,17 +195,17 @@ OWN_POLICIES: dict[str, Callable[[MoeShape, Artifacts], AnyPolicy]] = {
 
 def policy_names() -> list[str]:
     """All policies by name: the store's own, then those of this package."""
-    return [*native_policies(), *OWN_POLICIES]
+    return [*dict.fromkeys([*native_policies(), *OWN_POLICIES])]
 
 
 def make_policy(name: str, shape: MoeShape, artifacts: Artifacts) -> AnyPolicy:
     """The policy of this name for a model. Raises OptionError for an unknown name, or a missing popularity file."""
-    if native := native_policies().get(name):
-        return native
-    make = OWN_POLICIES.get(name)
-    if make is None:
+    if make := OWN_POLICIES.get(name):
+        return make(shape, artifacts)
+    native = native_policies().get(name)
+    if native is None:
         raise OptionError(f"there is no policy {name!r}; known are {', '.join(policy_names())}.")
-    return make(shape, artifacts)
+    return native
 
 
 def check_policy(name: str) -> None:

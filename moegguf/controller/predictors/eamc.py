@@ -16,6 +16,8 @@ from moegguf.controller.history import Counts, History
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Announcement, Float32s, Phase, RoutingEvent
+from moegguf.native.nearest import MOST
+from moegguf.native.predictor import NativePredictor, integers
 
 N_MATCHES = 8
 OWN_SHARE = 0.5  # of the variants that also count the request in progress; the paper's have 0
@@ -47,7 +49,7 @@ class PredictEam:
 
     def update(self, history: History) -> None:
         """Adds the last routing event of the history, and the rEAMs of the requests that ended with it."""
-        self._learn(history)
+        self.learn(history)
         self._select_phase(history, history.phase)
         if history.new_pass:
             self._eamc.begin_pass()
@@ -56,7 +58,7 @@ class PredictEam:
 
     def begin_pass(self, history: History, phase: Phase) -> None:
         """A pass of this phase begins: without matches, only the requests' own rEAMs count."""
-        self._learn(history)
+        self.learn(history)
         self._select_phase(history, phase)
         self._matches = _NO_MATCHES
 
@@ -74,7 +76,8 @@ class PredictEam:
         """(n_layer, n_expert): `row` of every layer, computed ones included (reuse by the next token)."""
         return self._blend(self._eamc.total(self.matches()), self._ream)
 
-    def _learn(self, history: History) -> None:
+    def learn(self, history: History) -> None:
+        """Adds the rEAMs of the requests that ended with the history's last event."""
         for ream in history.finished:
             self.eamcs.add(*ream)
 
@@ -130,16 +133,30 @@ class EamcPredictor(Learner, Predictor):
         super().__init__(shape, reach=len(shape.layers))
         self.predict_eam = PredictEam(shape, eamcs, n_matches, own_share)
         self._history = History(shape)
+        self._released = False
+
+    def native(self) -> NativePredictor | None:
+        """The collection of decoding, in place; None with a share of the request's own."""
+        if self.predict_eam.own_share:
+            return None
+        arrays = self.eamcs.decode.arrays()
+        return NativePredictor(self.name, arrays | {"n_matches": integers(min(self.predict_eam.n_matches, MOST))})
+
+    def release(self) -> None:
+        """Events are another's to follow; `learned` still adds what that has seen."""
+        self._released = True
 
     def announce(self, announcement: Announcement) -> None:
         """Begins a pass, and ends the requests that `History` says."""
+        if self._released:
+            return
         self._history.expect(announcement)
         self.predict_eam.begin_pass(self._history, announcement.phase)
 
     def observe(self, event: RoutingEvent) -> None:
         """Adds the event to the iEAM and matches it; ids outside the shape are left out."""
         ids = event.expert_ids
-        if event.il not in self.shape.row_of or ids.max(initial=0) >= self.shape.n_expert:
+        if self._released or event.il not in self.shape.row_of or ids.max(initial=0) >= self.shape.n_expert:
             return
         if ids.min(initial=0) < 0:
             event = event._replace(expert_ids=ids[ids >= 0], sequences=None, phases=None)

@@ -21,6 +21,7 @@ from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.native.events import Float32s, RoutingEvent
 from moegguf.native.matvec import QuantizedMatrix
+from moegguf.native.predictor import Array, NativePredictor, integers
 
 HIDDEN_SIZES = (2048, 1024, 512, 256, 128, 64)
 
@@ -88,6 +89,14 @@ class ExpertMlp(Predictor):
         n_layer, n_expert = len(shape.layers), shape.n_expert
         popularity = weights.array("popularity", n_layer, n_expert)
         return cls(shape, popularity, weights.array("affinity", n_layer - 1, n_expert, n_expert), layers)
+
+    def native(self) -> NativePredictor:
+        """The network as it is, in signed bytes, and both statistics."""
+        sizes = [state_size(self.shape), *(layer.shape[0] for layer in self._network)]
+        arrays: dict[str, Array] = {"n_expert_used": integers(self.shape.n_expert_used), "sizes": integers(*sizes)}
+        for i, layer in enumerate(self._network):
+            arrays |= layer.arrays(f"layers.{i}")
+        return NativePredictor(self.name, arrays | {"popularity": self._popularity, "affinity": self._affinity})
 
     def fork(self) -> ExpertMlp:
         """Shares the network and both statistics."""

@@ -168,8 +168,7 @@ class MlpPredictor(InputPredictor):
         }
         for (source, target), network in self._networks.items():
             for name, matrix in network._asdict().items():
-                part = f"{source}.{target}.{name}"
-                arrays |= {f"{part}.weights": matrix.bytes, f"{part}.scale": matrix.scale, f"{part}.bias": matrix.bias}
+                arrays |= matrix.arrays(f"{source}.{target}.{name}")
         return NativePredictor(self.name, arrays)
 
 

@@ -21,6 +21,8 @@ from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.native.events import Announcement, Float32s, Int32s, RoutingEvent
+from moegguf.native.matvec import QuantizedMatrix
+from moegguf.native.predictor import Array, NativePredictor, integers
 
 NAME = "routing-path"
 NORM_EPS = 1e-6
@@ -55,6 +57,7 @@ class _Attention:
         gain = weights.array(f"{name}.norm", n_embd)[:, np.newaxis]
         q, k, v = (weights.array(f"{name}.{part}", *size).reshape(n_embd, -1) for part in "qkv")
         q = q * (gain / np.sqrt(max(1, self.n_embd_head)))
+        self.crosses = memory_gain is not None
         if memory_gain is None:
             self.projection = np.ascontiguousarray(np.hstack([q, gain * k, gain * v]), np.float32)
         else:
@@ -72,6 +75,11 @@ class _Attention:
         """Heads (B, n_head, n, n_embd_head) joined and projected: (B * n, n_embd)."""
         return mixed.transpose(0, 2, 1, 3).reshape(-1, self.out.shape[0]) @ self.out
 
+    def arrays(self, name: str) -> dict[str, Array]:
+        """What the store takes of it."""
+        found = {"projection": self.projection, "out": self.out, **({"memory": self.memory} if self.crosses else {})}
+        return {f"{name}.n_head": integers(self.n_head), **_quantized(name, found)}
+
 
 class _FeedForward:
     """Two matrices with a ReLU between them."""
@@ -85,6 +93,10 @@ class _FeedForward:
 
     def __call__(self, x: Float32s) -> Float32s:
         return np.maximum(normed(x) @ self.up, 0) @ self.down
+
+    def arrays(self, name: str) -> dict[str, Array]:
+        """What the store takes of it."""
+        return _quantized(name, {"up": self.up, "down": self.down})
 
 
 class PathNetwork:
@@ -122,6 +134,23 @@ class PathNetwork:
         self.heads = np.ascontiguousarray(gain * weights.array("heads.weight", n_embd, *size).reshape(n_embd, -1))
         self.bias = weights.array("heads.bias", *size).ravel()
         self.causal = np.triu(np.full((self.chunk, self.chunk), -np.inf, np.float32), k=1)
+
+    def arrays(self) -> dict[str, Array]:
+        """What the store predicts with (`predictors/routing_path.cpp`): matrices in signed bytes."""
+        n_vocab, n_embd = self.embedding.shape
+        embedding = QuantizedMatrix(self.embedding)
+        arrays: dict[str, Array] = {
+            "n_embd": integers(n_embd), "n_vocab": integers(n_vocab - 1), "n_window": integers(self.window),
+            "n_chunk": integers(self.chunk), "n_encoder": integers(len(self.encoder)),
+            "n_decoder": integers(len(self.decoder)), "embedding.weights": embedding.bytes,
+            "embedding.scale": embedding.scale, "window": self.window_positions, "chunk": self.chunk_positions,
+            **QuantizedMatrix(np.ascontiguousarray(self.heads.T), self.bias).arrays("heads"),
+        }  # fmt: skip
+        for part, blocks in (("encoder", self.encoder), ("decoder", self.decoder)):
+            for i, block in enumerate(blocks):
+                for name, layer in zip(("self", *["cross"] * (len(block) - 2), "feed"), block, strict=True):
+                    arrays |= layer.arrays(f"{part}.{i}.{name}")
+        return arrays
 
     def encode(self, windows: Int32s) -> Memory:
         """Keys and values of the encoder's states, for windows (B, window): the tokens before each chunk."""
@@ -162,6 +191,14 @@ class PathNetwork:
         return normed(x) @ self.heads + self.bias
 
 
+def _quantized(name: str, matrices: Mapping[str, Float32s]) -> dict[str, Array]:
+    """Matrices (n_in, n_out) as the store multiplies with them."""
+    found: dict[str, Array] = {}
+    for part, matrix in matrices.items():
+        found |= QuantizedMatrix(np.ascontiguousarray(matrix.T)).arrays(f"{name}.{part}")
+    return found
+
+
 def _length(arrays: Mapping[str, npt.NDArray[Any]], name: str, axis: int) -> int:
     found = arrays.get(name)
     if found is None or found.ndim != 2 or found.shape[axis] == 0:
@@ -192,6 +229,7 @@ class RoutingPath(Predictor):
         self._cache = self.network.empty_cache(1)
         self._recent: Int32s = np.empty(self.network.window, np.int32)
         self._sequence = -1
+        self._released = False
         self._nonuse: Float32s | None = None  # (n_chunk, ...): -log of the probability that no token uses the expert
         self._table: Float32s | None = None
         self._reset()
@@ -201,6 +239,15 @@ class RoutingPath(Predictor):
         """Raises ValueError as `PathNetwork` does."""
         return cls(shape, PathNetwork(shape, weights))
 
+    def native(self) -> NativePredictor:
+        """The network in signed bytes. The store predicts tokens that decode, not prompts."""
+        return NativePredictor(self.name, self.network.arrays())
+
+    def release(self) -> None:
+        """Forgets the network in float32."""
+        self._released = True
+        del self.network, self._cache
+
     def fork(self) -> RoutingPath:
         """Shares the network."""
         return RoutingPath(self.shape, self.network)
@@ -209,6 +256,8 @@ class RoutingPath(Predictor):
         """Predicts: one decoder step for one token, chunk by chunk for many."""
         tokens = announcement.tokens
         self._nonuse = self._table = None
+        if self._released:
+            return
         if announcement.sequence != self._sequence:
             self._sequence = announcement.sequence
             self._reset()

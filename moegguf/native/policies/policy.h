@@ -46,18 +46,28 @@ class EvictionPolicy {
         return false;
     }
 
+    // The router of layer il has chosen, and no victim was evicted for that yet. True when scores of this layer
+    // changed.
+    virtual bool on_routed(int il) {
+        (void)il;
+        return false;
+    }
+
     // The probability of each expert [n_expert] of layer il to be used when this layer comes next; NULL: unknown. True
     // when scores of this layer changed. Comes from a predictor, and as NULL at each routing event of the layer itself.
     virtual bool on_forecast(int il, const float * probabilities) {
         (void)il, (void)probabilities;
         return false;
     }
+    // In it, what a predictor said; else how often what it said so came true.
+    virtual bool takes_as_predicted() const { return false; }
 
     // The expert was given a slot, used (a routing event chose it; right after on_load where it was missing), or lost
     // its slot. These may change the score of this expert only. A new policy gets on_load for all that is resident.
     virtual void on_use(int il, int expert) { (void)il, (void)expert; }
     virtual void on_load(int il, int expert) { (void)il, (void)expert; }
     virtual void on_evict(int il, int expert) { (void)il, (void)expert; }
+    virtual void on_prefetch(int il, int expert) { (void)il, (void)expert; } // it was loaded early
 
     virtual float score(int il, int expert) const = 0; // never NaN
     virtual float layer_offset(int il, const LayerStep & now) const {

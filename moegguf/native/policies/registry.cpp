@@ -8,7 +8,9 @@
     _(lru)                  \
     _(decayed_frequency)    \
     _(next_use)             \
-    _(slru)
+    _(slru)                 \
+    _(locality)             \
+    _(sparsity)
 
 namespace moegguf {
 

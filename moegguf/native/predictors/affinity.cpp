@@ -49,6 +49,6 @@ class Affinity final : public Predictor {
 } // namespace
 
 extern const PredictorType affinity_predictor;
-const PredictorType affinity_predictor = {"affinity", false, make_predictor<Affinity>};
+const PredictorType affinity_predictor = {"affinity", false, false, make_predictor<Affinity>};
 
 } // namespace moegguf

@@ -2,10 +2,7 @@
 // Arithmetic only: no threads, no locks.
 #pragma once
 
-#include "predictors/matvec.h"
 #include "predictors/predictor.h"
-
-#include <cmath>
 
 namespace moegguf {
 
@@ -36,18 +33,5 @@ class InputPredictor : public Predictor {
     RoundedVector input_;
     int source_ = -1;
 };
-
-// e^x of all, scaled to add up to `sum`.
-inline void softmax(float * x, int n, float sum) {
-    const float peak = *std::max_element(x, x + n);
-    float total = 0.0f;
-    for (int i = 0; i < n; i++) {
-        x[i] = std::exp(x[i] - peak);
-        total += x[i];
-    }
-    for (int i = 0; i < n; i++) {
-        x[i] *= sum / total;
-    }
-}
 
 } // namespace moegguf

@@ -1,7 +1,9 @@
-// matvec.h: a matrix of signed bytes times a vector, for predictors.
+// matvec.h: a matrix of signed bytes times a vector, and softmax, for predictors.
 // Arithmetic only: it knows no layer.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <vector>
 
@@ -33,5 +35,18 @@ class RoundedVector {
 
 // out [n_rows] = W x + bias; relu: max(that, 0).
 void multiply(const ByteMatrix & w, const RoundedVector & x, bool relu, float * out);
+
+// e^x of all, scaled to add up to `sum`.
+inline void softmax(float * x, int n, float sum) {
+    const float peak = *std::max_element(x, x + n);
+    float total = 0.0f;
+    for (int i = 0; i < n; i++) {
+        x[i] = std::exp(x[i] - peak);
+        total += x[i];
+    }
+    for (int i = 0; i < n; i++) {
+        x[i] *= sum / total;
+    }
+}
 
 } // namespace moegguf

@@ -29,8 +29,8 @@ class Mlp final : public InputPredictor {
             }
             const std::string name = std::to_string(source) + "." + std::to_string(target) + ".";
             networks_[{source, target}] = {
-                matrix(arrays, name + "hidden.", n_hidden, n_embd_),
-                matrix(arrays, name + "out.", layout.layers[target].n_expert, n_hidden),
+                arrays.matrix(name + "hidden", n_hidden, n_embd_),
+                arrays.matrix(name + "out", layout.layers[target].n_expert, n_hidden),
             };
         }
     }
@@ -55,11 +55,6 @@ class Mlp final : public InputPredictor {
     }
 
   private:
-    static ByteMatrix matrix(const Arrays & arrays, const std::string & name, int n_rows, int n_cols) {
-        return {arrays.bytes(name + "weights", size_t(n_rows) * n_cols), arrays.floats(name + "scale", n_rows),
-                arrays.floats(name + "bias", n_rows), n_rows, n_cols};
-    }
-
     std::map<std::pair<int, int>, Network> networks_;
     std::vector<float> hidden_;
     RoundedVector rounded_;
@@ -68,6 +63,6 @@ class Mlp final : public InputPredictor {
 } // namespace
 
 extern const PredictorType mlp_predictor;
-const PredictorType mlp_predictor = {"mlp", true, make_predictor<Mlp>};
+const PredictorType mlp_predictor = {"mlp", true, false, make_predictor<Mlp>};
 
 } // namespace moegguf

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "layout.h"
+#include "predictors/matvec.h"
 
 #include <map>
 #include <memory>
@@ -29,10 +30,13 @@ class Predictor {
   public:
     virtual ~Predictor() = default;
 
-    // A pass of this token begins; -1: of several tokens, or of one that is not known.
-    virtual void on_token(int token) { (void)token; }
+    virtual void on_sequence() {} // another one is followed from now on
 
-    // What a layer showed. Its arrays stay until the next call of on_token or on_routing.
+    // A pass of these tokens begins, or of these at its end; none: they are not known.
+    virtual void on_tokens(const int32_t * tokens, int n) { on_token(n == 1 ? tokens[0] : -1); }
+    virtual void on_token(int token) { (void)token; } // -1: several, or not known
+
+    // What a layer showed. Its arrays stay until the next call of on_tokens or on_routing.
     virtual void on_routing(const Observation & seen) { (void)seen; }
 
     // The probability of each expert [n_expert] of layer il, which comes `distance` layers with experts after the last
@@ -52,8 +56,9 @@ class Arrays {
     const uint16_t * counts(const std::string & name, size_t n) const;
     const int32_t * integers(const std::string & name, size_t n) const;
     int integer(const std::string & name) const { return *integers(name, 1); }
-    size_t size(const std::string & name) const; // 0: there is none
-    bool same(const Arrays & other) const;       // the very arrays, not their values
+    ByteMatrix matrix(const std::string & name, int n_rows, int n_cols) const; // name.weights, .scale; .bias or none
+    size_t size(const std::string & name) const;                               // 0: there is none
+    bool same(const Arrays & other) const;                                     // the very arrays, not their values
 
   private:
     const void * find(const std::string & name, int type, size_t n) const;
@@ -68,7 +73,8 @@ std::unique_ptr<Predictor> make_predictor(const Layout & layout, const Arrays & 
 
 struct PredictorType {
     const char * name;
-    bool needs_inputs; // computes with router inputs
+    bool needs_inputs;   // computes with router inputs
+    bool sees_next_pass; // what the last layer shows says something of the next pass, too
     std::unique_ptr<Predictor> (*make)(const Layout & layout, const Arrays & arrays);
 };
 

@@ -36,6 +36,6 @@ class PreviousToken final : public Predictor {
 } // namespace
 
 extern const PredictorType previous_token_predictor;
-const PredictorType previous_token_predictor = {"previous-token", false, make_predictor<PreviousToken>};
+const PredictorType previous_token_predictor = {"previous-token", false, false, make_predictor<PreviousToken>};
 
 } // namespace moegguf

@@ -9,7 +9,10 @@
     _(token_table)            \
     _(affinity)               \
     _(skip)                   \
-    _(mlp)
+    _(mlp)                    \
+    _(expert_mlp)             \
+    _(routing_path)           \
+    _(eamc)
 
 namespace moegguf {
 
@@ -66,6 +69,11 @@ const uint16_t * Arrays::counts(const std::string & name, size_t n) const {
 
 const int32_t * Arrays::integers(const std::string & name, size_t n) const {
     return (const int32_t *)find(name, MOEGGUF_INT32, n);
+}
+
+ByteMatrix Arrays::matrix(const std::string & name, int n_rows, int n_cols) const {
+    const float * bias = size(name + ".bias") ? floats(name + ".bias", n_rows) : nullptr;
+    return {bytes(name + ".weights", size_t(n_rows) * n_cols), floats(name + ".scale", n_rows), bias, n_rows, n_cols};
 }
 
 size_t Arrays::size(const std::string & name) const {

@@ -126,6 +126,6 @@ void Skip::keep_best_groups(float * scores, int n_expert) {
 } // namespace
 
 extern const PredictorType skip_predictor;
-const PredictorType skip_predictor = {"skip", true, make_predictor<Skip>};
+const PredictorType skip_predictor = {"skip", true, false, make_predictor<Skip>};
 
 } // namespace moegguf

@@ -67,6 +67,6 @@ class TokenTable final : public Predictor {
 } // namespace
 
 extern const PredictorType token_table_predictor;
-const PredictorType token_table_predictor = {"token-id", false, make_predictor<TokenTable>};
+const PredictorType token_table_predictor = {"token-id", false, false, make_predictor<TokenTable>};
 
 } // namespace moegguf
