@@ -33,7 +33,7 @@ LIMITS = {
     "moegguf/trace": 2_050,
     "predictors": 7_750,
     "tests": 41_830,
-    "tools": 5_970,
+    "tools": 5_800,
 }
 
 
