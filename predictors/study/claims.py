@@ -126,9 +126,9 @@ CLAIMS = (
         ),
         (
             "recovers within 50 requests of a shift (table 3)",
-            (("regained,shift", 0),),
-            "{recovery,shift} requests until it is within 2 % of itself with that kind learned; the first request after"
-            " the shift takes {loss,shift} of its time",
+            (("regained,shift", -50),),
+            "after {recovery,shift} of the 12 requests counted it is within 2 % of itself with that kind learned; the"
+            " first request after the shift takes {loss,shift} of its time",
         ),
         (
             "its slowest tokens are near the average: 169 of 155 ms (table 1)",

@@ -90,7 +90,8 @@ def _text(kind: str, step: str, *keys: str) -> str:
         return ", ".join(percent(of[keys[0]]["ready"]) for of in figures(step)["settings"].values())
     if kind == "recovery":
         found = [_recovered(of) for of in figures(step)["kinds"].values()]
-        return f"{min(found)}, on average {fmean(found):.1f}, at most {max(found)}"
+        back = [n for n in found if n is not None]
+        return f"{min(back)} to {max(back)} (in {len(back)} of {len(found)} kinds)"
     value = NUMBERS[kind](step, keys)
     if kind in ("share", "ahead", "saved"):
         return percent(value)
@@ -142,12 +143,12 @@ def _saved(step: str, keys: Sequence[str]) -> float:
     return float(1 - orders[keys[1]]["experts"] / orders["fifo"]["experts"])
 
 
-def _recovered(of: Mapping[str, Sequence[float]]) -> int:
-    """Requests after a shift until RUN of them take at most WITHIN times what they take where the kind was known; all
-    of them and one where that does not come."""
+def _recovered(of: Mapping[str, Sequence[float]]) -> int | None:
+    """Requests after a shift until RUN of them take at most WITHIN times what they take where the kind was known; None
+    where that does not come among those that were counted."""
     slower = [shifted / known for shifted, known in zip(of["shifted_ms"], of["known_ms"], strict=True)]
     runs = [fmean(slower[at : at + RUN]) for at in range(len(slower) - RUN + 1)]
-    return next((at for at, ratio in enumerate(runs) if ratio <= WITHIN), len(slower) + 1)
+    return next((at for at, ratio in enumerate(runs) if ratio <= WITHIN), None)
 
 
 def _loss(step: str, keys: Sequence[str]) -> float:
@@ -156,9 +157,12 @@ def _loss(step: str, keys: Sequence[str]) -> float:
 
 
 def _regained(step: str, keys: Sequence[str]) -> float:
-    """Requests that were left when the last kind had recovered; below 0 where one did not."""
-    kinds = figures(step)["kinds"].values()
-    return min(len(of["known_ms"]) - _recovered(of) for of in kinds)
+    """Requests until the last kind had recovered, times -1. Raises NotCountedError where one did not among those that
+    were counted."""
+    found = [_recovered(of) for of in figures(step)["kinds"].values()]
+    if None in found:
+        raise NotCountedError(step)
+    return -max(n for n in found if n is not None)
 
 
 RATIOS: dict[str, Callable[[str, Sequence[str]], list[float]]] = {
