@@ -33,7 +33,7 @@ LIMITS = {
     "moegguf/trace": 2_050,
     "predictors": 7_760,
     "tests": 42_010,
-    "tools": 5_970,
+    "tools": 5_800,
 }
 
 
