@@ -43,6 +43,13 @@ def test_in_a_pool_smaller_than_a_token_every_layer_keeps_some(fake: FakeModel, 
     assert store.counters()["hits_ready"] == 4
 
 
+def test_in_a_sweep_the_layer_that_was_just_computed_goes_first(fake: FakeModel, open_store: Open) -> None:
+    store, context = open_store(fake, 16, simulate=True, fill=False, stream=False)
+    for il in range(4):
+        context.acquire(il, WHOLE_LAYER)
+    assert [len(there(store, il)) for il in range(4)] == [8, 0, 0, 8]
+
+
 def test_a_gate_drops_the_prefetches_of_its_layer_that_were_not_needed(layer: FakeModel, open_store: Open) -> None:
     """On the modelled link, where nothing moves before the gate."""
     store, context = open_store(layer, 8, simulate=True, fill=False)
