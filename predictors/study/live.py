@@ -182,8 +182,11 @@ def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("build/evidence"), help="what `regenerate` made")
     parser.add_argument("--paper", choices=LINKS, default="promoe", help="whose times count")
-    parser.add_argument("--systems", metavar="NAME,...", 
-                        help="strategies, also such as 'promoe with skip'; default: that of the paper, and its bases")
+    parser.add_argument(
+        "--systems",
+        metavar="NAME,...",
+        help="strategies, also such as 'promoe with skip'; default: that of the paper, and its bases",
+    )
     parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args(given)
     if args.worker:

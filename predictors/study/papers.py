@@ -179,9 +179,7 @@ class Workload:
             "late": round(of["hits_late"] / of["lookups"], 4),
             "stall_ms": round(of["stall_ns"] / n_passes / 1e6, 3),
             "experts": round(moved / self.study.trace.shape.expert_bytes / n_passes, 2),
-            "ahead": [round(n / started, 4) for n in (in_time, late, started - in_time - late)]
-            if started
-            else None,
+            "ahead": [round(n / started, 4) for n in (in_time, late, started - in_time - late)] if started else None,
         }
 
 
