@@ -233,7 +233,7 @@ bool Transfers::start_prefetch(const Want & want) {
 }
 
 // The policy's score has no say in what is forecast: an expert that is used makes room by it anyway once it is missed,
-// so only the chance of that counts. Unless costs do not count, nor chances then.
+// so only the chance of that counts. Where costs do not count (an infinite value), the score decides alone.
 Worth Transfers::worth(const Want & want, const Residency & residency) const {
     if (want.cause == Cause::forecast && want.value < INFINITY) {
         return {INFINITY, want.value};

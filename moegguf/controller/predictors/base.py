@@ -131,7 +131,7 @@ class PerSequence(Predictor):
         return 1 - unused
 
     def native(self) -> NativePredictor | None:
-        """The one wrapped, which the store computes for passes of one sequence only."""
+        """The one wrapped; the store follows each sequence likewise, and asks eight of them at most."""
         return self._alone.native()
 
     def _set_present(self, parts: list[Part]) -> None:
