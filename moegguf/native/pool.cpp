@@ -2,7 +2,6 @@
 
 #include "fault.h"
 #include "files.h"
-#include "huge_pages.h"
 
 #include "ggml-cpu.h"
 #include "ggml-impl.h" // ggml_set_op_params
@@ -304,11 +303,6 @@ void Pool::allocate(const Layout & layout, const LayerSet & layers, int n_slots)
         if (buft != plain) {
             arena.alias.reset(ggml_backend_cpu_buffer_from_ptr(arena.base, n));
             ggml_backend_buffer_set_usage(arena.alias.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
-        }
-        if (memory_.pinned) {
-            // pages of the driver's own choice
-        } else if (host_) { // fresh pages are zero, and touching them would spend the budget before it is used
-            ask_for_huge_pages(arena.base, n);
         }
         bytes_ += n;
     }

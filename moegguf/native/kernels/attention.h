@@ -316,11 +316,8 @@ struct Attention {
     static void mix(const float * p, int key_stride, int row_stride, int n_rows, CacheType type,
                     const char * const * values, int64_t n, const uint8_t * keys, int n_keys, const float * rescale,
                     float * out) {
-        if (type == CacheType::f16) {
-            mix_all<CacheType::f16>(p, key_stride, row_stride, n_rows, values, n, keys, n_keys, rescale, out);
-        } else {
-            mix_all<CacheType::f32>(p, key_stride, row_stride, n_rows, values, n, keys, n_keys, rescale, out);
-        }
+        const auto mix_values = type == CacheType::f16 ? mix_all<CacheType::f16> : mix_all<CacheType::f32>;
+        mix_values(p, key_stride, row_stride, n_rows, values, n, keys, n_keys, rescale, out);
     }
 
     // ---- sums of parts of the keys ----

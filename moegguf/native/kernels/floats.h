@@ -36,7 +36,8 @@ struct Floats {
     }
 
     template <ggml_type type, int n_cols, int n_rows>
-    static void tile(const char * const * weights, const float * const * rows, int64_t n, float * const * out) {
+    static void tile(const char * const * weights, const float * const * rows, int64_t n, float * const * out,
+                     int64_t col) {
         V sums[n_cols][n_rows] = {};
         const auto add = [&](auto load_weights, auto load_row) {
             V x[n_rows];
@@ -64,7 +65,7 @@ struct Floats {
         }
         for (int r = 0; r < n_rows; r++) {
             for (int c = 0; c < n_cols; c++) {
-                out[r][c] = sum_of_8(Isa::fold(sums[c][r]));
+                out[r][col + c] = sum_of_8(Isa::fold(sums[c][r]));
             }
         }
     }
@@ -79,21 +80,13 @@ struct Floats {
     template <ggml_type type, int n_rows>
     static void columns(const char * weights, size_t stride, int64_t n_cols, const float * const * rows, int64_t n,
                         float * const * out) {
-        float * at[n_rows];
         for (int64_t col = 0; col < n_cols;) {
             const int n_tile = n_cols - col < Isa::float_cols ? 1 : Isa::float_cols;
             const char * w[Isa::float_cols];
             for (int c = 0; c < n_tile; c++) {
                 w[c] = weights + (col + c) * stride;
             }
-            for (int r = 0; r < n_rows; r++) {
-                at[r] = out[r] + col;
-            }
-            if (n_tile == 1) {
-                tile<type, 1, n_rows>(w, rows, n, at);
-            } else {
-                tile<type, Isa::float_cols, n_rows>(w, rows, n, at);
-            }
+            (n_tile == 1 ? tile<type, 1, n_rows> : tile<type, Isa::float_cols, n_rows>)(w, rows, n, out, col);
             col += n_tile;
         }
     }
@@ -103,11 +96,8 @@ struct Floats {
                          int64_t n, float * const * out) {
         for (int r = 0; r < n_rows;) {
             const int n_tile = n_rows - r < Isa::float_rows ? 1 : Isa::float_rows;
-            if (n_tile == 1) {
-                columns<type, 1>(weights, stride, n_cols, rows + r, n, out + r);
-            } else {
-                columns<type, Isa::float_rows>(weights, stride, n_cols, rows + r, n, out + r);
-            }
+            const auto multiply_tile = n_tile == 1 ? columns<type, 1> : columns<type, Isa::float_rows>;
+            multiply_tile(weights, stride, n_cols, rows + r, n, out + r);
             r += n_tile;
         }
     }

@@ -13,6 +13,7 @@ namespace moegguf::kernels {
 namespace {
 
 struct Avx2 {
+    using OneRow = Avx2;
     static constexpr int n_cols = 8, n_groups = 1, max_rows = 4;
     static constexpr bool signed_codes = true; // products of two 8-bit values would not fit maddubs as unsigned ones
     using I = __m256i;

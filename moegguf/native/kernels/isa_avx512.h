@@ -1,20 +1,14 @@
-// isa_avx512.h: 16 columns of weights at once, with AVX-512 and VNNI. A lane is a column; a vector of codes has four
-// successive values of each. Vectors have the operators + - * / | of GCC and Clang.
+// isa_avx512.h: 16 columns of weights at once, or 8, with AVX-512 and VNNI. A lane is a column; a vector of codes has
+// four successive values of each. Vectors have the operators + - * / | of GCC and Clang.
 #pragma once
 
-#include "kernels.h"
-
-#include <immintrin.h>
-
-#include <cstdint>
-#include <cstring>
+#include "isa_avx2.h"
 
 namespace moegguf::kernels {
 namespace {
 
-struct Avx512 {
+struct Columns16 {
     static constexpr int n_cols = 16, n_groups = 2, max_rows = 16;
-    static constexpr bool signed_codes = false; // of types that use all 8 bits: multiplied as unsigned ones
     using I = __m512i;
     using F = __m512;
 
@@ -82,39 +76,7 @@ struct Avx512 {
         return _mm512_cvtepu8_epi16(_mm256_set_m128i(_mm_unpackhi_epi8(a, b), _mm_unpacklo_epi8(a, b)));
     }
     static I add_pairs(I sum, I a, I b) { return _mm512_dpwssd_epi32(sum, a, b); }
-
-    // sum + scale * (w . x) for 16 values of each column, exactly: partial sums of 4 * n_dots products fit 16 bits,
-    // which dpwssd multiplies with the scale.
-    template <int n_dots, bool has_offset>
-    static I scaled_sum(I sum, const I * w, const int8_t * x, const int32_t * minus, I scale) {
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; i += n_dots) {
-            I part = has_offset ? broadcast(minus + i / 2) : I{};
-#pragma GCC unroll 4
-            for (int j = i; j < i + n_dots; j++) {
-                part = _mm512_dpbusd_epi32(part, w[j], broadcast(x + 4 * j));
-            }
-            sum = _mm512_dpwssd_epi32(sum, part, scale);
-        }
-        return sum;
-    }
-
-    // w . x for 32 values of each column, less offset times the sum of x.
-    template <int, bool>
-    static I sum_32(const I * w, const int8_t * x, const int32_t * minus) {
-        I sum = broadcast(minus);
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; i++) {
-            sum = _mm512_dpbusd_epi32(sum, w[i], broadcast(x + 4 * i));
-        }
-        return sum;
-    }
-
-    // The sums of 8 values from sums of pairs [16], times -offset.
-    static __m256i minus_8(__m256i pairs, int offset) {
-        const __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi16((short)-offset));
-        return _mm256_add_epi32(fours, _mm256_shuffle_epi32(fours, 0xb1));
-    }
+    static I add_fours(I sum, I a, I b) { return _mm512_dpbusd_epi32(sum, a, b); }
 
     // ---- for attention.h ----
 
@@ -169,6 +131,62 @@ struct Avx512 {
         return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
     }
     static __m256 fold(Lanes x) { return _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1)); }
+};
+
+// With the scales of Vnni::scaled_sum.
+struct Columns8 : Avx2 {
+    static I scales(const uint8_t * of_columns) {
+        return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)of_columns));
+    }
+    static I signed_scales(const uint8_t * const (&groups)[1]) {
+        const I x = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)groups[0]));
+        return _mm256_and_si256(x, _mm256_set1_epi32(0xffff));
+    }
+    static I add_pairs(I sum, I a, I b) { return _mm256_dpwssd_epi32(sum, a, b); }
+    static I add_fours(I sum, I a, I b) { return _mm256_dpbusd_epi32(sum, a, b); }
+};
+
+template <class Width>
+struct Vnni : Width {
+    static constexpr bool signed_codes = false; // of types that use all 8 bits: multiplied as unsigned ones
+    using I = typename Width::I;
+
+    // sum + scale * (w . x) for 16 values of each column, exactly: partial sums of 4 * n_dots products fit 16 bits,
+    // which dpwssd multiplies with the scale.
+    template <int n_dots, bool has_offset>
+    static I scaled_sum(I sum, const I * w, const int8_t * x, const int32_t * minus, I scale) {
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i += n_dots) {
+            I part = has_offset ? Width::broadcast(minus + i / 2) : I{};
+#pragma GCC unroll 4
+            for (int j = i; j < i + n_dots; j++) {
+                part = Width::add_fours(part, w[j], Width::broadcast(x + 4 * j));
+            }
+            sum = Width::add_pairs(sum, part, scale);
+        }
+        return sum;
+    }
+
+    // w . x for 32 values of each column, less offset times the sum of x.
+    template <int, bool>
+    static I sum_32(const I * w, const int8_t * x, const int32_t * minus) {
+        I sum = Width::broadcast(minus);
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) {
+            sum = Width::add_fours(sum, w[i], Width::broadcast(x + 4 * i));
+        }
+        return sum;
+    }
+
+    // The sums of 8 values from sums of pairs [16], times -offset.
+    static __m256i minus_8(__m256i pairs, int offset) {
+        const __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi16((short)-offset));
+        return _mm256_add_epi32(fours, _mm256_shuffle_epi32(fours, 0xb1));
+    }
+};
+
+struct Avx512 : Vnni<Columns16> {
+    using OneRow = Vnni<Columns8>; // from memory, one stream of weights is read faster than two
 };
 
 } // namespace

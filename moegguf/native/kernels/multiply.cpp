@@ -41,19 +41,39 @@ struct Product {
 
     size_t quantized() const { return n / kernel->block_values * kernel->block_bytes; } // bytes of a row of activations
 
-    // Columns [first, last) of a tile. out: of each row, column 0
+    // Columns [first, last) of a tile. out: of each row, the first
     void multiply(int64_t first, int64_t last, const char * tile, int n_rows, float * const * out) const {
-        float * at[max_tile];
-        for (int r = 0; r < n_rows; r++) {
-            at[r] = out[r] + first;
-        }
-        kernel->multiply(weights + first * row_bytes, row_bytes, last - first, tile, n_rows, n, at);
+        kernel->multiply(weights + first * row_bytes, row_bytes, last - first, tile, n_rows, n, out);
     }
 };
 
-// Part `i` of n_parts of n columns, in groups of 16.
-int64_t part_begin(int64_t i, int64_t n_parts, int64_t n) {
-    return std::min((i * n / n_parts + 15) / 16 * 16, n);
+// The columns of a matrix, divided among threads: each has a share of successive ones, which it reads part by part, and
+// takes parts of others' when it is done, as theirs may have to share their processor.
+struct Shares {
+    int64_t * taken; // [n_threads]: parts of each share
+    int64_t n_threads, n_parts, n_cols;
+
+    bool next(int64_t thread, int64_t & first, int64_t & last) const {
+        for (int64_t i = 0; i < n_threads; i++) {
+            const int64_t share = (thread + i) % n_threads;
+            for (int64_t part; (part = __atomic_fetch_add(&taken[share], 1, __ATOMIC_RELAXED)) < n_parts;) {
+                first = begin(share * n_parts + part), last = begin(share * n_parts + part + 1);
+                if (first < last) {
+                    return true;
+                }
+            }
+        }
+        return false;
+    }
+
+  private:
+    int64_t begin(int64_t part) const { // in groups of 16
+        return std::min((part * n_cols / (n_parts * n_threads) + 15) / 16 * 16, n_cols);
+    }
+};
+
+size_t shares_bytes(int n_threads) {
+    return GGML_PAD(n_threads * sizeof(int64_t), 64);
 }
 
 // ---- MUL_MAT ----
@@ -80,23 +100,23 @@ void quantize_tiles(const ggml_compute_params * params, const ggml_tensor * x, c
 void mul_mat(ggml_compute_params * params, ggml_tensor * op, const Kernel * kernel) {
     const ggml_tensor * w = op->src[0];
     const Product p = {kernel, (const char *)w->data, w->nb[1], w->ne[0]};
-    quantize_tiles(params, op->src[1], p, (char *)params->wdata);
-
-    const int64_t n_cols = w->ne[1], n_rows = ggml_nrows(op);
-    const int64_t n_parts = std::max<int64_t>(4 * params->nth, n_cols * p.row_bytes / part_bytes);
+    const int64_t n_rows = ggml_nrows(op);
+    const int64_t n_parts = std::max<int64_t>(4, w->ne[1] * p.row_bytes / part_bytes / params->nth);
+    const Shares shares = {(int64_t *)params->wdata, params->nth, n_parts, w->ne[1]};
+    char * const tiles = (char *)params->wdata + shares_bytes(params->nth);
+    quantize_tiles(params, op->src[1], p, tiles);
     if (params->ith == 0) {
-        ggml_threadpool_chunk_set(params->threadpool, params->nth);
+        memset(shares.taken, 0, shares_bytes(params->nth));
     }
     ggml_barrier(params->threadpool);
 
-    for (int64_t part = params->ith; part < n_parts; part = ggml_threadpool_chunk_add(params->threadpool, 1)) {
-        const int64_t first = part_begin(part, n_parts, n_cols), last = part_begin(part + 1, n_parts, n_cols);
-        const char * tile = (const char *)params->wdata;
-        for (int64_t row = 0; row < n_rows && first < last;) {
+    for (int64_t first, last; shares.next(params->ith, first, last);) {
+        const char * tile = tiles;
+        for (int64_t row = 0; row < n_rows;) {
             const int n_tile = next_tile(n_rows - row, kernel->max_rows);
             float * out[max_tile];
             for (int r = 0; r < n_tile; r++) {
-                out[r] = row_of(op, std::min(row + r, n_rows - 1));
+                out[r] = row_of(op, std::min(row + r, n_rows - 1)) + first;
             }
             p.multiply(first, last, tile, n_tile, out);
             row += n_tile, tile += n_tile * p.quantized();
@@ -149,8 +169,8 @@ struct Work {
     char * rows;
     char * tiles;
     int64_t * n_rows; // [n_expert]
-    int64_t * taken;  // [n_expert]: parts of the matrix that a thread has taken
-    int64_t * first;  // [n_expert]: of `choices`
+    int64_t * taken;  // [n_expert][n_threads], of `Shares`
+    int64_t * end;    // [n_expert]: of its `choices`
     Choice * choices; // ordered by expert
     size_t size;
 
@@ -167,8 +187,8 @@ struct Work {
         tiles = take(n_threads * max_tile * row);
         const int64_t n_expert = op->src[0]->ne[2];
         n_rows = (int64_t *)take(n_expert * sizeof(int64_t));
-        taken = (int64_t *)take(n_expert * sizeof(int64_t));
-        first = (int64_t *)take(n_expert * sizeof(int64_t));
+        taken = (int64_t *)take(n_expert * n_threads * sizeof(int64_t));
+        end = (int64_t *)take(n_expert * sizeof(int64_t));
         choices = (Choice *)take(ggml_nelements(op->src[2]) * sizeof(Choice));
         size = at - (char *)memory;
     }
@@ -183,24 +203,19 @@ void for_each_choice(const ggml_tensor * ids, Visit visit) {
     }
 }
 
-// By expert; only the entries of those that have rows are written, but for the counts.
-void sort_choices(const ggml_tensor * op, const Work & work) {
+// By expert.
+void sort_choices(const ggml_tensor * op, const Work & work, int n_threads) {
     const int64_t n_expert = op->src[0]->ne[2];
+    memset(work.taken, 0, n_expert * n_threads * sizeof(int64_t));
     memset(work.n_rows, 0, n_expert * sizeof(int64_t));
     for_each_choice(op->src[2], [&](int32_t expert, Choice) {
         GGML_ASSERT(expert >= 0 && expert < n_expert);
         work.n_rows[expert]++;
-        work.taken[expert] = 0;
     });
-    int64_t n = 0;
-    for_each_choice(op->src[2], [&](int32_t expert, Choice choice) {
-        if (work.taken[expert] == 0) {
-            work.first[expert] = n;
-            n += work.n_rows[expert];
-        }
-        work.choices[work.first[expert] + work.taken[expert]++] = choice;
-    });
-    for_each_choice(op->src[2], [&](int32_t expert, Choice) { work.taken[expert] = 0; });
+    for (int64_t expert = 0, n = 0; expert < n_expert; n += work.n_rows[expert++]) {
+        work.end[expert] = n;
+    }
+    for_each_choice(op->src[2], [&](int32_t expert, Choice choice) { work.choices[work.end[expert]++] = choice; });
 }
 
 void quantize_rows(const ggml_compute_params * params, const ggml_tensor * x, const Product & p, char * rows) {
@@ -220,7 +235,7 @@ void multiply_expert(ggml_tensor * op, const Product & p, const Work & work, cha
         for (int r = 0; r < n_tile; r++) {
             const Choice c = choices[std::min(row + r, n_rows - 1)];
             rows[r] = work.rows + (c.i % x->ne[1] + c.token * x->ne[1]) * p.quantized();
-            out[r] = row_of(op, c.i + c.token * op->ne[1]);
+            out[r] = row_of(op, c.i + c.token * op->ne[1]) + first;
         }
         if (n_tile > 1) {
             p.kernel->gather(rows, n_tile, p.n, tile);
@@ -237,7 +252,7 @@ void mul_mat_id(ggml_compute_params * params, ggml_tensor * op, const Kernel * k
     Product p = {kernel, nullptr, w->nb[1], w->ne[0]};
     quantize_rows(params, op->src[1], p, work.rows);
     if (params->ith == 0) {
-        sort_choices(op, work);
+        sort_choices(op, work, params->nth);
     }
     ggml_barrier(params->threadpool);
 
@@ -245,14 +260,11 @@ void mul_mat_id(ggml_compute_params * params, ggml_tensor * op, const Kernel * k
     ggml_mul_mat_id_begin(&order, op, params->nth);
     for (int expert; (expert = ggml_mul_mat_id_next(&order, work.n_rows, (int)w->ne[2], params->ith)) >= 0;) {
         p.weights = (const char *)w->data + order.at * w->nb[2];
-        // a thread that has to share its processor leaves parts to the others
-        const int64_t n_rows = work.n_rows[expert], n_parts = n_rows < 4 ? 4 * params->nth : params->nth;
-        for (int64_t part; (part = __atomic_fetch_add(&work.taken[expert], 1, __ATOMIC_RELAXED)) < n_parts;) {
-            const int64_t first = part_begin(part, n_parts, w->ne[1]), last = part_begin(part + 1, n_parts, w->ne[1]);
+        const int64_t n_rows = work.n_rows[expert], n_parts = n_rows < 4 ? 4 : 1;
+        const Shares shares = {work.taken + expert * params->nth, params->nth, n_parts, w->ne[1]};
+        for (int64_t first, last; shares.next(params->ith, first, last);) {
             char * tile = work.tiles + params->ith * max_tile * p.quantized();
-            if (first < last) {
-                multiply_expert(op, p, work, tile, work.choices + work.first[expert], n_rows, first, last);
-            }
+            multiply_expert(op, p, work, tile, work.choices + work.end[expert] - n_rows, n_rows, first, last);
         }
     }
 }
@@ -270,7 +282,8 @@ bool work_size(int n_threads, const ggml_tensor * op, int64_t n_cols, int64_t in
     }
     const ggml_tensor * x = op->src[1];
     const size_t row = x->ne[0] / kernel->block_values * kernel->block_bytes;
-    size = op->op == GGML_OP_MUL_MAT ? (ggml_nrows(x) + max_tile) * row : Work(op, kernel, n_threads, nullptr).size;
+    size = op->op == GGML_OP_MUL_MAT ? shares_bytes(n_threads) + (ggml_nrows(x) + max_tile) * row
+                                     : Work(op, kernel, n_threads, nullptr).size;
     return true;
 }
 

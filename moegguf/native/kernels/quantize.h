@@ -26,35 +26,34 @@ inline int32_t sum_of_pairs(__m256i pairs) {
     return _mm_cvtsi128_si32(_mm_add_epi32(x, _mm_shuffle_epi32(x, 0xb1)));
 }
 
-inline float largest(const float * x, int n) {
-    __m256 max = _mm256_setzero_ps();
-    for (int i = 0; i < n; i += 8) {
-        max = _mm256_max_ps(_mm256_andnot_ps(_mm256_set1_ps(-0.0f), _mm256_loadu_ps(x + i)), max);
+template <class Isa>
+float largest(const float * x, int n) {
+    typename Isa::F max = {};
+    for (int i = 0; i < n; i += Isa::n_cols) {
+        max = Isa::max(Isa::abs(Isa::load(x + i)), max);
     }
-    __m128 x4 = _mm_max_ps(_mm256_castps256_ps128(max), _mm256_extractf128_ps(max, 1));
-    x4 = _mm_max_ps(x4, _mm_movehl_ps(x4, x4));
-    return _mm_cvtss_f32(_mm_max_ss(x4, _mm_movehdup_ps(x4)));
+    return Isa::greatest(max);
 }
 
 // A scale of 16 bits, as quantize_row_q8_0 has it.
 template <class Isa, class T>
 void quantize_block(const float * x, Row32 & row) {
-    const float max = largest(x, 32);
+    const float max = largest<Isa>(x, 32);
     row.d = _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtps_ph(_mm_set_ss(max / 127.0f), _MM_FROUND_TO_NEAREST_INT)));
     row.minus = -T::template offset<Isa> * sum_of_pairs(round_32(x, max > 0 ? 127.0f / max : 0.0f, row.qs));
 }
 
 // The scale of quantize_row_q8_K, which may change the sign of values and scale together.
-template <class Row>
+template <class Isa, class Row>
 float scale_of(const float * x, Row & row) {
-    const float max = largest(x, 256), inverse = max > 0 ? 127.0f / max : 0.0f;
+    const float max = largest<Isa>(x, 256), inverse = max > 0 ? 127.0f / max : 0.0f;
     row.d = max > 0 ? 1.0f / inverse : 0.0f;
     return inverse;
 }
 
 template <class Isa, class T>
 void quantize_block(const float * x, RowMins & row) {
-    const float inverse = scale_of(x, row);
+    const float inverse = scale_of<Isa>(x, row);
     for (int i = 0; i < 8; i++) {
         row.sums[i] = (int16_t)sum_of_pairs(round_32(x + 32 * i, inverse, row.qs + 32 * i));
     }
@@ -62,7 +61,7 @@ void quantize_block(const float * x, RowMins & row) {
 
 template <class Isa, class T>
 void quantize_block(const float * x, RowOffset & row) {
-    const float inverse = scale_of(x, row);
+    const float inverse = scale_of<Isa>(x, row);
     const __m256i even = _mm256_setr_epi32(0, 2, 4, 6, 0, 2, 4, 6);
     for (int i = 0; i < 8; i++) {
         const __m256i minus = Isa::minus_8(round_32(x + 32 * i, inverse, row.qs + 32 * i), T::offset);

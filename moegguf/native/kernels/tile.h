@@ -7,7 +7,7 @@
 namespace moegguf::kernels {
 namespace {
 
-constexpr int prefetch_ahead_bytes = 16384; // into the second cache: few lines at once are on their way to the first
+constexpr int prefetch_ahead_bytes = 32768; // into the second cache: few lines at once are on their way to the first
 
 template <class Isa, class T>
 struct Tile {
@@ -86,47 +86,41 @@ struct Tile {
     }
 
     template <int n_rows>
-    static void columns(const Groups & weights, const Row * rows, int64_t n_blocks, float * const * out, int n_out) {
+    static void columns(const Groups & weights, const Row * rows, int64_t n_blocks, float * const * out, int64_t col,
+                        int n_out) {
         F sums[n_rows], mins[n_rows];
 #pragma GCC unroll 16
         for (int r = 0; r < n_rows; r++) {
             sums[r] = mins[r] = F{};
         }
         for (int64_t b = 0; b < n_blocks; b++, rows += n_rows) {
-            Groups block;
-            for (int i = 0; i < Isa::n_groups; i++) {
-                block[i] = weights[i] + b * T::bytes;
-            }
+            const Parts<Isa> block(weights, b * T::bytes);
 #pragma GCC unroll 64
             for (int at = 0; at < Isa::n_groups * T::bytes; at += 64) { // in the order of their addresses
                 __builtin_prefetch(weights[0] + b * Isa::n_groups * T::bytes + at + prefetch_ahead_bytes, 0, 2);
             }
             if constexpr (T::n_values == 32) {
-                add_32<n_rows>(block, rows, sums, mins);
+                add_32<n_rows>(block.of, rows, sums, mins);
             } else {
-                add_256<n_rows>(block, rows, sums, mins);
+                add_256<n_rows>(block.of, rows, sums, mins);
             }
         }
 #pragma GCC unroll 16
         for (int r = 0; r < n_rows; r++) {
-            Isa::store(out[r], T::has_mins ? sums[r] - mins[r] : sums[r], n_out);
+            Isa::store(out[r] + col, T::has_mins ? sums[r] - mins[r] : sums[r], n_out);
         }
     }
 
     template <int n_rows>
     static void all_columns(const uint8_t * weights, size_t row_bytes, int64_t n_cols, const Row * rows, int64_t n,
                             float * const * out) {
-        float * at[n_rows];
         for (int64_t col = 0; col < n_cols; col += Isa::n_cols) {
             const int n_out = n_cols - col < Isa::n_cols ? (int)(n_cols - col) : Isa::n_cols;
             Groups groups; // the last 8 columns stand for 16
             for (int i = 0; i < Isa::n_groups; i++) {
                 groups[i] = weights + (col + (8 * i < n_out ? 8 * i : 0)) * row_bytes;
             }
-            for (int r = 0; r < n_rows; r++) {
-                at[r] = out[r] + col;
-            }
-            columns<n_rows>(groups, rows, n / T::n_values, at, n_out);
+            columns<n_rows>(groups, rows, n / T::n_values, out, col, n_out);
         }
     }
 
@@ -136,7 +130,7 @@ struct Tile {
         const auto * rows = (const Row *)tile;
         switch (n_rows) {
             case 1:
-                return all_columns<1>(w, row_bytes, n_cols, rows, n, out);
+                return Tile<typename Isa::OneRow, T>::template all_columns<1>(w, row_bytes, n_cols, rows, n, out);
             case 2:
                 return all_columns<2>(w, row_bytes, n_cols, rows, n, out);
             case 4:
@@ -163,22 +157,13 @@ constexpr Kernel kernel = {T::n_values,      sizeof(typename T::Row), Isa::max_r
 
 template <class Isa>
 const Kernel * find(ggml_type type) {
-    switch (type) {
-        case GGML_TYPE_Q4_0:
-            return &kernel<Isa, Q4_0x8>;
-        case GGML_TYPE_IQ4_NL:
-            return &kernel<Isa, Iq4NlX8>;
-        case GGML_TYPE_MXFP4:
-            return &kernel<Isa, Mxfp4X8>;
-        case GGML_TYPE_Q4_K:
-            return &kernel<Isa, Q4KX8>;
-        case GGML_TYPE_Q5_K:
-            return &kernel<Isa, Q5KX8>;
-        case GGML_TYPE_Q6_K:
-            return &kernel<Isa, Q6KX8>;
-        default:
-            return nullptr;
-    }
+    return type == GGML_TYPE_Q4_0     ? &kernel<Isa, Q4_0x8>
+           : type == GGML_TYPE_IQ4_NL ? &kernel<Isa, Iq4NlX8>
+           : type == GGML_TYPE_MXFP4  ? &kernel<Isa, Mxfp4X8>
+           : type == GGML_TYPE_Q4_K   ? &kernel<Isa, Q4KX8>
+           : type == GGML_TYPE_Q5_K   ? &kernel<Isa, Q5KX8>
+           : type == GGML_TYPE_Q6_K   ? &kernel<Isa, Q6KX8>
+                                      : nullptr;
 }
 
 } // namespace

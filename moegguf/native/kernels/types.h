@@ -34,6 +34,18 @@ struct RowOffset {
 
 namespace {
 
+// Where blocks, or parts of them, begin: of each group of columns.
+template <class Isa>
+struct Parts {
+    const uint8_t * of[Isa::n_groups];
+
+    Parts(const uint8_t * const (&blocks)[Isa::n_groups], int64_t offset) {
+        for (int i = 0; i < Isa::n_groups; i++) {
+            of[i] = blocks[i] + offset;
+        }
+    }
+};
+
 // ---- 32 values with a scale ----
 
 // A half for each column, then nibbles: lines of values 0-7 and 16-23, 8-15 and 24-31.
@@ -45,13 +57,10 @@ struct NibblesX8 {
 
     template <class Isa>
     static void nibbles(const uint8_t * const (&blocks)[Isa::n_groups], int flipped, typename Isa::I * w) {
-        const uint8_t * qs[Isa::n_groups];
-        for (int i = 0; i < Isa::n_groups; i++) {
-            qs[i] = blocks[i] + 8 * scale_bytes;
-        }
+        const Parts<Isa> qs(blocks, 8 * scale_bytes);
         for (int line = 0; line < 2; line++) {
             typename Isa::I raw[2];
-            Isa::load_line(qs, line, raw[0], raw[1]);
+            Isa::load_line(qs.of, line, raw[0], raw[1]);
             for (int i = 0; i < 2; i++) {
                 const auto x = Isa::flip(raw[i], flipped);
                 w[2 * line + i] = Isa::low_nibbles(x);
@@ -121,18 +130,6 @@ struct Mxfp4X8 : NibblesX8<1> {
 };
 
 // ---- 256 values with integer scales: sub-blocks of 32 or 16 ----
-
-// Where parts of a block begin, for each group of columns.
-template <class Isa>
-struct Parts {
-    const uint8_t * of[Isa::n_groups];
-
-    Parts(const uint8_t * const (&blocks)[Isa::n_groups], int offset) {
-        for (int i = 0; i < Isa::n_groups; i++) {
-            of[i] = blocks[i] + offset;
-        }
-    }
-};
 
 // Scales and minima of 6 bits, in 12 bytes for each of the 8 sub-blocks: [sub-block][column].
 template <class Isa>
