@@ -235,7 +235,7 @@ void Acquire::note_failures(Context & context) {
     }
 }
 
-// Of a pool that has every expert nothing is predicted.
+// Nothing is predicted for a pool that has every expert.
 bool Acquire::awaits_tokens(Context & context, int sequence, int phase) {
     Announced & announced = context.announced;
     announced.sequence = sequence;

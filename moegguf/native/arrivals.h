@@ -19,7 +19,7 @@ class Arrivals {
     bool on(int il) const { return !tensors_.empty() && tier_->layers.has[il]; }
 
   private:
-    // Of one pool tensor. The kernel knows the address of `next` only, so it comes first.
+    // What belongs to one pool tensor. The kernel knows the address of `next` only, so it comes first.
     struct PoolTensor {
         int (*next)(ggml_mul_mat_id_order * order, const int64_t * row_counts, int n_as, int ith);
         Arrivals * arrivals;

@@ -57,7 +57,7 @@ struct Choice {
 struct Event : Choice {
     static constexpr int not_chosen = -1, no_slot_yet = -2; // instead of a slot
 
-    // Of this choice. Returns an id that is of no expert of the layer; nullptr: they all are.
+    // Begins with this choice. Returns an id that is of no expert of the layer; nullptr: they all are.
     const int32_t * begin(const Choice & choice, int n_expert);
 
     LayerStep step;

@@ -297,7 +297,7 @@ Forecaster::Follower & Forecaster::follower_of(int sequence) {
     return *found;
 }
 
-// As if the sequence was alone.
+// What the sequence would show if it was alone.
 Observation Forecaster::observation(const Record & record, size_t i) const {
     const bool has_input = !record.inputs.empty() && record.last[i].n_tokens == 1;
     return {record.il,
@@ -465,7 +465,7 @@ void Forecaster::order_by_proximity() {
                      [&](const Want & a, const Want & b) { return priority(a) > priority(b); });
 }
 
-// Of a layer's most probable experts, as many as the tokens can use, those that are not there and worth it.
+// Wants a layer's most probable experts, as many as the tokens can use, that are not there and worth it.
 // An expert that is used with chance p saves its stall, or as much of it as there is time until its layer comes; one
 // that is not keeps the link from others for nothing. What is left is what the expert evicted for it may be worth.
 void Forecaster::want_row(int at, uint64_t deadline) {

@@ -139,7 +139,7 @@ class Forecaster {
     bool stopping_ = false;
     std::thread thread_;
 
-    // Of the thread that predicts.
+    // These belong to the thread that predicts.
     std::optional<Maker> maker_;      // of all followers; calibration_ is of it, also while nothing is predicted
     std::vector<Follower> followers_; // most_sequences at most
     std::vector<size_t> present_;     // those of this pass that are asked, in its order

@@ -182,7 +182,7 @@ struct moegguf_counters {
     uint64_t sim_clock_ns;
 };
 
-// Of the tier that layers compute on, beside its moegguf_tier_info.
+// Figures of the tier that layers compute on, beside its moegguf_tier_info.
 struct moegguf_pool_info {
     uint64_t slot_bytes; // one expert over all arenas
     uint64_t read_buffer_bytes;
@@ -383,7 +383,7 @@ MOEGGUF_API int moegguf_slot_sizes(const struct moegguf_matrix * matrices, int32
 // One that ggml does not know has none.
 MOEGGUF_API int moegguf_pad(const char * device, struct moegguf_matrix * matrices, int32_t n_matrices);
 
-// Of n_slots slots, those that one pool of these matrices can have on a device (NULL: the CPU), whose kernels and
+// How many of n_slots slots one pool of these matrices can have on a device (NULL: the CPU), whose kernels and
 // buffers have a largest size.
 MOEGGUF_API int moegguf_most_slots(const char * device, const struct moegguf_matrix * matrices, int32_t n_matrices,
                                    int32_t n_slots, int32_t * most);

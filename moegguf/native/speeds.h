@@ -8,7 +8,7 @@
 
 namespace moegguf {
 
-// As moegguf_measure_speeds says. Throws Error.
+// See moegguf_measure_speeds. Throws Error.
 moegguf_speeds measure_speeds(const moegguf_config & config, int n_threads, double seconds);
 
 } // namespace moegguf

@@ -157,7 +157,7 @@ class SimResult:
     counters: all of the store's that follow from the trace. decode: of decode passes; whole: of all. sequences:
     {request: its decode passes, or all of its passes where it has none}. tiers: {"VRAM", "RAM" and, where prompts are
     staged, "staging": what was counted there} of all passes, and decode_tiers of decode passes; empty with one tier.
-    Of several devices "VRAM" is all of them together, and each is there by its name, too.
+    With several devices "VRAM" is all of them together, and each is there by its name, too.
     t_per_s: decoded tokens per modelled second, None without a link.
     """
 
