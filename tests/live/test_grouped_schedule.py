@@ -47,8 +47,7 @@ def decode_together(llm: Llama, after_each: Callable[[list[int]], object] = lamb
 
 
 @pytest.mark.parametrize(
-    ("policy", "predictor"),
-    [("lru", "none"), ("lfu-request", "none"), ("next-use", "previous-token"), ("next-use", "skip")],
+    ("policy", "predictor"), [("lru", "none"), ("lfu", "none"), ("next-use", "previous-token"), ("next-use", "skip")]
 )
 def test_a_recorded_batch_is_replayed_with_the_hits_that_it_had(
     tiny: TinyModel, tmp_path: Path, policy: str, predictor: str

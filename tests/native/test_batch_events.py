@@ -10,7 +10,7 @@ import pytest
 from fake_model import FakeModel, Open
 from traces import SMALL, random_trace
 
-from moegguf.controller.policies import LRU, AnyPolicy, LfuRequest, SparsityAware
+from moegguf.controller.policies import LRU, AnyPolicy, Lfu, SparsityAware
 from moegguf.controller.predictors.base import NoPrediction
 from moegguf.errors import OptionError
 from moegguf.native import abi, library
@@ -78,9 +78,7 @@ def batches() -> Trace:
     return grouped(trace, [*prompts, *(np.array([tokens[3 + step] for tokens in of]) for step in range(12))])
 
 
-POLICIES = {
-    "lru": lambda: LRU, "lfu-request": lambda: LfuRequest(SMALL), "sparsity": lambda: SparsityAware(SMALL),
-}  # fmt: skip
+POLICIES = {"lru": lambda: LRU, "lfu": Lfu, "sparsity": lambda: SparsityAware(SMALL)}
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -12,17 +12,7 @@ from traces import SMALL, random_trace
 
 from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
-from moegguf.controller.policies import (
-    LOCALITY,
-    LRU,
-    AnyPolicy,
-    LeastStale,
-    Lfu,
-    LfuRequest,
-    Policy,
-    Random,
-    SparsityAware,
-)
+from moegguf.controller.policies import LOCALITY, LRU, AnyPolicy, Lfu, Policy, SparsityAware
 from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.shape import MoeShape
@@ -37,9 +27,7 @@ NEXT_USE = NativePolicy("next-use", takes_forecast=True)
 LFU_DECAY = NativePolicy("lfu-decay")
 SLRU = NativePolicy("slru")
 ALL: list[Callable[[], AnyPolicy]] = [
-    lambda: LRU, Lfu, lambda: LfuRequest(SMALL), lambda: LFU_DECAY, lambda: Random(SMALL), lambda: LeastStale(SMALL),
-    lambda: LOCALITY, lambda: SparsityAware(SMALL), lambda: NEXT_USE,
-    lambda: SLRU,
+    lambda: LRU, Lfu, lambda: LFU_DECAY, lambda: LOCALITY, lambda: SparsityAware(SMALL), lambda: NEXT_USE, lambda: SLRU,
 ]  # fmt: skip
 
 

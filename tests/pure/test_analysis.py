@@ -90,7 +90,7 @@ def test_all_is_every_available_name_and_warns_about_the_others(analysis: Study)
         policies = analysis.policies(["all"])
     assert policies[0] == "lru" and "static" not in policies
     with pytest.warns(UserWarning, match=r"^left out: skip.* \(.*--model.*mlp.* \(.*trained"):
-        assert set(analysis.predictors(["all", "previous-token"])) == {"previous-token", "eamc", "eamc-own"}
+        assert set(analysis.predictors(["all", "previous-token"])) == {"previous-token", "eamc"}
 
 
 def test_a_predictor_that_reads_inputs_needs_them_in_the_trace(

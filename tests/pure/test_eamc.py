@@ -8,7 +8,7 @@ import pytest
 from traces import random_trace, routed
 
 from moegguf.controller.collection import Eamc, EamcPair
-from moegguf.controller.predictors.eamc import EamcPredictor, OwnEamcPredictor
+from moegguf.controller.predictors.eamc import EamcPredictor
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Announcement, Phase, RoutingEvent
 
@@ -26,9 +26,9 @@ def announced(sequence: int, phase: Phase = Phase.DECODE) -> Announcement:
     return Announcement(sequence, phase, np.zeros(1, np.int32))
 
 
-def figure_5(own_share: float = 0.0) -> EamcPredictor:
+def figure_5() -> EamcPredictor:
     decode = Eamc.from_state(np.array([ONE_TOKEN, *MATCHED], np.float32))
-    return EamcPredictor(FOUR, EamcPair(Eamc(4, 2), decode), n_matches=2, own_share=own_share)
+    return EamcPredictor(FOUR, EamcPair(Eamc(4, 2), decode), n_matches=2)
 
 
 def test_figure_5() -> None:
@@ -40,28 +40,11 @@ def test_figure_5() -> None:
     np.testing.assert_allclose(np.array(probabilities), AGGREGATED, rtol=1e-6)
 
 
-def test_the_own_request_has_its_share_and_the_whole_where_nothing_else_is_known() -> None:
-    predictor = figure_5(own_share=0.5)
-    for il, e in enumerate((1, 0, 0, 1)):
-        predictor.observe(routed(il, e))
+def test_the_request_in_progress_is_left_out() -> None:
+    predictor = EamcPredictor(FOUR)
+    predictor.observe(routed(2, 1))
     predictor.observe(routed(0, 1, pass_=1))
-    predictor.observe(routed(1, 0, pass_=1))
-    np.testing.assert_allclose(predictor.predict(2, 1), [0.7, 0.3], rtol=1e-6)
-    alone = EamcPredictor(FOUR, own_share=0.5)
-    alone.observe(routed(2, 1))
-    alone.observe(routed(0, 1, pass_=1))
-    np.testing.assert_allclose(alone.predict(2, 2), [0, 1])
-    assert alone.predict(3, 3) is None
-
-
-def test_the_papers_predictor_leaves_the_request_in_progress_out_and_the_variant_of_ours_has_a_name() -> None:
-    for kind, found in ((EamcPredictor, None), (OwnEamcPredictor, [0, 1])):
-        predictor = kind(FOUR)
-        predictor.observe(routed(2, 1))
-        predictor.observe(routed(0, 1, pass_=1))
-        got = predictor.predict(2, 2)
-        assert (None if got is None else got.tolist()) == found
-    assert (EamcPredictor.name, OwnEamcPredictor.name) == ("eamc", "eamc-own")
+    assert predictor.predict(2, 2) is None
 
 
 def test_prefill_and_decode_do_not_match_each_other() -> None:
@@ -73,7 +56,7 @@ def test_prefill_and_decode_do_not_match_each_other() -> None:
 
 
 def test_a_request_joins_the_collection_when_the_next_one_begins() -> None:
-    predictor = EamcPredictor(FOUR, own_share=0)
+    predictor = EamcPredictor(FOUR)
     for pass_, phase in enumerate((Phase.PREFILL, Phase.DECODE, Phase.DECODE)):
         for il in range(4):
             predictor.observe(routed(il, il % 2, pass_=pass_, phase=phase))
@@ -99,13 +82,12 @@ def test_an_announcement_ends_a_request_too_but_once_only() -> None:
     assert predictor.eamcs.decode.state.sum() == 3 and predictor.eamcs.decode.n_entries == 2
 
 
-def test_before_the_first_event_of_a_pass_only_the_own_request_counts() -> None:
-    predictor = figure_5(own_share=0.5)
+def test_before_the_first_event_of_a_pass_nothing_is_predicted() -> None:
+    predictor = figure_5()
     predictor.announce(announced(0))
     predictor.observe(routed(3, 1))
     predictor.announce(announced(0))
-    np.testing.assert_allclose(predictor.predict(3, 4), [0, 1])
-    assert predictor.predict(2, 3) is None
+    assert predictor.predict(3, 4) is predictor.predict(2, 3) is None
 
 
 @pytest.mark.parametrize(
@@ -138,22 +120,11 @@ def hits_by_request(predictor: EamcPredictor, kinds: tuple[int, ...]) -> npt.NDA
     return np.array(rates)
 
 
-def recovery(capacity: int, own_share: float) -> float:
-    """Hit share of requests 25 to 50 after a change of kind, over that of a predictor that never saw the old kind."""
+def test_a_collection_below_capacity_recovers_within_50_requests_after_a_change_of_text_kind() -> None:
+    """Hit share of requests 25 to 50 after the change, against that of a predictor that never saw the old kind."""
     shape = random_trace(n_sequences=1).shape
     changed, fresh = (
-        hits_by_request(EamcPredictor(shape, EamcPair.empty(*shape.table, capacity), own_share=own_share), kinds)
-        for kinds in ((0, 1), (1,))
+        hits_by_request(EamcPredictor(shape, EamcPair.empty(*shape.table, 120)), kinds) for kinds in ((0, 1), (1,))
     )
     assert fresh[0] < fresh[25:50].mean()  # it improves
-    return changed[85:110].mean() / fresh[25:50].mean()
-
-
-def test_a_collection_below_capacity_recovers_within_50_requests_after_a_change_of_text_kind() -> None:
-    assert recovery(capacity=120, own_share=0) > 0.9
-
-
-def test_a_full_collection_recovers_only_with_the_own_request() -> None:
-    # Replacing the most similar removes the new kind's own first entries: the old kind stays in the majority.
-    assert recovery(capacity=16, own_share=0) < 0.7
-    assert recovery(capacity=16, own_share=0.5) > 0.8
+    assert changed[85:110].mean() > 0.9 * fresh[25:50].mean()

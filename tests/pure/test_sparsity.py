@@ -80,16 +80,10 @@ def test_a_finished_request_guides_the_next() -> None:
     assert scores[2, 1] > scores[2, 0]
 
 
-def test_the_own_request_counts_before_any_other_has_ended() -> None:
-    policy, history = SparsityAware(THREE), History(THREE)
-    scores_after(policy, history, 2, 1)
-    scores = scores_after(policy, history, 0, 0, pass_=1)
-    assert victim(scores, "31", "32") == "31"
-
-
 def test_layers_without_experts_have_no_score_and_depth_counts_those_with() -> None:
     shape = MoeShape(n_layer=4, n_expert=2, n_expert_used=1, layers=(1, 3))
-    policy, history = SparsityAware(shape, own_share=0.5), History(shape)
+    request = np.array([[[0, 0], [1, 0], [0, 0], [1, 0]]], np.float32)
+    policy, history = SparsityAware(shape, EamcPair(Eamc(4, 2), Eamc.from_state(request))), History(shape)
     scores_after(policy, history, 1, 0)
     scores = scores_after(policy, history, 3, 0)
     assert scores[1, 0] == pytest.approx(1, rel=1e-4)

@@ -13,7 +13,7 @@ from moegguf.controller.collection import EamcPair
 from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
 from moegguf.controller.predictors.base import Predictor
-from moegguf.controller.predictors.eamc import OWN_SHARE, EamcPredictor, Learner, PredictEam
+from moegguf.controller.predictors.eamc import EamcPredictor, Learner, PredictEam
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
 from moegguf.native.events import Float32s
@@ -49,19 +49,6 @@ class Lfu:
         return history.uses
 
 
-class LfuRequest:
-    """score = tokens of this request that used the expert, prompt included."""
-
-    name: ClassVar[str] = "lfu-request"
-
-    def __init__(self, shape: MoeShape) -> None:
-        self._scores: Float32s = np.zeros(shape.table, np.float32)
-
-    def scores(self, history: History, forecast: Forecast) -> Float32s | None:
-        """(n_layer, n_expert), updated at every routing event."""
-        return np.add(history.prefill, history.decode, out=self._scores)
-
-
 class Static:
     """score = popularity (len(shape.layers), n_expert) in another trace."""
 
@@ -73,47 +60,6 @@ class Static:
 
     def scores(self, history: History, forecast: Forecast) -> Float32s | None:
         """(n_layer, n_expert), constant."""
-        return self._scores
-
-
-class Random:
-    """Random victims, the control that every policy has to beat. Deterministic by seed."""
-
-    name: ClassVar[str] = "random"
-
-    def __init__(self, shape: MoeShape, seed: int = 0) -> None:
-        self._rng = np.random.default_rng(seed)
-        self._scores: Float32s = np.zeros(shape.table, np.float32)
-
-    def scores(self, history: History, forecast: Forecast) -> Float32s | None:
-        """(n_layer, n_expert) in [0, 1)."""
-        return self._rng.random(dtype=np.float32, out=self._scores)
-
-
-class LeastStale:
-    """Least-Stale (SpecMD, arXiv 2602.03921): evicts experts of computed layers before those of layers ahead.
-
-    Layers are computed in a fixed order, so an expert of a layer that this pass has computed cannot be used before the
-    next pass, and one of a layer ahead can: evicting the latter is the paper's collision miss. Only the paper's
-    abstract was available; that "stale" means "its layer was computed in this pass" is an interpretation. The layer
-    computed next counts as stale: its chosen experts are pinned when victims are chosen, the others are not needed in
-    this pass. Recency decides among equals.
-    """
-
-    name: ClassVar[str] = "least-stale"
-
-    def __init__(self, shape: MoeShape) -> None:
-        self.shape = shape
-        self._scores: Float32s = np.zeros(shape.table, np.float32)
-
-    def scores(self, history: History, forecast: Forecast) -> Float32s | None:
-        """(n_layer, n_expert): 0 for stale experts, 1 for the others. None for a layer that has no experts."""
-        row = self.shape.row_of.get(history.il)
-        if row is None:
-            return None
-        following = (row + 1) % len(self.shape.layers)
-        self._scores[: self.shape.layers[following] + 1] = 0
-        self._scores[self.shape.layers[following] + 1 :] = 1
         return self._scores
 
 
@@ -132,8 +78,8 @@ class SparsityAware(Learner):
 
     name: ClassVar[str] = "sparsity"
 
-    def __init__(self, shape: MoeShape, eamcs: EamcPair | None = None, own_share: float = 0.0) -> None:
-        self.predict_eam = PredictEam(shape, eamcs, own_share=own_share)
+    def __init__(self, shape: MoeShape, eamcs: EamcPair | None = None) -> None:
+        self.predict_eam = PredictEam(shape, eamcs)
         self._decay = np.zeros((shape.n_layer, 1), np.float32)
         self._decay[list(shape.layers), 0] = 1 - np.arange(len(shape.layers)) / len(shape.layers)
 
@@ -144,7 +90,7 @@ class SparsityAware(Learner):
         of the next one, after the last layer.
         """
         same = isinstance(predictor, EamcPredictor) and predictor.native() is not None
-        return native_policies()[self.name] if same and not self.predict_eam.own_share else self
+        return native_policies()[self.name] if same else self
 
     def scores(self, history: History, forecast: Forecast) -> Float32s | None:
         """(n_layer, n_expert), updated at every routing event."""
@@ -155,15 +101,6 @@ class SparsityAware(Learner):
         probabilities += np.float32(EPSILON)
         probabilities *= self._decay
         return probabilities
-
-
-class OwnSparsityAware(SparsityAware):
-    """The same, with half of each probability from the request in progress: a variant of ours, not the paper's."""
-
-    name: ClassVar[str] = "sparsity-own"
-
-    def __init__(self, shape: MoeShape, eamcs: EamcPair | None = None) -> None:
-        super().__init__(shape, eamcs, own_share=OWN_SHARE)
 
 
 AUTO = "auto"
@@ -184,12 +121,8 @@ def _static(shape: MoeShape, artifacts: Artifacts) -> AnyPolicy:
 
 OWN_POLICIES: dict[str, Callable[[MoeShape, Artifacts], AnyPolicy]] = {
     "lfu": lambda shape, artifacts: Lfu(),
-    "lfu-request": lambda shape, artifacts: LfuRequest(shape),
     "static": _static,
-    "random": lambda shape, artifacts: Random(shape),
-    "least-stale": lambda shape, artifacts: LeastStale(shape),
     "sparsity": lambda shape, artifacts: SparsityAware(shape, artifacts.collection(shape)),
-    "sparsity-own": lambda shape, artifacts: OwnSparsityAware(shape, artifacts.collection(shape)),
 }
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.predictors.counts import Affinity, Popularity, PreviousToken, TokenTable
-from moegguf.controller.predictors.eamc import EamcPredictor, OwnEamcPredictor
+from moegguf.controller.predictors.eamc import EamcPredictor
 from moegguf.controller.predictors.expert_mlp import ExpertMlp
 from moegguf.controller.predictors.router_inputs import MlpPredictor, Skip
 from moegguf.controller.predictors.routing_path import RoutingPath
@@ -39,7 +39,6 @@ UNTRAINED: dict[str, Make] = {
     "none": lambda shape, artifacts: NoPrediction(shape),
     "previous-token": lambda shape, artifacts: PreviousToken(shape),
     "eamc": lambda shape, artifacts: EamcPredictor(shape, artifacts.collection(shape)),
-    "eamc-own": lambda shape, artifacts: OwnEamcPredictor(shape, artifacts.collection(shape)),
     "skip": lambda shape, artifacts: Skip(shape, artifacts.routers()),
 }
 LEARNED: dict[str, Callable[[MoeShape, Weights], Predictor]] = {

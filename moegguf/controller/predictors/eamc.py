@@ -20,46 +20,38 @@ from moegguf.native.nearest import MOST
 from moegguf.native.predictor import NativePredictor, integers
 
 N_MATCHES = 8
-OWN_SHARE = 0.5  # of the variants that also count the request in progress; the paper's have 0
 
-_TINY = np.float32(1e-30)
 _NO_MATCHES: npt.NDArray[np.intp] = np.zeros(0, np.intp)
 
 
 class PredictEam:
     """The aggregated EAM of the pass in progress: matched rEAMs summed cell by cell, rows normalised to a sum of 1.
 
-    Of several requests in a pass, the iEAM of all together is matched, and an entry is added for each that ends.
+    Where a pass has several requests, the iEAM of all together is matched, and an entry is added for each that ends.
 
-    The sum is unweighted, as in the paper: an entry counts by its tokens. `own_share` is not the paper's: that part of
-    a row's probability comes from the request's own rEAM so far, of the same phase, because "expert reuse is limited to
-    request-level EAMs" (section 4.4) and this one is the closest. `eamcs` may already have entries, and is owned by
-    this object from then on.
+    The sum is unweighted, as in the paper: an entry counts by its tokens. `eamcs` may already have entries, and is
+    owned by this object from then on.
     """
 
-    def __init__(
-        self, shape: MoeShape, eamcs: EamcPair | None = None, n_matches: int = N_MATCHES, own_share: float = 0.0
-    ) -> None:
+    def __init__(self, shape: MoeShape, eamcs: EamcPair | None = None, n_matches: int = N_MATCHES) -> None:
         self.eamcs = eamcs or EamcPair.empty(*shape.table, CAPACITY)
         self.n_matches = n_matches
-        self.own_share = own_share
         self._eamc = self.eamcs.prefill
-        self._ream: Counts = np.zeros(shape.table, np.float32)
         self._matches: npt.NDArray[np.intp] | None = _NO_MATCHES
 
     def update(self, history: History) -> None:
         """Adds the last routing event of the history, and the rEAMs of the requests that ended with it."""
         self.learn(history)
-        self._select_phase(history, history.phase)
+        self._eamc = self.eamcs.of(history.phase)
         if history.new_pass:
             self._eamc.begin_pass()
         self._eamc.add_query_row(history.il, history.iteration[history.il])
         self._matches = None
 
     def begin_pass(self, history: History, phase: Phase) -> None:
-        """A pass of this phase begins: without matches, only the requests' own rEAMs count."""
+        """A pass of this phase begins: nothing is matched before its first event."""
         self.learn(history)
-        self._select_phase(history, phase)
+        self._eamc = self.eamcs.of(phase)
         self._matches = _NO_MATCHES
 
     def matches(self) -> npt.NDArray[np.intp]:
@@ -70,33 +62,22 @@ class PredictEam:
 
     def row(self, il: int) -> Float32s:
         """(n_expert,): probabilities of layer `il`; all 0 without any counts."""
-        return self._blend(self._eamc.total_row(self.matches(), il), self._ream[il])
+        return _shares(self._eamc.total_row(self.matches(), il))
 
     def table(self) -> Float32s:
         """(n_layer, n_expert): `row` of every layer, computed ones included (reuse by the next token)."""
-        return self._blend(self._eamc.total(self.matches()), self._ream)
+        return _shares(self._eamc.total(self.matches()))
 
     def learn(self, history: History) -> None:
         """Adds the rEAMs of the requests that ended with the history's last event."""
         for ream in history.finished:
             self.eamcs.add(*ream)
 
-    def _select_phase(self, history: History, phase: Phase) -> None:
-        self._eamc = self.eamcs.of(phase)
-        self._ream = history.prefill if phase == Phase.PREFILL else history.decode
 
-    def _blend(self, matched: Counts, own: Counts) -> Float32s:
-        share_matched, share_own = np.float32(1 - self.own_share), np.float32(self.own_share)
-        blend: Float32s = np.multiply(matched, share_matched / _tokens(matched), dtype=np.float32)
-        blend += own * (share_own / _tokens(own))
-        # where only one of them has counts, it gets the whole weight
-        blend /= np.maximum(np.add.reduce(blend, -1, keepdims=True), _TINY)
-        return blend
-
-
-def _tokens(counts: Counts) -> Counts:
-    """Sums of the rows, at least 1."""
-    return np.maximum(np.add.reduce(counts, -1, keepdims=True), np.float32(1))
+def _shares(counts: Counts) -> Float32s:
+    """Each row divided by its sum; rows without counts stay 0."""
+    totals = np.maximum(np.add.reduce(counts, -1, keepdims=True), np.float32(1))
+    return np.divide(counts, totals, dtype=np.float32)
 
 
 class Learner:
@@ -120,25 +101,21 @@ class EamcPredictor(Learner, Predictor):
     """Probabilities from the collection of past requests' EAMs, matched on the rows of this pass seen so far.
 
     Needs no training: a request's rEAM is added to the collection when the request ends: when the next one begins, or
-    at `learned`. `eamcs`, `n_matches` and `own_share` are PredictEam's. The layer proximity 1 - (i - l) / L of the
+    at `learned`. `eamcs` and `n_matches` are PredictEam's. The layer proximity 1 - (i - l) / L of the
     paper's pEAM orders prefetches and is no probability: it is `PrefetchOptions.by_proximity`. Reaches every later
     layer.
     """
 
     name: ClassVar[str] = "eamc"
 
-    def __init__(
-        self, shape: MoeShape, eamcs: EamcPair | None = None, n_matches: int = N_MATCHES, own_share: float = 0.0
-    ) -> None:
+    def __init__(self, shape: MoeShape, eamcs: EamcPair | None = None, n_matches: int = N_MATCHES) -> None:
         super().__init__(shape, reach=len(shape.layers))
-        self.predict_eam = PredictEam(shape, eamcs, n_matches, own_share)
+        self.predict_eam = PredictEam(shape, eamcs, n_matches)
         self._history = History(shape)
         self._released = False
 
-    def native(self) -> NativePredictor | None:
-        """The collection of decoding, in place; None with a share of the request's own."""
-        if self.predict_eam.own_share:
-            return None
+    def native(self) -> NativePredictor:
+        """The collection of decoding, in place."""
         arrays = self.eamcs.decode.arrays()
         return NativePredictor(self.name, arrays | {"n_matches": integers(min(self.predict_eam.n_matches, MOST))})
 
@@ -164,7 +141,7 @@ class EamcPredictor(Learner, Predictor):
         self.predict_eam.update(self._history)
 
     def predict(self, il: int, distance: int) -> Float32s | None:
-        """The same at any distance; None when neither the collection nor this request has counts."""
+        """The same at any distance; None when nothing that matches has counts."""
         if il not in self.shape.row_of:
             return None
         probabilities = self.predict_eam.row(il)
@@ -177,12 +154,3 @@ class EamcPredictor(Learner, Predictor):
         """The same; the predictor's own history begins anew, too."""
         self._history = History(self.shape)
         return super().learned(history)
-
-
-class OwnEamcPredictor(EamcPredictor):
-    """The same, with half of each probability from the request in progress: a variant of ours, not the paper's."""
-
-    name: ClassVar[str] = "eamc-own"
-
-    def __init__(self, shape: MoeShape, eamcs: EamcPair | None = None, n_matches: int = N_MATCHES) -> None:
-        super().__init__(shape, eamcs, n_matches, OWN_SHARE)
