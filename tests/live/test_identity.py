@@ -34,6 +34,16 @@ MODELS = [
     ("tiny-mix", "q4_k_m"),
 ]
 TWO_MODELS = [("tiny-qwen2moe", "q4_0"), ("tiny-mix", "q4_k_m")]
+SIZES = ("minimum", "one layer", "40%", "all")
+READERS = [(1, 1), (2, 3), (4, 1)]  # and files of the split
+ALL_OFF = {"chunked": False, "preempt": False, "overlap": False, "sweep": False, "direct": False}
+# Pairs meet, not all combinations: those of switches, readers and sizes are tests/native/test_store_model.py's.
+POOLS = [(model, size, (m + s) % 2 == 0) for m, model in enumerate(MODELS) for s, size in enumerate(SIZES)]
+WAYS = [
+    (model, *READERS[(m + n) % len(READERS)], switches)
+    for m, model in enumerate(TWO_MODELS)
+    for n, switches in enumerate([{}, *({name: False} for name in ALL_OFF), ALL_OFF])
+]
 
 
 def slots_of(path: Path, size: str) -> int:
@@ -75,9 +85,7 @@ def run_and_compare(
     assert np.array_equal(logits, reference(path, resident=True, **same)), "differs from every expert resident"
 
 
-@pytest.mark.parametrize("repack", [True, False], ids=["repacked", "plain"])
-@pytest.mark.parametrize("size", ["minimum", "one layer", "40%", "all"])
-@pytest.mark.parametrize("model", MODELS, ids="-".join)
+@pytest.mark.parametrize(("model", "size", "repack"), POOLS, ids=str)
 def test_logits_are_identical_for_every_model_and_pool_size(
     tiny: TinyModel, load: Load, reference: Reference, model: tuple[str, str], size: str, repack: bool
 ) -> None:
@@ -86,21 +94,7 @@ def test_logits_are_identical_for_every_model_and_pool_size(
     run_and_compare(load, reference, tiny(*model), size, store)
 
 
-@pytest.mark.parametrize(("readers", "n_split"), [(1, 1), (2, 3), (4, 1)])
-@pytest.mark.parametrize("model", TWO_MODELS, ids="-".join)
-@pytest.mark.parametrize(
-    "switches",
-    [
-        {},
-        {"chunked": False},
-        {"preempt": False},
-        {"overlap": False},
-        {"sweep": False},
-        {"direct": False},
-        {"chunked": False, "preempt": False, "overlap": False, "sweep": False, "direct": False},
-    ],
-    ids=lambda switches: "no " + ", ".join(switches) if switches else "all on",
-)
+@pytest.mark.parametrize(("model", "readers", "n_split", "switches"), WAYS, ids=str)
 def test_logits_are_identical_for_every_way_of_moving_experts(
     tiny: TinyModel,
     load: Load,

@@ -24,6 +24,8 @@ SWITCHES: list[dict[str, Any]] = [
     {"readers": 4, "preempt": False},
     {"readers": 2, "sweep": False, "overlap": False, "fill": False},
 ]
+# Each size with two of them, each of them with three sizes or more; the others meet in test_store_model.py.
+RUNS = [(n, SWITCHES[(i + more) % 5]) for i, n in enumerate(SIZES.values()) for more in (1, 4)]
 MIXED: tuple[Types, ...] = (
     {"gate": Q4_K, "up": Q4_K, "down": Q6_K},
     {"gate": Q4_K, "up": Q6_K, "down": Q4_K},
@@ -70,8 +72,7 @@ def routing(rng: np.random.Generator, most: int) -> npt.NDArray[np.int32]:
     return np.array([rng.permutation(some)[:N_USED] for _ in range(n_tokens)], np.int32)
 
 
-@pytest.mark.parametrize("switches", SWITCHES, ids=lambda s: "-".join(f"{k}{v:d}" for k, v in s.items()))
-@pytest.mark.parametrize("n_slots", SIZES.values(), ids=SIZES.keys())
+@pytest.mark.parametrize(("n_slots", "switches"), RUNS, ids=str)
 def test_random_routing_among_random_prefetches_and_scores_gets_the_files_bytes(
     fake: FakeModel, open_store: Open, n_slots: int, switches: dict[str, Any]
 ) -> None:
