@@ -185,7 +185,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--systems",
         metavar="NAME,...",
-        help="strategies, also such as 'promoe with skip'; default: that of the paper, and its bases",
+        help="strategies, also such as 'promoe with skip'; default: the bases, the store's own and all papers'",
     )
     parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args(given)
@@ -195,7 +195,7 @@ def main(given: Sequence[str] | None = None) -> int:
         Worker(**args.worker).serve(sys.stdin, answers)
         return 0
     bench = Bench(args.work)
-    systems = args.systems.split(",") if args.systems else [*BASES, args.paper]
+    systems = args.systems.split(",") if args.systems else [*BASES, *LINKS]
     write_result(f"live-{args.paper}", bench, f"live --paper {args.paper}", measure(bench, args.paper, systems))
     return 0
 

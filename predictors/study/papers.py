@@ -224,7 +224,8 @@ def write_collections(folder: Path, traces: Sequence[Trace], n_entries: int | No
     weights.save(path, "eamc", header.fingerprint, traces[0].shape, EamcPair.packed(states))
 
 
-def file_digest(path: Path) -> str:
-    """The file's sha256."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def routing_digest(trace: Trace) -> str:
+    """The sha256 of what is replayed: tokens, requests, phases, and the experts that routers chose. Times and inputs
+    differ from one recording of the same requests to the next, in rounding at least."""
+    parts = trace.tokens, trace.sequence_of, trace.phase_of, trace.expert_ids
+    return hashlib.sha256(b"".join(np.ascontiguousarray(part).tobytes() for part in parts)).hexdigest()

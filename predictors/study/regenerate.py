@@ -33,9 +33,10 @@ from predictors.study import reuse
 from predictors.study.accuracy import LinkModel
 from predictors.study.arrange import arranged
 from predictors.study.common import Study
+from predictors.study.cost import costs
 from predictors.study.evidence import Bound
 from predictors.study.figures import RESULTS, read_result
-from predictors.study.papers import ABLATION, BASELINES, LINKS, Workload, collection, file_digest, write_collections
+from predictors.study.papers import ABLATION, BASELINES, LINKS, Workload, collection, routing_digest, write_collections
 from predictors.study.requests import ROLES
 from predictors.study.scheduling import compare
 from predictors.study.score import score_named
@@ -89,6 +90,11 @@ class Bench:
     def reporting(self) -> Study:
         """The requests that figures are about."""
         return self._study("reporting")
+
+    @cached_property
+    def routing(self) -> str:
+        """What identifies the recording that figures are about."""
+        return routing_digest(self.reporting.trace)
 
     @cached_property
     def workload(self) -> Workload:
@@ -327,6 +333,7 @@ STEPS: dict[str, Step] = {
     "capacity": capacity,
     "look-up": look_up,
     "shift": shift,
+    "costs": lambda bench: costs(),
 }  # fmt: skip
 
 
@@ -337,7 +344,7 @@ def _rounded(value: float | None) -> float | None:
 def take_step(name: str, bench: Bench, again: bool) -> None:
     """Takes a step and writes its result, unless it is there for the same recording."""
     known = read_result(name)
-    if known and known["reporting_trace"] == file_digest(bench.trace("reporting")) and not again:
+    if known and known["reporting_trace"] == bench.routing and not again:
         return
     print(f"{name} ...", file=sys.stderr, flush=True)
     write_result(name, bench, f"regenerate --only {name}", STEPS[name](bench))
@@ -349,7 +356,7 @@ def write_result(name: str, bench: Bench, command: str, figures: Mapping[str, An
         "command": f"python -m predictors.study.{command}",
         "commit": _git("rev-parse", "--short", "HEAD"),
         "machine": _machine(),
-        "reporting_trace": file_digest(bench.trace("reporting")),
+        "reporting_trace": bench.routing,
         "figures": figures,
     }
     text = LIST.sub(lambda found: " ".join(found[0].split()), json.dumps(result, indent=1))

@@ -188,6 +188,21 @@ def routing_table() -> str:
     return re.sub(r"(\d)%", r"\1 %", markdown(["", "here", "published"], rows))
 
 
+def costs_table() -> str:
+    """Microseconds of a prediction, by predictor and shape."""
+    found = figures("costs")
+
+    def cells(of: Mapping[str, float]) -> list[str]:
+        return [f"{of['before']:.0f}", f"{of['layer']:.0f} ({of['layer_99']:.0f})"]
+
+    rows = [
+        [name, *[cell for by_name in found.values() for cell in cells(by_name[name])]]
+        for name in next(iter(found.values()))
+    ]
+    parts = ("before a pass", "at a layer (99th percentile)")
+    return markdown(["predictor", *[f"{shape}: {part}" for shape in found for part in parts]], rows)
+
+
 def plot(name: str) -> str:
     """The picture of this name; nothing where its step has no result. Raises NotCountedError."""
     figures(PLOTS[name])
@@ -235,6 +250,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "scheduler": scheduler_table,
     "shift": shift_table,
     "bound": bound_table,
+    "costs": costs_table,
     **{f"plot-{name}": partial(plot, name) for name in PLOTS},
 }
 

@@ -1,0 +1,162 @@
+"""What one prediction costs, as the store computes it on its own thread: a step of `regenerate`.
+
+    python -m predictors.study.regenerate --only costs
+
+Weights are random; times depend on their sizes. They are those of the thread's own clock for each record that it
+follows, so nothing of a layer's compute is in them, and the machine should be idle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from moegguf.controller.collection import EamcPair
+from moegguf.controller.controller import ActingOptions, build_controller
+from moegguf.controller.predictors.base import Predictor
+from moegguf.controller.predictors.eamc import EamcPredictor
+from moegguf.controller.predictors.expert_mlp import ExpertMlp, state_size
+from moegguf.controller.predictors.router_inputs import MlpPredictor, Skip, window_pairs
+from moegguf.controller.predictors.routing_path import RoutingPath
+from moegguf.controller.shape import MoeShape
+from moegguf.controller.weights import Weights
+from moegguf.gguf.routers import Gating, Router, Routers
+from moegguf.native.events import Float32s, Phase
+from moegguf.native.store import NativePolicy, Store, StoreOptions
+from moegguf.trace.simulate import layout_of
+from predictors.study.papers import strategy
+
+N_WARM, N_TOKENS = 4, 24
+HIDDEN, N_HIDDEN, N_EMBD, N_HEAD, N_FF, N_RECENT, N_CHUNK = (512, 256, 128, 64, 64, 64), 128, 128, 4, 256, 64, 16
+SHAPES = {
+    "laboratory, 30 x 64": MoeShape(30, 64, 8, tuple(range(30)), 576, 49152, 31104),
+    "Qwen3-30B-A3B, 48 x 128": MoeShape(48, 128, 8, tuple(range(48)), 2048, 151936, 2654208),
+}
+Random = np.random.Generator
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Microseconds: of a layer the median and the 99th percentile, and of what is done before a pass the median."""
+
+    layer: float
+    layer_99: float
+    before: float
+
+    def figures(self) -> dict[str, float]:
+        """Rounded."""
+        return {name: round(value, 1) for name, value in vars(self).items()}
+
+
+def _floats(rng: Random, *shape: int) -> Float32s:
+    return rng.standard_normal(shape, np.float32) / 10
+
+
+def _skip(shape: MoeShape, rng: Random) -> Predictor:
+    matrices = {il: Router(shape.n_expert_used, _floats(rng, shape.n_expert, shape.n_embd)) for il in shape.layers}
+    return Skip(shape, Routers(Gating.SOFTMAX, matrices))
+
+
+def _mlp(shape: MoeShape, rng: Random) -> Predictor:
+    sizes = {"hidden": (N_HIDDEN, shape.n_embd), "out": (shape.n_expert, N_HIDDEN)}
+    arrays = {}
+    for source, target in window_pairs(shape, [4]):
+        for name, size in sizes.items():
+            arrays[f"{source}.{target}.{name}.weight"] = _floats(rng, *size)
+            arrays[f"{source}.{target}.{name}.bias"] = _floats(rng, size[0])
+    return MlpPredictor.from_weights(shape, Weights(arrays, {"windows": [4], "n_hidden": N_HIDDEN}))
+
+
+def _expert_mlp(shape: MoeShape, rng: Random) -> Predictor:
+    arrays = {
+        "popularity": rng.random((shape.n_layer, shape.n_expert), np.float32),
+        "affinity": rng.random((shape.n_layer - 1, shape.n_expert, shape.n_expert), np.float32),
+    }
+    for i, (n, m) in enumerate(pairwise([state_size(shape), *HIDDEN, shape.n_expert])):
+        arrays |= {f"layers.{i}.weight": _floats(rng, m, n), f"layers.{i}.bias": _floats(rng, m)}
+    return ExpertMlp.from_weights(shape, Weights(arrays, {"hidden": list(HIDDEN)}))
+
+
+def _routing_path(shape: MoeShape, rng: Random) -> Predictor:
+    n, ones = N_EMBD, np.ones(N_EMBD, np.float32)
+    arrays = {
+        "embedding": _floats(rng, shape.n_vocab + 1, n), "window": _floats(rng, N_RECENT, n),
+        "chunk": _floats(rng, N_CHUNK, n), "memory_norm": ones, "output_norm": ones,
+        "heads.weight": _floats(rng, n, shape.n_layer, shape.n_expert),
+        "heads.bias": _floats(rng, shape.n_layer, shape.n_expert),
+    }  # fmt: skip
+    blocks = ["encoder.0.self", "encoder.0.feed"]
+    for block in [*blocks, *[f"decoder.{i}.{part}" for i in range(2) for part in ("self", "cross", "feed")]]:
+        arrays[f"{block}.norm"] = ones
+        if block.endswith("feed"):
+            arrays |= {f"{block}.up": _floats(rng, n, N_FF), f"{block}.down": _floats(rng, N_FF, n)}
+            continue
+        arrays |= {f"{block}.{part}": _floats(rng, n, N_HEAD, n // N_HEAD) for part in "qkv"}
+        arrays[f"{block}.out"] = _floats(rng, N_HEAD, n // N_HEAD, n)
+    return RoutingPath.from_weights(shape, Weights(arrays))
+
+
+def _eamc(n_entries: int) -> Callable[[MoeShape, Random], Predictor]:
+    def make(shape: MoeShape, rng: Random) -> Predictor:
+        pair = EamcPair.empty(*shape.table)
+        for _ in range(n_entries):
+            shares = rng.dirichlet(np.full(shape.n_expert, 0.3), shape.n_layer)
+            pair.decode.add(rng.multinomial(640, shares).clip(max=80).astype(np.float32))
+        return EamcPredictor(shape, pair)
+
+    return make
+
+
+# {what is predicted with: (how it is made, the strategy that uses it)}
+PREDICTORS: Mapping[str, tuple[Callable[[MoeShape, Random], Predictor], str]] = {
+    "skip, 2 layers": (_skip, "moegguf"),
+    "ProMoE's networks": (_mlp, "promoe"),
+    "EAM matching, 120 entries": (_eamc(120), "moe-infinity"),
+    "EAM matching, 1,000 entries": (_eamc(1000), "moe-infinity"),
+    "routing-path network": (_routing_path, "expertflow"),
+    "ExpertMLP": (_expert_mlp, "duoserve"),
+}
+
+
+def cost(shape: MoeShape, predictor: Predictor, name: str) -> Cost:
+    """Of a predictor as the strategy of this name uses it, with a quarter of the experts in memory and routing drawn at
+    random."""
+    rng, n_slots = np.random.default_rng(0), len(shape.layers) * shape.n_expert // 4
+    options = StoreOptions(repack=False, simulate=True, link_bytes_per_s=2e10)
+    before, of_layer = [], []
+    with closing(Store(layout_of(shape), n_slots, options)) as store:
+        acting = ActingOptions(prefetch=strategy(name).prefetch)
+        build_controller(shape, NativePolicy("lru"), predictor, store, acting)
+
+        def spent(act: Callable[[], object]) -> float:
+            start = store.counters()["forecast_ns"]
+            act()
+            return (store.counters()["forecast_ns"] - start) / 1e3
+
+        for token in range(N_WARM + N_TOKENS):
+            before.append(spent(partial(store.context.announce, 0, Phase.DECODE, [token])))
+            ids = rng.random((shape.n_layer, shape.n_expert)).argsort(1)[:, : shape.n_expert_used]
+            inputs = rng.standard_normal((shape.n_layer, 1, shape.n_embd), np.float32)
+            for il in shape.layers:
+                entered = inputs[il] if predictor.needs_inputs else None
+                of_layer.append(spent(partial(store.context.acquire, il, ids[il : il + 1], entered)))
+                store.advance(500_000)
+    times = of_layer[N_WARM * len(shape.layers) :]
+    return Cost(*[float(np.percentile(times, p)) for p in (50, 99)], float(np.median(before[N_WARM:])))
+
+
+def costs() -> dict[str, Any]:
+    """{shape: {predictor: figures}}."""
+    return {
+        title: {
+            name: cost(shape, make(shape, np.random.default_rng(1)), of).figures()
+            for name, (make, of) in PREDICTORS.items()
+        }
+        for title, shape in SHAPES.items()
+    }
