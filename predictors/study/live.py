@@ -32,7 +32,7 @@ from moegguf.native.events import Phase
 from predictors.study.papers import LINKS, write_collections
 from predictors.study.regenerate import BASES, N_COUNTED, N_ENTRIES, Bench, write_result
 
-N_WARM, N_TOKENS, SHARE = 6, 48, 0.25
+N_WARM, N_TOKENS, SHARE = 6, 32, 0.25
 RESIDENT = "resident"
 
 
