@@ -55,7 +55,7 @@ class Cost:
 
 
 def _floats(rng: Random, *shape: int) -> Float32s:
-    return rng.standard_normal(shape, np.float32) / 10
+    return rng.standard_normal(shape, np.float32) / np.float32(10)
 
 
 def _skip(shape: MoeShape, rng: Random) -> Predictor:
@@ -148,7 +148,8 @@ def cost(shape: MoeShape, predictor: Predictor, name: str) -> Cost:
                 of_layer.append(spent(partial(store.context.acquire, il, ids[il : il + 1], entered)))
                 store.advance(500_000)
     times = of_layer[N_WARM * len(shape.layers) :]
-    return Cost(*[float(np.percentile(times, p)) for p in (50, 99)], float(np.median(before[N_WARM:])))
+    median, slow = (float(np.percentile(times, p)) for p in (50, 99))
+    return Cost(median, slow, float(np.median(before[N_WARM:])))
 
 
 def costs() -> dict[str, Any]:
