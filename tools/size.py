@@ -33,7 +33,7 @@ LIMITS = {
     "moegguf/trace": 2_050,
     "predictors": 7_950,
     "tests": 41_970,
-    "tools": 5_970,
+    "tools": 5_800,
 }
 
 
