@@ -5,8 +5,8 @@
 
 The second takes the prompts of tests/live/repeating.json (code edits, and extraction from the prompt) with their
 answers, and as many that repeat nothing. A model that cannot write them is made to: each token is sampled, and then
-replaced by that of the answer, so that what is computed, and what experts it needs, are the model's own. Exit status 1
-when a token differs.
+replaced by that of the answer, so that what is computed, and what experts it needs, are the model's own. The first
+drafts whether it pays or not, so that many drafts are compared. Exit status 1 when a token differs.
 """
 
 from __future__ import annotations
@@ -22,12 +22,27 @@ from pathlib import Path
 from typing import Any
 
 from moegguf.engine.stats import Stats
+from moegguf.generate.drafting import Acceptance, DraftGate
 from moegguf.generate.engine import Engine
 from moegguf.generate.request import Sampling
 from moegguf.generate.sampler import Sampler
 
 PROMPTS = Path(__file__).resolve().parents[1] / "tests" / "live" / "repeating.json"
 LONGEST = 160  # tokens of an answer
+WIDTH = 6  # tokens of a draft that does not depend on time
+
+
+class Eager(DraftGate):
+    """Always drafts, as long as it may."""
+
+    def is_due(self) -> bool:
+        return True
+
+    def widths(self, answers: Sequence[Sequence[Acceptance]]) -> list[list[int]]:
+        return [[WIDTH] * len(of_answer) for of_answer in answers]
+
+    def ran(self, *_: Any) -> None:
+        pass
 
 
 @contextmanager
@@ -41,10 +56,12 @@ def undrafted(engine: Engine) -> Iterator[None]:
         loop._drafter = drafter
 
 
-def compare(engine: Engine, n_answers: int, n_together: int = 40) -> int:
-    """How many answers with drafts differ from those without."""
+def compare(engine: Engine, n_answers: int, begin: int = 0, n_together: int = 40) -> int:
+    """How many answers with drafts differ from those without, from number `begin` on."""
     prompts, n_different, before = [each["prompt"] for each in json.loads(PROMPTS.read_text())], 0, engine.stats()
-    for first in range(0, n_answers, n_together):
+    assert engine._loop._drafter is not None
+    engine._loop._drafter.gate = Eager()
+    for first in range(begin, n_answers, n_together):
         seeds = range(first, min(first + n_together, n_answers))
         samplings = [Sampling(temperature=float(seed % 2), seed=seed, max_tokens=48) for seed in seeds]
         texts = [f"{seed // len(prompts)}\n{prompts[seed % len(prompts)]}" for seed in seeds]
@@ -57,7 +74,7 @@ def compare(engine: Engine, n_answers: int, n_together: int = 40) -> int:
                     answers = engine.generate(texts, samplings, return_context=True)
             found.append([(answer.timing.context, answer.text, answer.finish) for answer in answers])
         n_different += sum(a != b for a, b in zip(*found, strict=True))
-    print(f"{n_answers} answers, {n_different} differ; {acceptance(engine.stats() - before)}")
+        print(f"{seeds.stop} answers, {n_different} differ; {acceptance(engine.stats() - before)}", flush=True)
     return n_different
 
 
@@ -128,6 +145,7 @@ def main() -> int:
     parser.add_argument("--expert-cache", default="50%")
     parser.add_argument("--draft", default="ngram")
     parser.add_argument("--answers", type=int, default=2000)
+    parser.add_argument("--begin", type=int, default=0, help="with this answer, where an earlier call was ended")
     parser.add_argument("--parallel", type=int, default=4, help="answers at once, of those that are compared")
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--prompts", type=int, default=40)
@@ -138,7 +156,7 @@ def main() -> int:
         if options.speed:
             speed(engine, options.rounds, options.prompts)
             return 0
-        return 1 if compare(engine, options.answers) else 0
+        return 1 if compare(engine, options.answers, options.begin) else 0
 
 
 if __name__ == "__main__":

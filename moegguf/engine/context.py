@@ -91,6 +91,11 @@ class Context:
                 " another one, or this one from another thread once it has returned."
             )
 
+    def hold_fill(self, on: bool) -> None:
+        """`Store.hold_fill`."""
+        if self._session is not None:
+            self._session.store.hold_fill(on)
+
     def check_texts(self, texts: str | Sequence[str]) -> None:
         """Raises OptionError for a text without tokens."""
         if not all(self._llm.tokenize(to_utf8(text)) for text in ([texts] if isinstance(texts, str) else texts)):

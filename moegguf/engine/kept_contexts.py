@@ -116,6 +116,7 @@ class KeptContexts:
         self._wait_s, self._last_s = 0.0, time.monotonic()  # for room in the queue; the last call of `keep`
         self.behind = set[int]()  # sequences of which blocks could not be written, as too many were waiting
         self._n_restored = self._n_damaged = self._n_dropped = 0
+        self._fill_held = False
 
     @property
     def counters(self) -> KeptCounters:
@@ -140,6 +141,7 @@ class KeptContexts:
             return n_held
         with self._context.lock:
             parts = self._parts(tokens, owner, images)
+            self._hold_fill(True)  # until what follows was computed
             if self._whole:
                 n_now = self._restore_whole(sequence, tokens[:-1], n_held, parts, make_room, images)
             else:
@@ -151,13 +153,20 @@ class KeptContexts:
             if n_now == len(tokens):
                 n_now = n_now - 1 if self._context.truncate(n_now - 1, sequence) else 0
         self._n_restored += max(0, n_now - n_held)
+        self._hold_fill(n_now > n_held)
         return n_now
+
+    def _hold_fill(self, on: bool) -> None:
+        if on != self._fill_held:
+            self._context.hold_fill(on)
+            self._fill_held = on
 
     def keep(self, sequence: int, tokens: Tokens, n_new: int, owner: str = "", goes_on: bool = True) -> None:
         """Has blocks of a sequence that holds `tokens` written that are not on disk, now that the last `n_new` of them
         were computed. goes_on: False at the end of a prompt or an answer, where another prompt may go on: then also
         what follows the last full block."""
         self.behind.discard(sequence)
+        self._hold_fill(False)
         if self._store.is_off or len(tokens) < BLOCK_TOKENS or (goes_on and len(tokens) % BLOCK_TOKENS >= n_new):
             return
         images = self._context.images.spans if sequence == 0 else ()

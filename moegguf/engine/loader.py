@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes as c
 import os
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -126,7 +126,7 @@ class Loader:
         while True:
             llama_log().forget()
             try:
-                with readahead(self.session.layout) if self.session else nullcontext():
+                with self._alone():
                     construct()
                 break
             except MoeggufError:
@@ -136,6 +136,19 @@ class Loader:
                 if isinstance(error, RuntimeError) or self.session is None or not self.session.give_slots_back(unload):
                     raise self.load_plan.failure(error, llama_log().reason()) from error
         self.load_plan.layout.check_not_overwritten()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """The block in which llama.cpp reads, and finds what it reads in the page cache."""
+        if self.session is None:
+            yield
+            return
+        self.session.store.hold_fill(True)
+        try:
+            with readahead(self.session.layout):
+                yield
+        finally:
+            self.session.store.hold_fill(False)
 
     def start_threads(self, context: int) -> None:
         """Compute threads of this context."""

@@ -27,6 +27,7 @@ CPU_FLAGS = (
     "asimddp", "i8mm", "sve",
 )  # fmt: skip
 
+MACHINE = "the machine"
 _NO_LIMIT = 1 << 62  # cgroup v1 writes a number near 2^63 for "no limit"
 BUSY_SHARE = 0.25  # of the processors, by the load of the last minute, from which speeds are too low
 _BUSY = ("user", "nice", "system", "irq", "softirq", "steal")  # fields of psutil's cpu_times
@@ -172,7 +173,7 @@ def read_memory(root: Path = ROOT) -> Memory:
     else:
         virtual = psutil.virtual_memory()
         total, available = int(virtual.total), int(virtual.available)
-    limited_by = "the machine"
+    limited_by = MACHINE
     for version, folder in cgroup_levels("memory", root):
         free = _cgroup_free(version, folder)
         if free is not None and free < available:

@@ -1,7 +1,7 @@
 """Reads dense weights into the page cache ahead of llama.cpp, which reads and converts one tensor after the other.
 
-Without it the disk idles during each conversion and while the vocabulary is built. Afterwards the pages are dropped:
-they would count against the memory limit beside llama.cpp's copies.
+Without it the disk idles during each conversion and while the vocabulary is built. Where a memory limit would count
+the pages beside llama.cpp's copies they are dropped afterwards; else a model that was unloaded is loaded again from them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+from moegguf.engine.machine import MACHINE, read_memory
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.reader import Shard
 
@@ -54,7 +55,8 @@ def _drop_pages(shard: Shard) -> None:
 
 @contextmanager
 def readahead(layout: ExpertLayout) -> Iterator[None]:
-    """Reads dense weights into the page cache while the block runs, and drops them from it afterwards."""
+    """Reads dense weights into the page cache while the block runs; under a memory limit they are dropped from it
+    afterwards."""
     if not hasattr(os, "posix_fadvise"):
         yield
         return
@@ -71,5 +73,6 @@ def readahead(layout: ExpertLayout) -> Iterator[None]:
     finally:
         stop.set()
         thread.join()
-        for shard in layout.shards:
-            _drop_pages(shard)
+        if read_memory().limited_by != MACHINE:
+            for shard in layout.shards:
+                _drop_pages(shard)

@@ -152,25 +152,25 @@ def _read_router(layout: ExpertLayout, layer: MoeLayer, tensors: dict[str, tuple
 
 def _read_tensor(file: GgufFile, tensor: TensorInfo, shape: tuple[int, ...]) -> Float32s:
     """The tensor as float32, in numpy's order of dimensions: `shape` reversed."""
-    from gguf import GGMLQuantizationType, quants  # for predictors that use routers only: it takes a while
-
     if tensor.shape != shape:
         raise file.tensor_error(tensor, f"its shape must be {shape}, but is {tensor.shape}")
     data = np.frombuffer(_read_bytes(file, tensor), np.uint8)
-    try:
-        values = quants.dequantize(_typed(data, tensor, shape), GGMLQuantizationType(tensor.ggml_type))
-    except (ValueError, NotImplementedError) as error:
-        raise file.tensor_error(tensor, f"type {tensor.type_name} cannot be read here ({error})") from error
+    numbers = {"F32": np.float32, "F16": np.float16}.get(tensor.type_name)
+    values = data.view(numbers) if numbers else _dequantized(file, tensor, data.reshape(*shape[:0:-1], -1))
     out = np.ascontiguousarray(values, np.float32).reshape(shape[::-1])
     if not np.isfinite(out).all():
         raise file.tensor_error(tensor, "it holds numbers that are not finite")
     return out
 
 
-def _typed(data: npt.NDArray[np.uint8], tensor: TensorInfo, shape: tuple[int, ...]) -> npt.NDArray[np.generic]:
-    """Rows of bytes; numbers for types that numpy has."""
-    dtype = {"F32": np.float32, "F16": np.float16}.get(tensor.type_name)
-    return data.view(dtype) if dtype else data.reshape(*shape[:0:-1], -1)
+def _dequantized(file: GgufFile, tensor: TensorInfo, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.generic]:
+    from gguf import GGMLQuantizationType, quants  # for the types that numpy does not have: it takes a while
+
+    try:
+        values: npt.NDArray[np.generic] = quants.dequantize(rows, GGMLQuantizationType(tensor.ggml_type))
+    except (ValueError, NotImplementedError) as error:
+        raise file.tensor_error(tensor, f"type {tensor.type_name} cannot be read here ({error})") from error
+    return values
 
 
 def _read_bytes(file: GgufFile, tensor: TensorInfo) -> bytes:

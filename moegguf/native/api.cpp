@@ -178,6 +178,10 @@ int moegguf_store_warm(moegguf_store * store, const int32_t * il, const int32_t 
     return on(store, [&](Store & s) { s.warm(n > 0 ? &given(il) : il, n > 0 ? &given(experts) : experts, n); });
 }
 
+int moegguf_store_hold_fill(moegguf_store * store, int hold) {
+    return on(store, [&](Store & s) { s.hold_fill(hold); });
+}
+
 int moegguf_store_listen(moegguf_store * store, const moegguf_listener * listener) {
     return on(store, [&](Store & s) { listener ? s.events.start(*listener) : s.events.stop(); });
 }

@@ -63,7 +63,7 @@
 extern "C" {
 #endif
 
-#define MOEGGUF_ABI_VERSION 17
+#define MOEGGUF_ABI_VERSION 18
 #define MOEGGUF_MAX_KINDS 4
 #define MOEGGUF_API __attribute__((visibility("default")))
 
@@ -441,6 +441,8 @@ MOEGGUF_API int moegguf_store_prefetch(moegguf_store * store, const int32_t * il
 // anything that a pass waits for, and never in place of another expert. Replaces those given before; unknown ones, and
 // those that no slot is free for, are passed over.
 MOEGGUF_API int moegguf_store_warm(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n);
+// What fills free slots waits from now on, as something else needs the processor; 0: it goes on.
+MOEGGUF_API int moegguf_store_hold_fill(moegguf_store * store, int hold);
 MOEGGUF_API int moegguf_store_listen(
     moegguf_store * store, const struct moegguf_listener * listener); // NULL: stop; returns after the last callback
 MOEGGUF_API int moegguf_store_cancel(moegguf_store * store,

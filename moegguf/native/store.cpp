@@ -254,6 +254,11 @@ void Store::resize(int index, int n_slots, bool at_once) {
     }
 }
 
+void Store::hold_fill(bool hold) {
+    Lock lock(shared.mutex);
+    transfers.hold_fill(hold);
+}
+
 void Store::cancel(bool on) {
     Lock lock(shared.mutex);
     shared.cancelled = on;

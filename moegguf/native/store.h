@@ -41,6 +41,7 @@ class Store {
     void set_forecast(const float * probabilities, const uint8_t * known, size_t n);
     void prefetch(const int32_t * il, const int32_t * experts, size_t n, bool replace);
     void warm(const int32_t * il, const int32_t * experts, size_t n);
+    void hold_fill(bool hold);
     void resize(int tier, int n_slots, bool at_once);
     void cancel(bool on);
     bool drain(double timeout_s);

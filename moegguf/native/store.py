@@ -393,6 +393,11 @@ class Store:
         """
         self._library.moegguf_store_warm(self.handle, *_arrays(il, experts))
 
+    def hold_fill(self, on: bool) -> None:
+        """Until called with False, free slots are not filled with what nothing waits for: the processor and the disk
+        have other work."""
+        self._library.moegguf_store_hold_fill(self.handle, on)
+
     def listen(
         self,
         on_routing: Callable[[RoutingEvent], None] | None = None,

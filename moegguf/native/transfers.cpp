@@ -211,6 +211,13 @@ void Transfers::hold_prefetches(bool on) {
     }
 }
 
+void Transfers::hold_fill(bool on) {
+    fill_held_ = on;
+    if (!on) {
+        wake_readers();
+    }
+}
+
 // Experts take slots for what nothing waits for yet only from what is worth less, in each tier.
 bool Transfers::start_prefetch(const Want & want) {
     Tier & to = tiers_.of(want.il);
@@ -278,7 +285,7 @@ bool Transfers::next_wanted(Cause cause, Job & job) {
 // What fills free slots while there is nothing else to do: what was asked for, each as near to the layers as there is
 // space; then every expert, where a pool has a slot for each.
 bool Transfers::next_fill(Job & job) {
-    while (filling() && !held_) {
+    while (filling() && !held_ && !fill_held_) {
         if (Ring<Want> & warm = wanted(Cause::warm_start); !warm.empty()) {
             const Want next = warm.pop();
             if (layout_.has_expert(next.il, next.expert)) {

@@ -39,6 +39,7 @@ class Transfers final : public Link {
     void wake_idle_reader();       // for what is worth having, unless something is read that a layer waits for
     void drop_prefetches(int il);  // of this layer, in pinned slots excepted
     void hold_prefetches(bool on); // a context waits for slots: prefetches take none
+    void hold_fill(bool on);       // something else needs the processor: what fills free slots waits
     bool reading() const { return get(shared_.counters.chunks_reading) > 0; }
     bool idle() const;                                                        // nothing queued, read, or left to fill
     uint64_t n_wanted() const { return wants_[0].size() + wants_[1].size(); } // no warm starts. Any thread
@@ -85,6 +86,7 @@ class Transfers final : public Link {
     int fill_next_ = 0; // keys of experts that were tried, where a tier has a slot for each
     int fill_next_ram_ = 0;
     bool held_ = false;
+    bool fill_held_ = false;
     LayerStep now_;      // the last routing event
     float chunk_ns_ = 0; // moving averages: of a transfer,
     float layer_ns_ = 0; // between layers of a pass of one token, without stall: while the link is free

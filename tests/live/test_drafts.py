@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from answering import DEMO, QUESTION, Load, TinyModel, ask, ends_of
 from batches import Received, answers_together
-from eager_gate import WIDTH, Eager
+from tools.draft_check import WIDTH, Eager
 
 from moegguf.engine.batch_invariance import has_kernels
 from moegguf.engine.llama import Llama

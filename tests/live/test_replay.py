@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from eager_gate import Eager
+from tools.draft_check import Eager
 from rpc_device import in_child
 from running import Llama, Load, Own, random_prompt, share_for
 
