@@ -1,7 +1,7 @@
 """Reads dense weights into the page cache ahead of llama.cpp, which reads and converts one tensor after the other.
 
 Without it the disk idles during each conversion and while the vocabulary is built. Where a memory limit would count
-the pages beside llama.cpp's copies they are dropped afterwards; else a model that was unloaded is loaded again from them.
+the pages beside llama.cpp's copies they are dropped afterwards; else an unloaded model is loaded from them again.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-// loading.h: what llama.cpp's loader calls: which tensors it leaves to the store, and a tensor is converted for the CPU's
-// kernels while the next one is read. It may write the tensors that it is given. Reads no file.
+// loading.h: what llama.cpp's loader calls: which tensors it leaves to the store, and a tensor is converted for the
+// CPU's kernels while the next one is read. It may write the tensors that it is given. Reads no file.
 #pragma once
 
 #include "moegguf.h"
@@ -32,8 +32,7 @@ class ConvertAhead {
         const bool on_cpu = device && ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_CPU;
         before_ = {};
         if (on_cpu) {
-            before_ = std::async(std::launch::async,
-                                 [=] { ggml_backend_tensor_set(tensor, bytes.data(), 0, n); });
+            before_ = std::async(std::launch::async, [=] { ggml_backend_tensor_set(tensor, bytes.data(), 0, n); });
         } else {
             ggml_backend_tensor_set(tensor, bytes.data(), 0, n);
         }

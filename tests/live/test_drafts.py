@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from answering import DEMO, QUESTION, Load, TinyModel, ask, ends_of
 from batches import Received, answers_together
-from tools.draft_check import WIDTH, Eager
 
 from moegguf.engine.batch_invariance import has_kernels
 from moegguf.engine.llama import Llama
@@ -24,6 +23,7 @@ from moegguf.gguf.experts import read_layout
 from moegguf.native.drafts import Draft, Drafts, Source
 from moegguf.processor import read_processor
 from moegguf.settings import read_environment
+from tools.draft_check import WIDTH, Eager
 
 pytestmark = pytest.mark.skipif(
     not has_kernels(read_processor(), read_environment().kernels), reason="bits depend on the pass here"

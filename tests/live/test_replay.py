@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tools.draft_check import Eager
 from rpc_device import in_child
 from running import Llama, Load, Own, random_prompt, share_for
 
@@ -28,6 +27,7 @@ from moegguf.quantities import Link
 from moegguf.trace.format import read
 from moegguf.trace.simulate import RAM, STAGING, VRAM, RamTier, SimOptions, SimResult, Simulation, TierSpan
 from moegguf.trace.trace import Trace
+from tools.draft_check import Eager
 
 COUNTED = ("lookups", "misses", "evictions")
 PAIRS = [
