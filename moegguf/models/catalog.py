@@ -49,6 +49,7 @@ from moegguf.models.recipe import (
     jinja_or_none,
     left_out,
 )
+from moegguf.options import DRAFTS
 from moegguf.settings import data_folder
 
 
@@ -141,7 +142,8 @@ class Catalog:
             "license": check_text("license", recipe.license),
             "messages": check_messages(recipe.messages) or None,
         }
-        parameters = check_parameters(recipe.parameters)
+        guesses = {"draft": recipe.draft} if recipe.draft in DRAFTS else {}
+        parameters = check_parameters({**recipe.parameters, **guesses})
         check_ranges(parameters)
         for sentence in left_out(recipe):
             warnings.warn(sentence, stacklevel=2)
@@ -152,11 +154,12 @@ class Catalog:
         if base is not None and is_other_kind(base.path):  # a name for it would be in no list
             raise ModelFormatError(f"{base.path} is not a GGUF file; give a .gguf model file, or a model's name.")
 
-        draft = self.find(recipe.draft).path if recipe.draft else None
+        draft = self.find(recipe.draft).path if recipe.draft and not guesses else None
 
         def make() -> ModelEntry:
             entry = base or self.blobs.make_set(recipe.files)
-            made = replace(entry, parameters={**entry.parameters, **parameters}, draft=draft or entry.draft, **given)
+            guessing = draft or (None if "draft" in parameters else entry.draft)
+            made = replace(entry, parameters={**entry.parameters, **parameters}, draft=guessing, **given)
             if recipe.adapter or recipe.adapters:
                 sent = self.blobs.make_adapter(recipe.adapters) if recipe.adapters else None
                 adapter = sent or Path(recipe.adapter).expanduser().absolute()

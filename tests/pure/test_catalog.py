@@ -236,6 +236,15 @@ def test_a_name_s_parameters_count_before_those_of_its_file(catalog: Catalog, tm
     assert parameters_of(catalog.find(tmp_path / "cut.gguf")) == {}
 
 
+@pytest.mark.parametrize("how", ["off", "ngram", "mtp", "auto"])
+def test_draft_names_a_way_to_guess_and_takes_the_place_of_a_model(catalog: Catalog, how: str) -> None:
+    drafted = catalog.create("drafted", Recipe(from_="demo", draft="demo"))
+    assert drafted.draft == catalog.find("demo").path
+    made = catalog.create("made", Recipe(from_="drafted", draft=how))
+    assert (made.draft, made.parameters) == (None, {"draft": how})
+    assert f'PARAMETER draft "{how}"' in catalog.modelfile(made)
+
+
 @pytest.mark.parametrize(
     ("n", "text"),
     [(0, "0"), (999, "999"), (1000, "1K"), (23_387_904, "23.4M"), (30_532_122_624, "30.5B"), (8 * 10**9, "8B")],
