@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
@@ -30,8 +29,6 @@ class WatchdogOptions:
     gain: float = 0.03
     pause_tokens: int = 1024
     max_pause_tokens: int = 1 << 16
-    weighed_tokens: int = 16
-    busy: float = 0.2
 
 
 class Watchdog:
@@ -48,21 +45,14 @@ class Watchdog:
 
     Where several sequences are decoded together, a token is one of each of them. A trial compares passes of equally
     many sequences; others do not count, and a whole period of these begins it anew.
-
-    Prefetching saves no more than the link's time. With `link_ns`, the time in ns that the link was busy so far, a
-    trial begins only where it is busy enough while decoding; elsewhere nothing is predicted, until it is asked again.
     """
 
-    def __init__(self, options: WatchdogOptions | None = None, link_ns: Callable[[], int] | None = None) -> None:
+    def __init__(self, options: WatchdogOptions | None = None) -> None:
         self.options = options or WatchdogOptions()
-        self.on = self.options.warm_tokens > 0 and link_ns is None
+        self.on = self.options.warm_tokens > 0
         self.trials = 0
         self.last_gain: float | None = None  # share of a token's time saved in the last trial
-        self._link_ns = link_ns
-        self._link_before_ns = 0
-        self._weighed_ns: list[tuple[int, int]] = []  # of each token, and of the link meanwhile
-        self._weighs = link_ns is not None
-        self._warm_tokens = 0 if self._weighs else self.options.warm_tokens
+        self._warm_tokens = self.options.warm_tokens
         self._pause_tokens = 0
         self._next_pause_tokens = self.options.pause_tokens
         self._period_ns: list[int] = []
@@ -75,27 +65,21 @@ class Watchdog:
     @property
     def resting(self) -> bool:
         """Whether it has decided, and the next trial has not begun."""
-        return self._pause_tokens > 0 or self._weighs
+        return self._pause_tokens > 0
 
     def token(self, now_ns: int, n_sequences: int = 1) -> None:
         """Decoding of a token of each of so many sequences begins at `now_ns`, by any monotonic clock that runs while
         the model computes."""
         previous, self._previous_ns = self._previous_ns, now_ns
         n_last, self._n_last_sequences = self._n_last_sequences, n_sequences
-        link_before_ns = self._link_before_ns
-        if self._weighs and self._link_ns is not None:
-            self._link_before_ns = self._link_ns()
         if previous is None:
             return
-        if self._weighs:
-            self._weigh(now_ns - previous, self._link_before_ns - link_before_ns)
-        elif self._warm_tokens > 0:
+        if self._warm_tokens > 0:
             self._warm_tokens -= 1
             self.on = self._warm_tokens > 0
         elif self._pause_tokens > 0:
             self._pause_tokens -= 1
             self.on = self.on and self._pause_tokens > 0
-            self._weighs = self._pause_tokens == 0 and self._link_ns is not None
         elif self._is_compared(n_last):
             self._period_ns.append(now_ns - previous)
             if len(self._period_ns) == (self.options.on_tokens if self.on else self.options.off_tokens):
@@ -104,19 +88,6 @@ class Watchdog:
     def pause(self) -> None:
         """A prompt is computed next; its time is not counted."""
         self._previous_ns = None
-
-    def _weigh(self, token_ns: int, link_ns: int) -> None:
-        self._weighed_ns.append((token_ns, link_ns))
-        if len(self._weighed_ns) < self.options.weighed_tokens:
-            return
-        spent_ns, busy_ns = map(sum, zip(*self._weighed_ns, strict=True))
-        self._weighs, self._weighed_ns = False, []
-        if busy_ns < self.options.busy * spent_ns:
-            self._rest()
-
-    def _rest(self) -> None:
-        self._pause_tokens = self._next_pause_tokens
-        self._next_pause_tokens = min(2 * self._next_pause_tokens, self.options.max_pause_tokens)
 
     def _is_compared(self, n_sequences: int) -> bool:
         """Whether a pass of so many sequences counts in this trial, which begins anew after a period of others."""
@@ -150,6 +121,7 @@ class Watchdog:
     def _decide(self) -> None:
         self.last_gain = self._gain()
         self._periods_ns = {False: [], True: []}
-        self._rest()
+        self._pause_tokens = self._next_pause_tokens
+        self._next_pause_tokens = min(2 * self._next_pause_tokens, self.options.max_pause_tokens)
         self.trials += 1
         self.on = self.last_gain >= self.options.gain
