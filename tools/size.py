@@ -33,7 +33,7 @@ LIMITS = {
     "moegguf/trace": 2_050,
     "predictors": 7_950,
     "tests": 41_920,
-    "tools": 5_820,
+    "tools": 5_940,
 }
 
 
