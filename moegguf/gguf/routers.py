@@ -156,17 +156,20 @@ def _read_tensor(file: GgufFile, tensor: TensorInfo, shape: tuple[int, ...]) -> 
         raise file.tensor_error(tensor, f"its shape must be {shape}, but is {tensor.shape}")
     data = np.frombuffer(_read_bytes(file, tensor), np.uint8)
     numbers = {"F32": np.float32, "F16": np.float16}.get(tensor.type_name)
-    values = data.view(numbers) if numbers else _dequantized(file, tensor, data.reshape(*shape[:0:-1], -1))
+    values = data.view(numbers) if numbers else _dequantized(file, tensor, shape, data)
     out = np.ascontiguousarray(values, np.float32).reshape(shape[::-1])
     if not np.isfinite(out).all():
         raise file.tensor_error(tensor, "it holds numbers that are not finite")
     return out
 
 
-def _dequantized(file: GgufFile, tensor: TensorInfo, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.generic]:
+def _dequantized(
+    file: GgufFile, tensor: TensorInfo, shape: tuple[int, ...], data: npt.NDArray[np.uint8]
+) -> npt.NDArray[np.generic]:
     from gguf import GGMLQuantizationType, quants  # for the types that numpy does not have: it takes a while
 
     try:
+        rows = data.reshape(*shape[:0:-1], -1)
         values: npt.NDArray[np.generic] = quants.dequantize(rows, GGMLQuantizationType(tensor.ggml_type))
     except (ValueError, NotImplementedError) as error:
         raise file.tensor_error(tensor, f"type {tensor.type_name} cannot be read here ({error})") from error
