@@ -139,19 +139,23 @@ class KeptContexts:
         among the tokens, of sequence 0."""
         if self._store.is_off or len(tokens) - n_held < 2 or tokens[-1] == PLACEHOLDER:
             return n_held
-        with self._context.lock:
-            parts = self._parts(tokens, owner, images)
-            self._hold_fill(True)  # until what follows was computed
-            if self._whole:
-                n_now = self._restore_whole(sequence, tokens[:-1], n_held, parts, make_room, images)
-            else:
-                n_now = self._restore_parts(sequence, tokens, n_held, parts, make_room, images)
-            if n_now != n_held and sequence == 0:
-                self._llm.n_tokens, self._llm._requires_eval = n_now, True
-                self._llm.input_ids[:n_now] = tokens[:n_now]
-                self._context.images.hold(images, n_now)
-            if n_now == len(tokens):
-                n_now = n_now - 1 if self._context.truncate(n_now - 1, sequence) else 0
+        self._hold_fill(True)  # until what follows was computed
+        try:
+            with self._context.lock:
+                parts = self._parts(tokens, owner, images)
+                if self._whole:
+                    n_now = self._restore_whole(sequence, tokens[:-1], n_held, parts, make_room, images)
+                else:
+                    n_now = self._restore_parts(sequence, tokens, n_held, parts, make_room, images)
+                if n_now != n_held and sequence == 0:
+                    self._llm.n_tokens, self._llm._requires_eval = n_now, True
+                    self._llm.input_ids[:n_now] = tokens[:n_now]
+                    self._context.images.hold(images, n_now)
+                if n_now == len(tokens):
+                    n_now = n_now - 1 if self._context.truncate(n_now - 1, sequence) else 0
+        except BaseException:
+            self._hold_fill(False)
+            raise
         self._n_restored += max(0, n_now - n_held)
         self._hold_fill(n_now > n_held)
         return n_now
