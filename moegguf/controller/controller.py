@@ -35,7 +35,7 @@ class ActingOptions:
     prefetch: None acts on no prediction. slowest_s: a policy or predictor that once takes longer is switched off.
     strict: a policy or predictor that fails raises CallbackError instead of being switched off. lockstep: the store's
     own predictions act at a fixed place. clock_ns: the watchdog's clock; None when `count_token` is called from
-    outside.
+    outside. link_ns: how long the link was busy so far, where trials of prefetching depend on it.
     """
 
     prefetch: PrefetchOptions | None = None
@@ -43,6 +43,7 @@ class ActingOptions:
     strict: bool = False
     lockstep: bool = False
     clock_ns: Callable[[], int] | None = None
+    link_ns: Callable[[], int] | None = None
 
 
 def build_controller(
@@ -86,7 +87,8 @@ class Controller:
         self.predictor: Predictor | None = predictor
         self.history = History(shape)
         self.options = options
-        self.watchdog = Watchdog() if options.prefetch and options.prefetch.watchdog else None
+        watched = options.prefetch is not None and options.prefetch.watchdog
+        self.watchdog = Watchdog(link_ns=options.link_ns) if watched else None
         self.seconds = 0.0  # spent in here
         self.n_events = 0  # routing events
         self.stopped = False

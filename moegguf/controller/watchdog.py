@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
@@ -17,7 +18,8 @@ class WatchdogOptions:
     asked after every pair of periods, and with 3.4 it ends about one in a hundred trials of what makes no difference.
     warm_tokens: with prefetching, before the first trial, not counted: slots are filled meanwhile. gain: share of a
     token's time that prefetching must save to stay on. pause_tokens: tokens until the next trial, doubled after each up
-    to `max_pause_tokens`.
+    to `max_pause_tokens`. weighed_tokens: whose median says how busy the link is. busy: share of a token's time that it
+    must be busy for a trial to begin.
     """
 
     off_tokens: int = 8
@@ -29,6 +31,8 @@ class WatchdogOptions:
     gain: float = 0.03
     pause_tokens: int = 1024
     max_pause_tokens: int = 1 << 16
+    weighed_tokens: int = 16
+    busy: float = 0.35
 
 
 class Watchdog:
@@ -45,13 +49,21 @@ class Watchdog:
 
     Where several sequences are decoded together, a token is one of each of them. A trial compares passes of equally
     many sequences; others do not count, and a whole period of these begins it anew.
+
+    Prefetching saves no more than the link's time. With `link_ns`, the time in ns that the link was busy so far, a
+    trial begins only where the link is busy for `busy` of the median token's time. Until then nothing is predicted; the
+    first `warm_tokens` fill slots and are not counted.
     """
 
-    def __init__(self, options: WatchdogOptions | None = None) -> None:
+    def __init__(self, options: WatchdogOptions | None = None, link_ns: Callable[[], int] | None = None) -> None:
         self.options = options or WatchdogOptions()
-        self.on = self.options.warm_tokens > 0
+        self.on = self.options.warm_tokens > 0 and link_ns is None
         self.trials = 0
         self.last_gain: float | None = None  # share of a token's time saved in the last trial
+        self._link_ns = link_ns
+        self._link_before_ns = 0
+        self._busy_shares: list[float] = []  # of each weighed token's time
+        self._weighs = link_ns is not None
         self._warm_tokens = self.options.warm_tokens
         self._pause_tokens = 0
         self._next_pause_tokens = self.options.pause_tokens
@@ -65,21 +77,27 @@ class Watchdog:
     @property
     def resting(self) -> bool:
         """Whether it has decided, and the next trial has not begun."""
-        return self._pause_tokens > 0
+        return self._pause_tokens > 0 or self._weighs
 
     def token(self, now_ns: int, n_sequences: int = 1) -> None:
         """Decoding of a token of each of so many sequences begins at `now_ns`, by any monotonic clock that runs while
         the model computes."""
         previous, self._previous_ns = self._previous_ns, now_ns
         n_last, self._n_last_sequences = self._n_last_sequences, n_sequences
+        link_before_ns = self._link_before_ns
+        if self._weighs and self._link_ns is not None:
+            self._link_before_ns = self._link_ns()
         if previous is None:
             return
         if self._warm_tokens > 0:
             self._warm_tokens -= 1
-            self.on = self._warm_tokens > 0
+            self.on = self._warm_tokens > 0 and not self._weighs
+        elif self._weighs:
+            self._weigh((self._link_before_ns - link_before_ns) / max(1, now_ns - previous))
         elif self._pause_tokens > 0:
             self._pause_tokens -= 1
             self.on = self.on and self._pause_tokens > 0
+            self._weighs = self._pause_tokens == 0 and self._link_ns is not None
         elif self._is_compared(n_last):
             self._period_ns.append(now_ns - previous)
             if len(self._period_ns) == (self.options.on_tokens if self.on else self.options.off_tokens):
@@ -88,6 +106,18 @@ class Watchdog:
     def pause(self) -> None:
         """A prompt is computed next; its time is not counted."""
         self._previous_ns = None
+
+    def _weigh(self, busy_share: float) -> None:
+        self._busy_shares.append(busy_share)
+        if len(self._busy_shares) < self.options.weighed_tokens:
+            return
+        busy, self._busy_shares, self._weighs = median(self._busy_shares), [], False
+        if busy < self.options.busy:
+            self._rest()
+
+    def _rest(self) -> None:
+        self._pause_tokens = self._next_pause_tokens
+        self._next_pause_tokens = min(2 * self._next_pause_tokens, self.options.max_pause_tokens)
 
     def _is_compared(self, n_sequences: int) -> bool:
         """Whether a pass of so many sequences counts in this trial, which begins anew after a period of others."""
@@ -121,7 +151,6 @@ class Watchdog:
     def _decide(self) -> None:
         self.last_gain = self._gain()
         self._periods_ns = {False: [], True: []}
-        self._pause_tokens = self._next_pause_tokens
-        self._next_pause_tokens = min(2 * self._next_pause_tokens, self.options.max_pause_tokens)
+        self._rest()
         self.trials += 1
         self.on = self.last_gain >= self.options.gain

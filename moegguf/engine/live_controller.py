@@ -46,8 +46,8 @@ class ControllerOptions:
     """What a user chooses.
 
     policy: a name, an object with a method `scores`, or "auto": what was measured to be best for this model, else
-    next-use, with prefetching by `skip` where one sequence is computed on the CPU and while that pays; or names for
-    tiers, "vram=NAME,ram=NAME". Without these it is that of the tier that layers compute on, and slots in RAM below
+    next-use, with prefetching by `skip` for one sequence and while that pays; or names for tiers,
+    "vram=NAME,ram=NAME". Without these it is that of the tier that layers compute on, and slots in RAM below
     a device evict by LRU. predictor: a name, a `Predictor`, or None: what the policy was measured with, and with
     `prefetch` the best there is. prefetch: whether predictions are acted on, or how; None: where that was
     measured to pay, or nothing was measured. lockstep: decisions act at a fixed place, so that a simulation repeats
@@ -122,7 +122,7 @@ class LiveController:
             self.choice = choose()
             shape = MoeShape.of(self.session.layout)
             predictor, policy = self._predictor(shape), self._policy(shape)
-            acting = ActingOptions(prefetch=self._prefetch(), lockstep=self.options.lockstep)
+            acting = ActingOptions(prefetch=self._prefetch(), lockstep=self.options.lockstep, link_ns=self._link_ns())
             self.controller = build_controller(shape, policy, predictor, self.session.store, acting)
         except MoeggufError:
             raise
@@ -183,12 +183,10 @@ class LiveController:
         return ControllerChoice(policy, predictor, prefetch)
 
     def _unmeasured(self) -> ControllerChoice:
-        """Predictions only where they pay: a device's router inputs would have to be copied from it, and batches of
-        several sequences leave the link no time (`docs/evidence/batches.md`)."""
-        plan = self.session.plan
-        on_cpu = not plan.device and not plan.layers_on
+        """Predictions only where they pay: batches of several sequences leave the link no time
+        (`docs/evidence/batches.md`)."""
         chosen_otherwise = self.options.predictor is not None or self.options.prefetch is False
-        predicts = on_cpu and self.n_sequences == 1 and not chosen_otherwise
+        predicts = self.n_sequences == 1 and not chosen_otherwise
         return UNMEASURED if predicts else UNMEASURED_WITHOUT_PREDICTIONS
 
     def _policy(self, shape: MoeShape) -> AnyPolicy:
@@ -205,6 +203,14 @@ class LiveController:
         if isinstance(self.options.prefetch, PrefetchOptions):
             return self.options.prefetch
         return PrefetchOptions() if self.choice.prefetch else None
+
+    def _link_ns(self) -> Callable[[], int] | None:
+        """Of a device's link, by which trials of prefetching that nobody asked for begin: they copy router inputs from
+        the device, which a fast link does not pay back."""
+        plan = self.session.plan
+        if self.options.prefetch is not None or not (plan.device or plan.layers_on):
+            return None
+        return lambda: int(self.session.store.tier()["copy_ns"])
 
     def announce(self, announcement: Announcement) -> None:
         """Tokens are evaluated next. On the event thread."""

@@ -181,3 +181,42 @@ def test_the_next_trial_decides_anew(before: int, after: int) -> None:
     run.tokens(SHORT.pause_tokens + TRIAL)
     assert run.dog.on == (after < 1000)
     assert run.dog.trials == 2
+
+
+class Watched(Run):
+    """Tokens during which a link is busy for a share of the time, `busy`, and between which there are prompts."""
+
+    def __init__(self, busy: float) -> None:
+        super().__init__(1000, 500)
+        self.busy, self.link_ns = busy, 0
+        self.dog = Watchdog(WHOLE, lambda: self.link_ns)
+        self.dog.token(0)
+
+    def tokens(self, n: int) -> None:
+        for _ in range(n):
+            self.link_ns += round(self.busy * self.off)
+            super().tokens(1)
+            self.dog.pause()
+            self.link_ns += 10**6
+            self.dog.token(self.stall_ns)
+
+
+def test_a_link_that_is_hardly_busy_begins_no_trial_and_is_asked_again_after_rests_that_grow() -> None:
+    run = Watched(WHOLE.busy - 0.01)
+    for rest in (100, 200, 400, 400):
+        run.tokens(WHOLE.weighed_tokens)
+        assert run.dog.resting
+        run.busy = WHOLE.busy + 0.01
+        run.tokens(rest)
+        run.busy = WHOLE.busy - 0.01
+    assert not any(run.was_on) and run.dog.trials == 0
+
+
+def test_a_link_that_is_busy_begins_a_trial_without_tokens_that_do_not_count() -> None:
+    run = Watched(WHOLE.busy)
+    run.tokens(WHOLE.weighed_tokens)
+    assert not any(run.was_on) and not run.dog.resting
+    run.tokens(TRIAL)
+    assert run.dog.trials == 1 and run.dog.on
+    run.tokens(WHOLE.pause_tokens)
+    assert run.dog.resting and not run.dog.on, "before the next trial the link is watched without prefetching"
