@@ -32,7 +32,7 @@ class WatchdogOptions:
     pause_tokens: int = 1024
     max_pause_tokens: int = 1 << 16
     weighed_tokens: int = 16
-    busy: float = 0.35
+    busy: float = 0.25
 
 
 class Watchdog:
