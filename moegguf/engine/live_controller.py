@@ -285,7 +285,7 @@ class LiveController:
 
     def figures(self) -> dict[str, Any]:
         """Policy, predictor, prefetch ("off", also where every expert is in memory, "on", "measuring": on and off in
-        turns, "paused": it did not pay), and the controller's cost.
+        turns, "paused": it did not pay, or a device's link was not busy), and the controller's cost.
         """
         controller = self.controller
         if controller is None:

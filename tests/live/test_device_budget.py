@@ -12,6 +12,7 @@ from own_process import in_own_process
 from rpc_device import in_child
 from running import N_NEW, Llama, Own, TinyModel, greedy_logits, share_for
 
+from moegguf.controller.watchdog import WatchdogOptions
 from moegguf.engine.devices import find_gpus
 from moegguf.engine.session import Place
 from moegguf.engine.warm_start import most_used
@@ -27,6 +28,7 @@ OPTIONS: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "logits_all": True, "ve
 ALLOC = 3  # enum moegguf_fault_kind
 LINK = Link(8e9, 5e-6)
 DEVICE_BYTES = 256 << 20
+WEIGHED_AT = WatchdogOptions().warm_tokens + WatchdogOptions().weighed_tokens  # tokens
 
 
 def share_of(path: Path, n_slots: int) -> int:
@@ -281,3 +283,24 @@ def test_a_model_on_the_cpu_has_no_budget_in_vram(tiny: TinyModel) -> None:
         pytest.raises(BudgetError, match="the CPU computes this model"),
     ):
         llm.set_budget(vram_cache="50%")
+
+
+def behind_a_busy_link(path: Path) -> list[tuple[Any, ...]]:
+    """Of a device's default at load, and when slots were filled and the link was weighed."""
+    device = add_link_device(Link(2e6, 0.0), memory_bytes=DEVICE_BYTES)
+    options = {"vram_cache": share_of(path, 16), "expert_cache": "100%", "placement": "slots"}
+    states = []
+    with Llama(path, store=StoreOptions(device=device), **options, **OPTIONS) as llm:
+        assert llm.session is not None
+        for n_tokens in (0, WEIGHED_AT, 1 + WatchdogOptions().off_tokens):
+            for token in range(n_tokens):
+                llm.eval([token])
+            found, predicted = llm.decisions(), llm.session.store.counters()["forecast_picks"]
+            states.append((found["predictor"], found["prefetch"], predicted > 0))
+    return states
+
+
+def test_a_device_predicts_once_its_link_was_busy(tiny: TinyModel) -> None:
+    paused, still_paused, measuring = in_own_process(behind_a_busy_link, tiny("tiny-mix", "q4_0"))
+    assert paused == still_paused == ("skip", "paused", False)
+    assert measuring == ("skip", "measuring", True)
