@@ -7,9 +7,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from oracles import accuracy, routers_of
+from reference_predictors import MlpPredictor, Skip, probabilities
 from traces import hidden_routers, random_trace, routed
 
-from moegguf.controller.predictors.router_inputs import MlpPredictor, Skip, probabilities, window_pairs
+from moegguf.controller.predictors.router_inputs import window_pairs
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.native.events import Announcement, Phase, RoutingEvent
