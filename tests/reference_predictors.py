@@ -16,6 +16,7 @@ from moegguf.controller.predictors.routing_path import NORM_EPS
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.native.events import Announcement, Float32s, Int32s, Phase, RoutingEvent
+from moegguf.native.matvec import QuantizedMatrix
 from predictors.train.states import states
 
 
@@ -154,6 +155,11 @@ class EamcPredictor(eamc.EamcPredictor):
         return super().learned(history)
 
 
+def multiplied(matrix: QuantizedMatrix, x: Float32s) -> Float32s:
+    """W x + bias."""
+    return (matrix.bytes.astype(np.float32) @ x) * matrix.scale + matrix.bias
+
+
 class InputPredictor(Predictor):
     """Base of predictors from the router's input: keeps a copy of the last one, if it is one token's and finite.
 
@@ -209,9 +215,8 @@ class MlpPredictor(InputPredictor, router_inputs.MlpPredictor):
         network = None if self._source is None else self._networks.get((self._source, il))
         if vector is None or network is None:
             return None
-        hidden = network.hidden.apply(vector, np.empty(network.hidden.shape[0], np.float32))
-        logits = network.out.apply(hidden, np.empty(self.shape.n_expert, np.float32))
-        return probabilities(logits, self.shape.n_expert_used)
+        hidden = np.maximum(multiplied(network.hidden, vector), 0)
+        return probabilities(multiplied(network.out, hidden), self.shape.n_expert_used)
 
     def fork(self) -> MlpPredictor:
         """Shares the networks."""
@@ -255,8 +260,9 @@ class ExpertMlp(expert_mlp.ExpertMlp):
         if distance != 1 or row is None or row < 1 or row != self._rows_seen:
             return None
         x = states(self._popularity, self._affinity, self._ids, row, self._state)[0]
-        for layer in self._network:
-            x = layer.apply(x, np.empty(layer.shape[0], np.float32))
+        for layer in self._network[:-1]:
+            x = np.maximum(multiplied(layer, x), 0)
+        x = multiplied(self._network[-1], x)
         return 0.5 + 0.5 * np.tanh(0.5 * x)  # sigmoid
 
 

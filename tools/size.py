@@ -26,7 +26,7 @@ LIMITS = {
     "moegguf/generate": 4_710,
     "moegguf/gguf": 1_990,
     "moegguf/models": 3_190,
-    "moegguf/native": 16_630,
+    "moegguf/native": 16_610,
     "moegguf/server": 8_750,
     "moegguf/serving": 4_910,
     "moegguf/terminal": 1_670,

@@ -51,11 +51,7 @@ class ExpertMlp(StorePredictor):
             raise ValueError(f"hidden must be {len(HIDDEN_SIZES)} sizes, but is {hidden!r:.80}")
         sizes = [state_size(shape), *hidden, shape.n_expert]
         layers = [
-            QuantizedMatrix(
-                weights.array(f"layers.{i}.weight", n_out, n_in),
-                weights.array(f"layers.{i}.bias", n_out),
-                relu=i < len(hidden),
-            )
+            QuantizedMatrix(weights.array(f"layers.{i}.weight", n_out, n_in), weights.array(f"layers.{i}.bias", n_out))
             for i, (n_in, n_out) in enumerate(pairwise(sizes))
         ]
         n_layer, n_expert = len(shape.layers), shape.n_expert

@@ -84,9 +84,7 @@ class MlpPredictor(StorePredictor):
             parts = {name: f"{pair[0]}.{pair[1]}.{name}" for name in sizes}
             return _Network(**{
                 name: QuantizedMatrix(
-                    weights.array(f"{part}.weight", *sizes[name]),
-                    weights.array(f"{part}.bias", sizes[name][0]),
-                    relu=name == "hidden",
+                    weights.array(f"{part}.weight", *sizes[name]), weights.array(f"{part}.bias", sizes[name][0])
                 )
                 for name, part in parts.items()
             })  # fmt: skip
