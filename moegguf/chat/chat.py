@@ -14,7 +14,7 @@ from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:
     from moegguf.chat.conversation import Conversation
-    from moegguf.chat.session import ChatModel
+    from moegguf.chat.model import ChatModel
 
 
 class Chat:
@@ -38,7 +38,7 @@ class Chat:
         except EOFError:
             return 0
         finally:
-            session.model.close()
+            session.model.connection.close()
 
     def _handle_input(self) -> None:
         try:

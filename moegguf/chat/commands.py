@@ -73,7 +73,7 @@ def _save(session: ChatSession, name: str) -> None:
     if len(name.split()) != 1:
         print_message("Usage:\n  /save <modelname>")
         return
-    session.model.names.create(name, show_commands.recipe(session.conversation))
+    session.model.connection.names.create(name, show_commands.recipe(session.conversation))
     print_message(f"Created new model '{name}'")
 
 
@@ -132,7 +132,7 @@ def _set_parameter(session: ChatSession, value: str) -> None:
     name, *values = words
     try:
         parsed = parse_parameter(name, values)
-        session.model.check_parameter(name)
+        session.model.connection.check_parameter(name)
     except MoeggufError as error:
         print_message(f"Couldn't set parameter: {error}")
         return

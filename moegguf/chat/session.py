@@ -18,12 +18,9 @@ from moegguf.terminal.progress import Spinner, prompt_text
 if TYPE_CHECKING:
     from moegguf.chat.answers import Answer
     from moegguf.chat.conversation import Conversation, Snapshot
-    from moegguf.chat.local_model import LocalModel
+    from moegguf.chat.model import ChatModel
     from moegguf.chat.reader import InputHistory
-    from moegguf.chat.served_model import ServedModel
     from moegguf.generate.request import PromptProgress, Timing
-
-    ChatModel = LocalModel | ServedModel
 
 _EXTENSION = r"\.(?:png|jpe?g|gif|webp|bmp)"
 _START = r"(?:~|\.{1,2})?/"
@@ -186,16 +183,16 @@ class ChatSession:
 
     def with_images(self, text: str) -> tuple[str, list[bytes]]:
         """A message's text and the images whose paths were in it. Raises OptionError."""
-        return extract_images(text) if self.model.reads_images else (text, [])
+        return extract_images(text) if self.model.connection.reads_images else (text, [])
 
     def is_image(self, text: str) -> bool:
         """Whether a message that begins with / begins with the path of an image, not with a command."""
-        return self.model.reads_images and begins_with_image(text)
+        return self.model.connection.reads_images and begins_with_image(text)
 
     def load_model(self, name: str) -> None:
         """Switches to another model; keeps the present one when that cannot be found or loaded."""
         try:
-            entry = self.model.names.find(name)
+            entry = self.model.connection.names.find(name)
         except ModelNotFoundError:
             print_message(f"Couldn't find model '{name}'")
             return
@@ -212,7 +209,7 @@ class ChatSession:
 
     def check_thinking(self) -> bool:
         """Whether the model supports thinking; prints a warning when not."""
-        if self.model.thinks():
+        if self.model.thinks(self.conversation.entry):
             return True
         print_message(f"warning: model '{self.conversation.entry.name}' does not support thinking output")
         return False

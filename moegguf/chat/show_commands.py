@@ -44,7 +44,7 @@ def show_help() -> str:
 
 
 def _info(session: ChatSession, _rest: str) -> None:
-    session.model.print_info()
+    session.model.connection.print_info(session.conversation.entry)
 
 
 def _license(session: ChatSession, _rest: str) -> None:
@@ -52,7 +52,7 @@ def _license(session: ChatSession, _rest: str) -> None:
 
 
 def _modelfile(session: ChatSession, _rest: str) -> None:
-    print_message(session.model.modelfile())
+    print_message(session.model.connection.modelfile(session.conversation.entry))
 
 
 def _parameters(session: ChatSession, _rest: str) -> None:
@@ -74,7 +74,10 @@ def _system(session: ChatSession, _rest: str) -> None:
 
 
 def _template(session: ChatSession, _rest: str) -> None:
-    print_message(session.model.template() or "No prompt template was specified for this model.")
+    print_message(
+        session.model.connection.details(session.conversation.entry).template
+        or "No prompt template was specified for this model."
+    )
 
 
 PARTS: dict[str, Row] = {
@@ -104,7 +107,7 @@ def list_models(session: ChatSession, prefix: str) -> None:
     """The models that /load takes."""
     from moegguf.terminal.tables import print_model_list
 
-    print_model_list(session.model.names.entries(prefix))
+    print_model_list(session.model.connection.names.entries(prefix))
 
 
 def show_statistics(session: ChatSession, _rest: str) -> None:

@@ -162,7 +162,7 @@ def exit_code(counts: Counts) -> int:
 
 def server_for(models: list[str]) -> Client | None:
     """A running server that has all `models`, if there is one; None for a path."""
-    from moegguf.chat.served_model import KNOWN_S, running_server
+    from moegguf.chat.running_server import KNOWN_S, running_server
 
     if any(os.path.exists(os.path.expanduser(name)) for name in models) or (client := running_server()) is None:
         return None

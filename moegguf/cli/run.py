@@ -21,7 +21,8 @@ from moegguf.terminal.progress import Spinner
 
 if TYPE_CHECKING:
     from moegguf.chat.conversation import Conversation
-    from moegguf.chat.session import ChatModel, Reply
+    from moegguf.chat.model import ChatModel
+    from moegguf.chat.session import Reply
 
 EXIT_TIMEOUT_S = 1.0  # after Ctrl-C during an answer
 
@@ -66,7 +67,7 @@ def answer_once(model: ChatModel, conversation: Conversation, prompt: str, spinn
 
     if load:
         model.load(conversation, spinner)
-    conversation.add_user_message(*(extract_images(prompt) if model.reads_images else (prompt, [])))
+    conversation.add_user_message(*(extract_images(prompt) if model.connection.reads_images else (prompt, [])))
     printer = Printer(wrap=conversation.word_wrap, hide_thinking=conversation.hide_thinking)
     reply = print_answer(model.answer(conversation), printer, spinner, exit_timeout_s=EXIT_TIMEOUT_S)
     if reply.error is None or printer.text:
@@ -75,7 +76,7 @@ def answer_once(model: ChatModel, conversation: Conversation, prompt: str, spinn
             print_message(note)
     if conversation.verbose and not reply.error:
         print_message("\n" + "\n".join(model.statistics(reply.timing, with_load=True)))
-    model.close()
+    model.connection.close()
     return exit_code(reply)
 
 
@@ -216,27 +217,29 @@ def in_server(
 ) -> tuple[ChatModel, Conversation] | None:
     """A conversation with a model in a running server that knows it, if there is one; None for a path."""
     from moegguf.chat.conversation import Conversation
-    from moegguf.chat.served_model import server_with
+    from moegguf.chat.model import ChatModel
+    from moegguf.chat.running_server import server_with
 
-    if os.path.exists(os.path.expanduser(name)) or (model := server_with(name, keep_alive)) is None:
+    if os.path.exists(os.path.expanduser(name)) or (server := server_with(name, keep_alive)) is None:
         return None
-    return model, Conversation(model.entry, initial_parameters=model.with_context(parameters), **settings)
+    model = ChatModel(server)
+    parameters = model.with_context(server.entry, parameters)
+    return model, Conversation(server.entry, initial_parameters=parameters, **settings)
 
 
 def in_own_worker(
     name: str, load_options: dict[str, Any], parameters: dict[str, Any], settings: dict[str, Any], *, log: bool
 ) -> tuple[ChatModel, Conversation]:
     """A conversation with a model of this machine, which is pulled first when it is not there."""
-    from moegguf.chat.local_model import LocalModel
+    from moegguf.chat.own_worker import OwnWorker
 
-    model = LocalModel(log=log)  # its worker starts while this program imports what follows
+    worker = OwnWorker(log=log)  # which starts while this program imports what follows
     from moegguf.chat.conversation import Conversation
-    from moegguf.gguf.experts import read_layout
+    from moegguf.chat.model import ChatModel
     from moegguf.settings import read_settings
 
-    entry = find_or_pull(name)
-    if parameters.get("num_ctx") == 0:
-        parameters = {**parameters, "num_ctx": read_layout(entry.path).hparams.n_ctx_train}
+    model, entry = ChatModel(worker), find_or_pull(name)
+    parameters = model.with_context(entry, parameters)
     if (n_ctx := read_settings().n_ctx) and "num_ctx" not in entry.parameters:
         parameters = {"num_ctx": n_ctx, **parameters}
     return model, Conversation(entry, load_options, parameters, **settings)

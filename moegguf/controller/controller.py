@@ -59,7 +59,7 @@ def build_controller(
         store.set_policy(policy.name, **policy.parameters)
         if isinstance(predictor, NoPrediction):
             return None
-    native = _native(policy, predictor)
+    native = predictor.native()
     if native:
         predictor.release()
     return Controller(shape, policy, predictor if native else per_sequence(predictor), store, options, native)
@@ -83,6 +83,7 @@ class Controller:
     ) -> None:
         self.shape = shape
         self.native = native is not None  # the store predicts, and acts
+        self.scores = isinstance(policy, Policy)  # in Python
         self.policy: AnyPolicy | None = policy
         self.predictor: Predictor | None = predictor
         self.history = History(shape)
@@ -114,9 +115,9 @@ class Controller:
     @property
     def redundant(self) -> bool:
         """Whether the store would do the same without this controller, until the watchdog tries prefetching again."""
-        if self.native:
-            return not isinstance(self.predictor, Learner)
-        return self._refused and not isinstance(self.policy, Policy)
+        if isinstance(self.policy, Policy):
+            return False
+        return not isinstance(self.predictor, Learner) if self.native else self._refused
 
     def announce(self, announcement: Announcement) -> None:
         """Tokens are evaluated next: predictors from tokens look ahead of the first layer."""
@@ -216,6 +217,8 @@ class Controller:
         predictor.observe(event)
         if not self.native:
             self._forecast.advance(predictor, event.il)
+        elif self.scores:
+            self._forecast.take(*self._store.forecast(), event.il)
 
     def _score(self, policy: Policy, phase: Phase) -> None:
         scores = policy.scores(self.history, self._forecast)
@@ -298,14 +301,6 @@ def _forecast(shape: MoeShape, predictor: Predictor, prefetch: PrefetchOptions |
 
 def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, TimeoutError) else f"raised {type(error).__name__}: {error}"
-
-
-def _native(policy: AnyPolicy, predictor: Predictor) -> NativePredictor | None:
-    """The predictor as the store computes it, where the store can do all that is to be done with it.
-
-    A policy in Python scores with the forecast.
-    """
-    return predictor.native() if isinstance(policy, NativePolicy) else None
 
 
 def _native_forecast(shape: MoeShape, predictor: Predictor, options: ActingOptions) -> NativeForecast:

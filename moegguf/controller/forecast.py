@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.shape import MoeShape
@@ -42,6 +43,11 @@ class Forecast:
         self._table[il] = 0
         self._known = [known for known in self._known if known > il]
         self._predict(predictor, self._shape.row_of[il])
+
+    def take(self, probabilities: Float32s, known: npt.NDArray[np.bool_], il: int) -> None:
+        """Layer `il` was routed: what the store expects of those after it, (n_layer, n_expert), of `known` layers."""
+        self.il, self._known = il, np.flatnonzero(known).tolist()
+        self._table[:] = probabilities * known[:, np.newaxis]
 
     def _predict(self, predictor: Predictor, row: int) -> None:
         layers = self._shape.layers[row + 1 : row + 1 + min(self._window, predictor.reach)]

@@ -137,7 +137,8 @@ class LiveController:
         self._paused = self.controller.native and self.controller.redundant
         native, lockstep = self.controller.native, self.options.lockstep
         self.listen_options = ListenOptions(
-            inputs=predictor.needs_inputs and not native, lockstep=lockstep, lazy=native and not lockstep,
+            inputs=predictor.needs_inputs and not native, lockstep=lockstep,
+            lazy=native and not lockstep and not self.controller.scores,
             max_input_tokens=MOST_INPUT_TOKENS,
         )  # fmt: skip
 
@@ -310,7 +311,7 @@ class LiveController:
         """Stops deciding and saves what was learned; call it before the store is closed. Twice is harmless."""
         if self.controller is None:
             return
-        if self.controller.native:  # of what comes late nothing is lost, and nothing of it takes long
+        if self.controller.native and not self.controller.scores:  # nothing of what comes late is lost, or takes long
             self.session.listeners.remove(self)
         self.controller.stop()
         self.session.listeners.remove(self)  # until here events may come

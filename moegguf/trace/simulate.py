@@ -393,7 +393,7 @@ class Simulation:
         pass_ = -1
         for event in self.trace.events():
             if isinstance(event, Announcement):
-                _announce(store.context, event)
+                announce_to(store.context, event)
                 if controller is not None:
                     controller.announce(event)
                 continue
@@ -423,7 +423,8 @@ class Simulation:
         )  # fmt: skip
 
 
-def _announce(context: StoreContext, event: Announcement) -> None:
+def announce_to(context: StoreContext, event: Announcement) -> None:
+    """Tells a store which tokens are evaluated next."""
     if event.sequences is None or event.phases is None:
         context.announce(event.sequence, event.phase, event.tokens)
     else:

@@ -87,7 +87,7 @@ class PredictorScore:
 
     means: {distance: mean over layers}. layers: {distance: {il: figures}}. fresh: the fresh-gate control (distance 0:
     the router's own input through the router), None without one; its accuracy must be 1. batch_accuracy: ExpertFlow's,
-    {distance: ...}, only from `score`. predict_us: mean time of one prediction.
+    {distance: ...}, only from `score`.
     """
 
     name: str
@@ -95,7 +95,6 @@ class PredictorScore:
     layers: dict[int, dict[int, Figures]]
     fresh: Figures | None = None
     batch_accuracy: dict[int, float | None] | None = None
-    predict_us: float | None = None
 
 
 class LayerLru:

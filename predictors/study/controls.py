@@ -9,7 +9,6 @@ from typing import ClassVar
 import numpy as np
 
 from moegguf.controller.predictors.base import Predictor
-from moegguf.controller.predictors.router_inputs import Skip
 from moegguf.controller.shape import MoeShape
 from moegguf.gguf.routers import Routers
 from moegguf.native.events import Announcement, Float32s, RoutingEvent
@@ -59,18 +58,31 @@ class Oracle(Predictor):
         return probabilities
 
 
-class FreshGate(Skip):
+class FreshGate(Predictor):
     """A control, not a prediction: a router with its own input, at distance 0. Its accuracy must be 100 %."""
 
     name: ClassVar[str] = "fresh-gate"
 
-    def __init__(self, shape: MoeShape, routers: Routers) -> None:
-        super().__init__(shape, routers)
-        self.reach = 0
+    needs_inputs: ClassVar[bool] = True
 
-    def native(self) -> None:
-        """None: it is a control, and predicts nothing."""
+    def __init__(self, shape: MoeShape, routers: Routers) -> None:
+        super().__init__(shape, reach=0)
+        self._routers = routers.routers
+        self._probabilities = routers.probabilities
+        self._input: tuple[int, Float32s] | None = None
+
+    def announce(self, announcement: Announcement) -> None:
+        """The next pass begins."""
+        self._input = None
+
+    def observe(self, event: RoutingEvent) -> None:
+        """Keeps the input of one token."""
+        self._input = None
+        if event.inputs is not None and event.inputs.shape == (1, self.shape.n_embd):
+            self._input = event.il, event.inputs[0].copy()
 
     def predict(self, il: int, distance: int) -> Float32s | None:
         """None but at distance 0."""
-        return self._through_router(il, distance) if distance == 0 else None
+        if distance != 0 or self._input is None or self._input[0] != il or il not in self._routers:
+            return None
+        return self._probabilities(il, self._input[1])

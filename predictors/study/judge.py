@@ -6,7 +6,6 @@ Decode passes of one token are measured; predictors get all events.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -62,7 +61,6 @@ class Judge:
         self._lines: Ids = np.arange(most)[:, np.newaxis]
         self._pass: tuple[int, int] | None = None
         self._announced = self._single = False
-        self._predictions = self._predict_ns = 0
 
     def announce(self, announcement: Announcement) -> None:
         """Tokens are evaluated next. Raises what the predictor raises."""
@@ -103,7 +101,6 @@ class Judge:
             means={distance: self.tally.mean(column, link) for distance, column in columns.items()},
             layers={distance: self.tally.by_layer(column, link) for distance, column in columns.items()},
             fresh=self.fresh.mean(0, None) if self.fresh.tokens.any() else None,
-            predict_us=self._predict_ns / 1e3 / self._predictions if self._predictions else None,
         )
 
     def on_comparison(self, event: RoutingEvent, row: int, predicted: Ids, used: Ids) -> None:
@@ -150,20 +147,14 @@ class Judge:
             return
         probabilities = self._probabilities[: len(plan.targets)]
         for line, (il, distance) in zip(probabilities, plan.targets, strict=True):
-            begin = time.perf_counter_ns()
-            if self._predict(self.predictor, il, distance, line):
-                self._predict_ns += time.perf_counter_ns() - begin
-                self._predictions += 1
+            self._predict(self.predictor, il, distance, line)
         self._pending[plan.rows, plan.columns] = self._ranked(probabilities)[plan.lines]
 
-    def _predict(self, predictor: Predictor, il: int, distance: int, line: Float32s) -> bool:
-        """Puts the probabilities into `line` (n_expert,); zeros and False without valid ones."""
-        probabilities = predictor.predict(il, distance)
-        if probabilities is None or probabilities.shape != line.shape or not math.isfinite(probabilities.sum()):
-            line.fill(0)
-            return False
-        line[:] = probabilities
-        return True
+    def _predict(self, predictor: Predictor, il: int, distance: int, line: Float32s) -> None:
+        """Puts the probabilities into `line` (n_expert,); zeros without valid ones."""
+        found = predictor.predict(il, distance)
+        valid = found is not None and found.shape == line.shape and math.isfinite(found.sum())
+        line[:] = found if valid else 0
 
     def _ranked(self, probabilities: Float32s) -> Ids:
         """Experts (n, n_rank) of (n, n_expert) probabilities, the most probable first; NO_PREDICTION where it is 0."""

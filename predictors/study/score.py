@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from moegguf.cli.bench import split
 from moegguf.cli.options import AsJson
@@ -19,6 +20,7 @@ from moegguf.terminal.units import percent
 from moegguf.trace.analysis import Progress, no_progress, step_reporter
 from predictors.study import scoring
 from predictors.study.accuracy import Figures, LinkModel
+from predictors.study.asked import asked
 from predictors.study.common import DEFAULT_TOKENS, PredictorNames, Study, link_model, run
 from predictors.study.judge import DISTANCES
 from predictors.study.scoring import ScoreTable
@@ -35,7 +37,7 @@ def score_named(
     tables, step = [], step_reporter(progress, "scores", len(names))
     for name in names:
         step(name)
-        tables.append(scoring.score(study.trace, [study.predictor(name)], distances, link))
+        tables.append(scoring.score(study.trace, [asked(partial(study.predictor, name))], distances, link))
     return replace(
         tables[0],
         scores=tuple(one for table in tables for one in table.scores),

@@ -12,6 +12,7 @@ may compute first in one round and last in the next. Those that arrive within a 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -23,6 +24,7 @@ from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
 from moegguf.native.events import Announcement, Float32s, Int32s, Phase, RoutingEvent
+from predictors.study.asked import asked
 
 RECENT_HALF_LIFE_TOKENS = 4.0
 PATHS = ("recent", "token-id", "routing-path")
@@ -105,7 +107,7 @@ def make_paths(name: str, shape: MoeShape, artifacts: Artifacts) -> RoutingPaths
         return RecentPaths(shape)
     if name not in PATHS:
         raise OptionError(f"there are no routing paths {name!r}; known are {', '.join(PATHS)}.")
-    return PredictedPaths(make_predictor(name, shape, artifacts))
+    return PredictedPaths(asked(partial(make_predictor, name, shape, artifacts)))
 
 
 ROUNDS = 2  # of K-means each time: it goes on from the last round's groups

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from moegguf.controller.predictors.expert_mlp import HIDDEN_SIZES, state_size, states
+from moegguf.controller.predictors.expert_mlp import HIDDEN_SIZES, state_size
 from moegguf.trace.trace import Trace
 from predictors.train.fit import choices, count_affinity, count_popularity
 from predictors.train.fitting import Samples, Schedule, fit
 from predictors.train.splitting import validation_tokens
+from predictors.train.states import states
 
 Floats = npt.NDArray[np.floating]
 

@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from moegguf.controller.weights import Weights
 from moegguf.gguf.experts import read_layout
 from moegguf.trace import format as trace_file
 from moegguf.trace.trace import Trace
+from predictors.study.asked import asked
 from predictors.study.scoring import ScoreTable, score
 from predictors.train import TRAINERS, trainer
 from predictors.train.fit import COUNTED
@@ -136,7 +138,7 @@ def _version(package: str) -> str:
 def evaluate(name: str, heldout: Trace, sources: Artifacts) -> ScoreTable:
     """Scores on held-out requests, beside those of skip where the trace has inputs."""
     names = [name] if heldout.inputs is None else [name, "skip"]
-    predictors: list[Predictor] = [make_predictor(name, heldout.shape, sources) for name in names]
+    predictors: list[Predictor] = [asked(partial(make_predictor, name, heldout.shape, sources)) for name in names]
     if isinstance(predictors[0], NoPrediction):
         raise SystemExit(f"the {name} weights just written cannot be loaded; see the warning above.")
     return score(heldout, predictors, distances=DISTANCES)

@@ -14,8 +14,7 @@ from command_line import environment
 from servers import Server, serving
 from terminal import Terminal, control, moegguf_command
 
-from moegguf.chat import served_model as served_models
-from moegguf.chat import show_commands
+from moegguf.chat import running_server, show_commands
 from moegguf.chat.conversation import Conversation
 from moegguf.models.entry import NamedModel
 
@@ -135,7 +134,7 @@ def test_clear_keeps_what_the_server_would_add_again() -> None:
     own = ({"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."})
     conversation = Conversation(NamedModel("a:latest", system="Be brief.", messages=own), system="")
     conversation.add_user_message("What?")
-    asked = served_models._messages(conversation)
+    asked = running_server._messages(conversation)
     assert asked == [{"role": "system", "content": ""}, {"role": "user", "content": "What?"}]
     conversation.clear()
     assert conversation.messages == list(own)

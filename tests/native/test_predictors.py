@@ -14,15 +14,25 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_model import FakeModel, Open
+from reference_predictors import (
+    Affinity,
+    EamcPredictor,
+    ExpertMlp,
+    MlpPredictor,
+    PreviousToken,
+    RoutingPath,
+    Skip,
+    TokenTable,
+)
 from waiting import until
 
 from moegguf.controller.collection import EamcPair
+from moegguf.controller.controller import ActingOptions, build_controller
+from moegguf.controller.forecast import Forecast
+from moegguf.controller.history import History
 from moegguf.controller.predictors.base import Predictor, per_sequence
-from moegguf.controller.predictors.counts import Affinity, PreviousToken, TokenTable
-from moegguf.controller.predictors.eamc import EamcPredictor
-from moegguf.controller.predictors.expert_mlp import ExpertMlp, state_size
-from moegguf.controller.predictors.router_inputs import MlpPredictor, Skip, window_pairs
-from moegguf.controller.predictors.routing_path import RoutingPath
+from moegguf.controller.predictors.expert_mlp import state_size
+from moegguf.controller.predictors.router_inputs import window_pairs
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.errors import OptionError
@@ -31,6 +41,7 @@ from moegguf.native.events import Announcement, Float32s, Phase, RoutingEvent
 from moegguf.native.predictor import NativeForecast, NativePredictor, integers
 from moegguf.native.store import Store, StoreContext, StoreOptions
 from moegguf.trace.simulate import layout_of
+from predictors.study.asked import asked
 
 SHAPE = MoeShape(
     n_layer=7, n_expert=16, n_expert_used=3, layers=(1, 2, 4, 5, 6), n_embd=40, n_vocab=50, expert_bytes=3000
@@ -211,6 +222,53 @@ def test_the_store_predicts_what_the_reference_predicts(name: str) -> None:
                 else:
                     assert not store.forecast()[1].any(), "prompts are not predicted"
     assert comparison.n_known > 20
+
+
+@pytest.mark.parametrize("name", [name for name in MADE if name not in ("skip-groups", "eamc-full")])
+def test_the_laboratory_asks_the_store_layer_by_layer(name: str) -> None:
+    random, reference, found = rng(), MADE[name](), asked(MADE[name])
+    n_compared = 0
+    for p in range(12):
+        tokens = random.integers(0, SHAPE.n_vocab, 1).astype(np.int32)
+        for each in (reference, found):
+            each.announce(Announcement(0, Phase.DECODE, tokens))
+        for row, il in enumerate(SHAPE.layers):
+            inputs = random.standard_normal((1, SHAPE.n_embd)).astype(np.float32)
+            event = RoutingEvent(p, 0, 0, Phase.DECODE, 0, il, choice(random, 1), None, inputs)
+            for each in (reference, found):
+                each.observe(event)
+            for distance, later in enumerate(SHAPE.layers[row + 1 :], start=1):
+                expected = reference.predict(later, distance)
+                if expected is not None:
+                    n_compared += 1
+                    assert found.predict(later, distance) == pytest.approx(
+                        expected, abs=ALIKE.get(reference.name, 0.01)
+                    )
+    assert n_compared > 20
+
+
+def test_a_policy_in_python_scores_with_what_the_store_expects() -> None:
+    random, reference, seen = rng(), affinity(), list[tuple[list[int], Float32s]]()
+
+    class Forecasts:
+        def scores(self, history: History, forecast: Forecast) -> Float32s:
+            seen.append((forecast.known(), forecast.probabilities().copy()))
+            return seen[-1][1]
+
+    with simulated() as (store, context):
+        controller = build_controller(SHAPE, Forecasts(), affinity(), store, ActingOptions(strict=True))
+        assert controller is not None and controller.native and not controller.redundant
+        for row, il in enumerate(SHAPE.layers):
+            event = RoutingEvent(0, 0, 0, Phase.DECODE, 0, il, choice(random, 1))
+            context.acquire(il, event.expert_ids)
+            reference.observe(event)
+            controller.observe(event)
+            later = list(SHAPE.layers[row + 1 : row + 2])
+            assert seen[-1][0] == later
+            for next_il in later:
+                assert seen[-1][1][next_il] == pytest.approx(reference.predict(next_il, 1), abs=0.01)
+            assert not seen[-1][1][[other for other in range(SHAPE.n_layer) if other not in later]].any()
+    assert len(seen) == N
 
 
 def batch(

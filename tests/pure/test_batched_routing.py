@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from reference_predictors import EamcPredictor
 from traces import SMALL, random_trace, same
 
 from moegguf.controller import history as history_module
 from moegguf.controller.history import History
-from moegguf.controller.predictors.eamc import EamcPredictor
 from moegguf.errors import TraceError
 from moegguf.native.events import Announcement, Part, Phase, RoutingEvent
 from moegguf.trace.format import HEADER, read, write

@@ -7,9 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from oracles import Counted, accuracy, counted, hand_made
+from reference_predictors import Affinity, PreviousToken, TokenTable
 from traces import random_trace, routed
 
-from moegguf.controller.predictors.counts import MAX_COUNT, Affinity, Popularity, PreviousToken, TokenTable
+from moegguf.controller.predictors.counts import MAX_COUNT, Popularity
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.native.events import Announcement, Phase, RoutingEvent

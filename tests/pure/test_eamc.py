@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
+from reference_predictors import EamcPredictor
 from traces import random_trace, routed
 
 from moegguf.controller.collection import Eamc, EamcPair
-from moegguf.controller.predictors.eamc import EamcPredictor
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Announcement, Phase, RoutingEvent
 

@@ -6,11 +6,13 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from reference_predictors import ExpertMlp
 from traces import routed
 
-from moegguf.controller.predictors.expert_mlp import ExpertMlp, state_size, states
+from moegguf.controller.predictors.expert_mlp import state_size
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
+from predictors.train.states import states
 
 SHAPE = MoeShape(n_layer=4, n_expert=4, n_expert_used=2, layers=(0, 1, 3), n_embd=2, n_vocab=6)
 POPULARITY = np.arange(12, dtype=np.float32).reshape(3, 4) / 12

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from reference_predictors import PathNetwork, RoutingPath
 
-from moegguf.controller.predictors.routing_path import PROMPT_CHUNKS, PathNetwork, RoutingPath
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.native.events import Announcement, Phase, RoutingEvent
@@ -167,45 +167,12 @@ def test_a_new_request_clears_the_state() -> None:
     assert np.array_equal(predicted_by(used), predicted_by(fresh))
 
 
-def test_a_prompt_uses_what_any_of_its_tokens_uses() -> None:
-    predictor = make_predictor()
-    announce(predictor, 2, 0, 4, phase=Phase.PREFILL)
-    logits = plain_logits(random_arrays(), np.full(WINDOW, SHAPE.n_vocab), np.array([2, 0, 4]))
-    any_of_them = 1 - np.prod(1 - 1 / (1 + np.exp(-logits)), axis=0)
-    np.testing.assert_allclose(predicted_by(predictor), any_of_them, rtol=1e-3, atol=1e-5)
-
-
-def test_a_long_prompt_is_predicted_pass_by_pass() -> None:
-    predictor = make_predictor()
-    tokens = [2, 0, 4, 4, 1, 3, 0, 0]
-    announce(predictor, *tokens, phase=Phase.PREFILL)
-    whole = predicted_by(predictor)
-    predictor.observe(routed(1, n_tokens=4, first_token=0))
-    first = predicted_by(predictor)
-    predictor.observe(routed(1, n_tokens=4, first_token=4))
-    second = predicted_by(predictor)
-    np.testing.assert_allclose(1 - (1 - first) * (1 - second), whole, rtol=1e-3)
-    alone = make_predictor()
-    announce(alone, *tokens[:4], phase=Phase.PREFILL)
-    np.testing.assert_allclose(first, predicted_by(alone), rtol=1e-4)
-
-
 def test_after_a_prompt_the_next_token_sees_its_end() -> None:
     predictor = make_predictor()
     announce(predictor, 2, 0, 4, 4, 1, 3, 0, phase=Phase.PREFILL)
     announce(predictor, 1)
     logits = plain_logits(random_arrays(), np.array([0, 4, 4, 1, 3, 0]), np.array([1]))[0]
     np.testing.assert_allclose(predicted_by(predictor), 1 / (1 + np.exp(-logits)), rtol=1e-3, atol=1e-5)
-
-
-def test_a_prompt_of_any_length_is_read_in_bounded_work() -> None:
-    predictor = make_predictor()
-    read = []
-    decode = predictor.network.decode
-    predictor.network.decode = lambda tokens, *rest: read.append(tokens.size) or decode(tokens, *rest)  # type: ignore
-    announce(predictor, *([3, 1] * 500), phase=Phase.PREFILL)
-    assert read == [PROMPT_CHUNKS * CHUNK]
-    assert ((predicted_by(predictor) > 0) & (predicted_by(predictor) <= 1)).all()
 
 
 def test_no_prediction_for_a_pass_that_was_not_announced() -> None:

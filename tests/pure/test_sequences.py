@@ -7,13 +7,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from oracles import counted, routers_of
+from reference_predictors import Affinity, EamcPredictor, PreviousToken, Skip, TokenTable
 from traces import SMALL, hidden_routers, random_trace
 
 from moegguf.controller.predictors import base as sequences
 from moegguf.controller.predictors.base import NoPrediction, PerSequence, Predictor, per_sequence
-from moegguf.controller.predictors.counts import Affinity, Popularity, PreviousToken, TokenTable
-from moegguf.controller.predictors.eamc import EamcPredictor
-from moegguf.controller.predictors.router_inputs import Skip
+from moegguf.controller.predictors.counts import Popularity
 from moegguf.native.events import Announcement, Float32s
 from moegguf.trace.trace import Trace
 from predictors.study.arrange import grouped

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import counted
+from reference_predictors import PreviousToken, TokenTable
 from traces import SMALL, random_trace
 
 from moegguf.controller.artifacts import Artifacts
-from moegguf.controller.predictors.counts import PreviousToken, TokenTable
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
 from moegguf.native.events import Announcement, Phase, RoutingEvent

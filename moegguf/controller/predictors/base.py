@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from moegguf.controller.shape import MoeShape
-from moegguf.native.events import Announcement, Float32s, Int32s, Part, RoutingEvent
+from moegguf.native.events import Announcement, Float32s, Part, RoutingEvent
 from moegguf.native.predictor import NativePredictor
 
 
@@ -72,13 +72,12 @@ class NoPrediction(Predictor):
         return None
 
 
-def single_choice(shape: MoeShape, event: RoutingEvent) -> Int32s | None:
-    """The experts (n_expert_used,) of an event of one token; None for several tokens, or ids outside the shape."""
-    if event.il not in shape.row_of or event.expert_ids.shape[0] != 1:
+class StorePredictor(Predictor):
+    """One that only the store computes (`moegguf/native/predictors`): what it was trained to is here, as `native`."""
+
+    def predict(self, il: int, distance: int) -> Float32s | None:
+        """None: the store predicts."""
         return None
-    ids = event.expert_ids[0]
-    known = ids.size and ids.min() >= 0 and ids.max() < shape.n_expert
-    return ids if known else None
 
 
 MOST_SEQUENCES = 64  # of a pass that is predicted, and that are followed at once

@@ -1,7 +1,7 @@
 """MoE-Infinity's prediction (section 4.5): expert probabilities from past requests that resemble the pass in progress.
 
 `PredictEam` takes requests from a `History`, adds them to the collections, matches the pass in progress and aggregates
-the matches. The predictor and the eviction policy each have one of their own.
+the matches. The predictor and the eviction policy each have one of their own; the store matches for the predictor.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from moegguf.controller.collection import CAPACITY, EamcPair
 from moegguf.controller.history import Counts, History
-from moegguf.controller.predictors.base import Predictor
+from moegguf.controller.predictors.base import StorePredictor
 from moegguf.controller.shape import MoeShape
-from moegguf.native.events import Announcement, Float32s, Phase, RoutingEvent
+from moegguf.native.events import Float32s, Phase
 from moegguf.native.nearest import MOST
 from moegguf.native.predictor import NativePredictor, integers
 
@@ -97,12 +97,12 @@ class Learner:
         return self.eamcs
 
 
-class EamcPredictor(Learner, Predictor):
+class EamcPredictor(Learner, StorePredictor):
     """Probabilities from the collection of past requests' EAMs, matched on the rows of this pass seen so far.
 
     Needs no training: a request's rEAM is added to the collection when the request ends: when the next one begins, or
-    at `learned`. `eamcs` and `n_matches` are PredictEam's. The layer proximity 1 - (i - l) / L of the
-    paper's pEAM orders prefetches and is no probability: it is `PrefetchOptions.by_proximity`. Reaches every later
+    at `learned`; the store matches. `eamcs` and `n_matches` are PredictEam's. The layer proximity 1 - (i - l) / L of
+    the paper's pEAM orders prefetches and is no probability: it is `PrefetchOptions.by_proximity`. Reaches every later
     layer.
     """
 
@@ -111,46 +111,8 @@ class EamcPredictor(Learner, Predictor):
     def __init__(self, shape: MoeShape, eamcs: EamcPair | None = None, n_matches: int = N_MATCHES) -> None:
         super().__init__(shape, reach=len(shape.layers))
         self.predict_eam = PredictEam(shape, eamcs, n_matches)
-        self._history = History(shape)
-        self._released = False
 
     def native(self) -> NativePredictor:
         """The collection of decoding, in place."""
         arrays = self.eamcs.decode.arrays()
         return NativePredictor(self.name, arrays | {"n_matches": integers(min(self.predict_eam.n_matches, MOST))})
-
-    def release(self) -> None:
-        """Events are another's to follow; `learned` still adds what that has seen."""
-        self._released = True
-
-    def announce(self, announcement: Announcement) -> None:
-        """Begins a pass, and ends the requests that `History` says."""
-        if self._released:
-            return
-        self._history.expect(announcement)
-        self.predict_eam.begin_pass(self._history, announcement.phase)
-
-    def observe(self, event: RoutingEvent) -> None:
-        """Adds the event to the iEAM and matches it; ids outside the shape are left out."""
-        ids = event.expert_ids
-        if self._released or event.il not in self.shape.row_of or ids.max(initial=0) >= self.shape.n_expert:
-            return
-        if ids.min(initial=0) < 0:
-            event = event._replace(expert_ids=ids[ids >= 0], sequences=None, phases=None)
-        self._history.update(event)
-        self.predict_eam.update(self._history)
-
-    def predict(self, il: int, distance: int) -> Float32s | None:
-        """The same at any distance; None when nothing that matches has counts."""
-        if il not in self.shape.row_of:
-            return None
-        probabilities = self.predict_eam.row(il)
-        if not probabilities.any():
-            return None
-        probabilities *= self.shape.n_expert_used  # the row sums to 1, but a token uses n_expert_used
-        return np.minimum(probabilities, 1, out=probabilities)
-
-    def learned(self, history: History) -> EamcPair:
-        """The same; the predictor's own history begins anew, too."""
-        self._history = History(self.shape)
-        return super().learned(history)

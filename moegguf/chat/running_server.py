@@ -1,11 +1,9 @@
-"""Models in a running server, for `moegguf run`: the same answers and figures as those of a model in this process."""
+"""Models in a running server, for `moegguf run`: the same answers and figures as those of a worker of its own."""
 
 from __future__ import annotations
 
-import base64
 import socket
 import threading
-import time
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import fields
@@ -18,7 +16,7 @@ from moegguf.chat.client import Client, Json, ServerError
 from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
 from moegguf.generate.images import images_of, text_of
 from moegguf.generate.request import Delta, Message, PromptProgress, Timing
-from moegguf.models.entry import ModelEntry, NamedModel
+from moegguf.models.entry import Details, ModelEntry, NamedModel
 from moegguf.models.modelfile import parse
 from moegguf.models.names import parse_name
 from moegguf.options import LOAD_PARAMETERS
@@ -30,6 +28,7 @@ from moegguf.terminal.messages import print_message
 if TYPE_CHECKING:
     from moegguf.chat.conversation import Conversation
     from moegguf.models.recipe import Recipe
+    from moegguf.serving.events import Snapshot
     from moegguf.terminal.progress import Spinner
 
 CONNECT_S = 0.5
@@ -54,12 +53,12 @@ def running_server() -> Client | None:
         return None
 
 
-def server_with(model: str, keep_alive: str | None = None) -> ServedModel | None:
+def server_with(model: str, keep_alive: str | None = None) -> RunningServer | None:
     """`model` in a running server that knows it, else None."""
     if (client := running_server()) is None:
         return None
     try:
-        return ServedModel(client, model, keep_alive)
+        return RunningServer(client, model, keep_alive)
     except (MoeggufError, OSError):
         return None
 
@@ -94,61 +93,44 @@ class ServedNames:
         self._client.post("/api/create", {"model": name, "from": recipe.from_, **recipe.overrides})
 
 
-class ServedModel:
-    """A model in a server, with the methods of `LocalModel`. The server keeps it for `keep_alive` after an answer.
-    `entry`: its name.
+class RunningServer:
+    """A model in a server, as `OwnWorker` has one here. The server keeps it for `keep_alive` after an answer. `entry`:
+    its name.
 
     The server loads it for the first answer; `load` only does so earlier.
     """
 
+    ended = False
+    stats = placement = None  # the server's counts are of every client's answers
+
     def __init__(self, client: Client, name: str, keep_alive: str | None) -> None:
         self._client = client
+        self.url = client.host.url
         self.names = ServedNames(client)
-        self._shown = self.names.show(name)
-        self.entry = self.names.find(name, self._shown)
+        shown = self.names.show(name)
+        self.entry, self.reads_images = self.names.find(name, shown), "vision" in shown["capabilities"]
         self._keep_alive = keep_alive
-        self._load_parameters: Json = {}
-        self._new_load_s = 0.0  # of a load since the last answer
-        self._answer: Answer
 
-    @property
-    def reads_images(self) -> bool:
-        """Whether messages may have images."""
-        return "vision" in self._shown["capabilities"]
+    def details(self, entry: NamedModel) -> Details:
+        """What the headers of a model's files say."""
+        return _details(self.names.show(entry.name))
 
-    def with_context(self, parameters: Mapping[str, Any]) -> Json:
-        """`parameters` with the model's own context length for `--ctx 0`."""
-        return {**parameters, "num_ctx": self._n_ctx_train} if parameters.get("num_ctx") == 0 else dict(parameters)
+    def options(self, conversation: Conversation) -> Json:
+        """How the next answer needs the model to be loaded."""
+        return {name: value for name, value in conversation.user_parameters().items() if name in LOAD_PARAMETERS}
 
-    @property
-    def _n_ctx_train(self) -> int:
-        info = self._shown["model_info"]
-        return int(info.get(f"{info.get('general.architecture')}.context_length", 0))
-
-    def load(self, conversation: Conversation, spinner: Spinner) -> None:
-        """Has the server load the conversation's model."""
-        name, start_s = conversation.entry.name, time.perf_counter()
-        shown, parameters = self.names.show(name), _load_parameters(conversation)
-        spinner.show(f"loading {name} in the server at {self._client.host.url}")
-        body = {"model": name, "prompt": "", "stream": False, "options": parameters}
+    def load(self, entry: NamedModel, options: Mapping[str, Any], spinner: Spinner) -> None:
+        """Has the server load a model."""
+        shown = self.names.show(entry.name)
+        spinner.show(f"loading {entry.name} in the server at {self.url}")
+        body = {"model": entry.name, "prompt": "", "stream": False, "options": options}
         if self._keep_alive is not None and parse_duration(self._keep_alive):  # 0 would unload it
             body["keep_alive"] = self._keep_alive
-        try:
-            self._client.post("/api/generate", body)
-        except ServerError as error:
-            if error.status != 503:  # busy: nothing is wrong with them
-                conversation.reset_load_parameters()
-            raise
-        self.entry, self._shown, self._load_parameters = conversation.entry, shown, parameters
-        self._new_load_s = time.perf_counter() - start_s
-
-    def prepare(self, conversation: Conversation, spinner: Spinner) -> None:
-        """Has the server load the model again when a parameter asks for another context, cache or threads."""
-        if _load_parameters(conversation) != self._load_parameters:
-            self.load(conversation, spinner)
+        self._client.post("/api/generate", body)
+        self.entry, self.reads_images = entry, "vision" in shown["capabilities"]
 
     def answer(self, conversation: Conversation) -> Answer:
-        """The server's answer to the last message; its `load_s` and `decisions` are those of the model there."""
+        """The server's answer to the last message."""
         body = {
             "model": conversation.entry.name,
             "messages": _messages(conversation),
@@ -176,9 +158,7 @@ class ServedModel:
             threading.Thread(target=read, args=(answer,), name="moegguf-served", daemon=True).start()
 
         # The server stops with its next line, which ends the connection.
-        self._answer = Answer(begin, Answer.end, self._new_load_s)
-        self._new_load_s = 0.0
-        return self._answer
+        return Answer(begin, Answer.end)
 
     def check_parameter(self, name: str) -> None:
         """Raises OptionError for a parameter of loading that has no effect in a request to a server."""
@@ -186,72 +166,53 @@ class ServedModel:
         if name in LOAD_PARAMETERS and LOAD_PARAMETERS[name] not in known:
             raise OptionError(f"{name!r} has no effect on a model in a server; load it here with `moegguf run --local`")
 
-    def facts(self) -> list[str]:
-        """Context size, and which server has the model."""
-        loaded = {model["name"]: model for model in self._client.get("/api/ps")["models"]}
-        found = loaded.get(self.entry.name)
-        return [
-            *([f"context of {found['context_length']:,} tokens"] if found else []),
-            *(["reads images"] if self.reads_images else []),
-            f"in the server at {self._client.host.url}",
-        ]
+    @property
+    def n_ctx(self) -> int:
+        """Tokens of the context; 0 of a model that is not loaded."""
+        loaded = {model["name"]: model["context_length"] for model in self._client.get("/api/ps")["models"]}
+        return int(loaded.get(self.entry.name, 0))
 
-    def statistics(self, timing: Timing, *, with_load: bool) -> list[str]:
-        """Lines about the last answer, and about a load before it."""
-        from moegguf.terminal.statistics import LABEL_WIDTH, statistics
+    def modelfile(self, entry: NamedModel) -> str:
+        """The Modelfile that makes a model there."""
+        return str(self.names.show(entry.name)["modelfile"])
 
-        lines = statistics(timing, self._answer.load_s if with_load else 0.0, self._answer.decisions)
-        return [*lines, f"{'answered by:':<{LABEL_WIDTH}}{self._client.host.url}"]
-
-    def totals(self) -> list[str]:
-        """None: the server's counts are of every client's answers."""
-        return []
-
-    def thinks(self) -> bool:
-        """Whether the model supports thinking."""
-        return "thinking" in self._shown["capabilities"]
-
-    def print_info(self) -> None:
-        """What the server tells of the model."""
-        details = self._shown["details"]
+    def print_info(self, entry: NamedModel) -> None:
+        """What the server tells of a model."""
+        known = self.details(entry)
         rows = {
-            "architecture": details["family"],
-            "parameters": details["parameter_size"],
-            "quantization": details["quantization_level"],
-            "context length": f"{self._n_ctx_train:,} tokens",
-            "capabilities": ", ".join(self._shown["capabilities"]),
+            "architecture": known.family,
+            "parameters": known.parameter_size,
+            "quantization": known.quantization,
+            "context length": f"{known.n_ctx_train:,} tokens",
+            "capabilities": ", ".join(known.capabilities),
         }
         print_message("\n".join(f"  {name:<16}{value}" for name, value in rows.items()))
 
-    def modelfile(self) -> str:
-        """The Modelfile that makes the model there."""
-        return str(self.names.show(self.entry.name)["modelfile"])
-
-    def template(self) -> str:
-        """The prompt template."""
-        return str(self._shown["template"])
-
-    def print_experts(self) -> None:
-        """A map of its experts in the server, with what was used and loaded within the last snapshot."""
+    def experts(self) -> Snapshot | None:
+        """The experts, with what was used and loaded within the last snapshot; None: the model is not loaded."""
         from moegguf.engine.stats import Stats
-        from moegguf.terminal.heatmap import print_map
+        from moegguf.serving.events import Snapshot
 
         loaded = (model for model in self._client.get("/live?once=1")["models"] if self.entry.name in model["names"])
         found = next((model["snapshot"] for model in loaded if model["snapshot"]), None)
-        if found is None or not found["layers"]:
-            print_message("The server has no experts of this model in memory.")
-            return
-        parts = [base64.b64decode(found[name]) for name in ("state", "uses", "loads")]
-        stats = build(Stats, {field.name: found["stats"][field.name] for field in fields(Stats)})
-        print_map(self.entry.name, parts, found["layers"], found["n_expert"], stats)
-        print_message(f"It is in the server at {self._client.host.url}; `moegguf top` shows its experts live.")
+        if found is None:
+            return None
+        stats = {field.name: found["stats"][field.name] for field in fields(Stats)}  # without what follows from them
+        return build(Snapshot, found | {"model": self.entry.name, "stats": stats})
 
     def close(self) -> None:
         """The server keeps the model for other requests."""
 
 
-def _load_parameters(conversation: Conversation) -> Json:
-    return {name: value for name, value in conversation.user_parameters().items() if name in LOAD_PARAMETERS}
+def _details(shown: Json) -> Details:
+    """What /api/show tells of a model's files."""
+    info, known = shown["model_info"], shown["details"]
+    names = ("context_length", "embedding_length", "expert_count", "expert_used_count")
+    n_ctx, n_embd, n_expert, n_used = (info.get(f"{info.get('general.architecture')}.{name}", 0) for name in names)
+    family, size, quantization = known["family"], known["parameter_size"], known["quantization_level"]
+    n_parameters, capabilities, template = info["general.parameter_count"], shown["capabilities"], shown["template"]
+    sizes = n_ctx, n_embd, n_expert, n_used
+    return Details(family, size, n_parameters, quantization, *sizes, tuple(capabilities), template, info)
 
 
 def _messages(conversation: Conversation) -> list[Json]:

@@ -1,0 +1,64 @@
+"""The store's own predictors, asked for one layer at a time: what is measured is what acts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from moegguf.controller.controller import ActingOptions, build_controller
+from moegguf.controller.policies import LRU
+from moegguf.controller.predictors.base import Predictor
+from moegguf.controller.prefetch import PrefetchOptions
+from moegguf.native.events import Announcement, Float32s, RoutingEvent
+from moegguf.native.store import Store, StoreOptions
+from moegguf.trace.simulate import announce_to, layout_of
+
+
+class Asked(Predictor):
+    """What `make` gives, as a store without files computes it: of each layer the latest prediction, at any distance.
+
+    The store has slots for all experts but one: a resident one predicts nothing. It follows each sequence by itself.
+    """
+
+    def __init__(self, make: Callable[[], Predictor]) -> None:
+        self._make, inner = make, make()
+        super().__init__(inner.shape, inner.reach)
+        # ClassVars of each class, here those of what is asked:
+        self.name = inner.name  # type: ignore[misc]
+        self.needs_inputs, self.needs_tokens = inner.needs_inputs, inner.needs_tokens  # type: ignore[misc]
+        n_layer, options = len(self.shape.layers), StoreOptions(repack=False, simulate=True)
+        self._store = Store(layout_of(self.shape), n_layer * self.shape.n_expert - 1, options)
+        acting = ActingOptions(PrefetchOptions(n_layer, budget_bytes=0, watchdog=False), strict=True, lockstep=True)
+        self._controller = build_controller(self.shape, LRU, inner, self._store, acting)
+
+    def announce(self, announcement: Announcement) -> None:
+        """Tokens are evaluated next."""
+        announce_to(self._store.context, announcement)
+        if self._controller is not None:
+            self._controller.announce(announcement)
+
+    def observe(self, event: RoutingEvent) -> None:
+        """A layer was routed."""
+        self._store.context.acquire(event.il, event.expert_ids, event.inputs)
+        if self._controller is not None:
+            self._controller.observe(event)
+
+    def predict(self, il: int, distance: int) -> Float32s | None:
+        """What is expected of a layer that is not yet routed in this pass."""
+        probabilities, known = self._store.forecast()
+        return probabilities[il] if known[il] and distance <= self.reach else None
+
+    def fork(self) -> Predictor:
+        """The same, for another sequence."""
+        return Asked(self._make)
+
+    def __deepcopy__(self, memo: Any) -> Predictor:
+        return Asked(self._make)
+
+    def __del__(self) -> None:
+        self._store.close()
+
+
+def asked(make: Callable[[], Predictor]) -> Predictor:
+    """What `make` gives, which can be asked."""
+    return Asked(make) if make().native() is not None else make()
