@@ -16,7 +16,7 @@ STEPS = 127  # of a signed byte, on each side of zero
 
 
 class QuantizedMatrix:
-    """Of y = W x + bias: W (n_rows, n_cols) as signed bytes with one scale per row.
+    """The W and bias of y = W x + bias: W (n_rows, n_cols) as signed bytes with one scale per row.
 
     Rounding moves a weight by at most 1/254 of the largest in its row.
     """

@@ -13,6 +13,7 @@ import pytest
 from fake_model import FakeModel, Open, make_model
 from product import Product, aborts, check_a_failed_read_ends_the_pass, check_failure
 
+from moegguf.errors import ExpertIOError
 from moegguf.native import abi, library
 from moegguf.native.store import Store
 
@@ -141,6 +142,21 @@ def test_a_read_that_fails_is_made_again_for_a_request_that_came_meanwhile(
     products[-1].acquire()  # the first read takes two seconds, and fails then
     fake.acquire(store, context, 0, [3, 4])
     assert store.counters()["read_errors"] == 1
+    assert context.take_failure() is None
+
+
+def test_what_failed_in_a_pass_is_read_again_for_the_next_while_the_rest_of_it_still_comes(
+    fake: FakeModel, open_store: Open
+) -> None:
+    store, context = open_store(fake, 8, readers=2)
+    library.arm_fault("slow_read", 2)  # takes two seconds
+    library.arm_fault("read", 1, sticky=True)
+    with pytest.raises(ExpertIOError):
+        context.acquire(0, [[3, 4]])
+    library.arm_fault("read", 0)
+    check_failure(context, abi.IO)
+    assert store.counters()["chunks_reading"] > 0, "its slot is not free yet"
+    fake.acquire(store, context, 0, [3, 4])
     assert context.take_failure() is None
 
 

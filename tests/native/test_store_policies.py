@@ -92,6 +92,14 @@ def test_a_resident_pool_starts_counting_when_it_shrinks(two: FakeModel, open_st
     assert there(store) == {(0, 0), (1, 0), (0, 2)}
 
 
+def test_a_forecast_of_a_layer_is_over_once_that_was_routed(told: Told) -> None:
+    store, event = told()
+    store.set_forecast([[0] * 8, [0, 1, *[0] * 6]], [1])
+    event(1, 0)  # and not (1, 1), which is rare
+    event(0, 2)
+    assert there(store) == {(0, 0), (1, 0), (0, 2)}
+
+
 NAN, INF = math.nan, math.inf
 
 
