@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes as c
 import hashlib
 import itertools
-import queue
 import re
 import struct
 import threading
@@ -35,6 +34,7 @@ from moegguf.engine.batch_invariance import is_batch_invariant
 from moegguf.engine.context_store import About, ContextStore, default_folder
 from moegguf.engine.machine import read_memory
 from moegguf.engine.projector import PLACEHOLDER, ImageSpan
+from moegguf.engine.recent_experts import RecentExperts
 from moegguf.engine.sequences import LONG_ROPE, MAX_SEQUENCES, Tokens
 from moegguf.errors import OptionError
 from moegguf.gguf.fingerprint import header_digest, sampled_digest
@@ -47,6 +47,7 @@ from moegguf.settings import read_environment
 if TYPE_CHECKING:
     from moegguf.engine.context import Context
     from moegguf.engine.load import LoadPlan
+    from moegguf.engine.session import Session
     from moegguf.engine.upstream import UpstreamLlama
 
 Ints = npt.NDArray[np.int32]
@@ -100,17 +101,22 @@ class KeptContexts:
     """Those of a loaded model in `store`. All methods but `counters` are for the thread that evaluates."""
 
     def __init__(
-        self, llm: UpstreamLlama, context: Context, store: ContextStore, load_plan: LoadPlan, moves: StoreOptions
+        self,
+        llm: UpstreamLlama,
+        context: Context,
+        store: ContextStore,
+        load_plan: LoadPlan,
+        moves: StoreOptions,
+        recent: RecentExperts | None,
     ) -> None:
         self._context = context
         self._llm: UpstreamLlama = weakref.proxy(llm)  # type: ignore[assignment]  # which holds this object
-        self._store = store
+        self._store, self._recent = store, recent
         self._bindings: Any = library.llama_cpp()
         self._root = _root(llm, load_plan, moves)
         self._model = _label(load_plan)
         n_swa = self._bindings.llama_model_n_swa(llm.model)
         self._whole = llm._is_stateful or 0 < n_swa < BLOCK_TOKENS
-        self._known = set[str]()  # names of blocks that are there, or about to be
         self._n_whole_tokens = 0  # of the last whole state
         self._writer = _Writer(store)
         self._wait_s, self._last_s = 0.0, time.monotonic()  # for room in the queue; the last call of `keep`
@@ -139,6 +145,8 @@ class KeptContexts:
         among the tokens, of sequence 0."""
         if self._store.is_off or len(tokens) - n_held < 2 or tokens[-1] == PLACEHOLDER:
             return n_held
+        if self._recent is not None and len(tokens) >= BLOCK_TOKENS:
+            self._recent.begin()
         self._hold_fill(True)  # until what follows was computed
         try:
             with self._context.lock:
@@ -171,6 +179,8 @@ class KeptContexts:
         what follows the last full block."""
         self.behind.discard(sequence)
         self._hold_fill(False)
+        if not goes_on and self._recent is not None and self._recent.end():
+            self._writer.do(self._recent.save)
         if self._store.is_off or len(tokens) < BLOCK_TOKENS or (goes_on and len(tokens) % BLOCK_TOKENS >= n_new):
             return
         images = self._context.images.spans if sequence == 0 else ()
@@ -184,7 +194,6 @@ class KeptContexts:
             elif parts and (not goes_on or n_new > 1):
                 self._keep_whole(sequence, self._rest(parts, tokens, images), len(tokens), goes_on)
         if not goes_on:
-            self._known -= self._writer.take_missing()
             self._writer.touch([part.name for part in parts])
 
     def close(self) -> None:
@@ -252,7 +261,7 @@ class KeptContexts:
                 break
             n_done += 1
         names = [part.name for part in wanted[:n_done]]
-        self._known.update(names)
+        self._writer.known.update(names)
         self._writer.touch(names)
         return wanted[n_done - 1].end if n_done else begin
 
@@ -286,9 +295,9 @@ class KeptContexts:
         return done
 
     def _keep_parts(self, sequence: int, parts: Sequence[_Part]) -> None:
-        unknown = [part for part in parts if part.name not in self._known]
-        self._known.update(part.name for part in unknown if self._holds(part))
-        new = [part for part in unknown if part.name not in self._known]
+        known = self._writer.known
+        known.update(part.name for part in parts if part.name not in known and self._holds(part))
+        new = [part for part in parts if part.name not in known]
         memory = self._llm._ctx.memory
         first = self._bindings.llama_memory_seq_pos_min(memory, sequence)  # earlier cells have left a window
         if not new or first > new[0].positions[0]:
@@ -330,7 +339,6 @@ class KeptContexts:
             return False
         if not self._whole and not _is_of(data.data, part):
             return False
-        self._known.add(part.name)
         self._writer.put(part.name, About(self._model, part.end, part.end - part.begin), data.data)
         return True
 
@@ -377,35 +385,52 @@ class KeptContexts:
         self._n_whole_tokens = n_tokens
 
 
-def open_contexts(
-    llm: UpstreamLlama, context: Context, load_plan: LoadPlan, moves: StoreOptions, limit: str | int
-) -> KeptContexts | None:
-    """Those of a model that was loaded by this plan, in the user's cache folder, where its context can have any. limit:
-    of the folder, as an option. Raises OptionError for one that cannot be read."""
+def store_limit(given: str | int | None) -> int | None:
+    """Bytes of an option, or without it of the environment; None: as `ContextStore` chooses. Raises OptionError."""
     try:
-        limit_bytes = parse_store_size(limit)
+        return parse_store_size(read_environment().context_store if given is None else given)
     except ValueError as error:
         raise OptionError(f"context_store: {error}.") from None
+
+
+def fetch_recent(session: Session | None, limit_bytes: int | None) -> RecentExperts | None:
+    """Before a model is read: the experts that its last tokens used are fetched; None where contexts are not kept."""
+    if session is None or limit_bytes == 0:
+        return None
+    recent = RecentExperts(session, default_folder())
+    recent.fetch()
+    return recent
+
+
+def open_contexts(
+    llm: UpstreamLlama,
+    context: Context,
+    load_plan: LoadPlan,
+    moves: StoreOptions,
+    limit_bytes: int | None,
+    recent: RecentExperts | None = None,
+) -> KeptContexts | None:
+    """Those of a model that was loaded by this plan, in the user's cache folder, where its context can have any.
+    limit_bytes: of the folder."""
     options = load_plan.options
     unused = options.get("logits_all") or options.get("embedding") or llm._ctx.memory is None
     if limit_bytes == 0 or unused or llm.context_params.n_seq_max > SCRATCH:
         return None
     store = ContextStore(default_folder(), limit_bytes)
-    return None if store.is_off else KeptContexts(llm, context, store, load_plan, moves)
+    return None if store.is_off else KeptContexts(llm, context, store, load_plan, moves, recent)
 
 
 class _Writer:
-    """Writes blocks to a store on a thread of its own, and tells it which ones were used."""
+    """Writes blocks to a store on a thread of its own, and tells it which ones were used. `known`: names of blocks that
+    are there, or about to be."""
 
     def __init__(self, store: ContextStore) -> None:
         self._store = store
-        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._lock = threading.Condition()  # of the next three
+        self._pool = ThreadPoolExecutor(1, "moegguf-contexts")
+        self._changed = threading.Condition()  # of the next two
         self._n_queued_bytes = 0
-        self._missing = set[str]()
         self.n_blocks = self.n_bytes = 0
-        self._thread = threading.Thread(target=self._run, name="moegguf-contexts", daemon=True)
-        self._thread.start()
+        self.known = set[str]()
 
     def wait_for_room(self, n_bytes: int, most_s: float) -> bool:
         """Whether so many bytes may wait, too, now or after at most that many seconds."""
@@ -413,50 +438,34 @@ class _Writer:
         def has_room() -> bool:
             return not self._n_queued_bytes or self._n_queued_bytes + n_bytes <= MOST_QUEUED_BYTES
 
-        with self._lock:
-            return self._lock.wait_for(has_room, max(0.0, most_s))
+        with self._changed:
+            return self._changed.wait_for(has_room, max(0.0, most_s))
 
     def put(self, name: str, about: About, data: memoryview) -> None:
-        """Has a block written, which is missing if that fails."""
-
-        def write() -> None:
-            is_written = self._store.write(name, about, [data])
-            with self._lock:
-                self._n_queued_bytes -= len(data)
-                self._lock.notify()
-                if is_written:
-                    self.n_blocks, self.n_bytes = self.n_blocks + 1, self.n_bytes + len(data)
-                else:
-                    self._missing.add(name)
-
-        with self._lock:
+        """Has a block written."""
+        self.known.add(name)
+        with self._changed:
             self._n_queued_bytes += len(data)
-        self._jobs.put(write)
+        self.do(self._write, name, about, data)
+
+    def _write(self, name: str, about: About, data: memoryview) -> None:
+        is_written = self._store.write(name, about, [data])
+        with self._changed:
+            self._n_queued_bytes -= len(data)
+            self._changed.notify()
+            self.n_blocks, self.n_bytes = self.n_blocks + is_written, self.n_bytes + is_written * len(data)
 
     def touch(self, names: Sequence[str]) -> None:
-        """Notes that these are used now, and which of them are missing."""
+        """Notes that these are used now. Those that are missing are unknown then."""
+        self.do(lambda: self.known.difference_update(self._store.touch(names)))
 
-        def touch() -> None:
-            missing = self._store.touch(names)
-            with self._lock:
-                self._missing.update(missing)
-
-        self._jobs.put(touch)
-
-    def take_missing(self) -> set[str]:
-        """Blocks that were found missing since the last call."""
-        with self._lock:
-            missing, self._missing = self._missing, set()
-        return missing
+    def do(self, job: Callable[..., object], *arguments: Any) -> None:
+        """Has this done after what waits."""
+        self._pool.submit(job, *arguments)
 
     def close(self) -> None:
         """Writes what waits, and ends. Twice is harmless."""
-        self._jobs.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
+        self._pool.shutdown()
 
 
 def _is_of(block: memoryview, part: _Part) -> bool:

@@ -1,0 +1,71 @@
+"""The experts that the last tokens of a model's prompts used, kept beside its contexts. When it is loaded again they
+are fetched first, while other weights are read and a context is restored: the next token waits for few or none.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+
+from moegguf.atomic_write import write_atomically
+from moegguf.engine.listeners import RoutingListener
+from moegguf.engine.session import Session
+from moegguf.gguf.fingerprint import header_digest
+from moegguf.native.events import Int32s, RoutingEvent
+from moegguf.native.store import ListenOptions
+
+
+class RecentExperts(RoutingListener):
+    """Those of a loaded model, in `folder`, and of prompts between `begin` and `end`; a damaged file has none."""
+
+    listen_options = ListenOptions(lazy=True)
+
+    def __init__(self, session: Session, folder: Path) -> None:
+        self._session = session
+        self._path = folder / f"experts-{header_digest(session.layout.shards)}.npy"
+        self._routed: dict[int, Int32s] = {}  # of the last pass: (n_tokens, n_expert_used) by layer
+        self._recent = np.zeros((0, 2), np.int32)  # (layer, expert), the last used first
+        with suppress(OSError, ValueError):
+            found = np.load(self._path, allow_pickle=False)
+            if found.dtype == np.int32 and found.ndim == 2 and found.shape[1] == 2:
+                self._recent = found
+
+    def fetch(self) -> None:
+        """Has those of the last token read now, and the others first among those that fill a pool of every expert."""
+        layout, store = self._session.layout, self._session.store
+        il, experts = self._recent.T
+        n_last = layout.token_cycle_slots
+        store.prefetch(il[:n_last], experts[:n_last])
+        if store.info()["resident"]:
+            store.warm(il[n_last:], experts[n_last:])
+
+    def begin(self) -> None:
+        """A prompt is computed next. Twice is harmless."""
+        self._session.listeners.remove(self)
+        self._session.listeners.add(self)
+
+    def observe(self, event: RoutingEvent) -> None:
+        """Called for each layer."""
+        self._routed[event.il] = event.expert_ids
+
+    def end(self) -> bool:
+        """The prompt was computed; whether there is something to save."""
+        self._session.listeners.remove(self)
+        return bool(self._routed)
+
+    def save(self) -> None:
+        """Writes the file. Not between `begin` and `end`; on any thread."""
+        layout, last = self._session.layout, sorted(self._routed.items())
+        orders = [(il, list(dict.fromkeys(ids[::-1].ravel().tolist()))) for il, ids in last]
+        n = layout.n_expert_used
+        turns = range(0, layout.n_expert, n)  # of each layer as many as a token uses
+        new = [(il, expert) for turn in turns for il, order in orders for expert in order[turn : turn + n]]
+        self._recent = np.array(list(dict.fromkeys([*new, *map(tuple, self._recent.tolist())])), np.int32)
+        data = BytesIO()
+        np.save(data, self._recent)
+        self._routed = {}
+        with suppress(OSError):  # then they are fetched when they are missed
+            write_atomically(self._path, data.getvalue())
