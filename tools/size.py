@@ -22,7 +22,7 @@ LIMITS = {
     "moegguf/chat": 1_960,
     "moegguf/cli": 2_850,
     "moegguf/controller": 3_060,
-    "moegguf/engine": 7_710,
+    "moegguf/engine": 7_730,
     "moegguf/generate": 4_710,
     "moegguf/gguf": 1_990,
     "moegguf/models": 3_190,

@@ -47,10 +47,11 @@ from moegguf.settings import read_environment
 if TYPE_CHECKING:
     from moegguf.engine.context import Context
     from moegguf.engine.load import LoadPlan
-    from moegguf.engine.session import Session
     from moegguf.engine.upstream import UpstreamLlama
 
 Ints = npt.NDArray[np.int32]
+Images = Sequence[ImageSpan]
+MakeRoom = Callable[[int], object]
 
 BLOCK_TOKENS = 64
 SCRATCH = MAX_SEQUENCES - 1  # a sequence id that llama.cpp has room for, and no context uses
@@ -75,18 +76,6 @@ LOAD_OPTIONS = (
 
 
 @dataclass(frozen=True)
-class KeptCounters:
-    """Since the model was loaded: tokens that were restored, blocks that were written, bytes of these, and blocks that
-    were not written because too many were waiting, or came from the disk damaged."""
-
-    tokens_restored: int = 0
-    blocks_written: int = 0
-    bytes_written: int = 0
-    blocks_dropped: int = 0
-    blocks_damaged: int = 0
-
-
-@dataclass(frozen=True)
 class _Part:
     """Tokens of a sequence from `begin` to before `end`, and the name of their block; `positions`: those of each, and
     of the token after them."""
@@ -98,7 +87,7 @@ class _Part:
 
 
 class KeptContexts:
-    """Those of a loaded model in `store`. All methods but `counters` are for the thread that evaluates."""
+    """Those of a loaded model in `store`. For the thread that evaluates."""
 
     def __init__(
         self,
@@ -121,14 +110,7 @@ class KeptContexts:
         self._writer = _Writer(store)
         self._wait_s, self._last_s = 0.0, time.monotonic()  # for room in the queue; the last call of `keep`
         self.behind = set[int]()  # sequences of which blocks could not be written, as too many were waiting
-        self._n_restored = self._n_damaged = self._n_dropped = 0
         self._fill_held = False
-
-    @property
-    def counters(self) -> KeptCounters:
-        """What was read and written so far."""
-        written = self._writer
-        return KeptCounters(self._n_restored, written.n_blocks, written.n_bytes, self._n_dropped, self._n_damaged)
 
     def restore(
         self,
@@ -136,8 +118,8 @@ class KeptContexts:
         tokens: Tokens,
         n_held: int,
         owner: str = "",
-        make_room: Callable[[int], object] = lambda n_tokens: None,
-        images: Sequence[ImageSpan] = (),
+        make_room: MakeRoom = lambda n_tokens: None,
+        images: Images = (),
     ) -> int:
         """Makes a sequence hold as many of `tokens` as the disk has, but for the last one, where it has more of them
         than the `n_held` that the sequence begins with; returns how many it holds then. owner: whose blocks these are,
@@ -148,6 +130,7 @@ class KeptContexts:
         if self._recent is not None and len(tokens) >= BLOCK_TOKENS:
             self._recent.begin()
         self._hold_fill(True)  # until what follows was computed
+        n_now = n_held
         try:
             with self._context.lock:
                 parts = self._parts(tokens, owner, images)
@@ -161,11 +144,8 @@ class KeptContexts:
                     self._context.images.hold(images, n_now)
                 if n_now == len(tokens):
                     n_now = n_now - 1 if self._context.truncate(n_now - 1, sequence) else 0
-        except BaseException:
-            self._hold_fill(False)
-            raise
-        self._n_restored += max(0, n_now - n_held)
-        self._hold_fill(n_now > n_held)
+        finally:
+            self._hold_fill(n_now > n_held)
         return n_now
 
     def _hold_fill(self, on: bool) -> None:
@@ -200,7 +180,7 @@ class KeptContexts:
         """Writes what waits. Twice is harmless."""
         self._writer.close()
 
-    def _parts(self, tokens: Tokens, owner: str, images: Sequence[ImageSpan]) -> list[_Part]:
+    def _parts(self, tokens: Tokens, owner: str, images: Images) -> list[_Part]:
         """The full blocks that these tokens begin with; no image is cut."""
         ids, n_known = np.asarray(tokens, np.int32), _n_known(tokens, images)
         positions = _positions(len(tokens), images)
@@ -211,7 +191,7 @@ class KeptContexts:
             begin = end
         return parts
 
-    def _rest(self, parts: Sequence[_Part], tokens: Tokens, images: Sequence[ImageSpan]) -> list[_Part]:
+    def _rest(self, parts: Sequence[_Part], tokens: Tokens, images: Images) -> list[_Part]:
         """What follows these blocks, which end less than a block before the end of `tokens`."""
         begin, end = parts[-1].end if parts else 0, len(tokens)
         if not parts or not 0 <= end - begin < BLOCK_TOKENS or _uncut(end, images) != end:
@@ -222,7 +202,7 @@ class KeptContexts:
         name = f"{parts[-1].name}-{end - begin}-{_hash(content).hex()}"
         return [_Part(name, begin, end, _positions(end, images)[begin:])]
 
-    def _kept_rest(self, parts: Sequence[_Part], tokens: Tokens, images: Sequence[ImageSpan]) -> list[_Part]:
+    def _kept_rest(self, parts: Sequence[_Part], tokens: Tokens, images: Images) -> list[_Part]:
         """The longest that is on disk of what follows these blocks and begins as the tokens after them."""
         kept = self._store.names(f"{parts[-1].name}-") if parts else []
         sizes = {int(found[1]) for name in kept if (found := _REST.search(name))}
@@ -235,16 +215,10 @@ class KeptContexts:
     # Parts: blocks, the last of which may have fewer tokens.
 
     def _restore_parts(
-        self,
-        sequence: int,
-        tokens: Tokens,
-        n_held: int,
-        parts: list[_Part],
-        make_room: Callable[[int], object],
-        images: Sequence[ImageSpan],
+        self, sequence: int, tokens: Tokens, n_held: int, parts: list[_Part], make_room: MakeRoom, images: Images
     ) -> int:
         first = sum(part.end <= n_held for part in parts)
-        there = first + sum(1 for _ in itertools.takewhile(self._holds, parts[first:]))
+        there = first + sum(1 for _ in itertools.takewhile(lambda part: self._store.holds(part.name), parts[first:]))
         rest = self._kept_rest(parts[:there], tokens, images)
         wanted = [*parts[first:there], *rest]
         if not wanted or wanted[-1].end <= n_held:
@@ -265,9 +239,6 @@ class KeptContexts:
         self._writer.touch(names)
         return wanted[n_done - 1].end if n_done else begin
 
-    def _holds(self, part: _Part) -> bool:
-        return self._store.holds(part.name)
-
     def _read_ahead(self, parts: Sequence[_Part]) -> Iterator[memoryview | None]:
         """The blocks, read and checked by other threads; each is valid until the next one."""
         buffers = [list[memoryview]() for _ in range(READ_AHEAD)]
@@ -275,13 +246,8 @@ class KeptContexts:
             waiting = deque[Future[memoryview | None]]()
             for at in range(len(parts)):
                 for i in range(at + len(waiting), min(at + READ_AHEAD, len(parts))):
-                    waiting.append(pool.submit(self._read, parts[i].name, buffers[i % READ_AHEAD]))
+                    waiting.append(pool.submit(self._store.read, parts[i].name, buffers[i % READ_AHEAD]))
                 yield waiting.popleft().result()
-
-    def _read(self, name: str, buffer: list[memoryview] | None = None) -> memoryview | None:
-        block = self._store.read(name, buffer)
-        self._n_damaged += block is None
-        return block
 
     def _set_part(self, sequence: int, part: _Part, block: memoryview) -> bool:
         """Adds a block's cells to a sequence; False where these are not its tokens', or there is no room for them."""
@@ -296,7 +262,7 @@ class KeptContexts:
 
     def _keep_parts(self, sequence: int, parts: Sequence[_Part]) -> None:
         known = self._writer.known
-        known.update(part.name for part in parts if part.name not in known and self._holds(part))
+        known.update(part.name for part in parts if part.name not in known and self._store.holds(part.name))
         new = [part for part in parts if part.name not in known]
         memory = self._llm._ctx.memory
         first = self._bindings.llama_memory_seq_pos_min(memory, sequence)  # earlier cells have left a window
@@ -330,7 +296,6 @@ class KeptContexts:
         has_room = self._writer.wait_for_room(n_bytes, self._wait_s)
         self._wait_s -= time.monotonic() - start_s
         if not has_room:
-            self._n_dropped += 1
             self.behind.add(sequence)
             return False
         data = np.empty(n_bytes, np.uint8)
@@ -349,17 +314,11 @@ class KeptContexts:
     # Whole states, named as what follows the last full block.
 
     def _restore_whole(
-        self,
-        sequence: int,
-        tokens: Tokens,
-        n_held: int,
-        parts: list[_Part],
-        make_room: Callable[[int], object],
-        images: Sequence[ImageSpan],
+        self, sequence: int, tokens: Tokens, n_held: int, parts: list[_Part], make_room: MakeRoom, images: Images
     ) -> int:
         for n_full in range(len(parts), sum(part.end <= n_held for part in parts), -1):
             for rest in self._kept_rest(parts[:n_full], tokens, images):
-                if (block := self._read(rest.name)) is not None and rest.end > n_held:
+                if (block := self._store.read(rest.name)) is not None and rest.end > n_held:
                     make_room(rest.end)
                     memory, found = self._llm._ctx.memory, self._set_state(sequence, block)
                     n_found = self._bindings.llama_memory_seq_pos_max(memory, sequence) + 1 if found else 0
@@ -380,7 +339,7 @@ class KeptContexts:
             return
         n_bytes = self._bindings.llama_state_seq_get_size(self._llm.ctx, sequence)
         for part in rest:
-            if not self._holds(part) and n_bytes < read_memory().available_bytes // 2:
+            if not self._store.holds(part.name) and n_bytes < read_memory().available_bytes // 2:
                 self._keep_state(sequence, replace(part, begin=0))
         self._n_whole_tokens = n_tokens
 
@@ -391,15 +350,6 @@ def store_limit(given: str | int | None) -> int | None:
         return parse_store_size(read_environment().context_store if given is None else given)
     except ValueError as error:
         raise OptionError(f"context_store: {error}.") from None
-
-
-def fetch_recent(session: Session | None, limit_bytes: int | None) -> RecentExperts | None:
-    """Before a model is read: the experts that its last tokens used are fetched; None where contexts are not kept."""
-    if session is None or limit_bytes == 0:
-        return None
-    recent = RecentExperts(session, default_folder())
-    recent.fetch()
-    return recent
 
 
 def open_contexts(
@@ -427,9 +377,8 @@ class _Writer:
     def __init__(self, store: ContextStore) -> None:
         self._store = store
         self._pool = ThreadPoolExecutor(1, "moegguf-contexts")
-        self._changed = threading.Condition()  # of the next two
+        self._changed = threading.Condition()  # of the next one
         self._n_queued_bytes = 0
-        self.n_blocks = self.n_bytes = 0
         self.known = set[str]()
 
     def wait_for_room(self, n_bytes: int, most_s: float) -> bool:
@@ -449,11 +398,10 @@ class _Writer:
         self.do(self._write, name, about, data)
 
     def _write(self, name: str, about: About, data: memoryview) -> None:
-        is_written = self._store.write(name, about, [data])
+        self._store.write(name, about, [data])
         with self._changed:
             self._n_queued_bytes -= len(data)
             self._changed.notify()
-            self.n_blocks, self.n_bytes = self.n_blocks + is_written, self.n_bytes + is_written * len(data)
 
     def touch(self, names: Sequence[str]) -> None:
         """Notes that these are used now. Those that are missing are unknown then."""
@@ -482,12 +430,12 @@ def _is_of(block: memoryview, part: _Part) -> bool:
     return False
 
 
-def _uncut(end: int, images: Sequence[ImageSpan]) -> int:
+def _uncut(end: int, images: Images) -> int:
     """`end`, or that of the image that it would cut."""
     return next((image.end for image in images if image.begin < end < image.end), end)
 
 
-def _n_known(tokens: Tokens, images: Sequence[ImageSpan]) -> int:
+def _n_known(tokens: Tokens, images: Images) -> int:
     """The number of first tokens that are text or of these images: who evaluates others into a context, such as a chat
     handler, does not say what they are."""
     unknown = np.asarray(tokens, np.int32) == PLACEHOLDER
@@ -497,13 +445,13 @@ def _n_known(tokens: Tokens, images: Sequence[ImageSpan]) -> int:
     return int(found[0]) if found.size else len(unknown)
 
 
-def _content(ids: Ints, begin: int, end: int, images: Sequence[ImageSpan]) -> bytes:
+def _content(ids: Ints, begin: int, end: int, images: Images) -> bytes:
     """What the cells of these tokens depend on beside those before: the tokens, and the keys of images."""
     keys = [image.key for image in images if begin <= image.begin < end]
     return ids[begin:end].tobytes() + "".join(keys).encode()
 
 
-def _positions(n_tokens: int, images: Sequence[ImageSpan]) -> Ints:
+def _positions(n_tokens: int, images: Images) -> Ints:
     """Positions of the first `n_tokens` and of the next: tokens of an image with fewer positions than tokens share the
     first of them (M-RoPE)."""
     steps = np.ones(n_tokens + 1, np.int32)

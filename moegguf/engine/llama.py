@@ -20,13 +20,14 @@ from moegguf.controller.strategies import find_strategy
 from moegguf.engine.batch_invariance import is_batch_invariant
 from moegguf.engine.context import ClosedModel, Context
 from moegguf.engine.drafts import ModelDrafts
-from moegguf.engine.kept_contexts import KeptContexts, fetch_recent, open_contexts, store_limit
+from moegguf.engine.kept_contexts import KeptContexts, open_contexts, store_limit
 from moegguf.engine.keywords import LlamaCppOptions, with_keywords
 from moegguf.engine.live_controller import ControllerOptions
 from moegguf.engine.load import Budget, check_options, prepare
 from moegguf.engine.loader import Loader, LoadProgress, Progress
 from moegguf.engine.plan import Plan
 from moegguf.engine.projector import PLACEHOLDER
+from moegguf.engine.recent_experts import RecentExperts
 from moegguf.engine.resize import set_budget
 from moegguf.engine.sequences import Tokens, common_tokens
 from moegguf.engine.session import Session
@@ -172,7 +173,7 @@ class Llama(UpstreamLlama):
             self._loader = loader = Loader(load_plan, given, store, LoadProgress(progress))
             self.session, self._closed = loader.session, False
             loader.start_controller(chosen)
-            recent = fetch_recent(loader.session, kept_bytes)
+            recent = RecentExperts(loader.session) if loader.session and kept_bytes != 0 else None
             n_ubatch, base = load_plan.n_ubatch, super().__init__
             loader.read(lambda: base(load_plan.path, n_ubatch=n_ubatch, **load_plan.options), self._unload)
             self.input_ids.fill(PLACEHOLDER)

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from contextlib import suppress
 from io import BytesIO
-from pathlib import Path
 
 import numpy as np
 
 from moegguf.atomic_write import write_atomically
+from moegguf.engine.context_store import default_folder
 from moegguf.engine.listeners import RoutingListener
 from moegguf.engine.session import Session
 from moegguf.gguf.fingerprint import header_digest
@@ -19,25 +19,21 @@ from moegguf.native.store import ListenOptions
 
 
 class RecentExperts(RoutingListener):
-    """Those of a loaded model, in `folder`, and of prompts between `begin` and `end`; a damaged file has none."""
+    """Those of a model, made before its weights are read, and of prompts between `begin` and `end`. A damaged file has
+    none. Those of the last token are read now, the others are the first that fill a pool of every expert."""
 
     listen_options = ListenOptions(lazy=True)
 
-    def __init__(self, session: Session, folder: Path) -> None:
-        self._session = session
-        self._path = folder / f"experts-{header_digest(session.layout.shards)}.npy"
+    def __init__(self, session: Session) -> None:
+        self._session, layout, store = session, session.layout, session.store
+        self._path = default_folder() / f"experts-{header_digest(layout.shards)}.npy"
         self._routed: dict[int, Int32s] = {}  # of the last pass: (n_tokens, n_expert_used) by layer
         self._recent = np.zeros((0, 2), np.int32)  # (layer, expert), the last used first
         with suppress(OSError, ValueError):
             found = np.load(self._path, allow_pickle=False)
             if found.dtype == np.int32 and found.ndim == 2 and found.shape[1] == 2:
                 self._recent = found
-
-    def fetch(self) -> None:
-        """Has those of the last token read now, and the others first among those that fill a pool of every expert."""
-        layout, store = self._session.layout, self._session.store
-        il, experts = self._recent.T
-        n_last = layout.token_cycle_slots
+        (il, experts), n_last = self._recent.T, layout.token_cycle_slots
         store.prefetch(il[:n_last], experts[:n_last])
         if store.info()["resident"]:
             store.warm(il[n_last:], experts[n_last:])
