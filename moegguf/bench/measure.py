@@ -16,7 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 
-from moegguf.bench.answering import Answering
 from moegguf.bench.memory_limit import die_with_parent
 from moegguf.bench.rows import imitated_routing
 from moegguf.bench.spec import Spec, Test
@@ -35,6 +34,7 @@ from moegguf.engine.machine import read_machine
 from moegguf.engine.speeds import expert_read_speed
 from moegguf.engine.stats import Stats
 from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
+from moegguf.generate.engine import Engine
 from moegguf.generate.request import Sampling
 from moegguf.gguf.experts import read_layout
 from moegguf.gguf.reader import ggml_type
@@ -176,20 +176,8 @@ def _timed_eval(llama: Llama, tokens: Sequence[int]) -> int:
     return time.perf_counter_ns() - start
 
 
-@contextmanager
-def _answering(llama: Llama, spec: Spec) -> Iterator[Answering | None]:
-    """What answers with drafts, or without for comparison, where `spec` says how."""
-    if spec.draft is None:
-        yield None
-        return
-    with Answering(llama) as answering:
-        yield answering
-
-
-def measure(
-    llama: Llama, test: Test, tokens: Sequence[int], greedy: bool, answering: Answering | None = None
-) -> Sample:
-    """One repetition from an empty context."""
+def measure(llama: Llama, test: Test, tokens: Sequence[int], greedy: bool, engine: Engine | None = None) -> Sample:
+    """One repetition from an empty context. engine: answers, with drafts or without."""
     llama.reset()
     if test.n_depth:
         llama.eval(tokens[: test.n_depth])
@@ -199,10 +187,13 @@ def measure(
     if test.n_prompt:
         sample.prompt_ns = _timed_eval(llama, tokens[test.n_depth : start])
         sample.tokens.append(greedy_token(llama))
-    if answering is not None and test.n_gen and start:
+    if engine is not None and test.n_gen and start:
         endless = dict.fromkeys(llama.vocabulary.end_tokens(), -math.inf)
         sampling = Sampling(temperature=0.0, max_tokens=test.n_gen, logit_bias=endless)
-        timing = answering.answer(llama.input_ids[:start].tolist(), sampling)
+        (answer,) = engine.generate(llama.input_ids[:start].tolist(), sampling, return_context=True)
+        if answer.error is not None:
+            raise answer.error
+        timing = answer.timing
         sample.token_ns = [round(timing.total_s * 1e9 / test.n_gen)] * test.n_gen
         sample.tokens += timing.context[start:]
         sample.stats = llama.stats() - before
@@ -236,7 +227,7 @@ def store_figures(stats: Stats, link_bytes_per_s: float) -> dict[str, float]:
     }
 
 
-def run_test(llama: Llama, spec: Spec, test: Test, feed: Feed, answering: Answering | None = None) -> dict[str, Any]:
+def run_test(llama: Llama, spec: Spec, test: Test, feed: Feed, engine: Engine | None = None) -> dict[str, Any]:
     """All repetitions of one test, with the link measured before and after each but never during one."""
     time.sleep(spec.delay_s)
     greedy = spec.feed == "greedy"
@@ -246,7 +237,7 @@ def run_test(llama: Llama, spec: Spec, test: Test, feed: Feed, answering: Answer
     samples, figures = [], []
     speed = _probe(llama, spec)
     for repetition in range(spec.repetitions):
-        sample = measure(llama, test, feed.tokens(test.n_tokens, repetition), greedy, answering)
+        sample = measure(llama, test, feed.tokens(test.n_tokens, repetition), greedy, engine)
         samples.append(sample)
         if llama.session is not None:
             speed, before = _probe(llama, spec), speed
@@ -318,8 +309,8 @@ def run(spec: Spec) -> dict[str, Any]:
     with load(spec) as llama:
         load_s, fill_s = time.perf_counter() - start, _fill(llama)
         feed = Feed(llama, spec)
-        with _answering(llama, spec) as answering:
-            tests = [run_test(llama, spec, test, feed, answering) for test in spec.tests]
+        with nullcontext() if spec.draft is None else Engine(llama) as engine:
+            tests = [run_test(llama, spec, test, feed, engine) for test in spec.tests]
         info = llama.session.store.info() if llama.session is not None else {}
         moegguf = llama.session is not None
         return {

@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moegguf.bench.answering import Answering
 from moegguf.engine.llama import Llama
 from moegguf.engine.recording import Recording, TraceOptions
 from moegguf.engine.stats import Stats
+from moegguf.generate.engine import Engine
 from moegguf.generate.request import Sampling
 from moegguf.native import library
 from moegguf.trace.format import partial_of
@@ -114,8 +114,10 @@ def _answer_tokens(llm: Llama, prompt: Prompt) -> list[int] | None:
 def _generate(llm: Llama, tokens: Sequence[int], n_answer: int, options: RecordOptions) -> None:
     if llm.drafts is not None:
         sampling = Sampling(temperature=options.temperature, seed=options.seed, max_tokens=n_answer)
-        with Answering(llm) as answering:
-            answering.answer(tokens, sampling)
+        with Engine(llm) as engine:
+            (answer,) = engine.generate(tokens, sampling)
+        if answer.error is not None:
+            raise answer.error
         return
     llm.set_seed(options.seed)
     steps = llm.generate(tokens, temp=options.temperature)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes as c
 import hashlib
 import itertools
-import queue
 import re
 import struct
 import threading
@@ -35,6 +34,7 @@ from moegguf.engine.batch_invariance import is_batch_invariant
 from moegguf.engine.context_store import About, ContextStore, default_folder
 from moegguf.engine.machine import read_memory
 from moegguf.engine.projector import PLACEHOLDER, ImageSpan
+from moegguf.engine.recent_experts import RecentExperts
 from moegguf.engine.sequences import LONG_ROPE, MAX_SEQUENCES, Tokens
 from moegguf.errors import OptionError
 from moegguf.gguf.fingerprint import header_digest, sampled_digest
@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from moegguf.engine.upstream import UpstreamLlama
 
 Ints = npt.NDArray[np.int32]
+Images = Sequence[ImageSpan]
+MakeRoom = Callable[[int], object]
 
 BLOCK_TOKENS = 64
 SCRATCH = MAX_SEQUENCES - 1  # a sequence id that llama.cpp has room for, and no context uses
@@ -74,18 +76,6 @@ LOAD_OPTIONS = (
 
 
 @dataclass(frozen=True)
-class KeptCounters:
-    """Since the model was loaded: tokens that were restored, blocks that were written, bytes of these, and blocks that
-    were not written because too many were waiting, or came from the disk damaged."""
-
-    tokens_restored: int = 0
-    blocks_written: int = 0
-    bytes_written: int = 0
-    blocks_dropped: int = 0
-    blocks_damaged: int = 0
-
-
-@dataclass(frozen=True)
 class _Part:
     """Tokens of a sequence from `begin` to before `end`, and the name of their block; `positions`: those of each, and
     of the token after them."""
@@ -97,32 +87,30 @@ class _Part:
 
 
 class KeptContexts:
-    """Those of a loaded model in `store`. All methods but `counters` are for the thread that evaluates."""
+    """Those of a loaded model in `store`. For the thread that evaluates."""
 
     def __init__(
-        self, llm: UpstreamLlama, context: Context, store: ContextStore, load_plan: LoadPlan, moves: StoreOptions
+        self,
+        llm: UpstreamLlama,
+        context: Context,
+        store: ContextStore,
+        load_plan: LoadPlan,
+        moves: StoreOptions,
+        recent: RecentExperts | None,
     ) -> None:
         self._context = context
         self._llm: UpstreamLlama = weakref.proxy(llm)  # type: ignore[assignment]  # which holds this object
-        self._store = store
+        self._store, self._recent = store, recent
         self._bindings: Any = library.llama_cpp()
         self._root = _root(llm, load_plan, moves)
         self._model = _label(load_plan)
         n_swa = self._bindings.llama_model_n_swa(llm.model)
         self._whole = llm._is_stateful or 0 < n_swa < BLOCK_TOKENS
-        self._known = set[str]()  # names of blocks that are there, or about to be
         self._n_whole_tokens = 0  # of the last whole state
         self._writer = _Writer(store)
         self._wait_s, self._last_s = 0.0, time.monotonic()  # for room in the queue; the last call of `keep`
         self.behind = set[int]()  # sequences of which blocks could not be written, as too many were waiting
-        self._n_restored = self._n_damaged = self._n_dropped = 0
         self._fill_held = False
-
-    @property
-    def counters(self) -> KeptCounters:
-        """What was read and written so far."""
-        written = self._writer
-        return KeptCounters(self._n_restored, written.n_blocks, written.n_bytes, self._n_dropped, self._n_damaged)
 
     def restore(
         self,
@@ -130,8 +118,8 @@ class KeptContexts:
         tokens: Tokens,
         n_held: int,
         owner: str = "",
-        make_room: Callable[[int], object] = lambda n_tokens: None,
-        images: Sequence[ImageSpan] = (),
+        make_room: MakeRoom = lambda n_tokens: None,
+        images: Images = (),
     ) -> int:
         """Makes a sequence hold as many of `tokens` as the disk has, but for the last one, where it has more of them
         than the `n_held` that the sequence begins with; returns how many it holds then. owner: whose blocks these are,
@@ -139,7 +127,10 @@ class KeptContexts:
         among the tokens, of sequence 0."""
         if self._store.is_off or len(tokens) - n_held < 2 or tokens[-1] == PLACEHOLDER:
             return n_held
+        if self._recent is not None and len(tokens) >= BLOCK_TOKENS:
+            self._recent.begin()
         self._hold_fill(True)  # until what follows was computed
+        n_now = n_held
         try:
             with self._context.lock:
                 parts = self._parts(tokens, owner, images)
@@ -153,11 +144,8 @@ class KeptContexts:
                     self._context.images.hold(images, n_now)
                 if n_now == len(tokens):
                     n_now = n_now - 1 if self._context.truncate(n_now - 1, sequence) else 0
-        except BaseException:
-            self._hold_fill(False)
-            raise
-        self._n_restored += max(0, n_now - n_held)
-        self._hold_fill(n_now > n_held)
+        finally:
+            self._hold_fill(n_now > n_held)
         return n_now
 
     def _hold_fill(self, on: bool) -> None:
@@ -171,6 +159,8 @@ class KeptContexts:
         what follows the last full block."""
         self.behind.discard(sequence)
         self._hold_fill(False)
+        if not goes_on and self._recent is not None and self._recent.end():
+            self._writer.do(self._recent.save)
         if self._store.is_off or len(tokens) < BLOCK_TOKENS or (goes_on and len(tokens) % BLOCK_TOKENS >= n_new):
             return
         images = self._context.images.spans if sequence == 0 else ()
@@ -184,14 +174,13 @@ class KeptContexts:
             elif parts and (not goes_on or n_new > 1):
                 self._keep_whole(sequence, self._rest(parts, tokens, images), len(tokens), goes_on)
         if not goes_on:
-            self._known -= self._writer.take_missing()
             self._writer.touch([part.name for part in parts])
 
     def close(self) -> None:
         """Writes what waits. Twice is harmless."""
         self._writer.close()
 
-    def _parts(self, tokens: Tokens, owner: str, images: Sequence[ImageSpan]) -> list[_Part]:
+    def _parts(self, tokens: Tokens, owner: str, images: Images) -> list[_Part]:
         """The full blocks that these tokens begin with; no image is cut."""
         ids, n_known = np.asarray(tokens, np.int32), _n_known(tokens, images)
         positions = _positions(len(tokens), images)
@@ -202,7 +191,7 @@ class KeptContexts:
             begin = end
         return parts
 
-    def _rest(self, parts: Sequence[_Part], tokens: Tokens, images: Sequence[ImageSpan]) -> list[_Part]:
+    def _rest(self, parts: Sequence[_Part], tokens: Tokens, images: Images) -> list[_Part]:
         """What follows these blocks, which end less than a block before the end of `tokens`."""
         begin, end = parts[-1].end if parts else 0, len(tokens)
         if not parts or not 0 <= end - begin < BLOCK_TOKENS or _uncut(end, images) != end:
@@ -213,7 +202,7 @@ class KeptContexts:
         name = f"{parts[-1].name}-{end - begin}-{_hash(content).hex()}"
         return [_Part(name, begin, end, _positions(end, images)[begin:])]
 
-    def _kept_rest(self, parts: Sequence[_Part], tokens: Tokens, images: Sequence[ImageSpan]) -> list[_Part]:
+    def _kept_rest(self, parts: Sequence[_Part], tokens: Tokens, images: Images) -> list[_Part]:
         """The longest that is on disk of what follows these blocks and begins as the tokens after them."""
         kept = self._store.names(f"{parts[-1].name}-") if parts else []
         sizes = {int(found[1]) for name in kept if (found := _REST.search(name))}
@@ -226,16 +215,10 @@ class KeptContexts:
     # Parts: blocks, the last of which may have fewer tokens.
 
     def _restore_parts(
-        self,
-        sequence: int,
-        tokens: Tokens,
-        n_held: int,
-        parts: list[_Part],
-        make_room: Callable[[int], object],
-        images: Sequence[ImageSpan],
+        self, sequence: int, tokens: Tokens, n_held: int, parts: list[_Part], make_room: MakeRoom, images: Images
     ) -> int:
         first = sum(part.end <= n_held for part in parts)
-        there = first + sum(1 for _ in itertools.takewhile(self._holds, parts[first:]))
+        there = first + sum(1 for _ in itertools.takewhile(lambda part: self._store.holds(part.name), parts[first:]))
         rest = self._kept_rest(parts[:there], tokens, images)
         wanted = [*parts[first:there], *rest]
         if not wanted or wanted[-1].end <= n_held:
@@ -252,12 +235,9 @@ class KeptContexts:
                 break
             n_done += 1
         names = [part.name for part in wanted[:n_done]]
-        self._known.update(names)
+        self._writer.known.update(names)
         self._writer.touch(names)
         return wanted[n_done - 1].end if n_done else begin
-
-    def _holds(self, part: _Part) -> bool:
-        return self._store.holds(part.name)
 
     def _read_ahead(self, parts: Sequence[_Part]) -> Iterator[memoryview | None]:
         """The blocks, read and checked by other threads; each is valid until the next one."""
@@ -266,13 +246,8 @@ class KeptContexts:
             waiting = deque[Future[memoryview | None]]()
             for at in range(len(parts)):
                 for i in range(at + len(waiting), min(at + READ_AHEAD, len(parts))):
-                    waiting.append(pool.submit(self._read, parts[i].name, buffers[i % READ_AHEAD]))
+                    waiting.append(pool.submit(self._store.read, parts[i].name, buffers[i % READ_AHEAD]))
                 yield waiting.popleft().result()
-
-    def _read(self, name: str, buffer: list[memoryview] | None = None) -> memoryview | None:
-        block = self._store.read(name, buffer)
-        self._n_damaged += block is None
-        return block
 
     def _set_part(self, sequence: int, part: _Part, block: memoryview) -> bool:
         """Adds a block's cells to a sequence; False where these are not its tokens', or there is no room for them."""
@@ -286,9 +261,9 @@ class KeptContexts:
         return done
 
     def _keep_parts(self, sequence: int, parts: Sequence[_Part]) -> None:
-        unknown = [part for part in parts if part.name not in self._known]
-        self._known.update(part.name for part in unknown if self._holds(part))
-        new = [part for part in unknown if part.name not in self._known]
+        known = self._writer.known
+        known.update(part.name for part in parts if part.name not in known and self._store.holds(part.name))
+        new = [part for part in parts if part.name not in known]
         memory = self._llm._ctx.memory
         first = self._bindings.llama_memory_seq_pos_min(memory, sequence)  # earlier cells have left a window
         if not new or first > new[0].positions[0]:
@@ -321,7 +296,6 @@ class KeptContexts:
         has_room = self._writer.wait_for_room(n_bytes, self._wait_s)
         self._wait_s -= time.monotonic() - start_s
         if not has_room:
-            self._n_dropped += 1
             self.behind.add(sequence)
             return False
         data = np.empty(n_bytes, np.uint8)
@@ -330,7 +304,6 @@ class KeptContexts:
             return False
         if not self._whole and not _is_of(data.data, part):
             return False
-        self._known.add(part.name)
         self._writer.put(part.name, About(self._model, part.end, part.end - part.begin), data.data)
         return True
 
@@ -341,17 +314,11 @@ class KeptContexts:
     # Whole states, named as what follows the last full block.
 
     def _restore_whole(
-        self,
-        sequence: int,
-        tokens: Tokens,
-        n_held: int,
-        parts: list[_Part],
-        make_room: Callable[[int], object],
-        images: Sequence[ImageSpan],
+        self, sequence: int, tokens: Tokens, n_held: int, parts: list[_Part], make_room: MakeRoom, images: Images
     ) -> int:
         for n_full in range(len(parts), sum(part.end <= n_held for part in parts), -1):
             for rest in self._kept_rest(parts[:n_full], tokens, images):
-                if (block := self._read(rest.name)) is not None and rest.end > n_held:
+                if (block := self._store.read(rest.name)) is not None and rest.end > n_held:
                     make_room(rest.end)
                     memory, found = self._llm._ctx.memory, self._set_state(sequence, block)
                     n_found = self._bindings.llama_memory_seq_pos_max(memory, sequence) + 1 if found else 0
@@ -372,40 +339,47 @@ class KeptContexts:
             return
         n_bytes = self._bindings.llama_state_seq_get_size(self._llm.ctx, sequence)
         for part in rest:
-            if not self._holds(part) and n_bytes < read_memory().available_bytes // 2:
+            if not self._store.holds(part.name) and n_bytes < read_memory().available_bytes // 2:
                 self._keep_state(sequence, replace(part, begin=0))
         self._n_whole_tokens = n_tokens
 
 
-def open_contexts(
-    llm: UpstreamLlama, context: Context, load_plan: LoadPlan, moves: StoreOptions, limit: str | int
-) -> KeptContexts | None:
-    """Those of a model that was loaded by this plan, in the user's cache folder, where its context can have any. limit:
-    of the folder, as an option. Raises OptionError for one that cannot be read."""
+def store_limit(given: str | int | None) -> int | None:
+    """Bytes of an option, or without it of the environment; None: as `ContextStore` chooses. Raises OptionError."""
     try:
-        limit_bytes = parse_store_size(limit)
+        return parse_store_size(read_environment().context_store if given is None else given)
     except ValueError as error:
         raise OptionError(f"context_store: {error}.") from None
+
+
+def open_contexts(
+    llm: UpstreamLlama,
+    context: Context,
+    load_plan: LoadPlan,
+    moves: StoreOptions,
+    limit_bytes: int | None,
+    recent: RecentExperts | None = None,
+) -> KeptContexts | None:
+    """Those of a model that was loaded by this plan, in the user's cache folder, where its context can have any.
+    limit_bytes: of the folder."""
     options = load_plan.options
     unused = options.get("logits_all") or options.get("embedding") or llm._ctx.memory is None
     if limit_bytes == 0 or unused or llm.context_params.n_seq_max > SCRATCH:
         return None
     store = ContextStore(default_folder(), limit_bytes)
-    return None if store.is_off else KeptContexts(llm, context, store, load_plan, moves)
+    return None if store.is_off else KeptContexts(llm, context, store, load_plan, moves, recent)
 
 
 class _Writer:
-    """Writes blocks to a store on a thread of its own, and tells it which ones were used."""
+    """Writes blocks to a store on a thread of its own, and tells it which ones were used. `known`: names of blocks that
+    are there, or about to be."""
 
     def __init__(self, store: ContextStore) -> None:
         self._store = store
-        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._lock = threading.Condition()  # of the next three
+        self._pool = ThreadPoolExecutor(1, "moegguf-contexts")
+        self._changed = threading.Condition()  # of the next one
         self._n_queued_bytes = 0
-        self._missing = set[str]()
-        self.n_blocks = self.n_bytes = 0
-        self._thread = threading.Thread(target=self._run, name="moegguf-contexts", daemon=True)
-        self._thread.start()
+        self.known = set[str]()
 
     def wait_for_room(self, n_bytes: int, most_s: float) -> bool:
         """Whether so many bytes may wait, too, now or after at most that many seconds."""
@@ -413,50 +387,33 @@ class _Writer:
         def has_room() -> bool:
             return not self._n_queued_bytes or self._n_queued_bytes + n_bytes <= MOST_QUEUED_BYTES
 
-        with self._lock:
-            return self._lock.wait_for(has_room, max(0.0, most_s))
+        with self._changed:
+            return self._changed.wait_for(has_room, max(0.0, most_s))
 
     def put(self, name: str, about: About, data: memoryview) -> None:
-        """Has a block written, which is missing if that fails."""
-
-        def write() -> None:
-            is_written = self._store.write(name, about, [data])
-            with self._lock:
-                self._n_queued_bytes -= len(data)
-                self._lock.notify()
-                if is_written:
-                    self.n_blocks, self.n_bytes = self.n_blocks + 1, self.n_bytes + len(data)
-                else:
-                    self._missing.add(name)
-
-        with self._lock:
+        """Has a block written."""
+        self.known.add(name)
+        with self._changed:
             self._n_queued_bytes += len(data)
-        self._jobs.put(write)
+        self.do(self._write, name, about, data)
+
+    def _write(self, name: str, about: About, data: memoryview) -> None:
+        self._store.write(name, about, [data])
+        with self._changed:
+            self._n_queued_bytes -= len(data)
+            self._changed.notify()
 
     def touch(self, names: Sequence[str]) -> None:
-        """Notes that these are used now, and which of them are missing."""
+        """Notes that these are used now. Those that are missing are unknown then."""
+        self.do(lambda: self.known.difference_update(self._store.touch(names)))
 
-        def touch() -> None:
-            missing = self._store.touch(names)
-            with self._lock:
-                self._missing.update(missing)
-
-        self._jobs.put(touch)
-
-    def take_missing(self) -> set[str]:
-        """Blocks that were found missing since the last call."""
-        with self._lock:
-            missing, self._missing = self._missing, set()
-        return missing
+    def do(self, job: Callable[..., object], *arguments: Any) -> None:
+        """Has this done after what waits."""
+        self._pool.submit(job, *arguments)
 
     def close(self) -> None:
         """Writes what waits, and ends. Twice is harmless."""
-        self._jobs.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
+        self._pool.shutdown()
 
 
 def _is_of(block: memoryview, part: _Part) -> bool:
@@ -473,12 +430,12 @@ def _is_of(block: memoryview, part: _Part) -> bool:
     return False
 
 
-def _uncut(end: int, images: Sequence[ImageSpan]) -> int:
+def _uncut(end: int, images: Images) -> int:
     """`end`, or that of the image that it would cut."""
     return next((image.end for image in images if image.begin < end < image.end), end)
 
 
-def _n_known(tokens: Tokens, images: Sequence[ImageSpan]) -> int:
+def _n_known(tokens: Tokens, images: Images) -> int:
     """The number of first tokens that are text or of these images: who evaluates others into a context, such as a chat
     handler, does not say what they are."""
     unknown = np.asarray(tokens, np.int32) == PLACEHOLDER
@@ -488,13 +445,13 @@ def _n_known(tokens: Tokens, images: Sequence[ImageSpan]) -> int:
     return int(found[0]) if found.size else len(unknown)
 
 
-def _content(ids: Ints, begin: int, end: int, images: Sequence[ImageSpan]) -> bytes:
+def _content(ids: Ints, begin: int, end: int, images: Images) -> bytes:
     """What the cells of these tokens depend on beside those before: the tokens, and the keys of images."""
     keys = [image.key for image in images if begin <= image.begin < end]
     return ids[begin:end].tobytes() + "".join(keys).encode()
 
 
-def _positions(n_tokens: int, images: Sequence[ImageSpan]) -> Ints:
+def _positions(n_tokens: int, images: Images) -> Ints:
     """Positions of the first `n_tokens` and of the next: tokens of an image with fewer positions than tokens share the
     first of them (M-RoPE)."""
     steps = np.ones(n_tokens + 1, np.int32)

@@ -20,13 +20,14 @@ from moegguf.controller.strategies import find_strategy
 from moegguf.engine.batch_invariance import is_batch_invariant
 from moegguf.engine.context import ClosedModel, Context
 from moegguf.engine.drafts import ModelDrafts
-from moegguf.engine.kept_contexts import KeptContexts, open_contexts
+from moegguf.engine.kept_contexts import KeptContexts, open_contexts, store_limit
 from moegguf.engine.keywords import LlamaCppOptions, with_keywords
 from moegguf.engine.live_controller import ControllerOptions
 from moegguf.engine.load import Budget, check_options, prepare
 from moegguf.engine.loader import Loader, LoadProgress, Progress
 from moegguf.engine.plan import Plan
 from moegguf.engine.projector import PLACEHOLDER
+from moegguf.engine.recent_experts import RecentExperts
 from moegguf.engine.resize import set_budget
 from moegguf.engine.sequences import Tokens, common_tokens
 from moegguf.engine.session import Session
@@ -163,6 +164,7 @@ class Llama(UpstreamLlama):
         )  # fmt: skip
         if draft is None:  # what is recorded or repeated is the routing of the text's own tokens
             draft = "off" if trace or lockstep else environment.draft
+        kept_bytes = store_limit(0 if trace or lockstep else context_store)
         self._drafts = ModelDrafts(draft)
         load_plan = prepare(model_path, expert_cache, given, vram_cache, store, placement, plan, draft)
         self.layout, self.plan = load_plan.layout, load_plan.plan
@@ -171,6 +173,7 @@ class Llama(UpstreamLlama):
             self._loader = loader = Loader(load_plan, given, store, LoadProgress(progress))
             self.session, self._closed = loader.session, False
             loader.start_controller(chosen)
+            recent = RecentExperts(loader.session) if loader.session and kept_bytes != 0 else None
             n_ubatch, base = load_plan.n_ubatch, super().__init__
             loader.read(lambda: base(load_plan.path, n_ubatch=n_ubatch, **load_plan.options), self._unload)
             self.input_ids.fill(PLACEHOLDER)
@@ -181,9 +184,7 @@ class Llama(UpstreamLlama):
             self.drafts = self._drafts.drafts
             loader.start_parts(warm_start and not lockstep, trace)
             self.recording = loader.recording
-            if not (trace or lockstep):
-                limit = environment.context_store if context_store is None else context_store
-                self.contexts = open_contexts(self, self.context, load_plan, store, limit)
+            self.contexts = open_contexts(self, self.context, load_plan, store, kept_bytes, recent)
         except BaseException:  # also an interrupt: nothing of a load stays
             if not self._closed:
                 self._loader.end_parts(discard=True)  # keeps an older trace file

@@ -235,7 +235,7 @@ class Drafter:
         self.gate = gate
         self._llm, self._drafts = llm, drafts
         self._spent_s = 0.0  # in this pass, looking for drafts
-        self._once_s = 0.0  # in this pass, for what drafts of a text need once
+        self._begins = False  # in this pass, a text: drafts of it need something once, which takes long
         self._texts: dict[int, _Text] = {}  # by sequence
         self._verified: list[tuple[int, int]] = []  # of this pass: tokens drafted, and accepted
 
@@ -249,7 +249,7 @@ class Drafter:
         widths = self.gate.widths([text.acceptance for text in texts])
         if any(map(any, widths)):
             self._draft(texts, widths)
-            self._spent_s = time.thread_time() - start_s - self._once_s
+            self._spent_s = time.thread_time() - start_s
 
     def _draft(self, texts: Sequence[_Text], widths: Sequence[Sequence[int]]) -> None:
         wanted = [
@@ -277,8 +277,9 @@ class Drafter:
         if self._verified:
             n_drafted, n_accepted = map(sum, zip(*self._verified, strict=True))
             self._verified.clear()
-        self.gate.ran(n_sequences, n_drafted, n_accepted, seconds - self._once_s, self._spent_s)
-        self._spent_s = self._once_s = 0.0
+        if not self._begins:
+            self.gate.ran(n_sequences, n_drafted, n_accepted, seconds, self._spent_s)
+        self._begins, self._spent_s = False, 0.0
 
     def _text_of(self, answer: BatchedAnswer) -> _Text:
         """What is known of an answer; nothing, when it is new, or has lost a part of its context."""
@@ -290,12 +291,10 @@ class Drafter:
 
     def _told(self, text: _Text) -> int:
         """The sequence of a text, whose new tokens `Drafts` knows then."""
-        sequence, start_s, n_known = sequence_of(text.answer), time.thread_time(), text.n_tokens
+        sequence, n_known = sequence_of(text.answer), text.n_tokens
         self._drafts.set_tokens(sequence, n_known, text.answer.context[n_known:])
+        self._begins |= n_known == 0
         text.n_tokens = len(text.answer.context)
-        if n_known == 0:
-            self._drafts.follow(sequence)
-            self._once_s += time.thread_time() - start_s
         return sequence
 
     def _room(self, text: _Text) -> int:

@@ -101,7 +101,7 @@ class Engine:
     """A model that answers up to `parallel` requests at once: `with Engine("demo") as engine: engine.generate([...])`.
 
     Args:
-        model: as for `moegguf.Llama`.
+        model: as for `moegguf.Llama`; or one that is loaded, which stays so, and whose options count.
         parallel: sequences that are computed together. Each may have `n_ctx` tokens of context. One for models with a
             recurrent state and for embedding models.
         kv_tokens: tokens of all sequences that there is memory for; when they are used up, the newest request waits and
@@ -117,15 +117,16 @@ class Engine:
 
     def __init__(
         self,
-        model: str | os.PathLike[str],
+        model: str | os.PathLike[str] | Llama,
         parallel: int = DEFAULT_PARALLEL,
         *,
         kv_tokens: int | None = None,
         schedule: Callable[[Llama], Schedule | None] | None = None,
         **options: Any,
     ) -> None:
-        options = {"verbose": False, "flash_attn": None} | options
-        self._llm = Llama(model, n_seq_max=parallel, kv_tokens=kv_tokens, **options)
+        options = {"verbose": False, "flash_attn": None, "n_seq_max": parallel, "kv_tokens": kv_tokens} | options
+        self._is_own = not isinstance(model, Llama)
+        self._llm = model if isinstance(model, Llama) else Llama(model, **options)
         self._sampling = sampling_with(Sampling(), self._llm.layout.sampling)
         self._loop = BatchLoop(self._llm, schedule and schedule(self._llm))
         self._thread = threading.Thread(target=self._loop.run, name="moegguf-engine", daemon=True)
@@ -186,7 +187,8 @@ class Engine:
         self._llm.context.check_caller()
         self._loop.close()
         self._thread.join()
-        self._llm.close()
+        if self._is_own:
+            self._llm.close()
 
     def __enter__(self) -> Self:
         return self

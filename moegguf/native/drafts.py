@@ -10,7 +10,6 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
 
 import numpy as np
 
@@ -54,18 +53,9 @@ class _Request(c.Structure):
 def _library() -> c.CDLL:
     library.llama_cpp()  # which has loaded libllama
     loaded = library.open_part("moegguf-drafts")
-    arguments: dict[str, list[Any]] = {
-        "open": [c.POINTER(_Config), c.POINTER(c.c_void_p)],
-        "set_tokens": [c.c_void_p, c.c_int32, c.c_int32, c.c_void_p, c.c_int32],
-        "draft": [c.c_void_p, c.POINTER(_Request), c.c_int32],
-        "evaluated": [c.c_void_p, c.c_void_p],
-        "follow": [c.c_void_p, c.c_int32],
-        "accept": [c.c_void_p, c.c_int32, c.c_int32],
-    }
-    for name, types in arguments.items():
+    for name in ("open", "set_tokens", "draft", "evaluated", "accept"):
         function = getattr(loaded, f"drafts_{name}")
-        function.argtypes, function.restype, function.errcheck = types, c.c_char_p, _check
-    loaded.drafts_close.argtypes, loaded.drafts_close.restype = [c.c_void_p], None
+        function.restype, function.errcheck = c.c_char_p, _check
     return loaded
 
 
@@ -89,14 +79,14 @@ class Drafts:
         self._library, self._handle, self.n_max = _library(), c.c_void_p(), n_max
         self.least_key = 0 if draft else min(keys)
         config = _Config((c.c_int32 * 2)(*keys), n_seq, n_max, target, draft, heads)
-        self._library.drafts_open(config, self._handle)
+        self._library.drafts_open(c.byref(config), c.byref(self._handle))
         self._requests = (_Request * n_seq)()
         self._tokens = np.zeros((n_seq, n_max), np.int32)
 
     def set_tokens(self, sequence: int, n_kept: int, tokens: Sequence[int]) -> None:
         """A sequence has these tokens after its first `n_kept`; 0: it is another text."""
         new = np.asarray(tokens, np.int32)
-        self._library.drafts_set_tokens(self._handle, sequence, n_kept, new.ctypes.data, len(new))
+        self._library.drafts_set_tokens(self._handle, sequence, n_kept, new.ctypes, len(new))
 
     def draft(self, wanted: Sequence[tuple[int, Sequence[int]]]) -> list[Draft]:
         """A draft for each of some sequences, with the most tokens that each source (but `NONE`) may give."""
@@ -111,11 +101,7 @@ class Drafts:
 
     def evaluated(self, batch: c.Structure) -> None:
         """The target has just evaluated this llama_batch: its heads, if these draft, do so, too."""
-        self._library.drafts_evaluated(self._handle, c.addressof(batch))
-
-    def follow(self, sequence: int) -> None:
-        """A smaller model, if there is one, evaluates what it lacks of a sequence."""
-        self._library.drafts_follow(self._handle, sequence)
+        self._library.drafts_evaluated(self._handle, c.byref(batch))
 
     def accept(self, sequence: int, n: int) -> None:
         """So many tokens of the sequence's last draft came next."""

@@ -1,45 +1,83 @@
-// loading.h: what llama.cpp's loader calls: which tensors it leaves to the store, and a tensor is converted for the
-// CPU's kernels while the next one is read. It may write the tensors that it is given. Reads no file.
+// loading.h: what llama.cpp calls where it reads: which tensors it leaves to the store, how it converts the others, and
+// how it takes a state. It may write the tensors that it is given. Reads no file.
 #pragma once
 
+#include "huge_pages.h"
 #include "moegguf.h"
 
 #include "ggml-backend.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <future>
 #include <memory>
+#include <utility>
 
 namespace moegguf {
 
-// Bytes that are not initialised, freed by the last who holds them.
-class Bytes {
-  public:
-    explicit Bytes(size_t n) : data_(new uint8_t[n]) {}
-    uint8_t * data() const { return data_.get(); }
+inline bool is_on_cpu(const ggml_tensor * tensor) {
+    const ggml_tensor * owner = tensor->view_src ? tensor->view_src : tensor;
+    ggml_backend_dev_t device = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(owner->buffer));
+    return device && ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_CPU;
+}
 
-  private:
-    std::shared_ptr<uint8_t[]> data_;
+// A tensor's bytes as in the file. Not initialised.
+struct ReadBytes {
+    std::unique_ptr<uint8_t[]> memory;
+    size_t size = 0;
+    uint8_t * data() const { return memory.get(); }
 };
 
-// Ends with the last tensor. For one thread.
+// Converts tensors for the CPU's kernels, each by another thread while the next one is read. Ends with the last tensor.
 class ConvertAhead {
   public:
-    // A tensor's bytes as in the file: on the CPU they are converted by another thread, one tensor at a time.
-    void set(ggml_tensor * tensor, const Bytes & bytes, size_t n) {
-        ggml_backend_dev_t device = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(tensor->buffer));
-        const bool on_cpu = device && ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_CPU;
+    // For the next tensor. The memory of the one before the last is used again: fresh memory takes longer to touch than
+    // to fill.
+    const ReadBytes & buffer(size_t n) {
+        std::swap(next_, last_);
+        if (next_.size < n) {
+            next_ = {std::unique_ptr<uint8_t[]>(new uint8_t[n]), n};
+            ask_for_huge_pages(next_.data(), n);
+        }
+        return next_;
+    }
+
+    // The tensor of the buffer that was given last.
+    void set(ggml_tensor * tensor, size_t n) {
+        const uint8_t * data = next_.data();
         before_ = {};
-        if (on_cpu) {
-            before_ = std::async(std::launch::async, [=] { ggml_backend_tensor_set(tensor, bytes.data(), 0, n); });
+        if (is_on_cpu(tensor)) {
+            before_ = std::async(std::launch::async, [=] { ggml_backend_tensor_set(tensor, data, 0, n); });
         } else {
-            ggml_backend_tensor_set(tensor, bytes.data(), 0, n);
+            ggml_backend_tensor_set(tensor, data, 0, n);
         }
     }
 
   private:
+    ReadBytes next_, last_;
     std::future<void> before_; // waits where it is replaced
 };
+
+// Writes parts of tensors, with tensor, ptr, offset and size: on the CPU half of them by another thread, as most of the
+// time goes into touching a KV cache for the first time.
+template <typename Parts>
+void set_parts(const Parts & parts) {
+    const auto set = [&](size_t begin, size_t end) {
+        for (size_t i = begin; i < end; i++) {
+            ggml_backend_tensor_set(parts[i].tensor, parts[i].ptr, parts[i].offset, parts[i].size);
+        }
+    };
+    size_t middle = 0;
+    std::future<void> first;
+    if (std::all_of(parts.begin(), parts.end(), [](const auto & part) { return is_on_cpu(part.tensor); })) {
+        middle = parts.size() / 2;
+        first = std::async(set, 0, middle);
+    }
+    set(middle, parts.size());
+    if (first.valid()) {
+        first.get();
+    }
+}
 
 } // namespace moegguf

@@ -561,10 +561,11 @@ class ModelManager:
         model.expert_cache_bytes, model.vram_cache_bytes = planned_budgets(model.ready.plan)
         process.on_exit = lambda: self._on_process_exit(model, process)
 
-    def _prepare_process(self) -> None:
-        """Starts a process for the next model, whose modules are imported then."""
+    def _prepare_process(self, *expected: str) -> None:
+        """Starts a process for the next model, whose modules are imported then. expected: its file, if that is one that
+        was used before."""
         if self._spare is None and not self._closed:
-            self._spare = asyncio.get_running_loop().create_task(self._new_process())
+            self._spare = asyncio.get_running_loop().create_task(self._new_process(*expected))
 
     async def _take_process(self) -> WorkerProcess:
         """The spare process, or a new one where that has ended. Raises WorkerError, OptionError."""
@@ -574,8 +575,8 @@ class ModelManager:
                 return process
         return await self._new_process()
 
-    async def _new_process(self) -> WorkerProcess:
-        return await WorkerProcess.start(command=self._command, echo_stderr=self._settings.debug)
+    async def _new_process(self, *expected: str) -> WorkerProcess:
+        return await WorkerProcess.start(*expected, command=self._command, echo_stderr=self._settings.debug)
 
     def _on_process_exit(self, model: ManagedModel, process: WorkerProcess) -> None:
         if model.process is process and model.state is State.READY:  # not on request: it crashed
@@ -594,7 +595,7 @@ class ModelManager:
             self._spawn(self._unload(model))
 
     async def _unload(self, model: ManagedModel) -> None:
-        self._prepare_process()
+        self._prepare_process(str(model.entry.path))
         await self._end_process(model)
         self._dispatch()
 

@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
 from io import BufferedReader
@@ -69,10 +69,14 @@ class Worker:
         self._llm: Llama | None = None
         self._snapshots: SnapshotSender | None = None
 
-    def run(self) -> None:
-        """Loads the model of the first message, then runs requests until the socket closes."""
+    def run(self, expected: Sequence[str] = ()) -> None:
+        """Loads the model of the first message, then runs requests until the socket closes. expected: files whose
+        headers are read before, while nobody waits."""
         lines = self._connection.makefile("rb")
-        renderer.start()  # while nobody waits
+        renderer.start()
+        for path in expected:
+            with suppress(MoeggufError):
+                read_layout(path)
         first = lines.readline(MAX_MESSAGE_BYTES)
         threading.Thread(target=self._read_messages, args=(lines,), name="moegguf-messages", daemon=True).start()
         threading.Thread(target=self._reply_beside, name="moegguf-beside", daemon=True).start()
@@ -335,12 +339,12 @@ def plan_fields(llm: Llama) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs a worker on the file descriptor given as the only argument."""
+    """Runs a worker on the file descriptor given as the first argument; the others are files that it may load."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the server handles it
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         worker = Worker(connection)
         warnings.showwarning = worker.send_warning
-        worker.run()
+        worker.run(sys.argv[2:])
     sys.stderr.flush()
     os._exit(0)  # all is closed: to free what is left would keep who waits for this process
 

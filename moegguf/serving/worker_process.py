@@ -157,8 +157,9 @@ class WorkerProcess:
         self._supervisor: asyncio.Task[None]
 
     @classmethod
-    async def start(cls, *, command: Sequence[str] = COMMAND, **options: Any) -> WorkerProcess:
-        """Starts a worker, which waits for `load`. options: of the constructor.
+    async def start(cls, *expected: str, command: Sequence[str] = COMMAND, **options: Any) -> WorkerProcess:
+        """Starts a worker, which waits for `load`. expected: files of models, whose headers it reads meanwhile.
+        options: of the constructor.
 
         Raises WorkerError when the system cannot start a process, OptionError for a variable that it could not read.
         """
@@ -170,6 +171,7 @@ class WorkerProcess:
                 self._child = await asyncio.create_subprocess_exec(
                     *command,
                     str(theirs.fileno()),
+                    *expected,
                     pass_fds=(theirs.fileno(),),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.DEVNULL,

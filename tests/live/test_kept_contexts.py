@@ -23,6 +23,7 @@ from moegguf.engine.kept_contexts import BLOCK_TOKENS
 from moegguf.engine.llama import Llama
 from moegguf.generate.engine import Engine, EngineAnswer
 from moegguf.generate.request import Sampling
+from moegguf.native.store import StoreOptions
 from moegguf.quantities import GIB
 
 N_PROMPT, N_NEW = 5 * BLOCK_TOKENS + 9, BLOCK_TOKENS + 20
@@ -112,9 +113,7 @@ def test_another_question_computes_only_the_rest(
         for other, wanted in zip(others, expected, strict=True):
             found = answer(later, other)
             assert (found.text, found.logprobs) == (wanted.text, wanted.logprobs)
-        kept = later.llm.contexts
-        assert kept is not None
-        assert kept.counters.tokens_restored >= 4 * BLOCK_TOKENS
+            assert found.timing.cached_tokens >= 4 * BLOCK_TOKENS
 
 
 def test_whole_states_are_kept_of_what_cannot_be_cut(tmp_path: Path, unkept: Callable[..., EngineAnswer]) -> None:
@@ -138,6 +137,24 @@ def test_whole_states_are_kept_of_what_cannot_be_cut(tmp_path: Path, unkept: Cal
         block.path.write_bytes(block.path.read_bytes()[:-1] + b"?")
     with engine(model) as damaged:
         assert answer(damaged, prompt).logprobs == first_turn.logprobs
+
+
+@pytest.mark.parametrize("cache", ["40%", "100%"])
+def test_the_experts_of_the_last_token_are_fetched_while_the_model_is_loaded(cache: str) -> None:
+    prompt, n_started = prompt_of(N_PROMPT), []
+    for turn in range(3):
+        with engine(DEMO, parallel=1, expert_cache=cache, store=StoreOptions(fill=False)) as each:
+            session, n_used = each.llm.session, each.llm.layout.token_cycle_slots
+            assert session is not None
+            session.store.drain()
+            n_started.append(session.store.counters()["prefetch_started"])
+            before = each.llm.stats()
+            answer(each, prompt, max_tokens=1)
+            assert turn != 1 or (each.llm.stats() - before).misses == 0
+        if turn == 1:
+            (known,) = default_folder().glob("experts-*")
+            known.write_bytes(b"damaged")
+    assert n_started == [0, n_used, 0]
 
 
 def test_the_methods_of_llama_go_on_from_the_disk(unkept: Callable[..., EngineAnswer]) -> None:
@@ -242,12 +259,11 @@ def test_a_disk_that_is_full_costs_a_warning_and_no_answer(
 def test_what_the_disk_is_too_slow_for_is_written_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_contexts, "MOST_QUEUED_BYTES", 1)  # one block at a time
     monkeypatch.setattr(kept_contexts, "WAIT_SHARE", 0.0)
-    prompt = prompt_of(10 * BLOCK_TOKENS)
+    prompt, room, wait = prompt_of(10 * BLOCK_TOKENS), [], kept_contexts._Writer.wait_for_room
+    monkeypatch.setattr(kept_contexts._Writer, "wait_for_room", lambda *given: room.append(wait(*given)) or room[-1])
     with engine(DEMO) as first:
         answer(first, prompt, max_tokens=1)
-        kept = first.llm.contexts
-        assert kept is not None
-    assert kept.counters.blocks_dropped
+    assert not all(room)
     with engine(DEMO) as later:
         assert computed(answer(later, prompt, max_tokens=1)) == (1, 10 * BLOCK_TOKENS - 1)
 

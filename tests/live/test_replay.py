@@ -11,7 +11,6 @@ import pytest
 from rpc_device import in_child
 from running import Llama, Load, Own, random_prompt, share_for
 
-from moegguf.bench.answering import Answering
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.policies import Policy, make_policy
 from moegguf.controller.predictors import make_predictor
@@ -20,6 +19,7 @@ from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights, save
 from moegguf.engine.recording import TraceOptions
 from moegguf.generate import drafting
+from moegguf.generate.engine import Engine
 from moegguf.generate.request import Sampling
 from moegguf.gguf.experts import read_layout
 from moegguf.native.store import StoreOptions
@@ -114,9 +114,9 @@ def test_recorded_drafts_are_replayed(
     options: dict[str, Any] = {"lockstep": True, "store": StoreOptions(sweep=False), "n_ctx": 512, "n_ubatch": 8}
     cache = share_for(model, 22)
     with load(model, policy="lru", expert_cache=cache, trace=out, draft="ngram", flash_attn=None, **options) as llm:
-        with Answering(llm) as answering:
+        with Engine(llm) as engine:
             for text in ([1, 2, 3, 4, 5, 6] * 9, [7, 8, 9] * 12):
-                answering.answer(text, Sampling(temperature=0.0, max_tokens=60))
+                engine.generate(text, Sampling(temperature=0.0, max_tokens=60))
         drafted = llm.stats()
     assert drafted.drafted_tokens > drafted.accepted_tokens
     trace = read(out)

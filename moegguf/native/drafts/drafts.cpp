@@ -243,14 +243,6 @@ const char * drafts_evaluated(drafts * drafts, const llama_batch * batch) {
     return guarded([&] { drafts->evaluated(*batch); });
 }
 
-const char * drafts_follow(drafts * drafts, int32_t sequence) {
-    return guarded([&] {
-        if (drafts->model && !drafts->sequence(sequence).tokens.empty()) {
-            drafts->follow(sequence);
-        }
-    });
-}
-
 const char * drafts_accept(drafts * drafts, int32_t sequence, int32_t n) {
     return guarded([&] { drafts->accept(sequence, n); });
 }

@@ -53,9 +53,6 @@ DRAFTS_API const char * drafts_draft(drafts * drafts, struct drafts_request * re
 // The target context has just evaluated this batch, in which the tokens of a sequence follow each other: its heads, if
 // these draft, evaluate it, too.
 DRAFTS_API const char * drafts_evaluated(drafts * drafts, const struct llama_batch * batch);
-// A smaller model's context evaluates what it lacks of a sequence; left to drafts_draft, the first draft of a prompt
-// takes long.
-DRAFTS_API const char * drafts_follow(drafts * drafts, int32_t sequence);
 // So many tokens of the sequence's last draft were taken.
 DRAFTS_API const char * drafts_accept(drafts * drafts, int32_t sequence, int32_t n);
 
