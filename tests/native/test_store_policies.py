@@ -168,7 +168,7 @@ def test_the_same_victims_as_by_rates_learned_in_python(tmp_path: Path, open_sto
             ahead = (np.arange(n_row) - row - 2) % n_row + 1
             scores = np.zeros(shape.table, np.float32)
             scores[list(shape.layers)] = (
-                1 - 1 / rates_of.table[list(shape.layers)] - np.float32(8 / n_row) * ahead[:, np.newaxis]
+                1 - 1 / rates_of.table[list(shape.layers)] - np.float32(4 / n_row) * ahead[:, np.newaxis]
             )
     assert (np.abs(rates_of.weights - first_weights) > first_weights).any()  # they were learned
     assert native.counters()["evictions"] == scored.counters()["evictions"] > 50

@@ -46,7 +46,7 @@ NextUse::NextUse(const Layout & layout, const Parameters & given)
     : layout_(layout),
       rates_(layout, given.values("half_lives_tokens", {1.0f, 4.0f, 16.0f, 64.0f, 256.0f, 4000.0f}),
              given.values("weights", {})) {
-    set_distances(given.value("distance_weight", 8.0f));
+    set_distances(given.value("distance_weight", 4.0f));
     trust_ = given.value("trust", 1.0f);
     if (!(trust_ >= 0.0f && trust_ <= 1.0f)) {
         throw Error(MOEGGUF_INVALID, "trust in a forecast lies from 0 to 1, but is " + std::to_string(trust_));
