@@ -12,40 +12,57 @@ from moegguf.native.events import Float32s, Int32s
 LEAST = 1e-4  # a token uses no expert less often than this
 
 
+def logits(p: Float32s) -> Float32s:
+    """Of probabilities, cut off at 0.001 and 0.999; the logarithm is linear between powers of two."""
+    p = np.clip(p, 1e-3, 1 - np.float32(1e-3)).astype(np.float32)
+    return (p.view(np.int32) - (1 - p).view(np.int32)).astype(np.float32) * np.float32(np.log(2) / (1 << 23))
+
+
 class LearnedRates:
     """table (n_layer, n_expert): the probability that a token uses an expert, by averages and recall mixed by weights
     that are learned, as `moegguf/native/policies/use_rates.h` has it."""
 
-    WINDOW, AFTER = 64, (0.4, 0.28, 0.19, 0.13)
+    WINDOW, AFTER, SHARPNESS = 1536, (0.4, 0.25, 0.15, 0.1, 0.05, 0.05), 16
 
     def __init__(self, shape: MoeShape, half_lives_tokens: Sequence[float] = (1, 4, 16, 64, 256, 4000)) -> None:
         n = len(half_lives_tokens)
-        self.weights: Float32s = np.full(n + 1, 1 / (n + 1), np.float32)
+        self.weights: Float32s = np.full((shape.n_layer, n + 1), 0.6 / n, np.float32)
+        self.weights[:, -1] = 0.4
         self.table: Float32s = np.full(shape.table, LEAST, np.float32)
+        self._gradients: Float32s = np.full((shape.n_layer, n + 1), 1e-3, np.float32)
         self._kept = np.exp2(-1 / np.array(half_lives_tokens, np.float32))[:, np.newaxis]
-        self._predicted: Float32s = np.zeros((shape.n_layer, n + 1, shape.n_expert), np.float32)
-        self._history = np.zeros((shape.n_layer, self.WINDOW, shape.n_expert), np.int64)  # by age of the token
-        self._alike = np.zeros((shape.n_layer, self.WINDOW), np.int64)
+        self._averages: Float32s = np.zeros((shape.n_layer, n, shape.n_expert), np.float32)
+        self._inputs: Float32s = np.zeros((shape.n_layer, n + 1, shape.n_expert), np.float32)
+        self._history: list[list[Int32s]] = [[] for _ in range(shape.n_layer)]  # of each token, the last one last
+        self._alike = np.zeros((shape.n_layer, self.WINDOW), np.int64)  # by the tokens since
+        self._n_used = shape.n_expert_used * len(shape.layers)
 
     def count(self, il: int, ids: Int32s) -> None:
         """What the router chose, (n_tokens, n_expert_used)."""
         n_tokens, n_used = ids.shape
-        history, predicted = self._history[il], self._predicted[il]
-        used = np.bincount(ids.ravel(), minlength=history.shape[1]).astype(np.float32) / n_tokens
-        p = np.clip(self.weights @ predicted, 0.01, 0.99)
-        step = np.clip(0.1 * (predicted @ ((used - p) / (p * (1 - p)))) / n_used, -1, 1)
-        self.weights = np.maximum(self.weights * np.exp(step), 1e-3).astype(np.float32)
-        predicted[:-1] = used + self._kept**n_tokens * (predicted[:-1] - used)
-        for token in ids:
-            history[1:] = history[:-1].copy()
-            history[0] = 0
-            self._alike[il] = history[:, token].sum(1)
-            history[0, token] = 1
-        alike = self._alike.sum(0)
-        weights = np.exp((alike - alike.max()) / n_used)
-        by_age = np.zeros(self.WINDOW)
-        for age in range(1, self.WINDOW):
-            for i, share in enumerate(self.AFTER[:age]):
-                by_age[age - 1 - i] += weights[age] * share
-        predicted[-1] = by_age @ history / weights[1:].sum()
-        self.table[il] = np.maximum(self.weights @ predicted, LEAST)
+        history, averages, inputs = self._history[il], self._averages[il], self._inputs[il]
+        n_expert = averages.shape[1]
+        used = np.bincount(ids.ravel(), minlength=n_expert).astype(np.float32) / n_tokens
+        if history:
+            gradient = inputs @ (used - self.table[il]) / n_used
+            self._gradients[il] += gradient**2
+            self.weights[il] += 0.03 * gradient / np.sqrt(self._gradients[il])
+        averages[:] = used + self._kept**n_tokens * (averages - used)
+        prior = 0.5 * (1 - self._kept)
+        inputs[:-1] = logits((averages + prior * n_used / n_expert) / (1 + prior))
+        history.extend(ids)
+        earlier = history[-2 : -self.WINDOW - 2 : -1]
+        if earlier:
+            self._alike[il, : len(earlier)] = [len(np.intersect1d(token, ids[-1])) for token in earlier]
+            inputs[-1] = logits(self._recalled(il, len(earlier)))
+        self.table[il] = np.maximum(1 / (1 + np.exp(-self.weights[il] @ inputs)), LEAST)
+
+    def _recalled(self, il: int, n_earlier: int) -> Float32s:
+        """(n_expert,): what tokens used after those that were routed as the last one."""
+        alike = self._alike.sum(0)[:n_earlier]
+        weights = np.exp(self.SHARPNESS * (alike - alike.max()) / self._n_used)
+        found = np.zeros(self.table.shape[1])
+        for age, weight in enumerate(weights, 1):
+            for later, share in enumerate(self.AFTER[:age], 1):
+                found[self._history[il][-1 - age + later]] += weight * share
+        return (found / weights.sum()).astype(np.float32)

@@ -26,13 +26,13 @@ LIMITS = {
     "moegguf/generate": 4_710,
     "moegguf/gguf": 1_990,
     "moegguf/models": 3_190,
-    "moegguf/native": 16_620,
+    "moegguf/native": 16_690,
     "moegguf/server": 8_750,
     "moegguf/serving": 4_920,
     "moegguf/terminal": 1_670,
     "moegguf/trace": 2_050,
     "predictors": 8_050,
-    "tests": 42_450,
+    "tests": 42_470,
     "tools": 6_120,
 }
 

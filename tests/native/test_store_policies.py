@@ -178,7 +178,7 @@ def test_the_same_victims_as_by_rates_learned_in_python(tmp_path: Path, open_sto
             scores[list(shape.layers)] = (
                 1 - 1 / rates_of.table[list(shape.layers)] - np.float32(4 / n_row) * ahead[:, np.newaxis]
             )
-    assert np.abs(np.log(rates_of.weights / first_weights)).max() > 0.5  # they were learned
+    assert (np.abs(rates_of.weights - first_weights) > first_weights).any()  # they were learned
     assert native.counters()["evictions"] == scored.counters()["evictions"] > 50
 
 
