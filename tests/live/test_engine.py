@@ -94,3 +94,12 @@ def test_a_closed_engine_says_so() -> None:
     engine.close()
     with pytest.raises(ClosedError):
         engine.generate("a")
+
+
+def test_a_loaded_model_answers_stays_loaded_and_takes_no_options() -> None:
+    with moegguf.Llama(DEMO, n_ctx=512, n_threads=1, verbose=False) as llm:
+        with pytest.raises(OptionError, match="n_ctx, kv_tokens would change"):
+            Engine(llm, n_ctx=256, kv_tokens=512)
+        with Engine(llm) as engine:
+            (answer,) = engine.generate("An expert is", Sampling(max_tokens=4, temperature=0))
+        assert answer.text and llm.eval([1, 2]) is None
