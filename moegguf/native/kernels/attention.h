@@ -12,6 +12,7 @@ template <class Isa>
 struct Attention {
     using F = typename Isa::F;
     static constexpr int lanes = Isa::n_cols;
+    static constexpr int few_halves = 128;               // of keys, copied and multiplied at once
     static constexpr int most_vectors = Isa::n_cols / 4; // of registers that hold rows at once: 4 with AVX-512, else 2
 
     template <CacheType type>
@@ -96,11 +97,11 @@ struct Attention {
     }
 
     // Halves i to i + 7 of 2 * lanes rows: x[j] gets half i + j of the first ones, y[j] of the others.
-    static MOEGGUF_INLINE void transpose_halves(const char * const * rows, int64_t i, F (&x)[8], F (&y)[8]) {
+    static MOEGGUF_INLINE void transpose_halves(const uint16_t (*rows)[few_halves], int64_t i, F (&x)[8], F (&y)[8]) {
         typename Isa::I h[8], g[8];
 #pragma GCC unroll 8
         for (int j = 0; j < 8; j++) {
-            h[j] = Isa::load_parts(rows + j, 2 * i);
+            h[j] = Isa::load_parts(rows[j] + i, 8 * few_halves);
         }
 #pragma GCC unroll 4
         for (int j = 0; j < 8; j += 2) {
@@ -125,25 +126,32 @@ struct Attention {
 
     template <int n_rows>
     static void score_few_rows(const float * queries, int n_lanes, const char * const * keys, int64_t n,
-                               const RowsToPrefetch & soon, int part, int n_parts, float * scores) {
+                               const RowsToPrefetch & soon, int soon_row, int n_soon, float * scores) {
         F sums[n_rows][2] = {};
-        for (int64_t i = 0; i < n; i += 8, queries += 8 * n_lanes) {
-            F x[8], y[8];
-            transpose_halves(keys, i, x, y);
-            // One after the other while others are multiplied: memory is what few rows wait for.
-            const int64_t begin = n * part + i, of_all = n * n_parts;
-            for (int64_t r = begin * soon.n / of_all; r < (begin + 8) * soon.n / of_all; r++) {
-                for (int64_t at = 0; at < soon.n_bytes; at += 64) {
-                    __builtin_prefetch(soon.rows[r] + at);
-                }
+        for (int64_t begin = 0; begin < n; begin += few_halves) {
+            // Copied together: rows of a KV cache lie where they replace one another in the processor's first cache.
+            alignas(64) uint16_t rows[2 * lanes][few_halves];
+            const int64_t n_halves = n - begin < few_halves ? n - begin : few_halves;
+            for (int k = 0; k < 2 * lanes; k++) {
+                memcpy(rows[k], keys[k] + 2 * begin, 2 * n_halves);
             }
+            for (int64_t i = 0; i < n_halves; i += 8, queries += 8 * n_lanes) {
+                // One after the other while others are multiplied, into the second cache: few rows wait for memory.
+                for (int r = 0; r < n_soon && soon_row < soon.n; r++, soon_row++) {
+                    for (int64_t at = 0; at < soon.n_bytes; at += 64) {
+                        __builtin_prefetch(soon.rows[soon_row] + at, 0, 2);
+                    }
+                }
+                F x[8], y[8];
+                transpose_halves(rows, i, x, y);
 #pragma GCC unroll 8
-            for (int j = 0; j < 8; j++) {
+                for (int j = 0; j < 8; j++) {
 #pragma GCC unroll 8
-                for (int r = 0; r < n_rows; r++) {
-                    const F q = Isa::broadcast(queries[j * n_lanes + r]);
-                    sums[r][0] = Isa::fma(q, x[j], sums[r][0]);
-                    sums[r][1] = Isa::fma(q, y[j], sums[r][1]);
+                    for (int r = 0; r < n_rows; r++) {
+                        const F q = Isa::broadcast(queries[j * n_lanes + r]);
+                        sums[r][0] = Isa::fma(q, x[j], sums[r][0]);
+                        sums[r][1] = Isa::fma(q, y[j], sums[r][1]);
+                    }
                 }
             }
         }
@@ -161,8 +169,9 @@ struct Attention {
                                               : score_few_rows<few_rows>;
         constexpr int n_tile = 2 * lanes;
         const int n_tiles = (n_keys + n_tile - 1) / n_tile;
+        const int n_steps = (int)n / 8, n_soon = (int)((soon.n + n_tiles * n_steps - 1) / (n_tiles * n_steps));
         for (int i = 0; i < n_tiles; i++) {
-            score_rows(queries, n_lanes, keys + i * n_tile, n, soon, i, n_tiles, scores + i * n_tile);
+            score_rows(queries, n_lanes, keys + i * n_tile, n, soon, i * n_steps * n_soon, n_soon, scores + i * n_tile);
         }
     }
 

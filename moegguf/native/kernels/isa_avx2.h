@@ -148,10 +148,10 @@ struct Avx2 {
         const uint32_t seen = ~bits(_mm256_cmpeq_epi16(a, masked), _mm256_cmpeq_epi16(b, masked));
         return {seen, seen & ~bits(_mm256_cmpeq_epi16(a, I{}), _mm256_cmpeq_epi16(b, I{}))};
     }
-    // 16 bytes of two rows, 8 rows apart
-    static I load_parts(const char * const * rows, int64_t at) {
-        const auto part = [rows, at](int row) { return _mm_loadu_si128((const __m128i *)(rows[row] + at)); };
-        return _mm256_inserti128_si256(_mm256_castsi128_si256(part(0)), part(8), 1);
+    // 16 bytes of two rows
+    static I load_parts(const uint16_t * row, int64_t stride) {
+        const auto part = [row, stride](int i) { return _mm_load_si128((const __m128i *)(row + i * stride)); };
+        return _mm256_inserti128_si256(_mm256_castsi128_si256(part(0)), part(1), 1);
     }
     static I low_16(I a, I b) { return _mm256_unpacklo_epi16(a, b); }
     static I high_16(I a, I b) { return _mm256_unpackhi_epi16(a, b); }

@@ -105,11 +105,11 @@ struct Columns16 {
         const uint32_t seen = _mm512_cmpneq_epi16_mask(m, _mm512_set1_epi16((short)0xfc00));
         return {seen, seen & _mm512_test_epi16_mask(m, m)};
     }
-    // 16 bytes of four rows, 8 rows apart
-    static MOEGGUF_INLINE I load_parts(const char * const * rows, int64_t at) {
-        const auto part = [rows, at](int row) { return _mm_loadu_si128((const __m128i *)(rows[row] + at)); };
-        const I x = _mm512_inserti32x4(_mm512_castsi128_si512(part(0)), part(8), 1);
-        return _mm512_inserti32x4(_mm512_inserti32x4(x, part(16), 2), part(24), 3);
+    // 16 bytes of four rows
+    static MOEGGUF_INLINE I load_parts(const uint16_t * row, int64_t stride) {
+        const auto part = [row, stride](int i) { return _mm_load_si128((const __m128i *)(row + i * stride)); };
+        const I x = _mm512_inserti32x4(_mm512_castsi128_si512(part(0)), part(1), 1);
+        return _mm512_inserti32x4(_mm512_inserti32x4(x, part(2), 2), part(3), 3);
     }
     static I low_16(I a, I b) { return _mm512_unpacklo_epi16(a, b); }
     static I high_16(I a, I b) { return _mm512_unpackhi_epi16(a, b); }
