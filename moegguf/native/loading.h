@@ -16,10 +16,12 @@
 
 namespace moegguf {
 
+// Whether the CPU writes the tensor: its plain buffers have no device, those that convert weights are not for reading.
 inline bool is_on_cpu(const ggml_tensor * tensor) {
-    const ggml_tensor * owner = tensor->view_src ? tensor->view_src : tensor;
-    ggml_backend_dev_t device = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(owner->buffer));
-    return device && ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_CPU;
+    ggml_backend_buffer_t buffer = tensor->view_src ? tensor->view_src->buffer : tensor->buffer;
+    ggml_backend_dev_t device = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(buffer));
+    return ggml_backend_buffer_is_host(buffer) ||
+           (device && ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_CPU);
 }
 
 // A tensor's bytes as in the file. Not initialised.
