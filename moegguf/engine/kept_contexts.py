@@ -34,7 +34,6 @@ from moegguf.engine.batch_invariance import is_batch_invariant
 from moegguf.engine.context_store import About, ContextStore, default_folder
 from moegguf.engine.machine import read_memory
 from moegguf.engine.projector import PLACEHOLDER, ImageSpan
-from moegguf.engine.recent_experts import RecentExperts
 from moegguf.engine.sequences import LONG_ROPE, MAX_SEQUENCES, Tokens
 from moegguf.errors import OptionError
 from moegguf.gguf.fingerprint import header_digest, sampled_digest
@@ -96,11 +95,10 @@ class KeptContexts:
         store: ContextStore,
         load_plan: LoadPlan,
         moves: StoreOptions,
-        recent: RecentExperts | None,
     ) -> None:
         self._context = context
         self._llm: UpstreamLlama = weakref.proxy(llm)  # type: ignore[assignment]  # which holds this object
-        self._store, self._recent = store, recent
+        self._store = store
         self._bindings: Any = library.llama_cpp()
         self._root = _root(llm, load_plan, moves)
         self._model = _label(load_plan)
@@ -127,8 +125,6 @@ class KeptContexts:
         among the tokens, of sequence 0."""
         if self._store.is_off or len(tokens) - n_held < 2 or tokens[-1] == PLACEHOLDER:
             return n_held
-        if self._recent is not None and len(tokens) >= BLOCK_TOKENS:
-            self._recent.begin()
         self._hold_fill(True)  # until what follows was computed
         n_now = n_held
         try:
@@ -159,8 +155,6 @@ class KeptContexts:
         what follows the last full block."""
         self.behind.discard(sequence)
         self._hold_fill(False)
-        if not goes_on and self._recent is not None and self._recent.end():
-            self._writer.do(self._recent.save)
         if self._store.is_off or len(tokens) < BLOCK_TOKENS or (goes_on and len(tokens) % BLOCK_TOKENS >= n_new):
             return
         images = self._context.images.spans if sequence == 0 else ()
@@ -358,7 +352,6 @@ def open_contexts(
     load_plan: LoadPlan,
     moves: StoreOptions,
     limit_bytes: int | None,
-    recent: RecentExperts | None = None,
 ) -> KeptContexts | None:
     """Those of a model that was loaded by this plan, in the user's cache folder, where its context can have any.
     limit_bytes: of the folder."""
@@ -367,7 +360,7 @@ def open_contexts(
     if limit_bytes == 0 or unused or llm.context_params.n_seq_max > SCRATCH:
         return None
     store = ContextStore(default_folder(), limit_bytes)
-    return None if store.is_off else KeptContexts(llm, context, store, load_plan, moves, recent)
+    return None if store.is_off else KeptContexts(llm, context, store, load_plan, moves)
 
 
 class _Writer:

@@ -55,12 +55,8 @@ class RoutingListeners:
             listener.announce(announcement)
 
     def _observe(self, event: RoutingEvent) -> None:
-        try:
-            for listener in self._listeners:
-                listener.observe(event)
-        except BaseException:
-            self._listeners = ()  # nobody is called again, also where another one is added
-            raise
+        for listener in self._listeners:
+            listener.observe(event)
 
 
 def _union(options: list[ListenOptions]) -> ListenOptions:

@@ -27,7 +27,6 @@ from moegguf.engine.load import Budget, check_options, prepare
 from moegguf.engine.loader import Loader, LoadProgress, Progress
 from moegguf.engine.plan import Plan
 from moegguf.engine.projector import PLACEHOLDER
-from moegguf.engine.recent_experts import RecentExperts
 from moegguf.engine.resize import set_budget
 from moegguf.engine.sequences import Tokens, common_tokens
 from moegguf.engine.session import Session
@@ -173,7 +172,6 @@ class Llama(UpstreamLlama):
             self._loader = loader = Loader(load_plan, given, store, LoadProgress(progress))
             self.session, self._closed = loader.session, False
             loader.start_controller(chosen)
-            recent = RecentExperts(loader.session) if loader.session and kept_bytes != 0 else None
             n_ubatch, base = load_plan.n_ubatch, super().__init__
             loader.read(lambda: base(load_plan.path, n_ubatch=n_ubatch, **load_plan.options), self._unload)
             self.input_ids.fill(PLACEHOLDER)
@@ -184,7 +182,7 @@ class Llama(UpstreamLlama):
             self.drafts = self._drafts.drafts
             loader.start_parts(warm_start and not lockstep, trace)
             self.recording = loader.recording
-            self.contexts = open_contexts(self, self.context, load_plan, store, kept_bytes, recent)
+            self.contexts = open_contexts(self, self.context, load_plan, store, kept_bytes)
         except BaseException:  # also an interrupt: nothing of a load stays
             if not self._closed:
                 self._loader.end_parts(discard=True)  # keeps an older trace file
