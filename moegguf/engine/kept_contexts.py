@@ -34,7 +34,7 @@ from moegguf.engine.batch_invariance import is_batch_invariant
 from moegguf.engine.context_store import About, ContextStore, default_folder
 from moegguf.engine.machine import read_memory
 from moegguf.engine.projector import PLACEHOLDER, ImageSpan
-from moegguf.engine.sequences import LONG_ROPE, MAX_SEQUENCES, Tokens
+from moegguf.engine.sequences import MAX_SEQUENCES, Tokens
 from moegguf.errors import OptionError
 from moegguf.gguf.fingerprint import header_digest, sampled_digest
 from moegguf.native import library
@@ -475,7 +475,7 @@ def _root(llm: UpstreamLlama, load_plan: LoadPlan, store: StoreOptions) -> bytes
         "layers": [(part.name, part.layers) for part in plan.devices],
         "context": {name: getattr(params, name) for name in CONTEXT_FIELDS},
         "options": {name: options.get(name) for name in LOAD_OPTIONS},
-        "rope": options["n_ctx"] if any(name.endswith(LONG_ROPE) for name in layout.tensor_types) else 0,
+        "rope": options["n_ctx"] if layout.has_long_rope else 0,
         "passes": None if is_batch_invariant(llm, layout, plan) else (params.n_batch, params.n_ubatch),
     }
     return _hash(repr(parts).encode())

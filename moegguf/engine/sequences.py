@@ -22,7 +22,6 @@ from moegguf.native.events import Phase
 MAX_SEQUENCES = 256  # llama.cpp's LLAMA_MAX_SEQ
 # A state that tokens have changed cannot be taken back, nor copied in part: keys of architectures that have one.
 STATE_KEYS = ("ssm.state_size", "ssm.conv_kernel", "kda.head_dim", "wkv.head_size", "shortconv.l_cache")
-LONG_ROPE = "rope_factors_long.weight"
 
 Tokens = Sequence[int] | npt.NDArray[np.intc]
 
@@ -64,7 +63,7 @@ def sequences_of(layout: ExpertLayout, n_ctx: int, wanted: int) -> int:
 
 def _changes_rope(layout: ExpertLayout, n_ctx: int, n_all: int) -> bool:
     """Whether contexts of `n_ctx` and of `n_all` tokens get different rotary factors."""
-    if not any(name.endswith(LONG_ROPE) for name in layout.tensor_types):
+    if not layout.has_long_rope:
         return False
     trained = layout.metadata.get(f"{layout.arch}.rope.scaling.original_context_length", layout.hparams.n_ctx_train)
     return isinstance(trained, int) and n_ctx <= trained < n_all

@@ -102,6 +102,7 @@ class ExpertLayout:
     layer_dense_bytes: Mapping[int, int] = field(default_factory=dict)  # by layer: its part of dense_bytes
     n_layer_nextn: int = 0
     loads_heads: bool = False
+    has_long_rope: bool = False  # rotary factors of its own for long contexts
 
     def check_not_overwritten(self) -> None:
         """Raises ExpertIOError where a shard was written to since its header was read."""
@@ -242,6 +243,7 @@ def read_layout(path: str | os.PathLike[str]) -> ExpertLayout:
         looked_up_bytes=embedding.n_bytes if embedding and "output.weight" in tensors else 0,
         layer_dense_bytes=_layer_dense_bytes(tensors),
         n_layer_nextn=_n_layer_nextn(tensors, hparams),
+        has_long_rope=any(name.endswith("rope_factors_long.weight") for name in tensors),
     )
 
 

@@ -12,6 +12,7 @@ from gguf_builder import F32, F32_T, I32, Q4_0_T, Q4_K_T, Q6_K_T, STR, U32, Gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moegguf.engine.sequences import sequences_of
 from moegguf.errors import ModelFormatError, ModelNotFoundError
 from moegguf.gguf.experts import read_layout
 
@@ -51,6 +52,14 @@ def test_layout_of_a_small_model(tmp_path: Path) -> None:
     stat = (tmp_path / "m.gguf").stat()
     shard = layout.shards[0]
     assert (shard.ino, shard.n_bytes, shard.mtime_ns) == (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+
+def test_sequences_that_would_get_rotary_factors_of_a_longer_context_are_not_computed_together(tmp_path: Path) -> None:
+    plain, with_factors = moe(), moe()
+    with_factors.tensor("rope_factors_long.weight", 8)
+    for g, n_together in ((plain, 4), (with_factors, 1)):
+        layout = read_layout(write(g.add("qwen2moe.rope.scaling.original_context_length", U32, 1024), tmp_path))
+        assert [sequences_of(layout, n_ctx, 4) for n_ctx in (256, 1024, 2048)] == [4, n_together, 4]
 
 
 def test_how_a_file_asks_to_be_sampled(tmp_path: Path) -> None:
