@@ -57,11 +57,11 @@ def serve(
     given: Given,
 ) -> int:
     """Serve models over the Ollama, OpenAI and Anthropic APIs, with a web page."""
-    from moegguf.engine.load import given_budgets, with_layers
+    from moegguf.engine.load import given_budgets
 
     loading = loading_options(given, TO_EVERY_MODEL)
-    budgets = given_budgets(loading.get("expert_cache"), loading.get("vram_cache"), loading.get("placement"))
-    with_layers(budgets, loading.get("n_gpu_layers"))
+    cache, vram_cache, placement = map(loading.get, ("expert_cache", "vram_cache", "placement"))
+    given_budgets(cache, vram_cache, placement, loading)  # a wrong one is an error before anything is loaded
     files = {name: given.pop(name) for name in OF_THE_MODEL if name in given}
     settings = replace(serve_settings(port, given), loading=loading)
     _warn_without_gpu(loading)

@@ -5,13 +5,10 @@ Does not know devices, nor where experts end up (`planner`).
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, replace
-from functools import partial
 
 from moegguf.engine.cost import Kind
-from moegguf.engine.memory import F16, KV_PAD_TOKENS, MemoryNeeds, compute_bytes, kv_bytes, margin_bytes, memory_needs
-from moegguf.errors import OptionError
+from moegguf.engine.memory import F16, MemoryNeeds, memory_needs
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.projector import ProjectorHeader
 from moegguf.quantities import ExpertCache
@@ -24,43 +21,16 @@ KINDS_OF: dict[str, tuple[Kind, ...]] = {
     "cpu": ("cpu",),
 }
 DEFAULT_UBATCH_TOKENS = 512
-SMALL_CTX_TOKENS = 4096  # up to here a default context may take more
-LEAST_CTX_TOKENS = 512
-MAX_CTX_TOKENS = (1 << 31) - KV_PAD_TOKENS
-KV_PARTS = 16  # numbers of tokens in the KV cache to choose from
-
-
-def pad_context(n_ctx: int) -> int:
-    """`n_ctx` rounded up as llama.cpp does it; else the bindings' buffers would be shorter than its context.
-
-    Raises OptionError for a number that no context can have.
-    """
-    if not 0 <= n_ctx <= MAX_CTX_TOKENS:
-        raise OptionError(f"n_ctx is a number of tokens from 1 to {MAX_CTX_TOKENS}, but is {n_ctx}.")
-    return -(-n_ctx // KV_PAD_TOKENS) * KV_PAD_TOKENS
-
-
-def default_contexts(layout: ExpertLayout) -> tuple[int, ...]:
-    """Contexts to choose from where the user gives none, largest first: the model's own, then powers of two below."""
-    trained = pad_context(layout.hparams.n_ctx_train or SMALL_CTX_TOKENS)
-    powers = (1 << bit for bit in reversed(range(trained.bit_length())))
-    return (trained, *(n for n in powers if LEAST_CTX_TOKENS <= n < trained))
-
-
-def given_bytes(layout: ExpertLayout, cache: ExpertCache) -> int:
-    """About the bytes of a budget that is a share or a size; 0 for "auto"."""
-    given = {"auto": 0, "fraction": cache.fraction * layout.expert_bytes, "bytes": cache.n_bytes}[cache.mode]
-    return min(round(given), layout.expert_bytes)
 
 
 @dataclass(frozen=True)
 class Sizes:
     """Context and passes to plan for; types of the KV cache are ggml's numbers.
 
-    n_ctx: 0 is the model's own; None: the largest that leaves most memory to experts (`within`).
+    n_ctx: 0 is the model's own; None: the largest that leaves most memory to experts (`planner.choose_context`).
     n_ubatch: stays as given unless there are too few slots for it; None: at most n_batch, chosen together with the
     slots (`pool_plan.best_fit`). kv_tokens: of all n_seq_max sequences that the context holds; None: chosen.
-    projector: of a model that reads images, too. adapter_bytes: of a LoRA adapter.
+    projector: of a model that reads images, too. adapter_bytes: of a LoRA adapter. reasons: of what was chosen.
     """
 
     n_ctx: int | None = None
@@ -73,6 +43,7 @@ class Sizes:
     flash_attn: bool = False
     projector: ProjectorHeader | None = None
     adapter_bytes: int = 0
+    reasons: tuple[str, ...] = ()
 
     @property
     def one_pass_tokens(self) -> int:
@@ -85,53 +56,10 @@ class Sizes:
         return max(self.one_pass_tokens, self.n_ubatch or min(DEFAULT_UBATCH_TOKENS, self.n_batch))
 
     def needs(self, layout: ExpertLayout, n_ubatch: int) -> MemoryNeeds:
-        """Memory beside slots, for passes of `n_ubatch` tokens, of sizes without choices left (`within`)."""
+        """Memory beside slots, for passes of `n_ubatch` tokens, of sizes without choices left."""
         n_kv = self.kv_tokens or self.n_ctx or 0
         needs = memory_needs(layout, n_kv, n_ubatch, self.type_k, self.type_v, self.flash_attn, self.projector)
         return replace(needs, dense_bytes=needs.dense_bytes + self.adapter_bytes)
-
-    def within(self, layout: ExpertLayout, free_bytes: int, pool_bytes: int = 0) -> Sizes:
-        """The same with a context and a KV cache, chosen for so much free memory, of which experts are given
-        `pool_bytes` (0: what is left).
-
-        A context that is not given is the largest, up to the model's own, in a tenth of the free memory, or in a
-        quarter where every expert fits beside it. Up to 4,096 tokens may take more, but never more than it leaves to
-        experts, or than `pool_bytes`, when they are given, leave to it. A KV cache that is not given has all tokens
-        that its sequences can have together, less by the same rule, and at least those of one: answers are rarely as
-        long as their context can be, and memory of experts makes each of them faster. One that is given has no more
-        than these, and no fewer, with a warning: without, the longest answer cannot end.
-
-        Raises OptionError for a context that cannot be.
-        """
-        free_bytes -= self.adapter_bytes + (self.projector.total_bytes if self.projector else 0)
-        is_modest = partial(self._is_modest, layout, free_bytes, pool_bytes)
-        n_ctx, n_kv, defaults = self.n_ctx, self.kv_tokens, default_contexts(layout)
-        if n_ctx is None:
-            n_ctx = next(filter(is_modest, defaults), defaults[-1])
-        n_ctx = pad_context(n_ctx) or defaults[0]
-        if not n_kv:
-            parts = (n_ctx * (self.n_seq_max - 1) * part // KV_PARTS for part in range(KV_PARTS, 0, -1))
-            n_kv = next(filter(is_modest, (pad_context(n_ctx + part) for part in parts)), n_ctx)
-        elif n_kv < n_ctx:
-            warnings.warn(
-                f"kv_tokens={n_kv} cannot hold one context of {n_ctx} tokens, so {n_ctx} are kept; for less memory give"
-                " a shorter context, too.",
-                stacklevel=2,
-            )
-        return replace(self, n_ctx=n_ctx, kv_tokens=pad_context(max(n_ctx, min(n_kv, self.n_seq_max * n_ctx))))
-
-    def _is_modest(self, layout: ExpertLayout, free_bytes: int, pool_bytes: int, n_tokens: int) -> bool:
-        """Whether a KV cache of `n_tokens` leaves enough memory to experts."""
-        buffers = partial(compute_bytes, layout, flash_attn=self.flash_attn)
-        # The weights of a model without experts are mapped: they need not stay in memory.
-        dense_bytes = layout.dense_bytes + layout.tied_output_bytes if layout.is_moe else 0
-        rest = free_bytes - margin_bytes(free_bytes) - dense_bytes - buffers(KV_PAD_TOKENS, 1)
-        cached_bytes = kv_bytes(layout, n_tokens, self.type_k, self.type_v)
-        if cached_bytes > (rest - pool_bytes if pool_bytes else rest // 2):
-            return False
-        cost = cached_bytes + buffers(n_tokens, self.most_ubatch) - buffers(KV_PAD_TOKENS, self.most_ubatch)
-        in_quarter = cost <= min(free_bytes // 4, rest - layout.expert_bytes)
-        return n_tokens <= SMALL_CTX_TOKENS or cost <= free_bytes // 10 or in_quarter
 
 
 @dataclass(frozen=True)
@@ -139,7 +67,7 @@ class Budgets:
     """What a user gives, and wants.
 
     ram, vram: memory for experts; vram of all devices together, or of each. choice: one of `options.PLACEMENTS`.
-    needs_gpu: a budget or a placement on a GPU was asked for; avoids_gpu: that none is used, where that is not so.
+    needs_gpu: a budget or a placement on a GPU was asked for.
     n_gpu_layers, tensor_split: as llama.cpp's (-1: every layer; None: by memory). divided: the caller divides layers
     so, or chooses one of several devices: only slots are planned. refuses_cpu: not everything may be left to the CPU.
     staging: tensors of each device that prompts are staged in, beside `vram`; None: chosen, within it. streams: whether
@@ -152,7 +80,6 @@ class Budgets:
     choice: str = "auto"
     sizes: Sizes = Sizes()
     needs_gpu: bool = False
-    avoids_gpu: bool = False
     n_gpu_layers: int = -1
     tensor_split: tuple[float, ...] | None = None
     divided: bool = False
@@ -164,12 +91,3 @@ class Budgets:
     def vram_of(self, device: int) -> ExpertCache:
         """The budget of a device, by its index, or of all of them."""
         return self.vram[device if len(self.vram) > 1 else 0]
-
-    def given_vram_bytes(self, layout: ExpertLayout) -> int:
-        """About the bytes of `vram`, together; 0 where one is "auto"."""
-        of_each = [given_bytes(layout, cache) for cache in self.vram]
-        return min(sum(of_each), layout.expert_bytes) if all(of_each) else 0
-
-    def on_devices(self, layout: ExpertLayout, free_bytes: int) -> Budgets:
-        """The same with sizes without choices left, for devices with so much free memory together."""
-        return replace(self, sizes=self.sizes.within(layout, free_bytes, self.given_vram_bytes(layout)))

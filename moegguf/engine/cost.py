@@ -16,7 +16,8 @@ A hit rate is never speed: an expert of Mixtral takes as long to copy as 40 of Q
 
 Hit rates to expect are ranges. Where the model's own routing was measured (`Measured`), 49 in 50 of its requests lie in
 the range; elsewhere it reaches from the lowest to the highest that was published, for models of this shape where there
-are any. Placements are compared by one curve of hit rates (`known_hits`)."""
+are any. Placements are compared by one curve of hit rates (`known_hits`). Within one placement, slots and passes are
+weighed against each other before any speed is known: by the bytes that a request moves (`request_cost`)."""
 
 from __future__ import annotations
 
@@ -27,7 +28,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from moegguf.controller.artifacts import Artifacts
-from moegguf.controller.hit_rates import HitRange, Measured, interpolate, published_for, published_range, share_of
+from moegguf.controller.hit_rates import (
+    HitRange,
+    Measured,
+    interpolate,
+    published_for,
+    published_range,
+    share_of,
+    typical_hit_rate,
+)
 from moegguf.errors import ExpertIOError, OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.quantities import Link, format_bytes
@@ -40,6 +49,8 @@ STOP_S = 35e-6  # of a layer at which the host has to learn what the router chos
 TOLERANCE = 0.15  # between predicted and measured tokens per second
 LAYER_NODES = 30  # of a layer's graph that read few or no weights: norms, attention, the router
 PICK_NODES = 2  # the same for each expert that a token uses: its weight, its sum
+PROMPT_TOKENS, ANSWER_TOKENS = 512, 256  # of a typical request
+MEMORY_PER_DISK = 16  # bytes read from memory in the time of one from a disk, or over a link
 
 Kind = Literal["resident", "layers", "slots", "cpu"]
 
@@ -196,6 +207,25 @@ def is_off(measured: float, predicted: float) -> bool:
 def format_speed(number: float) -> str:
     """Tokens per second with two digits or more: "0.52", "4.6", "38", "1204"."""
     return f"{number:.0f}" if number >= 10 else f"{number:.2g}"
+
+
+def request_cost(
+    layout: ExpertLayout, slot_bytes: int, n_slots: int, n_ubatch: int, prompts_take_slots: bool = False
+) -> float:
+    """Bytes read from the disk, or copied to a device, for PROMPT_TOKENS in passes of n_ubatch and ANSWER_TOKENS one by
+    one, and, in the same unit, from memory. prompts_take_slots: they find as much there as answers do; else the share
+    of the experts that has slots."""
+    n_pass = -(-PROMPT_TOKENS // n_ubatch)
+    touched = slot_bytes * sum(_touched(layer.n_expert, layer.n_expert_used, n_ubatch) for layer in layout.layers)
+    hit_rate = typical_hit_rate(layout, n_slots)
+    missing = 1 - (hit_rate if prompts_take_slots else n_slots / layout.n_expert_total)
+    prompt = n_pass * (touched * missing + (layout.dense_bytes + touched) / MEMORY_PER_DISK)
+    return prompt + ANSWER_TOKENS * layout.token_cycle_bytes * (1 - hit_rate)
+
+
+def _touched(n_expert: int, n_expert_used: int, n_tokens: int) -> float:
+    """Experts of a layer that a pass of independent tokens uses, on average."""
+    return n_expert * (1 - (1 - n_expert_used / n_expert) ** n_tokens)
 
 
 SPEED_SPREAD = 0.7  # reads and computation share processors and memory; runs reach this share of the bound, or more

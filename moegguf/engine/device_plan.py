@@ -14,19 +14,17 @@ from dataclasses import replace
 import numpy as np
 
 from moegguf.engine.budgets import AUTO, Budgets
+from moegguf.engine.cost import ANSWER_TOKENS, PROMPT_TOKENS, request_cost
 from moegguf.engine.machine import Machine, Memory
 from moegguf.engine.memory import F16, row_bytes
 from moegguf.engine.plan import NO_LIMIT, DevicePlan, Plan, allowed_ubatch, staging_bytes
 from moegguf.engine.pool_plan import (
-    ANSWER_TOKENS,
-    PROMPT_TOKENS,
     VRAM_MARGIN_BYTES,
     Pool,
     cycle_warnings,
     divide_ram_slots,
     host_bytes,
     ram_slots,
-    request_cost,
     short_of,
 )
 from moegguf.errors import BudgetError, OptionError
@@ -83,14 +81,14 @@ def plan_slots(layout: ExpertLayout, machine: Machine, budgets: Budgets) -> Plan
     context, the buffers of a pass and staging tensors are on the devices, too.
 
     Of STAGING_TENSORS, 1 and no staging tensors on each device it has the most that fit and pay (`_pays`), none where
-    every expert has a slot; so many as `budgets` say, beside the budget in VRAM, where they fit. Raises BudgetError,
-    stating the minimum, where a budget is too small, OptionError for a split or a number of tensors that cannot be.
+    every expert has a slot; so many as `budgets` say, beside the budget in VRAM, where they fit. Sizes in `budgets`
+    leave nothing to choose. Raises BudgetError, stating the minimum, where a budget is too small, OptionError for a
+    split or a number of tensors that cannot be.
     """
     wanted = budgets.staging
     if wanted is not None and not 0 <= wanted <= STAGING_TENSORS:
         raise OptionError(f"staging is {wanted}, but prompts are staged in at most {STAGING_TENSORS} tensors.")
     layout = padded(layout, [device.name for device in machine.devices])
-    budgets = budgets.on_devices(layout, sum(device.free_bytes for device in machine.devices))
 
     def planned(n_staging: int) -> Plan | BudgetError:
         try:
@@ -154,7 +152,7 @@ def _has_every_expert(layout: ExpertLayout, plan: Plan) -> bool:
 
 
 class _DevicePlanner:
-    """One plan with so many staging tensors on each device; sizes of `budgets` leave nothing to choose.
+    """One plan with so many staging tensors on each device.
 
     Raises BudgetError, OptionError for a split or budgets that do not fit the devices.
     """

@@ -1,7 +1,7 @@
 """Prepares loading a model: checks options, reads the header and the environment, and plans for this machine now.
 
-Where placements are compared, a process of its own may measure this machine, and what it found is kept (`speeds`).
-Loads nothing.
+Asks the system for its free memory, and drivers for their devices. Where placements are compared, this machine may be
+measured, and what was found is kept (`speeds`). Loads nothing.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from functools import cached_property
 from typing import Any
 
 from moegguf.controller.strategies import find_strategy
-from moegguf.engine.budgets import Budgets, Sizes, pad_context
-from moegguf.engine.cost import Speeds, known_hits
+from moegguf.engine.budgets import Budgets, Sizes
 from moegguf.engine.devices import find_gpus, gpus, has_gpu
 from moegguf.engine.drafts import drafted
 from moegguf.engine.machine import Device, Machine, count_cpus, read_memory
 from moegguf.engine.memory import check_context, pooling_batch_tokens
 from moegguf.engine.plan import Plan
-from moegguf.engine.planner import make_plan
+from moegguf.engine.planner import pad_context, plan_known
 from moegguf.engine.sequences import sequences_of
 from moegguf.engine.speeds import KnownSpeeds
 from moegguf.errors import AllocationError, CapabilityError, ExpertIOError, ModelFormatError, MoeggufError, OptionError
@@ -41,6 +40,7 @@ DIFFUSION = frozenset({"dream", "llada", "llada-moe", "rnd1"})  # llm_arch_is_di
 N_CTX, N_BATCH = 512, 512  # llama-cpp-python's defaults
 EVERY_LAYER = 999  # n_gpu_layers above any model's
 NO_SPLIT, BY_LAYERS = 0, 1  # enum llama_split_mode
+NO_OPTIONS: Mapping[str, Any] = {}
 READ_ERROR = "read error"  # of llama.cpp, where the system says that reading failed
 
 Budget = str | int | float | ExpertCache
@@ -115,13 +115,9 @@ def prepare(
     divides = received = plan is not None  # divides: the plan, and not the caller, says which layers devices compute
     if plan is None:
         check_context(layout, max(sizes.kv_tokens or 0, options["n_ctx"]), read_memory(), sizes.type_k, sizes.type_v)
-        budgets, devices = given_budgets(expert_cache, vram_cache, placement), tuple[Device, ...]()
-        if hooks:
-            budgets, devices = with_gpus(budgets, options, store.device)
-            divides = len(devices) > 0 or budgets.choice == "cpu"
-        streams = store.overlap if devices else store.can_stream  # a device's name says where experts may be placed
-        budgets = replace(budgets, sizes=sizes, staging=store.staging, streams=streams)
-        plan = plan_now(layout, budgets, devices, options["n_threads"], store.repack)
+        devices = choose_gpus(vram_cache, placement, options, store.device) if hooks else None
+        divides = devices is not None
+        plan = _plan_now(layout, expert_cache, vram_cache, placement, options, devices or (), sizes, store)
     if hooks:
         options["use_mmap"] = False
     if hooks and divides:
@@ -149,7 +145,7 @@ def _sizes(layout: ExpertLayout, options: dict[str, Any]) -> Sizes:
     n_batch, n_image = options.get("n_batch", N_BATCH), projector.one_pass_tokens if projector else 0
     if n_image > n_batch:
         n_batch = options["n_batch"] = n_image
-    types = {name: number for name in ("type_k", "type_v") if (number := options.get(name)) is not None}
+    types: dict[str, Any] = {name: number for name in ("type_k", "type_v") if (number := options.get(name)) is not None}
     for name, number in types.items():
         if GGML_TYPES.get(number, ("",))[0].lower() not in KV_CACHE_TYPES:  # llama.cpp would end the process
             accepted = ", ".join(f"{ggml_type(type)} ({type})" for type in KV_CACHE_TYPES)
@@ -158,14 +154,14 @@ def _sizes(layout: ExpertLayout, options: dict[str, Any]) -> Sizes:
     n_seq_max = min(sequences_of(layout, n_ctx, 1 if options.get("embedding") else wanted), n_batch)
     n_ubatch = min(given_ubatch, n_batch) if given_ubatch else None
     flash_attn = bool(options.get("flash_attn"))  # None may become off, which needs more
+    adapter_bytes = 0
     if adapter := options.get("lora_path"):
         options["lora_path"] = os.path.expanduser(os.fspath(adapter))
-        beside = {"adapter_bytes": read_adapter(options["lora_path"], layout.arch).n_bytes}
-    else:
-        beside = {}
+        adapter_bytes = read_adapter(options["lora_path"], layout.arch).n_bytes
     return Sizes(
-        n_ctx, n_ubatch, n_batch, n_seq_max, kv_tokens, **types, flash_attn=flash_attn, projector=projector, **beside
-    )
+        n_ctx, n_ubatch, n_batch, n_seq_max, kv_tokens, **types, flash_attn=flash_attn, projector=projector,
+        adapter_bytes=adapter_bytes,
+    )  # fmt: skip
 
 
 def _divide_layers(options: dict[str, Any], plan: Plan) -> None:
@@ -195,25 +191,66 @@ def parse_vram_caches(value: Budget) -> tuple[ExpertCache, ...]:
     return tuple(parse_expert_cache(part, "vram_cache") for part in value.split(","))
 
 
-def given_budgets(expert_cache: Budget | None, vram_cache: Budget | None, placement: str | None) -> Budgets:
-    """What is given here, and what the environment gives where it is None. Raises BudgetError, OptionError."""
-    environment = read_environment()
-    if vram_cache is None:
-        vram_cache = environment.vram_cache or None
+def given_budgets(
+    expert_cache: Budget | None,
+    vram_cache: Budget | None,
+    placement: str | None,
+    options: Mapping[str, Any] = NO_OPTIONS,
+    devices: tuple[Device, ...] = (),
+    name: str | None = None,
+) -> Budgets:
+    """What is given here, and what the environment gives where it is None, with layers divided as options say.
+
+    options, name: as `choose_gpus` takes them. devices: what that chose; (): the one GPU that there may be. Raises
+    BudgetError, OptionError, also for options that contradict a placement.
+    """
+    vram_cache, choice, needs_gpu = _asked(vram_cache, placement)
+    n_gpu_layers, mode = options.get("n_gpu_layers"), options.get("split_mode", BY_LAYERS)
+    tensor_split = options.get("tensor_split") if mode == BY_LAYERS else None
+    some_layers, vram = _some_layers(choice, n_gpu_layers), parse_vram_caches(vram_cache or "auto")
+    whole = choice == "cpu" or (len(devices) <= len(vram) == 1 and not some_layers and tensor_split is None)
+    if choice == "layers" and some_layers and not devices:
+        raise OptionError(f"placement 'layers' is for every layer, but n_gpu_layers is {n_gpu_layers}; leave one out.")
+    if choice == "layers" and not whole:
+        names = ", ".join(device.name for device in devices) or "the GPU"
+        raise OptionError(
+            f"placement 'layers' is for one GPU with one budget and every layer, but these are to compute: {names}"
+            f" (n_gpu_layers {n_gpu_layers}, tensor_split {tensor_split}); take placement 'slots', or choose one GPU"
+            f" (split_mode {NO_SPLIT}, main_gpu) and leave these options out."
+        )
+    one_of_several = len(devices) > 0 and choice == "auto" and mode == NO_SPLIT and name is None and len(gpus()) > 1
     return Budgets(
-        parse_expert_cache(environment.expert_cache if expert_cache is None else expert_cache),
-        parse_vram_caches(vram_cache or "auto"),
-        parse_choice("placement", environment.placement if placement is None else placement),
-        needs_gpu=bool(vram_cache) or placement in ("layers", "slots"),
-        avoids_gpu=vram_cache == "",
+        parse_expert_cache(read_environment().expert_cache if expert_cache is None else expert_cache),
+        vram,
+        choice,
+        needs_gpu=needs_gpu,
+        n_gpu_layers=-1 if whole or n_gpu_layers is None else n_gpu_layers,
+        tensor_split=None if tensor_split is None else tuple(tensor_split),
+        divided=not whole or one_of_several,
+        refuses_cpu=n_gpu_layers is not None and choice != "cpu",
     )
 
 
-def with_gpus(
-    budgets: Budgets, options: Mapping[str, Any], name: str | None = None
-) -> tuple[Budgets, tuple[Device, ...]]:
-    """The GPUs that experts may be placed on, that of this name, or those that options leave, and the budgets as
-    options divide layers over them; no GPU where none is used.
+def _asked(vram_cache: Budget | None, placement: str | None) -> tuple[Budget | None, str, bool]:
+    """The budget on GPUs and the placement, those of the environment where they are None; whether they need a GPU."""
+    environment = read_environment()
+    vram_cache = environment.vram_cache or None if vram_cache is None else vram_cache
+    choice = parse_choice("placement", environment.placement if placement is None else placement)
+    return vram_cache, choice, bool(vram_cache) or placement in ("layers", "slots")
+
+
+def _some_layers(choice: str, n_gpu_layers: int | None) -> bool:
+    """Whether devices compute a part of the layers only."""
+    if choice == "cpu" and n_gpu_layers:
+        raise OptionError(f"placement 'cpu' uses no GPU, but n_gpu_layers is {n_gpu_layers}; leave one out.")
+    return n_gpu_layers is not None and 0 <= n_gpu_layers < EVERY_LAYER
+
+
+def choose_gpus(
+    vram_cache: Budget | None, placement: str | None, options: Mapping[str, Any], name: str | None = None
+) -> tuple[Device, ...] | None:
+    """The GPUs that experts may be placed on, that of this name, or those that options leave; (): none is to be used;
+    None: there is none, or the caller divides the model.
 
     Where no budget or placement was asked for that needs a GPU, GPUs are used where there are some, unless `name` or
     options say that the caller divides the model. options: n_gpu_layers, split_mode, main_gpu and tensor_split, as
@@ -222,49 +259,14 @@ def with_gpus(
     Raises BudgetError where there is no GPU for what was asked, OptionError for an unknown one, and for options that
     contradict a placement.
     """
-    n_gpu_layers, mode = options.get("n_gpu_layers"), options.get("split_mode", BY_LAYERS)
-    some_layers = _some_layers(budgets, n_gpu_layers)
-    if budgets.choice == "cpu":
-        return budgets, ()
-    divided = some_layers or mode not in (NO_SPLIT, BY_LAYERS)
-    if not budgets.needs_gpu and (divided or name or budgets.avoids_gpu or not gpus()):
-        return budgets, ()
-    devices = _devices(name, mode, options.get("main_gpu", 0))
-    tensor_split = options.get("tensor_split") if mode == BY_LAYERS else None
-    whole = len(devices) == len(budgets.vram) == 1 and not some_layers and tensor_split is None
-    if budgets.choice == "layers" and not whole:
-        names = ", ".join(device.name for device in devices)
-        raise OptionError(
-            f"placement 'layers' is for one GPU with one budget and every layer, but these are to compute: {names}"
-            f" (n_gpu_layers {n_gpu_layers}, tensor_split {tensor_split}); take placement 'slots', or choose one GPU"
-            f" (split_mode {NO_SPLIT}, main_gpu) and leave these options out."
-        )
-    one_of_several = budgets.choice == "auto" and mode == NO_SPLIT and name is None and len(gpus()) > 1
-    return replace(
-        budgets,
-        refuses_cpu=n_gpu_layers is not None,
-        divided=not whole or one_of_several,
-        n_gpu_layers=-1 if whole or n_gpu_layers is None else n_gpu_layers,
-        tensor_split=None if tensor_split is None else tuple(tensor_split),
-    ), devices
-
-
-def with_layers(budgets: Budgets, n_gpu_layers: int | None) -> Budgets:
-    """The budgets where the one GPU that there may be computes so many layers; None: as planned. Raises OptionError
-    for a placement that this contradicts."""
-    some_layers = _some_layers(budgets, n_gpu_layers)
-    if some_layers and budgets.choice == "layers":
-        raise OptionError(f"placement 'layers' is for every layer, but n_gpu_layers is {n_gpu_layers}; leave one out.")
-    if n_gpu_layers is None or budgets.choice == "cpu":
-        return budgets
-    return replace(budgets, refuses_cpu=True, divided=some_layers, n_gpu_layers=n_gpu_layers if some_layers else -1)
-
-
-def _some_layers(budgets: Budgets, n_gpu_layers: int | None) -> bool:
-    """Whether devices compute a part of the layers only."""
-    if budgets.choice == "cpu" and n_gpu_layers:
-        raise OptionError(f"placement 'cpu' uses no GPU, but n_gpu_layers is {n_gpu_layers}; leave one out.")
-    return n_gpu_layers is not None and 0 <= n_gpu_layers < EVERY_LAYER
+    vram_cache, choice, needs_gpu = _asked(vram_cache, placement)
+    mode = options.get("split_mode", BY_LAYERS)
+    divided = _some_layers(choice, options.get("n_gpu_layers")) or mode not in (NO_SPLIT, BY_LAYERS)
+    if choice == "cpu":
+        return ()
+    if not needs_gpu and (divided or name or vram_cache == "" or not gpus()):
+        return None
+    return _devices(name, mode, options.get("main_gpu", 0))
 
 
 def _devices(name: str | None, split_mode: int, main_gpu: int) -> tuple[Device, ...]:
@@ -288,41 +290,28 @@ def default_store(strategy: str | None = None) -> StoreOptions:
     return find_strategy(read_environment().strategy if strategy is None else strategy).store
 
 
-def plan_known(layout: ExpertLayout, machine: Machine, budgets: Budgets, measure: Callable[[Device], Speeds]) -> Plan:
-    """`make_plan` with what is known of the model, and with speeds where they decide between placements.
-
-    measure: the speeds of a device with the model. Raises BudgetError, OptionError, also where the device has no kernel
-    for the model's experts and has to be used.
-    """
-    if not machine.devices or budgets.divided:
-        return make_plan(layout, machine, budgets)
-    (device,) = machine.devices
-    try:
-        return make_plan(layout, machine, budgets, measure(device), known_hits(layout))
-    except OptionError as error:
-        if budgets.choice != "auto" or budgets.refuses_cpu:
-            raise
-        found = make_plan(layout, replace(machine, devices=()), budgets)
-        return replace(found, reasons=(*found.reasons, f"not on {device.name}: {error}"))
-
-
-def plan_now(
+def _plan_now(
     layout: ExpertLayout,
-    budgets: Budgets,
+    expert_cache: Budget | None,
+    vram_cache: Budget | None,
+    placement: str | None,
+    options: Mapping[str, Any],
     devices: tuple[Device, ...],
-    n_threads: int | None = None,
-    repack: bool = True,
+    sizes: Sizes,
+    store: StoreOptions = StoreOptions(),
 ) -> Plan:
-    """The plan for this machine now, on these devices. n_threads, repack: of the CPU beside them.
-
-    Raises BudgetError, OptionError.
-    """
-    known = KnownSpeeds(layout, n_threads or count_cpus(), repack)
+    """The plan for this machine now, on these devices. Raises BudgetError, OptionError."""
+    budgets = given_budgets(expert_cache, vram_cache, placement, options if devices else {}, devices, store.device)
+    streams = store.overlap if devices else store.can_stream  # a device's name says where experts may be placed
+    budgets = replace(budgets, sizes=sizes, staging=store.staging, streams=streams)
+    known = KnownSpeeds(layout, options.get("n_threads") or count_cpus(), store.repack)
     found = plan_known(layout, Machine(read_memory(), devices=devices), budgets, known.speeds)
-    choice, is_asked = budgets.choice, budgets.needs_gpu or budgets.choice not in ("slots", "layers")
+    is_asked = budgets.needs_gpu or budgets.choice not in ("slots", "layers")
     if devices or not layout.is_moe or is_asked or has_gpu():
         return found
-    reason = f"MOEGGUF_PLACEMENT is {choice!r}, but this build of moegguf sees no GPU: the CPU computes every layer"
+    reason = (
+        f"MOEGGUF_PLACEMENT is {budgets.choice!r}, but this build of moegguf sees no GPU: the CPU computes every layer"
+    )
     return replace(found, reasons=(*found.reasons, reason))
 
 
@@ -336,8 +325,6 @@ def plan_here(
 ) -> Plan:
     """The plan that `Llama` would make now. sizes: fields of `Sizes`. Raises BudgetError, OptionError."""
     layout = drafted(layout, read_environment().draft, sizes.get("flash_attn"))
-    budgets = replace(given_budgets(expert_cache, vram_cache, placement), sizes=Sizes(**sizes))
-    devices: tuple[Device, ...] = ()
-    if layout.is_moe:
-        budgets, devices = with_gpus(budgets, {"n_gpu_layers": n_gpu_layers})
-    return plan_now(layout, budgets, devices)
+    options = {"n_gpu_layers": n_gpu_layers}
+    devices = choose_gpus(vram_cache, placement, options) if layout.is_moe else None
+    return _plan_now(layout, expert_cache, vram_cache, placement, options, devices or (), Sizes(**sizes))

@@ -7,11 +7,11 @@ but every pass of a prompt fetches most experts again, so fewer tokens mean more
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
-from moegguf.controller.hit_rates import typical_hit_rate
-from moegguf.engine.budgets import Sizes, given_bytes
+from moegguf.engine.budgets import Sizes
+from moegguf.engine.cost import request_cost
 from moegguf.engine.machine import Memory
 from moegguf.engine.memory import F16, FIXED_BYTES, VOCAB_TOKEN_BYTES, MemoryNeeds, margin_bytes, row_bytes
 from moegguf.engine.plan import NO_LIMIT, Plan, allowed_ubatch, layer_slots, slot_bytes, staging_bytes, staging_slots
@@ -22,8 +22,6 @@ from moegguf.quantities import GIB, ExpertCache, format_bytes, format_bytes_up
 VRAM_MARGIN_BYTES = GIB  # stays free with "auto": drivers, displays and other programs take some at any time
 SMALL_UBATCH_TOKENS = 32
 ABOUT = 1.05
-PROMPT_TOKENS, ANSWER_TOKENS = 512, 256  # of a typical request
-MEMORY_PER_DISK = 16  # bytes read from memory in the time of one from a disk, or over a link
 
 
 def ubatches_up_to(n_tokens: int) -> tuple[int, ...]:
@@ -46,48 +44,6 @@ class Fit:
         return self.needs.total_bytes(self.n_slots) + self.n_slots * slot_bytes
 
 
-def fits(
-    layout: ExpertLayout,
-    slot_bytes: int,
-    usable_bytes: int,
-    most_slots: int,
-    ubatches: Sequence[int],
-    needs: Callable[[int], MemoryNeeds],
-    streams: bool = False,
-    slot_tokens: int = NO_LIMIT,
-) -> Iterator[Fit]:
-    """For each number of tokens of a pass the most slots that fit beside it, where a pass can run with them.
-
-    streams, slot_tokens: as in `allowed_ubatch`.
-    """
-    for n_ubatch in ubatches:
-        needed = needs(n_ubatch)
-        free = usable_bytes - needed.total_bytes(0)
-        n_slots = min(most_slots, max(0, free) // (slot_bytes + needed.slot_work_bytes))
-        enough = n_slots >= layer_slots(layout, n_ubatch, streams)
-        if enough and n_ubatch <= allowed_ubatch(layout, n_slots, streams, slot_tokens):
-            yield Fit(n_slots, n_ubatch, needed)
-
-
-def request_cost(
-    layout: ExpertLayout, slot_bytes: int, n_slots: int, n_ubatch: int, prompts_take_slots: bool = False
-) -> float:
-    """Bytes read from the disk, or copied to a device, for PROMPT_TOKENS in passes of n_ubatch and ANSWER_TOKENS one by
-    one, and, in the same unit, from memory. prompts_take_slots: they find as much there as answers do; else the share
-    of the experts that has slots."""
-    n_pass = -(-PROMPT_TOKENS // n_ubatch)
-    touched = slot_bytes * sum(_touched(layer.n_expert, layer.n_expert_used, n_ubatch) for layer in layout.layers)
-    hit_rate = typical_hit_rate(layout, n_slots)
-    missing = 1 - (hit_rate if prompts_take_slots else n_slots / layout.n_expert_total)
-    prompt = n_pass * (touched * missing + (layout.dense_bytes + touched) / MEMORY_PER_DISK)
-    return prompt + ANSWER_TOKENS * layout.token_cycle_bytes * (1 - hit_rate)
-
-
-def _touched(n_expert: int, n_expert_used: int, n_tokens: int) -> float:
-    """Experts of a layer that a pass of independent tokens uses, on average."""
-    return n_expert * (1 - (1 - n_expert_used / n_expert) ** n_tokens)
-
-
 def best_fit(layout: ExpertLayout, slot_bytes: int, found: Iterable[Fit]) -> Fit:
     """The one with which a typical request moves the fewest bytes; of about equals the first, with the largest pass."""
     costs = [(request_cost(layout, slot_bytes, fit.n_slots, fit.n_ubatch), fit) for fit in found]
@@ -102,7 +58,7 @@ class Pool:
     cache: the budget, given as `option`. margin: bytes that stay free with "auto"; None: `memory.margin_bytes`.
     streams: experts without a slot are streamed or staged. staging_bytes: of tensors in which prompts are staged;
     staging_within: a budget that is given holds them, too. slot_tokens: of a pass that is not staged
-    (`plan.allowed_ubatch`).
+    (`plan.allowed_ubatch`). sizes: without choices left.
     """
 
     layout: ExpertLayout
@@ -119,13 +75,7 @@ class Pool:
     def plan(self) -> Plan:
         """The plan. Raises BudgetError, stating the minimum, when the budget (or, for "auto", the free memory) does not
         hold the experts that one token uses in one layer, or those of an image that has to be read in one pass."""
-        free_bytes = self.memory.available_bytes - self.staging_bytes
-        sizes = self.sizes.within(self.layout, free_bytes, given_bytes(self.layout, self.cache))
-        return replace(self, sizes=sizes)._plan()
-
-    def _plan(self) -> Plan:
-        """The plan of sizes without choices left."""
-        layout, size, reasons = self.layout, slot_bytes(self.layout), list[str]()
+        layout, size, reasons = self.layout, slot_bytes(self.layout), list(self.sizes.reasons)
         if not layout.is_moe:
             reasons.append("the model has no experts, so it runs as plain llama.cpp")
             fit = Fit(0, self.sizes.most_ubatch, self._needs(self.sizes.most_ubatch))
@@ -177,8 +127,7 @@ class Pool:
         most = layout.n_expert_total
         if self.cache.n_bytes:
             most = min(most, self.cache.n_bytes // size - staging_slots(self._budgeted_bytes, size))
-        usable = self.memory.available_bytes - self._margin_bytes - self.staging_bytes
-        found = list(fits(layout, size, usable, most, self._ubatches(), self._needs, self.streams, self.slot_tokens))
+        found = list(self._fits(self.memory.available_bytes - self._margin_bytes - self.staging_bytes, most))
         if not found:
             raise self._too_little()
         kept = found[0].n_ubatch == self.sizes.n_ubatch
@@ -193,6 +142,17 @@ class Pool:
         why = f"that leaves {format_bytes(saved)} more for experts, which saves more reading than it costs"
         reasons += self._ubatch_reason(fit, why)
         return fit
+
+    def _fits(self, usable_bytes: int, most_slots: int) -> Iterator[Fit]:
+        """For each number of tokens of a pass the most slots that fit beside it, where a pass can run with them."""
+        layout, size = self.layout, slot_bytes(self.layout)
+        for n_ubatch in self._ubatches():
+            needs = self._needs(n_ubatch)
+            free = usable_bytes - needs.total_bytes(0)
+            n_slots = min(most_slots, max(0, free) // (size + needs.slot_work_bytes))
+            enough = n_slots >= layer_slots(layout, n_ubatch, self.streams)
+            if enough and n_ubatch <= allowed_ubatch(layout, n_slots, self.streams, self.slot_tokens):
+                yield Fit(n_slots, n_ubatch, needs)
 
     def _too_little(self) -> BudgetError:
         least = format_bytes_up(self.layout.n_expert_used * slot_bytes(self.layout))

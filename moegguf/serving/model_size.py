@@ -10,13 +10,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moegguf.engine.budgets import DEFAULT_UBATCH_TOKENS, Budgets, Sizes, given_bytes, pad_context
+from moegguf.engine.budgets import DEFAULT_UBATCH_TOKENS, Budgets, Sizes
 from moegguf.engine.drafts import drafted
-from moegguf.engine.load import default_store, given_budgets, plan_known, with_layers
+from moegguf.engine.load import default_store, given_budgets
 from moegguf.engine.machine import Device, Machine, Memory, count_cpus
 from moegguf.engine.memory import pooling_batch_tokens
 from moegguf.engine.plan import Plan, layer_slots, slot_bytes
-from moegguf.engine.planner import make_plan
+from moegguf.engine.planner import choose_context, make_plan, pad_context, plan_known
 from moegguf.engine.pool_plan import VRAM_MARGIN_BYTES
 from moegguf.engine.sequences import sequences_of
 from moegguf.engine.speeds import KnownSpeeds
@@ -78,15 +78,14 @@ def measure(
     layout, projector = drafted(layout_of(entry.path), chosen["draft"], flash_attn), projector_of(entry)
     placement = "auto" if gpu is None else chosen.get("placement")
     cache = overrides.expert_cache or chosen.get("expert_cache")
-    budgets = with_layers(given_budgets(cache, chosen.get("vram_cache"), placement), n_gpu_layers)
+    budgets = given_budgets(cache, chosen.get("vram_cache"), placement, {"n_gpu_layers": n_gpu_layers})
     devices = () if gpu is None or not layout.is_moe else (gpu,)
     here = Machine(_memory(limit_bytes), devices=devices)
     free_bytes = min(limit_bytes, *(device.free_bytes for device in devices)) if devices else limit_bytes
-    pool_bytes = budgets.given_vram_bytes(layout) if devices else given_bytes(layout, budgets.ram)
     sizes = Sizes(settings.n_ctx or None, type_k=ggml_type(type_k), type_v=ggml_type(type_v), projector=projector)
     adapter_bytes = read_adapter(entry.adapter, layout.arch).n_bytes if entry.adapter else 0
     sizes = replace(sizes, flash_attn=bool(flash_attn), adapter_bytes=adapter_bytes)  # None may become off: needs more
-    default_n_ctx = sizes.within(layout, free_bytes).n_ctx or 0
+    default_n_ctx = choose_context(layout, sizes, free_bytes).n_ctx or 0
     n_ctx = pad_context(overrides.n_ctx) if overrides.n_ctx else default_n_ctx
     embedding = is_embedding(layout.metadata)
     n_batch = overrides.n_batch or (pooling_batch_tokens(n_ctx) if embedding else DEFAULT_UBATCH_TOKENS)
@@ -94,11 +93,11 @@ def measure(
     sizes = replace(
         sizes, n_ctx=n_ctx, n_ubatch=n_batch if embedding else None, n_batch=n_batch, n_seq_max=n_seq_max,
         kv_tokens=settings.kv_tokens,
-    ).within(layout, free_bytes, pool_bytes)  # fmt: skip
+    )  # fmt: skip
+    sizes = choose_context(layout, sizes, free_bytes, budgets.vram if devices else (budgets.ram,))
     store, n_threads = default_store(chosen.get("strategy")), n_threads_given or count_cpus()
     budgets = replace(
-        budgets, sizes=sizes, divided=budgets.divided or len(budgets.vram) > 1, staging=store.staging,
-        streams=store.overlap, margin_bytes=0,
+        budgets, sizes=sizes, staging=store.staging, streams=store.overlap, margin_bytes=0,
     )  # fmt: skip
 
     def load_config(plan: Plan) -> LoadConfig:

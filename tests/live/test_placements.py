@@ -16,7 +16,7 @@ from running import N_NEW, Llama, Logits, Reference, TinyModel, greedy_logits, h
 
 from moegguf.engine import planner
 from moegguf.engine.devices import gpus
-from moegguf.engine.load import given_budgets, with_gpus
+from moegguf.engine.load import choose_gpus
 from moegguf.engine.plan import slot_bytes
 from moegguf.engine.session import EXPERT_TENSORS, Place, _Override
 from moegguf.engine.speeds import KnownSpeeds
@@ -146,7 +146,7 @@ def decisions(path: Path) -> dict[str, Any]:
         Llama.estimate(path, placement="cpu", n_gpu_layers=-1, n_ctx=512)
     every_layer = Llama.estimate(path, placement="auto", n_gpu_layers=-1, n_ctx=512)
     assert every_layer.device or every_layer.layers_on
-    assert with_gpus(given_budgets(None, None, "auto"), {"n_gpu_layers": -1})[1]
+    assert choose_gpus(None, "auto", {"n_gpu_layers": -1})
     return {
         "source": found.placement.speeds.source,
         "link_bytes_per_s": found.placement.speeds.copies.bytes_per_s,

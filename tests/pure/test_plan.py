@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from moegguf.controller.hit_rates import PUBLISHED, Measured, interpolate, typical_hit_rate
 from moegguf.engine.budgets import Budgets, Sizes
-from moegguf.engine.cost import HitRates, Speeds
+from moegguf.engine.cost import HitRates, Speeds, request_cost
 from moegguf.engine.machine import Machine, Memory
 from moegguf.engine.memory import MARGIN_BYTES, compute_bytes, kv_bytes, memory_needs, row_bytes
 from moegguf.engine.plan import Plan, slot_bytes
-from moegguf.engine.planner import make_plan
-from moegguf.engine.pool_plan import Fit, best_fit, request_cost
+from moegguf.engine.planner import choose_context, make_plan
+from moegguf.engine.pool_plan import Fit, best_fit
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.native.slot_sizes import slot_sizes
@@ -322,7 +322,7 @@ def test_expectations(layout: ExpertLayout) -> None:
 @settings(max_examples=50)
 def test_sequences_share_what_a_context_may_take(layout: ExpertLayout, free_mib: int, n_ctx: int, n_seq: int) -> None:
     def chosen(mib: int) -> int:
-        return Sizes(n_ctx, n_seq_max=n_seq).within(layout, mib * MIB).kv_tokens or 0
+        return choose_context(layout, Sizes(n_ctx, n_seq_max=n_seq), mib * MIB).kv_tokens or 0
 
     n_tokens = chosen(free_mib)
     assert n_ctx <= n_tokens <= n_ctx * n_seq and n_tokens % 256 == 0

@@ -2,6 +2,7 @@
 // A row is a query of a token and a head; rows that read the same keys, the heads of a group and successive tokens,
 // share a tile. Keys are taken in the order of their positions, in blocks and parts that end at fixed positions, so
 // that the bits of a row depend neither on the rows nor on the cells beside it, nor on the number of threads.
+// Writes the operation's result and its work memory, and nothing else. Knows no store.
 #include "cell_lists.h"
 #include "ggml-cpu-impl.h"
 #include "kernels.h"
