@@ -34,7 +34,7 @@ class RecordingStore:
     def set_scores(self, scores: Float32s | None) -> None:
         self.actions.append(("scores", None if scores is None else float(np.asarray(scores)[1, 0])))
 
-    def set_policy(self, name: str, **parameters: Any) -> None:
+    def set_policy(self, name: str) -> None:
         self.actions.append(("policy", name))
 
     def set_forecast(self, probabilities: Float32s | None, known: Sequence[int] = ()) -> None:

@@ -26,7 +26,7 @@ LIMITS = {
     "moegguf/generate": 4_710,
     "moegguf/gguf": 1_990,
     "moegguf/models": 3_190,
-    "moegguf/native": 16_700,
+    "moegguf/native": 16_630,
     "moegguf/server": 8_750,
     "moegguf/serving": 4_920,
     "moegguf/terminal": 1_670,

@@ -56,7 +56,7 @@ def build_controller(
     if isinstance(policy, SparsityAware):
         policy = policy.together_with(predictor)
     if isinstance(policy, NativePolicy):
-        store.set_policy(policy.name, **policy.parameters)
+        store.set_policy(policy.name)
         if isinstance(predictor, NoPrediction):
             return None
     native = predictor.native()

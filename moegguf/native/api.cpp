@@ -134,8 +134,10 @@ int moegguf_store_set_scores(moegguf_store * store, const float * scores, size_t
     return on(store, [&](Store & s) { s.set_scores(scores, n); });
 }
 
-int moegguf_store_set_policy(moegguf_store * store, int32_t tier, const moegguf_policy * policy) {
-    return on(store, [&](Store & s) { s.set_policy(tier, policy); });
+int moegguf_store_set_policy(moegguf_store * store, int32_t tier, const char * name, const float * values, size_t n) {
+    return on(store, [&](Store & s) {
+        s.set_policy(tier, &given(name), n > 0 ? Values(&given(values), values + n) : Values());
+    });
 }
 
 const char * moegguf_policy_name(int32_t index, int32_t * takes_forecast) {

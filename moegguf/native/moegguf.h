@@ -63,7 +63,7 @@
 extern "C" {
 #endif
 
-#define MOEGGUF_ABI_VERSION 18
+#define MOEGGUF_ABI_VERSION 19
 #define MOEGGUF_MAX_KINDS 4
 #define MOEGGUF_API __attribute__((visibility("default")))
 
@@ -219,22 +219,6 @@ struct moegguf_tier_info {
 };
 
 enum moegguf_phase { MOEGGUF_PREFILL = 0, MOEGGUF_DECODE = 1 };
-
-// An eviction policy by name, and its parameters; those left out have defaults. Which there are is said by
-// moegguf_policy_name and, in moegguf/native/policies, by each policy's own file.
-struct moegguf_parameter {
-    const char * name;
-    int32_t n;
-    int32_t reserved;
-    const float * values; // [n]
-};
-
-struct moegguf_policy {
-    const char * name;
-    int32_t n_parameters;
-    int32_t reserved;
-    const struct moegguf_parameter * parameters; // [n_parameters]
-};
 
 // A predictor by name, computed by the store itself, and what it was trained to. Which there are is said by
 // the error for another name and, in moegguf/native/predictors, by each one's own file, with the arrays it needs.
@@ -415,8 +399,10 @@ MOEGGUF_API int moegguf_store_residency(moegguf_store * store, int32_t tier, uin
 // tokens in a resident pool are known only while watched, which costs them their short cut.
 MOEGGUF_API int moegguf_store_activity(moegguf_store * store, uint32_t * uses, uint32_t * loads, size_t n);
 MOEGGUF_API int moegguf_store_watch(moegguf_store * store, int on);
-// The policy starts anew, with nothing counted; NULL: "lru". Passes of more than one token may be left to recency.
-MOEGGUF_API int moegguf_store_set_policy(moegguf_store * store, int32_t tier, const struct moegguf_policy * policy);
+// An eviction policy by name, which starts anew, with nothing counted. values [n]: numbers in place of its own, whose
+// meaning its file in moegguf/native/policies says; for tests. Passes of more than one token may be left to recency.
+MOEGGUF_API int moegguf_store_set_policy(moegguf_store * store, int32_t tier, const char * name, const float * values,
+                                         size_t n);
 // NULL behind the last one. takes_forecast: 1 where it makes use of moegguf_store_set_forecast.
 MOEGGUF_API const char * moegguf_policy_name(int32_t index, int32_t * takes_forecast);
 // Scores come before the chosen policy while a table is set: [n_layer][max n_expert], the lowest is evicted first;

@@ -38,7 +38,7 @@ Residency::Residency(const Layout & layout, const LayerSet & layers, const Numbe
       loads_(layout.n_keys(), 0),
       free_(numbering.n_slots()),
       order_(layout, numbering.n_slots()),
-      policy_(make_policy(layout, {"lru", 0, 0, nullptr})),
+      policy_(make_policy(layout, "lru")),
       scores_(layout),
       forecast_(layout.n_keys(), 0.0f),
       forecast_known_(layout.layers.size(), 0),

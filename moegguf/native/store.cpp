@@ -177,12 +177,11 @@ std::vector<Tier *> Store::tiers_at(int index) {
     return found;
 }
 
-void Store::set_policy(int index, const moegguf_policy * policy) {
+void Store::set_policy(int index, const std::string & name, const Values & values) {
     const std::vector<Tier *> of = tiers_at(index);
-    const moegguf_policy plain = {"lru", 0, 0, nullptr};
     std::vector<std::unique_ptr<EvictionPolicy>> next;
     for (size_t i = 0; i < of.size(); i++) {
-        next.push_back(make_policy(layout, policy ? *policy : plain));
+        next.push_back(make_policy(layout, name, values));
     }
     Lock lock(shared.mutex);
     for (size_t i = 0; i < of.size(); i++) {

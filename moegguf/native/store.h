@@ -36,7 +36,7 @@ class Store {
     ggml_backend_buffer_type_t buft() { return buft_.get(); }
     ggml_tensor * pool_tensor(const char * name, int n_tokens) const;
 
-    void set_policy(int tier, const moegguf_policy * policy);
+    void set_policy(int tier, const std::string & name, const Values & values);
     void set_scores(const float * scores, size_t n);
     void set_forecast(const float * probabilities, const uint8_t * known, size_t n);
     void prefetch(const int32_t * il, const int32_t * experts, size_t n, bool replace);

@@ -152,23 +152,22 @@ def _arrays(il: Integers, experts: Integers) -> tuple[Any, Any, int]:
 
 
 class NativePolicy(NamedTuple):
-    """An eviction policy that the store carries out: its name there, and its parameters.
+    """An eviction policy that the store carries out, by its name there.
 
     takes_forecast: it makes use of `Store.set_forecast`.
     """
 
     name: str
-    parameters: Mapping[str, float | Sequence[float]] = {}
     takes_forecast: bool = False
 
 
 @functools.cache
 def native_policies() -> Mapping[str, NativePolicy]:
-    """The eviction policies that can be chosen by name, with default parameters."""
+    """The eviction policies that can be chosen by name."""
     found: dict[str, NativePolicy] = {}
     takes_forecast = c.c_int32()
     while name := library.load().moegguf_policy_name(len(found), c.byref(takes_forecast)):
-        found[name.decode()] = NativePolicy(name.decode(), {}, bool(takes_forecast.value))
+        found[name.decode()] = NativePolicy(name.decode(), bool(takes_forecast.value))
     return found
 
 
@@ -341,18 +340,15 @@ class Store:
         mask[list(known)] = 1
         self._library.moegguf_store_set_forecast(self.handle, table.ctypes.data, mask.ctypes.data, table.size)
 
-    def set_policy(
-        self, name: str = "lru", tier: Tier = Tier.COMPUTE, /, **parameters: float | Sequence[float]
-    ) -> None:
+    def set_policy(self, name: str = "lru", tier: Tier = Tier.COMPUTE, values: Sequence[float] = ()) -> None:
         """A tier evicts by the policy of this name from now on; see `native_policies`. It starts anew.
 
-        A score table in force, on the tier that layers compute on, comes before. Raises OptionError for an unknown name
-        or parameter, or a value out of range; the policy before then stays.
+        values: numbers in place of its own, for tests; its file in `moegguf/native/policies` says which. A score table
+        in force, on the tier that layers compute on, comes before. Raises OptionError for an unknown name, or a value
+        out of range; the policy before then stays.
         """
-        rows = {key.encode(): np.ravel(value).tolist() for key, value in parameters.items()}
-        table = [abi.Parameter(key, len(row), 0, (c.c_float * len(row))(*row)) for key, row in rows.items()]
-        policy = abi.Policy(name.encode(), len(table), 0, (abi.Parameter * len(table))(*table))
-        self._library.moegguf_store_set_policy(self.handle, tier, c.byref(policy))
+        numbers = np.array(values, np.float32)
+        self._library.moegguf_store_set_policy(self.handle, tier, name.encode(), numbers.ctypes.data, numbers.size)
 
     def set_predictor(self, predictor: NativePredictor | None, forecast: NativeForecast = NativeForecast()) -> None:
         """Predicts what comes in passes of one token, on a thread of the store's own, and acts on it; None: no longer.

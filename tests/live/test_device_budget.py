@@ -94,8 +94,8 @@ def by_policies(path: Path, policy: str | None) -> dict[str, Any]:
     chosen: list[tuple[Tier, str]] = []
     set_policy = Store.set_policy
 
-    def recorded(store: Store, name: str, tier: Tier = Tier.COMPUTE, **parameters: Any) -> None:
-        set_policy(store, name, tier, **parameters)
+    def recorded(store: Store, name: str, tier: Tier = Tier.COMPUTE) -> None:
+        set_policy(store, name, tier)
         chosen.append((tier, name))
 
     Store.set_policy = recorded  # type: ignore[method-assign]

@@ -1,7 +1,7 @@
 """The store as plain Python: what its slots hold after each call, when nothing is on its way. No bytes, no time.
 
-It finds victims by looking at every slot, and knows the policies lru, scores, lfu-decay and next-use, all three with
-the parameters of PARAMETERS: halves are exact in any arithmetic.
+It finds victims by looking at every slot, and knows the policies lru, scores, lfu-decay and next-use, these two with
+VALUES: averages that halve with each token are exact in any arithmetic.
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ Expert = tuple[int, int]
 Float32s = npt.NDArray[np.float32]
 ZERO, ONE, LEAST = np.float32(0), np.float32(1), np.float32(1e-4)
 POLICIES = ("lru", "lfu-decay", "next-use")
-PARAMETERS: dict[str, dict[str, Any]] = {
-    "next-use": {"half_lives_tokens": 1.0, "weights": 1.0, "distance_weight": 1.0},
-    "lfu-decay": {"half_life_tokens": 1.0},
-}
+VALUES = {"next-use": (1.0, 1.0, 1.0), "lfu-decay": (1.0,)}
 BETWEEN_PASSES = 1 << 30  # any layer that comes next starts a pass
 
 
@@ -207,7 +204,7 @@ class ReferenceStore:
 
     def _ordered(self) -> bool:
         """Whether scores decide, and not recency alone."""
-        return self.scores is not None or (self.policy in PARAMETERS and self.moment[2])
+        return self.scores is not None or (self.policy in VALUES and self.moment[2])
 
     def _score(self, expert: Expert) -> np.float32:
         if not self._ordered():

@@ -31,7 +31,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from product import Product, aborts
-from reference_store import PARAMETERS, POLICIES, ReferenceStore
+from reference_store import POLICIES, VALUES, ReferenceStore
 
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import ExpertIOError, GenerationCancelled, MoeggufError, OptionError
@@ -253,7 +253,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(POLICIES))
     def set_policy(self, name: str) -> None:
-        self.store.set_policy(name, **PARAMETERS.get(name, {}))
+        self.store.set_policy(name, values=VALUES.get(name, ()))
         self.model.set_policy(name)
 
     @rule(share=shares, d=st.integers(0, 1))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes as c
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,23 +16,30 @@ from reference_policies import LearnedRates
 from moegguf.controller.policies import LOCALITY
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
-from moegguf.native import abi, library
+from moegguf.native import library
 from moegguf.native.events import Float32s
-from moegguf.native.store import NativePolicy, Store, StoreOptions
+from moegguf.native.store import Store, StoreOptions
 from moegguf.trace.simulate import layout_of
 
 
-def rates(half_lives_tokens: tuple[float, ...], weights: tuple[float, ...], distance_weight: float) -> NativePolicy:
-    return NativePolicy(
-        "next-use", {"half_lives_tokens": half_lives_tokens, "weights": weights, "distance_weight": distance_weight}
-    )
+@dataclass(frozen=True)
+class Named:
+    """A policy with values of its own."""
+
+    name: str
+    values: tuple[float, ...] = ()
 
 
-def set_policy(store: Store, policy: NativePolicy | None) -> None:
+def rates(half_lives_tokens: tuple[float, ...], weights: tuple[float, ...], distance_weight: float) -> Named:
+    turns = itertools.zip_longest(half_lives_tokens, weights)
+    return Named("next-use", (distance_weight, *(value for pair in turns for value in pair if value is not None)))
+
+
+def set_policy(store: Store, policy: Named | None) -> None:
     if policy is None:
         store.set_policy("lru")
     else:
-        store.set_policy(policy.name, **policy.parameters)
+        store.set_policy(policy.name, values=policy.values)
 
 
 HALVING = rates((1.0,), (1.0,), 1.0)
@@ -50,7 +57,7 @@ def told(two: FakeModel, open_store: Open) -> Callable[..., tuple[Store, Callabl
     """`told(n_slots, policy)`: a store that has seen STORY, and what gives it another routing event."""
 
     def tell(
-        n_slots: int = 3, policy: NativePolicy | None = HALVING, story: list[tuple[int, int]] = STORY
+        n_slots: int = 3, policy: Named | None = HALVING, story: list[tuple[int, int]] = STORY
     ) -> tuple[Store, Callable[..., None]]:
         store, context = open_store(two, n_slots)
         set_policy(store, policy)
@@ -106,28 +113,24 @@ NAN, INF = math.nan, math.inf
 @pytest.mark.parametrize(
     ("policy", "rule"),
     [
-        (rates((), (), 1), "1 to 7 half-lives, not 0, with a weight each or none, not 0"),
-        (rates((1,) * 8, (1,) * 8, 1), "1 to 7 half-lives"),
+        (rates((1,) * 8, (1,) * 8, 1), "'next-use' has at most 15 values, not 17"),
+        (rates((1,) * 8, (1,) * 7, 1), "at most 15"),
         (rates((1, 2), (1,), 1), "a weight each"),
         *((rates((1, bad), (1, 1), 1), "half-life is a number of tokens above 0") for bad in (0, -1, NAN, INF)),
         *((rates((1, 1), (1, bad), 1), "weight is 0 or more") for bad in (-1, NAN, INF)),
         (rates((1, 1), (0, 0), 1), "weights of the averages add up to 0"),
         (rates((1, 1), (3e38, 3e38), 1), "weights of the averages add up to inf"),
         *((rates((1,), (1,), bad), "weight of the distance is 0 or more") for bad in (-1, NAN, INF)),
-        (NativePolicy("lfu"), "no eviction policy 'lfu'; known are .*lru.*next-use"),
-        (NativePolicy(""), "no eviction policy ''"),
-        (NativePolicy("lru", {"half_life_tokens": 3}), "'lru' has no parameter 'half_life_tokens'; known are none"),
-        (NativePolicy("next-use", {"weight": 1}), "known are half_lives_tokens, weights, distance_weight"),
-        (NativePolicy("next-use", {"distance_weight": (1, 2)}), "'distance_weight' is one value, not 2"),
-        (NativePolicy("lfu-decay", {"half_life_tokens": ()}), "is one value, not 0"),
-        (NativePolicy("lfu-decay", {"half_life_tokens": 0}), "half-life is a number of tokens above 0"),
-        *((NativePolicy("slru", {"protected_share": bad}), "protected share") for bad in (-0.1, 1.1, NAN)),
+        (Named("lfu"), "no eviction policy 'lfu'; known are .*lru.*next-use"),
+        (Named(""), "no eviction policy ''"),
+        (Named("lru", (3,)), "'lru' has at most 0 values, not 1"),
+        (Named("lfu-decay", (1, 2)), "at most 1"),
+        (Named("lfu-decay", (0,)), "half-life is a number of tokens above 0"),
+        *((Named("slru", (bad,)), "protected share") for bad in (-0.1, 1.1, NAN)),
     ],
     ids=str,
 )
-def test_what_means_nothing_is_refused_and_the_policy_in_force_stays(
-    told: Told, policy: NativePolicy, rule: str
-) -> None:
+def test_what_means_nothing_is_refused_and_the_policy_in_force_stays(told: Told, policy: Named, rule: str) -> None:
     store, event = told()
     with pytest.raises(OptionError, match=rule):
         set_policy(store, policy)
@@ -137,16 +140,10 @@ def test_what_means_nothing_is_refused_and_the_policy_in_force_stays(
 
 def test_a_malformed_policy_is_refused_by_the_library_too(two: FakeModel, open_store: Open) -> None:
     store, _ = open_store(two, 4)
-    set_native, value = library.load().moegguf_store_set_policy, (c.c_float * 1)(1)
-    policies: list[tuple[Any, ...]] = [(None, 0, 0), *((b"next-use", n, 0) for n in (-1, 1, 65, 1 << 30))]
-    for name, n, values in ((None, 1, value), (b"weights", 1, None), (b"weights", -1, value)):
-        policies.append((b"next-use", 1, 0, (abi.Parameter * 1)(abi.Parameter(name, n, 0, values))))
-    for policy in policies:
+    set_native = library.load().moegguf_store_set_policy
+    for handle, name, n in ((store.handle, None, 0), (store.handle, b"next-use", 1), (None, b"lru", 0)):
         with pytest.raises(OptionError):
-            set_native(store.handle, 0, c.byref(abi.Policy(*policy)))
-    with pytest.raises(OptionError):
-        set_native(None, 0, None)
-    set_native(store.handle, 0, None)
+            set_native(handle, 0, name, None, n)
 
 
 @pytest.mark.parametrize("n_slots", [12, 20])
@@ -220,7 +217,7 @@ def test_slru_protects_what_is_used_again(
     one: FakeModel, open_store: Open, story: list[int], share: float, left: set[int]
 ) -> None:
     store, context = open_store(one, 3)
-    store.set_policy("slru", protected_share=share)
+    store.set_policy("slru", values=(share,))
     for expert in story:
         one.acquire(store, context, 0, [[expert]])
     assert there(store) == {(0, expert) for expert in left}
@@ -237,7 +234,7 @@ class Pool:
         self.store = Store(
             layout_of(PAPER), n_slots, StoreOptions(repack=False, fill=False, simulate=True, sweep=False)
         )
-        self.store.set_policy(LOCALITY.name, **LOCALITY.parameters)
+        self.store.set_policy(LOCALITY.name)
         self.context = self.store.context
 
     def route(self, il: int, *experts: int) -> set[Expert]:

@@ -144,7 +144,7 @@ def test_the_watchdog_keeps_prefetching_only_while_it_saves_time() -> None:
 
 def test_periods_without_prefetching_differ_in_acting_only() -> None:
     store = RecordingStore()
-    native = NativePolicy("next-use", {}, takes_forecast=True)
+    native = NativePolicy("next-use", takes_forecast=True)
     controller = make_controller(
         native, ScriptedPredictor(first_two, store), store, prefetch=replace(AMPLE, watchdog=True),
         clock_ns=lambda: store.clock_ns,
@@ -242,7 +242,7 @@ def test_its_time_and_events_are_counted() -> None:
 
 def test_a_native_policy_without_predictions_needs_no_controller() -> None:
     store = RecordingStore()
-    native = NativePolicy("next-use", {"distance_weight": 2.0}, takes_forecast=True)
+    native = NativePolicy("next-use", takes_forecast=True)
     assert build_controller(SHAPE, native, NoPrediction(SHAPE), store, ActingOptions()) is None
     assert store.actions == [("policy", "next-use")]
 
@@ -250,7 +250,7 @@ def test_a_native_policy_without_predictions_needs_no_controller() -> None:
 def test_a_native_policy_gets_the_forecast_of_decoded_tokens_if_it_takes_one() -> None:
     for takes in (True, False):
         store = RecordingStore()
-        native = NativePolicy("next-use", {}, takes_forecast=takes)
+        native = NativePolicy("next-use", takes_forecast=takes)
         made = build_controller(SHAPE, native, ScriptedPredictor(first_two), store, ActingOptions())
         run_pass(made, Phase.PREFILL)
         run_pass(made)

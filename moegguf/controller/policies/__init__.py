@@ -21,7 +21,7 @@ from moegguf.native.store import NativePolicy, native_policies
 
 LRU = NativePolicy("lru")
 """Least recently used: the store's default."""
-LOCALITY = NativePolicy("locality", {}, takes_forecast=True)
+LOCALITY = NativePolicy("locality", takes_forecast=True)
 """ExpertFlow's: keeps what is predicted for this pass, and evicts first what was prefetched in vain."""
 
 

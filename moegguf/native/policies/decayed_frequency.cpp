@@ -1,6 +1,6 @@
 // decayed_frequency.cpp: evicts the expert with the fewest uses, each counted half as much after every
-// half_life_tokens (LRFU, Lee et al. 2001). Passes of more than one token are left to recency, but count.
-// Touches its own tables only (policy.h).
+// half_life_tokens (LRFU, Lee et al. 2001), its one value. Passes of more than one token are left to recency, but
+// count. Touches its own tables only (policy.h).
 #include "policies/averages.h"
 
 namespace moegguf {
@@ -10,8 +10,8 @@ constexpr float default_half_life_tokens = 64.0f;
 
 class DecayedFrequency final : public EvictionPolicy {
   public:
-    DecayedFrequency(const Layout & layout, const Parameters & given)
-        : average_(layout, given.value("half_life_tokens", default_half_life_tokens)) {}
+    DecayedFrequency(const Layout & layout, const Values & values)
+        : average_(layout, value_or(values, 0, default_half_life_tokens)) {}
 
     bool orders(const LayerStep & now) const override { return now.token; }
     bool on_routing(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens) override {
@@ -27,7 +27,6 @@ class DecayedFrequency final : public EvictionPolicy {
 } // namespace
 
 extern const PolicyType decayed_frequency_policy;
-const PolicyType decayed_frequency_policy = {
-    "lfu-decay", false, {"half_life_tokens"}, make_policy_of<DecayedFrequency>};
+const PolicyType decayed_frequency_policy = {"lfu-decay", false, 1, make_policy_of<DecayedFrequency>};
 
 } // namespace moegguf

@@ -16,16 +16,16 @@
 namespace moegguf {
 namespace {
 
-constexpr float default_half_life_tokens = 14.0f;
+constexpr float half_life_tokens = 14.0f;
 constexpr float least_rate = 1e-4f;
 constexpr float in_vain = -1e6f; // below the score of any other
 constexpr float likely = 0.5f;   // of several sequences more than one's choices are active
 
 class Locality final : public EvictionPolicy {
   public:
-    Locality(const Layout & layout, const Parameters & given)
+    Locality(const Layout & layout, const Values &)
         : layout_(layout),
-          average_(layout, given.value("half_life_tokens", default_half_life_tokens)),
+          average_(layout, half_life_tokens),
           active_(layout.n_keys(), 0),
           known_(layout.layers.size(), 0),
           prefetched_(layout.n_keys(), Early::no) {}
@@ -96,6 +96,6 @@ class Locality final : public EvictionPolicy {
 } // namespace
 
 extern const PolicyType locality_policy;
-const PolicyType locality_policy = {"locality", true, {"half_life_tokens"}, make_policy_of<Locality>};
+const PolicyType locality_policy = {"locality", true, 0, make_policy_of<Locality>};
 
 } // namespace moegguf

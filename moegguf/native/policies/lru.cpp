@@ -7,7 +7,7 @@ namespace {
 
 class Lru final : public EvictionPolicy {
   public:
-    Lru(const Layout &, const Parameters &) {}
+    Lru(const Layout &, const Values &) {}
 
     bool orders(const LayerStep &) const override { return false; }
     float score(int, int) const override { return 0.0f; }
@@ -16,6 +16,6 @@ class Lru final : public EvictionPolicy {
 } // namespace
 
 extern const PolicyType lru_policy;
-const PolicyType lru_policy = {"lru", false, {}, make_policy_of<Lru>};
+const PolicyType lru_policy = {"lru", false, 0, make_policy_of<Lru>};
 
 } // namespace moegguf

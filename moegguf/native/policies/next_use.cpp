@@ -3,8 +3,10 @@
 //
 // Of the tokens that pass its layer, a part p (use_rates.h) uses an expert; that is 1 / p - 1 passes after its layer
 // comes next, and distance_weight scales the part of a pass until then. Where a predictor forecasts that the layer uses
-// the expert then with probability q, it is (1 - trust * q) / p passes after that. Where several sequences decode
-// together, p has the same order. Other passes of more than one token are left to recency and the sweep, but count.
+// the expert then with probability q, it is (1 - q) / p passes after that. Where several sequences decode together, p
+// has the same order. Other passes of more than one token are left to recency and the sweep, but count.
+//
+// Its values: distance_weight, then half-lives of averages, each with its weight (use_rates.h).
 // Touches its own tables only (policy.h).
 #include "policies/use_rates.h"
 
@@ -13,7 +15,7 @@ namespace {
 
 class NextUse final : public EvictionPolicy {
   public:
-    NextUse(const Layout & layout, const Parameters & given);
+    NextUse(const Layout & layout, const Values & values);
 
     bool orders(const LayerStep & now) const override { return now.decodes; }
     bool on_routing(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens) override;
@@ -22,7 +24,7 @@ class NextUse final : public EvictionPolicy {
     // -(expected passes until the next use of an expert), counted from when its layer comes next ...
     float score(int il, int expert) const override {
         const int key = layout_.key(il, expert);
-        return known_[il] ? -wait_[key] * (1.0f - trust_ * forecast_[key]) : 1.0f - wait_[key];
+        return known_[il] ? -wait_[key] * (1.0f - forecast_[key]) : 1.0f - wait_[key];
     }
 
     // ... which is this far from a routing event of layer now.il.
@@ -35,22 +37,25 @@ class NextUse final : public EvictionPolicy {
 
     const Layout & layout_;
     UseRates rates_;
-    float trust_;
     std::vector<float> wait_;     // [n_layer * n_expert_max], passes between uses
     std::vector<float> forecast_; // [n_layer * n_expert_max], probabilities where known_
     std::vector<uint8_t> known_;  // [n_layer]
     std::vector<float> distance_; // [2 * n_moe_layers - 1], by rows ahead: part of a pass until a layer comes
 };
 
-NextUse::NextUse(const Layout & layout, const Parameters & given)
-    : layout_(layout),
-      rates_(layout, given.values("half_lives_tokens", {1.0f, 4.0f, 16.0f, 64.0f, 256.0f, 4000.0f}),
-             given.values("weights", {})) {
-    set_distances(given.value("distance_weight", 4.0f));
-    trust_ = given.value("trust", 1.0f);
-    if (!(trust_ >= 0.0f && trust_ <= 1.0f)) {
-        throw Error(MOEGGUF_INVALID, "trust in a forecast lies from 0 to 1, but is " + std::to_string(trust_));
+UseRates rates_of(const Layout & layout, const Values & values) {
+    if (values.size() <= 1) {
+        return UseRates(layout, {1.0f, 4.0f, 16.0f, 64.0f, 256.0f, 4000.0f}, {});
     }
+    Values half_lives_tokens, weights;
+    for (size_t i = 1; i < values.size(); i++) {
+        (i % 2 ? half_lives_tokens : weights).push_back(values[i]);
+    }
+    return UseRates(layout, half_lives_tokens, weights);
+}
+
+NextUse::NextUse(const Layout & layout, const Values & values) : layout_(layout), rates_(rates_of(layout, values)) {
+    set_distances(value_or(values, 0, 4.0f));
     wait_.assign(layout.n_keys(), 1.0f / *rates_.row(0));
     forecast_.assign(layout.n_keys(), 0.0f);
     known_.assign(layout.layers.size(), 0);
@@ -93,7 +98,6 @@ bool NextUse::on_forecast(int il, const float * probabilities) {
 } // namespace
 
 extern const PolicyType next_use_policy;
-const PolicyType next_use_policy = {
-    "next-use", true, {"half_lives_tokens", "weights", "distance_weight", "trust"}, make_policy_of<NextUse>};
+const PolicyType next_use_policy = {"next-use", true, 1 + 2 * UseRates::most_averages, make_policy_of<NextUse>};
 
 } // namespace moegguf

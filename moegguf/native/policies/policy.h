@@ -76,34 +76,28 @@ class EvictionPolicy {
     }
 };
 
-// A policy's parameters as they came through the ABI, checked for form only.
-class Parameters {
-  public:
-    explicit Parameters(const moegguf_policy & given); // Throws Error(INVALID).
+// Numbers that take the place of a policy's own, in its own order.
+using Values = std::vector<float>;
 
-    std::vector<float> values(const char * name, std::vector<float> otherwise) const;
-    float value(const char * name, float otherwise) const; // Throws Error(INVALID) when it is not one value.
-    const std::vector<std::string> & names() const { return names_; }
-
-  private:
-    std::vector<std::string> names_;
-    std::vector<std::vector<float>> values_;
-};
+inline float value_or(const Values & values, size_t i, float otherwise) {
+    return i < values.size() ? values[i] : otherwise;
+}
 
 template <typename T>
-std::unique_ptr<EvictionPolicy> make_policy_of(const Layout & layout, const Parameters & given) {
-    return std::make_unique<T>(layout, given);
+std::unique_ptr<EvictionPolicy> make_policy_of(const Layout & layout, const Values & values) {
+    return std::make_unique<T>(layout, values);
 }
 
 struct PolicyType {
     const char * name;
-    bool takes_forecast;                  // makes use of on_forecast
-    std::vector<const char *> parameters; // their names
-    std::unique_ptr<EvictionPolicy> (*make)(const Layout & layout, const Parameters & parameters);
+    bool takes_forecast; // makes use of on_forecast
+    size_t most_values;
+    std::unique_ptr<EvictionPolicy> (*make)(const Layout & layout, const Values & values);
 };
 
-// The policy of that name. Throws Error(INVALID) for an unknown name, an unknown parameter or a value out of range.
-std::unique_ptr<EvictionPolicy> make_policy(const Layout & layout, const moegguf_policy & chosen);
+// The policy of that name. Throws Error(INVALID) for an unknown name, or a value out of range.
+std::unique_ptr<EvictionPolicy> make_policy(const Layout & layout, const std::string & name,
+                                            const Values & values = {});
 const PolicyType * policy_at(int index); // nullptr behind the last one
 
 } // namespace moegguf

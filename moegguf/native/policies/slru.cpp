@@ -1,8 +1,7 @@
 // slru.cpp: segmented LRU (Karedla, Love and Wherry 1994), with two segments for each layer: experts that were used
 // again since they were loaded are protected, the others are on probation and are evicted first. The protected segment
-// holds up to protected_share of the layer's experts; beyond that its least recently used expert goes back on
-// probation.
-// Touches its own tables only (policy.h).
+// holds up to protected_share, its one value, of the layer's experts; beyond that its least recently used expert goes
+// back on probation. Touches its own tables only (policy.h).
 #include "policies/policy.h"
 
 #include <cmath>
@@ -12,9 +11,9 @@ namespace {
 
 class Slru final : public EvictionPolicy {
   public:
-    Slru(const Layout & layout, const Parameters & given)
+    Slru(const Layout & layout, const Values & values)
         : layout_(layout),
-          share_(given.value("protected_share", 0.8f)),
+          share_(value_or(values, 0, 0.8f)),
           fresh_(layout.n_keys(), 0),
           used_(layout.n_keys(), 0),
           n_resident_(layout.layers.size(), 0),
@@ -84,6 +83,6 @@ class Slru final : public EvictionPolicy {
 } // namespace
 
 extern const PolicyType slru_policy;
-const PolicyType slru_policy = {"slru", false, {"protected_share"}, make_policy_of<Slru>};
+const PolicyType slru_policy = {"slru", false, 1, make_policy_of<Slru>};
 
 } // namespace moegguf

@@ -14,7 +14,7 @@ constexpr float epsilon = 1e-6f;
 
 class Sparsity final : public EvictionPolicy {
   public:
-    Sparsity(const Layout & layout, const Parameters &) : layout_(layout), scores_(layout.n_keys(), 0.0f) {
+    Sparsity(const Layout & layout, const Values &) : layout_(layout), scores_(layout.n_keys(), 0.0f) {
         for (int il : layout.moe_layers) {
             set_row(il, nullptr);
         }
@@ -51,6 +51,6 @@ class Sparsity final : public EvictionPolicy {
 } // namespace
 
 extern const PolicyType sparsity_policy;
-const PolicyType sparsity_policy = {"sparsity", true, {}, make_policy_of<Sparsity>};
+const PolicyType sparsity_policy = {"sparsity", true, 0, make_policy_of<Sparsity>};
 
 } // namespace moegguf
