@@ -22,7 +22,7 @@ LIMITS = {
     "moegguf/chat": 1_980,
     "moegguf/cli": 2_850,
     "moegguf/controller": 2_690,
-    "moegguf/engine": 7_650,
+    "moegguf/engine": 7_640,
     "moegguf/generate": 4_710,
     "moegguf/gguf": 1_990,
     "moegguf/models": 3_190,

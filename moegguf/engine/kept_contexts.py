@@ -89,12 +89,7 @@ class KeptContexts:
     """Those of a loaded model in `store`. For the thread that evaluates."""
 
     def __init__(
-        self,
-        llm: UpstreamLlama,
-        context: Context,
-        store: ContextStore,
-        load_plan: LoadPlan,
-        moves: StoreOptions,
+        self, llm: UpstreamLlama, context: Context, store: ContextStore, load_plan: LoadPlan, moves: StoreOptions
     ) -> None:
         self._context = context
         self._llm: UpstreamLlama = weakref.proxy(llm)  # type: ignore[assignment]  # which holds this object
@@ -347,11 +342,7 @@ def store_limit(given: str | int | None) -> int | None:
 
 
 def open_contexts(
-    llm: UpstreamLlama,
-    context: Context,
-    load_plan: LoadPlan,
-    moves: StoreOptions,
-    limit_bytes: int | None,
+    llm: UpstreamLlama, context: Context, load_plan: LoadPlan, moves: StoreOptions, limit_bytes: int | None
 ) -> KeptContexts | None:
     """Those of a model that was loaded by this plan, in the user's cache folder, where its context can have any.
     limit_bytes: of the folder."""
