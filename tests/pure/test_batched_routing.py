@@ -9,27 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from reference_predictors import EamcPredictor
-from traces import SMALL, random_trace, same
+from traces import SMALL, batched, random_trace, same
 
 from moegguf.controller import history as history_module
 from moegguf.controller.history import History
+from moegguf.controller.predictors.eamc import EamcPredictor
 from moegguf.errors import TraceError
 from moegguf.native.events import Announcement, Part, Phase, RoutingEvent
 from moegguf.trace.format import HEADER, read, write
 from moegguf.trace.recorder import Recorder
-from moegguf.trace.trace import Trace
-from predictors.study.arrange import grouped, separated
-
-
-def batched(n_sequences: int = 4, n_decode: int = 6) -> Trace:
-    """All prompts in one pass, then a token of every request in each; the last pass also reads a prompt."""
-    trace = random_trace(n_sequences=n_sequences + 1, n_prefill=3, n_decode=n_decode, with_inputs=True)
-    of = [np.flatnonzero(trace.sequence_of == sequence) for sequence in range(n_sequences + 1)]
-    prompts = np.concatenate([tokens[:3] for tokens in of[:-1]])
-    steps = [np.array([tokens[3 + step] for tokens in of[:-1]]) for step in range(n_decode)]
-    steps[-1] = np.concatenate([of[-1][:3], steps[-1]])  # the last layer is computed for its third token, and decoding
-    return grouped(trace, [prompts, *steps])
+from predictors.study.arrange import separated
 
 
 def test_the_tokens_of_an_event_come_apart_by_request_and_phase() -> None:
@@ -110,13 +99,14 @@ def test_memory_is_bounded_however_many_requests_come(monkeypatch: pytest.Monkey
 
 
 def test_the_collection_learns_every_request_of_a_batch() -> None:
-    predictor = EamcPredictor(SMALL)
+    predictor, history = EamcPredictor(SMALL), History(SMALL)
     for event in batched().events():
-        predictor.announce(event) if isinstance(event, Announcement) else predictor.observe(event)
-    predictor.learned(predictor._history)
-    assert predictor.eamcs.decode.n_entries == 4
-    assert predictor.eamcs.prefill.n_entries == 5
-    rows = predictor.eamcs.decode.state.sum(axis=2)
+        history.expect(event) if isinstance(event, Announcement) else history.update(event)
+        predictor.predict_eam.learn(history)
+    eamcs = predictor.learned(history)
+    assert eamcs.decode.n_entries == 4
+    assert eamcs.prefill.n_entries == 5
+    rows = eamcs.decode.state.sum(axis=2)
     assert (rows[:, list(SMALL.layers)] == 6 * SMALL.n_expert_used).all()
 
 

@@ -1,4 +1,4 @@
-"""DuoServe-MoE's ExpertMLP: the state as specified, a hand-made network, and when it has no prediction."""
+"""DuoServe-MoE's ExpertMLP: the state as specified, and files that do not fit."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from reference_predictors import ExpertMlp
-from traces import routed
 
-from moegguf.controller.predictors.expert_mlp import state_size
+from moegguf.controller.predictors.expert_mlp import ExpertMlp, state_size
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from predictors.train.states import states
@@ -39,35 +37,6 @@ def test_the_state_is_history_popularity_and_the_rows_of_the_experts_chosen() ->
     state = states(POPULARITY, AFFINITY, ids, 2, out)[0]
     assert state[:4].tolist() == [1.0, 0.25, 0.5, 0.75]
     assert state[8:] == pytest.approx(np.concatenate([AFFINITY[1, 1], AFFINITY[1, 2]]))
-
-
-def test_a_copying_network_returns_the_history_in_order() -> None:
-    mlp = ExpertMlp.from_weights(SHAPE, weights((8, 8, 8, 8, 8, 8)))
-    mlp.observe(routed(0, 3, 0, pass_=7))
-    probabilities = mlp.predict(1, 1)
-    expected = 1 / (1 + np.exp(-np.array([1, 0.25, 0, 0])))
-    assert probabilities == pytest.approx(expected, abs=0.01)
-    mlp.observe(routed(1, 1, 2, pass_=7))
-    later = mlp.predict(3, 1)
-    assert later is not None and later.argsort().tolist() == [1, 2, 3, 0]
-
-
-def test_it_needs_every_layer_of_the_pass_and_looks_one_ahead() -> None:
-    mlp = ExpertMlp.from_weights(SHAPE, weights((8, 8, 8, 8, 8, 8)))
-    assert mlp.predict(0, 1) is None and mlp.predict(1, 1) is None
-    mlp.observe(routed(0, 1, 2, pass_=0))
-    assert mlp.predict(1, 1) is not None
-    assert mlp.predict(3, 1) is None and mlp.predict(3, 2) is None and mlp.predict(2, 1) is None
-    mlp.observe(routed(3, 1, 2, pass_=0))  # layer 1 was missed
-    assert mlp.predict(3, 1) is None
-    for pass_, (il, *ids) in enumerate(((0, 1, 9), (0, 1), (0, 1, -1), (2, 1, 2)), start=1):
-        invalid = routed(il, *ids, pass_=pass_)
-        mlp.observe(invalid)
-        assert mlp.predict(1, 1) is None
-    mlp.observe(routed(0, 1, 2, pass_=5)._replace(expert_ids=np.zeros((3, 2), np.int32)))
-    assert mlp.predict(1, 1) is None
-    mlp.observe(routed(0, 1, 2, pass_=6))
-    assert mlp.predict(1, 1) is not None
 
 
 def test_files_that_do_not_fit_are_refused() -> None:
