@@ -17,7 +17,6 @@ from moegguf.controller.predictors.eamc import EamcPredictor
 from moegguf.errors import TraceError
 from moegguf.native.events import Announcement, Part, Phase, RoutingEvent
 from moegguf.trace.format import HEADER, read, write
-from moegguf.trace.recorder import Recorder
 from predictors.study.arrange import separated
 
 
@@ -108,30 +107,6 @@ def test_the_collection_learns_every_request_of_a_batch() -> None:
     assert eamcs.prefill.n_entries == 5
     rows = eamcs.decode.state.sum(axis=2)
     assert (rows[:, list(SMALL.layers)] == 6 * SMALL.n_expert_used).all()
-
-
-def test_a_trace_of_batches_is_the_same_after_a_file_and_after_its_events(tmp_path: Path) -> None:
-    trace = batched()
-    write(tmp_path / "t.npz", trace)
-    assert same(read(tmp_path / "t.npz"), trace)
-    session = Recorder(tmp_path / "r.npz", SMALL, replace(trace.header, labels={}), inputs=True)
-    for event in trace.events():
-        session.announce(event) if isinstance(event, Announcement) else session.observe(event)
-    for sequence, label in trace.header.labels.items():
-        session.label(sequence, label)
-    session.close()
-    assert same(read(tmp_path / "r.npz"), trace)
-
-
-def test_blocks_without_batches_are_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moegguf.trace.recorder.BLOCK_PASSES", 2)
-    trace = batched()
-    session = Recorder(tmp_path / "r.npz", SMALL, trace.header, inputs=True)
-    for event in trace.events():
-        session.announce(event) if isinstance(event, Announcement) else session.observe(event)
-    session.close()
-    found = read(tmp_path / "r.npz")
-    assert found.token_sequence is not None and same(found, trace)
 
 
 def test_a_file_of_version_1_is_read(tmp_path: Path) -> None:
