@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import ClassVar, TypeVar
 
 import numpy as np
-from reference_predictors import Affinity, TokenTable
 
 from moegguf.controller.predictors.base import Predictor
-from moegguf.controller.predictors.counts import Popularity
+from moegguf.controller.predictors.counts import Affinity, Popularity, TokenTable
 from moegguf.controller.shape import MoeShape
 from moegguf.gguf.routers import Gating, Router, Routers
 from moegguf.native.events import Announcement, Float32s, Phase, RoutingEvent

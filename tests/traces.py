@@ -16,6 +16,7 @@ import numpy.typing as npt
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Float32s, Phase, RoutingEvent
 from moegguf.trace.trace import Trace, TraceHeader
+from predictors.study.arrange import grouped
 
 SMALL = MoeShape(
     n_layer=6, n_expert=16, n_expert_used=2, layers=(1, 2, 3, 4, 5), n_embd=32, n_vocab=64, expert_bytes=1000
@@ -72,6 +73,16 @@ def random_trace(
         weights=weights if with_weights else None,
         inputs=inputs if with_inputs else None,
     )
+
+
+def batched(n_sequences: int = 4, n_decode: int = 6) -> Trace:
+    """All prompts in one pass, then a token of every request in each; the last pass also reads a prompt."""
+    trace = random_trace(n_sequences=n_sequences + 1, n_prefill=3, n_decode=n_decode, with_inputs=True)
+    of = [np.flatnonzero(trace.sequence_of == sequence) for sequence in range(n_sequences + 1)]
+    prompts = np.concatenate([tokens[:3] for tokens in of[:-1]])
+    steps = [np.array([tokens[3 + step] for tokens in of[:-1]]) for step in range(n_decode)]
+    steps[-1] = np.concatenate([of[-1][:3], steps[-1]])  # the last layer is computed for its third token, and decoding
+    return grouped(trace, [prompts, *steps])
 
 
 def routed(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -279,13 +278,9 @@ def test_a_body_that_becomes_invalid_behind_a_reply_ends_the_connection(
     assert not [record for record in caplog.records if record.exc_info]
 
 
-def test_networks_are_checked(moegguf: Command) -> None:
-    done = moegguf("serve", "--host", "0.0.0.0", "--trust-network", "192.168.1.7/24", MOEGGUF_HOST="")
-    assert done.returncode == 1 and "192.168.1.7/24 has host bits set; give networks such as" in done.stderr
-
-
 def test_large_headers_and_compressed_bodies_are_refused(url: str) -> None:
-    assert call(f"{url}/api/tags", X_Large="x" * 20_000).status in (400, 431)
+    reply = call(f"{url}/api/tags", X_Large="x" * 20_000)
+    assert reply.status in (400, 431) and reply.error
     reply = call(f"{url}/api/chat", b"\x1f\x8b", Content_Encoding="gzip")
     assert reply.status == 415 and "Content-Encoding" in reply.error
 
@@ -307,22 +302,6 @@ def test_errors_of_the_framework_are_json_of_the_api(url: str, method: str, path
     assert "detail" not in reply.json
 
 
-def test_invalid_http_gets_json_too(tmp_path: Path) -> None:
-    with serving(tmp_path) as server, socket.create_connection(("127.0.0.1", server.port)) as connection:
-        connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n" + b"X: y" * 10_000 + b"\r\n\r\n")
-        answer = http.client.HTTPResponse(connection)
-        answer.begin()
-        assert answer.status in (400, 431)
-        assert b'"error"' in answer.read()
-
-
-def test_another_address_than_loopback_needs_a_key(moegguf: Command) -> None:
-    for host in ("0.0.0.0:0", "192.168.0.1", "[::]:0"):
-        found = moegguf("serve", "--host", host)
-        assert found.returncode == 1
-        assert "MOEGGUF_API_KEY" in found.stderr and "Traceback" not in found.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -332,25 +311,27 @@ def test_another_address_than_loopback_needs_a_key(moegguf: Command) -> None:
         (("--expert-cache", "lots"), "not a budget"),
         (("--expert-cache", "50"), 'did you mean "50%"'),
         (("--host", "203.0.113.7", "--api-key", "k"), "cannot listen"),
+        *((("--host", host), "MOEGGUF_API_KEY") for host in ("0.0.0.0:0", "192.168.0.1", "[::]:0")),
+        (("--host", "0.0.0.0", "--trust-network", "192.168.1.7/24"), "192.168.1.7/24 has host bits set; give networks"),
     ],
 )
-def test_options_that_cannot_work_end_in_one_line(moegguf: Command, arguments: tuple[str, ...], words: str) -> None:
-    found = moegguf("serve", *arguments)
+def test_options_that_cannot_work_end_in_one_line(here: Command, arguments: tuple[str, ...], words: str) -> None:
+    found = here("serve", *arguments)
     assert found.returncode == 1 and found.stdout == ""
     assert words in found.stderr and len(found.stderr.splitlines()) == 1
 
 
-def test_a_port_in_use_is_named(moegguf: Command) -> None:
+def test_a_port_in_use_is_named(here: Command) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        found = moegguf("serve", "--port", port)
+        found = here("serve", "--port", port)
     assert found.returncode == 1
     assert f"127.0.0.1:{port}" in found.stderr and "in use" in found.stderr
 
 
-def test_help_lists_the_variables(moegguf: Command) -> None:
-    text = moegguf("serve", "--help").stdout
+def test_help_lists_the_variables(here: Command) -> None:
+    text = here("serve", "--help").stdout
     for name in ("MOEGGUF_HOST", "MOEGGUF_KEEP_ALIVE", "MOEGGUF_MAX_QUEUE", "OLLAMA_", "HF_TOKEN"):
         assert name in text

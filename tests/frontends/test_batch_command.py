@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -14,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from batch_files import CHAT, entries, jsonl, request
+from batch_files import CHAT, entries, jsonl, request, requests_in
 from command_line import Command, environment
 from servers import Server, serving
 from waiting import until
 
 from moegguf.cli.app import main
+from moegguf.serving.batch.answers import open_journal, response_entry
 
 N = 60  # requests that take longer than a test to notice the first answers
 ALONE = {"MOEGGUF_HOST": "127.0.0.1:9", "OMP_NUM_THREADS": "1"}
@@ -153,19 +153,18 @@ def test_a_server_that_ends_stops_it_and_another_goes_on(tmp_path: Path, moegguf
     assert [entry["response"]["status_code"] for entry in entries(target)] == [200] * 30
 
 
-def test_a_file_in_use_or_changed_is_refused(tmp_path: Path, moegguf: Command) -> None:
-    path, target = written(tmp_path, [question(i, max_tokens=200) for i in range(400)]), tmp_path / "answers"
-    with started(path, "-o", target, **ALONE) as process:
-        wait_for(process, tmp_path / "answers.partial", 1)
-        second = moegguf("batch", path, "-o", target, **ALONE)
+def test_a_file_in_use_or_changed_is_refused(tmp_path: Path, here: Command) -> None:
+    target, partial = tmp_path / "answers", tmp_path / "answers.partial"
+    with requests_in(tmp_path / "requests.jsonl", [question(i) for i in range(4)]) as requests:
+        journal = open_journal(partial, requests)
+        journal.append(1, response_entry(requests, requests.lines[0], 200, {}))
+        second = here("batch", tmp_path / "requests.jsonl", "-o", target, **ALONE)
         assert second.returncode == 1 and "another process answers these requests" in second.stderr
-        process.kill()
-    with path.open("ab") as file:
-        file.write(json.dumps(question(99)).encode())
-    kept = (tmp_path / "answers.partial").read_bytes()
-    changed = moegguf("batch", path, "-o", target, **ALONE)
+        journal.close()
+    kept = partial.read_bytes()
+    changed = here("batch", written(tmp_path, [question(i) for i in range(5)]), "-o", target, **ALONE)
     assert changed.returncode == 1 and "has changed since" in changed.stderr
-    assert (tmp_path / "answers.partial").read_bytes() == kept
+    assert partial.read_bytes() == kept
 
 
 def test_what_cannot_be_answered_is_said(

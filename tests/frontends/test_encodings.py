@@ -147,12 +147,3 @@ def test_answers_have_the_types_of_the_clients_packages(http: httpx.Client, mana
             # The type of a completion knows no unfinished text, nor that of Ollama's a line of progress.
             if "prompt_progress" not in item and name != "openai-completions":
                 check(EVENTS[name][item["type"]] if name in EVENTS else STREAMED[name], item)
-
-
-@pytest.mark.parametrize("name", EVENTS)
-def test_every_event_has_its_type_as_its_name(http: httpx.Client, manager: FakeManager, name: str) -> None:
-    path, body, _ = ASKED[name]
-    for manager.script, manager.timing in CASES.values():
-        text = http.post(path, json={"model": "able", "stream": True, **body}).text
-        events = [event for event in text.split("\n\n") if event and not event.startswith("{")]
-        assert all(re.match(r'event: ([\w.]+)\ndata: \{"type":"\1"', event) for event in events), text

@@ -108,38 +108,38 @@ def test_whole_images_of_each_kind_are_read(vision: Server, data: bytes) -> None
     assert chat(vision, base64_of(data)).status == 200
 
 
-def test_run_takes_a_path_and_a_projector(moegguf: Command, tiny: Tiny, projector: Tiny, tmp_path: Path) -> None:
+def test_run_takes_a_path_and_a_projector(here: Command, tiny: Tiny, projector: Tiny, tmp_path: Path) -> None:
     (tmp_path / "a b.png").write_bytes(png())
     options = ("--temperature", 0, "-n", 4, "-t", 1, "-c", 512, "--expert-cache", "50%")
     question = f"what is in '{tmp_path}/a b.png'?"
-    done = moegguf("run", tiny(), question, "--mmproj", projector(), *options)
+    done = here("run", tiny(), question, "--mmproj", projector(), *options)
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
     assert done.stderr.strip() == f"Added image '{tmp_path}/a b.png'"
-    without = moegguf("run", tiny(), question, *options)
+    without = here("run", tiny(), question, *options)
     assert without.returncode == 0 and without.stdout != done.stdout and "Added" not in without.stderr
-    wrong = moegguf("run", tiny(), question, "--mmproj", tiny(), *options)
+    wrong = here("run", tiny(), question, "--mmproj", tiny(), *options)
     assert wrong.returncode == 1 and "architecture" in wrong.stderr
 
 
-def test_an_estimate_counts_the_projector(moegguf: Command, tiny: Tiny, projector: Tiny, tmp_path: Path) -> None:
+def test_an_estimate_counts_the_projector(here: Command, tiny: Tiny, projector: Tiny, tmp_path: Path) -> None:
     shutil.copy(tiny(), tmp_path / "see.gguf")
     shutil.copy(projector(), tmp_path / "mmproj-see.gguf")
-    plan = json.loads(moegguf("estimate", tmp_path / "see.gguf", "--ctx", 512, "--json").stdout)["plan"]
-    blind = json.loads(moegguf("estimate", tiny(), "--ctx", 512, "--json").stdout)["plan"]
+    plan = json.loads(here("estimate", tmp_path / "see.gguf", "--ctx", 512, "--json").stdout)["plan"]
+    blind = json.loads(here("estimate", tiny(), "--ctx", 512, "--json").stdout)["plan"]
     assert plan["projector_bytes"] > 0 == blind["projector_bytes"]
     assert plan["total_bytes"] > blind["total_bytes"]
-    assert "reading images" in moegguf("estimate", tmp_path / "see.gguf", "--ctx", 512).stdout
+    assert "reading images" in here("estimate", tmp_path / "see.gguf", "--ctx", 512).stdout
 
 
-def test_run_sends_images_to_a_running_server(moegguf: Command, vision: Server, tmp_path: Path) -> None:
+def test_run_sends_images_to_a_running_server(here: Command, vision: Server, tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(png())
     options = ("-n", 4, "--temp", 0, "--seed", 1)
-    done = moegguf("run", "see", f"what is {tmp_path}/a.png", *options, MOEGGUF_HOST=vision.url)
+    done = here("run", "see", f"what is {tmp_path}/a.png", *options, MOEGGUF_HOST=vision.url)
     assert done.returncode == 0 and done.stderr.strip() == f"Added image '{tmp_path}/a.png'"
     message = {"role": "user", "content": "what is", "images": [base64_of(png())]}
     body = {"model": "see", "messages": [message], "options": {**QUIET, "seed": 1}, "stream": False}
     assert done.stdout.strip() == vision.call("/api/chat", body).json["message"]["content"].strip()
-    blind = moegguf("run", "blind", f"what is {tmp_path}/a.png", *options, MOEGGUF_HOST=vision.url)
+    blind = here("run", "blind", f"what is {tmp_path}/a.png", *options, MOEGGUF_HOST=vision.url)
     assert blind.returncode == 0 and "Added" not in blind.stderr
 
 

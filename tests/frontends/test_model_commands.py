@@ -28,12 +28,12 @@ def hub(tiny: TinyModel) -> Iterator[FakeHub]:
 
 
 @pytest.fixture
-def mine(moegguf: Command, hub: FakeHub, tmp_path: Path) -> Mine:
+def mine(here: Command, hub: FakeHub, tmp_path: Path) -> Mine:
     """The command with its own home and hub, and the address of no server."""
 
     def call(*arguments: object, **extra: str) -> CompletedProcess[str]:
         own = {"MOEGGUF_HOME": str(tmp_path / "own"), "MOEGGUF_HOST": "127.0.0.1:9"}
-        return moegguf(*arguments, **{**hub.environment(tmp_path / "hf"), **own, **extra})
+        return here(*arguments, **{**hub.environment(tmp_path / "hf"), **own, **extra})
 
     return call
 

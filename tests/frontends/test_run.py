@@ -46,10 +46,10 @@ def test_the_answer_is_all_of_stdout_and_repeats_at_temperature_0(moegguf: Comma
     assert first.stderr == ""
 
 
-def test_llama_cpps_names_of_options_are_known(moegguf: Command, tiny: TinyModel) -> None:
+def test_llama_cpps_names_of_options_are_known(here: Command, tiny: TinyModel) -> None:
     sampling = ("--temp", 0.7, "--top-k", 1, "--top-p", 0.9, "--min-p", 0.05, "--repeat-penalty", 1.1, "-s", 3)
     loading = ("-ctk", "q8_0", "-ctv", "f16", "-ngl", 0, "-c", 0, "-t", 1, "--expert-cache", "50%")
-    done = moegguf("run", "-m", tiny(), "-p", "hello", "-n", 4, *sampling, *loading)
+    done = here("run", "-m", tiny(), "-p", "hello", "-n", 4, *sampling, *loading)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 
@@ -68,8 +68,8 @@ def test_hf_and_model_options_make_every_argument_a_word_of_the_prompt() -> None
         model_and_words(None, [], None, None)
 
 
-def test_verbose_prints_ollamas_lines_and_then_ours(moegguf: Command, tiny: TinyModel) -> None:
-    done = moegguf("run", tiny(), "hello", "--temperature", 0, "-n", 6, "-v", "--expert-cache", "50%", *QUICK)
+def test_verbose_prints_ollamas_lines_and_then_ours(here: Command, tiny: TinyModel) -> None:
+    done = here("run", tiny(), "hello", "--temperature", 0, "-n", 6, "-v", "--expert-cache", "50%", *QUICK)
     lines = done.stderr.strip().splitlines()
     shape = [re.sub(r"\d+(?= token)", "N", re.sub(r"[\d.]+(?= tokens/s)", "R", line)) for line in lines[:8]]
     shape = [re.sub(r"(?<= )(\d+m)?[\d.]+(ns|µs|ms|s)$", "X", line) for line in shape]
@@ -86,21 +86,21 @@ def test_verbose_prints_ollamas_lines_and_then_ours(moegguf: Command, tiny: Tiny
     assert re.search(r"\d+% of decode, \d+\.\d\d ms/token", lines[14])
 
 
-def test_threads_are_a_number_or_auto(moegguf: Command) -> None:
+def test_threads_are_a_number_or_auto(here: Command) -> None:
     assert (parse_threads("auto"), parse_threads("1"), parse_threads("512")) == (None, 1, 512)
     for text in ("0", "-1", "513", "1.5", "\u00b2", "", "many"):
         with pytest.raises(typer.BadParameter, match="1 to 512 nor 'auto'"):
             parse_threads(text)
-    done = moegguf("run", "demo", "hello", "--threads", "0")
+    done = here("run", "demo", "hello", "--threads", "0")
     assert (done.returncode, done.stdout) == (2, "")
     assert "'auto'" in done.stderr
 
 
-def test_piped_input_goes_before_the_prompt(moegguf: Command) -> None:
-    out = moegguf("run", "demo", "moegguf do?", *DEMO, stdin="What does\n").stdout
+def test_piped_input_goes_before_the_prompt(here: Command) -> None:
+    out = here("run", "demo", "moegguf do?", *DEMO, stdin="What does\n").stdout
     assert ANSWER in out
-    assert moegguf("run", "demo", *DEMO, stdin=f"{QUESTION}\n").stdout == out
-    assert moegguf("run", "demo", *QUESTION.split(), *DEMO).stdout == out
+    assert here("run", "demo", *DEMO, stdin=f"{QUESTION}\n").stdout == out
+    assert here("run", "demo", *QUESTION.split(), *DEMO).stdout == out
 
 
 SCREEN, PIPE = "screen", "pipe"
@@ -132,14 +132,14 @@ def test_terminals_and_pipes(tmp_path: Path, stdin: str, stdout: str, prompt: st
         assert out.startswith(ANSWER)
 
 
-def test_a_variable_that_no_worker_could_read_is_an_error_of_the_command(moegguf: Command) -> None:
-    done = moegguf("run", "demo", "hello", MOEGGUF_PLACEMENT="guess")
+def test_a_variable_that_no_worker_could_read_is_an_error_of_the_command(here: Command) -> None:
+    done = here("run", "demo", "hello", MOEGGUF_PLACEMENT="guess")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "error: MOEGGUF_PLACEMENT: 'guess' is none of auto, layers, slots, cpu.\n"
 
 
-def test_an_empty_prompt_loads_the_model_in_a_running_server(moegguf: Command, server: Server) -> None:
-    done = moegguf("run", "tiny", "", "--keepalive", "7m", MOEGGUF_HOST=server.url)
+def test_an_empty_prompt_loads_the_model_in_a_running_server(here: Command, server: Server) -> None:
+    done = here("run", "tiny", "", "--keepalive", "7m", MOEGGUF_HOST=server.url)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     loaded = server.call("/api/ps").json["models"]
     assert "tiny:latest" in [model["name"] for model in loaded]
@@ -209,15 +209,15 @@ def hub() -> Iterator[FakeHub]:
         yield found
 
 
-def test_a_missing_model_is_pulled_first(moegguf: Command, hub: FakeHub, tmp_path: Path) -> None:
+def test_a_missing_model_is_pulled_first(here: Command, hub: FakeHub, tmp_path: Path) -> None:
     names = hub.environment(tmp_path)
     for _ in range(2):
-        done = moegguf("run", "hf.co/some/demo-GGUF", QUESTION, *DEMO, **names)
+        done = here("run", "hf.co/some/demo-GGUF", QUESTION, *DEMO, **names)
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith(ANSWER)
         assert done.stderr == ""
     assert len(hub.gets("demo-Q4_0.gguf")) == 1
-    missing = moegguf("run", "hf.co/some/other-GGUF", QUESTION, *DEMO, **names)
+    missing = here("run", "hf.co/some/other-GGUF", QUESTION, *DEMO, **names)
     assert (missing.returncode, missing.stdout) == (1, "")
     assert missing.stderr.startswith("error: ")
 
@@ -241,8 +241,8 @@ def test_stdout_is_utf8_whatever_the_locale_says(tiny: TinyModel) -> None:
     assert done.stdout.decode("utf-8")
 
 
-def test_a_low_budget_warns_in_one_line(moegguf: Command, tiny: TinyModel) -> None:
-    done = moegguf("run", tiny("tiny-mix"), "hello", "-n", 2, "--expert-cache", "10%", *QUICK)
+def test_a_low_budget_warns_in_one_line(here: Command, tiny: TinyModel) -> None:
+    done = here("run", tiny("tiny-mix"), "hello", "-n", 2, "--expert-cache", "10%", *QUICK)
     assert done.returncode == 0
     assert re.fullmatch(r"warning: .* hit rate will be low\n", done.stderr)
 

@@ -70,9 +70,9 @@ def test_a_conversation_outlives_unloading_and_killing(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def mine(moegguf: Command, tmp_path: Path) -> Callable[..., CompletedProcess[str]]:
+def mine(here: Command, tmp_path: Path) -> Callable[..., CompletedProcess[str]]:
     own = {"MOEGGUF_HOME": str(tmp_path / "home"), "MOEGGUF_HOST": "127.0.0.1:9"}
-    return lambda *arguments: moegguf(*arguments, **own)
+    return lambda *arguments: here(*arguments, **own)
 
 
 def test_run_goes_on_and_the_command_lists_and_clears(mine: Callable[..., CompletedProcess[str]]) -> None:

@@ -25,7 +25,7 @@ def study() -> Command:
     return call
 
 
-def test_a_made_up_trace_is_simulated_as_a_recorded_one(moegguf: Command, study: Command, tmp_path: Path) -> None:
+def test_a_made_up_trace_is_simulated_as_a_recorded_one(here: Command, study: Command, tmp_path: Path) -> None:
     path = tmp_path / "made-up.npz"
     shape = ("--layers", "3", "--experts", "32", "--used", "2", "--expert-size", "3MiB")
     done = study("synthesize", "--locality", "qwen3-30b", *shape, "--tokens", "300", "-o", path)
@@ -33,7 +33,7 @@ def test_a_made_up_trace_is_simulated_as_a_recorded_one(moegguf: Command, study:
     assert done.stderr == f"{path}: 300 tokens, synthetic routing as of Qwen3-30B-A3B\n"
     made = read(path).shape
     assert (made.n_layer, made.n_expert, made.n_expert_used, made.expert_bytes) == (3, 32, 2, 3 << 20)
-    rows = json.loads(moegguf("trace", "simulate", path, "--policy", "lru", "--expert-cache", "40%", "--json").stdout)
+    rows = json.loads(here("trace", "simulate", path, "--policy", "lru", "--expert-cache", "40%", "--json").stdout)
     assert rows[0]["hit_rate"] == pytest.approx(0.9, abs=0.03)
 
 

@@ -164,9 +164,9 @@ def once_manager() -> FakeManager:
 
 
 @pytest.mark.parametrize("arguments", [["--once"], []], ids=["once", "no terminal"])
-def test_once_prints_a_frame(moegguf: Command, arguments: list[str]) -> None:
+def test_once_prints_a_frame(here: Command, arguments: list[str]) -> None:
     with serve(once_manager()) as url:
-        done = moegguf("top", *arguments, MOEGGUF_HOST=url)
+        done = here("top", *arguments, MOEGGUF_HOST=url)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert lines[0] == f"moegguf top  {url}  1 model"
@@ -174,9 +174,9 @@ def test_once_prints_a_frame(moegguf: Command, arguments: list[str]) -> None:
     assert "\x1b" not in done.stdout
 
 
-def test_json_is_for_scripts(moegguf: Command) -> None:
+def test_json_is_for_scripts(here: Command) -> None:
     with serve(once_manager()) as url:
-        done = moegguf("top", "--once", "--json", MOEGGUF_HOST=url)
+        done = here("top", "--once", "--json", MOEGGUF_HOST=url)
     printed = json.loads(done.stdout)
     [model] = printed["models"]
     assert (printed["server"], model["name"], model["queue"]) == (url, "demo:latest", 0)
@@ -192,9 +192,9 @@ def test_a_terminal_without_unicode_gets_a_map_of_ascii(moegguf: Command) -> Non
     assert ". on disk" in done.stdout and "-= in memory (some, all)" in done.stdout
 
 
-def test_without_a_server_there_is_one_clear_sentence(moegguf: Command) -> None:
+def test_without_a_server_there_is_one_clear_sentence(here: Command) -> None:
     for arguments in ([], ["--once"], ["--json"]):
-        done = moegguf("top", *arguments, MOEGGUF_HOST="127.0.0.1:1")
+        done = here("top", *arguments, MOEGGUF_HOST="127.0.0.1:1")
         assert (done.returncode, done.stdout) == (1, "")
         assert done.stderr == "error: no server is running at http://127.0.0.1:1; start one with `moegguf serve`.\n"
 

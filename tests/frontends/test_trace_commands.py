@@ -40,8 +40,8 @@ def test_a_trace_has_every_prompt_as_a_request_of_its_kind(trace: Trace) -> None
     assert trace.select([1]).decode().n_tokens > 1
 
 
-def test_hit_rates_of_every_policy_fit_a_narrow_terminal(moegguf: Command, recorded: Path, trace: Trace) -> None:
-    done = moegguf("trace", "simulate", recorded)
+def test_hit_rates_of_every_policy_fit_a_narrow_terminal(here: Command, recorded: Path, trace: Trace) -> None:
+    done = here("trace", "simulate", recorded)
     assert done.returncode == 0, done.stderr
     assert "hit rates ...\n" in done.stderr
     lines = done.stdout.splitlines()
@@ -53,13 +53,13 @@ def test_hit_rates_of_every_policy_fit_a_narrow_terminal(moegguf: Command, recor
     assert f"4 of 4 requests with {trace.decode().n_tokens} of {trace.decode().n_tokens} decoded tokens" in done.stdout
 
 
-def test_json_is_the_table(moegguf: Command, recorded: Path) -> None:
+def test_json_is_the_table(here: Command, recorded: Path) -> None:
     flags = ("--policy", "lru,next-use", "--expert-cache", "25%, 0.5")
-    rows = json.loads(moegguf("trace", "simulate", recorded, *flags, "--json").stdout)
+    rows = json.loads(here("trace", "simulate", recorded, *flags, "--json").stdout)
     assert [(row["policy"], row["share"]) for row in rows] == [
         ("lru", 0.25), ("next-use", 0.25), ("belady", 0.25), ("lru", 0.5), ("next-use", 0.5), ("belady", 0.5),
     ]  # fmt: skip
-    table = moegguf("trace", "simulate", recorded, *flags).stdout
+    table = here("trace", "simulate", recorded, *flags).stdout
     for row in rows:
         assert f"{row['decode_hit_rate']:.1%}" in table
         assert row["decode_hit_rate"] <= next(
@@ -67,10 +67,10 @@ def test_json_is_the_table(moegguf: Command, recorded: Path) -> None:
         )
 
 
-def test_a_modelled_link_gives_stalls_and_speed(moegguf: Command, recorded: Path) -> None:
+def test_a_modelled_link_gives_stalls_and_speed(here: Command, recorded: Path) -> None:
     flags = ("--policy", "lru", "--predictor", "none,skip", "--model", "demo", "--expert-cache", "25%")
     timed = ("--link", "0.5", "--latency", "50", "--layer-compute", "1000")
-    done = moegguf("trace", "simulate", recorded, *flags, *timed, "--prefetch")
+    done = here("trace", "simulate", recorded, *flags, *timed, "--prefetch")
     assert done.returncode == 0, done.stderr
     stalls = done.stdout[done.stdout.index("Stall") : done.stdout.index("Decoded tokens per second")].splitlines()[2:4]
     none, skip = (float(line.split()[-1]) for line in stalls)
@@ -79,16 +79,16 @@ def test_a_modelled_link_gives_stalls_and_speed(moegguf: Command, recorded: Path
     assert all(0 < float(line.split()[-1]) < 1000 for line in speeds)
 
 
-def test_two_tiers_have_a_line_each_and_links_of_their_own(moegguf: Command, recorded: Path) -> None:
+def test_two_tiers_have_a_line_each_and_links_of_their_own(here: Command, recorded: Path) -> None:
     budgets = ("--vram-cache", "10%,70%", "--expert-cache", "50%")
     links = ("--link", "0.5", "--device-link", "4GB/s,20us", "--layer-compute", "100")
     flags = ("--policy", "vram=next-use,ram=slru", "--policy", "lru", *budgets, *links)
-    rows = json.loads(moegguf("trace", "simulate", recorded, *flags, "--json").stdout)
+    rows = json.loads(here("trace", "simulate", recorded, *flags, "--json").stdout)
     names = ["vram=next-use,ram=slru", "lru"]
     assert [(row["policy"], row["share"], row["ram_share"]) for row in rows] == [
         (name, share, 0.5) for share in (0.1, 0.7) for name in names
     ]
-    done = moegguf("trace", "simulate", recorded, *flags)
+    done = here("trace", "simulate", recorded, *flags)
     lines = [line.split() for line in done.stdout.splitlines()]
     for row in rows:
         vram, ram = (row["simulated"]["decode_tiers"][tier] for tier in ("VRAM", "RAM"))
@@ -102,37 +102,37 @@ def test_two_tiers_have_a_line_each_and_links_of_their_own(moegguf: Command, rec
     assert "prompts staged, of 70%: " in done.stdout
 
 
-def test_several_devices_have_a_line_each(moegguf: Command, recorded: Path) -> None:
+def test_several_devices_have_a_line_each(here: Command, recorded: Path) -> None:
     budgets = ("--vram-cache", "20%,20%", "--expert-cache", "50%", "--tensor-split", "1,1")
     links = ("--device-link", "4GB/s,20us", "--device-link", "1GB/s")
-    row = json.loads(moegguf("trace", "simulate", recorded, "--policy", "lru", *budgets, *links, "--json").stdout)[0]
+    row = json.loads(here("trace", "simulate", recorded, "--policy", "lru", *budgets, *links, "--json").stdout)[0]
     tiers = row["simulated"]["tiers"]
     assert row["share"] == 0.4 and list(row["devices"]) == ["CUDA0", "CUDA1"]
     for name in ("lookups", "hits", "evictions", "bytes_in"):
         assert tiers["VRAM"][name] == tiers["CUDA0"][name] + tiers["CUDA1"][name] > 0
     assert tiers["CUDA0"]["lookups"] > 2 * tiers["CUDA1"]["lookups"]
     assert tiers["CUDA0"]["hits"] / tiers["CUDA0"]["lookups"] < tiers["CUDA1"]["hits"] / tiers["CUDA1"]["lookups"]
-    done = moegguf("trace", "simulate", recorded, "--policy", "lru", *budgets, *links)
+    done = here("trace", "simulate", recorded, "--policy", "lru", *budgets, *links)
     words = [word for line in done.stdout.splitlines() for word in line.split()]
     assert [word for word in words if word in tiers][:4] == ["VRAM", "CUDA0", "CUDA1", "RAM"]
 
 
-def test_all_strategies_are_those_that_the_trace_has_inputs_for(moegguf: Command, without_inputs: Path) -> None:
-    done = moegguf("trace", "simulate", without_inputs, "--model", "demo", "--strategy", "all", "--link", "1")
+def test_all_strategies_are_those_that_the_trace_has_inputs_for(here: Command, without_inputs: Path) -> None:
+    done = here("trace", "simulate", without_inputs, "--model", "demo", "--strategy", "all", "--link", "1")
     assert done.returncode == 0
     assert re.search(r"warning: left out: .*promoe.*: record the trace with --inputs\)", " ".join(done.stderr.split()))
     assert "promoe" not in done.stdout and "moe-infinity" in done.stdout
 
 
-def test_trace_alone_shows_its_help(moegguf: Command) -> None:
-    done = moegguf("trace")
+def test_trace_alone_shows_its_help(here: Command) -> None:
+    done = here("trace")
     assert (done.returncode, done.stderr) == (0, "")
     assert re.search(r"^  simulate +Replay", done.stdout, re.MULTILINE)
 
 
-def test_whole_strategies_are_replayed(moegguf: Command, recorded: Path) -> None:
+def test_whole_strategies_are_replayed(here: Command, recorded: Path) -> None:
     options = ["--expert-cache", "25%", "--link", "1", "--layer-compute", "500", "--json"]
-    done = moegguf("trace", "simulate", recorded, "--model", "demo", "--strategy", "all", *options)
+    done = here("trace", "simulate", recorded, "--model", "demo", "--strategy", "all", *options)
     assert done.returncode == 0, done.stderr
     rows = {row["strategy"]: row for row in json.loads(done.stdout)}
     assert list(rows) == ["none", "lru", "moe-infinity", "promoe", "expertflow", "duoserve", "moegguf", ""]
@@ -141,13 +141,13 @@ def test_whole_strategies_are_replayed(moegguf: Command, recorded: Path) -> None
     assert ahead["none"] == 0
     assert (rows["expertflow"]["policy"], rows["expertflow"]["predictor"]) == ("locality", "routing-path")
     options = [*options, "--no-prefetch", "--policy", "lfu-decay"]
-    done = moegguf("trace", "simulate", recorded, "--model", "demo", "--strategy", "promoe", *options)
+    done = here("trace", "simulate", recorded, "--model", "demo", "--strategy", "promoe", *options)
     (row, _) = json.loads(done.stdout)
     assert (row["policy"], row["predictor"]) == ("lfu-decay", "mlp")
 
 
-def test_saved_hit_rates_are_written(moegguf: Command, recorded: Path, trace: Trace, tmp_path: Path) -> None:
-    done = moegguf("trace", "simulate", recorded, "--policy", "lru,lfu", "--predictors", tmp_path, "--save")
+def test_saved_hit_rates_are_written(here: Command, recorded: Path, trace: Trace, tmp_path: Path) -> None:
+    done = here("trace", "simulate", recorded, "--policy", "lru,lfu", "--predictors", tmp_path, "--save")
     assert done.returncode == 0, done.stderr
     assert f"saved {tmp_path / 'measured.json'}: auto chooses by 2 of 4 requests" in done.stderr
     facts = json.loads((tmp_path / "measured.json").read_text())
@@ -197,24 +197,24 @@ def test_an_error_is_one_line_with_the_next_step(
     assert words in said
 
 
-def test_prompts_alone_have_nothing_to_replay(moegguf: Command, prompts: Path, tmp_path: Path) -> None:
+def test_prompts_alone_have_nothing_to_replay(here: Command, prompts: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("What is an expert?\n\nWhat is a router?\n")
     out = tmp_path / "t.npz"
-    assert moegguf("trace", "record", "demo", "--prompts", tmp_path / "prompts.txt", "-o", out, "-n", 0).returncode == 0
+    assert here("trace", "record", "demo", "--prompts", tmp_path / "prompts.txt", "-o", out, "-n", 0).returncode == 0
     trace = read(out)
     assert trace.n_tokens > 8 and trace.decode().n_tokens == 0
     assert trace.header.labels == {0: "prompts", 1: "prompts"}
-    done = moegguf("trace", "simulate", out)
+    done = here("trace", "simulate", out)
     assert (done.returncode, done.stdout) == (1, "")
     assert "--max-tokens above 0" in done.stderr
 
 
-def test_prompts_longer_than_the_context_are_cut_with_a_warning(moegguf: Command, tmp_path: Path) -> None:
+def test_prompts_longer_than_the_context_are_cut_with_a_warning(here: Command, tmp_path: Path) -> None:
     long = {"prompt": "word " * 400, "n_predict": 4}
     forced = {"prompt": "one", "completion": "word " * 400}
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, ({"prompt": "hi", "n_predict": 4}, long, forced))))
     out = tmp_path / "t.npz"
-    done = moegguf("trace", "record", "demo", "--prompts", tmp_path / "p.jsonl", "-o", out, "-c", 256, "-t", 1)
+    done = here("trace", "record", "demo", "--prompts", tmp_path / "p.jsonl", "-o", out, "-c", 256, "-t", 1)
     assert done.returncode == 0, done.stderr
     assert re.search(r"warning: 2 of 3 prompts, .* were cut; a larger context .*\(--ctx\)\.\n", done.stderr)
     trace = read(out)
@@ -246,8 +246,8 @@ def test_a_failed_recording_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
 
 
-def test_without_experts_or_hooks_there_is_nothing_to_record(moegguf: Command, prompts: Path, tmp_path: Path) -> None:
-    done = moegguf("trace", "record", "demo", "--prompts", prompts, "-o", tmp_path / "t", MOEGGUF_HOOKS="0")
+def test_without_experts_or_hooks_there_is_nothing_to_record(here: Command, prompts: Path, tmp_path: Path) -> None:
+    done = here("trace", "record", "demo", "--prompts", prompts, "-o", tmp_path / "t", MOEGGUF_HOOKS="0")
     assert done.returncode == 1
     assert re.fullmatch(ERROR, done.stderr)
     assert "nothing to record" in done.stderr

@@ -35,7 +35,7 @@ from moegguf.controller.watchdog import Watchdog, WatchdogOptions
 from moegguf.errors import CallbackError, OptionError
 from moegguf.generate.engine import Engine
 from moegguf.generate.request import Sampling
-from moegguf.native.events import Announcement, Float32s, Phase
+from moegguf.native.events import Float32s
 from moegguf.native.store import ListenOptions, Store, StoreOptions, native_policies
 from predictors.study.controls import FreshGate
 from predictors.study.judge import Judge
@@ -283,25 +283,6 @@ def test_two_threads_of_one_model_are_decided_for_in_turn(own: Own, load: Load) 
     alone = [generate(1), generate(2)]
     assert in_threads(lambda: generate(1), lambda: generate(2)) == alone
     assert llm.context.next_request == 4
-
-
-def test_phases_and_requests_as_a_listener_receives_them(own: Own, load: Load) -> None:
-    llm = load(own(), policy="lfu", lockstep=True, logits_all=False, **TIGHT)
-    received: list[tuple[int, Phase, int]] = []
-    announce = controller_of(llm).announce
-
-    def note(announcement: Announcement) -> None:
-        received.append((announcement.sequence, announcement.phase, len(announcement.tokens)))
-        announce(announcement)
-
-    controller_of(llm).announce = note  # type: ignore[method-assign]
-    for _ in range(2):
-        llm.create_completion(random_prompt(llm, 9), max_tokens=3, temperature=0)
-    assert received[0] == (0, Phase.PREFILL, 9)
-    assert [(sequence, phase) for sequence, phase, _ in received[1:3]] == [(0, Phase.DECODE)] * 2
-    second = [(phase, n) for sequence, phase, n in received if sequence == 1]
-    assert second[0][0] == Phase.PREFILL
-    assert all(phase == Phase.DECODE and n == 1 for phase, n in second[1:])
 
 
 def test_prefetching_that_does_not_pay_leaves_the_model_alone_until_its_rest_is_over(

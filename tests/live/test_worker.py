@@ -271,20 +271,6 @@ def test_what_a_pass_gives_its_answers_is_sent_in_one_call(tiny: TinyModel, monk
     assert sum(message["kind"] == "end" for call in sends.calls for message in call) == 4
 
 
-@in_loop
-async def test_a_killed_worker_ends_all_that_it_answered(tiny: TinyModel) -> None:
-    async with worker_of(tiny(), n_seq_max=4) as process:
-        running = [process.request("generate", generation=ENDLESS, stream=True) for _ in range(4)]
-        streams = [request.events() for request in running]
-        for stream in streams:
-            await anext(stream)
-        os.kill(process.pid, signal.SIGKILL)
-        for stream in streams:
-            with pytest.raises(WorkerError, match="SIGKILL"):
-                async for _ in stream:
-                    pass
-
-
 def test_a_slow_count_does_not_keep_the_next_message_from_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go = threading.Event(), threading.Event()
     ours, theirs = socket.socketpair()

@@ -1,4 +1,4 @@
-"""The store's own predictors: the same probabilities as the reference in numpy, and what becomes of them."""
+"""The store's own predictors: the probabilities that their definitions say, and what becomes of them."""
 
 from __future__ import annotations
 
@@ -14,30 +14,24 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_model import FakeModel, Open
-from reference_predictors import (
-    Affinity,
-    EamcPredictor,
-    ExpertMlp,
-    MlpPredictor,
-    PreviousToken,
-    RoutingPath,
-    Skip,
-    TokenTable,
-)
+from predictor_definitions import Arrays, Sequence, any_of, defined
 from waiting import until
 
 from moegguf.controller.collection import EamcPair
 from moegguf.controller.controller import ActingOptions, build_controller
 from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
-from moegguf.controller.predictors.base import Predictor, per_sequence
-from moegguf.controller.predictors.expert_mlp import state_size
-from moegguf.controller.predictors.router_inputs import window_pairs
+from moegguf.controller.predictors.base import Predictor
+from moegguf.controller.predictors.counts import Affinity, PreviousToken, TokenTable
+from moegguf.controller.predictors.eamc import EamcPredictor
+from moegguf.controller.predictors.expert_mlp import ExpertMlp, state_size
+from moegguf.controller.predictors.router_inputs import MlpPredictor, Skip, window_pairs
+from moegguf.controller.predictors.routing_path import RoutingPath
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.errors import OptionError
 from moegguf.gguf.routers import Gating, Router, Routers
-from moegguf.native.events import Announcement, Float32s, Phase, RoutingEvent
+from moegguf.native.events import Announcement, Float32s, Int32s, Phase, RoutingEvent
 from moegguf.native.predictor import NativeForecast, NativePredictor, integers
 from moegguf.native.store import Store, StoreContext, StoreOptions
 from moegguf.trace.simulate import layout_of
@@ -104,7 +98,7 @@ def expert_mlp() -> ExpertMlp:
     return ExpertMlp.from_weights(SHAPE, Weights(single, {"hidden": sizes[1:-1]}))
 
 
-def routing_path(window: int = 6, chunk: int = 4, n_embd: int = 32, n_head: int = 2, n_ff: int = 24) -> RoutingPath:
+def path_arrays(window: int = 6, chunk: int = 4, n_embd: int = 32, n_head: int = 2, n_ff: int = 24) -> Arrays:
     random, size = rng(), n_embd // n_head
     arrays = {
         "embedding": random.standard_normal((SHAPE.n_vocab + 1, n_embd)),
@@ -116,14 +110,18 @@ def routing_path(window: int = 6, chunk: int = 4, n_embd: int = 32, n_head: int 
     parts = ["encoder.0.self", "encoder.0.feed"]
     parts += [f"decoder.{i}.{part}" for i in range(2) for part in ("self", "cross", "feed")]
     for part in parts:
-        arrays[f"{part}.norm"] = np.ones(n_embd)
+        arrays[f"{part}.norm"] = 1 + 0.1 * random.standard_normal(n_embd)
         if part.endswith("feed"):
             arrays[f"{part}.up"] = random.standard_normal((n_embd, n_ff)) / 6
             arrays[f"{part}.down"] = random.standard_normal((n_ff, n_embd)) / 6
             continue
         arrays |= {f"{part}.{name}": random.standard_normal((n_embd, n_head, size)) / 6 for name in "qkv"}
         arrays[f"{part}.out"] = random.standard_normal((n_head, size, n_embd)) / 6
-    return RoutingPath.from_weights(SHAPE, Weights({name: a.astype(np.float32) for name, a in arrays.items()}))
+    return {name: array.astype(np.float32) for name, array in arrays.items()}
+
+
+def routing_path() -> RoutingPath:
+    return RoutingPath.from_weights(SHAPE, Weights(path_arrays()))
 
 
 def eamc(n_entries: int = 30) -> EamcPredictor:
@@ -177,23 +175,38 @@ def native(predictor: Predictor) -> NativePredictor:
 
 
 class Comparison:
-    """What a reference predicts in a pass; a later prediction of a layer replaces an earlier one."""
+    """What sequences are predicted in a pass by definition; a later prediction of a layer replaces an earlier one."""
 
-    def __init__(self, reference: Predictor) -> None:
-        self.reference, self.n_known = reference, 0
-        self._alike = ALIKE.get(reference.name, 0.01)
+    def __init__(self, name: str) -> None:
+        predictor = MADE[name]()
+        self._make, self._alike, self.n_known = defined(predictor, path_arrays()), ALIKE.get(predictor.name, 0.01), 0
+        self._known: dict[int, Sequence] = {}
         self._expected: dict[int, Float32s] = {}
+
+    def announce(self, sequences: list[int], tokens: Int32s) -> None:
+        """A token of each, or several of one."""
+        self._present, self._expected = [self._known.setdefault(each, self._make()) for each in sequences], {}
+        parts = [tokens] if len(sequences) == 1 else tokens[:, np.newaxis]
+        for sequence, part in zip(self._present, parts, strict=True):
+            sequence.announce(part)
+
+    def observe(self, row: int, ids: Int32s, inputs: Float32s) -> None:
+        """A layer was routed."""
+        one = len(self._present) == 1
+        for i, sequence in enumerate(self._present):
+            sequence.observe(row, *((ids, inputs) if one else (ids[i : i + 1], inputs[i : i + 1])))
+
+    def expected(self, row: int, later: int) -> Float32s | None:
+        """Of a later row, after this one was routed."""
+        return any_of([sequence.predict(later, later - row) for sequence in self._present])
 
     def check(self, store: Store, row: int) -> None:
         """Asserts that the store expects the same of the layers after a row."""
-        if row < 0:
-            self._expected = {}
         table, known = store.forecast()
         for later in range(row + 1, N):
-            il = SHAPE.layers[later]
-            predicted = self.reference.predict(il, later - row)
+            il, predicted = SHAPE.layers[later], self.expected(row, later)
             if predicted is not None:
-                self._expected[il] = predicted.copy()
+                self._expected[il] = predicted
             assert known[il] == (il in self._expected), (row, il)
             if known[il]:
                 assert table[il] == pytest.approx(self._expected[il], abs=self._alike)
@@ -201,22 +214,21 @@ class Comparison:
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_the_store_predicts_what_the_reference_predicts(name: str) -> None:
-    random, reference = rng(), MADE[name]()
-    comparison = Comparison(reference)
+def test_the_store_predicts_what_the_definition_says(name: str) -> None:
+    random, comparison = rng(), Comparison(name)
     with simulated() as (store, context):
-        store.set_predictor(native(reference), EVERYTHING)
+        store.set_predictor(native(MADE[name]()), EVERYTHING)
         for p in range(12):
             tokens = random.integers(0, SHAPE.n_vocab, 3 if p % 4 == 2 else 1).astype(np.int32)
             context.announce(0, Phase.DECODE, tokens)
-            reference.announce(Announcement(0, Phase.DECODE, tokens))
+            comparison.announce([0], tokens)
             if len(tokens) == 1:
                 comparison.check(store, -1)
             for row, il in enumerate(SHAPE.layers):
-                ids, inputs = choice(random, len(tokens)), random.standard_normal((len(tokens), SHAPE.n_embd))
-                context.acquire(il, ids, inputs.astype(np.float32))
-                event = RoutingEvent(p, 0, 0, Phase.DECODE, 0, il, ids, None, inputs.astype(np.float32))
-                reference.observe(event)
+                ids = choice(random, len(tokens))
+                inputs = random.standard_normal((len(tokens), SHAPE.n_embd)).astype(np.float32)
+                context.acquire(il, ids, inputs)
+                comparison.observe(row, ids, inputs)
                 if len(tokens) == 1:
                     comparison.check(store, row)
                 else:
@@ -226,29 +238,28 @@ def test_the_store_predicts_what_the_reference_predicts(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in MADE if name not in ("skip-groups", "eamc-full")])
 def test_the_laboratory_asks_the_store_layer_by_layer(name: str) -> None:
-    random, reference, found = rng(), MADE[name](), asked(MADE[name])
+    random, comparison, found = rng(), Comparison(name), asked(MADE[name])
     n_compared = 0
     for p in range(12):
         tokens = random.integers(0, SHAPE.n_vocab, 1).astype(np.int32)
-        for each in (reference, found):
-            each.announce(Announcement(0, Phase.DECODE, tokens))
+        comparison.announce([0], tokens)
+        found.announce(Announcement(0, Phase.DECODE, tokens))
         for row, il in enumerate(SHAPE.layers):
-            inputs = random.standard_normal((1, SHAPE.n_embd)).astype(np.float32)
-            event = RoutingEvent(p, 0, 0, Phase.DECODE, 0, il, choice(random, 1), None, inputs)
-            for each in (reference, found):
-                each.observe(event)
-            for distance, later in enumerate(SHAPE.layers[row + 1 :], start=1):
-                expected = reference.predict(later, distance)
+            ids, inputs = choice(random, 1), random.standard_normal((1, SHAPE.n_embd)).astype(np.float32)
+            comparison.observe(row, ids, inputs)
+            found.observe(RoutingEvent(p, 0, 0, Phase.DECODE, 0, il, ids, None, inputs))
+            for later in range(row + 1, N):
+                expected = comparison.expected(row, later)
                 if expected is not None:
                     n_compared += 1
-                    assert found.predict(later, distance) == pytest.approx(
-                        expected, abs=ALIKE.get(reference.name, 0.01)
-                    )
+                    predicted = found.predict(SHAPE.layers[later], later - row)
+                    assert predicted == pytest.approx(expected, abs=ALIKE.get(found.name, 0.01))
     assert n_compared > 20
 
 
 def test_a_policy_in_python_scores_with_what_the_store_expects() -> None:
-    random, reference, seen = rng(), affinity(), list[tuple[list[int], Float32s]]()
+    random, comparison, seen = rng(), Comparison("affinity"), list[tuple[list[int], Float32s]]()
+    comparison.announce([0], np.zeros(1, np.int32))
 
     class Forecasts:
         def scores(self, history: History, forecast: Forecast) -> Float32s:
@@ -261,48 +272,41 @@ def test_a_policy_in_python_scores_with_what_the_store_expects() -> None:
         for row, il in enumerate(SHAPE.layers):
             event = RoutingEvent(0, 0, 0, Phase.DECODE, 0, il, choice(random, 1))
             context.acquire(il, event.expert_ids)
-            reference.observe(event)
+            comparison.observe(row, event.expert_ids, np.zeros((1, SHAPE.n_embd), np.float32))
             controller.observe(event)
             later = list(SHAPE.layers[row + 1 : row + 2])
             assert seen[-1][0] == later
             for next_il in later:
-                assert seen[-1][1][next_il] == pytest.approx(reference.predict(next_il, 1), abs=0.01)
+                assert seen[-1][1][next_il] == pytest.approx(comparison.expected(row, row + 1), abs=0.01)
             assert not seen[-1][1][[other for other in range(SHAPE.n_layer) if other not in later]].any()
     assert len(seen) == N
 
 
 def batch(
-    random: np.random.Generator, context: StoreContext, sequences: list[int], reference: Predictor | None = None
+    random: np.random.Generator, context: StoreContext, sequences: list[int], comparison: Comparison | None = None
 ) -> None:
     """Announces a token of each sequence."""
     of, tokens = np.array(sequences, np.int32), random.integers(0, SHAPE.n_vocab, len(sequences)).astype(np.int32)
-    phases = np.full(len(of), Phase.DECODE, np.int32)
-    context.announce(of, phases, tokens)
-    if reference is not None:
-        several = {"sequences": of, "phases": phases} if len(of) > 1 else {}
-        reference.announce(Announcement(int(of[0]), Phase.DECODE, tokens, **several))
+    context.announce(of, np.full(len(of), Phase.DECODE, np.int32), tokens)
+    if comparison is not None:
+        comparison.announce(sequences, tokens)
 
 
-# Of groups, rounded weights may decide otherwise now and then; a collection's reference matches all sequences as one.
-@pytest.mark.parametrize("name", [name for name in MADE if name not in ("skip-groups", "eamc", "eamc-full")])
-def test_several_sequences_are_predicted_as_the_reference_predicts_them_together(name: str) -> None:
+# Rounding decides now and then which groups, or which of a thousand entries, are taken.
+@pytest.mark.parametrize("name", [name for name in MADE if name not in ("skip-groups", "eamc-full")])
+def test_several_sequences_are_predicted_as_each_is_alone(name: str) -> None:
     """Each followed by itself, in passes of changing sequences; only those that compute count."""
-    random, reference = rng(), per_sequence(MADE[name]())
-    comparison = Comparison(reference)
+    random, comparison = rng(), Comparison(name)
     with simulated() as (store, context):
         store.set_predictor(native(MADE[name]()), EVERYTHING)
-        for p, sequences in enumerate([[0], [0, 1, 2], [2, 3], [0, 1, 2, 3, 4, 5, 6, 7], [1], [3, 1], [0, 1, 2]] * 3):
-            batch(random, context, sequences, reference)
+        for sequences in [[0], [0, 1, 2], [2, 3], [0, 1, 2, 3, 4, 5, 6, 7], [1], [3, 1], [0, 1, 2]] * 3:
+            batch(random, context, sequences, comparison)
             comparison.check(store, -1)
-            several = {} if len(sequences) == 1 else {"sequences": np.array(sequences, np.int32)}
-            if several:
-                several["phases"] = np.full(len(sequences), Phase.DECODE, np.int32)
             for row, il in enumerate(SHAPE.layers):
                 ids = choice(random, len(sequences))
                 inputs = random.standard_normal((len(sequences), SHAPE.n_embd)).astype(np.float32)
                 context.acquire(il, ids, inputs)
-                event = RoutingEvent(p, 0, sequences[0], Phase.DECODE, 0, il, ids, None, inputs, **several)
-                reference.observe(event)
+                comparison.observe(row, ids, inputs)
                 comparison.check(store, row)
         found = store.counters()
     assert comparison.n_known > 80
@@ -350,7 +354,7 @@ def test_prompts_beside_decoding_sequences_are_not_predicted() -> None:
         assert store.forecast()[1].any(), "what they showed is known"
 
 
-def test_every_predictor_of_the_library_has_a_reference() -> None:
+def test_every_predictor_of_the_library_has_a_definition() -> None:
     with simulated() as (store, _), pytest.raises(OptionError) as unknown:
         store.set_predictor(NativePredictor("oracle", {}))
     listed = str(unknown.value).partition("known are ")[2].rstrip(".").split(", ")
@@ -372,9 +376,8 @@ def test_inputs_that_are_not_finite_predict_nothing(bad: float) -> None:
 
 
 def test_once_means_from_as_far_away_as_the_window_reaches() -> None:
-    reference = PreviousToken(SHAPE)
     with simulated() as (store, context):
-        store.set_predictor(native(reference), NativeForecast(window=2, once=True))
+        store.set_predictor(native(PreviousToken(SHAPE)), NativeForecast(window=2, once=True))
         for _ in range(2):
             for il in SHAPE.layers:
                 context.acquire(il, [[0, 1, 2]])

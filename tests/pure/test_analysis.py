@@ -47,11 +47,6 @@ def row(policy: str, share: float, rate: float, predictor: str = "none") -> Row:
     return Row(policy, predictor, share, 10, 0.0, rate)
 
 
-def test_a_trace_is_opened_whole(analysis: Study) -> None:
-    assert same(analysis.trace, TRACE)
-    assert analysis.artifacts.fingerprint == TRACE.header.fingerprint
-
-
 def test_what_cannot_be_analysed_is_an_error(tmp_path: Path) -> None:
     write(tmp_path / "prompts.npz", random_trace(n_sequences=2, n_decode=0))
     with pytest.raises(OptionError, match="only prompts; record it again with --max-tokens above 0"):

@@ -125,11 +125,6 @@ def test_what_ships_is_found_by_the_fingerprint_in_its_measurement(
     assert list(artifacts.find("x")) == [shipped, in_checkout]
 
 
-def test_it_writes_beside_the_model(artifacts: Artifacts) -> None:
-    assert artifacts.writable_folder() == artifacts.model_folder
-    assert artifacts.model_folder.is_dir()
-
-
 def test_it_writes_to_the_users_folder_where_the_models_cannot_be_written(
     artifacts: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,27 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from reference_predictors import EamcPredictor
-from traces import SMALL, random_trace, same
+from traces import SMALL, batched, random_trace, same
 
 from moegguf.controller import history as history_module
 from moegguf.controller.history import History
+from moegguf.controller.predictors.eamc import EamcPredictor
 from moegguf.errors import TraceError
 from moegguf.native.events import Announcement, Part, Phase, RoutingEvent
 from moegguf.trace.format import HEADER, read, write
-from moegguf.trace.recorder import Recorder
-from moegguf.trace.trace import Trace
-from predictors.study.arrange import grouped, separated
-
-
-def batched(n_sequences: int = 4, n_decode: int = 6) -> Trace:
-    """All prompts in one pass, then a token of every request in each; the last pass also reads a prompt."""
-    trace = random_trace(n_sequences=n_sequences + 1, n_prefill=3, n_decode=n_decode, with_inputs=True)
-    of = [np.flatnonzero(trace.sequence_of == sequence) for sequence in range(n_sequences + 1)]
-    prompts = np.concatenate([tokens[:3] for tokens in of[:-1]])
-    steps = [np.array([tokens[3 + step] for tokens in of[:-1]]) for step in range(n_decode)]
-    steps[-1] = np.concatenate([of[-1][:3], steps[-1]])  # the last layer is computed for its third token, and decoding
-    return grouped(trace, [prompts, *steps])
+from predictors.study.arrange import separated
 
 
 def test_the_tokens_of_an_event_come_apart_by_request_and_phase() -> None:
@@ -110,38 +98,15 @@ def test_memory_is_bounded_however_many_requests_come(monkeypatch: pytest.Monkey
 
 
 def test_the_collection_learns_every_request_of_a_batch() -> None:
-    predictor = EamcPredictor(SMALL)
+    predictor, history = EamcPredictor(SMALL), History(SMALL)
     for event in batched().events():
-        predictor.announce(event) if isinstance(event, Announcement) else predictor.observe(event)
-    predictor.learned(predictor._history)
-    assert predictor.eamcs.decode.n_entries == 4
-    assert predictor.eamcs.prefill.n_entries == 5
-    rows = predictor.eamcs.decode.state.sum(axis=2)
+        history.expect(event) if isinstance(event, Announcement) else history.update(event)
+        predictor.predict_eam.learn(history)
+    eamcs = predictor.learned(history)
+    assert eamcs.decode.n_entries == 4
+    assert eamcs.prefill.n_entries == 5
+    rows = eamcs.decode.state.sum(axis=2)
     assert (rows[:, list(SMALL.layers)] == 6 * SMALL.n_expert_used).all()
-
-
-def test_a_trace_of_batches_is_the_same_after_a_file_and_after_its_events(tmp_path: Path) -> None:
-    trace = batched()
-    write(tmp_path / "t.npz", trace)
-    assert same(read(tmp_path / "t.npz"), trace)
-    session = Recorder(tmp_path / "r.npz", SMALL, replace(trace.header, labels={}), inputs=True)
-    for event in trace.events():
-        session.announce(event) if isinstance(event, Announcement) else session.observe(event)
-    for sequence, label in trace.header.labels.items():
-        session.label(sequence, label)
-    session.close()
-    assert same(read(tmp_path / "r.npz"), trace)
-
-
-def test_blocks_without_batches_are_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moegguf.trace.recorder.BLOCK_PASSES", 2)
-    trace = batched()
-    session = Recorder(tmp_path / "r.npz", SMALL, trace.header, inputs=True)
-    for event in trace.events():
-        session.announce(event) if isinstance(event, Announcement) else session.observe(event)
-    session.close()
-    found = read(tmp_path / "r.npz")
-    assert found.token_sequence is not None and same(found, trace)
 
 
 def test_a_file_of_version_1_is_read(tmp_path: Path) -> None:

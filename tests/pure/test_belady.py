@@ -30,11 +30,6 @@ def test_the_textbook_example() -> None:
     assert belady(lookups, 3).hits == 12 - 6
 
 
-def test_a_loop_longer_than_the_pool() -> None:
-    lookups = Lookups.of(trace_of([[[e]] for e in [0, 1, 2] * 4]))
-    assert belady(lookups, 2).hits == 5  # of the nine lookups after the first round, four must miss
-
-
 def test_the_experts_of_an_event_are_needed_together() -> None:
     lookups = Lookups.of(trace_of([[[0, 1]], [[2, 3]], [[0, 1]]]))
     assert belady(lookups, 3).hits == 1

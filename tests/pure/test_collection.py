@@ -56,14 +56,6 @@ def test_a_replaced_entry_is_matched_by_what_it_is_now() -> None:
     assert eamc.match(1).tolist() == [1], "P4 would be, if its norms were still P3's"
 
 
-def test_the_entry_that_agrees_on_the_seen_rows_wins_over_one_that_agrees_elsewhere() -> None:
-    agrees_so_far = eam([5, 0], [0, 5], [99, 1])
-    agrees_later = eam([1, 4], [4, 1], [0, 5])
-    eamc = collection(agrees_later, agrees_so_far)
-    see(eamc, [1, 0], [0, 1])
-    assert eamc.match(2).tolist() == [1, 0], "its third row, unseen, must cost it nothing"
-
-
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, -1.0, 3e38])
 def test_what_is_no_count_is_refused(bad: float) -> None:
     eamc = collection(P1)
@@ -80,14 +72,6 @@ def test_empty_entries_are_never_stored() -> None:
     assert eamc.n_entries == 0
     see(eamc, [1, 0])
     assert eamc.match(3).size == 0
-
-
-def test_an_entry_empty_in_the_seen_rows_never_matches() -> None:
-    eamc = collection(eam([0, 0], [3, 3]), eam([0, 2], [1, 1]))
-    see(eamc, [1, 0])
-    assert eamc.match(2).size == 0
-    see(eamc, [0, 1])
-    assert eamc.match(2).tolist() == [1]
 
 
 def test_before_any_row_nothing_matches() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -237,10 +239,6 @@ def test_shards(tmp_path: Path) -> None:
         assert m.offset + m.n_expert * m.expert_bytes <= layout.shards[m.shard].n_bytes
 
 
-def test_path_to_a_later_shard_names_the_first(tmp_path: Path) -> None:
-    refuse(shards(tmp_path)[1], "open 'm-00001-of-00003.gguf'")
-
-
 def test_missing_shard(tmp_path: Path) -> None:
     first, second, _ = shards(tmp_path)
     second.unlink()
@@ -248,24 +246,22 @@ def test_missing_shard(tmp_path: Path) -> None:
         read_layout(first)
 
 
-def test_swapped_shards(tmp_path: Path) -> None:
-    first, second, third = shards(tmp_path)
-    second.rename(tmp_path / "x")
-    third.rename(second)
-    (tmp_path / "x").rename(third)
-    refuse(first, r"m-00002-of-00003.gguf.*split.no.*must be 1, but is 2")
-
-
-def test_extra_shard(tmp_path: Path) -> None:
-    first, *_ = shards(tmp_path)
-    (tmp_path / "m-00004-of-00003.gguf").write_bytes(b"")
-    refuse(first, "m-00004-of-00003.gguf.*does not belong to it")
-
-
-def test_truncated_shard_is_named(tmp_path: Path) -> None:
-    first, second, _ = shards(tmp_path)
-    second.write_bytes(second.read_bytes()[:-64])
-    refuse(first, "m-00002-of-00003.gguf.*past the end")
+@pytest.mark.parametrize(
+    ("change", "opened", "pattern"),
+    [
+        (lambda paths: None, 1, "open 'm-00001-of-00003.gguf'"),
+        (lambda paths: paths[1].write_bytes(paths[2].read_bytes()), 0, r"m-00002.*split.no.*must be 1, but is 2"),
+        (lambda paths: (paths[0].parent / "m-00004-of-00003.gguf").touch(), 0, "m-00004.*does not belong to it"),
+        (lambda paths: os.truncate(paths[1], paths[1].stat().st_size - 64), 0, "m-00002.*past the end"),
+    ],
+    ids=["a later one", "another's place", "one too many", "cut"],
+)
+def test_a_set_of_shards_that_is_none(
+    tmp_path: Path, change: Callable[[list[Path]], object], opened: int, pattern: str
+) -> None:
+    paths = shards(tmp_path)
+    change(paths)
+    refuse(paths[opened], pattern)
 
 
 def foreign(**kwargs: Any) -> Gguf:

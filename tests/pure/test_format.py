@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from traces import SMALL, random_trace, same
+from traces import SMALL, batched, random_trace, same
 
 from moegguf.errors import MoeggufError, TraceError
 from moegguf.trace.format import TraceWriter, read, write
@@ -59,10 +59,11 @@ def members(tmp_path: Path) -> Members:
     return unpack(tmp_path / "good.npz")
 
 
-@pytest.mark.parametrize("weights", [False, True])
-@pytest.mark.parametrize("inputs", [False, True])
-def test_what_was_written_is_read(tmp_path: Path, weights: bool, inputs: bool) -> None:
-    trace = small(with_weights=weights, with_inputs=inputs)
+WRITTEN = [batched(), *(small(with_weights=w, with_inputs=i) for w in (False, True) for i in (False, True))]
+
+
+@pytest.mark.parametrize("trace", WRITTEN)
+def test_what_was_written_is_read(tmp_path: Path, trace: Trace) -> None:
     trace = replace(trace, header=replace(trace.header, settings={"budget": "50%", "threads": 2, "gb_per_s": 1.5}))
     write(tmp_path / "t.npz", trace)
     assert same(read(tmp_path / "t.npz"), trace)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from traces import SMALL, random_trace, same
+from traces import SMALL, batched, random_trace, same
 
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import TraceError
@@ -42,12 +42,13 @@ def record(path: Path, *events: RoutingEvent | Announcement, inputs: bool = Fals
     return read(path)
 
 
-@pytest.mark.parametrize("block_passes", [1, 7, 256])
+@pytest.mark.parametrize("block_passes", [1, 2, 7, 256])
+@pytest.mark.parametrize("trace", [random_trace(seed=1, with_inputs=True), batched()], ids=["alone", "batched"])
 def test_a_trace_listened_to_and_recorded_is_the_same_trace(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_passes: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trace: Trace, block_passes: int
 ) -> None:
+    """Of batches, the first block may have none."""
     monkeypatch.setattr(recorder, "BLOCK_PASSES", block_passes)
-    trace = random_trace(seed=1, with_inputs=True)
     session = Recorder(tmp_path / "t.npz", SMALL, replace(trace.header, labels={}), inputs=True)
     for event in trace.events():
         session.observe(event) if isinstance(event, RoutingEvent) else session.announce(event)

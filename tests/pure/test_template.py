@@ -43,12 +43,6 @@ CHAT = [
 ]
 
 
-def test_a_plain_conversation() -> None:
-    prompt = render(templates.PLAIN, [{"role": "user", "content": "Hi <b>"}])
-    assert prompt == "<|im_start|>user\nHi <b><|im_end|>\n<|im_start|>assistant\n"
-    assert render(templates.PLAIN, [], add_generation_prompt=False) == ""
-
-
 def test_tools_calls_and_thinking_reach_the_template() -> None:
     prompt = render(templates.QWEN, CHAT, tools=[TOOL])
     assert '"description": "The weather of a <city>"' in prompt  # no escapes for HTML

@@ -7,15 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import counted
-from reference_predictors import PreviousToken, TokenTable
 from traces import SMALL, random_trace
 
 from moegguf.controller.artifacts import Artifacts
+from moegguf.controller.predictors.counts import PreviousToken, TokenTable
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
 from moegguf.native.events import Announcement, Phase, RoutingEvent
 from moegguf.trace.trace import Trace
 from predictors.study.arrange import used_experts
+from predictors.study.asked import asked
 from predictors.study.scheduling import OrderEffect, balanced_groups, compare
 from predictors.study.token_scheduler import (
     PredictedPaths,
@@ -188,7 +189,7 @@ def test_recent_paths_follow_each_sequence_by_itself() -> None:
 
 def test_predicted_paths_are_the_predictors_for_each_sequence() -> None:
     trace = random_trace(n_sequences=6, n_prefill=0, n_decode=20)
-    table = counted(TokenTable, trace)
+    table = asked(lambda: counted(TokenTable, trace))
     paths = PredictedPaths(table)
     for sequence, token in ((1, 5), (2, 9)):
         paths.expect(sequence, np.array([token], np.int32))
@@ -201,7 +202,7 @@ def test_predicted_paths_are_the_predictors_for_each_sequence() -> None:
 
 
 def test_a_predictor_without_an_answer_is_no_path() -> None:
-    paths = PredictedPaths(PreviousToken(SMALL))
+    paths = PredictedPaths(asked(lambda: PreviousToken(SMALL)))
     paths.expect(1, np.array([5], np.int32))
     assert paths.path(1) is None
 

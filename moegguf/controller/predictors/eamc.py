@@ -15,7 +15,7 @@ from moegguf.controller.collection import CAPACITY, EamcPair
 from moegguf.controller.history import Counts, History
 from moegguf.controller.predictors.base import StorePredictor
 from moegguf.controller.shape import MoeShape
-from moegguf.native.events import Float32s, Phase
+from moegguf.native.events import Float32s
 from moegguf.native.nearest import MOST
 from moegguf.native.predictor import NativePredictor, integers
 
@@ -48,24 +48,14 @@ class PredictEam:
         self._eamc.add_query_row(history.il, history.iteration[history.il])
         self._matches = None
 
-    def begin_pass(self, history: History, phase: Phase) -> None:
-        """A pass of this phase begins: nothing is matched before its first event."""
-        self.learn(history)
-        self._eamc = self.eamcs.of(phase)
-        self._matches = _NO_MATCHES
-
     def matches(self) -> npt.NDArray[np.intp]:
         """Indices of the entries aggregated."""
         if self._matches is None:
             self._matches = self._eamc.match(self.n_matches)
         return self._matches
 
-    def row(self, il: int) -> Float32s:
-        """(n_expert,): probabilities of layer `il`; all 0 without any counts."""
-        return _shares(self._eamc.total_row(self.matches(), il))
-
     def table(self) -> Float32s:
-        """(n_layer, n_expert): `row` of every layer, computed ones included (reuse by the next token)."""
+        """(n_layer, n_expert): of every layer, computed ones included (reuse by the next token); 0 without counts."""
         return _shares(self._eamc.total(self.matches()))
 
     def learn(self, history: History) -> None:

@@ -1,0 +1,225 @@
+"""What each of the store's predictors is, written down plainly for one sequence: what the store is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from moegguf.controller.predictors.base import Predictor
+from moegguf.controller.predictors.counts import Affinity, PreviousToken, TokenTable
+from moegguf.controller.predictors.eamc import EamcPredictor
+from moegguf.controller.predictors.expert_mlp import ExpertMlp, state_size
+from moegguf.controller.predictors.router_inputs import MlpPredictor, Skip
+from moegguf.controller.predictors.routing_path import NORM_EPS, RoutingPath
+from moegguf.controller.shape import MoeShape
+from moegguf.native.events import Float32s, Int32s
+from moegguf.native.matvec import QuantizedMatrix
+from predictors.train.states import states
+
+Arrays = dict[str, npt.NDArray[np.float32]]
+Definition = Callable[["Sequence", int, int], Float32s | None]
+"""The probabilities (n_expert,) of a row of a layer with experts, so many rows after the last one routed."""
+
+
+class Sequence:
+    """What one sequence has shown: its tokens; of rows, the last choice, and those of this pass if it has one token;
+    the router's last input, with its row. chunk_start: number of the token that began the routing path's chunk."""
+
+    def __init__(self, define: Definition, chunk: int = 0) -> None:
+        self.predict = lambda row, distance: define(self, row, distance)
+        self._chunk = chunk
+        self.tokens: list[int] = []
+        self.n_pass_tokens = 0
+        self.chunk_start: int | None = None
+        self.last: dict[int, Int32s] = {}
+        self.ids: dict[int, Int32s] = {}
+        self.input: tuple[int, Float32s] | None = None
+
+    def announce(self, tokens: Int32s) -> None:
+        """A pass begins."""
+        if len(tokens) > 1:
+            self.chunk_start = None
+        elif self.chunk_start is None or len(self.tokens) - self.chunk_start == self._chunk:
+            self.chunk_start = len(self.tokens)
+        self.tokens += tokens.tolist()
+        self.n_pass_tokens, self.ids, self.input = len(tokens), {}, None
+
+    def observe(self, row: int, ids: Int32s, inputs: Float32s) -> None:
+        """A layer was routed: ids (n_tokens, n_expert_used), inputs (n_tokens, n_embd)."""
+        self.last[row], self.input = ids[-1], None
+        if self.n_pass_tokens == 1:
+            self.ids[row], self.input = ids[0], (row, inputs[0])
+
+
+def previous_token(predictor: PreviousToken) -> Definition:
+    def predict(seen: Sequence, row: int, distance: int) -> Float32s | None:
+        used = np.isin(np.arange(predictor.shape.n_expert), seen.last.get(row, ()))
+        return used.astype(np.float32) if row in seen.last else None
+
+    return predict
+
+
+def token_table(predictor: TokenTable) -> Definition:
+    """The share of the token's occurrences, with one of an average token added."""
+    n_used, counts, entry_of = predictor.shape.n_expert_used, predictor._counts, predictor._entry_of
+
+    def predict(seen: Sequence, row: int, distance: int) -> Float32s | None:
+        if seen.n_pass_tokens != 1:
+            return None
+        whole = counts[:, row].sum(axis=0)
+        average = whole * (n_used / max(1, whole.sum()))
+        entry = entry_of[seen.tokens[-1]]
+        known = counts[entry, row] if entry >= 0 else np.zeros_like(average)
+        return np.minimum((known + average) / (known.sum() / n_used + 1), 1)
+
+    return predict
+
+
+def affinity(predictor: Affinity) -> Definition:
+    def predict(seen: Sequence, row: int, distance: int) -> Float32s | None:
+        if distance != 1 or row - 1 not in seen.ids:
+            return None
+        # rows of the matrix add up to 1, but a token uses n_expert_used experts
+        mean = predictor.affinity[row - 1, seen.ids[row - 1]].mean(axis=0)
+        return np.minimum(mean * predictor.shape.n_expert_used, 1)
+
+    return predict
+
+
+def skip(predictor: Skip) -> Definition:
+    def predict(seen: Sequence, row: int, distance: int) -> Float32s | None:
+        il = predictor.shape.layers[row]
+        if seen.input is None or seen.input[0] != row - distance or il not in predictor.routers.routers:
+            return None
+        return predictor.routers.probabilities(il, seen.input[1])
+
+    return predict
+
+
+def multiplied(matrix: QuantizedMatrix, x: Float32s) -> Float32s:
+    """W x + bias."""
+    return (matrix.bytes.astype(np.float32) @ x) * matrix.scale + matrix.bias
+
+
+def mlp(predictor: MlpPredictor) -> Definition:
+    layers = predictor.shape.layers
+
+    def predict(seen: Sequence, row: int, distance: int) -> Float32s | None:
+        if seen.input is None or seen.input[0] != row - distance:
+            return None
+        network = predictor._networks.get((layers[seen.input[0]], layers[row]))
+        if network is None:
+            return None
+        logits = multiplied(network.out, np.maximum(multiplied(network.hidden, seen.input[1]), 0))
+        shares = np.exp(logits - logits.max())
+        return np.minimum(shares * (predictor.shape.n_expert_used / shares.sum()), 1)
+
+    return predict
+
+
+def expert_mlp(predictor: ExpertMlp) -> Definition:
+    def predict(seen: Sequence, row: int, distance: int) -> Float32s | None:
+        if distance != 1 or row < 1 or any(earlier not in seen.ids for earlier in range(row)):
+            return None
+        ids = np.stack([seen.ids[earlier] for earlier in range(row)])[:, np.newaxis]
+        out = np.zeros((1, state_size(predictor.shape)), np.float32)
+        x = states(predictor._popularity, predictor._affinity, ids, row, out)[0]
+        *hidden, last = predictor._network
+        for layer in hidden:
+            x = np.maximum(multiplied(layer, x), 0)
+        return 1 / (1 + np.exp(-multiplied(last, x)))
+
+    return predict
+
+
+def eamc(predictor: EamcPredictor) -> Definition:
+    """Of the entries nearest to this pass, those with more tokens first of equals, the sum."""
+    entries, layers = predictor.eamcs.decode.state, predictor.shape.layers
+
+    def predict(seen: Sequence, row: int, distance: int) -> Float32s | None:
+        query = np.zeros(predictor.shape.table)
+        for earlier, ids in seen.ids.items():
+            query[layers[earlier], ids] = 1
+        seen_rows = entries[:, [layers[earlier] for earlier in seen.ids]].reshape(len(entries), -1)
+        norms = np.linalg.norm(seen_rows, axis=1) * np.linalg.norm(query)
+        cosines = np.divide((entries * query).sum(axis=(1, 2)), norms, out=np.zeros(len(entries)), where=norms > 0)
+        nearest = np.lexsort((-entries.sum(axis=(1, 2)), -cosines.round(6)))[: predictor.predict_eam.n_matches]
+        total = entries[nearest[cosines[nearest] > 0], layers[row]].sum(axis=0)
+        return np.minimum(total * (predictor.shape.n_expert_used / total.sum()), 1) if total.any() else None
+
+    return predict
+
+
+def path_logits(arrays: Arrays, window: Int32s, chunk: Int32s) -> npt.NDArray[np.float64]:
+    """The routing path's network, token by token and head by head: (len(chunk), n_moe_layer, n_expert)."""
+
+    def norm(x: Float32s, gain: Float32s) -> Float32s:
+        return gain * x / np.sqrt(np.mean(x * x) + NORM_EPS)
+
+    def attention(name: str, x: Float32s, memory: list[Float32s]) -> Float32s:
+        x, total = norm(x, arrays[f"{name}.norm"]), np.zeros_like(x)
+        q, k, v = (arrays[f"{name}.{part}"] for part in "qkv")
+        for head in range(q.shape[1]):
+            scores = np.array([(x @ q[:, head]) @ (m @ k[:, head]) / np.sqrt(q.shape[2]) for m in memory])
+            shares = np.exp(scores) / np.exp(scores).sum()
+            mixed = sum(share * (m @ v[:, head]) for share, m in zip(shares, memory, strict=True))
+            total += mixed @ arrays[f"{name}.out"][head]
+        return total
+
+    def feed(name: str, x: Float32s) -> Float32s:
+        return np.maximum(norm(x, arrays[f"{name}.norm"]) @ arrays[f"{name}.up"], 0) @ arrays[f"{name}.down"]
+
+    xs = list(arrays["embedding"][window] + arrays["window"])
+    normed_xs = [norm(x, arrays["encoder.0.self.norm"]) for x in xs]
+    xs = [x + attention("encoder.0.self", x, normed_xs) for x in xs]
+    xs = [x + feed("encoder.0.feed", x) for x in xs]
+    memory = [norm(x, arrays["memory_norm"]) for x in xs]
+    xs = list(arrays["embedding"][chunk] + arrays["chunk"][: len(chunk)])
+    for block in ("decoder.0", "decoder.1"):
+        normed_xs = [norm(x, arrays[f"{block}.self.norm"]) for x in xs]
+        xs = [x + attention(f"{block}.self", x, normed_xs[: place + 1]) for place, x in enumerate(xs)]
+        xs = [x + attention(f"{block}.cross", x, memory) for x in xs]
+        xs = [x + feed(f"{block}.feed", x) for x in xs]
+    heads = arrays["heads.weight"]
+    return np.array([np.tensordot(norm(x, arrays["output_norm"]), heads, 1) + arrays["heads.bias"] for x in xs])
+
+
+def routing_path(shape: MoeShape, arrays: Arrays) -> Definition:
+    """The window is of the tokens before the chunk, after as many that stand for none."""
+    n_window = len(arrays["window"])
+
+    @cache
+    def table(tokens: tuple[int, ...], chunk_start: int) -> Float32s:
+        window = [*[shape.n_vocab] * n_window, *tokens][chunk_start : chunk_start + n_window]
+        return 1 / (1 + np.exp(-path_logits(arrays, np.array(window), np.array(tokens[chunk_start:]))[-1]))
+
+    def predict(seen: Sequence, row: int, distance: int) -> Float32s | None:
+        return None if seen.chunk_start is None else table(tuple(seen.tokens), seen.chunk_start)[row]
+
+    return predict
+
+
+DEFINITIONS: dict[type[Predictor], Callable[..., Definition]] = {
+    PreviousToken: previous_token, TokenTable: token_table, Affinity: affinity, Skip: skip, MlpPredictor: mlp,
+    ExpertMlp: expert_mlp, EamcPredictor: eamc,
+}  # fmt: skip
+"""All but that of the routing path, which is of its arrays in float32."""
+
+
+def defined(predictor: Predictor, arrays: Arrays | None = None) -> Callable[[], Sequence]:
+    """Makes sequences that are predicted as by this predictor; arrays: of a routing path."""
+    if isinstance(predictor, RoutingPath):
+        assert arrays is not None
+        define = routing_path(predictor.shape, arrays)
+        return lambda: Sequence(define, len(arrays["chunk"]))
+    define = DEFINITIONS[type(predictor)](predictor)
+    return lambda: Sequence(define)
+
+
+def any_of(found: list[Float32s | None]) -> Float32s | None:
+    """The probability that any of several sequences uses each expert; None where none is predicted."""
+    known = [each for each in found if each is not None]
+    return 1 - np.prod([1 - each for each in known], axis=0) if known else None
