@@ -19,8 +19,8 @@ import asyncio
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -38,9 +38,9 @@ from moegguf.errors import (
 from moegguf.gguf.reader import FileVersion
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache, format_bytes
-from moegguf.serving.events import LoadedModel, LoadOverrides
+from moegguf.serving.events import LoadedModel, LoadOverrides, Snapshot
 from moegguf.serving.lease import Lease
-from moegguf.serving.managed_model import ManagedModel, Purpose, State, Waiter, process_key
+from moegguf.serving.managed_model import ManagedModel, Purpose, State, Waiter, files_key, process_key
 from moegguf.serving.memory_budget import (
     DeviceLimits,
     MemoryLimit,
@@ -50,8 +50,7 @@ from moegguf.serving.memory_budget import (
     planned_budgets,
 )
 from moegguf.serving.model_size import Measure, ModelSize, measure
-from moegguf.serving.subscribers import Subscriber, Subscribers
-from moegguf.serving.wire import LoadConfig
+from moegguf.serving.wire import LoadConfig, build
 from moegguf.serving.worker_process import COMMAND, LoadStalledError, WorkerProcess
 from moegguf.settings import Settings, read_environment
 
@@ -90,7 +89,6 @@ class ModelManager:
         self._settings = settings
         self._command = command
         self._measure = measure
-        self._subscribers = Subscribers()
         self._limit = MemoryLimit(settings)
         self._devices = devices
         self._device_limits = DeviceLimits()
@@ -104,7 +102,6 @@ class ModelManager:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._subscribers.close()
         self.refuse()
         with suppress(TimeoutError):
             async with asyncio.timeout(SHUTDOWN_GRACE_S):
@@ -185,16 +182,21 @@ class ModelManager:
         loaded = [m.status(now_s) for m in models if m.state in (State.READY, State.STOPPING) and m.process is not None]
         return sorted(loaded, key=lambda m: m.expires.timestamp() if m.expires else math.inf, reverse=True)
 
-    @contextmanager
-    def watch(self, entry: ModelEntry | None, per_s: float) -> Iterator[Subscriber]:
-        """Inside `with`: receives `per_s` snapshots a second of a model, None: of all, while they are loaded; closed
-        when the manager closes."""
-        try:
-            with self._subscribers.subscribe(entry, per_s) as subscriber:
-                self._dispatch()
-                yield subscriber
-        finally:
-            self._dispatch()
+    async def snapshots(self, entry: ModelEntry | None, watch_s: float) -> list[Snapshot]:
+        """The experts of the model that `entry` names, while it is loaded: in the process that its name uses, else in
+        any of its files. None: of each loaded one, under the first of its names. watch_s: how soon they are asked for
+        again at the latest."""
+        ready = [model for model in self._models.values() if model.state is State.READY]
+        if entry is not None:
+            of_name = [model for model in ready if entry.name in model.uses]
+            ready = of_name or [model for model in ready if files_key(model.entry) == files_key(entry)]
+        found = []
+        for model in ready:
+            with suppress(MoeggufError):  # it has just ended
+                assert model.process is not None
+                snapshot = build(Snapshot, await model.process.request("experts", watch_s=watch_s).value())
+                found.append(replace(snapshot, model=entry.name if entry else model.name))
+        return found
 
     async def _find(self, name: str | ModelEntry) -> ModelEntry:
         # A lookup reads files, which must not block the event loop; an entry needs none.
@@ -289,8 +291,7 @@ class ModelManager:
         model.changing_budget = True
         model.grow({name: max(0, n_bytes) for name, n_bytes in grown.items()})  # nobody else gets it meanwhile
         try:
-            async for _ in process.request("budget", **wanted).events():
-                pass
+            await process.request("budget", **wanted).value()
         except MoeggufError:
             if model.process is process:
                 model.grow({name: -max(0, n_bytes) for name, n_bytes in grown.items()})
@@ -362,7 +363,6 @@ class ModelManager:
             self._update_expiry(model)
             if model.is_removable:
                 del self._models[model.key]
-        self._subscribers.update_rates(self._models.values())
 
     def _grant_waiters(self, model: ManagedModel) -> None:
         if model.state is State.ABSENT:
@@ -556,7 +556,6 @@ class ModelManager:
 
     async def _start_process(self, model: ManagedModel, config: LoadConfig) -> None:
         model.process = process = await self._take_process()
-        process.on_snapshot = functools.partial(self._subscribers.publish, model)
         model.ready = await process.load(config, self._settings.load_timeout_s)
         model.expert_cache_bytes, model.vram_cache_bytes = planned_budgets(model.ready.plan)
         process.on_exit = lambda: self._on_process_exit(model, process)

@@ -3,8 +3,7 @@
 Messages arrive on the socket inherited as FD; the process exits when the socket closes, so that none outlives a killed
 server. The main thread loads and computes (`BatchLoop`); a second one reads messages, so that an answer can be
 cancelled; a third one counts tokens of conversations, which may render slowly, and changes the budget for experts,
-which waits for a pass to end; a fourth one sends snapshots while a client watches. Which requests are sent is
-model_manager.py's.
+which waits for a pass to end. Which requests are sent is model_manager.py's.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ from moegguf.gguf.projector import read_projector
 from moegguf.gguf.reader import GGML_TYPES, ggml_type
 from moegguf.serving.events import Snapshot
 from moegguf.serving.outbox import PROGRESS_S, Events, Outbox, every
-from moegguf.serving.snapshots import SnapshotSender
 from moegguf.serving.wire import MAX_MESSAGE_BYTES, LoadConfig, Message, Ready, build, decode, encode, encode_error
 
 EXIT_GRACE_S = 5.0  # for a running computation after the socket has closed
@@ -67,7 +65,8 @@ class Worker:
         self._closing = False
         self._loop: BatchLoop | None = None
         self._llm: Llama | None = None
-        self._snapshots: SnapshotSender | None = None
+        self._name = ""
+        self._start_s = self._watched_until_s = time.monotonic()
 
     def run(self, expected: Sequence[str] = ()) -> None:
         """Loads the model of the first message, then runs requests until the socket closes. expected: files whose
@@ -87,7 +86,7 @@ class Worker:
         except (BrokenPipeError, ConnectionResetError):
             pass  # the server closed the socket during a send
         finally:
-            self._close()
+            self._model.close()
 
     def _send(self, kind: str, **fields: Any) -> None:
         self._outbox.put(encode({"kind": kind, **fields}))
@@ -108,8 +107,6 @@ class Worker:
             self._cancel(message["id"])
         elif kind in ("generate", "embed"):
             self._submit(message)
-        elif kind == "watch" and self._snapshots is not None:
-            self._snapshots.watch(message["per_s"])
         elif kind in ("count", "render", "budget"):  # a slow template would keep the next cancel from being read
             self._beside.put(message)
         else:  # what is only read, so that this need not wait for the current answer
@@ -133,8 +130,21 @@ class Worker:
         return b"".join(vocabulary.piece(token, special=True) for token in message["tokens"]).decode(errors="replace")
 
     def _experts(self, message: Message) -> Snapshot:
-        assert self._snapshots is not None
-        return self._snapshots.since_mark()
+        """The experts as they are now. For `watch_s` uses count also where that makes layers slower: of a model that is
+        in memory as a whole."""
+        llm, loop, now_s = self._model, self._loop, time.monotonic()
+        assert loop is not None
+        layers, n_expert, maps = [layer.il for layer in llm.layout.layers], llm.layout.n_expert, (b"", b"", b"")
+        if llm.session is None:
+            layers, n_expert = [], 0
+        else:
+            if message["watch_s"]:
+                self._watched_until_s = max(self._watched_until_s, now_s + message["watch_s"])
+                llm.session.store.watch(True)
+            state, uses, loads = llm.session.places(), *llm.session.store.activity()
+            maps = state[layers].tobytes(), uses[layers].tobytes(), loads[layers].tobytes()
+        seconds, is_busy = now_s - self._start_s, loop.n_running > 0
+        return Snapshot(self._name, tuple(layers), n_expert, *maps, llm.stats(), is_busy, seconds, loop.n_answer_tokens)
 
     def _count(self, message: Message) -> int:
         return count_prompt(self._model, build(GenerationRequest, message["generation"]))
@@ -173,8 +183,8 @@ class Worker:
             if not isinstance(error, MoeggufError):
                 raise
             return False
-        self._loop = loop = BatchLoop(llm, together=self._one_call)
-        self._snapshots = SnapshotSender(config.name, llm, loop, self._send_snapshot)
+        self._loop = BatchLoop(llm, together=self._one_call)
+        self._name, self._start_s = config.name, time.monotonic()
         ready = Ready(llm.n_ctx(), plan_fields(llm), llm.n_seq_max, llm.reads_images)
         self._send("ready", ready=ready, **self._statistics())
         return True
@@ -212,8 +222,6 @@ class Worker:
 
     def _generate(self, message: Message) -> BatchedAnswer:
         assert self._loop is not None
-        if message.get("mark") and self._snapshots is not None:
-            self._snapshots.mark()
         events = Events(
             message["id"], stream=message["stream"], send=self._send_event, sent_first=self._pause, end=self._end_answer
         )
@@ -277,15 +285,9 @@ class Worker:
         return self._llm
 
     def _statistics(self) -> Message:
+        if self._model.session is not None and time.monotonic() > self._watched_until_s:
+            self._model.session.store.watch(False)
         return {"stats": self._model.stats(), "decisions": self._model.decisions()}
-
-    def _send_snapshot(self, snapshot: Snapshot) -> None:
-        self._send("snapshot", snapshot=snapshot, decisions=self._model.decisions())
-
-    def _close(self) -> None:
-        if self._snapshots is not None:
-            self._snapshots.close()
-        self._model.close()
 
 
 def _encoded(error: Exception) -> Message:
