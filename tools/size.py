@@ -28,7 +28,7 @@ LIMITS = {
     "moegguf/models": 3_150,
     "moegguf/native": 16_700,
     "moegguf/server": 8_740,
-    "moegguf/serving": 4_750,
+    "moegguf/serving": 4_740,
     "moegguf/terminal": 1_670,
     "moegguf/trace": 2_050,
     "predictors": 8_070,

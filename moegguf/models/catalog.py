@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moegguf.errors import ModelFormatError, ModelNameError, ModelNotFoundError, OptionError, PullError
+from moegguf.errors import ModelFormatError, ModelNotFoundError, OptionError, PullError
 from moegguf.gguf.adapter import read_adapter
 from moegguf.gguf.experts import read_layout
 from moegguf.gguf.reader import begins_as_gguf, is_other_kind
@@ -117,9 +117,8 @@ class Catalog:
             raise ModelNotFoundError(f"a model is given by its name, but is {text!r}; try {DEMO_NAME!r}.")
         if found := next(self._models(text), None):
             return found
-        if not self.paths:  # else it is most likely a path that does not exist
-            parse_name(text)
-        raise self._not_found(text)
+        # What is no name is most likely a path that does not exist, where paths are taken.
+        raise self._not_found(text, name_or_none(text) if self.paths else parse_name(text))
 
     def copy(self, source: str, destination: str) -> ModelEntry:
         """Makes `destination` another name for the files of `source`, which are not copied.
@@ -262,13 +261,11 @@ class Catalog:
         cached = {entry.name.lower() for entry in cached_models()}
         self.unhide(*(self.index.read().hidden - cached))
 
-    def _not_found(self, text: str) -> ModelNotFoundError:
+    def _not_found(self, text: str, name: Name | None) -> ModelNotFoundError:
         ending = text.lower().endswith(".gguf")
-        with suppress(ModelNameError):
-            name = parse_name(text)
-            if name.is_hub and not (ending and self.paths and ":" not in text):
-                fetch = f"; fetch it with `moegguf pull {name.canonical}`" * self.paths
-                return ModelNotFoundError(f"{name.canonical} is not on this machine{fetch}.")
+        if name and name.is_hub and not (ending and self.paths and ":" not in text):
+            fetch = f"; fetch it with `moegguf pull {name.canonical}`" * self.paths
+            return ModelNotFoundError(f"{name.canonical} is not on this machine{fetch}.")
         if self.paths and (os.sep in text or ending):
             return _path_not_found(text)
         if model := find_in_library(text):

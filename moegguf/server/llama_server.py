@@ -70,8 +70,7 @@ async def props(request: Request) -> Response:
 
 async def _selected(request: Request) -> tuple[ModelEntry, Details, LoadedModel | None]:
     """The model of `?model=`, or the only loaded one; and its state, if it is loaded."""
-    name = selected_model(request.app.state, request.query_params.get("model"))
-    entry, known = await look_up(request.app.state.catalog, name)
+    entry, known = await look_up(request.app.state, request.query_params.get("model"))
     in_memory: list[LoadedModel] = request.app.state.manager.loaded()
     loaded = next((model for model in in_memory if entry.name in {each.name for each in model.names}), None)
     return entry, known, loaded
@@ -153,13 +152,12 @@ async def _detokenize(request: Request, body: DetokenizeBody) -> dict[str, Any]:
 
 async def tokenizer_info(request: Request) -> Response:
     """The special tokens and the chat template of `?model=`, or of the only loaded model, by vLLM's names."""
-    name = selected_model(request.app.state, request.query_params.get("model"))
-    entry, known = await look_up(request.app.state.catalog, name)
+    entry, known = await look_up(request.app.state, request.query_params.get("model"))
 
     async def work() -> dict[str, Any]:
         template = entry.template or known.template
         info: dict[str, Any] = {"chat_template": template, "model_max_length": known.n_ctx_train}
-        async with shared_lease(request, name) as lease:
+        async with shared_lease(request, entry.name) as lease:
             for kind, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
                 token = known.metadata.get(f"tokenizer.ggml.{key}_token_id")
                 info[f"{kind}_token"] = None if token is None else await lease.detokenize([token])

@@ -8,6 +8,7 @@ which waits for a pass to end. Which requests are sent is model_manager.py's.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
@@ -35,7 +36,7 @@ from moegguf.generate.answer import BatchedAnswer, Task
 from moegguf.generate.batching import BatchLoop
 from moegguf.generate.embedding import embed, rank
 from moegguf.generate.prompt import count_prompt, render_prompt
-from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing
+from moegguf.generate.request import Delta, GenerationRequest, PromptProgress
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.projector import read_projector
 from moegguf.gguf.reader import GGML_TYPES, ggml_type
@@ -218,12 +219,12 @@ class Worker:
             with self._jobs_lock:  # it may end at once
                 self._jobs[message["id"]] = begin(message)
         except MoeggufError as error:
-            self._end(message["id"], error=encode_error(error))
+            self._end(message["id"], None, error)
 
     def _generate(self, message: Message) -> BatchedAnswer:
         assert self._loop is not None
         events = Events(
-            message["id"], stream=message["stream"], send=self._send_event, sent_first=self._pause, end=self._end_answer
+            message["id"], stream=message["stream"], send=self._send_event, sent_first=self._pause, end=self._end
         )
         return self._loop.submit(build(GenerationRequest, message["generation"]), events)
 
@@ -243,19 +244,9 @@ class Worker:
         elif self._loop is not None and self._loop.n_running <= 1:
             time.sleep(FIRST_DELTA_PAUSE_S)
 
-    def _end_answer(self, request_id: int, timing: Timing, error: Exception | None) -> None:
-        if error is None:
-            self._end(request_id, value=timing)
-        else:
-            self._end(request_id, error=_encoded(error))
-
     def _embed(self, message: Message) -> Task:
         assert self._loop is not None
-        request_id = message["id"]
-
-        def fail(error: Exception) -> None:
-            self._end(request_id, error=_encoded(error))
-
+        fail = functools.partial(self._end, message["id"], None)
         return self._loop.submit_task(lambda: self._reply(self._vectors, message), self._model.cancel, fail)
 
     def _vectors(self, message: Message) -> Any:
@@ -264,14 +255,19 @@ class Worker:
         return embed(self._model, message["inputs"], truncate=message["truncate"], normalize=message["normalize"])
 
     def _reply(self, handler: Callable[[Message], Any], message: Message) -> None:
-        """Sends the handler's result or error, with the statistics after it."""
+        """Ends a request with the handler's result or error."""
+        value, failure = None, None
         try:
-            outcome = {"value": handler(message)}
+            value = handler(message)
         except Exception as error:
-            outcome = {"error": _encoded(error)}
-        self._end(message["id"], **outcome)
+            failure = error
+        self._end(message["id"], value, failure)
 
-    def _end(self, request_id: int, **outcome: Any) -> None:
+    def _end(self, request_id: int, value: Any, error: Exception | None) -> None:
+        """Sends the value, or the error where there is one, with the statistics after it."""
+        if error is not None and not isinstance(error, MoeggufError):
+            traceback.print_exception(error)
+        outcome = {"value": value} if error is None else {"error": encode_error(error)}
         with self._jobs_lock:
             self._jobs.pop(request_id, None)
         self._send("end", id=request_id, **outcome, **self._statistics())
@@ -288,12 +284,6 @@ class Worker:
         if self._model.session is not None and time.monotonic() > self._watched_until_s:
             self._model.session.store.watch(False)
         return {"stats": self._model.stats(), "decisions": self._model.decisions()}
-
-
-def _encoded(error: Exception) -> Message:
-    if not isinstance(error, MoeggufError):
-        traceback.print_exception(error)
-    return encode_error(error)
 
 
 def open_model(config: LoadConfig, progress: LoadProgress) -> Llama:
