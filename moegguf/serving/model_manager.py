@@ -124,7 +124,7 @@ class ModelManager:
         """Refuses requests from now on, also those that wait; running answers go on."""
         self._closed = True
         for model in self._models.values():
-            for waiter in model.waiters:
+            for waiter in (*model.waiters, *model.unloads):
                 waiter.fail(_shutting_down())
 
     def lease(
@@ -171,8 +171,8 @@ class ModelManager:
         model = self._used_by(canonical)
         if model is None:
             return False
-        waiter = Waiter(replace(model.entry, name=canonical), model.overrides, 0.0, Purpose.UNLOAD)
-        model.waiters.insert(0, waiter)
+        waiter = Waiter(replace(model.entry, name=canonical), model.overrides, 0.0)
+        model.unloads.append(waiter)
         await self._wait(model, waiter)
         return True
 
@@ -231,13 +231,12 @@ class ModelManager:
         waiting = [(model, other) for model in self._models.values() for other in model.waiters]
         if len(waiting) < self._settings.max_queue:
             return
-        requests = [(model, other) for model, other in waiting if other.purpose is not Purpose.UNLOAD]
-        counts = Counter(other.client for _, other in requests)
+        counts = Counter(other.client for _, other in waiting)
         most = max(counts.values(), default=0)
         busy = BusyError("server busy, please try again.  maximum pending requests exceeded")
         if counts[waiter.client] + 1 >= most:
             raise busy
-        model, newest = max((pair for pair in requests if counts[pair[1].client] == most), key=lambda p: p[1].ticket)
+        model, newest = max((pair for pair in waiting if counts[pair[1].client] == most), key=lambda p: p[1].ticket)
         model.waiters.remove(newest)
         newest.fail(busy)
 
@@ -247,7 +246,7 @@ class ModelManager:
         name, own = waiter.name, LoadOverrides.of(waiter.entry.parameters)
         uses = [model.uses[name].overrides for model in self._models.values() if name in model.uses]
         waiting = [other for model in self._models.values() for other in model.waiters if other.name == name]
-        last = max((w for w in waiting if w.purpose is not Purpose.UNLOAD), key=lambda w: w.ticket, default=None)
+        last = max(waiting, key=lambda w: w.ticket, default=None)
         known = uses if last is None else [replace(last.overrides, n_ctx=None), *uses]
         return functools.reduce(LoadOverrides.with_defaults, [own, *known], waiter.overrides)
 
@@ -329,9 +328,10 @@ class ModelManager:
         try:
             await waiter.granted
         except BaseException:  # also where the request is cancelled
-            if waiter in model.waiters:
-                model.waiters.remove(waiter)
-                self._dispatch()
+            for queue in (model.waiters, model.unloads):
+                if waiter in queue:
+                    queue.remove(waiter)
+                    self._dispatch()
             self._release(model, waiter)  # it may have been granted just before its task was cancelled
             raise
 
@@ -365,26 +365,21 @@ class ModelManager:
                 del self._models[model.key]
 
     def _grant_waiters(self, model: ManagedModel) -> None:
-        if model.state is State.ABSENT:
-            for waiter in [w for w in model.waiters if w.purpose is Purpose.UNLOAD]:
-                model.waiters.remove(waiter)
-                waiter.grant()
+        for waiter in [w for w in model.unloads if model.can_forget(w.name)]:
+            model.unloads.remove(waiter)
+            model.uses.pop(waiter.name, None)
+            waiter.grant()
         if model.state is not State.READY:
             return
         for waiter in [w for w in model.waiters if w.purpose is Purpose.SHARED]:
             if not model.stopping and model.serves(waiter):
                 model.shared_users.add(waiter)
                 self._grant(model, waiter)
-        for waiter in [w for w in model.waiters if w.purpose is Purpose.UNLOAD and model.can_forget(w.name)]:
-            model.waiters.remove(waiter)
-            model.uses.pop(waiter.name, None)
-            waiter.grant()
+        if model.unloads or (model.waiters and not model.serves(model.waiters[0])):
+            if not model.in_use:
+                self._start_unload(model)
+            return
         while model.waiters and len(model.answering) < model.ready.n_parallel:
-            first = model.waiters[0]
-            if first.purpose is Purpose.UNLOAD or not model.serves(first):
-                if not model.in_use:
-                    self._start_unload(model)
-                return
             granted = self._next_of(model)
             if granted is None:
                 return
@@ -395,7 +390,7 @@ class ModelManager:
         """The first waiter that overtakes no load, of those before one that needs another load; None: all do. Turns may
         have put one that came before the load behind one that came after it."""
         for waiter in model.waiters:
-            if waiter.purpose is Purpose.UNLOAD or not model.serves(waiter):
+            if not model.serves(waiter):
                 return None
             if not self._is_overtaking(waiter):
                 return waiter
@@ -473,9 +468,8 @@ class ModelManager:
         return sum(model.device_bytes for model in self._models.values() if model.device == device)
 
     def _fail(self, model: ManagedModel, failed: Waiter, error: Exception) -> None:
-        """Ends all waiters that need the same load as `failed`; a load with other options is still tried, and who waits
-        for the end of the process gets it."""
-        for waiter in [w for w in model.waiters if w.same_load(failed) and w.purpose is not Purpose.UNLOAD]:
+        """Ends all waiters that need the same load as `failed`; a load with other options is still tried."""
+        for waiter in [w for w in model.waiters if w.same_load(failed)]:
             model.waiters.remove(waiter)
             waiter.fail(error)
         model.size = None
