@@ -27,7 +27,7 @@ LIMITS = {
     "moegguf/gguf": 2_010,
     "moegguf/models": 3_150,
     "moegguf/native": 16_700,
-    "moegguf/server": 8_730,
+    "moegguf/server": 8_720,
     "moegguf/serving": 4_730,
     "moegguf/terminal": 1_670,
     "moegguf/trace": 2_050,

@@ -30,7 +30,7 @@ from moegguf.server.common.body import parse_body, read_body, too_large
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.lookup import check_capabilities, look_up
 from moegguf.server.common.options import Loading, ModelName
-from moegguf.server.common.streams import LineResponse, Lines, WholeResponse, event_line
+from moegguf.server.common.streams import LineResponse, Lines, WholeResponse, computed, event_line
 from moegguf.server.metrics import record
 from moegguf.serving.clients import current_owner
 from moegguf.serving.events import Done, Event
@@ -336,18 +336,13 @@ async def _whole(events: AsyncGenerator[Event], reply: Reply) -> Any:
     return reply.whole()
 
 
-def about_prompt(path: str, kind: type[Question], tell: Callable[[Lease, GenerationRequest], Awaitable[Json]]) -> Route:
+def about_prompt(path: str, kind: type[Kind], tell: Callable[[Lease, GenerationRequest], Awaitable[Json]]) -> Route:
     """An endpoint that tells something of a conversation's prompt, through the model's own template; it loads the model
     if needed, and does not wait for running answers."""
 
-    async def respond(request: Request) -> Response:
-        body = await read_body(request, kind, limits.IMAGES_BODY_BYTES)
+    async def compute(request: Request, body: Kind) -> Json:
         entry, generations = await understand(request.app.state, body)
+        async with request.app.state.manager.lease(entry, body.overrides(), will_answer=False) as lease:
+            return await tell(lease, generations[0])
 
-        async def work() -> Json:
-            async with request.app.state.manager.lease(entry, body.overrides(), will_answer=False) as lease:
-                return await tell(lease, generations[0])
-
-        return WholeResponse(work())
-
-    return Route(path, respond, methods=["POST"])
+    return computed(path, kind, compute, limits.IMAGES_BODY_BYTES)
