@@ -30,10 +30,11 @@ CANCELLED = threading.Event()
 SEND_LOCK = threading.Lock()
 TIMING = {"prompt_tokens": 1, "answer_tokens": 2, "prompt_s": 0.25, "answer_s": 0.5, "total_s": 0.75}
 SNAPSHOT = {
-    "model": "a", "layers": [0], "n_expert": 2, "state": "AAI=", "uses": "AQA=", "loads": "AAA=", "stats": {},
-    "busy": False, "tokens_per_s": 0.0, "seconds": 1.0,
+    "model": "a", "layers": [0], "n_expert": 2, "state": "AAI=", "uses": "AQAAAAAAAAA=", "loads": "AAAAAAAAAAA=",
+    "stats": {}, "busy": False, "seconds": 1.0,
 }  # fmt: skip
 NO_EXPERTS = {**SNAPSHOT, "layers": [], "n_expert": 0, "state": "", "uses": "", "loads": ""}
+LOADED: dict[str, Any] = {}  # how the model was loaded
 Event = dict[str, Any]
 
 
@@ -51,12 +52,10 @@ def listen() -> None:
         message = json.loads(line)
         if message["kind"] == "cancel":
             CANCELLED.set()
-        elif message["kind"] == "watch":  # one snapshot, with its rate as `tokens_per_s`
-            send("snapshot", snapshot={**SNAPSHOT, "tokens_per_s": message["per_s"]}, decisions={})
         elif message["kind"] == "tokenize":
             end(message["id"], value=[ord(letter) for letter in message["text"]])
         elif message["kind"] == "experts":
-            end(message["id"], value=NO_EXPERTS)
+            end(message["id"], value=SNAPSHOT if "log" in LOADED else NO_EXPERTS)
         else:
             MESSAGES.put(message)
     os._exit(0)
@@ -79,6 +78,7 @@ def die_while_left(file: Path) -> None:
 
 def load(config: dict[str, Any]) -> None:
     script = json.loads(config["path"]) if config["path"].startswith("{") else {}
+    LOADED.update(script)
     if "log" in script:
         with open(script["log"], "a") as log:
             log.write(json.dumps(config) + "\n")

@@ -53,6 +53,7 @@ class OwnWorker:
         self.n_ctx, self.reads_images = 0, False
         self._plan: Mapping[str, Any] = {}
         self._loaded: tuple[ModelEntry, Mapping[str, Any]] | None = None
+        self._before: PendingRequest | Snapshot | None = None  # the experts when the last answer began
 
     def _start(self) -> WorkerProcess:
         """A new worker, whose requests may take as long as they need to end: a person waits, who can end this
@@ -117,7 +118,7 @@ class OwnWorker:
         except BaseException:  # also an interrupt
             self._run(worker.close(0))
             raise
-        self._worker, self._loaded = worker, (entry, options)
+        self._worker, self._loaded, self._before = worker, (entry, options), None
         self.n_ctx, self.reads_images, self._plan = ready.n_ctx, ready.reads_images, ready.plan
 
     @property
@@ -137,7 +138,8 @@ class OwnWorker:
         async def read(answer: Answer) -> None:
             error = None
             try:
-                requests.append(worker.request("generate", generation=generation, stream=True, mark=True))
+                self._before = worker.request("experts", watch_s=0)
+                requests.append(worker.request("generate", generation=generation, stream=True))
                 if answer.stopped:
                     requests[0].cancel()
                 async for event in requests[0].events():
@@ -163,10 +165,14 @@ class OwnWorker:
         """The experts now, with what was used and loaded since the last answer began."""
         from moegguf.serving.events import Snapshot
 
-        async def ask() -> Any:
-            return [event async for event in self._own.request("experts").events()][-1]
+        async def ask() -> Snapshot:
+            before, self._before = self._before, None
+            if isinstance(before, PendingRequest):
+                before = build(Snapshot, await before.value())
+            now, self._before = build(Snapshot, await self._own.request("experts", watch_s=math.inf).value()), before
+            return now.since(before)
 
-        return build(Snapshot, self._run(ask()))
+        return self._run(ask())
 
     def check_parameter(self, name: str) -> None:
         """Every parameter has its effect here."""

@@ -67,11 +67,14 @@ class Flag(NamedTuple):
     kind: Any = None
     settings: Mapping[str, Any] = {}
 
+    def option(self) -> Any:
+        """It, as typer takes it."""
+        return panel(self.group, *self.flags.split(), metavar=self.metavar, help=self.help, **self.settings)
+
     def parameter(self) -> inspect.Parameter:
         """The command's parameter of this name."""
-        shown = panel(self.group, *self.flags.split(), metavar=self.metavar, help=self.help, **self.settings)
         kind = self.kind or (list[str] if isinstance(self.default, list) else str | None)
-        return _keyword(self.name, self.default, Annotated[kind, shown])
+        return _keyword(self.name, self.default, Annotated[kind, self.option()])
 
 
 def flags(*names: str, own: Sequence[Flag] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

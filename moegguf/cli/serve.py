@@ -90,8 +90,8 @@ def _entry_of(model: str) -> ModelEntry:
 def _with_files(entry: ModelEntry, mmproj: str | None = None, lora_path: str | None = None) -> ModelEntry:
     """The model with another projector, or an adapter. Raises ModelFormatError, ModelNotFoundError."""
     from moegguf.gguf.adapter import read_adapter
+    from moegguf.gguf.experts import read_layout
     from moegguf.gguf.projector import read_projector
-    from moegguf.models.details import layout_of
     from moegguf.models.entry import model_digest, weights_digest
 
     if mmproj is not None:
@@ -99,7 +99,7 @@ def _with_files(entry: ModelEntry, mmproj: str | None = None, lora_path: str | N
     if lora_path is None:
         return entry
     adapter = Path(lora_path).expanduser().absolute()
-    read_adapter(adapter, layout_of(entry.path).arch)
+    read_adapter(adapter, read_layout(entry.path).arch)
     weights = weights_digest(entry.files, adapter)
     return replace(entry, adapter=adapter, digest=model_digest(weights, entry), files_digest=weights)
 

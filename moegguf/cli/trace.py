@@ -6,17 +6,17 @@ Results go to stdout, progress to stderr. Flags and tables only; the work is in 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from moegguf.cli.bench import split
-from moegguf.cli.options import AsJson, Command, Given, flags
+from moegguf.cli.options import OFTEN, AsJson, Command, Flag, Given, flags
 from moegguf.errors import OptionError
 from moegguf.terminal.messages import print_message
 
@@ -35,91 +35,57 @@ def root(context: typer.Context) -> None:
 
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A GGUF file, `demo`, or a name in MOEGGUF_MODELS.")]
-PromptsFile = Annotated[
-    Path,
-    typer.Option(
-        "--prompts",
-        exists=True,
-        dir_okay=False,
-        help="A .jsonl with a prompt per line (prompt, label, n_predict, completion), or text, one per paragraph.",
-    ),
-]
-MaxTokens = Annotated[
-    int,
-    typer.Option(
-        "--max-tokens", "-n", min=0, metavar="N", help="Longest answer, unless the prompt sets one; 0: prompts only."
-    ),
-]
-RecordCtx = Annotated[
-    int | None,
-    typer.Option("--ctx", "-c", min=1, metavar="TOKENS", help="Context size.  [default: the model's, up to 4096]"),
-]
-Out = Annotated[Path, typer.Option("--out", "-o", dir_okay=False, metavar="FILE", help="The file to write.")]
 File = Annotated[Path, typer.Argument(metavar="TRACE", exists=True, dir_okay=False, help="A recorded trace.")]
-Policies = Annotated[
-    list[str],
-    typer.Option(
-        "--policy",
-        metavar="NAMES",
-        help="Policies, separated by commas, or all; with --vram-cache also vram=NAME,ram=NAME.  [default: all]",
-    ),
-]
-Strategies = Annotated[
-    list[str],
-    typer.Option(
-        "--strategy",
-        metavar="NAMES",
-        help="Whole strategies, separated by commas, or all: none, lru, moe-infinity, promoe, expertflow, duoserve,"
-        " moegguf. --policy, --predictor and --prefetch then name one part that replaces theirs.",
-    ),
-]
-Predictors = Annotated[
-    list[str],
-    typer.Option("--predictor", metavar="NAMES", help="Predictors, separated by commas, or all.  [default: none]"),
-]
-Shares = Annotated[
-    str,
-    typer.Option("--expert-cache", metavar="SHARES", help="Pool sizes as shares of all experts, separated by commas."),
-]
-VramShares = Annotated[
-    str | None,
-    typer.Option(
-        "--vram-cache",
-        metavar="SHARES",
-        help="A GPU's memory for experts, as shares of all, separated by commas; --expert-cache is RAM below it."
-        " Prompts are staged in a part of it. With --tensor-split of all GPUs, or of each.  [default: no GPU]",
-    ),
-]
-DeviceLink = Annotated[
-    list[str],
-    typer.Option(
-        "--device-link", metavar="LINK", help="A modelled link from RAM to the GPU: 24GB/s,35us; one for each."
-    ),
-]
-TensorSplit = Annotated[
-    str | None, typer.Option("--tensor-split", "-ts", metavar="N,N", help="Layers of several GPUs, in proportion: 3,1.")
-]
-ModelFile = Annotated[
-    str | None,
-    typer.Option("--model", metavar="MODEL", help="The recorded model, for predictors that use its routers."),
-]
-Folder = Annotated[
-    Path | None,
-    typer.Option("--predictors", metavar="FOLDER", file_okay=False, exists=True, help="Folder of trained predictors."),
-]
-LinkSpeed = Annotated[
-    float | None, typer.Option("--link", min=1e-6, metavar="GB/S", help="Speed of a modelled link to the experts.")
-]
-Latency = Annotated[float, typer.Option("--latency", min=0, metavar="US", help="Of one transfer on that link.")]
-Compute = Annotated[
-    float,
-    typer.Option("--layer-compute", min=0, metavar="US", help="Compute time per layer and token on the modelled link."),
-]
-Tokens = Annotated[
-    int, typer.Option("--tokens", min=0, metavar="N", help="Replay whole requests with about N decoded tokens; 0: all.")
-]
 
-DEFAULT_SHARES = "10%,25%,50%,75%"
+RECORD_FLAGS = (
+    Flag("prompts", "--prompts", "FILE", OFTEN,
+         "A .jsonl with a prompt per line (prompt, label, n_predict, completion), or text, one per paragraph.",
+         ..., Path, {"exists": True, "dir_okay": False}),
+    Flag("out", "--out -o", "FILE", OFTEN, "The file to write.", ..., Path, {"dir_okay": False}),
+    Flag("max_tokens", "--max-tokens -n", "N", OFTEN, "Longest answer, unless the prompt sets one; 0: prompts only.",
+         128, int, {"min": 0}),
+    Flag("inputs", "--inputs", None, OFTEN, "Also record the routers' input vectors, which training and skip need.",
+         False, bool),
+    Flag("policy", "--policy", "NAME", OFTEN, "Eviction policy while recording.", "lru", str),
+    Flag("predictor", "--predictor", "NAME", OFTEN, "Predictor while recording.  [default: none]"),
+    Flag("lockstep", "--lockstep", None, OFTEN,
+         "Apply decisions at fixed points, so that a replay repeats them; slow.", False, bool),
+    Flag("ctx", "--ctx -c", "TOKENS", OFTEN, "Context size.  [default: the model's, up to 4096]", None, int | None,
+         {"min": 1}),
+    Flag("temperature", "--temperature", "T", OFTEN, "0 takes the likeliest token.", 0.8, float, {"min": 0.0}),
+    Flag("seed", "--seed", "N", OFTEN, "Random seed.", 0, int),
+)  # fmt: skip
+SIMULATE_FLAGS = (
+    Flag("strategy", "--strategy", "NAMES", OFTEN,
+         "Whole strategies, separated by commas, or all: none, lru, moe-infinity, promoe, expertflow, duoserve,"
+         " moegguf. --policy, --predictor and --prefetch then name one part that replaces theirs.", []),
+    Flag("policy", "--policy", "NAMES", OFTEN,
+         "Policies, separated by commas, or all; with --vram-cache also vram=NAME,ram=NAME.  [default: all]", []),
+    Flag("predictor", "--predictor", "NAMES", OFTEN,
+         "Predictors, separated by commas, or all.  [default: none]", []),
+    Flag("expert_cache", "--expert-cache", "SHARES", OFTEN,
+         "Pool sizes as shares of all experts, separated by commas.", "10%,25%,50%,75%", str),
+    Flag("vram_cache", "--vram-cache", "SHARES", OFTEN,
+         "A GPU's memory for experts, as shares of all, separated by commas; --expert-cache is RAM below it."
+         " Prompts are staged in a part of it. With --tensor-split of all GPUs, or of each.  [default: no GPU]"),
+    Flag("tokens", "--tokens", "N", OFTEN, "Replay whole requests with about N decoded tokens; 0: all.",
+         0, int, {"min": 0}),
+    Flag("model", "--model", "MODEL", OFTEN, "The recorded model, for predictors that use its routers."),
+    Flag("predictors", "--predictors", "FOLDER", OFTEN, "Folder of trained predictors.",
+         None, Path | None, {"file_okay": False, "exists": True}),
+    Flag("link", "--link", "GB/S", OFTEN, "Speed of a modelled link to the experts.",
+         None, float | None, {"min": 1e-6}),
+    Flag("latency", "--latency", "US", OFTEN, "Of one transfer on that link.", 0.0, float, {"min": 0}),
+    Flag("device_link", "--device-link", "LINK", OFTEN,
+         "A modelled link from RAM to the GPU: 24GB/s,35us; one for each.", []),
+    Flag("tensor_split", "--tensor-split -ts", "N,N", OFTEN, "Layers of several GPUs, in proportion: 3,1."),
+    Flag("layer_compute", "--layer-compute", "US", OFTEN,
+         "Compute time per layer and token on the modelled link.", 0.0, float, {"min": 0}),
+    Flag("prefetch", "--prefetch/--no-prefetch", None, OFTEN, "Act on predictions; with --link.", None, bool | None),
+    Flag("save", "--save", None, OFTEN,
+         "Save beside the model what `auto` chooses by, half of the requests; the others are reported, one behind the"
+         " other, and for `estimate` also each from an empty cache.", False, bool),
+)  # fmt: skip
 
 
 @contextmanager
@@ -189,28 +155,8 @@ def _sim_options(link: float | None, latency: float, layer_compute: float) -> Si
 
 
 @trace.command(cls=Command, short_help="Record the routing of a model.")
-@flags("expert_cache", "n_threads", "draft")
-def record(
-    model: Model,
-    prompts: PromptsFile,
-    out: Out,
-    max_tokens: MaxTokens = 128,
-    inputs: Annotated[
-        bool, typer.Option("--inputs", help="Also record the routers' input vectors, which training and skip need.")
-    ] = False,
-    policy: Annotated[str, typer.Option(metavar="NAME", help="Eviction policy while recording.")] = "lru",
-    predictor: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Predictor while recording.  [default: none]")
-    ] = None,
-    lockstep: Annotated[
-        bool, typer.Option("--lockstep", help="Apply decisions at fixed points, so that a replay repeats them; slow.")
-    ] = False,
-    ctx: RecordCtx = None,
-    temperature: Annotated[float, typer.Option(min=0.0, metavar="T", help="0 takes the likeliest token.")] = 0.8,
-    seed: Annotated[int, typer.Option(metavar="N", help="Random seed.")] = 0,
-    *,
-    given: Given,
-) -> None:
+@flags("expert_cache", "n_threads", "draft", own=RECORD_FLAGS)
+def record(model: Model, *, given: Given, **chosen: Any) -> None:
     """Run MODEL over prompts and record which experts every token was routed to.
 
     Each prompt is a separate request. Ctrl-C writes no file.
@@ -223,6 +169,7 @@ def record(
     from moegguf.terminal.loading import context_size, silence_llama_log
     from moegguf.trace.prompts import read_prompts
 
+    out, prompts = chosen["out"], chosen["prompts"]
     check_writable(out, prompts)
     path, prompt_list = find_model(model), read_prompts(prompts)
     silence_llama_log()
@@ -231,14 +178,12 @@ def record(
             path,
             prompt_list,
             out,
-            RecordOptions(max_tokens, inputs, temperature, seed),
+            RecordOptions(*(chosen[name] for name in ("max_tokens", "inputs", "temperature", "seed"))),
             progress=progress,
-            policy=policy,
-            predictor=predictor,
-            lockstep=lockstep,
-            n_ctx=context_size(read_layout(path), ctx),
+            n_ctx=context_size(read_layout(path), chosen["ctx"]),
             flash_attn=read_settings().flash_attention,
             verbose=False,
+            **{name: chosen[name] for name in ("policy", "predictor", "lockstep")},
             **given,
         )
     size = format_bytes(out.stat().st_size)
@@ -246,108 +191,80 @@ def record(
 
 
 @trace.command(cls=Command, short_help="Replay with other policies and budgets.")
-def simulate(
-    file: File,
-    strategy: Strategies = [],
-    policy: Policies = [],
-    predictor: Predictors = [],
-    expert_cache: Shares = DEFAULT_SHARES,
-    vram_cache: VramShares = None,
-    tokens: Tokens = 0,
-    model: ModelFile = None,
-    predictors: Folder = None,
-    link: LinkSpeed = None,
-    latency: Latency = 0.0,
-    device_link: DeviceLink = [],
-    tensor_split: TensorSplit = None,
-    layer_compute: Compute = 0.0,
-    prefetch: Annotated[
-        bool | None, typer.Option("--prefetch/--no-prefetch", help="Act on predictions; with --link.")
-    ] = None,
-    save: Annotated[
-        bool,
-        typer.Option(
-            "--save",
-            help="Save beside the model what `auto` chooses by, half of the requests; the others are reported, one"
-            " behind the other, and for `estimate` also each from an empty cache.",
-        ),
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
+@flags(own=SIMULATE_FLAGS)
+def simulate(file: File, as_json: AsJson = False, *, given: Given, **chosen: Any) -> None:
     """Replay TRACE with other policies and budgets: the same store and controller as live, no model and no disk.
 
     With --vram-cache layers compute on a GPU, with experts there over experts in RAM; with --tensor-split on several.
     """
-    from moegguf.cli.trace_tables import print_simulation, print_tiers
+    from moegguf.cli.trace_tables import print_simulation
     from moegguf.controller.prefetch import PrefetchOptions
-    from moegguf.engine.simulated_devices import simulated_budgets
     from moegguf.models.catalog import find_model
     from moegguf.plain import plain
     from moegguf.terminal.tables import print_json
     from moegguf.trace.analysis import TraceAnalysis
 
-    shares = parse_shares(expert_cache)
-    full = TraceAnalysis.open(file, find_model(model) if model else None, predictors)
-    analysis, options = full.limited(tokens), _sim_options(link, latency, layer_compute)
-    if not strategy:
-        options = replace(options, prefetch=PrefetchOptions() if prefetch else None)
-    if vram_cache is not None:
-        if save or strategy:
+    model, strategies, save = chosen["model"], split(chosen["strategy"]), chosen["save"]
+    shares = parse_shares(chosen["expert_cache"])
+    full = TraceAnalysis.open(file, find_model(model) if model else None, chosen["predictors"])
+    analysis = full.limited(chosen["tokens"])
+    options = _sim_options(chosen["link"], chosen["latency"], chosen["layer_compute"])
+    if not strategies:
+        options = replace(options, prefetch=PrefetchOptions() if chosen["prefetch"] else None)
+    if chosen["vram_cache"] is not None:
+        if save or strategies:
             raise OptionError("--save and --strategy are about slots in RAM alone: leave out --vram-cache.")
-        parts = _tier_policies(policy), split(predictor) if predictor else ["none"]
-        of_vram = parse_shares(vram_cache, "--vram-cache", of_each=tensor_split is not None)
-        budgets = simulated_budgets(analysis.trace.shape, of_vram, _parse_tensor_split(tensor_split), device_link)
-        with showing_progress() as progress:
-            results = analysis.simulate_tiers(*parts, budgets, shares, options, progress)
-        print_json(plain(results)) if as_json else print_tiers(results, analysis.sample_size(full))
+        _simulate_tiers(analysis, chosen, shares, options, analysis.sample_size(full), as_json)
         return
-    of_gpus = {"--device-link": bool(device_link), "--tensor-split": tensor_split is not None}
-    of_gpus["--policy vram=NAME,ram=NAME"] = any("=" in text for text in policy)
-    for flag, given in of_gpus.items():
-        if given:
-            raise OptionError(f"{flag} is about GPUs, whose share of the experts is missing: --vram-cache.")
-    if save and strategy:
+    of_gpus = {"--device-link": bool(chosen["device_link"]), "--tensor-split": chosen["tensor_split"] is not None}
+    of_gpus["--policy vram=NAME,ram=NAME"] = any("=" in text for text in chosen["policy"])
+    for flag in (flag for flag, is_given in of_gpus.items() if is_given):
+        raise OptionError(f"{flag} is about GPUs, whose share of the experts is missing: --vram-cache.")
+    if save and strategies:
         raise OptionError("--save is for policies and predictors, from which `auto` chooses, not for --strategy.")
+    policies, predictors = split(chosen["policy"]), split(chosen["predictor"])
+    if strategies and (len(policies) > 1 or len(predictors) > 1):
+        raise OptionError("beside --strategy, --policy and --predictor take one name each, which replaces its own.")
     choosing, reported = analysis.halves() if save else (analysis, analysis)
     with showing_progress() as progress:
-        results = _simulated(reported, strategy, policy, predictor, shares, options, prefetch, progress)
+
+        def replayed(of: TraceAnalysis) -> list[Row]:
+            if not strategies:
+                named = policies if chosen["policy"] else ["all"], predictors if chosen["predictor"] else ["none"]
+                return of.simulate(*named, shares, options, progress)
+            parts = policies[0] if policies else "auto", predictors[0] if predictors else None
+            return of.simulate_strategies(strategies, shares, options, *parts, chosen["prefetch"], progress)
+
+        results = replayed(reported)
         if save:
-            chosen_by = _simulated(choosing, strategy, policy, predictor, shares, options, prefetch, progress)
-            alone = [
-                row
-                for request in reported.each()
-                for row in _simulated(request, strategy, policy, predictor, shares, options, prefetch, progress)
-            ]
-    if as_json:
-        print_json(plain(results))
-    else:
-        print_simulation(results, reported.sample_size(full))
+            chosen_by = replayed(choosing)
+            alone = [row for request in reported.each() for row in replayed(request)]
+    print_json(plain(results)) if as_json else print_simulation(results, reported.sample_size(full))
     if save:
         path = choosing.save(chosen_by, results, alone)
         print_message(f"saved {path}: auto chooses by {choosing.sample_size(full)}; reported are others")
 
 
-def _tier_policies(texts: list[str]) -> list[str]:
-    """Policies of two tiers: a text with an "=" is one, of others each name."""
-    return [name for text in texts for name in ([text] if "=" in text else split([text]))] or ["all"]
-
-
-def _simulated(
+def _simulate_tiers(
     analysis: TraceAnalysis,
-    strategies: list[str],
-    policies: list[str],
-    predictors: list[str],
+    chosen: Mapping[str, Any],
     shares: list[float],
     options: SimOptions,
-    prefetch: bool | None,
-    progress: Progress,
-) -> list[Row]:
-    """The replays of strategies, or else of all policies with all predictors named."""
-    named, ahead = split(policies), split(predictors)
-    if not strategies:
-        named, ahead = named if policies else ["all"], ahead if predictors else ["none"]
-        return analysis.simulate(named, ahead, shares, options, progress)
-    if len(named) > 1 or len(ahead) > 1:
-        raise OptionError("beside --strategy, --policy and --predictor take one name each, which replaces its own.")
-    parts = named[0] if named else "auto", ahead[0] if ahead else None
-    return analysis.simulate_strategies(split(strategies), shares, options, *parts, prefetch, progress)
+    sample_size: str,
+    as_json: bool,
+) -> None:
+    """Replays experts on GPUs over experts in RAM."""
+    from moegguf.cli.trace_tables import print_tiers
+    from moegguf.engine.simulated_devices import simulated_budgets
+    from moegguf.plain import plain
+    from moegguf.terminal.tables import print_json
+
+    # Of policies a text with an "=" is one for two tiers, of others each name.
+    policies = [name for text in chosen["policy"] for name in ([text] if "=" in text else split([text]))] or ["all"]
+    predictors = split(chosen["predictor"]) if chosen["predictor"] else ["none"]
+    of_vram = parse_shares(chosen["vram_cache"], "--vram-cache", of_each=chosen["tensor_split"] is not None)
+    split_of = _parse_tensor_split(chosen["tensor_split"])
+    budgets = simulated_budgets(analysis.trace.shape, of_vram, split_of, chosen["device_link"])
+    with showing_progress() as progress:
+        results = analysis.simulate_tiers(policies, predictors, budgets, shares, options, progress)
+    print_json(plain(results)) if as_json else print_tiers(results, sample_size)

@@ -12,14 +12,15 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Literal
 
 from moegguf.errors import ExpertIOError, ModelFormatError
 from moegguf.gguf.checks import check_tokenizer, check_types
 from moegguf.gguf.hparams import Hparams, check_attention, read_hparams
-from moegguf.gguf.reader import GgufFile, Shard, TensorInfo, Value
-from moegguf.gguf.shards import read_shards
+from moegguf.gguf.reader import GgufFile, Shard, TensorInfo, Value, version_of
+from moegguf.gguf.shards import read_shards, shards_of
 
 Kind = Literal["gate", "up", "down", "gate_up"]
 KINDS: tuple[Kind, ...] = ("gate", "up", "down", "gate_up")
@@ -209,8 +210,14 @@ def read_layout(path: str | os.PathLike[str]) -> ExpertLayout:
     """The layout of the model at `path` (the first shard when it is split).
 
     Raises ModelNotFoundError when a file is missing, ModelFormatError when it breaks a rule (the message names the
-    file, the key or tensor, and the offset), ExpertIOError when the disk fails.
+    file, the key or tensor, and the offset), ExpertIOError when the disk fails. Made again only when a shard has
+    changed.
     """
+    return _layout(Path(path), tuple(map(version_of, shards_of(Path(path)))))
+
+
+@lru_cache(maxsize=64)
+def _layout(path: Path, _versions: tuple[tuple[int, ...], ...]) -> ExpertLayout:
     files = read_shards(path)
     label = files[0].name
     if not any(file.tensors for file in files):

@@ -8,6 +8,7 @@ large arrays (the vocabulary) are read in chunks and not kept. The meaning of th
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import stat
 import struct
@@ -495,9 +496,23 @@ def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
     """The header of the GGUF file at `path`, every rule of the format checked.
 
     Raises ModelNotFoundError when it cannot be opened, ModelFormatError for the first rule that is broken,
-    ExpertIOError when the disk fails. Takes memory for a few MiB at most, whatever the file claims.
+    ExpertIOError when the disk fails. Takes memory for a few MiB at most, whatever the file claims. Reads it again only
+    when it has changed.
     """
-    path = Path(path)
+    return _read_version(Path(path), version_of(path))
+
+
+def version_of(path: str | os.PathLike[str]) -> tuple[int, ...]:
+    """Changes with the file; empty for one that cannot be found."""
+    try:
+        info = os.stat(path)
+    except (OSError, ValueError):  # a zero byte in the path
+        return ()
+    return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns
+
+
+@functools.lru_cache(maxsize=64)
+def _read_version(path: Path, _version: tuple[int, ...]) -> GgufFile:
     fd, info = _open(path)
     try:
         cur = Cursor(fd, info.st_size, path.name)

@@ -5,7 +5,6 @@ Every error names the shard. Reads `split.*` keys and the tensors' names only.
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 from pathlib import Path
@@ -38,13 +37,22 @@ def shard_path(prefix: str, number: int, count: int) -> str:
     return f"{prefix}-{number:05d}-of-{count:05d}.gguf"
 
 
+def shards_of(path: Path) -> tuple[Path, ...]:
+    """`path`, and when it is a first shard the other shards that exist beside it, in order."""
+    prefix, number, count = parse_shard_name(path.stem)
+    if number != 1:
+        return (path,)
+    others = (path.with_name(shard_path(prefix, n, count)) for n in range(2, min(count, MAX_SHARDS) + 1))
+    return (path, *(other for other in others if other.is_file()))
+
+
 def read_shards(path: str | os.PathLike[str]) -> tuple[GgufFile, ...]:
     """All shards of the model whose first (or only) file is at `path`, in order, checked against each other.
 
     Raises ModelNotFoundError when a file is missing, ModelFormatError when one is damaged or does not belong.
     """
     path = Path(path)
-    first = _read_header(path)
+    first = read_gguf(path)
     name = _SHARD_NAME.fullmatch(path.name)
     if name and int(name["number"]) != 1:
         opener = Path(shard_path(name["prefix"], 1, int(name["count"]))).name
@@ -64,20 +72,6 @@ def read_shards(path: str | os.PathLike[str]) -> tuple[GgufFile, ...]:
     shards = [first] + [_read_member(first, prefix, number, count) for number in range(2, count + 1)]
     _check_together(shards, prefix, count)
     return tuple(shards)
-
-
-def _read_header(path: Path) -> GgufFile:
-    """`read_gguf`, or what it gave before, where the file is as it was then."""
-    try:
-        info = path.stat()
-    except OSError:
-        return read_gguf(path)  # raises the error
-    return _read_unchanged(path, (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns))
-
-
-@functools.lru_cache(maxsize=16)
-def _read_unchanged(path: Path, _version: tuple[int, ...]) -> GgufFile:
-    return read_gguf(path)
 
 
 def _split_number(shard: GgufFile, key: str, default: int) -> int:
@@ -106,7 +100,7 @@ def _read_member(first: GgufFile, prefix: str, number: int, count: int) -> GgufF
     path = Path(shard_path(prefix, number, count))
     if not path.exists():
         raise ModelNotFoundError(f"shard {path.name!r} is missing beside {first.name!r}; fetch it as well.")
-    shard = _read_header(path)
+    shard = read_gguf(path)
     if "split.no" not in shard.metadata:
         raise ModelFormatError(f"shard {path.name}: key 'split.no' is missing, so it is not a shard; fetch it again.")
     found = _split_number(shard, "split.no", -1)

@@ -17,29 +17,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moegguf.errors import ModelFormatError, ModelNameError, ModelNotFoundError, OptionError, PullError
+from moegguf.errors import ModelFormatError, ModelNotFoundError, OptionError, PullError
 from moegguf.gguf.adapter import read_adapter
+from moegguf.gguf.experts import read_layout
 from moegguf.gguf.reader import begins_as_gguf, is_other_kind
 from moegguf.models.blobs import BlobStore
-from moegguf.models.details import layout_of
 from moegguf.models.entry import ModelEntry, model_digest, weights_digest
 from moegguf.models.folder import (
     DEMO_NAME,
-    demo_entry,
+    demo_models,
     demo_path,
     file_entry,
-    find_in_folder,
     folder_models,
     models_by_name,
     name_key,
     only_model,
 )
-from moegguf.models.hub import cached_models, cached_name, delete_cached, find_cached
+from moegguf.models.hub import cached_models, delete_cached
 from moegguf.models.index import Contents, Index, renamed, updated
 from moegguf.models.library import find_in_library, nearest_names
 from moegguf.models.modelfile import render
-from moegguf.models.names import DEFAULT_TAG, HUB_HOST, OLLAMA_PREFIX, Name, parse_name
-from moegguf.models.ollama_store import find_in_ollama, ollama_models
+from moegguf.models.names import DEFAULT_TAG, HUB_HOST, Name, name_or_none, parse_name
+from moegguf.models.ollama_store import ollama_models
 from moegguf.models.recipe import (
     Recipe,
     check_messages,
@@ -52,6 +51,9 @@ from moegguf.models.recipe import (
 from moegguf.options import DRAFTS
 from moegguf.settings import data_folder
 
+Source = Callable[[str | None], Iterator[ModelEntry]]
+"""All models of a kind; with a text those of them that it means, the right one first."""
+
 
 class Catalog:
     """The models that can be used now. Reads the sources at each call, so changes by other processes are seen.
@@ -63,6 +65,12 @@ class Catalog:
     def __init__(self, *, paths: bool = True, given: Sequence[ModelEntry] = ()) -> None:
         self.paths = paths
         self.given = given
+        self._sources: list[Source] = [
+            self._given_models, demo_models, folder_models, self._own_models, self._cached_models, ollama_models,
+            self._library_models,
+        ]  # fmt: skip
+        if paths:
+            self._sources = [_model_at, *self._sources, _model_in]
 
     @property
     def index(self) -> Index:
@@ -77,7 +85,7 @@ class Catalog:
     def entries(self, prefix: str = "") -> list[ModelEntry]:
         """Models whose names start with `prefix` (in any case), newest first; no files that are not GGUF."""
         found: dict[str, ModelEntry] = {}
-        for entry in self._all():
+        for entry in self._models():
             found.setdefault(entry.name.lower(), entry)
         named = (entry for key, entry in found.items() if key.startswith(prefix.lower()))
         chosen = (entry for entry in named if not is_other_kind(entry.path))
@@ -101,23 +109,16 @@ class Catalog:
         if entry.path == demo_path():
             return render(entry, f"{DEMO_NAME}:{DEFAULT_TAG}")
         # A name that stays when the entry's is removed.
-        return render(entry, cached_name(entry.files, self.index.read().hidden) or str(entry.path))
+        names = (cached.name for cached in self._cached_models(None) if cached.files == entry.files)
+        return render(entry, next(names, str(entry.path)))
 
     def _find(self, text: str) -> ModelEntry:
         if not text.strip():
             raise ModelNotFoundError(f"a model is given by its name, but is {text!r}; try {DEMO_NAME!r}.")
-        if self.paths and (path := _existing(text, Path.is_file)):
-            return file_entry(path, "path", str(path.absolute()))
-        if found := next((entry for entry in self.given if text.lower() in _names_of(entry)), None):
+        if found := next(self._models(text), None):
             return found
-        if text.lower() in (DEMO_NAME, f"{DEMO_NAME}:{DEFAULT_TAG}"):
-            return demo_entry()
-        if found := self._find_by_name(text):
-            return found
-        if self.paths and (folder := _existing(text, Path.is_dir)):
-            path = only_model(folder)
-            return file_entry(path, "path", str(path.absolute()))
-        raise self._not_found(text)
+        # What is no name is most likely a path that does not exist, where paths are taken.
+        raise self._not_found(text, name_or_none(text) if self.paths else parse_name(text))
 
     def copy(self, source: str, destination: str) -> ModelEntry:
         """Makes `destination` another name for the files of `source`, which are not copied.
@@ -163,7 +164,7 @@ class Catalog:
             if recipe.adapter or recipe.adapters:
                 sent = self.blobs.make_adapter(recipe.adapters) if recipe.adapters else None
                 adapter = sent or Path(recipe.adapter).expanduser().absolute()
-                read_adapter(adapter, layout_of(entry.path).arch)
+                read_adapter(adapter, read_layout(entry.path).arch)
                 made = replace(made, adapter=adapter)
             if made.overrides == entry.overrides and made.adapter == entry.adapter:
                 return made
@@ -199,33 +200,26 @@ class Catalog:
         if keys:
             self.index.change(lambda found: replace(found, hidden=found.hidden - keys))
 
-    def _all(self) -> Iterator[ModelEntry]:
-        """All sources in the order in which names are looked up."""
-        yield from self.given
-        if demo_path():
-            yield demo_entry()
-        yield from folder_models()
-        contents = self.index.read()
-        yield from map(updated, contents.entries)
-        yield from (entry for entry in cached_models() if entry.name.lower() not in contents.hidden)
-        yield from ollama_models()
+    def _models(self, text: str | None = None) -> Iterator[ModelEntry]:
+        """The models of all sources, one source after the other; with `text` those that it may mean, the right one
+        first."""
+        for source in self._sources:
+            yield from source(text)
 
-    def _find_by_name(self, text: str) -> ModelEntry | None:
-        if not text.lower().startswith(OLLAMA_PREFIX) and (found := find_in_folder(text)):
-            return found
-        try:
-            name = parse_name(text)
-        except ModelNameError:
-            if self.paths:
-                return None  # most likely a path that does not exist
-            raise
-        contents = self.index.read()
-        if entry := contents.find(name.key):
-            return updated(entry)
-        if found := find_cached(name, contents.hidden) or find_in_ollama(name):
-            return found
-        model = find_in_library(text)
-        return find_cached(parse_name(model.hub_name), contents.hidden) if model else None
+    def _given_models(self, text: str | None) -> Iterator[ModelEntry]:
+        return (entry for entry in self.given if text is None or text.lower() in _names_of(entry))
+
+    def _own_models(self, text: str | None) -> Iterator[ModelEntry]:
+        key = text if text is None else name.key if (name := name_or_none(text)) else ""
+        return (updated(entry) for entry in self.index.read().entries if key in (None, entry.name.lower()))
+
+    def _cached_models(self, text: str | None) -> Iterator[ModelEntry]:
+        return cached_models(text, self.index.read().hidden)
+
+    def _library_models(self, text: str | None) -> Iterator[ModelEntry]:
+        """That which the library has under a short name, where it was fetched; none of them has that name."""
+        model = text and find_in_library(text)
+        return self._cached_models(model.hub_name) if model else iter(())
 
     def _save(self, make: Callable[[], ModelEntry], target: Name) -> ModelEntry:
         """Saves the result of `make` under the name `target`; `make` runs under the index's lock."""
@@ -251,7 +245,7 @@ class Catalog:
     def _clean(self, contents: Contents) -> None:
         """Deletes file sets that no name uses, and the unused files of hidden names from the Hugging Face cache."""
         self.blobs.clean(contents.files())
-        hidden = [find_cached(parse_name(key)) for key in contents.hidden]
+        hidden = [next(cached_models(key), None) for key in contents.hidden]
         if not any(hidden):
             return
         used = {path.resolve() for path in contents.files()}
@@ -267,13 +261,11 @@ class Catalog:
         cached = {entry.name.lower() for entry in cached_models()}
         self.unhide(*(self.index.read().hidden - cached))
 
-    def _not_found(self, text: str) -> ModelNotFoundError:
+    def _not_found(self, text: str, name: Name | None) -> ModelNotFoundError:
         ending = text.lower().endswith(".gguf")
-        with suppress(ModelNameError):
-            name = parse_name(text)
-            if name.is_hub and not (ending and self.paths and ":" not in text):
-                fetch = f"; fetch it with `moegguf pull {name.canonical}`" * self.paths
-                return ModelNotFoundError(f"{name.canonical} is not on this machine{fetch}.")
+        if name and name.is_hub and not (ending and self.paths and ":" not in text):
+            fetch = f"; fetch it with `moegguf pull {name.canonical}`" * self.paths
+            return ModelNotFoundError(f"{name.canonical} is not on this machine{fetch}.")
         if self.paths and (os.sep in text or ending):
             return _path_not_found(text)
         if model := find_in_library(text):
@@ -318,6 +310,18 @@ def _missing_files(entry: ModelEntry, *, paths: bool) -> ModelNotFoundError:
         f"{entry.name} was made from {files}, which is no longer there: put it back{again}, or remove the name with"
         f" `moegguf rm {entry.name}`."
     )
+
+
+def _model_at(text: str | None) -> Iterator[ModelEntry]:
+    """The model whose first file is at the path."""
+    if text is not None and (path := _existing(text, Path.is_file)):
+        yield file_entry(path, "path", str(path.absolute()))
+
+
+def _model_in(text: str | None) -> Iterator[ModelEntry]:
+    """The only model of the folder at the path. Raises ModelNotFoundError when there are several or none."""
+    if text is not None and (folder := _existing(text, Path.is_dir)):
+        yield from _model_at(str(only_model(folder)))
 
 
 def _existing(text: str, is_kind: Callable[[Path], bool]) -> Path | None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from moegguf.errors import MoeggufError
 from moegguf.gguf.chat_template import capabilities_of
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.projector import ProjectorHeader, read_projector
-from moegguf.gguf.reader import GGML_TYPES, FileVersion, Value
+from moegguf.gguf.reader import GGML_TYPES, Value
 from moegguf.models.entry import Details, ModelEntry, NamedModel
 from moegguf.models.recipe import usable_parameters
 from moegguf.quantities import human_number
@@ -31,11 +29,11 @@ _INFILL_KEYS = ("tokenizer.ggml.fim_pre_token_id", "tokenizer.ggml.prefix_token_
 
 
 def details(entry: ModelEntry) -> Details:
-    """The facts of an entry; its headers are read again only when a file has changed.
+    """The facts of an entry.
 
     Raises ModelNotFoundError, ModelFormatError, ExpertIOError as `read_layout` does.
     """
-    layout = layout_of(entry.path)
+    layout = read_layout(entry.path)
     metadata = layout.metadata
     template = entry.template or layout.chat_template
     total, _ = parameters(layout)
@@ -59,33 +57,15 @@ def parameters_of(model: NamedModel) -> dict[str, Any]:
     own = dict(model.parameters)
     if isinstance(model, ModelEntry) and not model.missing:
         with suppress(MoeggufError):
-            return usable_parameters(layout_of(model.path).sampling) | own
+            return usable_parameters(read_layout(model.path).sampling) | own
     return own
-
-
-def layout_of(path: Path) -> ExpertLayout:
-    """`read_layout`, cached until the file changes."""
-    try:
-        return _layout(FileVersion.now(path))
-    except OSError:
-        return read_layout(path)  # raises the error for this path
-
-
-@lru_cache(maxsize=64)
-def _layout(file: FileVersion) -> ExpertLayout:
-    return read_layout(file.path)
 
 
 def projector_of(entry: ModelEntry) -> ProjectorHeader | None:
     """The header of an entry's projector; None without one, and for a damaged one: the model then reads texts only."""
     with suppress(OSError, MoeggufError):
-        return _projector(FileVersion.now(entry.mmproj)) if entry.mmproj else None
+        return read_projector(entry.mmproj) if entry.mmproj else None
     return None
-
-
-@lru_cache(maxsize=64)
-def _projector(file: FileVersion) -> ProjectorHeader:
-    return read_projector(file.path)
 
 
 def parameters(layout: ExpertLayout) -> tuple[int, int]:

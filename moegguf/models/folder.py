@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from moegguf.errors import ModelNameError, ModelNotFoundError
-from moegguf.gguf.shards import MAX_SHARDS, parse_shard_name, shard_path
+from moegguf.gguf.shards import parse_shard_name, shards_of
 from moegguf.models.entry import ModelEntry, Source, digest_of, modified_at, size_of
 from moegguf.models.names import DEFAULT_TAG, parse_name
 from moegguf.models.selection import is_model, projector_beside
@@ -27,14 +27,17 @@ def demo_path() -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
-def demo_entry() -> ModelEntry:
-    """The model that ships with the package. Raises ModelNotFoundError when this installation has none."""
-    path = demo_path()
-    if path is None:
+def demo_models(text: str | None = None) -> Iterator[ModelEntry]:
+    """The model that ships with the package, where it is there; with `text`, if that names it. Raises
+    ModelNotFoundError when `text` does and this installation has none."""
+    if text is not None and text.lower() not in (DEMO_NAME, f"{DEMO_NAME}:{DEFAULT_TAG}"):
+        return
+    if path := demo_path():
+        yield file_entry(path, "demo", f"{DEMO_NAME}:{DEFAULT_TAG}")
+    elif text is not None:
         raise ModelNotFoundError(
             f"the demo model ({DEMO_FILE}) is not in this installation; install moegguf again, or name another model."
         )
-    return file_entry(path, "demo", f"{DEMO_NAME}:{DEFAULT_TAG}")
 
 
 def models_by_name() -> dict[str, Path]:
@@ -45,26 +48,18 @@ def models_by_name() -> dict[str, Path]:
     return _models_in([*folder.glob("*.gguf"), *folder.glob("*/*.gguf")])
 
 
-def find_in_folder(text: str) -> ModelEntry | None:
-    """The model in MOEGGUF_MODELS of this name, with or without ".gguf", a shard's number and the tag `latest`."""
-    keys = {name_key(text), name_key(text.lower().removesuffix(f":{DEFAULT_TAG}"))}
+def folder_models(text: str | None = None) -> Iterator[ModelEntry]:
+    """The models in MOEGGUF_MODELS whose file names can be names of models; with `text` the one that it names, with or
+    without ".gguf", a shard's number and the tag `latest`.
+
+    Raises ModelNameError and OSError for that one, when it has no name or cannot be read.
+    """
+    keys = None if text is None else {name_key(text), name_key(text.lower().removesuffix(f":{DEFAULT_TAG}"))}
     for key, path in models_by_name().items():
         known = {key, name_key(path.stem)}
-        if keys & (known | set(map(_as_name, known))):
-            return _folder_entry(path, key)
-    return None
-
-
-def folder_models() -> Iterator[ModelEntry]:
-    """The models in MOEGGUF_MODELS."""
-    for key, path in models_by_name().items():
-        with suppress(ModelNameError, OSError):
-            yield _folder_entry(path, key)
-
-
-def _folder_entry(path: Path, key: str) -> ModelEntry:
-    """The file under `key`, in its own spelling. Raises ModelNameError when that is not a name, OSError."""
-    return file_entry(path, "folder", parse_name(_as_name(path.stem[: len(key)])).canonical)
+        if keys is None or keys & (known | set(map(_as_name, known))):
+            with suppress(*() if keys else (ModelNameError, OSError)):
+                yield file_entry(path, "folder", parse_name(_as_name(path.stem[: len(key)])).canonical)
 
 
 def file_name(path: Path) -> str:
@@ -96,15 +91,6 @@ def file_entry(path: Path, source: Source, name: str) -> ModelEntry:
     mmproj = path.with_name(found) if found else None
     size_bytes = size_of((*files, mmproj) if mmproj else files)
     return ModelEntry(name, source, files, size_bytes, digest_of(files), modified_at(path), mmproj)
-
-
-def shards_of(path: Path) -> tuple[Path, ...]:
-    """`path`, and when it is a first shard the other shards that exist beside it, in order."""
-    prefix, number, count = parse_shard_name(path.stem)
-    if number != 1:
-        return (path,)
-    others = (path.with_name(shard_path(prefix, n, count)) for n in range(2, min(count, MAX_SHARDS) + 1))
-    return (path, *(other for other in others if other.is_file()))
 
 
 def name_key(name: str) -> str:

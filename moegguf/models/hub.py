@@ -15,7 +15,7 @@ from pathlib import Path
 
 from moegguf.errors import ModelNameError, ModelNotFoundError, PullError
 from moegguf.models.entry import ModelEntry, digest_of, modified_at, size_of
-from moegguf.models.names import HUB_HOST, Name, parse_name
+from moegguf.models.names import HUB_HOST, hub_name_of, parse_name
 from moegguf.models.selection import FileSelection, models_in, select_files
 
 ENDPOINT = "https://huggingface.co"
@@ -76,31 +76,24 @@ def repo_folder(repo: str, cache: Path) -> Path:
     return cache / ("models--" + repo.replace("/", "--"))
 
 
-def find_cached(name: Name, hidden: Collection[str] = ()) -> ModelEntry | None:
-    """The cached model that a hub name means; None when there is none. `hidden`: keys of names to leave out."""
-    if not name.is_hub:
-        return None
-    for snapshot in snapshots(hub_cache(), name.repo):
-        models = {tag: selection for tag, selection in models_in(snapshot.paths()) if snapshot.key(tag) not in hidden}
-        files = {path for selection in models.values() for path in selection.files}
-        with suppress(ModelNotFoundError, OSError):
-            wanted = select_files(files, name.tag).files
-            tag = next(tag for tag, selection in models.items() if selection.files == wanted)
-            return snapshot.entry(tag, models[tag])
-    return None
-
-
-def cached_models() -> Iterator[ModelEntry]:
-    """Every model in the cache that has a name, the newest commit of each."""
-    seen: set[str] = set()
-    for snapshot in snapshots(hub_cache()):
-        for tag, selection in models_in(snapshot.paths()):
+def cached_models(text: str | None = None, hidden: Collection[str] = ()) -> Iterator[ModelEntry]:
+    """Every model in the cache that has a name, the newest commit of each; with `text` those that this hub name means.
+    `hidden`: keys of names to leave out."""
+    name, seen = text and hub_name_of(text), set(hidden)
+    if text is not None and not name:
+        return
+    for snapshot in snapshots(hub_cache(), name.repo if name else None):
+        models = {tag: selection for tag, selection in models_in(snapshot.paths()) if snapshot.key(tag) not in seen}
+        if name:
+            wanted: tuple[str, ...] = ()
+            with suppress(ModelNotFoundError):
+                wanted = select_files({path for each in models.values() for path in each.files}, name.tag).files
+            models = {tag: selection for tag, selection in models.items() if selection.files == wanted}
+        for tag, selection in models.items():
             with suppress(ModelNameError, OSError):
                 entry = snapshot.entry(tag, selection)
-                key = parse_name(entry.name).key
-                if key not in seen:
-                    seen.add(key)
-                    yield entry
+                seen.add(parse_name(entry.name).key)
+                yield entry
 
 
 def snapshots(cache: Path, repo: str | None = None) -> Iterator[Snapshot]:
@@ -121,12 +114,6 @@ def _main_commit(folder: Path) -> str:
             return file.read(MAX_REF_BYTES).strip()
     except (OSError, UnicodeDecodeError):
         return ""
-
-
-def cached_name(files: tuple[Path, ...], hidden: Collection[str] = ()) -> str | None:
-    """The name under which the cache lists these files; None when it does not, or that is in `hidden`."""
-    names = (entry.name for entry in cached_models() if entry.files == files)
-    return next((name for name in names if name.lower() not in hidden), None)
 
 
 def delete_cached(entry: ModelEntry, keep: Collection[Path]) -> int:

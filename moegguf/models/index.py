@@ -91,10 +91,6 @@ class Contents:
     entries: tuple[ModelEntry, ...] = ()
     hidden: frozenset[str] = frozenset()
 
-    def find(self, key: str) -> ModelEntry | None:
-        """The entry with this key, as stored."""
-        return next((entry for entry in self.entries if entry.name.lower() == key), None)
-
     def with_entry(self, entry: ModelEntry) -> Contents:
         """A copy with `entry` in place of the one of the same name."""
         return replace(self, entries=(*self.without(entry.name.lower()).entries, entry))

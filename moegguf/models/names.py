@@ -8,6 +8,7 @@ tag selects a file ("Q4_K_M", or a file's whole name). Names are compared withou
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
@@ -91,14 +92,22 @@ def parse_name(text: str) -> Name:
     raise _bad(text, "looks like a path")
 
 
+def name_or_none(text: str) -> Name | None:
+    """The name that `text` means; None where it is none."""
+    with suppress(ModelNameError):
+        return parse_name(text)
+    return None
+
+
+def hub_name_of(text: str) -> Name | None:
+    """The name of a model on Hugging Face that `text` means, if it does."""
+    name = name_or_none(text)
+    return name if name and name.is_hub else None
+
+
 def is_hub_name(text: str) -> bool:
     """Whether `text` names a Hugging Face repository and is not a path, which may look like USER/REPOSITORY."""
-    if text.lower().endswith(".gguf") and ":" not in text:
-        return False
-    try:
-        return parse_name(text).is_hub
-    except ModelNameError:
-        return False
+    return hub_name_of(text) is not None and (":" in text or not text.lower().endswith(".gguf"))
 
 
 def _hub_name(path: str, text: str) -> Name:

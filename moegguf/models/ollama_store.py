@@ -12,13 +12,14 @@ import json
 import os
 from collections.abc import Collection, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from moegguf.errors import MoeggufError
 from moegguf.models.blobs import blob_name
 from moegguf.models.entry import ModelEntry, size_of, weights_digest
-from moegguf.models.names import OLLAMA_HOST, Name, parse_name
+from moegguf.models.names import OLLAMA_HOST, Name, name_or_none, parse_name
 from moegguf.models.recipe import check_overrides, is_go_template
 
 MAX_LAYER_BYTES = 4 << 20  # of the layers that are text
@@ -32,20 +33,17 @@ def ollama_folders() -> list[Path]:
     return [Path(named).expanduser()] if named else [Path("~/.ollama/models").expanduser(), SYSTEM_FOLDER]
 
 
-def ollama_models() -> Iterator[ModelEntry]:
-    """All models in the stores that can be run."""
+def ollama_models(text: str | None = None) -> Iterator[ModelEntry]:
+    """All models in the stores that can be run; with `text` those that Ollama would run under this name: without a host
+    one of Ollama's library; `user/model` may also be one of Ollama's users."""
+    keys = None
+    if text is not None:
+        if (name := name_or_none(text)) is None:
+            return
+        names = [replace(name, host=name.host or OLLAMA_HOST, namespace=name.namespace or "library")]
+        keys = {each.key for each in (*names, *([replace(name, host=OLLAMA_HOST)] if name.is_hub else []))}
     for folder in ollama_folders():
-        yield from OllamaStore(folder).entries()
-
-
-def find_in_ollama(name: Name) -> ModelEntry | None:
-    """The model that Ollama would run under this name: without a host one of Ollama's library; `user/model` may also be
-    one of Ollama's users."""
-    wanted = {(name.host or OLLAMA_HOST, name.namespace or "library", name.model, name.tag)}
-    if name.is_hub:
-        wanted.add((OLLAMA_HOST, name.namespace, name.model, name.tag))
-    keys = {Name(*parts).key for parts in wanted}
-    return next((entry for folder in ollama_folders() for entry in OllamaStore(folder).entries(keys)), None)
+        yield from OllamaStore(folder).entries(keys)
 
 
 class OllamaStore:

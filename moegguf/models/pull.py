@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from moegguf.errors import ModelNotFoundError, PullError
 from moegguf.models.catalog import Catalog
 from moegguf.models.entry import ModelEntry, PullStatus
-from moegguf.models.hub import Snapshot, find_cached, hub_cache, hub_offline, snapshots
+from moegguf.models.hub import Snapshot, cached_models, hub_cache, hub_offline, snapshots
 from moegguf.models.library import find_in_library, nearest_names
 from moegguf.models.names import DEFAULT_TAG, Name, parse_name
 from moegguf.models.selection import is_model, models_in, select_files
@@ -48,7 +48,7 @@ def pull(name: str, catalog: Catalog, report: Report, cancelled: threading.Event
         )
     if not hub_offline():
         entry = _fetch(parsed, report, cancelled or threading.Event())
-    elif found := find_cached(parsed):
+    elif found := next(cached_models(parsed.canonical), None):
         entry = found
         report(PullStatus("success"))
     else:

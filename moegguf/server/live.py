@@ -35,15 +35,14 @@ from moegguf.server.common.errors import HttpError
 from moegguf.server.common.streams import LineResponse, json_line
 from moegguf.serving.events import MAX_SNAPSHOTS_PER_S, LoadedModel, Snapshot
 from moegguf.serving.memory_budget import planned_budgets
+from moegguf.serving.watch import Watch
 
 if TYPE_CHECKING:
     from moegguf.models.entry import ModelEntry
     from moegguf.serving.model_manager import ModelManager
 
 DEFAULT_PER_S = 4.0
-POLL_S = 0.5  # between two checks which models are loaded
 HEARTBEAT_S = 5.0  # between two lines at most
-ONCE_S = 2.0  # to wait for a first snapshot
 
 
 async def live(request: Request) -> Response:
@@ -67,16 +66,11 @@ def _per_s(text: str | None) -> float:
 
 
 async def current_state(manager: ModelManager) -> list[dict[str, Any]]:
-    """The state of each loaded model, with its snapshot under `snapshot`; None when none comes within ONCE_S."""
-    loaded, found = manager.loaded(), dict[str, Snapshot]()
-    until_s = time.monotonic() + ONCE_S
-    with manager.watch(None, MAX_SNAPSHOTS_PER_S) as watch:
-        while True:
-            found |= {snapshot.model: snapshot for snapshot in watch.take()}
-            left_s = until_s - time.monotonic()
-            if len(found) >= len(loaded) or left_s <= 0:
-                break
-            await watch.wait(left_s)
+    """The state of each loaded model, with its snapshot under `snapshot`; None of one that has just ended."""
+    loaded, watch = manager.loaded(), Watch(manager, None, MAX_SNAPSHOTS_PER_S)
+    await watch.take()
+    await watch.wait()
+    found = {snapshot.model: snapshot for snapshot in await watch.take()}
     return [
         loaded_object(model, whole=True)
         | {"snapshot": snapshot_object(found[model.name]) if model.name in found else None}
@@ -91,23 +85,21 @@ async def snapshot_lines(
     sent: dict[str, Any] = {}
     sent_names: list[str] | None = None
     sent_names_s = 0.0
-    with manager.watch(entry, per_s) as watch:
-        while True:
-            models = manager.loaded()
-            loaded = {each.name: model for model in models for each in model.names}
-            names = [model.name for model in models] if entry is None else list(loaded)
-            if names != sent_names or time.monotonic() - sent_names_s > HEARTBEAT_S:
-                sent_names, sent_names_s = names, time.monotonic()
-                yield json_line({"loaded_models": sent_names})
-            for snapshot in watch.take():
-                model = loaded.get(snapshot.model)
-                visible = model and _visible_state(snapshot, model)
-                if model and (visible != sent.get(snapshot.model) or any(snapshot.uses) or any(snapshot.loads)):
-                    sent[snapshot.model] = visible
-                    yield json_line(snapshot_object(snapshot) | {"loaded": loaded_object(model)})
-            if watch.closed or ending.is_set():
-                return
-            await watch.wait(POLL_S)
+    watch = Watch(manager, entry, per_s)
+    while not ending.is_set():
+        models = manager.loaded()
+        loaded = {each.name: model for model in models for each in model.names}
+        names = [model.name for model in models] if entry is None else list(loaded)
+        if names != sent_names or time.monotonic() - sent_names_s > HEARTBEAT_S:
+            sent_names, sent_names_s = names, time.monotonic()
+            yield json_line({"loaded_models": sent_names})
+        for snapshot in await watch.take():
+            model = loaded.get(snapshot.model)
+            visible = model and _visible_state(snapshot, model)
+            if model and (visible != sent.get(snapshot.model) or any(snapshot.uses) or any(snapshot.loads)):
+                sent[snapshot.model] = visible
+                yield json_line(snapshot_object(snapshot) | {"loaded": loaded_object(model)})
+        await watch.wait()
 
 
 def _visible_state(snapshot: Snapshot, loaded: LoadedModel) -> tuple[Any, ...]:

@@ -19,12 +19,12 @@ from moegguf.generate.request import Sampling
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.package import __version__
 from moegguf.server.common import limits
-from moegguf.server.common.body import Body, read_body
+from moegguf.server.common.body import Body
 from moegguf.server.common.conversation import leases_of
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.lookup import look_up, selected_model
 from moegguf.server.common.options import MAX_TOKEN, Loading, ModelName, options_of
-from moegguf.server.common.streams import WholeResponse
+from moegguf.server.common.streams import WholeResponse, computed
 from moegguf.serving.events import LoadedModel
 
 if TYPE_CHECKING:
@@ -70,8 +70,7 @@ async def props(request: Request) -> Response:
 
 async def _selected(request: Request) -> tuple[ModelEntry, Details, LoadedModel | None]:
     """The model of `?model=`, or the only loaded one; and its state, if it is loaded."""
-    name = selected_model(request.app.state, request.query_params.get("model"))
-    entry, known = await look_up(request.app.state.catalog, name)
+    entry, known = await look_up(request.app.state, request.query_params.get("model"))
     in_memory: list[LoadedModel] = request.app.state.manager.loaded()
     loaded = next((model for model in in_memory if entry.name in {each.name for each in model.names}), None)
     return entry, known, loaded
@@ -111,13 +110,8 @@ class TokenizeBody(Body):
     model: ModelName | None = None
 
 
-async def tokenize(request: Request) -> Response:
+async def tokenize(request: Request, body: TokenizeBody) -> dict[str, Any]:
     """The tokens of a text. llama-server: `add_special` adds BOS, `parse_special` parses names of special tokens."""
-    body = await read_body(request, TokenizeBody)
-    return WholeResponse(_tokenize(request, body))
-
-
-async def _tokenize(request: Request, body: TokenizeBody) -> dict[str, Any]:
     special = body.parse_special is not False
     async with shared_lease(request, body.model) as lease:
         tokens = await lease.tokenize(body.content, special=special)
@@ -139,13 +133,8 @@ class DetokenizeBody(Body):
     model: ModelName | None = None
 
 
-async def detokenize(request: Request) -> Response:
+async def detokenize(request: Request, body: DetokenizeBody) -> dict[str, Any]:
     """The text of tokens."""
-    body = await read_body(request, DetokenizeBody)
-    return WholeResponse(_detokenize(request, body))
-
-
-async def _detokenize(request: Request, body: DetokenizeBody) -> dict[str, Any]:
     async with shared_lease(request, body.model) as lease:
         text = await lease.detokenize(body.tokens)
     return {"content": text, "prompt": text}
@@ -153,13 +142,12 @@ async def _detokenize(request: Request, body: DetokenizeBody) -> dict[str, Any]:
 
 async def tokenizer_info(request: Request) -> Response:
     """The special tokens and the chat template of `?model=`, or of the only loaded model, by vLLM's names."""
-    name = selected_model(request.app.state, request.query_params.get("model"))
-    entry, known = await look_up(request.app.state.catalog, name)
+    entry, known = await look_up(request.app.state, request.query_params.get("model"))
 
     async def work() -> dict[str, Any]:
         template = entry.template or known.template
         info: dict[str, Any] = {"chat_template": template, "model_max_length": known.n_ctx_train}
-        async with shared_lease(request, name) as lease:
+        async with shared_lease(request, entry.name) as lease:
             for kind, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
                 token = known.metadata.get(f"tokenizer.ggml.{key}_token_id")
                 info[f"{kind}_token"] = None if token is None else await lease.detokenize([token])
@@ -191,12 +179,8 @@ class RerankBody(Loading):
         return [each.get("text") if isinstance(each, dict) else each for each in given]
 
 
-async def rerank(request: Request) -> Response:
+async def rerank(request: Request, body: RerankBody) -> Any:
     """The documents' scores, the best first."""
-    return WholeResponse(_rerank(request, await read_body(request, RerankBody)))
-
-
-async def _rerank(request: Request, body: RerankBody) -> Any:
     texts = body.texts if body.documents is None else body.documents
     if not texts:
         raise HttpError(400, "documents: a list of texts is missing")
@@ -219,8 +203,8 @@ routes = [
     Route("/health", health, methods=["GET"]),
     Route("/props", props, methods=["GET"]),
     Route("/slots", slots, methods=["GET"]),
-    Route("/tokenize", tokenize, methods=["POST"]),
-    Route("/detokenize", detokenize, methods=["POST"]),
+    computed("/tokenize", TokenizeBody, tokenize),
+    computed("/detokenize", DetokenizeBody, detokenize),
     Route("/tokenizer_info", tokenizer_info, methods=["GET"]),
-    *(Route(path, rerank, methods=["POST"]) for path in RERANK_PATHS),
+    *(computed(path, RerankBody, rerank) for path in RERANK_PATHS),
 ]

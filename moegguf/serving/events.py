@@ -95,11 +95,11 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """State of all experts of a loaded model, sampled a few times a second while a client watches.
+    """State of all experts of a loaded model, which a client that watches asks for a few times a second.
 
     Per layer with experts (`layers`: their il) and expert, row by row: `state` 0 on disk, 1 loading, 2 in RAM, 3 in
-    VRAM (`moegguf.engine.session.Place`); `uses` and `loads` since the previous snapshot, at most 255. `stats` since
-    load; `tokens_per_s` of all answers together, 0 when idle.
+    VRAM (`moegguf.engine.session.Place`); `uses` and `loads` since the load, 4 bytes each; of `since`, 1 byte each.
+    `stats`, `answer_tokens` and `seconds` since the load; `tokens_per_s` of all answers together, 0 when idle.
     """
 
     model: str
@@ -110,5 +110,19 @@ class Snapshot:
     loads: bytes
     stats: Stats
     busy: bool
-    tokens_per_s: float
-    seconds: float  # since load
+    seconds: float
+    answer_tokens: int = 0
+    tokens_per_s: float = 0.0
+
+    def since(self, before: Snapshot | None) -> Snapshot:
+        """With the uses and loads since an earlier snapshot, at most 255, and the speed; nothing since None, or since
+        one of an earlier load."""
+        import numpy as np
+
+        if before is None or before.layers != self.layers or before.seconds > self.seconds:
+            before = self
+        pairs = ((getattr(self, name), getattr(before, name)) for name in ("uses", "loads"))
+        counts = (np.frombuffer(now, np.uint32) - np.frombuffer(then, np.uint32) for now, then in pairs)
+        uses, loads = (np.minimum(each, 255).astype(np.uint8).tobytes() for each in counts)
+        speed = (self.answer_tokens - before.answer_tokens) / max(self.seconds - before.seconds, 1e-3)
+        return replace(self, uses=uses, loads=loads, tokens_per_s=max(0.0, speed))

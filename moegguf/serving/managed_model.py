@@ -76,19 +76,17 @@ class State(Enum):
 
 
 class Purpose(Enum):
-    """What a waiter needs: to generate, of which a model does a number at once; to use the model beside that; or the
-    model unloaded."""
+    """What a waiter needs: to generate, of which a model does a number at once; or to use the model beside that."""
 
     ANSWER = "answer"
     SHARED = "shared"
-    UNLOAD = "unload"
 
 
 @dataclass(eq=False)
 class Waiter:
-    """A request that waits for a model and, once granted, uses it. `overrides`: of the request; once it waits with the
-    entry's own parameters, and those of the last request of its name. `ticket`: order of arrival over all models;
-    `turn`: of its `client` among others that wait for the model (`Turns`)."""
+    """A request that waits for a model and, once granted, uses it; or one for its end. `overrides`: of the request;
+    once it waits with the entry's own parameters, and those of the last request of its name. `ticket`: order of arrival
+    over all models; `turn`: of its `client` among others that wait for the model (`Turns`)."""
 
     entry: ModelEntry
     overrides: LoadOverrides
@@ -162,6 +160,7 @@ class ManagedModel:
         self.uses: dict[str, NameUse] = {}
         self.state = State.ABSENT
         self.waiters: list[Waiter] = []  # in the order in which they are served
+        self.unloads: list[Waiter] = []  # who wait until their name has given it up
         self._turns = Turns()
         self.answering: set[Waiter] = set()
         self.shared_users: set[Waiter] = set()
@@ -193,7 +192,7 @@ class ManagedModel:
         """Adds a waiter, behind those of its turn and of turns before."""
         own = [known for known in self.waiters if known.client == waiter.client and known.purpose is Purpose.ANSWER]
         waiter.turn = self._turns.take(waiter.client, max((known.turn for known in own), default=None))
-        insort(self.waiters, waiter, key=lambda known: (known.purpose is not Purpose.UNLOAD, known.turn, known.ticket))
+        insort(self.waiters, waiter, key=lambda known: (known.turn, known.ticket))
 
     def grant(self, waiter: Waiter) -> None:
         """Ends the wait of a waiter."""
@@ -214,17 +213,19 @@ class ManagedModel:
     def expires_s(self, name: str) -> float:
         """When `name` gives the model up (the event loop's clock); inf while requests of that name use it or wait."""
         requests = (*self.waiters, *self.shared_users, *self.answering)
-        if any(waiter.name == name and waiter.purpose is not Purpose.UNLOAD for waiter in requests):
+        if any(waiter.name == name for waiter in requests):
             return math.inf
         return self.uses[name].last_used_s + self.uses[name].keep_alive_s
 
     def has_others(self, name: str) -> bool:
         """Whether other names than `name` use it, or wait for it."""
-        waiting = {waiter.name for waiter in self.waiters if waiter.purpose is not Purpose.UNLOAD}
-        return bool((waiting | self.uses.keys()) - {name})
+        return bool(({waiter.name for waiter in self.waiters} | self.uses.keys()) - {name})
 
     def can_forget(self, name: str) -> bool:
-        """Whether a request to unload `name` ends only the name's use: others use it, and no answer is under `name`."""
+        """Whether the use by `name` can end without an unload: there is no process, or others use it, and no answer is
+        under `name`."""
+        if self.state is not State.READY:
+            return self.state is State.ABSENT
         return self.has_others(name) and not any(waiter.name == name for waiter in self.answering)
 
     @property
@@ -256,13 +257,13 @@ class ManagedModel:
     @property
     def is_removable(self) -> bool:
         """Whether no state is left to keep."""
-        return self.state is State.ABSENT and not self.waiters and not self.in_use and not self.n_crashed_loads
+        known = self.waiters or self.unloads or self.in_use or self.n_crashed_loads
+        return self.state is State.ABSENT and not known
 
     @property
     def stopping(self) -> bool:
         """Whether it is being unloaded, or will be once it is unused."""
-        unloads = (waiter for waiter in self.waiters if waiter.purpose is Purpose.UNLOAD)
-        return self.state is State.STOPPING or any(not self.has_others(waiter.name) for waiter in unloads)
+        return self.state is State.STOPPING or any(not self.has_others(waiter.name) for waiter in self.unloads)
 
     def reset(self) -> None:
         """The process has ended: frees the reservation."""
@@ -312,7 +313,7 @@ class ManagedModel:
             expires=latest([name.expires for name in names]),
             busy=bool(self.answering),
             stopping=self.stopping,
-            queue=sum(w.purpose is not Purpose.UNLOAD for w in self.waiters),
+            queue=len(self.waiters),
             n_requests=self.n_requests,
             stats=process.stats,
             plan=plan,

@@ -19,8 +19,8 @@ import asyncio
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -38,9 +38,9 @@ from moegguf.errors import (
 from moegguf.gguf.reader import FileVersion
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache, format_bytes
-from moegguf.serving.events import LoadedModel, LoadOverrides
+from moegguf.serving.events import LoadedModel, LoadOverrides, Snapshot
 from moegguf.serving.lease import Lease
-from moegguf.serving.managed_model import ManagedModel, Purpose, State, Waiter, process_key
+from moegguf.serving.managed_model import ManagedModel, Purpose, State, Waiter, files_key, process_key
 from moegguf.serving.memory_budget import (
     DeviceLimits,
     MemoryLimit,
@@ -50,8 +50,7 @@ from moegguf.serving.memory_budget import (
     planned_budgets,
 )
 from moegguf.serving.model_size import Measure, ModelSize, measure
-from moegguf.serving.subscribers import Subscriber, Subscribers
-from moegguf.serving.wire import LoadConfig
+from moegguf.serving.wire import LoadConfig, build
 from moegguf.serving.worker_process import COMMAND, LoadStalledError, WorkerProcess
 from moegguf.settings import Settings, read_environment
 
@@ -90,7 +89,6 @@ class ModelManager:
         self._settings = settings
         self._command = command
         self._measure = measure
-        self._subscribers = Subscribers()
         self._limit = MemoryLimit(settings)
         self._devices = devices
         self._device_limits = DeviceLimits()
@@ -104,7 +102,6 @@ class ModelManager:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._subscribers.close()
         self.refuse()
         with suppress(TimeoutError):
             async with asyncio.timeout(SHUTDOWN_GRACE_S):
@@ -127,7 +124,7 @@ class ModelManager:
         """Refuses requests from now on, also those that wait; running answers go on."""
         self._closed = True
         for model in self._models.values():
-            for waiter in model.waiters:
+            for waiter in (*model.waiters, *model.unloads):
                 waiter.fail(_shutting_down())
 
     def lease(
@@ -174,8 +171,8 @@ class ModelManager:
         model = self._used_by(canonical)
         if model is None:
             return False
-        waiter = Waiter(replace(model.entry, name=canonical), model.overrides, 0.0, Purpose.UNLOAD)
-        model.waiters.insert(0, waiter)
+        waiter = Waiter(replace(model.entry, name=canonical), model.overrides, 0.0)
+        model.unloads.append(waiter)
         await self._wait(model, waiter)
         return True
 
@@ -185,16 +182,21 @@ class ModelManager:
         loaded = [m.status(now_s) for m in models if m.state in (State.READY, State.STOPPING) and m.process is not None]
         return sorted(loaded, key=lambda m: m.expires.timestamp() if m.expires else math.inf, reverse=True)
 
-    @contextmanager
-    def watch(self, entry: ModelEntry | None, per_s: float) -> Iterator[Subscriber]:
-        """Inside `with`: receives `per_s` snapshots a second of a model, None: of all, while they are loaded; closed
-        when the manager closes."""
-        try:
-            with self._subscribers.subscribe(entry, per_s) as subscriber:
-                self._dispatch()
-                yield subscriber
-        finally:
-            self._dispatch()
+    async def snapshots(self, entry: ModelEntry | None, watch_s: float) -> list[Snapshot]:
+        """The experts of the model that `entry` names, while it is loaded: in the process that its name uses, else in
+        any of its files. None: of each loaded one, under the first of its names. watch_s: how soon they are asked for
+        again at the latest."""
+        ready = [model for model in self._models.values() if model.state is State.READY]
+        if entry is not None:
+            of_name = [model for model in ready if entry.name in model.uses]
+            ready = of_name or [model for model in ready if files_key(model.entry) == files_key(entry)]
+        found = []
+        for model in ready:
+            with suppress(MoeggufError):  # it has just ended
+                assert model.process is not None
+                snapshot = build(Snapshot, await model.process.request("experts", watch_s=watch_s).value())
+                found.append(replace(snapshot, model=entry.name if entry else model.name))
+        return found
 
     async def _find(self, name: str | ModelEntry) -> ModelEntry:
         # A lookup reads files, which must not block the event loop; an entry needs none.
@@ -229,13 +231,12 @@ class ModelManager:
         waiting = [(model, other) for model in self._models.values() for other in model.waiters]
         if len(waiting) < self._settings.max_queue:
             return
-        requests = [(model, other) for model, other in waiting if other.purpose is not Purpose.UNLOAD]
-        counts = Counter(other.client for _, other in requests)
+        counts = Counter(other.client for _, other in waiting)
         most = max(counts.values(), default=0)
         busy = BusyError("server busy, please try again.  maximum pending requests exceeded")
         if counts[waiter.client] + 1 >= most:
             raise busy
-        model, newest = max((pair for pair in requests if counts[pair[1].client] == most), key=lambda p: p[1].ticket)
+        model, newest = max((pair for pair in waiting if counts[pair[1].client] == most), key=lambda p: p[1].ticket)
         model.waiters.remove(newest)
         newest.fail(busy)
 
@@ -245,7 +246,7 @@ class ModelManager:
         name, own = waiter.name, LoadOverrides.of(waiter.entry.parameters)
         uses = [model.uses[name].overrides for model in self._models.values() if name in model.uses]
         waiting = [other for model in self._models.values() for other in model.waiters if other.name == name]
-        last = max((w for w in waiting if w.purpose is not Purpose.UNLOAD), key=lambda w: w.ticket, default=None)
+        last = max(waiting, key=lambda w: w.ticket, default=None)
         known = uses if last is None else [replace(last.overrides, n_ctx=None), *uses]
         return functools.reduce(LoadOverrides.with_defaults, [own, *known], waiter.overrides)
 
@@ -289,8 +290,7 @@ class ModelManager:
         model.changing_budget = True
         model.grow({name: max(0, n_bytes) for name, n_bytes in grown.items()})  # nobody else gets it meanwhile
         try:
-            async for _ in process.request("budget", **wanted).events():
-                pass
+            await process.request("budget", **wanted).value()
         except MoeggufError:
             if model.process is process:
                 model.grow({name: -max(0, n_bytes) for name, n_bytes in grown.items()})
@@ -328,9 +328,10 @@ class ModelManager:
         try:
             await waiter.granted
         except BaseException:  # also where the request is cancelled
-            if waiter in model.waiters:
-                model.waiters.remove(waiter)
-                self._dispatch()
+            for queue in (model.waiters, model.unloads):
+                if waiter in queue:
+                    queue.remove(waiter)
+                    self._dispatch()
             self._release(model, waiter)  # it may have been granted just before its task was cancelled
             raise
 
@@ -362,29 +363,23 @@ class ModelManager:
             self._update_expiry(model)
             if model.is_removable:
                 del self._models[model.key]
-        self._subscribers.update_rates(self._models.values())
 
     def _grant_waiters(self, model: ManagedModel) -> None:
-        if model.state is State.ABSENT:
-            for waiter in [w for w in model.waiters if w.purpose is Purpose.UNLOAD]:
-                model.waiters.remove(waiter)
-                waiter.grant()
+        for waiter in [w for w in model.unloads if model.can_forget(w.name)]:
+            model.unloads.remove(waiter)
+            model.uses.pop(waiter.name, None)
+            waiter.grant()
         if model.state is not State.READY:
             return
         for waiter in [w for w in model.waiters if w.purpose is Purpose.SHARED]:
             if not model.stopping and model.serves(waiter):
                 model.shared_users.add(waiter)
                 self._grant(model, waiter)
-        for waiter in [w for w in model.waiters if w.purpose is Purpose.UNLOAD and model.can_forget(w.name)]:
-            model.waiters.remove(waiter)
-            model.uses.pop(waiter.name, None)
-            waiter.grant()
+        if model.unloads or (model.waiters and not model.serves(model.waiters[0])):
+            if not model.in_use:
+                self._start_unload(model)
+            return
         while model.waiters and len(model.answering) < model.ready.n_parallel:
-            first = model.waiters[0]
-            if first.purpose is Purpose.UNLOAD or not model.serves(first):
-                if not model.in_use:
-                    self._start_unload(model)
-                return
             granted = self._next_of(model)
             if granted is None:
                 return
@@ -395,7 +390,7 @@ class ModelManager:
         """The first waiter that overtakes no load, of those before one that needs another load; None: all do. Turns may
         have put one that came before the load behind one that came after it."""
         for waiter in model.waiters:
-            if waiter.purpose is Purpose.UNLOAD or not model.serves(waiter):
+            if not model.serves(waiter):
                 return None
             if not self._is_overtaking(waiter):
                 return waiter
@@ -473,9 +468,8 @@ class ModelManager:
         return sum(model.device_bytes for model in self._models.values() if model.device == device)
 
     def _fail(self, model: ManagedModel, failed: Waiter, error: Exception) -> None:
-        """Ends all waiters that need the same load as `failed`; a load with other options is still tried, and who waits
-        for the end of the process gets it."""
-        for waiter in [w for w in model.waiters if w.same_load(failed) and w.purpose is not Purpose.UNLOAD]:
+        """Ends all waiters that need the same load as `failed`; a load with other options is still tried."""
+        for waiter in [w for w in model.waiters if w.same_load(failed)]:
             model.waiters.remove(waiter)
             waiter.fail(error)
         model.size = None
@@ -556,7 +550,6 @@ class ModelManager:
 
     async def _start_process(self, model: ManagedModel, config: LoadConfig) -> None:
         model.process = process = await self._take_process()
-        process.on_snapshot = functools.partial(self._subscribers.publish, model)
         model.ready = await process.load(config, self._settings.load_timeout_s)
         model.expert_cache_bytes, model.vram_cache_bytes = planned_budgets(model.ready.plan)
         process.on_exit = lambda: self._on_process_exit(model, process)

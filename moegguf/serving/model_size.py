@@ -22,9 +22,9 @@ from moegguf.engine.sequences import sequences_of
 from moegguf.engine.speeds import KnownSpeeds
 from moegguf.errors import BudgetError
 from moegguf.gguf.adapter import read_adapter
-from moegguf.gguf.experts import ExpertLayout
+from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.reader import ggml_type
-from moegguf.models.details import layout_of, projector_of
+from moegguf.models.details import projector_of
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache
 from moegguf.serving.events import LoadOverrides
@@ -75,7 +75,7 @@ def measure(
     if entry.adapter is None:
         chosen.pop("lora_scale", None)
     flash_attn = True if (type_k, type_v) != ("f16", "f16") else settings.flash_attention
-    layout, projector = drafted(layout_of(entry.path), chosen["draft"], flash_attn), projector_of(entry)
+    layout, projector = drafted(read_layout(entry.path), chosen["draft"], flash_attn), projector_of(entry)
     placement = "auto" if gpu is None else chosen.get("placement")
     cache = overrides.expert_cache or chosen.get("expert_cache")
     budgets = given_budgets(cache, chosen.get("vram_cache"), placement, {"n_gpu_layers": n_gpu_layers})

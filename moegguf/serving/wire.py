@@ -4,12 +4,11 @@ Dataclasses are sent as the fields that differ from their defaults and rebuilt f
 base64, errors by class name. No pickle: a message can only become one of the types named here. Does not know processes
 or models.
 
-To the worker: load (config), generate (id, generation, stream, mark), embed (id, inputs, truncate,
-normalize; or query, whose documents are the inputs), tokenize (id, text, special), detokenize (id, tokens), count and
-render (id, generation), budget (id, expert_cache_bytes, vram_cache_bytes), experts (id: since the last `mark`), cancel
-(id), watch (per_s). From it: loading (fraction; null while the file is tried), warning (text), ready (ready), failed
-(error), event (id, and the event under its class name), end (id, value or error, stats, decisions), snapshot (snapshot,
-decisions).
+To the worker: load (config), generate (id, generation, stream), embed (id, inputs, truncate, normalize; or query, whose
+documents are the inputs), tokenize (id, text, special), detokenize (id, tokens), count and render (id, generation),
+budget (id, expert_cache_bytes, vram_cache_bytes), experts (id, watch_s), cancel (id). From it: loading (fraction; null
+while the file is tried), warning (text), ready (ready), failed (error), event (id, and the event under its class name),
+end (id, value or error, stats, decisions).
 """
 
 from __future__ import annotations

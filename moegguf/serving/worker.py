@@ -3,12 +3,12 @@
 Messages arrive on the socket inherited as FD; the process exits when the socket closes, so that none outlives a killed
 server. The main thread loads and computes (`BatchLoop`); a second one reads messages, so that an answer can be
 cancelled; a third one counts tokens of conversations, which may render slowly, and changes the budget for experts,
-which waits for a pass to end; a fourth one sends snapshots while a client watches. Which requests are sent is
-model_manager.py's.
+which waits for a pass to end. Which requests are sent is model_manager.py's.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
@@ -36,13 +36,12 @@ from moegguf.generate.answer import BatchedAnswer, Task
 from moegguf.generate.batching import BatchLoop
 from moegguf.generate.embedding import embed, rank
 from moegguf.generate.prompt import count_prompt, render_prompt
-from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing
+from moegguf.generate.request import Delta, GenerationRequest, PromptProgress
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.projector import read_projector
 from moegguf.gguf.reader import GGML_TYPES, ggml_type
 from moegguf.serving.events import Snapshot
 from moegguf.serving.outbox import PROGRESS_S, Events, Outbox, every
-from moegguf.serving.snapshots import SnapshotSender
 from moegguf.serving.wire import MAX_MESSAGE_BYTES, LoadConfig, Message, Ready, build, decode, encode, encode_error
 
 EXIT_GRACE_S = 5.0  # for a running computation after the socket has closed
@@ -67,7 +66,8 @@ class Worker:
         self._closing = False
         self._loop: BatchLoop | None = None
         self._llm: Llama | None = None
-        self._snapshots: SnapshotSender | None = None
+        self._name = ""
+        self._start_s = self._watched_until_s = time.monotonic()
 
     def run(self, expected: Sequence[str] = ()) -> None:
         """Loads the model of the first message, then runs requests until the socket closes. expected: files whose
@@ -87,7 +87,7 @@ class Worker:
         except (BrokenPipeError, ConnectionResetError):
             pass  # the server closed the socket during a send
         finally:
-            self._close()
+            self._model.close()
 
     def _send(self, kind: str, **fields: Any) -> None:
         self._outbox.put(encode({"kind": kind, **fields}))
@@ -108,8 +108,6 @@ class Worker:
             self._cancel(message["id"])
         elif kind in ("generate", "embed"):
             self._submit(message)
-        elif kind == "watch" and self._snapshots is not None:
-            self._snapshots.watch(message["per_s"])
         elif kind in ("count", "render", "budget"):  # a slow template would keep the next cancel from being read
             self._beside.put(message)
         else:  # what is only read, so that this need not wait for the current answer
@@ -133,8 +131,21 @@ class Worker:
         return b"".join(vocabulary.piece(token, special=True) for token in message["tokens"]).decode(errors="replace")
 
     def _experts(self, message: Message) -> Snapshot:
-        assert self._snapshots is not None
-        return self._snapshots.since_mark()
+        """The experts as they are now. For `watch_s` uses count also where that makes layers slower: of a model that is
+        in memory as a whole."""
+        llm, loop, now_s = self._model, self._loop, time.monotonic()
+        assert loop is not None
+        layers, n_expert, maps = [layer.il for layer in llm.layout.layers], llm.layout.n_expert, (b"", b"", b"")
+        if llm.session is None:
+            layers, n_expert = [], 0
+        else:
+            if message["watch_s"]:
+                self._watched_until_s = max(self._watched_until_s, now_s + message["watch_s"])
+                llm.session.store.watch(True)
+            state, uses, loads = llm.session.places(), *llm.session.store.activity()
+            maps = state[layers].tobytes(), uses[layers].tobytes(), loads[layers].tobytes()
+        seconds, is_busy = now_s - self._start_s, loop.n_running > 0
+        return Snapshot(self._name, tuple(layers), n_expert, *maps, llm.stats(), is_busy, seconds, loop.n_answer_tokens)
 
     def _count(self, message: Message) -> int:
         return count_prompt(self._model, build(GenerationRequest, message["generation"]))
@@ -173,8 +184,8 @@ class Worker:
             if not isinstance(error, MoeggufError):
                 raise
             return False
-        self._loop = loop = BatchLoop(llm, together=self._one_call)
-        self._snapshots = SnapshotSender(config.name, llm, loop, self._send_snapshot)
+        self._loop = BatchLoop(llm, together=self._one_call)
+        self._name, self._start_s = config.name, time.monotonic()
         ready = Ready(llm.n_ctx(), plan_fields(llm), llm.n_seq_max, llm.reads_images)
         self._send("ready", ready=ready, **self._statistics())
         return True
@@ -208,14 +219,12 @@ class Worker:
             with self._jobs_lock:  # it may end at once
                 self._jobs[message["id"]] = begin(message)
         except MoeggufError as error:
-            self._end(message["id"], error=encode_error(error))
+            self._end(message["id"], None, error)
 
     def _generate(self, message: Message) -> BatchedAnswer:
         assert self._loop is not None
-        if message.get("mark") and self._snapshots is not None:
-            self._snapshots.mark()
         events = Events(
-            message["id"], stream=message["stream"], send=self._send_event, sent_first=self._pause, end=self._end_answer
+            message["id"], stream=message["stream"], send=self._send_event, sent_first=self._pause, end=self._end
         )
         return self._loop.submit(build(GenerationRequest, message["generation"]), events)
 
@@ -235,19 +244,9 @@ class Worker:
         elif self._loop is not None and self._loop.n_running <= 1:
             time.sleep(FIRST_DELTA_PAUSE_S)
 
-    def _end_answer(self, request_id: int, timing: Timing, error: Exception | None) -> None:
-        if error is None:
-            self._end(request_id, value=timing)
-        else:
-            self._end(request_id, error=_encoded(error))
-
     def _embed(self, message: Message) -> Task:
         assert self._loop is not None
-        request_id = message["id"]
-
-        def fail(error: Exception) -> None:
-            self._end(request_id, error=_encoded(error))
-
+        fail = functools.partial(self._end, message["id"], None)
         return self._loop.submit_task(lambda: self._reply(self._vectors, message), self._model.cancel, fail)
 
     def _vectors(self, message: Message) -> Any:
@@ -256,14 +255,19 @@ class Worker:
         return embed(self._model, message["inputs"], truncate=message["truncate"], normalize=message["normalize"])
 
     def _reply(self, handler: Callable[[Message], Any], message: Message) -> None:
-        """Sends the handler's result or error, with the statistics after it."""
+        """Ends a request with the handler's result or error."""
+        value, failure = None, None
         try:
-            outcome = {"value": handler(message)}
+            value = handler(message)
         except Exception as error:
-            outcome = {"error": _encoded(error)}
-        self._end(message["id"], **outcome)
+            failure = error
+        self._end(message["id"], value, failure)
 
-    def _end(self, request_id: int, **outcome: Any) -> None:
+    def _end(self, request_id: int, value: Any, error: Exception | None) -> None:
+        """Sends the value, or the error where there is one, with the statistics after it."""
+        if error is not None and not isinstance(error, MoeggufError):
+            traceback.print_exception(error)
+        outcome = {"value": value} if error is None else {"error": encode_error(error)}
         with self._jobs_lock:
             self._jobs.pop(request_id, None)
         self._send("end", id=request_id, **outcome, **self._statistics())
@@ -277,21 +281,9 @@ class Worker:
         return self._llm
 
     def _statistics(self) -> Message:
+        if self._model.session is not None and time.monotonic() > self._watched_until_s:
+            self._model.session.store.watch(False)
         return {"stats": self._model.stats(), "decisions": self._model.decisions()}
-
-    def _send_snapshot(self, snapshot: Snapshot) -> None:
-        self._send("snapshot", snapshot=snapshot, decisions=self._model.decisions())
-
-    def _close(self) -> None:
-        if self._snapshots is not None:
-            self._snapshots.close()
-        self._model.close()
-
-
-def _encoded(error: Exception) -> Message:
-    if not isinstance(error, MoeggufError):
-        traceback.print_exception(error)
-    return encode_error(error)
 
 
 def open_model(config: LoadConfig, progress: LoadProgress) -> Llama:

@@ -21,7 +21,6 @@ from moegguf.child import child_command, child_environment
 from moegguf.engine.stats import Stats
 from moegguf.errors import DeviceLostError, MoeggufError, WorkerError
 from moegguf.generate.request import Timing
-from moegguf.serving.events import Snapshot
 from moegguf.serving.wire import (
     EVENTS,
     MAX_MESSAGE_BYTES,
@@ -69,6 +68,10 @@ class PendingRequest:
             yield value
             if kind == "value":
                 return
+
+    async def value(self) -> Any:
+        """The final value. Raises the worker's error, or WorkerError."""
+        return [event async for event in self.events()][-1]
 
     @property
     def cancelled(self) -> bool:
@@ -128,7 +131,7 @@ class WorkerProcess:
     """A worker process, whose errors name no model: many names may share it. `stats` and `decisions`: as last
     reported; `last_timing`: of the answer that ended last. `exited`: the error that describes the exit, set when the
     process has ended; `on_exit` is called then, before its requests get the error. `cancel_grace_s`: how long a
-    cancelled request may take to end. `on_snapshot` gets what it sends while somebody watches."""
+    cancelled request may take to end."""
 
     def __init__(
         self,
@@ -144,7 +147,6 @@ class WorkerProcess:
         self.decisions: Mapping[str, Any] = {}
         self.exited: asyncio.Future[WorkerError] = asyncio.get_running_loop().create_future()
         self.on_exit: Callable[[], None] = _ignore
-        self.on_snapshot: Callable[[Snapshot], None] = _ignore
         self._loaded: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._load_progressed = asyncio.Event()
         self._on_progress: OnLoad = lambda fraction: None
@@ -290,10 +292,6 @@ class WorkerProcess:
                 request.put("value", message["value"])
         elif kind == "warning":
             self._on_warning(message["text"])
-        elif kind == "snapshot":
-            snapshot = build(Snapshot, message["snapshot"])
-            self.stats, self.decisions = snapshot.stats, message["decisions"]
-            self.on_snapshot(snapshot)
         else:
             self._on_load_message(kind, message)
 

@@ -13,7 +13,7 @@ import typer
 
 from moegguf.cli.bench import split
 from moegguf.cli.options import AsJson
-from moegguf.cli.trace import Compute, File, Latency, LinkSpeed, Shares, Tokens, parse_shares, showing_progress
+from moegguf.cli.trace import File, parse_shares, showing_progress
 from moegguf.cli.trace_tables import print_notes, print_simulation
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.plain import plain
@@ -21,6 +21,7 @@ from moegguf.terminal.tables import print_json
 from moegguf.trace.simulate import SimOptions
 from predictors.study.common import Study, link_model, run, sim_options
 from predictors.study.controls import ORACLE
+from predictors.study.flags import Compute, Latency, LinkSpeed, Shares, Tokens
 
 
 def main(

@@ -14,13 +14,14 @@ import typer
 
 from moegguf.cli.bench import parse_ints
 from moegguf.cli.options import AsJson
-from moegguf.cli.trace import File, Folder, ModelFile, Shares, Tokens, parse_shares, showing_progress
+from moegguf.cli.trace import File, parse_shares, showing_progress
 from moegguf.cli.trace_tables import print_notes, print_table
 from moegguf.plain import plain
 from moegguf.terminal.tables import print_json
 from moegguf.trace.analysis import Progress, no_progress, step_reporter
 from moegguf.trace.simulate import slots_of
 from predictors.study.common import Study, run
+from predictors.study.flags import Folder, ModelFile, Shares, Tokens
 from predictors.study.scheduling import OrderEffect, compare
 
 Effects = dict[int, list[OrderEffect]]  # {requests per batch: what each order of them uses and hits}

@@ -12,7 +12,7 @@ from functools import partial
 
 from moegguf.cli.bench import split
 from moegguf.cli.options import AsJson
-from moegguf.cli.trace import Compute, File, Folder, Latency, LinkSpeed, ModelFile, Tokens, showing_progress
+from moegguf.cli.trace import File, showing_progress
 from moegguf.cli.trace_tables import print_notes, print_table
 from moegguf.plain import plain
 from moegguf.terminal.tables import print_json
@@ -22,6 +22,7 @@ from predictors.study import scoring
 from predictors.study.accuracy import Figures, LinkModel
 from predictors.study.asked import asked
 from predictors.study.common import DEFAULT_TOKENS, PredictorNames, Study, link_model, run
+from predictors.study.flags import Compute, Folder, Latency, LinkSpeed, ModelFile, Tokens
 from predictors.study.judge import DISTANCES
 from predictors.study.scoring import ScoreTable
 

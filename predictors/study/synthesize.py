@@ -10,13 +10,14 @@ from __future__ import annotations
 import sys
 from itertools import pairwise
 from math import exp, sqrt
+from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
 import typer
 
-from moegguf.cli.trace import Out, check_writable
+from moegguf.cli.trace import check_writable
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
 from moegguf.native.events import Float32s, Phase
@@ -93,7 +94,7 @@ Used = Annotated[
 
 
 def main(
-    out: Out,
+    out: Annotated[Path, typer.Option("--out", "-o", dir_okay=False, metavar="FILE", help="The file to write.")],
     locality: Annotated[
         str, typer.Option(metavar="NAME", help="Whose published reuse: qwen3-30b, glm, olmoe or mixtral.")
     ],

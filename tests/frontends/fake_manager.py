@@ -7,7 +7,6 @@ recorded. `running(app)` serves any ASGI application on a free port of loopback.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -17,6 +16,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import uvicorn
 from starlette.applications import Starlette
 from starlette.types import ASGIApp
@@ -30,7 +30,6 @@ from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache
 from moegguf.server.serve import Protocol, QuietServer, listen
 from moegguf.serving.events import Done, Event, LoadedModel, LoadedName, LoadOverrides, Snapshot
-from moegguf.serving.subscribers import Subscriber
 from moegguf.settings import Host
 
 HUB = "hf.co/user/repo-GGUF:Q4_K_M"
@@ -136,7 +135,7 @@ class FakeManager:
         self.leases: list[tuple[str, LoadOverrides, float | None, bool]] = []
         self.embedded: list[tuple[list[Any], bool, bool]] = []
         self.there: dict[str, ModelEntry] = {}
-        self.snapshots: list[Snapshot] = []
+        self.now: dict[str, Snapshot] = {}  # the experts of each model, with counts since it was loaded
         self.n_running = 0
         self.n_ended = 0
 
@@ -196,65 +195,58 @@ class FakeManager:
     def loaded(self) -> list[LoadedModel]:
         return [self.status(entry) for entry in self.there.values()]
 
-    @contextmanager
-    def watch(self, entry: ModelEntry | None, per_s: float) -> Iterator[Subscriber]:
-        watch = Subscriber(entry, per_s)
-        for snapshot in self.snapshots:
-            watch.put(snapshot)
-        yield watch
+    async def snapshots(self, entry: ModelEntry | None, watch_s: float) -> list[Snapshot]:
+        return [snapshot for name, snapshot in self.now.items() if entry is None or entry.name == name]
+
+
+def added(earlier: Snapshot | None, later: Snapshot) -> Snapshot:
+    """What a worker counts since the load, `later` having what was used and loaded since `earlier`."""
+    counts = {}
+    for name in ("uses", "loads"):
+        counts[name] = np.frombuffer(getattr(later, name), np.uint8).astype(np.uint32)
+        if earlier is not None:
+            counts[name] += np.frombuffer(getattr(earlier, name), np.uint32)
+    return replace(later, uses=counts["uses"].tobytes(), loads=counts["loads"].tobytes())
 
 
 SNAPSHOT = Snapshot(
     model="demo:latest", layers=(0, 2), n_expert=3, state=bytes([2, 0, 1, 2, 2, 0]), uses=bytes([3, 0, 0, 255, 1, 0]),
     loads=bytes([1, 0, 0, 0, 0, 0]), stats=Stats(tokens=7, lookups=10, hits_ready=9, misses=1), busy=True,
-    tokens_per_s=12.5, seconds=4.0,
+    seconds=4.0, answer_tokens=7,
 )  # fmt: skip
 
 
 class FedManager(FakeManager):
-    """Sends the snapshots that a test gives to `send` to those who watch: `watches`."""
+    """Counts what a test gives to `send`; `n_asked`: how often somebody who watches has asked."""
 
     def __init__(self, *names: str) -> None:
         super().__init__(FakeCatalog(*(entry_of(demo_path(), name) for name in names or ("demo:latest",))))
-        self.watches: list[Subscriber] = []
+        self.n_asked = 0
 
-    @contextmanager
-    def watch(self, entry: ModelEntry | None, per_s: float) -> Iterator[Subscriber]:
-        with super().watch(entry, per_s) as watch:
-            self.watches.append(watch)
-            try:
-                yield watch
-            finally:
-                self.watches.remove(watch)
+    async def snapshots(self, entry: ModelEntry | None, watch_s: float) -> list[Snapshot]:
+        self.n_asked += 1
+        return await super().snapshots(entry, watch_s)
 
     def send(self, snapshot: Snapshot) -> None:
-        for watch in self.watches:
-            watch.put(snapshot)
+        self.now[snapshot.model] = added(self.now.get(snapshot.model), snapshot)
 
     def put_in_memory(self, name: str = "demo:latest") -> None:
         self.there[name] = self.catalog.find(name)
 
 
 class BusyManager(FakeManager):
-    """Sends snapshots of a model that computes all the time, with a hit rate of 0.9."""
+    """Has the experts of a model that computes all the time, with a hit rate of 0.9."""
 
     def __init__(self) -> None:
         super().__init__(FakeCatalog(entry_of(demo_path())))
         self.there["demo:latest"] = self.catalog.find("demo")
 
-    @contextmanager
-    def watch(self, entry: ModelEntry | None, per_s: float) -> Iterator[Subscriber]:
-        async def compute(watch: Subscriber) -> None:
-            for n in itertools.count(1):
-                watch.put(replace(SNAPSHOT, stats=Stats(tokens=n, lookups=10 * n, hits_ready=9 * n, misses=n)))
-                await asyncio.sleep(0.02)
-
-        with super().watch(entry, per_s) as watch:
-            task = asyncio.get_running_loop().create_task(compute(watch))
-            try:
-                yield watch
-            finally:
-                task.cancel()
+    async def snapshots(self, entry: ModelEntry | None, watch_s: float) -> list[Snapshot]:
+        before = self.now.get("demo:latest")
+        n = before.stats.tokens + 1 if before else 1
+        stats = Stats(tokens=n, lookups=10 * n, hits_ready=9 * n, misses=n)
+        self.now["demo:latest"] = added(before, replace(SNAPSHOT, stats=stats, seconds=n / 12.5, answer_tokens=n))
+        return await super().snapshots(entry, watch_s)
 
 
 def objects(text: str) -> list[dict[str, Any]]:

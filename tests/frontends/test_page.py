@@ -16,13 +16,12 @@ from typing import Any, cast
 
 import httpx
 import pytest
-from fake_manager import SNAPSHOT, FedManager
-from scripted_manager import in_loop
+from fake_manager import SNAPSHOT, FedManager, added
+from scripted_manager import in_loop, until
 from starlette.applications import Starlette
 
 from moegguf.server import live, page
 from moegguf.server.common.errors import HANDLERS
-from moegguf.serving.subscribers import merged
 
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,image/webp,*/*;q=0.8"
 FILES = sorted(path for path in page.FOLDER.rglob("*") if path.is_file())
@@ -150,9 +149,9 @@ def test_vendored_files_are_the_published_ones_beside_their_licences() -> None:
 # /live
 
 
-def lines_of(manager: FedManager, name: str | None) -> AsyncGenerator[bytes]:
+def lines_of(manager: FedManager, name: str | None, ending: threading.Event | None = None) -> AsyncGenerator[bytes]:
     entry = name and manager.catalog.find(name)
-    return live.snapshot_lines(cast("Any", manager), cast("Any", entry), 4.0, threading.Event())
+    return live.snapshot_lines(cast("Any", manager), cast("Any", entry), 20.0, ending or threading.Event())
 
 
 async def next_line(lines: AsyncGenerator[bytes]) -> dict[str, Any]:
@@ -170,13 +169,15 @@ async def next_snapshot(lines: AsyncGenerator[bytes]) -> dict[str, Any]:
 async def test_a_snapshot_has_its_model_and_bytes_in_base64() -> None:
     manager = FedManager()
     manager.put_in_memory()
+    manager.send(SNAPSHOT)
     async with aclosing(lines_of(manager, "demo:latest")) as lines:
         assert await next_line(lines) == {"loaded_models": ["demo:latest"]}
-        manager.send(SNAPSHOT)
+        assert base64.b64decode((await next_snapshot(lines))["uses"]) == bytes(6), "nothing since it watches"
+        manager.send(replace(SNAPSHOT, seconds=4.08, answer_tokens=8))
         line = await next_snapshot(lines)
     assert base64.b64decode(line["state"]) == SNAPSHOT.state and base64.b64decode(line["uses"]) == SNAPSHOT.uses
-    assert (line["model"], line["layers"], line["n_expert"], line["tokens_per_s"]) == ("demo:latest", [0, 2], 3, 12.5)
-    assert line["stats"]["hit_rate"] == 0.9
+    assert (line["model"], line["layers"], line["n_expert"]) == ("demo:latest", [0, 2], 3)
+    assert line["tokens_per_s"] == pytest.approx(12.5) and line["stats"]["hit_rate"] == 0.9
     assert line["loaded"]["queue"] == 0 and "plan" not in line["loaded"]
 
 
@@ -187,20 +188,20 @@ async def test_watching_loads_nothing_and_ends_with_the_client() -> None:
         assert await next_line(lines) == {"loaded_models": []}
         manager.put_in_memory()
         assert await next_line(lines) == {"loaded_models": ["demo:latest"]}
-        assert len(manager.watches) == 1
-    assert not manager.watches
+        assert manager.n_asked == 1
+    await asyncio.sleep(0.1)
+    assert manager.n_asked == 1
     assert manager.leases == []
 
 
 @in_loop
 async def test_without_a_name_all_loaded_models_are_watched() -> None:
     manager = FedManager("demo:latest", "other:latest")
-    manager.put_in_memory("demo:latest")
-    manager.put_in_memory("other:latest")
+    for name in ("demo:latest", "other:latest"):
+        manager.put_in_memory(name)
+        manager.send(replace(SNAPSHOT, model=name))
     async with aclosing(lines_of(manager, None)) as lines:
         assert await next_line(lines) == {"loaded_models": ["demo:latest", "other:latest"]}
-        for name in ("demo:latest", "other:latest"):
-            manager.send(replace(SNAPSHOT, model=name))
         assert {(await next_snapshot(lines))["model"] for _ in range(2)} == {"demo:latest", "other:latest"}
         del manager.there["other:latest"]
         assert await next_line(lines) == {"loaded_models": ["demo:latest"]}
@@ -211,36 +212,35 @@ async def test_a_snapshot_without_changes_is_left_out() -> None:
     manager = FedManager()
     manager.put_in_memory()
     quiet = replace(SNAPSHOT, uses=bytes(6), loads=bytes(6), busy=False)
+    manager.send(quiet)
     async with aclosing(lines_of(manager, "demo:latest")) as lines:
         await next_line(lines)
-        manager.send(quiet)
         assert (await next_snapshot(lines))["busy"] is False
         pending = asyncio.ensure_future(next_snapshot(lines))
-        await asyncio.sleep(0)
-        manager.send(replace(quiet, seconds=4.25))
-        await asyncio.sleep(0.01)
+        await until(lambda: manager.n_asked == 3)
         manager.send(replace(quiet, seconds=4.5, busy=True))
         assert (await pending)["busy"] is True
 
 
-def test_snapshots_that_a_slow_client_missed_are_merged() -> None:
-    joined = merged(SNAPSHOT, replace(SNAPSHOT, seconds=5.0, state=bytes(6)))
-    assert joined.uses == bytes([6, 0, 0, 255, 2, 0]) and joined.loads == bytes([2, 0, 0, 0, 0, 0])
-    assert joined.state == bytes(6)
-    assert merged(SNAPSHOT, replace(SNAPSHOT, seconds=1.0)).uses == SNAPSHOT.uses  # loaded anew meanwhile
+def test_a_client_that_took_none_for_a_while_misses_no_use() -> None:
+    first = added(None, SNAPSHOT)
+    later = added(added(first, SNAPSHOT), replace(SNAPSHOT, seconds=5.0, state=bytes(6))).since(first)
+    assert later.uses == bytes([6, 0, 0, 255, 2, 0]) and later.loads == bytes([2, 0, 0, 0, 0, 0])
+    assert later.state == bytes(6)
+    assert added(None, replace(SNAPSHOT, seconds=1.0)).since(first).uses == bytes(6), "loaded anew meanwhile"
 
 
 @in_loop
 async def test_a_server_shutdown_ends_the_stream() -> None:
-    manager = FedManager()
+    manager, ending = FedManager(), threading.Event()
     manager.put_in_memory()
+    manager.send(SNAPSHOT)
     found = []
     async with asyncio.timeout(30):
-        async for line in lines_of(manager, "demo:latest"):
+        async for line in lines_of(manager, "demo:latest", ending):
             found.append(json.loads(line).get("model"))
-            for watch in manager.watches:
-                watch.put(SNAPSHOT)
-                watch.close()
+            if found[-1]:
+                ending.set()
     assert found == [None, "demo:latest"]
 
 
@@ -248,7 +248,7 @@ def test_once_is_all_models_as_one_object() -> None:
     manager = FedManager()
     assert ask("/live?once=1", manager=manager).json() == {"models": []}
     manager.put_in_memory()
-    manager.snapshots = [SNAPSHOT]
+    manager.send(SNAPSHOT)
     [model] = ask("/live?once=1", manager=manager).json()["models"]
     assert (model["name"], model["n_ctx"], model["stats"]["tokens"]) == ("demo:latest", 4096, 3)
     assert base64.b64decode(model["snapshot"]["state"]) == SNAPSHOT.state

@@ -21,7 +21,7 @@ from moegguf.errors import ModelFormatError, OptionError
 from moegguf.gguf.experts import read_layout
 from moegguf.models.catalog import Catalog
 from moegguf.models.entry import ModelEntry
-from moegguf.models.folder import demo_entry
+from moegguf.models.folder import demo_models
 from moegguf.options import OPTIONS
 from moegguf.server import serve as server
 from moegguf.serving.events import LoadOverrides
@@ -157,7 +157,7 @@ def test_a_projector_and_an_adapter_are_of_the_one_model_that_is_named(
 
 
 def test_a_model_that_a_server_is_given_is_found_before_the_demo() -> None:
-    given = replace(demo_entry(), system="given")
+    given = replace(next(demo_models()), system="given")
     assert Catalog(paths=False, given=[given]).find("demo") is given
 
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 import psutil
 import pytest
 from answering import Answer
-from scripted_manager import in_loop, until
+from scripted_manager import in_loop
 
 from moegguf.engine.llama import Llama
 from moegguf.errors import ModelFormatError, ModelNotFoundError, OptionError, WorkerError
@@ -37,14 +37,13 @@ ENDLESS = GenerationRequest(prompt="once upon a time", sampling=Sampling(seed=7,
 
 async def value_of(request: PendingRequest) -> Any:
     """The final value."""
-    return [event async for event in request.events()][-1]
+    return await request.value()
 
 
 @asynccontextmanager
-async def worker_of(path: Path, snapshots: list[Snapshot] | None = None, **config: Any) -> AsyncIterator[WorkerProcess]:
+async def worker_of(path: Path, **config: Any) -> AsyncIterator[WorkerProcess]:
     """A worker that has loaded `path`; ended afterwards."""
     process = await WorkerProcess.start()
-    process.on_snapshot = [].append if snapshots is None else snapshots.append
     try:
         config = {"n_ctx": 512, "n_threads": 1, **config}
         await process.load(LoadConfig("tiny", str(path), **config), 60, lambda fraction: None)
@@ -173,29 +172,32 @@ async def test_a_file_that_cannot_be_loaded_is_a_typed_error(tmp_path: Path, nam
             pass
 
 
+async def experts_of(process: WorkerProcess, watch_s: float) -> Snapshot:
+    return build(Snapshot, await value_of(process.request("experts", watch_s=watch_s)))
+
+
 @in_loop
-async def test_snapshots_add_up_and_are_sent_only_while_watched(tiny: TinyModel) -> None:
-    snapshots: list[Snapshot] = []
-    async with worker_of(tiny(), snapshots) as process:
-        process.send("watch", per_s=20)
-        await until(lambda: snapshots)
-        before = process.stats
+async def test_snapshots_add_up_and_uses_are_counted_only_while_watched(tiny: TinyModel) -> None:
+    async with worker_of(tiny()) as process:
+        first, before = await experts_of(process, 60), process.stats
         for _ in range(3):
             await answer_of(process, REQUEST)
-        n_seen = len(snapshots)
-        await until(lambda: len(snapshots) > n_seen + 1)
-        snapshot = snapshots[-1]
-        n_experts = len(snapshot.layers) * snapshot.n_expert
+        now = await experts_of(process, 60)
+        snapshot, n_experts = now.since(first), len(now.layers) * now.n_expert
         assert n_experts > 0 and all(len(part) == n_experts for part in (snapshot.state, snapshot.uses, snapshot.loads))
-        uses = sum(sum(snapshot.uses) for snapshot in snapshots)
-        assert uses == (snapshot.stats - before).lookups > 0
+        uses = sum(memoryview(now.uses).cast("I")) - sum(memoryview(first.uses).cast("I"))
+        assert uses == (now.stats - before).lookups > 0
         assert set(snapshot.state) <= {0, 1, 2} and snapshot.model == "tiny"
-        assert not snapshot.busy and snapshot.tokens_per_s == 0 and snapshot.seconds > 0
-        process.send("watch", per_s=0)
+        assert not snapshot.busy and snapshot.tokens_per_s > 0 and snapshot.seconds > 0
+        assert now.since(now).tokens_per_s == 0
+    async with worker_of(tiny()) as process:  # with all experts in memory
         await answer_of(process, REQUEST)
-        n_seen = len(snapshots)
+        await experts_of(process, 0.01)
+        await asyncio.sleep(0.02)
+        await answer_of(process, REQUEST)  # with its end nobody watches
+        unwatched = await experts_of(process, 0)
         await answer_of(process, REQUEST)
-        assert len(snapshots) == n_seen
+        assert (await experts_of(process, 0)).uses == unwatched.uses
 
 
 @in_loop
@@ -264,7 +266,7 @@ def test_what_a_pass_gives_its_answers_is_sent_in_one_call(tiny: TinyModel, monk
         time.sleep(0.01)
     loop.close()
     computing.join()
-    served._close()
+    served._model.close()
     told = [{message["id"] for message in call if "Delta" in message} for call in sends.calls]
     assert told.count({0, 1, 2, 3}) > 12  # of 24 tokens; a token may end no character
     assert len(sends.calls) <= loop._n_steps

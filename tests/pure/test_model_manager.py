@@ -25,9 +25,8 @@ from moegguf.errors import (
 from moegguf.generate.request import Delta, GenerationRequest
 from moegguf.serving import worker_process
 from moegguf.serving.clients import current_client
-from moegguf.serving.events import Done, LoadOverrides, Snapshot
+from moegguf.serving.events import Done, LoadOverrides
 from moegguf.serving.model_manager import ModelManager
-from moegguf.serving.subscribers import Subscriber
 
 
 @pytest.fixture
@@ -472,33 +471,18 @@ async def test_closing_ends_answers_that_take_too_long(catalog: FakeCatalog, mon
         await running
 
 
-async def next_of(watch: Subscriber) -> Snapshot:
-    """The next snapshot."""
-    while not (found := watch.take()):
-        await watch.wait(30)
-    return found[0]
-
-
 @in_loop
-async def test_snapshots_are_sent_to_subscribers(catalog: FakeCatalog) -> None:
-    with contextlib.ExitStack() as stack:
-        async with manager_of(catalog) as manager:
-            asked = [("b", 3), ("b", 4), ("a", 5)]
-            watches = [stack.enter_context(manager.watch(catalog.find(name), per_s)) for name, per_s in asked]
-            slow, fast, other = watches
-            await generate(manager, "a", "say x")
-            assert (await next_of(other)).model == "a:latest" and not slow.take()
-            await generate(manager, "b", "say x")
-            snapshot = await next_of(slow)
-            assert await next_of(fast) == snapshot
-            assert (snapshot.model, snapshot.n_expert, snapshot.state, snapshot.uses) == (
-                "b:latest",
-                2,
-                b"\x00\x02",
-                b"\x01\x00",
-            )
-            assert snapshot.tokens_per_s == 4, "the rate of the fastest"
-        assert all(watch.closed for watch in watches), "they end with the manager"
+async def test_who_watches_a_model_sees_its_experts_while_it_is_loaded(catalog: FakeCatalog) -> None:
+    async with manager_of(catalog) as manager:
+        assert await manager.snapshots(None, 1) == []
+        for name in "ab":
+            await generate(manager, name, "say x")
+        assert [snapshot.model for snapshot in await manager.snapshots(None, 1)] == ["a:latest", "b:latest"]
+        [snapshot] = await manager.snapshots(catalog.find("b"), 1)
+        assert (snapshot.model, snapshot.n_expert, snapshot.state) == ("b:latest", 2, b"\x00\x02")
+        assert snapshot.since(None).uses == b"\x00\x00"
+        await manager.unload("b")
+        assert await manager.snapshots(catalog.find("b"), 1) == []
 
 
 @in_loop

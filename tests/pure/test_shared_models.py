@@ -113,11 +113,11 @@ async def test_a_watcher_sees_the_process_that_its_name_uses(catalog: FakeCatalo
     async with manager_of(catalog) as manager:
         for name in "ad":
             await generate(manager, name, "say x")
-        with manager.watch(catalog.find("d"), 4) as watch:
-            await watch.wait(30)
-            assert watch.take()[0].tokens_per_s == 4
-            rates = manager._subscribers._rates
-            assert sorted(rates.values()) == [0.0, 4.0]
+        processes = [model.process for model in manager._models.values()]
+        before = [process.stats.tokens for process in processes if process]
+        assert [snapshot.model for snapshot in await manager.snapshots(catalog.find("d"), 1)] == ["d:latest"]
+        asked = [n < process.stats.tokens for n, process in zip(before, processes, strict=True) if process]
+        assert asked == [False, True], "the fake worker counts requests as tokens"
 
 
 @in_loop

@@ -22,14 +22,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from moegguf.errors import MoeggufError
+from moegguf.generate.images import has_images
 from moegguf.generate.request import Delta, GenerationRequest, ToolCall, join
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.server.common import limits
 from moegguf.server.common.body import parse_body, read_body, too_large
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.lookup import check_conversation, look_up, selected_model
+from moegguf.server.common.lookup import check_capabilities, look_up
 from moegguf.server.common.options import Loading, ModelName
-from moegguf.server.common.streams import LineResponse, Lines, WholeResponse, event_line
+from moegguf.server.common.streams import LineResponse, Lines, WholeResponse, computed, event_line
 from moegguf.server.metrics import record
 from moegguf.serving.clients import current_owner
 from moegguf.serving.events import Done, Event
@@ -216,10 +217,18 @@ class Conversation(Generic[Kind]):
 
 async def understand(state: State, body: Question) -> tuple[ModelEntry, Sequence[GenerationRequest]]:
     """The model of a question, and what it is asked, for the owner of the request. Raises MoeggufError."""
-    entry, known = await look_up(state.catalog, selected_model(state, body.model))
+    entry, known = await look_up(state, body.model)
     owner = "" if state.share_contexts else current_owner.get()
     generations = [replace(generation, owner=owner) for generation in body.generations(entry, known)]
-    check_conversation(entry, known, generations[0])
+    first = generations[0]
+    needs = {
+        "chat" if first.prompt is None else "generate": True,
+        "insert": first.suffix is not None,
+        "vision": has_images(first.messages or ()),
+        "tools": bool(first.tools) and first.tool_choice != "none",
+        "thinking": bool(first.think),
+    }
+    check_capabilities(entry, known, needs)
     return entry, generations
 
 
@@ -327,18 +336,13 @@ async def _whole(events: AsyncGenerator[Event], reply: Reply) -> Any:
     return reply.whole()
 
 
-def about_prompt(path: str, kind: type[Question], tell: Callable[[Lease, GenerationRequest], Awaitable[Json]]) -> Route:
+def about_prompt(path: str, kind: type[Kind], tell: Callable[[Lease, GenerationRequest], Awaitable[Json]]) -> Route:
     """An endpoint that tells something of a conversation's prompt, through the model's own template; it loads the model
     if needed, and does not wait for running answers."""
 
-    async def respond(request: Request) -> Response:
-        body = await read_body(request, kind, limits.IMAGES_BODY_BYTES)
+    async def compute(request: Request, body: Kind) -> Json:
         entry, generations = await understand(request.app.state, body)
+        async with request.app.state.manager.lease(entry, body.overrides(), will_answer=False) as lease:
+            return await tell(lease, generations[0])
 
-        async def work() -> Json:
-            async with request.app.state.manager.lease(entry, body.overrides(), will_answer=False) as lease:
-                return await tell(lease, generations[0])
-
-        return WholeResponse(work())
-
-    return Route(path, respond, methods=["POST"])
+    return computed(path, kind, compute, limits.IMAGES_BODY_BYTES)

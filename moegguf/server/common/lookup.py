@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from moegguf.errors import ModelNotFoundError, MoeggufError
-from moegguf.generate.images import has_images
-from moegguf.generate.request import GenerationRequest
 from moegguf.models.details import details
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.server.common.errors import HttpError
@@ -45,11 +43,13 @@ def selected_model(state: State, model: str | None) -> str:
     return loaded[0].name
 
 
-async def look_up(catalog: Catalog, name: str) -> tuple[ModelEntry, Details]:
-    """The entry of that name and its details. Raises what `find` raises, ModelFormatError."""
+async def look_up(state: State, model: str | None) -> tuple[ModelEntry, Details]:
+    """The entry of the selected model and its details. Raises what `selected_model` and `find` raise,
+    ModelFormatError."""
+    name = selected_model(state, model)
 
     def both() -> tuple[ModelEntry, Details]:
-        entry = find(catalog, name)
+        entry = find(state.catalog, name)
         return entry, details(entry)
 
     return await asyncio.to_thread(both)
@@ -61,18 +61,6 @@ def check_capabilities(entry: ModelEntry, known: Details, needs: Mapping[str, bo
         if needed and CAPABILITIES.get(operation, operation) not in known.capabilities:
             name = entry.name if operation == "tools" else f'"{entry.name}"'
             raise HttpError(400, f"{name} does not support {operation}")
-
-
-def check_conversation(entry: ModelEntry, known: Details, generation: GenerationRequest) -> None:
-    """Raises HttpError 400 for the first of what a conversation needs and the model lacks."""
-    needs = {
-        "chat" if generation.prompt is None else "generate": True,
-        "insert": generation.suffix is not None,
-        "vision": has_images(generation.messages or ()),
-        "tools": bool(generation.tools) and generation.tool_choice != "none",
-        "thinking": bool(generation.think),
-    }
-    check_capabilities(entry, known, needs)
 
 
 def details_or_none(entry: ModelEntry) -> Details | None:

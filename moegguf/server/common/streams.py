@@ -11,17 +11,22 @@ import json
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
+from pydantic import BaseModel
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from moegguf.errors import BusyError
 from moegguf.server.common import limits
+from moegguf.server.common.body import read_body
 from moegguf.server.common.errors import HttpError, error_response, http_error
 
 Lines = AsyncGenerator[bytes, None]
 ErrorLine = Callable[[HttpError, str], bytes]
+Kind = TypeVar("Kind", bound=BaseModel)
 
 
 def dumps(value: Any) -> str:
@@ -111,6 +116,17 @@ class WholeResponse(CancellableResponse):
         except Exception as error:
             response = error_response(error, scope["path"])
         await response(scope, receive, send)
+
+
+def computed(
+    path: str, kind: type[Kind], compute: Callable[[Request, Kind], Awaitable[Any]], limit: int = limits.BODY_BYTES
+) -> Route:
+    """An endpoint that replies with the object that is computed of a body, unless the client leaves before."""
+
+    async def respond(request: Request) -> Response:
+        return WholeResponse(compute(request, await read_body(request, kind, limit)))
+
+    return Route(path, respond, methods=["POST"])
 
 
 class LineResponse(CancellableResponse):

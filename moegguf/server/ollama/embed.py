@@ -16,7 +16,7 @@ from moegguf.server.common.body import read_body
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.lookup import find
 from moegguf.server.common.objects import shorten, to_ns
-from moegguf.server.common.streams import WholeResponse
+from moegguf.server.common.streams import WholeResponse, computed
 from moegguf.server.ollama.schema import EmbeddingsRequest, EmbedRequest
 
 TOO_LONG = "the input length exceeds the context length"
@@ -41,16 +41,10 @@ async def embed(request: Request) -> Response:
     return WholeResponse(work())
 
 
-async def embeddings(request: Request) -> Response:
+async def embeddings(request: Request, body: EmbeddingsRequest) -> dict[str, Any]:
     """One vector, not normalized; empty without text, which only loads the model."""
-    body = await read_body(request, EmbeddingsRequest)
-    texts = [body.prompt] if body.prompt else []
-
-    async def work() -> dict[str, Any]:
-        _, vectors, _, _ = await compute(request, body, texts, normalize=False)
-        return {"embedding": vectors[0].tolist() if len(vectors) else []}
-
-    return WholeResponse(work())
+    _, vectors, _, _ = await compute(request, body, [body.prompt] if body.prompt else [], normalize=False)
+    return {"embedding": vectors[0].tolist() if len(vectors) else []}
 
 
 async def compute(
@@ -70,4 +64,4 @@ async def compute(
         return entry.name, np.asarray(found.vectors, np.float32), found.n_tokens, lease.load_s
 
 
-routes = [Route("/api/embed", embed, methods=["POST"]), Route("/api/embeddings", embeddings, methods=["POST"])]
+routes = [Route("/api/embed", embed, methods=["POST"]), computed("/api/embeddings", EmbeddingsRequest, embeddings)]

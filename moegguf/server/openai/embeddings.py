@@ -12,16 +12,14 @@ import numpy as np
 from pydantic import BeforeValidator, Field
 from starlette.datastructures import State
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from moegguf.server.common import limits
-from moegguf.server.common.body import parse_body, read_body, too_large
+from moegguf.server.common.body import parse_body, too_large
 from moegguf.server.common.conversation import Json, leases_of
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.objects import shorten
 from moegguf.server.common.options import MAX_TOKEN, Loading, ModelName
-from moegguf.server.common.streams import WholeResponse
+from moegguf.server.common.streams import computed
 
 if TYPE_CHECKING:
     from moegguf.generate.embedding import Embeddings
@@ -78,9 +76,9 @@ def embeddings_object(model: str, found: Embeddings, body: EmbeddingsBody) -> Js
     }
 
 
-async def embeddings(request: Request) -> Response:
+async def embeddings(request: Request, body: EmbeddingsBody) -> Json:
     """A normalized vector per text."""
-    return WholeResponse(_embed(leases_of(request), await read_body(request, EmbeddingsBody)))
+    return await _embed(leases_of(request), body)
 
 
 async def whole_embeddings(state: State, leases: Leases, raw: bytes) -> Json:
@@ -96,4 +94,4 @@ async def _embed(leases: Leases, body: EmbeddingsBody) -> Json:
         return embeddings_object(lease.entry.name, found, body)
 
 
-routes = [Route("/v1/embeddings", embeddings, methods=["POST"])]
+routes = [computed("/v1/embeddings", EmbeddingsBody, embeddings)]
