@@ -25,9 +25,7 @@ from moegguf.gguf.experts import ExpertLayout
 from moegguf.native.slot_sizes import slot_sizes
 from moegguf.quantities import ExpertCache, format_bytes, format_bytes_up
 
-SMALL_CTX_TOKENS = (
-    4096  # up to here a default context may take more; of a model that does not say what it was trained for
-)
+SMALL_CTX_TOKENS = 4096  # up to here a default context may take more; where training is not known, the model's own
 LEAST_CTX_TOKENS = 512
 MAX_CTX_TOKENS = (1 << 31) - KV_PAD_TOKENS
 KV_PARTS = 16  # numbers of tokens in the KV cache to choose from
