@@ -14,6 +14,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import httpx
+import psutil
 import pytest
 from command_line import Command, environment
 from fake_manager import HUB, TEMPLATE, FakeCatalog, FakeManager, entry_of, running
@@ -80,6 +81,7 @@ def here() -> Command:
     """The same in this process, which is faster: where neither a process of its own nor its end is what is tested."""
 
     def call(*arguments: object, stdin: str = "", **extra: str) -> subprocess.CompletedProcess[str]:
+        before = set(psutil.Process().children())
         given, out, said = (TextIOWrapper(BytesIO(text.encode()), "utf-8") for text in (stdin, "", ""))
         with (
             patch.dict(os.environ, environment(**extra), clear=True), patch("sys.stdin", given),
@@ -88,6 +90,9 @@ def here() -> Command:
             code = main(list(map(str, arguments)))
             out.flush()
             said.flush()
+        for left in set(psutil.Process().children()) - before:  # a worker that ends with a command's own process
+            left.kill()
+            left.wait()
         texts = (stream.buffer.getvalue().decode() for stream in (out, said))  # type: ignore[attr-defined]
         return subprocess.CompletedProcess(arguments, code, *texts)
 
