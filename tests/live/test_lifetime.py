@@ -94,9 +94,9 @@ class Footprint:
         self.files = len(os.listdir("/proc/self/fd"))
         self.bytes = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
-    def check(self, before: Footprint, spare_bytes: int = 4 << 20) -> None:
+    def check(self, before: Footprint) -> None:
         assert (self.threads, self.files) == (before.threads, before.files)
-        assert self.bytes - before.bytes < spare_bytes
+        assert self.bytes - before.bytes < 4 << 20
 
 
 def test_a_model_without_references_is_freed(tiny: TinyModel) -> None:
