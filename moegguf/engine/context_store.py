@@ -20,19 +20,20 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-import numpy as np
 import xxhash
 
 from moegguf.atomic_write import locked_temporary, remove_abandoned
+from moegguf.native.kv_blocks import DIGEST_BYTES, StateFile
 from moegguf.quantities import GIB
 from moegguf.settings import cache_folder
 
 MAGIC = b"moegguf\x02"
-DIGEST_BYTES, SECRET_BYTES, SEED_BYTES = 16, 32, 8
+SECRET_BYTES, SEED_BYTES = 32, 8
 MOST_AUTO_BYTES, AUTO_SHARE = 16 * GIB, 10  # of the free disk, one part of so many
 KEPT_PARTS = (9, 10)  # of the limit, after blocks were deleted
 UNCOUNTED_PARTS = 20  # the limit divided by it is written before other processes' blocks are counted again
 MOST_HEADER_BYTES = 4096
+FIRST_BYTES = 8192  # of a file, which tell what its first cells are
 _HEADER = struct.Struct(f"<8s{DIGEST_BYTES}sI")  # magic, checksum, bytes of JSON
 
 Buffer = bytes | bytearray | memoryview
@@ -87,7 +88,7 @@ class ContextStore:
         self.folder = folder
         self.is_off = False
         self.limit_bytes = limit_bytes or 0
-        self._used_bytes = self._uncounted_bytes = self._seed = 0
+        self._used_bytes = self._uncounted_bytes = self.seed = 0
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -95,7 +96,7 @@ class ContextStore:
             secret = self._read_secret()
             if len(secret) != SECRET_BYTES:
                 raise OSError(f"its secret is damaged; delete {self.folder}")
-            self._seed = int.from_bytes(secret[:SEED_BYTES], "little")
+            self.seed = int.from_bytes(secret[:SEED_BYTES], "little")
             remove_abandoned(folder.glob(".block.*"))
             self._used_bytes = sum(info.st_size for _, info in _files(self.folder))
             if limit_bytes is None:
@@ -115,28 +116,30 @@ class ContextStore:
             return sorted(name for name in os.listdir(self._path(prefix).parent) if name.startswith(prefix))
         return []
 
-    def read(self, name: str, buffer: list[memoryview] | None = None) -> memoryview | None:
-        """The bytes of a block; None where it is missing, or not what was written under this name here. buffer: of an
-        earlier read whose bytes are no longer needed, used again where it has room, else replaced: to get memory from
-        the system takes longer than to read a block."""
+    def open(self, name: str) -> StateFile | None:
+        """The file of a block, which was not checked; None where it is missing, or cannot be one."""
+        path = self._path(name)
         if self.is_off:
             return None
-        path, buffer = self._path(name), [] if buffer is None else buffer
         try:
             with open(path, "rb", buffering=0) as file:
-                n_bytes, n_read = os.fstat(file.fileno()).st_size, 0
-                if not buffer or len(buffer[0]) < n_bytes:
-                    buffer[:] = [np.empty(n_bytes, np.uint8).data]
-                data = buffer[0][:n_bytes]
-                while n_read < n_bytes and (n := file.readinto(data[n_read:])):
-                    n_read += n
-        except OSError:
+                first, n_bytes = file.read(FIRST_BYTES), os.fstat(file.fileno()).st_size
+            magic, digest, n_about = _HEADER.unpack_from(first)
+        except (OSError, struct.error):
             return None
-        if n_read == len(data) >= _HEADER.size:
-            magic, digest, n_about = _HEADER.unpack_from(data)
-            begin = _HEADER.size + n_about
-            if magic == MAGIC and begin <= len(data) and digest == self._digest(name, [data[_HEADER.size :]]):
-                return data[begin:]
+        begin = _HEADER.size + n_about
+        if magic != MAGIC or not begin <= min(n_bytes, MOST_HEADER_BYTES):
+            return None
+        prefix = name.encode() + first[_HEADER.size : begin]
+        return StateFile(path, begin, n_bytes - begin, first[begin:], prefix, digest)
+
+    def read(self, name: str) -> bytes | None:
+        """The bytes of a block; None where it is missing, or not what was written under this name here."""
+        with suppress(OSError):
+            if (file := self.open(name)) is not None:
+                data = file.path.read_bytes()[file.begin :]
+                if self._digest(file.prefix, [data]) == file.digest:
+                    return data
         self.delete(name)
         return None
 
@@ -147,7 +150,7 @@ class ContextStore:
         if self.is_off or n_bytes > self.limit_bytes or len(header) > MOST_HEADER_BYTES:
             return False
         body = [header, *parts]
-        first, temporary = _HEADER.pack(MAGIC, self._digest(name, body), len(header)), ""
+        first, temporary = _HEADER.pack(MAGIC, self._digest(name.encode(), body), len(header)), ""
         try:
             self._make_room(n_bytes)
             path = self._path(name)
@@ -187,8 +190,8 @@ class ContextStore:
     def _path(self, name: str) -> Path:
         return self.folder / name[:2] / name
 
-    def _digest(self, name: str, parts: Sequence[Buffer]) -> bytes:
-        digest = xxhash.xxh3_128(name.encode(), seed=self._seed)
+    def _digest(self, prefix: bytes, parts: Sequence[Buffer]) -> bytes:
+        digest = xxhash.xxh3_128(prefix, seed=self.seed)
         for part in parts:
             digest.update(part)
         return digest.digest()

@@ -19,9 +19,8 @@ import struct
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,13 +30,14 @@ import numpy as np
 import numpy.typing as npt
 
 from moegguf.engine.batch_invariance import is_batch_invariant
-from moegguf.engine.context_store import About, ContextStore, default_folder
+from moegguf.engine.context_store import About, Buffer, ContextStore, default_folder
 from moegguf.engine.machine import read_memory
 from moegguf.engine.projector import PLACEHOLDER, ImageSpan
 from moegguf.engine.sequences import MAX_SEQUENCES, Tokens
 from moegguf.errors import OptionError
 from moegguf.gguf.fingerprint import header_digest, sampled_digest
 from moegguf.native import library
+from moegguf.native.kv_blocks import KVBlocks
 from moegguf.native.store import StoreOptions
 from moegguf.processor import read_processor
 from moegguf.quantities import parse_store_size
@@ -56,8 +56,6 @@ BLOCK_TOKENS = 64
 SCRATCH = MAX_SEQUENCES - 1  # a sequence id that llama.cpp has room for, and no context uses
 MOST_QUEUED_BYTES = 64 << 20  # that wait to be written
 WAIT_SHARE, MOST_WAIT_S = 0.01, 0.5  # of the time since the last call that one may wait for that
-READ_AHEAD = 4  # blocks, by
-READERS = 2  # threads
 WHOLE_STEP_TOKENS = 512  # between two whole states of a prompt; half of its tokens where these are more
 NAME_BYTES = 16
 _BYTES = c.POINTER(c.c_uint8)
@@ -216,34 +214,28 @@ class KeptContexts:
         if not self._context.truncate(begin, sequence):  # all or nothing
             wanted, begin = [*parts[:there], *rest], 0
         make_room(wanted[-1].end - begin)
-        n_done = 0
-        for part, block in zip(wanted, self._read_ahead(wanted), strict=True):
-            if block is None or not self._set_part(sequence, part, block):
-                for unusable in wanted[n_done:]:  # so that they are written again
-                    self._store.delete(unusable.name)
-                break
-            n_done += 1
+        with KVBlocks(self._store.seed) as blocks:
+            n_added = sum(1 for _ in itertools.takewhile(lambda part: self._add_part(blocks, sequence, part), wanted))
+            n_done = min(n_added, blocks.fill())
+        if n_done < n_added:
+            first_wrong = int(wanted[n_done].positions[0])
+            self._bindings.llama_memory_seq_rm(self._llm._ctx.memory, sequence, first_wrong, -1)
+        for unusable in wanted[n_done:]:  # so that they are written again
+            self._store.delete(unusable.name)
         names = [part.name for part in wanted[:n_done]]
         self._writer.known.update(names)
         self._writer.touch(names)
         return wanted[n_done - 1].end if n_done else begin
 
-    def _read_ahead(self, parts: Sequence[_Part]) -> Iterator[memoryview | None]:
-        """The blocks, read and checked by other threads; each is valid until the next one."""
-        buffers = [list[memoryview]() for _ in range(READ_AHEAD)]
-        with ThreadPoolExecutor(READERS, "moegguf-contexts") as pool:
-            waiting = deque[Future[memoryview | None]]()
-            for at in range(len(parts)):
-                for i in range(at + len(waiting), min(at + READ_AHEAD, len(parts))):
-                    waiting.append(pool.submit(self._store.read, parts[i].name, buffers[i % READ_AHEAD]))
-                yield waiting.popleft().result()
-
-    def _set_part(self, sequence: int, part: _Part, block: memoryview) -> bool:
-        """Adds a block's cells to a sequence; False where these are not its tokens', or there is no room for them."""
-        if not _is_of(block, part):
+    def _add_part(self, blocks: KVBlocks, sequence: int, part: _Part) -> bool:
+        """Adds a block's cells to a sequence, which `blocks` fills later; False where these are not its tokens', or
+        there is no room for them."""
+        file = self._store.open(part.name)
+        if file is None or not _is_of(file.head, part):
             return False
         memory = self._llm._ctx.memory
-        done = self._set_state(SCRATCH, block)
+        state = c.cast(blocks.add(file), _BYTES)
+        done = bool(self._bindings.llama_state_seq_set_data(self._llm.ctx, state, file.n_bytes, SCRATCH))
         if done:
             self._bindings.llama_memory_seq_cp(memory, SCRATCH, sequence, -1, -1)
         self._bindings.llama_memory_seq_rm(memory, SCRATCH, -1, -1)
@@ -296,10 +288,6 @@ class KeptContexts:
         self._writer.put(part.name, About(self._model, part.end, part.end - part.begin), data.data)
         return True
 
-    def _set_state(self, sequence: int, block: memoryview) -> bool:
-        pointer = np.frombuffer(block, np.uint8).ctypes.data_as(_BYTES)
-        return bool(self._bindings.llama_state_seq_set_data(self._llm.ctx, pointer, len(block), sequence))
-
     # Whole states, named as what follows the last full block.
 
     def _restore_whole(
@@ -309,11 +297,12 @@ class KeptContexts:
             for rest in self._kept_rest(parts[:n_full], tokens, images):
                 if (block := self._store.read(rest.name)) is not None and rest.end > n_held:
                     make_room(rest.end)
-                    memory, found = self._llm._ctx.memory, self._set_state(sequence, block)
-                    n_found = self._bindings.llama_memory_seq_pos_max(memory, sequence) + 1 if found else 0
+                    state = np.frombuffer(block, np.uint8).ctypes.data_as(_BYTES)
+                    found = self._bindings.llama_state_seq_set_data(self._llm.ctx, state, len(block), sequence)
+                    n_found = self._bindings.llama_memory_seq_pos_max(self._llm._ctx.memory, sequence) + 1
                     self._writer.touch([rest.name])
                     self._n_whole_tokens = rest.end
-                    if n_found == rest.positions[-1]:
+                    if found and n_found == rest.positions[-1]:
                         return rest.end
                     self._store.delete(rest.name)
                     self._context.truncate(0, sequence)
@@ -400,7 +389,7 @@ class _Writer:
         self._pool.shutdown()
 
 
-def _is_of(block: memoryview, part: _Part) -> bool:
+def _is_of(block: Buffer, part: _Part) -> bool:
     """Whether a state of one sequence has the cells of the part's tokens, each once and in any order of cells."""
     n_tokens = part.end - part.begin
     if len(block) < _STATE.size or _STATE.unpack_from(block)[2:] != (1, n_tokens):

@@ -7,9 +7,9 @@
 
 #include "ggml-backend.h"
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <future>
 #include <memory>
 #include <utility>
@@ -61,24 +61,20 @@ class ConvertAhead {
     std::future<void> before_; // waits where it is replaced
 };
 
-// Writes parts of tensors, with tensor, ptr, offset and size: on the CPU half of them by another thread, as most of the
-// time goes into touching a KV cache for the first time.
+// n bytes of a state that begin at an address.
+inline void read_state(void * to, const uint8_t * at, size_t n) {
+    if (!moegguf_state_read(to, at, n)) {
+        memcpy(to, at, n);
+    }
+}
+
+// Writes parts of a state to tensors, or has them written; a part has tensor, ptr, offset and size.
 template <typename Parts>
 void set_parts(const Parts & parts) {
-    const auto set = [&](size_t begin, size_t end) {
-        for (size_t i = begin; i < end; i++) {
-            ggml_backend_tensor_set(parts[i].tensor, parts[i].ptr, parts[i].offset, parts[i].size);
+    for (const auto & part : parts) {
+        if (!moegguf_state_put(part.tensor, part.offset, part.ptr, part.size)) {
+            ggml_backend_tensor_set(part.tensor, part.ptr, part.offset, part.size);
         }
-    };
-    size_t middle = 0;
-    std::future<void> first;
-    if (std::all_of(parts.begin(), parts.end(), [](const auto & part) { return is_on_cpu(part.tensor); })) {
-        middle = parts.size() / 2;
-        first = std::async(set, 0, middle);
-    }
-    set(middle, parts.size());
-    if (first.valid()) {
-        first.get();
     }
 }
 

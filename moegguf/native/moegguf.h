@@ -63,7 +63,7 @@
 extern "C" {
 #endif
 
-#define MOEGGUF_ABI_VERSION 19
+#define MOEGGUF_ABI_VERSION 20
 #define MOEGGUF_MAX_KINDS 4
 #define MOEGGUF_API __attribute__((visibility("default")))
 
@@ -355,6 +355,7 @@ struct moegguf_speeds {
 };
 
 typedef struct moegguf_store moegguf_store;
+typedef struct moegguf_kv_blocks moegguf_kv_blocks;
 
 MOEGGUF_API uint32_t moegguf_abi_version(void);
 MOEGGUF_API const char * moegguf_last_error(void); // of this thread
@@ -483,6 +484,29 @@ MOEGGUF_API struct ggml_tensor * moegguf_ready_ids(struct ggml_context * ctx, st
 // Moves nodes that do not depend on experts before those that do, within each layer that may have to wait for some, so
 // that they are computed meanwhile. Every node finds the memory it reads as before.
 MOEGGUF_API void moegguf_order_nodes(struct ggml_cgraph * graph);
+
+// Two more for it, of a state that it takes: n bytes at an address of moegguf_kv_blocks_add, which are copied to `to`,
+// or will be in the tensor. False: it is no such address.
+MOEGGUF_API bool moegguf_state_read(void * to, const void * at, size_t n);
+MOEGGUF_API bool moegguf_state_put(struct ggml_tensor * tensor, size_t offset, const void * at, size_t n);
+
+// A state of a sequence in a file, and the XXH3 digest (128 bits, canonical) of `prefix` and all of the state.
+struct moegguf_kv_block {
+    const char * path;
+    uint64_t begin; // of the state in the file
+    uint64_t n_bytes;
+    const void * prefix;
+    size_t n_prefix;
+    uint8_t digest[16];
+};
+// Blocks of KV cache that are read together; seed: of their digests. add: an address for llama_state_seq_set_data,
+// called next on the same thread, at which that finds the state. What it puts into tensors is written by fill, which
+// says how many of the first blocks have their digest; parts of others are zero then. Need no store.
+MOEGGUF_API moegguf_kv_blocks * moegguf_kv_blocks_open(uint64_t seed); // NULL: out of memory
+MOEGGUF_API void moegguf_kv_blocks_close(moegguf_kv_blocks * blocks);
+MOEGGUF_API int moegguf_kv_blocks_add(moegguf_kv_blocks * blocks, const struct moegguf_kv_block * block,
+                                      const void ** state);
+MOEGGUF_API int moegguf_kv_blocks_fill(moegguf_kv_blocks * blocks, int32_t * n_right);
 
 // y = W x + bias of a predictor: W [n_rows][n_cols] signed bytes with a scale per row; bias may be NULL; relu: max(y,
 // 0). Needs no store; any thread.

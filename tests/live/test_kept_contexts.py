@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from answering import DEMO, TinyModel
 from hybrid_model import write_hybrid
+from own_process import in_own_process
 from pictures import message, png
 
 from moegguf.child import child_environment
@@ -23,7 +24,9 @@ from moegguf.engine.kept_contexts import BLOCK_TOKENS
 from moegguf.engine.llama import Llama
 from moegguf.generate.engine import Engine, EngineAnswer
 from moegguf.generate.request import Sampling
-from moegguf.quantities import GIB
+from moegguf.native.link_device import add_link_device
+from moegguf.native.store import StoreOptions
+from moegguf.quantities import GIB, Link
 
 N_PROMPT, N_NEW = 5 * BLOCK_TOKENS + 9, BLOCK_TOKENS + 20
 MODELS = {
@@ -167,6 +170,26 @@ def test_other_computations_have_other_blocks(tiny: TinyModel, tmp_path: Path) -
         assert computed(answer(same, prompt)) == (1, N_PROMPT - 1)
 
 
+def on_device(path: Path) -> list[tuple[EngineAnswer, tuple[int, int]]]:
+    """Answers of three engines on a simulated device, and what they computed; one block is damaged after the first."""
+    device, found = add_link_device(Link(8e9, 5e-6), memory_bytes=256 << 20, strict_seed=1), []
+    for _ in range(3):
+        with engine(path, store=StoreOptions(device=device), vram_cache="100%", parallel=1) as each:
+            answered = answer(each, prompt_of(N_PROMPT))
+            found.append((answered, computed(answered)))
+        if len(found) == 1:
+            damaged = block_paths()[3]
+            damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    return found
+
+
+def test_a_context_in_a_devices_memory_is_restored(tiny: TinyModel) -> None:
+    answers = in_own_process(on_device, tiny("tiny-qwen2moe", "q4_0"))
+    assert all(found.logprobs == answers[0][0].logprobs for found, _ in answers)
+    n_left = 3 * BLOCK_TOKENS
+    assert [counts for _, counts in answers] == [(N_PROMPT, 0), (N_PROMPT - n_left, n_left), (1, N_PROMPT - 1)]
+
+
 def test_owners_share_no_block() -> None:
     prompt = prompt_of(N_PROMPT)
     for n_disk in (0, N_PROMPT - 1):
@@ -193,6 +216,7 @@ def crafted(path: Path, index: int) -> None:
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "a flipped byte": lambda path: path.write_bytes(path.read_bytes()[:-1] + b"?"),
+    "its last half missing": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
     "deleted": lambda path: path.unlink(),
     "a crafted type": lambda path: crafted(path, 0),
     "a crafted number of cells": lambda path: crafted(path, 1),
