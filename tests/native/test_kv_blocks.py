@@ -1,0 +1,96 @@
+"""States that are read from files into tensors: every byte in its place, and zeros where a file is not what it was."""
+
+from __future__ import annotations
+
+import ctypes as c
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from product import F32, InitParams, load
+
+from moegguf.engine.context_store import About, ContextStore
+from moegguf.native import library
+from moegguf.native.kv_blocks import KVBlocks
+from moegguf.native.link_device import add_link_device
+from moegguf.quantities import GIB, Link
+
+N_BLOCKS, HEAD_BYTES = 66, 12
+SIZES = [128] * 1030 + [300_000, 4]  # of the parts of a state; a call of the system takes 1,024 parts and 256 KiB
+STATE_BYTES = HEAD_BYTES * len(SIZES) + sum(SIZES)
+
+
+@pytest.fixture(params=["cpu", "link"])
+def tensor(request: pytest.FixtureRequest) -> Iterator[int]:
+    """With room for the parts of all states, ones at first: in host memory, or in that of a device."""
+    device = add_link_device(Link(1e12), strict_seed=1) if request.param == "link" else "CPU"
+    ggml = load("ggml", ("ggml_init", "ggml_new_tensor_1d", "ggml_backend_dev_by_name", "ggml_backend_dev_buffer_type",
+                         "ggml_backend_alloc_ctx_tensors_from_buft"))  # fmt: skip
+    context = c.c_void_p(ggml.ggml_init(InitParams(1 << 12, None, True)))
+    made = ggml.ggml_new_tensor_1d(context, F32, c.c_int64(N_BLOCKS * sum(SIZES) // 4))
+    memory = ggml.ggml_backend_dev_buffer_type(c.c_void_p(ggml.ggml_backend_dev_by_name(device.encode())))
+    buffer = c.c_void_p(ggml.ggml_backend_alloc_ctx_tensors_from_buft(context, c.c_void_p(memory)))
+    ggml.ggml_backend_tensor_memset(c.c_void_p(made), 1, c.c_size_t(0), c.c_size_t(N_BLOCKS * sum(SIZES)))
+    yield made
+    ggml.ggml_backend_buffer_free(buffer)
+    ggml.ggml_free(context)
+
+
+def contents(tensor: int) -> np.ndarray:
+    """[block][byte]"""
+    found = np.empty((N_BLOCKS, sum(SIZES)), np.uint8)
+    load("ggml", ()).ggml_backend_tensor_get(
+        c.c_void_p(tensor), c.c_void_p(found.ctypes.data), c.c_size_t(0), c.c_size_t(found.nbytes)
+    )
+    return found
+
+
+def take_state(address: int, tensor: int, block: int) -> list[bytes]:
+    """As llama.cpp takes a state: a head before each part is looked at, and the part goes to the tensor."""
+    lib, heads, offset = library.load(), [], block * sum(SIZES)
+    for n_bytes in SIZES:
+        head = c.create_string_buffer(HEAD_BYTES)
+        assert lib.moegguf_state_read(head, address, HEAD_BYTES)
+        heads.append(head.raw)
+        assert lib.moegguf_state_put(tensor, offset, address + HEAD_BYTES, n_bytes)
+        address, offset = address + HEAD_BYTES + n_bytes, offset + n_bytes
+    assert not lib.moegguf_state_read(head, address, 1)  # behind its end
+    return heads
+
+
+@pytest.mark.parametrize("wrong", [[], [0], [33, 64]], ids=str)
+def test_states_are_in_their_tensors_and_wrong_ones_are_zeros(tensor: int, wrong: list[int], tmp_path: Path) -> None:
+    store, random = ContextStore(tmp_path / "contexts", GIB), np.random.default_rng(0)
+    states = random.integers(0, 256, (N_BLOCKS, STATE_BYTES), np.uint8)
+    names = [f"{block:04x}" for block in range(N_BLOCKS)]
+    for name, state in zip(names, states, strict=True):
+        store.write(name, About("", 0, 0), [state.data])
+    for block in wrong:
+        path = store.folder / names[block][:2] / names[block]
+        data = path.read_bytes()
+        path.write_bytes(data[:-1] if block % 2 else data[:5000] + b"?" + data[5001:])
+    begins = np.cumsum([HEAD_BYTES, *(n_bytes + HEAD_BYTES for n_bytes in SIZES[:-1])])
+    expected = np.hstack([states[:, begin : begin + n] for begin, n in zip(begins, SIZES, strict=True)])
+    expected[wrong] = 0
+    with KVBlocks(store.seed) as blocks:
+        for block, name in enumerate(names):
+            file = store.open(name)
+            assert file is not None and file.n_bytes == STATE_BYTES - (block in wrong and block % 2)
+            if block in wrong:
+                file = type(file)(**{**vars(file), "n_bytes": STATE_BYTES})
+            heads = take_state(blocks.add(file), tensor, block)
+            assert block in wrong or heads[-1] == states[block, begins[-1] - HEAD_BYTES : begins[-1]].tobytes()
+        assert blocks.fill() == min([N_BLOCKS, *wrong])
+    assert np.array_equal(contents(tensor), expected)
+
+
+def test_what_is_added_and_not_read_ends_with_it(tensor: int, tmp_path: Path) -> None:
+    store = ContextStore(tmp_path / "contexts", GIB)
+    store.write("0000", About("", 0, 0), [bytes(STATE_BYTES)])
+    file = store.open("0000")
+    assert file is not None
+    with KVBlocks(store.seed) as blocks:
+        address = blocks.add(file)
+        take_state(address, tensor, 0)
+    assert not library.load().moegguf_state_read(c.create_string_buffer(1), address, 1)
