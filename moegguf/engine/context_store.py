@@ -23,12 +23,12 @@ from pathlib import Path
 import xxhash
 
 from moegguf.atomic_write import locked_temporary, remove_abandoned
-from moegguf.native.kv_blocks import DIGEST_BYTES, StateFile
+from moegguf.native.kv_blocks import StateFile
 from moegguf.quantities import GIB
 from moegguf.settings import cache_folder
 
 MAGIC = b"moegguf\x02"
-SECRET_BYTES, SEED_BYTES = 32, 8
+DIGEST_BYTES, SECRET_BYTES, SEED_BYTES = 16, 32, 8
 MOST_AUTO_BYTES, AUTO_SHARE = 16 * GIB, 10  # of the free disk, one part of so many
 KEPT_PARTS = (9, 10)  # of the limit, after blocks were deleted
 UNCOUNTED_PARTS = 20  # the limit divided by it is written before other processes' blocks are counted again

@@ -53,6 +53,7 @@ Images = Sequence[ImageSpan]
 MakeRoom = Callable[[int], object]
 
 BLOCK_TOKENS = 64
+READ_TOGETHER = 64  # blocks
 SCRATCH = MAX_SEQUENCES - 1  # a sequence id that llama.cpp has room for, and no context uses
 MOST_QUEUED_BYTES = 64 << 20  # that wait to be written
 WAIT_SHARE, MOST_WAIT_S = 0.01, 0.5  # of the time since the last call that one may wait for that
@@ -214,14 +215,19 @@ class KeptContexts:
         if not self._context.truncate(begin, sequence):  # all or nothing
             wanted, begin = [*parts[:there], *rest], 0
         make_room(wanted[-1].end - begin)
-        with KVBlocks(self._store.seed) as blocks:
-            n_added = sum(1 for _ in itertools.takewhile(lambda part: self._add_part(blocks, sequence, part), wanted))
-            n_done = min(n_added, blocks.fill())
-        if n_done < n_added:
-            first_wrong = int(wanted[n_done].positions[0])
-            self._bindings.llama_memory_seq_rm(self._llm._ctx.memory, sequence, first_wrong, -1)
-        for unusable in wanted[n_done:]:  # so that they are written again
-            self._store.delete(unusable.name)
+        n_done = 0
+        while n_done < len(wanted):
+            parts = wanted[n_done : n_done + READ_TOGETHER]
+            with KVBlocks(self._store.seed) as blocks:
+                n_added = sum(1 for _ in itertools.takewhile(lambda p: self._add_part(blocks, sequence, p), parts))
+                n_right = min(n_added, blocks.fill())
+            n_done += n_right
+            if n_right < len(parts):
+                first_wrong = int(wanted[n_done].positions[0])
+                self._bindings.llama_memory_seq_rm(self._llm._ctx.memory, sequence, first_wrong, -1)
+                for unusable in wanted[n_done:]:  # so that they are written again
+                    self._store.delete(unusable.name)
+                break
         names = [part.name for part in wanted[:n_done]]
         self._writer.known.update(names)
         self._writer.touch(names)

@@ -1,5 +1,6 @@
-#include "kv_blocks.h"
-
+// kv_blocks.cpp: states of sequences, read from files into a KV cache by two threads, each checked by its digest.
+//
+// It may write the tensors that llama.cpp names for these states. Does not know a state's format.
 #include "api.h"
 #include "files.h"
 
@@ -9,232 +10,96 @@
 #include "xxhash.h"
 
 #include <fcntl.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cstring>
-
-namespace {
+#include <future>
+#include <memory>
 
 using namespace moegguf;
 
-constexpr size_t chunk_bytes = 256u << 10; // read by one call, and still in a core's cache when it is digested
-constexpr size_t most_pieces = 1024;       // of a call; what Linux and macOS take
-constexpr size_t window_bytes = 4096;
+namespace {
 
-// Bytes of a file in their order, as they are read, and the digest of all of them.
-class DigestedFile {
-  public:
-    DigestedFile(const std::string & path, uint64_t at, uint64_t seed)
-        : file_(open(path.c_str(), O_RDONLY | O_CLOEXEC)),
-          at_(at),
-          failed_(file_.fd < 0),
-          other_(chunk_bytes) {
-        XXH3_128bits_reset_withSeed(&digest_, seed);
-    }
+constexpr size_t chunk_bytes = 256u << 10; // still in a core's cache when they are digested and copied
 
-    void digest(const std::vector<uint8_t> & bytes) { XXH3_128bits_update(&digest_, bytes.data(), bytes.size()); }
-
-    // The next n bytes go to `to`, at the latest when it is flushed.
-    void read(uint8_t * to, size_t n) {
-        while (n > 0) {
-            const size_t now = std::min(n, chunk_bytes - n_waiting_);
-            pieces_.push_back({to, now});
-            n_waiting_ += now, to += now, n -= now;
-            if (n_waiting_ == chunk_bytes || pieces_.size() == most_pieces) {
-                flush();
-            }
-        }
-    }
-
-    // The next n bytes go to `take(data, n)`, in as many calls as it takes.
-    template <typename Take>
-    void read_apart(size_t n, const Take & take) {
-        for (size_t now = 0; n > 0; n -= now) {
-            flush();
-            now = std::min(n, other_.size());
-            read(other_.data(), now);
-            flush();
-            if (!failed_) {
-                take(other_.data(), now);
-            }
-        }
-    }
-
-    // False where the file was shorter or could not be read, or its digest is another one.
-    bool is(const uint8_t * expected) {
-        flush();
-        XXH128_canonical_t found;
-        XXH128_canonicalFromHash(&found, XXH3_128bits_digest(&digest_));
-        return !failed_ && memcmp(found.digest, expected, sizeof(found.digest)) == 0;
-    }
-
-  private:
-    void flush() {
-        for (size_t first = 0; first < pieces_.size() && !failed_;) {
-            const ssize_t n = preadv(file_.fd, &pieces_[first], (int)(pieces_.size() - first), (off_t)at_);
-            failed_ = n == 0 || (n < 0 && errno != EINTR);
-            for (size_t left = (size_t)std::max<ssize_t>(n, 0); left > 0;) {
-                iovec & piece = pieces_[first];
-                const size_t done = std::min(left, piece.iov_len);
-                XXH3_128bits_update(&digest_, piece.iov_base, done);
-                piece = {(uint8_t *)piece.iov_base + done, piece.iov_len - done};
-                left -= done, at_ += done;
-                first += piece.iov_len == 0;
-            }
-        }
-        pieces_.clear();
-        n_waiting_ = 0;
-    }
-
-    const Descriptor file_;
-    uint64_t at_;
-    bool failed_;
-    std::vector<uint8_t> other_;
-    std::vector<iovec> pieces_;
-    size_t n_waiting_ = 0;
-    XXH3_state_t digest_;
+struct Part { // of a state, for a tensor; it begins at `at` in the file
+    ggml_tensor * tensor;
+    size_t offset, n;
+    uint64_t at;
 };
+
+struct Block {
+    explicit Block(const moegguf_kv_block & b)
+        : file(new Descriptor(open(b.path, O_RDONLY | O_CLOEXEC))),
+          prefix((const uint8_t *)b.prefix, (const uint8_t *)b.prefix + b.n_prefix),
+          begin(b.begin),
+          end(b.begin + b.n_bytes) {
+        memcpy(digest, b.digest, sizeof(digest));
+#ifdef POSIX_FADV_WILLNEED
+        posix_fadvise(file->fd, 0, 0, POSIX_FADV_WILLNEED); // llama.cpp looks at some bytes here and there first
+#endif
+    }
+
+    std::unique_ptr<Descriptor> file;
+    std::vector<uint8_t> prefix;
+    uint64_t begin, end; // of the state in the file
+    uint8_t digest[16];
+    std::vector<Part> parts;
+    bool is_right = false; // the file is what its digest says
+};
+
+// Its bytes go to their tensors.
+void fill(Block & block, uint64_t seed) {
+    std::vector<uint8_t> chunk(chunk_bytes);
+    XXH3_state_t digest;
+    XXH3_128bits_reset_withSeed(&digest, seed);
+    XXH3_128bits_update(&digest, block.prefix.data(), block.prefix.size());
+    auto part = block.parts.begin();
+    for (uint64_t at = block.begin; at < block.end;) {
+        const ssize_t n =
+            pread(block.file->fd, chunk.data(), std::min(chunk_bytes, (size_t)(block.end - at)), (off_t)at);
+        if (n <= 0) {
+            return;
+        }
+        XXH3_128bits_update(&digest, chunk.data(), (size_t)n);
+        const uint64_t next = at + (uint64_t)n;
+        for (; part != block.parts.end() && part->at < next; ++part) {
+            const uint64_t from = std::max(part->at, at), to = std::min(part->at + part->n, next);
+            ggml_backend_tensor_set(part->tensor, &chunk[from - at], part->offset + (from - part->at), to - from);
+            if (part->at + part->n > next) { // it goes on in the next chunk
+                break;
+            }
+        }
+        at = next;
+    }
+    XXH128_canonical_t found;
+    XXH128_canonicalFromHash(&found, XXH3_128bits_digest(&digest));
+    block.is_right = memcmp(found.digest, block.digest, sizeof(found.digest)) == 0;
+}
 
 } // namespace
 
-thread_local moegguf_kv_blocks * moegguf_kv_blocks::current = nullptr;
+struct moegguf_kv_blocks {
+    explicit moegguf_kv_blocks(uint64_t seed) : seed(seed) {}
 
-moegguf_kv_blocks::~moegguf_kv_blocks() {
-    current = nullptr;
-    end();
-}
+    const uint64_t seed;
+    std::vector<Block> blocks;
+    std::unique_ptr<uint8_t[]> addresses; // of the last state, and never touched, so that they take no memory
 
-void moegguf_kv_blocks::end() {
-    {
-        std::lock_guard<std::mutex> lock(mutex_);
-        n_ready_ = blocks_.size();
-        is_complete_ = true;
+    // Where n bytes at this address are in the last block's file; 0: it is no address of its state.
+    uint64_t position(const void * address, size_t n) const {
+        const Block & block = blocks.back();
+        const uintptr_t first = (uintptr_t)addresses.get(), here = (uintptr_t)address;
+        return first <= here && here + n <= first + (block.end - block.begin) ? block.begin + (here - first) : 0;
     }
-    more_.notify_all();
-    for (std::thread & thread : threads_) {
-        if (thread.joinable()) {
-            thread.join();
-        }
-    }
-}
+};
 
-void moegguf_kv_blocks::fill_every_other_run(size_t which) {
-    for (size_t i = which * run_blocks;; i += (i + 1) % run_blocks ? 1 : 1 + run_blocks) {
-        Block * block = nullptr;
-        {
-            std::unique_lock<std::mutex> lock(mutex_);
-            more_.wait(lock, [&] { return i < n_ready_ || is_complete_; });
-            if (i >= n_ready_) {
-                return;
-            }
-            block = &blocks_[i];
-        }
-        try {
-            block->is_right = fill(*block);
-        } catch (const std::exception &) { // no memory: it is computed
-        }
-    }
-}
+namespace {
 
-const void * moegguf_kv_blocks::add(const moegguf_kv_block & block) {
-    const uint8_t * prefix = (const uint8_t *)block.prefix;
-    {
-        std::lock_guard<std::mutex> lock(mutex_);
-        n_ready_ = blocks_.size();
-        blocks_.push_back(
-            {block.path, {prefix, prefix + block.n_prefix}, {}, block.begin, block.begin + block.n_bytes});
-        memcpy(blocks_.back().digest, block.digest, sizeof(block.digest));
-    }
-    more_.notify_all();
-    for (size_t i = 0; i < 2 && !threads_[i].joinable(); i++) {
-        threads_[i] = std::thread([this, i] { fill_every_other_run(i); });
-    }
-    if (n_addresses_ < block.n_bytes) {
-        addresses_.reset(new uint8_t[block.n_bytes]);
-        n_addresses_ = block.n_bytes;
-    }
-    window_.clear();
-    current = this;
-    return addresses_.get();
-}
+thread_local moegguf_kv_blocks * current = nullptr; // llama.cpp takes a state of its last block
 
-bool moegguf_kv_blocks::is_of_last(const void * at, size_t n) const {
-    const uint8_t *begin = addresses_.get(), *end = begin + (blocks_.back().end - blocks_.back().begin);
-    return begin <= at && (const uint8_t *)at + n <= end;
-}
-
-bool moegguf_kv_blocks::read(void * to, const void * at, size_t n) {
-    if (!is_of_last(at, n)) {
-        return false;
-    }
-    const Block & block = blocks_.back();
-    const uint64_t begin = block.begin + ((const uint8_t *)at - addresses_.get());
-    if (begin < window_at_ || begin + n > window_at_ + window_.size()) {
-        const Descriptor file(open(block.path.c_str(), O_RDONLY | O_CLOEXEC));
-#ifdef POSIX_FADV_WILLNEED
-        if (window_.empty()) { // else the disk is asked for a page at a time
-            posix_fadvise(file.fd, 0, 0, POSIX_FADV_WILLNEED);
-        }
-#endif
-        window_.assign(std::max(n, window_bytes), 0);
-        window_at_ = begin;
-        const ssize_t n_read = pread(file.fd, window_.data(), window_.size(), (off_t)begin);
-        window_.resize(std::max(n, (size_t)std::max<ssize_t>(n_read, 0))); // zeros where the file ends: no digest fits
-    }
-    memcpy(to, window_.data() + (begin - window_at_), n);
-    return true;
-}
-
-bool moegguf_kv_blocks::put(ggml_tensor * tensor, size_t offset, const void * at, size_t n) {
-    if (!is_of_last(at, n)) {
-        return false;
-    }
-    Block & block = blocks_.back();
-    block.parts.push_back({tensor, offset, n, block.begin + ((const uint8_t *)at - addresses_.get())});
-    return true;
-}
-
-bool moegguf_kv_blocks::fill(const Block & block) const {
-    DigestedFile file(block.path, block.begin, seed_);
-    file.digest(block.prefix);
-    uint64_t at = block.begin;
-    const auto pass_to = [&](uint64_t next) {
-        file.read_apart(next - at, [](const uint8_t *, size_t) {});
-        at = next;
-    };
-    for (const Part & part : block.parts) {
-        pass_to(part.at);
-        if (ggml_backend_buffer_is_host(part.tensor->buffer)) {
-            file.read((uint8_t *)part.tensor->data + part.offset, part.n);
-        } else {
-            size_t offset = part.offset;
-            file.read_apart(part.n, [&](const uint8_t * data, size_t n) {
-                ggml_backend_tensor_set(part.tensor, data, offset, n);
-                offset += n;
-            });
-        }
-        at += part.n;
-    }
-    pass_to(block.end);
-    return file.is(block.digest);
-}
-
-int32_t moegguf_kv_blocks::fill() {
-    current = nullptr;
-    end();
-    for (const Block & block : blocks_) {
-        for (const Part & part : block.parts) {
-            if (!block.is_right) { // a NaN in a cell that is not used makes others of it
-                ggml_backend_tensor_memset(part.tensor, 0, part.offset, part.n);
-            }
-        }
-    }
-    const auto first_wrong = [](const Block & block) { return !block.is_right; };
-    return (int32_t)(std::find_if(blocks_.begin(), blocks_.end(), first_wrong) - blocks_.begin());
-}
+} // namespace
 
 extern "C" {
 
@@ -243,23 +108,58 @@ moegguf_kv_blocks * moegguf_kv_blocks_open(uint64_t seed) {
 }
 
 void moegguf_kv_blocks_close(moegguf_kv_blocks * blocks) {
+    current = nullptr;
     delete blocks;
 }
 
 int moegguf_kv_blocks_add(moegguf_kv_blocks * blocks, const moegguf_kv_block * block, const void ** state) {
-    return guarded([&] { given(state) = given(blocks).add(given(block)); });
+    return guarded([&] {
+        given(blocks).blocks.emplace_back(given(block));
+        blocks->addresses.reset(new uint8_t[block->n_bytes]);
+        given(state) = blocks->addresses.get();
+        current = blocks;
+    });
 }
 
-int moegguf_kv_blocks_fill(moegguf_kv_blocks * blocks, int32_t * n_right) {
-    return guarded([&] { given(n_right) = given(blocks).fill(); });
+int moegguf_kv_blocks_fill(moegguf_kv_blocks * given_blocks, int32_t * n_right) {
+    return guarded([&] {
+        current = nullptr;
+        std::vector<Block> & blocks = given(given_blocks).blocks;
+        const auto fill_some = [&](size_t begin, size_t end) {
+            std::for_each(blocks.begin() + begin, blocks.begin() + end,
+                          [&](Block & block) { fill(block, given_blocks->seed); });
+        };
+        // Halves, as neighbours lie in the same huge pages, which only one thread should touch first.
+        const size_t middle = blocks.size() / 2;
+        auto first = std::async(std::launch::async | std::launch::deferred, fill_some, 0, middle);
+        fill_some(middle, blocks.size());
+        first.get();
+        for (const Block & block : blocks) {
+            for (const Part & part : block.parts) {
+                if (!block.is_right) { // a NaN in a cell that is not used makes others of it
+                    ggml_backend_tensor_memset(part.tensor, 0, part.offset, part.n);
+                }
+            }
+        }
+        const auto wrong = [](const Block & block) { return !block.is_right; };
+        given(n_right) = (int32_t)(std::find_if(blocks.begin(), blocks.end(), wrong) - blocks.begin());
+    });
 }
 
 bool moegguf_state_read(void * to, const void * at, size_t n) {
-    return moegguf_kv_blocks::current && moegguf_kv_blocks::current->read(to, at, n);
+    const uint64_t position = current ? current->position(at, n) : 0;
+    if (position && pread(current->blocks.back().file->fd, to, n, (off_t)position) != (ssize_t)n) {
+        memset(to, 0, n); // the digest will not be right
+    }
+    return position != 0;
 }
 
 bool moegguf_state_put(ggml_tensor * tensor, size_t offset, const void * at, size_t n) {
-    return moegguf_kv_blocks::current && moegguf_kv_blocks::current->put(tensor, offset, at, n);
+    const uint64_t position = current ? current->position(at, n) : 0;
+    if (position) {
+        current->blocks.back().parts.push_back({tensor, offset, n, position});
+    }
+    return position != 0;
 }
 
 } // extern "C"

@@ -1,7 +1,4 @@
-"""States of sequences, read from files straight into a KV cache, each checked by its digest.
-
-Reading is `kv_blocks.cpp`'s. It does not know what a file is called or what a state holds.
-"""
+"""States of sequences, read from files into a KV cache, each checked by its digest: `kv_blocks.cpp` for Python."""
 
 from __future__ import annotations
 
@@ -9,17 +6,14 @@ import ctypes as c
 from dataclasses import dataclass
 from pathlib import Path
 
-from moegguf.errors import AllocationError
 from moegguf.native import abi
 from moegguf.native.library import load
-
-DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True)
 class StateFile:
     """A state of `n_bytes` bytes from `begin` on in a file, its first bytes `head`, and the XXH3 digest (128 bits) of
-    `prefix` and all of it. Nothing but `begin` was checked yet."""
+    `prefix` and all of it, which was not compared yet."""
 
     path: Path
     begin: int
@@ -35,8 +29,6 @@ class KVBlocks:
     def __init__(self, seed: int) -> None:
         self._library = load()
         self._handle = self._library.moegguf_kv_blocks_open(seed)
-        if not self._handle:
-            raise AllocationError("out of memory")
 
     def __enter__(self) -> KVBlocks:
         return self
@@ -46,7 +38,7 @@ class KVBlocks:
 
     def add(self, file: StateFile) -> int:
         """The address for llama_state_seq_set_data, to be called next on this thread."""
-        digest = (c.c_uint8 * DIGEST_BYTES).from_buffer_copy(file.digest)
+        digest = (c.c_uint8 * len(file.digest)).from_buffer_copy(file.digest)
         prefix = c.cast(c.c_char_p(file.prefix), c.c_void_p)
         block = abi.KvBlock(str(file.path).encode(), file.begin, file.n_bytes, prefix, len(file.prefix), digest)
         state = c.c_void_p()
