@@ -58,7 +58,7 @@ def _texts(row: Row) -> list[str]:
     return [*(_number(row.get(name, "")) for name in _COLUMNS[:-1]), ratios]
 
 
-def as_csv(rows: Sequence[Row]) -> str:
+def _as_csv(rows: Sequence[Row]) -> str:
     """A header, then a line per row with every value quoted."""
     out = StringIO()
     csv.writer(out, lineterminator="\n").writerow(_COLUMNS)
@@ -75,7 +75,7 @@ def _sql_value(text: str) -> str:
     return "'" + text.replace("'", "''") + "'" if text else "NULL"
 
 
-def as_sql(rows: Sequence[Row]) -> str:
+def _as_sql(rows: Sequence[Row]) -> str:
     """Statements that make the table `llama_bench`, as llama-bench calls it, unless it exists, and insert the rows."""
     columns = ",\n".join(f"  {name} {_sql_type(name, rows)}" for name in _COLUMNS)
     names = ", ".join(_COLUMNS)
@@ -90,13 +90,11 @@ def _object(row: Row) -> dict[str, Any]:
     return named | {name: row[name] for name in ("samples_ns", "samples_ts", "against")}
 
 
-def as_json(rows: Sequence[Row]) -> str:
-    """A list of objects; `against` holds the comparison with each other system."""
+def _as_json(rows: Sequence[Row]) -> str:
     return json.dumps(list(map(_object, rows)), indent=2) + "\n"
 
 
-def as_jsonl(rows: Sequence[Row]) -> str:
-    """One object per line."""
+def _as_jsonl(rows: Sequence[Row]) -> str:
     return "".join(json.dumps(_object(row)) + "\n" for row in rows)
 
 
@@ -240,8 +238,8 @@ def as_markdown(rows: Sequence[Row]) -> str:
 
 FORMATS: dict[str, Callable[[Sequence[Row]], str]] = {
     "md": as_markdown,
-    "json": as_json,
-    "jsonl": as_jsonl,
-    "csv": as_csv,
-    "sql": as_sql,
+    "json": _as_json,
+    "jsonl": _as_jsonl,
+    "csv": _as_csv,
+    "sql": _as_sql,
 }

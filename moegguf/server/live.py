@@ -124,7 +124,7 @@ def loaded_object(loaded: LoadedModel, *, whole: bool = False) -> dict[str, Any]
     return found if whole else {name: value for name, value in found.items() if name not in ("stats", "plan")}
 
 
-class BudgetRequest(BaseModel):
+class _BudgetRequest(BaseModel):
     """The body of PUT /budget."""
 
     model_config = ConfigDict(extra="forbid")
@@ -139,7 +139,7 @@ async def put_budget(request: Request) -> Response:
 
     Raises HttpError 400 for a budget that cannot be read, is too small or does not fit.
     """
-    body = await read_body(request, BudgetRequest)
+    body = await read_body(request, _BudgetRequest)
     if body.expert_cache is None and body.vram_cache is None:
         raise HttpError(400, "a budget needs expert_cache or vram_cache, but neither is given")
     try:

@@ -126,15 +126,12 @@ async def tokenize(request: Request, body: TokenizeBody) -> dict[str, Any]:
     return {"tokens": [{"id": token, "piece": piece} for token, piece in zip(tokens, pieces, strict=True)]}
 
 
-class DetokenizeBody(Body):
-    """The body of /detokenize."""
-
+class _DetokenizeBody(Body):
     tokens: list[Annotated[int, Field(ge=0, le=MAX_TOKEN)]]
     model: ModelName | None = None
 
 
-async def detokenize(request: Request, body: DetokenizeBody) -> dict[str, Any]:
-    """The text of tokens."""
+async def _detokenize(request: Request, body: _DetokenizeBody) -> dict[str, Any]:
     async with shared_lease(request, body.model) as lease:
         text = await lease.detokenize(body.tokens)
     return {"content": text, "prompt": text}
@@ -204,7 +201,7 @@ routes = [
     Route("/props", props, methods=["GET"]),
     Route("/slots", slots, methods=["GET"]),
     computed("/tokenize", TokenizeBody, tokenize),
-    computed("/detokenize", DetokenizeBody, detokenize),
+    computed("/detokenize", _DetokenizeBody, _detokenize),
     Route("/tokenizer_info", tokenizer_info, methods=["GET"]),
     *(computed(path, RerankBody, rerank) for path in RERANK_PATHS),
 ]

@@ -109,39 +109,39 @@ class EventReply(Reply):
     open = ""
 
     @abstractmethod
-    def begin(self, event: Event) -> Iterator[Json]:
+    def _begin(self, event: Event) -> Iterator[Json]:
         """The events before all others; `event`: the first of the answer."""
 
     @abstractmethod
-    def begin_block(self, kind: str) -> Iterator[Json]:
+    def _begin_block(self, kind: str) -> Iterator[Json]:
         """A new block, "thinking" or "text"."""
 
     @abstractmethod
-    def grow(self, text: str, delta: Delta) -> Iterator[Json]:
+    def _grow(self, text: str, delta: Delta) -> Iterator[Json]:
         """More text of the open block."""
 
     @abstractmethod
-    def end_block(self, kind: str, done: Done | None = None) -> Iterator[Json]:
+    def _end_block(self, kind: str, done: Done | None = None) -> Iterator[Json]:
         """The end of a block; `done`: the answer ends with it."""
 
     @abstractmethod
-    def call(self, call: ToolCall) -> Iterator[Json]:
+    def _call(self, call: ToolCall) -> Iterator[Json]:
         """A tool call as a block."""
 
     @abstractmethod
-    def finish(self, done: Done) -> Iterator[Json]:
+    def _finish(self, done: Done) -> Iterator[Json]:
         """The events after all blocks, which complete the object."""
 
-    def stream(self, event: Event) -> Iterator[Json]:
+    def _stream(self, event: Event) -> Iterator[Json]:
         """The events, each with its `type`, for one of the answer."""
         if not self.started:
             self.started = True
-            yield from self.begin(event)
+            yield from self._begin(event)
         if isinstance(event, Delta):
             yield from self._blocks(event)
         elif isinstance(event, Done):
             yield from self._close(event)
-            yield from self.finish(event)
+            yield from self._finish(event)
 
     def _blocks(self, delta: Delta) -> Iterator[Json]:
         if delta.thinking:
@@ -150,27 +150,27 @@ class EventReply(Reply):
             yield from self._add("text", delta.text, delta)
         for _, call in self.numbered(delta.tool_calls):
             yield from self._close()
-            yield from self.call(call)
+            yield from self._call(call)
 
     def _add(self, kind: str, text: str, delta: Delta) -> Iterator[Json]:
         if self.open != kind:
             yield from self._close()
             self.open = kind
-            yield from self.begin_block(kind)
-        yield from self.grow(text, delta)
+            yield from self._begin_block(kind)
+        yield from self._grow(text, delta)
 
     def _close(self, done: Done | None = None) -> Iterator[Json]:
         kind, self.open = self.open, ""
         if kind:
-            yield from self.end_block(kind, done)
+            yield from self._end_block(kind, done)
 
     def lines(self, event: Event) -> bytes:
         """Server-sent events with their names."""
-        return b"".join(event_line(item, item["type"]) for item in self.stream(event))
+        return b"".join(event_line(item, item["type"]) for item in self._stream(event))
 
     def add(self, delta: Delta, done: Done) -> None:
         """Makes a stream's events, of which only the object is kept."""
-        for _ in (*self.stream(delta), *self.stream(done)):
+        for _ in (*self._stream(delta), *self._stream(done)):
             pass
 
 

@@ -15,11 +15,10 @@ log = logging.getLogger(__name__)
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
-class JsonFormatter(logging.Formatter):
+class _JsonFormatter(logging.Formatter):
     """A record as one JSON object: time, level, message, and for a request its parts."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The object."""
         found = {"time": self.formatTime(record), "level": record.levelname.lower(), "message": record.getMessage()}
         if record.exc_info:
             found["exception"] = self.formatException(record.exc_info)
@@ -30,7 +29,7 @@ def start_logging(level: str, form: str) -> None:
     """Writes moegguf's records of this level and above to stderr; of uvicorn, which says less, warnings."""
     handler = logging.StreamHandler()
     text = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
-    handler.setFormatter(JsonFormatter() if form == "json" else text)
+    handler.setFormatter(_JsonFormatter() if form == "json" else text)
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.getLogger("moegguf").setLevel(LEVELS[level])
 

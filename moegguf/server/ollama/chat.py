@@ -136,24 +136,21 @@ class Reply(conversation.Reply):
         return self.content(delta.text, delta.thinking, calls) | _present(logprobs=logprobs)
 
 
-class ChatReply(Reply):
+class _ChatReply(Reply):
     """The reply of /api/chat."""
 
     def content(self, text: str, thinking: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """`message`."""
         message: dict[str, Any] = {"role": "assistant", "content": text}
         return {"message": message | _present(thinking=thinking, tool_calls=list(calls))}
 
 
-class GenerateReply(Reply):
+class _GenerateReply(Reply):
     """The reply of /api/generate."""
 
     def content(self, text: str, thinking: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """`response`, `thinking`, `tool_calls`."""
         return {"response": text} | _present(thinking=thinking, tool_calls=list(calls))
 
     def final_fields(self, done: Done) -> dict[str, Any]:
-        """With `context`."""
         context = list(done.timing.context) if self._with_context else []
         return super().final_fields(done) | _present(context=context)
 
@@ -193,6 +190,6 @@ async def load_only(request: Request, body: GenerationBody, kind: type[Reply]) -
 
 
 routes = [
-    route("/api/chat", ChatRequest, ChatReply, "messages"),
-    route("/api/generate", GenerateRequest, GenerateReply, "prompt", "suffix", "images"),
+    route("/api/chat", ChatRequest, _ChatReply, "messages"),
+    route("/api/generate", GenerateRequest, _GenerateReply, "prompt", "suffix", "images"),
 ]

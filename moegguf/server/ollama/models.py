@@ -34,18 +34,17 @@ SHORT_ARRAY = 5  # longer ones are shown empty without `verbose`
 HIDDEN = ("general.name", "tokenizer.chat_template")  # in other fields of the reply
 
 
-async def version(request: Request) -> Response:
-    """The version of Ollama's API, and of moegguf."""
+async def _version(request: Request) -> Response:
     return JSONResponse({"version": OLLAMA_VERSION, "moegguf": __version__})
 
 
 async def tags(request: Request) -> Response:
     """All models, newest first."""
     catalog: Catalog = request.app.state.catalog
-    return JSONResponse({"models": await asyncio.to_thread(lambda: [tag_object(each) for each in catalog.entries()])})
+    return JSONResponse({"models": await asyncio.to_thread(lambda: [_tag_object(each) for each in catalog.entries()])})
 
 
-def tag_object(entry: ModelEntry) -> dict[str, Any]:
+def _tag_object(entry: ModelEntry) -> dict[str, Any]:
     """An entry of the list; with empty details when its file cannot be read."""
     known = details_or_none(entry)
     more = {"context_length": known.n_ctx_train, "embedding_length": known.n_embd} if known else {}
@@ -68,13 +67,13 @@ async def ps(request: Request) -> Response:
     def found(loaded: list[LoadedModel]) -> list[dict[str, Any]]:
         pairs = ((model, name) for model in loaded for name in model.names)
         return [
-            loaded_object(state.catalog, model, name, state.totals.prompt_tokens(name.name)) for model, name in pairs
+            _loaded_object(state.catalog, model, name, state.totals.prompt_tokens(name.name)) for model, name in pairs
         ]
 
     return JSONResponse({"models": await asyncio.to_thread(found, state.manager.loaded())})
 
 
-def loaded_object(
+def _loaded_object(
     catalog: Catalog, model: LoadedModel, loaded: LoadedName, prompt_tokens: Mapping[str, int]
 ) -> dict[str, Any]:
     """A name of a model in memory; `size`: the model's memory in bytes, `size_vram`: the part of it on GPUs. Names with
@@ -201,7 +200,7 @@ async def unsupported(request: Request) -> Response:
 
 
 routes = [
-    Route("/api/version", version, methods=["GET"]),
+    Route("/api/version", _version, methods=["GET"]),
     Route("/api/tags", tags, methods=["GET"]),
     Route("/api/ps", ps, methods=["GET"]),
     Route("/api/show", show, methods=["POST"]),

@@ -42,7 +42,7 @@ def _are_tokens(prompt: Any) -> bool:
     return isinstance(prompt, list) and bool(prompt) and all(type(t) is int and 0 <= t <= MAX_TOKEN for t in prompt)
 
 
-class CompletionBody(GenerationBody):
+class _CompletionBody(GenerationBody):
     """The body of /v1/completions. A list of prompts gets `n` choices for each, in their order: of `best_of` answers
     those whose tokens are the likeliest."""
 
@@ -54,11 +54,10 @@ class CompletionBody(GenerationBody):
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     def max_answer_tokens(self) -> int | None:
-        """`max_tokens`, with OpenAI's default."""
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     @model_validator(mode="after")
-    def _suffix_follows_text(self) -> CompletionBody:
+    def _suffix_follows_text(self) -> _CompletionBody:
         if self.suffix and not all(isinstance(prompt, str) for prompt in self.prompt):
             raise ValueError("suffix needs prompts as text, not as tokens")
         if self.suffix and self.scores_prompt:
@@ -66,7 +65,7 @@ class CompletionBody(GenerationBody):
         return self
 
     @model_validator(mode="after")
-    def _choices_are_answered(self) -> CompletionBody:
+    def _choices_are_answered(self) -> _CompletionBody:
         if self.n_answers * len(self.prompt) > limits.INPUTS:
             raise ValueError(f"prompts times n (or best_of) are more than {limits.INPUTS}; send several requests")
         if self.n_answers < (self.n or 1):
@@ -135,13 +134,13 @@ def prompt_logprobs(prompt: Sequence[TokenLogprob]) -> Json:
     return found
 
 
-class CompletionReply(ChoicesReply):
+class _CompletionReply(ChoicesReply):
     """A reply of /v1/completions with the choices of each prompt; whole and streamed objects are alike."""
 
     prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
     empty: Mapping[str, Any] = {"text": ""}
 
-    def __init__(self, body: CompletionBody, entry: ModelEntry) -> None:
+    def __init__(self, body: _CompletionBody, entry: ModelEntry) -> None:
         super().__init__(body, entry, logprobs=body.logprobs is not None, n_answers=body.n_answers)
         self.n_choices = self.n_answers * len(body.prompt)
         self._n_sent = body.n or 1  # of the answers to each prompt
@@ -151,7 +150,6 @@ class CompletionReply(ChoicesReply):
         self._offset = 0
 
     async def prepare(self, lease: Lease) -> None:
-        """Makes text of prompts that are echoed."""
         for i, prompt in enumerate(self._echoed):
             self._prompts[i] = prompt if isinstance(prompt, str) else await lease.detokenize(prompt)
         self._offset = len(self._before)
@@ -161,16 +159,14 @@ class CompletionReply(ChoicesReply):
         """The text that the current choice begins with."""
         return self._prompts[self._index // self.n_answers] if self._index < self.n_choices else ""
 
-    def first(self) -> Json:
-        """The chunk before all others of a choice."""
+    def _first(self) -> Json:
         return self._chunk({"text": self._before})
 
     def _end_choice(self, done: Done) -> None:
         super()._end_choice(done)
         self._offset = len(self._before)
 
-    def chunks(self, delta: Delta) -> list[Json]:
-        """One chunk; none for an empty delta."""
+    def _chunks(self, delta: Delta) -> list[Json]:
         text = delta.thinking + delta.text
         if not (text or delta.logprobs or delta.prompt):
             return []
@@ -186,7 +182,6 @@ class CompletionReply(ChoicesReply):
         return {name: values + found[name] for name, values in prompt_logprobs(delta.prompt).items()}
 
     def add(self, delta: Delta, done: Done) -> None:
-        """Adds the next choice."""
         scores = [logprob.logprob for logprob in delta.logprobs]
         self._scores.append(sum(scores) / len(scores) if scores else 0.0)
         text = self._before + delta.thinking + delta.text
@@ -201,5 +196,5 @@ class CompletionReply(ChoicesReply):
         return super().whole()
 
 
-COMPLETIONS = Conversation(CompletionBody, lambda body, entry, _: CompletionReply(body, entry), limits.BODY_BYTES)
+COMPLETIONS = Conversation(_CompletionBody, lambda body, entry, _: _CompletionReply(body, entry), limits.BODY_BYTES)
 routes = [COMPLETIONS.at("/v1/completions")]

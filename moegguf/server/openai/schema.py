@@ -8,7 +8,6 @@ HTTP.
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +23,6 @@ from moegguf.server.common.body import Body
 from moegguf.server.common.conversation import Question
 from moegguf.server.common.options import (
     MAX_TOKEN,
-    CalledFunction,
     Function,
     SamplingOptions,
     Stop,
@@ -46,8 +44,7 @@ EFFORTS: Mapping[str, bool | str] = {
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-def list_of_stops(value: Any) -> Any:
-    """`stop` as a list."""
+def _list_of_stops(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
@@ -83,17 +80,6 @@ def read_parts(content: Any) -> Any:
     return content_of([part_of(part, {"text": "text", "refusal": "refusal"}, "image_url") for part in content])
 
 
-def arguments_of(text: Any) -> Any:
-    """A call's arguments, parsed from JSON text. Raises ValueError."""
-    if not isinstance(text, str):
-        return text
-    try:
-        value = json.loads(text or "{}")
-    except (ValueError, RecursionError) as error:
-        raise ValueError("must be the text of a JSON object") from error
-    return value
-
-
 class FunctionWithExtras(Function):
     """A function whose additional keys are passed to the chat template."""
 
@@ -107,19 +93,6 @@ class OpenAITool(Tool):
     function: FunctionWithExtras
 
 
-class FunctionCall(CalledFunction):
-    """`function` of a tool call. `arguments` is sent as JSON text."""
-
-    arguments: Annotated[dict[str, Any], BeforeValidator(arguments_of)]
-
-
-class OpenAIToolCall(ToolCall):
-    """A tool call of an earlier answer."""
-
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
 class ChatMessage(Body):
     """A message of a conversation."""
 
@@ -128,7 +101,7 @@ class ChatMessage(Body):
     name: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[OpenAIToolCall] | None = None
+    tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
     def as_message(self, tool_names: Mapping[str, str]) -> Message:
@@ -204,9 +177,7 @@ class ToolChoice(Body):
 Choice = Annotated[Literal["none", "auto", "required"] | ToolChoice | None, BeforeValidator(choice_of)]
 
 
-class StreamOptions(Body):
-    """`stream_options`."""
-
+class _StreamOptions(Body):
     include_usage: bool | None = None
 
 
@@ -214,10 +185,10 @@ class GenerationBody(Question, SamplingOptions):
     """The fields that chat and completion share. A prompt longer than the context is an error unless `truncate` is
     true; `shift` (Ollama's, off here) lets a prompt lose its middle then, and an answer go on in a full context."""
 
-    stream_options: StreamOptions | None = None
+    stream_options: _StreamOptions | None = None
     n: Choices | None = None
     max_tokens: Limit | None = None
-    stop: Annotated[list[Stop] | None, Field(max_length=limits.STOPS), BeforeValidator(list_of_stops)] = None
+    stop: Annotated[list[Stop] | None, Field(max_length=limits.STOPS), BeforeValidator(_list_of_stops)] = None
     logit_bias: Annotated[dict[int, Bias], Field(max_length=MAX_BIASES), BeforeValidator(token_ids)] | None = None
     return_progress: bool | None = None
     truncate: bool | None = None
