@@ -6,10 +6,9 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from prompt_toolkit import PromptSession
-from prompt_toolkit.completion import Completer, WordCompleter
+from prompt_toolkit.completion import WordCompleter
 from prompt_toolkit.enums import DEFAULT_BUFFER
 from prompt_toolkit.filters import has_focus
 from prompt_toolkit.history import FileHistory
@@ -112,16 +111,17 @@ class Reader:
 
     def __init__(self, history: InputHistory, commands: Sequence[str] = ()) -> None:
         self.history = history
-        _choose_editor()
+        if editor := read_settings().editor:
+            os.environ["VISUAL"] = editor  # prompt_toolkit knows no setting; it reads VISUAL, then EDITOR
         self._session: PromptSession[str] = PromptSession(
             PROMPT,
             multiline=True,
             history=history,
             placeholder=[("class:placeholder", PLACEHOLDER)],
-            prompt_continuation=_continuation,
+            prompt_continuation=lambda _width, _line, wrap_count: "" if wrap_count else CONTINUATION,
             key_bindings=_keys(),
             enable_suspend=True,
-            completer=_completer(commands),
+            completer=WordCompleter(list(commands), sentence=True),
             complete_while_typing=False,
             complete_style=CompleteStyle.READLINE_LIKE,
             style=STYLE,
@@ -138,15 +138,6 @@ class Reader:
     def unsent_text(self) -> str:
         """What was typed before the last KeyboardInterrupt."""
         return self._session.default_buffer.text
-
-
-def _continuation(_width: int, _line: int, wrap_count: Any) -> str:
-    """CONTINUATION before each new line; nothing before the wrapped rest of a line."""
-    return "" if wrap_count else CONTINUATION
-
-
-def _completer(commands: Sequence[str]) -> Completer:
-    return WordCompleter(list(commands), sentence=True)
 
 
 def _keys() -> KeyBindings:
@@ -170,9 +161,3 @@ def _keys() -> KeyBindings:
         event.current_buffer.open_in_editor()
 
     return keys
-
-
-def _choose_editor() -> None:
-    """prompt_toolkit reads VISUAL, then EDITOR, of the environment only; the setting overrides both."""
-    if chosen := read_settings().editor:
-        os.environ["VISUAL"] = chosen
