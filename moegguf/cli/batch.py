@@ -76,6 +76,7 @@ def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
     or kill it: the same command goes on where it stopped, and answers each request once. Until the end the answers are
     in FILE.partial. The exit code is 1 when a request failed: its line says why.
     """
+    from moegguf.serving.batch.answers import finished_counts
     from moegguf.settings import read_settings
 
     settings, model, parallel = read_settings(), chosen["model"], chosen["parallel"]
@@ -83,8 +84,10 @@ def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
     settings = replace(settings, loading=loading_options(given))
     target = _output_path(requests, chosen["output"])
     with _open_requests(requests, model) as found, closing(_open_answers(target, found)) as answers:
-        if (done := _finished(target, found, answers)) is not None:
-            return _exit_code(done)
+        if target is not None and (done := finished_counts(target, found)) is not None:
+            answers.remove()  # of a process that was killed just before its end
+            print_message(f"{target} has all {len(found.lines):,} answers already; nothing to do.")
+            return EXIT_FAILURE if done.failed else 0
         client = None if here else _server_for(found.models)
         n_at_once = parallel or settings.batch_parallel
         if client is not None:
@@ -141,22 +144,6 @@ def _open_answers(target: Path | None, requests: Requests) -> Journal | _StdoutA
     if target is None:
         return _StdoutAnswers()
     return open_journal(target.with_name(target.name + JOURNAL_SUFFIX), requests)
-
-
-def _finished(target: Path | None, requests: Requests, answers: Journal | _StdoutAnswers) -> Counts | None:
-    """The counts of a file that has all answers already; None without such a file. Raises BatchFileError for another
-    file."""
-    from moegguf.serving.batch.answers import finished_counts
-
-    if target is None or isinstance(answers, _StdoutAnswers) or (counts := finished_counts(target, requests)) is None:
-        return None
-    answers.remove()  # of a process that was killed just before its end
-    print_message(f"{target} has all {len(requests.lines):,} answers already; nothing to do.")
-    return counts
-
-
-def _exit_code(counts: Counts) -> int:
-    return EXIT_FAILURE if counts.failed else 0
 
 
 def _server_for(models: list[str]) -> Client | None:
@@ -224,7 +211,12 @@ class _StdoutAnswers:
         print(json.dumps(entry, ensure_ascii=False, separators=(",", ":")), flush=True)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Nothing is open, and nothing stays."""
+
+    remove = close
+
+    def finish(self, path: Path) -> None:
+        """They are there already."""
 
 
 class _BatchProgress(ProgressBar):
@@ -289,6 +281,6 @@ def _answer_to_end(
     tokens = f"{counts.input_tokens:,} tokens read, {counts.output_tokens:,} written"
     where = "" if target is None else f" · {target}"
     print_message(f"{progress.text(counts)} · {tokens} · {short_duration(progress.seconds)}{where}")
-    if target is not None and not isinstance(answers, _StdoutAnswers):
+    if target is not None:
         answers.finish(target)
-    return _exit_code(counts)
+    return EXIT_FAILURE if counts.failed else 0

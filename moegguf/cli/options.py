@@ -69,7 +69,9 @@ class Flag(NamedTuple):
 
     def option(self) -> Any:
         """It, as typer takes it."""
-        return panel(self.group, *self.flags.split(), metavar=self.metavar, help=self.help, **self.settings)
+        return typer.Option(
+            *self.flags.split(), metavar=self.metavar, help=self.help, rich_help_panel=self.group, **self.settings
+        )
 
     def parameter(self) -> inspect.Parameter:
         """The command's parameter of this name."""
@@ -86,11 +88,17 @@ def flags(*names: str, own: Sequence[Flag] = ()) -> Callable[[Callable[..., Any]
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
         def call(**values: Any) -> Any:
+            from moegguf.settings import parse_option
+
             given = {name: value for name in names if (value := values.pop(name, None)) is not None}
-            return command(given={name: _read(OPTIONS[name], value) for name, value in given.items()}, **values)
+            for name, text in given.items():
+                if isinstance(text, str):
+                    given[name] = parse_option(name, text, OPTIONS[name].flags[0])
+            return command(given=given, **values)
 
         signature = inspect.signature(command, eval_str=True)
-        parameters = [each for each in signature.parameters.values() if each.name not in ("given", "chosen")]
+        taken = {"given", "chosen", *(flag.name for flag in own)}
+        parameters = [each for each in signature.parameters.values() if each.name not in taken]
         parameters += [flag.parameter() for flag in own]
         parameters += [_parameter(OPTIONS[name]) for name in names]
         call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -117,17 +125,6 @@ def _parameter(option: Option) -> inspect.Parameter:
     )
     kind = _TYPES.get(option.kind, str)
     return _keyword(option.name, None, Annotated[kind | None, flag])
-
-
-def _read(option: Option, value: Any) -> Any:
-    from moegguf.settings import parse_option
-
-    return parse_option(option.name, value, option.flags[0]) if isinstance(value, str) else value
-
-
-def panel(group: str, *names: str, help: str, **settings: Any) -> Any:
-    """A flag that only one command has."""
-    return typer.Option(*names, help=help, rich_help_panel=group, **settings)
 
 
 def loading_options(given: Given, names: Sequence[str] = TO_WORKERS) -> Given:

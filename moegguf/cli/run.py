@@ -138,14 +138,9 @@ class RunCommand(Command):
     """Accepts `--think` without a value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parses `args` with `--think` completed."""
-        return super().parse_args(ctx, _with_think_value(args))
-
-
-def _with_think_value(arguments: list[str]) -> list[str]:
-    """`--think` alone becomes `--think=true`; arguments after `--` are not changed."""
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    return [f"{THINK}=true" if i < end and word == THINK else word for i, word in enumerate(arguments)]
+        """Parses `args` with `--think=true` for `--think`; those after `--` are not changed."""
+        end = args.index("--") if "--" in args else len(args)
+        return super().parse_args(ctx, [THINK + "=true" if word == THINK else word for word in args[:end]] + args[end:])
 
 
 def model_and_words(

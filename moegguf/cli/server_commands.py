@@ -60,19 +60,15 @@ def _rows(models: Iterable[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
 def _row(model: dict[str, Any], *, shared: bool) -> tuple[str, ...]:
     from moegguf.terminal.units import human_bytes, human_time, percent, processor_split
 
-    until = "Stopping..." if model.get("stopping") else human_time(_expiry(model["expires_at"]))
+    expires = datetime.fromisoformat(model["expires_at"])
+    never = expires.year > datetime.now().year + 100  # then it is centuries ahead
+    until = "Stopping..." if model.get("stopping") else human_time(None if never else expires)
     n_ctx, where = str(model["context_length"]), processor_split(model["size"], model["size_vram"])
     size, moe = human_bytes(model["size"]) + " (shared)" * shared, model.get("moe", {})
     experts = percent(moe.get("expert_share")), percent(moe["hit_rate"] if moe.get("lookups") else None)
     tokens = moe.get("prompt_tokens", {})
     reused = f"{tokens['memory']:,} + {tokens['disk']:,} from disk" if any(tokens.values()) else "-"
     return model["name"], model["digest"][:12], size, where, *experts, n_ctx, reused, until
-
-
-def _expiry(text: str) -> datetime | None:
-    """The time in `expires_at`; None for a model that never expires, whose time is centuries ahead."""
-    when = datetime.fromisoformat(text)
-    return None if when.year > datetime.now().year + 100 else when
 
 
 def stop(model: Loaded) -> None:

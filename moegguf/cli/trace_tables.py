@@ -44,7 +44,8 @@ def print_notes(*notes: str) -> None:
 
 def print_simulation(rows: Sequence[Row], used: str) -> None:
     """A line per policy and predictor, a column per budget: hit rates, and with a link stalls and speed."""
-    _print_budgets("Hit rate of decoded tokens, by share of the experts that fits", rows, _hit_rate(rows))
+    title = "Hit rate of decoded tokens, by share of the experts that fits"
+    _print_budgets(title, rows, lambda row: f"{row.decode_hit_rate:.1%}{_gap(rows, row)}")
     if any(row.simulated is not None and row.simulated.t_per_s is not None for row in rows):
         print_notes("")
         _print_budgets("Stall per decoded token in ms, on the modelled link", rows, _stall)
@@ -113,13 +114,6 @@ def _print_budgets(title: str, rows: Sequence[Row], cell: Callable[[Row], str]) 
 def _decided(row: Row) -> tuple[str, str, str]:
     """What decided; a strategy that chooses by budget is one line."""
     return (row.strategy, "", "") if row.strategy == OWN else (row.strategy, row.policy, row.predictor)
-
-
-def _hit_rate(rows: Sequence[Row]) -> Callable[[Row], str]:
-    def cell(row: Row) -> str:
-        return f"{row.decode_hit_rate:.1%}{_gap(rows, row)}"
-
-    return cell
 
 
 def _gap(rows: Sequence[Row], row: Row) -> str:
