@@ -12,6 +12,7 @@ import os
 import re
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -126,8 +127,8 @@ def parse_host(text: str | None) -> Host:
     try:
         if scheme not in _PORTS or "@" in rest or any(c.isspace() or not c.isprintable() for c in rest):
             raise ValueError
-        if _is_ipv6(rest):
-            rest = f"[{rest}]"
+        with suppress(ValueError):  # an IPv6 address without brackets
+            rest = f"[{ipaddress.IPv6Address(rest)}]"
         split = urllib.parse.urlsplit(f"{scheme}://{rest}")
         port = port if split.port is None else split.port
         return Host(scheme, split.hostname or Host.host, port, split.path.strip("/"))
@@ -147,13 +148,6 @@ def parse_networks(text: str) -> tuple[Network, ...]:
         return tuple(ipaddress.ip_network(part) for part in _items(text))
     except ValueError as error:
         raise OptionError(f"{error}; give networks such as 192.168.1.0/24, separated by commas.") from None
-
-
-def _is_ipv6(text: str) -> bool:
-    try:
-        return ipaddress.ip_address(text).version == 6
-    except ValueError:
-        return False
 
 
 @dataclass(frozen=True)
@@ -240,14 +234,6 @@ def _switch(_: Option, text: str) -> bool:
     return _SWITCH[text.lower()]
 
 
-def _level(option: Option, text: str) -> bool:
-    return int(text) > 0 if re.fullmatch(r"-?\d{1,3}", text, re.ASCII) else _switch(option, text)
-
-
-def _trial(option: Option, text: str) -> str:
-    return "again" if text.lower() == "again" else "on" if _switch(option, text) else "off"
-
-
 def _choice(option: Option, text: str) -> str:
     if text.lower() not in option.choices:
         raise OptionError(f"{text[:60]!r} is none of {', '.join(option.choices)}.")
@@ -274,8 +260,8 @@ _PARSERS: dict[Kind, Callable[[Option, str], Any]] = {
     "whole": _whole,
     "switch": _switch,
     "off switch": lambda option, text: not _switch(option, text),
-    "level": _level,
-    "trial": _trial,
+    "level": lambda option, text: int(text) > 0 if re.fullmatch(r"-?\d{1,3}", text, re.A) else _switch(option, text),
+    "trial": lambda option, text: {"again": "again"}.get(text.lower()) or ("off", "on")[_switch(option, text)],
     "choice": _choice,
     "address": lambda _, text: parse_host(text),
     "networks": lambda _, text: parse_networks(text),

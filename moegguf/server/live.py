@@ -95,17 +95,15 @@ async def snapshot_lines(
             yield json_line({"loaded_models": sent_names})
         for snapshot in await watch.take():
             model = loaded.get(snapshot.model)
-            visible = model and _visible_state(snapshot, model)
-            if model and (visible != sent.get(snapshot.model) or any(snapshot.uses) or any(snapshot.loads)):
+            if model is None:
+                continue
+            # What a client displays, besides uses and loads.
+            figures = model.queue, model.stopping, model.expert_cache_bytes, model.vram_cache_bytes, model.last_answer_s
+            visible = snapshot.state, snapshot.busy, snapshot.stats.tokens, snapshot.layers, *figures
+            if visible != sent.get(snapshot.model) or any(snapshot.uses) or any(snapshot.loads):
                 sent[snapshot.model] = visible
                 yield json_line(snapshot_object(snapshot) | {"loaded": loaded_object(model)})
         await watch.wait()
-
-
-def _visible_state(snapshot: Snapshot, loaded: LoadedModel) -> tuple[Any, ...]:
-    """What a client displays, besides uses and loads."""
-    figures = loaded.queue, loaded.stopping, loaded.expert_cache_bytes, loaded.vram_cache_bytes, loaded.last_answer_s
-    return snapshot.state, snapshot.busy, snapshot.stats.tokens, snapshot.layers, *figures
 
 
 def snapshot_object(snapshot: Snapshot) -> dict[str, Any]:

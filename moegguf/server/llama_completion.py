@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from moegguf.generate.request import MAX_TOP_LOGPROBS, Delta, GenerationRequest, PromptProgress, Sampling, Timing
+from moegguf.generate.request import MAX_TOP_LOGPROBS, Delta, GenerationRequest, PromptProgress, Sampling
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from moegguf.serving.lease import Lease
 
 MAX_FILES = 256
+STOP_TYPES = {"stop": "eos", "length": "limit"}  # by how an answer ended, unless by a stop string
 
 
 def biases_of(given: Any) -> Any:
@@ -166,7 +167,7 @@ class _NativeReply(Reply):
             prompt=self._prompts[self._index],
             has_new_line=self._has_line,
             truncated=bool(timing.cut_tokens or timing.n_shifts),
-            stop_type=_stop_type(timing),
+            stop_type="word" if timing.stop_string else STOP_TYPES.get(timing.finish, "none"),
             stopping_word=timing.stop_string,
             tokens_cached=timing.cached_tokens,
             **statistics(timing),
@@ -181,20 +182,10 @@ class _NativeReply(Reply):
         return {**sampling_object(sampling), "logit_bias": biases, "n_probs": n_probs, "stream": stream}
 
 
-def _stop_type(timing: Timing) -> str:
-    if timing.finish == "stop":
-        return "word" if timing.stop_string else "eos"
-    return "limit" if timing.finish == "length" else "none"
-
-
 class _TemplateBody(ChatBody):
     """The body of /apply-template, which has the fields of /v1/chat/completions."""
 
     model: str = Field("", max_length=limits.NAME_CHARS)
-
-
-async def _render(lease: Lease, generation: GenerationRequest) -> Json:
-    return {"prompt": await lease.render(generation)}
 
 
 COMPLETION: Conversation[_NativeCompletionBody] = Conversation(_NativeCompletionBody, _NativeReply, limits.BODY_BYTES)
@@ -203,5 +194,5 @@ routes = [
     COMPLETION.at("/completion"),
     COMPLETION.at("/completions"),
     INFILL.at("/infill"),
-    about_prompt("/apply-template", _TemplateBody, _render),
+    about_prompt("/apply-template", _TemplateBody, "render", lambda text: {"prompt": text}),
 ]

@@ -102,20 +102,12 @@ class PullProgress(_Display):
 
 
 def _download_progress() -> Any:
+    from rich import progress as bars
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
 
-    return Progress(
-        TextColumn("{task.description}:"), TaskProgressColumn(), BarColumn(None), DownloadColumn(),
-        TransferSpeedColumn(), TimeRemainingColumn(compact=True),
+    return bars.Progress(
+        bars.TextColumn("{task.description}:"), bars.TaskProgressColumn(), bars.BarColumn(None), bars.DownloadColumn(),
+        bars.TransferSpeedColumn(), bars.TimeRemainingColumn(compact=True),
         console=Console(stderr=True, highlight=False), expand=True, speed_estimate_period=RATE_WINDOW_S,
     )  # fmt: skip
 

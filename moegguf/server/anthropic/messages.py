@@ -10,17 +10,13 @@ import hashlib
 import json
 import secrets
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing, ToolCall
+from moegguf.generate.request import Delta, PromptProgress, Timing, ToolCall
 from moegguf.server.anthropic.schema import CountBody, MessagesBody
 from moegguf.server.common.conversation import Conversation, EventReply, Json, about_prompt
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.streams import event_line
 from moegguf.serving.events import Done, Event
-
-if TYPE_CHECKING:
-    from moegguf.serving.lease import Lease
 
 
 def usage(timing: Timing) -> Json:
@@ -111,9 +107,6 @@ class _MessageReply(EventReply):
         return "stop_sequence" if timing.stop_string else "end_turn"
 
 
-async def _count(lease: Lease, generation: GenerationRequest) -> Json:
-    return {"input_tokens": await lease.count(generation)}
-
-
 MESSAGES = Conversation(MessagesBody, lambda body, entry, _: _MessageReply(entry.name, body.max_tokens))
-routes = [MESSAGES.at("/v1/messages"), about_prompt("/v1/messages/count_tokens", CountBody, _count)]
+COUNT = about_prompt("/v1/messages/count_tokens", CountBody, "count", lambda n: {"input_tokens": n})
+routes = [MESSAGES.at("/v1/messages"), COUNT]

@@ -11,7 +11,7 @@ import asyncio
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -336,13 +336,14 @@ async def _whole(events: AsyncGenerator[Event], reply: Reply) -> Any:
     return reply.whole()
 
 
-def about_prompt(path: str, kind: type[Kind], tell: Callable[[Lease, GenerationRequest], Awaitable[Json]]) -> Route:
-    """An endpoint that tells something of a conversation's prompt, through the model's own template; it loads the model
-    if needed, and does not wait for running answers."""
+def about_prompt(path: str, kind: type[Kind], ask: str, tell: Callable[[Any], Json]) -> Route:
+    """An endpoint that replies with what `tell` makes of an answer about a conversation's prompt, which goes through
+    the model's own template. `ask`: a method of `moegguf.serving.lease.Calls`. It loads the model if needed, and does
+    not wait for running answers."""
 
     async def compute(request: Request, body: Kind) -> Json:
         entry, generations = await understand(request.app.state, body)
         async with request.app.state.manager.lease(entry, body.overrides(), will_answer=False) as lease:
-            return await tell(lease, generations[0])
+            return tell(await getattr(lease, ask)(generations[0]))
 
     return computed(path, kind, compute, limits.IMAGES_BODY_BYTES)

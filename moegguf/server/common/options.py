@@ -115,6 +115,11 @@ def _in_range(name: str) -> Any:
     return Field(default=None, ge=least, le=most)
 
 
+def are_tokens(given: Any) -> bool:
+    """Whether a value is a text as its tokens, one or more."""
+    return isinstance(given, list) and bool(given) and all(type(t) is int and 0 <= t <= MAX_TOKEN for t in given)
+
+
 Whole = Annotated[int | None, BeforeValidator(_integral)]
 Number = float | None
 Budget = Annotated[str | int | None, AfterValidator(_budget)]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping
-from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -55,20 +53,15 @@ class RequestLog:
             await self._app(scope, receive, counted)
         finally:
             key = {"key": scope["key"]} if scope.get("key") else {}
-            _log_request(
-                {
-                    "client": scope["client"][0] if scope["client"] else "-",
-                    **key,
-                    "method": scope["method"],
-                    "path": scope["path"],
-                    "status": status,  # 0: the client left before there was one
-                    "seconds": round(time.perf_counter() - start_s, 3),
-                    "bytes": n_bytes,
-                }
-            )
-
-
-def _log_request(request: Mapping[str, Any]) -> None:
-    who = "%(client)s key %(key)d" if "key" in request else "%(client)s"
-    text = f"{who} %(method)s %(path)s %(status)d %(seconds).3fs %(bytes)d bytes"
-    log.info(text, request, extra={"request": request})
+            request = {
+                "client": scope["client"][0] if scope["client"] else "-",
+                **key,
+                "method": scope["method"],
+                "path": scope["path"],
+                "status": status,  # 0: the client left before there was one
+                "seconds": round(time.perf_counter() - start_s, 3),
+                "bytes": n_bytes,
+            }
+            who = "%(client)s key %(key)d" if key else "%(client)s"
+            text = f"{who} %(method)s %(path)s %(status)d %(seconds).3fs %(bytes)d bytes"
+            log.info(text, request, extra={"request": request})

@@ -14,7 +14,7 @@ from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits
 from moegguf.server.common.conversation import Conversation, Json
 from moegguf.server.common.objects import MIN_LOGPROB
-from moegguf.server.common.options import MAX_TOKEN
+from moegguf.server.common.options import are_tokens
 from moegguf.server.openai.chat import ChoicesReply
 from moegguf.server.openai.schema import Choices, GenerationBody
 from moegguf.serving.events import Done
@@ -33,13 +33,9 @@ def prompts_of(given: Any) -> list[Prompt]:
     prompts = given if isinstance(given, list) and given and isinstance(given[0], str | list) else [given]
     if len(prompts) > limits.INPUTS:
         raise ValueError(f"has {len(prompts)} prompts, but at most {limits.INPUTS} are taken; send several requests")
-    if not all(isinstance(prompt, str) or _are_tokens(prompt) for prompt in prompts):
+    if not all(isinstance(prompt, str) or are_tokens(prompt) for prompt in prompts):
         raise ValueError("must be a text, the tokens of one, or a list of texts or tokens")
     return prompts
-
-
-def _are_tokens(prompt: Any) -> bool:
-    return isinstance(prompt, list) and bool(prompt) and all(type(t) is int and 0 <= t <= MAX_TOKEN for t in prompt)
 
 
 class _CompletionBody(GenerationBody):

@@ -18,7 +18,7 @@ from moegguf.server.common.body import parse_body, too_large
 from moegguf.server.common.conversation import Json, leases_of
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.objects import shorten
-from moegguf.server.common.options import MAX_TOKEN, Loading, ModelName
+from moegguf.server.common.options import Loading, ModelName, are_tokens
 from moegguf.server.common.streams import computed
 
 if TYPE_CHECKING:
@@ -28,17 +28,10 @@ if TYPE_CHECKING:
 Text = str | list[int]  # a text, or its tokens
 
 
-def _is_text(value: Any) -> bool:
-    """Whether a value is a non-empty text, as text or as tokens."""
-    if isinstance(value, list):
-        return bool(value) and all(type(token) is int and 0 <= token <= MAX_TOKEN for token in value)
-    return isinstance(value, str) and value != ""
-
-
 def _list_of_texts(value: Any) -> list[Text]:
     """The texts from any form of `input`. Raises ValueError."""
-    texts = value if isinstance(value, list) and not _is_text(value) else [value]
-    if not texts or not all(map(_is_text, texts)):
+    texts = value if isinstance(value, list) and not are_tokens(value) else [value]
+    if not texts or not all((isinstance(text, str) and text) or are_tokens(text) for text in texts):
         raise ValueError(
             "must be a text, a list of texts, a list of tokens or a list of such lists, none of them empty"
         )

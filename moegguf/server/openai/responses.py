@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moegguf.generate.request import Delta, GenerationRequest, TokenLogprob, ToolCall
 from moegguf.server.common.conversation import Conversation, EventReply, Json, about_prompt
@@ -24,9 +24,6 @@ from moegguf.server.openai.chat import chat_logprobs, statistics
 from moegguf.server.openai.responses_schema import ENCRYPTED_REASONING, ResponsesBody, encrypted
 from moegguf.server.openai.schema import OpenAITool, ToolChoice
 from moegguf.serving.events import Done, Event
-
-if TYPE_CHECKING:
-    from moegguf.serving.lease import Lease
 
 
 @dataclass(frozen=True)
@@ -244,11 +241,11 @@ def _choice(body: ResponsesBody) -> str | Json:
     return named[0] if choice.type == "function" else {"type": choice.type, "mode": choice.mode, "tools": named}
 
 
-async def _count(lease: Lease, generation: GenerationRequest) -> Json:
-    return {"object": "response.input_tokens", "input_tokens": await lease.count(generation)}
-
-
 RESPONSES = Conversation(
     ResponsesBody, lambda body, entry, generations: _ResponseReply(body, entry.name, generations[0])
 )
-routes = [RESPONSES.at("/v1/responses"), about_prompt("/v1/responses/input_tokens", ResponsesBody, _count)]
+COUNT = about_prompt(
+    "/v1/responses/input_tokens", ResponsesBody, "count",
+    lambda n: {"object": "response.input_tokens", "input_tokens": n},
+)  # fmt: skip
+routes = [RESPONSES.at("/v1/responses"), COUNT]

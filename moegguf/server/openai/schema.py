@@ -44,10 +44,6 @@ EFFORTS: Mapping[str, bool | str] = {
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-def _list_of_stops(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
 def not_zero(value: int) -> int:
     """Raises ValueError for 0; -1 is no limit, as in llama-server."""
     if value == 0:
@@ -188,7 +184,9 @@ class GenerationBody(Question, SamplingOptions):
     stream_options: _StreamOptions | None = None
     n: Choices | None = None
     max_tokens: Limit | None = None
-    stop: Annotated[list[Stop] | None, Field(max_length=limits.STOPS), BeforeValidator(_list_of_stops)] = None
+    stop: Annotated[
+        list[Stop] | None, Field(max_length=limits.STOPS), BeforeValidator(lambda v: [v] if isinstance(v, str) else v)
+    ] = None
     logit_bias: Annotated[dict[int, Bias], Field(max_length=MAX_BIASES), BeforeValidator(token_ids)] | None = None
     return_progress: bool | None = None
     truncate: bool | None = None
@@ -297,6 +295,7 @@ class ChatBody(ToolsBody):
 
     def generation(self, entry: ModelEntry) -> GenerationRequest:
         """The request, with the entry's defaults."""
+        continues = self.continue_final_message
         return GenerationRequest(
             messages=with_entry_messages(self._messages(), entry),
             template=entry.template,
@@ -307,7 +306,7 @@ class ChatBody(ToolsBody):
             template_options=self.chat_template_kwargs or {},
             truncate=bool(self.truncate),
             shift=bool(self.shift),
-            continue_final_message=self._continues(),
+            continue_final_message=not self.add_generation_prompt if continues is None else continues,
             n_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             sampling=self.sampling(entry),
         )
@@ -315,11 +314,6 @@ class ChatBody(ToolsBody):
     def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
         """One for each choice."""
         return self.repeated(self.generation(entry), self.n)
-
-    def _continues(self) -> bool:
-        if self.continue_final_message is None:
-            return not self.add_generation_prompt
-        return self.continue_final_message
 
     def _messages(self) -> tuple[Message, ...]:
         names = {call.id or "": call.function.name for message in self.messages for call in message.tool_calls or ()}
