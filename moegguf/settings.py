@@ -51,10 +51,8 @@ class Environment:
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
-    """Reads MOEGGUF_* from `environ` (default: the process's). Empty counts as unset.
-
-    Raises OptionError, or BudgetError, naming the variable, for a value that cannot be read.
-    """
+    """Reads MOEGGUF_* from `environ` (default: the process's). Empty counts as unset. Raises OptionError, or
+    BudgetError, naming the variable, for a value that cannot be read."""
     return Environment(**_read(Environment, ("MOEGGUF_",), environ))
 
 
@@ -140,10 +138,8 @@ def parse_host(text: str | None) -> Host:
 
 
 def parse_networks(text: str) -> tuple[Network, ...]:
-    """The networks in `text`, separated by commas: "192.168.1.0/24", "fd00::/8", or a single address.
-
-    Raises OptionError for anything else.
-    """
+    """The networks in `text`, separated by commas: "192.168.1.0/24", "fd00::/8", or a single address. Raises
+    OptionError for anything else."""
     try:
         return tuple(ipaddress.ip_network(part) for part in _items(text))
     except ValueError as error:
@@ -185,10 +181,8 @@ class Settings:
 
 
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
-    """The settings in `environ` (default: the process's).
-
-    Raises OptionError, naming the variable, for a value that cannot be read.
-    """
+    """The settings in `environ` (default: the process's). Raises OptionError, naming the variable, for a value that
+    cannot be read."""
     return Settings(**_read(Settings, ("MOEGGUF_", "OLLAMA_"), environ))
 
 

@@ -113,11 +113,9 @@ FALLBACK_WIDTH = 80
 
 
 class Printer:
-    """Prints deltas; collects them in `text` and `thinking`.
-
-    On a terminal, a model's control characters are replaced, and lines are broken between words unless `wrap` is False.
-    Anything else gets the text unchanged, as UTF-8, whatever the locale.
-    """
+    """Prints deltas; collects them in `text` and `thinking`. On a terminal, a model's control characters are replaced,
+    and lines are broken between words unless `wrap` is False. Anything else gets the text unchanged, as UTF-8, whatever
+    the locale."""
 
     def __init__(self, *, wrap: bool = True, hide_thinking: bool = False) -> None:
         self.text = ""

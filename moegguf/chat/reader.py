@@ -23,10 +23,8 @@ OWNER_ONLY = 0o600
 
 
 class InputHistory(FileHistory):
-    """prompt_toolkit's history file with mode 600 and the newest MAX_ENTRIES; used only while `enabled`.
-
-    A file that cannot be read or written disables the history; the chat goes on.
-    """
+    """prompt_toolkit's history file with mode 600 and the newest MAX_ENTRIES; used only while `enabled`. A file that
+    cannot be read or written disables the history; the chat goes on."""
 
     def __init__(self, path: Path, *, enabled: bool = True) -> None:
         self.path = path
@@ -128,10 +126,8 @@ class Reader:
         )
 
     def read(self) -> str:
-        """The next message, as typed.
-
-        Raises EOFError at Ctrl-D on an empty line, KeyboardInterrupt at Ctrl-C (`unsent_text` is what was typed).
-        """
+        """The next message, as typed. Raises EOFError at Ctrl-D on an empty line, KeyboardInterrupt at Ctrl-C
+        (`unsent_text` is what was typed)."""
         return self._session.prompt()
 
     @property

@@ -127,7 +127,7 @@ def print_answer(answer: Answer, printer: Printer, spinner: Spinner, *, exit_tim
             print_message("\nstopping after the current pass; Ctrl + c again ends moegguf")
 
     error = None
-    with cancel_on_interrupt(cancel, exit_timeout_s) as interrupts:
+    with cancel_on_interrupt(cancel, exit_timeout_s) as interrupted:
         try:
             for delta in answer.deltas(on_progress):
                 spinner.close()
@@ -136,7 +136,7 @@ def print_answer(answer: Answer, printer: Printer, spinner: Spinner, *, exit_tim
             error = fault
         finally:
             spinner.close()
-    return Reply(answer.timing, interrupts.count > 0, tuple(_notes(answer.timing)), error)
+    return Reply(answer.timing, interrupted.is_set(), tuple(_notes(answer.timing)), error)
 
 
 class ChatSession:

@@ -87,14 +87,6 @@ def _object(row: Row) -> dict[str, Any]:
     return named | {name: row[name] for name in ("samples_ns", "samples_ts", "against")}
 
 
-def _as_json(rows: Sequence[Row]) -> str:
-    return json.dumps(list(map(_object, rows)), indent=2) + "\n"
-
-
-def _as_jsonl(rows: Sequence[Row]) -> str:
-    return "".join(json.dumps(_object(row)) + "\n" for row in rows)
-
-
 def _cell(name: str, row: Row) -> str:
     if name == "model":
         return str(row.get("model_type", row["model_filename"]))
@@ -221,8 +213,8 @@ def as_markdown(rows: Sequence[Row]) -> str:
 
 FORMATS: dict[str, Callable[[Sequence[Row]], str]] = {
     "md": as_markdown,
-    "json": _as_json,
-    "jsonl": _as_jsonl,
+    "json": lambda rows: json.dumps(list(map(_object, rows)), indent=2) + "\n",
+    "jsonl": lambda rows: "".join(json.dumps(_object(row)) + "\n" for row in rows),
     "csv": _as_csv,
     "sql": _as_sql,
 }

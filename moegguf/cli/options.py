@@ -53,10 +53,8 @@ class Command(TyperCommand):
 
 
 class Flag(NamedTuple):
-    """A flag that only one command has. A list takes values with commas between them, or the flag several times.
-
-    kind: None: texts where the default is a list, else a text or None. settings: further ones of `typer.Option`.
-    """
+    """A flag that only one command has. A list takes values with commas between them, or the flag several times. kind:
+    None: texts where the default is a list, else a text or None. settings: further ones of `typer.Option`."""
 
     name: str
     flags: str
@@ -176,10 +174,8 @@ _HUB_HOSTS = ("hf.co/", "huggingface.co/", "https://")
 
 
 def hub_name(repository: str) -> str:
-    """The model name of `repository` on Hugging Face, "USER/REPOSITORY[:QUANT]" as llama.cpp's `-hf` takes it.
-
-    Raises typer.BadParameter for anything else.
-    """
+    """The model name of `repository` on Hugging Face, "USER/REPOSITORY[:QUANT]" as llama.cpp's `-hf` takes it. Raises
+    typer.BadParameter for anything else."""
     if repository.startswith(_HUB_HOSTS):
         return repository
     if repository.count("/") != 1 or not all(repository.split("/")):

@@ -27,10 +27,8 @@ EXIT_TIMEOUT_S = 1.0  # after Ctrl-C during an answer
 
 
 def _read_prompt(words: Sequence[str]) -> str | None:
-    """Piped input and `words`, joined by a space; None when there is neither and stdin and stdout are a terminal.
-
-    "" when `words` are blank. Raises BadParameter when there is no prompt and no terminal.
-    """
+    """Piped input and `words`, joined by a space; None when there is neither and stdin and stdout are a terminal. ""
+    when `words` are blank. Raises BadParameter when there is no prompt and no terminal."""
     piped, terminal = "", False
     if sys.stdin is not None and not sys.stdin.closed:
         terminal = sys.stdin.isatty()
@@ -146,10 +144,8 @@ class RunCommand(Command):
 def model_and_words(
     model: str | None, prompt: Sequence[str], model_file: str | None, hub_model: str | None
 ) -> tuple[str, list[str]]:
-    """The model's name and the words of the prompt; with --model or --hf-repo the first argument is a word too.
-
-    Raises BadParameter when no model or more than one is named.
-    """
+    """The model's name and the words of the prompt; with --model or --hf-repo the first argument is a word too. Raises
+    BadParameter when no model or more than one is named."""
     if model_file and hub_model:
         raise typer.BadParameter("give one of --model and --hf-repo, not both.")
     words = [*([model] if model is not None else []), *prompt]

@@ -126,9 +126,7 @@ def _warn_without_gpu(loading: Given) -> None:
 
 def serve_settings(port: int | None, given: Given) -> Settings:
     """The environment's settings, overridden by the command line's, but for what is 0 or empty; no networks count.
-
-    Raises OptionError, also for an address other than loopback with neither an API key nor a trusted network.
-    """
+    Raises OptionError, also for an address other than loopback with neither an API key nor a trusted network."""
     from moegguf.settings import read_settings
 
     settings = replace(read_settings(), **{name: value for name, value in given.items() if value or name == "trusted"})

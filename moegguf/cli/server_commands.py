@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
@@ -45,16 +44,12 @@ def ps(prefix: Prefix = "", as_json: AsJson = False) -> None:
     if as_json:
         print_json(models)
         return
-    print_columns(("NAME", "ID", "SIZE", "PROCESSOR", "EXPERTS", "HITS", "CONTEXT", "REUSED", "UNTIL"), _rows(models))
-
-
-def _rows(models: Iterable[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
-    """A row for each name; the memory of names that share a process counts once."""
-    seen: set[Any] = set()
+    rows, seen = [], set()  # the memory of names that share a process counts once
     for model in models:
         pid = model.get("moe", {}).get("pid", model["name"])
-        yield _row(model, shared=pid in seen)
+        rows.append(_row(model, shared=pid in seen))
         seen.add(pid)
+    print_columns(("NAME", "ID", "SIZE", "PROCESSOR", "EXPERTS", "HITS", "CONTEXT", "REUSED", "UNTIL"), rows)
 
 
 def _row(model: dict[str, Any], *, shared: bool) -> tuple[str, ...]:

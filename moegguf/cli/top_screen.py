@@ -145,11 +145,14 @@ class ModelView:
         for label, current, since, line in rows:
             table.add_row(label, current, Text(since and f"{since} since load", style="bright_black"), line)
         for tier in self.tiers if len(self.tiers) > 1 else ():
-            table.add_row(tier["name"], *_tier_cells(tier))
+            hits, n_bytes = tier["hits_ready"] + tier["hits_late"], tier["bytes_missed"] + tier["bytes_prefetched"]
+            slots = f"{tier['slots_used']:,} of {tier['n_slots']:,} slots, {human_bytes(tier['pool_bytes'])}"
+            moved = Text(f"{slots} · {human_bytes(n_bytes)} in, {tier['evictions']:,} evicted", style="bright_black")
+            table.add_row(tier["name"], _ratio(hits, tier["lookups"]), moved)
         if n_bytes := self.stats.get("staging_bytes"):
             copied, overlap = self.stats["bytes_staged"], self.stats["staging_overlap"]  # of the copies' time
-            moved = f"overlapped, {human_bytes(n_bytes)} · {human_bytes(copied)} in for prompts"
-            table.add_row("staging", percent(overlap if copied else None), Text(moved, style="bright_black"))
+            moved = Text(f"overlapped, {human_bytes(n_bytes)} · {human_bytes(copied)} in for prompts", "bright_black")
+            table.add_row("staging", percent(overlap if copied else None), moved)
         return table
 
     def map(self, width: int, height: int | None) -> Text:
@@ -210,14 +213,6 @@ def spark(values: Sequence[float] | deque[float], n_cells: int, maximum: float |
     shown = list(values)[-n_cells:] if n_cells > 0 else []
     top = maximum or max(shown, default=0.0) or 1.0
     return "".join(BLOCKS[round(min(max(value / top, 0.0), 1.0) * (len(BLOCKS) - 1))] for value in shown)
-
-
-def _tier_cells(tier: Facts) -> tuple[str, Text]:
-    """The hit rate of a tier, and its slots, bytes and evictions."""
-    hits, n_bytes = tier["hits_ready"] + tier["hits_late"], tier["bytes_missed"] + tier["bytes_prefetched"]
-    slots = f"{tier['slots_used']:,} of {tier['n_slots']:,} slots, {human_bytes(tier['pool_bytes'])}"
-    moved = f"{human_bytes(n_bytes)} in, {tier['evictions']:,} evicted"
-    return _ratio(hits, tier["lookups"]), Text(f"{slots} · {moved}", style="bright_black")
 
 
 def state_rows(snapshot: Facts) -> list[str]:

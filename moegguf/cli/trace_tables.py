@@ -12,7 +12,7 @@ from moegguf.controller.strategies import OWN
 from moegguf.terminal.tables import make_console, print_renderable
 from moegguf.trace.analysis import Row, gap_closed_by
 from moegguf.trace.belady import BELADY
-from moegguf.trace.simulate import RAM, STAGING, VRAM, TierSpan
+from moegguf.trace.simulate import RAM, STAGING, VRAM
 
 WIDTH = 80
 
@@ -73,16 +73,12 @@ def print_tiers(rows: Sequence[Row], used: str) -> None:
     notes = ["", f"replayed: {used}", "RAM: look-ups are what VRAM missed, evictions and stall per token, MB came in"]
     if any(row.simulated is not None and row.simulated.t_per_s is not None for row in rows):
         notes.append("stall ms: of RAM, as long as something was still to be read from the file")
-    notes += [_staged(share, figures) for share, figures in staged.items() if figures and figures.bytes_in]
+    for share, figures in staged.items():
+        if figures and figures.bytes_in:
+            text = f"prompts staged, of {100 * share:.4g}%: {figures.bytes_in / 1e6:.2f} MB"
+            overlap = max(0.0, 1 - figures.stall_ns / figures.copy_ns) if figures.copy_ns else None
+            notes.append(text if overlap is None else f"{text}, {overlap:.0%} of the time while computing")
     print_notes(*notes)
-
-
-def _staged(share: float, figures: TierSpan) -> str:
-    """What prompts copied into staging tensors, in a budget of VRAM."""
-    text = f"prompts staged, of {100 * share:.4g}%: {figures.bytes_in / 1e6:.2f} MB"
-    if not figures.copy_ns:
-        return text
-    return f"{text}, {max(0.0, 1 - figures.stall_ns / figures.copy_ns):.0%} of the time while computing"
 
 
 def _tier_lines(row: Row) -> Iterable[Line]:

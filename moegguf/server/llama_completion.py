@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, field_validator
 
@@ -24,9 +24,7 @@ from moegguf.server.openai.chat import chat_logprobs, prompt_progress, statistic
 from moegguf.server.openai.completions import Prompt, prompts_of
 from moegguf.server.openai.schema import MAX_BIASES, Bias, ChatBody, GenerationBody, token_ids
 from moegguf.serving.events import Done, Event
-
-if TYPE_CHECKING:
-    from moegguf.serving.lease import Lease
+from moegguf.serving.lease import Lease
 
 MAX_FILES = 256
 STOP_TYPES = {"stop": "eos", "length": "limit"}  # by how an answer ended, unless by a stop string

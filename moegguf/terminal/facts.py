@@ -35,10 +35,8 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True)
 class DescribedModel:
-    """A model to describe: its entry and headers, and what is known of its hit rates.
-
-    fetched: False for a model of Hugging Face of which only the headers are here.
-    """
+    """A model to describe: its entry and headers, and what is known of its hit rates. fetched: False for a model of
+    Hugging Face of which only the headers are here."""
 
     entry: ModelEntry
     layout: ExpertLayout
@@ -53,10 +51,8 @@ class DescribedModel:
 
 @contextmanager
 def described(model: str) -> Iterator[DescribedModel]:
-    """The model of a path or name; of a Hub name that is not on this machine, the headers are fetched.
-
-    Raises ModelNotFoundError, ModelNameError, ModelFormatError, PullError.
-    """
+    """The model of a path or name; of a Hub name that is not on this machine, the headers are fetched. Raises
+    ModelNotFoundError, ModelNameError, ModelFormatError, PullError."""
     try:
         entry = Catalog().find(model)
     except ModelNotFoundError:
@@ -162,11 +158,9 @@ def estimate_model(
     device: SupposedDevice | None = None,
     placement: str | None = None,
 ) -> Facts:
-    """Facts of `moegguf estimate`: the plan for this machine now, with the measured speeds of disk and memory.
-
-    type_k, type_v: types of the KV cache; None: MOEGGUF_KV_CACHE_TYPE. vram_cache, placement: as `Llama` takes them.
-    device: what one that is only supposed would give.
-    """
+    """Facts of `moegguf estimate`: the plan for this machine now, with the measured speeds of disk and memory. type_k,
+    type_v: types of the KV cache; None: MOEGGUF_KV_CACHE_TYPE. vram_cache, placement: as `Llama` takes them. device:
+    what one that is only supposed would give."""
     settings = read_settings()
     cache = parse_expert_cache(read_environment().expert_cache if expert_cache is None else expert_cache)
     types = tuple(type or settings.kv_cache_type for type in (type_k, type_v))
@@ -306,11 +300,9 @@ RESERVE_BYTES = 1 << 30  # of a context, buffers and the process itself
 
 
 def library_facts(prefix: str = "") -> list[Facts]:
-    """Facts of the models whose names start with `prefix`, with this machine's memory and speeds now.
-
-    Speeds are those of the processor; None where one token's experts do not fit into the free memory. The disk is the
-    one that moegguf is installed on.
-    """
+    """Facts of the models whose names start with `prefix`, with this machine's memory and speeds now. Speeds are those
+    of the processor; None where one token's experts do not fit into the free memory. The disk is the one that moegguf
+    is installed on."""
     free_bytes = machine.read_memory().available_bytes
     disk = machine.disk_read_speed(demo_path() or sys.executable, DISK_SECONDS)
     speeds = Speeds.of_cpu(machine.memory_read_speed(machine.count_cpus()), disk.bytes_per_s)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import stat
 import sys
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from moegguf.terminal.units import human_bytes
@@ -53,9 +52,7 @@ class _Display:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -30,11 +30,6 @@ def usage(timing: Timing) -> Json:
     }
 
 
-def signature_of(thinking: str) -> str:
-    """A signature, which clients send back with the thinking; nothing checks it."""
-    return hashlib.sha256(thinking.encode()).hexdigest()
-
-
 class _MessageReply(EventReply):
     """The message for one request."""
 
@@ -83,7 +78,7 @@ class _MessageReply(EventReply):
     def _end_block(self, kind: str, done: Done | None = None) -> Iterator[Json]:
         if kind == "thinking":
             block = self._content[-1]
-            block["signature"] = signature_of(block["thinking"])
+            block["signature"] = hashlib.sha256(block["thinking"].encode()).hexdigest()  # nothing checks it
             yield self._delta({"type": "signature_delta", "signature": block["signature"]})
         yield {"type": "content_block_stop", "index": len(self._content) - 1}
 

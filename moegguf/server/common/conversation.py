@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from starlette.datastructures import State
 from starlette.requests import Request
@@ -28,15 +28,13 @@ from moegguf.models.entry import Details, ModelEntry
 from moegguf.server.common import limits
 from moegguf.server.common.body import parse_body, read_body, too_large
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.lookup import check_capabilities, look_up
+from moegguf.server.common.lookup import check_capabilities, loaded_of, look_up
 from moegguf.server.common.options import Loading, ModelName
 from moegguf.server.common.streams import LineResponse, Lines, WholeResponse, computed, event_line
 from moegguf.server.metrics import record
 from moegguf.serving.clients import current_owner
 from moegguf.serving.events import Done, Event
-
-if TYPE_CHECKING:
-    from moegguf.serving.lease import Lease, Leases
+from moegguf.serving.lease import Lease, Leases
 
 Json = dict[str, Any]
 
@@ -256,8 +254,8 @@ async def answers(
 
     async with new_lease() as lease:
         await reply.prepare(lease)
-        known = (each.n_parallel for each in state.manager.loaded() if entry.name in {name.name for name in each.names})
-        n_beside = min(next(known, 1), len(generations)) - 1
+        loaded = loaded_of(state, entry)
+        n_beside = min(loaded.n_parallel if loaded else 1, len(generations)) - 1
         async with aclosing(_in_turn(lease, new_lease, n_beside, generations, stream=body.streams)) as events:
             has_call = False
             async for event in events:

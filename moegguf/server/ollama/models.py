@@ -6,13 +6,14 @@ import asyncio
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from moegguf.gguf.reader import read_gguf
+from moegguf.models.catalog import Catalog
 from moegguf.models.details import details, parameters_of
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.models.modelfile import parameter_lines
@@ -24,9 +25,6 @@ from moegguf.server.common.objects import moe_object, to_ns
 from moegguf.server.ollama.chat import details_object, time_text
 from moegguf.server.ollama.schema import CopyRequest, ModelBody, ShowRequest
 from moegguf.serving.events import LoadedModel, LoadedName
-
-if TYPE_CHECKING:
-    from moegguf.models.catalog import Catalog
 
 OLLAMA_VERSION = "0.33.0"  # of the API; clients parse it as numbers and refuse old ones
 

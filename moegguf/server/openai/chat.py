@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from moegguf.generate.request import Delta, PromptProgress, Timing, TokenLogprob, ToolCall
+from moegguf.generate.request import Delta, PromptProgress, Timing, TokenLogprob
 from moegguf.models.entry import ModelEntry
 from moegguf.server.common.conversation import Conversation, Json, Reply
 from moegguf.server.common.objects import MIN_LOGPROB, cut_object, moe_object
@@ -86,13 +86,6 @@ def _token_object(text: str, logprob: float) -> Json:
     # A token with part of a character has no text, and its bytes are not available here.
     bytes_ = None if "\ufffd" in text else list(text.encode())
     return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": bytes_}
-
-
-def _call_object(call: ToolCall, index: int) -> Json:
-    arguments = json.dumps(call.arguments, ensure_ascii=False)
-    return {
-        "index": index, "id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments},
-    }  # fmt: skip
 
 
 def total(timing: Timing, later: Timing) -> Timing:
@@ -220,7 +213,11 @@ class _ChatReply(ChoicesReply):
         return [self._chunk({"delta": delta, "logprobs": logprobs.pop() if logprobs else None}) for delta in deltas]
 
     def _calls(self, delta: Delta) -> list[Json]:
-        return [_call_object(call, index) for index, call in self.numbered(delta.tool_calls)]
+        calls = []
+        for index, call in self.numbered(delta.tool_calls):
+            function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+            calls.append({"index": index, "id": call.id, "type": "function", "function": function})
+        return calls
 
     def add(self, delta: Delta, done: Done) -> None:
         calls = self._calls(delta)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from heapq import nlargest
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -18,9 +18,7 @@ from moegguf.server.common.options import are_tokens
 from moegguf.server.openai.chat import ChoicesReply
 from moegguf.server.openai.schema import Choices, GenerationBody
 from moegguf.serving.events import Done
-
-if TYPE_CHECKING:
-    from moegguf.serving.lease import Lease
+from moegguf.serving.lease import Lease
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 

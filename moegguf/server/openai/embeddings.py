@@ -6,13 +6,14 @@ Texts may be given as tokens. A text longer than the context is an error unless 
 from __future__ import annotations
 
 import base64
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import BeforeValidator, Field
 from starlette.datastructures import State
 from starlette.requests import Request
 
+from moegguf.generate.embedding import Embeddings
 from moegguf.server.common import limits
 from moegguf.server.common.body import parse_body, too_large
 from moegguf.server.common.conversation import Json, leases_of
@@ -20,10 +21,7 @@ from moegguf.server.common.errors import HttpError
 from moegguf.server.common.objects import shorten
 from moegguf.server.common.options import Loading, ModelName, are_tokens
 from moegguf.server.common.streams import computed
-
-if TYPE_CHECKING:
-    from moegguf.generate.embedding import Embeddings
-    from moegguf.serving.lease import Leases
+from moegguf.serving.lease import Leases
 
 Text = str | list[int]  # a text, or its tokens
 

@@ -68,9 +68,7 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 
 def read_parts(content: Any) -> Any:
     """A message's content: its texts joined by newlines, or with images a list of parts (moegguf.generate.images).
-
-    Raises ValueError for a part that is neither.
-    """
+    Raises ValueError for a part that is neither."""
     if not isinstance(content, list):
         return content
     return content_of([part_of(part, {"text": "text", "refusal": "refusal"}, "image_url") for part in content])
@@ -264,11 +262,9 @@ class ToolsBody(GenerationBody):
 
 
 class ChatBody(ToolsBody):
-    """The body of /v1/chat/completions. `top_logprobs` has an effect only with `logprobs`.
-
-    An assistant's message at the end is continued, as by llama-server, unless `continue_final_message` is false or
-    `add_generation_prompt` true (vLLM's names).
-    """
+    """The body of /v1/chat/completions. `top_logprobs` has an effect only with `logprobs`. An assistant's message at
+    the end is continued, as by llama-server, unless `continue_final_message` is false or `add_generation_prompt` true
+    (vLLM's names)."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=limits.MESSAGES)]
     max_completion_tokens: Limit | None = None
