@@ -12,7 +12,7 @@ from moegguf.controller.strategies import OWN
 from moegguf.terminal.tables import make_console, print_renderable
 from moegguf.trace.analysis import Row, gap_closed_by
 from moegguf.trace.belady import BELADY
-from moegguf.trace.simulate import RAM, STAGING, VRAM
+from moegguf.trace.simulate import RAM, STAGING, VRAM, SimResult
 
 WIDTH = 80
 
@@ -121,16 +121,16 @@ def _gap(rows: Sequence[Row], row: Row) -> str:
     return "" if closed is None else f" {closed:+4.0%}"
 
 
-def _stall(row: Row) -> str:
-    if row.simulated is None:
-        return ""
-    return f"{row.simulated.decode.stall_ns / max(1, row.simulated.decode.tokens) / 1e6:.2f}"
+def _simulated(figure: Callable[[SimResult], float | None], digits: int) -> Callable[[Row], str]:
+    """A cell with a figure of what was simulated; "" without one."""
+
+    def cell(row: Row) -> str:
+        found = None if row.simulated is None else figure(row.simulated)
+        return "" if found is None else f"{found:.{digits}f}"
+
+    return cell
 
 
-def _moved(row: Row) -> str:
-    moved = row.simulated.whole.moved_per_useful if row.simulated is not None else None
-    return "" if moved is None else f"{moved:.2f}"
-
-
-def _speed(row: Row) -> str:
-    return "" if row.simulated is None or row.simulated.t_per_s is None else f"{row.simulated.t_per_s:.1f}"
+_stall = _simulated(lambda result: result.decode.stall_ns / max(1, result.decode.tokens) / 1e6, 2)
+_moved = _simulated(lambda result: result.whole.moved_per_useful, 2)
+_speed = _simulated(lambda result: result.t_per_s, 1)

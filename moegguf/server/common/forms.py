@@ -56,9 +56,7 @@ class _Parts:
         self.ended = False
         self._write = write
         self._most_bytes = most_bytes
-        self._n_file_bytes = 0
-        self._n_other_bytes = 0
-        self._n_parts = 0
+        self._n_file_bytes = self._n_other_bytes = self._n_parts = 0
         self._header: list[bytearray] = [bytearray(), bytearray()]  # name and value
         self._disposition = b""
         self._name = ""
