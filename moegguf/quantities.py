@@ -44,10 +44,8 @@ def _shown(value: object) -> str:
 
 
 def parse_size(value: str | int) -> int:
-    """Bytes from "4GiB", "2.5 GB", "512M" (K, M, G, T alone are powers of 1024) or a plain whole number.
-
-    Raises ValueError for anything else, for zero, for negative and for more than 2^60.
-    """
+    """Bytes from "4GiB", "2.5 GB", "512M" (K, M, G, T alone are powers of 1024) or a plain whole number. Raises
+    ValueError for anything else, for zero, for negative and for more than 2^60."""
     n_bytes = -1
     if isinstance(value, int) and not isinstance(value, bool):
         n_bytes = value
@@ -100,11 +98,9 @@ class ExpertCache:
 
 
 def parse_expert_cache(value: str | int | float | ExpertCache, option: str = "expert_cache") -> ExpertCache:
-    """The budget in `value`, given as `option`; a whole number is in bytes.
-
-    Raises BudgetError, stating what is accepted, for zero, negative, NaN, fractions without a unit and other text, also
-    for a text from "1" to "100", which is meant in percent.
-    """
+    """The budget in `value`, given as `option`; a whole number is in bytes. Raises BudgetError, stating what is
+    accepted, for zero, negative, NaN, fractions without a unit and other text, also for a text from "1" to "100", which
+    is meant in percent."""
     hint = ""
     if isinstance(value, ExpertCache):
         return value
@@ -144,10 +140,8 @@ class Link:
 
 
 def parse_link(text: str) -> Link:
-    """The link in `text`: a size per second and, after a comma, a latency: "24GB/s,35us", "12.5 GB/s".
-
-    Raises OptionError for anything else.
-    """
+    """The link in `text`: a size per second and, after a comma, a latency: "24GB/s,35us", "12.5 GB/s". Raises
+    OptionError for anything else."""
     bandwidth, _, latency = text.partition(",")
     size, slash, unit = bandwidth.strip().rpartition("/")
     try:
@@ -165,10 +159,8 @@ def parse_link(text: str) -> Link:
 
 
 def parse_duration(value: str | int | float) -> float:
-    """Seconds, from a number (or its text), or a Go duration such as "1h30m" or "300ms".
-
-    `math.inf` (no limit) for negative values and above Go's largest. Raises OptionError for anything else, NaN too.
-    """
+    """Seconds, from a number (or its text), or a Go duration such as "1h30m" or "300ms". `math.inf` (no limit) for
+    negative values and above Go's largest. Raises OptionError for anything else, NaN too."""
     seconds = math.nan
     if isinstance(value, int | float) and not isinstance(value, bool):
         seconds = float(min(max(value, -1), _LONGEST_S + 1)) if value == value else math.nan

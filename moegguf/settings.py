@@ -12,6 +12,7 @@ import os
 import re
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -50,10 +51,8 @@ class Environment:
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
-    """Reads MOEGGUF_* from `environ` (default: the process's). Empty counts as unset.
-
-    Raises OptionError, or BudgetError, naming the variable, for a value that cannot be read.
-    """
+    """Reads MOEGGUF_* from `environ` (default: the process's). Empty counts as unset. Raises OptionError, or
+    BudgetError, naming the variable, for a value that cannot be read."""
     return Environment(**_read(Environment, ("MOEGGUF_",), environ))
 
 
@@ -126,8 +125,8 @@ def parse_host(text: str | None) -> Host:
     try:
         if scheme not in _PORTS or "@" in rest or any(c.isspace() or not c.isprintable() for c in rest):
             raise ValueError
-        if _is_ipv6(rest):
-            rest = f"[{rest}]"
+        with suppress(ValueError):  # an IPv6 address without brackets
+            rest = f"[{ipaddress.IPv6Address(rest)}]"
         split = urllib.parse.urlsplit(f"{scheme}://{rest}")
         port = port if split.port is None else split.port
         return Host(scheme, split.hostname or Host.host, port, split.path.strip("/"))
@@ -139,21 +138,12 @@ def parse_host(text: str | None) -> Host:
 
 
 def parse_networks(text: str) -> tuple[Network, ...]:
-    """The networks in `text`, separated by commas: "192.168.1.0/24", "fd00::/8", or a single address.
-
-    Raises OptionError for anything else.
-    """
+    """The networks in `text`, separated by commas: "192.168.1.0/24", "fd00::/8", or a single address. Raises
+    OptionError for anything else."""
     try:
         return tuple(ipaddress.ip_network(part) for part in _items(text))
     except ValueError as error:
         raise OptionError(f"{error}; give networks such as 192.168.1.0/24, separated by commas.") from None
-
-
-def _is_ipv6(text: str) -> bool:
-    try:
-        return ipaddress.ip_address(text).version == 6
-    except ValueError:
-        return False
 
 
 @dataclass(frozen=True)
@@ -191,10 +181,8 @@ class Settings:
 
 
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
-    """The settings in `environ` (default: the process's).
-
-    Raises OptionError, naming the variable, for a value that cannot be read.
-    """
+    """The settings in `environ` (default: the process's). Raises OptionError, naming the variable, for a value that
+    cannot be read."""
     return Settings(**_read(Settings, ("MOEGGUF_", "OLLAMA_"), environ))
 
 
@@ -240,14 +228,6 @@ def _switch(_: Option, text: str) -> bool:
     return _SWITCH[text.lower()]
 
 
-def _level(option: Option, text: str) -> bool:
-    return int(text) > 0 if re.fullmatch(r"-?\d{1,3}", text, re.ASCII) else _switch(option, text)
-
-
-def _trial(option: Option, text: str) -> str:
-    return "again" if text.lower() == "again" else "on" if _switch(option, text) else "off"
-
-
 def _choice(option: Option, text: str) -> str:
     if text.lower() not in option.choices:
         raise OptionError(f"{text[:60]!r} is none of {', '.join(option.choices)}.")
@@ -274,8 +254,8 @@ _PARSERS: dict[Kind, Callable[[Option, str], Any]] = {
     "whole": _whole,
     "switch": _switch,
     "off switch": lambda option, text: not _switch(option, text),
-    "level": _level,
-    "trial": _trial,
+    "level": lambda option, text: int(text) > 0 if re.fullmatch(r"-?\d{1,3}", text, re.A) else _switch(option, text),
+    "trial": lambda option, text: {"again": "again"}.get(text.lower()) or ("off", "on")[_switch(option, text)],
     "choice": _choice,
     "address": lambda _, text: parse_host(text),
     "networks": lambda _, text: parse_networks(text),

@@ -17,23 +17,23 @@ SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html")
 VENDORED = ("moegguf/server/static/vendor/",)  # libraries with a licence of their own: not counted
 GOALS = {"moegguf": 46_000, "tests": 34_000, "tools + predictors": 14_000}
 LIMITS = {
-    "moegguf": 1_250,
+    "moegguf": 1_220,
     "moegguf/bench": 1_350,
-    "moegguf/chat": 1_990,
-    "moegguf/cli": 2_770,
+    "moegguf/chat": 1_910,
+    "moegguf/cli": 2_660,
     "moegguf/controller": 2_680,
     "moegguf/engine": 7_630,
     "moegguf/generate": 4_710,
     "moegguf/gguf": 2_010,
     "moegguf/models": 3_150,
     "moegguf/native": 16_870,
-    "moegguf/server": 8_720,
+    "moegguf/server": 8_510,
     "moegguf/serving": 4_730,
-    "moegguf/terminal": 1_670,
+    "moegguf/terminal": 1_590,
     "moegguf/trace": 2_050,
     "predictors": 8_070,
     "tests": 41_710,
-    "tools": 5_940,
+    "tools": 6_120,
 }
 
 

@@ -22,12 +22,10 @@ class Answer:
     and `decisions` (`Llama.decisions`) are complete when it has ended. `load_s`: of a load before it.
     """
 
-    def __init__(
-        self, begin: Callable[[Answer], object], stop: Callable[[Answer], object], load_s: float = 0.0
-    ) -> None:
+    def __init__(self, begin: Callable[[Answer], object], stop: Callable[[Answer], object]) -> None:
         self.timing = Timing(finish="cancelled")
         self.decisions: Mapping[str, Any] = {}
-        self.load_s = load_s
+        self.load_s = 0.0
         self.stopped = False
         self._begin = begin
         self._stop = stop

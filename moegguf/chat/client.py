@@ -94,7 +94,9 @@ class Client:
         except urllib.error.HTTPError as error:
             raise ServerError(_error_message(error), error.code) from None
         except (OSError, HTTPException) as error:
-            raise self._connection_error(error) from None
+            if isinstance(getattr(error, "reason", error), TimeoutError):
+                raise NoServerError(f"the server at {self.host.url} does not answer.") from None
+            raise self.no_server() from None
         with response:
             try:
                 yield response
@@ -104,12 +106,6 @@ class Client:
     def lost_connection(self) -> NoServerError:
         """The error of a response that ended early."""
         return NoServerError(f"lost the connection to the server at {self.host.url}.")
-
-    def _connection_error(self, error: Exception) -> NoServerError:
-        reason = getattr(error, "reason", error)
-        if isinstance(reason, TimeoutError):
-            return NoServerError(f"the server at {self.host.url} does not answer.")
-        return self.no_server()
 
     def no_server(self) -> NoServerError:
         """The error of an address at which nothing answers."""

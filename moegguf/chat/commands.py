@@ -1,21 +1,20 @@
-"""The chat's commands, which begin with a slash: the tables of them, and /set. None reaches the model."""
+"""The chat's commands, which begin with a slash: what each does, and the tables of them. None reaches the model."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
 from moegguf.chat import help as help_texts
-from moegguf.chat import show_commands
 from moegguf.chat.conversation import parse_parameter
 from moegguf.chat.reader import QUOTES, unquoted
 from moegguf.chat.session import print_error
-from moegguf.chat.show_commands import Row, help_of, show_help
 from moegguf.errors import MoeggufError, OptionError
+from moegguf.generate.images import text_of
 from moegguf.generate.request import THINK_LEVELS
 from moegguf.terminal.loading import parse_format
 from moegguf.terminal.messages import print_message
@@ -28,6 +27,14 @@ Command = Callable[["ChatSession", str], None]
 MAX_READ_BYTES = 4 << 20
 
 _WORD = re.compile(r'"[^"]*"|\'[^\']*\'|\S+')
+
+
+class Row(NamedTuple):
+    """A command, or a part of one, in a table {word: row} and in the help of that: without a text it is not there."""
+
+    run: Command
+    help: str = ""
+    usage: str = ""  # in place of the word
 
 
 def run_command(session: ChatSession, line: str) -> None:
@@ -43,14 +50,24 @@ def run_command(session: ChatSession, line: str) -> None:
         print_error(error)
 
 
+def _help_of(rows: Mapping[str, Row], width: int, before: str = "") -> str:
+    """The help of a table; `width`: of its left column."""
+    lines = (f"  {before + (row.usage or word):<{width}}{row.help}" for word, row in rows.items() if row.help)
+    return "\n".join(["Available Commands:", *lines, ""])
+
+
 def _help(_session: ChatSession, topic: str) -> None:
-    texts: dict[str, Callable[[], str]] = {"set": _set_help, "show": show_help}
+    texts: dict[str, Callable[[], str]] = {"set": _set_help, "show": _show_help}
     texts |= dict.fromkeys(("shortcut", "shortcuts"), lambda: help_texts.SHORTCUTS)
-    print_message(texts.get(topic.removeprefix("/"), lambda: help_of(COMMANDS, 16) + help_texts.MORE)())
+    print_message(texts.get(topic.removeprefix("/"), lambda: _help_of(COMMANDS, 16) + help_texts.MORE)())
 
 
 def _set_help() -> str:
-    return help_of(SETTINGS, 23, "/set ")
+    return _help_of(SETTINGS, 23, "/set ")
+
+
+def _show_help() -> str:
+    return _help_of(PARTS, 19, "/show ")
 
 
 def _bye(_session: ChatSession, _rest: str) -> None:
@@ -70,10 +87,21 @@ def _load(session: ChatSession, name: str) -> None:
 
 
 def _save(session: ChatSession, name: str) -> None:
+    """Stores the conversation as a new model: files, settings and messages, without their images."""
+    from moegguf.models.recipe import Recipe
+
     if len(name.split()) != 1:
         print_message("Usage:\n  /save <modelname>")
         return
-    session.model.connection.names.create(name, show_commands.recipe(session.conversation))
+    conversation = session.conversation
+    recipe = Recipe(
+        from_=conversation.entry.name,
+        parameters={**conversation.entry.parameters, **conversation.parameters},
+        system=conversation.system_text or None,
+        messages=tuple({**m, "content": text_of(m["content"])} for m in conversation.unmarked_messages()),
+        license=conversation.entry.license,
+    )
+    session.model.connection.names.create(name, recipe)
     print_message(f"Created new model '{name}'")
 
 
@@ -104,6 +132,51 @@ def _read(session: ChatSession, name: str) -> None:
 def _strip_quotes(word: str) -> str:
     """`word` without a pair of quotes around it."""
     return word[1:-1] if len(word) > 1 and word[0] == word[-1] and word[0] in "\"'" else word
+
+
+def _list_models(session: ChatSession, prefix: str) -> None:
+    from moegguf.terminal.tables import print_model_list
+
+    print_model_list(session.model.connection.names.entries(prefix))
+
+
+def _statistics(session: ChatSession, _rest: str) -> None:
+    if session.conversation.last_timing is None:
+        print_message("There is no answer yet.")
+        return
+    lines = session.model.statistics(session.conversation.last_timing, with_load=False)
+    print_message("\n".join([*lines, *session.model.totals()]))
+
+
+def _show(session: ChatSession, part: str) -> None:
+    if not part:
+        print_message(_show_help())
+    elif part in PARTS:
+        PARTS[part].run(session, "")
+    else:
+        print_message(f"Unknown command '/show {part}'. Type /? for help")
+
+
+def _show_text(text: Callable[[ChatSession], str | None], what: str) -> Command:
+    """Shows a text of the model, or says that there is none of `what`."""
+
+    def show(session: ChatSession, _rest: str) -> None:
+        print_message(text(session) or f"No {what} was specified for this model.")
+
+    return show
+
+
+def _show_parameters(session: ChatSession, _rest: str) -> None:
+    from moegguf.models.details import parameters_of
+    from moegguf.models.modelfile import parameter_lines
+
+    conversation = session.conversation
+    lines = ["Model defined parameters:"]
+    own = [f"  {line}" for line in parameter_lines(parameters_of(conversation.entry))]
+    lines += own or ["  No additional parameters were specified for this model."]
+    if user := parameter_lines(conversation.user_parameters()):
+        lines += ["", "User defined parameters:", *(f"  {line}" for line in user)]
+    print_message("\n".join([*lines, ""]))
 
 
 def _set(session: ChatSession, rest: str) -> None:
@@ -180,19 +253,35 @@ SETTINGS = {
     "think": Row(_set_think, "Enable thinking", "think [level]"),
     "nothink": Row(_switch("conversation", "think", False, "Set 'nothink' mode."), "Disable thinking"),
 }
+PARTS = {
+    "info": Row(lambda s, _: s.model.connection.print_info(s.conversation.entry), "Show details for this model"),
+    "license": Row(_show_text(lambda s: s.conversation.entry.license, "license"), "Show model license"),
+    "modelfile": Row(
+        lambda s, _: print_message(s.model.connection.modelfile(s.conversation.entry)), "Show Modelfile for this model"
+    ),
+    "parameters": Row(_show_parameters, "Show parameters for this model"),
+    "system": Row(
+        _show_text(lambda s: (text := s.conversation.system_text) and f"{text}\n", "system message"),
+        "Show system message",
+    ),
+    "template": Row(
+        _show_text(lambda s: s.model.connection.details(s.conversation.entry).template, "prompt template"),
+        "Show prompt template",
+    ),
+}
 COMMANDS = {
     "/set": Row(_set, "Set session variables"),
-    "/show": Row(show_commands.show, "Show model information"),
+    "/show": Row(_show, "Show model information"),
     "/load": Row(_load, "Load a session or model", "/load <model>"),
     "/model": Row(_load),
     "/save": Row(_save, "Save your current session", "/save <model>"),
     "/clear": Row(_clear, "Clear session context"),
-    "/list": Row(show_commands.list_models, "List the models on this machine"),
-    "/ls": Row(show_commands.list_models),
+    "/list": Row(_list_models, "List the models on this machine"),
+    "/ls": Row(_list_models),
     "/regen": Row(_regen, "Answer the last message again"),
     "/read": Row(_read, "Put a file's text before the next message", "/read <file>"),
-    "/stats": Row(show_commands.show_statistics, "Figures of the last answer"),
-    "/experts": Row(show_commands.show_experts, "Show which experts are in memory and used"),
+    "/stats": Row(_statistics, "Figures of the last answer"),
+    "/experts": Row(lambda s, _: s.model.print_experts(), "Show which experts are in memory and used"),
     "/bye": Row(_bye, "Exit"),
     "/exit": Row(_bye),
     "/?": Row(_help, "Help for a command", "/?, /help"),
@@ -206,6 +295,6 @@ def completion_words() -> list[str]:
     return [
         *COMMANDS,
         *(f"/set {name}" for name in sorted(SETTINGS)),
-        *(f"/show {part}" for part in show_commands.PARTS),
+        *(f"/show {part}" for part in PARTS),
         *(f"/? {topic}" for topic in ("set", "show", "shortcuts")),
     ]

@@ -127,10 +127,8 @@ class Conversation:
 
 
 def parse_parameter(name: str, values: Sequence[str]) -> Any:
-    """The value written by `values`; `stop` takes all of them, every other option the first.
-
-    Raises OptionError for an unknown name or a value out of range, BudgetError for an expert_cache.
-    """
+    """The value written by `values`; `stop` takes all of them, every other option the first. Raises OptionError for an
+    unknown name or a value out of range, BudgetError for an expert_cache."""
     if name not in recipe.PARAMETERS:
         raise OptionError(f"unknown parameter '{name}'")
     if name == "stop":

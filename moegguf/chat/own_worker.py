@@ -34,10 +34,8 @@ Result = TypeVar("Result")
 
 
 class OwnWorker:
-    """A model of this machine's catalog; `load` comes first. log: shows llama.cpp's messages.
-
-    A worker starts at once: it takes as long as this program needs to find and describe the model.
-    """
+    """A model of this machine's catalog; `load` comes first. log: shows llama.cpp's messages. A worker starts at once:
+    it takes as long as this program needs to find and describe the model."""
 
     url = None  # of a server
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from rich.cells import cell_len
 from rich.color import ColorSystem
@@ -68,7 +68,7 @@ class Wrapper:
         if char in " \t":
             return self._space(char, cells)
         if cells > 1:
-            done = self._end_word() + self._newline_before(cells)
+            done = self._end_word() + (self._break() if self._column + cells > self._limit else "")
             self._column += cells
             return done + char
         done = self._move_word() if self._column + cells > self._limit else ""
@@ -87,9 +87,6 @@ class Wrapper:
             return done + self._break()
         self._column += cells
         return done + char
-
-    def _newline_before(self, cells: int) -> str:
-        return "" if self._column + cells <= self._limit else self._break()
 
     def _break(self) -> str:
         self._column, self._wrapped = 0, True
@@ -115,30 +112,19 @@ GREY = Style(color="bright_black")
 FALLBACK_WIDTH = 80
 
 
-def supports_colour(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether stdout is a terminal with colours, and NO_COLOR is not set."""
-    return sys.stdout.isatty() and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
-
-
-def terminal_width() -> int:
-    """Width of the terminal now, in cells."""
-    return shutil.get_terminal_size((FALLBACK_WIDTH, 24)).columns
-
-
 class Printer:
-    """Prints deltas; collects them in `text` and `thinking`.
-
-    On a terminal, a model's control characters are replaced, and lines are broken between words unless `wrap` is False.
-    Anything else gets the text unchanged, as UTF-8, whatever the locale.
-    """
+    """Prints deltas; collects them in `text` and `thinking`. On a terminal, a model's control characters are replaced,
+    and lines are broken between words unless `wrap` is False. Anything else gets the text unchanged, as UTF-8, whatever
+    the locale."""
 
     def __init__(self, *, wrap: bool = True, hide_thinking: bool = False) -> None:
         self.text = ""
         self.thinking = ""
         self._terminal = sys.stdout.isatty()
-        self._colour = supports_colour()
+        moves = self._terminal and os.environ.get("TERM") != "dumb"
+        self._colour = moves and not os.environ.get("NO_COLOR")
         self._wrapper = (
-            Wrapper(terminal_width) if wrap and self._terminal and os.environ.get("TERM") != "dumb" else None
+            Wrapper(lambda: shutil.get_terminal_size((FALLBACK_WIDTH, 24)).columns) if wrap and moves else None
         )
         self._hide = hide_thinking
         self._is_thinking = False

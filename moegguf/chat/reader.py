@@ -6,10 +6,9 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from prompt_toolkit import PromptSession
-from prompt_toolkit.completion import Completer, WordCompleter
+from prompt_toolkit.completion import WordCompleter
 from prompt_toolkit.enums import DEFAULT_BUFFER
 from prompt_toolkit.filters import has_focus
 from prompt_toolkit.history import FileHistory
@@ -24,10 +23,8 @@ OWNER_ONLY = 0o600
 
 
 class InputHistory(FileHistory):
-    """prompt_toolkit's history file with mode 600 and the newest MAX_ENTRIES; used only while `enabled`.
-
-    A file that cannot be read or written disables the history; the chat goes on.
-    """
+    """prompt_toolkit's history file with mode 600 and the newest MAX_ENTRIES; used only while `enabled`. A file that
+    cannot be read or written disables the history; the chat goes on."""
 
     def __init__(self, path: Path, *, enabled: bool = True) -> None:
         self.path = path
@@ -112,41 +109,31 @@ class Reader:
 
     def __init__(self, history: InputHistory, commands: Sequence[str] = ()) -> None:
         self.history = history
-        _choose_editor()
+        if editor := read_settings().editor:
+            os.environ["VISUAL"] = editor  # prompt_toolkit knows no setting; it reads VISUAL, then EDITOR
         self._session: PromptSession[str] = PromptSession(
             PROMPT,
             multiline=True,
             history=history,
             placeholder=[("class:placeholder", PLACEHOLDER)],
-            prompt_continuation=_continuation,
+            prompt_continuation=lambda _width, _line, wrap_count: "" if wrap_count else CONTINUATION,
             key_bindings=_keys(),
             enable_suspend=True,
-            completer=_completer(commands),
+            completer=WordCompleter(list(commands), sentence=True),
             complete_while_typing=False,
             complete_style=CompleteStyle.READLINE_LIKE,
             style=STYLE,
         )
 
     def read(self) -> str:
-        """The next message, as typed.
-
-        Raises EOFError at Ctrl-D on an empty line, KeyboardInterrupt at Ctrl-C (`unsent_text` is what was typed).
-        """
+        """The next message, as typed. Raises EOFError at Ctrl-D on an empty line, KeyboardInterrupt at Ctrl-C
+        (`unsent_text` is what was typed)."""
         return self._session.prompt()
 
     @property
     def unsent_text(self) -> str:
         """What was typed before the last KeyboardInterrupt."""
         return self._session.default_buffer.text
-
-
-def _continuation(_width: int, _line: int, wrap_count: Any) -> str:
-    """CONTINUATION before each new line; nothing before the wrapped rest of a line."""
-    return "" if wrap_count else CONTINUATION
-
-
-def _completer(commands: Sequence[str]) -> Completer:
-    return WordCompleter(list(commands), sentence=True)
 
 
 def _keys() -> KeyBindings:
@@ -170,9 +157,3 @@ def _keys() -> KeyBindings:
         event.current_buffer.open_in_editor()
 
     return keys
-
-
-def _choose_editor() -> None:
-    """prompt_toolkit reads VISUAL, then EDITOR, of the environment only; the setting overrides both."""
-    if chosen := read_settings().editor:
-        os.environ["VISUAL"] = chosen

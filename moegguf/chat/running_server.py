@@ -85,8 +85,14 @@ class ServedNames:
 
     def entries(self, prefix: str) -> list[ModelEntry]:
         """Those whose names begin so."""
-        models = self._client.get("/api/tags")["models"]
-        return [_listed(model) for model in models if model["name"].lower().startswith(prefix.lower())]
+        models = (m for m in self._client.get("/api/tags")["models"] if m["name"].lower().startswith(prefix.lower()))
+        return [
+            ModelEntry(
+                m["name"], "own", (), m["size"], m["digest"], datetime.fromisoformat(m["modified_at"]),
+                missing=tuple(map(Path, m.get("missing", ()))),
+            )
+            for m in models
+        ]  # fmt: skip
 
     def create(self, name: str, recipe: Recipe) -> None:
         """Stores a new model in the server."""
@@ -209,10 +215,9 @@ def _details(shown: Json) -> Details:
     info, known = shown["model_info"], shown["details"]
     names = ("context_length", "embedding_length", "expert_count", "expert_used_count")
     n_ctx, n_embd, n_expert, n_used = (info.get(f"{info.get('general.architecture')}.{name}", 0) for name in names)
-    family, size, quantization = known["family"], known["parameter_size"], known["quantization_level"]
-    n_parameters, capabilities, template = info["general.parameter_count"], shown["capabilities"], shown["template"]
-    sizes = n_ctx, n_embd, n_expert, n_used
-    return Details(family, size, n_parameters, quantization, *sizes, tuple(capabilities), template, info)
+    of_file = known["family"], known["parameter_size"], info["general.parameter_count"], known["quantization_level"]
+    capabilities, template = tuple(shown["capabilities"]), shown["template"]
+    return Details(*of_file, n_ctx, n_embd, n_expert, n_used, capabilities, template, info)
 
 
 def _messages(conversation: Conversation) -> list[Json]:
@@ -221,12 +226,11 @@ def _messages(conversation: Conversation) -> list[Json]:
     system: list[Message] = []
     if conversation.system is not None:  # "" too: the server would add the one of the model's name
         system.append({"role": "system", "content": conversation.system})
-    return [_message(each) for each in (*system, *given[len(own) if given[: len(own)] == own else 0 :])]
-
-
-def _message(message: Message) -> Json:
-    images = images_of(message)
-    return {**message, "content": text_of(message["content"]), **({"images": images} if images else {})}
+    asked = (*system, *given[len(own) if given[: len(own)] == own else 0 :])
+    return [
+        {**each, "content": text_of(each["content"]), **({"images": images} if (images := images_of(each)) else {})}
+        for each in asked
+    ]
 
 
 def _take(answer: Answer, line: Mapping[str, Any]) -> bool:
@@ -242,9 +246,3 @@ def _take(answer: Answer, line: Mapping[str, Any]) -> bool:
     else:
         answer.put(Delta(line["message"].get("content", ""), line["message"].get("thinking", "")))
     return False
-
-
-def _listed(model: Json) -> ModelEntry:
-    """An object of /api/tags as an entry of a list."""
-    modified, missing = datetime.fromisoformat(model["modified_at"]), tuple(map(Path, model.get("missing", ())))
-    return ModelEntry(model["name"], "own", (), model["size"], model["digest"], modified, missing=missing)

@@ -4,6 +4,7 @@ Ctrl-C cancels."""
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -104,18 +105,14 @@ def print_error(error: Exception) -> None:
     print_message(f"error: {' '.join(str(error).split())}")
 
 
-def cut_text(timing: Timing) -> str:
-    """What of the prompt was left out to fit the context; "" for nothing."""
+def _notes(timing: Timing) -> Iterator[str]:
+    """What of the prompt was left out to fit the context, and that a full context lost its older half."""
     counts = ((timing.cut_messages, "message"), (timing.cut_tokens, "token"))
-    parts = [f"{n:,} {word}{'s' * (n != 1)}" for n, word in counts if n]
-    return f"prompt cut: {', '.join(parts)} left out" if parts else ""
-
-
-def shift_text(timing: Timing) -> str:
-    """That a full context lost its older half; "" when none did."""
-    n = timing.n_shifts
-    times = "" if n == 1 else f" {n} times"
-    return f"the context was full{times}: the model no longer knows the older half" if n else ""
+    if parts := [f"{n:,} {word}{'s' * (n != 1)}" for n, word in counts if n]:
+        yield f"prompt cut: {', '.join(parts)} left out"
+    if n := timing.n_shifts:
+        times = "" if n == 1 else f" {n} times"
+        yield f"the context was full{times}: the model no longer knows the older half"
 
 
 def print_answer(answer: Answer, printer: Printer, spinner: Spinner, *, exit_timeout_s: float | None = None) -> Reply:
@@ -130,7 +127,7 @@ def print_answer(answer: Answer, printer: Printer, spinner: Spinner, *, exit_tim
             print_message("\nstopping after the current pass; Ctrl + c again ends moegguf")
 
     error = None
-    with cancel_on_interrupt(cancel, exit_timeout_s) as interrupts:
+    with cancel_on_interrupt(cancel, exit_timeout_s) as interrupted:
         try:
             for delta in answer.deltas(on_progress):
                 spinner.close()
@@ -139,8 +136,7 @@ def print_answer(answer: Answer, printer: Printer, spinner: Spinner, *, exit_tim
             error = fault
         finally:
             spinner.close()
-    notes = tuple(filter(None, (cut_text(answer.timing), shift_text(answer.timing))))
-    return Reply(answer.timing, interrupts.count > 0, notes, error)
+    return Reply(answer.timing, interrupted.is_set(), tuple(_notes(answer.timing)), error)
 
 
 class ChatSession:

@@ -76,19 +76,22 @@ def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
     or kill it: the same command goes on where it stopped, and answers each request once. Until the end the answers are
     in FILE.partial. The exit code is 1 when a request failed: its line says why.
     """
+    from moegguf.serving.batch.answers import finished_counts
     from moegguf.settings import read_settings
 
     settings, model, parallel = read_settings(), chosen["model"], chosen["parallel"]
     here = chosen["local"] or bool(given) or chosen["ctx"] is not None or chosen["kv_tokens"] is not None
     settings = replace(settings, loading=loading_options(given))
-    target = output_path(requests, chosen["output"])
-    with open_requests(requests, model) as found, closing(open_answers(target, found)) as answers:
-        if (done := finished(target, found, answers)) is not None:
-            return exit_code(done)
-        client = None if here else server_for(found.models)
+    target = _output_path(requests, chosen["output"])
+    with _open_requests(requests, model) as found, closing(_open_answers(target, found)) as answers:
+        if target is not None and (done := finished_counts(target, found)) is not None:
+            answers.remove()  # of a process that was killed just before its end
+            print_message(f"{target} has all {len(found.lines):,} answers already; nothing to do.")
+            return EXIT_FAILURE if done.failed else 0
+        client = None if here else _server_for(found.models)
         n_at_once = parallel or settings.batch_parallel
         if client is not None:
-            answering: Answering = answers_of_server(client)
+            answering: Answering = _answers_of_server(client)
         else:
             if model is not None:
                 find_or_pull(model)
@@ -97,11 +100,11 @@ def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
             n_ctx = settings.n_ctx if chosen["ctx"] is None else chosen["ctx"]
             kv_tokens = chosen["kv_tokens"] or settings.kv_tokens
             settings = replace(settings, n_parallel=max(1, n_together), n_ctx=n_ctx, kv_tokens=kv_tokens)
-            answering = answers_of_models_here(settings)
-        return answer_to_end(found, target, answers, n_at_once, answering)
+            answering = _answers_of_models_here(settings)
+        return _answer_to_end(found, target, answers, n_at_once, answering)
 
 
-def output_path(requests: str, output: str | None) -> Path | None:
+def _output_path(requests: str, output: str | None) -> Path | None:
     """Where the answers go; None for stdout. Raises BadParameter."""
     if output == STANDARD or (output is None and requests == STANDARD):
         return None
@@ -113,7 +116,7 @@ def output_path(requests: str, output: str | None) -> Path | None:
     return path
 
 
-def open_requests(path: str, model: str | None) -> Requests:
+def _open_requests(path: str, model: str | None) -> Requests:
     """The requests in a file, or in stdin, which is copied first; `with` closes it. Raises BatchFileError."""
     from moegguf.server.openai.in_process import ENDPOINTS
     from moegguf.serving.batch.requests import Requests
@@ -134,33 +137,16 @@ def _seekable(path: str) -> BinaryIO:
     return copy
 
 
-def open_answers(target: Path | None, requests: Requests) -> Journal | StdoutAnswers:
+def _open_answers(target: Path | None, requests: Requests) -> Journal | _StdoutAnswers:
     """Where the answers are until there are all. Raises BatchFileError, StorageError."""
     from moegguf.serving.batch.answers import open_journal
 
     if target is None:
-        return StdoutAnswers()
+        return _StdoutAnswers()
     return open_journal(target.with_name(target.name + JOURNAL_SUFFIX), requests)
 
 
-def finished(target: Path | None, requests: Requests, answers: Journal | StdoutAnswers) -> Counts | None:
-    """The counts of a file that has all answers already; None without such a file. Raises BatchFileError for another
-    file."""
-    from moegguf.serving.batch.answers import finished_counts
-
-    if target is None or isinstance(answers, StdoutAnswers) or (counts := finished_counts(target, requests)) is None:
-        return None
-    answers.remove()  # of a process that was killed just before its end
-    print_message(f"{target} has all {len(requests.lines):,} answers already; nothing to do.")
-    return counts
-
-
-def exit_code(counts: Counts) -> int:
-    """0 when every request was answered."""
-    return EXIT_FAILURE if counts.failed else 0
-
-
-def server_for(models: list[str]) -> Client | None:
+def _server_for(models: list[str]) -> Client | None:
     """A running server that has all `models`, if there is one; None for a path."""
     from moegguf.chat.running_server import KNOWN_S, running_server
 
@@ -175,7 +161,7 @@ def server_for(models: list[str]) -> Client | None:
 
 
 @asynccontextmanager
-async def answers_of_server(client: Client) -> AsyncIterator[Answer]:
+async def _answers_of_server(client: Client) -> AsyncIterator[Answer]:
     """Answers of a server, which serves other clients first; a request may take as long as it needs."""
     import httpx2
 
@@ -200,7 +186,7 @@ async def answers_of_server(client: Client) -> AsyncIterator[Answer]:
 
 
 @asynccontextmanager
-async def answers_of_models_here(settings: Settings) -> AsyncIterator[Answer]:
+async def _answers_of_models_here(settings: Settings) -> AsyncIterator[Answer]:
     """Answers of models that are loaded for this command."""
     from moegguf.models.catalog import Catalog
     from moegguf.server.openai.in_process import InProcess, new_state
@@ -211,7 +197,7 @@ async def answers_of_models_here(settings: Settings) -> AsyncIterator[Answer]:
         yield InProcess(new_state(manager, catalog))
 
 
-class StdoutAnswers:
+class _StdoutAnswers:
     """Answers on stdout, in the order in which requests end. Nothing is kept: another command starts anew."""
 
     def __init__(self) -> None:
@@ -221,18 +207,19 @@ class StdoutAnswers:
         self.answered: set[int] = set()
 
     def append(self, number: int, entry: Entry) -> None:
-        """Prints the answer of a line."""
         self.counts.add(entry)
         print(json.dumps(entry, ensure_ascii=False, separators=(",", ":")), flush=True)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Nothing is open, and nothing stays."""
+
+    remove = close
+
+    def finish(self, path: Path) -> None:
+        """They are there already."""
 
 
-class BatchProgress(ProgressBar):
-    """A bar for a batch of `n_total` requests, of which `before` had ended when this process began; where stderr is no
-    terminal a line from time to time."""
-
+class _BatchProgress(ProgressBar):
     def __init__(self, n_total: int, before: Counts) -> None:
         super().__init__()
         self._n_total = n_total
@@ -241,7 +228,6 @@ class BatchProgress(ProgressBar):
 
     @property
     def seconds(self) -> float:
-        """Since this process began with it."""
         return time.monotonic() - self._start_s
 
     def text(self, now: Counts) -> str:
@@ -259,7 +245,6 @@ class BatchProgress(ProgressBar):
         return " · ".join(parts)
 
     def report(self, now: Counts) -> None:
-        """Shows how far it is."""
         if self.visible:
             self.show(self.text(now), now.done / self._n_total)
         elif time.monotonic() - self._said_s >= LINE_S and now.done < self._n_total:
@@ -267,15 +252,15 @@ class BatchProgress(ProgressBar):
             print_message(self.text(now))
 
 
-def answer_to_end(
-    requests: Requests, target: Path | None, answers: Journal | StdoutAnswers, n_parallel: int, answering: Answering
+def _answer_to_end(
+    requests: Requests, target: Path | None, answers: Journal | _StdoutAnswers, n_parallel: int, answering: Answering
 ) -> int:
     """Answers the requests that are not answered yet, up to the file of all answers (`target`: None for stdout);
     returns the exit code. Raises BatchFileError, StorageError, NoServerError."""
     n_total, counts = len(requests.lines), answers.counts
     if counts.done:
         print_message(f"going on: {counts.done:,} of {n_total:,} are answered")
-    progress = BatchProgress(n_total, replace(counts))
+    progress = _BatchProgress(n_total, replace(counts))
 
     async def answer_all() -> None:
         from moegguf.serving.batch.answers import answer_requests
@@ -296,6 +281,6 @@ def answer_to_end(
     tokens = f"{counts.input_tokens:,} tokens read, {counts.output_tokens:,} written"
     where = "" if target is None else f" · {target}"
     print_message(f"{progress.text(counts)} · {tokens} · {short_duration(progress.seconds)}{where}")
-    if target is not None and not isinstance(answers, StdoutAnswers):
+    if target is not None:
         answers.finish(target)
-    return exit_code(counts)
+    return EXIT_FAILURE if counts.failed else 0

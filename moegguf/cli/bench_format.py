@@ -58,7 +58,7 @@ def _texts(row: Row) -> list[str]:
     return [*(_number(row.get(name, "")) for name in _COLUMNS[:-1]), ratios]
 
 
-def as_csv(rows: Sequence[Row]) -> str:
+def _as_csv(rows: Sequence[Row]) -> str:
     """A header, then a line per row with every value quoted."""
     out = StringIO()
     csv.writer(out, lineterminator="\n").writerow(_COLUMNS)
@@ -71,33 +71,20 @@ def _sql_type(name: str, rows: Sequence[Row]) -> str:
     return {bool: "INTEGER", int: "INTEGER", float: "REAL"}.get(type(value), "TEXT")
 
 
-def _sql_value(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'" if text else "NULL"
-
-
-def as_sql(rows: Sequence[Row]) -> str:
+def _as_sql(rows: Sequence[Row]) -> str:
     """Statements that make the table `llama_bench`, as llama-bench calls it, unless it exists, and insert the rows."""
     columns = ",\n".join(f"  {name} {_sql_type(name, rows)}" for name in _COLUMNS)
     names = ", ".join(_COLUMNS)
-    inserts = (
-        f"INSERT INTO llama_bench ({names}) VALUES ({', '.join(map(_sql_value, _texts(row)))});\n" for row in rows
-    )
-    return f"CREATE TABLE IF NOT EXISTS llama_bench (\n{columns}\n);\n\n{''.join(inserts)}"
+    inserts = ""
+    for row in rows:
+        values = ("'" + text.replace("'", "''") + "'" if text else "NULL" for text in _texts(row))
+        inserts += f"INSERT INTO llama_bench ({names}) VALUES ({', '.join(values)});\n"
+    return f"CREATE TABLE IF NOT EXISTS llama_bench (\n{columns}\n);\n\n{inserts}"
 
 
 def _object(row: Row) -> dict[str, Any]:
     named = {name: row.get(name) for name in (*FIELDS, *OWN_FIELDS)}
     return named | {name: row[name] for name in ("samples_ns", "samples_ts", "against")}
-
-
-def as_json(rows: Sequence[Row]) -> str:
-    """A list of objects; `against` holds the comparison with each other system."""
-    return json.dumps(list(map(_object, rows)), indent=2) + "\n"
-
-
-def as_jsonl(rows: Sequence[Row]) -> str:
-    """One object per line."""
-    return "".join(json.dumps(_object(row)) + "\n" for row in rows)
 
 
 def _cell(name: str, row: Row) -> str:
@@ -130,25 +117,14 @@ def _columns(rows: Sequence[Row]) -> list[str]:
     return [*names, "system", "expert_cache", "test", "t/s"]
 
 
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    padded = (cell.ljust(-width) if width < 0 else cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-    return "| " + " | ".join(padded) + " |"
-
-
-def _fitting(titles: Sequence[str], widths: Sequence[int], lines: Sequence[Sequence[str]]) -> list[int]:
-    """`widths` (negative: left-aligned), each widened to its column's longest cell."""
-    longest = (max(map(len, cells)) for cells in zip(titles, *lines, strict=True))
-    return [max(n, abs(width)) * (-1 if width < 0 else 1) for width, n in zip(widths, longest, strict=True)]
-
-
 def _table(titles: Sequence[str], widths: Sequence[int], lines: Sequence[Sequence[str]]) -> list[str]:
-    widths = _fitting(titles, widths, lines)
-    rule = ["-" * (abs(width) - 1) + ("-" if width < 0 else ":") for width in widths]
-    return [_line(titles, widths), _line(rule, widths), *(_line(cells, widths) for cells in lines)]
-
-
-def _store_cells(row: Row, columns: Sequence[tuple[str, str, int, int]]) -> list[str]:
-    return [f"{row[field] * factor:.{digits}f}" if field in row else "" for _, field, factor, digits in columns]
+    """A table whose columns have at least these `widths`; negative ones are left-aligned."""
+    longest = (max(map(len, cells)) for cells in zip(titles, *lines, strict=True))
+    cells_of = [max(n, abs(width)) for n, width in zip(longest, widths, strict=True)]
+    pads = [str.ljust if width < 0 else str.rjust for width in widths]
+    rule = ["-" * (n - 1) + ("-" if width < 0 else ":") for n, width in zip(cells_of, widths, strict=True)]
+    padded = (map(lambda pad, cell, n: pad(cell, n), pads, cells, cells_of) for cells in (titles, rule, *lines))
+    return [f"| {' | '.join(cells)} |" for cells in padded]
 
 
 def _main_table(rows: Sequence[Row]) -> list[str]:
@@ -160,7 +136,8 @@ def _main_table(rows: Sequence[Row]) -> list[str]:
     lines = []
     for row in rows:
         speed = f"{row['median_ts']:.2f}" if "median_ts" in row else ""
-        lines.append([*(_cell(name, row) for name in names), speed, *_store_cells(row, store)])
+        of_store = (f"{row[field] * factor:.{digits}f}" if field in row else "" for _, field, factor, digits in store)
+        lines.append([*(_cell(name, row) for name in names), speed, *of_store])
     return _table(titles, widths, lines)
 
 
@@ -172,11 +149,6 @@ def _tokens_cell(found: dict[str, Any]) -> str:
     return f"{answer}, {share}" + ("" if found["same_kernels"] else " (other kernels)")
 
 
-def _compared(rows: Sequence[Row]) -> str:
-    """The system that the others are compared with."""
-    return next((str(row["system"]) for row in rows if row["against"]), "moegguf")
-
-
 def _ratio_table(rows: Sequence[Row]) -> list[str]:
     lines = []
     for row in rows:
@@ -185,7 +157,8 @@ def _ratio_table(rows: Sequence[Row]) -> list[str]:
             each = " ".join(f"{ratio:.3f}" for ratio in found.get("ratios", []))
             stall = f"{found['stall_ratio']:.3f}x" if "stall_ratio" in found else ""
             lines.append([row["test"], row["expert_cache"], name, ratio, each, stall, _tokens_cell(found)])
-    columns = [("test", 10), ("cache", 6), (f"{_compared(rows)} against", -15), ("ratio", 8), ("each round", -10)]
+    compared = next((str(row["system"]) for row in rows if row["against"]), "moegguf")
+    columns = [("test", 10), ("cache", 6), (f"{compared} against", -15), ("ratio", 8), ("each round", -10)]
     columns += [("stall", 8), ("same tokens", -11)]
     if not any(line[5] for line in lines):  # llama.cpp has no stall figures
         columns, lines = columns[:5] + columns[6:], [line[:5] + line[6:] for line in lines]
@@ -240,8 +213,8 @@ def as_markdown(rows: Sequence[Row]) -> str:
 
 FORMATS: dict[str, Callable[[Sequence[Row]], str]] = {
     "md": as_markdown,
-    "json": as_json,
-    "jsonl": as_jsonl,
-    "csv": as_csv,
-    "sql": as_sql,
+    "json": lambda rows: json.dumps(list(map(_object, rows)), indent=2) + "\n",
+    "jsonl": lambda rows: "".join(json.dumps(_object(row)) + "\n" for row in rows),
+    "csv": _as_csv,
+    "sql": _as_sql,
 }

@@ -53,10 +53,8 @@ class Command(TyperCommand):
 
 
 class Flag(NamedTuple):
-    """A flag that only one command has. A list takes values with commas between them, or the flag several times.
-
-    kind: None: texts where the default is a list, else a text or None. settings: further ones of `typer.Option`.
-    """
+    """A flag that only one command has. A list takes values with commas between them, or the flag several times. kind:
+    None: texts where the default is a list, else a text or None. settings: further ones of `typer.Option`."""
 
     name: str
     flags: str
@@ -69,7 +67,9 @@ class Flag(NamedTuple):
 
     def option(self) -> Any:
         """It, as typer takes it."""
-        return panel(self.group, *self.flags.split(), metavar=self.metavar, help=self.help, **self.settings)
+        return typer.Option(
+            *self.flags.split(), metavar=self.metavar, help=self.help, rich_help_panel=self.group, **self.settings
+        )
 
     def parameter(self) -> inspect.Parameter:
         """The command's parameter of this name."""
@@ -86,11 +86,17 @@ def flags(*names: str, own: Sequence[Flag] = ()) -> Callable[[Callable[..., Any]
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
         def call(**values: Any) -> Any:
+            from moegguf.settings import parse_option
+
             given = {name: value for name in names if (value := values.pop(name, None)) is not None}
-            return command(given={name: _read(OPTIONS[name], value) for name, value in given.items()}, **values)
+            for name, text in given.items():
+                if isinstance(text, str):
+                    given[name] = parse_option(name, text, OPTIONS[name].flags[0])
+            return command(given=given, **values)
 
         signature = inspect.signature(command, eval_str=True)
-        parameters = [each for each in signature.parameters.values() if each.name not in ("given", "chosen")]
+        taken = {"given", "chosen", *(flag.name for flag in own)}
+        parameters = [each for each in signature.parameters.values() if each.name not in taken]
         parameters += [flag.parameter() for flag in own]
         parameters += [_parameter(OPTIONS[name]) for name in names]
         call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -117,17 +123,6 @@ def _parameter(option: Option) -> inspect.Parameter:
     )
     kind = _TYPES.get(option.kind, str)
     return _keyword(option.name, None, Annotated[kind | None, flag])
-
-
-def _read(option: Option, value: Any) -> Any:
-    from moegguf.settings import parse_option
-
-    return parse_option(option.name, value, option.flags[0]) if isinstance(value, str) else value
-
-
-def panel(group: str, *names: str, help: str, **settings: Any) -> Any:
-    """A flag that only one command has."""
-    return typer.Option(*names, help=help, rich_help_panel=group, **settings)
 
 
 def loading_options(given: Given, names: Sequence[str] = TO_WORKERS) -> Given:
@@ -179,10 +174,8 @@ _HUB_HOSTS = ("hf.co/", "huggingface.co/", "https://")
 
 
 def hub_name(repository: str) -> str:
-    """The model name of `repository` on Hugging Face, "USER/REPOSITORY[:QUANT]" as llama.cpp's `-hf` takes it.
-
-    Raises typer.BadParameter for anything else.
-    """
+    """The model name of `repository` on Hugging Face, "USER/REPOSITORY[:QUANT]" as llama.cpp's `-hf` takes it. Raises
+    typer.BadParameter for anything else."""
     if repository.startswith(_HUB_HOSTS):
         return repository
     if repository.count("/") != 1 or not all(repository.split("/")):

@@ -22,16 +22,13 @@ from moegguf.terminal.progress import Spinner
 if TYPE_CHECKING:
     from moegguf.chat.conversation import Conversation
     from moegguf.chat.model import ChatModel
-    from moegguf.chat.session import Reply
 
 EXIT_TIMEOUT_S = 1.0  # after Ctrl-C during an answer
 
 
-def read_prompt(words: Sequence[str]) -> str | None:
-    """Piped input and `words`, joined by a space; None when there is neither and stdin and stdout are a terminal.
-
-    "" when `words` are blank. Raises BadParameter when there is no prompt and no terminal.
-    """
+def _read_prompt(words: Sequence[str]) -> str | None:
+    """Piped input and `words`, joined by a space; None when there is neither and stdin and stdout are a terminal. ""
+    when `words` are blank. Raises BadParameter when there is no prompt and no terminal."""
     piped, terminal = "", False
     if sys.stdin is not None and not sys.stdin.closed:
         terminal = sys.stdin.isatty()
@@ -47,7 +44,7 @@ def read_prompt(words: Sequence[str]) -> str | None:
     raise typer.BadParameter('there is no prompt: write one, as in `moegguf run demo "hello"`, or pipe one in')
 
 
-def load_in_server(model: str, keep_alive: str | None) -> int:
+def _load_in_server(model: str, keep_alive: str | None) -> int:
     """Loads the model in a running server, which keeps it for `keep_alive`."""
     from moegguf.chat.client import Client
     from moegguf.models.names import parse_name
@@ -59,7 +56,7 @@ def load_in_server(model: str, keep_alive: str | None) -> int:
     return 0
 
 
-def answer_once(model: ChatModel, conversation: Conversation, prompt: str, spinner: Spinner, *, load: bool) -> int:
+def _answer_once(model: ChatModel, conversation: Conversation, prompt: str, spinner: Spinner, *, load: bool) -> int:
     """Prints the answer to `prompt`, then statistics if verbose; closes the model. Returns the exit code. load: first;
     a server loads for the answer."""
     from moegguf.chat.printer import Printer
@@ -77,11 +74,6 @@ def answer_once(model: ChatModel, conversation: Conversation, prompt: str, spinn
     if conversation.verbose and not reply.error:
         print_message("\n" + "\n".join(model.statistics(reply.timing, with_load=True)))
     model.connection.close()
-    return exit_code(reply)
-
-
-def exit_code(reply: Reply) -> int:
-    """The exit code after an answer. Raises its error."""
     if reply.error is not None:
         raise reply.error
     return EXIT_INTERRUPTED if reply.interrupted else 0
@@ -128,7 +120,7 @@ PARAMETERS = {"n_ctx": "num_ctx", "n_threads": "num_thread"}
 """{keyword of `Llama`: the parameter of a model's name, and of a request, that sets it}"""
 
 
-def check_strategy(name: str | None) -> None:
+def _check_strategy(name: str | None) -> None:
     """Raises BadParameter for no strategy's name: its old flag, --system, is taken for the system message."""
     if name is None:
         return
@@ -144,23 +136,16 @@ class RunCommand(Command):
     """Accepts `--think` without a value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parses `args` with `--think` completed."""
-        return super().parse_args(ctx, with_think_value(args))
-
-
-def with_think_value(arguments: list[str]) -> list[str]:
-    """`--think` alone becomes `--think=true`; arguments after `--` are not changed."""
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    return [f"{THINK}=true" if i < end and word == THINK else word for i, word in enumerate(arguments)]
+        """Parses `args` with `--think=true` for `--think`; those after `--` are not changed."""
+        end = args.index("--") if "--" in args else len(args)
+        return super().parse_args(ctx, [THINK + "=true" if word == THINK else word for word in args[:end]] + args[end:])
 
 
 def model_and_words(
     model: str | None, prompt: Sequence[str], model_file: str | None, hub_model: str | None
 ) -> tuple[str, list[str]]:
-    """The model's name and the words of the prompt; with --model or --hf-repo the first argument is a word too.
-
-    Raises BadParameter when no model or more than one is named.
-    """
+    """The model's name and the words of the prompt; with --model or --hf-repo the first argument is a word too. Raises
+    BadParameter when no model or more than one is named."""
     if model_file and hub_model:
         raise typer.BadParameter("give one of --model and --hf-repo, not both.")
     words = [*([model] if model is not None else []), *prompt]
@@ -176,7 +161,7 @@ def model_and_words(
 @flags(*(name for name, option in OPTIONS.items() if option.flags and option.scope in ("load", "request")), own=FLAGS)
 def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chosen: Any) -> int:
     """Answer PROMPT on stdout; without one, chat. A running server that has the model answers."""
-    check_strategy(given.get("strategy"))
+    _check_strategy(given.get("strategy"))
     if given.get("num_predict") == 0:
         raise typer.BadParameter("0 tokens are no answer; give 1 or more, or -1.", param_hint="--max-tokens")
     for option in (OPTIONS[name] for name in given if OPTIONS[name].scope == "request"):
@@ -197,22 +182,22 @@ def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chose
         "word_wrap": not chosen["no_word_wrap"],
         "verbose": verbose > 0,
     }
-    text = read_prompt(words if chosen["prompt_text"] is None else [*words, chosen["prompt_text"]])
+    text = _read_prompt(words if chosen["prompt_text"] is None else [*words, chosen["prompt_text"]])
     if text == "":
-        return load_in_server(name, keep_alive)
+        return _load_in_server(name, keep_alive)
     here = chosen["local"] or verbose > 1 or bool(of_loading.keys() - {"n_ctx"})
-    served = None if here else in_server(name, parameters, settings, keep_alive)
-    chat_model, conversation = served or in_own_worker(name, load_options, parameters, settings, log=verbose > 1)
+    served = None if here else _in_server(name, parameters, settings, keep_alive)
+    chat_model, conversation = served or _in_own_worker(name, load_options, parameters, settings, log=verbose > 1)
     with Spinner() as spinner:
         if text is not None:
-            return answer_once(chat_model, conversation, text, spinner, load=not served)
+            return _answer_once(chat_model, conversation, text, spinner, load=not served)
         chat_model.load(conversation, spinner)
     from moegguf.chat.chat import Chat
 
     return Chat(chat_model, conversation).run()
 
 
-def in_server(
+def _in_server(
     name: str, parameters: dict[str, Any], settings: dict[str, Any], keep_alive: str | None
 ) -> tuple[ChatModel, Conversation] | None:
     """A conversation with a model in a running server that knows it, if there is one; None for a path."""
@@ -227,7 +212,7 @@ def in_server(
     return model, Conversation(server.entry, initial_parameters=parameters, **settings)
 
 
-def in_own_worker(
+def _in_own_worker(
     name: str, load_options: dict[str, Any], parameters: dict[str, Any], settings: dict[str, Any], *, log: bool
 ) -> tuple[ChatModel, Conversation]:
     """A conversation with a model of this machine, which is pulled first when it is not there."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moegguf.cli.options import OFTEN, Command, Given, complete_model, flags, loading_options, panel
+from moegguf.cli.options import OFTEN, Command, Flag, Given, complete_model, flags, loading_options
 from moegguf.errors import OptionError
 from moegguf.options import OPTIONS
 from moegguf.terminal.messages import print_message
@@ -28,6 +28,9 @@ TO_EVERY_MODEL = [name for name in LOAD_FLAGS if name not in ("n_ctx", *OF_THE_M
 WITHOUT_FLAG = [
     option for option in OPTIONS.values() if option.variable and option.name not in (*SERVER_FLAGS, *LOAD_FLAGS)
 ]
+PORT = Flag(
+    "port", "--port", "N", OFTEN, "Another port; 0 takes a free one.", None, int | None, {"min": 0, "max": 65535}
+)
 
 
 class ServeCommand(Command):
@@ -40,7 +43,7 @@ class ServeCommand(Command):
             formatter.write_text("HF_TOKEN HF_HOME HF_HUB_CACHE HF_ENDPOINT HF_HUB_OFFLINE as for huggingface_hub")
 
 
-@flags("expert_cache", *SERVER_FLAGS, *(name for name in LOAD_FLAGS if name != "expert_cache"))
+@flags("expert_cache", *SERVER_FLAGS, *(name for name in LOAD_FLAGS if name != "expert_cache"), own=(PORT,))
 def serve(
     models: Annotated[
         list[str] | None,
@@ -50,11 +53,9 @@ def serve(
             help="Loaded at once: names, or GGUF files (by their names).",
         ),
     ] = None,
-    port: Annotated[
-        int | None, panel(OFTEN, min=0, max=65535, metavar="N", help="Another port; 0 takes a free one.")
-    ] = None,
     *,
     given: Given,
+    port: int | None = None,
 ) -> int:
     """Serve models over the Ollama, OpenAI and Anthropic APIs, with a web page."""
     from moegguf.engine.load import given_budgets
@@ -125,9 +126,7 @@ def _warn_without_gpu(loading: Given) -> None:
 
 def serve_settings(port: int | None, given: Given) -> Settings:
     """The environment's settings, overridden by the command line's, but for what is 0 or empty; no networks count.
-
-    Raises OptionError, also for an address other than loopback with neither an API key nor a trusted network.
-    """
+    Raises OptionError, also for an address other than loopback with neither an API key nor a trusted network."""
     from moegguf.settings import read_settings
 
     settings = replace(read_settings(), **{name: value for name, value in given.items() if value or name == "trusted"})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
@@ -45,34 +44,26 @@ def ps(prefix: Prefix = "", as_json: AsJson = False) -> None:
     if as_json:
         print_json(models)
         return
-    print_columns(("NAME", "ID", "SIZE", "PROCESSOR", "EXPERTS", "HITS", "CONTEXT", "REUSED", "UNTIL"), _rows(models))
-
-
-def _rows(models: Iterable[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
-    """A row for each name; the memory of names that share a process counts once."""
-    seen: set[Any] = set()
+    rows, seen = [], set()  # the memory of names that share a process counts once
     for model in models:
         pid = model.get("moe", {}).get("pid", model["name"])
-        yield _row(model, shared=pid in seen)
+        rows.append(_row(model, shared=pid in seen))
         seen.add(pid)
+    print_columns(("NAME", "ID", "SIZE", "PROCESSOR", "EXPERTS", "HITS", "CONTEXT", "REUSED", "UNTIL"), rows)
 
 
 def _row(model: dict[str, Any], *, shared: bool) -> tuple[str, ...]:
     from moegguf.terminal.units import human_bytes, human_time, percent, processor_split
 
-    until = "Stopping..." if model.get("stopping") else human_time(_expiry(model["expires_at"]))
+    expires = datetime.fromisoformat(model["expires_at"])
+    never = expires.year > datetime.now().year + 100  # then it is centuries ahead
+    until = "Stopping..." if model.get("stopping") else human_time(None if never else expires)
     n_ctx, where = str(model["context_length"]), processor_split(model["size"], model["size_vram"])
     size, moe = human_bytes(model["size"]) + " (shared)" * shared, model.get("moe", {})
     experts = percent(moe.get("expert_share")), percent(moe["hit_rate"] if moe.get("lookups") else None)
     tokens = moe.get("prompt_tokens", {})
     reused = f"{tokens['memory']:,} + {tokens['disk']:,} from disk" if any(tokens.values()) else "-"
     return model["name"], model["digest"][:12], size, where, *experts, n_ctx, reused, until
-
-
-def _expiry(text: str) -> datetime | None:
-    """The time in `expires_at`; None for a model that never expires, whose time is centuries ahead."""
-    when = datetime.fromisoformat(text)
-    return None if when.year > datetime.now().year + 100 else when
 
 
 def stop(model: Loaded) -> None:

@@ -90,7 +90,10 @@ def watch(client: Client) -> None:
         with key_reader() as quit_pressed:
             live.start()  # no `with`: Ctrl-C inside start() would leave the alternate screen on
             while not quit_pressed(1 / FRAMES_PER_S):
-                apply_lines(models, lines)
+                while not lines.empty():
+                    if isinstance(line := lines.get(), Exception):
+                        raise line
+                    apply_line(models, line)
                 live.update(frame(), refresh=True)
                 for model in models.values():
                     model.clear_activity()
@@ -117,15 +120,6 @@ def start_reading(client: Client, lines: queue.SimpleQueue[Any]) -> Any:
 
     threading.Thread(target=read, name="moegguf-top", daemon=True).start()
     return first
-
-
-def apply_lines(models: dict[str, ModelView], lines: queue.SimpleQueue[Any]) -> None:
-    """Applies all waiting lines; raises the error that ended the stream."""
-    while not lines.empty():
-        line = lines.get()
-        if isinstance(line, Exception):
-            raise line
-        apply_line(models, line)
 
 
 def apply_line(models: dict[str, ModelView], line: dict[str, Any]) -> None:

@@ -60,14 +60,10 @@ class ModelView:
         return bool(self.tiers) and self.tiers[0]["name"] == "VRAM"
 
     @property
-    def stages(self) -> bool:
-        """Whether prompts are staged in tensors on a device."""
-        return bool(self.stats.get("staging_bytes"))
-
-    @property
     def n_lines(self) -> int:
         """Lines of the model without its map: name, four figures, several tiers, staging, a blank line."""
-        return LINES_PER_MODEL + (len(self.tiers) if len(self.tiers) > 1 else 0) + self.stages
+        n_tiers, stages = len(self.tiers), bool(self.stats.get("staging_bytes"))
+        return LINES_PER_MODEL + (n_tiers if n_tiers > 1 else 0) + stages
 
     @property
     def total(self) -> dict[str, float]:
@@ -142,16 +138,21 @@ class ModelView:
         rows: Sequence[tuple[str, str, str, str]] = (
             ("hit rate", _ratio(now["hits"], now["lookups"]), _ratio(total["hits"], total["lookups"]),
              spark(self.hit_rates, spark_cells, 1.0)),
-            ("speed", _speed(speed), "", spark(self.speeds, spark_cells)),
+            ("speed", "-" if speed is None else f"{speed:,.1f} t/s", "", spark(self.speeds, spark_cells)),
             ("read/token", _read(now), _read(total), ""),
             ("stall", _stall(now), _stall(total), resident if width >= WIDE else ""),
         )  # fmt: skip
         for label, current, since, line in rows:
             table.add_row(label, current, Text(since and f"{since} since load", style="bright_black"), line)
         for tier in self.tiers if len(self.tiers) > 1 else ():
-            table.add_row(tier["name"], *_tier_cells(tier))
-        if self.stages:
-            table.add_row("staging", *_staging_cells(self.stats))
+            hits, n_bytes = tier["hits_ready"] + tier["hits_late"], tier["bytes_missed"] + tier["bytes_prefetched"]
+            slots = f"{tier['slots_used']:,} of {tier['n_slots']:,} slots, {human_bytes(tier['pool_bytes'])}"
+            moved = Text(f"{slots} · {human_bytes(n_bytes)} in, {tier['evictions']:,} evicted", style="bright_black")
+            table.add_row(tier["name"], _ratio(hits, tier["lookups"]), moved)
+        if n_bytes := self.stats.get("staging_bytes"):
+            copied, overlap = self.stats["bytes_staged"], self.stats["staging_overlap"]  # of the copies' time
+            moved = Text(f"overlapped, {human_bytes(n_bytes)} · {human_bytes(copied)} in for prompts", "bright_black")
+            table.add_row("staging", percent(overlap if copied else None), moved)
         return table
 
     def map(self, width: int, height: int | None) -> Text:
@@ -214,21 +215,6 @@ def spark(values: Sequence[float] | deque[float], n_cells: int, maximum: float |
     return "".join(BLOCKS[round(min(max(value / top, 0.0), 1.0) * (len(BLOCKS) - 1))] for value in shown)
 
 
-def _tier_cells(tier: Facts) -> tuple[str, Text]:
-    """The hit rate of a tier, and its slots, bytes and evictions."""
-    hits, n_bytes = tier["hits_ready"] + tier["hits_late"], tier["bytes_missed"] + tier["bytes_prefetched"]
-    slots = f"{tier['slots_used']:,} of {tier['n_slots']:,} slots, {human_bytes(tier['pool_bytes'])}"
-    moved = f"{human_bytes(n_bytes)} in, {tier['evictions']:,} evicted"
-    return _ratio(hits, tier["lookups"]), Text(f"{slots} · {moved}", style="bright_black")
-
-
-def _staging_cells(stats: Facts) -> tuple[str, Text]:
-    """The share of copies' time in which layers computed on; memory of the tensors, and bytes copied for prompts."""
-    n_bytes, copied = stats["staging_bytes"], stats["bytes_staged"]
-    moved = f"overlapped, {human_bytes(n_bytes)} · {human_bytes(copied)} in for prompts"
-    return percent(stats["staging_overlap"] if copied else None), Text(moved, style="bright_black")
-
-
 def state_rows(snapshot: Facts) -> list[str]:
     """A string of digits per layer: 0 on disk, 1 in flight, 2 in RAM, 3 in VRAM."""
     shape = len(snapshot["layers"]), snapshot["n_expert"]
@@ -246,10 +232,6 @@ def _ratio(part: float, whole: float) -> str:
 def _stall(counted: dict[str, float]) -> str:
     """The share of compute time spent waiting for bytes."""
     return _ratio(min(counted["stall_s"], counted["eval_s"]), counted["eval_s"])
-
-
-def _speed(value: float | None) -> str:
-    return f"{value:,.1f} t/s" if value is not None else "-"
 
 
 def _read(counted: dict[str, float]) -> str:

@@ -140,20 +140,6 @@ def parse_shares(text: str, option: str = "--expert-cache", of_each: bool = Fals
     return shares if of_each else list(dict.fromkeys(shares))
 
 
-def _parse_tensor_split(text: str | None) -> list[float]:
-    try:
-        return [float(word) for word in text.split(",")] if text is not None else []
-    except ValueError:
-        raise OptionError(f"--tensor-split takes proportions such as 3,1, but not {text!r}.") from None
-
-
-def _sim_options(link: float | None, latency: float, layer_compute: float) -> SimOptions:
-    """Options of a replay; without a link in GB/s transfers take no time."""
-    from moegguf.trace.simulate import SimOptions
-
-    return SimOptions(link_bytes_per_s=(link or 0) * 1e9, link_latency_s=latency / 1e6, layer_compute_us=layer_compute)
-
-
 @trace.command(cls=Command, short_help="Record the routing of a model.")
 @flags("expert_cache", "n_threads", "draft", own=RECORD_FLAGS)
 def record(model: Model, *, given: Given, **chosen: Any) -> None:
@@ -203,12 +189,17 @@ def simulate(file: File, as_json: AsJson = False, *, given: Given, **chosen: Any
     from moegguf.plain import plain
     from moegguf.terminal.tables import print_json
     from moegguf.trace.analysis import TraceAnalysis
+    from moegguf.trace.simulate import SimOptions
 
     model, strategies, save = chosen["model"], split(chosen["strategy"]), chosen["save"]
     shares = parse_shares(chosen["expert_cache"])
     full = TraceAnalysis.open(file, find_model(model) if model else None, chosen["predictors"])
     analysis = full.limited(chosen["tokens"])
-    options = _sim_options(chosen["link"], chosen["latency"], chosen["layer_compute"])
+    options = SimOptions(
+        link_bytes_per_s=(chosen["link"] or 0) * 1e9,  # without a link transfers take no time
+        link_latency_s=chosen["latency"] / 1e6,
+        layer_compute_us=chosen["layer_compute"],
+    )
     if not strategies:
         options = replace(options, prefetch=PrefetchOptions() if chosen["prefetch"] else None)
     if chosen["vram_cache"] is not None:
@@ -263,7 +254,11 @@ def _simulate_tiers(
     policies = [name for text in chosen["policy"] for name in ([text] if "=" in text else split([text]))] or ["all"]
     predictors = split(chosen["predictor"]) if chosen["predictor"] else ["none"]
     of_vram = parse_shares(chosen["vram_cache"], "--vram-cache", of_each=chosen["tensor_split"] is not None)
-    split_of = _parse_tensor_split(chosen["tensor_split"])
+    proportions = chosen["tensor_split"]
+    try:
+        split_of = [float(word) for word in proportions.split(",")] if proportions is not None else []
+    except ValueError:
+        raise OptionError(f"--tensor-split takes proportions such as 3,1, but not {proportions!r}.") from None
     budgets = simulated_budgets(analysis.trace.shape, of_vram, split_of, chosen["device_link"])
     with showing_progress() as progress:
         results = analysis.simulate_tiers(policies, predictors, budgets, shares, options, progress)

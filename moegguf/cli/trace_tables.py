@@ -12,7 +12,7 @@ from moegguf.controller.strategies import OWN
 from moegguf.terminal.tables import make_console, print_renderable
 from moegguf.trace.analysis import Row, gap_closed_by
 from moegguf.trace.belady import BELADY
-from moegguf.trace.simulate import RAM, STAGING, VRAM, TierSpan
+from moegguf.trace.simulate import RAM, STAGING, VRAM, SimResult
 
 WIDTH = 80
 
@@ -44,7 +44,8 @@ def print_notes(*notes: str) -> None:
 
 def print_simulation(rows: Sequence[Row], used: str) -> None:
     """A line per policy and predictor, a column per budget: hit rates, and with a link stalls and speed."""
-    _print_budgets("Hit rate of decoded tokens, by share of the experts that fits", rows, _hit_rate(rows))
+    title = "Hit rate of decoded tokens, by share of the experts that fits"
+    _print_budgets(title, rows, lambda row: f"{row.decode_hit_rate:.1%}{_gap(rows, row)}")
     if any(row.simulated is not None and row.simulated.t_per_s is not None for row in rows):
         print_notes("")
         _print_budgets("Stall per decoded token in ms, on the modelled link", rows, _stall)
@@ -72,16 +73,12 @@ def print_tiers(rows: Sequence[Row], used: str) -> None:
     notes = ["", f"replayed: {used}", "RAM: look-ups are what VRAM missed, evictions and stall per token, MB came in"]
     if any(row.simulated is not None and row.simulated.t_per_s is not None for row in rows):
         notes.append("stall ms: of RAM, as long as something was still to be read from the file")
-    notes += [_staged(share, figures) for share, figures in staged.items() if figures and figures.bytes_in]
+    for share, figures in staged.items():
+        if figures and figures.bytes_in:
+            text = f"prompts staged, of {100 * share:.4g}%: {figures.bytes_in / 1e6:.2f} MB"
+            overlap = max(0.0, 1 - figures.stall_ns / figures.copy_ns) if figures.copy_ns else None
+            notes.append(text if overlap is None else f"{text}, {overlap:.0%} of the time while computing")
     print_notes(*notes)
-
-
-def _staged(share: float, figures: TierSpan) -> str:
-    """What prompts copied into staging tensors, in a budget of VRAM."""
-    text = f"prompts staged, of {100 * share:.4g}%: {figures.bytes_in / 1e6:.2f} MB"
-    if not figures.copy_ns:
-        return text
-    return f"{text}, {max(0.0, 1 - figures.stall_ns / figures.copy_ns):.0%} of the time while computing"
 
 
 def _tier_lines(row: Row) -> Iterable[Line]:
@@ -115,13 +112,6 @@ def _decided(row: Row) -> tuple[str, str, str]:
     return (row.strategy, "", "") if row.strategy == OWN else (row.strategy, row.policy, row.predictor)
 
 
-def _hit_rate(rows: Sequence[Row]) -> Callable[[Row], str]:
-    def cell(row: Row) -> str:
-        return f"{row.decode_hit_rate:.1%}{_gap(rows, row)}"
-
-    return cell
-
-
 def _gap(rows: Sequence[Row], row: Row) -> str:
     """The share of the distance from LRU to Belady that a row closes; "" for these two, and with prefetching, which
     hits what no eviction could keep.
@@ -131,16 +121,16 @@ def _gap(rows: Sequence[Row], row: Row) -> str:
     return "" if closed is None else f" {closed:+4.0%}"
 
 
-def _stall(row: Row) -> str:
-    if row.simulated is None:
-        return ""
-    return f"{row.simulated.decode.stall_ns / max(1, row.simulated.decode.tokens) / 1e6:.2f}"
+def _simulated(figure: Callable[[SimResult], float | None], digits: int) -> Callable[[Row], str]:
+    """A cell with a figure of what was simulated; "" without one."""
+
+    def cell(row: Row) -> str:
+        found = None if row.simulated is None else figure(row.simulated)
+        return "" if found is None else f"{found:.{digits}f}"
+
+    return cell
 
 
-def _moved(row: Row) -> str:
-    moved = row.simulated.whole.moved_per_useful if row.simulated is not None else None
-    return "" if moved is None else f"{moved:.2f}"
-
-
-def _speed(row: Row) -> str:
-    return "" if row.simulated is None or row.simulated.t_per_s is None else f"{row.simulated.t_per_s:.1f}"
+_stall = _simulated(lambda result: result.decode.stall_ns / max(1, result.decode.tokens) / 1e6, 2)
+_moved = _simulated(lambda result: result.whole.moved_per_useful, 2)
+_speed = _simulated(lambda result: result.t_per_s, 1)

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
@@ -28,18 +28,17 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from moegguf.errors import BudgetError
+from moegguf.models.entry import ModelEntry
 from moegguf.quantities import parse_expert_cache
 from moegguf.server.common import limits
 from moegguf.server.common.body import read_body
 from moegguf.server.common.errors import HttpError
+from moegguf.server.common.lookup import loaded_of
 from moegguf.server.common.streams import LineResponse, json_line
 from moegguf.serving.events import MAX_SNAPSHOTS_PER_S, LoadedModel, Snapshot
 from moegguf.serving.memory_budget import planned_budgets
+from moegguf.serving.model_manager import ModelManager
 from moegguf.serving.watch import Watch
-
-if TYPE_CHECKING:
-    from moegguf.models.entry import ModelEntry
-    from moegguf.serving.model_manager import ModelManager
 
 DEFAULT_PER_S = 4.0
 HEARTBEAT_S = 5.0  # between two lines at most
@@ -95,17 +94,15 @@ async def snapshot_lines(
             yield json_line({"loaded_models": sent_names})
         for snapshot in await watch.take():
             model = loaded.get(snapshot.model)
-            visible = model and _visible_state(snapshot, model)
-            if model and (visible != sent.get(snapshot.model) or any(snapshot.uses) or any(snapshot.loads)):
+            if model is None:
+                continue
+            # What a client displays, besides uses and loads.
+            figures = model.queue, model.stopping, model.expert_cache_bytes, model.vram_cache_bytes, model.last_answer_s
+            visible = snapshot.state, snapshot.busy, snapshot.stats.tokens, snapshot.layers, *figures
+            if visible != sent.get(snapshot.model) or any(snapshot.uses) or any(snapshot.loads):
                 sent[snapshot.model] = visible
                 yield json_line(snapshot_object(snapshot) | {"loaded": loaded_object(model)})
         await watch.wait()
-
-
-def _visible_state(snapshot: Snapshot, loaded: LoadedModel) -> tuple[Any, ...]:
-    """What a client displays, besides uses and loads."""
-    figures = loaded.queue, loaded.stopping, loaded.expert_cache_bytes, loaded.vram_cache_bytes, loaded.last_answer_s
-    return snapshot.state, snapshot.busy, snapshot.stats.tokens, snapshot.layers, *figures
 
 
 def snapshot_object(snapshot: Snapshot) -> dict[str, Any]:
@@ -124,7 +121,7 @@ def loaded_object(loaded: LoadedModel, *, whole: bool = False) -> dict[str, Any]
     return found if whole else {name: value for name, value in found.items() if name not in ("stats", "plan")}
 
 
-class BudgetRequest(BaseModel):
+class _BudgetRequest(BaseModel):
     """The body of PUT /budget."""
 
     model_config = ConfigDict(extra="forbid")
@@ -135,11 +132,9 @@ class BudgetRequest(BaseModel):
 
 
 async def put_budget(request: Request) -> Response:
-    """Replies with what experts have now, and all of the model's memory, in bytes.
-
-    Raises HttpError 400 for a budget that cannot be read, is too small or does not fit.
-    """
-    body = await read_body(request, BudgetRequest)
+    """Replies with what experts have now, and all of the model's memory, in bytes. Raises HttpError 400 for a budget
+    that cannot be read, is too small or does not fit."""
+    body = await read_body(request, _BudgetRequest)
     if body.expert_cache is None and body.vram_cache is None:
         raise HttpError(400, "a budget needs expert_cache or vram_cache, but neither is given")
     try:
@@ -155,9 +150,8 @@ async def get_budget(request: Request) -> Response:
     """Replies as `put_budget`. Raises HttpError 404 for a model that is not loaded."""
     state, name = request.app.state, request.query_params.get("model", "")
     entry = await asyncio.to_thread(state.catalog.find, name)
-    for loaded in state.manager.loaded():
-        if entry.name in (each.name for each in loaded.names):
-            return budget_object(loaded)
+    if loaded := loaded_of(state, entry):
+        return budget_object(loaded)
     raise HttpError(404, f"{entry.name} is not loaded; a request loads it.")
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from moegguf.generate.request import MAX_TOP_LOGPROBS, Delta, GenerationRequest, PromptProgress, Sampling, Timing
+from moegguf.generate.request import MAX_TOP_LOGPROBS, Delta, GenerationRequest, PromptProgress, Sampling
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits
@@ -24,11 +24,10 @@ from moegguf.server.openai.chat import chat_logprobs, prompt_progress, statistic
 from moegguf.server.openai.completions import Prompt, prompts_of
 from moegguf.server.openai.schema import MAX_BIASES, Bias, ChatBody, GenerationBody, token_ids
 from moegguf.serving.events import Done, Event
-
-if TYPE_CHECKING:
-    from moegguf.serving.lease import Lease
+from moegguf.serving.lease import Lease
 
 MAX_FILES = 256
+STOP_TYPES = {"stop": "eos", "length": "limit"}  # by how an answer ended, unless by a stop string
 
 
 def biases_of(given: Any) -> Any:
@@ -40,7 +39,7 @@ def biases_of(given: Any) -> Any:
     return token_ids(given)
 
 
-class NativeBody(GenerationBody):
+class _NativeBody(GenerationBody):
     """The fields that /completion and /infill share. Without `model` it is the only loaded one. n_predict: -1 and -2
     until the model ends or the context is full, 0 only evaluates the prompt."""
 
@@ -61,7 +60,6 @@ class NativeBody(GenerationBody):
         return grammar
 
     def max_answer_tokens(self) -> int | None:
-        """`n_predict`, or OpenAI's name."""
         return self.max_tokens if self.n_predict is None else self.n_predict
 
     def request(self, entry: ModelEntry, **fields: Any) -> GenerationRequest:
@@ -81,13 +79,12 @@ class NativeBody(GenerationBody):
         )
 
 
-class NativeCompletionBody(NativeBody):
+class _NativeCompletionBody(_NativeBody):
     """The body of /completion: a prompt as text or tokens, or a list of these."""
 
     prompt: Annotated[list[Prompt], BeforeValidator(prompts_of)]
 
     def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
-        """`n` requests for each prompt."""
         requests = (
             self.request(entry, prompt=prompt)
             if isinstance(prompt, str)
@@ -97,32 +94,29 @@ class NativeCompletionBody(NativeBody):
         return [each for request in requests for each in self.repeated(request, self.n)]
 
 
-class ExtraFile(Body):
-    """Another file that the gap may depend on."""
-
+class _ExtraFile(Body):
     text: str
     filename: str = "tmp"
 
 
-class InfillBody(NativeBody):
+class _InfillBody(_NativeBody):
     """The body of /infill. `prompt`: the text directly before the gap, after `input_prefix`."""
 
     input_prefix: str
     input_suffix: str
     prompt: str = ""
-    input_extra: Annotated[list[ExtraFile], Field(max_length=MAX_FILES)] = Field(default_factory=list)
+    input_extra: Annotated[list[_ExtraFile], Field(max_length=MAX_FILES)] = Field(default_factory=list)
 
     def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
-        """`n` requests."""
         files = tuple((file.filename, file.text) for file in self.input_extra)
         text = self.input_prefix + self.prompt
         return self.repeated(self.request(entry, prompt=text, suffix=self.input_suffix, files=files), self.n)
 
 
-class NativeReply(Reply):
+class _NativeReply(Reply):
     """The objects of /completion and /infill; several answers are a list."""
 
-    def __init__(self, body: NativeBody, entry: ModelEntry, generations: Sequence[GenerationRequest]) -> None:
+    def __init__(self, body: _NativeBody, entry: ModelEntry, generations: Sequence[GenerationRequest]) -> None:
         self._body, self._model = body, entry.name
         self._generations = generations
         self._prompts = [generation.prompt or "" for generation in generations]
@@ -131,13 +125,11 @@ class NativeReply(Reply):
         self._answers: list[Json] = []
 
     async def prepare(self, lease: Lease) -> None:
-        """Makes text of prompts that are tokens."""
         for i, generation in enumerate(self._generations):
             if generation.context:
                 self._prompts[i] = await lease.detokenize(generation.context)
 
     def lines(self, event: Event) -> bytes:
-        """Server-sent events without a name."""
         if isinstance(event, Delta):
             self._has_line |= "\n" in event.text
             return event_line(self._part(event.text, **self._chances(event)))
@@ -148,12 +140,10 @@ class NativeReply(Reply):
         return b""
 
     def add(self, delta: Delta, done: Done) -> None:
-        """Adds the next answer."""
         self._has_line = "\n" in delta.text
         self._answers.append(self._end(delta.text, done) | self._chances(delta))
 
     def whole(self) -> Any:
-        """The answer, or all of them."""
         return self._answers if len(self._generations) > 1 else self._answers[0]
 
     def _part(self, content: str, **more: Any) -> Json:
@@ -175,7 +165,7 @@ class NativeReply(Reply):
             prompt=self._prompts[self._index],
             has_new_line=self._has_line,
             truncated=bool(timing.cut_tokens or timing.n_shifts),
-            stop_type=_stop_type(timing),
+            stop_type="word" if timing.stop_string else STOP_TYPES.get(timing.finish, "none"),
             stopping_word=timing.stop_string,
             tokens_cached=timing.cached_tokens,
             **statistics(timing),
@@ -190,28 +180,17 @@ class NativeReply(Reply):
         return {**sampling_object(sampling), "logit_bias": biases, "n_probs": n_probs, "stream": stream}
 
 
-def _stop_type(timing: Timing) -> str:
-    if timing.finish == "stop":
-        return "word" if timing.stop_string else "eos"
-    return "limit" if timing.finish == "length" else "none"
-
-
-class TemplateBody(ChatBody):
+class _TemplateBody(ChatBody):
     """The body of /apply-template, which has the fields of /v1/chat/completions."""
 
     model: str = Field("", max_length=limits.NAME_CHARS)
 
 
-async def render(lease: Lease, generation: GenerationRequest) -> Json:
-    """The text that the chat template makes of a conversation."""
-    return {"prompt": await lease.render(generation)}
-
-
-COMPLETION: Conversation[NativeCompletionBody] = Conversation(NativeCompletionBody, NativeReply, limits.BODY_BYTES)
-INFILL: Conversation[InfillBody] = Conversation(InfillBody, NativeReply, limits.BODY_BYTES)
+COMPLETION: Conversation[_NativeCompletionBody] = Conversation(_NativeCompletionBody, _NativeReply, limits.BODY_BYTES)
+INFILL: Conversation[_InfillBody] = Conversation(_InfillBody, _NativeReply, limits.BODY_BYTES)
 routes = [
     COMPLETION.at("/completion"),
     COMPLETION.at("/completions"),
     INFILL.at("/infill"),
-    about_prompt("/apply-template", TemplateBody, render),
+    about_prompt("/apply-template", _TemplateBody, "render", lambda text: {"prompt": text}),
 ]

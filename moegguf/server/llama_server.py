@@ -8,7 +8,7 @@ llama-server has one model; here `model` in the body or query selects it, by def
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import AliasChoices, Field, field_validator
 from starlette.requests import Request
@@ -22,13 +22,11 @@ from moegguf.server.common import limits
 from moegguf.server.common.body import Body
 from moegguf.server.common.conversation import leases_of
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.lookup import look_up, selected_model
+from moegguf.server.common.lookup import loaded_of, look_up, selected_model
 from moegguf.server.common.options import MAX_TOKEN, Loading, ModelName, options_of
 from moegguf.server.common.streams import WholeResponse, computed
 from moegguf.serving.events import LoadedModel
-
-if TYPE_CHECKING:
-    from moegguf.serving.lease import Lease
+from moegguf.serving.lease import Lease
 
 
 async def health(request: Request) -> Response:
@@ -71,9 +69,7 @@ async def props(request: Request) -> Response:
 async def _selected(request: Request) -> tuple[ModelEntry, Details, LoadedModel | None]:
     """The model of `?model=`, or the only loaded one; and its state, if it is loaded."""
     entry, known = await look_up(request.app.state, request.query_params.get("model"))
-    in_memory: list[LoadedModel] = request.app.state.manager.loaded()
-    loaded = next((model for model in in_memory if entry.name in {each.name for each in model.names}), None)
-    return entry, known, loaded
+    return entry, known, loaded_of(request.app.state, entry)
 
 
 async def slots(request: Request) -> Response:
@@ -126,15 +122,12 @@ async def tokenize(request: Request, body: TokenizeBody) -> dict[str, Any]:
     return {"tokens": [{"id": token, "piece": piece} for token, piece in zip(tokens, pieces, strict=True)]}
 
 
-class DetokenizeBody(Body):
-    """The body of /detokenize."""
-
+class _DetokenizeBody(Body):
     tokens: list[Annotated[int, Field(ge=0, le=MAX_TOKEN)]]
     model: ModelName | None = None
 
 
-async def detokenize(request: Request, body: DetokenizeBody) -> dict[str, Any]:
-    """The text of tokens."""
+async def _detokenize(request: Request, body: _DetokenizeBody) -> dict[str, Any]:
     async with shared_lease(request, body.model) as lease:
         text = await lease.detokenize(body.tokens)
     return {"content": text, "prompt": text}
@@ -204,7 +197,7 @@ routes = [
     Route("/props", props, methods=["GET"]),
     Route("/slots", slots, methods=["GET"]),
     computed("/tokenize", TokenizeBody, tokenize),
-    computed("/detokenize", DetokenizeBody, detokenize),
+    computed("/detokenize", _DetokenizeBody, _detokenize),
     Route("/tokenizer_info", tokenizer_info, methods=["GET"]),
     *(computed(path, RerankBody, rerank) for path in RERANK_PATHS),
 ]

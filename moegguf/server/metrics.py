@@ -7,9 +7,9 @@ of an unloaded model stay in its total. Names follow Prometheus: base units, `_t
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import psutil
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, Metric, generate_latest
@@ -25,13 +25,12 @@ from moegguf.generate.request import Timing
 from moegguf.serving.events import Done, Event, LoadedModel
 
 
-@dataclass(frozen=True)
-class CounterSpec:
+class CounterSpec(NamedTuple):
     """A counter over fields of `Stats`: {label value: field}, with the label named `by` if there is more than one."""
 
     name: str
     help: str
-    fields: dict[str, str]
+    fields: Mapping[str, str]
     by: str = ""
 
 
@@ -93,6 +92,7 @@ ANSWERS = (
 
 Figure = tuple[tuple[str, ...], str]
 """() for the model or (tier, its device), and a field."""
+Sample = tuple[Sequence[str], float]
 
 
 class Totals:
@@ -171,7 +171,7 @@ TIER_GAUGES = (
 
 
 class Scrape(Collector):
-    """The metric families of one scrape, for `generate_latest`. `totals` is updated with `loaded`."""
+    """The metric families of one scrape, for `generate_latest`."""
 
     def __init__(self, totals: Totals, loaded: Iterable[LoadedModel]) -> None:
         self._answers = dict(sorted(totals.answers.items()))
@@ -180,15 +180,7 @@ class Scrape(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The families that have samples."""
-        families = (
-            *self._llama_server_metrics(),
-            *self._answer_counters(),
-            *self._expert_counters(COUNTS),
-            *self._expert_counters(TIER_COUNTS, *TIER_LABELS),
-            *self._model_gauges(),
-            *self._tier_gauges(),
-        )
-        return (family for family in families if family.samples)
+        return (family for family in (*self._llama_server_metrics(), *self._own_metrics()) if family.samples)
 
     def _llama_server_metrics(self) -> Iterator[Metric]:
         """llama-server's metrics, as far as they apply here. Rates are means since the start."""
@@ -208,44 +200,38 @@ class Scrape(Collector):
             ("requests_processing", "Number of requests processing.", sum(model.busy for model in self._loaded)),
             ("requests_deferred", "Number of requests that wait.", sum(model.queue for model in self._loaded)),
         ):
-            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-            yield kind(f"llamacpp:{name}", text, value=value)
+            yield _family(f"llamacpp:{name}", text, (), [((), value)])
 
-    def _answer_counters(self) -> Iterator[Metric]:
-        """Finished answers, per model."""
+    def _own_metrics(self) -> Iterator[Metric]:
+        """Counters since the server's start, then the state of the models in memory."""
         for name, text, field in ANSWERS:
-            family = CounterMetricFamily(f"moegguf_{name}_total", text, labels=["model"])
-            for model, done in self._answers.items():
-                family.add_metric([model], done[field])
-            yield family
-
-    def _expert_counters(self, specs: Iterable[CounterSpec], *labels: str) -> Iterator[Metric]:
-        """Counters per model, and per `labels`, since the server's start."""
-        for count in specs:
-            names = ["model", *labels, count.by] if count.by else ["model", *labels]
-            family = CounterMetricFamily(f"moegguf_{count.name}_total", count.help, labels=names)
-            for model, sums in self._counts.items():
-                for of in sorted({of for of, _ in sums if len(of) == len(labels)}):
-                    for value, field in count.fields.items():
-                        family.add_metric([model, *of, value], sums[of, field])
-            yield family
-
-    def _tier_gauges(self) -> Iterator[Metric]:
-        """Slots of each tier of the models in memory."""
-        for name, text, field in TIER_GAUGES:
-            family = GaugeMetricFamily(f"moegguf_{name}", text, labels=["model", *TIER_LABELS])
-            for model in self._loaded:
-                for tier in model.stats.tiers:
-                    family.add_metric([model.name, *_labels_of(tier)], getattr(tier, field))
-            yield family
-
-    def _model_gauges(self) -> Iterator[Metric]:
-        """Current state of the models in memory."""
+            yield _own(f"{name}_total", text, (), (((model,), done[field]) for model, done in self._answers.items()))
+        for labels, counters in (((), COUNTS), (TIER_LABELS, TIER_COUNTS)):
+            for spec in counters:
+                names = (*labels, spec.by) if spec.by else labels
+                yield _own(f"{spec.name}_total", spec.help, names, self._counted(spec, len(labels)))
         for name, text, value in GAUGES:
-            family = GaugeMetricFamily(f"moegguf_{name}", text, labels=["model"])
-            for model in self._loaded:
-                family.add_metric([model.name], float(value(model)))
-            yield family
+            yield _own(name, text, (), (((model.name,), float(value(model))) for model in self._loaded))
+        for name, text, field in TIER_GAUGES:
+            tiers = ((model.name, tier) for model in self._loaded for tier in model.stats.tiers)
+            yield _own(name, text, TIER_LABELS, (((m, *_labels_of(tier)), getattr(tier, field)) for m, tier in tiers))
+
+    def _counted(self, spec: CounterSpec, n_labels: int) -> Iterator[Sample]:
+        for model, sums in self._counts.items():
+            for of in sorted({of for of, _ in sums if len(of) == n_labels}):
+                for value, field in spec.fields.items():
+                    yield (model, *of, value), sums[of, field]
+
+
+def _own(name: str, text: str, labels: Sequence[str], samples: Iterable[Sample]) -> Metric:
+    return _family(f"moegguf_{name}", text, ("model", *labels), samples)
+
+
+def _family(name: str, text: str, labels: Sequence[str], samples: Iterable[Sample]) -> Metric:
+    family = (CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily)(name, text, labels=labels)
+    for values, number in samples:
+        family.add_metric(values, number)
+    return family
 
 
 def _rate(n: float, seconds: float) -> float:

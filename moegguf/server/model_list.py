@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from moegguf.models.catalog import Catalog
 from moegguf.models.entry import ModelEntry
 from moegguf.server.common.errors import MODELS_PATH, lists_for_anthropic
 from moegguf.server.common.lookup import details_or_none, find
 from moegguf.server.common.objects import page
-
-if TYPE_CHECKING:
-    from moegguf.models.catalog import Catalog
 
 DEFAULT_OWNER = "library"  # as in Ollama, for names without a namespace
 DEFAULT_LISTED, MAX_LISTED = 20, 1000  # for Anthropic's clients

@@ -38,14 +38,13 @@ async def root(request: Request) -> Response:
     return PlainTextResponse(GREETING, headers={"vary": "Accept", "x-content-type-options": "nosniff"})
 
 
-class PageFiles(StaticFiles):
+class _PageFiles(StaticFiles):
     """The files of the page, with HEADERS."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
-        """The response of StaticFiles, with HEADERS."""
         response = await super().get_response(path, scope)
         response.headers.update(HEADERS)
         return response
 
 
-routes = [Route("/", root), Mount("/page", PageFiles(directory=FOLDER))]
+routes = [Route("/", root), Mount("/page", _PageFiles(directory=FOLDER))]

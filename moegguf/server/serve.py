@@ -10,7 +10,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import h11
 from starlette.types import Receive, Scope, Send
@@ -27,9 +27,7 @@ from moegguf.server.common.errors import HttpError, error_response
 from moegguf.server.common.request_log import start_logging
 from moegguf.server.common.streams import dumps
 from moegguf.serving.model_manager import ModelManager
-
-if TYPE_CHECKING:
-    from moegguf.settings import Host, Settings
+from moegguf.settings import Host, Settings
 
 log = logging.getLogger(__name__)
 

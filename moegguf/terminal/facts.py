@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from moegguf.engine import machine
 from moegguf.engine.budgets import Budgets, Sizes
 from moegguf.engine.cost import SPEED_SPREAD, HitRates, ModelBytes, Speeds, cpu_s, published_curve
 from moegguf.engine.load import plan_here
-from moegguf.engine.machine import (
-    Device,
-    DiskSpeed,
-    Machine,
-    Memory,
-    count_cpus,
-    disk_read_speed,
-    memory_read_speed,
-    read_memory,
-)
 from moegguf.engine.plan import PlacementPlan, Plan, slot_bytes
 from moegguf.engine.planner import make_plan
 from moegguf.engine.speeds import expert_read_speed
@@ -44,10 +35,8 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True)
 class DescribedModel:
-    """A model to describe: its entry and headers, and what is known of its hit rates.
-
-    fetched: False for a model of Hugging Face of which only the headers are here.
-    """
+    """A model to describe: its entry and headers, and what is known of its hit rates. fetched: False for a model of
+    Hugging Face of which only the headers are here."""
 
     entry: ModelEntry
     layout: ExpertLayout
@@ -62,10 +51,8 @@ class DescribedModel:
 
 @contextmanager
 def described(model: str) -> Iterator[DescribedModel]:
-    """The model of a path or name; of a Hub name that is not on this machine, the headers are fetched.
-
-    Raises ModelNotFoundError, ModelNameError, ModelFormatError, PullError.
-    """
+    """The model of a path or name; of a Hub name that is not on this machine, the headers are fetched. Raises
+    ModelNotFoundError, ModelNameError, ModelFormatError, PullError."""
     try:
         entry = Catalog().find(model)
     except ModelNotFoundError:
@@ -171,11 +158,9 @@ def estimate_model(
     device: SupposedDevice | None = None,
     placement: str | None = None,
 ) -> Facts:
-    """Facts of `moegguf estimate`: the plan for this machine now, with the measured speeds of disk and memory.
-
-    type_k, type_v: types of the KV cache; None: MOEGGUF_KV_CACHE_TYPE. vram_cache, placement: as `Llama` takes them.
-    device: what one that is only supposed would give.
-    """
+    """Facts of `moegguf estimate`: the plan for this machine now, with the measured speeds of disk and memory. type_k,
+    type_v: types of the KV cache; None: MOEGGUF_KV_CACHE_TYPE. vram_cache, placement: as `Llama` takes them. device:
+    what one that is only supposed would give."""
     settings = read_settings()
     cache = parse_expert_cache(read_environment().expert_cache if expert_cache is None else expert_cache)
     types = tuple(type or settings.kv_cache_type for type in (type_k, type_v))
@@ -185,7 +170,8 @@ def estimate_model(
     with described(model) as found:
         options |= {"n_ctx": n_ctx, "flash_attn": flash_attn, "projector": projector_of(found.entry)}
         plan = plan_here(found.layout, cache, vram_cache, placement, **options)
-        disk = _disk_speed(found, plan)
+        reads = found.fetched and found.layout.is_moe and not plan.resident
+        disk = expert_read_speed(found.layout, DISK_SECONDS) if reads else None
         default = "auto" if plan.placement or plan.device else None
         return {
             "name": found.layout.name,
@@ -205,21 +191,14 @@ def estimate_model(
         }
 
 
-def _disk_speed(found: DescribedModel, plan: Plan) -> DiskSpeed | None:
-    """The disk's speed for reads as large as this model's matrices; None where nothing is read, or not fetched yet."""
-    if plan.resident or not found.layout.is_moe or not found.fetched:
-        return None
-    return expert_read_speed(found.layout, DISK_SECONDS)
-
-
-def _expectation(found: DescribedModel, plan: Plan, disk: DiskSpeed | None) -> Facts:
+def _expectation(found: DescribedModel, plan: Plan, disk: machine.DiskSpeed | None) -> Facts:
     """What to expect while answering; the speed of a model that has to read needs that of its disk."""
     speeds = memory_bytes_per_s = None
     if plan.device is not None:  # hit rates and bytes only: the GPU's speed was not measured
         facts = asdict(found.hit_rates.expect(max(plan.n_slots, plan.n_ram_slots)))
         return facts | {"memory_bytes_per_s": None}
     if disk or plan.resident:
-        memory_bytes_per_s = memory_read_speed(count_cpus())
+        memory_bytes_per_s = machine.memory_read_speed(machine.count_cpus())
         speeds = Speeds.of_cpu(memory_bytes_per_s, disk.bytes_per_s if disk else memory_bytes_per_s)
     facts = asdict(found.hit_rates.expect(plan.n_slots, speeds))
     return facts | {"memory_bytes_per_s": round(memory_bytes_per_s) if memory_bytes_per_s else None}
@@ -233,10 +212,11 @@ def _placement(plan: PlacementPlan | None) -> Facts | None:
     return {
         "device_expert_bytes": plan.device_bytes,
         "speeds": {
-            "device_bytes_per_s": round(speeds.device_bytes_per_s),
+            **{
+                name: round(getattr(speeds, name))
+                for name in ("device_bytes_per_s", "cpu_bytes_per_s", "disk_bytes_per_s")
+            },
             "copies_bytes_per_s": round(speeds.copies.bytes_per_s),
-            "cpu_bytes_per_s": round(speeds.cpu_bytes_per_s),
-            "disk_bytes_per_s": round(speeds.disk_bytes_per_s),
             "copies_us": speeds.copies.latency_s * 1e6,
             "stop_us": speeds.stop_s * 1e6,
             "cpu_layer_us": speeds.cpu_layer_s * 1e6,
@@ -251,11 +231,11 @@ def _placement(plan: PlacementPlan | None) -> Facts | None:
 
 def _supposed(found: DescribedModel, here: Plan, options: Facts, device: SupposedDevice) -> Facts | None:
     """The same for a device that is not here, beside RAM for everything, with the context of the plan that is."""
-    speeds = Speeds.supposed(device.memory_bytes_per_s, device.link, memory_read_speed(count_cpus()))
-    there = Device("the device", 0, device.memory_bytes, device.memory_bytes)
+    speeds = Speeds.supposed(device.memory_bytes_per_s, device.link, machine.memory_read_speed(machine.count_cpus()))
+    there = machine.Device("the device", 0, device.memory_bytes, device.memory_bytes)
     budgets = Budgets(sizes=replace(Sizes(**options), n_ctx=here.n_ctx))
-    ample = Memory(1 << 62, 1 << 62, "what is supposed")
-    return _placement(make_plan(found.layout, Machine(ample, devices=(there,)), budgets, speeds).placement)
+    ample = machine.Memory(1 << 62, 1 << 62, "what is supposed")
+    return _placement(make_plan(found.layout, machine.Machine(ample, devices=(there,)), budgets, speeds).placement)
 
 
 def layout_facts(found: DescribedModel) -> Facts:
@@ -320,14 +300,12 @@ RESERVE_BYTES = 1 << 30  # of a context, buffers and the process itself
 
 
 def library_facts(prefix: str = "") -> list[Facts]:
-    """Facts of the models whose names start with `prefix`, with this machine's memory and speeds now.
-
-    Speeds are those of the processor; None where one token's experts do not fit into the free memory. The disk is the
-    one that moegguf is installed on.
-    """
-    free_bytes = read_memory().available_bytes
-    disk = disk_read_speed(demo_path() or sys.executable, DISK_SECONDS)
-    speeds = Speeds.of_cpu(memory_read_speed(count_cpus()), disk.bytes_per_s)
+    """Facts of the models whose names start with `prefix`, with this machine's memory and speeds now. Speeds are those
+    of the processor; None where one token's experts do not fit into the free memory. The disk is the one that moegguf
+    is installed on."""
+    free_bytes = machine.read_memory().available_bytes
+    disk = machine.disk_read_speed(demo_path() or sys.executable, DISK_SECONDS)
+    speeds = Speeds.of_cpu(machine.memory_read_speed(machine.count_cpus()), disk.bytes_per_s)
     chosen = (model for model in library() if model.name.startswith(prefix.lower()))
     return [_facts(model, free_bytes, speeds) for model in chosen]
 
@@ -336,6 +314,9 @@ def _facts(model: LibraryModel, free_bytes: int, speeds: Speeds) -> Facts:
     least_bytes = model.dense_bytes + model.token_bytes + RESERVE_BYTES
     share = min(1.0, (free_bytes - RESERVE_BYTES - model.dense_bytes) / model.expert_bytes)
     slow = fast = None
+    here = False
+    with suppress(ModelNotFoundError):
+        here = bool(Catalog().find(model.hub_name))
     if free_bytes >= least_bytes:
         hit_rate = 1.0 if share == 1 else published_curve(model.n_expert, model.n_expert_used).at(share)
         read = ModelBytes(model.n_layer, model.token_bytes, model.dense_bytes, model.n_expert_used, model.n_layer)
@@ -343,16 +324,9 @@ def _facts(model: LibraryModel, free_bytes: int, speeds: Speeds) -> Facts:
         slow = SPEED_SPREAD * fast
     return asdict(model) | {
         "hub_name": model.hub_name,
-        "here": _is_here(model),
+        "here": here,
         "least_bytes": least_bytes,
         "all_bytes": model.size_bytes + RESERVE_BYTES,
         "expert_share": max(0.0, share) if fast else 0.0,
         "tokens_per_s": [slow, fast] if fast else None,
     }
-
-
-def _is_here(model: LibraryModel) -> bool:
-    try:
-        return bool(Catalog().find(model.hub_name))
-    except ModelNotFoundError:
-        return False

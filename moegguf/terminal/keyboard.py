@@ -25,10 +25,8 @@ _saved_attributes: list[Any] | None = None
 
 @contextmanager
 def keyboard_echo_off() -> Iterator[None]:
-    """No echo, no line buffering, no CR-to-LF mapping; signals from keys still work.
-
-    Undone at the end, also on SIGTERM and SIGHUP.
-    """
+    """No echo, no line buffering, no CR-to-LF mapping; signals from keys still work. Undone at the end, also on SIGTERM
+    and SIGHUP."""
     global _saved_attributes
     stdin = sys.stdin.fileno()
     _saved_attributes = termios.tcgetattr(stdin)
@@ -76,20 +74,11 @@ def exit_now() -> NoReturn:
     os._exit(EXIT_INTERRUPTED)
 
 
-class Interrupts:
-    """Number of times Ctrl-C was pressed."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-
 @contextmanager
-def cancel_on_interrupt(cancel: Callable[[], object], exit_timeout_s: float | None = None) -> Iterator[Interrupts]:
-    """Ctrl-C calls `cancel` on another thread; a second Ctrl-C ends the process.
-
-    With `exit_timeout_s` the process ends that many seconds after the first one, unless the block has ended.
-    """
-    interrupts = Interrupts()
+def cancel_on_interrupt(cancel: Callable[[], object], exit_timeout_s: float | None = None) -> Iterator[threading.Event]:
+    """Ctrl-C calls `cancel` on another thread, and sets the event that is yielded; a second Ctrl-C ends the process.
+    With `exit_timeout_s` the process ends that many seconds after the first one, unless the block has ended."""
+    interrupted = threading.Event()
     ended = threading.Event()
 
     def exit_after_timeout() -> None:
@@ -97,9 +86,9 @@ def cancel_on_interrupt(cancel: Callable[[], object], exit_timeout_s: float | No
             exit_now()
 
     def interrupt(*_: Any) -> None:
-        interrupts.count += 1
-        if interrupts.count > 1:
+        if interrupted.is_set():
             exit_now()
+        interrupted.set()
         # Not on this thread: the interrupted code may hold the lock that `cancel` needs.
         threading.Thread(target=cancel, name="moegguf-cancel", daemon=True).start()
         if exit_timeout_s is not None:
@@ -107,7 +96,7 @@ def cancel_on_interrupt(cancel: Callable[[], object], exit_timeout_s: float | No
 
     handler = signal.signal(signal.SIGINT, interrupt)
     try:
-        yield interrupts
+        yield interrupted
     finally:
         ended.set()
         signal.signal(signal.SIGINT, handler)

@@ -55,9 +55,7 @@ def parse_format(text: str) -> str | Mapping[str, Any]:
 
 def find_or_pull(name: str) -> ModelEntry:
     """The entry called `name`; one of Hugging Face or of the library that is not on this machine is pulled first.
-
-    Raises ModelNotFoundError, ModelNameError, PullError.
-    """
+    Raises ModelNotFoundError, ModelNameError, PullError."""
     from moegguf.errors import ModelNotFoundError
     from moegguf.models.catalog import Catalog
     from moegguf.models.library import fetchable_name

@@ -81,32 +81,23 @@ def run_with_exit_code(call: Callable[[], Any]) -> int:
 
 
 def _print_failure(error: BaseException) -> int:
-    if isinstance(error, KeyboardInterrupt) or isinstance(error.__cause__, KeyboardInterrupt):
-        return EXIT_INTERRUPTED
-    if isinstance(error, typer.BadParameter | UsageError):
-        print_message(f"error: {_usage_text(error)}")
-        return EXIT_USAGE
-    if isinstance(error, typer.Abort):
+    if isinstance(error, KeyboardInterrupt | typer.Abort) or isinstance(error.__cause__, KeyboardInterrupt):
         return EXIT_INTERRUPTED
     if isinstance(error, BrokenPipeError):
         # The pipe behind stdout is closed; the interpreter's final flush must not report that again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILURE
-    if isinstance(error, MoeggufError):
-        print_message(f"error: {_one_line(error)}")
-        return EXIT_FAILURE
-    if isinstance(error, MemoryError):
-        print_message("error: there is not enough memory; give a smaller --expert-cache or --ctx.")
-        return EXIT_FAILURE
-    print_message(
-        f"error: unexpected {type(error).__name__}: {_one_line(error) or 'no reason given'};"
-        " run again with MOEGGUF_DEBUG=1 for the traceback."
-    )
-    return EXIT_FAILURE
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+    text = " ".join(str(error).split())
+    is_usage = isinstance(error, typer.BadParameter | UsageError)
+    if is_usage:
+        text = _usage_text(error)
+    elif isinstance(error, MemoryError) and not isinstance(error, MoeggufError):
+        text = "there is not enough memory; give a smaller --expert-cache or --ctx."
+    elif not isinstance(error, MoeggufError):
+        reason = f"unexpected {type(error).__name__}: {text or 'no reason given'}"
+        text = f"{reason}; run again with MOEGGUF_DEBUG=1 for the traceback."
+    print_message(f"error: {text}")
+    return EXIT_USAGE if is_usage else EXIT_FAILURE
 
 
 def _usage_text(error: Any) -> str:

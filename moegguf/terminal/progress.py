@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import stat
 import sys
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from moegguf.terminal.units import human_bytes
@@ -53,9 +52,7 @@ class _Display:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -102,20 +99,12 @@ class PullProgress(_Display):
 
 
 def _download_progress() -> Any:
+    from rich import progress as bars
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
 
-    return Progress(
-        TextColumn("{task.description}:"), TaskProgressColumn(), BarColumn(None), DownloadColumn(),
-        TransferSpeedColumn(), TimeRemainingColumn(compact=True),
+    return bars.Progress(
+        bars.TextColumn("{task.description}:"), bars.TaskProgressColumn(), bars.BarColumn(None), bars.DownloadColumn(),
+        bars.TransferSpeedColumn(), bars.TimeRemainingColumn(compact=True),
         console=Console(stderr=True, highlight=False), expand=True, speed_estimate_period=RATE_WINDOW_S,
     )  # fmt: skip
 

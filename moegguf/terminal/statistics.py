@@ -100,9 +100,10 @@ def expert_lines(stats: Stats, decode: Stats) -> list[Line]:
     """(label, value) of the expert cache: `stats` of prompt and answer, `decode` from the second token on."""
     if not stats.n_experts:
         return []
-    share, pool = stats.n_slots / stats.n_experts, format_bytes(stats.pool_bytes)
-    cache = f"{stats.n_slots} of {stats.n_experts} experts ({share:.0%}), {pool}"
-    lines = [("expert cache", cache)] if not stats.in_vram else _tier_lines(stats)
+    lines = [("expert cache", _slots(stats, stats.n_experts))]
+    if stats.in_vram:
+        lines = [(f"expert cache {tier.name}", _slots(tier, stats.n_experts)) for tier in stats.tiers]
+        lines[0] = (lines[0][0], f"{lines[0][1]} on {stats.tiers[0].device}")
     if stats.lookups:
         lines.append(("hit rate", f"{lookup_shares(stats)} of {stats.lookups} lookups"))
     moved = f"{stats.bytes_read / 1e6:.2f} MB from disk"
@@ -112,7 +113,8 @@ def expert_lines(stats: Stats, decode: Stats) -> list[Line]:
         lines.append(("moved to VRAM", _bytes_in(stats.tiers[0], decode)))
     if stats.staging_bytes:
         lines.append(("prompts staged", staged(stats)))
-    lines += [("moved", moved), ("evictions", _evictions(stats))]
+    by_tier = ", ".join(f"{tier.evictions} {tier.name}" for tier in stats.tiers)
+    lines += [("moved", moved), ("evictions", by_tier if len(stats.tiers) > 1 else str(stats.evictions))]
     if decode.tokens and decode.eval_s:
         each = f"{decode.stall_per_token_s * 1e3:.2f} ms/token"
         of_disk = f", {decode.below.stall_s / decode.eval_s:.0%} for disk" if decode.below else ""
@@ -122,16 +124,9 @@ def expert_lines(stats: Stats, decode: Stats) -> list[Line]:
     return lines
 
 
-def _tier_lines(stats: Stats) -> list[Line]:
-    """(label, value) of each tier's slots: "expert cache VRAM", "expert cache RAM"."""
-    return [
-        (
-            f"expert cache {tier.name}",
-            f"{tier.n_slots} of {stats.n_experts} experts ({tier.n_slots / stats.n_experts:.0%}),"
-            f" {format_bytes(tier.pool_bytes)}" + (f" on {tier.device}" if tier is stats.tiers[0] else ""),
-        )
-        for tier in stats.tiers
-    ]
+def _slots(of: Stats | TierStats, n_experts: int) -> str:
+    share = of.n_slots / n_experts
+    return f"{of.n_slots} of {n_experts} experts ({share:.0%}), {format_bytes(of.pool_bytes)}"
 
 
 def _bytes_in(tier: TierStats, decode: Stats) -> str:
@@ -147,12 +142,6 @@ def staged(stats: Stats) -> str:
     "12.30 MB through 48 MiB, 93% of the time while computing"."""
     text = f"{stats.bytes_staged / 1e6:.2f} MB through {format_bytes(stats.staging_bytes)}"
     return text + f", {stats.staging_overlap:.0%} of the time while computing" * (stats.bytes_staged > 0)
-
-
-def _evictions(stats: Stats) -> str:
-    if len(stats.tiers) < 2:
-        return str(stats.evictions)
-    return ", ".join(f"{tier.evictions} {tier.name}" for tier in stats.tiers)
 
 
 def _placement_lines(timing: Timing, predicted: Placement | None) -> list[Line]:
@@ -186,13 +175,9 @@ def total_lines(stats: Stats) -> list[str]:
     """Lines about everything since the model was loaded."""
     if not stats.lookups:
         return []
-    return _aligned(
-        [
-            ("since load", f"{stats.tokens} token(s) evaluated"),
-            ("hit rate", f"{lookup_shares(stats)} of {stats.lookups} lookups"),
-            ("moved", f"{stats.bytes_read / 1e6:.2f} MB from disk"),
-        ]
-    )
+    hits = f"{lookup_shares(stats)} of {stats.lookups} lookups"
+    moved = f"{stats.bytes_read / 1e6:.2f} MB from disk"
+    return _aligned([("since load", f"{stats.tokens} token(s) evaluated"), ("hit rate", hits), ("moved", moved)])
 
 
 def policy_lines(decisions: Mapping[str, Any], stats: Stats) -> list[Line]:

@@ -74,32 +74,25 @@ def print_columns(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 def print_model_list(entries: Iterable[ModelEntry]) -> None:
     """The table of `moegguf list` and the chat's /list."""
-    print_columns(("NAME", "ID", "SIZE", "MODIFIED"), [_list_row(entry) for entry in entries])
+    rows = []
+    for entry in entries:
+        size, modified = human_bytes(entry.size_bytes), human_time(entry.modified)
+        if entry.missing:
+            size, modified = "missing", f"{modified}: {', '.join(map(str, entry.missing))} is no longer there"
+        rows.append((entry.name, entry.digest[:12], size, modified))
+    print_columns(("NAME", "ID", "SIZE", "MODIFIED"), rows)
 
 
 def print_library(facts: Iterable[Facts]) -> None:
     """The table of `moegguf library`; a mark behind the names of models that are on this machine."""
-    header = ("NAME", "SIZE", "NEEDS", "FOR ALL", "EXPERTS IN MEMORY", "SPEED HERE", "MODEL")
-    print_columns(header, [_library_row(each) for each in facts])
-
-
-def _library_row(facts: Facts) -> Sequence[str]:
-    sizes = (human_bytes(facts[key]) for key in ("size_bytes", "least_bytes", "all_bytes"))
-    speed, share = "needs more memory", "-"
-    if facts["tokens_per_s"]:
-        speed, share = f"{two_digits(*facts['tokens_per_s'])} t/s", f"{facts['expert_share']:.0%}"
-    return facts["name"] + " (here)" * facts["here"], *sizes, share, speed, facts["hub_name"]
-
-
-def _list_row(entry: ModelEntry) -> Sequence[str]:
-    size, modified = human_bytes(entry.size_bytes), human_time(entry.modified)
-    if entry.missing:
-        size, modified = "missing", f"{modified}: {', '.join(map(str, entry.missing))} is no longer there"
-    return entry.name, entry.digest[:12], size, modified
-
-
-def _tokens(n: int) -> str:
-    return f"{n:,} token{'s' * (n != 1)}"
+    rows = []
+    for each in facts:
+        sizes = (human_bytes(each[key]) for key in ("size_bytes", "least_bytes", "all_bytes"))
+        speed, share = "needs more memory", "-"
+        if each["tokens_per_s"]:
+            speed, share = f"{two_digits(*each['tokens_per_s'])} t/s", f"{each['expert_share']:.0%}"
+        rows.append((each["name"] + " (here)" * each["here"], *sizes, share, speed, each["hub_name"]))
+    print_columns(("NAME", "SIZE", "NEEDS", "FOR ALL", "EXPERTS IN MEMORY", "SPEED HERE", "MODEL"), rows)
 
 
 def _percent_range(low: float, high: float) -> str:
@@ -224,17 +217,24 @@ def _memory_rows(facts: Facts) -> list[Row]:
         rows.append((where, format_bytes(plan["budget_bytes"]), slots))
     type_k, type_v = facts["cache_types"]
     types = "" if type_k == type_v == "f16" else f"K in {type_k}, V in {type_v}"
-    rows += [_weights_row(plan), ("context (KV cache)", format_bytes(plan["kv_bytes"]), types)]
+    weights = "weights every token uses" + (f" on {plan['layers_on']}" if plan["layers_on"] else "")
+    whole = plan["placement"]["chosen"]["n_layers"] if plan["placement"] and not plan["resident"] else 0
+    rows += [
+        (weights, format_bytes(plan["dense_bytes"]), f"with the experts of {whole} layers" if whole else ""),
+        ("context (KV cache)", format_bytes(plan["kv_bytes"]), types),
+    ]
     if plan["projector_bytes"]:
         rows.append(("reading images", format_bytes(plan["projector_bytes"]), ""))
     if n := plan["n_staging"]:
         tensors = f"{n} tensors of a layer's experts" if n > 1 else "a tensor of a layer's experts"
         rows.append(("staging prompts", format_bytes(plan["staging_bytes"]), tensors))
+    n, left = plan["n_ubatch"], plan["available_bytes"] - plan["total_bytes"]
     rows += [
-        ("buffers", format_bytes(plan["compute_bytes"]), f"for {_tokens(plan['n_ubatch'])} of a prompt at a time"),
+        ("buffers", format_bytes(plan["compute_bytes"]), f"for {n:,} token{'s' * (n != 1)} of a prompt at a time"),
         ("all of it", format_bytes(plan["total_bytes"]), ""),
-        ("free now", format_bytes(plan["available_bytes"]), _free_memory_text(plan)),
-    ]
+        ("free now", format_bytes(plan["available_bytes"]),
+         f"{format_bytes(left)} stay free" if left >= 0 else f"{format_bytes(-left)} too few"),
+    ]  # fmt: skip
     if plan["layers_on"]:
         rows.append(("RAM beside that", format_bytes(plan["host_bytes"]), "with these experts"))
     if plan["device"]:
@@ -243,14 +243,6 @@ def _memory_rows(facts: Facts) -> list[Row]:
     if total and not plan["resident"]:
         rows.append(("experts on disk", format_bytes(facts["expert_bytes"]), "read when a token needs them"))
     return rows
-
-
-def _weights_row(plan: Facts) -> Row:
-    """Weights that every token uses, and experts of whole layers on a device."""
-    whole = plan["placement"]["chosen"]["n_layers"] if plan["placement"] and not plan["resident"] else 0
-    with_layers = f"with the experts of {whole} layers" if whole else ""
-    where = f" on {plan['layers_on']}" if plan["layers_on"] else ""
-    return ("weights every token uses" + where, format_bytes(plan["dense_bytes"]), with_layers)
 
 
 def _placement_rows(placement: Facts) -> list[Row]:
@@ -268,11 +260,6 @@ def _placement_rows(placement: Facts) -> list[Row]:
         ("copies", f"{in_gb['copies']}, {speeds['copies_us']:.0f} us a layer", f"disk {in_gb['disk']}"),
         ("a stop at a layer", f"{speeds['stop_us']:.0f} us", f"{speeds['cpu_layer_us']:.0f} us to the CPU and back"),
     ]
-
-
-def _free_memory_text(plan: Facts) -> str:
-    free_bytes = plan["available_bytes"] - plan["total_bytes"]
-    return f"{format_bytes(free_bytes)} stay free" if free_bytes >= 0 else f"{format_bytes(-free_bytes)} too few"
 
 
 def _expectation_rows(facts: Facts) -> list[Row]:

@@ -16,7 +16,7 @@ from command_line import TinyModel, environment
 from servers import Server, serving
 from terminal import Terminal, control, moegguf_command
 
-from moegguf.chat import running_server, show_commands
+from moegguf.chat import commands, running_server
 from moegguf.chat.conversation import Conversation
 from moegguf.models.entry import NamedModel
 
@@ -255,7 +255,7 @@ def test_clear_keeps_what_the_server_would_add_again() -> None:
 
 def test_a_model_without_parameters_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     session: Any = SimpleNamespace(conversation=Conversation(NamedModel("a:latest"), system=""))
-    show_commands.show(session, "parameters")
+    commands.run_command(session, "/show parameters")
     assert "  No additional parameters were specified for this model." in "".join(capsys.readouterr())
 
 

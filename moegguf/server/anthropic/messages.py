@@ -10,17 +10,13 @@ import hashlib
 import json
 import secrets
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing, ToolCall
+from moegguf.generate.request import Delta, PromptProgress, Timing, ToolCall
 from moegguf.server.anthropic.schema import CountBody, MessagesBody
 from moegguf.server.common.conversation import Conversation, EventReply, Json, about_prompt
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.streams import event_line
 from moegguf.serving.events import Done, Event
-
-if TYPE_CHECKING:
-    from moegguf.serving.lease import Lease
 
 
 def usage(timing: Timing) -> Json:
@@ -34,12 +30,7 @@ def usage(timing: Timing) -> Json:
     }
 
 
-def signature_of(thinking: str) -> str:
-    """A signature, which clients send back with the thinking; nothing checks it."""
-    return hashlib.sha256(thinking.encode()).hexdigest()
-
-
-class MessageReply(EventReply):
+class _MessageReply(EventReply):
     """The message for one request."""
 
     ping_line = event_line({"type": "ping"}, "ping")
@@ -59,26 +50,21 @@ class MessageReply(EventReply):
         }
 
     def whole(self) -> Json:
-        """The message."""
         return self._message
 
     def error_line(self, error: HttpError, path: str) -> bytes:
-        """The event with the error."""
         return event_line(error.body(path), "error")
 
-    def begin(self, event: Event) -> Iterator[Json]:
-        """The message without content."""
+    def _begin(self, event: Event) -> Iterator[Json]:
         known = Timing()  # a prompt's counts are known when its progress came first
         if isinstance(event, PromptProgress):
             known = Timing(prompt_tokens=event.n_tokens - event.n_cached, cached_tokens=event.n_cached)
         yield {"type": "message_start", "message": {**self._message, "content": [], "usage": usage(known)}}
 
-    def begin_block(self, kind: str) -> Iterator[Json]:
-        """An empty block; thinking has a signature."""
+    def _begin_block(self, kind: str) -> Iterator[Json]:
         yield self._new_block({"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {}))
 
-    def grow(self, text: str, delta: Delta) -> Iterator[Json]:
-        """The text."""
+    def _grow(self, text: str, delta: Delta) -> Iterator[Json]:
         self._content[-1][self.open] += text
         yield self._delta({"type": f"{self.open}_delta", self.open: text})
 
@@ -89,23 +75,20 @@ class MessageReply(EventReply):
     def _delta(self, delta: Json) -> Json:
         return {"type": "content_block_delta", "index": len(self._content) - 1, "delta": delta}
 
-    def end_block(self, kind: str, done: Done | None = None) -> Iterator[Json]:
-        """Its end; of thinking, after the signature."""
+    def _end_block(self, kind: str, done: Done | None = None) -> Iterator[Json]:
         if kind == "thinking":
             block = self._content[-1]
-            block["signature"] = signature_of(block["thinking"])
+            block["signature"] = hashlib.sha256(block["thinking"].encode()).hexdigest()  # nothing checks it
             yield self._delta({"type": "signature_delta", "signature": block["signature"]})
         yield {"type": "content_block_stop", "index": len(self._content) - 1}
 
-    def call(self, call: ToolCall) -> Iterator[Json]:
-        """A block of tool use."""
+    def _call(self, call: ToolCall) -> Iterator[Json]:
         yield self._new_block({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
         self._content[-1]["input"] = call.arguments
         yield self._delta({"type": "input_json_delta", "partial_json": json.dumps(call.arguments, ensure_ascii=False)})
-        yield from self.end_block("tool_use")
+        yield from self._end_block("tool_use")
 
-    def finish(self, done: Done) -> Iterator[Json]:
-        """The reason of the end, and the counts."""
+    def _finish(self, done: Done) -> Iterator[Json]:
         stop = {"stop_reason": self._stop_reason(done.timing), "stop_sequence": done.timing.stop_string or None}
         self._message |= {**stop, "usage": usage(done.timing)}
         yield {"type": "message_delta", "delta": stop, "usage": self._message["usage"]}
@@ -119,10 +102,6 @@ class MessageReply(EventReply):
         return "stop_sequence" if timing.stop_string else "end_turn"
 
 
-async def count(lease: Lease, generation: GenerationRequest) -> Json:
-    """The tokens of the prompt."""
-    return {"input_tokens": await lease.count(generation)}
-
-
-MESSAGES = Conversation(MessagesBody, lambda body, entry, _: MessageReply(entry.name, body.max_tokens))
-routes = [MESSAGES.at("/v1/messages"), about_prompt("/v1/messages/count_tokens", CountBody, count)]
+MESSAGES = Conversation(MessagesBody, lambda body, entry, _: _MessageReply(entry.name, body.max_tokens))
+COUNT = about_prompt("/v1/messages/count_tokens", CountBody, "count", lambda n: {"input_tokens": n})
+routes = [MESSAGES.at("/v1/messages"), COUNT]

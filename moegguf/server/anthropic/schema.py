@@ -48,18 +48,16 @@ def blocks_of(content: Any) -> Any:
     return [] if content is None else content
 
 
-class TextBlock(Body):
-    """A text."""
-
+class _TextBlock(Body):
     type: Literal["text"]
     text: str
 
+    @property
     def part(self) -> Part:
-        """The part of a message's content."""
         return text_part(self.text)
 
 
-def image_of(source: Any) -> Any:
+def _image_of(source: Any) -> Any:
     """The image in a source. Raises ValueError for one that would have to be fetched."""
     kind = source.get("type") if isinstance(source, dict) else None
     if kind == "base64" and isinstance(source.get("data"), str):
@@ -69,50 +67,42 @@ def image_of(source: Any) -> Any:
     raise ValueError('must be {"type": "base64", "media_type": "image/png", "data": "..."}')
 
 
-class ImageBlock(Body):
-    """An image."""
-
+class _ImageBlock(Body):
     type: Literal["image"]
-    source: Annotated[dict[str, str], BeforeValidator(image_of)]
-
-    def part(self) -> Part:
-        """The part of a message's content."""
-        return self.source
+    part: Annotated[Part, BeforeValidator(_image_of), Field(alias="source")]
 
 
-class TextSource(Body):
-    """The text of a document."""
-
+class _TextSource(Body):
     type: Literal["text"]
     data: str
 
 
-class DocumentBlock(Body):
+class _DocumentBlock(Body):
     """A document of plain text."""
 
     type: Literal["document"]
-    source: TextSource
+    source: _TextSource
     title: str | None = None
 
+    @property
     def part(self) -> Part:
-        """The part of a message's content."""
         return text_part(f"{self.title}\n{self.source.data}" if self.title else self.source.data)
 
 
-class ThinkingBlock(Body):
+class _ThinkingBlock(Body):
     """The thinking of an earlier answer; its signature is not needed."""
 
     type: Literal["thinking"]
     thinking: str
 
 
-class RedactedThinkingBlock(Body):
+class _RedactedThinkingBlock(Body):
     """Thinking that only Anthropic can read: ignored."""
 
     type: Literal["redacted_thinking"]
 
 
-class ToolUseBlock(Body):
+class _ToolUseBlock(Body):
     """A call of an earlier answer."""
 
     type: Literal["tool_use"]
@@ -121,26 +111,28 @@ class ToolUseBlock(Body):
     input: dict[str, Any]
 
 
-ResultBlock = Annotated[TextBlock | ImageBlock | DocumentBlock, Field(discriminator="type")]
+ContentBlock = _TextBlock | _ImageBlock | _DocumentBlock
 
 
-class ToolResultBlock(Body):
+class _ToolResultBlock(Body):
     """What a tool returned."""
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Annotated[list[ResultBlock], BeforeValidator(blocks_of)] = Field(default_factory=list)
+    content: Annotated[list[Annotated[ContentBlock, Field(discriminator="type")]], BeforeValidator(blocks_of)] = Field(
+        default_factory=list
+    )
     is_error: bool | None = None
 
     def as_message(self, tool_names: dict[str, str]) -> Message:
         """The message of a tool; one that failed says so."""
-        parts = [block.part() for block in self.content]
+        parts = [block.part for block in self.content]
         content = content_of([text_part("Error:"), *parts] if self.is_error else parts)
         return tool_message(content, self.tool_use_id, tool_names.get(self.tool_use_id))
 
 
 Block = Annotated[
-    TextBlock | ImageBlock | DocumentBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
+    ContentBlock | _ThinkingBlock | _RedactedThinkingBlock | _ToolUseBlock | _ToolResultBlock,
     Field(discriminator="type"),
 ]
 
@@ -153,19 +145,19 @@ class MessageParam(Body):
 
     def as_messages(self, tool_names: dict[str, str]) -> Iterable[Message]:
         """The results of tools in it, then the rest. Adds the names of its calls to `tool_names`, by id."""
-        yield from (block.as_message(tool_names) for block in self.content if isinstance(block, ToolResultBlock))
-        parts = [block.part() for block in self.content if isinstance(block, TextBlock | ImageBlock | DocumentBlock)]
+        yield from (block.as_message(tool_names) for block in self.content if isinstance(block, _ToolResultBlock))
+        parts = [block.part for block in self.content if isinstance(block, ContentBlock)]
         message: Message = {"role": self.role, "content": content_of(parts)}
-        if thinking := "\n".join(block.thinking for block in self.content if isinstance(block, ThinkingBlock)):
+        if thinking := "\n".join(block.thinking for block in self.content if isinstance(block, _ThinkingBlock)):
             message["thinking"] = thinking
-        if calls := [block for block in self.content if isinstance(block, ToolUseBlock)]:
+        if calls := [block for block in self.content if isinstance(block, _ToolUseBlock)]:
             tool_names.update((call.id, call.name) for call in calls)
             message["tool_calls"] = [call_of(call.id, call.name, call.input) for call in calls]
         if parts or len(message) > 2:
             yield message
 
 
-def own_tools(tools: Any) -> Any:
+def _own_tools(tools: Any) -> Any:
     """The tools that the client runs."""
     if not isinstance(tools, list):
         return tools
@@ -175,7 +167,7 @@ def own_tools(tools: Any) -> Any:
     return [tool for tool in tools if tool not in foreign]
 
 
-class ToolParam(Body):
+class _ToolParam(Body):
     """A tool that the model may call."""
 
     name: FunctionName
@@ -183,48 +175,41 @@ class ToolParam(Body):
     input_schema: dict[str, Any]
 
     def as_tool(self) -> dict[str, Any]:
-        """In the form of `GenerationRequest`."""
         described = {"description": self.description} if self.description else {}
         return {"type": "function", "function": {"name": self.name, **described, "parameters": self.input_schema}}
 
 
-class ToolChoice(Body):
-    """`tool_choice`."""
-
+class _ToolChoice(Body):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(Body):
+class _Thinking(Body):
     """`thinking`. Its budget is not kept: the model ends its thinking itself, or by `max_tokens`."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
 
 
-class OutputFormat(Body):
-    """`output_config.format`."""
-
+class _OutputFormat(Body):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(Body):
-    """`output_config`."""
-
+class _OutputConfig(Body):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: OutputFormat | None = None
+    format: _OutputFormat | None = None
 
 
 class CountBody(Question):
     """The body of /v1/messages/count_tokens. `options` are Ollama's, as an extension."""
 
     messages: Annotated[list[MessageParam], Field(min_length=1, max_length=limits.MESSAGES)]
-    system: Annotated[list[TextBlock], BeforeValidator(blocks_of)] = Field(default_factory=list)
-    tools: Annotated[list[ToolParam], Field(max_length=limits.TOOLS), BeforeValidator(own_tools)] | None = None
-    tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
-    output_config: OutputConfig | None = None
+    system: Annotated[list[_TextBlock], BeforeValidator(blocks_of)] = Field(default_factory=list)
+    tools: Annotated[list[_ToolParam], Field(max_length=limits.TOOLS), BeforeValidator(_own_tools)] | None = None
+    tool_choice: _ToolChoice | None = None
+    thinking: _Thinking | None = None
+    output_config: _OutputConfig | None = None
 
     @model_validator(mode="after")
     def _choice_has_tools(self) -> CountBody:
@@ -259,7 +244,7 @@ class CountBody(Question):
             yield from message.as_messages(names)
 
     def _tool_choice(self) -> str:
-        choice = self.tool_choice or ToolChoice(type="auto")
+        choice = self.tool_choice or _ToolChoice(type="auto")
         return choice.name or "auto" if choice.type == "tool" else {"any": "required"}.get(choice.type, choice.type)
 
     def _think(self) -> bool | str:

@@ -111,7 +111,8 @@ class AccessControl:
         host = headers.get(b"host", b"").decode("latin-1")
         if self._loopback and not is_own_host(host):
             return HttpError(403, f"the Host header {host[:100]!r} is not allowed; use an address of this machine")
-        if origin and not self._origins.fullmatch(origin) and not is_same_origin(origin, host):
+        own = (f"http://{host.lower()}", f"https://{host.lower()}") if host else ()  # the page was served from here
+        if origin and origin.lower() not in own and not self._origins.fullmatch(origin):
             return HttpError(403, f"the Origin {origin[:100]!r} is not allowed; OLLAMA_ORIGINS adds origins")
         path, needs_key = scope["path"], bool(self._keys) or bool(self._trusted)
         if not needs_key or scope["method"] == "OPTIONS" or path in OPEN_PATHS or path.startswith(OPEN_PREFIX):
@@ -147,11 +148,6 @@ def origin_pattern(origins: Sequence[str]) -> re.Pattern[str]:
     """One expression for all origins; `*` matches anything, and after a colon a port number."""
     parts = (re.escape(origin.strip()).replace(r":\*", r":\d+").replace(r"\*", ".*") for origin in origins)
     return re.compile("|".join(parts), re.IGNORECASE)
-
-
-def is_same_origin(origin: str, host: str) -> bool:
-    """Whether the page was served by this server."""
-    return bool(host) and origin.lower() in (f"http://{host.lower()}", f"https://{host.lower()}")
 
 
 @lru_cache(maxsize=256)

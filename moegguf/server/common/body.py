@@ -78,11 +78,8 @@ T = TypeVar("T", bound=BaseModel)
 
 
 async def read_body(request: Request, kind: type[T], limit: int = limits.BODY_BYTES) -> T:
-    """The body of `request` as a `kind`.
-
-    Raises HttpError: 400 for an invalid body, 408, 413 and 415 for a slow, large or compressed one, 503 while those of
-    other requests are too much.
-    """
+    """The body of `request` as a `kind`. Raises HttpError: 400 for an invalid body, 408, 413 and 415 for a slow, large
+    or compressed one, 503 while those of other requests are too much."""
     return parse_body(await read_bytes(request, limit), kind)
 
 

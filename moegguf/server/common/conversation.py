@@ -11,10 +11,10 @@ import asyncio
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from starlette.datastructures import State
 from starlette.requests import Request
@@ -28,15 +28,13 @@ from moegguf.models.entry import Details, ModelEntry
 from moegguf.server.common import limits
 from moegguf.server.common.body import parse_body, read_body, too_large
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.lookup import check_capabilities, look_up
+from moegguf.server.common.lookup import check_capabilities, loaded_of, look_up
 from moegguf.server.common.options import Loading, ModelName
 from moegguf.server.common.streams import LineResponse, Lines, WholeResponse, computed, event_line
 from moegguf.server.metrics import record
 from moegguf.serving.clients import current_owner
 from moegguf.serving.events import Done, Event
-
-if TYPE_CHECKING:
-    from moegguf.serving.lease import Lease, Leases
+from moegguf.serving.lease import Lease, Leases
 
 Json = dict[str, Any]
 
@@ -109,39 +107,39 @@ class EventReply(Reply):
     open = ""
 
     @abstractmethod
-    def begin(self, event: Event) -> Iterator[Json]:
+    def _begin(self, event: Event) -> Iterator[Json]:
         """The events before all others; `event`: the first of the answer."""
 
     @abstractmethod
-    def begin_block(self, kind: str) -> Iterator[Json]:
+    def _begin_block(self, kind: str) -> Iterator[Json]:
         """A new block, "thinking" or "text"."""
 
     @abstractmethod
-    def grow(self, text: str, delta: Delta) -> Iterator[Json]:
+    def _grow(self, text: str, delta: Delta) -> Iterator[Json]:
         """More text of the open block."""
 
     @abstractmethod
-    def end_block(self, kind: str, done: Done | None = None) -> Iterator[Json]:
+    def _end_block(self, kind: str, done: Done | None = None) -> Iterator[Json]:
         """The end of a block; `done`: the answer ends with it."""
 
     @abstractmethod
-    def call(self, call: ToolCall) -> Iterator[Json]:
+    def _call(self, call: ToolCall) -> Iterator[Json]:
         """A tool call as a block."""
 
     @abstractmethod
-    def finish(self, done: Done) -> Iterator[Json]:
+    def _finish(self, done: Done) -> Iterator[Json]:
         """The events after all blocks, which complete the object."""
 
-    def stream(self, event: Event) -> Iterator[Json]:
+    def _stream(self, event: Event) -> Iterator[Json]:
         """The events, each with its `type`, for one of the answer."""
         if not self.started:
             self.started = True
-            yield from self.begin(event)
+            yield from self._begin(event)
         if isinstance(event, Delta):
             yield from self._blocks(event)
         elif isinstance(event, Done):
             yield from self._close(event)
-            yield from self.finish(event)
+            yield from self._finish(event)
 
     def _blocks(self, delta: Delta) -> Iterator[Json]:
         if delta.thinking:
@@ -150,27 +148,27 @@ class EventReply(Reply):
             yield from self._add("text", delta.text, delta)
         for _, call in self.numbered(delta.tool_calls):
             yield from self._close()
-            yield from self.call(call)
+            yield from self._call(call)
 
     def _add(self, kind: str, text: str, delta: Delta) -> Iterator[Json]:
         if self.open != kind:
             yield from self._close()
             self.open = kind
-            yield from self.begin_block(kind)
-        yield from self.grow(text, delta)
+            yield from self._begin_block(kind)
+        yield from self._grow(text, delta)
 
     def _close(self, done: Done | None = None) -> Iterator[Json]:
         kind, self.open = self.open, ""
         if kind:
-            yield from self.end_block(kind, done)
+            yield from self._end_block(kind, done)
 
     def lines(self, event: Event) -> bytes:
         """Server-sent events with their names."""
-        return b"".join(event_line(item, item["type"]) for item in self.stream(event))
+        return b"".join(event_line(item, item["type"]) for item in self._stream(event))
 
     def add(self, delta: Delta, done: Done) -> None:
         """Makes a stream's events, of which only the object is kept."""
-        for _ in (*self.stream(delta), *self.stream(done)):
+        for _ in (*self._stream(delta), *self._stream(done)):
             pass
 
 
@@ -256,8 +254,8 @@ async def answers(
 
     async with new_lease() as lease:
         await reply.prepare(lease)
-        known = (each.n_parallel for each in state.manager.loaded() if entry.name in {name.name for name in each.names})
-        n_beside = min(next(known, 1), len(generations)) - 1
+        loaded = loaded_of(state, entry)
+        n_beside = min(loaded.n_parallel if loaded else 1, len(generations)) - 1
         async with aclosing(_in_turn(lease, new_lease, n_beside, generations, stream=body.streams)) as events:
             has_call = False
             async for event in events:
@@ -336,13 +334,14 @@ async def _whole(events: AsyncGenerator[Event], reply: Reply) -> Any:
     return reply.whole()
 
 
-def about_prompt(path: str, kind: type[Kind], tell: Callable[[Lease, GenerationRequest], Awaitable[Json]]) -> Route:
-    """An endpoint that tells something of a conversation's prompt, through the model's own template; it loads the model
-    if needed, and does not wait for running answers."""
+def about_prompt(path: str, kind: type[Kind], ask: str, tell: Callable[[Any], Json]) -> Route:
+    """An endpoint that replies with what `tell` makes of an answer about a conversation's prompt, which goes through
+    the model's own template. `ask`: a method of `moegguf.serving.lease.Calls`. It loads the model if needed, and does
+    not wait for running answers."""
 
     async def compute(request: Request, body: Kind) -> Json:
         entry, generations = await understand(request.app.state, body)
         async with request.app.state.manager.lease(entry, body.overrides(), will_answer=False) as lease:
-            return await tell(lease, generations[0])
+            return tell(await getattr(lease, ask)(generations[0]))
 
     return computed(path, kind, compute, limits.IMAGES_BODY_BYTES)

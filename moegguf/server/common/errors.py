@@ -59,10 +59,6 @@ class HttpError(errors.MoeggufError):
             return {"type": "error", "error": {"type": error_type, "message": str(self)}}
         return {"error": {"message": str(self), "type": error_type, "param": None, "code": self.code}}
 
-    def status_at(self, path: str) -> int:
-        """The status of the reply to a request at `path`: Anthropic has one of its own for a full queue."""
-        return OVERLOADED if is_anthropic(path) and self.status == HTTPStatus.SERVICE_UNAVAILABLE else self.status
-
 
 class BodyRefusedError(HttpError):
     """An error that is sent while the client may still be sending its body."""
@@ -120,7 +116,9 @@ def error_response(error: BaseException, path: str) -> Response:
     """The reply to a request at `path` that failed with `error`."""
     found = http_error(error)
     kind = LingeringResponse if isinstance(found, BodyRefusedError) else JSONResponse
-    return kind(found.body(path), status_code=found.status_at(path), headers=found.headers)
+    # Anthropic has a status of its own for a full queue.
+    status = OVERLOADED if is_anthropic(path) and found.status == HTTPStatus.SERVICE_UNAVAILABLE else found.status
+    return kind(found.body(path), status_code=status, headers=found.headers)
 
 
 class LingeringResponse(JSONResponse):

@@ -27,10 +27,8 @@ class Form:
 
 
 async def read_form(request: Request, write: Callable[[bytes], object], most_bytes: int) -> Form:
-    """Reads a form; `write` gets the contents of its part `file`, at most `most_bytes`.
-
-    Raises HttpError 400, 408, 413, 415, 499, and what `write` raises, as a reply to a client that is still sending.
-    """
+    """Reads a form; `write` gets the contents of its part `file`, at most `most_bytes`. Raises HttpError 400, 408, 413,
+    415, 499, and what `write` raises, as a reply to a client that is still sending."""
     kind, options = parse_options_header(request.headers.get("content-type", ""))
     boundary = options.get(b"boundary")
     if kind != b"multipart/form-data" or not boundary or len(boundary) > 256:
@@ -58,9 +56,7 @@ class _Parts:
         self.ended = False
         self._write = write
         self._most_bytes = most_bytes
-        self._n_file_bytes = 0
-        self._n_other_bytes = 0
-        self._n_parts = 0
+        self._n_file_bytes = self._n_other_bytes = self._n_parts = 0
         self._header: list[bytearray] = [bytearray(), bytearray()]  # name and value
         self._disposition = b""
         self._name = ""

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+
+from starlette.datastructures import State
 
 from moegguf.errors import ModelNotFoundError, MoeggufError
+from moegguf.models.catalog import Catalog
 from moegguf.models.details import details
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.server.common.errors import HttpError
 from moegguf.serving.events import LoadedModel
 
-if TYPE_CHECKING:
-    from starlette.datastructures import State
-
-    from moegguf.models.catalog import Catalog
-
 CAPABILITIES = {"chat": "completion", "generate": "completion"}  # of an operation; others have their own name
 
 
 def find(catalog: Catalog, name: str, *, even_missing: bool = False) -> ModelEntry:
-    """The entry of that name, with `even_missing` also one whose files are missing.
-
-    Raises HttpError 404 with Ollama's message, ModelNameError.
-    """
+    """The entry of that name, with `even_missing` also one whose files are missing. Raises HttpError 404 with Ollama's
+    message, ModelNameError."""
     try:
         return catalog.find(name, even_missing=even_missing)
     except ModelNotFoundError as error:
@@ -41,6 +36,12 @@ def selected_model(state: State, model: str | None) -> str:
     if len(loaded) != 1:
         raise HttpError(400, f"model: is missing, and {len(loaded)} models are loaded; name one")
     return loaded[0].name
+
+
+def loaded_of(state: State, entry: ModelEntry) -> LoadedModel | None:
+    """The model in memory that the entry's name uses, if there is one."""
+    loaded: list[LoadedModel] = state.manager.loaded()
+    return next((model for model in loaded if entry.name in {each.name for each in model.names}), None)
 
 
 async def look_up(state: State, model: str | None) -> tuple[ModelEntry, Details]:

@@ -6,6 +6,7 @@ Unknown options are ignored with a warning in the log; those that Ollama has rem
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -114,6 +115,11 @@ def _in_range(name: str) -> Any:
     return Field(default=None, ge=least, le=most)
 
 
+def are_tokens(given: Any) -> bool:
+    """Whether a value is a text as its tokens, one or more."""
+    return isinstance(given, list) and bool(given) and all(type(t) is int and 0 <= t <= MAX_TOKEN for t in given)
+
+
 Whole = Annotated[int | None, BeforeValidator(_integral)]
 Number = float | None
 Budget = Annotated[str | int | None, AfterValidator(_budget)]
@@ -211,18 +217,27 @@ class Tool(Body):
     function: Function
 
 
-class CalledFunction(Body):
-    """`function` of a tool call."""
+def _arguments(given: Any) -> Any:
+    """The arguments of a call, which OpenAI's clients send as JSON text. Raises ValueError."""
+    try:
+        return json.loads(given or "{}") if isinstance(given, str) else given
+    except (ValueError, RecursionError) as error:
+        raise ValueError("must be the text of a JSON object") from error
 
+
+Arguments = Annotated[dict[str, Any], BeforeValidator(_arguments)]
+
+
+class _CalledFunction(Body):
     name: FunctionName
-    arguments: dict[str, Any] = Field(default_factory=dict)
+    arguments: Arguments = Field(default_factory=dict)
 
 
 class ToolCall(Body):
     """A tool call of an earlier answer."""
 
     id: str | None = None
-    function: CalledFunction
+    function: _CalledFunction
 
 
 def options_of(given: Options | None, entry: ModelEntry) -> Options:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping
-from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -15,11 +13,10 @@ log = logging.getLogger(__name__)
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
-class JsonFormatter(logging.Formatter):
+class _JsonFormatter(logging.Formatter):
     """A record as one JSON object: time, level, message, and for a request its parts."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The object."""
         found = {"time": self.formatTime(record), "level": record.levelname.lower(), "message": record.getMessage()}
         if record.exc_info:
             found["exception"] = self.formatException(record.exc_info)
@@ -30,7 +27,7 @@ def start_logging(level: str, form: str) -> None:
     """Writes moegguf's records of this level and above to stderr; of uvicorn, which says less, warnings."""
     handler = logging.StreamHandler()
     text = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
-    handler.setFormatter(JsonFormatter() if form == "json" else text)
+    handler.setFormatter(_JsonFormatter() if form == "json" else text)
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.getLogger("moegguf").setLevel(LEVELS[level])
 
@@ -56,20 +53,15 @@ class RequestLog:
             await self._app(scope, receive, counted)
         finally:
             key = {"key": scope["key"]} if scope.get("key") else {}
-            _log_request(
-                {
-                    "client": scope["client"][0] if scope["client"] else "-",
-                    **key,
-                    "method": scope["method"],
-                    "path": scope["path"],
-                    "status": status,  # 0: the client left before there was one
-                    "seconds": round(time.perf_counter() - start_s, 3),
-                    "bytes": n_bytes,
-                }
-            )
-
-
-def _log_request(request: Mapping[str, Any]) -> None:
-    who = "%(client)s key %(key)d" if "key" in request else "%(client)s"
-    text = f"{who} %(method)s %(path)s %(status)d %(seconds).3fs %(bytes)d bytes"
-    log.info(text, request, extra={"request": request})
+            request = {
+                "client": scope["client"][0] if scope["client"] else "-",
+                **key,
+                "method": scope["method"],
+                "path": scope["path"],
+                "status": status,  # 0: the client left before there was one
+                "seconds": round(time.perf_counter() - start_s, 3),
+                "bytes": n_bytes,
+            }
+            who = "%(client)s key %(key)d" if key else "%(client)s"
+            text = f"{who} %(method)s %(path)s %(status)d %(seconds).3fs %(bytes)d bytes"
+            log.info(text, request, extra={"request": request})

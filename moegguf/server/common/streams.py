@@ -44,11 +44,6 @@ def event_line(data: Mapping[str, Any], name: str = "") -> bytes:
     return f"{f'event: {name}' if name else ''}\ndata: {dumps(data)}\n\n".lstrip().encode()
 
 
-def error_json_line(error: HttpError, path: str) -> bytes:
-    """The line for an error of a request at `path`."""
-    return json_line(error.body(path))
-
-
 async def _end(*tasks: asyncio.Task[None]) -> None:
     for task in tasks:
         task.cancel()
@@ -131,12 +126,13 @@ def computed(
 
 class LineResponse(CancellableResponse):
     """The items of `lines`, each sent at once: JSON objects, or with a `ping_line` server-sent events, each with its
-    blank line. `lines` is always closed. `error_line`: the last one after an error behind the first byte."""
+    blank line. `lines` is always closed. `error_line`: the last one after an error behind the first byte, by default
+    its JSON."""
 
-    def __init__(self, lines: Lines, error_line: ErrorLine = error_json_line, ping_line: bytes = b"") -> None:
+    def __init__(self, lines: Lines, error_line: ErrorLine | None = None, ping_line: bytes = b"") -> None:
         super().__init__()
         self._lines = lines
-        self._error_line = error_line
+        self._error_line = error_line or (lambda error, path: json_line(error.body(path)))
         self._started = False
         self.ping_line = ping_line
         self.status_code = 200

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from moegguf.generate.request import Delta, GenerationRequest, TokenLogprob, ToolCall
+from moegguf.generate.request import Delta, GenerationRequest
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.server.common import conversation, limits
 from moegguf.server.common.body import read_body
@@ -60,17 +60,6 @@ def statistics(done: Done, start_ns: int) -> dict[str, Any]:
         "eval_duration": to_ns(timing.answer_s),
     }
     return durations | _present(**fields) | cut_object(timing) | {"moe": moe_object(timing.stats)}
-
-
-def call_object(call: ToolCall, index: int) -> dict[str, Any]:
-    """A tool call; its arguments are an object in this API."""
-    return {"id": call.id, "function": {"index": index, "name": call.name, "arguments": dict(call.arguments)}}
-
-
-def logprob_object(logprob: TokenLogprob) -> dict[str, Any]:
-    """A token's log probability, and those of its alternatives if requested."""
-    found = _token_object(logprob.text, logprob.logprob)
-    return found | _present(top_logprobs=[_token_object(*alternative) for alternative in logprob.top])
 
 
 def _token_object(text: str, logprob: float) -> dict[str, Any]:
@@ -131,29 +120,32 @@ class Reply(conversation.Reply):
         return {"model": self._name, "created_at": time_text(datetime.now(UTC)), **rest}
 
     def _delta_fields(self, delta: Delta) -> dict[str, Any]:
-        calls = [call_object(call, index) for index, call in self.numbered(delta.tool_calls)]
-        logprobs = [logprob_object(logprob) for logprob in delta.logprobs]
+        calls = [
+            {"id": call.id, "function": {"index": index, "name": call.name, "arguments": dict(call.arguments)}}
+            for index, call in self.numbered(delta.tool_calls)
+        ]
+        logprobs = [
+            _token_object(of.text, of.logprob) | _present(top_logprobs=[_token_object(*other) for other in of.top])
+            for of in delta.logprobs
+        ]
         return self.content(delta.text, delta.thinking, calls) | _present(logprobs=logprobs)
 
 
-class ChatReply(Reply):
+class _ChatReply(Reply):
     """The reply of /api/chat."""
 
     def content(self, text: str, thinking: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """`message`."""
         message: dict[str, Any] = {"role": "assistant", "content": text}
         return {"message": message | _present(thinking=thinking, tool_calls=list(calls))}
 
 
-class GenerateReply(Reply):
+class _GenerateReply(Reply):
     """The reply of /api/generate."""
 
     def content(self, text: str, thinking: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """`response`, `thinking`, `tool_calls`."""
         return {"response": text} | _present(thinking=thinking, tool_calls=list(calls))
 
     def final_fields(self, done: Done) -> dict[str, Any]:
-        """With `context`."""
         context = list(done.timing.context) if self._with_context else []
         return super().final_fields(done) | _present(context=context)
 
@@ -193,6 +185,6 @@ async def load_only(request: Request, body: GenerationBody, kind: type[Reply]) -
 
 
 routes = [
-    route("/api/chat", ChatRequest, ChatReply, "messages"),
-    route("/api/generate", GenerateRequest, GenerateReply, "prompt", "suffix", "images"),
+    route("/api/chat", ChatRequest, _ChatReply, "messages"),
+    route("/api/generate", GenerateRequest, _GenerateReply, "prompt", "suffix", "images"),
 ]

@@ -7,13 +7,14 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from moegguf.errors import ModelFormatError
+from moegguf.models.catalog import Catalog
 from moegguf.models.entry import PullStatus
 from moegguf.models.pull import pull as fetch
 from moegguf.models.recipe import Recipe, left_out
@@ -22,9 +23,6 @@ from moegguf.server.common.errors import HttpError
 from moegguf.server.common.lookup import find
 from moegguf.server.common.streams import LineResponse, Lines, WholeResponse, json_line
 from moegguf.server.ollama.schema import CreateRequest, PullRequest
-
-if TYPE_CHECKING:
-    from moegguf.models.catalog import Catalog
 
 CHUNK_BYTES = 1 << 20
 SUCCESS = "success"
@@ -52,10 +50,8 @@ async def pull(request: Request) -> Response:
 
 
 async def pulling(name: str, catalog: Catalog) -> AsyncGenerator[dict[str, Any]]:
-    """The progress of a download, which runs on a daemon thread. Raises what `moegguf.models.pull.pull` raises.
-
-    Closing it stops the download; the received part is kept.
-    """
+    """The progress of a download, which runs on a daemon thread. Raises what `moegguf.models.pull.pull` raises. Closing
+    it stops the download; the received part is kept."""
     loop, cancelled = asyncio.get_running_loop(), threading.Event()
     items: asyncio.Queue[PullStatus | BaseException | None] = asyncio.Queue()
 
@@ -158,23 +154,18 @@ async def add_blob(request: Request) -> Response:
     size_bytes = int(length) if length.isdecimal() and len(length) < 19 else None
     writer = await asyncio.to_thread(catalog.blobs.writer, digest, size_bytes)
     with writer:
-        await _write(request, writer.write)
+        parts, n_bytes = [], 0
+        async for part in chunks(request):  # written in large parts, off the event loop
+            parts.append(part)
+            n_bytes += len(part)
+            if n_bytes >= CHUNK_BYTES or not part:
+                await asyncio.to_thread(writer.write, b"".join(parts))
+                parts, n_bytes = [], 0
         try:
             await asyncio.to_thread(writer.commit)
         except ModelFormatError as error:
             raise HttpError(400, str(error)) from None
     return Response(status_code=201)
-
-
-async def _write(request: Request, write: Any) -> None:
-    """Writes the body in large parts, off the event loop. Raises HttpError when the client disconnects or stalls."""
-    parts, size_bytes = [], 0
-    async for part in chunks(request):
-        parts.append(part)
-        size_bytes += len(part)
-        if size_bytes >= CHUNK_BYTES or not part:
-            await asyncio.to_thread(write, b"".join(parts))
-            parts, size_bytes = [], 0
 
 
 routes = [

@@ -6,13 +6,14 @@ import asyncio
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from moegguf.gguf.reader import read_gguf
+from moegguf.models.catalog import Catalog
 from moegguf.models.details import details, parameters_of
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.models.modelfile import parameter_lines
@@ -25,27 +26,23 @@ from moegguf.server.ollama.chat import details_object, time_text
 from moegguf.server.ollama.schema import CopyRequest, ModelBody, ShowRequest
 from moegguf.serving.events import LoadedModel, LoadedName
 
-if TYPE_CHECKING:
-    from moegguf.models.catalog import Catalog
-
 OLLAMA_VERSION = "0.33.0"  # of the API; clients parse it as numbers and refuse old ones
 
 SHORT_ARRAY = 5  # longer ones are shown empty without `verbose`
 HIDDEN = ("general.name", "tokenizer.chat_template")  # in other fields of the reply
 
 
-async def version(request: Request) -> Response:
-    """The version of Ollama's API, and of moegguf."""
+async def _version(request: Request) -> Response:
     return JSONResponse({"version": OLLAMA_VERSION, "moegguf": __version__})
 
 
 async def tags(request: Request) -> Response:
     """All models, newest first."""
     catalog: Catalog = request.app.state.catalog
-    return JSONResponse({"models": await asyncio.to_thread(lambda: [tag_object(each) for each in catalog.entries()])})
+    return JSONResponse({"models": await asyncio.to_thread(lambda: [_tag_object(each) for each in catalog.entries()])})
 
 
-def tag_object(entry: ModelEntry) -> dict[str, Any]:
+def _tag_object(entry: ModelEntry) -> dict[str, Any]:
     """An entry of the list; with empty details when its file cannot be read."""
     known = details_or_none(entry)
     more = {"context_length": known.n_ctx_train, "embedding_length": known.n_embd} if known else {}
@@ -68,13 +65,13 @@ async def ps(request: Request) -> Response:
     def found(loaded: list[LoadedModel]) -> list[dict[str, Any]]:
         pairs = ((model, name) for model in loaded for name in model.names)
         return [
-            loaded_object(state.catalog, model, name, state.totals.prompt_tokens(name.name)) for model, name in pairs
+            _loaded_object(state.catalog, model, name, state.totals.prompt_tokens(name.name)) for model, name in pairs
         ]
 
     return JSONResponse({"models": await asyncio.to_thread(found, state.manager.loaded())})
 
 
-def loaded_object(
+def _loaded_object(
     catalog: Catalog, model: LoadedModel, loaded: LoadedName, prompt_tokens: Mapping[str, int]
 ) -> dict[str, Any]:
     """A name of a model in memory; `size`: the model's memory in bytes, `size_vram`: the part of it on GPUs. Names with
@@ -201,7 +198,7 @@ async def unsupported(request: Request) -> Response:
 
 
 routes = [
-    Route("/api/version", version, methods=["GET"]),
+    Route("/api/version", _version, methods=["GET"]),
     Route("/api/tags", tags, methods=["GET"]),
     Route("/api/ps", ps, methods=["GET"]),
     Route("/api/show", show, methods=["POST"]),

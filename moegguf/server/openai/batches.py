@@ -51,21 +51,19 @@ def file_object(file: StoredFile) -> dict[str, Any]:
     }
 
 
-class ExpiresAfter(Body):
+class _ExpiresAfter(Body):
     """When a file is removed: OpenAI's range."""
 
     anchor: Literal["created_at"]
     seconds: Annotated[int, Field(ge=3600, le=2_592_000)]
 
 
-class FileForm(Body):
-    """The fields of a form that uploads a file."""
-
+class _FileForm(Body):
     purpose: Literal["batch"]
-    expires_after: ExpiresAfter | None = None
+    expires_after: _ExpiresAfter | None = None
 
 
-def seconds(expires_after: ExpiresAfter | None) -> int | None:
+def seconds(expires_after: _ExpiresAfter | None) -> int | None:
     """How long a file is kept; None: until it is deleted."""
     return None if expires_after is None else expires_after.seconds
 
@@ -78,7 +76,7 @@ async def create_file(request: Request) -> Response:
             raise HttpError(400, "file: field required")
         prefix, fields = "expires_after[", form.fields
         expiry = {name[len(prefix) : -1]: text for name, text in fields.items() if name.startswith(prefix)}
-        asked = parse_fields(fields | ({"expires_after": expiry} if expiry else {}), FileForm)
+        asked = parse_fields(fields | ({"expires_after": expiry} if expiry else {}), _FileForm)
         return JSONResponse(file_object(file.finish(form.filename, asked.purpose, seconds(asked.expires_after))))
 
 
@@ -119,14 +117,12 @@ def _endpoint(value: str) -> str:
     return value
 
 
-class BatchBody(Body):
-    """The body of /v1/batches."""
-
+class _BatchBody(Body):
     input_file_id: Id
     endpoint: Annotated[str, AfterValidator(_endpoint)]
     completion_window: Literal["24h"]
     metadata: Annotated[dict[Key, Value] | None, Field(max_length=16)] = None
-    output_expires_after: ExpiresAfter | None = None
+    output_expires_after: _ExpiresAfter | None = None
 
 
 def batch_object(batch: Batch) -> dict[str, Any]:
@@ -152,7 +148,7 @@ def batch_object(batch: Batch) -> dict[str, Any]:
 
 async def create_batch(request: Request) -> Response:
     """A new batch. Raises HttpError 400, UnknownIdError, BatchFileError, BusyError, StorageError."""
-    body = await read_body(request, BatchBody)
+    body = await read_body(request, _BatchBody)
     kept_s = seconds(body.output_expires_after)
     batch = _batches(request).create(body.endpoint, body.input_file_id, body.metadata, kept_s)
     return JSONResponse(batch_object(batch))

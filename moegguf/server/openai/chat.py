@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from moegguf.generate.request import Delta, PromptProgress, Timing, TokenLogprob, ToolCall
+from moegguf.generate.request import Delta, PromptProgress, Timing, TokenLogprob
 from moegguf.models.entry import ModelEntry
 from moegguf.server.common.conversation import Conversation, Json, Reply
 from moegguf.server.common.objects import MIN_LOGPROB, cut_object, moe_object
@@ -88,14 +88,6 @@ def _token_object(text: str, logprob: float) -> Json:
     return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": bytes_}
 
 
-def call_object(call: ToolCall, index: int) -> Json:
-    """A tool call; its arguments are JSON text in this API."""
-    arguments = json.dumps(call.arguments, ensure_ascii=False)
-    return {
-        "index": index, "id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments},
-    }  # fmt: skip
-
-
 def total(timing: Timing, later: Timing) -> Timing:
     """The counts and times of two answers to one request."""
     names = "prompt_tokens cached_tokens disk_tokens answer_tokens prompt_s answer_s cut_messages cut_tokens".split()
@@ -129,21 +121,21 @@ class ChoicesReply(Reply):
         }
 
     @abstractmethod
-    def first(self) -> Json:
+    def _first(self) -> Json:
         """The chunk before all others of a choice."""
 
     @abstractmethod
-    def chunks(self, delta: Delta) -> list[Json]:
+    def _chunks(self, delta: Delta) -> list[Json]:
         """The chunks of a delta; none for an empty one."""
 
     def lines(self, event: Event) -> bytes:
         """Server-sent events without a name."""
-        first = [] if self._started else [self.first()]  # before the last chunk of a choice ends it
+        first = [] if self._started else [self._first()]  # before the last chunk of a choice ends it
         items: list[Json] = []
         if isinstance(event, Delta):
-            items = self.chunks(event)
+            items = self._chunks(event)
         elif isinstance(event, Done):
-            items = self.last(event)
+            items = self._last(event)
         elif isinstance(event, PromptProgress) and self._with_progress:
             items = [self._chunk(self.empty, prompt_progress=prompt_progress(event))]
         if not items:
@@ -172,7 +164,7 @@ class ChoicesReply(Reply):
         self._index += 1
         self.n_calls = 0
 
-    def last(self, done: Done) -> list[Json]:
+    def _last(self, done: Done) -> list[Json]:
         """The chunk with `finish_reason`; with that of the last choice the statistics of all, and the one with `usage`
         if requested."""
         is_last = self._index == self.n_choices - 1
@@ -194,7 +186,7 @@ class ChoicesReply(Reply):
         return self._object(self.whole_kind, self._choices, usage=usage(self._used), **statistics(self._timing))
 
 
-class ChatReply(ChoicesReply):
+class _ChatReply(ChoicesReply):
     """A reply of /v1/chat/completions."""
 
     prefix, whole_kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
@@ -203,11 +195,10 @@ class ChatReply(ChoicesReply):
     def __init__(self, body: ChatBody, entry: ModelEntry) -> None:
         super().__init__(body, entry, logprobs=bool(body.logprobs), n_answers=body.n)
 
-    def first(self) -> Json:
-        """The chunk before all others."""
+    def _first(self) -> Json:
         return self._chunk({"delta": {"role": "assistant", "content": ""}})
 
-    def chunks(self, delta: Delta) -> list[Json]:
+    def _chunks(self, delta: Delta) -> list[Json]:
         """One chunk each for thinking, text and calls, in this order; log probabilities are in the first."""
         deltas: list[Json] = []
         if delta.thinking:
@@ -222,10 +213,13 @@ class ChatReply(ChoicesReply):
         return [self._chunk({"delta": delta, "logprobs": logprobs.pop() if logprobs else None}) for delta in deltas]
 
     def _calls(self, delta: Delta) -> list[Json]:
-        return [call_object(call, index) for index, call in self.numbered(delta.tool_calls)]
+        calls = []
+        for index, call in self.numbered(delta.tool_calls):
+            function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+            calls.append({"index": index, "id": call.id, "type": "function", "function": function})
+        return calls
 
     def add(self, delta: Delta, done: Done) -> None:
-        """Adds the next choice."""
         calls = self._calls(delta)
         message: Json = {"role": "assistant", "content": None if calls and not delta.text else delta.text}
         if delta.thinking:
@@ -235,5 +229,5 @@ class ChatReply(ChoicesReply):
         self._add({"message": message, "logprobs": chat_logprobs(delta.logprobs) if self.logprobs else None}, done)
 
 
-CHAT = Conversation(ChatBody, lambda body, entry, _: ChatReply(body, entry))
+CHAT = Conversation(ChatBody, lambda body, entry, _: _ChatReply(body, entry))
 routes = [CHAT.at("/v1/chat/completions")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from heapq import nlargest
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -14,13 +14,11 @@ from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits
 from moegguf.server.common.conversation import Conversation, Json
 from moegguf.server.common.objects import MIN_LOGPROB
-from moegguf.server.common.options import MAX_TOKEN
+from moegguf.server.common.options import are_tokens
 from moegguf.server.openai.chat import ChoicesReply
 from moegguf.server.openai.schema import Choices, GenerationBody
 from moegguf.serving.events import Done
-
-if TYPE_CHECKING:
-    from moegguf.serving.lease import Lease
+from moegguf.serving.lease import Lease
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -33,16 +31,12 @@ def prompts_of(given: Any) -> list[Prompt]:
     prompts = given if isinstance(given, list) and given and isinstance(given[0], str | list) else [given]
     if len(prompts) > limits.INPUTS:
         raise ValueError(f"has {len(prompts)} prompts, but at most {limits.INPUTS} are taken; send several requests")
-    if not all(isinstance(prompt, str) or _are_tokens(prompt) for prompt in prompts):
+    if not all(isinstance(prompt, str) or are_tokens(prompt) for prompt in prompts):
         raise ValueError("must be a text, the tokens of one, or a list of texts or tokens")
     return prompts
 
 
-def _are_tokens(prompt: Any) -> bool:
-    return isinstance(prompt, list) and bool(prompt) and all(type(t) is int and 0 <= t <= MAX_TOKEN for t in prompt)
-
-
-class CompletionBody(GenerationBody):
+class _CompletionBody(GenerationBody):
     """The body of /v1/completions. A list of prompts gets `n` choices for each, in their order: of `best_of` answers
     those whose tokens are the likeliest."""
 
@@ -54,11 +48,10 @@ class CompletionBody(GenerationBody):
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     def max_answer_tokens(self) -> int | None:
-        """`max_tokens`, with OpenAI's default."""
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     @model_validator(mode="after")
-    def _suffix_follows_text(self) -> CompletionBody:
+    def _suffix_follows_text(self) -> _CompletionBody:
         if self.suffix and not all(isinstance(prompt, str) for prompt in self.prompt):
             raise ValueError("suffix needs prompts as text, not as tokens")
         if self.suffix and self.scores_prompt:
@@ -66,7 +59,7 @@ class CompletionBody(GenerationBody):
         return self
 
     @model_validator(mode="after")
-    def _choices_are_answered(self) -> CompletionBody:
+    def _choices_are_answered(self) -> _CompletionBody:
         if self.n_answers * len(self.prompt) > limits.INPUTS:
             raise ValueError(f"prompts times n (or best_of) are more than {limits.INPUTS}; send several requests")
         if self.n_answers < (self.n or 1):
@@ -135,13 +128,13 @@ def prompt_logprobs(prompt: Sequence[TokenLogprob]) -> Json:
     return found
 
 
-class CompletionReply(ChoicesReply):
+class _CompletionReply(ChoicesReply):
     """A reply of /v1/completions with the choices of each prompt; whole and streamed objects are alike."""
 
     prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
     empty: Mapping[str, Any] = {"text": ""}
 
-    def __init__(self, body: CompletionBody, entry: ModelEntry) -> None:
+    def __init__(self, body: _CompletionBody, entry: ModelEntry) -> None:
         super().__init__(body, entry, logprobs=body.logprobs is not None, n_answers=body.n_answers)
         self.n_choices = self.n_answers * len(body.prompt)
         self._n_sent = body.n or 1  # of the answers to each prompt
@@ -151,7 +144,6 @@ class CompletionReply(ChoicesReply):
         self._offset = 0
 
     async def prepare(self, lease: Lease) -> None:
-        """Makes text of prompts that are echoed."""
         for i, prompt in enumerate(self._echoed):
             self._prompts[i] = prompt if isinstance(prompt, str) else await lease.detokenize(prompt)
         self._offset = len(self._before)
@@ -161,16 +153,14 @@ class CompletionReply(ChoicesReply):
         """The text that the current choice begins with."""
         return self._prompts[self._index // self.n_answers] if self._index < self.n_choices else ""
 
-    def first(self) -> Json:
-        """The chunk before all others of a choice."""
+    def _first(self) -> Json:
         return self._chunk({"text": self._before})
 
     def _end_choice(self, done: Done) -> None:
         super()._end_choice(done)
         self._offset = len(self._before)
 
-    def chunks(self, delta: Delta) -> list[Json]:
-        """One chunk; none for an empty delta."""
+    def _chunks(self, delta: Delta) -> list[Json]:
         text = delta.thinking + delta.text
         if not (text or delta.logprobs or delta.prompt):
             return []
@@ -186,7 +176,6 @@ class CompletionReply(ChoicesReply):
         return {name: values + found[name] for name, values in prompt_logprobs(delta.prompt).items()}
 
     def add(self, delta: Delta, done: Done) -> None:
-        """Adds the next choice."""
         scores = [logprob.logprob for logprob in delta.logprobs]
         self._scores.append(sum(scores) / len(scores) if scores else 0.0)
         text = self._before + delta.thinking + delta.text
@@ -201,5 +190,5 @@ class CompletionReply(ChoicesReply):
         return super().whole()
 
 
-COMPLETIONS = Conversation(CompletionBody, lambda body, entry, _: CompletionReply(body, entry), limits.BODY_BYTES)
+COMPLETIONS = Conversation(_CompletionBody, lambda body, entry, _: _CompletionReply(body, entry), limits.BODY_BYTES)
 routes = [COMPLETIONS.at("/v1/completions")]

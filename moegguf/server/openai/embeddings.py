@@ -6,39 +6,30 @@ Texts may be given as tokens. A text longer than the context is an error unless 
 from __future__ import annotations
 
 import base64
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import BeforeValidator, Field
 from starlette.datastructures import State
 from starlette.requests import Request
 
+from moegguf.generate.embedding import Embeddings
 from moegguf.server.common import limits
 from moegguf.server.common.body import parse_body, too_large
 from moegguf.server.common.conversation import Json, leases_of
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.objects import shorten
-from moegguf.server.common.options import MAX_TOKEN, Loading, ModelName
+from moegguf.server.common.options import Loading, ModelName, are_tokens
 from moegguf.server.common.streams import computed
-
-if TYPE_CHECKING:
-    from moegguf.generate.embedding import Embeddings
-    from moegguf.serving.lease import Leases
+from moegguf.serving.lease import Leases
 
 Text = str | list[int]  # a text, or its tokens
 
 
-def is_text(value: Any) -> bool:
-    """Whether a value is a non-empty text, as text or as tokens."""
-    if isinstance(value, list):
-        return bool(value) and all(type(token) is int and 0 <= token <= MAX_TOKEN for token in value)
-    return isinstance(value, str) and value != ""
-
-
-def list_of_texts(value: Any) -> list[Text]:
+def _list_of_texts(value: Any) -> list[Text]:
     """The texts from any form of `input`. Raises ValueError."""
-    texts = value if isinstance(value, list) and not is_text(value) else [value]
-    if not texts or not all(map(is_text, texts)):
+    texts = value if isinstance(value, list) and not are_tokens(value) else [value]
+    if not texts or not all((isinstance(text, str) and text) or are_tokens(text) for text in texts):
         raise ValueError(
             "must be a text, a list of texts, a list of tokens or a list of such lists, none of them empty"
         )
@@ -47,17 +38,15 @@ def list_of_texts(value: Any) -> list[Text]:
     return texts
 
 
-class EmbeddingsBody(Loading):
-    """The body of /v1/embeddings."""
-
+class _EmbeddingsBody(Loading):
     model: ModelName
-    input: Annotated[list[Text], BeforeValidator(list_of_texts)]
+    input: Annotated[list[Text], BeforeValidator(_list_of_texts)]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
     truncate: bool | None = None
 
 
-def embeddings_object(model: str, found: Embeddings, body: EmbeddingsBody) -> Json:
+def _embeddings_object(model: str, found: Embeddings, body: _EmbeddingsBody) -> Json:
     """The reply. Raises HttpError 400 for more dimensions than the model has."""
     vectors = np.asarray(found.vectors, dtype="<f4").reshape(len(body.input), -1)
     n_embd = vectors.shape[1]
@@ -76,7 +65,7 @@ def embeddings_object(model: str, found: Embeddings, body: EmbeddingsBody) -> Js
     }
 
 
-async def embeddings(request: Request, body: EmbeddingsBody) -> Json:
+async def embeddings(request: Request, body: _EmbeddingsBody) -> Json:
     """A normalized vector per text."""
     return await _embed(leases_of(request), body)
 
@@ -85,13 +74,13 @@ async def whole_embeddings(state: State, leases: Leases, raw: bytes) -> Json:
     """The reply to a body as JSON text. Raises MoeggufError."""
     if len(raw) > limits.BODY_BYTES:
         raise too_large(limits.BODY_BYTES)
-    return await _embed(leases, parse_body(raw, EmbeddingsBody))
+    return await _embed(leases, parse_body(raw, _EmbeddingsBody))
 
 
-async def _embed(leases: Leases, body: EmbeddingsBody) -> Json:
+async def _embed(leases: Leases, body: _EmbeddingsBody) -> Json:
     async with leases.lease(body.model, body.overrides(), body.keep_alive_s()) as lease:
         found = await lease.embed(body.input, truncate=bool(body.truncate), normalize=True)
-        return embeddings_object(lease.entry.name, found, body)
+        return _embeddings_object(lease.entry.name, found, body)
 
 
-routes = [computed("/v1/embeddings", EmbeddingsBody, embeddings)]
+routes = [computed("/v1/embeddings", _EmbeddingsBody, embeddings)]

@@ -5,10 +5,9 @@ For requests that were let in already, such as those of a batch: no access contr
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from starlette.datastructures import State
 
+from moegguf.models.catalog import Catalog
 from moegguf.server.common.errors import http_error
 from moegguf.server.metrics import Totals
 from moegguf.server.openai.chat import CHAT
@@ -16,12 +15,8 @@ from moegguf.server.openai.completions import COMPLETIONS
 from moegguf.server.openai.embeddings import whole_embeddings
 from moegguf.server.openai.responses import RESPONSES
 from moegguf.serving.batch.answers import Reply
-from moegguf.serving.lease import BackgroundLeases
-
-if TYPE_CHECKING:
-    from moegguf.models.catalog import Catalog
-    from moegguf.serving.lease import Leases
-    from moegguf.serving.ray.config import ConfiguredCatalog
+from moegguf.serving.lease import BackgroundLeases, Leases
+from moegguf.serving.ray.config import ConfiguredCatalog
 
 ENDPOINTS = {
     "/v1/chat/completions": CHAT.whole,

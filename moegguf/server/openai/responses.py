@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moegguf.generate.request import Delta, GenerationRequest, TokenLogprob, ToolCall
 from moegguf.server.common.conversation import Conversation, EventReply, Json, about_prompt
@@ -25,12 +25,9 @@ from moegguf.server.openai.responses_schema import ENCRYPTED_REASONING, Response
 from moegguf.server.openai.schema import OpenAITool, ToolChoice
 from moegguf.serving.events import Done, Event
 
-if TYPE_CHECKING:
-    from moegguf.serving.lease import Lease
-
 
 @dataclass(frozen=True)
-class Form:
+class _Form:
     """Names in the objects and events of an item whose text grows."""
 
     prefix: str  # of its id
@@ -40,31 +37,29 @@ class Form:
     kind: str  # of the part
 
 
-MESSAGE = Form("msg", "content_index", "content_part", "output_text", "output_text")
-REASONING = Form("rs", "content_index", "content_part", "reasoning_text", "reasoning_text")
-SUMMARY = Form("rs", "summary_index", "reasoning_summary_part", "reasoning_summary_text", "summary_text")
+MESSAGE = _Form("msg", "content_index", "content_part", "output_text", "output_text")
+REASONING = _Form("rs", "content_index", "content_part", "reasoning_text", "reasoning_text")
+SUMMARY = _Form("rs", "summary_index", "reasoning_summary_part", "reasoning_summary_text", "summary_text")
 
 
 @dataclass
-class OpenItem:
+class _OpenItem:
     """An item whose text still grows. `output_index`: its number in the output."""
 
-    form: Form
+    form: _Form
     output_index: int
     encrypts: bool = False
     text: str = ""
     logprobs: list[Json] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.id = new_id(self.form.prefix)
+        self.id = _new_id(self.form.prefix)
 
     @property
     def keys(self) -> Json:
-        """The keys of every event about its part."""
         return {"item_id": self.id, "output_index": self.output_index, self.form.index: 0}
 
     def part(self) -> Json:
-        """Its part as it is now."""
         more = {"annotations": [], "logprobs": list(self.logprobs)} if self.form is MESSAGE else {}
         return {"type": self.form.kind, "text": self.text, **more}
 
@@ -78,12 +73,11 @@ class OpenItem:
         return {"id": self.id, "type": "reasoning", "status": status, **both, **secret}
 
 
-def new_id(prefix: str) -> str:
-    """A new id, such as "msg_..."."""
+def _new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(16)}"
 
 
-def logprob_objects(logprobs: Iterable[TokenLogprob]) -> list[Json]:
+def _logprob_objects(logprobs: Iterable[TokenLogprob]) -> list[Json]:
     """Those of chat, but `bytes` is always a list: empty for a token with part of a character."""
     found: list[Json] = chat_logprobs(logprobs)["content"]
     for each in found:
@@ -92,17 +86,17 @@ def logprob_objects(logprobs: Iterable[TokenLogprob]) -> list[Json]:
     return found
 
 
-class ResponseReply(EventReply):
+class _ResponseReply(EventReply):
     """The response to one request. `n_ctx` tokens or `max_output_tokens` reached: it is incomplete."""
 
     def __init__(self, body: ResponsesBody, model: str, generation: GenerationRequest) -> None:
         self._body = body
         self._with_logprobs = generation.n_logprobs is not None
         self._output: list[Json] = []
-        self._item = OpenItem(MESSAGE, 0)  # which may still grow
+        self._item = _OpenItem(MESSAGE, 0)  # which may still grow
         self._n_events = 0
         self._object: Json = {
-            "id": new_id("resp"),
+            "id": _new_id("resp"),
             "object": "response",
             "created_at": int(time.time()),
             "completed_at": None,
@@ -115,17 +109,14 @@ class ResponseReply(EventReply):
             **_settings(body, generation),
         }
 
-    def begin(self, event: Event) -> Iterator[Json]:
-        """The response without output."""
+    def _begin(self, event: Event) -> Iterator[Json]:
         yield self._event("response.created", response=dict(self._object))
         yield self._event("response.in_progress", response=dict(self._object))
 
     def whole(self) -> Json:
-        """The response."""
         return self._object
 
     def error_line(self, error: HttpError, path: str) -> bytes:
-        """The event that ends the stream."""
         code = "server_error" if error.status >= 500 else "invalid_prompt"
         self._object |= {"status": "failed", "error": {"code": code, "message": str(error)}, "output": self._output}
         return event_line(self._event("response.failed", response=self._object), "response.failed")
@@ -134,24 +125,21 @@ class ResponseReply(EventReply):
         self._n_events += 1
         return {"type": kind, "sequence_number": self._n_events - 1, **fields}
 
-    def grow(self, text: str, delta: Delta) -> Iterator[Json]:
-        """The delta, of a message with its log probabilities."""
+    def _grow(self, text: str, delta: Delta) -> Iterator[Json]:
         item, more = self._item, {}
         item.text += text
         if item.form is MESSAGE:
-            more["logprobs"] = logprob_objects(delta.logprobs) if self._with_logprobs else []
+            more["logprobs"] = _logprob_objects(delta.logprobs) if self._with_logprobs else []
             item.logprobs += more["logprobs"]
         yield self._event(f"response.{item.form.text}.delta", **item.keys, delta=text, **more)
 
-    def begin_block(self, kind: str) -> Iterator[Json]:
-        """A message or reasoning item."""
+    def _begin_block(self, kind: str) -> Iterator[Json]:
         form = MESSAGE if kind == "text" else SUMMARY if self._body.wants_summary else REASONING
-        item = self._item = OpenItem(form, len(self._output), self._body.includes(ENCRYPTED_REASONING))
+        item = self._item = _OpenItem(form, len(self._output), self._body.includes(ENCRYPTED_REASONING))
         yield self._event("response.output_item.added", output_index=item.output_index, item=item.object("in_progress"))
         yield self._event(f"response.{form.part}.added", **item.keys, part=item.part())
 
-    def end_block(self, kind: str, done: Done | None = None) -> Iterator[Json]:
-        """The whole item; incomplete where the answer was cut."""
+    def _end_block(self, kind: str, done: Done | None = None) -> Iterator[Json]:
         item = self._item
         more = {"logprobs": item.logprobs} if item.form is MESSAGE else {}
         yield self._event(f"response.{item.form.text}.done", **item.keys, text=item.text, **more)
@@ -162,10 +150,9 @@ class ResponseReply(EventReply):
         self._output.append(item)
         return self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)
 
-    def call(self, call: ToolCall) -> Iterator[Json]:
-        """A function call item."""
+    def _call(self, call: ToolCall) -> Iterator[Json]:
         arguments = json.dumps(call.arguments, ensure_ascii=False)
-        keys = {"item_id": new_id("fc"), "output_index": len(self._output)}
+        keys = {"item_id": _new_id("fc"), "output_index": len(self._output)}
         item = {"id": keys["item_id"], "type": "function_call", "call_id": call.id, "name": call.name}
         yield self._event(
             "response.output_item.added",
@@ -176,13 +163,12 @@ class ResponseReply(EventReply):
         yield self._event("response.function_call_arguments.done", **keys, name=call.name, arguments=arguments)
         yield self._item_done({**item, "status": "completed", "arguments": arguments})
 
-    def finish(self, done: Done) -> Iterator[Json]:
-        """The response with all of its output."""
+    def _finish(self, done: Done) -> Iterator[Json]:
         timing, is_cut = done.timing, done.timing.finish == "length"
         status = "incomplete" if is_cut else "completed"
         if all(item["type"] == "reasoning" for item in self._output):
-            yield from self.begin_block("text")  # clients expect a text, also an empty one
-            yield from self.end_block("text", done)
+            yield from self._begin_block("text")  # clients expect a text, also an empty one
+            yield from self._end_block("text", done)
         self._object |= {
             "status": status,
             "completed_at": None if is_cut else int(time.time()),
@@ -255,12 +241,11 @@ def _choice(body: ResponsesBody) -> str | Json:
     return named[0] if choice.type == "function" else {"type": choice.type, "mode": choice.mode, "tools": named}
 
 
-async def count(lease: Lease, generation: GenerationRequest) -> Json:
-    """The tokens of the prompt."""
-    return {"object": "response.input_tokens", "input_tokens": await lease.count(generation)}
-
-
 RESPONSES = Conversation(
-    ResponsesBody, lambda body, entry, generations: ResponseReply(body, entry.name, generations[0])
+    ResponsesBody, lambda body, entry, generations: _ResponseReply(body, entry.name, generations[0])
 )
-routes = [RESPONSES.at("/v1/responses"), about_prompt("/v1/responses/input_tokens", ResponsesBody, count)]
+COUNT = about_prompt(
+    "/v1/responses/input_tokens", ResponsesBody, "count",
+    lambda n: {"object": "response.input_tokens", "input_tokens": n},
+)  # fmt: skip
+routes = [RESPONSES.at("/v1/responses"), COUNT]

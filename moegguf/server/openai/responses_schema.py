@@ -20,6 +20,7 @@ from moegguf.models.entry import ModelEntry
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body
 from moegguf.server.common.options import (
+    Arguments,
     FunctionName,
     call_of,
     content_of,
@@ -28,7 +29,7 @@ from moegguf.server.common.options import (
     tool_message,
     with_entry_messages,
 )
-from moegguf.server.openai.schema import EFFORTS, Format, Limit, OpenAITool, Reasoning, ToolsBody, arguments_of
+from moegguf.server.openai.schema import EFFORTS, Format, Limit, OpenAITool, Reasoning, ToolsBody
 
 log = logging.getLogger(__name__)
 
@@ -59,14 +60,14 @@ def parts_of(content: Any) -> Any:
 Parts = Annotated[list[dict[str, str]], BeforeValidator(parts_of)]
 
 
-def assistant_message(messages: list[Message]) -> Message:
+def _assistant_message(messages: list[Message]) -> Message:
     """The answer at the end of `messages`, to which several items belong; added if there is none."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]
 
 
-class MessageItem(Body):
+class _MessageItem(Body):
     """A message, or an answer's text."""
 
     type: Literal["message"]
@@ -79,7 +80,7 @@ class MessageItem(Body):
         if self.role == "user":
             messages.append({"role": "user", "content": content_of(self.content)})
         elif self.role == "assistant":
-            message = assistant_message(messages)
+            message = _assistant_message(messages)
             message["content"] = f"{message['content']}\n{text}" if message["content"] else text
         elif messages and messages[-1]["role"] == "system":
             messages[-1]["content"] += f"\n\n{text}"
@@ -87,21 +88,20 @@ class MessageItem(Body):
             messages.append({"role": "system", "content": text})
 
 
-class CallItem(Body):
+class _CallItem(Body):
     """A function call of an earlier answer."""
 
     type: Literal["function_call"]
     call_id: str
     name: FunctionName
-    arguments: Annotated[dict[str, Any], BeforeValidator(arguments_of)]
+    arguments: Arguments
 
     def add_to(self, messages: list[Message], tool_names: Mapping[str, str]) -> None:
-        """Adds it to the answer that it belongs to."""
-        calls = assistant_message(messages).setdefault("tool_calls", [])
+        calls = _assistant_message(messages).setdefault("tool_calls", [])
         calls.append(call_of(self.call_id, self.name, self.arguments))
 
 
-class CallOutputItem(Body):
+class _CallOutputItem(Body):
     """What a function returned."""
 
     type: Literal["function_call_output"]
@@ -109,28 +109,24 @@ class CallOutputItem(Body):
     output: Parts
 
     def add_to(self, messages: list[Message], tool_names: Mapping[str, str]) -> None:
-        """Adds it as a tool's message."""
         messages.append(tool_message(content_of(self.output), self.call_id, tool_names.get(self.call_id)))
 
 
-class ReasoningText(Body):
-    """A part of a reasoning item."""
-
+class _ReasoningText(Body):
     text: str
 
 
-class ReasoningItem(Body):
+class _ReasoningItem(Body):
     """The thinking of an earlier answer. Its text is in one of three places, depending on what the client kept."""
 
     type: Literal["reasoning"]
-    content: list[ReasoningText] | None = None
-    summary: list[ReasoningText] | None = None
+    content: list[_ReasoningText] | None = None
+    summary: list[_ReasoningText] | None = None
     encrypted_content: str | None = None
 
     def add_to(self, messages: list[Message], tool_names: Mapping[str, str]) -> None:
-        """Adds it to a new answer."""
         parts = self.content or self.summary or ()
-        if thinking := "\n".join(part.text for part in parts) or decrypted(self.encrypted_content or ""):
+        if thinking := "\n".join(part.text for part in parts) or _decrypted(self.encrypted_content or ""):
             messages.append({"role": "assistant", "content": "", "thinking": thinking})
 
 
@@ -139,7 +135,7 @@ def encrypted(thinking: str) -> str:
     return REASONING_PREFIX + base64.b64encode(thinking.encode()).decode()
 
 
-def decrypted(content: str) -> str:
+def _decrypted(content: str) -> str:
     """The thinking in our `encrypted_content`; "" for that of another server."""
     _, prefix, text = content.partition(REASONING_PREFIX)
     try:
@@ -148,10 +144,10 @@ def decrypted(content: str) -> str:
         return ""
 
 
-Item = Annotated[MessageItem | CallItem | CallOutputItem | ReasoningItem, Field(discriminator="type")]
+Item = Annotated[_MessageItem | _CallItem | _CallOutputItem | _ReasoningItem, Field(discriminator="type")]
 
 
-def items_of(given: Any) -> Any:
+def _items_of(given: Any) -> Any:
     """`input` as a list of items. Raises ValueError for one that refers to a stored item."""
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": given}]
@@ -168,7 +164,7 @@ def _item(item: Any) -> Any:
     return {**item, "type": "message"}
 
 
-def functions_of(tools: Any) -> Any:
+def _functions_of(tools: Any) -> Any:
     """The functions among `tools`, in the form of chat's tools."""
     if not isinstance(tools, list):
         return tools
@@ -184,9 +180,7 @@ def _function(tool: Any) -> Any:
     return {"type": "function", "function": {name: tool.get(name) for name in ("name", "description", "parameters")}}
 
 
-class TextOptions(Body):
-    """`text`."""
-
+class _TextOptions(Body):
     format: Format | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
@@ -194,11 +188,11 @@ class TextOptions(Body):
 class ResponsesBody(ToolsBody):
     """The body of /v1/responses."""
 
-    input: Annotated[list[Item], Field(min_length=1, max_length=limits.MESSAGES), BeforeValidator(items_of)]
+    input: Annotated[list[Item], Field(min_length=1, max_length=limits.MESSAGES), BeforeValidator(_items_of)]
     instructions: str | None = None
-    tools: Annotated[list[OpenAITool], Field(max_length=limits.TOOLS), BeforeValidator(functions_of)] | None = None
+    tools: Annotated[list[OpenAITool], Field(max_length=limits.TOOLS), BeforeValidator(_functions_of)] | None = None
     max_output_tokens: Limit | None = None
-    text: TextOptions | None = None
+    text: _TextOptions | None = None
     reasoning: Reasoning | None = None
     truncation: Literal["auto", "disabled"] | None = None
     include: Annotated[list[str], Field(max_length=limits.STOPS)] | None = None
@@ -249,7 +243,7 @@ class ResponsesBody(ToolsBody):
         )
 
     def _messages(self) -> list[Message]:
-        names = {item.call_id: item.name for item in self.input if isinstance(item, CallItem)}
+        names = {item.call_id: item.name for item in self.input if isinstance(item, _CallItem)}
         messages: list[Message] = [{"role": "system", "content": self.instructions}] if self.instructions else []
         for item in self.input:
             item.add_to(messages, names)

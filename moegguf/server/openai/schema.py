@@ -8,7 +8,6 @@ HTTP.
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +23,6 @@ from moegguf.server.common.body import Body
 from moegguf.server.common.conversation import Question
 from moegguf.server.common.options import (
     MAX_TOKEN,
-    CalledFunction,
     Function,
     SamplingOptions,
     Stop,
@@ -44,11 +42,6 @@ EFFORTS: Mapping[str, bool | str] = {
 }  # fmt: skip
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-
-
-def list_of_stops(value: Any) -> Any:
-    """`stop` as a list."""
-    return [value] if isinstance(value, str) else value
 
 
 def not_zero(value: int) -> int:
@@ -75,23 +68,10 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 
 def read_parts(content: Any) -> Any:
     """A message's content: its texts joined by newlines, or with images a list of parts (moegguf.generate.images).
-
-    Raises ValueError for a part that is neither.
-    """
+    Raises ValueError for a part that is neither."""
     if not isinstance(content, list):
         return content
     return content_of([part_of(part, {"text": "text", "refusal": "refusal"}, "image_url") for part in content])
-
-
-def arguments_of(text: Any) -> Any:
-    """A call's arguments, parsed from JSON text. Raises ValueError."""
-    if not isinstance(text, str):
-        return text
-    try:
-        value = json.loads(text or "{}")
-    except (ValueError, RecursionError) as error:
-        raise ValueError("must be the text of a JSON object") from error
-    return value
 
 
 class FunctionWithExtras(Function):
@@ -107,19 +87,6 @@ class OpenAITool(Tool):
     function: FunctionWithExtras
 
 
-class FunctionCall(CalledFunction):
-    """`function` of a tool call. `arguments` is sent as JSON text."""
-
-    arguments: Annotated[dict[str, Any], BeforeValidator(arguments_of)]
-
-
-class OpenAIToolCall(ToolCall):
-    """A tool call of an earlier answer."""
-
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
 class ChatMessage(Body):
     """A message of a conversation."""
 
@@ -128,7 +95,7 @@ class ChatMessage(Body):
     name: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[OpenAIToolCall] | None = None
+    tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
     def as_message(self, tool_names: Mapping[str, str]) -> Message:
@@ -204,9 +171,7 @@ class ToolChoice(Body):
 Choice = Annotated[Literal["none", "auto", "required"] | ToolChoice | None, BeforeValidator(choice_of)]
 
 
-class StreamOptions(Body):
-    """`stream_options`."""
-
+class _StreamOptions(Body):
     include_usage: bool | None = None
 
 
@@ -214,10 +179,12 @@ class GenerationBody(Question, SamplingOptions):
     """The fields that chat and completion share. A prompt longer than the context is an error unless `truncate` is
     true; `shift` (Ollama's, off here) lets a prompt lose its middle then, and an answer go on in a full context."""
 
-    stream_options: StreamOptions | None = None
+    stream_options: _StreamOptions | None = None
     n: Choices | None = None
     max_tokens: Limit | None = None
-    stop: Annotated[list[Stop] | None, Field(max_length=limits.STOPS), BeforeValidator(list_of_stops)] = None
+    stop: Annotated[
+        list[Stop] | None, Field(max_length=limits.STOPS), BeforeValidator(lambda v: [v] if isinstance(v, str) else v)
+    ] = None
     logit_bias: Annotated[dict[int, Bias], Field(max_length=MAX_BIASES), BeforeValidator(token_ids)] | None = None
     return_progress: bool | None = None
     truncate: bool | None = None
@@ -295,11 +262,9 @@ class ToolsBody(GenerationBody):
 
 
 class ChatBody(ToolsBody):
-    """The body of /v1/chat/completions. `top_logprobs` has an effect only with `logprobs`.
-
-    An assistant's message at the end is continued, as by llama-server, unless `continue_final_message` is false or
-    `add_generation_prompt` true (vLLM's names).
-    """
+    """The body of /v1/chat/completions. `top_logprobs` has an effect only with `logprobs`. An assistant's message at
+    the end is continued, as by llama-server, unless `continue_final_message` is false or `add_generation_prompt` true
+    (vLLM's names)."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=limits.MESSAGES)]
     max_completion_tokens: Limit | None = None
@@ -326,6 +291,7 @@ class ChatBody(ToolsBody):
 
     def generation(self, entry: ModelEntry) -> GenerationRequest:
         """The request, with the entry's defaults."""
+        continues = self.continue_final_message
         return GenerationRequest(
             messages=with_entry_messages(self._messages(), entry),
             template=entry.template,
@@ -336,7 +302,7 @@ class ChatBody(ToolsBody):
             template_options=self.chat_template_kwargs or {},
             truncate=bool(self.truncate),
             shift=bool(self.shift),
-            continue_final_message=self._continues(),
+            continue_final_message=not self.add_generation_prompt if continues is None else continues,
             n_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             sampling=self.sampling(entry),
         )
@@ -344,11 +310,6 @@ class ChatBody(ToolsBody):
     def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
         """One for each choice."""
         return self.repeated(self.generation(entry), self.n)
-
-    def _continues(self) -> bool:
-        if self.continue_final_message is None:
-            return not self.add_generation_prompt
-        return self.continue_final_message
 
     def _messages(self) -> tuple[Message, ...]:
         names = {call.id or "": call.function.name for message in self.messages for call in message.tool_calls or ()}
