@@ -24,21 +24,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from moegguf.atomic_write import write_atomically
-from moegguf.errors import BatchFileError, BusyError, StorageError, UnknownIdError
+from moegguf.errors import BatchFileError, BusyError, UnknownIdError
 from moegguf.serving.batch.answers import (
     NOT_EXECUTED,
     Answer,
     Counts,
-    Entry,
     Journal,
     Span,
     answer_requests,
     error_entry,
     open_journal,
-    storage_error,
+    storing,
 )
 from moegguf.serving.batch.files import FileStore
-from moegguf.serving.batch.requests import LineError, Requests, first_errors
+from moegguf.serving.batch.requests import LineError, Requests
 from moegguf.serving.clients import current_owner, is_visible
 
 log = logging.getLogger(__name__)
@@ -147,21 +146,20 @@ class Batches:
             raise BusyError("the server is shutting down; try again later.")
         if self._lock is not None:
             return
-        try:
+        with storing(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             lock = os.open(self._folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise storage_error(self._folder, error) from None
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._files.load()
-            self._load()
-        except BlockingIOError:
-            os.close(lock)
-            raise BusyError(f"another server has the files and batches in {self._folder}; ask that one.") from None
-        except OSError as error:
-            os.close(lock)
-            raise storage_error(self._folder, error) from None
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._files.load()
+                self._load()
+            except OSError as error:
+                os.close(lock)
+                if isinstance(error, BlockingIOError):
+                    raise BusyError(
+                        f"another server has the files and batches in {self._folder}; ask that one."
+                    ) from None
+                raise
         self._lock = lock
 
     def _load(self) -> None:
@@ -212,36 +210,26 @@ class Batches:
         now_s = self._now()
         expires_at = None if self._window_s == float("inf") else int(now_s + self._window_s)
         batch = Batch(
-            id=f"batch_{uuid.uuid4().hex[:24]}",
-            endpoint=endpoint,
-            input_file_id=input_file_id,
-            created_at=int(now_s),
-            created_ns=time.time_ns(),
-            expires_at=expires_at,
-            metadata=None if metadata is None else dict(metadata),
-            output_expires_after_s=output_expires_after_s,
+            f"batch_{uuid.uuid4().hex[:24]}", endpoint, input_file_id, int(now_s), time.time_ns(), expires_at,
+            metadata=None if metadata is None else dict(metadata), output_expires_after_s=output_expires_after_s,
             owner=current_owner.get(),
-        )
-        try:
-            self._work(batch).mkdir()
-            self._files.link(input_file_id, self._input(batch))
-            self._update(batch)
-        except StorageError:
-            self._remove_work(batch)
-            raise
-        except OSError as error:
-            self._remove_work(batch)
-            raise storage_error(self._folder, error) from None
+        )  # fmt: skip
+        with storing(self._folder):
+            try:
+                self._work(batch).mkdir()
+                self._files.link(input_file_id, self._input(batch))
+                self._update(batch)
+            except OSError:
+                self._remove_work(batch)
+                raise
         self._batches[batch.id] = batch
         self._start(batch)
         return batch
 
     def cancel(self, batch: Batch) -> None:
         """Begins to cancel a batch, whose status must be one of CANCELLABLE. Raises StorageError."""
-        try:
+        with storing(self._folder):
             self._update(batch, status="cancelling", cancelling_at=int(self._now()))
-        except OSError as error:
-            raise storage_error(self._folder, error) from None
         if batch.id in self._steps:  # else it has not begun, and begins with that status
             self._steps[batch.id].cancel()
 
@@ -304,25 +292,14 @@ class Batches:
 
     async def _validate(self, batch: Batch) -> None:
         with await self._requests(batch) as requests:
-            invalid = first_errors(requests.lines, MAX_ERRORS)
-            if invalid:
-                self._fail(
-                    batch,
-                    [
-                        _error_of(line.error.code, str(line.error), line.error.param, line.number)
-                        for line in invalid
-                        if line.error
-                    ],
-                )
+            wrong = ((line.number, line.error) for line in requests.lines if line.error is not None)
+            errors = [_error_of(error.code, str(error), error.param, number) for number, error in wrong]
+            if errors:
+                self._fail(batch, errors[:MAX_ERRORS])
                 return
-            models = requests.models
-            self._update(
-                batch,
-                status="in_progress",
-                in_progress_at=int(self._now()),
-                total=len(requests.lines),
-                model=models[0] if len(models) == 1 else None,
-            )
+            models, n_total = requests.models, len(requests.lines)
+            changes = {"total": n_total, "model": models[0] if len(models) == 1 else None}
+            self._update(batch, status="in_progress", in_progress_at=int(self._now()), **changes)
 
     async def _wait_for_turn(self, batch: Batch) -> None:
         """Returns when the batches before this one are answered, cancelled or invalid."""
@@ -333,11 +310,7 @@ class Batches:
     async def _answer_all(self, batch: Batch) -> None:
         async with self._answers(batch) as (requests, journal):
             journal.check_space = self._files.check_space
-
-            def on_answer(entry: Entry) -> None:
-                batch.counts = journal.counts
-
-            await answer_requests(requests, journal, self._answer, self._n_parallel, on_answer)
+            await answer_requests(requests, journal, self._answer, self._n_parallel, lambda entry: None)
 
     async def _finalize(self, batch: Batch, status: str, not_executed: str | None = None) -> None:
         """Stores the files of answers and of errors; those not begun are errors, of the code `not_executed`. They may
@@ -374,12 +347,12 @@ class Batches:
     async def _requests(self, batch: Batch) -> Requests:
         """The batch's requests, which the caller closes. Raises BatchFileError, OSError."""
         stop = threading.Event()
+        try:
+            file = self._input(batch).open("rb")
+        except FileNotFoundError:
+            raise BatchFileError("the requests of this batch are gone; create another one.") from None
 
         def read() -> Requests:
-            try:
-                file = self._input(batch).open("rb")
-            except FileNotFoundError:
-                raise BatchFileError("the requests of this batch are gone; create another one.") from None
             try:
                 return Requests(file, (batch.endpoint,), max_requests=MAX_REQUESTS, stop=stop.is_set)
             except BaseException:  # also where the server ends
@@ -409,11 +382,7 @@ class Batches:
         if isinstance(known["counts"], Counts):
             known["counts"] = asdict(known["counts"])
         write_atomically(self._folder / f"{batch.id}.json", json.dumps(known).encode())
-        self._set(batch, changes)
-
-    def _set(self, batch: Batch, changes: Mapping[str, Any]) -> None:
-        for name, value in changes.items():
-            setattr(batch, name, value)
+        vars(batch).update(changes)
         self._changed.set()
 
     def _try_update(self, batch: Batch, **changes: Any) -> None:
@@ -422,7 +391,8 @@ class Batches:
             self._update(batch, **changes)
         except OSError as error:
             log.warning("%s could not be written: %s", batch.id, error)
-            self._set(batch, changes)
+            vars(batch).update(changes)
+            self._changed.set()
 
     def _work(self, batch: Batch) -> Path:
         return self._folder / batch.id

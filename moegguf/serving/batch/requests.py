@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -210,8 +210,3 @@ def group_of(body: Mapping[str, Any]) -> str:
     options = body.get("options")
     chosen = {name: options[name] for name in LOAD_OPTIONS if name in options} if isinstance(options, dict) else {}
     return json.dumps([body.get("model"), chosen], sort_keys=True)
-
-
-def first_errors(lines: Iterable[RequestLine], most: int) -> list[RequestLine]:
-    """The first lines with an error, at most `most`."""
-    return list(itertools.islice((line for line in lines if line.error is not None), most))
