@@ -158,25 +158,17 @@ def with_retries(
             return call()
         except httpx2.HTTPError as error:
             n_failures = 0 if received_bytes() - before >= PROGRESS_BYTES else n_failures + 1
-            if n_failures == TRIES or not _is_transient(error):
+            wait_s = WAIT_S * 2.0 ** max(0, n_failures - 1)
+            is_transient = isinstance(error, httpx2.TransportError)
+            is_transient = is_transient and not isinstance(error, httpx2.UnsupportedProtocol)
+            if isinstance(error, HfHubHTTPError):
+                is_transient = error.response.status_code in TRANSIENT
+                retry_after = error.response.headers.get("Retry-After", "")
+                wait_s = max(wait_s, float(retry_after) if retry_after.isdigit() else 0.0)
+            if n_failures == TRIES or not is_transient:
                 raise
-            _wait_before_retry(error, max(0, n_failures - 1), stopped)
-
-
-def _is_transient(error: BaseException) -> bool:
-    if isinstance(error, HfHubHTTPError):
-        return error.response.status_code in TRANSIENT
-    return isinstance(error, httpx2.TransportError) and not isinstance(error, httpx2.UnsupportedProtocol)
-
-
-def _wait_before_retry(error: BaseException, attempt: int, stopped: threading.Event) -> None:
-    """Waits after try number `attempt` (from 0), at least the response's Retry-After. Raises Stopped."""
-    wait_s = WAIT_S * 2.0**attempt
-    if isinstance(error, HfHubHTTPError):
-        retry_after = error.response.headers.get("Retry-After", "")
-        wait_s = max(wait_s, float(retry_after) if retry_after.isdigit() else 0.0)
-    if stopped.wait(min(wait_s, MAX_WAIT_S)):
-        raise Stopped
+            if stopped.wait(min(wait_s, MAX_WAIT_S)):
+                raise Stopped from None
 
 
 @contextmanager

@@ -63,7 +63,7 @@ def pull(name: str, catalog: Catalog, report: Report, cancelled: threading.Event
 def _fetch(name: Name, report: Report, stopped: threading.Event) -> ModelEntry:
     """Downloads the newest commit's files. Raises ModelNotFoundError, ModelFormatError, PullError."""
     from moegguf.models.hub_api import Stopped, read_repository
-    from moegguf.models.hub_commit import fetch_files, link_commit
+    from moegguf.models.hub_fetch import fetch_files, link_commit
 
     try:
         report(PullStatus("pulling manifest"))
@@ -129,7 +129,7 @@ def fetch(
     from huggingface_hub.utils import tqdm
 
     from moegguf.models.hub_api import read_repository
-    from moegguf.models.hub_commit import fetch_files, find_missing, link_commit, move_files
+    from moegguf.models.hub_fetch import fetch_files, find_missing, link_commit, move_files
 
     folder, stopped = Path(local_dir) if local_dir else None, threading.Event()
     cache = folder / ".cache" / "moegguf" if folder else Path(cache or hub_cache())
