@@ -167,7 +167,7 @@ class Engine:
         self, prompt: Prompt | Sequence[Message], sampling: Sampling | None = None, **fields: Any
     ) -> AsyncGenerator[Delta, None]:
         """The parts of an answer to a text, tokens or messages, as they are computed: `async for`. Leaving the loop
-        cancels it. `fields`: as of `generate`. Raises what `moegguf.generate.answer.SequenceState` and evaluations
+        cancels it. `fields`: as of `generate`. Raises what `BatchedAnswer.read` gives and evaluations
         raise, ClosedError."""
         is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], dict)
         make: Any = _of_messages if is_chat else _of_prompt

@@ -13,7 +13,7 @@ from moegguf.generate.embedding import Embeddings
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing
 from moegguf.models.entry import ModelEntry
 from moegguf.serving.events import Done, Event, LoadedModel
-from moegguf.serving.managed_model import ManagedModel, Purpose, Waiter
+from moegguf.serving.managed_model import ManagedModel, Waiter
 from moegguf.serving.wire import build
 from moegguf.serving.worker_process import PendingRequest, WorkerProcess
 
@@ -90,7 +90,7 @@ class Lease(Calls):
         """`PromptProgress` of a long prompt, `Delta`s, and last `Done`. Closing it stops the answer within a token.
         Without `stream` there is one `Delta` with the whole answer.
 
-        Raises what `moegguf.generate.answer.SequenceState` raises.
+        Raises what `moegguf.generate.answer.BatchedAnswer.read` gives.
         """
         async with aclosing(self._events("generate", generation=generation, stream=stream)) as events:
             async for event in events:
@@ -133,7 +133,7 @@ class Lease(Calls):
         if beside_answers:
             return self._process.request(kind, **fields)
         assert self._acquired is not None
-        if self._acquired[1].purpose is not Purpose.ANSWER:
+        if not self._acquired[1].will_answer:
             raise OptionError("this lease was taken with will_answer=False; take another one.")
         self._request = self._process.request(kind, self._release, **fields)
         return self._request
