@@ -149,7 +149,8 @@ class Engine:
 
         What is wrong with one prompt is the `error` of its answer. Raises OptionError, ClosedError.
         """
-        listed = _listed(prompts)
+        given: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+        listed = [given] if given and isinstance(given[0], int) else given
         return self._answers([_of_prompt(prompt, each, fields) for prompt, each in self._with(listed, sampling)])
 
     def chat(
@@ -231,17 +232,10 @@ class Engine:
             raise
 
 
-def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    listed: list[Any] = list(prompts)
-    return [listed] if listed and isinstance(listed[0], int) else listed
-
-
 def _of_prompt(prompt: Prompt, sampling: Sampling, fields: dict[str, Any]) -> GenerationRequest:
-    is_text = isinstance(prompt, str)
-    tokens = () if is_text else tuple(prompt)
-    return _request(sampling, fields, prompt=prompt if is_text else "", context=tokens)
+    if isinstance(prompt, str):
+        return _request(sampling, fields, prompt=prompt)
+    return _request(sampling, fields, prompt="", context=tuple(prompt))
 
 
 def _of_messages(messages: Sequence[Message], sampling: Sampling, fields: dict[str, Any]) -> GenerationRequest:
