@@ -105,17 +105,14 @@ class Matcher:
         limits = LLParserLimits(**_LIMITS, verbose_errors=False)
         self._matcher: LLMatcher = LLMatcher(tokens.tokenizer, grammar, log_level=0, limits=limits)
         self._check()
-        self._accept_text(constraint.begun, tokens.tokenizer)
-        self.mask()
-
-    def _accept_text(self, text: str, tokenizer: LLTokenizer) -> None:
-        """Advances past what an answer begins with. Raises SchemaError when the format does not begin like that."""
-        tokens = tokenizer.greedy_tokenize(text)
-        if self._matcher.try_consume_tokens(tokens) < len(tokens):
+        begun = tokens.tokenizer.greedy_tokenize(constraint.begun)
+        if self._matcher.try_consume_tokens(begun) < len(begun):
             raise SchemaError(
-                f"the message to continue does not begin as the requested format demands: {text[:50]!r}; change one."
+                "the message to continue does not begin as the requested format demands:"
+                f" {constraint.begun[:50]!r}; change one."
             )
         self._check()
+        self.mask()
 
     def _check(self) -> None:
         if not self._matcher.is_error():

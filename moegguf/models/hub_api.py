@@ -199,8 +199,15 @@ def _to_moegguf_error(error: BaseException, repo: str, path: str) -> MoeggufErro
             f"there is no repository {repo!r} at {hub_endpoint()}, or it is private: check the name; for a private one"
             f" set HF_TOKEN ({_token_words()})."
         )
+    if isinstance(error, HfHubHTTPError) and (status := error.response.status_code) in (401, 403):
+        return PullError(
+            f"the hub denied access to {what!r} ({status}): accept the licence at {page}, if there is one, and set"
+            f" HF_TOKEN to a token that may read it ({_token_words()})."
+        )
     if isinstance(error, HfHubHTTPError):
-        return _status_error(error.response.status_code, what, page)
+        limit = f"the hub's rate limit is reached (429) at {what!r}; try again in some minutes, or set HF_TOKEN."
+        later = f"the hub answered {status} for {what!r}; try again later, the download continues where it stopped."
+        return PullError(limit if status == 429 else later)
     if isinstance(error, httpx2.TooManyRedirects):
         return PullError(f"{hub_endpoint()} redirects {what!r} in a loop; check HF_ENDPOINT and proxies.")
     if isinstance(error, OfflineModeIsEnabled):
@@ -209,21 +216,6 @@ def _to_moegguf_error(error: BaseException, repo: str, path: str) -> MoeggufErro
     return PullError(
         f"fetching {what!r} from {hub_endpoint()} failed ({reason:.200}); check the network and try again, the download"
         " continues where it stopped."
-    )
-
-
-def _status_error(status: int, what: str, page: str) -> PullError:
-    if status in (401, 403):
-        return PullError(
-            f"the hub denied access to {what!r} ({status}): accept the licence at {page}, if there is one, and set"
-            f" HF_TOKEN to a token that may read it ({_token_words()})."
-        )
-    if status == 429:
-        return PullError(
-            f"the hub's rate limit is reached (429) at {what!r}; try again in some minutes, or set HF_TOKEN."
-        )
-    return PullError(
-        f"the hub answered {status} for {what!r}; try again later, the download continues where it stopped."
     )
 
 

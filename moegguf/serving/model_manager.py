@@ -375,10 +375,14 @@ class ModelManager:
     def _next_of(self, model: ManagedModel) -> Waiter | None:
         """The first waiter that overtakes no load, of those before one that needs another load; None: all do. Turns may
         have put one that came before the load behind one that came after it."""
+        loads, since = self._load_queue(), math.inf  # a load that has waited for memory for long is not overtaken
+        if loads and not loads[0].measuring:
+            oldest = loads[0].oldest_waiter
+            since = oldest.ticket if self._now() - oldest.since_s > OVERTAKE_S else math.inf
         for waiter in model.waiters:
             if not model.serves(waiter):
                 return None
-            if not self._is_overtaking(waiter):
+            if waiter.ticket <= since:
                 return waiter
         return None
 
@@ -393,14 +397,6 @@ class ModelManager:
             if other is not model:
                 other.uses.pop(waiter.name, None)
         model.use(waiter, self._now())
-
-    def _is_overtaking(self, waiter: Waiter) -> bool:
-        """Whether an older load has waited for memory for more than OVERTAKE_S."""
-        queue = self._load_queue()
-        if not queue or queue[0].measuring:
-            return False
-        oldest = queue[0].oldest_waiter
-        return waiter.ticket > oldest.ticket and self._now() - oldest.since_s > OVERTAKE_S
 
     def _load_queue(self) -> list[ManagedModel]:
         """Models to load, in order of their oldest waiter."""

@@ -110,7 +110,10 @@ class Worker:
     def _on_message(self, message: Message) -> None:
         kind = message["kind"]
         if kind == "cancel":
-            self._cancel(message["id"])
+            with self._jobs_lock:
+                job = self._jobs.get(message["id"])
+            if job is not None and self._loop is not None:
+                self._loop.cancel(job)
         elif kind in ("generate", "embed"):
             self._submit(message)
         elif kind in BESIDE:
@@ -161,12 +164,6 @@ class Worker:
         seconds, is_busy = now_s - self._start_s, loop.n_running > 0
         return Snapshot(self._name, tuple(layers), n_expert, *maps, llm.stats(), is_busy, seconds, loop.n_answer_tokens)
 
-    def _cancel(self, request_id: int) -> None:
-        with self._jobs_lock:
-            job = self._jobs.get(request_id)
-        if job is not None and self._loop is not None:
-            self._loop.cancel(job)
-
     def _on_socket_closed(self) -> None:
         """Cancels what runs; exits after EXIT_GRACE_S if it does not stop."""
         self._closing = True
@@ -180,8 +177,15 @@ class Worker:
 
     def _load(self, config: LoadConfig) -> bool:
         """Loads the model and sends "ready" or "failed"; False when it failed."""
+        is_due = every(PROGRESS_S, -math.inf)
+
+        def send_progress(fraction: float | None) -> bool:
+            if not self._closing and (is_due() or fraction == 1):
+                self._send("loading", fraction=fraction)
+            return not self._closing
+
         try:
-            self._llm = llm = open_model(config, self._load_progress_sender())
+            self._llm = llm = open_model(config, send_progress)
         except BaseException as error:  # whatever ends a load is told to the server
             if not self._closing:
                 self._send("failed", error=encode_error(error))
@@ -194,16 +198,6 @@ class Worker:
         ready = Ready(llm.n_ctx(), plan, llm.n_seq_max, llm.reads_images)
         self._send("ready", ready=ready, **self._statistics())
         return True
-
-    def _load_progress_sender(self) -> LoadProgress:
-        is_due = every(PROGRESS_S, -math.inf)
-
-        def send(fraction: float | None) -> bool:
-            if not self._closing and (is_due() or fraction == 1):
-                self._send("loading", fraction=fraction)
-            return not self._closing
-
-        return send
 
     def send_warning(self, message: Warning | str, *_: Any, **__: Any) -> None:
         """Tells the server a warning of Python's; in the manner of `warnings.showwarning`."""

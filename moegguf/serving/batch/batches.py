@@ -239,11 +239,7 @@ class Batches:
         if batch.status not in FINAL:
             task = asyncio.get_running_loop().create_task(self._carry_out(batch))
             self._tasks[batch.id] = task
-            task.add_done_callback(lambda _: self._forget(batch.id))
-
-    def _forget(self, batch_id: str) -> None:
-        self._tasks.pop(batch_id, None)
-        self._steps.pop(batch_id, None)
+            task.add_done_callback(lambda _: (self._tasks.pop(batch.id, None), self._steps.pop(batch.id, None)))
 
     async def _carry_out(self, batch: Batch) -> None:
         """Everything until the batch has ended, for its owner; over again while the disk is full."""
@@ -277,8 +273,12 @@ class Batches:
             try:
                 left_s = None if batch.expires_at is None else batch.expires_at - self._now()
                 async with asyncio.timeout(left_s) as window:
-                    await self._wait_for_turn(batch)
-                    await self._answer_all(batch)
+                    while next(each for each in self._batches.values() if each.status in CANCELLABLE) is not batch:
+                        self._changed.clear()  # others are to be answered, cancelled or found invalid first
+                        await self._changed.wait()
+                    async with self._answers(batch) as (requests, journal):
+                        journal.check_space = self._files.check_space
+                        await answer_requests(requests, journal, self._answer, self._n_parallel, lambda entry: None)
             except TimeoutError:
                 if not window.expired():
                     raise
@@ -301,23 +301,19 @@ class Batches:
             changes = {"total": n_total, "model": models[0] if len(models) == 1 else None}
             self._update(batch, status="in_progress", in_progress_at=int(self._now()), **changes)
 
-    async def _wait_for_turn(self, batch: Batch) -> None:
-        """Returns when the batches before this one are answered, cancelled or invalid."""
-        while next(each for each in self._batches.values() if each.status in CANCELLABLE) is not batch:
-            self._changed.clear()
-            await self._changed.wait()
-
-    async def _answer_all(self, batch: Batch) -> None:
-        async with self._answers(batch) as (requests, journal):
-            journal.check_space = self._files.check_space
-            await answer_requests(requests, journal, self._answer, self._n_parallel, lambda entry: None)
-
     async def _finalize(self, batch: Batch, status: str, not_executed: str | None = None) -> None:
         """Stores the files of answers and of errors; those not begun are errors, of the code `not_executed`. They may
         take more than there is room for: the journal, which they replace, goes when they are complete."""
         async with self._answers(batch) as (requests, journal):
+
+            def append_not_executed(code: str) -> None:
+                for line in requests.lines:
+                    if line.number not in journal.answered:
+                        error = LineError(code, NOT_EXECUTED_TEXT[code])
+                        journal.append(line.number, error_entry(requests, line, error))
+
             if not_executed is not None:
-                await _in_thread(partial(_append_not_executed, requests, journal, not_executed))
+                await _in_thread(partial(append_not_executed, not_executed))
             output_id = await self._store(batch, journal, "output", lambda span: span.is_answer)
             error_id = await self._store(batch, journal, "errors", lambda span: not span.is_answer)
             now = int(self._now())
@@ -368,7 +364,7 @@ class Batches:
     async def _answers(self, batch: Batch) -> AsyncIterator[tuple[Requests, Journal]]:
         """The batch's requests, and the answers so far. Raises BatchFileError, OSError."""
         with await self._requests(batch) as requests:
-            path = self._journal(batch)
+            path = self._work(batch) / "answers.jsonl"
             journal = await _in_thread(lambda: open_journal(path, requests), lambda found: found.close())
             try:
                 batch.counts = journal.counts
@@ -400,9 +396,6 @@ class Batches:
     def _input(self, batch: Batch) -> Path:
         return self._work(batch) / "requests.jsonl"
 
-    def _journal(self, batch: Batch) -> Path:
-        return self._work(batch) / "answers.jsonl"
-
 
 async def _in_thread(call: Callable[[], Result], discard: Callable[[Result], object] = lambda _: None) -> Result:
     """What `call` returns, on a thread, which has ended when this is cancelled; `discard` then gets the result."""
@@ -416,13 +409,6 @@ async def _in_thread(call: Callable[[], Result], discard: Callable[[Result], obj
         if running.exception() is None:
             discard(running.result())
         raise
-
-
-def _append_not_executed(requests: Requests, journal: Journal, code: str) -> None:
-    """Adds an error of that code for each request that was not begun. Raises StorageError."""
-    for line in requests.lines:
-        if line.number not in journal.answered:
-            journal.append(line.number, error_entry(requests, line, LineError(code, NOT_EXECUTED_TEXT[code])))
 
 
 def _some(lines: Iterator[bytes]) -> bytes:
