@@ -124,7 +124,6 @@ def _tokens(llm: Llama, item: str | Sequence[int], limit: int, truncate: bool) -
 
 
 def _steps(llm: Llama, tokens: list[int]) -> Generator[npt.NDArray[np.float64], None, None]:
-    """The vector of one input."""
     if not tokens:
         yield np.zeros(_n_embd(llm))
     else:

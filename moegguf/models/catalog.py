@@ -303,7 +303,6 @@ def _missing_files(entry: ModelEntry, *, paths: bool) -> ModelNotFoundError:
 
 
 def _model_at(text: str | None) -> Iterator[ModelEntry]:
-    """The model whose first file is at the path."""
     if text is not None and (path := _existing(text, Path.is_file)):
         yield file_entry(path, "path", str(path.absolute()))
 
@@ -315,7 +314,6 @@ def _model_in(text: str | None) -> Iterator[ModelEntry]:
 
 
 def _existing(text: str, is_kind: Callable[[Path], bool]) -> Path | None:
-    """The path in `text`, if it exists and is of that kind."""
     with suppress(OSError, ValueError, RuntimeError):  # too long, a zero byte, no such user
         path = Path(text).expanduser()
         return path if is_kind(path) else None

@@ -61,7 +61,6 @@ def pull(name: str, catalog: Catalog, report: Report, cancelled: threading.Event
 
 
 def _fetch(name: Name, report: Report, stopped: threading.Event) -> ModelEntry:
-    """Downloads the newest commit's files. Raises ModelNotFoundError, ModelFormatError, PullError."""
     from moegguf.models.hub_api import Stopped, read_repository
     from moegguf.models.hub_fetch import fetch_files, link_commit
 

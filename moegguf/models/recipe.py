@@ -152,7 +152,6 @@ def parse_parameter(name: str, text: str) -> Any:
 
 
 def _convert(name: str, value: Any) -> Any:
-    """The value with the parameter's type. Raises OptionError."""
     kind: type = PARAMETERS[name]
     if kind is list:
         values = [value] if isinstance(value, str) else value

@@ -135,7 +135,6 @@ def _by_quant(firsts: Sequence[str], quant: str) -> str | None:
 
 
 def _all_shards(first: str, models: Sequence[str], repo: str) -> tuple[str, ...]:
-    """All shards of the model that `first` belongs to."""
     prefix, _, count = _shard(first)
     if count <= 1:
         return (first,)

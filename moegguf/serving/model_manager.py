@@ -344,7 +344,6 @@ class ModelManager:
     # The rules.
 
     def _dispatch(self) -> None:
-        """Applies the rules to all models."""
         if self._closed:
             return
         for model in self._models.values():
@@ -399,12 +398,10 @@ class ModelManager:
         model.use(waiter, self._now())
 
     def _load_queue(self) -> list[ManagedModel]:
-        """Models to load, in order of their oldest waiter."""
         waiting = [m for m in self._models.values() if m.state is State.ABSENT and m.waiters]
         return sorted(waiting, key=lambda m: m.oldest_waiter.ticket)
 
     def _start_loads(self) -> None:
-        """Starts loads in order, until one has to wait for memory."""
         for model in self._load_queue():
             if model.measuring:
                 return
@@ -557,7 +554,6 @@ class ModelManager:
             self._device_limits.lost.add(model.device)
 
     def _start_unload(self, model: ManagedModel) -> None:
-        """Starts to end the process of an unused model."""
         if model.state is State.READY:
             model.state = State.STOPPING
             self._spawn(self._unload(model))

@@ -127,7 +127,6 @@ class Worker:
                 self._reply(self._beside.get())
 
     def _value(self, message: Message) -> Any:
-        """The value of a request that is not an answer."""
         llm, kind = self._model, message["kind"]
         if kind == "tokenize":
             return llm.tokenize(to_utf8(message["text"]), add_bos=message["special"], special=message["special"])
@@ -242,7 +241,6 @@ class Worker:
             time.sleep(FIRST_DELTA_PAUSE_S)
 
     def _reply(self, message: Message) -> None:
-        """Ends a request with its value or error."""
         value, failure = None, None
         try:
             value = self._value(message)

@@ -382,7 +382,6 @@ class Batches:
         self._changed.set()
 
     def _try_update(self, batch: Batch, **changes: Any) -> None:
-        """Changes a batch, on disk if that can be."""
         try:
             self._update(batch, **changes)
         except OSError as error:

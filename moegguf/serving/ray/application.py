@@ -71,7 +71,6 @@ def _model(config: ModelConfig) -> serve.Application:
 
 
 def _http_of(configs: Sequence[ModelConfig]) -> Callable[[], Any]:
-    """The function that makes the ASGI application in the ingress replica."""
 
     def make() -> Any:
         catalog = ConfiguredCatalog(configs)
