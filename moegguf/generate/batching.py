@@ -240,27 +240,27 @@ class BatchLoop:
         self._slots.clear()
         self._llm.reset()
 
-    def _end(self, answer: BatchedAnswer | Task, error: Exception | None = None) -> None:
+    def _end(self, job: BatchedAnswer | Task, error: Exception | None = None) -> None:
         """Ends an answer that waits or runs, or a task that waits. An answer's slot keeps the tokens, for prompts that
         begin with them."""
-        if answer in self._waiting:
-            self._waiting.remove(answer)
-        if isinstance(answer, Task):
+        if job in self._waiting:
+            self._waiting.remove(job)
+        if isinstance(job, Task):
             stopped = _closed() if self._closing else GenerationCancelled("it was cancelled while it waited.")
-            answer.fail(error or stopped)
+            job.fail(error or stopped)
             return
-        if answer in self._running:
-            self._running.remove(answer)
-        if answer.slot is not None:
-            self._slots.release(answer)
+        if job in self._running:
+            self._running.remove(job)
+        if job.slot is not None:
+            self._slots.release(job)
             self._is_full = False
-            if answer.alone:
+            if job.alone:
                 self._slots.clear()
-        if answer.number >= 0:
-            error = error or self._complete(answer)
-            answer.note_end(self._stats_now())
-            self._n_ended_tokens += answer.timing.answer_tokens
-        answer.events.on_end(answer.timing, error)
+        if job.number >= 0:
+            error = error or self._complete(job)
+            job.note_end(self._stats_now())
+            self._n_ended_tokens += job.timing.answer_tokens
+        job.events.on_end(job.timing, error)
 
     def _stats_now(self) -> Stats:
         """The model's counters after the last pass. Reading them takes as long as sampling several tokens, and the
