@@ -1,5 +1,5 @@
-"""One request while it is answered, from its submission to its end: prompt, sampler, constraint, text, stops, limits,
-and the slot that it computes in; all but the evaluation of tokens, which is `batching`'s."""
+"""One request in a loop, from its submission to its end: prompt, sampler, constraint, text, stops, limits, and the slot
+that it computes in; all but the evaluation of tokens, which is `batching`'s."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from moegguf.errors import OptionError
 from moegguf.generate.constraint import constraint_for
-from moegguf.generate.prompt import read_prompt
+from moegguf.generate.prompt import Prompt, read_prompt
 from moegguf.generate.request import MAX_TOP_LOGPROBS, Delta, GenerationRequest, PromptProgress, Timing, TokenLogprob
 from moegguf.generate.sampler import Sampler, logprob_of
 from moegguf.generate.transcript import new_transcript
@@ -24,121 +24,6 @@ if TYPE_CHECKING:
 
 MIN_SHIFTED = 4  # tokens at the end of the context that a shift may drop; llama.cpp's number
 MAX_CONTEXTS = 10  # of tokens in an answer without a limit, when the context shifts; Ollama's number
-
-
-class SequenceState:
-    """What one request needs between its tokens. `generated`: the tokens of the answer, without an end token; `ended`:
-    whether its last token was sampled.
-
-    Raises ContextError, TemplateError, CapabilityError, SchemaError and OptionError.
-    """
-
-    def __init__(self, llm: Llama, request: GenerationRequest) -> None:
-        self.request = request
-        self.timing = Timing()
-        self.generated: list[int] = []
-        self.ended = False
-        self._llm = llm
-        llm.context.check_generates()
-        self.prompt = read_prompt(llm, request)
-        self.timing.cut_messages, self.timing.cut_tokens = self.prompt.cut_messages, self.prompt.cut_tokens
-        self._n_logprobs = _checked_n_logprobs(request.n_logprobs)
-        constraint = constraint_for(request, self.prompt.template, self.prompt.end, self.prompt.continuation)
-        self.sampler = Sampler(llm, request.sampling, self.prompt.text_tokens, constraint)
-        self._transcript = new_transcript(request, self.prompt, llm.vocabulary)
-        self.shifts = request.shift and llm.context.can_shift and self.prompt.images is None
-        self.limit = self._token_limit()
-        self._prompt_logprobs: list[TokenLogprob] = []  # until they are sent
-
-    @property
-    def reuses_prefix(self) -> bool:
-        """Whether tokens of earlier requests may be reused: they were evaluated beside other tokens, which changes the
-        last bits of their K and V where the model is not batch-invariant. Prompt logprobs need all of its logits."""
-        sampling = self.request.sampling
-        is_same = self._llm.batch_invariant or (sampling.seed is None and not sampling.exact)
-        return is_same and not self.request.prompt_logprobs
-
-    @property
-    def is_exact_alone(self) -> bool:
-        """Whether the request is `exact`, and other sequences in its passes may change bits. That is so of a context
-        that becomes full, too: among others it is evaluated again, which rounds otherwise than moving its cells."""
-        may_shift = self.shifts and len(self.prompt.tokens) + self.limit > self._llm.n_ctx()
-        return self.request.sampling.exact and (may_shift or not self._llm.batch_invariant)
-
-    @property
-    def n_left(self) -> int:
-        """Tokens that the answer may still have."""
-        return self.limit - self.timing.answer_tokens
-
-    @property
-    def n_kept(self) -> int:
-        """Tokens at the beginning that stay when the context shifts."""
-        n_keep = self.request.sampling.num_keep
-        n_first = len(self.prompt.tokens) if n_keep < 0 else n_keep + len(self._llm.vocabulary.bos_tokens)
-        return min(n_first, self._llm.n_ctx() - MIN_SHIFTED)
-
-    def accept(self, token: int, row: int = -1) -> Delta | None:
-        """The delta after a sampled token, if any. `row`: of the logits that it was sampled from."""
-        timing, transcript = self.timing, self._transcript
-        timing.answer_tokens += 1
-        if self._llm.vocabulary.is_end(token):
-            self.end("stop")
-            return None
-        self.generated.append(token)
-        delta = transcript.feed(token, self._logprob(token, row))
-        if delta is not None and delta.thinking:
-            timing.thinking_tokens = timing.answer_tokens
-        if transcript.stopped or timing.answer_tokens >= self.limit:
-            self.end("stop" if transcript.stopped else "length")
-        return delta
-
-    def end(self, reason: str) -> None:
-        """Ends the answer."""
-        self.ended, self.timing.finish = True, reason
-
-    def note_end(self) -> None:
-        """Completes what `timing` says about the text and the tokens."""
-        self.timing.stop_string = self._transcript.stop_string
-        if self.request.return_context:
-            self.timing.context = (*self.prompt.text_tokens, *self.generated)
-
-    def note_prompt(self, n_done: int, n_tokens: int, row: int) -> None:
-        """Keeps what `prompt_delta` sends of `n_tokens` tokens after the first `n_done`. `row`: of the last one."""
-        tokens, known = self.prompt.tokens, self._prompt_logprobs
-        n_bos = 0 if self.request.context or len(tokens) == 1 else len(self._llm.vocabulary.bos_tokens)
-        if not known:
-            known.append(TokenLogprob(self._llm.vocabulary.text(tokens[n_bos]), 0.0))
-        for n in range(max(n_done + 1, n_bos + len(known)), min(n_done + n_tokens + 1, len(tokens))):
-            known.append(logprob_of(tokens[n], self._llm, self._n_logprobs or 0, row - n_done - n_tokens + n))
-
-    def prompt_delta(self) -> Delta | None:
-        """The logprobs of the prompt, once."""
-        known, self._prompt_logprobs = self._prompt_logprobs, []
-        return Delta(prompt=tuple(known)) if known else None
-
-    def last_delta(self) -> Delta | None:
-        """The text that was held back."""
-        return self._transcript.end()
-
-    def _token_limit(self) -> int:
-        n_ctx = self._llm.n_ctx()
-        most = MAX_CONTEXTS * n_ctx if self.shifts else n_ctx - len(self.prompt.tokens)
-        limit = self.request.sampling.max_tokens
-        if self.request.prompt_only:
-            return 0
-        return min(limit, most) if limit is not None and limit > 0 else most
-
-    def _logprob(self, token: int, row: int) -> TokenLogprob | None:
-        if self._n_logprobs is None:
-            return None
-        return logprob_of(token, self._llm, self._n_logprobs, row)
-
-
-def _checked_n_logprobs(n_logprobs: int | None) -> int | None:
-    if n_logprobs is not None and not 0 <= n_logprobs <= MAX_TOP_LOGPROBS:
-        raise OptionError(f"n_logprobs is a number from 0 to {MAX_TOP_LOGPROBS}, but is {n_logprobs}.")
-    return n_logprobs
-
 
 _tickets = itertools.count(1)
 
@@ -184,12 +69,18 @@ class Task:
 
 
 class BatchedAnswer:
-    """A request in a loop, from its submission to its end. Its `timing` is complete then.
+    """A request in a loop. Its `timing` is complete at the end.
 
     For a `Schedule`: `ticket` (order of arrival), `context` (tokens that the KV cache has to hold before the next one
-    is sampled), `n_evaluated` (of these, those that it holds) and `number` (of the request in routing events). `draft`:
-    tokens that the next pass evaluates behind these.
+    is sampled), `n_evaluated` (of these, those that it holds) and `number` (of the request in routing events).
+    `generated`: the tokens of the answer, without an end token; `draft`: tokens that the next pass evaluates behind
+    them. `prompt`, `sampler`, `shifts` and `limit` (tokens of the answer at most) are there once it was read.
     """
+
+    prompt: Prompt
+    sampler: Sampler
+    shifts: bool
+    limit: int
 
     def __init__(self, request: GenerationRequest, events: AnswerEvents) -> None:
         self.ticket = next(_tickets)
@@ -197,24 +88,81 @@ class BatchedAnswer:
         self.events = events
         self.timing = Timing(finish="cancelled")
         self.context: list[int] = []
+        self.generated: list[int] = []
         self.draft: tuple[int, ...] = ()
         self.number = -1
         self.cancelled = False
-        self.state: SequenceState | None = None  # the request, once it was read
+        self.is_read = False
         self.error: Exception | None = None  # of reading the request
         self.slot: Slot | None = None
         self.has_begun = False  # since it got its slot
+        self.ended = False  # its last token was sampled
+        self._llm: Llama
+        self._prompt_logprobs: list[TokenLogprob] = []  # until they are sent
         self._start_s = 0.0
         self._before: Stats | None = None
         self._first: Stats | None = None
 
     def read(self, llm: Llama) -> Exception | None:
-        """Reads the request; returns what is wrong with it."""
+        """Reads the request; returns what is wrong with it: ContextError, TemplateError, CapabilityError, SchemaError,
+        OptionError."""
         try:
-            self.state = SequenceState(llm, self.request)
+            self._read(llm)
         except Exception as error:
             self.error = error
         return self.error
+
+    def _read(self, llm: Llama) -> None:
+        request, self._llm = self.request, llm
+        llm.context.check_generates()
+        self.prompt = prompt = read_prompt(llm, request)
+        self.timing.cut_messages, self.timing.cut_tokens = prompt.cut_messages, prompt.cut_tokens
+        if (n := request.n_logprobs) is not None and not 0 <= n <= MAX_TOP_LOGPROBS:
+            raise OptionError(f"n_logprobs is a number from 0 to {MAX_TOP_LOGPROBS}, but is {n}.")
+        constraint = constraint_for(request, prompt.template, prompt.end, prompt.continuation)
+        self.sampler = Sampler(llm, request.sampling, prompt.text_tokens, constraint)
+        self._transcript = new_transcript(request, prompt, llm.vocabulary)
+        self.shifts = request.shift and llm.context.can_shift and prompt.images is None
+        most = MAX_CONTEXTS * llm.n_ctx() if self.shifts else llm.n_ctx() - len(prompt.tokens)
+        asked = request.sampling.max_tokens
+        self.limit = 0 if request.prompt_only else min(asked, most) if asked is not None and asked > 0 else most
+        self.is_read = True
+
+    @property
+    def reuses_prefix(self) -> bool:
+        """Whether tokens of earlier requests may be reused: they were evaluated beside other tokens, which changes the
+        last bits of their K and V where the model is not batch-invariant. Prompt logprobs need all of its logits."""
+        sampling = self.request.sampling
+        is_same = self._llm.batch_invariant or (sampling.seed is None and not sampling.exact)
+        return is_same and not self.request.prompt_logprobs
+
+    @property
+    def alone(self) -> bool:
+        """Whether it has to be computed without others: one with images, and an `exact` one where others in its passes
+        may change bits. That is so of a context that becomes full, too: among others it is evaluated again, which
+        rounds otherwise than moving its cells."""
+        if not self.is_read or self.prompt.images is not None:
+            return True
+        may_shift = self.shifts and len(self.prompt.tokens) + self.limit > self._llm.n_ctx()
+        return self.request.sampling.exact and (may_shift or not self._llm.batch_invariant)
+
+    @property
+    def n_left(self) -> int:
+        """Tokens that the answer may still have."""
+        return self.limit - self.timing.answer_tokens
+
+    @property
+    def n_kept(self) -> int:
+        """Tokens at the beginning that stay when the context shifts."""
+        n_keep = self.request.sampling.num_keep
+        n_first = len(self.prompt.tokens) if n_keep < 0 else n_keep + len(self._llm.vocabulary.bos_tokens)
+        return min(n_first, self._llm.n_ctx() - MIN_SHIFTED)
+
+    @property
+    def held(self) -> Slot:
+        """Its slot. It must have one."""
+        assert self.slot is not None
+        return self.slot
 
     @property
     def n_evaluated(self) -> int:
@@ -229,49 +177,76 @@ class BatchedAnswer:
     @property
     def decodes(self) -> bool:
         """Whether only the token that was sampled last is to be evaluated."""
-        return self.n_pending == 1 and bool(self.sequence.generated)
-
-    @property
-    def sequence(self) -> SequenceState:
-        """The request, as it was read. It must have been."""
-        assert self.state is not None
-        return self.state
+        return self.n_pending == 1 and bool(self.generated)
 
     @property
     def image(self) -> ImageSpan | None:
         """The next image of the prompt that is to be evaluated."""
-        images = self.sequence.prompt.images
+        images = self.prompt.images
         return next(iter(images.spans_from(self.n_evaluated)), None) if images is not None else None
-
-    @property
-    def alone(self) -> bool:
-        """Whether it has to be computed without others."""
-        return self.state is None or self.state.is_exact_alone or self.state.prompt.images is not None
 
     def begin(self, number: int, stats: Stats) -> None:
         """It is computed from now on."""
-        self.number, self.context = number, list(self.sequence.prompt.tokens)
-        self.timing = self.sequence.timing
-        self.timing.finish = "cancelled"
+        self.number, self.context = number, list(self.prompt.tokens)
         self._start_s, self._before = time.perf_counter(), stats
+
+    def progress(self) -> PromptProgress:
+        """How much of the prompt is evaluated."""
+        n_tokens = len(self.prompt.tokens)
+        seconds = time.perf_counter() - self._start_s
+        return PromptProgress(n_tokens, self.timing.cached_tokens, min(self.n_evaluated, n_tokens), seconds)
+
+    def note_prompt(self, n_done: int, n_tokens: int, row: int) -> None:
+        """Keeps what `prompt_delta` sends of `n_tokens` tokens after the first `n_done`. `row`: of the last one."""
+        tokens, known = self.prompt.tokens, self._prompt_logprobs
+        n_bos = 0 if self.request.context or len(tokens) == 1 else len(self._llm.vocabulary.bos_tokens)
+        if not known:
+            known.append(TokenLogprob(self._llm.vocabulary.text(tokens[n_bos]), 0.0))
+        n_top = self.request.n_logprobs or 0
+        for n in range(max(n_done + 1, n_bos + len(known)), min(n_done + n_tokens + 1, len(tokens))):
+            known.append(logprob_of(tokens[n], self._llm, n_top, row - n_done - n_tokens + n))
+
+    def prompt_delta(self) -> Delta | None:
+        """The logprobs of the prompt, once."""
+        known, self._prompt_logprobs = self._prompt_logprobs, []
+        return Delta(prompt=tuple(known)) if known else None
 
     def note_token(self, stats: Callable[[], Stats]) -> None:
         """A token was sampled."""
         if self._first is None:
             self.timing.prompt_s, self._first = time.perf_counter() - self._start_s, stats()
 
+    def accept(self, token: int, row: int = -1) -> Delta | None:
+        """The delta after a sampled token, if any. `row`: of the logits that it was sampled from."""
+        timing, transcript, n_top = self.timing, self._transcript, self.request.n_logprobs
+        timing.answer_tokens += 1
+        if self._llm.vocabulary.is_end(token):
+            self.end("stop")
+            return None
+        self.generated.append(token)
+        delta = transcript.feed(token, None if n_top is None else logprob_of(token, self._llm, n_top, row))
+        if delta is not None and delta.thinking:
+            timing.thinking_tokens = timing.answer_tokens
+        if transcript.stopped or timing.answer_tokens >= self.limit:
+            self.end("stop" if transcript.stopped else "length")
+        return delta
+
+    def end(self, reason: str) -> None:
+        """Ends the answer."""
+        self.ended, self.timing.finish = True, reason
+
+    def last_delta(self) -> Delta | None:
+        """The text that was held back."""
+        return self._transcript.end()
+
     def note_end(self, stats: Stats) -> None:
         """Completes the timing of an answer that has begun."""
         timing = self.timing
-        self.sequence.note_end()
+        timing.stop_string = self._transcript.stop_string
+        if self.request.return_context:
+            timing.context = (*self.prompt.text_tokens, *self.generated)
         timing.total_s = time.perf_counter() - self._start_s
         timing.prompt_s = timing.prompt_s or timing.total_s
         timing.answer_s = timing.total_s - timing.prompt_s
         timing.stats = stats - (self._before or stats)
         timing.answer_stats = stats - (self._first or stats)
-
-    def progress(self) -> PromptProgress:
-        """How much of the prompt is evaluated."""
-        n_tokens = len(self.sequence.prompt.tokens)
-        seconds = time.perf_counter() - self._start_s
-        return PromptProgress(n_tokens, self.timing.cached_tokens, min(self.n_evaluated, n_tokens), seconds)

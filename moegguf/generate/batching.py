@@ -14,8 +14,8 @@ from __future__ import annotations
 import threading
 import time
 from bisect import insort
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from moegguf.errors import ClosedError, ContextError, ExpertIOError, GenerationCancelled
@@ -137,11 +137,10 @@ class BatchLoop:
                 self._arrived.append(job)
                 self._changed.notify()
                 return
-        error = ClosedError("the model is closed; load it again.")
         if isinstance(job, BatchedAnswer):
-            job.events.on_end(job.timing, error)
+            job.events.on_end(job.timing, _closed())
         else:
-            job.fail(error)
+            job.fail(_closed())
 
     # On the loop's thread.
 
@@ -165,10 +164,7 @@ class BatchLoop:
             reader.join()
         self._take_arrived()
         for job in [*self._running, *self._waiting]:
-            if isinstance(job, BatchedAnswer):
-                self._end(job, failure)
-            else:
-                self._drop(job, failure or ClosedError("the model is closed; load it again."))
+            self._end(job, failure)
         last_s = time.monotonic() + LAST_KEEP_S
         while failure is None and self._slots.keep_unused() and time.monotonic() < last_s:
             time.sleep(KEEP_AGAIN_S)
@@ -184,10 +180,7 @@ class BatchLoop:
         """Ends what was cancelled, begins what can begin, and computes a step."""
         self._take_arrived()
         for job in [job for job in (*self._running, *self._waiting) if job.cancelled]:
-            if isinstance(job, BatchedAnswer):
-                self._end(job)
-            else:
-                self._drop(job, GenerationCancelled("it was cancelled while it waited."))
+            self._end(job)
         self._admit()
         if self._running:
             self._step()
@@ -214,7 +207,7 @@ class BatchLoop:
             self._waiting.pop(0)
             if isinstance(first, Task):
                 self._run_task(first)
-            elif first.state is None and (error := first.read(self._llm)) is not None:
+            elif not first.is_read and (error := first.read(self._llm)) is not None:
                 first.events.on_end(first.timing, error)
             else:
                 self._begin(first)
@@ -247,27 +240,27 @@ class BatchLoop:
         self._slots.clear()
         self._llm.reset()
 
-    def _drop(self, task: Task, error: Exception) -> None:
-        """Ends a task that waits."""
-        self._waiting.remove(task)
-        task.fail(error)
-
-    def _end(self, answer: BatchedAnswer, error: Exception | None = None) -> None:
-        """Ends an answer that waits or runs. Its slot keeps the tokens, for prompts that begin with them."""
-        if answer in self._running:
-            self._running.remove(answer)
-        else:
-            self._waiting.remove(answer)
-        if answer.slot is not None:
-            self._slots.release(answer)
+    def _end(self, job: BatchedAnswer | Task, error: Exception | None = None) -> None:
+        """Ends an answer that waits or runs, or a task that waits. An answer's slot keeps the tokens, for prompts that
+        begin with them."""
+        if job in self._waiting:
+            self._waiting.remove(job)
+        if isinstance(job, Task):
+            stopped = _closed() if self._closing else GenerationCancelled("it was cancelled while it waited.")
+            job.fail(error or stopped)
+            return
+        if job in self._running:
+            self._running.remove(job)
+        if job.slot is not None:
+            self._slots.release(job)
             self._is_full = False
-            if answer.alone:
+            if job.alone:
                 self._slots.clear()
-        if answer.number >= 0:
-            error = error or self._complete(answer)
-            answer.note_end(self._stats_now())
-            self._n_ended_tokens += answer.timing.answer_tokens
-        answer.events.on_end(answer.timing, error)
+        if job.number >= 0:
+            error = error or self._complete(job)
+            job.note_end(self._stats_now())
+            self._n_ended_tokens += job.timing.answer_tokens
+        job.events.on_end(job.timing, error)
 
     def _stats_now(self) -> Stats:
         """The model's counters after the last pass. Reading them takes as long as sampling several tokens, and the
@@ -279,7 +272,7 @@ class BatchLoop:
     def _complete(self, answer: BatchedAnswer) -> Exception | None:
         """Sends the text that was held back; returns the error of reading it."""
         try:
-            delta = answer.sequence.last_delta()
+            delta = answer.last_delta()
         except Exception as error:
             return error
         if delta is not None:
@@ -345,12 +338,11 @@ class BatchLoop:
         remaining = list(parts)
         while remaining:
             try:
-                with _Computing(self, tuple(answer for answer, _ in remaining)):
-                    rows = self._evaluate_parts(remaining)
+                with self._as_computing(tuple(answer for answer, _ in remaining)):
+                    rows = self._rows(remaining)
             except BaseException:  # the sequences end as they were before the pass
                 for answer, _ in remaining:
-                    assert answer.slot is not None
-                    self._slots.truncate(answer.slot, len(answer.slot.tokens))
+                    self._slots.truncate(answer.held, answer.n_evaluated)
                     answer.draft = ()
                 raise
             if rows is not None:
@@ -364,10 +356,25 @@ class BatchLoop:
             remaining = [part for part in remaining if part[0].slot is not None]
         return [], []
 
-    def _evaluate_parts(self, parts: Sequence[Part]) -> list[int] | None:
+    @contextmanager
+    def _as_computing(self, answers: tuple[BatchedAnswer, ...]) -> Iterator[None]:
+        """The block in which a pass computes for these answers; cancelling all of them ends it."""
+        with self._changed:
+            if self._closing or all(answer.cancelled for answer in answers):
+                raise GenerationCancelled("the answers were stopped.")
+            self._computing = answers
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._computing = ()
+                if all(answer.cancelled for answer in answers):
+                    self._llm.resume()
+
+    def _rows(self, parts: Sequence[Part]) -> list[int] | None:
         """Their rows of logits; None when the KV cache has no room for them."""
         answer, context = parts[0][0], self._llm.context
-        image, prompt = answer.image, answer.sequence.prompt.images
+        image, prompt = answer.image, answer.prompt.images
         if prompt is not None and image is not None and image.begin == answer.n_evaluated:
             context.eval_image(prompt, image, answer.number)
             return [-1]
@@ -381,24 +388,22 @@ class BatchLoop:
         if len(self._running) < 2:
             return False
         newest = self._running.pop()
-        assert newest.slot is not None
-        self._slots.truncate(newest.slot, 0)
+        self._slots.truncate(newest.held, 0)
         self._slots.release(newest)
         insort(self._waiting, newest, key=lambda known: known.ticket)
         self._is_full = True
         return True
 
     def _advance(self, answer: BatchedAnswer, n_tokens: int, row: int) -> None:
-        slot = answer.slot
-        assert slot is not None
-        is_prompt, n_done = not answer.sequence.generated, len(slot.tokens)
+        slot = answer.held
+        is_prompt, n_done = not answer.generated, len(slot.tokens)
         slot.tokens += answer.context[n_done : n_done + n_tokens]
         slot.n_used = self._n_steps
         if is_prompt:
             answer.timing.prompt_tokens = len(slot.tokens) - answer.timing.cached_tokens
             answer.events.on_progress(answer.progress())
             if answer.request.prompt_logprobs:
-                answer.sequence.note_prompt(n_done, n_tokens, row)
+                answer.note_prompt(n_done, n_tokens, row)
         if not answer.n_pending and not answer.cancelled:
             self._sample(answer, row)
         if answer.draft:
@@ -423,47 +428,31 @@ class BatchLoop:
         answer.draft = ()
 
     def _sample(self, answer: BatchedAnswer, row: int) -> None:
-        state, delta = answer.sequence, None
-        if (prompt := state.prompt_delta()) is not None:
+        delta = None
+        if (prompt := answer.prompt_delta()) is not None:
             answer.events.on_delta(prompt)
-        if not state.limit:
+        if not answer.limit:
             answer.note_token(self._stats_now)
-            state.end("length")
+            answer.end("length")
             self._end(answer)
             return
         try:
-            token = state.sampler.sample(row)
+            token = answer.sampler.sample(row)
             answer.note_token(self._stats_now)
             if token is None:
-                state.end("stop")
+                answer.end("stop")
             else:
-                delta = state.accept(token, row)
+                delta = answer.accept(token, row)
         except Exception as error:
             self._end(answer, error)
             return
         if delta is not None:
             answer.events.on_delta(delta)
-        if state.ended:
+        if answer.ended:
             self._end(answer)
         elif token is not None:
             answer.context.append(token)
 
 
-class _Computing:
-    """The block in which a pass computes for these answers; cancelling all of them ends it."""
-
-    def __init__(self, loop: BatchLoop, answers: tuple[BatchedAnswer, ...]) -> None:
-        self._loop = loop
-        self._answers = answers
-
-    def __enter__(self) -> None:
-        with self._loop._changed:
-            if self._loop.closing or all(answer.cancelled for answer in self._answers):
-                raise GenerationCancelled("the answers were stopped.")
-            self._loop._computing = self._answers
-
-    def __exit__(self, *_: object) -> None:
-        with self._loop._changed:
-            self._loop._computing = ()
-            if all(answer.cancelled for answer in self._answers):
-                self._loop._llm.resume()
+def _closed() -> ClosedError:
+    return ClosedError("the model is closed; load it again.")

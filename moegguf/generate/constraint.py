@@ -93,7 +93,6 @@ def _call(function: Mapping[str, Any], template: str, cost: SchemaCost) -> str:
 
 
 def _call_parts(template: str) -> tuple[str, str, str]:
-    """The text before a call's name, between name and arguments, and after them."""
     if HARMONY in template:
         return "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", ""
     return formats_of(template)[0].call_parts(template)

@@ -32,25 +32,16 @@ SUPPOSED_COST = 0.1  # of a drafted token, in undrafted passes, until it was mea
 LEAST_COST = 0.01
 
 
-@dataclass(frozen=True)
-class GateOptions:
-    """n_max: tokens of a draft at most. loss: share of the time that drafts, and looking for them, may lose. patience:
-    passes in vain, one after the other, until twice as many go by before the next is looked at, at most 2**`rest` - 1.
-    margin: share of a token's time that a pass must save. base_passes: undrafted ones whose median is their time.
-    renew_passes: drafted ones until an undrafted pass measures it again. trial_tokens: of a draft that is tried from
-    the allowance. memory: of measured costs, and of acceptance, the weight that stays with each new one. prior: chance
-    of a token of each source to be accepted, before any was seen."""
-
-    n_max: int = 24
-    loss: float = 0.005
-    patience: int = 4
-    rest: int = 3
-    margin: float = 0.03
-    base_passes: int = 9
-    renew_passes: int = 32
-    trial_tokens: int = 3
-    memory: float = 0.9
-    prior: tuple[float, ...] = (0.8, 0.5, 0.6)
+MAX_DRAFT = 24  # tokens of a draft
+LOSS = 0.005  # share of the time that drafts, and looking for them, may lose
+PATIENCE = 4  # passes in vain, one after the other, until twice as many go by before the next is looked at,
+REST = 3  # at most 2**REST - 1
+MARGIN = 0.03  # share of a token's time that a pass must save
+BASE_PASSES = 9  # undrafted ones whose median is their time
+RENEW_PASSES = 32  # drafted ones until an undrafted pass measures it again
+TRIAL_TOKENS = 3  # of a draft that is tried from the allowance
+MEMORY = 0.9  # of measured costs, and of acceptance, the weight that stays with each new one
+PRIOR = (0.8, 0.5, 0.6)  # chance of a token of each source to be accepted, before any was seen
 
 
 class Acceptance:
@@ -79,21 +70,17 @@ class Acceptance:
 class PassTimes:
     """Times of passes of equally many sequences: without drafts, and how much longer with so many drafted tokens."""
 
-    options: GateOptions
     n_drafted: int = 0  # passes since the last undrafted one
     widest: int = 0  # tokens drafted in a pass
-    _undrafted_s: deque[float] = field(init=False)
-    _median_s: float | None = field(init=False, default=None)  # of these, once it was asked for
-    _tokens: float = field(init=False, default=1.0)  # drafted, recent ones count more
-    _cost: float = field(init=False, default=SUPPOSED_COST)  # of these together, in undrafted passes
-
-    def __post_init__(self) -> None:
-        self._undrafted_s = deque(maxlen=self.options.base_passes)
+    _undrafted_s: deque[float] = field(default_factory=lambda: deque(maxlen=BASE_PASSES))
+    _median_s: float | None = None  # of these, once it was asked for
+    _tokens: float = 1.0  # drafted, recent ones count more
+    _cost: float = SUPPOSED_COST  # of these together, in undrafted passes
 
     @property
     def is_known(self) -> bool:
         """Whether the time of an undrafted pass is known, by enough of them, and of late."""
-        return len(self._undrafted_s) == self.options.base_passes and self.n_drafted < self.options.renew_passes
+        return len(self._undrafted_s) == BASE_PASSES and self.n_drafted < RENEW_PASSES
 
     @property
     def base_s(self) -> float | None:
@@ -116,23 +103,22 @@ class PassTimes:
 
     def note_drafted(self, n_tokens: int, seconds: float, base_s: float) -> float:
         """A pass with so many drafted tokens took so long; what they have added, in seconds."""
-        kept = self.options.memory
         added_s = min(seconds - base_s, n_tokens * base_s)  # more, and it was something else that took the time
         if self.widest:  # the first one allocates what wide passes need
-            self._tokens = kept * self._tokens + n_tokens
-            self._cost = kept * self._cost + added_s / base_s
+            self._tokens = MEMORY * self._tokens + n_tokens
+            self._cost = MEMORY * self._cost + added_s / base_s
         self.n_drafted, self.widest = self.n_drafted + 1, max(self.widest, n_tokens)
         return added_s
 
 
 class DraftGate:
     """Widths of a model's next pass, from what passes have taken. `acceptance`: of each source. A draft risks
-    what drafts have saved, up to `n_max / 2` passes, and one more pass."""
+    what drafts have saved, up to `n_max / 2` passes, and one more pass. `n_max`: tokens of a draft at most."""
 
-    def __init__(self, options: GateOptions | None = None) -> None:
-        self.options = options or GateOptions()
-        self.acceptance = [Acceptance(prior, 0.98) for prior in self.options.prior]
-        self._times = defaultdict[int, PassTimes](lambda: PassTimes(self.options))  # by number of sequences
+    def __init__(self, n_max: int = MAX_DRAFT) -> None:
+        self.acceptance = [Acceptance(prior, 0.98) for prior in PRIOR]
+        self._n_max = n_max
+        self._times = defaultdict[int, PassTimes](PassTimes)  # by number of sequences
         self._balance_s = 0.0  # saved, and allowed to be lost
         self._allowance_s = 0.0  # for trials
         self._tries = False  # in the next pass
@@ -141,7 +127,7 @@ class DraftGate:
 
     def of_answer(self) -> list[Acceptance]:
         """Acceptance of each source in one answer."""
-        return [Acceptance(0.5, self.options.memory, base) for base in self.acceptance]
+        return [Acceptance(0.5, MEMORY, base) for base in self.acceptance]
 
     def is_due(self) -> bool:
         """Called once before each pass: whether it may have drafts, and `ran` is to hear of it."""
@@ -155,34 +141,33 @@ class DraftGate:
         nothing = [[0] * len(of_answer) for of_answer in answers]
         if base_s is None or self._balance_s < 0:
             return nothing
-        self._balance_s = min(self._balance_s, self.options.n_max / 2 * base_s)
-        self._allowance_s = min(self._allowance_s, self.options.trial_tokens * base_s)  # the most that a trial can cost
+        self._balance_s = min(self._balance_s, self._n_max / 2 * base_s)
+        self._allowance_s = min(self._allowance_s, TRIAL_TOKENS * base_s)  # the most that a trial can cost
         worth = 1 / len(answers)  # of a token, in undrafted passes
-        known = max(self.options.trial_tokens, 2 * times.widest)  # what wider passes cost is not
+        known = max(TRIAL_TOKENS, 2 * times.widest)  # what wider passes cost is not
         risk = int((self._balance_s / base_s + 1) / cost)
-        most = min(self.options.n_max, known, risk)
+        most = min(self._n_max, known, risk)
         widths = [[min(most, _width(source.chance, cost / worth)) for source in of_answer] for of_answer in answers]
         gains = [
             max(_gain(source.chance, n, worth, cost) for source, n in zip(of_answer, of_widths, strict=True))
             for of_answer, of_widths in zip(answers, widths, strict=True)
         ]
-        self._tries = sum(gains) <= self.options.margin * worth
+        self._tries = sum(gains) <= MARGIN * worth
         if not self._tries:
             return widths
-        tried = self.options.trial_tokens
-        if min(self._balance_s, self._allowance_s) < tried * cost * base_s:
+        if min(self._balance_s, self._allowance_s) < TRIAL_TOKENS * cost * base_s:
             return nothing
-        return [[tried] * len(answers[0]), *nothing[1:]]
+        return [[TRIAL_TOKENS] * len(answers[0]), *nothing[1:]]
 
     def ran(self, n_sequences: int, n_drafted: int, n_accepted: int, seconds: float, spent_s: float = 0.0) -> None:
         """A pass that was due, and in which so many sequences decode, was computed. spent_s: the part of it that looked
         for drafts; it is lost where there were none."""
-        times, options = self._times[n_sequences], self.options
-        allowed_s = options.loss * seconds * (1 + self._n_rested)
+        times = self._times[n_sequences]
+        allowed_s = LOSS * seconds * (1 + self._n_rested)
         self._balance_s += allowed_s
         self._allowance_s += allowed_s
         self._n_vain = 0 if n_accepted or not times.is_known else self._n_vain + 1
-        self._n_rested = self._n_resting = (1 << min(self._n_vain // options.patience, options.rest)) - 1
+        self._n_rested = self._n_resting = (1 << min(self._n_vain // PATIENCE, REST)) - 1
         if n_drafted == 0:
             times.note_undrafted(seconds - spent_s)
             self._balance_s -= spent_s
@@ -283,7 +268,7 @@ class Drafter:
 
     def _text_of(self, answer: BatchedAnswer) -> _Text:
         """What is known of an answer; nothing, when it is new, or has lost a part of its context."""
-        sequence, n_shifts = sequence_of(answer), answer.timing.n_shifts
+        sequence, n_shifts = answer.held.sequence, answer.timing.n_shifts
         text = self._texts.get(sequence)
         if text is None or text.answer is not answer or text.n_shifts != n_shifts:
             text = self._texts[sequence] = _Text(answer, self.gate.of_answer(), n_shifts)
@@ -291,7 +276,7 @@ class Drafter:
 
     def _told(self, text: _Text) -> int:
         """The sequence of a text, whose new tokens `Drafts` knows then."""
-        sequence, n_known = sequence_of(text.answer), text.n_tokens
+        sequence, n_known = text.answer.held.sequence, text.n_tokens
         self._drafts.set_tokens(sequence, n_known, text.answer.context[n_known:])
         self._begins |= n_known == 0
         text.n_tokens = len(text.answer.context)
@@ -300,17 +285,11 @@ class Drafter:
     def _room(self, text: _Text) -> int:
         """Tokens that a draft may have: the context is full, and the answer ends, in the same pass as without."""
         answer = text.answer
-        if not text.repeats or answer.sequence.prompt.images is not None:
+        if not text.repeats or answer.prompt.images is not None:
             return 0
-        return max(0, min(answer.sequence.n_left, self._llm.n_ctx() - len(answer.context)) - 1)
-
-
-def sequence_of(answer: BatchedAnswer) -> int:
-    """The sequence of an answer that has a slot."""
-    assert answer.slot is not None
-    return answer.slot.sequence
+        return max(0, min(answer.n_left, self._llm.n_ctx() - len(answer.context)) - 1)
 
 
 def make_drafter(llm: Llama) -> Drafter | None:
     """What drafts for a loop over this model, if anything is to."""
-    return Drafter(llm, llm.drafts, DraftGate(GateOptions(n_max=llm.drafts.n_max))) if llm.drafts else None
+    return Drafter(llm, llm.drafts, DraftGate(llm.drafts.n_max)) if llm.drafts else None

@@ -46,7 +46,8 @@ def embed(
     token_lists = [_tokens(llm, item, limit, truncate) for item in inputs]
     vectors = [vector for tokens in token_lists for vector in llm.context.as_request(_steps(llm, tokens))]
     if normalize:
-        vectors = [_normalized(vector) for vector in vectors]
+        lengths = [np.linalg.norm(vector) for vector in vectors]
+        vectors = [vector / n if n > 0 else vector for vector, n in zip(vectors, lengths, strict=True)]
     return Embeddings([vector.tolist() for vector in vectors], sum(map(len, token_lists)))
 
 
@@ -102,7 +103,10 @@ def _limit(llm: Llama) -> int:
 def _tokens(llm: Llama, item: str | Sequence[int], limit: int, truncate: bool) -> list[int]:
     vocabulary = llm.vocabulary
     if isinstance(item, str):
-        tokens = _first_tokens(llm, item, 2 * limit)
+        tokens, n_read = list[int](), 0
+        while not n_read or (n_read < len(item) and len(tokens) <= 2 * limit):  # of a long text these suffice
+            n_read = 2 * n_read or MAX_WHOLE_CHARACTERS
+            tokens = list(llm.tokenize(to_utf8(item[:n_read]), add_bos=True, special=True))
     else:
         tokens = list(item)
         vocabulary.check(tokens)
@@ -119,24 +123,11 @@ def _tokens(llm: Llama, item: str | Sequence[int], limit: int, truncate: bool) -
     return tokens[: limit - len(end)] + end
 
 
-def _first_tokens(llm: Llama, text: str, n_enough: int) -> list[int]:
-    """The tokens of a text; of a long one, more than `n_enough` of them suffice."""
-    n_read = MAX_WHOLE_CHARACTERS
-    while True:
-        tokens = list(llm.tokenize(to_utf8(text[:n_read]), add_bos=True, special=True))
-        if n_read >= len(text) or len(tokens) > n_enough:
-            return tokens
-        n_read *= 2
-
-
 def _steps(llm: Llama, tokens: list[int]) -> Generator[npt.NDArray[np.float64], None, None]:
-    """The vector of one input."""
     if not tokens:
         yield np.zeros(_n_embd(llm))
-    elif llm.context_params.embeddings:
-        yield from _pooled(llm, tokens)
     else:
-        yield from _last_state(llm, tokens)
+        yield from (_pooled if llm.context_params.embeddings else _last_state)(llm, tokens)
 
 
 def _last_state(llm: Llama, tokens: list[int]) -> Generator[npt.NDArray[np.float64], None, None]:
@@ -174,8 +165,3 @@ def _n_embd(llm: Llama) -> int:
     """Numbers of a vector: of a reranker those of its classes, of which the first is the score."""
     bindings = library.llama_cpp()
     return int((bindings.llama_model_n_cls_out if ranks(llm) else bindings.llama_model_n_embd_out)(llm.model))
-
-
-def _normalized(vector: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    length = np.linalg.norm(vector)
-    return vector / length if length > 0 else vector

@@ -149,7 +149,8 @@ class Engine:
 
         What is wrong with one prompt is the `error` of its answer. Raises OptionError, ClosedError.
         """
-        listed = _listed(prompts)
+        given: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+        listed = [given] if given and isinstance(given[0], int) else given
         return self._answers([_of_prompt(prompt, each, fields) for prompt, each in self._with(listed, sampling)])
 
     def chat(
@@ -167,7 +168,7 @@ class Engine:
         self, prompt: Prompt | Sequence[Message], sampling: Sampling | None = None, **fields: Any
     ) -> AsyncGenerator[Delta, None]:
         """The parts of an answer to a text, tokens or messages, as they are computed: `async for`. Leaving the loop
-        cancels it. `fields`: as of `generate`. Raises what `moegguf.generate.answer.SequenceState` and evaluations
+        cancels it. `fields`: as of `generate`. Raises what `BatchedAnswer.read` gives and evaluations
         raise, ClosedError."""
         is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], dict)
         make: Any = _of_messages if is_chat else _of_prompt
@@ -231,17 +232,10 @@ class Engine:
             raise
 
 
-def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    listed: list[Any] = list(prompts)
-    return [listed] if listed and isinstance(listed[0], int) else listed
-
-
 def _of_prompt(prompt: Prompt, sampling: Sampling, fields: dict[str, Any]) -> GenerationRequest:
-    is_text = isinstance(prompt, str)
-    tokens = () if is_text else tuple(prompt)
-    return _request(sampling, fields, prompt=prompt if is_text else "", context=tokens)
+    if isinstance(prompt, str):
+        return _request(sampling, fields, prompt=prompt)
+    return _request(sampling, fields, prompt="", context=tuple(prompt))
 
 
 def _of_messages(messages: Sequence[Message], sampling: Sampling, fields: dict[str, Any]) -> GenerationRequest:

@@ -113,7 +113,6 @@ def _json_options() -> Mapping[str, Any]:
 
 
 def _check(schema: object, cost: SchemaCost) -> None:
-    """Raises SchemaError when it is too large or deep, or not JSON."""
     if _depth(schema) > MAX_DEPTH:
         raise SchemaError(f"a JSON schema nests lists and objects up to {MAX_DEPTH} deep; this one is deeper.")
     try:
@@ -211,7 +210,6 @@ class _Normalizer:
         return alternatives
 
     def _merged(self, parts: list[Any]) -> Any:
-        """One schema for plain ones that must all hold."""
         given = [part for part in parts if isinstance(part, Mapping)]
         if len(given) > 1 and sum(map(self._weigh, given)) > MAX_INTERSECTED:
             raise SchemaError(
@@ -258,7 +256,6 @@ class _Normalizer:
         return self._weights[id(part)]
 
     def _plain(self, schema: Mapping[str, Any]) -> _Json:
-        """A schema without combining keywords, its parts normalized."""
         form = dict(schema)
         for key in ("minItems", "maxItems"):
             if isinstance(form.get(key), int | float) and form[key] > MAX_ITEMS:

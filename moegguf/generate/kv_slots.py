@@ -64,7 +64,7 @@ class KvSlots:
         free = [slot for slot in self._slots if slot.answer is None]
         if len(self._slots) == 1:  # the model's own methods use it, too
             free[0].tokens = self._llm.input_ids[: self._llm.n_tokens].tolist()
-        if answer.sequence.prompt.images is not None:
+        if answer.prompt.images is not None:
             free = self._slots[:1]  # the sequence that images are evaluated in; it computes alone
         shared = {slot.sequence: self._common_prefix(slot, answer) for slot in free}
         slot = min(free, key=lambda slot: (len(slot.tokens) - shared[slot.sequence], slot.n_used))
@@ -87,8 +87,7 @@ class KvSlots:
 
     def share(self, answer: BatchedAnswer) -> None:
         """Copies the longest prefix of its prompt that a sequence holds into its own, unless that has as much."""
-        own = answer.slot
-        assert own is not None
+        own = answer.held
         source = max(self._slots, key=lambda slot: self._common_prefix(slot, answer))
         n_shared = self._common_prefix(source, answer)
         if n_shared > len(own.tokens) and self._llm.context.copy(source.sequence, own.sequence, n_shared):
@@ -96,10 +95,10 @@ class KvSlots:
 
     def restore(self, answer: BatchedAnswer) -> None:
         """Takes what the disk has of its prompt, where that is more than its sequence holds."""
-        contexts, slot = self._llm.contexts, answer.slot
-        if contexts is not None and slot is not None:
+        contexts, slot = self._llm.contexts, answer.held
+        if contexts is not None:
             n_held = len(slot.tokens)
-            owner, prompt = answer.request.owner, answer.sequence.prompt
+            owner, prompt = answer.request.owner, answer.prompt
             spans = prompt.images.spans if prompt.images else ()
             n_now = contexts.restore(slot.sequence, answer.context, n_held, owner, self._make_room, spans)
             slot.tokens = answer.context[:n_now]
@@ -133,10 +132,9 @@ class KvSlots:
         """Drops the older half of a context that is about to be full, where the request allows it. Of an answer alone
         the rest moves up; among others it is evaluated again: its cells may belong to other sequences, too, whose
         positions stay."""
-        state, slot = answer.sequence, answer.slot
-        if slot is None or not state.shifts or len(slot.tokens) < self._llm.n_ctx() - 1:
+        slot, n_keep = answer.held, answer.n_kept
+        if not answer.shifts or len(slot.tokens) < self._llm.n_ctx() - 1:
             return
-        n_keep = state.n_kept
         n_dropped = (len(slot.tokens) - n_keep) // 2
         del answer.context[n_keep : n_keep + n_dropped]
         if answer.alone or len(self._slots) == 1:
@@ -150,14 +148,13 @@ class KvSlots:
     def release(self, answer: BatchedAnswer) -> None:
         """Takes the slot from an answer. It keeps the tokens, for prompts that begin with them, but what was computed
         with tokens that a shift has dropped."""
-        if answer.draft and answer.slot is not None:  # what was not accepted yet is none of its tokens
-            self.truncate(answer.slot, len(answer.slot.tokens))
+        slot = answer.held
+        if answer.draft:  # what was not accepted yet is none of its tokens
+            self.truncate(slot, len(slot.tokens))
         self.keep(answer, 1, goes_on=False)
-        slot, answer.slot = answer.slot, None
-        if slot is not None:
-            slot.answer = None
-            if slot.n_clean is not None:
-                self.truncate(slot, slot.n_clean)
+        answer.slot = slot.answer = None
+        if slot.n_clean is not None:
+            self.truncate(slot, slot.n_clean)
 
     def drop_unused(self) -> bool:
         """Empties the least recently used slot that nobody uses; False when none of these holds any token."""
@@ -168,9 +165,9 @@ class KvSlots:
 
     def _common_prefix(self, slot: Slot, answer: BatchedAnswer) -> int:
         """Tokens of the slot that the answer can begin with; one at least is left to evaluate."""
-        if slot.owner != answer.request.owner or not answer.sequence.reuses_prefix:
+        if slot.owner != answer.request.owner or not answer.reuses_prefix:
             return 0
-        n, images = common_tokens(slot.tokens, answer.context[:-1]), answer.sequence.prompt.images
+        n, images = common_tokens(slot.tokens, answer.context[:-1]), answer.prompt.images
         return self._llm.context.images.common_prefix(n, images.spans if images else ()) if slot.sequence == 0 else n
 
 
@@ -225,7 +222,7 @@ class StepTokens:
     def _begins(self, answer: BatchedAnswer, prompts: Sequence[BatchedAnswer]) -> bool:
         """Whether a prompt is evaluated in this step, after it got the longest prefix that another sequence holds; not
         when one of `prompts`, which are in the step, is about to compute more of it."""
-        if answer.has_begun or not answer.sequence.reuses_prefix:
+        if answer.has_begun or not answer.reuses_prefix:
             answer.has_begun = True
             return True
         self._slots.share(answer)
@@ -252,11 +249,9 @@ def _next_tokens(answer: BatchedAnswer, n_most: int) -> int:
 def chunk_of(part: Part) -> Chunk:
     """The tokens of a part, as the model takes them."""
     answer, n_tokens = part
-    slot = answer.slot
-    assert slot is not None
-    n_past = len(slot.tokens)
+    n_past = answer.n_evaluated
     phase = Phase.DECODE if answer.decodes else Phase.PREFILL
     tokens = answer.context[n_past : n_past + n_tokens]
     wants_logits, scores = n_past + n_tokens == len(answer.context), answer.request.prompt_logprobs
     scores = scores and phase == Phase.PREFILL
-    return Chunk(slot.sequence, tokens, n_past, answer.number, phase, wants_logits, scores, answer.draft)
+    return Chunk(answer.held.sequence, tokens, n_past, answer.number, phase, wants_logits, scores, answer.draft)

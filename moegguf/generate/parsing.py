@@ -141,7 +141,7 @@ def needs_special_tokens(template: str | None) -> bool:
     The marks of thinking and of tool calls are control tokens in many models.
     """
     text = template or ""
-    marked = any(form.sign in text for form in formats_of(text) if form is not JSON_ONLY)
+    marked = any(form.open for form in formats_of(text))
     return HARMONY in text or think_marks_of(text) is not None or marked
 
 
@@ -263,14 +263,14 @@ class MarkParser:
             self._scanned = max(self._scanned, len(self._held) - len(form.close) + 1)
             return False
         end = at + len(form.close)
-        calls = form.parse(self._held[:end], self._types)
+        calls = form.calls(self._held[:end], self._types)
         if calls is None and self._n_marks < MAX_MARKS_IN_STRINGS and ends_within_string(self._held[match.end() : at]):
             self._scanned, self._n_marks = end, self._n_marks + 1
             return True
         begin = 0
         if calls is None:  # an earlier opening mark that was never closed is text
             begin = self._held.rfind(match[0], 0, at)
-            calls = form.parse(self._held[begin:end], self._types)
+            calls = form.calls(self._held[begin:end], self._types)
         self._text += self._held[: begin if calls else end]
         self._held = self._held[end:]
         self._calls += calls or ()
@@ -289,8 +289,7 @@ class MarkParser:
 
     def _parse_unclosed_call(self, held: str) -> None:
         match = self._opens.match(held)
-        parse = self._formats[match[0]].parse if match else JSON_ONLY.parse
-        calls = parse(held, self._types)
+        calls = (self._formats[match[0]] if match else JSON_ONLY).calls(held, self._types)
         if calls is None:
             self._text += held
         else:

@@ -86,9 +86,7 @@ def read_prompt(llm: Llama, request: GenerationRequest) -> Prompt:
 def render_prompt(llm: Llama, request: GenerationRequest) -> str:
     """The text of a conversation's prompt. Raises CapabilityError and TemplateError as `read_prompt` does, and
     ContextError for one that is far too long."""
-    template = _template(llm, request)
-    check_capabilities(template, request)
-    found = _Renderer(llm, request, template)(request.messages or ())
+    found = _Renderer(llm, request)(request.messages or ())
     if not found.text:
         check_fits(found.n_tokens, llm.n_ctx())
     return found.text
@@ -96,13 +94,8 @@ def render_prompt(llm: Llama, request: GenerationRequest) -> str:
 
 def count_prompt(llm: Llama, request: GenerationRequest) -> int:
     """The number of tokens of a conversation's prompt, whether or not it fits the context; of one that is far too long,
-    an estimate.
-
-    Raises CapabilityError and TemplateError as `read_prompt` does.
-    """
-    template = _template(llm, request)
-    check_capabilities(template, request)
-    return _Renderer(llm, request, template)(request.messages or ()).n_tokens
+    an estimate. Raises CapabilityError and TemplateError as `read_prompt` does."""
+    return _Renderer(llm, request)(request.messages or ()).n_tokens
 
 
 def check_fits(n_tokens: int, n_ctx: int) -> None:
@@ -184,11 +177,9 @@ def _without_second_bos(first: list[int], tokens: list[int]) -> list[int]:
 
 
 def _conversation(llm: Llama, request: GenerationRequest) -> Prompt:
-    template = _template(llm, request)
-    check_capabilities(template, request)
+    render = _Renderer(llm, request)
     if not request.messages:
         raise OptionError("there are no messages; give at least one.")
-    render = _Renderer(llm, request, template)
     prompt = _truncated(llm, request, request.messages, render)
     if not request.context:
         return prompt
@@ -201,10 +192,17 @@ def _conversation(llm: Llama, request: GenerationRequest) -> Prompt:
 
 
 class _Renderer:
-    """Messages to tokens, with the message that the answer continues at the end."""
+    """Messages to tokens, with the message that the answer continues at the end. Raises CapabilityError when the
+    model's template does not support the request's tools or thinking."""
 
-    def __init__(self, llm: Llama, request: GenerationRequest, template: str | None) -> None:
-        self._llm, self.vocabulary, self._request, self.template = llm, llm.vocabulary, request, template
+    def __init__(self, llm: Llama, request: GenerationRequest) -> None:
+        self._llm, self.vocabulary, self._request = llm, llm.vocabulary, request
+        self.template = request.template or llm.metadata.get("tokenizer.chat_template") or None
+        able = capabilities(self.template) if self.template else ()
+        if request.tools and request.tool_choice != "none" and "tools" not in able:
+            raise CapabilityError("this model does not support tools: its chat template has no place for them.")
+        if request.think and "thinking" not in able:
+            raise CapabilityError("this model does not support thinking; ask without it.")
         self._first = [] if request.context else self.vocabulary.bos_tokens
 
     def __call__(self, messages: Sequence[Message]) -> Rendered:
@@ -270,7 +268,8 @@ class _Renderer:
 def _truncated(llm: Llama, request: GenerationRequest, messages: Sequence[Message], render: _Renderer) -> Prompt:
     """The prompt of the messages that leave room for an answer: system messages, and the newest others."""
     whole, n_ctx = render(messages), llm.n_ctx()
-    n_room = n_ctx - _answer_tokens(request, n_ctx)
+    n_answer, limit = max(1, n_ctx // ANSWER_DIVISOR), request.sampling.max_tokens
+    n_room = n_ctx - (min(n_answer, limit) if limit and limit > 0 else n_answer)
     kept, best = list(messages), whole
     if request.truncate and whole.n_tokens > n_room:
         kept, best = _newest(messages, render, n_room)
@@ -342,23 +341,3 @@ def _with_cut_text(messages: Sequence[Message], render: _Renderer, n_ctx: int) -
             return found
         n_text -= max(1, found.n_tokens - n_rest - n_most)
     return None
-
-
-def _template(llm: Llama, request: GenerationRequest) -> str | None:
-    return request.template or llm.metadata.get("tokenizer.chat_template") or None
-
-
-def check_capabilities(template: str | None, request: GenerationRequest) -> None:
-    """Raises CapabilityError when the template does not support the request's tools or thinking."""
-    able = capabilities(template) if template else ()
-    if request.tools and request.tool_choice != "none" and "tools" not in able:
-        raise CapabilityError("this model does not support tools: its chat template has no place for them.")
-    if request.think and "thinking" not in able:
-        raise CapabilityError("this model does not support thinking; ask without it.")
-
-
-def _answer_tokens(request: GenerationRequest, n_ctx: int) -> int:
-    """Tokens that a truncated conversation leaves to its answer."""
-    n_answer = max(1, n_ctx // ANSWER_DIVISOR)
-    limit = request.sampling.max_tokens
-    return min(n_answer, limit) if limit and limit > 0 else n_answer

@@ -60,7 +60,7 @@ def start() -> None:
 class _Process:
     def __init__(self) -> None:
         try:
-            self._child = subprocess.Popen(
+            self.child = subprocess.Popen(
                 COMMAND,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -71,35 +71,29 @@ class _Process:
         except OSError as error:
             raise RenderError("failed", f"its process cannot be started ({error})") from error
 
-    def is_running(self) -> bool:
-        return self._child.poll() is None
-
     def request(self, line: bytes) -> dict[str, Any]:
         """The reply to a request. Raises RenderError when the process ends instead."""
-        assert self._child.stdin and self._child.stdout
+        assert self.child.stdin and self.child.stdout
         with suppress(BrokenPipeError):
-            self._child.stdin.write(line + b"\n")
-            self._child.stdin.flush()
-        reply = self._child.stdout.readline()
+            self.child.stdin.write(line + b"\n")
+            self.child.stdin.flush()
+        reply = self.child.stdout.readline()
         if not reply.endswith(b"\n"):
-            raise RenderError("stopped", _exit_message(self._child.wait()))
+            code = self.child.wait()
+            timed_out = code == -signal.SIGALRM
+            reason = f"it takes more than {MAX_S:g} s" if timed_out else f"its process ended with code {code}"
+            raise RenderError("stopped", reason)
         found: dict[str, Any] = json.loads(reply.decode("utf-8", "surrogatepass"))
         return found
 
     def kill(self) -> None:
         """Kills the process and waits for its end. Twice is harmless."""
-        self._child.kill()
-        self._child.wait()
-        for pipe in (self._child.stdin, self._child.stdout):
+        self.child.kill()
+        self.child.wait()
+        for pipe in (self.child.stdin, self.child.stdout):
             if pipe:
                 with suppress(OSError):
                     pipe.close()
-
-
-def _exit_message(code: int) -> str:
-    if code == -signal.SIGALRM:
-        return f"it takes more than {MAX_S:g} s"
-    return f"its process ended with code {code}"
 
 
 _pool: LifoQueue[_Process | None]
@@ -119,7 +113,7 @@ def _process() -> Iterator[_Process]:
     """A running process, which an error ends: the next template would read this one's reply. Raises RenderError."""
     process = _pool.get()
     try:
-        if process is None or not process.is_running():
+        if process is None or process.child.poll() is not None:
             process = _Process()
         yield process
     except BaseException:  # also an interrupt

@@ -8,7 +8,6 @@ llguidance, which is imported when an answer is constrained.
 from __future__ import annotations
 
 import ctypes as c
-import functools
 import math
 import random
 import re
@@ -59,24 +58,19 @@ _matcher_tokens: WeakKeyDictionary[Vocabulary, MatcherTokens] = WeakKeyDictionar
 
 
 def matcher_tokens(vocabulary: Vocabulary) -> MatcherTokens:
-    """A model's tokens for its matchers, built once per model: 0.5 s and 60 MB for 150,000 tokens."""
-    found = _matcher_tokens.get(vocabulary)
-    if found is None:
-        found = _matcher_tokens[vocabulary] = build_matcher_tokens(vocabulary)
-    return found
-
-
-def build_matcher_tokens(vocabulary: Vocabulary) -> MatcherTokens:
-    """A model's tokens for its matchers.
+    """A model's tokens for its matchers, built once per model: 0.5 s and 60 MB for 150,000 tokens.
 
     End-of-generation tokens have no text. Other control tokens have theirs, because the marks around thinking and calls
     are control tokens in some models and plain text in others.
     """
     from llguidance import LLTokenizer, TokenizerWrapper
 
+    if (found := _matcher_tokens.get(vocabulary)) is not None:
+        return found
     pieces, end_tokens = vocabulary.all_pieces(), vocabulary.end_tokens()
     tokenizer = LLTokenizer(TokenizerWrapper(_Tokens(pieces, end_tokens)))
-    return MatcherTokens(tokenizer, len(pieces), frozenset(end_tokens))
+    _matcher_tokens[vocabulary] = made = MatcherTokens(tokenizer, len(pieces), frozenset(end_tokens))
+    return made
 
 
 class _Tokens:
@@ -94,13 +88,6 @@ class _Tokens:
         return []
 
 
-@functools.cache
-def _parser_limits() -> Any:
-    from llguidance import LLParserLimits
-
-    return LLParserLimits(**_LIMITS, verbose_errors=False)
-
-
 class Matcher:
     """Which tokens of one model may follow the tokens accepted so far.
 
@@ -108,26 +95,24 @@ class Matcher:
     """
 
     def __init__(self, constraint: Constraint, tokens: MatcherTokens) -> None:
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
         self._n_tokens, self._end_tokens = tokens.n_tokens, tokens.end_tokens
         self._mask: npt.NDArray[np.bool_] | None = None
         self._bits = np.zeros((tokens.tokenizer.vocab_size + 31) // 32, np.int32)
         # without forcing, the only possible text may be split into any tokens
         grammar = LLMatcher.grammar_from_lark('%llguidance {"no_forcing": true}\n' + constraint.lark)
-        self._matcher: LLMatcher = LLMatcher(tokens.tokenizer, grammar, log_level=0, limits=_parser_limits())
+        limits = LLParserLimits(**_LIMITS, verbose_errors=False)
+        self._matcher: LLMatcher = LLMatcher(tokens.tokenizer, grammar, log_level=0, limits=limits)
         self._check()
-        self._accept_text(constraint.begun, tokens.tokenizer)
-        self.mask()
-
-    def _accept_text(self, text: str, tokenizer: LLTokenizer) -> None:
-        """Advances past what an answer begins with. Raises SchemaError when the format does not begin like that."""
-        tokens = tokenizer.greedy_tokenize(text)
-        if self._matcher.try_consume_tokens(tokens) < len(tokens):
+        begun = tokens.tokenizer.greedy_tokenize(constraint.begun)
+        if self._matcher.try_consume_tokens(begun) < len(begun):
             raise SchemaError(
-                f"the message to continue does not begin as the requested format demands: {text[:50]!r}; change one."
+                "the message to continue does not begin as the requested format demands:"
+                f" {constraint.begun[:50]!r}; change one."
             )
         self._check()
+        self.mask()
 
     def _check(self) -> None:
         if not self._matcher.is_error():
@@ -223,8 +208,13 @@ class Sampler:
 
     def _add_samplers(self, sampling: Sampling, prompt: Sequence[int]) -> None:
         chain = self._chain
+        for token, bias in sampling.logit_bias.items():
+            if not 0 <= token < self._n_vocab or math.isnan(bias):
+                raise OptionError(
+                    f"logit_bias is a number for tokens from 0 to {self._n_vocab - 1}, but has {bias} for {token}."
+                )
         if sampling.logit_bias:
-            chain.add_logit_bias(self._n_vocab, self._checked_bias(sampling))
+            chain.add_logit_bias(self._n_vocab, dict(sampling.logit_bias))
         if (sampling.repeat_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0):
             n_last = self._llm.n_ctx() if sampling.repeat_last_n < 0 else sampling.repeat_last_n
             chain.add_penalties(
@@ -241,14 +231,6 @@ class Sampler:
         chain.add_min_p(sampling.min_p, 1)
         chain.add_temp(sampling.temperature)
         chain.add_dist(random.getrandbits(32) if sampling.seed is None else sampling.seed & 0xFFFFFFFF)
-
-    def _checked_bias(self, sampling: Sampling) -> dict[int, float]:
-        for token, bias in sampling.logit_bias.items():
-            if not 0 <= token < self._n_vocab or math.isnan(bias):
-                raise OptionError(
-                    f"logit_bias is a number for tokens from 0 to {self._n_vocab - 1}, but has {bias} for {token}."
-                )
-        return dict(sampling.logit_bias)
 
     def sample(self, row: int = -1) -> int | None:
         """The next token, by that row of the last pass's logits; -1: the last one. None when the answer is complete and

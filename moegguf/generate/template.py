@@ -17,7 +17,7 @@ from moegguf.generate.images import has_images, text_of
 from moegguf.generate.renderer import RenderError
 from moegguf.generate.renderer import render as render_text
 from moegguf.generate.request import Message
-from moegguf.gguf.chat_template import HARMONY, ThinkMarks, think_marks_of
+from moegguf.gguf.chat_template import HARMONY, think_marks_of
 from moegguf.gguf.chat_template import capabilities_of as capabilities
 
 __all__ = ["capabilities", "render"]
@@ -38,7 +38,8 @@ def render(
     add_generation_prompt: bool = True,
 ) -> str:
     """The prompt. `tools` in OpenAI's form. `think` True, False or a level becomes the variables that templates know
-    for it; None leaves it to the template. `options`: further variables. `bos`, `eos`: texts of those tokens.
+    for it: enable_thinking (Qwen, GLM), thinking (DeepSeek, Granite), reasoning_effort (gpt-oss); None leaves it to the
+    template. `options`: further variables. `bos`, `eos`: texts of those tokens.
 
     Raises TemplateError when the template is too long or invalid, rejects the conversation, fails, or exceeds the
     limits of time, memory or output.
@@ -49,7 +50,8 @@ def render(
         _short_ids(prepared)
     variables = {
         **_plain(options or {}),
-        **_thinking(think),
+        **({} if think is None else {"enable_thinking": bool(think), "thinking": bool(think)}),
+        **({"reasoning_effort": think} if isinstance(think, str) else {}),
         "messages": prepared,
         "tools": [_plain(tool) for tool in tools] or None,
         "bos_token": bos,
@@ -109,16 +111,13 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
 def _text_arguments(messages: Sequence[Message]) -> list[Message]:
     changed = []
     for message in messages:
-        calls = [
-            {**call, "function": {**call["function"], "arguments": _json_text(call["function"].get("arguments", {}))}}
-            for call in message.get("tool_calls", ())
-        ]
+        calls = []
+        for call in message.get("tool_calls", ()):
+            given = call["function"].get("arguments", {})
+            text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+            calls.append({**call, "function": {**call["function"], "arguments": text}})
         changed.append({**message, "tool_calls": calls} if calls else message)
     return changed
-
-
-def _json_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _short_ids(messages: Sequence[Message]) -> None:
@@ -142,14 +141,6 @@ def _without_system(messages: Sequence[Message]) -> list[Message]:
             rest[at] = {**message, "content": f"{system['content']}\n\n{message['content']}"}
             return rest
     return [{"role": "user", "content": system["content"]}, *rest]
-
-
-def _thinking(think: bool | str | None) -> dict[str, Any]:
-    """The variables: enable_thinking (Qwen, GLM), thinking (DeepSeek, Granite), reasoning_effort (gpt-oss)."""
-    if think is None:
-        return {}
-    level = {"reasoning_effort": think} if isinstance(think, str) else {}
-    return {"enable_thinking": bool(think), "thinking": bool(think), **level}
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
@@ -198,7 +189,10 @@ def continuation_of(message: Message, rendered: str, template: str | None) -> Co
     """
     thinking, content = message.get("thinking") or "", text_of(message.get("content"))
     if HARMONY in (template or ""):
-        return Continuation(_in_channels(thinking, content), content, in_thinking=not content)
+        analysis, final = f"<|channel|>analysis<|message|>{thinking}", f"<|channel|>final<|message|>{content}"
+        if content:
+            analysis = f"{analysis}<|end|><|start|>assistant{final}" if thinking else final
+        return Continuation(analysis, content, in_thinking=not content)
     marks = think_marks_of(template or "")
     if marks is None:
         return Continuation(content, content)
@@ -207,16 +201,5 @@ def continuation_of(message: Message, rendered: str, template: str | None) -> Co
     if begun or thinking:
         open = "" if begun else marks.open.rstrip("\n") + "\n"
         text = f"{open}{thinking}" + (f"\n{marks.close}\n\n{content}" if content else "")
-    return Continuation(text, content, in_thinking=_ends_in_thinking(marks, text, begun=begun))
-
-
-def _in_channels(thinking: str, content: str) -> str:
-    analysis = f"<|channel|>analysis<|message|>{thinking}"
-    if not content:
-        return analysis
-    return (f"{analysis}<|end|><|start|>assistant" if thinking else "") + f"<|channel|>final<|message|>{content}"
-
-
-def _ends_in_thinking(marks: ThinkMarks, text: str, *, begun: bool) -> bool:
     _, opened, after = text.rpartition(marks.open)
-    return bool(opened or begun) and marks.close not in after
+    return Continuation(text, content, in_thinking=bool(opened or begun) and marks.close not in after)

@@ -1,7 +1,7 @@
 """How models write tool calls: the marks around them, and parsers of what stands between.
 
-The formats of a model follow from its template's text. A parser takes the whole block with its marks and returns the
-calls, or None when the block is no call.
+The formats of a model follow from its template's text. A parser takes what stands between the marks and returns the
+calls, or None when that is no call.
 """
 
 from __future__ import annotations
@@ -85,10 +85,6 @@ def _parameter_value(text: str, kind: str | None) -> Any:
     return text if value is None and text.strip() != "null" else value
 
 
-def _between(text: str, open: str, close: str) -> str:
-    return text.removeprefix(open).removesuffix(close)
-
-
 # <tool_call>: JSON (Hermes, Qwen), <function=...> (Qwen3-Coder), or a name and <arg_key> (GLM)
 
 _FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
@@ -98,7 +94,7 @@ _ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)(?:</arg_val
 
 def parse_tool_call(text: str, types: Types) -> list[Call] | None:
     """The calls in one <tool_call> block."""
-    body = _between(text, "<tool_call>", "</tool_call>").strip()
+    body = text.strip()
     if body.startswith(("{", "[")):
         return json_calls(body)
     if "<function=" in body:
@@ -120,14 +116,11 @@ def parse_functions(text: str, types: Types) -> list[Call] | None:
             if not isinstance(arguments, dict):
                 return None
         else:
-            pairs = ((key.strip(), _without_outer_newlines(value)) for key, value in _PARAMETER.findall(body))
+            found = _PARAMETER.findall(body)
+            pairs = ((key.strip(), value.removeprefix("\n").removesuffix("\n")) for key, value in found)
             arguments = {key: _parameter_value(value, types.get((name, key))) for key, value in pairs}
         calls.append((name, arguments))
     return calls or None
-
-
-def _without_outer_newlines(value: str) -> str:
-    return value.removeprefix("\n").removesuffix("\n")
 
 
 # <invoke name="..."><parameter name="...">: MiniMax, DeepSeek V3.2
@@ -140,9 +133,8 @@ _NAMED = re.compile(
 
 def parse_invokes(text: str, types: Types) -> list[Call] | None:
     """The calls in a block of <invoke> elements, or of JSON."""
-    body = text.partition(">")[2].rpartition("</")[0]
-    if body.lstrip().startswith("{"):
-        return json_calls(body)
+    if text.lstrip().startswith("{"):
+        return json_calls(text)
     calls = []
     for name, body in _INVOKE.findall(text):
         arguments = {}
@@ -159,9 +151,9 @@ _MISTRAL = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\][\w-]+)?(?:\[ARGS\])?\s*(?=\{)
 
 
 def parse_mistral(text: str, types: Types) -> list[Call] | None:
-    """The calls after [TOOL_CALLS] marks."""
+    """The calls after a [TOOL_CALLS] mark, and after others between them."""
     calls: list[Call] = []
-    for body in text.split("[TOOL_CALLS]")[1:]:
+    for body in text.split("[TOOL_CALLS]"):
         body = body.strip()
         if body.startswith(("[", "{")):
             found = json_calls(body)
@@ -179,55 +171,52 @@ def parse_mistral(text: str, types: Types) -> list[Call] | None:
 
 # Marks that are control tokens: DeepSeek, Kimi
 
-DEEPSEEK = re.compile(
+_DEEPSEEK = re.compile(
     r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?\s*([^\n<]+?)\s*(?:<｜tool▁sep｜>|\n)\s*(?:```json\s*)?"
     r"(.*?)(?:```\s*)?(?:<｜tool▁call▁end｜>|\Z)",
     re.DOTALL,
 )
-KIMI = re.compile(
+_KIMI = re.compile(
     r"<\|tool_call_begin\|>\s*(?:functions\.)?(.+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>(.*?)"
     r"(?:<\|tool_call_end\|>|\Z)",
     re.DOTALL,
 )
 
 
-def pattern_parser(pattern: re.Pattern[str], close: str) -> Callable[[str, Types], list[Call] | None]:
+Parse = Callable[[str, Types], list[Call] | None]
+
+
+def pattern_parser(pattern: re.Pattern[str]) -> Parse:
     """A parser for the groups (name, arguments in JSON) of `pattern`."""
 
     def parse(text: str, types: Types) -> list[Call] | None:
-        found = [(name, json_value(arguments)) for name, arguments in pattern.findall(text.removesuffix(close))]
-        if not found or not all(isinstance(arguments, dict) for _, arguments in found):
-            return None
-        return found
+        found = [(name, json_value(arguments)) for name, arguments in pattern.findall(text)]
+        return found if found and all(isinstance(arguments, dict) for _, arguments in found) else None
 
     return parse
 
 
-def json_parser(open: str, close: str) -> Callable[[str, Types], list[Call] | None]:
-    """A parser for JSON between marks."""
-    return lambda text, types: json_calls(_between(text, open, close))
-
-
-# Formats
-
-
 @dataclass(frozen=True)
 class ToolFormat:
-    """`sign`: text that a template of this format contains. A call begins with `open` and ends with `close`. Without
-    `open` the answer is only the call; without `close` the call extends to the end of the answer. `forms`: (sign, a
-    forced call with NAME and ARGUMENTS); the first whose sign the template contains applies."""
+    """A call begins with `open` and ends with `close`. Without `open` the answer is only the call; without `close` the
+    call extends to the end of the answer. `forms`: {sign: a forced call between the marks, with NAME and ARGUMENTS};
+    the first whose sign the template contains applies. `sign`: text that a template of this format contains, where
+    that is not `open`."""
 
-    name: str
-    sign: str
     open: str
     close: str
-    parse: Callable[[str, Types], list[Call] | None]
-    forms: tuple[tuple[str, str], ...]
+    forms: Mapping[str, str]
+    parse: Parse = lambda text, types: json_calls(text)
+    sign: str = ""
+
+    def calls(self, block: str, types: Types) -> list[Call] | None:
+        """The calls in a block with its marks, the last of which may be missing; None when it is no call."""
+        return self.parse(block.removeprefix(self.open).removesuffix(self.close), types)
 
     def call_parts(self, template: str) -> tuple[str, str, str]:
         """The text before a forced call's name, between name and arguments, and after them."""
-        form = next(form for sign, form in self.forms if sign in template)
-        before, _, rest = form.partition("NAME")
+        form = next(form for sign, form in self.forms.items() if sign in template)
+        before, _, rest = f"{self.open}{form}{self.close}".partition("NAME")
         between, _, after = rest.partition("ARGUMENTS")
         return before, between, after
 
@@ -247,8 +236,7 @@ def types_of(tools: Sequence[Mapping[str, Any]]) -> Types:
 
 def formats_of(template: str) -> tuple[ToolFormat, ...]:
     """The formats that a model with this template may use, at least one."""
-    found = tuple(form for form in FORMATS if form.sign in template)
-    return found or (JSON_ONLY,)
+    return tuple(form for form in FORMATS if (form.sign or form.open) in template) or (JSON_ONLY,)
 
 
 def tool_call(name: str, arguments: Mapping[str, Any]) -> ToolCall:
@@ -259,79 +247,37 @@ def tool_call(name: str, arguments: Mapping[str, Any]) -> ToolCall:
 _JSON = '{"name": "NAME", "arguments": ARGUMENTS}'
 _JSON_PARAMETERS = '{"name": "NAME", "parameters": ARGUMENTS}'
 
-JSON_ONLY = ToolFormat(
-    "json", '"parameters"', "", "", lambda text, types: json_calls(text),
-    (('"parameters"', _JSON_PARAMETERS), ("", _JSON)),
-)  # fmt: skip
+JSON_ONLY = ToolFormat("", "", {'"parameters"': _JSON_PARAMETERS, "": _JSON}, sign='"parameters"')
 
 FORMATS = (
+    ToolFormat("<tool_call>", "</tool_call>", {"": f"\n{_JSON}\n"}, parse_tool_call),
     ToolFormat(
-        "tool_call", "<tool_call>", "<tool_call>", "</tool_call>", parse_tool_call,
-        (("", f"<tool_call>\n{_JSON}\n</tool_call>"),),
+        "<function=", "</function>", {"": "NAME>ARGUMENTS"},
+        lambda text, types: parse_functions(f"<function={text}", types),
+    ),
+    ToolFormat("<minimax:tool_call>", "</minimax:tool_call>", {"": _JSON}, parse_invokes),
+    ToolFormat("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", {"": _JSON}, parse_invokes, sign="｜DSML｜"),
+    ToolFormat("[TOOL_CALLS]", "", {"[ARGS]": "NAME[ARGS]ARGUMENTS", "": f"[{_JSON}]"}, parse_mistral),
+    ToolFormat(
+        "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
+        {
+            "```json": "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nARGUMENTS\n```<｜tool▁call▁end｜>",
+            "": "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜>",
+        },
+        pattern_parser(_DEEPSEEK),
     ),
     ToolFormat(
-        "function", "<function=", "<function=", "</function>", parse_functions,
-        (("", "<function=NAME>ARGUMENTS</function>"),),
+        "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",
+        {"": "<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>"},
+        pattern_parser(_KIMI),
     ),
     ToolFormat(
-        "minimax", "<minimax:tool_call>", "<minimax:tool_call>", "</minimax:tool_call>", parse_invokes,
-        (("", f"<minimax:tool_call>{_JSON}</minimax:tool_call>"),),
+        "<|START_ACTION|>", "<|END_ACTION|>",
+        {"": '[{"tool_call_id": "0", "tool_name": "NAME", "parameters": ARGUMENTS}]'},
     ),
-    ToolFormat(
-        "dsml", "｜DSML｜", "<｜DSML｜function_calls>", "</｜DSML｜function_calls>", parse_invokes,
-        (("", f"<｜DSML｜function_calls>{_JSON}</｜DSML｜function_calls>"),),
-    ),
-    ToolFormat(
-        "mistral", "[TOOL_CALLS]", "[TOOL_CALLS]", "", parse_mistral,
-        (("[ARGS]", "[TOOL_CALLS]NAME[ARGS]ARGUMENTS"), ("", f"[TOOL_CALLS][{_JSON}]")),
-    ),
-    ToolFormat(
-        "deepseek", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
-        pattern_parser(DEEPSEEK, "<｜tool▁calls▁end｜>"),
-        (
-            (
-                "```json",
-                "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nARGUMENTS\n```"
-                "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-            ),
-            (
-                "",
-                "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-            ),
-        ),
-    ),
-    ToolFormat(
-        "kimi", "<|tool_calls_section_begin|>", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",
-        pattern_parser(KIMI, "<|tool_calls_section_end|>"),
-        (
-            (
-                "",
-                "<|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>ARGUMENTS"
-                "<|tool_call_end|><|tool_calls_section_end|>",
-            ),
-        ),
-    ),
-    ToolFormat(
-        "command", "<|START_ACTION|>", "<|START_ACTION|>", "<|END_ACTION|>",
-        json_parser("<|START_ACTION|>", "<|END_ACTION|>"),
-        (
-            (
-                "",
-                '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "NAME", "parameters": ARGUMENTS}]<|END_ACTION|>',
-            ),
-        ),
-    ),
-    ToolFormat(
-        "nemotron", "<TOOLCALL>", "<TOOLCALL>", "</TOOLCALL>", json_parser("<TOOLCALL>", "</TOOLCALL>"),
-        (("", f"<TOOLCALL>[{_JSON}]</TOOLCALL>"),),
-    ),
-    ToolFormat(
-        "granite", "<|tool_call|>", "<|tool_call|>", "", json_parser("<|tool_call|>", ""),
-        (("", f"<|tool_call|>[{_JSON}]"),),
-    ),
-    ToolFormat(
-        "llama", "<|python_tag|>", "<|python_tag|>", "", json_parser("<|python_tag|>", ""),
-        (('"parameters"', _JSON_PARAMETERS), ("", f"<|python_tag|>{_JSON_PARAMETERS}")),
-    ),
+    ToolFormat("<TOOLCALL>", "</TOOLCALL>", {"": f"[{_JSON}]"}),
+    ToolFormat("<|tool_call|>", "", {"": f"[{_JSON}]"}),
     JSON_ONLY,
+    ToolFormat("<|python_tag|>", "", {"": _JSON_PARAMETERS}),
 )  # fmt: skip
+"""The first that a template has is the one of a forced call."""

@@ -12,8 +12,8 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -99,15 +99,9 @@ class BlobStore:
         except BaseException:  # also an interrupt: nothing half checked stays
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        return ModelEntry(
-            name="",
-            source="own",
-            files=paths,
-            size_bytes=size_of(paths),
-            digest=combined_digest([blob_name(named[name]).removeprefix("sha256-") for name in selection.files]),
-            modified=datetime.now(UTC),
-            mmproj=folder / selection.mmproj if selection.mmproj else None,
-        )
+        digest = combined_digest([blob_name(named[name]).removeprefix("sha256-") for name in selection.files])
+        mmproj = folder / selection.mmproj if selection.mmproj else None
+        return ModelEntry("", "own", paths, size_of(paths), digest, datetime.now(UTC), mmproj)
 
     def make_adapter(self, files: Mapping[str, str]) -> Path:
         """The adapter in a set of one blob, as {file name: digest}. Raises as `make_set` does."""
@@ -134,24 +128,21 @@ class BlobStore:
         """The folder of these blobs. Raises ModelNotFoundError, PullError."""
         sources = {name: self.path(blob) for name, blob in named.items()}
         listing = "\n".join(sorted(f"{name} {blob_name(blob)}" for name, blob in named.items()))
+        digest = hashlib.sha256(listing.encode()).hexdigest()
+        folder = sets_folder() / digest
+        temporary = sets_folder() / f".{digest}.{os.getpid()}"  # then renamed: a set is complete or absent
         try:
-            return self._link(sources, hashlib.sha256(listing.encode()).hexdigest())
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            for name, blob in sources.items():
+                os.link(blob, temporary / name)
+            if folder.exists():
+                shutil.rmtree(temporary)
+            else:
+                os.replace(temporary, folder)
         except OSError as error:
             reason = error.strerror or error
             raise PullError(f"the files cannot be kept in {str(sets_folder())!r} ({reason}).") from error
-
-    def _link(self, sources: Mapping[str, Path], digest: str) -> Path:
-        """The folder of the set: filled under a temporary name and renamed, so that it is complete or absent."""
-        folder = sets_folder() / digest
-        temporary = sets_folder() / f".{digest}.{os.getpid()}"
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        for name, blob in sources.items():
-            os.link(blob, temporary / name)
-        if folder.exists():
-            shutil.rmtree(temporary)
-        else:
-            os.replace(temporary, folder)
         return folder
 
 
@@ -170,12 +161,10 @@ class BlobWriter:
         self._path = folder / blob_name(digest)
         check_space(folder, size_bytes or 0, f"the blob {self._path.name[:19]}")
         self._sha = hashlib.sha256()
-        try:
+        with _writing(self._path):
             folder.mkdir(parents=True, exist_ok=True)
             remove_abandoned(folder.glob(".*.partial"))
             handle, name = locked_temporary(folder, ".", ".partial")
-        except OSError as error:
-            raise _disk_error(self._path, error) from error
         self._partial = Path(name)
         self._file = os.fdopen(handle, "wb")
 
@@ -191,10 +180,8 @@ class BlobWriter:
         """Appends bytes. Raises PullError when the disk fails, or would have less than MARGIN_BYTES left."""
         check_space(self._path.parent, len(chunk), f"a part of {self._path.name[:19]}")
         self._sha.update(chunk)
-        try:
+        with _writing(self._path):
             self._file.write(chunk)
-        except OSError as error:
-            raise _disk_error(self._path, error) from error
 
     def commit(self) -> Path:
         """Verifies the bytes and names the blob. Raises ModelFormatError for another digest, PullError."""
@@ -203,13 +190,11 @@ class BlobWriter:
             raise ModelFormatError(
                 f"the digest of the bytes is {found}, but {self._path.name} was announced; send again."
             )
-        try:
+        with _writing(self._path):
             self._file.flush()
             os.fsync(self._file.fileno())
             os.replace(self._partial, self._path)
             sync_folder(self._path.parent)
-        except OSError as error:
-            raise _disk_error(self._path, error) from error
         return self._path
 
 
@@ -222,7 +207,13 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _disk_error(path: Path, error: OSError) -> PullError:
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    step = "delete files and send it again" if full else "check the disk and send it again"
-    return PullError(f"{path.name[:19]} cannot be written to {str(path.parent)!r} ({error.strerror or error}); {step}.")
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Raises errors of the disk inside the `with` as PullError."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        step = "delete files and send it again" if full else "check the disk and send it again"
+        reason = error.strerror or error
+        raise PullError(f"{path.name[:19]} cannot be written to {str(path.parent)!r} ({reason}); {step}.") from error

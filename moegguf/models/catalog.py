@@ -97,7 +97,12 @@ class Catalog:
         Raises ModelNotFoundError, listing the nearest names, when there is none, and for one whose files are missing,
         unless `even_missing`; ModelNameError where paths are not allowed and it is not a valid name.
         """
-        entry = self._find(os.fspath(name))
+        text = os.fspath(name)
+        if not text.strip():
+            raise ModelNotFoundError(f"a model is given by its name, but is {text!r}; try {DEMO_NAME!r}.")
+        if (entry := next(self._models(text), None)) is None:
+            # What is no name is most likely a path that does not exist, where paths are taken.
+            raise self._not_found(text, name_or_none(text) if self.paths else parse_name(text))
         if entry.missing and not even_missing:
             raise _missing_files(entry, paths=self.paths)
         return entry
@@ -111,14 +116,6 @@ class Catalog:
         # A name that stays when the entry's is removed.
         names = (cached.name for cached in self._cached_models(None) if cached.files == entry.files)
         return render(entry, next(names, str(entry.path)))
-
-    def _find(self, text: str) -> ModelEntry:
-        if not text.strip():
-            raise ModelNotFoundError(f"a model is given by its name, but is {text!r}; try {DEMO_NAME!r}.")
-        if found := next(self._models(text), None):
-            return found
-        # What is no name is most likely a path that does not exist, where paths are taken.
-        raise self._not_found(text, name_or_none(text) if self.paths else parse_name(text))
 
     def copy(self, source: str, destination: str) -> ModelEntry:
         """Makes `destination` another name for the files of `source`, which are not copied.
@@ -191,7 +188,8 @@ class Catalog:
                 raise
         else:
             raise OptionError(f"{entry.name!r} cannot be removed: {_REMOVAL_HINTS[entry.source]}")
-        self._unhide_deleted()
+        cached = {each.name.lower() for each in cached_models()}
+        self.unhide(*(self.index.read().hidden - cached))  # those whose files were deleted
         return entry
 
     def unhide(self, *names: str) -> None:
@@ -207,7 +205,8 @@ class Catalog:
             yield from source(text)
 
     def _given_models(self, text: str | None) -> Iterator[ModelEntry]:
-        return (entry for entry in self.given if text is None or text.lower() in _names_of(entry))
+        names = {(text or "").lower(), f"{text or ''}:{DEFAULT_TAG}".lower()}
+        return (entry for entry in self.given if text is None or entry.name.lower() in names)
 
     def _own_models(self, text: str | None) -> Iterator[ModelEntry]:
         key = text if text is None else name.key if (name := name_or_none(text)) else ""
@@ -256,11 +255,6 @@ class Catalog:
             if entry.name.lower() in contents.hidden and not used & {path.resolve() for path in entry.files}:
                 delete_cached(entry, used)
 
-    def _unhide_deleted(self) -> None:
-        """Drops hidden names whose files were deleted."""
-        cached = {entry.name.lower() for entry in cached_models()}
-        self.unhide(*(self.index.read().hidden - cached))
-
     def _not_found(self, text: str, name: Name | None) -> ModelNotFoundError:
         ending = text.lower().endswith(".gguf")
         if name and name.is_hub and not (ending and self.paths and ":" not in text):
@@ -297,10 +291,6 @@ _REMOVAL_HINTS = {
 }
 
 
-def _names_of(entry: ModelEntry) -> tuple[str, str]:
-    return entry.name.lower(), entry.name.lower().removesuffix(f":{DEFAULT_TAG}")
-
-
 def _missing_files(entry: ModelEntry, *, paths: bool) -> ModelNotFoundError:
     if not paths:
         return ModelNotFoundError(f"the files that {entry.name} was made from are no longer there; make it again.")
@@ -313,7 +303,6 @@ def _missing_files(entry: ModelEntry, *, paths: bool) -> ModelNotFoundError:
 
 
 def _model_at(text: str | None) -> Iterator[ModelEntry]:
-    """The model whose first file is at the path."""
     if text is not None and (path := _existing(text, Path.is_file)):
         yield file_entry(path, "path", str(path.absolute()))
 
@@ -325,7 +314,6 @@ def _model_in(text: str | None) -> Iterator[ModelEntry]:
 
 
 def _existing(text: str, is_kind: Callable[[Path], bool]) -> Path | None:
-    """The path in `text`, if it exists and is of that kind."""
     with suppress(OSError, ValueError, RuntimeError):  # too long, a zero byte, no such user
         path = Path(text).expanduser()
         return path if is_kind(path) else None

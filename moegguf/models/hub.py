@@ -60,15 +60,9 @@ class Snapshot:
     def entry(self, tag: str, selection: FileSelection) -> ModelEntry:
         """The model of that name. Raises OSError when a file is missing."""
         files = tuple(self.folder / path for path in selection.files)
-        return ModelEntry(
-            name=f"{HUB_HOST}/{self.repo}:{tag}",
-            source="hub",
-            files=files,
-            size_bytes=size_of(self.folder / path for path in selection.paths),
-            digest=digest_of(files),
-            modified=modified_at(files[0]),
-            mmproj=self.folder / selection.mmproj if selection.mmproj else None,
-        )
+        name, size_bytes = f"{HUB_HOST}/{self.repo}:{tag}", size_of(self.folder / path for path in selection.paths)
+        mmproj = self.folder / selection.mmproj if selection.mmproj else None
+        return ModelEntry(name, "hub", files, size_bytes, digest_of(files), modified_at(files[0]), mmproj)
 
 
 def repo_folder(repo: str, cache: Path) -> Path:
@@ -102,18 +96,12 @@ def snapshots(cache: Path, repo: str | None = None) -> Iterator[Snapshot]:
     for folder in sorted(cache.glob("models--*/")):
         _, *parts = folder.name.split("--")
         if len(parts) == 2 and wanted in (None, folder.name.lower()):
-            main = _main_commit(folder)
+            main = ""
+            with suppress(OSError, UnicodeDecodeError), open(folder / "refs" / "main", encoding="ascii") as file:
+                main = file.read(MAX_REF_BYTES).strip()
             with suppress(OSError):  # deleted in the meantime
                 commits = [(path.name == main, path.stat().st_mtime_ns, path) for path in folder.glob("snapshots/*/")]
                 yield from (Snapshot("/".join(parts), path) for *_, path in sorted(commits, reverse=True))
-
-
-def _main_commit(folder: Path) -> str:
-    try:
-        with open(folder / "refs" / "main", encoding="ascii") as file:
-            return file.read(MAX_REF_BYTES).strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
 
 
 def delete_cached(entry: ModelEntry, keep: Collection[Path]) -> int:
@@ -124,7 +112,8 @@ def delete_cached(entry: ModelEntry, keep: Collection[Path]) -> int:
     from huggingface_hub import scan_cache_dir  # slow to import
     from huggingface_hub.errors import CacheNotFound
 
-    wanted = {_in_repository(path) for path in entry.all_files}
+    inside = [path.relative_to(hub_cache()).parts for path in entry.all_files]
+    wanted = {(hub_cache().resolve() / parts[0], Path(*parts[3:])) for parts in inside}  # (repository, path in it)
     try:
         cache = scan_cache_dir(hub_cache())
         files = [
@@ -142,9 +131,3 @@ def delete_cached(entry: ModelEntry, keep: Collection[Path]) -> int:
     except (OSError, CacheNotFound) as error:
         raise PullError(f"{entry.name} cannot be removed from {str(hub_cache())!r} ({error}).") from error
     return int(strategy.expected_freed_size)
-
-
-def _in_repository(path: Path) -> tuple[Path, Path]:
-    """(folder of the repository in the cache, path in the repository)."""
-    parts = path.relative_to(hub_cache()).parts
-    return hub_cache().resolve() / parts[0], Path(*parts[3:])

@@ -158,25 +158,17 @@ def with_retries(
             return call()
         except httpx2.HTTPError as error:
             n_failures = 0 if received_bytes() - before >= PROGRESS_BYTES else n_failures + 1
-            if n_failures == TRIES or not _is_transient(error):
+            wait_s = WAIT_S * 2.0 ** max(0, n_failures - 1)
+            is_transient = isinstance(error, httpx2.TransportError)
+            is_transient = is_transient and not isinstance(error, httpx2.UnsupportedProtocol)
+            if isinstance(error, HfHubHTTPError):
+                is_transient = error.response.status_code in TRANSIENT
+                retry_after = error.response.headers.get("Retry-After", "")
+                wait_s = max(wait_s, float(retry_after) if retry_after.isdigit() else 0.0)
+            if n_failures == TRIES or not is_transient:
                 raise
-            _wait_before_retry(error, max(0, n_failures - 1), stopped)
-
-
-def _is_transient(error: BaseException) -> bool:
-    if isinstance(error, HfHubHTTPError):
-        return error.response.status_code in TRANSIENT
-    return isinstance(error, httpx2.TransportError) and not isinstance(error, httpx2.UnsupportedProtocol)
-
-
-def _wait_before_retry(error: BaseException, attempt: int, stopped: threading.Event) -> None:
-    """Waits after try number `attempt` (from 0), at least the response's Retry-After. Raises Stopped."""
-    wait_s = WAIT_S * 2.0**attempt
-    if isinstance(error, HfHubHTTPError):
-        retry_after = error.response.headers.get("Retry-After", "")
-        wait_s = max(wait_s, float(retry_after) if retry_after.isdigit() else 0.0)
-    if stopped.wait(min(wait_s, MAX_WAIT_S)):
-        raise Stopped
+            if stopped.wait(min(wait_s, MAX_WAIT_S)):
+                raise Stopped from None
 
 
 @contextmanager
@@ -207,8 +199,15 @@ def _to_moegguf_error(error: BaseException, repo: str, path: str) -> MoeggufErro
             f"there is no repository {repo!r} at {hub_endpoint()}, or it is private: check the name; for a private one"
             f" set HF_TOKEN ({_token_words()})."
         )
+    if isinstance(error, HfHubHTTPError) and (status := error.response.status_code) in (401, 403):
+        return PullError(
+            f"the hub denied access to {what!r} ({status}): accept the licence at {page}, if there is one, and set"
+            f" HF_TOKEN to a token that may read it ({_token_words()})."
+        )
     if isinstance(error, HfHubHTTPError):
-        return _status_error(error.response.status_code, what, page)
+        limit = f"the hub's rate limit is reached (429) at {what!r}; try again in some minutes, or set HF_TOKEN."
+        later = f"the hub answered {status} for {what!r}; try again later, the download continues where it stopped."
+        return PullError(limit if status == 429 else later)
     if isinstance(error, httpx2.TooManyRedirects):
         return PullError(f"{hub_endpoint()} redirects {what!r} in a loop; check HF_ENDPOINT and proxies.")
     if isinstance(error, OfflineModeIsEnabled):
@@ -217,21 +216,6 @@ def _to_moegguf_error(error: BaseException, repo: str, path: str) -> MoeggufErro
     return PullError(
         f"fetching {what!r} from {hub_endpoint()} failed ({reason:.200}); check the network and try again, the download"
         " continues where it stopped."
-    )
-
-
-def _status_error(status: int, what: str, page: str) -> PullError:
-    if status in (401, 403):
-        return PullError(
-            f"the hub denied access to {what!r} ({status}): accept the licence at {page}, if there is one, and set"
-            f" HF_TOKEN to a token that may read it ({_token_words()})."
-        )
-    if status == 429:
-        return PullError(
-            f"the hub's rate limit is reached (429) at {what!r}; try again in some minutes, or set HF_TOKEN."
-        )
-    return PullError(
-        f"the hub answered {status} for {what!r}; try again later, the download continues where it stopped."
     )
 
 

@@ -129,7 +129,10 @@ class Index:
                 contents, is_intact = self._load()
                 changed = edit(contents)
                 if not is_intact:
-                    self._rename_damaged()
+                    damaged = self.path.with_name(f"models.json.damaged-{datetime.now(UTC):%Y%m%dT%H%M%S%f}")
+                    os.replace(self.path, damaged)
+                    kept = "the index of models was damaged; what could be read is kept, the rest is in"
+                    warnings.warn(f"{kept} {damaged}.", stacklevel=2)
                 if changed != contents or not is_intact:
                     write_atomically(self.path, _to_json(changed))
                 if after:
@@ -146,13 +149,6 @@ class Index:
         except OSError:
             return Contents(), True
         return _load(self.path, info.st_mtime_ns, info.st_ino, info.st_size, (hub_cache(), data_folder()))
-
-    def _rename_damaged(self) -> None:
-        damaged = self.path.with_name(f"models.json.damaged-{datetime.now(UTC):%Y%m%dT%H%M%S%f}")
-        os.replace(self.path, damaged)
-        warnings.warn(
-            f"the index of models was damaged; what could be read is kept, the rest is in {damaged}.", stacklevel=2
-        )
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

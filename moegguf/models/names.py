@@ -111,7 +111,6 @@ def is_hub_name(text: str) -> bool:
 
 
 def _hub_name(path: str, text: str) -> Name:
-    """`user/repo[:tag]`."""
     user, _, rest = path.partition("/")
     if not user or not rest.partition(":")[0]:
         raise _bad(text, "names no repository: it needs a user and a repository")

@@ -61,9 +61,8 @@ def pull(name: str, catalog: Catalog, report: Report, cancelled: threading.Event
 
 
 def _fetch(name: Name, report: Report, stopped: threading.Event) -> ModelEntry:
-    """Downloads the newest commit's files. Raises ModelNotFoundError, ModelFormatError, PullError."""
     from moegguf.models.hub_api import Stopped, read_repository
-    from moegguf.models.hub_commit import fetch_files, link_commit
+    from moegguf.models.hub_fetch import fetch_files, link_commit
 
     try:
         report(PullStatus("pulling manifest"))
@@ -129,7 +128,7 @@ def fetch(
     from huggingface_hub.utils import tqdm
 
     from moegguf.models.hub_api import read_repository
-    from moegguf.models.hub_commit import fetch_files, find_missing, link_commit, move_files
+    from moegguf.models.hub_fetch import fetch_files, find_missing, link_commit, move_files
 
     folder, stopped = Path(local_dir) if local_dir else None, threading.Event()
     cache = folder / ".cache" / "moegguf" if folder else Path(cache or hub_cache())
@@ -163,7 +162,14 @@ def fetch(
 
 def _matching(paths: Sequence[str], repo_id: str, filename: str | None, others: Sequence[str]) -> list[str]:
     """The shards of the one model that `filename` means, first one first; then the one file for each of `others`."""
-    found = [*_shards(paths, repo_id, filename)]
+    matching = [path for path in paths if is_model(path) and filename is not None and fnmatch(path, filename)]
+    models = {selection.files for _, selection in models_in(paths) if set(selection.files) & set(matching)}
+    if len(models) > 1:
+        some = ", ".join(sorted(files[0] for files in models)[:40])
+        raise ModelNotFoundError(f"{repo_id}: {len(models)} models match {filename!r}: {some}; name one of them.")
+    # Where a shard is missing, or nothing fits, the message lists the files.
+    tag = DEFAULT_TAG if filename is None else matching[0].rpartition("/")[2] if matching else filename
+    found = [*(models.pop() if models else select_files(paths, tag, repo=repo_id).files)]
     for pattern in others:
         matching = [path for path in paths if fnmatch(path, pattern)]
         if len(matching) != 1:
@@ -171,17 +177,3 @@ def _matching(paths: Sequence[str], repo_id: str, filename: str | None, others: 
             raise ModelNotFoundError(f"{repo_id}: {len(matching)} files match {pattern!r}, not one: {listed}.")
         found += matching
     return found
-
-
-def _shards(paths: Sequence[str], repo_id: str, filename: str | None) -> tuple[str, ...]:
-    if filename is None:
-        return select_files(paths, DEFAULT_TAG, repo=repo_id).files
-    matching = [path for path in paths if is_model(path) and fnmatch(path, filename)]
-    models = {selection.files for _, selection in models_in(paths) if set(selection.files) & set(matching)}
-    if len(models) == 1:
-        return models.pop()
-    if len(models) > 1:
-        some = ", ".join(sorted(files[0] for files in models)[:40])
-        raise ModelNotFoundError(f"{repo_id}: {len(models)} models match {filename!r}: {some}; name one of them.")
-    # A shard is missing, or nothing fits: the message lists the files.
-    return select_files(paths, matching[0].rpartition("/")[2] if matching else filename, repo=repo_id).files

@@ -155,21 +155,19 @@ def _convert(name: str, value: Any) -> Any:
     kind: type = PARAMETERS[name]
     if kind is list:
         values = [value] if isinstance(value, str) else value
-        if not isinstance(values, list | tuple) or not all(isinstance(text, str) for text in values):
-            raise _wrong(name, value)
-        return list(values)
-    if isinstance(value, bool) != (kind is bool):
+        if isinstance(values, list | tuple) and all(isinstance(text, str) for text in values):
+            return list(values)
         raise _wrong(name, value)
-    if kind is float and isinstance(value, int):
+    given = value
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value) if abs(value) < 1 << 53 else math.inf
     if kind is int and isinstance(value, float) and value.is_integer():
         value = int(value)
-    if not isinstance(value, kind) or (name == "draft" and value not in DRAFTS):  # a file is not a client's to choose
-        raise _wrong(name, value)
-    if isinstance(value, float) and not math.isfinite(value):
-        raise _wrong(name, value)
-    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
-        raise _wrong(name, value)
+    fits = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
+    fits = fits and (name != "draft" or value in DRAFTS)  # a file is not a client's to choose
+    fits = fits and (kind is not float or math.isfinite(value)) and (kind is not int or -(1 << 63) <= value < 1 << 63)
+    if not fits:
+        raise _wrong(name, given)
     return value
 
 

@@ -45,9 +45,20 @@ def select_files(paths: Iterable[str], tag: str = DEFAULT_TAG, *, repo: str = "t
     """
     known = sorted(paths)
     models = [path for path in known if is_model(path)]
-    first = _first_shard(models, tag)
+    firsts = [path for path in models if _shard(path).number == 1]
+    if tag.lower() == DEFAULT_TAG:
+        found = (_by_quant(firsts, quant) for quant in DEFAULT_QUANTS)
+        first = next(filter(None, found), firsts[0] if firsts else None)
+    else:
+        first = _by_file_name(models, tag) or _by_quant(firsts, tag)
     if first is None:
-        raise ModelNotFoundError(_no_file_message(models, tag, repo))
+        names = [_base(path) for path in firsts]
+        if not names:
+            raise ModelNotFoundError(
+                f"{repo} has no GGUF file; look for a repository with GGUF files of this model."
+            )
+        some = ", ".join(names[:MAX_LISTED]) + (", ..." if len(names) > MAX_LISTED else "")
+        raise ModelNotFoundError(f"{repo} has no file for {tag!r}. Available GGUF files: {some}.")
     return FileSelection(_all_shards(first, models, repo), _projector(first, known))
 
 
@@ -105,15 +116,6 @@ def _shard(path: str) -> ShardName:
     return parse_shard_name(_stem(path))
 
 
-def _first_shard(models: Sequence[str], tag: str) -> str | None:
-    """The file to open, by the first rule that finds one."""
-    firsts = [path for path in models if _shard(path).number == 1]
-    if tag.lower() == DEFAULT_TAG:
-        found = (_by_quant(firsts, quant) for quant in DEFAULT_QUANTS)
-        return next((path for path in found if path), firsts[0] if firsts else None)
-    return _by_file_name(models, tag) or _by_quant(firsts, tag)
-
-
 def _by_file_name(models: Sequence[str], tag: str) -> str | None:
     wanted = tag.lower()
     for path in models:
@@ -133,7 +135,6 @@ def _by_quant(firsts: Sequence[str], quant: str) -> str | None:
 
 
 def _all_shards(first: str, models: Sequence[str], repo: str) -> tuple[str, ...]:
-    """All shards of the model that `first` belongs to."""
     prefix, _, count = _shard(first)
     if count <= 1:
         return (first,)
@@ -182,11 +183,3 @@ def _tag_of(selection: FileSelection, paths: Sequence[str]) -> str | None:
         except ModelNotFoundError:
             continue
     return None
-
-
-def _no_file_message(models: Sequence[str], tag: str, repo: str) -> str:
-    names = [_base(path) for path in models if _shard(path).number == 1]
-    if not names:
-        return f"{repo} has no GGUF file; look for a repository with GGUF files of this model."
-    some = ", ".join(names[:MAX_LISTED]) + (", ..." if len(names) > MAX_LISTED else "")
-    return f"{repo} has no file for {tag!r}. Available GGUF files: {some}."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ from moegguf.generate.embedding import Embeddings
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing
 from moegguf.models.entry import ModelEntry
 from moegguf.serving.events import Done, Event, LoadedModel
-from moegguf.serving.managed_model import ManagedModel, Purpose, Waiter
+from moegguf.serving.managed_model import ManagedModel, Waiter
 from moegguf.serving.wire import build
 from moegguf.serving.worker_process import PendingRequest, WorkerProcess
 
@@ -90,7 +90,7 @@ class Lease(Calls):
         """`PromptProgress` of a long prompt, `Delta`s, and last `Done`. Closing it stops the answer within a token.
         Without `stream` there is one `Delta` with the whole answer.
 
-        Raises what `moegguf.generate.answer.SequenceState` raises.
+        Raises what `moegguf.generate.answer.BatchedAnswer.read` gives.
         """
         async with aclosing(self._events("generate", generation=generation, stream=stream)) as events:
             async for event in events:
@@ -115,7 +115,13 @@ class Lease(Calls):
             if self._acquired is None and (is_repeated or not beside_answers):
                 await self._acquire()
             try:
-                request = self._send(kind, fields, beside_answers)
+                if beside_answers:
+                    request = self._process.request(kind, **fields)
+                else:
+                    assert self._acquired is not None
+                    if not self._acquired[1].will_answer:
+                        raise OptionError("this lease was taken with will_answer=False; take another one.")
+                    request = self._request = self._process.request(kind, self._release, **fields)
                 try:
                     async for event in request.events():
                         has_events = True
@@ -128,15 +134,6 @@ class Lease(Calls):
                     raise
                 is_repeated = True
                 self._release()  # of a request that could not be sent
-
-    def _send(self, kind: str, fields: Mapping[str, Any], beside_answers: bool) -> PendingRequest:
-        if beside_answers:
-            return self._process.request(kind, **fields)
-        assert self._acquired is not None
-        if self._acquired[1].purpose is not Purpose.ANSWER:
-            raise OptionError("this lease was taken with will_answer=False; take another one.")
-        self._request = self._process.request(kind, self._release, **fields)
-        return self._request
 
     async def _acquire(self) -> None:
         while True:
@@ -183,17 +180,13 @@ class BackgroundLeases:
     async def lease(self, *arguments: Any, **options: Any) -> AsyncIterator[Any]:
         """A lease of the manager, inside `async with`. Raises what entering that raises."""
         lease = self._manager.lease(*arguments, **options)
+        loop = asyncio.get_running_loop()
         async with self._turn:
-            await self._wait()
+            until_s = loop.time() + MAX_WAIT_S
+            while any(model.queue for model in self._manager.loaded()) and loop.time() < until_s:
+                await asyncio.sleep(POLL_S)
             entered = await lease.__aenter__()
         try:
             yield entered
         finally:
             await lease.__aexit__(None, None, None)
-
-    async def _wait(self) -> None:
-        """Returns when no request waits for a loaded model, after MAX_WAIT_S at the latest."""
-        loop = asyncio.get_running_loop()
-        until_s = loop.time() + MAX_WAIT_S
-        while any(model.queue for model in self._manager.loaded()) and loop.time() < until_s:
-            await asyncio.sleep(POLL_S)

@@ -75,23 +75,17 @@ class State(Enum):
     STOPPING = "stopping"
 
 
-class Purpose(Enum):
-    """What a waiter needs: to generate, of which a model does a number at once; or to use the model beside that."""
-
-    ANSWER = "answer"
-    SHARED = "shared"
-
-
 @dataclass(eq=False)
 class Waiter:
     """A request that waits for a model and, once granted, uses it; or one for its end. `overrides`: of the request;
-    once it waits with the entry's own parameters, and those of the last request of its name. `ticket`: order of arrival
+    once it waits with the entry's own parameters, and those of the last request of its name. `will_answer`: it
+    generates, of which a model does a number at once; else it uses the model beside that. `ticket`: order of arrival
     over all models; `turn`: of its `client` among others that wait for the model (`Turns`)."""
 
     entry: ModelEntry
     overrides: LoadOverrides
     keep_alive_s: float
-    purpose: Purpose = Purpose.ANSWER
+    will_answer: bool = True
     ticket: int = field(default_factory=_tickets.__next__)
     since_s: float = field(default_factory=time.monotonic)
     client: str = field(default_factory=current_client.get)
@@ -162,8 +156,7 @@ class ManagedModel:
         self.waiters: list[Waiter] = []  # in the order in which they are served
         self.unloads: list[Waiter] = []  # who wait until their name has given it up
         self._turns = Turns()
-        self.answering: set[Waiter] = set()
-        self.shared_users: set[Waiter] = set()
+        self.users: set[Waiter] = set()  # who were granted and have not ended
         self.expiry: asyncio.TimerHandle | None = None
         self.process: WorkerProcess | None = None
         self.overrides = LoadOverrides()  # of the waiter that it was loaded for
@@ -190,14 +183,16 @@ class ManagedModel:
 
     def wait(self, waiter: Waiter) -> None:
         """Adds a waiter, behind those of its turn and of turns before."""
-        own = [known for known in self.waiters if known.client == waiter.client and known.purpose is Purpose.ANSWER]
+        own = [known for known in self.waiters if known.client == waiter.client and known.will_answer]
         waiter.turn = self._turns.take(waiter.client, max((known.turn for known in own), default=None))
         insort(self.waiters, waiter, key=lambda known: (known.turn, known.ticket))
 
     def grant(self, waiter: Waiter) -> None:
-        """Ends the wait of a waiter."""
+        """Ends the wait of a waiter, who uses the model from now on."""
         self.waiters.remove(waiter)
-        if waiter.purpose is Purpose.ANSWER:  # others are granted beside it
+        self.users.add(waiter)
+        self.n_requests += waiter.will_answer
+        if waiter.will_answer:  # others are granted beside it
             self._turns.serve(waiter.client, waiter.turn)
         waiter.grant()
 
@@ -212,8 +207,7 @@ class ManagedModel:
 
     def expires_s(self, name: str) -> float:
         """When `name` gives the model up (the event loop's clock); inf while requests of that name use it or wait."""
-        requests = (*self.waiters, *self.shared_users, *self.answering)
-        if any(waiter.name == name for waiter in requests):
+        if any(waiter.name == name for waiter in (*self.waiters, *self.users)):
             return math.inf
         return self.uses[name].last_used_s + self.uses[name].keep_alive_s
 
@@ -229,19 +223,19 @@ class ManagedModel:
         return self.has_others(name) and not any(waiter.name == name for waiter in self.answering)
 
     @property
-    def in_use(self) -> bool:
-        """Whether a request uses it."""
-        return bool(self.answering or self.shared_users)
+    def answering(self) -> list[Waiter]:
+        """Who have an answer computed."""
+        return [waiter for waiter in self.users if waiter.will_answer]
 
     @property
     def is_full(self) -> bool:
         """Whether one more request would have to wait."""
-        return len(self.answering) >= self.ready.n_parallel if self.state is State.READY else self.in_use
+        return len(self.answering) >= self.ready.n_parallel if self.state is State.READY else bool(self.users)
 
     @property
     def idle(self) -> bool:
         """Whether it is loaded and unused."""
-        return self.state is State.READY and not self.in_use
+        return self.state is State.READY and not self.users
 
     @property
     def oldest_waiter(self) -> Waiter:
@@ -257,7 +251,7 @@ class ManagedModel:
     @property
     def is_removable(self) -> bool:
         """Whether no state is left to keep."""
-        known = self.waiters or self.unloads or self.in_use or self.n_crashed_loads
+        known = self.waiters or self.unloads or self.users or self.n_crashed_loads
         return self.state is State.ABSENT and not known
 
     @property
@@ -284,18 +278,16 @@ class ManagedModel:
         A longer context serves a request for a shorter one: the tokens are the same, and a reload would lose what is
         cached.
         """
-        same_content = waiter.entry.weights == self.entry.weights and not self.overwritten
-        return same_content and self._has_context(waiter.overrides.n_ctx)
+        if waiter.entry.weights != self.entry.weights or self.overwritten:
+            return False
+        if (n_ctx := waiter.overrides.n_ctx) is None:
+            return self.overrides.n_ctx is None or self.ready.n_ctx >= self.default_n_ctx
+        # A context longer than the model's own was cut: a request for the same length needs no reload.
+        return n_ctx <= max(self.ready.n_ctx, self.overrides.n_ctx or 0)
 
     def look_at_files(self) -> None:
         """Notes whether one was written to since the model was measured: its content may be neither old nor new."""
         self.overwritten = any(file.is_overwritten() for file in self.files)
-
-    def _has_context(self, n_ctx: int | None) -> bool:
-        if n_ctx is None:
-            return self.overrides.n_ctx is None or self.ready.n_ctx >= self.default_n_ctx
-        # A context longer than the model's own was cut: a request for the same length needs no reload.
-        return n_ctx <= max(self.ready.n_ctx, self.overrides.n_ctx or 0)
 
     def status(self, loop_time_s: float) -> LoadedModel:
         """Its current state and statistics, as last reported by its process. It must be loaded."""

@@ -19,7 +19,7 @@ import asyncio
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
@@ -40,7 +40,7 @@ from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache, format_bytes
 from moegguf.serving.events import LoadedModel, LoadOverrides, Snapshot
 from moegguf.serving.lease import Lease
-from moegguf.serving.managed_model import ManagedModel, Purpose, State, Waiter, files_key, process_key
+from moegguf.serving.managed_model import ManagedModel, State, Waiter, files_key, process_key
 from moegguf.serving.memory_budget import (
     DeviceLimits,
     MemoryLimit,
@@ -48,9 +48,9 @@ from moegguf.serving.memory_budget import (
     admit,
     expert_cache_within,
     planned_budgets,
-)
+)  # fmt: skip
 from moegguf.serving.model_size import Measure, ModelSize, measure
-from moegguf.serving.wire import LoadConfig, build
+from moegguf.serving.wire import build
 from moegguf.serving.worker_process import COMMAND, LoadStalledError, WorkerProcess
 from moegguf.settings import Settings, read_environment
 
@@ -105,7 +105,7 @@ class ModelManager:
         self.refuse()
         with suppress(TimeoutError):
             async with asyncio.timeout(SHUTDOWN_GRACE_S):
-                while any(model.in_use for model in self._models.values()):
+                while any(model.users for model in self._models.values()):
                     self._released.clear()
                     await self._released.wait()
         for task in self._tasks:
@@ -144,12 +144,10 @@ class ModelManager:
         Entering raises BusyError, ModelNotFoundError, ModelNameError, ModelFormatError, BudgetError, AllocationError,
         WorkerError.
         """
-        purpose = Purpose.ANSWER if will_answer else Purpose.SHARED
-
         async def acquire() -> tuple[ManagedModel, Waiter]:
             entry = await self._find(name)
             default_s = math.inf if entry.name in self.kept else self._settings.keep_alive_s
-            waiter = Waiter(entry, overrides, default_s if keep_alive_s is None else keep_alive_s, purpose)
+            waiter = Waiter(entry, overrides, default_s if keep_alive_s is None else keep_alive_s, will_answer)
             return await self._acquire(waiter), waiter
 
         return Lease(acquire, self._release)
@@ -263,34 +261,31 @@ class ModelManager:
         model = self._used_by((await self._find(name)).name)
         if model is None:
             raise ModelNotFoundError(f"the model {name!r} is not loaded; a request loads it.")
-        await self._set_budget(model, expert_cache, vram_cache)
+        asked = {"expert_cache_bytes": expert_cache, "vram_cache_bytes": vram_cache}
+        await self._set_budget(model, {name: cache for name, cache in asked.items() if cache is not None})
         return model.status(self._now())
 
-    async def _set_budget(
-        self, model: ManagedModel, expert_cache: ExpertCache | None, vram_cache: ExpertCache | None
-    ) -> None:
+    async def _set_budget(self, model: ManagedModel, given: Mapping[str, ExpertCache]) -> None:
         process, plan = model.process, model.ready.plan
         if process is None or model.state is not State.READY or model.changing_budget:
             raise BusyError(f"{model.name!r} is being loaded, unloaded or given another budget; try again.")
-        ram, vram = planned_budgets(model.ready.plan)
-        if vram_cache is not None and not vram:
+        ram, vram = planned_budgets(plan)
+        if "vram_cache_bytes" in given and not vram:
             raise BudgetError(f"{model.name!r} has no slots in VRAM; give expert_cache.")
-        if expert_cache is not None and vram and not ram:
+        if "expert_cache_bytes" in given and vram and not ram:
             raise BudgetError(f"{model.name!r} has every expert in VRAM and none in RAM; give vram_cache.")
-        asked = {"expert_cache_bytes": expert_cache, "vram_cache_bytes": vram_cache}
-        given = {name: cache for name, cache in asked.items() if cache is not None}
         reserved = {"expert_cache_bytes": ram, "vram_cache_bytes": vram}
-        wanted: dict[str, Any] = dict.fromkeys(asked) | {
+        wanted: dict[str, Any] = {
             name: expert_cache_within(cache, process.stats.n_experts, plan.get("slot_bytes", 0), reserved[name])
             for name, cache in given.items()
         }
-        grown = {name: n_bytes - getattr(model, name) for name, n_bytes in wanted.items() if n_bytes is not None}
+        grown = {name: n_bytes - getattr(model, name) for name, n_bytes in wanted.items()}
         for name, n_bytes in grown.items():
             self._check_growth(model, name, n_bytes)
         model.changing_budget = True
         model.grow({name: max(0, n_bytes) for name, n_bytes in grown.items()})  # nobody else gets it meanwhile
         try:
-            await process.request("budget", **wanted).value()
+            await process.request("budget", **{**dict.fromkeys(reserved), **wanted}).value()
         except MoeggufError:
             if model.process is process:
                 model.grow({name: -max(0, n_bytes) for name, n_bytes in grown.items()})
@@ -299,16 +294,15 @@ class ModelManager:
             model.changing_budget = False
         if model.process is process:
             model.grow({name: min(0, n_bytes) for name, n_bytes in grown.items()})
-            model.asked_budgets |= given
+            model.asked_budgets.update(given)
         self._dispatch()
 
     async def _keep_budgets(self, model: ManagedModel) -> None:
         """Gives a model that was loaded again, for a longer context, the budgets that were asked for while it ran: a
         person needs that memory. One that the new plan cannot keep is dropped."""
         for name, cache in dict(model.asked_budgets).items():
-            in_ram = name == "expert_cache_bytes"
             try:
-                await self._set_budget(model, cache if in_ram else None, None if in_ram else cache)
+                await self._set_budget(model, {name: cache})
             except MoeggufError:
                 model.asked_budgets.pop(name, None)
 
@@ -337,12 +331,9 @@ class ModelManager:
 
     def _release(self, model: ManagedModel, waiter: Waiter) -> None:
         """Ends the use of a model. Idempotent."""
-        if waiter in model.answering:
-            model.answering.remove(waiter)
-        elif waiter in model.shared_users:
-            model.shared_users.remove(waiter)
-        else:
+        if waiter not in model.users:
             return
+        model.users.remove(waiter)
         model.look_at_files()  # a write may be why the answer has ended
         model.last_used_s = self._now()
         if waiter.name in model.uses:
@@ -353,7 +344,6 @@ class ModelManager:
     # The rules.
 
     def _dispatch(self) -> None:
-        """Applies the rules to all models."""
         if self._closed:
             return
         for model in self._models.values():
@@ -371,34 +361,32 @@ class ModelManager:
             waiter.grant()
         if model.state is not State.READY:
             return
-        for waiter in [w for w in model.waiters if w.purpose is Purpose.SHARED]:
+        for waiter in [w for w in model.waiters if not w.will_answer]:
             if not model.stopping and model.serves(waiter):
-                model.shared_users.add(waiter)
                 self._grant(model, waiter)
         if model.unloads or (model.waiters and not model.serves(model.waiters[0])):
-            if not model.in_use:
+            if not model.users:
                 self._start_unload(model)
             return
-        while model.waiters and len(model.answering) < model.ready.n_parallel:
-            granted = self._next_of(model)
-            if granted is None:
-                return
-            model.answering.add(granted)
+        while len(model.answering) < model.ready.n_parallel and (granted := self._next_of(model)) is not None:
             self._grant(model, granted)
 
     def _next_of(self, model: ManagedModel) -> Waiter | None:
         """The first waiter that overtakes no load, of those before one that needs another load; None: all do. Turns may
         have put one that came before the load behind one that came after it."""
+        loads, since = self._load_queue(), math.inf  # a load that has waited for memory for long is not overtaken
+        if loads and not loads[0].measuring:
+            oldest = loads[0].oldest_waiter
+            since = oldest.ticket if self._now() - oldest.since_s > OVERTAKE_S else math.inf
         for waiter in model.waiters:
             if not model.serves(waiter):
                 return None
-            if not self._is_overtaking(waiter):
+            if waiter.ticket <= since:
                 return waiter
         return None
 
     def _grant(self, model: ManagedModel, waiter: Waiter) -> None:
         self._use(model, waiter)
-        model.n_requests += waiter.purpose is Purpose.ANSWER
         model.last_used_s = self._now()
         model.grant(waiter)
 
@@ -409,21 +397,11 @@ class ModelManager:
                 other.uses.pop(waiter.name, None)
         model.use(waiter, self._now())
 
-    def _is_overtaking(self, waiter: Waiter) -> bool:
-        """Whether an older load has waited for memory for more than OVERTAKE_S."""
-        queue = self._load_queue()
-        if not queue or queue[0].measuring:
-            return False
-        oldest = queue[0].oldest_waiter
-        return waiter.ticket > oldest.ticket and self._now() - oldest.since_s > OVERTAKE_S
-
     def _load_queue(self) -> list[ManagedModel]:
-        """Models to load, in order of their oldest waiter."""
         waiting = [m for m in self._models.values() if m.state is State.ABSENT and m.waiters]
         return sorted(waiting, key=lambda m: m.oldest_waiter.ticket)
 
     def _start_loads(self) -> None:
-        """Starts loads in order, until one has to wait for memory."""
         for model in self._load_queue():
             if model.measuring:
                 return
@@ -439,13 +417,10 @@ class ModelManager:
         size = model.size
         assert size is not None
         others = [m for m in self._models.values() if m.state is not State.ABSENT]
-        others.sort(key=lambda m: m.last_used_s)
-        in_memory = [
-            MemoryUse(
-                m.key, m.size_bytes, m.idle, m.state is State.STOPPING, m.device_bytes * (m.device == size.device)
-            )
-            for m in others
-        ]
+        in_memory = []
+        for m in sorted(others, key=lambda m: m.last_used_s):
+            device_bytes = m.device_bytes if m.device == size.device else 0
+            in_memory.append(MemoryUse(m.key, m.size_bytes, m.idle, m.state is State.STOPPING, device_bytes))
         limit_bytes, on_device = self._limit.bytes(self._used_bytes()), self._device_limits.bytes(size.device)
         try:
             admission = admit(size, limit_bytes, in_memory, self._settings.max_models, on_device)
@@ -529,7 +504,10 @@ class ModelManager:
             plan = await asyncio.to_thread(size.plan_within, model.size_bytes, model.device_bytes)
             if size.device is not None:
                 model.size_bytes, model.device_bytes = plan.host_bytes, plan.total_bytes
-            await self._start_process(model, size.load_config(plan))
+            model.process = process = await self._take_process()
+            model.ready = await process.load(size.load_config(plan), self._settings.load_timeout_s)
+            model.expert_cache_bytes, model.vram_cache_bytes = planned_budgets(model.ready.plan)
+            process.on_exit = functools.partial(self._on_process_exit, model, process)
         except WorkerError as error:
             self._note_lost(model, error)
             model.n_crashed_loads += 1
@@ -547,12 +525,6 @@ class ModelManager:
             if model.state is State.LOADING:
                 await self._end_process(model)
             self._dispatch()
-
-    async def _start_process(self, model: ManagedModel, config: LoadConfig) -> None:
-        model.process = process = await self._take_process()
-        model.ready = await process.load(config, self._settings.load_timeout_s)
-        model.expert_cache_bytes, model.vram_cache_bytes = planned_budgets(model.ready.plan)
-        process.on_exit = lambda: self._on_process_exit(model, process)
 
     def _prepare_process(self, *expected: str) -> None:
         """Starts a process for the next model, whose modules are imported then. expected: its file, if that is one that
@@ -582,7 +554,6 @@ class ModelManager:
             self._device_limits.lost.add(model.device)
 
     def _start_unload(self, model: ManagedModel) -> None:
-        """Starts to end the process of an unused model."""
         if model.state is State.READY:
             model.state = State.STOPPING
             self._spawn(self._unload(model))

@@ -152,28 +152,22 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
         return lambda items: tuple(read(item) for read, item in zip(reads, items, strict=True))
     if origin in (typing.Union, types.UnionType):
         kinds = [part for part in inner if is_dataclass(part) or typing.get_origin(part) is tuple or part is bytes]
-        read_other = _reader(kinds[0]) if kinds else _identity
+        read_other = _reader(kinds[0] if kinds else object)
         return lambda item: None if item is None else read_other(item)
     if inner and inner[0] is int and isinstance(origin, type) and issubclass(origin, Mapping):
         return lambda items: {int(name): item for name, item in items.items()}  # JSON keys are strings
-    return _identity
-
-
-def _identity(value: Any) -> Any:
-    return value
+    return lambda item: item
 
 
 def _object_reader(kind: type) -> Callable[[Any], Any]:
-    hints = typing.get_type_hints(kind, localns=_plan_type() if kind is LoadConfig else None)
+    names: dict[str, Any] = {}
+    if kind is LoadConfig:  # by a worker only: it takes a tenth of a second, which `moegguf run` does without
+        from moegguf.engine.plan import Plan
+
+        names = {"Plan": Plan}
+    hints = typing.get_type_hints(kind, localns=names)
     readers = {f.name: _reader(hints[f.name]) for f in fields(kind)}
     return lambda data: kind(**{name: readers[name](item) for name, item in data.items()})
-
-
-def _plan_type() -> dict[str, Any]:
-    """Imported for a worker only: it takes a tenth of a second, which `moegguf run` does without."""
-    from moegguf.engine.plan import Plan
-
-    return {"Plan": Plan}
 
 
 def encode_error(error: BaseException) -> Message:

@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
 from io import BufferedReader
@@ -37,7 +37,7 @@ from moegguf.generate.batching import BatchLoop
 from moegguf.generate.embedding import embed, rank
 from moegguf.generate.prompt import count_prompt, render_prompt
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress
-from moegguf.gguf.experts import ExpertLayout, read_layout
+from moegguf.gguf.experts import read_layout
 from moegguf.gguf.projector import read_projector
 from moegguf.gguf.reader import GGML_TYPES, ggml_type
 from moegguf.serving.events import Snapshot
@@ -48,6 +48,8 @@ EXIT_GRACE_S = 5.0  # for a running computation after the socket has closed
 FIRST_DELTA_PAUSE_S = 0.0005  # the server and its client need a processor to show the first delta
 KEYWORDS = [each.name for each in fields(LoadConfig) if each.name not in ("name", "path", "plan", "silent")]
 """Those of `Llama` among a config's fields."""
+
+BESIDE = ("count", "render", "budget")  # a slow template, say, would keep the next cancel from being read
 
 LoadProgress = Callable[[float | None], bool]
 """Gets the share that was read, None while the file is tried; False ends the load."""
@@ -82,8 +84,11 @@ class Worker:
         threading.Thread(target=self._reply_beside, name="moegguf-beside", daemon=True).start()
         if not first or not self._load(build(LoadConfig, decode(first)["config"])):
             return
+        assert self._loop is not None
+        if self._closing:  # the socket closed before there was a loop to end
+            self._loop.close()
         try:
-            self._answer_messages()
+            self._loop.run()
         except (BrokenPipeError, ConnectionResetError):
             pass  # the server closed the socket during a send
         finally:
@@ -105,32 +110,43 @@ class Worker:
     def _on_message(self, message: Message) -> None:
         kind = message["kind"]
         if kind == "cancel":
-            self._cancel(message["id"])
+            with self._jobs_lock:
+                job = self._jobs.get(message["id"])
+            if job is not None and self._loop is not None:
+                self._loop.cancel(job)
         elif kind in ("generate", "embed"):
             self._submit(message)
-        elif kind in ("count", "render", "budget"):  # a slow template would keep the next cancel from being read
+        elif kind in BESIDE:
             self._beside.put(message)
         else:  # what is only read, so that this need not wait for the current answer
-            now = {"tokenize": self._tokenize, "detokenize": self._detokenize, "experts": self._experts}
-            self._reply(now[kind], message)
+            self._reply(message)
 
     def _reply_beside(self) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):
             while True:
-                message = self._beside.get()
-                beside = {"count": self._count, "render": self._render, "budget": self._set_budget}
-                self._reply(beside[message["kind"]], message)
+                self._reply(self._beside.get())
 
-    def _tokenize(self, message: Message) -> list[int]:
-        text = to_utf8(message["text"])
-        return self._model.tokenize(text, add_bos=message["special"], special=message["special"])
+    def _value(self, message: Message) -> Any:
+        llm, kind = self._model, message["kind"]
+        if kind == "tokenize":
+            return llm.tokenize(to_utf8(message["text"]), add_bos=message["special"], special=message["special"])
+        if kind == "detokenize":
+            llm.vocabulary.check(message["tokens"])
+            pieces = (llm.vocabulary.piece(token, special=True) for token in message["tokens"])
+            return b"".join(pieces).decode(errors="replace")
+        if kind == "experts":
+            return self._experts(message["watch_s"])
+        if kind == "count":
+            return count_prompt(llm, build(GenerationRequest, message["generation"]))
+        if kind == "render":
+            return render_prompt(llm, build(GenerationRequest, message["generation"]))
+        if kind == "budget":
+            return llm.set_budget(**{name: message[f"{name}_bytes"] for name in ("expert_cache", "vram_cache")})
+        if "query" in message:
+            return rank(llm, message["query"], message["inputs"])
+        return embed(llm, message["inputs"], truncate=message["truncate"], normalize=message["normalize"])
 
-    def _detokenize(self, message: Message) -> str:
-        vocabulary = self._model.vocabulary
-        vocabulary.check(message["tokens"])
-        return b"".join(vocabulary.piece(token, special=True) for token in message["tokens"]).decode(errors="replace")
-
-    def _experts(self, message: Message) -> Snapshot:
+    def _experts(self, watch_s: float) -> Snapshot:
         """The experts as they are now. For `watch_s` uses count also where that makes layers slower: of a model that is
         in memory as a whole."""
         llm, loop, now_s = self._model, self._loop, time.monotonic()
@@ -139,29 +155,13 @@ class Worker:
         if llm.session is None:
             layers, n_expert = [], 0
         else:
-            if message["watch_s"]:
-                self._watched_until_s = max(self._watched_until_s, now_s + message["watch_s"])
+            if watch_s:
+                self._watched_until_s = max(self._watched_until_s, now_s + watch_s)
                 llm.session.store.watch(True)
             state, uses, loads = llm.session.places(), *llm.session.store.activity()
             maps = state[layers].tobytes(), uses[layers].tobytes(), loads[layers].tobytes()
         seconds, is_busy = now_s - self._start_s, loop.n_running > 0
         return Snapshot(self._name, tuple(layers), n_expert, *maps, llm.stats(), is_busy, seconds, loop.n_answer_tokens)
-
-    def _count(self, message: Message) -> int:
-        return count_prompt(self._model, build(GenerationRequest, message["generation"]))
-
-    def _render(self, message: Message) -> str:
-        return render_prompt(self._model, build(GenerationRequest, message["generation"]))
-
-    def _set_budget(self, message: Message) -> None:
-        sizes = {name: message[f"{name}_bytes"] for name in ("expert_cache", "vram_cache")}
-        self._model.set_budget(**sizes)
-
-    def _cancel(self, request_id: int) -> None:
-        with self._jobs_lock:
-            job = self._jobs.get(request_id)
-        if job is not None and self._loop is not None:
-            self._loop.cancel(job)
 
     def _on_socket_closed(self) -> None:
         """Cancels what runs; exits after EXIT_GRACE_S if it does not stop."""
@@ -176,8 +176,15 @@ class Worker:
 
     def _load(self, config: LoadConfig) -> bool:
         """Loads the model and sends "ready" or "failed"; False when it failed."""
+        is_due = every(PROGRESS_S, -math.inf)
+
+        def send_progress(fraction: float | None) -> bool:
+            if not self._closing and (is_due() or fraction == 1):
+                self._send("loading", fraction=fraction)
+            return not self._closing
+
         try:
-            self._llm = llm = open_model(config, self._load_progress_sender())
+            self._llm = llm = open_model(config, send_progress)
         except BaseException as error:  # whatever ends a load is told to the server
             if not self._closing:
                 self._send("failed", error=encode_error(error))
@@ -186,34 +193,18 @@ class Worker:
             return False
         self._loop = BatchLoop(llm, together=self._one_call)
         self._name, self._start_s = config.name, time.monotonic()
-        ready = Ready(llm.n_ctx(), plan_fields(llm), llm.n_seq_max, llm.reads_images)
+        plan = asdict(llm.plan) | {"vram_cache_bytes": llm.plan.vram_cache_bytes}
+        ready = Ready(llm.n_ctx(), plan, llm.n_seq_max, llm.reads_images)
         self._send("ready", ready=ready, **self._statistics())
         return True
-
-    def _load_progress_sender(self) -> LoadProgress:
-        is_due = every(PROGRESS_S, -math.inf)
-
-        def send(fraction: float | None) -> bool:
-            if not self._closing and (is_due() or fraction == 1):
-                self._send("loading", fraction=fraction)
-            return not self._closing
-
-        return send
 
     def send_warning(self, message: Warning | str, *_: Any, **__: Any) -> None:
         """Tells the server a warning of Python's; in the manner of `warnings.showwarning`."""
         with suppress(OSError):  # the server closed the socket
             self._send("warning", text=" ".join(str(message).split()))
 
-    def _answer_messages(self) -> None:
-        assert self._loop is not None
-        if self._closing:  # the socket closed before there was a loop to end
-            self._loop.close()
-        self._loop.run()
-
     def _submit(self, message: Message) -> None:
         """Begins to answer, or to embed. The server sends such a message after "ready" only."""
-        begin: Callable[[Message], BatchedAnswer | Task]
         begin = self._generate if message["kind"] == "generate" else self._embed
         try:
             with self._jobs_lock:  # it may end at once
@@ -221,12 +212,17 @@ class Worker:
         except MoeggufError as error:
             self._end(message["id"], None, error)
 
-    def _generate(self, message: Message) -> BatchedAnswer:
+    def _generate(self, message: Message) -> BatchedAnswer | Task:
         assert self._loop is not None
         events = Events(
             message["id"], stream=message["stream"], send=self._send_event, sent_first=self._pause, end=self._end
         )
         return self._loop.submit(build(GenerationRequest, message["generation"]), events)
+
+    def _embed(self, message: Message) -> BatchedAnswer | Task:
+        assert self._loop is not None
+        fail = functools.partial(self._end, message["id"], None)
+        return self._loop.submit_task(lambda: self._reply(message), self._model.cancel, fail)
 
     @contextmanager
     def _one_call(self) -> Iterator[None]:
@@ -244,21 +240,10 @@ class Worker:
         elif self._loop is not None and self._loop.n_running <= 1:
             time.sleep(FIRST_DELTA_PAUSE_S)
 
-    def _embed(self, message: Message) -> Task:
-        assert self._loop is not None
-        fail = functools.partial(self._end, message["id"], None)
-        return self._loop.submit_task(lambda: self._reply(self._vectors, message), self._model.cancel, fail)
-
-    def _vectors(self, message: Message) -> Any:
-        if "query" in message:
-            return rank(self._model, message["query"], message["inputs"])
-        return embed(self._model, message["inputs"], truncate=message["truncate"], normalize=message["normalize"])
-
-    def _reply(self, handler: Callable[[Message], Any], message: Message) -> None:
-        """Ends a request with the handler's result or error."""
+    def _reply(self, message: Message) -> None:
         value, failure = None, None
         try:
-            value = handler(message)
+            value = self._value(message)
         except Exception as error:
             failure = error
         self._end(message["id"], value, failure)
@@ -292,12 +277,16 @@ def open_model(config: LoadConfig, progress: LoadProgress) -> Llama:
         _silence_log()  # before llama.cpp's first line
     options = {name: value for name in KEYWORDS if (value := getattr(config, name)) is not None}
     options |= {name: ggml_type(options[name]) for name in ("type_k", "type_v") if name in options}
-    options["flash_attn"] = True if _is_quantised(options.get("type_v")) else config.flash_attn
+    type_v = options.get("type_v")
+    is_quantised = type_v is not None and GGML_TYPES[type_v][1] > 1  # llama.cpp takes this with flash attention only
+    options["flash_attn"] = True if is_quantised else config.flash_attn
     is_tried = False
     if config.plan is None:
         layout = read_layout(config.path)
         options.setdefault("n_ctx", 0)
-        options["n_ctx"] = options["n_ctx"] or _planned_context(layout, options)
+        names = ("expert_cache", "vram_cache", "placement", "n_gpu_layers", "type_k", "type_v", "flash_attn")
+        given = {name: options[name] for name in names if options.get(name) is not None}
+        options["n_ctx"] = options["n_ctx"] or plan_here(layout, **given).n_ctx
         is_tried = is_due(layout, options, read_projector(config.mmproj) if config.mmproj else None)
 
     def on_progress(share: float) -> object:
@@ -312,22 +301,6 @@ def open_model(config: LoadConfig, progress: LoadProgress) -> Llama:
 def _silence_log() -> None:
     """Turns off llama.cpp's log, which the bindings filter by this logger's level."""
     logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)
-
-
-def _is_quantised(type_v: int | None) -> bool:
-    """Whether llama.cpp takes a V cache of this type with flash attention only."""
-    return type_v is not None and GGML_TYPES[type_v][1] > 1
-
-
-def _planned_context(layout: ExpertLayout, options: Mapping[str, Any]) -> int:
-    where = ("expert_cache", "vram_cache", "placement", "n_gpu_layers")
-    types = {name: options[name] for name in ("type_k", "type_v", "flash_attn") if options.get(name) is not None}
-    return plan_here(layout, **{name: options.get(name) for name in where}, **types).n_ctx
-
-
-def plan_fields(llm: Llama) -> dict[str, Any]:
-    """The model's plan, and what it takes of a `vram_cache`."""
-    return asdict(llm.plan) | {"vram_cache_bytes": llm.plan.vram_cache_bytes}
 
 
 def main() -> None:

@@ -50,14 +50,14 @@ _DRAIN_S = 1.0  # to read what a process wrote before it exited
 
 class PendingRequest:
     """A request sent to a worker, and its events. `on_end` is called once, when `ended` becomes True; `on_cancel`
-    sends the cancellation and returns the timer that kills the worker."""
+    sends the cancellation and returns the timer that kills the worker (`kill_timer`)."""
 
     def __init__(self, on_end: Callable[[], None], on_cancel: Callable[[], asyncio.TimerHandle]) -> None:
         self.ended = False
         self._on_end = on_end
         self._on_cancel = on_cancel
         self._events: asyncio.Queue[Any] = asyncio.Queue()
-        self._kill_timer: asyncio.TimerHandle | None = None
+        self.kill_timer: asyncio.TimerHandle | None = None
 
     async def events(self) -> AsyncGenerator[Any]:
         """Events in order, then the final value. Raises the worker's error, or WorkerError."""
@@ -76,24 +76,19 @@ class PendingRequest:
     @property
     def cancelled(self) -> bool:
         """Whether it is to end."""
-        return self._kill_timer is not None
+        return self.kill_timer is not None
 
     def cancel(self) -> None:
         """Sends a cancel to the worker, and kills it when it does not stop. No effect on a request that has ended."""
-        if self.ended or self.cancelled:
-            return
-        self._kill_timer = self._on_cancel()
-
-    def wait_longer(self, kill_timer: asyncio.TimerHandle) -> None:
-        """The worker has more time to end it, up to this timer."""
-        self._kill_timer = kill_timer
+        if not (self.ended or self.cancelled):
+            self.kill_timer = self._on_cancel()
 
     def put(self, kind: str, value: Any) -> None:
         """Adds an event (`kind` "event"), or the end ("value", "error")."""
         self._events.put_nowait((kind, value))
         if kind != "event":
-            if self._kill_timer is not None:
-                self._kill_timer.cancel()
+            if self.kill_timer is not None:
+                self.kill_timer.cancel()
             self.ended = True
             self._on_end()
 
@@ -140,7 +135,7 @@ class WorkerProcess:
         cancel_grace_s: float = CANCEL_GRACE_S,
     ) -> None:
         self._echo_stderr = echo_stderr
-        self._on_warning = on_warning or self._echo_warning
+        self._on_warning = on_warning or (lambda text: self._echo(f"warning: {text}\n"))
         self._cancel_grace_s = cancel_grace_s
         self.stats = Stats()
         self.last_timing = Timing()
@@ -251,7 +246,7 @@ class WorkerProcess:
         if all(request.cancelled for request in self._requests.values()):
             self.kill("it did not stop after a cancel")
         else:
-            self._requests[request_id].wait_longer(self._kill_timer(request_id))
+            self._requests[request_id].kill_timer = self._kill_timer(request_id)
 
     def kill(self, reason: str) -> None:
         """Kills the process; its requests get `reason` in their error."""
@@ -282,7 +277,10 @@ class WorkerProcess:
     def _on_message(self, message: Message) -> None:
         kind = message["kind"]
         if kind == "event":
-            self._on_event(message)
+            request = self._requests.get(message["id"])
+            for name, event in EVENTS.items():
+                if name in message and request is not None:
+                    request.put("event", build(event, message[name]))
         elif kind == "end":
             self._update_stats(message)
             request = self._requests.pop(message["id"], None)
@@ -294,12 +292,6 @@ class WorkerProcess:
             self._on_warning(message["text"])
         else:
             self._on_load_message(kind, message)
-
-    def _on_event(self, message: Message) -> None:
-        request = self._requests.get(message["id"])
-        for name, event in EVENTS.items():
-            if name in message and request is not None:
-                request.put("event", build(event, message[name]))
 
     def _on_load_message(self, kind: str, message: Message) -> None:
         self._load_progressed.set()
@@ -332,32 +324,28 @@ class WorkerProcess:
         self._writer.close()
         self._finish(code)
 
-    def _echo_warning(self, text: str) -> None:
+    def _echo(self, text: str) -> None:
         if self._echo_stderr:
-            sys.stderr.write(f"warning: {text}\n")
+            sys.stderr.write(text)
 
     async def _read_stderr(self) -> None:
         """Keeps the tail of the process's stderr, for the error message of a crash."""
         assert self._child.stderr is not None
         while data := await self._child.stderr.read(STDERR_TAIL_BYTES):
-            if self._echo_stderr:
-                sys.stderr.write(data.decode(errors="replace"))
+            self._echo(data.decode(errors="replace"))
             self._stderr_tail += data
             del self._stderr_tail[:-STDERR_TAIL_BYTES]
 
     def _finish(self, code: int) -> None:
-        lost = device_failure(self._stderr_tail.decode(errors="replace"))
-        error = DeviceLostError(_LOST.format(lost)) if lost else WorkerError(self._exit_message(code))
+        said = self._stderr_tail.decode(errors="replace")
+        how = f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
+        why = ": ".join(filter(None, (how, self._kill_reason or failure_line(said))))
+        error = WorkerError(f"the model's worker process has ended ({why}); the next request loads it again.")
+        if lost := device_failure(said):
+            error = DeviceLostError(_LOST.format(lost))
         self.exited.set_result(error)
         self._loaded.cancel()
         self.on_exit()
         requests, self._requests = self._requests, {}
         for request in requests.values():
             request.put("error", error)
-
-    def _exit_message(self, code: int) -> str:
-        how = f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
-        why = self._kill_reason or failure_line(self._stderr_tail.decode(errors="replace"))
-        return (
-            f"the model's worker process has ended ({how}{': ' if why else ''}{why}); the next request loads it again."
-        )

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from moegguf.engine.llama import Llama
-from moegguf.generate.answer import SequenceState
 from moegguf.generate.batching import BatchLoop
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Sampling, Timing
 
@@ -36,12 +35,14 @@ class Answer:
     construction."""
 
     def __init__(self, llm: Llama, request: GenerationRequest) -> None:
-        self.prompt = SequenceState(llm, request).prompt
         self.reports: list[PromptProgress] = []
         self._loop, self._deltas = BatchLoop(llm), list[Delta]()
         self._error: Exception | None = None
         self._then: Callable[[], object] = lambda: None
         self._answer = self._loop.submit(request, self)
+        if (error := self._answer.read(llm)) is not None:
+            raise error
+        self.prompt = self._answer.prompt
 
     @property
     def timing(self) -> Timing:

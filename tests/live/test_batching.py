@@ -291,7 +291,7 @@ def test_sampler_and_constraint_go_on_after_an_answer_was_put_back(load: Load) -
         def after(step: int) -> None:
             began.set()
             newest = loop._running[-1:]
-            if left[0] and len(loop._running) == 2 and len(newest[0].sequence.generated) == 8:
+            if left[0] and len(loop._running) == 2 and len(newest[0].generated) == 8:
                 left[0] -= 1
                 assert loop._make_room() and newest[0] not in loop._running
 
@@ -329,7 +329,7 @@ def test_poisoned_requests_end_alone(load: Load) -> None:
         loop.submit(ask("Who are you?", max_tokens=30), beside)
         while broken.slot is None:
             pass
-        broken.sequence.sampler = None  # type: ignore[assignment]
+        broken.sampler = None  # type: ignore[assignment]
         assert isinstance(failing.wait().error, AttributeError)
         assert beside.wait().error is None
         assert answers_of(loop, [good])[0].text == alone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from moegguf.engine.llama import Llama
 from moegguf.errors import OptionError, SchemaError
 from moegguf.generate import sampler
 from moegguf.generate.constraint import Constraint
-from moegguf.generate.sampler import Sampler, build_matcher_tokens
+from moegguf.generate.sampler import Sampler
 
 
 def test_a_token_can_be_forbidden_and_wanted(demo: Llama, whole: str) -> None:
@@ -99,7 +100,7 @@ def test_without_a_token_for_the_end_an_answer_stops_where_its_form_is_complete(
 ) -> None:
     monkeypatch.setattr(type(demo.vocabulary), "is_end", lambda self, token: False)
     monkeypatch.setattr(type(demo.vocabulary), "end_tokens", lambda self: [])
-    monkeypatch.setitem(sampler._matcher_tokens, demo.vocabulary, build_matcher_tokens(demo.vocabulary))
+    monkeypatch.setattr(sampler, "_matcher_tokens", WeakKeyDictionary())
     text, timing = reply(demo, QUESTION, format={"properties": {"n": {"const": 7}}, "required": ["n"]}, max_tokens=50)
     assert json.loads(text) == {"n": 7}
     assert timing.finish == "stop"

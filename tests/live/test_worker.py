@@ -259,7 +259,7 @@ def test_what_a_pass_gives_its_answers_is_sent_in_one_call(tiny: TinyModel, monk
         served._on_message(decode(encode(message)))
     for reader in list(loop._readers):
         reader.join()
-    computing = threading.Thread(target=served._answer_messages)
+    computing = threading.Thread(target=loop.run)
     computing.start()
     while served._jobs:
         assert computing.is_alive()
@@ -278,8 +278,7 @@ def test_a_slow_count_does_not_keep_the_next_message_from_being_read(monkeypatch
     ours, theirs = socket.socketpair()
     with ours, theirs:
         served = Worker(theirs)
-        monkeypatch.setattr(served, "_count", lambda message: begun.set() or go.wait(30))
-        monkeypatch.setattr(served, "_reply", lambda handler, message: handler(message))
+        monkeypatch.setattr(served, "_reply", lambda message: begun.set() or go.wait(30))
         threading.Thread(target=served._reply_beside, daemon=True).start()
         served._on_message({"kind": "count", "id": 1})  # what the reading thread does
         assert begun.wait(10) and not go.is_set()

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from moegguf.generate.drafting import DraftGate, GateOptions
+from moegguf.generate import drafting
+from moegguf.generate.drafting import DraftGate
 
 SOURCE = 1
 
@@ -79,8 +80,9 @@ def test_what_is_too_expensive_is_not_drafted_although_it_is_likely() -> None:
     assert sum(1 for width in simulation.widths if width) < 30
 
 
-def test_the_time_of_a_pass_without_drafts_is_measured_again() -> None:
-    simulation = Simulation(DraftGate(GateOptions(renew_passes=8)), 0.05)
+def test_the_time_of_a_pass_without_drafts_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafting, "RENEW_PASSES", 8)
+    simulation = Simulation(DraftGate(), 0.05)
     simulation.speed(600, lambda _: 1.0)
     drafted = "".join("d" if width else "." for width in simulation.widths[20:])
     assert "d" * 8 in drafted and "d" * 9 not in drafted

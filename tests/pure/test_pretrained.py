@@ -129,5 +129,5 @@ def test_a_file_system_without_links_fetches_nothing_again(
 
     monkeypatch.setattr(os, "symlink", refuse)
     for _ in range(2):
-        assert fetch("u/r", local_dir=tmp_path).read_bytes() == DATA
+        assert fetch("u/r", cache=tmp_path).read_bytes() == DATA
     assert hub.gets(ONE) == [""]

@@ -14,10 +14,10 @@ import os
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from moegguf.atomic_write import MODE, write_atomically
 from moegguf.errors import BatchFileError, StorageError
@@ -84,8 +84,7 @@ class Counts:
         self.reasoning_tokens += written.get("reasoning_tokens", 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """Where a line of the journal is, and whether it is an answer."""
 
     offset: int
@@ -115,12 +114,13 @@ class Journal:
         """
         data = json.dumps(entry, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n"
         self.check_space(len(data))
-        try:
-            write_all(self._handle, data)
-        except OSError as error:
-            with suppress(OSError):
-                os.ftruncate(self._handle, self._n_bytes)
-            raise storage_error(self.path, error) from None
+        with storing(self.path):
+            try:
+                write_all(self._handle, data)
+            except OSError:
+                with suppress(OSError):
+                    os.ftruncate(self._handle, self._n_bytes)
+                raise
         self._note(number, entry, len(data))
 
     def _note(self, number: int, entry: Entry, n_bytes: int) -> None:
@@ -139,10 +139,8 @@ class Journal:
 
         Raises StorageError; the journal then stays.
         """
-        try:
+        with storing(path):
             write_atomically(path, self.lines())
-        except OSError as error:
-            raise storage_error(path, error) from None
         self.remove()
 
     def remove(self) -> None:
@@ -159,40 +157,41 @@ class Journal:
             os.close(self._handle)
         self._handle = -1
 
-    def read(self, fingerprint: str, numbers: Iterable[int]) -> None:
+    def read(self, requests: Requests) -> None:
         """Reads what an earlier process has written, and drops a torn line at the end.
 
-        Raises BatchFileError for lines that are no answers to the requests with that fingerprint and `numbers`.
+        Raises BatchFileError for lines that are no answers to these requests, each once.
         """
-        known = set(numbers)
-        with os.fdopen(os.dup(self._handle), "rb") as file:
-            file.seek(0)
-            for raw in file:
-                if not raw.endswith(b"\n"):
-                    break
-                number, entry = self._parsed(raw, fingerprint)
-                if number in known and number not in self.answered:
-                    self._note(number, entry, len(raw))
-                else:
-                    raise self._foreign()
+        unanswered = {line.number for line in requests.lines}
+        try:
+            with os.fdopen(os.dup(self._handle), "rb") as file:
+                file.seek(0)
+                for number, entry, n_bytes in _answers_in(file, requests):
+                    unanswered.remove(number)
+                    self._note(number, entry, n_bytes)
+        except (ValueError, KeyError):
+            raise BatchFileError(
+                f"{self.path} has answers to other requests: the input, or a default such as --model, has changed"
+                " since. Restore the input to go on, or remove that file to start anew."
+            ) from None
         os.ftruncate(self._handle, self._n_bytes)
 
-    def _parsed(self, raw: bytes, fingerprint: str) -> tuple[int, Entry]:
+
+def _answers_in(file: Iterable[bytes], requests: Requests) -> Iterator[tuple[int, Entry, int]]:
+    """(number of the request's line, answer, bytes) of each whole line. Raises ValueError for one that is no answer to
+    one of these requests."""
+    for raw in file:
+        if not raw.endswith(b"\n"):
+            return
         try:
             entry = json.loads(raw)
             found = _ID.fullmatch(entry["id"])
             is_answer(entry)
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise self._foreign() from None
-        if found is None or found[1] != fingerprint:
-            raise self._foreign()
-        return int(found[2]), entry
-
-    def _foreign(self) -> BatchFileError:
-        return BatchFileError(
-            f"{self.path} has answers to other requests: the input, or a default such as --model, has changed since."
-            " Restore the input to go on, or remove that file to start anew."
-        )
+        except (KeyError, TypeError, RecursionError) as error:
+            raise ValueError("no answer") from error
+        if found is None or found[1] != requests.fingerprint:
+            raise ValueError("an answer to another request")
+        yield int(found[2]), entry, len(raw)
 
 
 def open_journal(path: Path, requests: Requests) -> Journal:
@@ -201,14 +200,12 @@ def open_journal(path: Path, requests: Requests) -> Journal:
     Raises BatchFileError when another process has it open or it is one of other requests, StorageError.
     """
     try:
-        handle = _open_locked(path)
+        with storing(path):
+            journal = Journal(path, _open_locked(path))
     except BlockingIOError:
         raise BatchFileError(f"{path} is in use: another process answers these requests.") from None
-    except OSError as error:
-        raise storage_error(path, error) from None
-    journal = Journal(path, handle)
     try:
-        journal.read(requests.fingerprint, (line.number for line in requests.lines))
+        journal.read(requests)
     except BaseException:  # also an interrupt, which gives the lock back
         journal.close()
         raise
@@ -235,22 +232,15 @@ def finished_counts(path: Path, requests: Requests) -> Counts | None:
     """
     if not path.exists():
         return None
-    foreign = BatchFileError(f"{path} exists, and is not the answers to these requests; remove it, or name another.")
-    numbers, counts = list[int](), Counts()
-    try:
-        with path.open("rb") as file:
-            for raw in file:
-                entry = json.loads(raw)
-                found = _ID.fullmatch(entry["id"])
-                if found is None or found[1] != requests.fingerprint:
-                    raise foreign
-                numbers.append(int(found[2]))
-                counts.add(entry)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        raise foreign from None
-    if numbers != [line.number for line in requests.lines]:
-        raise foreign
-    return counts
+    counts, numbers = Counts(), [line.number for line in requests.lines]
+    with suppress(OSError, ValueError, TypeError), path.open("rb") as file:
+        found = []
+        for number, entry, _ in _answers_in(file, requests):
+            found.append(number)
+            counts.add(entry)
+        if found == numbers:
+            return counts
+    raise BatchFileError(f"{path} exists, and is not the answers to these requests; remove it, or name another.")
 
 
 def write_all(handle: int, data: bytes) -> None:
@@ -260,9 +250,15 @@ def write_all(handle: int, data: bytes) -> None:
         view = view[os.write(handle, view) :]
 
 
-def storage_error(path: Path, error: OSError) -> StorageError:
-    """The error for a file that cannot be written."""
-    return StorageError(f"cannot write {path} ({error.strerror}); what was written before is kept.")
+@contextmanager
+def storing(path: Path) -> Iterator[None]:
+    """Raises errors of the disk inside the `with` as StorageError; BlockingIOError, which is of a lock, as it is."""
+    try:
+        yield
+    except (StorageError, BlockingIOError):
+        raise
+    except OSError as error:
+        raise StorageError(f"cannot write {path} ({error.strerror}); what was written before is kept.") from None
 
 
 BUSY = (429, 503)
@@ -284,9 +280,7 @@ Answer = Callable[[str, bytes], Awaitable[Reply]]
 class Answers(Protocol):
     """Where answers go; `answered` has the numbers of lines that have one."""
 
-    @property
-    def answered(self) -> Any:
-        """A collection of numbers of lines."""
+    answered: Any
 
     def append(self, number: int, entry: Entry) -> None:
         """Adds the answer of a line."""

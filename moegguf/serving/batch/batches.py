@@ -24,21 +24,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from moegguf.atomic_write import write_atomically
-from moegguf.errors import BatchFileError, BusyError, StorageError, UnknownIdError
+from moegguf.errors import BatchFileError, BusyError, UnknownIdError
 from moegguf.serving.batch.answers import (
     NOT_EXECUTED,
     Answer,
     Counts,
-    Entry,
     Journal,
     Span,
     answer_requests,
     error_entry,
     open_journal,
-    storage_error,
+    storing,
 )
 from moegguf.serving.batch.files import FileStore
-from moegguf.serving.batch.requests import LineError, Requests, first_errors
+from moegguf.serving.batch.requests import LineError, Requests
 from moegguf.serving.clients import current_owner, is_visible
 
 log = logging.getLogger(__name__)
@@ -147,21 +146,20 @@ class Batches:
             raise BusyError("the server is shutting down; try again later.")
         if self._lock is not None:
             return
-        try:
+        with storing(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             lock = os.open(self._folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise storage_error(self._folder, error) from None
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._files.load()
-            self._load()
-        except BlockingIOError:
-            os.close(lock)
-            raise BusyError(f"another server has the files and batches in {self._folder}; ask that one.") from None
-        except OSError as error:
-            os.close(lock)
-            raise storage_error(self._folder, error) from None
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._files.load()
+                self._load()
+            except OSError as error:
+                os.close(lock)
+                if isinstance(error, BlockingIOError):
+                    raise BusyError(
+                        f"another server has the files and batches in {self._folder}; ask that one."
+                    ) from None
+                raise
         self._lock = lock
 
     def _load(self) -> None:
@@ -212,36 +210,26 @@ class Batches:
         now_s = self._now()
         expires_at = None if self._window_s == float("inf") else int(now_s + self._window_s)
         batch = Batch(
-            id=f"batch_{uuid.uuid4().hex[:24]}",
-            endpoint=endpoint,
-            input_file_id=input_file_id,
-            created_at=int(now_s),
-            created_ns=time.time_ns(),
-            expires_at=expires_at,
-            metadata=None if metadata is None else dict(metadata),
-            output_expires_after_s=output_expires_after_s,
+            f"batch_{uuid.uuid4().hex[:24]}", endpoint, input_file_id, int(now_s), time.time_ns(), expires_at,
+            metadata=None if metadata is None else dict(metadata), output_expires_after_s=output_expires_after_s,
             owner=current_owner.get(),
-        )
-        try:
-            self._work(batch).mkdir()
-            self._files.link(input_file_id, self._input(batch))
-            self._update(batch)
-        except StorageError:
-            self._remove_work(batch)
-            raise
-        except OSError as error:
-            self._remove_work(batch)
-            raise storage_error(self._folder, error) from None
+        )  # fmt: skip
+        with storing(self._folder):
+            try:
+                self._work(batch).mkdir()
+                self._files.link(input_file_id, self._input(batch))
+                self._update(batch)
+            except OSError:
+                self._remove_work(batch)
+                raise
         self._batches[batch.id] = batch
         self._start(batch)
         return batch
 
     def cancel(self, batch: Batch) -> None:
         """Begins to cancel a batch, whose status must be one of CANCELLABLE. Raises StorageError."""
-        try:
+        with storing(self._folder):
             self._update(batch, status="cancelling", cancelling_at=int(self._now()))
-        except OSError as error:
-            raise storage_error(self._folder, error) from None
         if batch.id in self._steps:  # else it has not begun, and begins with that status
             self._steps[batch.id].cancel()
 
@@ -251,11 +239,7 @@ class Batches:
         if batch.status not in FINAL:
             task = asyncio.get_running_loop().create_task(self._carry_out(batch))
             self._tasks[batch.id] = task
-            task.add_done_callback(lambda _: self._forget(batch.id))
-
-    def _forget(self, batch_id: str) -> None:
-        self._tasks.pop(batch_id, None)
-        self._steps.pop(batch_id, None)
+            task.add_done_callback(lambda _: (self._tasks.pop(batch.id, None), self._steps.pop(batch.id, None)))
 
     async def _carry_out(self, batch: Batch) -> None:
         """Everything until the batch has ended, for its owner; over again while the disk is full."""
@@ -289,8 +273,12 @@ class Batches:
             try:
                 left_s = None if batch.expires_at is None else batch.expires_at - self._now()
                 async with asyncio.timeout(left_s) as window:
-                    await self._wait_for_turn(batch)
-                    await self._answer_all(batch)
+                    while next(each for each in self._batches.values() if each.status in CANCELLABLE) is not batch:
+                        self._changed.clear()  # others are to be answered, cancelled or found invalid first
+                        await self._changed.wait()
+                    async with self._answers(batch) as (requests, journal):
+                        journal.check_space = self._files.check_space
+                        await answer_requests(requests, journal, self._answer, self._n_parallel, lambda entry: None)
             except TimeoutError:
                 if not window.expired():
                     raise
@@ -304,47 +292,28 @@ class Batches:
 
     async def _validate(self, batch: Batch) -> None:
         with await self._requests(batch) as requests:
-            invalid = first_errors(requests.lines, MAX_ERRORS)
-            if invalid:
-                self._fail(
-                    batch,
-                    [
-                        _error_of(line.error.code, str(line.error), line.error.param, line.number)
-                        for line in invalid
-                        if line.error
-                    ],
-                )
+            wrong = ((line.number, line.error) for line in requests.lines if line.error is not None)
+            errors = [_error_of(error.code, str(error), error.param, number) for number, error in wrong]
+            if errors:
+                self._fail(batch, errors[:MAX_ERRORS])
                 return
-            models = requests.models
-            self._update(
-                batch,
-                status="in_progress",
-                in_progress_at=int(self._now()),
-                total=len(requests.lines),
-                model=models[0] if len(models) == 1 else None,
-            )
-
-    async def _wait_for_turn(self, batch: Batch) -> None:
-        """Returns when the batches before this one are answered, cancelled or invalid."""
-        while next(each for each in self._batches.values() if each.status in CANCELLABLE) is not batch:
-            self._changed.clear()
-            await self._changed.wait()
-
-    async def _answer_all(self, batch: Batch) -> None:
-        async with self._answers(batch) as (requests, journal):
-            journal.check_space = self._files.check_space
-
-            def on_answer(entry: Entry) -> None:
-                batch.counts = journal.counts
-
-            await answer_requests(requests, journal, self._answer, self._n_parallel, on_answer)
+            models, n_total = requests.models, len(requests.lines)
+            changes = {"total": n_total, "model": models[0] if len(models) == 1 else None}
+            self._update(batch, status="in_progress", in_progress_at=int(self._now()), **changes)
 
     async def _finalize(self, batch: Batch, status: str, not_executed: str | None = None) -> None:
         """Stores the files of answers and of errors; those not begun are errors, of the code `not_executed`. They may
         take more than there is room for: the journal, which they replace, goes when they are complete."""
         async with self._answers(batch) as (requests, journal):
+
+            def append_not_executed(code: str) -> None:
+                for line in requests.lines:
+                    if line.number not in journal.answered:
+                        error = LineError(code, NOT_EXECUTED_TEXT[code])
+                        journal.append(line.number, error_entry(requests, line, error))
+
             if not_executed is not None:
-                await _in_thread(partial(_append_not_executed, requests, journal, not_executed))
+                await _in_thread(partial(append_not_executed, not_executed))
             output_id = await self._store(batch, journal, "output", lambda span: span.is_answer)
             error_id = await self._store(batch, journal, "errors", lambda span: not span.is_answer)
             now = int(self._now())
@@ -374,12 +343,12 @@ class Batches:
     async def _requests(self, batch: Batch) -> Requests:
         """The batch's requests, which the caller closes. Raises BatchFileError, OSError."""
         stop = threading.Event()
+        try:
+            file = self._input(batch).open("rb")
+        except FileNotFoundError:
+            raise BatchFileError("the requests of this batch are gone; create another one.") from None
 
         def read() -> Requests:
-            try:
-                file = self._input(batch).open("rb")
-            except FileNotFoundError:
-                raise BatchFileError("the requests of this batch are gone; create another one.") from None
             try:
                 return Requests(file, (batch.endpoint,), max_requests=MAX_REQUESTS, stop=stop.is_set)
             except BaseException:  # also where the server ends
@@ -395,7 +364,7 @@ class Batches:
     async def _answers(self, batch: Batch) -> AsyncIterator[tuple[Requests, Journal]]:
         """The batch's requests, and the answers so far. Raises BatchFileError, OSError."""
         with await self._requests(batch) as requests:
-            path = self._journal(batch)
+            path = self._work(batch) / "answers.jsonl"
             journal = await _in_thread(lambda: open_journal(path, requests), lambda found: found.close())
             try:
                 batch.counts = journal.counts
@@ -409,29 +378,22 @@ class Batches:
         if isinstance(known["counts"], Counts):
             known["counts"] = asdict(known["counts"])
         write_atomically(self._folder / f"{batch.id}.json", json.dumps(known).encode())
-        self._set(batch, changes)
-
-    def _set(self, batch: Batch, changes: Mapping[str, Any]) -> None:
-        for name, value in changes.items():
-            setattr(batch, name, value)
+        vars(batch).update(changes)
         self._changed.set()
 
     def _try_update(self, batch: Batch, **changes: Any) -> None:
-        """Changes a batch, on disk if that can be."""
         try:
             self._update(batch, **changes)
         except OSError as error:
             log.warning("%s could not be written: %s", batch.id, error)
-            self._set(batch, changes)
+            vars(batch).update(changes)
+            self._changed.set()
 
     def _work(self, batch: Batch) -> Path:
         return self._folder / batch.id
 
     def _input(self, batch: Batch) -> Path:
         return self._work(batch) / "requests.jsonl"
-
-    def _journal(self, batch: Batch) -> Path:
-        return self._work(batch) / "answers.jsonl"
 
 
 async def _in_thread(call: Callable[[], Result], discard: Callable[[Result], object] = lambda _: None) -> Result:
@@ -446,13 +408,6 @@ async def _in_thread(call: Callable[[], Result], discard: Callable[[Result], obj
         if running.exception() is None:
             discard(running.result())
         raise
-
-
-def _append_not_executed(requests: Requests, journal: Journal, code: str) -> None:
-    """Adds an error of that code for each request that was not begun. Raises StorageError."""
-    for line in requests.lines:
-        if line.number not in journal.answered:
-            journal.append(line.number, error_entry(requests, line, LineError(code, NOT_EXECUTED_TEXT[code])))
 
 
 def _some(lines: Iterator[bytes]) -> bytes:

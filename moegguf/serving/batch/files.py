@@ -20,7 +20,7 @@ from pathlib import Path
 from moegguf.atomic_write import MODE, locked_temporary, remove_abandoned, write_atomically
 from moegguf.errors import StorageError, UnknownIdError
 from moegguf.quantities import format_bytes
-from moegguf.serving.batch.answers import storage_error, write_all
+from moegguf.serving.batch.answers import storing, write_all
 from moegguf.serving.clients import current_owner, is_visible
 
 DESCRIPTION_BYTES = 4096  # what a description takes of a disk, so that empty files are not free
@@ -164,63 +164,40 @@ class NewFile:
         self._checked_bytes: float = 0 if checked else math.inf  # up to here there is room
         self.id = file_id
         self.n_bytes = 0
-        self._handle: int | None = None
         if checked:
             store.check_space(DESCRIPTION_BYTES)
-        try:
+        with storing(folder):
             self._handle, self._temporary = locked_temporary(folder, UPLOAD, "")
-        except OSError as error:
-            raise storage_error(folder, error) from None
 
     def write(self, data: bytes) -> None:
         """Adds bytes. Raises StorageError."""
-        self._check(len(data))
-        try:
-            write_all(self._open, data)
-        except OSError as error:
-            raise storage_error(self._folder, error) from None
-        self.n_bytes += len(data)
-
-    def _check(self, n_bytes: int) -> None:
-        """Looks for room once in CHECK_BYTES: that reads the folder."""
-        if self.n_bytes + n_bytes > self._checked_bytes:
+        n_bytes = len(data)
+        if self.n_bytes + n_bytes > self._checked_bytes:  # once in CHECK_BYTES: to look for room reads the folder
             self._store.check_space(n_bytes + DESCRIPTION_BYTES)
             self._checked_bytes = self.n_bytes + min(self._store.room() - DESCRIPTION_BYTES, max(n_bytes, CHECK_BYTES))
+        with storing(self._folder):
+            write_all(self._handle, data)
+        self.n_bytes += n_bytes
 
     def sync(self) -> None:
         """Waits until what was written is on the disk. From any thread. Raises StorageError."""
-        try:
-            os.fsync(self._open)
-        except OSError as error:
-            raise storage_error(self._folder, error) from None
+        with storing(self._folder):
+            os.fsync(self._handle)
 
     def finish(self, filename: str, purpose: str, expires_after_s: int | None = None) -> StoredFile:
         """Makes it one of the store's. Raises StorageError."""
         now = self._store.now
         expires_at = None if expires_after_s is None else now + expires_after_s
         file = StoredFile(self.id, filename, self.n_bytes, purpose, now, expires_at, current_owner.get())
-        try:
-            os.fsync(self._open)
+        self.sync()
+        with storing(self._folder):
             os.chmod(self._temporary, MODE)
             self._store.add(file, self._temporary)
-        except OSError as error:
-            raise storage_error(self._folder, error) from None
         return file
-
-    @property
-    def _open(self) -> int:
-        assert self._handle is not None
-        return self._handle
-
-    def close(self) -> None:
-        """Removes what is not finished. A second call does nothing."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            Path(self._temporary).unlink(missing_ok=True)  # no longer there when it was finished
-            os.close(handle)
 
     def __enter__(self) -> NewFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        Path(self._temporary).unlink(missing_ok=True)  # no longer there when it was finished
+        os.close(self._handle)

@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -33,7 +33,8 @@ class LineError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RequestLine:
-    """A line of the input. `number` counts all lines from 1; `group`: equal for requests that one loaded model serves.
+    """A line of the input. `number` counts all lines from 1; `group`: equal for requests that one loaded model serves:
+    the model's name, and options of loading.
     `model`: None where the body names none."""
 
     number: int
@@ -96,9 +97,11 @@ class Requests:
             body = self._with_defaults(check_request(request, self._endpoints))
         except LineError as error:
             return RequestLine(number, offset, n_bytes, custom_id, None, "", error)
-        model = body.get("model")
+        model, options = body.get("model"), body.get("options")
+        chosen = {name: options[name] for name in LOAD_OPTIONS if name in options} if isinstance(options, dict) else {}
+        group = json.dumps([model, chosen], sort_keys=True)
         known = model if isinstance(model, str) else None
-        return RequestLine(number, offset, n_bytes, custom_id, known, group_of(body), None)
+        return RequestLine(number, offset, n_bytes, custom_id, known, group, None)
 
     def _with_defaults(self, body: Mapping[str, Any]) -> dict[str, Any]:
         return {**self._defaults, **{name: value for name, value in body.items() if value is not None}}
@@ -203,15 +206,3 @@ def _required(request: Mapping[str, Any], name: str) -> Any:
     if request.get(name) is None:
         raise LineError("missing_required_parameter", f"Missing required parameter: '{name}'.", name)
     return request[name]
-
-
-def group_of(body: Mapping[str, Any]) -> str:
-    """Equal for bodies that the same loaded model answers: the model's name, and options of loading."""
-    options = body.get("options")
-    chosen = {name: options[name] for name in LOAD_OPTIONS if name in options} if isinstance(options, dict) else {}
-    return json.dumps([body.get("model"), chosen], sort_keys=True)
-
-
-def first_errors(lines: Iterable[RequestLine], most: int) -> list[RequestLine]:
-    """The first lines with an error, at most `most`."""
-    return list(itertools.islice((line for line in lines if line.error is not None), most))

@@ -22,6 +22,7 @@ from moegguf.serving.lease import Calls
 from moegguf.serving.ray.config import ConfiguredCatalog
 from moegguf.serving.ray.preference import Conversation, conversation_of
 from moegguf.serving.ray.replica import Failure
+from moegguf.serving.wire import build_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -159,7 +160,7 @@ class ReplicaLease(Calls):
 def checked(item: Any) -> Any:
     """`item`; raises the error that it is."""
     if isinstance(item, Failure):
-        raise item.build()
+        raise build_error(item.error)
     return item
 
 

@@ -117,19 +117,13 @@ def rank(conversation: Conversation, candidates: Sequence[Candidate]) -> list[li
     than the wait.
     """
     least = min((each.queue or 0 for each in candidates), default=0)
-    open_to = [i for i, each in enumerate(candidates) if (each.queue or 0) - least < MAX_IMBALANCE]
-    holders = _holders(conversation, candidates, open_to)
+    shared = {
+        i: max((conversation.shared_bytes(frozenset(sequence)) for sequence in each.held), default=0)
+        for i, each in enumerate(candidates)
+        if (each.queue or 0) - least < MAX_IMBALANCE
+    }
+    most = max(shared.values(), default=0)
+    holders = [i for i, n_bytes in shared.items() if n_bytes == most > 0]
     rest = [i for i in range(len(candidates)) if i not in holders]
     rest.sort(key=lambda i: len(candidates[i].held))  # a conversation's cache is not given up for another
     return [found for found in (holders, rest) if found]
-
-
-def _holders(conversation: Conversation, candidates: Sequence[Candidate], of: Sequence[int]) -> list[int]:
-    """Those with the longest beginning of the conversation in their KV cache."""
-    shared = {i: _shared_bytes(conversation, candidates[i].held) for i in of}
-    most = max(shared.values(), default=0)
-    return [i for i in of if most > 0 and shared[i] == most]
-
-
-def _shared_bytes(conversation: Conversation, held: Sequences) -> int:
-    return max((conversation.shared_bytes(frozenset(each)) for each in held), default=0)

@@ -20,7 +20,7 @@ from moegguf.serving.events import Event, LoadedModel, LoadOverrides
 from moegguf.serving.model_manager import ModelManager
 from moegguf.serving.ray.config import MAX_REQUESTS, ConfiguredCatalog, ModelConfig
 from moegguf.serving.ray.preference import Conversation
-from moegguf.serving.wire import Message, build_error, encode_error
+from moegguf.serving.wire import Message, encode_error
 from moegguf.settings import read_settings
 
 COUNTERS: Mapping[str, str] = {
@@ -36,22 +36,9 @@ COUNTERS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Failure:
-    """An error of moegguf's."""
+    """An error of moegguf's in place of a value, or of the last item of an answer."""
 
     error: Message
-
-    @classmethod
-    def of(cls, error: MoeggufError) -> Failure:
-        """The failure that `error` is."""
-        return cls(encode_error(error))
-
-    def build(self) -> MoeggufError:
-        """The error."""
-        return build_error(self.error)
-
-
-Item = Event | Failure
-"""An item of an answer; a `Failure` ends it."""
 
 
 class Replica:
@@ -67,7 +54,12 @@ class Replica:
         )  # fmt: skip
         self._name = config.name
         self._overrides = LoadOverrides(config.n_ctx, None, config.n_threads, config.expert_cache)
-        self._counters = {name: counter(name, text, config.name) for name, text in COUNTERS.items()}
+        self._counters = {
+            name: metrics.Counter(f"moegguf_{name}", description=text, tag_keys=("model",))
+            for name, text in COUNTERS.items()
+        }
+        for counter in self._counters.values():
+            counter.set_default_tags({"model": config.name})
         self._counted = Stats()
         self._manager = ModelManager(catalog, settings)
         loaded = await self._manager.load(self._name, self._overrides)
@@ -79,7 +71,7 @@ class Replica:
 
     async def answer(
         self, conversation: Conversation, generation: GenerationRequest, stream: bool
-    ) -> AsyncGenerator[Item]:
+    ) -> AsyncGenerator[Event | Failure]:
         """The items of an answer. Closing it stops the answer within a token."""
         try:
             async with (
@@ -89,7 +81,7 @@ class Replica:
                 async for event in events:
                     yield event
         except MoeggufError as error:
-            yield Failure.of(error)
+            yield Failure(encode_error(error))
         finally:
             self._export_counters()
 
@@ -99,7 +91,7 @@ class Replica:
             async with self._manager.lease(self._name, self._overrides, will_answer=kind == "embed") as lease:
                 return await lease.value(kind, **fields)
         except MoeggufError as error:
-            return Failure.of(error)
+            return Failure(encode_error(error))
         finally:
             self._export_counters()
 
@@ -115,10 +107,3 @@ class Replica:
             for name, counter in self._counters.items():
                 if (count := getattr(new, name)) > 0:
                     counter.inc(count)
-
-
-def counter(name: str, text: str, model: str) -> metrics.Counter:
-    """A counter of a replica's, which Ray exports."""
-    found = metrics.Counter(f"moegguf_{name}", description=text, tag_keys=("model",))
-    found.set_default_tags({"model": model})
-    return found
