@@ -40,7 +40,6 @@ def by_openai(server: Server) -> list[float]:
             extra_body={"exact": True},
         )  # fmt: skip
     found = answer.choices[0].logprobs
-    assert found is not None
     return [each.logprob for each in found.content or ()]
 
 

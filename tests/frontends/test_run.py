@@ -203,7 +203,6 @@ def test_an_error_during_an_answer_has_exit_code_1() -> None:
 def hub() -> Iterator[FakeHub]:
     """A hub with the demo."""
     path = demo_path()
-    assert path is not None
     with running_hub() as found:
         found.add("some/demo-GGUF", {"demo-Q4_0.gguf": path.read_bytes()})
         yield found

@@ -115,7 +115,6 @@ def controller_of(llm: Llama) -> Controller:
 
 def count_scores(llm: Llama) -> list[bool]:
     """Grows by one with each table of scores that the store is given, or with None."""
-    assert llm.session is not None
     store, given = llm.session.store, list[bool]()
     set_scores = store.set_scores
 
@@ -189,7 +188,6 @@ def greedy_tokens_of_file(path: Path) -> list[int]:
 
 def devices_of(llm: Llama) -> dict[str, dict[str, Any]]:
     """The store's figures of each device that computes layers, by ggml's name for it, in the order of their layers."""
-    assert llm.session is not None
     store = llm.session.store
     found = (store.device(index) for index in range(len(store.devices)))
     return {figures["device"]: figures for figures in found}

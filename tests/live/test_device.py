@@ -27,7 +27,6 @@ def on_rpc(path: Path, n_slots: int, shrink_to: int) -> tuple[Logits, Logits, di
         assert llm.session is None
         plain = greedy_logits(llm)
     with Llama(path, expert_cache=share_for(path, n_slots), store=StoreOptions(device="RPC0"), **options) as llm:
-        assert llm.session is not None
         store, passes = llm.session.store, count()
 
         def before_each() -> None:
@@ -63,7 +62,6 @@ def two_tiers_on_rpc(
     options: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "logits_all": True, "verbose": False}
     vram, ram = (share_for(path, n) for n in slots)
     with Llama(path, vram_cache=vram, expert_cache=ram, **options) as llm:
-        assert llm.session is not None
         store, passes = llm.session.store, count()
 
         def before_each() -> None:
@@ -128,7 +126,6 @@ def all_on_rpc(path: Path) -> bool:
     with hooks_off(), Llama(path, n_gpu_layers=-1, **options) as llm:
         plain = greedy_logits(llm)
     with Llama(path, vram_cache="100%", **options) as llm:
-        assert llm.session is not None
         assert list(llm.session.tiers()) == ["VRAM"]
         assert np.array_equal(greedy_logits(llm), plain)
     with pytest.raises(BudgetError, match=r"vram_cache=.* holds 0 experts"):

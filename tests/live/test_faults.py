@@ -167,7 +167,6 @@ def test_little_memory_gives_a_smaller_pool_and_a_warning(tiny: TinyModel, load:
 
 def wait_for_a_read(llm: Llama) -> None:
     """Returns while a pass waits for the disk."""
-    assert llm.session is not None
     until(lambda: llm.session.store.counters()["chunks_reading"])
 
 
@@ -269,7 +268,6 @@ def test_a_listener_that_raises_is_heard_at_the_next_call(
     tiny: TinyModel, load: Load, clean: Any, error: BaseException
 ) -> None:
     llm = load(tiny(), expert_cache="40%")
-    assert llm.session is not None
     calls: list[int] = []
 
     def callback(_event: object) -> None:

@@ -208,7 +208,6 @@ def crafted(path: Path, index: int) -> None:
     """With the right checksum: another type of K, more rows than there are, positions of another block."""
     store = ContextStore(default_folder(), GIB)
     data = store.read(path.name)
-    assert data is not None
     words = np.frombuffer(data, np.int32).copy()
     words[{0: 4 + 3 * BLOCK_TOKENS + 2, 1: 3, 2: 4}[index]] += 1
     store.write(path.name, About("", 0, 0), [words.tobytes()])
@@ -253,7 +252,6 @@ def test_a_disk_that_is_full_costs_a_warning_and_no_answer(
     prompt = prompt_of(N_PROMPT)
     expected = unkept(DEMO, prompt)
     with engine(DEMO) as first:
-        assert first.llm.contexts is not None
         monkeypatch.setattr("os.replace", _no_space)
         with pytest.warns(UserWarning, match="not kept on disk") as warned:
             found = [answer(first, prompt_of(N_PROMPT, 1)), answer(first, prompt)][1]

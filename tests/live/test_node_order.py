@@ -16,7 +16,6 @@ PROMPT = [5, 9, 2, 11]
 
 def computed_nodes(llm: Llama, tokens: list[int]) -> list[str]:
     """The names of the nodes of a pass in the order of computing, as a user's own callback is asked about them."""
-    assert llm.session is not None
     base = c.CDLL(str(library.find_library() / "libggml-base.so"))
     base.ggml_get_name.restype, base.ggml_get_name.argtypes = c.c_char_p, [c.c_void_p]
     names: list[str] = []

@@ -137,7 +137,6 @@ def decisions(path: Path) -> dict[str, Any]:
     file.write_text("{")
     assert found.placement is not None and again.placement is not None
     mended = Llama.estimate(path, placement="slots", vram_cache="50%", n_ctx=512).placement
-    assert mended is not None
     with pytest.raises(OptionError, match="none of auto, layers, slots, cpu"):
         Llama.estimate(path, placement="gpu", n_ctx=512)
     with pytest.raises(OptionError, match="placement 'cpu' uses no GPU, but n_gpu_layers is 2"):

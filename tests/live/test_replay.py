@@ -155,7 +155,6 @@ def live_on_a_device(path: Path, out: Path, policy: str, n_slots: tuple[int, int
         path, policy=policy, placement="slots", n_ubatch=8, n_ctx=256, lockstep=True, verbose=False, store=store,
         trace=TraceOptions(out), **shares,
     ) as llm:  # fmt: skip
-        assert llm.session is not None
         assert [tier.n_slots for tier in llm.stats().tiers] == list(n_slots)
         requests(llm)
         llm.session.store.drain(10)

@@ -65,7 +65,6 @@ def compare(
         vram, ram = (share_for(path, n, device) for n in slots)
         store = StoreOptions(staging=staging)
         with Llama(path, vram_cache=vram, expert_cache=ram, store=store, **options) as llm:
-            assert llm.session is not None
             logits = turns(llm, prompts)
             assert (llm.plan.n_ubatch, llm.plan.n_staging) == (512, staging)
             stats = llm.stats()

@@ -188,7 +188,6 @@ def test_data_beyond_the_header_are_not_inflated(tiny: Tiny, projector: Projecto
 
 def test_the_largest_image_of_a_kind_is_decoded(tiny: Tiny, projector: Projector, load: Load) -> None:
     reader, height = load(tiny(), mmproj=projector()).context.open_projector(), DECODED_BYTES // WIDE_BYTES // 4096
-    assert reader is not None
     reader._mtmd.mtmd_bitmap_free(reader._bitmap(read_image(deep_png(4096, height)), with_pixels=True))
     with pytest.raises(OptionError, match="pixels"):
         read_image(deep_png(4096, height + 1))
@@ -199,7 +198,6 @@ def test_an_error_keeps_no_image_and_is_told_once(
 ) -> None:
     llm = load(tiny(), mmproj=projector(), verbose=False)
     reader = llm.context.open_projector()
-    assert reader is not None
     with monkeypatch.context() as patch:
         patch.setattr(reader._mtmd, "mtmd_encode_chunk", lambda *_: 1)
         with pytest.raises(OptionError, match="libmtmd gives no reason"):

@@ -104,7 +104,6 @@ def test_an_error_on_the_disk_that_stays_is_told_with_its_reason(fake: FakeModel
     with pytest.raises(ExpertIOError, match="Input/output error"):
         context.acquire(2, [0, 1])
     failure = context.take_failure()
-    assert failure is not None
     assert (failure.status, failure.il) == (abi.IO, 2)
     assert failure.expert in (0, 1)
     assert store.counters()["read_errors"] > 0

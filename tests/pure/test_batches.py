@@ -48,7 +48,6 @@ def stored(found: Batches, lines: list[Any], purpose: str = "batch") -> str:
 
 
 def content(found: Batches, file_id: str | None) -> list[Any]:
-    assert file_id is not None
     return entries(found.files.path(file_id))
 
 

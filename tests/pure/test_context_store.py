@@ -180,7 +180,6 @@ for i in range(10**9):
 def test_writers_that_are_killed_leave_whole_blocks_or_none(folder: Path) -> None:
     for turn in range(3):
         with subprocess.Popen([sys.executable, "-c", WRITER, folder], stdout=subprocess.PIPE, text=True) as child:
-            assert child.stdout is not None
             written = [child.stdout.readline() for _ in range(1 + turn * 3)]
             child.send_signal(signal.SIGKILL)  # at some moment of the next one
             written += child.stdout.read().splitlines(keepends=True)

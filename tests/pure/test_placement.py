@@ -95,7 +95,6 @@ def planned(
 
 
 def by_kind(found: Plan) -> dict[str, Placement]:
-    assert found.placement is not None
     return {placement.kind: placement for placement in found.placement.placements}
 
 

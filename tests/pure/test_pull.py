@@ -202,7 +202,6 @@ def gated_pull(repo: FakeHub, tmp_path: Path) -> Iterator[tuple[subprocess.Popen
     gate = Gate(2 << 20)
     repo.faults["x-Q4_K_M.gguf"] = [gate]
     with start_pull(repo, tmp_path) as process:
-        assert process.stdout is not None
         for line in process.stdout:
             if line.split()[-1].isdigit() and int(line.split()[-1]) >= 1 << 20:
                 break
