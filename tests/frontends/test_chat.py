@@ -50,14 +50,8 @@ def test_statistics_and_the_map_of_the_experts(tmp_path: Path) -> None:
         assert "eval rate" not in chat.ask(QUESTION)
         said = chat.ask("/stats")
         for label in (
-            "total duration:",
-            "eval rate:",
-            "time to first token:",
-            "hit rate:",
-            "moved:",
-            "stall:",
-            "since load:",
-        ):
+            "total duration:", "eval rate:", "time to first token:", "hit rate:", "moved:", "stall:", "since load:",
+        ):  # fmt: skip
             assert label in said
         shown = chat.ask("/experts")
         rows = re.findall(r"^(\d) ([·~░▒▓█+○]{32})$", shown, re.MULTILINE)

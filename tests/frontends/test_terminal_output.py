@@ -300,12 +300,8 @@ def test_tiers_are_added_and_subtracted_by_name_and_device() -> None:
 
 
 DECIDED: dict[str, Any] = {
-    "policy": "next-use",
-    "predictor": "skip",
-    "prefetch": "on",
-    "gates": 10,
-    "us_per_event": 41.6,
-}
+    "policy": "next-use", "predictor": "skip", "prefetch": "on", "gates": 10, "us_per_event": 41.6,
+}  # fmt: skip
 
 
 def test_policy_and_predictor_have_lines() -> None:

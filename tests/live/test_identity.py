@@ -25,14 +25,9 @@ from moegguf.native.store import StoreOptions
 from moegguf.processor import read_processor
 
 MODELS = [
-    ("tiny-qwen2moe", "q4_0"),
-    ("tiny-qwen2moe", "q8_0"),
-    ("tiny-qwen3moe", "q8_0"),
-    ("tiny-mixtral", "q4_k_m"),
-    ("tiny-deepseek2", "q4_0"),
-    ("tiny-deepseek2", "q4_k_m"),
-    ("tiny-mix", "q4_k_m"),
-]
+    ("tiny-qwen2moe", "q4_0"), ("tiny-qwen2moe", "q8_0"), ("tiny-qwen3moe", "q8_0"), ("tiny-mixtral", "q4_k_m"),
+    ("tiny-deepseek2", "q4_0"), ("tiny-deepseek2", "q4_k_m"), ("tiny-mix", "q4_k_m"),
+]  # fmt: skip
 TWO_MODELS = [("tiny-qwen2moe", "q4_0"), ("tiny-mix", "q4_k_m")]
 SIZES = ("minimum", "one layer", "40%", "all")
 READERS = [(1, 1), (2, 3), (4, 1)]  # and files of the split

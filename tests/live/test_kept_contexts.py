@@ -30,12 +30,9 @@ from moegguf.quantities import GIB, Link
 
 N_PROMPT, N_NEW = 5 * BLOCK_TOKENS + 9, BLOCK_TOKENS + 20
 MODELS = {
-    "demo": DEMO,
-    "iswa": "tiny-gpt-oss",
-    "deepseek": "tiny-deepseek2",
-    "qwen3": "tiny-qwen3moe",
+    "demo": DEMO, "iswa": "tiny-gpt-oss", "deepseek": "tiny-deepseek2", "qwen3": "tiny-qwen3moe",
     "m-rope": "tiny-qwen3vlmoe",
-}
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

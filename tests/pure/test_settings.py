@@ -44,16 +44,8 @@ HOSTS = [
 ]
 
 BAD_HOSTS = [
-    "ftp://x",
-    "a:99999",
-    "a:-1",
-    "a:port",
-    "user:secret@host",
-    "a b",
-    "http://[::1",
-    "a\nb",
-    "tcp://1.2.3.4:1",
-]
+    "ftp://x", "a:99999", "a:-1", "a:port", "user:secret@host", "a b", "http://[::1", "a\nb", "tcp://1.2.3.4:1",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "url"), HOSTS)
