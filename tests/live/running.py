@@ -65,15 +65,6 @@ def share_for(path: Path, n_slots: int, device: str | None = None) -> int:
     return n_slots * slot_bytes(padded(read_layout(path), [device]))
 
 
-def follow_tokens(llm: Llama, prompt: Sequence[int], tokens: Sequence[int]) -> Logits:
-    """Logits of a prompt and of these tokens behind it, one by one, from an empty context."""
-    llm.reset()
-    llm.eval(prompt)
-    for token in tokens:
-        llm.eval([token])
-    return llm.scores[: llm.n_tokens].copy()
-
-
 def write_adapter(path: Path, arch: str, matrix: str, shape: tuple[int, ...]) -> Path:
     """A LoRA adapter of rank 8 for one matrix, `shape` in numpy order, that changes logits."""
     from gguf import GGUFWriter
@@ -176,14 +167,6 @@ def in_threads(*calls: Callable[[], Any], timeout_s: float = 60.0) -> list[Any]:
     if errors:
         raise errors[0]
     return results
-
-
-def greedy_tokens_of_file(path: Path) -> list[int]:
-    """For another process: what a model of its own writes."""
-    with Llama(path, expert_cache="40%", n_ctx=512, n_threads=1, logits_all=True, verbose=False) as llm:
-        logits = greedy_logits(llm, n_new=8)
-        assert llm.stats().evictions > 0
-        return np.argmax(logits, axis=1).tolist()
 
 
 def devices_of(llm: Llama) -> dict[str, dict[str, Any]]:

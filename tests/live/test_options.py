@@ -10,7 +10,6 @@ from gguf import GGUFReader, GGUFWriter
 from running import Llama, Load, Reference, TinyModel, greedy_logits, hooks_off
 
 from moegguf.errors import OptionError
-from moegguf.native.store import StoreOptions
 
 
 @pytest.mark.parametrize(
@@ -22,21 +21,10 @@ def test_an_unknown_keyword_names_the_nearest_or_where_they_are_listed(tiny: Tin
         Llama(tiny(), **{wrong: 1})
 
 
-def test_an_unknown_device_is_refused(tiny: TinyModel) -> None:
-    with pytest.raises(OptionError, match="no such"):
-        Llama(tiny(), store=StoreOptions(device="no such"), verbose=False)
-
-
 @pytest.mark.parametrize("number", [10, 15, 24, 99, -1])
 def test_a_type_that_no_kv_cache_can_have_is_refused(tiny: TinyModel, number: int) -> None:
     with pytest.raises(OptionError, match=f"type_v is {number}"):
         Llama(tiny(), type_v=number, verbose=False)
-
-
-def test_the_switch_for_plain_llama_cpp_must_be_a_switch(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOEGGUF_HOOKS", "perhaps")
-    with pytest.raises(OptionError, match="MOEGGUF_HOOKS"):
-        Llama(tiny(), verbose=False)
 
 
 def test_the_budget_comes_from_the_environment_when_none_is_given(
