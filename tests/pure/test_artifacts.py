@@ -203,13 +203,3 @@ def test_a_collection_that_cannot_be_kept_is_a_warning(artifacts: Artifacts) -> 
     with pytest.warns(UserWarning, match="was not saved"):
         artifacts.save_collection(SHAPE, pair(1).weights())
     assert artifacts.model_folder.read_bytes() == b"in the way"
-
-
-def test_a_model_without_a_name_for_its_folder_is_told_apart_by_its_routers(tmp_path: Path, file: Path) -> None:
-    from tools.models import PRESETS, write_model
-
-    other = write_model(tmp_path / "tiny.gguf", PRESETS["tiny-qwen2moe"], "q4_0", seed=1)[0]
-    assert Artifacts(read_layout(other)).fingerprint != Artifacts(read_layout(file)).fingerprint
-    os.link(file, tmp_path / "renamed.gguf")
-    renamed = Artifacts(read_layout(tmp_path / "renamed.gguf"))
-    assert renamed.fingerprint == Artifacts(read_layout(file)).fingerprint

@@ -24,12 +24,6 @@ def trace_of(passes: Sequence[Sequence[Sequence[int]]], n_expert: int = 4) -> Tr
     return hand_made(MoeShape(n_row, n_expert, k, tuple(range(n_row))), [path])
 
 
-def test_the_textbook_example() -> None:
-    """2 3 2 1 5 2 4 5 3 2 5 2 in three frames: six faults at best (Stallings)."""
-    lookups = Lookups.of(trace_of([[[e]] for e in (2, 3, 2, 1, 5, 2, 4, 5, 3, 2, 5, 2)], n_expert=6))
-    assert belady(lookups, 3).hits == 12 - 6
-
-
 def test_the_experts_of_an_event_are_needed_together() -> None:
     lookups = Lookups.of(trace_of([[[0, 1]], [[2, 3]], [[0, 1]]]))
     assert belady(lookups, 3).hits == 1

@@ -230,11 +230,6 @@ def test_strict_bound_is_the_longer_of_the_resident_run_s_compute_time_and_the_l
     assert faster[2]["link_bound_strict_pct"] == pytest.approx(100 * 0.056 / 0.1)
 
 
-def test_no_outcomes_no_rows() -> None:
-    assert make_rows([]) == []
-    assert as_markdown([]) == ""
-
-
 # --- formats
 
 

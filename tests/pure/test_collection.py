@@ -81,14 +81,6 @@ def test_before_any_row_nothing_matches() -> None:
     assert eamc.match(2).size == 0
 
 
-def test_a_full_collection_of_any_entries_has_its_capacity() -> None:
-    rng = np.random.default_rng(0)
-    eamc = Eamc(4, 8, capacity=100)
-    for _ in range(300):
-        eamc.add(rng.integers(0, 4, (4, 8)).astype(np.float32))
-    assert eamc.n_entries == len(eamc.state) == 100
-
-
 def test_a_row_counts_once_in_a_pass() -> None:
     eamc = collection(eam([3, 0], [0, 3]), eam([0, 1], [2, 0]))
     see(eamc, [1, 0], [1, 0])

@@ -106,12 +106,6 @@ def test_a_preferred_replica_with_too_long_a_queue_is_not_waited_for() -> None:
     assert rank(NEXT, candidates) == [[1, 0]]
 
 
-def test_each_replica_is_in_one_rank() -> None:
-    candidates = [Candidate(holding(each)) for each in (FIRST, OTHER, NEXT)] + [Candidate()]
-    found = rank(NEXT, candidates)
-    assert sorted(i for indices in found for i in indices) == [0, 1, 2, 3]
-
-
 def test_what_is_sent_takes_the_place_of_its_earlier_turns_and_then_of_the_oldest() -> None:
     assert after((), FIRST, 1) == holding(FIRST)
     assert after(holding(FIRST), OTHER, 1) == holding(OTHER)
