@@ -5,8 +5,6 @@ Answers like the real one: the list of a repository with sizes and digests, HEAD
 ETag, GET as a redirect to a storage address that knows ranges, errors with an X-Error-Code.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

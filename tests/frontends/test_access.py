@@ -1,7 +1,5 @@
 """Access control over a real socket: hosts, origins, API keys and headers; and where `serve` refuses to listen."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The `anthropic` Python client against `moegguf serve`: every supported call, with real answers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

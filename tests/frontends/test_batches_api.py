@@ -1,7 +1,5 @@
 """/v1/files and /v1/batches over HTTP: OpenAI's own client, and byte by byte what that does not send."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import http.client

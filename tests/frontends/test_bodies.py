@@ -4,8 +4,6 @@ A line there is a path and fields of its body besides those of BASE. "... N time
 end of a text, repeats it; "every field" stands for all of chat's. A new line gets its outcome by MOEGGUF_RECORD=1.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import socket

@@ -1,7 +1,5 @@
 """`exact` as users of the clients send it to a server that computes requests together."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

@@ -1,7 +1,5 @@
 """Images through both APIs, `run` and the chat: a real server, and a random vision model found with its projector."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """/v1/messages over a scripted manager: every event and object against the types of the `anthropic` client."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Every call of the real `ollama` client against a real server, streamed and not."""
 
-from __future__ import annotations
-
 import hashlib
 
 import ollama

@@ -1,7 +1,5 @@
 """What Open WebUI and VS Code Copilot send and read, replayed against a real server."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

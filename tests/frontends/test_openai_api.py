@@ -1,7 +1,5 @@
 """OpenAI's API over a scripted manager, byte by byte: what the client test cannot provoke."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,7 +1,5 @@
 """The `openai` Python client, sync and async, against `moegguf serve`: every supported call."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

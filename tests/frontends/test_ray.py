@@ -1,8 +1,6 @@
 """`moegguf.serving.ray:app` on a local Ray: two replicas of the demo, and one model that is scaled. Runs where Ray is
 installed."""
 
-from __future__ import annotations
-
 import json
 import urllib.request
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`moegguf run`: stdout is the answer only, stderr everything else; exit codes."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """What is printed on a terminal: the map of the experts, broken lines, progress, and statistics for scripts."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

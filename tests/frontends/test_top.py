@@ -1,7 +1,5 @@
 """`moegguf top`: its frames at every size, its JSON, and the command in a terminal."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

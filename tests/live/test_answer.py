@@ -1,7 +1,5 @@
 """Answers while they are generated: text, timing, reuse of the context, and cancelling."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

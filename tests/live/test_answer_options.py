@@ -1,7 +1,5 @@
 """What can be asked of an answer: stop strings, how tokens are chosen, their chances, gaps to fill, formats."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

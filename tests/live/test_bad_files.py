@@ -1,7 +1,5 @@
 """Files that break a rule end as a typed error from `Llama`, and the process goes on to load a good one."""
 
-from __future__ import annotations
-
 import shutil
 import struct
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Budgets that cannot be, that are too small, and that change while the model writes."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from typing import Any

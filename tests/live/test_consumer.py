@@ -1,7 +1,5 @@
 """What a program that imports moegguf finds: names, documentation, types, and `llama_cpp`."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import pydoc

@@ -1,7 +1,5 @@
 """The events of listeners, and a user's own eval callback."""
 
-from __future__ import annotations
-
 import ctypes as c
 from typing import Any
 

@@ -1,7 +1,5 @@
 """llama.cpp computing on a device whose memory is not host memory, with the experts' slots there as well."""
 
-from __future__ import annotations
-
 from itertools import count
 from pathlib import Path
 from typing import Any

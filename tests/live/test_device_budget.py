@@ -1,7 +1,5 @@
 """Budgets of two tiers that change while the model writes, and a device that refuses memory."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

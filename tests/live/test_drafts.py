@@ -4,8 +4,6 @@ Compared are answers with no drafts, and with drafts that go wrong everywhere: a
 random, in drafts of random lengths.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Embeddings: the same input gives the same vector, and answers before and after are unchanged."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

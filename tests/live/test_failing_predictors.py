@@ -1,7 +1,5 @@
 """Failing predictors on a running model: the same tokens, one warning, no delay."""
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """Disks that fail, memory that runs out, callbacks that raise: a typed error or the same tokens, and then business as
 usual. Faults come through the library's shim, "fail the Nth operation", over N until the run meets none."""
 
-from __future__ import annotations
-
 import os
 import re
 import threading

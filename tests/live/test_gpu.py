@@ -4,8 +4,6 @@ These tests run on whichever GPU ggml sees, real (`tools/gpu_trial.py`) or softw
 passed over where there is none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """One measurement of tools/gpu_trial.py, on a device behind a simulated link with limited memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

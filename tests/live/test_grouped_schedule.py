@@ -1,7 +1,5 @@
 """Passes of several requests on a running model: told apart in events, replayed exactly, and grouped by schedule."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path

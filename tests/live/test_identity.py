@@ -1,7 +1,5 @@
 """Budget, readers, layout, switches, scores and prefetches never change a logit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Contexts on disk: after a restore every logit is that of never having stopped, and what is damaged is computed."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Policies and predictors on running models: the same tokens whatever they decide, and that they do decide."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable

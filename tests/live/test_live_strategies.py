@@ -1,7 +1,5 @@
 """Each strategy on the demo model, which has a trained predictor for each: the same tokens, and its parts at work."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """A server's models on a device: what is counted there, and one that vanishes: a typed error, and the next answer from
 the CPU."""
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import sys

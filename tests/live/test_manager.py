@@ -1,7 +1,5 @@
 """The manager with real workers: memory is freed, a killed worker costs one answer, and answers stay the same."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 from collections.abc import AsyncIterator, Callable

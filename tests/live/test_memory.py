@@ -1,7 +1,5 @@
 """Context length: as requested, padded as llama.cpp does; the default fits memory; absurd sizes fail at once."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a layer computes while its experts arrive: the nodes that do not depend on them come first."""
 
-from __future__ import annotations
-
 import ctypes as c
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Keywords of `Llama`, and models that have no experts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

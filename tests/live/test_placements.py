@@ -1,7 +1,5 @@
 """Placements of experts on a device and the CPU: the logits of these two with every weight there."""
 
-from __future__ import annotations
-
 import ctypes as c
 import json
 import os

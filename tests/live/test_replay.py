@@ -1,7 +1,5 @@
 """The simulator against the running model: the same trace, policy and slots count the same, to the last eviction."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

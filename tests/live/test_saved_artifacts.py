@@ -1,7 +1,5 @@
 """Artifacts of a model on disk: saved at close, loaded at start, ignored when damaged."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path

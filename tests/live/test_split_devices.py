@@ -1,7 +1,5 @@
 """Layers on two devices, and some on the CPU: the bits of the same devices with every expert resident."""
 
-from __future__ import annotations
-
 import ctypes as c
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Prompts staged on a device: the logits of plain llama.cpp there, whatever the sizes of prompts and of both tiers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A trace recorded live equals what another listener received in the same run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A model's first load begins with a trial in another process, whose end by a signal is a typed error."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

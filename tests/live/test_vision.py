@@ -1,7 +1,5 @@
 """Images with each kind of projector: the same logits whatever the cache does, positions, reuse, and damaged files."""
 
-from __future__ import annotations
-
 import base64
 import subprocess
 import sys

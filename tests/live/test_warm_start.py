@@ -1,7 +1,5 @@
 """Warm start: uses saved at the end of a run choose what is fetched at the next load; no logit depends on it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The package works as a wheel in another environment: library, bindings and command from one folder."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

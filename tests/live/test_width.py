@@ -1,7 +1,5 @@
 """On a CPU the bits of a token do not depend on the passes that computed it, nor on other sequences and their cells."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -1,7 +1,5 @@
 """ggml's own MUL_MAT_ID over a store's pool, as llama.cpp's graph has it."""
 
-from __future__ import annotations
-
 import ctypes as c
 from typing import Any
 

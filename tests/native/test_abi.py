@@ -1,7 +1,5 @@
 """The library as a careless caller uses it: every wrong argument is a typed error, and the process lives."""
 
-from __future__ import annotations
-
 import ctypes as c
 import subprocess
 import sys

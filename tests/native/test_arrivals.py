@@ -1,7 +1,5 @@
 """Experts computed as they arrive: ggml's own MUL_MAT_ID over a pool whose matrices are still being read."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path

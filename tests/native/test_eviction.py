@@ -1,7 +1,5 @@
 """Who goes when room is needed: short stories with a known victim, told at a single layer or over all."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

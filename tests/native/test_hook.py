@@ -1,7 +1,5 @@
 """The scheduler's callback as llama.cpp calls it, on two nodes of one layer: no model, tensors made here."""
 
-from __future__ import annotations
-
 import ctypes as c
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Callbacks: on the event thread, in order, never in the way of a event."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Slots in memory that is not the host's: on devices behind links and on RPC servers, one or two, staged or not."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

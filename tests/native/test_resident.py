@@ -1,7 +1,5 @@
 """A slot for every expert; pools that shrink and grow while they are used; how often each expert was used."""
 
-from __future__ import annotations
-
 import pytest
 from fake_model import FakeModel, Open, check_counters
 

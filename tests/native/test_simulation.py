@@ -3,8 +3,6 @@
 The link moves 1 byte per ns, so bytes are nanoseconds.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from fake_model import FakeModel, Open

@@ -1,7 +1,5 @@
 """Prompts on a device: experts in tensors of a layer's full shape, by the router's own ids, and slots left alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

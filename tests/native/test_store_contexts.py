@@ -1,7 +1,5 @@
 """Cancelling, closing, and children made by fork."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """Every operation that can fail is made to fail, once and for good: the same bytes or a typed error, never a hang."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import os

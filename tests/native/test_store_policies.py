@@ -1,7 +1,5 @@
 """Eviction policies of the store: victims by hand arithmetic, and the same ones as the Python policy's."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Experts of a prompt's layer that pass through fewer slots than there are, computed by ggml's own MUL_MAT_ID."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Results of the CPU whose bits do not depend on how many rows are computed together, and the tool that looks."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Analysis of a recorded trace, without a model."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where the artifacts of a model are searched and saved."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

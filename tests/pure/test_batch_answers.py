@@ -1,7 +1,5 @@
 """A batch on disk: which lines are requests, and answers, each once, whatever happens to process, disk or files."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math

@@ -1,7 +1,5 @@
 """Batches of a server over a scripted endpoint: every status, a restart in each, cancels, full disks, limits."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os

@@ -1,7 +1,5 @@
 """Belady's bound on examples small enough to check by hand, and against every choice of victims."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import combinations
 

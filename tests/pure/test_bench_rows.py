@@ -1,7 +1,5 @@
 """`moegguf bench` without a library: what is run in which turn, what the rows say, how they are printed."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

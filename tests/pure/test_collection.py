@@ -1,7 +1,5 @@
 """The EAM collection: what matches, what is replaced, and that the incremental query is the plain one."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 import pytest

@@ -1,7 +1,5 @@
 """Constraints are made only where they are needed, and no schema costs more than a little time."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import subprocess

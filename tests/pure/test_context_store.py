@@ -1,7 +1,5 @@
 """The folder of kept contexts: what is written is read again or missing, within a limit, by several processes."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

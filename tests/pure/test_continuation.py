@@ -1,7 +1,5 @@
 """What a prompt ends with when the answer continues a message, and how the answer is parsed and constrained then."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """How layers are split over devices: as llama.cpp does with a tensor_split, and by memory without one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

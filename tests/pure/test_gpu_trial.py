@@ -1,7 +1,5 @@
 """tools/gpu_trial.py: what it packs is enough, calls go on where the last stopped, the table says what was measured."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tarfile

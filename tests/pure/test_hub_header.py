@@ -1,7 +1,5 @@
 """A model on Hugging Face is described and planned from its headers, of which no more is read than needed."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from pathlib import Path

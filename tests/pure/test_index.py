@@ -1,7 +1,5 @@
 """The index of our own names: whole after damage, crashes and many writers."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

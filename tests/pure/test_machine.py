@@ -1,8 +1,6 @@
 """Free memory and CPUs on machines made of files: cgroup v1, v2, nested, mixed, absent, broken; a library that was
 compiled for another processor is refused before it ends the process."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Random models: well-formed files, the same for the same seed, split or not, with weights of mean zero."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Which models are unloaded so that another fits, and when it has to wait."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Memory groups on machines made of files, and files leaving the page cache."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

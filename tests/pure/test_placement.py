@@ -1,7 +1,5 @@
 """The cost model of placements against published figures, and the choice between them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Plans: slot sizes by hand, minimum and maximum budgets, free memory, and the reasons given."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`Llama.from_pretrained`: which files a pattern means, and that they come by the download of `pull`."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Fetching models from a hub on loopback: names, shards, progress, sharing, stopping and being killed."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

@@ -1,7 +1,5 @@
 """Sizes, budgets, times and environment variables: what is accepted, what refusals say, and how they are told."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from datetime import UTC, datetime, timedelta

@@ -1,7 +1,5 @@
 """Which replica a request prefers: its conversation's holder, then the least loaded."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """What the environment may say to a server, and what is refused; the table of options, and what is printed from it."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import math

@@ -1,7 +1,5 @@
 """A trace in memory: events in live order, selections by request, shuffling."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any

@@ -1,8 +1,6 @@
 """The pinned source distribution comes from any index that pip can read, unbuilt, and only the pinned bytes; patches
 are listed, explained, and apply to it; applying twice is harmless."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import tarfile
