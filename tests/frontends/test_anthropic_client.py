@@ -58,13 +58,6 @@ def test_a_stream_is_the_whole_message(client: anthropic.Anthropic, whole: Messa
     assert [raw[0].type, raw[-1].type] == ["message_start", "message_stop"]
 
 
-def test_a_trailing_assistant_message_is_continued(client: anthropic.Anthropic, whole: Message) -> None:
-    begun = text_of(whole)[:14]
-    turns = [*ASKED["messages"], {"role": "assistant", "content": begun}]
-    found = client.messages.create(**{**ASKED, "messages": turns, "extra_body": {"temperature": 0}})
-    assert text_of(found) and not text_of(found).startswith(begun)
-
-
 @pytest.mark.parametrize("choice", [{"type": "tool", "name": "weather"}, {"type": "any"}])
 def test_a_round_trip_of_tools(client: anthropic.Anthropic, choice: Any) -> None:
     asked: Any = {**ASKED, "model": "tools", "tools": TOOLS, "max_tokens": 200}

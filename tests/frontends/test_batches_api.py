@@ -280,16 +280,6 @@ def test_an_upload_that_breaks_off_leaves_nothing(url: str, home: Path, http_cli
     assert http_client.get("/v1/files").json()["data"] == []
 
 
-def test_stored_files_have_a_limit(client: openai.OpenAI, http_client: httpx.Client) -> None:
-    large = [b"x" * 900_000]
-    files = [upload(client, large) for _ in range(3)]
-    response = http_client.post("/v1/files", content=PURPOSE + part("file", large[0], "f") + END, headers=FORM)
-    assert response.status_code == 507 and "MOEGGUF_STORAGE_LIMIT" in response.json()["error"]["message"]
-    assert response.headers["x-should-retry"] == "false"
-    client.files.delete(files[0])
-    upload(client, large)
-
-
 def test_a_full_disk_is_a_507(http_client: httpx.Client, monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
     def full(handle: int, data: bytes) -> None:
         raise OSError(28, "No space left on device")

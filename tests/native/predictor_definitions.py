@@ -212,6 +212,7 @@ DEFINITIONS: dict[type[Predictor], Callable[..., Definition]] = {
 def defined(predictor: Predictor, arrays: Arrays | None = None) -> Callable[[], Sequence]:
     """Makes sequences that are predicted as by this predictor; arrays: of a routing path."""
     if isinstance(predictor, RoutingPath):
+        assert arrays is not None
         define = routing_path(predictor.shape, arrays)
         return lambda: Sequence(define, len(arrays["chunk"]))
     define = DEFINITIONS[type(predictor)](predictor)

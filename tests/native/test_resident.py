@@ -58,14 +58,6 @@ def test_tokens_are_awaited_where_something_uses_them(fake: FakeModel, open_stor
     assert context.awaits_tokens(8, Phase.DECODE), "from the next routing event on slots have to be filled"
 
 
-def test_gates_get_their_bytes_while_the_fill_goes_on(fake: FakeModel, open_store: Open) -> None:
-    store, context = open_store(fake, 32)
-    for expert in range(7, -1, -1):
-        fake.token(store, context, [expert, (expert + 1) % 8])
-    store.drain(10)
-    assert store.counters()["bytes_missed"] + store.counters()["bytes_prefetched"] == fake.layout.expert_bytes
-
-
 @pytest.mark.parametrize("n_slots", [-1, 0, 1, 33, 1 << 30])
 def test_sizes_that_the_pool_cannot_have_are_refused(fake: FakeModel, open_store: Open, n_slots: int) -> None:
     store, context = open_store(fake, 32)

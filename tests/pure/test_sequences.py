@@ -35,6 +35,7 @@ class Everything(Predictor):
         self._seen += 0.37 * float(announcement.tokens.sum() + announcement.phase)
 
     def observe(self, event: RoutingEvent) -> None:
+        assert event.inputs is not None
         self._seen += 0.37 * float(event.expert_ids.sum() + event.first_token + event.inputs.sum() + event.phase)
         self._last = np.zeros(SMALL.n_expert, np.float32)
         self._last[event.expert_ids[-1]] = 0.5
