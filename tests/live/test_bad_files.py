@@ -72,9 +72,7 @@ def test_a_file_truncated_while_running_ends_the_pass(
     assert np.array_equal(greedy_logits(load(copied, expert_cache="40%")), reference(tiny()))
 
 
-def test_a_file_that_is_written_to_while_it_is_loaded_is_an_error(
-    copied: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_written_to_while_it_is_loaded_is_an_error(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check = ExpertLayout.check_not_overwritten
 
     def overwrite_first(layout: ExpertLayout) -> None:

@@ -39,9 +39,7 @@ def on_rpc(path: Path, n_slots: int, shrink_to: int) -> tuple[Logits, Logits, di
 
 @pytest.mark.parametrize(("n_slots", "shrink_to"), [(24, 24), (30, 17), (64, 40)])
 @pytest.mark.parametrize("quant", ["q4_0", "q4_k_m"])
-def test_slots_on_a_device_give_the_logits_of_that_device(
-    tiny: TinyModel, quant: str, n_slots: int, shrink_to: int
-) -> None:
+def test_slots_on_a_device_give_that_devices_logits(tiny: TinyModel, quant: str, n_slots: int, shrink_to: int) -> None:
     plain, logits, figures = in_child(on_rpc, tiny("tiny-qwen2moe", quant), n_slots, shrink_to)
     assert np.array_equal(logits, plain)
     assert figures["n_slots_usable"] == shrink_to

@@ -88,9 +88,7 @@ def test_the_nth_operation_fails_for_every_n(
 
 
 @pytest.mark.parametrize(("kind", "sticky"), faults("open", "read", "stat", "alloc", "thread", "short_read", "eintr"))
-def test_the_nth_operation_of_a_load_fails_for_every_n(
-    tiny: TinyModel, load: Load, clean: Any, kind: str, sticky: bool
-) -> None:
+def test_every_operation_of_a_load_may_fail(tiny: TinyModel, load: Load, clean: Any, kind: str, sticky: bool) -> None:
     path = tiny()
     load(path, expert_cache="40%").close()
     before = open_files()

@@ -175,9 +175,7 @@ def child_of_fork(llm: Llama) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_child_of_fork_gets_an_error_and_the_parent_goes_on(
-    tiny: TinyModel, load: Load, reference: Reference
-) -> None:
+def test_a_forked_child_gets_an_error_and_the_parent_goes_on(tiny: TinyModel, load: Load, reference: Reference) -> None:
     llm = load(tiny(), expert_cache="40%")
     llm.eval([1, 2, 3])
     pid = os.fork()

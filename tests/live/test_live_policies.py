@@ -223,9 +223,7 @@ def test_a_policy_of_a_tier_that_is_not_there_is_told(own: Own, load: Load) -> N
     assert load(own(), policy="vram=slru,ram=lfu-decay").decisions()["policy"] == "lfu-decay"
 
 
-def test_a_resident_model_is_left_alone_until_its_pool_shrinks(
-    own: Own, load: Load, expected: Callable[..., Logits]
-) -> None:
+def test_a_resident_model_is_left_alone_till_it_shrinks(own: Own, load: Load, expected: Callable[..., Logits]) -> None:
     llm = load(own(), policy="lfu", expert_cache="100%", n_ubatch=4)
     given = count_scores(llm)
     assert np.array_equal(logits_of(llm), expected())

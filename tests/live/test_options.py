@@ -25,9 +25,7 @@ def test_a_type_that_no_kv_cache_can_have_is_refused(tiny: TinyModel, number: in
         Llama(tiny(), type_v=number, verbose=False)
 
 
-def test_the_budget_comes_from_the_environment_when_none_is_given(
-    tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_budget_not_given_is_the_environments(tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOEGGUF_EXPERT_CACHE", "50%")
     assert load(tiny()).plan.n_slots == 32
     assert load(tiny(), expert_cache="25%").plan.n_slots == 16

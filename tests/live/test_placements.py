@@ -112,9 +112,7 @@ def layers_on_rpc(path: Path, ram: str) -> tuple[Logits, Logits, dict[str, int]]
 
 @pytest.mark.parametrize("ram", ["100%", "40%"])
 @pytest.mark.parametrize("quant", ["q4_0", "q4_k_m"])
-def test_whole_layers_on_a_device_give_the_logits_of_llama_cpp_with_the_same_layers_there(
-    tiny: TinyModel, quant: str, ram: str
-) -> None:
+def test_whole_layers_on_a_device_give_the_logits_of_llama_cpp_with_them(tiny: TinyModel, quant: str, ram: str) -> None:
     plain, logits, counters = in_child(layers_on_rpc, tiny("tiny-qwen2moe", quant), ram)
     assert np.array_equal(logits, plain)
     assert (counters["evictions"] > 0) == (ram != "100%")

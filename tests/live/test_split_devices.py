@@ -231,9 +231,7 @@ def streamed_beside_a_device(path: Path, vram: int, ram: int, n_staging: int) ->
 
 
 @pytest.mark.parametrize(("vram", "ram", "n_staging"), [(20, 20, 1), (64, 12, 0)])
-def test_prompts_stream_through_the_cpus_slots_beside_a_device(
-    tiny: TinyModel, vram: int, ram: int, n_staging: int
-) -> None:
+def test_prompts_stream_through_cpu_slots_beside_a_device(tiny: TinyModel, vram: int, ram: int, n_staging: int) -> None:
     found = in_own_process(streamed_beside_a_device, tiny("tiny-qwen2moe", "q4_0"), vram, ram, n_staging)
     plan, n_expert = found["plan"], 16
     assert (plan.n_staging, plan.streams, plan.n_ubatch) == (n_staging, True, 512)

@@ -107,9 +107,7 @@ def test_recording_changes_no_bit_and_includes_resident_models(
     assert llm.plan.resident
 
 
-def test_a_pass_that_failed_or_was_cancelled_does_not_break_the_file(
-    tiny: TinyModel, load: Load, tmp_path: Path
-) -> None:
+def test_a_failed_or_cancelled_pass_does_not_break_the_file(tiny: TinyModel, load: Load, tmp_path: Path) -> None:
     llm, second = load_recording(load, tiny(), tmp_path / "t")
     prompt = random_prompt(llm, 12)
     greedy_logits(llm, prompt, 2)

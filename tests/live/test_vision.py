@@ -46,9 +46,7 @@ def last_logits(llm: Llama) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("kind", "preset"), KINDS)
-def test_logits_do_not_depend_on_the_cache(
-    tiny: Tiny, projector: Projector, load: Load, kind: str, preset: str
-) -> None:
+def test_no_logit_depends_on_the_cache(tiny: Tiny, projector: Projector, load: Load, kind: str, preset: str) -> None:
     def run(budget: str) -> tuple[str, np.ndarray, int]:
         llm = load(tiny(preset), mmproj=projector(kind), expert_cache=budget, n_ubatch=64, logits_all=False)
         text, timing = answer(llm, [message("look ", png(120, 64), "what is it?")])

@@ -27,9 +27,7 @@ def use(llm: Any, seed: int = 0) -> np.ndarray:
     return greedy_logits(llm, random_prompt(llm, N_PROMPT, seed=seed), N_NEW)
 
 
-def test_what_was_used_most_is_there_before_the_first_token(
-    own: Own, load: Load, tiny: TinyModel, reference: Reference
-) -> None:
+def test_what_was_used_most_is_there_at_first(own: Own, load: Load, tiny: TinyModel, reference: Reference) -> None:
     path = own()
     expected = reference(tiny(), n_ubatch=4, n_prompt=N_PROMPT, n_new=N_NEW)
     llm = load(path, **TIGHT)

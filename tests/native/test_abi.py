@@ -153,9 +153,7 @@ def test_an_expert_that_does_not_exist_ends_the_pass_and_the_next_one_works(
 
 
 @pytest.mark.parametrize("il", [-1, 1, 4, 1 << 30])
-def test_a_layer_that_does_not_exist_ends_the_pass_and_the_next_one_works(
-    tmp_path: Path, open_store: Open, il: int
-) -> None:
+def test_an_unknown_layer_ends_the_pass_and_the_next_one_works(tmp_path: Path, open_store: Open, il: int) -> None:
     fake = make_model(tmp_path, dense_layers=[1])
     store, context = open_store(fake, 4)
     with pytest.raises(MoeggufError, match="layer without experts"):
@@ -165,9 +163,7 @@ def test_a_layer_that_does_not_exist_ends_the_pass_and_the_next_one_works(
 
 
 @pytest.mark.parametrize(("n_used", "n_tokens"), [(0, 1), (2, 0), (-1, 1), (2, -1), (1 << 30, 1 << 30)])
-def test_a_event_of_no_or_impossible_size_is_refused(
-    fake: FakeModel, open_store: Open, n_used: int, n_tokens: int
-) -> None:
+def test_events_of_impossible_sizes_are_refused(fake: FakeModel, open_store: Open, n_used: int, n_tokens: int) -> None:
     store, context = open_store(fake, 4)
     ids = np.zeros(2, np.int32)
     event = library.load().moegguf_context_acquire

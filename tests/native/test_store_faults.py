@@ -183,9 +183,7 @@ def test_a_file_deleted_or_replaced_keeps_serving_what_it_was(fake: FakeModel, o
 
 
 @pytest.mark.parametrize("change", ["missing", "folder", "empty"])
-def test_a_file_that_is_not_there_or_not_a_model_is_a_typed_error(
-    fake: FakeModel, open_store: Open, change: str
-) -> None:
+def test_a_missing_file_or_one_of_no_model_is_a_typed_error(fake: FakeModel, open_store: Open, change: str) -> None:
     path = fake.paths[0]
     path.unlink()
     if change == "folder":

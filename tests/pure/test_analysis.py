@@ -69,9 +69,7 @@ def test_all_is_every_available_name_and_warns_about_the_others(analysis: Study)
         assert set(analysis.predictors(["all", "previous-token"])) == {"previous-token", "eamc"}
 
 
-def test_a_predictor_that_reads_inputs_needs_them_in_the_trace(
-    analysis: Study, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_predictor_of_inputs_needs_them_in_the_trace(analysis: Study, monkeypatch: pytest.MonkeyPatch) -> None:
     class Reader:
         needs_inputs = True
 

@@ -100,9 +100,7 @@ def test_a_new_version_replaces_the_file_and_a_deleted_one_comes_again(hub: Fake
 
 
 @pytest.mark.parametrize("place", ["cache", "local_dir"])
-def test_without_a_network_there_is_what_was_fetched(
-    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
+def test_offline_is_what_was_fetched(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     fetched = fetch("u/r", "*Q4*", **{place: tmp_path / "x"})
     for name, value, words in (("HF_ENDPOINT", "http://127.0.0.1:9", "refused"), ("HF_HUB_OFFLINE", "1", "is set")):
         with monkeypatch.context() as patch:
@@ -119,9 +117,7 @@ def test_a_file_that_was_put_there_is_kept_if_it_is_the_same(hub: FakeHub, tmp_p
     assert hub.gets(ONE) == [""] * (content != DATA)
 
 
-def test_a_file_system_without_links_fetches_nothing_again(
-    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_links_nothing_is_fetched_again(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(1, "not permitted")
 

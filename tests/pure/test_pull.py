@@ -77,9 +77,7 @@ def test_small_files_without_a_sha256_are_checked_by_git_s_hash(hub: FakeHub) ->
         fetch("u/s")
 
 
-def test_offline_what_is_cached_is_there_and_the_rest_is_explained(
-    repo: FakeHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offline_the_cached_is_there_and_the_rest_is_explained(repo: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     fetch()
     repo.requests.clear()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -162,9 +160,7 @@ def test_a_new_commit_takes_over_whole(repo: FakeHub) -> None:
     assert [entry.name for entry in Catalog().entries("hf.co")] == [NAME]
 
 
-def test_very_large_files_come_through_huggingface_hub_s_own_storage(
-    repo: FakeHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_very_large_files_come_through_the_hubs_own_storage(repo: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_fetch, "PLAIN_LIMIT_BYTES", 1 << 20)
     entry, told = fetch()
     assert entry.path.read_bytes() == DATA and entry.name == NAME
