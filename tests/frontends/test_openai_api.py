@@ -61,9 +61,7 @@ def test_metrics_count_answers(http: httpx.Client, chat: Post, manager: FakeMana
     assert not [line for line in lines if line.startswith("moegguf_slots{")]
 
 
-def test_a_client_that_leaves_does_not_wait_for_the_text_of_its_tokens(
-    http: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_that_leaves_waits_for_no_text(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, cancelled = threading.Event(), threading.Event()
 
     async def never(*_: Any) -> str:

@@ -57,9 +57,7 @@ def copied(tiny: TinyModel, tmp_path: Path) -> Path:
     return Path(shutil.copy(tiny(), tmp_path / "copy.gguf"))
 
 
-def test_a_file_truncated_while_running_ends_the_pass(
-    copied: Path, tiny: TinyModel, load: Load, reference: Reference
-) -> None:
+def test_a_file_truncated_in_use_ends_the_pass(copied: Path, tiny: TinyModel, load: Load, reference: Reference) -> None:
     llm = load(copied, expert_cache="40%")
     whole = copied.read_bytes()
     greedy_logits(llm, n_new=2)

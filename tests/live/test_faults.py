@@ -232,9 +232,7 @@ def test_a_failed_token_is_not_sampled_from_what_the_failure_left(tiny: TinyMode
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt(), SystemExit(1)], ids=repr)
-def test_a_progress_callback_that_raises_ends_the_load(
-    tiny: TinyModel, load: Load, clean: Any, error: BaseException
-) -> None:
+def test_a_raising_callback_ends_the_load(tiny: TinyModel, load: Load, clean: Any, error: BaseException) -> None:
     def progress(_share: float) -> None:
         raise error
 
@@ -260,9 +258,7 @@ def run_often(llm: Llama) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()], ids=repr)
-def test_a_listener_that_raises_is_heard_at_the_next_call(
-    tiny: TinyModel, load: Load, clean: Any, error: BaseException
-) -> None:
+def test_a_raising_listener_is_heard_later(tiny: TinyModel, load: Load, clean: Any, error: BaseException) -> None:
     llm = load(tiny(), expert_cache="40%")
     calls: list[int] = []
 

@@ -47,9 +47,7 @@ def decode_together(llm: Llama, after_each: Callable[[list[int]], object] = lamb
 @pytest.mark.parametrize(
     ("policy", "predictor"), [("lru", "none"), ("lfu", "none"), ("next-use", "previous-token"), ("next-use", "skip")]
 )
-def test_a_recorded_batch_is_replayed_with_the_hits_that_it_had(
-    tiny: TinyModel, tmp_path: Path, policy: str, predictor: str
-) -> None:
+def test_a_recorded_batch_has_its_hits_in_replay(tiny: TinyModel, tmp_path: Path, policy: str, predictor: str) -> None:
     path = tmp_path / "batches.npz"
     options = {"n_ctx": 64, "n_threads": 1, "verbose": False, "n_seq_max": N_SEQUENCES, "expert_cache": "50%"}
     options |= {"policy": policy, "predictor": predictor, "trace": TraceOptions(path, inputs=predictor == "skip")}

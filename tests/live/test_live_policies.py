@@ -95,9 +95,7 @@ def test_every_predictor_predicts_and_changes_no_bit(
     assert (llm.stats().prefetch_started > 0) == predicts
 
 
-def test_prefetching_from_the_event_thread_while_the_model_computes(
-    own: Own, load: Load, expected: Callable[..., Logits]
-) -> None:
+def test_prefetching_on_the_event_thread_meanwhile(own: Own, load: Load, expected: Callable[..., Logits]) -> None:
     llm = load(own(), policy="locality", predictor="skip", prefetch=EAGER, store=StoreOptions(sweep=False), **TIGHT)
     deadline = time.monotonic() + 60
     for n in itertools.count():

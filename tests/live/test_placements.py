@@ -211,9 +211,7 @@ def streamed(path: Path, n_slots: int, repack: bool) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("quant", "n_slots", "repack"), [("q4_0", 12, False), ("q4_0", 5, True), ("q4_k_m", 20, False)]
 )
-def test_prompts_stream_through_the_cpus_slots_of_layers_on_a_device(
-    tiny: TinyModel, quant: str, n_slots: int, repack: bool
-) -> None:
+def test_prompts_stream_through_slots_of_device_layers(tiny: TinyModel, quant: str, n_slots: int, repack: bool) -> None:
     found = in_child(streamed, tiny("tiny-qwen2moe", quant), n_slots, repack)
     assert (found["n_slots"], found["n_ubatch"]) == (n_slots, 512)
     assert found["same"]

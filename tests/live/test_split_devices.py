@@ -296,9 +296,7 @@ def counted_on_two_servers(
 
 
 @pytest.mark.parametrize(("vram", "staging"), [("30%,20%", 0), ("45%", 0), ("40%,20%", 1)])
-def test_simulated_devices_count_what_each_of_two_servers_counted(
-    tiny: TinyModel, tmp_path: Path, vram: str, staging: int
-) -> None:
+def test_simulated_devices_count_as_two_servers(tiny: TinyModel, tmp_path: Path, vram: str, staging: int) -> None:
     path, compared = tiny("tiny-qwen2moe", "q4_0"), ("lookups", "hits", "evictions", "bytes_in")
     tiers, devices, n_ram = in_child(counted_on_two_servers, path, tmp_path / "t", vram, 20, staging, n_servers=2)
     trace = read(tmp_path / "t")

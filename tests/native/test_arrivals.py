@@ -68,9 +68,7 @@ def test_a_failed_read_ends_the_pass_not_the_kernel(fake: FakeModel, open_store:
     check_a_failed_read_ends_the_pass(store, products[-1], fake, 2)
 
 
-def test_a_read_that_fails_in_the_last_layer_is_reported(
-    fake: FakeModel, open_store: Open, products: list[Product]
-) -> None:
+def test_a_failed_last_read_is_reported(fake: FakeModel, open_store: Open, products: list[Product]) -> None:
     """No node follows that would ask whether to abort."""
     store, context = open_store(fake, 8, readers=1)
     products.append(Product(store, context, fake, [[3, 4]]))

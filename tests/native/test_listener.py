@@ -15,9 +15,7 @@ from moegguf.native.store import ListenOptions
 CAPACITY = 4096  # events of the ring, native/events.h
 
 
-def test_event_events_come_in_order_with_the_experts_chosen_on_a_thread_of_their_own(
-    fake: FakeModel, open_store: Open
-) -> None:
+def test_events_come_in_order_with_the_experts_chosen_on_their_own_thread(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 8)
     seen: list[tuple[int, int, list[int]]] = []
     threads: set[int] = set()

@@ -112,9 +112,7 @@ def test_an_error_on_the_disk_that_stays_is_told_with_its_reason(fake: FakeModel
     fake.token(store, context, [0, 1])
 
 
-def test_a_file_system_that_turns_direct_reads_down_later_is_read_through_the_cache(
-    fake: FakeModel, open_store: Open
-) -> None:
+def test_where_direct_reads_end_later_the_cache_is_read(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 4)
     was_direct = store.info()["direct"]
     library.arm_fault("read", 1, errno=errno.EINVAL)

@@ -137,9 +137,7 @@ def test_it_writes_to_the_users_folder_where_the_models_cannot_be_written(
     assert artifacts.writable_folder() == artifacts.user_folder  # it exists now, but is not writable
 
 
-def test_it_never_writes_into_the_package(
-    artifacts: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_never_writes_to_the_package(artifacts: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moegguf, "__path__", [str(tmp_path / "models")])
     assert artifacts.writable_folder() == artifacts.user_folder
 

@@ -68,9 +68,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_block_is_missing_and_deleted(
-    store: ContextStore, folder: Path, damage: Callable[[bytes], bytes]
-) -> None:
+def test_a_damaged_block_is_deleted(store: ContextStore, folder: Path, damage: Callable[[bytes], bytes]) -> None:
     store.write(NAMES[0], ABOUT, [os.urandom(10_000)])
     path = path_of(folder, NAMES[0])
     path.write_bytes(damage(path.read_bytes()))

@@ -53,9 +53,7 @@ def test_a_pattern_means_all_shards_of_one_model(
         (ONE, ["*.txt"], r"0 files match '\*\.txt'"),
     ],
 )
-def test_a_pattern_for_no_or_two_models_names_those_there_are(
-    hub: FakeHub, filename: str, others: list[str], words: str
-) -> None:
+def test_an_unclear_pattern_names_the_models(hub: FakeHub, filename: str, others: list[str], words: str) -> None:
     with pytest.raises(ModelNotFoundError, match=words):
         fetch("u/r", filename, others)
 
