@@ -33,11 +33,6 @@ def client(served: Server) -> Iterator[anthropic.Anthropic]:
         yield client
 
 
-@pytest.fixture(scope="module")
-def whole(client: anthropic.Anthropic) -> Message:
-    return client.messages.create(**ASKED)
-
-
 def text_of(message: Message) -> str:
     return "".join(block.text for block in message.content if block.type == "text")
 
@@ -47,7 +42,8 @@ def prompt_tokens(usage: Usage) -> int:
     return usage.input_tokens + (usage.cache_read_input_tokens or 0)
 
 
-def test_a_stream_is_the_whole_message(client: anthropic.Anthropic, whole: Message) -> None:
+def test_a_stream_is_the_whole_message(client: anthropic.Anthropic) -> None:
+    whole = client.messages.create(**ASKED)
     with client.messages.stream(**ASKED) as stream:
         started = [event.message.usage for event in stream if event.type == "message_start"]
         final = stream.get_final_message()

@@ -31,13 +31,8 @@ def test_a_budget_not_given_is_the_environments(tiny: TinyModel, load: Load, mon
     assert load(tiny(), expert_cache="25%").plan.n_slots == 16
 
 
-@pytest.fixture
-def dense(tiny: TinyModel, tmp_path: Path) -> Path:
-    """A model without experts: the layers of a Mixtral with one expert's matrices in place of all."""
-    return without_experts(tiny("tiny-mixtral", "q8_0"), tmp_path / "dense.gguf")
-
-
 def without_experts(source: Path, path: Path) -> Path:
+    """A model without experts: the layers of a Mixtral with one expert's matrices in place of all."""
     reader, writer = GGUFReader(source), GGUFWriter(path, "llama")
     for field in reader.fields.values():
         if field.name.startswith("GGUF.") or "expert" in field.name or field.name == "general.architecture":
@@ -56,7 +51,10 @@ def without_experts(source: Path, path: Path) -> Path:
     return path
 
 
-def test_a_model_without_experts_runs_as_plain_llama_cpp(dense: Path, load: Load, reference: Reference) -> None:
+def test_a_model_without_experts_runs_as_plain_llama_cpp(
+    tiny: TinyModel, tmp_path: Path, load: Load, reference: Reference
+) -> None:
+    dense = without_experts(tiny("tiny-mixtral", "q8_0"), tmp_path / "dense.gguf")
     llm = load(dense, expert_cache="50%")
     assert llm.session is None
     assert not llm.layout.is_moe
