@@ -32,7 +32,7 @@ LIMITS = {
     "moegguf/terminal": 1_670,
     "moegguf/trace": 2_050,
     "predictors": 8_070,
-    "tests": 40_630,
+    "tests": 40_590,
     "tools": 5_940,
 }
 
