@@ -1,7 +1,5 @@
 """Answers a file of requests without a model, slowly: `python answer_batch.py REQUESTS ANSWERS`, to be killed."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -1,7 +1,5 @@
 """Files of requests in OpenAI's batch format, and what answers them without a model."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterable

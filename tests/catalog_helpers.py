@@ -1,7 +1,5 @@
 """Helpers of the tests of the catalog: a filled Hugging Face cache, uploaded files, names."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """What `moegguf COMMAND --help` prints, without a process of its own."""
 
-from __future__ import annotations
-
 import functools
 
 from typer.testing import CliRunner

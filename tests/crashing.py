@@ -5,8 +5,6 @@ the action and kills itself with SIGKILL at its N-th change; what is there then 
 child gets through, and prints how many points there were. Changes are seen by Python's audit hooks, before they happen.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil

@@ -5,8 +5,6 @@ Answers like the real one: the list of a repository with sizes and digests, HEAD
 ETag, GET as a redirect to a storage address that knows ranges, errors with an X-Error-Code.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading
@@ -180,18 +178,15 @@ class Handler(BaseHTTPRequestHandler):
             return self.say(status, headers)
         repo = self.hub.repos.get(name.lower())
         if not self.refused(repo):
-            assert repo is not None
             self.say(200, {"Content-Type": "application/json"}, json.dumps(repo.listing()).encode())
 
     def file(self, name: str, place: str, path: str) -> None:
         repo = self.hub.repos.get(name.lower())
         if place == "storage":
-            assert repo is not None
             data, faults = repo.files[path], self.hub.faults[path]
             return faults.pop(0)(self, data) if faults else self.send_bytes(data)
         if self.refused(repo):
             return
-        assert repo is not None
         headers = {"X-Repo-Commit": repo.commit}
         if repo.gated:
             headers |= {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access to this model is restricted"}

@@ -1,7 +1,5 @@
 """A store that records a controller's actions, and the events, policy and predictor for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, cast
 

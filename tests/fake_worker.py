@@ -12,8 +12,6 @@ be cancelled) · "progress" (of a long prompt) · "messages" and "settings" (the
 out); any other message is echoed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import queue

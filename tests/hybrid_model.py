@@ -1,7 +1,5 @@
 """A random model with a recurrent state: LFM2's shape, short convolutions and attention in turn, with experts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

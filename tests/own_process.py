@@ -1,7 +1,5 @@
 """Calls in a process of their own: a device that ggml has been told of stays known, and models loaded later use it."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from collections.abc import Callable

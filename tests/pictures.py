@@ -1,7 +1,5 @@
 """Small image files: PNG of random pixels and headers of other formats, written without a library; others by Pillow."""
 
-from __future__ import annotations
-
 import base64
 import io
 import random

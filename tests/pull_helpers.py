@@ -1,7 +1,5 @@
 """Helpers of the tests of pulling: one repository, and a pull that records its reports."""
 
-from __future__ import annotations
-
 import os
 import threading
 

@@ -1,8 +1,6 @@
 """Texts that tests compare with files in `recorded/`. `MOEGGUF_RECORD=1 pytest ...` writes the files anew; read the
 difference."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

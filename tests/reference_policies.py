@@ -1,7 +1,5 @@
 """The rates of the native next-use policy in numpy, which the store's choices are compared with."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

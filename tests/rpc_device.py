@@ -5,8 +5,6 @@ sources, against the same libggml-base. A registered device cannot be taken back
 model loaded later: what needs it runs in a process of its own (`in_child`).
 """
 
-from __future__ import annotations
-
 import ctypes as c
 import itertools
 import multiprocessing

@@ -1,7 +1,5 @@
 """JSON schemas by chance, for hypothesis: most of them make no sense."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 
 words = st.sampled_from(

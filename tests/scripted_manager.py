@@ -1,7 +1,5 @@
 """A `ModelManager` over scripted workers (fake_worker.py) and a catalog of models that have only a size."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import gc

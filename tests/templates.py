@@ -1,7 +1,5 @@
 """Chat templates in the manner of well-known models, for tests: each with the marks that its family writes."""
 
-from __future__ import annotations
-
 PLAIN = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"

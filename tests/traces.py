@@ -5,8 +5,6 @@ from token to token; it changes a little from layer to layer. So popularity is u
 neighbouring tokens share experts, layers predict each other, and token ids decide a part.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

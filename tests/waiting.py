@@ -1,7 +1,5 @@
 """Waiting for what another thread or process does: until it has happened, never for some time."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -32,7 +32,7 @@ LIMITS = {
     "moegguf/terminal": 1_590,
     "moegguf/trace": 2_050,
     "predictors": 8_070,
-    "tests": 41_710,
+    "tests": 40_590,
     "tools": 6_120,
 }
 

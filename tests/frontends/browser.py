@@ -1,7 +1,5 @@
 """Fixtures of the tests that need a browser: headless Chromium, whose console must stay silent."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What is done on the page, for tests in a browser (whose fixtures are in browser.py)."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

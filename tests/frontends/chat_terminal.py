@@ -1,7 +1,5 @@
 """Chats in a terminal for tests: with the demo model, and with the scripted worker of fake_worker.py."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Checks replies against the models of the real clients' packages, which themselves accept anything."""
 
-from __future__ import annotations
-
 import typing
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Types and environment of `moegguf` as a separate process without a terminal."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`moegguf`, the command, traces that it recorded, and running servers, for the tests of this folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A local Ray with `moegguf.serving.ray:app`: prints its port once it is ready, and ends it when stdin closes."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """`moegguf serve` as users have it: a process of its own on a free port, with tiny models and no network."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Access control over a real socket: hosts, origins, API keys and headers; and where `serve` refuses to listen."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import Iterator
@@ -56,12 +54,8 @@ def test_origins_are_matched_whole() -> None:
     for good in ("http://localhost:3000", "app://obsidian.md", "https://a.example", "HTTPS://A.example"):
         assert pattern.fullmatch(good)
     for bad in (
-        "http://localhost:3000.evil",
-        "http://localhost:",
-        "https://axexample",
-        "https://a.example.evil",
-        "null",
-    ):
+        "http://localhost:3000.evil", "http://localhost:", "https://axexample", "https://a.example.evil", "null",
+    ):  # fmt: skip
         assert not pattern.fullmatch(bad)
 
 
@@ -175,9 +169,7 @@ def test_each_key_has_an_owner(manager: FakeManager, caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize(("arguments", "expected"), [((), [0, 1, 0, 1, 1]), (("--share-contexts",), [0, 1, 1, 1, 1])])
-def test_a_key_begins_with_what_was_computed_for_it(
-    tmp_path: Path, arguments: tuple[str, ...], expected: list[bool]
-) -> None:
+def test_a_key_begins_with_what_it_computed(tmp_path: Path, arguments: tuple[str, ...], expected: list[bool]) -> None:
     """Its own in any dialect, from memory and from disk; another's only where the server says so."""
     ann, bob = ({"authorization": f"Bearer {key}"} for key in KEYS)
     body = {"model": "demo", "messages": [{"role": "user", "content": "How are you? " * 100}], "max_tokens": 1}
@@ -266,9 +258,7 @@ def test_a_body_that_a_proxy_may_end_elsewhere_ends_the_connection(
     assert not [record for record in caplog.records if record.exc_info]
 
 
-def test_a_body_that_becomes_invalid_behind_a_reply_ends_the_connection(
-    url: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_body_that_is_invalid_behind_a_reply_ends_the_connection(url: str, caplog: pytest.LogCaptureFixture) -> None:
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=20) as connection, connection.makefile("rb") as file:
         connection.sendall(b"POST /api/show HTTP/1.1\r\nHost: localhost\r\n" + BOTH % 5)

@@ -1,7 +1,5 @@
 """The `anthropic` Python client against `moegguf serve`: every supported call, with real answers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,11 +33,6 @@ def client(served: Server) -> Iterator[anthropic.Anthropic]:
         yield client
 
 
-@pytest.fixture(scope="module")
-def whole(client: anthropic.Anthropic) -> Message:
-    return client.messages.create(**ASKED)
-
-
 def text_of(message: Message) -> str:
     return "".join(block.text for block in message.content if block.type == "text")
 
@@ -49,7 +42,8 @@ def prompt_tokens(usage: Usage) -> int:
     return usage.input_tokens + (usage.cache_read_input_tokens or 0)
 
 
-def test_a_stream_is_the_whole_message(client: anthropic.Anthropic, whole: Message) -> None:
+def test_a_stream_is_the_whole_message(client: anthropic.Anthropic) -> None:
+    whole = client.messages.create(**ASKED)
     with client.messages.stream(**ASKED) as stream:
         started = [event.message.usage for event in stream if event.type == "message_start"]
         final = stream.get_final_message()
@@ -58,13 +52,6 @@ def test_a_stream_is_the_whole_message(client: anthropic.Anthropic, whole: Messa
     assert started[0].output_tokens == 0
     raw = list(client.messages.create(**ASKED, stream=True))
     assert [raw[0].type, raw[-1].type] == ["message_start", "message_stop"]
-
-
-def test_a_trailing_assistant_message_is_continued(client: anthropic.Anthropic, whole: Message) -> None:
-    begun = text_of(whole)[:14]
-    turns = [*ASKED["messages"], {"role": "assistant", "content": begun}]
-    found = client.messages.create(**{**ASKED, "messages": turns, "extra_body": {"temperature": 0}})
-    assert text_of(found) and not text_of(found).startswith(begun)
 
 
 @pytest.mark.parametrize("choice", [{"type": "tool", "name": "weather"}, {"type": "any"}])

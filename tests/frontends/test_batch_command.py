@@ -1,7 +1,5 @@
 """`moegguf batch` as users have it: by a server or alone, stopped, killed, given again, with changed files."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

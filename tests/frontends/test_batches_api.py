@@ -1,7 +1,5 @@
 """/v1/files and /v1/batches over HTTP: OpenAI's own client, and byte by byte what that does not send."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import http.client
@@ -280,16 +278,6 @@ def test_an_upload_that_breaks_off_leaves_nothing(url: str, home: Path, http_cli
     connection.close()
     waiting.until(lambda: not list(folder.iterdir()))
     assert http_client.get("/v1/files").json()["data"] == []
-
-
-def test_stored_files_have_a_limit(client: openai.OpenAI, http_client: httpx.Client) -> None:
-    large = [b"x" * 900_000]
-    files = [upload(client, large) for _ in range(3)]
-    response = http_client.post("/v1/files", content=PURPOSE + part("file", large[0], "f") + END, headers=FORM)
-    assert response.status_code == 507 and "MOEGGUF_STORAGE_LIMIT" in response.json()["error"]["message"]
-    assert response.headers["x-should-retry"] == "false"
-    client.files.delete(files[0])
-    upload(client, large)
 
 
 def test_a_full_disk_is_a_507(http_client: httpx.Client, monkeypatch: pytest.MonkeyPatch, home: Path) -> None:

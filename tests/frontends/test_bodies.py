@@ -4,8 +4,6 @@ A line there is a path and fields of its body besides those of BASE. "... N time
 end of a text, repeats it; "every field" stands for all of chat's. A new line gets its outcome by MOEGGUF_RECORD=1.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import socket
@@ -92,9 +90,7 @@ def told(http: httpx.Client, manager: FakeManager) -> Iterator[str]:
         yield from (f"    {line}" for line in ([f"{reply.status_code}: {message}"] if message else asked(manager)))
 
 
-def test_what_the_model_is_asked_or_the_refusal_is_as_recorded(
-    http: httpx.Client, manager: FakeManager, tmp_path: Path
-) -> None:
+def test_what_is_asked_or_the_refusal_is_as_recorded(http: httpx.Client, manager: FakeManager, tmp_path: Path) -> None:
     path = demo_path()
     assert path is not None
     parameters = {"temperature": 0.2, "top_p": 0.5, "top_k": 7, "num_ctx": 64, "stop": ["END"]}

@@ -1,7 +1,5 @@
 """The chat's commands, in a terminal with the scripted model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The chat's keyboard and screen: many lines, pastes, Ctrl-C, the editor, history, narrow and wide characters."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

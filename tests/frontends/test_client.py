@@ -1,7 +1,5 @@
 """The client of `moegguf serve`: its address, its requests, its errors."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

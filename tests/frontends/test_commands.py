@@ -1,7 +1,5 @@
 """Commands that only read headers, and error messages."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

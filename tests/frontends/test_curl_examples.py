@@ -1,7 +1,5 @@
 """The examples of Ollama's API documentation, as `curl -d` sends them, and those of our own pages, at a real server."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

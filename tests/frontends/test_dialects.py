@@ -1,7 +1,5 @@
 """What every API promises of an answer, over a scripted manager; test_encodings.py has its forms."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

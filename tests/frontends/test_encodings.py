@@ -1,7 +1,5 @@
 """Every API's encoding of the same answers: byte for byte as in `recorded/`, and by the types of the clients."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

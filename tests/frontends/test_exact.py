@@ -1,7 +1,5 @@
 """`exact` as users of the clients send it to a server that computes requests together."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -40,7 +38,6 @@ def by_openai(server: Server) -> list[float]:
             extra_body={"exact": True},
         )  # fmt: skip
     found = answer.choices[0].logprobs
-    assert found is not None
     return [each.logprob for each in found.content or ()]
 
 

@@ -1,9 +1,5 @@
 """Images through both APIs, `run` and the chat: a real server, and a random vision model found with its projector."""
 
-from __future__ import annotations
-
-import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -119,16 +115,6 @@ def test_run_takes_a_path_and_a_projector(here: Command, tiny: Tiny, projector: 
     assert without.returncode == 0 and without.stdout != done.stdout and "Added" not in without.stderr
     wrong = here("run", tiny(), question, "--mmproj", tiny(), *options)
     assert wrong.returncode == 1 and "architecture" in wrong.stderr
-
-
-def test_an_estimate_counts_the_projector(here: Command, tiny: Tiny, projector: Tiny, tmp_path: Path) -> None:
-    shutil.copy(tiny(), tmp_path / "see.gguf")
-    shutil.copy(projector(), tmp_path / "mmproj-see.gguf")
-    plan = json.loads(here("estimate", tmp_path / "see.gguf", "--ctx", 512, "--json").stdout)["plan"]
-    blind = json.loads(here("estimate", tiny(), "--ctx", 512, "--json").stdout)["plan"]
-    assert plan["projector_bytes"] > 0 == blind["projector_bytes"]
-    assert plan["total_bytes"] > blind["total_bytes"]
-    assert "reading images" in here("estimate", tmp_path / "see.gguf", "--ctx", 512).stdout
 
 
 def test_run_sends_images_to_a_running_server(here: Command, vision: Server, tmp_path: Path) -> None:

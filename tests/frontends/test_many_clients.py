@@ -4,8 +4,6 @@ The short form of `python -m tools.load_test`, which does this for a minute, and
 MOEGGUF_REQUESTS sets over how many requests memory has to stay flat (default: some dozen).
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Iterator

@@ -1,7 +1,5 @@
 """/v1/messages over a scripted manager: every event and object against the types of the `anthropic` client."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -35,9 +33,7 @@ def client(url: str) -> Iterator[anthropic.Anthropic]:
         yield client
 
 
-def test_what_the_client_reads_from_a_stream_can_be_sent_back(
-    post: Post, manager: FakeManager, client: anthropic.Anthropic
-) -> None:
+def test_what_a_client_read_can_be_sent_back(post: Post, manager: FakeManager, client: anthropic.Anthropic) -> None:
     manager.script = (Delta(thinking="hm"), Delta(thinking="!"), Delta(text="I look."), CALLS)
     with client.messages.stream(model="able", max_tokens=64, messages=HI, tools=[WEATHER]) as stream:
         final = stream.get_final_message()

@@ -1,7 +1,5 @@
 """/metrics: every line follows Prometheus' grammar, and no counter decreases."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from typing import Any

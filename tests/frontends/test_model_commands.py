@@ -1,7 +1,5 @@
 """Models by name on the command line: pull, list, show, cp, create, rm; and ps and stop against a server."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator

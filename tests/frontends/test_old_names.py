@@ -1,7 +1,5 @@
 """Old names of options work for one release, each with one line that names the new one."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

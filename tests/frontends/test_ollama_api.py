@@ -1,7 +1,5 @@
 """/api on the wire: fields, units, omitted fields, refusals, and keep-alive."""
 
-from __future__ import annotations
-
 from datetime import datetime
 from typing import Any
 

@@ -1,10 +1,7 @@
 """Every call of the real `ollama` client against a real server, streamed and not."""
 
-from __future__ import annotations
-
 import hashlib
 
-import numpy as np
 import ollama
 import pytest
 from servers import Server
@@ -35,27 +32,6 @@ def test_generate_whole_streamed_and_raw(client: ollama.Client) -> None:
     assert "".join(part.response for part in parts) == whole.response and parts[-1].done
     raw = client.generate("demo", "moegguf runs", raw=True, options={"num_predict": 4, "temperature": 0})
     assert raw.response and raw.eval_count == 4 and raw.done_reason == "length" and not raw.context
-
-
-def test_generate_continues_from_a_context(client: ollama.Client) -> None:
-    first = client.generate("demo", QUESTION, options={"temperature": 0, "num_predict": 8})
-    assert first.context and len(first.context) == (first.prompt_eval_count or 0) + 8
-    again = client.generate("demo", "And then?", context=first.context, options={"num_predict": 2})
-    assert (again.prompt_eval_count or 0) > len(first.context)
-
-
-def test_embed_normalizes_and_embeddings_do_not(client: ollama.Client) -> None:
-    found = client.embed("tiny", ["one", "two words"])
-    vectors = np.array(found.embeddings)
-    assert vectors.shape == (2, client.show("tiny").modelinfo["qwen2moe.embedding_length"])  # type: ignore[index]
-    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, rtol=1e-5)
-    assert found.prompt_eval_count and found.total_duration
-    assert np.linalg.norm(client.embed("tiny", "one", dimensions=3).embeddings) == pytest.approx(1)
-    assert client.embed("tiny", "").embeddings == []
-    with pytest.raises(ollama.ResponseError, match="exceeds the context length"):
-        client.embed("tiny", "word " * 5000, truncate=False)
-    plain = np.array(client.embeddings("tiny", "one").embedding)
-    np.testing.assert_allclose(plain / np.linalg.norm(plain), vectors[0], rtol=1e-4, atol=1e-6)
 
 
 def test_copy_create_show_and_delete(client: ollama.Client) -> None:

@@ -1,6 +1,4 @@
-"""What Open WebUI, VS Code Copilot and LiteLLM send and read, replayed against a real server."""
-
-from __future__ import annotations
+"""What Open WebUI and VS Code Copilot send and read, replayed against a real server."""
 
 import json
 import re
@@ -69,18 +67,6 @@ def test_copilot(server: Server, tooled: str) -> None:
     body = {"model": tooled, "messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 5}
     reply = server.call("/v1/chat/completions", body)
     assert reply.status == 200 and reply.text.rstrip().endswith("data: [DONE]")
-
-
-def test_litellm(server: Server, tooled: str) -> None:
-    """It sends `name` alone, takes the first key that ends in context_length, and `tools` from the template."""
-    shown = server.call("/api/show", {"name": tooled}, Content_Type="application/json").json
-    assert "tools" in shown["template"]
-    assert next(value for key, value in shown["model_info"].items() if key.endswith("context_length")) == 2048
-    body = {"model": tooled, "messages": [{"role": "user", "content": "hi"}], "options": {"num_predict": 5}}
-    for stream in (True, False):
-        reply = server.call("/api/chat", {**body, "stream": stream})
-        objects = reply.lines if stream else [reply.json]
-        assert objects[-1]["done"] and objects[-1]["prompt_eval_count"] and objects[-1]["eval_count"]
 
 
 def test_the_command_of_ollama(server: Server) -> None:

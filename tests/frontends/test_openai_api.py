@@ -1,11 +1,8 @@
 """OpenAI's API over a scripted manager, byte by byte: what the client test cannot provoke."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from http.client import HTTPConnection
 from typing import Any
@@ -21,20 +18,6 @@ from moegguf.errors import AllocationError, BudgetError, MoeggufError, WorkerErr
 from moegguf.generate.request import Delta, ToolCall
 
 
-@pytest.fixture
-def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30) as client:
-        yield client
-
-
-Post = Callable[..., httpx.Response]
-
-
-@pytest.fixture
-def chat(http: httpx.Client) -> Post:
-    return lambda **fields: http.post("/v1/chat/completions", json={"model": "demo", "messages": HI, **fields})
-
-
 @pytest.mark.parametrize(
     ("error", "tries"), [(AllocationError("no room"), 1), (BudgetError("x"), 1), (WorkerError("x"), 3)]
 )
@@ -46,10 +29,10 @@ def test_permanent_errors_are_not_retried(url: str, manager: FakeManager, error:
     assert len(manager.leases) == tries
 
 
-def test_metrics_count_answers(http: httpx.Client, chat: Post, manager: FakeManager) -> None:
+def test_metrics_count_answers(http: httpx.Client, manager: FakeManager) -> None:
     manager.timing = changed(prompt_tokens=10, answer_tokens=4)
-    chat()
-    chat(stream=True)
+    for stream in (False, True):
+        http.post("/v1/chat/completions", json={"model": "demo", "messages": HI, "stream": stream})
     http.post("/v1/completions", json={"model": "demo", "prompt": "a"})
     http.post("/api/chat", json={"model": "demo", "messages": HI})
     http.post("/api/chat", json={"model": "demo", "messages": HI, "stream": False, "keep_alive": 0})
@@ -63,9 +46,7 @@ def test_metrics_count_answers(http: httpx.Client, chat: Post, manager: FakeMana
     assert not [line for line in lines if line.startswith("moegguf_slots{")]
 
 
-def test_a_client_that_leaves_does_not_wait_for_the_text_of_its_tokens(
-    http: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_that_leaves_waits_for_no_text(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, cancelled = threading.Event(), threading.Event()
 
     async def never(*_: Any) -> str:
@@ -105,12 +86,13 @@ def test_a_whole_response_echoes_what_was_asked(http: httpx.Client) -> None:
 
 
 def test_what_the_client_reads_from_a_streamed_response_can_be_sent_back(
-    http: httpx.Client, manager: FakeManager, client: openai.OpenAI
+    url: str, http: httpx.Client, manager: FakeManager
 ) -> None:
     calls = (ToolCall("c1", "weather", {"city": "Oslo"}), ToolCall("c2", "weather", {}))
     manager.script = (Delta(thinking="hm"), Delta(text="Hel"), Delta(text="lo"), Delta(tool_calls=calls))
     asked: Any = {"model": "able", "input": "hi", "tools": [FUNCTION], "include": ["reasoning.encrypted_content"]}
-    with client.responses.stream(**asked) as stream:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30)
+    with client, client.responses.stream(**asked) as stream:
         texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
         final = stream.get_final_response()
     assert texts == ["Hel", "lo"] and final.output_text == "Hello"

@@ -1,7 +1,5 @@
 """The `openai` Python client, sync and async, against `moegguf serve`: every supported call."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -76,18 +74,6 @@ def test_a_required_tool_call(client: openai.OpenAI) -> None:
     assert deltas[0].function is not None and deltas[0].function.name == "weather"
     assert "".join(delta.function.arguments or "" for delta in deltas if delta.function) == call.function.arguments
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
-
-
-def test_completions(client: openai.OpenAI) -> None:
-    asked: Any = {"model": "demo", "prompt": "moegguf is", "seed": 1}
-    said = client.completions.create(**asked)
-    assert said.object == "text_completion" and said.choices[0].finish_reason in ("length", "stop")
-    assert said.usage is not None and 0 < said.usage.completion_tokens <= 16
-    chunks = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
-    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == said.choices[0].text
-    assert chunks[-1].usage is not None and tokens_of(chunks[-1].usage) == tokens_of(said.usage)
-    echoed = client.completions.create(**asked, echo=True)
-    assert echoed.choices[0].text == f"moegguf is{said.choices[0].text}"
 
 
 def test_llama_servers_endpoints_give_the_same(client: openai.OpenAI, whole: ChatCompletion, served: Server) -> None:

@@ -1,7 +1,5 @@
 """`/` for browsers and for other clients, the files of the page, and `/live`, over a manager without processes."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import hashlib

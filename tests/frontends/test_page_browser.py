@@ -1,7 +1,5 @@
 """The page in a browser over the real server with the demo model: the stream, the map, turns, and a phone's width."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The page in a browser over scripted answers: stop, errors, API key, keyboard and colours."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Any

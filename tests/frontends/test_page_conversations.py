@@ -1,8 +1,6 @@
 """Conversations on the page, over scripted answers: several kept in the browser, versions of a message, settings,
 pictures, tools, the choice of a model, and what axe finds."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import io

@@ -1,7 +1,5 @@
 """Markdown of answers in a browser: what it looks like, what it may not do, and while it is written."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,8 +1,6 @@
 """`moegguf.serving.ray:app` on a local Ray: two replicas of the demo, and one model that is scaled. Runs where Ray is
 installed."""
 
-from __future__ import annotations
-
 import json
 import urllib.request
 from collections.abc import Iterator
@@ -165,7 +163,6 @@ def test_a_killed_replica_ends_its_stream_with_an_error_and_comes_back(applicati
                     ended, last = stream, [line]
             if ended:
                 break
-        assert ended is not None
         error = json.loads(last[0].removeprefix(b"data: "))["error"]
         assert "replica" in (error if ended is ollama else error["message"])
         assert (ended.rest() or [b""])[-1] in (b"", b"data: [DONE]")

@@ -1,7 +1,5 @@
 """The APIs in front of Ray's replicas, without Ray: what they offer, and what they refuse."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, cast
 

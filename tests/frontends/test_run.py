@@ -1,7 +1,5 @@
 """`moegguf run`: stdout is the answer only, stderr everything else; exit codes."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -203,7 +201,6 @@ def test_an_error_during_an_answer_has_exit_code_1() -> None:
 def hub() -> Iterator[FakeHub]:
     """A hub with the demo."""
     path = demo_path()
-    assert path is not None
     with running_hub() as found:
         found.add("some/demo-GGUF", {"demo-Q4_0.gguf": path.read_bytes()})
         yield found

@@ -1,7 +1,5 @@
 """`moegguf run` beside a running server: the server answers when it has the model, as a model loaded here would."""
 
-from __future__ import annotations
-
 import http.server
 import re
 import threading

@@ -1,7 +1,5 @@
 """`moegguf serve`: what its flags hand to the workers."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import os

@@ -1,7 +1,5 @@
 """Contexts on disk as users have them: after unloading, after a killed server, in the reports, and the command."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

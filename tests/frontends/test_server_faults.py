@@ -1,7 +1,5 @@
 """Errors, disconnects and crashes under a server, as its clients and the next request see them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The laboratory's commands over a recorded trace: `python -m predictors.study.NAME`."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """What is printed on a terminal: the map of the experts, broken lines, progress, and statistics for scripts."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any
@@ -300,12 +298,8 @@ def test_tiers_are_added_and_subtracted_by_name_and_device() -> None:
 
 
 DECIDED: dict[str, Any] = {
-    "policy": "next-use",
-    "predictor": "skip",
-    "prefetch": "on",
-    "gates": 10,
-    "us_per_event": 41.6,
-}
+    "policy": "next-use", "predictor": "skip", "prefetch": "on", "gates": 10, "us_per_event": 41.6,
+}  # fmt: skip
 
 
 def test_policy_and_predictor_have_lines() -> None:

@@ -1,7 +1,5 @@
 """`moegguf top`: its frames at every size, its JSON, and the command in a terminal."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re
@@ -93,9 +91,7 @@ def test_two_tiers_have_a_line_each_and_a_map_of_three_places() -> None:
 
 @pytest.mark.parametrize(("width", "height"), [(40, 16), (40, 10), (80, 24), (20, 24), (200, 60), (100, 12)])
 @pytest.mark.parametrize("n_models", [1, 2, 5])
-def test_a_frame_is_never_wider_than_the_terminal_nor_higher_while_there_is_room(
-    width: int, height: int, n_models: int
-) -> None:
+def test_a_frame_is_never_wider_than_the_terminal_nor_higher_with_room(width: int, height: int, n_models: int) -> None:
     models = models_of(*(f"hf.co/user/a-model-with-a-long-name:{i}" for i in range(n_models)), n_layer=48)
     lines = frame(models, width, height)
     assert max(map(len, lines)) <= width

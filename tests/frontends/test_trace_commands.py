@@ -1,7 +1,5 @@
 """`moegguf trace`: record from the demo model, simulate; errors."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

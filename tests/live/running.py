@@ -65,15 +65,6 @@ def share_for(path: Path, n_slots: int, device: str | None = None) -> int:
     return n_slots * slot_bytes(padded(read_layout(path), [device]))
 
 
-def follow_tokens(llm: Llama, prompt: Sequence[int], tokens: Sequence[int]) -> Logits:
-    """Logits of a prompt and of these tokens behind it, one by one, from an empty context."""
-    llm.reset()
-    llm.eval(prompt)
-    for token in tokens:
-        llm.eval([token])
-    return llm.scores[: llm.n_tokens].copy()
-
-
 def write_adapter(path: Path, arch: str, matrix: str, shape: tuple[int, ...]) -> Path:
     """A LoRA adapter of rank 8 for one matrix, `shape` in numpy order, that changes logits."""
     from gguf import GGUFWriter
@@ -115,7 +106,6 @@ def controller_of(llm: Llama) -> Controller:
 
 def count_scores(llm: Llama) -> list[bool]:
     """Grows by one with each table of scores that the store is given, or with None."""
-    assert llm.session is not None
     store, given = llm.session.store, list[bool]()
     set_scores = store.set_scores
 
@@ -179,17 +169,8 @@ def in_threads(*calls: Callable[[], Any], timeout_s: float = 60.0) -> list[Any]:
     return results
 
 
-def greedy_tokens_of_file(path: Path) -> list[int]:
-    """For another process: what a model of its own writes."""
-    with Llama(path, expert_cache="40%", n_ctx=512, n_threads=1, logits_all=True, verbose=False) as llm:
-        logits = greedy_logits(llm, n_new=8)
-        assert llm.stats().evictions > 0
-        return np.argmax(logits, axis=1).tolist()
-
-
 def devices_of(llm: Llama) -> dict[str, dict[str, Any]]:
     """The store's figures of each device that computes layers, by ggml's name for it, in the order of their layers."""
-    assert llm.session is not None
     store = llm.session.store
     found = (store.device(index) for index in range(len(store.devices)))
     return {figures["device"]: figures for figures in found}

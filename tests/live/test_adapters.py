@@ -1,7 +1,5 @@
 """LoRA adapters and draft models by a model's name: from Modelfiles, of a server, and what does not fit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace

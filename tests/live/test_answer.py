@@ -1,7 +1,5 @@
 """Answers while they are generated: text, timing, reuse of the context, and cancelling."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,13 +45,6 @@ def test_a_second_turn_evaluates_only_what_is_new(demo: Llama) -> None:
     assert second
 
 
-def test_the_same_prompt_again_evaluates_one_token(demo: Llama) -> None:
-    text, first = reply(demo, QUESTION)
-    again, second = reply(demo, QUESTION)
-    assert again == text
-    assert (second.cached_tokens, second.prompt_tokens) == (first.prompt_tokens - 1, 1)
-
-
 def test_a_seed_gives_the_same_answer_whatever_came_before(demo: Llama) -> None:
     def drawn() -> str:
         text, timing = reply(demo, prompt="Once upon", temperature=1.5, seed=7, max_tokens=60)
@@ -94,17 +85,6 @@ def test_cancelling_stops_within_one_token(demo: Llama) -> None:
     assert (answer.timing.finish, answer.timing.answer_tokens) == ("cancelled", 5)
     assert answer.timing.answer_s > 0
     assert reply(demo, QUESTION)[0].startswith(text_of(deltas))
-
-
-def test_cancelling_an_answer_before_or_after_it_ran_affects_no_other(demo: Llama) -> None:
-    early = Answer(demo, ask(QUESTION))
-    early.cancel()
-    assert early.deltas() == []
-    assert early.timing.finish == "cancelled"
-    late = Answer(demo, ask(QUESTION))
-    whole = text_of(late.deltas())
-    late.cancel()
-    assert reply(demo, QUESTION)[0] == whole
 
 
 def test_the_error_of_a_prompt_that_does_not_fit_states_its_length(demo: Llama) -> None:

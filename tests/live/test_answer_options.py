@@ -1,7 +1,5 @@
 """What can be asked of an answer: stop strings, how tokens are chosen, their chances, gaps to fill, formats."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -11,7 +9,7 @@ from answering import QUESTION, Answer, Load, TinyModel, ask, ends_of, reply, te
 
 from moegguf.engine.llama import Llama
 from moegguf.engine.vocabulary import to_utf8
-from moegguf.errors import CapabilityError, ContextError, OptionError, TemplateError
+from moegguf.errors import CapabilityError, ContextError, OptionError
 from moegguf.generate.prompt import MAX_WHOLE_CHARACTERS
 from moegguf.generate.request import Delta, GenerationRequest, TokenLogprob
 from moegguf.generate.transcript import Transcript
@@ -28,18 +26,7 @@ CALLER = (
     '<tool_call>{"name": <name>, "arguments": <arguments>}</tool_call>{% endif %}'
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"enum": ["Paris", "Oslo"]}},
-            "required": ["city"],
-            "additionalProperties": False,
-        },
-    },
-}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 
 
 @pytest.mark.parametrize("stop", ["of-Experts", " models", "f", "It leaves the exp", "moe", "."])
@@ -48,16 +35,6 @@ def test_a_stop_string_ends_the_answer_and_no_letter_of_it_is_returned(demo: Lla
     assert text_of(answer.deltas()) == whole[: whole.index(stop)]
     assert answer.timing.finish == "stop" and answer.timing.stop_string == stop
     assert answer.timing.answer_tokens <= len(demo.tokenize(whole.encode(), False))
-
-
-def test_the_first_of_several_stop_strings_counts(demo: Llama, whole: str) -> None:
-    stops = (" memory", "Mixture", "Mix")
-    assert reply(demo, QUESTION, stop=stops)[0] == whole[: whole.index("Mix")]
-
-
-def test_what_only_looked_like_a_stop_string_is_returned(demo: Llama, whole: str) -> None:
-    stops = (whole[5:30] + "!", whole[-6:] + "and more", "\N{SNOWMAN}", "")
-    assert reply(demo, QUESTION, stop=stops)[0] == whole
 
 
 def test_code_points_split_over_tokens_come_whole(demo: Llama) -> None:
@@ -198,18 +175,6 @@ def test_a_template_of_the_request_is_used_and_its_thinking_separated(demo: Llam
     assert 0 < answer.timing.thinking_tokens <= answer.timing.answer_tokens
 
 
-@pytest.mark.parametrize("choice", ["required", "weather"])
-def test_a_call_that_is_demanded_is_made(demo: Llama, choice: str) -> None:
-    answer = Answer(demo, ask(QUESTION, template=CALLER, tools=(WEATHER,), tool_choice=choice, max_tokens=80))
-    deltas = answer.deltas()
-    (call,) = [call for piece in deltas for call in piece.tool_calls]
-    assert call.name == "weather"
-    assert call.arguments["city"] in ("Paris", "Oslo")
-    assert call.id
-    assert text_of(deltas).strip() == ""
-    assert answer.timing.finish == "stop"
-
-
 def test_a_call_that_is_offered_may_be_left_out(demo: Llama) -> None:
     answer = Answer(demo, ask(QUESTION, template=CALLER, tools=(WEATHER,), max_tokens=10))
     assert "weather" in demo.detokenize(answer.prompt.tokens).decode()
@@ -218,34 +183,6 @@ def test_a_call_that_is_offered_may_be_left_out(demo: Llama) -> None:
     assert "weather" not in demo.detokenize(unoffered.prompt.tokens).decode()
     with pytest.raises(CapabilityError, match="'rain'"):
         Answer(demo, ask(QUESTION, template=CALLER, tools=(WEATHER,), tool_choice="rain"))
-
-
-@pytest.mark.parametrize("think", [None, False])
-def test_a_model_that_could_think_first_keeps_to_the_form(demo: Llama, think: bool | None) -> None:
-    schema = {"type": "object", "properties": {"n": {"const": 7}}, "required": ["n"]}
-    template = THINKER.replace("[assistant]<think>\n", "[assistant]")
-    answer = Answer(demo, ask(QUESTION, template=template, format=schema, think=think, max_tokens=60))
-    assert json.loads(text_of(answer.deltas()))["n"] == 7
-
-
-def test_a_bad_template_is_an_error_of_the_request(demo: Llama) -> None:
-    for template in ("{{ ''.__class__.__mro__ }}", "{% for %}", "{{ raise_exception('no') }}"):
-        with pytest.raises(TemplateError):
-            Answer(demo, ask(QUESTION, template=template))
-
-
-def test_the_whole_json_and_nothing_else_is_written(demo: Llama) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"name": {"enum": ["moegguf", "llama"]}, "n": {"type": "integer", "minimum": 0, "maximum": 9}},
-        "required": ["name", "n"],
-    }
-    for options in ({}, {"temperature": 1.5, "seed": 1}, {"temperature": 1.0, "repeat_penalty": 1.3, "seed": 2}):
-        text, timing = reply(demo, QUESTION, format=schema, max_tokens=100, **options)
-        written = json.loads(text)
-        assert written["name"] in ("moegguf", "llama")
-        assert 0 <= written["n"] <= 9
-        assert timing.finish == "stop"
 
 
 def test_control_tokens_are_not_text(tiny: TinyModel, load: Load) -> None:

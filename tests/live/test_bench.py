@@ -1,7 +1,5 @@
 """`moegguf bench` end to end on a tiny model: every system in a process of its own, the same tokens from all."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

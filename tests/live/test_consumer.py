@@ -1,7 +1,5 @@
 """What a program that imports moegguf finds: names, documentation, types, and `llama_cpp`."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import pydoc
@@ -48,7 +46,6 @@ def test_names_are_listed_before_they_are_loaded() -> None:
 
 def test_every_keyword_is_in_the_signature_and_every_own_one_is_documented() -> None:
     base = UpstreamLlama.__base__
-    assert base is not None
     upstream = {
         name: each
         for name, each in inspect.signature(base.__init__).parameters.items()

@@ -1,7 +1,5 @@
 """At the end of the context: prompts that are too long are cut, and answers go on after a shift."""
 
-from __future__ import annotations
-
 import pytest
 from answering import DEMO, QUESTION, Answer, Load, TinyModel, ask, ends_of, reply
 from running import random_prompt

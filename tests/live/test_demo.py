@@ -3,8 +3,6 @@
 `python -m predictors.models.quiz_demo --times 20` asks all of them, and many more.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

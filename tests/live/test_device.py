@@ -1,7 +1,5 @@
 """llama.cpp computing on a device whose memory is not host memory, with the experts' slots there as well."""
 
-from __future__ import annotations
-
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,6 @@ def on_rpc(path: Path, n_slots: int, shrink_to: int) -> tuple[Logits, Logits, di
         assert llm.session is None
         plain = greedy_logits(llm)
     with Llama(path, expert_cache=share_for(path, n_slots), store=StoreOptions(device="RPC0"), **options) as llm:
-        assert llm.session is not None
         store, passes = llm.session.store, count()
 
         def before_each() -> None:
@@ -42,9 +39,7 @@ def on_rpc(path: Path, n_slots: int, shrink_to: int) -> tuple[Logits, Logits, di
 
 @pytest.mark.parametrize(("n_slots", "shrink_to"), [(24, 24), (30, 17), (64, 40)])
 @pytest.mark.parametrize("quant", ["q4_0", "q4_k_m"])
-def test_slots_on_a_device_give_the_logits_of_that_device(
-    tiny: TinyModel, quant: str, n_slots: int, shrink_to: int
-) -> None:
+def test_slots_on_a_device_give_that_devices_logits(tiny: TinyModel, quant: str, n_slots: int, shrink_to: int) -> None:
     plain, logits, figures = in_child(on_rpc, tiny("tiny-qwen2moe", quant), n_slots, shrink_to)
     assert np.array_equal(logits, plain)
     assert figures["n_slots_usable"] == shrink_to
@@ -63,7 +58,6 @@ def two_tiers_on_rpc(
     options: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "logits_all": True, "verbose": False}
     vram, ram = (share_for(path, n) for n in slots)
     with Llama(path, vram_cache=vram, expert_cache=ram, **options) as llm:
-        assert llm.session is not None
         store, passes = llm.session.store, count()
 
         def before_each() -> None:
@@ -128,7 +122,6 @@ def all_on_rpc(path: Path) -> bool:
     with hooks_off(), Llama(path, n_gpu_layers=-1, **options) as llm:
         plain = greedy_logits(llm)
     with Llama(path, vram_cache="100%", **options) as llm:
-        assert llm.session is not None
         assert list(llm.session.tiers()) == ["VRAM"]
         assert np.array_equal(greedy_logits(llm), plain)
     with pytest.raises(BudgetError, match=r"vram_cache=.* holds 0 experts"):

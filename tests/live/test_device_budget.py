@@ -1,7 +1,5 @@
 """Budgets of two tiers that change while the model writes, and a device that refuses memory."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any
@@ -55,7 +53,6 @@ def in_several_pools(path: Path) -> dict[str, Any]:
         options = {"placement": "slots", "store": store, "n_ubatch": 1, **budgets, **OPTIONS}
         with warnings.catch_warnings(record=True) as told, Llama(path, **options) as llm:
             warnings.simplefilter("always")
-            assert llm.session is not None
             opened = llm.session.store
             logits = greedy_logits(llm)
             pools = [(device.n_slots, tuple(device.layers)) for device in opened.devices]
@@ -100,7 +97,6 @@ def by_policies(path: Path, policy: str | None) -> dict[str, Any]:
 
     Store.set_policy = recorded  # type: ignore[method-assign]
     with behind_a_link(path, 24, 20, placement="slots", **given) as llm:
-        assert llm.session is not None
         logits, tiers = greedy_logits(llm), llm.session.tiers()
         evictions = [tiers[name]["evictions"] for name in ("VRAM", "RAM")]
         return {"logits": logits, "named": llm.decisions()["policy"], "chosen": chosen, "evictions": evictions}
@@ -126,7 +122,6 @@ def free_bytes() -> int:
 def moves(path: Path) -> dict[str, Any]:
     """What a run sees whose budgets move: logits that never differ, memory of the device that comes and goes."""
     with behind_a_link(path, 60, 40) as llm:
-        assert llm.session is not None
         store, expected, full = llm.session.store, greedy_logits(llm), free_bytes()
         steps = iter([(20, 10), (17, 1), (40, 30), (16, 20), (60, 40)] * N_NEW)
         seen = []
@@ -158,7 +153,6 @@ def from_resident_on_rpc(path: Path) -> bool:
     """Whether a pool with every expert shrinks and grows on another machine's memory, and logits are those of every
     expert there in passes of as many tokens."""
     with Llama(path, vram_cache="100%", **OPTIONS) as llm:
-        assert llm.session is not None
         n_batch, llm.n_batch = llm.n_batch, llm.plan.slot_tokens
         expected, llm.n_batch = greedy_logits(llm), n_batch
         with pytest.warns(UserWarning, match="read 1 token at a time, as slots are exact for no more"):
@@ -206,7 +200,6 @@ def refusals(path: Path) -> bool:
     """Whether the model stays usable where the device refuses memory for a moment, and for good."""
     arm = library.load().moegguf_fault_arm
     with behind_a_link(path, 40, 30) as llm:
-        assert llm.session is not None
         expected = greedy_logits(llm)
         arm(ALLOC, 1, 0, 12)  # too little for both pools at once: slots are emptied first
         llm.set_budget(vram_cache=share_of(path, 20))
@@ -260,11 +253,9 @@ def test_a_context_takes_memory_of_slots(tiny: TinyModel) -> None:
 def warm(path: Path) -> bool:
     """Whether the experts used most are in VRAM after the next load, and the next ones in RAM."""
     with behind_a_link(path, 20, 12, warm_start=True) as llm:
-        assert llm.session is not None
         expected = greedy_logits(llm, n_new=8)
         uses = llm.session.store.activity()[0].astype(np.float32)
     with behind_a_link(path, 20, 12, warm_start=True) as llm:
-        assert llm.session is not None
         llm.session.store.drain(10)
         places = llm.session.places()[most_used(uses, 32)]
         assert (places[:20] == Place.VRAM).all() and (places[20:] == Place.RAM).all()
@@ -291,7 +282,6 @@ def behind_a_busy_link(path: Path) -> list[tuple[Any, ...]]:
     options = {"vram_cache": share_of(path, 16), "expert_cache": "100%", "placement": "slots"}
     states = []
     with Llama(path, store=StoreOptions(device=device), **options, **OPTIONS) as llm:
-        assert llm.session is not None
         for n_tokens in (0, WEIGHED_AT, 1 + WatchdogOptions().off_tokens):
             for token in range(n_tokens):
                 llm.eval([token])

@@ -4,8 +4,6 @@ Compared are answers with no drafts, and with drafts that go wrong everywhere: a
 random, in drafts of random lengths.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -148,9 +146,7 @@ def test_a_full_kv_cache_gives_up_drafts_before_answers(load: Load, tiny: TinyMo
         check_recalled(llm, requests)
 
 
-def test_an_expert_that_only_a_draft_needs_fails_nothing(
-    llm: Llama, eager: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_expert_only_a_draft_needs_fails_nothing(llm: Llama, eager: None, monkeypatch: pytest.MonkeyPatch) -> None:
     evaluate = type(llm.context).eval_chunks
 
     def fail_drafts(context: Any, chunks: Any) -> Any:

@@ -1,7 +1,5 @@
 """`moegguf.Llama` in place of `llama_cpp.Llama`: names, from_pretrained, pickling, what the base gets wrong."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

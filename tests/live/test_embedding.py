@@ -1,7 +1,5 @@
 """Embeddings: the same input gives the same vector, and answers before and after are unchanged."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,9 +64,7 @@ def test_a_long_input_is_cut_or_refused(model: Llama) -> None:
         embed(model, [LONG], truncate=False)
 
 
-def test_of_an_input_that_is_far_too_long_only_the_beginning_is_read(
-    model: Llama, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_an_input_far_too_long_only_the_beginning_is_read(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
     read, sizes, long = model.tokenize, [], LONG * (4 * MAX_WHOLE_CHARACTERS // len(LONG))
     monkeypatch.setattr(model, "tokenize", lambda text, **options: (sizes.append(len(text)), read(text, **options))[1])
     assert embed(model, [long]).vectors == embed(model, [LONG]).vectors

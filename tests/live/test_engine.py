@@ -1,7 +1,5 @@
 """Many requests to one model in process."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 

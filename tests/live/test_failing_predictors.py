@@ -1,7 +1,5 @@
 """Failing predictors on a running model: the same tokens, one warning, no delay."""
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections.abc import Callable
@@ -75,9 +73,7 @@ def test_a_predictor_that_is_always_wrong_costs_no_bit(own: Own, load: Load, exp
     assert llm.stats().prefetch_started > 0
 
 
-def test_closing_does_not_wait_for_events_queued_for_a_slow_predictor(
-    own: Own, load: Load, expected: Logits, tmp_path: Path
-) -> None:
+def test_closing_waits_for_no_queue_of_a_slow_predictor(own: Own, load: Load, expected: Logits, tmp_path: Path) -> None:
     slow = FailingPredictor(MoeShape.of(read_layout(own())), lambda shape: time.sleep(0.15))
     llm = load(own(), policy="lfu", predictor=slow, prefetch=PrefetchOptions(window=1), trace=tmp_path / "t", **TIGHT)
     assert np.array_equal(logits_of(llm), expected)

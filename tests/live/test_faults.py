@@ -1,8 +1,6 @@
 """Disks that fail, memory that runs out, callbacks that raise: a typed error or the same tokens, and then business as
 usual. Faults come through the library's shim, "fail the Nth operation", over N until the run meets none."""
 
-from __future__ import annotations
-
 import os
 import re
 import threading
@@ -90,9 +88,7 @@ def test_the_nth_operation_fails_for_every_n(
 
 
 @pytest.mark.parametrize(("kind", "sticky"), faults("open", "read", "stat", "alloc", "thread", "short_read", "eintr"))
-def test_the_nth_operation_of_a_load_fails_for_every_n(
-    tiny: TinyModel, load: Load, clean: Any, kind: str, sticky: bool
-) -> None:
+def test_every_operation_of_a_load_may_fail(tiny: TinyModel, load: Load, clean: Any, kind: str, sticky: bool) -> None:
     path = tiny()
     load(path, expert_cache="40%").close()
     before = open_files()
@@ -167,7 +163,6 @@ def test_little_memory_gives_a_smaller_pool_and_a_warning(tiny: TinyModel, load:
 
 def wait_for_a_read(llm: Llama) -> None:
     """Returns while a pass waits for the disk."""
-    assert llm.session is not None
     until(lambda: llm.session.store.counters()["chunks_reading"])
 
 
@@ -237,9 +232,7 @@ def test_a_failed_token_is_not_sampled_from_what_the_failure_left(tiny: TinyMode
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt(), SystemExit(1)], ids=repr)
-def test_a_progress_callback_that_raises_ends_the_load(
-    tiny: TinyModel, load: Load, clean: Any, error: BaseException
-) -> None:
+def test_a_raising_callback_ends_the_load(tiny: TinyModel, load: Load, clean: Any, error: BaseException) -> None:
     def progress(_share: float) -> None:
         raise error
 
@@ -265,11 +258,8 @@ def run_often(llm: Llama) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()], ids=repr)
-def test_a_listener_that_raises_is_heard_at_the_next_call(
-    tiny: TinyModel, load: Load, clean: Any, error: BaseException
-) -> None:
+def test_a_raising_listener_is_heard_later(tiny: TinyModel, load: Load, clean: Any, error: BaseException) -> None:
     llm = load(tiny(), expert_cache="40%")
-    assert llm.session is not None
     calls: list[int] = []
 
     def callback(_event: object) -> None:

@@ -4,8 +4,6 @@ These tests run on whichever GPU ggml sees, real (`tools/gpu_trial.py`) or softw
 passed over where there is none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,7 +105,6 @@ def check_identity(
     vram, ram = (share_for(path, n, device.name) for n in slots_of(path, size))
     store = StoreOptions(device=device.name)
     with Llama(path, vram_cache=vram, expert_cache=ram, store=store, n_ubatch=n_ubatch, **OPTIONS) as llm:
-        assert llm.session is not None
         assert llm.plan.device == device.name
         with Meddler(llm.session.store):
             logits = logits_of(llm, prompt, n_tokens)
@@ -177,7 +174,6 @@ def test_budgets_that_change_while_decoding(
 def test_every_expert_on_the_gpu(tiny: TinyModel, plain: Plain, device: Device) -> None:
     path, prompt = tiny("tiny-qwen3moe", "q4_0"), random_tokens(64)
     with Llama(path, vram_cache="100%", store=StoreOptions(device=device.name), n_ubatch=N_UBATCH, **OPTIONS) as llm:
-        assert llm.session is not None
         logits = logits_of(llm, prompt, 32)
         assert list(llm.session.tiers()) == ["VRAM"]
         assert llm.stats().lookups > 0

@@ -1,7 +1,5 @@
 """One measurement of tools/gpu_trial.py, on a device behind a simulated link with limited memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,9 +28,7 @@ def measured(path: Path, share: float) -> list[dict[str, Any]]:
     return [*upstream, measure.run(replace(limited, system="moegguf", options={"expert_cache": "30%"}))]
 
 
-def test_llama_cpp_and_moegguf_write_the_same_tokens_and_are_measured_alike(
-    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_write_the_same_tokens_and_are_measured_alike(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOEGGUF_PLACEMENT", "slots")
     path = tiny("tiny-mix", "q4_0")
     everything, some, none, ours = in_own_process(measured, path, 0.6)

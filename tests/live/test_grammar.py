@@ -1,7 +1,5 @@
 """GBNF grammars through llama-cpp-python's class: they end where no token may follow, and never end the process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path

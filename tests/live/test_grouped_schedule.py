@@ -1,7 +1,5 @@
 """Passes of several requests on a running model: told apart in events, replayed exactly, and grouped by schedule."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -49,15 +47,12 @@ def decode_together(llm: Llama, after_each: Callable[[list[int]], object] = lamb
 @pytest.mark.parametrize(
     ("policy", "predictor"), [("lru", "none"), ("lfu", "none"), ("next-use", "previous-token"), ("next-use", "skip")]
 )
-def test_a_recorded_batch_is_replayed_with_the_hits_that_it_had(
-    tiny: TinyModel, tmp_path: Path, policy: str, predictor: str
-) -> None:
+def test_a_recorded_batch_has_its_hits_in_replay(tiny: TinyModel, tmp_path: Path, policy: str, predictor: str) -> None:
     path = tmp_path / "batches.npz"
     options = {"n_ctx": 64, "n_threads": 1, "verbose": False, "n_seq_max": N_SEQUENCES, "expert_cache": "50%"}
     options |= {"policy": policy, "predictor": predictor, "trace": TraceOptions(path, inputs=predictor == "skip")}
     with Llama(tiny(), lockstep=True, strategy="lru", **options) as llm:
         decode_together(llm)
-        assert llm.session is not None
         was, n_slots, shape = llm.session.store.counters(), llm.stats().n_slots, MoeShape.of(llm.layout)
         ahead = make_predictor(predictor, shape, Artifacts(llm.layout))
     assert (was["forecast_picks"] > 0) == (predictor != "none")
@@ -118,7 +113,6 @@ def test_predicting_for_several_sequences_changes_no_logit(tiny: TinyModel, pred
 
 def test_each_sequence_is_followed_and_the_next_group_fetched(tiny: TinyModel) -> None:
     with Llama(tiny(), n_ctx=64, n_threads=1, verbose=False, n_seq_max=2, expert_cache="40%", strategy="lru") as llm:
-        assert llm.session is not None
         paths = RecentPaths(MoeShape.of(llm.layout), half_life_tokens=1.0)
         groups = SequenceGroups(llm.session, paths)
         requests = [llm.context.begin_request() for _ in range(2)]
@@ -179,7 +173,6 @@ def test_a_resident_model_needs_no_groups(tiny: TinyModel) -> None:
 def test_an_event_of_a_mixed_pass_says_who_reads_and_who_decodes(tiny: TinyModel) -> None:
     seen: list[RoutingEvent] = []
     with Llama(tiny(), n_ctx=64, n_threads=1, verbose=False, n_seq_max=2, expert_cache="40%", strategy="lru") as llm:
-        assert llm.session is not None
         llm.session.store.listen(on_routing=seen.append)
         first, second = llm.context.begin_request(), llm.context.begin_request()
         llm.context.eval_chunks([Chunk(0, [5, 6], 0, first, Phase.PREFILL)])

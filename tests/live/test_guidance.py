@@ -1,7 +1,5 @@
 """guidance with a `moegguf.Llama`; it evaluates tokens itself, by the bindings. Runs where guidance is installed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Budget, readers, layout, switches, scores and prefetches never change a logit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +23,9 @@ from moegguf.native.store import StoreOptions
 from moegguf.processor import read_processor
 
 MODELS = [
-    ("tiny-qwen2moe", "q4_0"),
-    ("tiny-qwen2moe", "q8_0"),
-    ("tiny-qwen3moe", "q8_0"),
-    ("tiny-mixtral", "q4_k_m"),
-    ("tiny-deepseek2", "q4_0"),
-    ("tiny-deepseek2", "q4_k_m"),
-    ("tiny-mix", "q4_k_m"),
-]
+    ("tiny-qwen2moe", "q4_0"), ("tiny-qwen2moe", "q8_0"), ("tiny-qwen3moe", "q8_0"), ("tiny-mixtral", "q4_k_m"),
+    ("tiny-deepseek2", "q4_0"), ("tiny-deepseek2", "q4_k_m"), ("tiny-mix", "q4_k_m"),
+]  # fmt: skip
 TWO_MODELS = [("tiny-qwen2moe", "q4_0"), ("tiny-mix", "q4_k_m")]
 SIZES = ("minimum", "one layer", "40%", "all")
 READERS = [(1, 1), (2, 3), (4, 1)]  # and files of the split
@@ -58,7 +51,6 @@ def slots_of(path: Path, size: str) -> int:
 
 def check_that_it_acted(llm: Llama, *, n_slots: int) -> None:
     """Nothing is proved by a store that had nothing to do."""
-    assert llm.session is not None
     stats, info = llm.stats(), llm.session.store.info()
     assert info["n_slots"] == n_slots
     assert stats.lookups == stats.hits_ready + stats.hits_late + stats.misses > 0
@@ -73,7 +65,6 @@ def run_and_compare(
 ) -> None:
     n_slots = slots_of(path, size)
     llm = load(path, expert_cache=share_for(path, n_slots), store=store, **options)
-    assert llm.session is not None
     with Meddler(llm.session.store) as meddler:
         logits = greedy_logits(llm, before_each=meddler.meddle)
     check_that_it_acted(llm, n_slots=n_slots)
@@ -112,7 +103,6 @@ def test_logits_are_identical_for_every_way_of_moving_experts(
 def test_rows_are_interleaved_past_the_cache(tiny: TinyModel, load: Load) -> None:
     for quant, written in (("q4_0", True), ("q8_0", False)):  # that these are upstream's bytes is tested above
         with load(tiny("tiny-qwen2moe", quant), expert_cache="40%") as llm:
-            assert llm.session is not None
             info = llm.session.store.info()
             assert info["n_uncached"] == (info["n_matrices"] if written else 0)
             assert info["n_uncached"] <= info["n_repacked"]
@@ -129,7 +119,6 @@ def test_a_prompt_in_small_passes_is_identical_too(tiny: TinyModel, load: Load, 
 def test_logits_are_identical_over_two_thousand_tokens(tiny: TinyModel, load: Load, reference: Reference) -> None:
     path, n_new = tiny(), 2000
     llm = load(path, expert_cache="40%", n_ctx=2304)
-    assert llm.session is not None
     with Meddler(llm.session.store) as meddler:
         logits = greedy_logits(llm, n_new=n_new, before_each=meddler.meddle)
     check_that_it_acted(llm, n_slots=llm.plan.n_slots)

@@ -1,7 +1,5 @@
 """LangChain with `moegguf.Llama` behind it. Runs where langchain-community is installed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

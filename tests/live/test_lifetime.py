@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import ctypes
 import gc
-import multiprocessing
 import os
 import shutil
 import subprocess
@@ -14,13 +13,12 @@ import textwrap
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from running import Llama, Load, Reference, TinyModel, greedy_logits, greedy_tokens_of_file, in_threads, random_prompt
+from running import Llama, Load, Reference, TinyModel, greedy_logits, in_threads, random_prompt
 from waiting import status_of
 
 from moegguf.errors import (
@@ -177,9 +175,7 @@ def child_of_fork(llm: Llama) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_child_of_fork_gets_an_error_and_the_parent_goes_on(
-    tiny: TinyModel, load: Load, reference: Reference
-) -> None:
+def test_a_forked_child_gets_an_error_and_the_parent_goes_on(tiny: TinyModel, load: Load, reference: Reference) -> None:
     llm = load(tiny(), expert_cache="40%")
     llm.eval([1, 2, 3])
     pid = os.fork()
@@ -243,12 +239,6 @@ def test_a_process_that_only_exits_frees_everything(tiny: TinyModel) -> None:
     result = run_script(script, tiny())
     assert result.returncode == 0, result.stderr
     assert "Traceback" not in result.stderr
-
-
-def test_a_process_started_with_spawn_loads_its_own(tiny: TinyModel) -> None:
-    expected = greedy_tokens_of_file(tiny())
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        assert pool.submit(greedy_tokens_of_file, tiny()).result(CHILD_TIMEOUT_S) == expected
 
 
 def test_a_model_is_not_copied(tiny: TinyModel, load: Load) -> None:

@@ -1,7 +1,5 @@
 """Policies and predictors on running models: the same tokens whatever they decide, and that they do decide."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable
@@ -97,9 +95,7 @@ def test_every_predictor_predicts_and_changes_no_bit(
     assert (llm.stats().prefetch_started > 0) == predicts
 
 
-def test_prefetching_from_the_event_thread_while_the_model_computes(
-    own: Own, load: Load, expected: Callable[..., Logits]
-) -> None:
+def test_prefetching_on_the_event_thread_meanwhile(own: Own, load: Load, expected: Callable[..., Logits]) -> None:
     llm = load(own(), policy="locality", predictor="skip", prefetch=EAGER, store=StoreOptions(sweep=False), **TIGHT)
     deadline = time.monotonic() + 60
     for n in itertools.count():
@@ -225,9 +221,7 @@ def test_a_policy_of_a_tier_that_is_not_there_is_told(own: Own, load: Load) -> N
     assert load(own(), policy="vram=slru,ram=lfu-decay").decisions()["policy"] == "lfu-decay"
 
 
-def test_a_resident_model_is_left_alone_until_its_pool_shrinks(
-    own: Own, load: Load, expected: Callable[..., Logits]
-) -> None:
+def test_a_resident_model_is_left_alone_till_it_shrinks(own: Own, load: Load, expected: Callable[..., Logits]) -> None:
     llm = load(own(), policy="lfu", expert_cache="100%", n_ubatch=4)
     given = count_scores(llm)
     assert np.array_equal(logits_of(llm), expected())

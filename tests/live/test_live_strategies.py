@@ -1,7 +1,5 @@
 """Each strategy on the demo model, which has a trained predictor for each: the same tokens, and its parts at work."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,6 +95,5 @@ def test_a_simulated_strategy_counts_what_the_live_one_counted(
     monkeypatch.setitem(STRATEGIES, name, replace(STRATEGIES[name], store=options))
     row, _ = analysis.simulate_strategies([name], [share], prefetch=False)
     assert (row.strategy, row.n_slots) == (name, n_slots)
-    assert row.simulated is not None
     for counted in ("lookups", "misses", "evictions"):
         assert row.simulated.counters[counted] == trace.header.settings[counted], counted

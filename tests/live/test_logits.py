@@ -1,7 +1,5 @@
 """Logits belong to the request that computed them: no token is taken from those that another one left."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator
 from typing import Any
 

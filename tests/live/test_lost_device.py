@@ -1,8 +1,6 @@
 """A server's models on a device: what is counted there, and one that vanishes: a typed error, and the next answer from
 the CPU."""
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import sys
@@ -150,9 +148,7 @@ def test_a_devices_failure_is_found_in_a_log() -> None:
 
 
 @in_loop
-async def test_without_a_gpu_a_server_with_a_budget_for_one_says_so(
-    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_without_the_gpu_of_its_budget_says_so(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOEGGUF_VRAM_CACHE", "40%")
     async with ModelManager(OneModel(tiny()), Settings(n_ctx=512), devices=list) as manager:
         with pytest.raises(BudgetError, match="sees none"):

@@ -1,7 +1,5 @@
 """The manager with real workers: memory is freed, a killed worker costs one answer, and answers stay the same."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 from collections.abc import AsyncIterator, Callable
@@ -133,9 +131,7 @@ async def test_a_budget_that_changes_beside_answers_frees_memory_and_changes_no_
 
 
 @in_loop
-async def test_a_budget_asked_for_while_it_ran_is_kept_by_a_model_that_a_longer_context_loads_again(
-    files: Files,
-) -> None:
+async def test_a_budget_asked_for_in_a_run_is_kept_where_a_longer_context_loads_again(files: Files) -> None:
     async with running_manager(files, n_ctx=512) as manager:
         full = await manager.load("a", ONE_THREAD)
         small = await manager.set_budget("a", parse_expert_cache("50%"))

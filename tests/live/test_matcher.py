@@ -97,7 +97,6 @@ class Walk:
     """A matcher over the model's tokens, without the model."""
 
     def __init__(self, llm: Llama, constraint: Constraint | None) -> None:
-        assert constraint is not None
         self._llm = llm
         self._matcher = Matcher(constraint, matcher_tokens(llm.vocabulary))
         self._texts = [llm.vocabulary.piece(token, special=True) for token in range(llm.n_vocab())]

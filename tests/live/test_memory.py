@@ -1,7 +1,5 @@
 """Context length: as requested, padded as llama.cpp does; the default fits memory; absurd sizes fail at once."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,23 +11,18 @@ from moegguf.engine.machine import Memory, read_memory
 from moegguf.engine.memory import check_context, kv_bytes
 from moegguf.engine.planner import pad_context
 from moegguf.errors import AllocationError, OptionError
-from moegguf.gguf.experts import ExpertLayout, read_layout
+from moegguf.gguf.experts import read_layout
 
 GIB = 1 << 30
-
-
-@pytest.fixture
-def layout(tiny: TinyModel) -> ExpertLayout:
-    """A tiny model that claims to have been trained on 131,072 tokens."""
-    layout = read_layout(tiny())
-    return replace(layout, hparams=replace(layout.hparams, n_ctx_train=131072))
 
 
 def memory(available: int) -> Memory:
     return Memory(64 * GIB, available, "a test")
 
 
-def test_a_context_above_all_memory_is_refused_at_once(layout: ExpertLayout) -> None:
+def test_a_context_above_all_memory_is_refused_at_once(tiny: TinyModel) -> None:
+    layout = read_layout(tiny())
+    layout = replace(layout, hparams=replace(layout.hparams, n_ctx_train=131072))
     check_context(layout, 131072, memory(0))
     with pytest.raises(AllocationError, match=r"1073741824 tokens needs .* lower n_ctx"):
         check_context(layout, 1 << 30, memory(64 * GIB))

@@ -1,7 +1,5 @@
 """What a layer computes while its experts arrive: the nodes that do not depend on them come first."""
 
-from __future__ import annotations
-
 import ctypes as c
 
 import numpy as np
@@ -16,7 +14,6 @@ PROMPT = [5, 9, 2, 11]
 
 def computed_nodes(llm: Llama, tokens: list[int]) -> list[str]:
     """The names of the nodes of a pass in the order of computing, as a user's own callback is asked about them."""
-    assert llm.session is not None
     base = c.CDLL(str(library.find_library() / "libggml-base.so"))
     base.ggml_get_name.restype, base.ggml_get_name.argtypes = c.c_char_p, [c.c_void_p]
     names: list[str] = []

@@ -1,7 +1,5 @@
 """Keywords of `Llama`, and models that have no experts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +8,6 @@ from gguf import GGUFReader, GGUFWriter
 from running import Llama, Load, Reference, TinyModel, greedy_logits, hooks_off
 
 from moegguf.errors import OptionError
-from moegguf.native.store import StoreOptions
 
 
 @pytest.mark.parametrize(
@@ -22,38 +19,20 @@ def test_an_unknown_keyword_names_the_nearest_or_where_they_are_listed(tiny: Tin
         Llama(tiny(), **{wrong: 1})
 
 
-def test_an_unknown_device_is_refused(tiny: TinyModel) -> None:
-    with pytest.raises(OptionError, match="no such"):
-        Llama(tiny(), store=StoreOptions(device="no such"), verbose=False)
-
-
 @pytest.mark.parametrize("number", [10, 15, 24, 99, -1])
 def test_a_type_that_no_kv_cache_can_have_is_refused(tiny: TinyModel, number: int) -> None:
     with pytest.raises(OptionError, match=f"type_v is {number}"):
         Llama(tiny(), type_v=number, verbose=False)
 
 
-def test_the_switch_for_plain_llama_cpp_must_be_a_switch(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOEGGUF_HOOKS", "perhaps")
-    with pytest.raises(OptionError, match="MOEGGUF_HOOKS"):
-        Llama(tiny(), verbose=False)
-
-
-def test_the_budget_comes_from_the_environment_when_none_is_given(
-    tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_budget_not_given_is_the_environments(tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOEGGUF_EXPERT_CACHE", "50%")
     assert load(tiny()).plan.n_slots == 32
     assert load(tiny(), expert_cache="25%").plan.n_slots == 16
 
 
-@pytest.fixture
-def dense(tiny: TinyModel, tmp_path: Path) -> Path:
-    """A model without experts: the layers of a Mixtral with one expert's matrices in place of all."""
-    return without_experts(tiny("tiny-mixtral", "q8_0"), tmp_path / "dense.gguf")
-
-
 def without_experts(source: Path, path: Path) -> Path:
+    """A model without experts: the layers of a Mixtral with one expert's matrices in place of all."""
     reader, writer = GGUFReader(source), GGUFWriter(path, "llama")
     for field in reader.fields.values():
         if field.name.startswith("GGUF.") or "expert" in field.name or field.name == "general.architecture":
@@ -72,7 +51,10 @@ def without_experts(source: Path, path: Path) -> Path:
     return path
 
 
-def test_a_model_without_experts_runs_as_plain_llama_cpp(dense: Path, load: Load, reference: Reference) -> None:
+def test_a_model_without_experts_runs_as_plain_llama_cpp(
+    tiny: TinyModel, tmp_path: Path, load: Load, reference: Reference
+) -> None:
+    dense = without_experts(tiny("tiny-mixtral", "q8_0"), tmp_path / "dense.gguf")
     llm = load(dense, expert_cache="50%")
     assert llm.session is None
     assert not llm.layout.is_moe

@@ -1,7 +1,5 @@
 """outlines with a `moegguf.Llama`. Runs where outlines is installed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any, Literal

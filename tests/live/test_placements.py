@@ -1,7 +1,5 @@
 """Placements of experts on a device and the CPU: the logits of these two with every weight there."""
 
-from __future__ import annotations
-
 import ctypes as c
 import json
 import os
@@ -114,9 +112,7 @@ def layers_on_rpc(path: Path, ram: str) -> tuple[Logits, Logits, dict[str, int]]
 
 @pytest.mark.parametrize("ram", ["100%", "40%"])
 @pytest.mark.parametrize("quant", ["q4_0", "q4_k_m"])
-def test_whole_layers_on_a_device_give_the_logits_of_llama_cpp_with_the_same_layers_there(
-    tiny: TinyModel, quant: str, ram: str
-) -> None:
+def test_whole_layers_on_a_device_give_the_logits_of_llama_cpp_with_them(tiny: TinyModel, quant: str, ram: str) -> None:
     plain, logits, counters = in_child(layers_on_rpc, tiny("tiny-qwen2moe", quant), ram)
     assert np.array_equal(logits, plain)
     assert (counters["evictions"] > 0) == (ram != "100%")
@@ -137,7 +133,6 @@ def decisions(path: Path) -> dict[str, Any]:
     file.write_text("{")
     assert found.placement is not None and again.placement is not None
     mended = Llama.estimate(path, placement="slots", vram_cache="50%", n_ctx=512).placement
-    assert mended is not None
     with pytest.raises(OptionError, match="none of auto, layers, slots, cpu"):
         Llama.estimate(path, placement="gpu", n_ctx=512)
     with pytest.raises(OptionError, match="placement 'cpu' uses no GPU, but n_gpu_layers is 2"):
@@ -216,9 +211,7 @@ def streamed(path: Path, n_slots: int, repack: bool) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("quant", "n_slots", "repack"), [("q4_0", 12, False), ("q4_0", 5, True), ("q4_k_m", 20, False)]
 )
-def test_prompts_stream_through_the_cpus_slots_of_layers_on_a_device(
-    tiny: TinyModel, quant: str, n_slots: int, repack: bool
-) -> None:
+def test_prompts_stream_through_slots_of_device_layers(tiny: TinyModel, quant: str, n_slots: int, repack: bool) -> None:
     found = in_child(streamed, tiny("tiny-qwen2moe", quant), n_slots, repack)
     assert (found["n_slots"], found["n_ubatch"]) == (n_slots, 512)
     assert found["same"]

@@ -1,7 +1,5 @@
 """Random models with the routing of a real model: their recorded routing hits as published, whatever they decode."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The simulator against the running model: the same trace, policy and slots count the same, to the last eviction."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -155,7 +153,6 @@ def live_on_a_device(path: Path, out: Path, policy: str, n_slots: tuple[int, int
         path, policy=policy, placement="slots", n_ubatch=8, n_ctx=256, lockstep=True, verbose=False, store=store,
         trace=TraceOptions(out), **shares,
     ) as llm:  # fmt: skip
-        assert llm.session is not None
         assert [tier.n_slots for tier in llm.stats().tiers] == list(n_slots)
         requests(llm)
         llm.session.store.drain(10)

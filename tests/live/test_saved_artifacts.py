@@ -1,7 +1,5 @@
 """Artifacts of a model on disk: saved at close, loaded at start, ignored when damaged."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -64,9 +62,7 @@ LEARNERS = [{"predictor": "eamc"}, {"policy": "sparsity"}, {"policy": "sparsity"
 
 
 @pytest.mark.parametrize("learner", LEARNERS, ids=str)
-def test_a_collection_is_kept_beside_the_model_and_grows(
-    path: Path, load: Load, expected: Logits, learner: dict[str, str]
-) -> None:
+def test_a_kept_collection_grows(path: Path, load: Load, expected: Logits, learner: dict[str, str]) -> None:
     kept = path.with_name("tiny-qwen2moe.gguf.moegguf") / COLLECTION
     for run in range(2):
         llm = load(path, **learner, **TIGHT)

@@ -1,7 +1,5 @@
 """Layers on two devices, and some on the CPU: the bits of the same devices with every expert resident."""
 
-from __future__ import annotations
-
 import ctypes as c
 import re
 from dataclasses import replace
@@ -69,7 +67,6 @@ def compare(path: Path, vram: str, n_ram: int, split: dict[str, Any], shrink: bo
     Both read prompts in passes of the same size: the CPU's kernels round differently with others.
     """
     with Llama(path, vram_cache=vram, expert_cache=share_for(path, n_ram), **OPTIONS, **split) as llm:
-        assert llm.session is not None
         store, passes = llm.session.store, count()
 
         def before_each() -> None:
@@ -128,18 +125,15 @@ def one_of_two(path: Path) -> bool:
     with hooks_off(), Llama(path, n_ubatch=1, **OPTIONS, **alone) as llm:
         plain = greedy_logits(llm, n_new=8)
     with Llama(path, vram_cache="40%", expert_cache="50%", **OPTIONS, **alone) as llm:
-        assert llm.session is not None
         assert llm.plan.n_ubatch == 1  # nothing is staged
         assert np.array_equal(greedy_logits(llm, n_new=8), plain)
         assert list(devices_of(llm)) == ["RPC1"]
         assert llm.session.tiers()["VRAM"]["evictions"] > 0
     with Llama(path, vram_cache="40%", expert_cache="50%", **OPTIONS) as llm:  # both, as free memory has it
-        assert llm.session is not None
         assert list(devices_of(llm)) == ["RPC0", "RPC1"]
         assert sorted(il for part in llm.plan.devices for il in part.layers) == [0, 1, 2, 3]
         assert llm.plan.device == "RPC0, RPC1"
     with Llama(path, vram_cache="100%", **OPTIONS) as llm:
-        assert llm.session is not None
         assert list(llm.session.tiers()) == ["VRAM"]
     check_placements(path, alone)
     for options, message in (
@@ -218,7 +212,6 @@ def streamed_beside_a_device(path: Path, vram: int, ram: int, n_staging: int) ->
     budgets = {"vram_cache": share_for(path, vram), "expert_cache": share_for(path, ram)}
     how = {"n_gpu_layers": 3, "placement": "slots", "store": StoreOptions(staging=n_staging, repack=False)}
     with Llama(path, **budgets, **OPTIONS, **how) as llm:
-        assert llm.session is not None
         of_cpu = next(part for part in llm.plan.devices if part.name is None)
         logits = greedy_logits(llm)
         figures, plan, tiers = devices_of(llm)["CPU"], llm.plan, llm.session.tiers()
@@ -238,9 +231,7 @@ def streamed_beside_a_device(path: Path, vram: int, ram: int, n_staging: int) ->
 
 
 @pytest.mark.parametrize(("vram", "ram", "n_staging"), [(20, 20, 1), (64, 12, 0)])
-def test_prompts_stream_through_the_cpus_slots_beside_a_device(
-    tiny: TinyModel, vram: int, ram: int, n_staging: int
-) -> None:
+def test_prompts_stream_through_cpu_slots_beside_a_device(tiny: TinyModel, vram: int, ram: int, n_staging: int) -> None:
     found = in_own_process(streamed_beside_a_device, tiny("tiny-qwen2moe", "q4_0"), vram, ram, n_staging)
     plan, n_expert = found["plan"], 16
     assert (plan.n_staging, plan.streams, plan.n_ubatch) == (n_staging, True, 512)
@@ -255,7 +246,6 @@ def budgets_beside_the_cpu(path: Path, ram: int) -> dict[str, Any]:
     budgets = {"vram_cache": share_for(path, 24), "expert_cache": share_for(path, ram)}
     how = {"n_gpu_layers": 3, "placement": "slots", "store": StoreOptions(staging=0, repack=False)}
     with Llama(path, **budgets, **OPTIONS, **how) as llm:
-        assert llm.session is not None
         store, prompt, found = llm.session.store, random_prompt(llm, 12), list[tuple[int, ...]]()
         expected = greedy_logits(llm, prompt, n_new=4)
         cpu = [device.name for device in store.devices].index(None)
@@ -298,7 +288,6 @@ def counted_on_two_servers(
         n_ctx=256, policy="vram=next-use,ram=slru", predictor="none", lockstep=True, verbose=False, store=store,
         trace=TraceOptions(out),
     ) as llm:  # fmt: skip
-        assert llm.session is not None
         for n, n_prompt in enumerate((30, 1, 9)):
             llm.create_completion(random_prompt(llm, n_prompt, seed=n), max_tokens=24, temperature=0.8, seed=n)
         llm.session.store.drain(10)
@@ -307,9 +296,7 @@ def counted_on_two_servers(
 
 
 @pytest.mark.parametrize(("vram", "staging"), [("30%,20%", 0), ("45%", 0), ("40%,20%", 1)])
-def test_simulated_devices_count_what_each_of_two_servers_counted(
-    tiny: TinyModel, tmp_path: Path, vram: str, staging: int
-) -> None:
+def test_simulated_devices_count_as_two_servers(tiny: TinyModel, tmp_path: Path, vram: str, staging: int) -> None:
     path, compared = tiny("tiny-qwen2moe", "q4_0"), ("lookups", "hits", "evictions", "bytes_in")
     tiers, devices, n_ram = in_child(counted_on_two_servers, path, tmp_path / "t", vram, 20, staging, n_servers=2)
     trace = read(tmp_path / "t")

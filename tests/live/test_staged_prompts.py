@@ -1,7 +1,5 @@
 """Prompts staged on a device: the logits of plain llama.cpp there, whatever the sizes of prompts and of both tiers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,7 +63,6 @@ def compare(
         vram, ram = (share_for(path, n, device) for n in slots)
         store = StoreOptions(staging=staging)
         with Llama(path, vram_cache=vram, expert_cache=ram, store=store, **options) as llm:
-            assert llm.session is not None
             logits = turns(llm, prompts)
             assert (llm.plan.n_ubatch, llm.plan.n_staging) == (512, staging)
             stats = llm.stats()

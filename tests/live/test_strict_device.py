@@ -32,7 +32,6 @@ def resized(path: Path, device: str, n_new: int = N_NEW) -> tuple[Logits, Logits
     store = StoreOptions(device=device, staging=1)
     vram, ram = (share_for(path, n, device) for n in most)
     with Llama(path, placement="slots", store=store, vram_cache=vram, expert_cache=ram, **OPTIONS) as llm:
-        assert llm.session is not None
         n_ubatch, prompt = llm.plan.n_ubatch, random_prompt(llm, N_PROMPT)
 
         def before_each() -> None:

@@ -1,7 +1,5 @@
 """Compute threads: bits do not depend on how many of them compute, and the number follows the load."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A trace recorded live equals what another listener received in the same run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +107,7 @@ def test_recording_changes_no_bit_and_includes_resident_models(
     assert llm.plan.resident
 
 
-def test_a_pass_that_failed_or_was_cancelled_does_not_break_the_file(
-    tiny: TinyModel, load: Load, tmp_path: Path
-) -> None:
+def test_a_failed_or_cancelled_pass_does_not_break_the_file(tiny: TinyModel, load: Load, tmp_path: Path) -> None:
     llm, second = load_recording(load, tiny(), tmp_path / "t")
     prompt = random_prompt(llm, 12)
     greedy_logits(llm, prompt, 2)

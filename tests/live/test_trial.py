@@ -1,7 +1,5 @@
 """A model's first load begins with a trial in another process, whose end by a signal is a typed error."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess
@@ -96,9 +94,7 @@ def test_a_model_that_ends_its_trial_is_refused_until_it_is_tried_again(
     load(tiny())
 
 
-def test_a_load_without_the_store_is_tried_with_it(
-    tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_without_store_is_tried_with_it(tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of a big model would be in memory once more before the load."""
     monkeypatch.setenv("MOEGGUF_HOOKS", "0")
     use(process("import os; os.environ['MOEGGUF_HOOKS'] == '1' or os.abort()"), monkeypatch)
@@ -122,9 +118,7 @@ def test_want_of_memory_and_a_disk_that_fails_are_told_and_not_remembered(
     load(tiny())
 
 
-def test_computing_for_too_long_is_no_sign_of_damage(
-    tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_computing_too_long_is_no_sign_of_damage(tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     use(TOO_LONG, monkeypatch)
     for _ in range(2):
         with pytest.raises(ModelFormatError, match=r"within 20 s of computing; .*no sign of damage") as caught:
@@ -214,9 +208,7 @@ def test_verdicts_that_cannot_be_written_last_as_long_as_the_process(
         monkeypatch.setenv("MOEGGUF_TRIAL_LOAD", "1")
 
 
-def test_a_projector_is_tried_with_its_model(
-    tiny: TinyModel, projector: Callable[..., Path], load: Load, tmp_path: Path
-) -> None:
+def test_projectors_are_tried_too(tiny: TinyModel, projector: Callable[..., Path], load: Load, tmp_path: Path) -> None:
     good, bad = projector("mlp"), tmp_path / "mmproj-bad.gguf"
     header = read_header(good)
     kept = tuple(tensor for tensor in header.tensors if tensor.name != "mm.2.weight")

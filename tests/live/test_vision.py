@@ -1,7 +1,5 @@
 """Images with each kind of projector: the same logits whatever the cache does, positions, reuse, and damaged files."""
 
-from __future__ import annotations
-
 import base64
 import subprocess
 import sys
@@ -48,9 +46,7 @@ def last_logits(llm: Llama) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("kind", "preset"), KINDS)
-def test_logits_do_not_depend_on_the_cache(
-    tiny: Tiny, projector: Projector, load: Load, kind: str, preset: str
-) -> None:
+def test_no_logit_depends_on_the_cache(tiny: Tiny, projector: Projector, load: Load, kind: str, preset: str) -> None:
     def run(budget: str) -> tuple[str, np.ndarray, int]:
         llm = load(tiny(preset), mmproj=projector(kind), expert_cache=budget, n_ubatch=64, logits_all=False)
         text, timing = answer(llm, [message("look ", png(120, 64), "what is it?")])
@@ -188,7 +184,6 @@ def test_data_beyond_the_header_are_not_inflated(tiny: Tiny, projector: Projecto
 
 def test_the_largest_image_of_a_kind_is_decoded(tiny: Tiny, projector: Projector, load: Load) -> None:
     reader, height = load(tiny(), mmproj=projector()).context.open_projector(), DECODED_BYTES // WIDE_BYTES // 4096
-    assert reader is not None
     reader._mtmd.mtmd_bitmap_free(reader._bitmap(read_image(deep_png(4096, height)), with_pixels=True))
     with pytest.raises(OptionError, match="pixels"):
         read_image(deep_png(4096, height + 1))
@@ -199,7 +194,6 @@ def test_an_error_keeps_no_image_and_is_told_once(
 ) -> None:
     llm = load(tiny(), mmproj=projector(), verbose=False)
     reader = llm.context.open_projector()
-    assert reader is not None
     with monkeypatch.context() as patch:
         patch.setattr(reader._mtmd, "mtmd_encode_chunk", lambda *_: 1)
         with pytest.raises(OptionError, match="libmtmd gives no reason"):

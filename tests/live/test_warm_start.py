@@ -1,7 +1,5 @@
 """Warm start: uses saved at the end of a run choose what is fetched at the next load; no logit depends on it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +27,16 @@ def use(llm: Any, seed: int = 0) -> np.ndarray:
     return greedy_logits(llm, random_prompt(llm, N_PROMPT, seed=seed), N_NEW)
 
 
-def test_what_was_used_most_is_there_before_the_first_token(
-    own: Own, load: Load, tiny: TinyModel, reference: Reference
-) -> None:
+def test_what_was_used_most_is_there_at_first(own: Own, load: Load, tiny: TinyModel, reference: Reference) -> None:
     path = own()
     expected = reference(tiny(), n_ubatch=4, n_prompt=N_PROMPT, n_new=N_NEW)
     llm = load(path, **TIGHT)
     assert llm.stats().prefetch_started == 0
     assert np.array_equal(use(llm), expected)
-    assert llm.session is not None
     uses, _ = llm.session.store.activity()
     llm.close()
     assert np.array_equal(saved(path), uses)
     llm = load(path, **TIGHT)
-    assert llm.session is not None
     llm.session.store.drain(10)
     there, n_slots = llm.session.store.residency() == 2, llm.stats().n_slots
     il, experts = most_used(saved(path), n_slots)
@@ -56,7 +50,6 @@ def test_uses_of_later_runs_are_added_and_those_before_fade(own: Own, load: Load
     for run in range(2):
         llm = load(path, **TIGHT)
         use(llm, seed=run)
-        assert llm.session is not None
         uses, passes = llm.session.store.activity()[0], llm.session.store.counters()["passes"]
         total = uses + total * np.float32(0.5 ** (passes / HALF_LIFE_PASSES))
         llm.close()

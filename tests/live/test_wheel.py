@@ -1,7 +1,5 @@
 """The package works as a wheel in another environment: library, bindings and command from one folder."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -78,9 +76,7 @@ def test_the_source_distribution_holds_what_the_build_needs_and_no_more(tmp_path
     assert not any("__pycache__" in name for name in names)
 
 
-def test_an_environment_without_the_source_tree_runs_a_model_from_the_wheel(
-    wheel: Path, tmp_path: Path, tiny: TinyModel
-) -> None:
+def test_without_the_source_tree_the_wheel_runs_a_model(wheel: Path, tmp_path: Path, tiny: TinyModel) -> None:
     target = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(target)

@@ -1,7 +1,5 @@
 """On a CPU the bits of a token do not depend on the passes that computed it, nor on other sequences and their cells."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np
@@ -55,9 +53,7 @@ def alone(llm: Llama) -> dict[int, bytes]:
 
 
 @pytest.mark.parametrize("widths", [[60], [1, 59], [7, 1, 33, 2, 17], [16, 16, 16, 12], [31, 29]])
-def test_a_prompt_has_the_same_bits_in_passes_of_any_width(
-    llm: Llama, alone: dict[int, bytes], widths: list[int]
-) -> None:
+def test_a_prompt_has_its_bits_in_passes_of_any_width(llm: Llama, alone: dict[int, bytes], widths: list[int]) -> None:
     llm.context.clear()
     for n, found in in_passes(llm, tokens_of(llm, 1, N_TOKENS), widths).items():
         assert found == alone[n], f"after {n} tokens"

@@ -253,7 +253,6 @@ def test_what_a_pass_gives_its_answers_is_sent_in_one_call(tiny: TinyModel, monk
     assert served._load(LoadConfig("tiny", str(tiny()), n_ctx=256, n_seq_max=4, n_threads=1))
     sends.calls.clear()
     loop = served._loop
-    assert loop is not None
     for number in range(4):
         message = {"kind": "generate", "id": number, "generation": REQUEST, "stream": True}
         served._on_message(decode(encode(message)))

@@ -1,7 +1,5 @@
 """Fixtures of the native room: a fake model on disk, and stores that are closed again with no fault left armed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A model for the store alone: files of random bytes, and the layout that says where its experts lie in them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

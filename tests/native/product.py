@@ -1,7 +1,5 @@
 """ggml's own MUL_MAT_ID over a store's pool, as llama.cpp's graph has it."""
 
-from __future__ import annotations
-
 import ctypes as c
 from typing import Any
 
@@ -115,7 +113,6 @@ def aborts(context: StoreContext) -> bool:
 def check_failure(context: StoreContext, status: int) -> None:
     """Asserts that the context's pass failed with this status in layer 0. The context can go on."""
     failure = context.take_failure()
-    assert failure is not None
     assert (failure.status, failure.il) == (status, 0)
 
 

@@ -4,8 +4,6 @@ It finds victims by looking at every slot, and knows the policies lru, scores, l
 VALUES: averages that halve with each token are exact in any arithmetic.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

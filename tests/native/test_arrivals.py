@@ -1,7 +1,5 @@
 """Experts computed as they arrive: ggml's own MUL_MAT_ID over a pool whose matrices are still being read."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path
@@ -64,17 +62,13 @@ def slot_of(store: Store, il: int, expert: int) -> int:
     return {5: 0, 2: 1}[expert]
 
 
-def test_a_failed_read_ends_the_pass_and_not_the_kernel(
-    fake: FakeModel, open_store: Open, products: list[Product]
-) -> None:
+def test_a_failed_read_ends_the_pass_not_the_kernel(fake: FakeModel, open_store: Open, products: list[Product]) -> None:
     store, context = open_store(fake, 8, readers=1)
     products.append(Product(store, context, fake, [[3, 4]]))
     check_a_failed_read_ends_the_pass(store, products[-1], fake, 2)
 
 
-def test_a_read_that_fails_in_the_last_layer_is_reported(
-    fake: FakeModel, open_store: Open, products: list[Product]
-) -> None:
+def test_a_failed_last_read_is_reported(fake: FakeModel, open_store: Open, products: list[Product]) -> None:
     """No node follows that would ask whether to abort."""
     store, context = open_store(fake, 8, readers=1)
     products.append(Product(store, context, fake, [[3, 4]]))
@@ -145,9 +139,7 @@ def test_a_read_that_fails_is_made_again_for_a_request_that_came_meanwhile(
     assert context.take_failure() is None
 
 
-def test_what_failed_in_a_pass_is_read_again_for_the_next_while_the_rest_of_it_still_comes(
-    fake: FakeModel, open_store: Open
-) -> None:
+def test_what_failed_in_a_pass_is_read_again_while_the_rest_still_comes(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 8, readers=2)
     library.arm_fault("slow_read", 2)  # takes two seconds
     library.arm_fault("read", 1, sticky=True)
@@ -177,9 +169,7 @@ def test_slot_ids_of_a_failed_pass_are_not_waited_for(
     check_failure(context, abi.ROUTING)
 
 
-def test_more_late_experts_than_a_thread_keeps_in_mind(
-    tmp_path: Path, open_store: Open, products: list[Product]
-) -> None:
+def test_more_late_experts_than_a_thread_remembers(tmp_path: Path, open_store: Open, products: list[Product]) -> None:
     fake = make_model(tmp_path, n_layer=1, n_expert=700, n_used=7, n_ff=32)
     ids = np.random.default_rng(3).permutation(700).reshape(100, 7)
     expected = resident(fake, open_store, products, ids)

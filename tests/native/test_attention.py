@@ -1,7 +1,5 @@
 """Flash attention of the CPU against sums in float64, at every width, with both kinds of instructions."""
 
-from __future__ import annotations
-
 import ctypes as c
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Announcements of several sequences: events tell them apart, ubatch by ubatch, also in the last layer."""
 
-from __future__ import annotations
-
 import ctypes as c
 from dataclasses import replace
 

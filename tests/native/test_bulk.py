@@ -1,7 +1,5 @@
 """Calls that do much at once or need no store: bulk replay, sizes of slots, names of policies."""
 
-from __future__ import annotations
-
 import ctypes as c
 import math
 from pathlib import Path

@@ -108,9 +108,7 @@ def test_mixed_types_share_slots_across_layers(tmp_path: Path, open_store: Open,
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
 @pytest.mark.parametrize("gap", [0, 32, 4096, 4096 - 32])
-def test_offsets_of_any_alignment_and_the_very_end_of_a_file_are_read(
-    tmp_path: Path, open_store: Open, gap: int, direct: bool
-) -> None:
+def test_any_offset_and_the_end_of_a_file_are_read(tmp_path: Path, open_store: Open, gap: int, direct: bool) -> None:
     fake = make_model(tmp_path, n_layer=2, types=(PLAIN, {"up": F32, "down": Q8_0}), gap=gap)
     last = fake.layout.matrices[-1]
     assert last.offset + last.n_expert * last.expert_bytes == len(fake.contents[0])

@@ -1,7 +1,5 @@
 """Several devices: each has slots for its own layers, and all are filled from the same slots in RAM."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Who goes when room is needed: short stories with a known victim, told at a single layer or over all."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -93,7 +91,6 @@ def test_a_pass_that_needs_more_experts_than_slots_ends_with_a_typed_error_and_t
     with pytest.raises(MoeggufError, match="8 experts of layer 0 at once"):
         context.acquire(0, WHOLE_LAYER)
     failure = context.take_failure()
-    assert failure is not None
     assert failure.il == 0
     fake.token(store, context, [3, 4])
 

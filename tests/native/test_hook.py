@@ -1,7 +1,5 @@
 """The scheduler's callback as llama.cpp calls it, on two nodes of one layer: no model, tensors made here."""
 
-from __future__ import annotations
-
 import ctypes as c
 from collections.abc import Iterator
 from typing import Any
@@ -99,9 +97,7 @@ def test_a_resident_layer_is_passed_over_and_counted(fake: FakeModel, open_store
     fake.check(store, 0, [[7, 3]], nodes.values)
 
 
-def test_reads_that_fail_while_others_are_computed_end_the_pass(
-    fake: FakeModel, open_store: Open, nodes: Nodes
-) -> None:
+def test_reads_that_fail_while_others_compute_end_the_pass(fake: FakeModel, open_store: Open, nodes: Nodes) -> None:
     store, context = open_store(fake, 4, readers=1)
     nodes.values[:] = [[0, 1]]
     library.arm_fault("read", 5, sticky=True)
@@ -114,9 +110,7 @@ def test_reads_that_fail_while_others_are_computed_end_the_pass(
     fake.token(store, context, [0, 1])
 
 
-def test_an_announcement_changes_nothing_that_a_layer_waits_for(
-    fake: FakeModel, open_store: Open, nodes: Nodes
-) -> None:
+def test_an_announcement_changes_nothing_a_layer_waits_for(fake: FakeModel, open_store: Open, nodes: Nodes) -> None:
     """Its pins are of the layer before; the next down node may come without a routing event, of a pass of no tokens."""
     store, context = open_store(fake, 4, readers=1)
     nodes.values[:] = [[5, 2]]

@@ -3,8 +3,6 @@
 Times are only bounded from below: a copy may be late on a busy machine, and is never early.
 """
 
-from __future__ import annotations
-
 import ctypes as c
 import threading
 import time

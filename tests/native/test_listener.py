@@ -1,7 +1,5 @@
 """Callbacks: on the event thread, in order, never in the way of a event."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np
@@ -17,9 +15,7 @@ from moegguf.native.store import ListenOptions
 CAPACITY = 4096  # events of the ring, native/events.h
 
 
-def test_event_events_come_in_order_with_the_experts_chosen_on_a_thread_of_their_own(
-    fake: FakeModel, open_store: Open
-) -> None:
+def test_events_come_in_order_with_the_experts_chosen_on_their_own_thread(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 8)
     seen: list[tuple[int, int, list[int]]] = []
     threads: set[int] = set()
@@ -42,9 +38,7 @@ def test_event_events_come_in_order_with_the_experts_chosen_on_a_thread_of_their
     assert store.counters()["events_dropped"] == 0
 
 
-def test_an_exception_in_a_callback_ends_the_listening_and_is_raised_when_asked_for(
-    fake: FakeModel, open_store: Open
-) -> None:
+def test_an_exception_in_a_callback_ends_the_listening_and_is_raised_later(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 8)
     calls = []
 
@@ -131,9 +125,7 @@ def test_callbacks_may_ask_the_store_and_write_scores(fake: FakeModel, open_stor
     assert store.counters()["prefetch_started"] > 0
 
 
-def test_announced_tokens_come_before_their_events_and_each_pass_knows_its_place_among_them(
-    fake: FakeModel, open_store: Open
-) -> None:
+def test_announced_tokens_come_before_events_and_a_pass_knows_its_place(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 8)
     heard: list[tuple[object, ...]] = []
 
@@ -165,9 +157,7 @@ def test_announced_tokens_come_before_their_events_and_each_pass_knows_its_place
     ]
 
 
-def test_a_listener_of_everything_makes_the_event_wait_instead_of_missing_events(
-    fake: FakeModel, open_store: Open
-) -> None:
+def test_with_a_listener_of_everything_the_event_waits_and_none_is_missed(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 8, simulate=True)
     n_seen = n_sent = 0
 
@@ -226,9 +216,7 @@ def test_a_lazy_listener_hears_everything_a_little_later(fake: FakeModel, open_s
     assert store.counters()["events_dropped"] == 0
 
 
-def test_closing_the_store_delivers_what_is_queued_while_callbacks_may_still_use_it(
-    fake: FakeModel, open_store: Open
-) -> None:
+def test_closing_the_store_delivers_what_is_queued_to_callbacks_that_use_it(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 9, simulate=True)
     handle, done = store.handle, 0
 

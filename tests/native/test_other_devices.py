@@ -1,7 +1,5 @@
 """Slots in memory that is not the host's: on devices behind links and on RPC servers, one or two, staged or not."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -103,9 +101,7 @@ def behind_two_links(fake: FakeModel, pinned: Pinned) -> tuple[str, dict[str, An
 @pytest.mark.parametrize(
     ("pinned", "why"), [(Pinned.NOT, "was refused pinned memory"), (Pinned.OF_FIRST, "offers no pinned memory")]
 )
-def test_memory_that_is_pinned_for_the_first_device_is_not_for_others(
-    mixed: FakeModel, pinned: Pinned, why: str
-) -> None:
+def test_memory_pinned_for_the_first_device_is_not_for_others(mixed: FakeModel, pinned: Pinned, why: str) -> None:
     note, alone = in_own_process(behind_two_links, mixed, pinned)
     assert note == "slots in RAM are pinned for LINK0, and pageable for LINK1"
     assert (alone["pinned_memory"], alone["device"]) == (0, "LINK1")

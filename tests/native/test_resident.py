@@ -1,7 +1,5 @@
 """A slot for every expert; pools that shrink and grow while they are used; how often each expert was used."""
 
-from __future__ import annotations
-
 import pytest
 from fake_model import FakeModel, Open, check_counters
 
@@ -58,14 +56,6 @@ def test_tokens_are_awaited_where_something_uses_them(fake: FakeModel, open_stor
     assert not context.awaits_tokens(8, Phase.DECODE)
     store.resize(20)
     assert context.awaits_tokens(8, Phase.DECODE), "from the next routing event on slots have to be filled"
-
-
-def test_gates_get_their_bytes_while_the_fill_goes_on(fake: FakeModel, open_store: Open) -> None:
-    store, context = open_store(fake, 32)
-    for expert in range(7, -1, -1):
-        fake.token(store, context, [expert, (expert + 1) % 8])
-    store.drain(10)
-    assert store.counters()["bytes_missed"] + store.counters()["bytes_prefetched"] == fake.layout.expert_bytes
 
 
 @pytest.mark.parametrize("n_slots", [-1, 0, 1, 33, 1 << 30])

@@ -1,7 +1,5 @@
 """Compute threads spin shortly while experts can be absent: an idle OpenMP thread more than there are processors."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Replays: every policy runs and stays below Belady, failures are not hidden."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import ClassVar

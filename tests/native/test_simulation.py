@@ -3,8 +3,6 @@
 The link moves 1 byte per ns, so bytes are nanoseconds.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from fake_model import FakeModel, Open
@@ -116,9 +114,7 @@ def test_prefetches_are_queued_behind_those_before_or_replace_them(fake: FakeMod
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["demand first", "in order"])
-def test_a_miss_passes_the_prefetches_asked_for_or_waits_for_them(
-    fake: FakeModel, open_store: Open, first: bool
-) -> None:
+def test_a_miss_passes_the_prefetches_or_waits_for_them(fake: FakeModel, open_store: Open, first: bool) -> None:
     store, context = open_store(fake, 8, simulate=True, link_bytes_per_s=GB_S, demand_first=first)
     store.prefetch([2, 2], [6, 7])
     context.acquire(1, [4])
@@ -127,9 +123,7 @@ def test_a_miss_passes_the_prefetches_asked_for_or_waits_for_them(
 
 
 @pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "whole"])
-def test_a_miss_waits_for_one_matrix_of_a_prefetch_or_for_all_of_it(
-    fake: FakeModel, open_store: Open, chunked: bool
-) -> None:
+def test_a_miss_waits_for_one_matrix_of_a_prefetch_or_for_all(fake: FakeModel, open_store: Open, chunked: bool) -> None:
     store, context = open_store(fake, 8, simulate=True, link_bytes_per_s=GB_S, chunked=chunked)
     store.prefetch([2], [7])
     store.advance(500)

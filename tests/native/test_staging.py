@@ -1,7 +1,5 @@
 """Prompts on a device: experts in tensors of a layer's full shape, by the router's own ids, and slots left alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +89,7 @@ def test_the_last_pass_of_a_prompt_fills_slots_and_others_leave_them_alone(fake:
 
 
 @pytest.mark.parametrize("n_layer", [4, 5])
-def test_what_comes_ahead_is_copied_while_the_layer_before_computes(
-    tmp_path: Path, open_store: Open, n_layer: int
-) -> None:
+def test_what_comes_ahead_is_copied_while_a_layer_computes(tmp_path: Path, open_store: Open, n_layer: int) -> None:
     """On the modelled clock: a prompt's copies take as long as its layers, and only the first layer waits. The last of
     five layers is left out where no token's logits are wanted."""
     fake = make_model(tmp_path, n_layer=n_layer)

@@ -1,7 +1,5 @@
 """Cancelling, closing, and children made by fork."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time
@@ -19,9 +17,7 @@ from moegguf.native import abi, library
 CHILD_TIMEOUT_S = 10
 
 
-def test_cancelling_during_a_slow_read_ends_the_event_within_a_second_and_the_next_one_works(
-    fake: FakeModel, open_store: Open
-) -> None:
+def test_cancelling_in_a_slow_read_ends_the_event_soon_and_the_next_works(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 4)
     library.arm_fault("slow_read", 1, sticky=True)
     with ThreadPoolExecutor(1) as pool:
@@ -37,7 +33,6 @@ def test_cancelling_during_a_slow_read_ends_the_event_within_a_second_and_the_ne
         context.acquire(1, [0, 1])
     store.cancel(False)
     failure = context.take_failure()
-    assert failure is not None
     assert failure.status == abi.CANCELLED
     assert context.take_failure() is None
     fake.token(store, context, [0, 1])

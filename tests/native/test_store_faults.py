@@ -1,7 +1,5 @@
 """Every operation that can fail is made to fail, once and for good: the same bytes or a typed error, never a hang."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import os
@@ -104,7 +102,6 @@ def test_an_error_on_the_disk_that_stays_is_told_with_its_reason(fake: FakeModel
     with pytest.raises(ExpertIOError, match="Input/output error"):
         context.acquire(2, [0, 1])
     failure = context.take_failure()
-    assert failure is not None
     assert (failure.status, failure.il) == (abi.IO, 2)
     assert failure.expert in (0, 1)
     assert store.counters()["read_errors"] > 0
@@ -115,9 +112,7 @@ def test_an_error_on_the_disk_that_stays_is_told_with_its_reason(fake: FakeModel
     fake.token(store, context, [0, 1])
 
 
-def test_a_file_system_that_turns_direct_reads_down_later_is_read_through_the_cache(
-    fake: FakeModel, open_store: Open
-) -> None:
+def test_where_direct_reads_end_later_the_cache_is_read(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 4)
     was_direct = store.info()["direct"]
     library.arm_fault("read", 1, errno=errno.EINVAL)
@@ -186,9 +181,7 @@ def test_a_file_deleted_or_replaced_keeps_serving_what_it_was(fake: FakeModel, o
 
 
 @pytest.mark.parametrize("change", ["missing", "folder", "empty"])
-def test_a_file_that_is_not_there_or_not_a_model_is_a_typed_error(
-    fake: FakeModel, open_store: Open, change: str
-) -> None:
+def test_a_missing_file_or_one_of_no_model_is_a_typed_error(fake: FakeModel, open_store: Open, change: str) -> None:
     path = fake.paths[0]
     path.unlink()
     if change == "folder":

@@ -6,8 +6,6 @@ until they are given back, no tier exceeds its slots, look-ups are hits and miss
 was caused, and nothing stays on its way. MOEGGUF_STORE_EXAMPLES runs so many random sequences, instead of the same few.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import sys

@@ -1,7 +1,5 @@
 """Eviction policies of the store: victims by hand arithmetic, and the same ones as the Python policy's."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -197,12 +195,6 @@ def test_a_forecast_of_the_wrong_shape_is_refused(two: FakeModel, open_store: Op
             store.set_forecast(np.zeros(shape, np.float32), [0])
 
 
-@pytest.fixture
-def one(tmp_path: Path) -> FakeModel:
-    """One layer of 8 experts, one of which a token uses."""
-    return make_model(tmp_path, n_layer=1, n_used=1)
-
-
 @pytest.mark.parametrize(
     ("story", "share", "left"),
     [
@@ -214,8 +206,9 @@ def one(tmp_path: Path) -> FakeModel:
     ],
 )
 def test_slru_protects_what_is_used_again(
-    one: FakeModel, open_store: Open, story: list[int], share: float, left: set[int]
+    tmp_path: Path, open_store: Open, story: list[int], share: float, left: set[int]
 ) -> None:
+    one = make_model(tmp_path, n_layer=1, n_used=1)
     store, context = open_store(one, 3)
     store.set_policy("slru", values=(share,))
     for expert in story:

@@ -1,7 +1,5 @@
 """Experts of a prompt's layer that pass through fewer slots than there are, computed by ggml's own MUL_MAT_ID."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 
@@ -40,9 +38,7 @@ def test_a_product_with_fewer_slots_than_experts_has_the_same_bits(
     assert context.take_failure() is None
 
 
-def test_slots_keep_what_others_use_where_streaming_is_asked_for(
-    fake: FakeModel, open_store: Open, products: list[Product]
-) -> None:
+def test_slots_keep_what_others_use_while_streaming(fake: FakeModel, open_store: Open, products: list[Product]) -> None:
     expected = resident(fake, open_store, products, IDS)
     store, context = open_store(fake, 20, readers=1, stream=True)
     for layer in range(4):

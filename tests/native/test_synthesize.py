@@ -1,7 +1,5 @@
 """Made-up routing meets the hit rates that were published, in the simulator that replays recorded routing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Two tiers: slots that layers compute with, and below them slots in RAM that they are filled from."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

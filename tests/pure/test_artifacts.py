@@ -1,7 +1,5 @@
 """Where the artifacts of a model are searched and saved."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -139,9 +137,7 @@ def test_it_writes_to_the_users_folder_where_the_models_cannot_be_written(
     assert artifacts.writable_folder() == artifacts.user_folder  # it exists now, but is not writable
 
 
-def test_it_never_writes_into_the_package(
-    artifacts: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_never_writes_to_the_package(artifacts: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moegguf, "__path__", [str(tmp_path / "models")])
     assert artifacts.writable_folder() == artifacts.user_folder
 
@@ -203,13 +199,3 @@ def test_a_collection_that_cannot_be_kept_is_a_warning(artifacts: Artifacts) -> 
     with pytest.warns(UserWarning, match="was not saved"):
         artifacts.save_collection(SHAPE, pair(1).weights())
     assert artifacts.model_folder.read_bytes() == b"in the way"
-
-
-def test_a_model_without_a_name_for_its_folder_is_told_apart_by_its_routers(tmp_path: Path, file: Path) -> None:
-    from tools.models import PRESETS, write_model
-
-    other = write_model(tmp_path / "tiny.gguf", PRESETS["tiny-qwen2moe"], "q4_0", seed=1)[0]
-    assert Artifacts(read_layout(other)).fingerprint != Artifacts(read_layout(file)).fingerprint
-    os.link(file, tmp_path / "renamed.gguf")
-    renamed = Artifacts(read_layout(tmp_path / "renamed.gguf"))
-    assert renamed.fingerprint == Artifacts(read_layout(file)).fingerprint

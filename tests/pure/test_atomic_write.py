@@ -1,7 +1,5 @@
 """Files replaced as a whole, and what killed writers leave behind."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Leases of lower priority: they are granted, but others that wait come first."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

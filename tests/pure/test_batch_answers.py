@@ -1,7 +1,5 @@
 """A batch on disk: which lines are requests, and answers, each once, whatever happens to process, disk or files."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math
@@ -60,7 +58,6 @@ async def test_every_line_has_an_answer_in_openais_format(tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == ["answers", "requests"]
     with requests_in(tmp_path / "requests", lines) as requests:
         counts = finished_counts(tmp_path / "answers", requests)
-    assert counts is not None
     assert (counts.completed, counts.failed, counts.output_tokens, counts.cached_tokens) == (2, 3, 6, 2)
 
 

@@ -1,7 +1,5 @@
 """Which processors have kernels whose bits do not depend on the pass."""
 
-from __future__ import annotations
-
 import pytest
 
 from moegguf.engine.batch_invariance import NEEDED_FLAGS, has_kernels

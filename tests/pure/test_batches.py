@@ -1,7 +1,5 @@
 """Batches of a server over a scripted endpoint: every status, a restart in each, cancels, full disks, limits."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os
@@ -48,7 +46,6 @@ def stored(found: Batches, lines: list[Any], purpose: str = "batch") -> str:
 
 
 def content(found: Batches, file_id: str | None) -> list[Any]:
-    assert file_id is not None
     return entries(found.files.path(file_id))
 
 
@@ -364,9 +361,7 @@ async def test_a_deleted_file_takes_room_while_a_batch_uses_it(tmp_path: Path, m
 
 
 @in_loop
-async def test_the_event_loop_goes_on_while_a_journal_is_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_event_loop_goes_on_while_a_journal_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     endpoint, n_opened = Endpoint(), 0
     reading, read_on = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()

@@ -1,7 +1,5 @@
 """Belady's bound on examples small enough to check by hand, and against every choice of victims."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import combinations
 
@@ -22,12 +20,6 @@ def trace_of(passes: Sequence[Sequence[Sequence[int]]], n_expert: int = 4) -> Tr
     n_row, k = len(passes[0]), len(passes[0][0])
     path = [[list(layer) for layer in token] for token in passes]
     return hand_made(MoeShape(n_row, n_expert, k, tuple(range(n_row))), [path])
-
-
-def test_the_textbook_example() -> None:
-    """2 3 2 1 5 2 4 5 3 2 5 2 in three frames: six faults at best (Stallings)."""
-    lookups = Lookups.of(trace_of([[[e]] for e in (2, 3, 2, 1, 5, 2, 4, 5, 3, 2, 5, 2)], n_expert=6))
-    assert belady(lookups, 3).hits == 12 - 6
 
 
 def test_the_experts_of_an_event_are_needed_together() -> None:

@@ -1,7 +1,5 @@
 """`moegguf bench` without a library: what is run in which turn, what the rows say, how they are printed."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -228,11 +226,6 @@ def test_strict_bound_is_the_longer_of_the_resident_run_s_compute_time_and_the_l
     assert rows[2]["link_bound_strict_pct"] == pytest.approx(100 * 0.3 / 0.5)
     faster = make_rows([Outcome(OWN, 0, result(0.1)), Outcome(RESIDENT, 0, result(0.03, store=False))])
     assert faster[2]["link_bound_strict_pct"] == pytest.approx(100 * 0.056 / 0.1)
-
-
-def test_no_outcomes_no_rows() -> None:
-    assert make_rows([]) == []
-    assert as_markdown([]) == ""
 
 
 # --- formats

@@ -1,7 +1,5 @@
 """Request bodies: what is accepted, what is refused and how fast, and the messages of refusals."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

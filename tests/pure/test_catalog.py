@@ -1,7 +1,5 @@
 """Every model by name: found, listed, described and removed."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import subprocess

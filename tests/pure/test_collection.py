@@ -1,7 +1,5 @@
 """The EAM collection: what matches, what is replaced, and that the incremental query is the plain one."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -79,14 +77,6 @@ def test_before_any_row_nothing_matches() -> None:
     see(eamc, [0, 1])
     eamc.begin_pass()
     assert eamc.match(2).size == 0
-
-
-def test_a_full_collection_of_any_entries_has_its_capacity() -> None:
-    rng = np.random.default_rng(0)
-    eamc = Eamc(4, 8, capacity=100)
-    for _ in range(300):
-        eamc.add(rng.integers(0, 4, (4, 8)).astype(np.float32))
-    assert eamc.n_entries == len(eamc.state) == 100
 
 
 def test_a_row_counts_once_in_a_pass() -> None:

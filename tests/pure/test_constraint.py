@@ -1,7 +1,5 @@
 """Constraints are made only where they are needed, and no schema costs more than a little time."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import subprocess
@@ -38,7 +36,6 @@ def constraint(form: Any = None, template: str | None = None, **options: Any) ->
 
 def matcher(form: Any = None, template: str | None = None, **options: Any) -> Matcher:
     made = constraint(form, template, **options)
-    assert made is not None
     return Matcher(made, every_byte())
 
 
@@ -322,7 +319,6 @@ class FewTokens:
 def test_tokens_of_several_bytes_and_those_that_end_an_answer(ends: tuple[int, ...]) -> None:
     vocabulary: Any = FewTokens(*ends)
     made = constraint({"type": "object", "maxProperties": 1}, templates.QWEN)
-    assert made is not None
     one = Matcher(made, matcher_tokens(vocabulary))
     first = [vocabulary.pieces[n] for n in np.flatnonzero(one.mask())]
     assert first == [b"<", b"{", b'{"', b"<think>"]

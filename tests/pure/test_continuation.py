@@ -1,7 +1,5 @@
 """What a prompt ends with when the answer continues a message, and how the answer is parsed and constrained then."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -69,9 +67,7 @@ def template_of(name: str) -> str:
 
 
 @pytest.mark.parametrize(("last", "rendered", "name", "expected"), CASES)
-def test_the_text_that_the_prompt_ends_with(
-    last: dict[str, Any], rendered: str, name: str, expected: Continuation
-) -> None:
+def test_what_a_prompt_ends_with(last: dict[str, Any], rendered: str, name: str, expected: Continuation) -> None:
     assert continuation_of(last, rendered, template_of(name)) == expected
 
 

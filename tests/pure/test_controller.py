@@ -55,12 +55,6 @@ def test_an_event_updates_predicts_scores_and_prefetches_in_this_order() -> None
     assert controller.history.last_use[1].tolist() == [1, 1, -1, -1]
 
 
-def test_the_policy_gets_the_forecast() -> None:
-    policy = CountingPolicy()
-    run_pass(make_controller(policy, ScriptedPredictor(first_two)))
-    assert policy.seen == [(1, [2, 3]), (2, [3]), (3, [])]
-
-
 def test_without_prefetching_nothing_is_fetched_and_the_whole_pass_is_predicted() -> None:
     store = RecordingStore()
     run_pass(make_controller(CountingPolicy(), ScriptedPredictor(first_two, store), store))

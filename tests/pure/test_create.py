@@ -1,7 +1,5 @@
 """Names of our own: copies, recipes, models of blobs that were sent, and what names add to the files of others."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Headers on which llama.cpp ends the process, hangs or takes gigabytes are refused before it sees them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

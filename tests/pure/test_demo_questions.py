@@ -1,7 +1,5 @@
 """What the demo is taught: every starter, one answer for each question, and only commands and options that exist."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

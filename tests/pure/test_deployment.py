@@ -1,7 +1,5 @@
 """docs/deployment.md and deploy/: commands, variables, paths and options exist, and the config files are valid."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """How layers are split over devices: as llama.cpp does with a tensor_split, and by memory without one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -57,7 +55,6 @@ def plan(
     given = tuple(tensor_split) if tensor_split else None
     how = budgets(vram, ram, 4096, choice="slots", divided=True, tensor_split=given, **split)
     planned = make_plan(layout, machine(*free, name=name), how)
-    assert planned.tensor_split is not None
     return planned, planned.tensor_split
 
 

@@ -1,7 +1,5 @@
 """The laboratory's commands in docs/evidence and predictors/README.md exist; tables are what was recorded."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """The layout of experts: byte ranges checked against the file, and every inconsistency refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The fingerprint: the same for the same routers, another for any other router or shape."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The sliding window: what each event predicts, what is kept, and what is an error."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

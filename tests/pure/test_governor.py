@@ -1,7 +1,5 @@
 """The number of compute threads, from times and loads that are made up."""
 
-from __future__ import annotations
-
 import pytest
 
 from moegguf.engine.threadpool import MEMORY_S, ThreadGovernor

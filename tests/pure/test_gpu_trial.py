@@ -1,7 +1,5 @@
 """tools/gpu_trial.py: what it packs is enough, calls go on where the last stopped, the table says what was measured."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tarfile
@@ -126,9 +124,7 @@ def test_a_step_that_fails_ends_the_call_and_is_tried_again(tmp_path: Path) -> N
     assert clock.ran == ["build", "build", "then"]
 
 
-def test_a_measurement_that_breaks_is_no_outcome_but_one_that_does_not_fit_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_measurement_is_no_outcome_but_a_misfit_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trial = gpu_trial.Trial(tmp_path, small(), "GPU0", build.Backend("cuda", ()), tmp_path)
     case = next(iter(small().cases(small().models[0], tmp_path, "GPU0", 1)))[1]
 

@@ -1,7 +1,5 @@
 """A model on Hugging Face is described and planned from its headers, of which no more is read than needed."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -65,9 +63,7 @@ def test_a_split_model_has_the_header_of_each_shard(hub: FakeHub) -> None:
         assert len(read_layout(entry.path).shards) == 2
 
 
-def test_a_projector_is_counted_unless_it_is_damaged(
-    hub: FakeHub, data: bytes, projector: Callable[[str], Path]
-) -> None:
+def test_a_projector_is_counted_unless_damaged(hub: FakeHub, data: bytes, projector: Callable[[str], Path]) -> None:
     for repo, content in (("u/see", projector("mlp").read_bytes()), ("u/damaged", b"GGUF" + b"x" * 5000)):
         hub.add(repo, {PATH: data, "mmproj-m.gguf": content})
         plan = estimate_model(f"hf.co/{repo}", "50%", 512)["plan"]

@@ -1,7 +1,5 @@
 """Image files are checked by their headers, and stand where they were in a message."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 from typing import Any

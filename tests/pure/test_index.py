@@ -1,7 +1,5 @@
 """The index of our own names: whole after damage, crashes and many writers."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -116,13 +114,11 @@ def killed() -> Iterator[subprocess.Popen[str]]:
     yield process
     process.kill()
     process.wait(20)
-    assert process.stdout is not None
     process.stdout.close()
 
 
 @pytest.mark.parametrize("n_lines", [1, 2, 5, 9])
 def test_killed_while_it_writes_the_index_is_old_or_new(killed: subprocess.Popen[str], n_lines: int) -> None:
-    assert killed.stdout is not None
     for _ in range(n_lines):
         last = int(killed.stdout.readline())
     killed.kill()

@@ -1,7 +1,5 @@
 """Keep-alive times and which models are unloaded when memory is short. The workers are scripted, the processes real."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from datetime import UTC, datetime, timedelta

@@ -26,19 +26,10 @@ ALLOWED: dict[str, set[str]] = {
     "chat": {"terminal", "serving", "generate", "engine", "models", "gguf"},
     "server": {"serving", "generate", "engine", "models", "gguf"},
     "cli": {
-        "chat",
-        "server",
-        "terminal",
-        "serving",
-        "bench",
-        "generate",
-        "engine",
-        "trace",
-        "controller",
-        "models",
+        "chat", "server", "terminal", "serving", "bench", "generate", "engine", "trace", "controller", "models",
         "gguf",
     },
-}
+}  # fmt: skip
 
 # Packages within `server` that must not know each other: what both need lies in `server.common`.
 APART = {

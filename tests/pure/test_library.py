@@ -1,7 +1,5 @@
 """The library of short names: its table is consistent, and a name means one file of a repository."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

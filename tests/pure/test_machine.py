@@ -1,8 +1,6 @@
 """Free memory and CPUs on machines made of files: cgroup v1, v2, nested, mixed, absent, broken; a library that was
 compiled for another processor is refused before it ends the process."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any
@@ -213,9 +211,7 @@ def test_a_processor_that_lacks_instructions_is_a_library_error(folder: Path) ->
         library.check_processor(folder)
 
 
-def test_a_processor_that_has_them_passes_and_so_does_an_unknown_one(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_processor_with_them_passes_and_an_unknown_one_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "CPU_FEATURES").write_text("avx2\n")
     library.check_processor(folder)
     (folder / "CPU_FEATURES").write_text("")

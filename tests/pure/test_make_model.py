@@ -1,7 +1,5 @@
 """Random models: well-formed files, the same for the same seed, split or not, with weights of mean zero."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace
@@ -146,17 +144,9 @@ def test_impossible_shapes_are_refused(tmp_path: Path) -> None:
 def test_command_line_writes_a_model(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     command = [
-        sys.executable,
-        str(MAKE_MODEL),
-        "--preset",
-        "tiny-mixtral",
-        "--layers",
-        "1",
-        "--locality",
-        "mixtral",
-        "-o",
+        sys.executable, str(MAKE_MODEL), "--preset", "tiny-mixtral", "--layers", "1", "--locality", "mixtral", "-o",
         str(path),
-    ]
+    ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
     assert GGUFReader(path).fields["llama.block_count"].contents() == 1

@@ -1,7 +1,5 @@
 """The choice after a measurement, and the file of measurements."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from pathlib import Path

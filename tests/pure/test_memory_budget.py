@@ -1,7 +1,5 @@
 """Which models are unloaded so that another fits, and when it has to wait."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -199,9 +197,7 @@ def test_budgets_of_several_devices_are_refused_for_one(tmp_path: Path, monkeypa
         measure_on_gpu(moe(n_layer=6, n_expert=16, n_used=4).write(tmp_path / "m.gguf"))
 
 
-def test_a_model_that_the_cpu_computes_fastest_takes_nothing_of_a_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_fastest_on_the_cpu_takes_nothing_of_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Speeds.supposed(1e6, Link(1e6), 38e9)
     monkeypatch.setattr(KnownSpeeds, "speeds_apart", lambda *_: slow)
     monkeypatch.setenv("MOEGGUF_PLACEMENT", "auto")

@@ -1,7 +1,5 @@
 """Memory groups on machines made of files, and files leaving the page cache."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -93,7 +91,6 @@ def test_group_is_removed_after_an_error(tmp_path: Path) -> None:
     v1(tmp_path)
     with pytest.raises(ZeroDivisionError), memory_limit(GIB, tmp_path) as group:
         print(1 // 0)
-    assert group is not None
     assert not group.folder.exists()
 
 
@@ -125,7 +122,6 @@ def test_peak_and_kills(tmp_path: Path, make, peak: str, events: tuple[str, str]
 def test_a_command_joins_the_group_before_it_runs(tmp_path: Path) -> None:
     v1(tmp_path)
     with memory_limit(GIB, tmp_path) as group:
-        assert group is not None
         words = subprocess.run(group.command(["echo", "a b", "$HOME"]), capture_output=True, check=True, text=True)
         assert words.stdout == "a b $HOME\n"
         assert int((group.folder / "cgroup.procs").read_text()) > 0

@@ -1,7 +1,5 @@
 """Order of requests, limits, cancelling, crashes, load options. The workers are scripted, the processes real."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

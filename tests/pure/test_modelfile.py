@@ -1,7 +1,5 @@
 """Modelfiles read and written, and what a recipe may hold."""
 
-from __future__ import annotations
-
 import warnings
 from contextlib import suppress
 from datetime import UTC, datetime

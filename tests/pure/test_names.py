@@ -1,7 +1,5 @@
 """What a model may be called, and what a name can never be: an error of ours each time, and no file is opened."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """An Ollama store on this machine: read, never written, and never left."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

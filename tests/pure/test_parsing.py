@@ -1,7 +1,5 @@
 """Answers are parsed to the same parts however they are chunked, and no text is lost."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

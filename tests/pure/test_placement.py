@@ -1,7 +1,5 @@
 """The cost model of placements against published figures, and the choice between them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -95,7 +93,6 @@ def planned(
 
 
 def by_kind(found: Plan) -> dict[str, Placement]:
-    assert found.placement is not None
     return {placement.kind: placement for placement in found.placement.placements}
 
 

@@ -1,7 +1,5 @@
 """Plans: slot sizes by hand, minimum and maximum budgets, free memory, and the reasons given."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -90,9 +88,7 @@ def test_below_the_minimum_the_error_states_it(layout: ExpertLayout) -> None:
 
 
 @pytest.mark.parametrize(("slots", "n_ubatch"), [(4, 1), (7, 1), (8, 2), (15, 3), (16, 512), (17, 512)])
-def test_small_pools_that_cannot_stream_read_prompts_in_small_steps(
-    layout: ExpertLayout, slots: int, n_ubatch: int
-) -> None:
+def test_pools_that_cannot_stream_read_prompts_in_small_steps(layout: ExpertLayout, slots: int, n_ubatch: int) -> None:
     p = plan(layout, slots * slot_bytes(layout), streams=False)
     assert p.n_ubatch == n_ubatch and not p.streams
     assert any("at a time instead of 512" in reason for reason in p.reasons) == (n_ubatch < 512)

@@ -1,7 +1,5 @@
 """Each policy by a few events and its victim: the lowest score, least recently used among equals. Policies by tier."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Prefetch requests: nearest layer first, within the budget, no expert twice and no resident one."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from fake_store import ScriptedPredictor

@@ -1,7 +1,5 @@
 """`Llama.from_pretrained`: which files a pattern means, and that they come by the download of `pull`."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -55,9 +53,7 @@ def test_a_pattern_means_all_shards_of_one_model(
         (ONE, ["*.txt"], r"0 files match '\*\.txt'"),
     ],
 )
-def test_a_pattern_for_no_or_two_models_names_those_there_are(
-    hub: FakeHub, filename: str, others: list[str], words: str
-) -> None:
+def test_an_unclear_pattern_names_the_models(hub: FakeHub, filename: str, others: list[str], words: str) -> None:
     with pytest.raises(ModelNotFoundError, match=words):
         fetch("u/r", filename, others)
 
@@ -102,9 +98,7 @@ def test_a_new_version_replaces_the_file_and_a_deleted_one_comes_again(hub: Fake
 
 
 @pytest.mark.parametrize("place", ["cache", "local_dir"])
-def test_without_a_network_there_is_what_was_fetched(
-    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
+def test_offline_is_what_was_fetched(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     fetched = fetch("u/r", "*Q4*", **{place: tmp_path / "x"})
     for name, value, words in (("HF_ENDPOINT", "http://127.0.0.1:9", "refused"), ("HF_HUB_OFFLINE", "1", "is set")):
         with monkeypatch.context() as patch:
@@ -121,9 +115,7 @@ def test_a_file_that_was_put_there_is_kept_if_it_is_the_same(hub: FakeHub, tmp_p
     assert hub.gets(ONE) == [""] * (content != DATA)
 
 
-def test_a_file_system_without_links_fetches_nothing_again(
-    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_links_nothing_is_fetched_again(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(1, "not permitted")
 

@@ -1,7 +1,5 @@
 """Prompts files: both formats as documented, and each mistake named with its line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

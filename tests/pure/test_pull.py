@@ -1,7 +1,5 @@
 """Fetching models from a hub on loopback: names, shards, progress, sharing, stopping and being killed."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal
@@ -79,9 +77,7 @@ def test_small_files_without_a_sha256_are_checked_by_git_s_hash(hub: FakeHub) ->
         fetch("u/s")
 
 
-def test_offline_what_is_cached_is_there_and_the_rest_is_explained(
-    repo: FakeHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offline_the_cached_is_there_and_the_rest_is_explained(repo: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     fetch()
     repo.requests.clear()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -164,9 +160,7 @@ def test_a_new_commit_takes_over_whole(repo: FakeHub) -> None:
     assert [entry.name for entry in Catalog().entries("hf.co")] == [NAME]
 
 
-def test_very_large_files_come_through_huggingface_hub_s_own_storage(
-    repo: FakeHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_very_large_files_come_through_the_hubs_own_storage(repo: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_fetch, "PLAIN_LIMIT_BYTES", 1 << 20)
     entry, told = fetch()
     assert entry.path.read_bytes() == DATA and entry.name == NAME
@@ -202,7 +196,6 @@ def gated_pull(repo: FakeHub, tmp_path: Path) -> Iterator[tuple[subprocess.Popen
     gate = Gate(2 << 20)
     repo.faults["x-Q4_K_M.gguf"] = [gate]
     with start_pull(repo, tmp_path) as process:
-        assert process.stdout is not None
         for line in process.stdout:
             if line.split()[-1].isdigit() and int(line.split()[-1]) >= 1 << 20:
                 break

@@ -1,7 +1,5 @@
 """Sizes, budgets, times and environment variables: what is accepted, what refusals say, and how they are told."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from datetime import UTC, datetime, timedelta
@@ -28,19 +26,10 @@ from moegguf.terminal.units import human_bytes, human_duration, human_time, proc
 @pytest.mark.parametrize(
     ("text", "n_bytes"),
     [
-        ("4GiB", 4 << 30),
-        ("4gib", 4 << 30),
-        (" 4 GiB ", 4 << 30),
-        ("4G", 4 << 30),
-        ("2.5 GB", 2_500_000_000),
-        ("512MiB", 512 << 20),
-        ("0.5k", 512),
-        ("1TB", 10**12),
-        ("1000", 1000),
-        ("7B", 7),
-        (1 << 33, 1 << 33),
+        ("4GiB", 4 << 30), ("4gib", 4 << 30), (" 4 GiB ", 4 << 30), ("4G", 4 << 30), ("2.5 GB", 2_500_000_000),
+        ("512MiB", 512 << 20), ("0.5k", 512), ("1TB", 10**12), ("1000", 1000), ("7B", 7), (1 << 33, 1 << 33),
     ],
-)
+)  # fmt: skip
 def test_sizes(text: str | int, n_bytes: int) -> None:
     assert parse_size(text) == n_bytes
 
@@ -101,14 +90,10 @@ def test_rounded_up_sizes_read_back_as_enough(n_bytes: int) -> None:
 @pytest.mark.parametrize(
     ("n_bytes", "text"),
     [
-        (0, "0 B"),
-        (900, "900 B"),
-        (1024, "1.00KiB"),
-        (23383245, "22.3MiB"),
-        (8066839552, "7.51GiB"),
+        (0, "0 B"), (900, "900 B"), (1024, "1.00KiB"), (23383245, "22.3MiB"), (8066839552, "7.51GiB"),
         (-2048, "-2.00KiB"),
     ],
-)
+)  # fmt: skip
 def test_format_bytes(n_bytes: int, text: str) -> None:
     assert format_bytes(n_bytes) == text
 
@@ -162,15 +147,10 @@ NOW = datetime(2026, 5, 1, 12, tzinfo=UTC)
 @pytest.mark.parametrize(
     ("n_bytes", "text"),
     [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1 KB"),
-        (4_700_000_000, "4.7 GB"),
-        (17_300_000_000, "17 GB"),
-        (274_000_000, "274 MB"),
-        (2_500_000_000_000, "2.5 TB"),
+        (0, "0 B"), (999, "999 B"), (1000, "1 KB"), (4_700_000_000, "4.7 GB"), (17_300_000_000, "17 GB"),
+        (274_000_000, "274 MB"), (2_500_000_000_000, "2.5 TB"),
     ],
-)
+)  # fmt: skip
 def test_size(n_bytes: int, text: str) -> None:
     assert human_bytes(n_bytes) == text
 
@@ -178,19 +158,11 @@ def test_size(n_bytes: int, text: str) -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0.3, "Less than a second"),
-        (1, "1 second"),
-        (59, "59 seconds"),
-        (61, "About a minute"),
-        (240, "4 minutes"),
-        (3600, "About an hour"),
-        (47 * 3600, "47 hours"),
-        (3 * 86400, "3 days"),
-        (15 * 86400, "2 weeks"),
-        (70 * 86400, "2 months"),
-        (800 * 86400, "2 years"),
+        (0.3, "Less than a second"), (1, "1 second"), (59, "59 seconds"), (61, "About a minute"), (240, "4 minutes"),
+        (3600, "About an hour"), (47 * 3600, "47 hours"), (3 * 86400, "3 days"), (15 * 86400, "2 weeks"),
+        (70 * 86400, "2 months"), (800 * 86400, "2 years"),
     ],
-)
+)  # fmt: skip
 def test_span(seconds: float, text: str) -> None:
     assert human_duration(seconds) == text
 

@@ -1,7 +1,5 @@
 """The args of the Ray Serve application: typed, checked, and errors that name the key."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

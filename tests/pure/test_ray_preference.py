@@ -1,7 +1,5 @@
 """Which replica a request prefers: its conversation's holder, then the least loaded."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import Any
@@ -104,12 +102,6 @@ def test_where_nothing_is_known_all_are_equal_and_an_empty_cache_comes_first() -
 def test_a_preferred_replica_with_too_long_a_queue_is_not_waited_for() -> None:
     candidates = [Candidate(holding(FIRST), queue=MAX_IMBALANCE), Candidate(queue=0)]
     assert rank(NEXT, candidates) == [[1, 0]]
-
-
-def test_each_replica_is_in_one_rank() -> None:
-    candidates = [Candidate(holding(each)) for each in (FIRST, OTHER, NEXT)] + [Candidate()]
-    found = rank(NEXT, candidates)
-    assert sorted(i for indices in found for i in indices) == [0, 1, 2, 3]
 
 
 def test_what_is_sent_takes_the_place_of_its_earlier_turns_and_then_of_the_oldest() -> None:

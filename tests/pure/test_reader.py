@@ -4,8 +4,6 @@ The rule: ModelFormatError that names the key or tensor and an offset, or succes
 never much memory, never slow.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import re

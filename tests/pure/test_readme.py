@@ -1,8 +1,6 @@
 """Commands in the README and docs exist, their Python compiles, their links lead somewhere; the page of architecture
 names files that exist, and every package."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

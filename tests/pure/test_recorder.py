@@ -1,7 +1,5 @@
 """The recorder: the trace read is what was observed, for passes of any form."""
 
-from __future__ import annotations
-
 import errno
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where a request begins, and which of its evaluations are the prompt."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 
 import pytest

@@ -1,7 +1,5 @@
 """Reuse statistics, on traces small enough to count by hand."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Routers read from GGUF files choose as llama.cpp does: gating, biases, groups, quantised matrices, bad files."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 

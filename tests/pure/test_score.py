@@ -1,8 +1,6 @@
 """Scores: a predictor of known accuracy has exactly the figures that follow from the definitions, and formula 7 of
 ExpertFlow: intersection over union of a batch's experts, predicted and true."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

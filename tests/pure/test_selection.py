@@ -1,7 +1,5 @@
 """Which files of a repository a tag means."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 import pytest

@@ -1,7 +1,5 @@
 """What the environment may say to a server, and what is refused; the table of options, and what is printed from it."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import math
@@ -44,16 +42,8 @@ HOSTS = [
 ]
 
 BAD_HOSTS = [
-    "ftp://x",
-    "a:99999",
-    "a:-1",
-    "a:port",
-    "user:secret@host",
-    "a b",
-    "http://[::1",
-    "a\nb",
-    "tcp://1.2.3.4:1",
-]
+    "ftp://x", "a:99999", "a:-1", "a:port", "user:secret@host", "a b", "http://[::1", "a\nb", "tcp://1.2.3.4:1",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "url"), HOSTS)

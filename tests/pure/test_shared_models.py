@@ -1,7 +1,5 @@
 """Names of the same files share one process: its use, its end, its context and what is reported of it."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """tools/size.py: the repository is within its limits, and a package that grows or has none is named."""
 
-from __future__ import annotations
-
 from tools import size
 
 

@@ -1,7 +1,5 @@
 """MoE-Infinity's algorithm 1: figure 6, and the terms of the score."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

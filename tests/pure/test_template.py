@@ -1,7 +1,5 @@
 """Rendering of conversations, and sandboxing of untrusted templates."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Plans of two tiers: what goes to a GPU, what to RAM, and which budgets are refused."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

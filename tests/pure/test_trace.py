@@ -1,7 +1,5 @@
 """A trace in memory: events in live order, selections by request, shuffling."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -50,19 +48,10 @@ def test_events_come_in_live_order() -> None:
         else:
             events.append((event.pass_, event.il, event.first_token, event.expert_ids.tolist()))
     assert events == [
-        (5, 0, [7, 8, 9]),
-        (0, 1, 0, [[0, 1], [1, 2]]),
-        (1, 1, 2, [[2, 3]]),
-        (1, 3, 2, [[3]]),
-        (6, 0, [20]),
-        (2, 1, 0, [[3, 0]]),
-        (2, 3, 0, [[0]]),
-        (5, 1, [11]),
-        (3, 1, 0, [[1, 0]]),
-        (3, 3, 0, [[1]]),
-        (4, 1, -1, [[2, 1]]),
-        (4, 3, -1, [[2]]),
-    ]
+        (5, 0, [7, 8, 9]), (0, 1, 0, [[0, 1], [1, 2]]), (1, 1, 2, [[2, 3]]), (1, 3, 2, [[3]]), (6, 0, [20]),
+        (2, 1, 0, [[3, 0]]), (2, 3, 0, [[0]]), (5, 1, [11]), (3, 1, 0, [[1, 0]]), (3, 3, 0, [[1]]),
+        (4, 1, -1, [[2, 1]]), (4, 3, -1, [[2]]),
+    ]  # fmt: skip
     assert [event.time_ns for event in routing_events(tiny())] == [10, 20, 20, 30, 30, 40, 40, 50, 50]
     assert {type(event.phase) for event in routing_events(tiny())} == {Phase}
     assert all(event.expert_ids.dtype == np.int32 and event.weights is None for event in routing_events(tiny()))

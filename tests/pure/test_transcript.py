@@ -1,7 +1,5 @@
 """Stop strings: however a text is chunked, the output ends before the first of them."""
 
-from __future__ import annotations
-
 import time
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Which messages and tokens stay when not all fit."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Turns between the clients of a queue."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,8 +1,6 @@
 """The pinned source distribution comes from any index that pip can read, unbuilt, and only the pinned bytes; patches
 are listed, explained, and apply to it; applying twice is harmless."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import tarfile
@@ -151,9 +149,7 @@ def test_preparing_twice_changes_nothing() -> None:
     assert {path: path.stat().st_mtime_ns for path in tree.rglob("*.cpp")} == before
 
 
-def test_an_orphan_a_missing_and_an_unexplained_patch_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_orphan_missing_and_unexplained_patches_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vendor, "PATCHES", tmp_path)
     (tmp_path / "README.md").write_text("nothing")
     (tmp_path / "series").write_text("# heading\nmissing.patch\nbare.patch\n")

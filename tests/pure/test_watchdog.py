@@ -1,7 +1,5 @@
 """Trials of prefetching against the stall: kept when it pays, stopped when it does not, tried again later and later."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Files of learned predictors: what was saved comes back; anything else is ignored with exactly one warning."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,8 +1,6 @@
 """Messages between server and worker survive encoding and decoding, invalid ones are refused; what is sent together;
 the failure line of a worker's log."""
 
-from __future__ import annotations
-
 import json
 import socket
 from types import MappingProxyType
