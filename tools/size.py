@@ -33,7 +33,7 @@ LIMITS = {
     "moegguf/trace": 2_050,
     "predictors": 8_070,
     "tests": 40_590,
-    "tools": 6_120,
+    "tools": 5_940,
 }
 
 

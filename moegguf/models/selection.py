@@ -54,9 +54,7 @@ def select_files(paths: Iterable[str], tag: str = DEFAULT_TAG, *, repo: str = "t
     if first is None:
         names = [_base(path) for path in firsts]
         if not names:
-            raise ModelNotFoundError(
-                f"{repo} has no GGUF file; look for a repository with GGUF files of this model."
-            )
+            raise ModelNotFoundError(f"{repo} has no GGUF file; look for a repository with GGUF files of this model.")
         some = ", ".join(names[:MAX_LISTED]) + (", ..." if len(names) > MAX_LISTED else "")
         raise ModelNotFoundError(f"{repo} has no file for {tag!r}. Available GGUF files: {some}.")
     return FileSelection(_all_shards(first, models, repo), _projector(first, known))

@@ -144,6 +144,7 @@ class ModelManager:
         Entering raises BusyError, ModelNotFoundError, ModelNameError, ModelFormatError, BudgetError, AllocationError,
         WorkerError.
         """
+
         async def acquire() -> tuple[ManagedModel, Waiter]:
             entry = await self._find(name)
             default_s = math.inf if entry.name in self.kept else self._settings.keep_alive_s
