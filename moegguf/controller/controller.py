@@ -60,8 +60,6 @@ def build_controller(
         if isinstance(predictor, NoPrediction):
             return None
     native = predictor.native()
-    if native:
-        predictor.release()
     return Controller(shape, policy, predictor if native else per_sequence(predictor), store, options, native)
 
 

@@ -11,7 +11,6 @@ from traces import SMALL, batched
 
 from moegguf.controller.predictors import base as sequences
 from moegguf.controller.predictors.base import NoPrediction, PerSequence, Predictor, per_sequence
-from moegguf.controller.predictors.counts import Popularity
 from moegguf.controller.predictors.eamc import EamcPredictor
 from moegguf.native.events import Announcement, Float32s, RoutingEvent
 from moegguf.trace.trace import Trace
@@ -93,5 +92,5 @@ def test_what_takes_batches_as_they_are_is_left_alone() -> None:
 
 def test_a_pass_of_too_many_sequences_is_not_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequences, "MOST_SEQUENCES", 3)
-    found = forecasts(PerSequence(counted(Popularity, TRACE)), BATCH)
+    found = forecasts(PerSequence(counted("popularity", TRACE)), BATCH)
     assert all(found[1, row] is None for row in range(-1, len(SMALL.layers)))

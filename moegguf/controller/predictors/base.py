@@ -4,13 +4,14 @@ probability that any of them uses an expert, 1 - prod(1 - p)."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import ClassVar
 
 import numpy as np
 
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Announcement, Float32s, Part, RoutingEvent
-from moegguf.native.predictor import NativePredictor
+from moegguf.native.predictor import Array, NativePredictor
 
 
 class Predictor(ABC):
@@ -55,9 +56,6 @@ class Predictor(ABC):
         """The same predictor as the store computes it; None where it cannot. The store then needs no controller."""
         return None
 
-    def release(self) -> None:  # noqa: B027
-        """The store predicts from now on: memory that only `predict` needs may go, after which that returns None."""
-
 
 class NoPrediction(Predictor):
     """Never predicts: the default."""
@@ -73,11 +71,30 @@ class NoPrediction(Predictor):
 
 
 class StorePredictor(Predictor):
-    """One that only the store computes (`moegguf/native/predictors`): what it was trained to is here, as `native`."""
+    """One that only the store computes. arrays: what it knows, as its file in `moegguf/native/predictors` says."""
+
+    def __init__(
+        self,
+        name: str,
+        shape: MoeShape,
+        reach: int,
+        arrays: Mapping[str, Array] | None = None,
+        *,
+        needs_inputs: bool = False,
+        needs_tokens: bool = False,
+    ) -> None:
+        super().__init__(shape, reach)
+        # ClassVars of others:
+        self.name, self.needs_inputs, self.needs_tokens = name, needs_inputs, needs_tokens  # type: ignore[misc]
+        self.arrays = arrays or {}
 
     def predict(self, il: int, distance: int) -> Float32s | None:
         """None: the store predicts."""
         return None
+
+    def native(self) -> NativePredictor:
+        """Its name and arrays."""
+        return NativePredictor(self.name, self.arrays)
 
 
 MOST_SEQUENCES = 64  # of a pass that is predicted, and that are followed at once
