@@ -21,7 +21,7 @@ LIMITS = {
     "moegguf/bench": 1_350,
     "moegguf/chat": 1_990,
     "moegguf/cli": 2_770,
-    "moegguf/controller": 2_520,
+    "moegguf/controller": 2_460,
     "moegguf/engine": 7_630,
     "moegguf/generate": 4_710,
     "moegguf/gguf": 2_010,
