@@ -112,7 +112,7 @@ def accuracy(predictor: Predictor, trace: Trace, distance: int) -> float:
 
 
 def _predict(predictor: Predictor, event: RoutingEvent, distance: int, predicted: dict[int, set[int]]) -> None:
-    il = predictor.shape.layer_after(event.il, distance)
+    il = next(iter(predictor.shape.layers[predictor.shape.row_of[event.il] + distance :]), None)
     probabilities = None if il is None else predictor.predict(il, distance)
     if il is not None and probabilities is not None:
         assert probabilities.shape == (predictor.shape.n_expert,)

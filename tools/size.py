@@ -21,8 +21,8 @@ LIMITS = {
     "moegguf/bench": 1_350,
     "moegguf/chat": 1_990,
     "moegguf/cli": 2_770,
-    "moegguf/controller": 2_460,
-    "moegguf/engine": 7_630,
+    "moegguf/controller": 2_350,
+    "moegguf/engine": 7_610,
     "moegguf/generate": 4_710,
     "moegguf/gguf": 2_010,
     "moegguf/models": 3_150,
@@ -31,8 +31,8 @@ LIMITS = {
     "moegguf/serving": 4_730,
     "moegguf/terminal": 1_670,
     "moegguf/trace": 2_050,
-    "predictors": 8_070,
-    "tests": 41_720,
+    "predictors": 8_060,
+    "tests": 41_620,
     "tools": 5_940,
 }
 

@@ -49,16 +49,14 @@ def test_the_eams_of_a_pass_are_those_of_its_requests_together() -> None:
     trace, history = batched(), History(SMALL)
     for event in trace.events():
         if isinstance(event, Announcement):
-            history.expect(event)
-            present = {part.sequence for part in event.parts()}
-        else:
-            history.update(event)
+            continue
+        history.update(event)
+        present = {part.sequence for part in event.parts()}
         sums = [sum(getattr(history.requests[s], phase) for s in sorted(present)) for phase in ("prefill", "decode")]
         np.testing.assert_array_equal(history.prefill, sums[0])
         np.testing.assert_array_equal(history.decode, sums[1])
-        if isinstance(event, RoutingEvent):
-            counted = np.bincount(event.expert_ids.ravel(), minlength=SMALL.n_expert)
-            np.testing.assert_array_equal(history.iteration[event.il], counted)
+        counted = np.bincount(event.expert_ids.ravel(), minlength=SMALL.n_expert)
+        np.testing.assert_array_equal(history.iteration[event.il], counted)
 
 
 def decoded(sequences: list[int], pass_: int, experts: list[int]) -> RoutingEvent:
@@ -100,8 +98,9 @@ def test_memory_is_bounded_however_many_requests_come(monkeypatch: pytest.Monkey
 def test_the_collection_learns_every_request_of_a_batch() -> None:
     predictor, history = EamcPredictor(SMALL), History(SMALL)
     for event in batched().events():
-        history.expect(event) if isinstance(event, Announcement) else history.update(event)
-        predictor.predict_eam.learn(history)
+        if isinstance(event, RoutingEvent):
+            history.update(event)
+            predictor.predict_eam.learn(history)
     eamcs = predictor.learned(history)
     assert eamcs.decode.n_entries == 4
     assert eamcs.prefill.n_entries == 5

@@ -15,6 +15,7 @@ from moegguf.controller.predictors.networks import expert_mlp, mlp, state_size, 
 from moegguf.controller.predictors.routing_path import routing_path
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
+from moegguf.native.events import Announcement, Phase
 from moegguf.native.matvec import QuantizedMatrix
 from predictors.train.fit import COUNTED, count_affinity, count_popularity, count_tokens
 from predictors.train.states import states
@@ -44,6 +45,9 @@ def test_popularity_predicts_any_layer_with_experts_at_any_time() -> None:
     assert popularity.predict(0, 1) == pytest.approx([1, 2 / 3, 1 / 3])
     assert popularity.predict(2, 2) == pytest.approx([0.5, 1, 0.5])
     assert popularity.predict(1, 1) is popularity.predict(7, 1) is None
+    two = np.array([3, 4], np.int32), np.full(2, Phase.DECODE, np.int32)
+    popularity.announce(Announcement(3, Phase.DECODE, np.array([1, 2], np.int32), *two))
+    assert popularity.predict(2, 2) == pytest.approx([0.75, 1, 0.75])
 
 
 def test_an_expert_never_seen_is_followed_by_what_is_popular() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from moegguf.controller.predictors.base import Predictor, StorePredictor
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
-from moegguf.native.events import Float32s
+from moegguf.native.events import Announcement, Float32s
 
 MAX_COUNT = np.iinfo(np.uint16).max
 
@@ -24,15 +24,16 @@ class Popularity(Predictor):
         super().__init__(shape, reach=len(shape.layers))
         popularity = weights.array("popularity", len(shape.layers), shape.n_expert)
         self._probabilities = np.minimum(popularity * shape.n_expert_used, 1.0).astype(np.float32)
+        self._n_sequences = 1
 
-    def fork(self) -> Popularity:
-        """Itself: it keeps nothing of a sequence."""
-        return self
+    def announce(self, announcement: Announcement) -> None:
+        """Counts the sequences, any of which may use an expert."""
+        self._n_sequences = len(announcement.parts())
 
     def predict(self, il: int, distance: int) -> Float32s | None:
         """The same at any distance."""
         row = self.shape.row_of.get(il)
-        return None if row is None else self._probabilities[row]
+        return None if row is None else 1 - (1 - self._probabilities[row]) ** self._n_sequences
 
 
 def affinity(shape: MoeShape, weights: Weights) -> StorePredictor:
@@ -71,4 +72,4 @@ def token_table(shape: MoeShape, weights: Weights) -> StorePredictor:
     sums = np.maximum(popularity.sum(axis=-1, keepdims=True), 1.0)
     average = np.asarray(popularity * (shape.n_expert_used / sums), np.float32)  # times that an average token uses each
     arrays = {"entry_of": entry_of, "counts": counts, "average": average}
-    return StorePredictor("token-id", shape, len(shape.layers), arrays, needs_tokens=True)
+    return StorePredictor("token-id", shape, len(shape.layers), arrays)

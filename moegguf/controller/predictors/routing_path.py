@@ -55,7 +55,7 @@ def routing_path(shape: MoeShape, weights: Weights) -> StorePredictor:
             arrays |= _attention(weights, f"{block}.self", n_embd) | _feed_forward(weights, f"{block}.feed", n_embd)
             if part == "decoder":
                 arrays |= _attention(weights, f"{block}.cross", n_embd, _gain(weights, "memory_norm", n_embd))
-    return StorePredictor("routing-path", shape, len(shape.layers), arrays, needs_tokens=True)
+    return StorePredictor("routing-path", shape, len(shape.layers), arrays)
 
 
 def _attention(weights: Weights, name: str, n_embd: int, memory_gain: Float32s | None = None) -> dict[str, Array]:
