@@ -30,9 +30,9 @@ LIMITS = {
     "moegguf/server": 8_720,
     "moegguf/serving": 4_730,
     "moegguf/terminal": 1_670,
-    "moegguf/trace": 2_050,
+    "moegguf/trace": 2_020,
     "predictors": 8_060,
-    "tests": 41_620,
+    "tests": 41_610,
     "tools": 5_940,
 }
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from traces import SMALL, batched, random_trace, same
+from traces import SMALL, batched, random_trace
 
 from moegguf.controller import history as history_module
 from moegguf.controller.history import History
 from moegguf.controller.predictors.eamc import EamcPredictor
 from moegguf.errors import TraceError
 from moegguf.native.events import Announcement, Part, Phase, RoutingEvent
-from moegguf.trace.format import HEADER, read, write
+from moegguf.trace.format import read, write
 from predictors.study.arrange import separated
 
 
@@ -106,19 +104,6 @@ def test_the_collection_learns_every_request_of_a_batch() -> None:
     assert eamcs.prefill.n_entries == 5
     rows = eamcs.decode.state.sum(axis=2)
     assert (rows[:, list(SMALL.layers)] == 6 * SMALL.n_expert_used).all()
-
-
-def test_a_file_of_version_1_is_read(tmp_path: Path) -> None:
-    trace = random_trace()
-    write(tmp_path / "t.npz", trace)
-    with zipfile.ZipFile(tmp_path / "t.npz") as archive:
-        members = {name: archive.read(name) for name in archive.namelist()}
-    facts = json.loads(members[HEADER])
-    facts |= {"version": 1, "blocks": [block[:3] for block in facts["blocks"]]}
-    with zipfile.ZipFile(tmp_path / "old.npz", "w") as archive:
-        for name, data in (members | {HEADER: json.dumps(facts).encode()}).items():
-            archive.writestr(name, data)
-    assert same(read(tmp_path / "old.npz"), trace)
 
 
 def test_the_phases_of_tokens_are_checked(tmp_path: Path) -> None:
