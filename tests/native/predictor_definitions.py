@@ -16,6 +16,7 @@ from moegguf.controller.predictors.routing_path import NORM_EPS
 from moegguf.controller.shape import MoeShape
 from moegguf.gguf.routers import Gating, Router, Routers
 from moegguf.native.events import Float32s, Int32s
+from predictors.study.controls import probabilities
 from predictors.train.states import states
 
 Arrays = dict[str, npt.NDArray[np.float32]]
@@ -103,7 +104,7 @@ def skip(predictor: StorePredictor) -> Definition:
         il = layers[row]
         if seen.input is None or seen.input[0] != row - distance or il not in routers.routers:
             return None
-        return routers.probabilities(il, seen.input[1])
+        return probabilities(routers, il, seen.input[1])
 
     return predict
 
