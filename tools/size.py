@@ -24,7 +24,7 @@ LIMITS = {
     "moegguf/controller": 2_350,
     "moegguf/engine": 7_610,
     "moegguf/generate": 4_710,
-    "moegguf/gguf": 1_970,
+    "moegguf/gguf": 1_950,
     "moegguf/models": 3_150,
     "moegguf/native": 16_650,
     "moegguf/server": 8_720,
