@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 import numpy as np
 
+from moegguf.controller.predictors import LEARNED
 from moegguf.controller.predictors.base import Predictor
-from moegguf.controller.predictors.counts import Affinity, Popularity, TokenTable
 from moegguf.controller.shape import MoeShape
 from moegguf.gguf.routers import Gating, Router, Routers
 from moegguf.native.events import Announcement, Float32s, Phase, RoutingEvent
 from moegguf.trace.trace import Trace, TraceHeader
 from predictors.train.fit import COUNTED
-
-Counted = TypeVar("Counted", TokenTable, Popularity, Affinity)
 
 
 def hand_made(shape: MoeShape, routing: list[list[list[list[int]]]], *, prefill: int = 0) -> Trace:
@@ -91,9 +89,9 @@ def routers_of(shape: MoeShape, matrices: Float32s) -> Routers:
     return Routers(Gating.SOFTMAX, {il: Router(shape.n_expert_used, matrix) for il, matrix in rows})
 
 
-def counted(kind: type[Counted], trace: Trace) -> Counted:
-    """A predictor of this kind, as predictors/train counts it."""
-    return kind.from_weights(trace.shape, COUNTED[kind.name](trace))
+def counted(name: str, trace: Trace) -> Predictor:
+    """The predictor of this name, as predictors/train counts it."""
+    return LEARNED[name](trace.shape, COUNTED[name](trace))
 
 
 def accuracy(predictor: Predictor, trace: Trace, distance: int) -> float:
@@ -114,7 +112,7 @@ def accuracy(predictor: Predictor, trace: Trace, distance: int) -> float:
 
 
 def _predict(predictor: Predictor, event: RoutingEvent, distance: int, predicted: dict[int, set[int]]) -> None:
-    il = predictor.shape.layer_after(event.il, distance)
+    il = next(iter(predictor.shape.layers[predictor.shape.row_of[event.il] + distance :]), None)
     probabilities = None if il is None else predictor.predict(il, distance)
     if il is not None and probabilities is not None:
         assert probabilities.shape == (predictor.shape.n_expert,)

@@ -68,23 +68,11 @@ def describe_build(bindings: ModuleType, patched: str = f"moegguf-{__version__}+
     }
 
 
-class _Measured(Llama):
-    """`Llama` with an option of llama-bench that llama-cpp-python lacks: `repack`."""
-
-    def __init__(self, spec: Spec, **options: Any) -> None:
-        self._spec = spec
-        super().__init__(spec.model, **options)
-
-    def _attach_model(self, params: Any) -> None:
-        super()._attach_model(params)
-        params.use_extra_bufts = self._spec.repack
-
-
 def load(spec: Spec) -> Llama:
     """The model with the options of `spec`; MOEGGUF_HOOKS must have been set for its system."""
     device = link_device(parse_link(spec.simulate_link), spec.simulate_threads) if spec.simulate_link else None
-    return _Measured(
-        spec,
+    return Llama(
+        spec.model,
         expert_cache=spec.expert_cache if spec.system == "moegguf" else "100%",
         vram_cache=spec.vram_cache,
         placement=spec.placement,
@@ -112,7 +100,7 @@ def load(spec: Spec) -> Llama:
     )
 
 
-def _gpu_layers(spec: Spec) -> dict[str, int]:
+def _gpu_layers(spec: Spec) -> dict[str, Any]:
     """-1 leaves a model with experts to `placement`; plain llama.cpp then puts every layer on a GPU."""
     planned = spec.system == "moegguf" and spec.n_gpu_layers < 0 and read_layout(spec.model).is_moe
     return {} if planned else {"n_gpu_layers": spec.n_gpu_layers}

@@ -17,14 +17,14 @@ import numpy as np
 from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
 from moegguf.controller.policies import AnyPolicy, Policy, SparsityAware
-from moegguf.controller.predictors.base import NoPrediction, Predictor, per_sequence
+from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.predictors.eamc import Learner
 from moegguf.controller.prefetch import Prefetcher, PrefetchOptions, most_prefetches
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.watchdog import Watchdog
 from moegguf.errors import CallbackError, MoeggufError
 from moegguf.native.events import Announcement, Phase, RoutingEvent
-from moegguf.native.predictor import NativeForecast, NativePredictor
+from moegguf.native.predictor import NativeForecast
 from moegguf.native.store import NativePolicy, Store
 
 
@@ -59,10 +59,7 @@ def build_controller(
         store.set_policy(policy.name)
         if isinstance(predictor, NoPrediction):
             return None
-    native = predictor.native()
-    if native:
-        predictor.release()
-    return Controller(shape, policy, predictor if native else per_sequence(predictor), store, options, native)
+    return Controller(shape, policy, predictor, store, options)
 
 
 class Controller:
@@ -79,10 +76,10 @@ class Controller:
         predictor: Predictor,
         store: Store,
         options: ActingOptions,
-        native: NativePredictor | None = None,
     ) -> None:
         self.shape = shape
-        self.native = native is not None  # the store predicts, and acts
+        self._native = predictor.native()
+        self.native = self._native is not None  # the store predicts, and acts
         self.scores = isinstance(policy, Policy)  # in Python
         self.policy: AnyPolicy | None = policy
         self.predictor: Predictor | None = predictor
@@ -96,7 +93,7 @@ class Controller:
         self._scored = self._forecast_set = False
         self._store = store
         self._prefetcher = Prefetcher(shape, options.prefetch) if options.prefetch else None
-        self._native, self._native_forecast = native, _native_forecast(shape, predictor, options)
+        self._native_forecast = _native_forecast(shape, predictor, options)
         self._predicting, self._acting = False, True
         self._changing = Lock()  # what the store predicts with
         self._direct_store()

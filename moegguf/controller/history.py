@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moegguf.controller.shape import MoeShape
-from moegguf.native.events import Announcement, Phase, RoutingEvent
+from moegguf.native.events import Phase, RoutingEvent
 
 Counts = npt.NDArray[np.float32]
 
@@ -88,11 +88,6 @@ class History:
         self.last_use[event.il, used] = self.clock
         self.uses[event.il] += used
         self.il, self.pass_, self.phase, self.sequence = event.il, event.pass_, event.phase, event.sequence
-
-    def expect(self, announcement: Announcement) -> None:
-        """Makes `prefill` and `decode` those of the requests announced, before their pass's first event."""
-        self.finished = []
-        self._set_present(frozenset(part.sequence for part in announcement.parts()))
 
     def end_all(self) -> list[tuple[Counts, Counts]]:
         """Ends all requests: their rEAMs (prefill, decode), the oldest first."""

@@ -47,8 +47,3 @@ class MoeShape:
     def row_of(self) -> dict[int, int]:
         """Position of a layer among those with experts."""
         return {il: row for row, il in enumerate(self.layers)}
-
-    def layer_after(self, il: int, distance: int) -> int | None:
-        """The layer `distance` MoE layers after `il`; None beyond the last one."""
-        row = self.row_of[il] + distance
-        return self.layers[row] if row < len(self.layers) else None

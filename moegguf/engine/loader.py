@@ -82,7 +82,7 @@ class Loader:
         self._no_devices = (c.c_void_p * 1)()  # a list that ends at once
         self._threadpool: Threadpool | None = None
         self._bindings = library.llama_cpp()
-        plan = load_plan.plan
+        self._repack, plan = store.repack, load_plan.plan
         try_first(load_plan.layout, options, progress.wait, load_plan.projector)
         if load_plan.no_device or plan.layers_on:
             store = replace(store, device=None)  # it named the one to place experts on: these slots are the CPU's
@@ -101,6 +101,7 @@ class Loader:
     def attach_model(self, params: c.Structure) -> None:
         """Sets the experts' buffer type and the progress callback in struct llama_model_params."""
         params.load_mtp = self.load_plan.layout.loads_heads
+        params.use_extra_bufts = params.use_extra_bufts and self._repack
         if self.session is not None:
             self.session.attach_model(params)
         if self._progress.callback is not None:

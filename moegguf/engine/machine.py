@@ -7,9 +7,9 @@ All files are read below `root`, so that tests can use a machine made of files.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import os
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -252,52 +252,31 @@ def _offsets(n_bytes: int, block_bytes: int, start: int) -> Iterator[int]:
     step = max(1, int(n_blocks * 0.6180339887)) | 1
     while n_blocks % step == 0 and step > 1:
         step -= 2
-    at = start * n_blocks // _DISK_THREADS
-    while True:
+    for at in itertools.count(start * n_blocks // _DISK_THREADS, step):
         yield at % n_blocks * block_bytes
-        at += step
-
-
-def _read_blocks(
-    fd: int, offsets: Iterator[int], block_bytes: int, direct: bool, deadline: float, counts: list[int]
-) -> None:
-    # anonymous memory is page-aligned, which direct I/O requires
-    with mmap.mmap(-1, block_bytes) as memory, memoryview(memory) as buffer:
-        n_bytes = 0
-        while time.perf_counter() < deadline:
-            offset = next(offsets)
-            if not direct and hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(fd, offset, block_bytes, os.POSIX_FADV_DONTNEED)
-            try:
-                n = os.preadv(fd, [buffer], offset)
-            except OSError:
-                break
-            if n <= 0:
-                break
-            n_bytes += n
-        counts.append(n_bytes)
 
 
 def _measure(path: Path, flags: int, block_bytes: int, seconds: float) -> float:
-    """Bytes per second with the given open() flags; 0 when nothing could be read."""
+    """Bytes per second of _DISK_THREADS threads with the given open() flags; 0 when nothing could be read."""
+    begin = time.perf_counter()
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+
+    def read(thread: int) -> int:
+        # anonymous memory is page-aligned, which direct I/O requires
+        with mmap.mmap(-1, block_bytes) as memory, memoryview(memory) as buffer, contextlib.suppress(OSError):
+            n_bytes = 0
+            for offset in _offsets(os.fstat(fd).st_size, block_bytes, thread):
+                if not flags and hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(fd, offset, block_bytes, os.POSIX_FADV_DONTNEED)
+                n = os.preadv(fd, [buffer], offset)
+                n_bytes += n
+                if n <= 0 or time.perf_counter() >= begin + seconds:
+                    break
+        return n_bytes
+
     try:
-        n_bytes = os.fstat(fd).st_size
-        counts: list[int] = []
-        begin = time.perf_counter()
-        threads = [
-            threading.Thread(
-                target=_read_blocks,
-                args=(fd, _offsets(n_bytes, block_bytes, i), block_bytes, flags != 0, begin + seconds, counts),
-                daemon=True,
-            )
-            for i in range(_DISK_THREADS)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return sum(counts) / max(time.perf_counter() - begin, 1e-9)
+        with ThreadPoolExecutor(_DISK_THREADS) as threads:
+            return sum(threads.map(read, range(_DISK_THREADS))) / max(time.perf_counter() - begin, 1e-9)
     finally:
         os.close(fd)
 

@@ -173,7 +173,6 @@ class Session:
     def attach_model(self, params: c.Structure) -> None:
         """Experts go to the reserved buffer type; the store reads them."""
         params.tensor_buft_overrides = c.addressof(self._overrides)
-        params.use_extra_bufts = params.use_extra_bufts and self.store.options.repack
         if self.plan.devices:
             params.devices = c.addressof(self._devices)
 

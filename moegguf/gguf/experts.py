@@ -222,7 +222,7 @@ def _layout(path: Path, _versions: tuple[tuple[int, ...], ...]) -> ExpertLayout:
     label = files[0].name
     if not any(file.tensors for file in files):
         raise ModelFormatError(f"{label}: there are no tensors in it (a vocabulary file?); give a complete model.")
-    hparams = read_hparams(files[0].metadata, label)
+    hparams = read_hparams(files[0])
     check_tokenizer(files[0], hparams.arch)
     check_types(files)
     matrices = list(_expert_matrices(files, hparams))
@@ -230,7 +230,7 @@ def _layout(path: Path, _versions: tuple[tuple[int, ...], ...]) -> ExpertLayout:
     expert_bytes = sum(layer.n_expert * layer.expert_bytes for layer in layers)
     unused_bytes = sum(m.n_expert * m.expert_bytes for m in matrices if m.il >= hparams.n_layer)
     tensors = {tensor.name: tensor for file in files for tensor in file.tensors}
-    check_attention(tensors, hparams, label)
+    check_attention(tensors, hparams, files[0])
     total_bytes = sum(tensor.n_bytes for tensor in tensors.values())
     embedding = tensors.get("token_embd.weight")
     return ExpertLayout(

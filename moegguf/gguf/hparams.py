@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moegguf.errors import ModelFormatError
-from moegguf.gguf.reader import TensorInfo, Value
+from moegguf.gguf.reader import GgufFile, TensorInfo
 
 # llama.cpp's compiled-in limits at the pinned version
 MAX_LAYERS = 512
@@ -81,14 +81,15 @@ class Hparams:
     value_lengths: tuple[int, ...]
 
 
-class _Keys:
+class Keys:
     """Typed access to the keys of one architecture; every error is a ModelFormatError naming the key."""
 
-    def __init__(self, arch: str, metadata: Mapping[str, Value], label: str) -> None:
-        self.arch, self.metadata, self.label = arch, metadata, label
+    def __init__(self, arch: str, file: GgufFile) -> None:
+        self.arch, self.metadata, self._file = arch, file.metadata, file
 
     def fail(self, key: str, rule: str) -> ModelFormatError:
-        return ModelFormatError(f"{self.label}: key '{key}': {rule}; the file cannot be run, fetch it again.")
+        """The error of a key that breaks a rule."""
+        return self._file.key_error(key, rule, ":")
 
     def check_all(self) -> None:
         """Every number of the architecture must be one that can be computed with: in its range, finite."""
@@ -111,6 +112,7 @@ class _Keys:
         raise self.fail(f"{self.arch}.{name}", f"must be {allowed}, but is {value:g}")
 
     def number(self, name: str, default: int | None, low: int, high: int) -> int:
+        """A whole number from low to high; default: where the key is missing, None where it must not be."""
         key = f"{self.arch}.{name}"
         value = self.metadata.get(key, default)
         if value is None:
@@ -135,24 +137,18 @@ class _Keys:
         return tuple(self._in_range(key, item, 0, high) for item in value)
 
 
-def read_architecture(metadata: Mapping[str, Value], label: str) -> str:
-    """The key general.architecture, checked to be short printable text."""
-    arch = metadata.get("general.architecture")
-    if not isinstance(arch, str) or not 0 < len(arch) <= 64 or not arch.isprintable():
-        raise ModelFormatError(
-            f"{label}: key 'general.architecture' must name the architecture, but is {str(arch)[:40]!r};"
-            " give a language model in GGUF form."
-        )
-    return arch
-
-
-def read_hparams(metadata: Mapping[str, Value], label: str) -> Hparams:
-    """The hyperparameters in `metadata`; `label` (the file's name) starts every message.
+def read_hparams(file: GgufFile) -> Hparams:
+    """The hyperparameters in a file's key-values.
 
     Raises ModelFormatError for a number that is missing, of the wrong kind, or that llama.cpp would abort on.
     """
-    arch = read_architecture(metadata, label)
-    keys = _Keys(arch, metadata, label)
+    arch, metadata = file.metadata.get("general.architecture"), file.metadata
+    if not isinstance(arch, str) or not 0 < len(arch) <= 64 or not arch.isprintable():
+        raise ModelFormatError(
+            f"{file.name}: key 'general.architecture' must name the architecture, but is {str(arch)[:40]!r};"
+            " give a language model in GGUF form."
+        )
+    keys = Keys(arch, file)
     keys.check_all()
     n_layer_all = keys.number("block_count", None, 1, MAX_LAYERS)
     n_nextn = keys.number("nextn_predict_layers", 0, 0, n_layer_all - 1)
@@ -163,7 +159,10 @@ def read_hparams(metadata: Mapping[str, Value], label: str) -> Hparams:
         n_head_kv = keys.per_layer("attention.head_count_kv", n_layer_all, 0, MAX_WIDTH)
     _check_heads(keys, n_head, n_head_kv, n_embd)
     n_expert, n_expert_used = _read_expert_counts(keys, n_layer_all)
-    _check_rope(keys)
+    scaling = metadata.get(f"{arch}.rope.scaling.type", "linear")
+    if scaling not in ROPE_SCALINGS:
+        allowed = ", ".join(ROPE_SCALINGS)
+        raise keys.fail(f"{arch}.rope.scaling.type", f"must be one of {allowed}, but is {str(scaling)[:40]!r}")
     head = n_embd // n_head[0] if n_head[0] else 0
     key_length = keys.number("attention.key_length", head, 0, MAX_WIDTH)
     n_rot = keys.number("rope.dimension_count", key_length, 0, MAX_WIDTH)
@@ -192,7 +191,7 @@ def read_hparams(metadata: Mapping[str, Value], label: str) -> Hparams:
     )
 
 
-def _check_heads(keys: _Keys, n_head: tuple[int, ...], n_head_kv: tuple[int, ...], n_embd: int) -> None:
+def _check_heads(keys: Keys, n_head: tuple[int, ...], n_head_kv: tuple[int, ...], n_embd: int) -> None:
     key = f"{keys.arch}.attention.head_count"
     if max(n_head) > n_embd:
         raise keys.fail(key, f"{max(n_head)} heads are more than the {n_embd} numbers they share")
@@ -201,7 +200,7 @@ def _check_heads(keys: _Keys, n_head: tuple[int, ...], n_head_kv: tuple[int, ...
             raise keys.fail(f"{key}_kv", f"layer {il} has {heads} heads, not a multiple of its {kv_heads} KV heads")
 
 
-def _check_lengths(keys: _Keys, key_length: int, n_rot: int, n_head_kv: int) -> bool:
+def _check_lengths(keys: Keys, key_length: int, n_rot: int, n_head_kv: int) -> bool:
     """Checks the lengths of K rows and their rotated part; returns whether the model has latent attention."""
     mla_k = keys.number("attention.key_length_mla", 0, 0, MAX_WIDTH)
     mla_v = keys.number("attention.value_length_mla", 0, 0, MAX_WIDTH)
@@ -219,7 +218,7 @@ def _check_lengths(keys: _Keys, key_length: int, n_rot: int, n_head_kv: int) -> 
     return mla_k > 0
 
 
-def _check_rotated(keys: _Keys, n_rot: int, key_swa: int) -> None:
+def _check_rotated(keys: Keys, n_rot: int, key_swa: int) -> None:
     """Numbers are rotated in pairs, at most all of a head; with none llama.cpp computes for ever."""
     for name, default in (("rope.dimension_count", n_rot), ("rope.dimension_count_swa", 0)):
         key = f"{keys.arch}.{name}"
@@ -230,7 +229,7 @@ def _check_rotated(keys: _Keys, n_rot: int, key_swa: int) -> None:
         raise keys.fail(key, f"{n} is more than the length of a head in sliding-window layers, {key_swa}")
 
 
-def _read_expert_counts(keys: _Keys, n_layer_all: int) -> tuple[int, tuple[int, ...]]:
+def _read_expert_counts(keys: Keys, n_layer_all: int) -> tuple[int, tuple[int, ...]]:
     n_expert = keys.number("expert_count", 0, 0, MAX_EXPERTS)
     used = keys.per_layer("expert_used_count", n_layer_all, 0, MAX_EXPERTS)
     key = f"{keys.arch}.expert_used_count"
@@ -251,18 +250,11 @@ def _read_expert_counts(keys: _Keys, n_layer_all: int) -> tuple[int, tuple[int, 
     return n_expert, used
 
 
-def _check_rope(keys: _Keys) -> None:
-    key = f"{keys.arch}.rope.scaling.type"
-    scaling = keys.metadata.get(key, "linear")
-    if scaling not in ROPE_SCALINGS:
-        raise keys.fail(key, f"must be one of {', '.join(ROPE_SCALINGS)}, but is {str(scaling)[:40]!r}")
-
-
-def check_attention(tensors: Mapping[str, TensorInfo], hparams: Hparams, label: str) -> None:
+def check_attention(tensors: Mapping[str, TensorInfo], hparams: Hparams, first: GgufFile) -> None:
     """Raises ModelFormatError for Q, K or V matrices whose rows are not heads x length, by the metadata.
 
     Q may have twice the rows (an output gate, as in qwen3next). Where sliding-window layers have lengths of their own,
-    each length must be that of a layer. Models with latent attention are left to llama.cpp.
+    each length must be that of a layer. Models with latent attention are left to llama.cpp. first: the first file.
     """
     hp = hparams
     if hp.is_mla or hp.n_head[0] == 0:
@@ -283,16 +275,8 @@ def check_attention(tensors: Mapping[str, TensorInfo], hparams: Hparams, label: 
             found = {length for length in lengths if n_rows in [factor * n_heads[il] * length for factor in factors]}
             used |= found
             if not found and len(lengths) == 1:
-                raise _bad_attention(
-                    label, tensor, f"{n_heads[il]} heads of {lengths[0]} make {n_heads[il] * lengths[0]}"
-                )
+                rule = f"{n_heads[il]} heads of {lengths[0]} make {n_heads[il] * lengths[0]}"
+                raise first.tensor_error(tensor, f"has {n_rows} rows, but {rule}")
             last = tensor
         if complete and used and (unused := set(lengths) - used):
-            raise _bad_attention(label, last, f"no layer has heads of {min(unused)}")
-
-
-def _bad_attention(label: str, tensor: TensorInfo, rule: str) -> ModelFormatError:
-    return ModelFormatError(
-        f"{label}: tensor '{tensor.name}', data at offset {tensor.offset}: has {tensor.shape[1]} rows, but {rule};"
-        " fetch the file again."
-    )
+            raise first.tensor_error(last, f"has {last.shape[1]} rows, but no layer has heads of {min(unused)}")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moegguf.errors import ModelFormatError
+from moegguf.gguf.hparams import Keys
 from moegguf.gguf.reader import GgufFile, Shard, read_gguf
 
 U32, I32, F32, BOOL, STRING = 4, 5, 6, 7, 8  # GGUF value types
@@ -93,23 +94,27 @@ def read_projector(path: str | os.PathLike[str]) -> ProjectorHeader:
     kind = file.metadata.get("clip.projector_type") or file.metadata.get("clip.vision.projector_type")
     if not isinstance(kind, str):
         raise ModelFormatError(f"{file.name} does not say which kind of projector it is; fetch it again.")
-    side, patch = (_size(file, name, MAX_SIDE_PIXELS) for name in ("image_size", "patch_size"))
-    n_embd, n_head = (_size(file, name, MAX_DIMENSION) for name in ("embedding_length", "attention.head_count"))
+    keys = Keys("clip.vision", file)
+    side, patch = (keys.number(name, None, 1, MAX_SIDE_PIXELS) for name in ("image_size", "patch_size"))
+    n_embd = keys.number("embedding_length", None, 1, MAX_DIMENSION)
+    n_head = keys.number("attention.head_count", None, 1, MAX_DIMENSION)
     if patch > side or n_embd % n_head:
         raise ModelFormatError(
             f"{file.name}: patches of {patch} pixels in an image of {side}, or {n_head} heads in {n_embd} rows,"
             " do not fit; fetch it again."
         )
     n_patches = (side // patch) ** 2
-    _size(file, "block_count", MAX_BLOCKS)
-    _check_epsilon(file)
+    keys.number("block_count", None, 1, MAX_BLOCKS)
+    epsilon = file.metadata.get("clip.vision.attention.layer_norm_epsilon")
+    if not isinstance(epsilon, float) or not 0 <= epsilon < 1:
+        raise file.key_error("clip.vision.attention.layer_norm_epsilon", f"must be from 0 to 1, but is {epsilon!r}")
     _check_shapes(file, kind, patch, n_embd, n_patches)
     return ProjectorHeader(
         file.shard,
         kind,
         sum(tensor.n_bytes for tensor in file.tensors),
         n_embd,
-        _size(file, "feed_forward_length", MAX_DIMENSION, least=0),  # old files of Qwen2-VL do not know it
+        keys.number("feed_forward_length", None, 0, MAX_DIMENSION),  # old files of Qwen2-VL do not know it
         n_patches if kind in FIXED_SIZE else max(n_patches, DYNAMIC_PATCHES),
         ONE_PASS_TOKENS[kind] or n_patches if kind in ONE_PASS_TOKENS else 0,
     )
@@ -120,19 +125,6 @@ def _check_types(file: GgufFile) -> None:
         found = file.value_types.get(key, expected)
         if found != expected:
             raise file.key_error(key, f"is of GGUF type {found}, but must be of type {expected}")
-
-
-def _size(file: GgufFile, name: str, most: int, least: int = 1) -> int:
-    value = file.metadata.get(f"clip.vision.{name}")
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise file.key_error(f"clip.vision.{name}", f"must be a number from {least} to {most}, but is {value!r}")
-    return value
-
-
-def _check_epsilon(file: GgufFile) -> None:
-    value = file.metadata.get("clip.vision.attention.layer_norm_epsilon")
-    if not isinstance(value, float) or not 0 <= value < 1:
-        raise file.key_error("clip.vision.attention.layer_norm_epsilon", f"must be from 0 to 1, but is {value!r}")
 
 
 def _check_shapes(file: GgufFile, kind: str, patch: int, n_embd: int, n_patches: int) -> None:

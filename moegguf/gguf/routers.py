@@ -1,8 +1,5 @@
-"""The model's routers in numpy: the experts that llama.cpp would choose for a vector.
-
-Reads `ffn_gate_inp` and its biases from the GGUF file and repeats the choice of `build_moe_ffn` (llama-graph.cpp) in
-float32.
-"""
+"""The model's routers: `ffn_gate_inp` and its biases in float32, and how `build_moe_ffn` (llama-graph.cpp) chooses by
+them."""
 
 from __future__ import annotations
 
@@ -64,41 +61,6 @@ class Routers:
     routers: Mapping[int, Router]
     n_group: int = 1
     n_group_used: int = 1
-
-    def probabilities(self, il: int, inputs: Float32s) -> Float32s:
-        """(n_expert,) in [0, 1] for one router input (n_embd,): higher is chosen sooner, excluded groups are 0.
-
-        0.5 is an even share among n_expert_used: scores, made to add up to 1, against 1 / n_expert_used.
-        """
-        router = self.routers[il]
-        scores = self._scores(router, inputs)
-        lowest = float(scores.min(where=np.isfinite(scores), initial=0.0))
-        shares = np.maximum(scores - lowest, 0.0)
-        shares *= router.n_expert_used / max(float(shares.sum()), 1e-30)
-        return shares / (1.0 + shares)
-
-    def _scores(self, router: Router, inputs: Float32s) -> Float32s:
-        """(n_expert,): the scores by which experts are chosen; -inf in groups that were not chosen."""
-        logits = router.matrix @ inputs
-        if router.logit_bias is not None:
-            logits += router.logit_bias
-        scores = _probabilities(self.gating, logits)
-        if router.choice_bias is not None:
-            scores += router.choice_bias
-        if self.n_group > 1:
-            groups = scores.reshape(self.n_group, -1)
-            best = np.sort(groups)[:, -2:].sum(axis=1)
-            groups[np.argsort(-best, kind="stable")[self.n_group_used :]] = -np.inf
-        return scores
-
-
-def _probabilities(gating: Gating, logits: Float32s) -> Float32s:
-    if gating == Gating.SIGMOID:
-        return (0.5 * (1.0 + np.tanh(0.5 * logits))).astype(np.float32)
-    if gating == Gating.SQRT_SOFTPLUS:
-        return np.sqrt(np.logaddexp(np.float32(0), logits))
-    powers = np.exp(logits - logits.max())
-    return powers / powers.sum()
 
 
 def read_routers(layout: ExpertLayout) -> Routers:

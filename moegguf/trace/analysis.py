@@ -94,16 +94,6 @@ class Row:
     devices: Mapping[str, float] = field(default_factory=dict)
 
 
-def _row(policy: str, predictor: str, share: float, result: SimResult, **others: Any) -> Row:
-    return Row(policy, predictor, share, result.n_slots, result.hit_rate, result.decode_hit_rate, result, **others)
-
-
-def _bound(trace: Trace, share: float) -> Row:
-    n_slots = slots_of(trace.shape, share)
-    bound = belady(Lookups.of(fitted(trace, n_slots)), n_slots)
-    return Row(BELADY, NoPrediction.name, share, n_slots, bound.hit_rate, bound.decode_hit_rate)
-
-
 def gap_closed_by(rows: Sequence[Row], row: Row) -> float | None:
     """`gap_closed` by the decode hit rate of a row, among those of its share."""
     at = {(other.policy, other.predictor): other.decode_hit_rate for other in rows if other.share == row.share}
@@ -117,12 +107,8 @@ def hit_ranges(rows: Sequence[Row]) -> dict[str, dict[float, tuple[float, float]
         if row.simulated is not None:
             of_share = rates.setdefault(row.policy, {}).setdefault(row.share, [])
             of_share += [span.hit_rate for span in row.simulated.sequences.values()]
-    return {policy: {share: _most_of(of_share) for share, of_share in at.items()} for policy, at in rates.items()}
-
-
-def _most_of(rates: Sequence[float]) -> tuple[float, float]:
-    low, high = np.quantile(rates, (0.01, 0.99))
-    return float(low), float(high)
+    ends = {policy: {at: np.quantile(of, (0.01, 0.99)) for at, of in by.items()} for policy, by in rates.items()}
+    return {policy: {at: (float(low), float(high)) for at, (low, high) in by.items()} for policy, by in ends.items()}
 
 
 def _check_prefetching(options: SimOptions, timed: bool, predictors: Sequence[str]) -> None:
@@ -251,10 +237,23 @@ class TraceAnalysis:
             n_slots = slots_of(self.trace.shape, share)
             for policy, ahead in itertools.product(policies, predictors):
                 step(f"{policy} with {ahead} in {n_slots} slots")
-                parts = self.policy(policy), self.predictor(ahead)
-                rows.append(_row(policy, ahead, share, Simulation(self.trace, *parts, n_slots, options).run()))
-            rows.append(_bound(self.trace, share))
+                rows.append(self._replayed(policy, ahead, n_slots, options, share))
+            rows.append(self._bound(share))
         return rows
+
+    def _replayed(
+        self, policy: str, predictor: str, n_slots: int | Sequence[DeviceSlots], options: SimOptions, share: float,
+        **others: Any,
+    ) -> Row:  # fmt: skip
+        """One replay, with new parts of these names."""
+        result = Simulation(self.trace, self.policy(policy), self.predictor(predictor), n_slots, options).run()
+        rates = result.n_slots, result.hit_rate, result.decode_hit_rate
+        return Row(result.policy, result.predictor, share, *rates, result, **others)
+
+    def _bound(self, share: float) -> Row:
+        n_slots = slots_of(self.trace.shape, share)
+        bound = belady(Lookups.of(fitted(self.trace, n_slots)), n_slots)
+        return Row(BELADY, NoPrediction.name, share, n_slots, bound.hit_rate, bound.decode_hit_rate)
 
     def simulate_tiers(
         self,
@@ -287,11 +286,10 @@ class TraceAnalysis:
             n_slots: int | tuple[DeviceSlots, ...] = devices if len(devices) > 1 else devices[0].n_slots
             behind = RamTier(slots_of(shape, ram_share), ram, devices[0].link, devices[0].staging, window)
             policy = self._measured_choice(share, timed=False).policy if vram == AUTO else vram
-            parts = self.policy(policy), self.predictor(ahead)
-            result = Simulation(self.trace, *parts, n_slots, replace(options, ram=behind)).run()
             of_devices = {str(d.name): d.n_slots / shape.n_expert / len(shape.layers) for d in devices}
-            several = of_devices if len(devices) > 1 else {}
-            rows.append(_row(label, ahead, share, result, ram_share=ram_share, devices=several))
+            several = {"ram_share": ram_share, "devices": of_devices if len(devices) > 1 else {}}
+            row = self._replayed(policy, ahead, n_slots, replace(options, ram=behind), share, **several)
+            rows.append(replace(row, policy=label))
         return rows
 
     def simulate_strategies(
@@ -336,12 +334,9 @@ class TraceAnalysis:
                 if fetched is None:
                     fetched = found.prefetch and options.timed
                 fetched = PrefetchOptions() if fetched is True else fetched or None
-                result = Simulation(
-                    self.trace, self.policy(found.policy), self.predictor(ahead or found.predictor), n_slots,
-                    replace(options, prefetch=fetched, store=strategy.store),
-                ).run()  # fmt: skip
-                rows.append(_row(result.policy, result.predictor, share, result, strategy=strategy.name))
-            rows.append(_bound(self.trace, share))
+                how, ahead = replace(options, prefetch=fetched, store=strategy.store), ahead or found.predictor
+                rows.append(self._replayed(found.policy, ahead, n_slots, how, share, strategy=strategy.name))
+            rows.append(self._bound(share))
         return rows
 
     def _measured_choice(self, share: float, timed: bool) -> ControllerChoice:

@@ -17,7 +17,8 @@ import struct
 import tokenize
 import zipfile
 import zlib
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Self
@@ -29,7 +30,7 @@ from pydantic import BaseModel, Field, FiniteFloat, ValidationError, model_valid
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import TraceError
 from moegguf.native.events import Phase
-from moegguf.trace.trace import MAX_TEXT, TRACE_VERSION, Trace, TraceHeader
+from moegguf.trace.trace import MAX_TEXT, Trace, TraceHeader
 
 MAX_BLOCKS = 1 << 20
 MAX_TOKENS = 1 << 31
@@ -37,7 +38,7 @@ MAX_TOKENS = 1 << 31
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 Sequence = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
 Count = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
-Flag = Literal[0, 1]
+Flag = Annotated[int, Field(ge=0, le=1)]
 
 
 class Block(NamedTuple):
@@ -45,10 +46,10 @@ class Block(NamedTuple):
     the request and phase of each token, where some of its passes have tokens of several.
     """
 
-    n_pass: int
-    n_tokens: int
-    inputs: int
-    batches: int
+    n_pass: Count
+    n_tokens: Count
+    inputs: Flag
+    batches: Flag
 
 
 class _Shape(BaseModel, strict=True, extra="forbid"):
@@ -70,9 +71,11 @@ class _Shape(BaseModel, strict=True, extra="forbid"):
         return self
 
 
-class _Head(BaseModel, strict=True):
-    format: Literal["moegguf-trace"]
-    version: Annotated[int, Field(ge=1, le=TRACE_VERSION)]
+class FileHeader(BaseModel, strict=True):
+    """The header of a trace file. weights, inputs: whether these were recorded. blocks: the file's blocks, in order."""
+
+    format: Literal["moegguf-trace"] = "moegguf-trace"
+    version: Literal[2] = 2
     shape: _Shape
     model: Text
     fingerprint: Text
@@ -82,69 +85,47 @@ class _Head(BaseModel, strict=True):
     inputs: bool
     n_pass: Count
     n_tokens: Count
-    # Version 1 had no passes of several requests, and no field for them.
-    blocks: Annotated[list[tuple[Count, Count, Flag, Flag] | tuple[Count, Count, Flag]], Field(max_length=MAX_BLOCKS)]
+    blocks: Annotated[list[Block], Field(max_length=MAX_BLOCKS)]
 
-
-@dataclass(frozen=True)
-class FileHeader:
-    """The header of a trace file. weights, inputs: whether these were recorded. blocks: the file's blocks, in order."""
-
-    shape: MoeShape
-    header: TraceHeader
-    weights: bool
-    inputs: bool
-    blocks: tuple[Block, ...]
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if any(not 0 < block.n_pass <= block.n_tokens or block.inputs > self.inputs for block in self.blocks):
+            raise ValueError("blocks have at least a pass, and a token per pass, and inputs only where recorded")
+        if (self.n_pass, self.n_tokens) != _sizes(self.blocks):
+            raise ValueError(f"n_pass and n_tokens are {self.n_pass} and {self.n_tokens}, but not those of its blocks")
+        if self.inputs and self.shape.n_embd == 0:
+            raise ValueError("n_embd is 0, but inputs were recorded")
+        return self
 
     @property
-    def n_pass(self) -> int:
-        """Passes of all blocks."""
-        return sum(block.n_pass for block in self.blocks)
+    def about(self) -> TraceHeader:
+        """The origin of the trace."""
+        return TraceHeader(self.model, self.fingerprint, self.labels, self.settings)
 
-    @property
-    def n_tokens(self) -> int:
-        """Tokens of all blocks."""
-        return sum(block.n_tokens for block in self.blocks)
 
-    def encode(self) -> bytes:
-        """The JSON text. Raises TraceError when `decode` would refuse it."""
-        facts = {
-            "format": "moegguf-trace",
-            "shape": asdict(self.shape),
-            **asdict(self.header),
-            "weights": self.weights,
-            "inputs": self.inputs,
-            "n_pass": self.n_pass,
-            "n_tokens": self.n_tokens,
-            "blocks": self.blocks,
-        }
-        data = json.dumps(facts).encode()
-        decode(data)
-        return data
+def _sizes(blocks: Iterable[Block]) -> tuple[int, int]:
+    """Passes and tokens of all blocks."""
+    return sum(block.n_pass for block in blocks), sum(block.n_tokens for block in blocks)
+
+
+def encode(shape: MoeShape, header: TraceHeader, *, weights: bool, inputs: bool, blocks: list[Block]) -> bytes:
+    """The JSON text of a header. Raises TraceError when `decode` would refuse it."""
+    n_pass, n_tokens = _sizes(blocks)
+    facts = {"shape": asdict(shape), **asdict(header), "weights": weights, "inputs": inputs}
+    data = json.dumps(facts | {"n_pass": n_pass, "n_tokens": n_tokens, "blocks": blocks})
+    return decode(data.encode()).model_dump_json().encode()
 
 
 def decode(data: bytes) -> FileHeader:
     """Parses a header. Raises TraceError for the first field that is missing or out of its limits."""
     try:
-        head = _Head.model_validate_json(data)
+        return FileHeader.model_validate_json(data)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        _fail(f"{where}: {first['msg']}, but is {first['input']!r:.40}")
-    blocks = tuple(Block(*(*block, 0)[:4]) for block in head.blocks)
-    about = TraceHeader(head.model, head.fingerprint, head.labels, head.settings)
-    found = FileHeader(MoeShape(**head.shape.model_dump()), about, head.weights, head.inputs, blocks)
-    if any(not 0 < block.n_pass <= block.n_tokens or block.inputs > head.inputs for block in blocks):
-        _fail("blocks have at least a pass and a token per pass, and inputs only where they were recorded")
-    if (head.n_pass, head.n_tokens) != (found.n_pass, found.n_tokens):
-        _fail(f"n_pass and n_tokens are {head.n_pass} and {head.n_tokens}, but not those of its blocks")
-    if head.inputs and found.shape.n_embd == 0:
-        _fail("n_embd is 0, but inputs were recorded")
-    return found
-
-
-def _fail(rule: str) -> NoReturn:
-    raise TraceError(f"trace header: {rule}; record the trace again.")
+        where = ".".join(map(str, first["loc"])) or "the whole"
+        raise TraceError(
+            f"trace header: {where}: {first['msg']}, but is {first['input']!r:.40}; record the trace again."
+        ) from error
 
 
 MAX_HEADER_BYTES = 32 << 20
@@ -287,8 +268,7 @@ class TraceWriter:
 
     def close(self, header: TraceHeader) -> None:
         """Writes the header and renames the file to PATH. Raises TraceError."""
-        file_header = FileHeader(self.shape, header, self.weights, self.inputs, tuple(self._blocks))
-        data = file_header.encode()
+        data = encode(self.shape, header, weights=self.weights, inputs=self.inputs, blocks=self._blocks)
         try:
             self._zip.writestr(HEADER, data)
             self._zip.close()
@@ -349,14 +329,14 @@ def read(path: str | os.PathLike[str], max_bytes: int = MAX_TRACE_BYTES) -> Trac
 
 def _read(archive: zipfile.ZipFile, max_bytes: int) -> Trace:
     header = _read_header(archive)
+    moe = MoeShape(**header.shape.model_dump())
     specs = [
-        _spec(header.shape, *one[:2], weights=header.weights, inputs=bool(one.inputs), batches=bool(one.batches))
+        _spec(moe, *one[:2], weights=header.weights, inputs=bool(one.inputs), batches=bool(one.batches))
         for one in header.blocks
     ]
     _check_members(archive.infolist(), specs)
     batches = any(block.batches for block in header.blocks)
-    sizes = header.shape, header.n_pass, header.n_tokens
-    spec = _spec(*sizes, weights=header.weights, inputs=header.inputs, batches=batches)
+    spec = _spec(moe, header.n_pass, header.n_tokens, weights=header.weights, inputs=header.inputs, batches=batches)
     if _spec_bytes(spec) > max_bytes:
         raise TraceError(f"holds {_spec_bytes(spec)} bytes, at most {max_bytes} are allowed; record a shorter one.")
     # Zeros, not empty: blocks may lack inputs, and untouched pages take no memory.
@@ -369,7 +349,7 @@ def _read(archive: zipfile.ZipFile, max_bytes: int) -> Trace:
         if batches and not block.batches:
             _fill_in(arrays, slice(first_pass, first_pass + block.n_pass))
         first_pass, first_token = first_pass + block.n_pass, first_token + block.n_tokens
-    trace = Trace(header.shape, header.header, **arrays)
+    trace = Trace(moe, header.about, **arrays)
     check(trace)
     return trace
 

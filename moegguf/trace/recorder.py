@@ -18,7 +18,7 @@ import numpy.typing as npt
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import TraceError
 from moegguf.native.events import Announcement, Int32s, RoutingEvent
-from moegguf.trace.format import FileHeader, TraceWriter
+from moegguf.trace.format import TraceWriter, encode
 from moegguf.trace.trace import MAX_TEXT, Setting, Trace, TraceHeader
 
 BLOCK_PASSES = 256
@@ -85,7 +85,7 @@ class Recorder:
     def __init__(
         self, path: str | os.PathLike[str], shape: MoeShape, header: TraceHeader, *, inputs: bool = False
     ) -> None:
-        FileHeader(shape, header, True, inputs, ()).encode()  # raises now rather than at close()
+        encode(shape, header, weights=True, inputs=inputs, blocks=[])  # raises now rather than at close()
         self.shape, self.header = shape, header
         self._labels = dict(header.labels)
         self._inputs = inputs

@@ -419,7 +419,7 @@ class Simulation:
         return SimResult(
             name_of(self.policy), name_of(self.predictor), self.n_slots, self.n_slots / total, counters,
             meter.phases[Phase.PREFILL] + decode, decode, meter.requests(),
-            decode.tokens / decode.clock_ns * 1e9 if timed else None, meter.all_tiers(), meter.tiers[Phase.DECODE],
+            decode.tokens / decode.clock_ns * 1e9 if timed else None, meter.all_tiers, meter.tiers[Phase.DECODE],
         )  # fmt: skip
 
 
@@ -445,7 +445,7 @@ class _Meter:
         self.counters = store.counters()
         self.phases = {phase: Span() for phase in Phase}
         self.tiers: dict[Phase, dict[str, TierSpan]] = {phase: {} for phase in Phase}
-        self._tiers_before = _tier_spans(store)
+        self.all_tiers = _tier_spans(store)  # {tier: what was counted there in all phases}
         self._parts: dict[tuple[int, Phase], Span] = {}
 
     def begin(self, sequence: int, phase: Phase, n_tokens: int, n_decoded: int) -> None:
@@ -470,19 +470,12 @@ class _Meter:
             grown["prefetch_useful"] * self._expert_bytes,
         )  # fmt: skip
         self._tokens = 0
-        self.phases[self._now[1]] += span
-        self._count_tiers(self._now[1])
+        phase = self._now[1]
+        self.phases[phase] += span
         self._parts[self._now] = self._parts.get(self._now, Span()) + span
-
-    def _count_tiers(self, phase: Phase) -> None:
-        before, self._tiers_before = self._tiers_before, _tier_spans(self._store)
-        found = self.tiers[phase]
-        for name, now in self._tiers_before.items():
-            found[name] = found.get(name, TierSpan()) + (now - before[name])
-
-    def all_tiers(self) -> dict[str, TierSpan]:
-        """{tier: what was counted there in all phases}."""
-        return self._tiers_before
+        earlier, self.all_tiers = self.all_tiers, _tier_spans(self._store)
+        for name, now in self.all_tiers.items():
+            self.tiers[phase][name] = self.tiers[phase].get(name, TierSpan()) + (now - earlier[name])
 
     def requests(self) -> dict[int, Span]:
         """{sequence: its decode passes, or all of them where it has none}."""

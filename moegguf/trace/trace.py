@@ -16,7 +16,6 @@ import numpy.typing as npt
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Announcement, Float32s, Int32s, Phase, RoutingEvent
 
-TRACE_VERSION = 2
 MAX_TEXT = 4096  # characters of a label, a name or a setting
 
 Setting = str | int | float
@@ -34,7 +33,6 @@ class TraceHeader:
     fingerprint: str = ""
     labels: dict[int, str] = field(default_factory=dict)
     settings: dict[str, Setting] = field(default_factory=dict)
-    version: int = TRACE_VERSION
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,8 +24,7 @@ class Asked(Predictor):
         self._make, inner = make, make()
         super().__init__(inner.shape, inner.reach)
         # ClassVars of each class, here those of what is asked:
-        self.name = inner.name  # type: ignore[misc]
-        self.needs_inputs, self.needs_tokens = inner.needs_inputs, inner.needs_tokens  # type: ignore[misc]
+        self.name, self.needs_inputs = inner.name, inner.needs_inputs  # type: ignore[misc]
         n_layer, options = len(self.shape.layers), StoreOptions(repack=False, simulate=True)
         self._store = Store(layout_of(self.shape), n_layer * self.shape.n_expert - 1, options)
         acting = ActingOptions(PrefetchOptions(n_layer, budget_bytes=0, watchdog=False), strict=True, lockstep=True)
@@ -47,10 +46,6 @@ class Asked(Predictor):
         """What is expected of a layer that is not yet routed in this pass."""
         probabilities, known = self._store.forecast()
         return probabilities[il] if known[il] and distance <= self.reach else None
-
-    def fork(self) -> Predictor:
-        """The same, for another sequence."""
-        return Asked(self._make)
 
     def __deepcopy__(self, memo: Any) -> Predictor:
         return Asked(self._make)

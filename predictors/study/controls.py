@@ -10,7 +10,7 @@ import numpy as np
 
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.shape import MoeShape
-from moegguf.gguf.routers import Routers
+from moegguf.gguf.routers import Gating, Router, Routers
 from moegguf.native.events import Announcement, Float32s, RoutingEvent
 from moegguf.trace.trace import Trace
 
@@ -67,8 +67,7 @@ class FreshGate(Predictor):
 
     def __init__(self, shape: MoeShape, routers: Routers) -> None:
         super().__init__(shape, reach=0)
-        self._routers = routers.routers
-        self._probabilities = routers.probabilities
+        self._routers = routers
         self._input: tuple[int, Float32s] | None = None
 
     def announce(self, announcement: Announcement) -> None:
@@ -83,6 +82,41 @@ class FreshGate(Predictor):
 
     def predict(self, il: int, distance: int) -> Float32s | None:
         """None but at distance 0."""
-        if distance != 0 or self._input is None or self._input[0] != il or il not in self._routers:
+        if distance != 0 or self._input is None or self._input[0] != il or il not in self._routers.routers:
             return None
-        return self._probabilities(il, self._input[1])
+        return probabilities(self._routers, il, self._input[1])
+
+
+def probabilities(routers: Routers, il: int, inputs: Float32s) -> Float32s:
+    """(n_expert,) in [0, 1] for one router input (n_embd,), as llama.cpp chooses: higher is chosen sooner, excluded
+    groups are 0. 0.5 is an even share among n_expert_used: scores, made to add up to 1, against 1 / n_expert_used."""
+    router = routers.routers[il]
+    scores = _scores(routers, router, inputs)
+    lowest = float(scores.min(where=np.isfinite(scores), initial=0.0))
+    shares = np.maximum(scores - lowest, 0.0)
+    shares *= router.n_expert_used / max(float(shares.sum()), 1e-30)
+    return shares / (1.0 + shares)
+
+
+def _scores(routers: Routers, router: Router, inputs: Float32s) -> Float32s:
+    """(n_expert,): the scores by which experts are chosen; -inf in groups that were not chosen."""
+    logits = router.matrix @ inputs
+    if router.logit_bias is not None:
+        logits += router.logit_bias
+    scores = _gated(routers.gating, logits)
+    if router.choice_bias is not None:
+        scores += router.choice_bias
+    if routers.n_group > 1:
+        groups = scores.reshape(routers.n_group, -1)
+        best = np.sort(groups)[:, -2:].sum(axis=1)
+        groups[np.argsort(-best, kind="stable")[routers.n_group_used :]] = -np.inf
+    return scores
+
+
+def _gated(gating: Gating, logits: Float32s) -> Float32s:
+    if gating == Gating.SIGMOID:
+        return (0.5 * (1.0 + np.tanh(0.5 * logits))).astype(np.float32)
+    if gating == Gating.SQRT_SOFTPLUS:
+        return np.sqrt(np.logaddexp(np.float32(0), logits))
+    powers = np.exp(logits - logits.max())
+    return powers / powers.sum()

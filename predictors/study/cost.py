@@ -21,9 +21,8 @@ from moegguf.controller.collection import EamcPair
 from moegguf.controller.controller import ActingOptions, build_controller
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.predictors.eamc import EamcPredictor
-from moegguf.controller.predictors.expert_mlp import ExpertMlp, state_size
-from moegguf.controller.predictors.router_inputs import MlpPredictor, Skip, window_pairs
-from moegguf.controller.predictors.routing_path import RoutingPath
+from moegguf.controller.predictors.networks import expert_mlp, mlp, skip, state_size, window_pairs
+from moegguf.controller.predictors.routing_path import routing_path
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.gguf.routers import Gating, Router, Routers
@@ -60,7 +59,7 @@ def _floats(rng: Random, *shape: int) -> Float32s:
 
 def _skip(shape: MoeShape, rng: Random) -> Predictor:
     matrices = {il: Router(shape.n_expert_used, _floats(rng, shape.n_expert, shape.n_embd)) for il in shape.layers}
-    return Skip(shape, Routers(Gating.SOFTMAX, matrices))
+    return skip(shape, Routers(Gating.SOFTMAX, matrices))
 
 
 def _mlp(shape: MoeShape, rng: Random) -> Predictor:
@@ -70,7 +69,7 @@ def _mlp(shape: MoeShape, rng: Random) -> Predictor:
         for name, size in sizes.items():
             arrays[f"{source}.{target}.{name}.weight"] = _floats(rng, *size)
             arrays[f"{source}.{target}.{name}.bias"] = _floats(rng, size[0])
-    return MlpPredictor.from_weights(shape, Weights(arrays, {"windows": [4], "n_hidden": N_HIDDEN}))
+    return mlp(shape, Weights(arrays, {"windows": [4], "n_hidden": N_HIDDEN}))
 
 
 def _expert_mlp(shape: MoeShape, rng: Random) -> Predictor:
@@ -80,7 +79,7 @@ def _expert_mlp(shape: MoeShape, rng: Random) -> Predictor:
     }
     for i, (n, m) in enumerate(pairwise([state_size(shape), *HIDDEN, shape.n_expert])):
         arrays |= {f"layers.{i}.weight": _floats(rng, m, n), f"layers.{i}.bias": _floats(rng, m)}
-    return ExpertMlp.from_weights(shape, Weights(arrays, {"hidden": list(HIDDEN)}))
+    return expert_mlp(shape, Weights(arrays, {"hidden": list(HIDDEN)}))
 
 
 def _routing_path(shape: MoeShape, rng: Random) -> Predictor:
@@ -99,7 +98,7 @@ def _routing_path(shape: MoeShape, rng: Random) -> Predictor:
             continue
         arrays |= {f"{block}.{part}": _floats(rng, n, N_HEAD, n // N_HEAD) for part in "qkv"}
         arrays[f"{block}.out"] = _floats(rng, N_HEAD, n // N_HEAD, n)
-    return RoutingPath.from_weights(shape, Weights(arrays))
+    return routing_path(shape, Weights(arrays))
 
 
 def _eamc(n_entries: int) -> Callable[[MoeShape, Random], Predictor]:

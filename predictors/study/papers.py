@@ -21,7 +21,7 @@ from moegguf.controller import weights
 from moegguf.controller.collection import EamcPair
 from moegguf.controller.hit_rates import UNMEASURED
 from moegguf.controller.policies import AUTO
-from moegguf.controller.predictors.router_inputs import Skip
+from moegguf.controller.predictors.networks import SKIP
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.strategies import STRATEGIES
 from moegguf.native.events import Phase
@@ -78,7 +78,7 @@ def strategy(name: str) -> System:
     """A strategy's parts; those of moegguf's own as for a model that nothing was measured of or trained for."""
     found = STRATEGIES[name]
     if found.policy == AUTO:
-        return System(UNMEASURED.policy, Skip.name, PrefetchOptions(), found.store)
+        return System(UNMEASURED.policy, SKIP, PrefetchOptions(), found.store)
     prefetch = found.prefetch if isinstance(found.prefetch, PrefetchOptions) else None
     return System(found.policy, found.predictor or "none", prefetch, found.store)
 

@@ -11,6 +11,7 @@ may compute first in one round and last in the next. Those that arrive within a 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
@@ -88,7 +89,7 @@ class PredictedPaths(RoutingPaths):
 
     def expect(self, sequence: int, tokens: Int32s) -> None:
         """Predicts; the path is unknown where the predictor has no answer for a layer."""
-        follower = self._followers.get(sequence) or self._predictor.fork() or self._predictor
+        follower = self._followers.get(sequence) or copy.deepcopy(self._predictor)
         self._followers[sequence] = follower
         follower.announce(Announcement(sequence, Phase.DECODE, tokens))
         predicted = (follower.predict(il, row + 1) for row, il in enumerate(self.shape.layers))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from moegguf.controller.predictors.expert_mlp import HIDDEN_SIZES, state_size
+from moegguf.controller.predictors.networks import HIDDEN_SIZES, state_size
 from moegguf.trace.trace import Trace
 from predictors.train.fit import choices, count_affinity, count_popularity
 from predictors.train.fitting import Samples, Schedule, fit

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from moegguf.controller.predictors.router_inputs import window_pairs
+from moegguf.controller.predictors.networks import window_pairs
 from moegguf.trace.trace import Trace
 from predictors.train.fit import choices
 from predictors.train.fitting import Samples, Schedule, fit

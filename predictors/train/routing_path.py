@@ -109,7 +109,7 @@ def block(options: Options, *attentions: str) -> nn.ModuleDict:
 
 
 class PathModel(nn.Module):
-    """The network; parameters have the names and shapes of the arrays that `PathNetwork` reads."""
+    """The network; parameters have the names and shapes of the arrays that `routing_path` reads."""
 
     def __init__(self, embedding: Tensor, heads: Tensor, popularity: Tensor, options: Options) -> None:
         super().__init__()

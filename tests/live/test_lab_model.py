@@ -20,6 +20,7 @@ pytest.importorskip("tokenizers", reason="the tool needs tokenizers (the extra `
 from predictors.models.moefication import clustering, convert, distil, export, source  # noqa: E402
 from predictors.models.moefication.card import unevenness  # noqa: E402
 from predictors.models.moefication.network import Network, Shape  # noqa: E402
+from predictors.study.controls import probabilities  # noqa: E402
 
 if TYPE_CHECKING:
     from predictors.models.moefication.convert import Split
@@ -102,7 +103,7 @@ def test_with_some_chosen_it_has_the_shape_that_was_asked_for_and_uses_all_of_th
     inputs = np.random.default_rng(3).standard_normal((500, SHAPE.n_embd)).astype(np.float32)
     routers = read_routers(layout)
     for il in range(SHAPE.n_layer):
-        assert {int(routers.probabilities(il, row).argmax()) for row in inputs} == set(range(N_EXPERT))
+        assert {int(probabilities(routers, il, row).argmax()) for row in inputs} == set(range(N_EXPERT))
 
 
 def test_training_brings_it_nearer_to_the_dense_model(dense: Path) -> None:

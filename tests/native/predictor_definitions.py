@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from moegguf.controller.predictors.base import Predictor
-from moegguf.controller.predictors.counts import Affinity, PreviousToken, TokenTable
+from moegguf.controller.predictors.base import Predictor, StorePredictor
 from moegguf.controller.predictors.eamc import EamcPredictor
-from moegguf.controller.predictors.expert_mlp import ExpertMlp, state_size
-from moegguf.controller.predictors.router_inputs import MlpPredictor, Skip
-from moegguf.controller.predictors.routing_path import NORM_EPS, RoutingPath
+from moegguf.controller.predictors.networks import state_size
+from moegguf.controller.predictors.routing_path import NORM_EPS
 from moegguf.controller.shape import MoeShape
+from moegguf.gguf.routers import Gating, Router, Routers
 from moegguf.native.events import Float32s, Int32s
-from moegguf.native.matvec import QuantizedMatrix
+from predictors.study.controls import probabilities
 from predictors.train.states import states
 
 Arrays = dict[str, npt.NDArray[np.float32]]
@@ -54,7 +54,7 @@ class Sequence:
             self.ids[row], self.input = ids[0], (row, inputs[0])
 
 
-def previous_token(predictor: PreviousToken) -> Definition:
+def previous_token(predictor: StorePredictor) -> Definition:
     def predict(seen: Sequence, row: int, distance: int) -> Float32s | None:
         used = np.isin(np.arange(predictor.shape.n_expert), seen.last.get(row, ()))
         return used.astype(np.float32) if row in seen.last else None
@@ -62,9 +62,9 @@ def previous_token(predictor: PreviousToken) -> Definition:
     return predict
 
 
-def token_table(predictor: TokenTable) -> Definition:
+def token_table(predictor: StorePredictor) -> Definition:
     """The share of the token's occurrences, with one of an average token added."""
-    n_used, counts, entry_of = predictor.shape.n_expert_used, predictor._counts, predictor._entry_of
+    n_used, counts, entry_of = predictor.shape.n_expert_used, predictor.arrays["counts"], predictor.arrays["entry_of"]
 
     def predict(seen: Sequence, row: int, distance: int) -> Float32s | None:
         if seen.n_pass_tokens != 1:
@@ -78,59 +78,71 @@ def token_table(predictor: TokenTable) -> Definition:
     return predict
 
 
-def affinity(predictor: Affinity) -> Definition:
+def affinity(predictor: StorePredictor) -> Definition:
     def predict(seen: Sequence, row: int, distance: int) -> Float32s | None:
         if distance != 1 or row - 1 not in seen.ids:
             return None
         # rows of the matrix add up to 1, but a token uses n_expert_used experts
-        mean = predictor.affinity[row - 1, seen.ids[row - 1]].mean(axis=0)
+        mean = predictor.arrays["affinity"][row - 1, seen.ids[row - 1]].mean(axis=0)
         return np.minimum(mean * predictor.shape.n_expert_used, 1)
 
     return predict
 
 
-def skip(predictor: Skip) -> Definition:
+def skip(predictor: StorePredictor) -> Definition:
+    """The model's choice, by the matrices as the store has them."""
+    arrays, layers, n_used = predictor.arrays, predictor.shape.layers, predictor.shape.n_expert_used
+    gating, *groups = (int(arrays[name][0]) for name in ("gating", "n_group", "n_group_used"))
+
+    def router(il: int) -> Router:
+        matrix = arrays[f"{il}.weights"] * arrays[f"{il}.scale"][:, np.newaxis]
+        return Router(n_used, matrix, arrays[f"{il}.logit_bias"], arrays[f"{il}.choice_bias"])
+
+    routers = Routers(Gating(gating), {il: router(il) for il in layers if f"{il}.weights" in arrays}, *groups)
+
     def predict(seen: Sequence, row: int, distance: int) -> Float32s | None:
-        il = predictor.shape.layers[row]
-        if seen.input is None or seen.input[0] != row - distance or il not in predictor.routers.routers:
+        il = layers[row]
+        if seen.input is None or seen.input[0] != row - distance or il not in routers.routers:
             return None
-        return predictor.routers.probabilities(il, seen.input[1])
+        return probabilities(routers, il, seen.input[1])
 
     return predict
 
 
-def multiplied(matrix: QuantizedMatrix, x: Float32s) -> Float32s:
+def multiplied(arrays: Mapping[str, npt.NDArray[Any]], name: str, x: Float32s) -> Float32s:
     """W x + bias."""
-    return (matrix.bytes.astype(np.float32) @ x) * matrix.scale + matrix.bias
+    return (arrays[f"{name}.weights"].astype(np.float32) @ x) * arrays[f"{name}.scale"] + arrays[f"{name}.bias"]
 
 
-def mlp(predictor: MlpPredictor) -> Definition:
+def mlp(predictor: StorePredictor) -> Definition:
     layers = predictor.shape.layers
 
     def predict(seen: Sequence, row: int, distance: int) -> Float32s | None:
         if seen.input is None or seen.input[0] != row - distance:
             return None
-        network = predictor._networks.get((layers[seen.input[0]], layers[row]))
-        if network is None:
+        network = f"{layers[seen.input[0]]}.{layers[row]}"
+        if f"{network}.out.weights" not in predictor.arrays:
             return None
-        logits = multiplied(network.out, np.maximum(multiplied(network.hidden, seen.input[1]), 0))
+        hidden = np.maximum(multiplied(predictor.arrays, f"{network}.hidden", seen.input[1]), 0)
+        logits = multiplied(predictor.arrays, f"{network}.out", hidden)
         shares = np.exp(logits - logits.max())
         return np.minimum(shares * (predictor.shape.n_expert_used / shares.sum()), 1)
 
     return predict
 
 
-def expert_mlp(predictor: ExpertMlp) -> Definition:
+def expert_mlp(predictor: StorePredictor) -> Definition:
+    arrays, last = predictor.arrays, len(predictor.arrays["sizes"]) - 2
+
     def predict(seen: Sequence, row: int, distance: int) -> Float32s | None:
         if distance != 1 or row < 1 or any(earlier not in seen.ids for earlier in range(row)):
             return None
         ids = np.stack([seen.ids[earlier] for earlier in range(row)])[:, np.newaxis]
         out = np.zeros((1, state_size(predictor.shape)), np.float32)
-        x = states(predictor._popularity, predictor._affinity, ids, row, out)[0]
-        *hidden, last = predictor._network
-        for layer in hidden:
-            x = np.maximum(multiplied(layer, x), 0)
-        return 1 / (1 + np.exp(-multiplied(last, x)))
+        x = states(arrays["popularity"], arrays["affinity"], ids, row, out)[0]
+        for layer in range(last):
+            x = np.maximum(multiplied(arrays, f"layers.{layer}", x), 0)
+        return 1 / (1 + np.exp(-multiplied(arrays, f"layers.{last}", x)))
 
     return predict
 
@@ -202,20 +214,20 @@ def routing_path(shape: MoeShape, arrays: Arrays) -> Definition:
     return predict
 
 
-DEFINITIONS: dict[type[Predictor], Callable[..., Definition]] = {
-    PreviousToken: previous_token, TokenTable: token_table, Affinity: affinity, Skip: skip, MlpPredictor: mlp,
-    ExpertMlp: expert_mlp, EamcPredictor: eamc,
+DEFINITIONS: dict[str, Callable[..., Definition]] = {
+    "previous-token": previous_token, "token-id": token_table, "affinity": affinity, "skip": skip, "mlp": mlp,
+    "expert-mlp": expert_mlp, "eamc": eamc,
 }  # fmt: skip
 """All but that of the routing path, which is of its arrays in float32."""
 
 
 def defined(predictor: Predictor, arrays: Arrays | None = None) -> Callable[[], Sequence]:
     """Makes sequences that are predicted as by this predictor; arrays: of a routing path."""
-    if isinstance(predictor, RoutingPath):
+    if predictor.name == "routing-path":
         assert arrays is not None
         define = routing_path(predictor.shape, arrays)
         return lambda: Sequence(define, len(arrays["chunk"]))
-    define = DEFINITIONS[type(predictor)](predictor)
+    define = DEFINITIONS[predictor.name](predictor)
     return lambda: Sequence(define)
 
 

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from fake_model import FakeModel, Open
 from predictor_definitions import Arrays, Sequence, any_of, defined
@@ -21,12 +22,12 @@ from moegguf.controller.collection import EamcPair
 from moegguf.controller.controller import ActingOptions, build_controller
 from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
+from moegguf.controller.predictors import counts, networks
 from moegguf.controller.predictors.base import Predictor
-from moegguf.controller.predictors.counts import Affinity, PreviousToken, TokenTable
+from moegguf.controller.predictors.counts import previous_token
 from moegguf.controller.predictors.eamc import EamcPredictor
-from moegguf.controller.predictors.expert_mlp import ExpertMlp, state_size
-from moegguf.controller.predictors.router_inputs import MlpPredictor, Skip, window_pairs
-from moegguf.controller.predictors.routing_path import RoutingPath
+from moegguf.controller.predictors.networks import state_size, window_pairs
+from moegguf.controller.predictors.routing_path import routing_path as routing_path_of
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.errors import OptionError
@@ -48,7 +49,7 @@ def rng() -> np.random.Generator:
     return np.random.default_rng(5)
 
 
-def skip(gating: Gating = Gating.SOFTMAX, n_group: int = 1) -> Skip:
+def skip(gating: Gating = Gating.SOFTMAX, n_group: int = 1) -> Predictor:
     random = rng()
 
     def router() -> Router:
@@ -57,45 +58,53 @@ def skip(gating: Gating = Gating.SOFTMAX, n_group: int = 1) -> Skip:
         return Router(SHAPE.n_expert_used, matrix, bias[0], bias[1])
 
     routers = {il: router() for il in SHAPE.layers if il != 5}  # one layer is chosen by a token's id alone
-    return Skip(SHAPE, Routers(gating, routers, n_group, max(1, n_group // 2)))
+    return networks.skip(SHAPE, Routers(gating, routers, n_group, max(1, n_group // 2)))
 
 
-def mlp() -> MlpPredictor:
+def mlp() -> Predictor:
     random, arrays = rng(), {}
     for source, target in window_pairs(SHAPE, [1, 3]):
         for part, size in (("hidden", (24, SHAPE.n_embd)), ("out", (SHAPE.n_expert, 24))):
             arrays[f"{source}.{target}.{part}.weight"] = random.standard_normal(size).astype(np.float32) * 0.3
             arrays[f"{source}.{target}.{part}.bias"] = random.standard_normal(size[0]).astype(np.float32) * 0.1
-    return MlpPredictor.from_weights(SHAPE, Weights(arrays, {"windows": [1, 3], "n_hidden": 24}))
+    return networks.mlp(SHAPE, Weights(arrays, {"windows": [1, 3], "n_hidden": 24}))
 
 
-def token_table() -> TokenTable:
+def table_of(tokens: npt.ArrayLike, counted: npt.ArrayLike) -> Predictor:
+    arrays = {"tokens": np.asarray(tokens, np.int32), "counts": np.asarray(counted, np.uint16)}
+    return counts.token_table(SHAPE, Weights(arrays))
+
+
+def token_table() -> Predictor:
     """A table of the tokens 0 to 29, some not in order; each seen some ten times."""
     random = rng()
-    counts = random.multivariate_hypergeometric(np.full(SHAPE.n_expert, 9), 10 * SHAPE.n_expert_used, (30, N))
-    return TokenTable(SHAPE, random.permutation(30).astype(np.int32), counts.astype(np.uint16))
+    counted = random.multivariate_hypergeometric(np.full(SHAPE.n_expert, 9), 10 * SHAPE.n_expert_used, (30, N))
+    return table_of(random.permutation(30), counted)
 
 
-def always(*choices: list[int]) -> TokenTable:
+def always(*choices: list[int]) -> Predictor:
     """Token i was seen 20 times, with the experts choices[i] in every layer."""
-    counts = np.zeros((len(choices), N, SHAPE.n_expert), np.uint16)
+    counted = np.zeros((len(choices), N, SHAPE.n_expert), np.uint16)
     for token, experts in enumerate(choices):
-        counts[token][:, experts] = 20
-    return TokenTable(SHAPE, np.arange(len(choices), dtype=np.int32), counts)
+        counted[token][:, experts] = 20
+    return table_of(np.arange(len(choices)), counted)
 
 
-def affinity() -> Affinity:
-    return Affinity(SHAPE, rng().dirichlet(np.ones(SHAPE.n_expert), (N - 1, SHAPE.n_expert)).astype(np.float32))
+AFFINITY = rng().dirichlet(np.ones(SHAPE.n_expert), (N - 1, SHAPE.n_expert)).astype(np.float32)
 
 
-def expert_mlp() -> ExpertMlp:
+def affinity(matrix: Float32s = AFFINITY, shape: MoeShape = SHAPE) -> Predictor:
+    return counts.affinity(shape, Weights({"affinity": matrix}))
+
+
+def expert_mlp() -> Predictor:
     random, sizes = rng(), [state_size(SHAPE), 20, 16, 12, 12, 8, 8, SHAPE.n_expert]
-    arrays = {"popularity": random.random((N, SHAPE.n_expert)), "affinity": affinity().affinity}
+    arrays = {"popularity": random.random((N, SHAPE.n_expert)), "affinity": AFFINITY}
     for i, (n_in, n_out) in enumerate(pairwise(sizes)):
         arrays[f"layers.{i}.weight"] = random.standard_normal((n_out, n_in)) / np.sqrt(n_in)
         arrays[f"layers.{i}.bias"] = random.standard_normal(n_out) * 0.1
     single = {name: array.astype(np.float32) for name, array in arrays.items()}
-    return ExpertMlp.from_weights(SHAPE, Weights(single, {"hidden": sizes[1:-1]}))
+    return networks.expert_mlp(SHAPE, Weights(single, {"hidden": sizes[1:-1]}))
 
 
 def path_arrays(window: int = 6, chunk: int = 4, n_embd: int = 32, n_head: int = 2, n_ff: int = 24) -> Arrays:
@@ -120,8 +129,8 @@ def path_arrays(window: int = 6, chunk: int = 4, n_embd: int = 32, n_head: int =
     return {name: array.astype(np.float32) for name, array in arrays.items()}
 
 
-def routing_path() -> RoutingPath:
-    return RoutingPath.from_weights(SHAPE, Weights(path_arrays()))
+def routing_path() -> Predictor:
+    return routing_path_of(SHAPE, Weights(path_arrays()))
 
 
 def eamc(n_entries: int = 30) -> EamcPredictor:
@@ -137,7 +146,7 @@ def eamc(n_entries: int = 30) -> EamcPredictor:
 
 
 MADE: dict[str, Callable[[], Predictor]] = {
-    "previous-token": lambda: PreviousToken(SHAPE),
+    "previous-token": lambda: previous_token(SHAPE),
     "token-id": token_table,
     "affinity": affinity,
     "skip": skip,
@@ -315,7 +324,7 @@ def test_several_sequences_are_predicted_as_each_is_alone(name: str) -> None:
 
 def test_of_many_sequences_some_are_asked_and_the_others_count_as_their_average() -> None:
     with simulated() as (store, context):
-        store.set_predictor(native(PreviousToken(SHAPE)), EVERYTHING)
+        store.set_predictor(native(previous_token(SHAPE)), EVERYTHING)
         for n, n_asked in ((8, 8), (12, 8), (64, 8), (65, 0)):
             for _ in range(2):
                 n_before = store.counters()["forecast_picks"]
@@ -330,7 +339,7 @@ def test_of_many_sequences_some_are_asked_and_the_others_count_as_their_average(
 
 def test_the_average_of_those_asked() -> None:
     """Affinities that are all the same, so that every sequence expects the same."""
-    even = Affinity(SHAPE, np.full((N - 1, SHAPE.n_expert, SHAPE.n_expert), 1 / SHAPE.n_expert, np.float32))
+    even = affinity(np.full((N - 1, SHAPE.n_expert, SHAPE.n_expert), 1 / SHAPE.n_expert, np.float32))
     alone = SHAPE.n_expert_used / SHAPE.n_expert
     with simulated() as (store, context):
         store.set_predictor(native(even), EVERYTHING)
@@ -342,7 +351,7 @@ def test_the_average_of_those_asked() -> None:
 
 def test_prompts_beside_decoding_sequences_are_not_predicted() -> None:
     with simulated() as (store, context):
-        store.set_predictor(native(PreviousToken(SHAPE)), EVERYTHING)
+        store.set_predictor(native(previous_token(SHAPE)), EVERYTHING)
         phases = [Phase.DECODE, Phase.DECODE, Phase.PREFILL, Phase.PREFILL, Phase.PREFILL]
         for sequences in ([0, 1], [0, 1, 2, 2, 2], [0, 1, 2, 2, 2]):
             context.announce(sequences, phases[: len(sequences)], [1] * len(sequences))
@@ -377,7 +386,7 @@ def test_inputs_that_are_not_finite_predict_nothing(bad: float) -> None:
 
 def test_once_means_from_as_far_away_as_the_window_reaches() -> None:
     with simulated() as (store, context):
-        store.set_predictor(native(PreviousToken(SHAPE)), NativeForecast(window=2, once=True))
+        store.set_predictor(native(previous_token(SHAPE)), NativeForecast(window=2, once=True))
         for _ in range(2):
             for il in SHAPE.layers:
                 context.acquire(il, [[0, 1, 2]])
@@ -408,7 +417,7 @@ def run(store: Store, context: StoreContext, n: int, compute_ns: int = 20_000) -
 def prefetched(forecast: NativeForecast, compute_ns: int = 20_000) -> dict[str, int]:
     """Counters of a pool with the previous token as predictor."""
     with simulated(12, fill=False, **LINK) as (store, context):
-        store.set_predictor(native(PreviousToken(SHAPE)), forecast)
+        store.set_predictor(native(previous_token(SHAPE)), forecast)
         run(store, context, 50, compute_ns)
         store.drain()
         return store.counters()
@@ -454,7 +463,7 @@ def test_what_comes_late_is_useful_in_part_only() -> None:
     found = {}
     for compute_ns in (5000, 1000):
         with simulated(12, fill=False, preempt=False, **LINK) as (store, context):
-            store.set_predictor(native(PreviousToken(SHAPE)), forecast)
+            store.set_predictor(native(previous_token(SHAPE)), forecast)
             run(store, context, 50, compute_ns)
             found[compute_ns] = store.counters()
     for counters in found.values():
@@ -467,10 +476,10 @@ def test_what_comes_late_is_useful_in_part_only() -> None:
 
 def test_by_proximity_the_most_probable_of_near_layers_come_first() -> None:
     """A token that uses any of twelve experts of each layer, but of the second layer always the same."""
-    counts = np.zeros((1, N, SHAPE.n_expert), np.uint16)
-    counts[0][:, :12] = 5
-    counts[0][1] = [20] * SHAPE.n_expert_used + [0] * (SHAPE.n_expert - SHAPE.n_expert_used)
-    table = native(TokenTable(SHAPE, np.zeros(1, np.int32), counts))
+    counted = np.zeros((1, N, SHAPE.n_expert), np.uint16)
+    counted[0][:, :12] = 5
+    counted[0][1] = [20] * SHAPE.n_expert_used + [0] * (SHAPE.n_expert - SHAPE.n_expert_used)
+    table = native(table_of([0], counted))
     for by_proximity, first in ((False, SHAPE.layers[0]), (True, SHAPE.layers[1])):
         forecast = NativeForecast(window=N, most_prefetches=1, waste_weight=0.0, by_proximity=by_proximity)
         with simulated(20, fill=False, link_bytes_per_s=1e9) as (store, context):
@@ -518,7 +527,7 @@ def test_what_a_pause_or_a_prompt_takes_is_no_time_to_prefetch_in(pause: str) ->
     """A link so slow that a tenth of an expert comes while a layer is computed, and a predictor that is often wrong."""
     random, forecast = rng(), NativeForecast(window=1, most_prefetches=100, waste_weight=0.5)
     with simulated(12, fill=False, sweep=False, link_bytes_per_s=1e8) as (store, context):
-        store.set_predictor(native(PreviousToken(SHAPE)), forecast)
+        store.set_predictor(native(previous_token(SHAPE)), forecast)
 
         def token(ids: np.ndarray[Any, Any], compute_ns: int) -> None:
             context.announce(0, Phase.DECODE, np.zeros(len(ids), np.int32))
@@ -544,7 +553,7 @@ def test_what_a_pause_or_a_prompt_takes_is_no_time_to_prefetch_in(pause: str) ->
 
 def test_acting_can_be_switched_off_and_on() -> None:
     with simulated(12, fill=False, **LINK) as (store, context):
-        store.set_predictor(native(PreviousToken(SHAPE)), NativeForecast(window=N, most_prefetches=100))
+        store.set_predictor(native(previous_token(SHAPE)), NativeForecast(window=N, most_prefetches=100))
 
         def started() -> int:
             before = store.counters()["prefetch_started"]
@@ -570,7 +579,7 @@ def test_the_stores_threads_keep_the_scheduling_policy_of_the_process(fake: Fake
     try:
         store, context = open_store(fake, 14, readers=1)
         n_without = len(threads())
-        store.set_predictor(native(PreviousToken(MoeShape.of(fake.layout))), NativeForecast(lockstep=True))
+        store.set_predictor(native(previous_token(MoeShape.of(fake.layout))), NativeForecast(lockstep=True))
     finally:
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     fake.token(store, context, [3, 4])
@@ -583,7 +592,7 @@ def test_a_model_with_one_layer_of_experts_has_nothing_after_it() -> None:
     shape = MoeShape(n_layer=2, n_expert=4, n_expert_used=2, layers=(1,), expert_bytes=300)
     store = Store(layout_of(shape), 3, StoreOptions(repack=False, simulate=True))
     context = store.context
-    store.set_predictor(native(Affinity(shape, np.zeros((0, 4, 4), np.float32))), NativeForecast(window=3))
+    store.set_predictor(native(affinity(np.zeros((0, 4, 4), np.float32), shape)), NativeForecast(window=3))
     for token in range(3):
         context.acquire(1, [[token, token + 1]])
     assert not store.forecast()[1].any()
@@ -672,7 +681,7 @@ def test_slots_hold_the_files_bytes_while_predictions_fetch_and_predictors_chang
 def test_a_predictor_in_lockstep_acts_at_a_fixed_place(fake: FakeModel, open_store: Open) -> None:
     """The thread has predicted before the next event goes on: what it knows then is known in every run."""
     store, context = open_store(fake, 14, readers=1)
-    store.set_predictor(native(PreviousToken(MoeShape.of(fake.layout))), NativeForecast(window=4, lockstep=True))
+    store.set_predictor(native(previous_token(MoeShape.of(fake.layout))), NativeForecast(window=4, lockstep=True))
     for _ in range(50):
         context.announce(0, Phase.DECODE, [1])
         for il in range(4):

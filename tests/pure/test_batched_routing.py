@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from traces import SMALL, batched, random_trace, same
+from traces import SMALL, batched, random_trace
 
 from moegguf.controller import history as history_module
 from moegguf.controller.history import History
 from moegguf.controller.predictors.eamc import EamcPredictor
 from moegguf.errors import TraceError
 from moegguf.native.events import Announcement, Part, Phase, RoutingEvent
-from moegguf.trace.format import HEADER, read, write
+from moegguf.trace.format import read, write
 from predictors.study.arrange import separated
 
 
@@ -49,16 +47,14 @@ def test_the_eams_of_a_pass_are_those_of_its_requests_together() -> None:
     trace, history = batched(), History(SMALL)
     for event in trace.events():
         if isinstance(event, Announcement):
-            history.expect(event)
-            present = {part.sequence for part in event.parts()}
-        else:
-            history.update(event)
+            continue
+        history.update(event)
+        present = {part.sequence for part in event.parts()}
         sums = [sum(getattr(history.requests[s], phase) for s in sorted(present)) for phase in ("prefill", "decode")]
         np.testing.assert_array_equal(history.prefill, sums[0])
         np.testing.assert_array_equal(history.decode, sums[1])
-        if isinstance(event, RoutingEvent):
-            counted = np.bincount(event.expert_ids.ravel(), minlength=SMALL.n_expert)
-            np.testing.assert_array_equal(history.iteration[event.il], counted)
+        counted = np.bincount(event.expert_ids.ravel(), minlength=SMALL.n_expert)
+        np.testing.assert_array_equal(history.iteration[event.il], counted)
 
 
 def decoded(sequences: list[int], pass_: int, experts: list[int]) -> RoutingEvent:
@@ -100,26 +96,14 @@ def test_memory_is_bounded_however_many_requests_come(monkeypatch: pytest.Monkey
 def test_the_collection_learns_every_request_of_a_batch() -> None:
     predictor, history = EamcPredictor(SMALL), History(SMALL)
     for event in batched().events():
-        history.expect(event) if isinstance(event, Announcement) else history.update(event)
-        predictor.predict_eam.learn(history)
+        if isinstance(event, RoutingEvent):
+            history.update(event)
+            predictor.predict_eam.learn(history)
     eamcs = predictor.learned(history)
     assert eamcs.decode.n_entries == 4
     assert eamcs.prefill.n_entries == 5
     rows = eamcs.decode.state.sum(axis=2)
     assert (rows[:, list(SMALL.layers)] == 6 * SMALL.n_expert_used).all()
-
-
-def test_a_file_of_version_1_is_read(tmp_path: Path) -> None:
-    trace = random_trace()
-    write(tmp_path / "t.npz", trace)
-    with zipfile.ZipFile(tmp_path / "t.npz") as archive:
-        members = {name: archive.read(name) for name in archive.namelist()}
-    facts = json.loads(members[HEADER])
-    facts |= {"version": 1, "blocks": [block[:3] for block in facts["blocks"]]}
-    with zipfile.ZipFile(tmp_path / "old.npz", "w") as archive:
-        for name, data in (members | {HEADER: json.dumps(facts).encode()}).items():
-            archive.writestr(name, data)
-    assert same(read(tmp_path / "old.npz"), trace)
 
 
 def test_the_phases_of_tokens_are_checked(tmp_path: Path) -> None:

@@ -28,8 +28,8 @@ from moegguf.controller.controller import ActingOptions, Controller, build_contr
 from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
 from moegguf.controller.policies import LRU, SparsityAware
-from moegguf.controller.predictors.base import NoPrediction, Predictor
-from moegguf.controller.predictors.counts import PreviousToken
+from moegguf.controller.predictors.base import NoPrediction, Predictor, StorePredictor
+from moegguf.controller.predictors.counts import previous_token
 from moegguf.controller.predictors.eamc import EamcPredictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.watchdog import Watchdog, WatchdogOptions
@@ -180,7 +180,7 @@ def native_prediction(store: RecordingStore, predictor: Predictor, **options: An
 
 def test_the_store_predicts_nothing_between_trials_that_said_no() -> None:
     store = RecordingStore()
-    controller = native_prediction(store, PreviousToken(SHAPE), prefetch=replace(AMPLE, watchdog=True))
+    controller = native_prediction(store, previous_token(SHAPE), prefetch=replace(AMPLE, watchdog=True))
     assert store.actions == [("policy", "lru"), ("predictor", "previous-token")]
     controller.watchdog = Watchdog(FOUR_PERIODS)
     for pass_ in range(17):
@@ -196,12 +196,12 @@ def test_the_store_predicts_nothing_between_trials_that_said_no() -> None:
 
 
 def test_the_store_goes_on_without_a_predictor_that_was_dropped() -> None:
-    class Broken(PreviousToken):
+    class Broken(StorePredictor):
         def observe(self, event: RoutingEvent) -> None:
             raise ValueError("broken")
 
     store = RecordingStore()
-    controller = native_prediction(store, Broken(SHAPE), prefetch=AMPLE)
+    controller = native_prediction(store, Broken("previous-token", SHAPE, 2), prefetch=AMPLE)
     with pytest.warns(UserWarning, match="previous-token raised ValueError: broken"):
         run_pass(controller)
     assert store.actions[2:] == [("predictor", None), ("act", False)]

@@ -10,12 +10,12 @@ import pytest
 from oracles import counted, hand_made
 from traces import random_trace
 
-from moegguf.controller.predictors.counts import MAX_COUNT, Affinity, Popularity, TokenTable
-from moegguf.controller.predictors.expert_mlp import ExpertMlp, state_size
-from moegguf.controller.predictors.router_inputs import MlpPredictor, window_pairs
-from moegguf.controller.predictors.routing_path import PathNetwork
+from moegguf.controller.predictors.counts import MAX_COUNT, affinity, token_table
+from moegguf.controller.predictors.networks import expert_mlp, mlp, state_size, window_pairs
+from moegguf.controller.predictors.routing_path import routing_path
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
+from moegguf.native.events import Announcement, Phase
 from moegguf.native.matvec import QuantizedMatrix
 from predictors.train.fit import COUNTED, count_affinity, count_popularity, count_tokens
 from predictors.train.states import states
@@ -41,10 +41,13 @@ def test_popularity_and_affinity_are_shares_of_choices_and_of_pairs() -> None:
 
 
 def test_popularity_predicts_any_layer_with_experts_at_any_time() -> None:
-    popularity = counted(Popularity, PAIRS)
+    popularity = counted("popularity", PAIRS)
     assert popularity.predict(0, 1) == pytest.approx([1, 2 / 3, 1 / 3])
     assert popularity.predict(2, 2) == pytest.approx([0.5, 1, 0.5])
     assert popularity.predict(1, 1) is popularity.predict(7, 1) is None
+    two = np.array([3, 4], np.int32), np.full(2, Phase.DECODE, np.int32)
+    popularity.announce(Announcement(3, Phase.DECODE, np.array([1, 2], np.int32), *two))
+    assert popularity.predict(2, 2) == pytest.approx([0.75, 1, 0.75])
 
 
 def test_an_expert_never_seen_is_followed_by_what_is_popular() -> None:
@@ -56,7 +59,7 @@ def test_an_expert_never_seen_is_followed_by_what_is_popular() -> None:
 
 def test_statistics_of_another_shape_are_refused() -> None:
     with pytest.raises(ValueError, match="must have the shape"):
-        Affinity.from_weights(THREE, COUNTED["affinity"](random_trace()))
+        affinity(THREE, COUNTED["affinity"](random_trace()))
 
 
 def test_a_table_is_bounded_and_its_counts_never_overflow() -> None:
@@ -71,7 +74,7 @@ def test_a_table_is_bounded_and_its_counts_never_overflow() -> None:
 def test_a_damaged_table_is_refused(tokens: list[int]) -> None:
     weights = count_tokens(TOKENS)
     with pytest.raises(ValueError, match="different token ids"):
-        TokenTable.from_weights(FOUR, Weights({**weights.arrays, "tokens": np.array(tokens, np.int32)}))
+        token_table(FOUR, Weights({**weights.arrays, "tokens": np.array(tokens, np.int32)}))
 
 
 SPARSE = MoeShape(n_layer=4, n_expert=4, n_expert_used=2, layers=(0, 1, 3), n_embd=2, n_vocab=6)
@@ -104,9 +107,9 @@ def test_the_state_is_history_popularity_and_the_rows_of_the_experts_chosen() ->
 def test_an_expert_mlp_that_does_not_fit_is_refused() -> None:
     good = expert_mlp_of((8, 8, 8, 8, 8, 8))
     with pytest.raises(ValueError, match="hidden must be 6 sizes"):
-        ExpertMlp.from_weights(SPARSE, Weights(good.arrays, {"hidden": [8, 8]}))
+        expert_mlp(SPARSE, Weights(good.arrays, {"hidden": [8, 8]}))
     with pytest.raises(ValueError, match=r"'layers\.0\.weight' must have the shape"):
-        ExpertMlp.from_weights(SPARSE, Weights(good.arrays, {"hidden": [9, 8, 8, 8, 8, 8]}))
+        expert_mlp(SPARSE, Weights(good.arrays, {"hidden": [9, 8, 8, 8, 8, 8]}))
 
 
 FIVE = MoeShape(n_layer=5, n_expert=3, n_expert_used=1, layers=(1, 2, 3, 4), n_embd=2, n_vocab=6)
@@ -125,22 +128,22 @@ def test_windows_fall_back_to_the_first_layer_and_share_pairs() -> None:
     assert window_pairs(FIVE, [1]) == [(1, 2), (2, 3), (3, 4)]
     assert window_pairs(FIVE, [2]) == [(1, 2), (1, 3), (2, 4)]
     assert window_pairs(FIVE, [1, 8]) == [(1, 2), (1, 3), (1, 4), (2, 3), (3, 4)]
-    assert MlpPredictor.from_weights(FIVE, windows_of([1, 2])).reach == 2
+    assert mlp(FIVE, windows_of([1, 2])).reach == 2
 
 
 def test_a_model_of_one_moe_layer_has_nothing_for_the_store_to_predict() -> None:
     shape = MoeShape(n_layer=2, n_expert=3, n_expert_used=1, layers=(1,), n_embd=2, n_vocab=6)
-    assert MlpPredictor.from_weights(shape, Weights({}, {"windows": [1], "n_hidden": 2})).native() is None
-    assert MlpPredictor.from_weights(FIVE, windows_of([1])).native() is not None
+    assert mlp(shape, Weights({}, {"windows": [1], "n_hidden": 2})).native() is None
+    assert mlp(FIVE, windows_of([1])).native() is not None
 
 
 def test_networks_of_windows_that_do_not_fit_are_refused() -> None:
     good = windows_of([1])
     for facts in ({"windows": [0], "n_hidden": 2}, {"windows": [], "n_hidden": 2}, {"windows": [1], "n_hidden": "2"}):
         with pytest.raises(ValueError, match="whole numbers above zero"):
-            MlpPredictor.from_weights(FIVE, Weights(good.arrays, facts))
+            mlp(FIVE, Weights(good.arrays, facts))
     with pytest.raises(ValueError, match=r"'1\.3\.hidden\.weight' must have the shape \(2, 2\), but is missing"):
-        MlpPredictor.from_weights(FIVE, Weights(good.arrays, {"windows": [2], "n_hidden": 2}))
+        mlp(FIVE, Weights(good.arrays, {"windows": [2], "n_hidden": 2}))
 
 
 def test_signed_bytes_keep_the_product_within_their_rounding() -> None:
@@ -175,10 +178,10 @@ SIZES: dict[str, tuple[int, ...]] = {
 @pytest.mark.parametrize("name", sorted(SIZES))
 def test_an_array_that_is_missing_misshapen_or_not_finite_is_refused(name: str) -> None:
     arrays = {name: np.ones(size, np.float32) for name, size in SIZES.items()}
-    PathNetwork(PATH_SHAPE, Weights(arrays))
+    routing_path(PATH_SHAPE, Weights(arrays))
     with pytest.raises(ValueError, match=r"must|holds"):
-        PathNetwork(PATH_SHAPE, Weights({**arrays, name: np.full_like(arrays[name], np.nan)}))
+        routing_path(PATH_SHAPE, Weights({**arrays, name: np.full_like(arrays[name], np.nan)}))
     with pytest.raises(ValueError, match="must"):
-        PathNetwork(PATH_SHAPE, Weights({**arrays, name: arrays[name][..., np.newaxis]}))
+        routing_path(PATH_SHAPE, Weights({**arrays, name: arrays[name][..., np.newaxis]}))
     with pytest.raises(ValueError, match="must"):
-        PathNetwork(PATH_SHAPE, Weights({key: array for key, array in arrays.items() if key != name}))
+        routing_path(PATH_SHAPE, Weights({key: array for key, array in arrays.items() if key != name}))

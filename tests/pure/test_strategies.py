@@ -1,4 +1,4 @@
-"""Strategies by name: what the papers' set, that every part says where it comes from, and that parts replace theirs."""
+"""Strategies by name: what the papers' set, and that parts replace theirs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from moegguf.controller.policies import policy_names
 from moegguf.controller.predictors import PREDICTORS
 from moegguf.controller.prefetch import NO_LIMIT, PrefetchOptions
-from moegguf.controller.strategies import EVERY_LAYER, OWN, STRATEGIES, Strategy, find_strategy
+from moegguf.controller.strategies import EVERY_LAYER, OWN, STRATEGIES, find_strategy
 from moegguf.errors import OptionError
 from moegguf.native.store import StoreOptions
 
@@ -28,13 +28,8 @@ def test_every_part_is_a_name_that_exists() -> None:
 
 
 @pytest.mark.parametrize("name", PAPERS)
-def test_what_a_paper_sets_has_its_place_there(name: str) -> None:
-    strategy, default = STRATEGIES[name], Strategy("", "")
-    for part in ("policy", "predictor", "prefetch"):
-        assert strategy.sources[part]
-    for switch, on in strategy.switches.items():
-        assert on == default.switches[switch] or strategy.sources[switch], switch
-    prefetch = strategy.prefetch
+def test_a_papers_prefetching_has_no_limits(name: str) -> None:
+    prefetch = STRATEGIES[name].prefetch
     assert isinstance(prefetch, PrefetchOptions)
     assert (prefetch.watchdog, prefetch.budget_bytes, prefetch.least_probability) == (False, NO_LIMIT, 0)
 

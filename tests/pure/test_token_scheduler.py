@@ -10,7 +10,7 @@ from oracles import counted
 from traces import SMALL, random_trace
 
 from moegguf.controller.artifacts import Artifacts
-from moegguf.controller.predictors.counts import PreviousToken, TokenTable
+from moegguf.controller.predictors.counts import previous_token
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
 from moegguf.native.events import Announcement, Phase, RoutingEvent
@@ -189,7 +189,7 @@ def test_recent_paths_follow_each_sequence_by_itself() -> None:
 
 def test_predicted_paths_are_the_predictors_for_each_sequence() -> None:
     trace = random_trace(n_sequences=6, n_prefill=0, n_decode=20)
-    table = asked(lambda: counted(TokenTable, trace))
+    table = asked(lambda: counted("token-id", trace))
     paths = PredictedPaths(table)
     for sequence, token in ((1, 5), (2, 9)):
         paths.expect(sequence, np.array([token], np.int32))
@@ -202,7 +202,7 @@ def test_predicted_paths_are_the_predictors_for_each_sequence() -> None:
 
 
 def test_a_predictor_without_an_answer_is_no_path() -> None:
-    paths = PredictedPaths(asked(lambda: PreviousToken(SMALL)))
+    paths = PredictedPaths(asked(lambda: previous_token(SMALL)))
     paths.expect(1, np.array([5], np.int32))
     assert paths.path(1) is None
 

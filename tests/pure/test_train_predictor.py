@@ -19,9 +19,8 @@ from traces import random_trace
 
 from moegguf.controller import weights as weights_file
 from moegguf.controller.predictors import LEARNED
-from moegguf.controller.predictors.counts import Affinity
-from moegguf.controller.predictors.expert_mlp import ExpertMlp
-from moegguf.controller.predictors.router_inputs import MlpPredictor
+from moegguf.controller.predictors.counts import affinity
+from moegguf.controller.predictors.networks import expert_mlp, mlp
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.gguf.experts import read_layout
@@ -93,7 +92,7 @@ def test_a_counted_predictor_is_written_judged_and_loaded(
     assert sorted(used[0] + used[1]) == list(range(12))
     path = tmp_path / "out/affinity.safetensors"
     found = weights_file.load(
-        path, "affinity", trace.header.fingerprint, trace.shape, lambda w: Affinity.from_weights(trace.shape, w)
+        path, "affinity", trace.header.fingerprint, trace.shape, lambda w: affinity(trace.shape, w)
     )
     assert found is not None
 
@@ -134,7 +133,7 @@ def test_a_taught_mlp_beats_a_shuffled_control_on_held_out_requests() -> None:
     module = trainer("mlp")
     chosen = module.Options(windows=(1,), n_hidden=64, epochs=6, batch=64)
     learned, control = (
-        MlpPredictor.from_weights(trace.shape, Weights(module.train(taught, chosen), asdict(chosen)))
+        mlp(trace.shape, Weights(module.train(taught, chosen), asdict(chosen)))
         for taught in (seen, shuffled(seen, 0))
     )
     learned, control = (asked(lambda each=each: each) for each in (learned, control))
@@ -156,5 +155,5 @@ def test_a_taught_expert_mlp_is_its_torch_network_with_the_norms_folded_in() -> 
     trace = random_trace(n_sequences=4, n_decode=8)
     chosen = module.Options(hidden=(32,) + (16,) * 5, epochs=1, batch=32)
     arrays = module.train(trace, chosen)
-    taught = ExpertMlp.from_weights(trace.shape, Weights(arrays, {"hidden": list(chosen.hidden)}))
+    taught = expert_mlp(trace.shape, Weights(arrays, {"hidden": list(chosen.hidden)}))
     assert 0 < accuracy(asked(lambda: taught), trace, 1) <= 1

@@ -7,11 +7,10 @@ from functools import partial
 
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.predictors.base import NoPrediction, Predictor
-from moegguf.controller.predictors.counts import Affinity, Popularity, PreviousToken, TokenTable
+from moegguf.controller.predictors.counts import Popularity, affinity, previous_token, token_table
 from moegguf.controller.predictors.eamc import EamcPredictor
-from moegguf.controller.predictors.expert_mlp import ExpertMlp
-from moegguf.controller.predictors.router_inputs import MlpPredictor, Skip
-from moegguf.controller.predictors.routing_path import RoutingPath
+from moegguf.controller.predictors.networks import MLP, SKIP, expert_mlp, mlp, skip
+from moegguf.controller.predictors.routing_path import routing_path
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.errors import OptionError
@@ -37,17 +36,17 @@ def _learned(name: str, build: Callable[[MoeShape, Weights], Predictor]) -> Make
 
 UNTRAINED: dict[str, Make] = {
     "none": lambda shape, artifacts: NoPrediction(shape),
-    "previous-token": lambda shape, artifacts: PreviousToken(shape),
+    "previous-token": lambda shape, artifacts: previous_token(shape),
     "eamc": lambda shape, artifacts: EamcPredictor(shape, artifacts.collection(shape)),
-    "skip": lambda shape, artifacts: Skip(shape, artifacts.routers()),
+    SKIP: lambda shape, artifacts: skip(shape, artifacts.routers()),
 }
 LEARNED: dict[str, Callable[[MoeShape, Weights], Predictor]] = {
-    "token-id": TokenTable.from_weights,
-    "popularity": Popularity.from_weights,
-    "affinity": Affinity.from_weights,
-    "mlp": MlpPredictor.from_weights,
-    "expert-mlp": ExpertMlp.from_weights,
-    "routing-path": RoutingPath.from_weights,
+    "token-id": token_table,
+    "popularity": Popularity,
+    "affinity": affinity,
+    MLP: mlp,
+    "expert-mlp": expert_mlp,
+    "routing-path": routing_path,
 }
 PREDICTORS: dict[str, Make] = {**UNTRAINED, **{name: _learned(name, build) for name, build in LEARNED.items()}}
 
@@ -67,4 +66,4 @@ def make_predictor(name: str, shape: MoeShape, artifacts: Artifacts) -> Predicto
 def prefetch_predictor(artifacts: Artifacts) -> str:
     """The name of the most accurate predictor to prefetch with: the learned one where this model has it, or `skip`."""
     trained = next(artifacts.find("mlp.safetensors"), None) is not None
-    return MlpPredictor.name if trained else Skip.name
+    return MLP if trained else SKIP

@@ -6,8 +6,6 @@ the matches. The predictor and the eviction policy each have one of their own; t
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import numpy as np
 import numpy.typing as npt
 
@@ -96,10 +94,8 @@ class EamcPredictor(Learner, StorePredictor):
     layer.
     """
 
-    name: ClassVar[str] = "eamc"
-
     def __init__(self, shape: MoeShape, eamcs: EamcPair | None = None, n_matches: int = N_MATCHES) -> None:
-        super().__init__(shape, reach=len(shape.layers))
+        super().__init__("eamc", shape, len(shape.layers))
         self.predict_eam = PredictEam(shape, eamcs, n_matches)
 
     def native(self) -> NativePredictor:

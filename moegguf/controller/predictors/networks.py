@@ -1,0 +1,106 @@
+"""Predictors that multiply with matrices: the model's own routers (skip), ProMoE's networks, DuoServe-MoE's ExpertMLP.
+
+All are computed by the store, in signed bytes (`native/matvec.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+
+from moegguf.controller.predictors.base import NoPrediction, Predictor, StorePredictor
+from moegguf.controller.shape import MoeShape
+from moegguf.controller.weights import Weights
+from moegguf.gguf.routers import Routers
+from moegguf.native.matvec import QuantizedMatrix
+from moegguf.native.predictor import Array, integers
+
+SKIP, MLP = "skip", "mlp"
+HIDDEN_SIZES = (2048, 1024, 512, 256, 128, 64)  # of an ExpertMLP
+
+Pair = tuple[int, int]  # (source il, target il)
+
+
+def skip(shape: MoeShape, routers: Routers) -> StorePredictor:
+    """The router of a later layer, given the input of this one's. Predicts at any distance; accuracy falls with it, as
+    inputs of distant layers differ more."""
+    arrays: dict[str, Array] = {
+        "n_embd": integers(shape.n_embd), "gating": integers(routers.gating),
+        "n_group": integers(routers.n_group), "n_group_used": integers(routers.n_group_used),
+    }  # fmt: skip
+    for il, router in routers.routers.items():
+        matrix = QuantizedMatrix(router.matrix)
+        arrays |= {f"{il}.weights": matrix.bytes, f"{il}.scale": matrix.scale}
+        biases = {"logit_bias": router.logit_bias, "choice_bias": router.choice_bias}
+        arrays |= {f"{il}.{name}": bias for name, bias in biases.items() if bias is not None}
+    return StorePredictor(SKIP, shape, len(shape.layers) - 1, arrays, needs_inputs=True)
+
+
+def window_pairs(shape: MoeShape, windows: Iterable[int]) -> list[Pair]:
+    """The pairs that these windows need, in order; the first MoE layer is no target: none precedes it."""
+    rows = range(1, len(shape.layers))
+    return sorted({(shape.layers[max(row - k, 0)], shape.layers[row]) for k in windows for row in rows})
+
+
+def mlp(shape: MoeShape, weights: Weights) -> Predictor:
+    """ProMoE's networks, each for a pair of layers: at distance k, and from the first MoE layer up to any window. None
+    in a model of one MoE layer.
+
+    From arrays `<source>.<target>.{hidden,out}.{weight,bias}` and the facts `windows` and `n_hidden`; ValueError when
+    they do not fit. One call computes one network; 0.2 ms for 2 million weights.
+    """
+    windows, n_hidden = weights.facts["windows"], weights.facts["n_hidden"]
+    if not isinstance(n_hidden, int) or not windows or not all(isinstance(k, int) and k > 0 for k in windows):
+        raise ValueError(f"windows {windows!r:.80} and n_hidden {n_hidden!r:.80} must be whole numbers above zero")
+    pairs, row_of = window_pairs(shape, windows), shape.row_of
+    if not pairs:
+        return NoPrediction(shape)
+    arrays: dict[str, Array] = {
+        "n_embd": integers(shape.n_embd), "n_hidden": integers(n_hidden),
+        "pairs": integers(*(il for pair in pairs for il in pair)),
+    }  # fmt: skip
+    for source, target in pairs:
+        arrays |= _layer(weights, f"{source}.{target}.hidden", shape.n_embd, n_hidden)
+        arrays |= _layer(weights, f"{source}.{target}.out", n_hidden, shape.n_expert)
+    reach = max(row_of[target] - row_of[source] for source, target in pairs)
+    return StorePredictor(MLP, shape, reach, arrays, needs_inputs=True)
+
+
+def _layer(weights: Weights, name: str, n_in: int, n_out: int) -> dict[str, Array]:
+    """A layer of a network as the store takes it. ValueError when its arrays do not have these sizes."""
+    matrix, bias = weights.array(f"{name}.weight", n_out, n_in), weights.array(f"{name}.bias", n_out)
+    return QuantizedMatrix(matrix, bias).arrays(name)
+
+
+def state_size(shape: MoeShape) -> int:
+    """Length of an ExpertMLP's state: h, p and a."""
+    k = shape.n_expert_used
+    return (len(shape.layers) - 1) * k + shape.n_expert + k * shape.n_expert
+
+
+def expert_mlp(shape: MoeShape, weights: Weights) -> StorePredictor:
+    """DuoServe-MoE's ExpertMLP (section 4.2): one layer ahead, once every layer before it was observed in this pass of
+    one token.
+
+    From `popularity`, `affinity`, `layers.<i>.{weight,bias}` (BatchNorm folded in) and the fact `hidden`; ValueError
+    when they do not fit.
+
+    Open points of the paper, and the choices made here. One network serves all layers: its input is padded to one
+    length, and the length of the unpadded part, with the layer's popularity, identifies the target layer. Experts count
+    from 1 and are divided by n_expert, so that 0 is padding only. a_{l-1,l} are the rows of the affinity matrix of the
+    experts just chosen (section 5: "the inter-layer affinity vector from the previous layer's expert selection"),
+    flattened; the whole matrix would be the same for every token. The six hidden layers from 2048 to 64 and the output
+    are the seven layers.
+    """
+    hidden = weights.facts["hidden"]
+    if len(hidden) != len(HIDDEN_SIZES) or not all(isinstance(size, int) and size > 0 for size in hidden):
+        raise ValueError(f"hidden must be {len(HIDDEN_SIZES)} sizes, but is {hidden!r:.80}")
+    n_layer, n_expert, sizes = len(shape.layers), shape.n_expert, [state_size(shape), *hidden, shape.n_expert]
+    arrays: dict[str, Array] = {
+        "n_expert_used": integers(shape.n_expert_used), "sizes": integers(*sizes),
+        "popularity": weights.array("popularity", n_layer, n_expert),
+        "affinity": weights.array("affinity", n_layer - 1, n_expert, n_expert),
+    }  # fmt: skip
+    for i, (n_in, n_out) in enumerate(pairwise(sizes)):
+        arrays |= _layer(weights, f"layers.{i}", n_in, n_out)
+    return StorePredictor("expert-mlp", shape, 1, arrays)
