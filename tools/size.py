@@ -26,7 +26,7 @@ LIMITS = {
     "moegguf/generate": 4_710,
     "moegguf/gguf": 2_010,
     "moegguf/models": 3_150,
-    "moegguf/native": 16_650,
+    "moegguf/native": 16_780,
     "moegguf/server": 8_720,
     "moegguf/serving": 4_730,
     "moegguf/terminal": 1_670,

@@ -2,8 +2,6 @@
 #include "api.h"
 
 #include "device_failure.h"
-#include "link_device.h"
-#include "speeds.h"
 
 #include <algorithm>
 #include <cstring>
@@ -75,14 +73,6 @@ int moegguf_most_slots(const char * device, const moegguf_matrix * matrices, int
 
 int32_t moegguf_slot_tokens(const char * device) {
     return device ? most_slot_tokens(device) : INT32_MAX;
-}
-
-int moegguf_link_add(const moegguf_link * link, const char ** name) {
-    return guarded([&] { given(name) = add_link_device(given(link)); });
-}
-
-int moegguf_measure_speeds(const moegguf_config * config, int32_t n_threads, double seconds, moegguf_speeds * speeds) {
-    return guarded([&] { given(speeds) = measure_speeds(given(config), n_threads, seconds); });
 }
 
 int moegguf_store_open(const moegguf_config * config, moegguf_store ** store) {

@@ -95,7 +95,6 @@ class Locality final : public EvictionPolicy {
 
 } // namespace
 
-extern const PolicyType locality_policy;
 const PolicyType locality_policy = {"locality", true, 0, make_policy_of<Locality>};
 
 } // namespace moegguf

@@ -1,6 +1,7 @@
 // policy.h: what an eviction policy is: a score per expert, renewed by events. Arithmetic only: no threads, no locks.
 //
-// A new policy is one file in this folder, with a `const PolicyType NAME_policy`, and one line in registry.cpp.
+// A new policy is a class in this folder, with a `const PolicyType NAME_policy`, which is declared below and listed in
+// registry.cpp.
 #pragma once
 
 #include "layout.h"
@@ -94,6 +95,8 @@ struct PolicyType {
     size_t most_values;
     std::unique_ptr<EvictionPolicy> (*make)(const Layout & layout, const Values & values);
 };
+
+extern const PolicyType next_use_policy, slru_policy, locality_policy, sparsity_policy; // NAME.cpp
 
 // The policy of that name. Throws Error(INVALID) for an unknown name, or a value out of range.
 std::unique_ptr<EvictionPolicy> make_policy(const Layout & layout, const std::string & name,
