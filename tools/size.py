@@ -26,13 +26,13 @@ LIMITS = {
     "moegguf/generate": 4_710,
     "moegguf/gguf": 2_010,
     "moegguf/models": 3_150,
-    "moegguf/native": 16_780,
+    "moegguf/native": 16_640,
     "moegguf/server": 8_720,
     "moegguf/serving": 4_730,
     "moegguf/terminal": 1_670,
     "moegguf/trace": 2_050,
     "predictors": 8_070,
-    "tests": 41_710,
+    "tests": 41_750,
     "tools": 5_940,
 }
 

@@ -1,8 +1,6 @@
 // api.cpp: the C ABI over the store.
 #include "api.h"
 
-#include "device_failure.h"
-
 #include <algorithm>
 #include <cstring>
 
@@ -162,12 +160,14 @@ int moegguf_store_forecast(moegguf_store * store, float * probabilities, uint8_t
 
 int moegguf_store_prefetch(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n, int replace) {
     return on(store, [&](Store & s) {
-        s.prefetch(n > 0 ? &given(il) : nullptr, n > 0 ? &given(experts) : nullptr, n, replace != 0);
+        s.want(Cause::request, n > 0 ? &given(il) : il, n > 0 ? &given(experts) : experts, n, replace != 0);
     });
 }
 
 int moegguf_store_warm(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n) {
-    return on(store, [&](Store & s) { s.warm(n > 0 ? &given(il) : il, n > 0 ? &given(experts) : experts, n); });
+    return on(store, [&](Store & s) {
+        s.want(Cause::warm_start, n > 0 ? &given(il) : il, n > 0 ? &given(experts) : experts, n, true);
+    });
 }
 
 int moegguf_store_hold_fill(moegguf_store * store, int hold) {

@@ -216,7 +216,7 @@ Backend & of(ggml_backend_t backend) {
 }
 
 void synchronize(ggml_backend_t backend) {
-    of(backend).queue.mark()->wait();
+    of(backend).queue.mark().wait();
 }
 
 void copy_async(ggml_backend_t backend, SharedBandwidth & direction, void * to, const void * from, size_t n,
@@ -228,8 +228,8 @@ void copy_async(ggml_backend_t backend, SharedBandwidth & direction, void * to, 
     }
 }
 
-void wait_in(Backend & backend, const std::shared_ptr<CommandQueue::Point> & point) {
-    backend.queue.push([point] { point->wait(); });
+void wait_in(Backend & backend, const CommandQueue::Point & point) {
+    backend.queue.push([point] { point.wait(); });
 }
 
 // Within the device; behind what the source's stream has to do, and what the destination's has.
@@ -259,9 +259,9 @@ ggml_status compute(ggml_backend_t backend, ggml_cgraph * graph) {
 
 struct Event {
     std::mutex mutex;
-    std::shared_ptr<CommandQueue::Point> point;
+    CommandQueue::Point point;
 
-    std::shared_ptr<CommandQueue::Point> recorded() {
+    CommandQueue::Point recorded() {
         std::lock_guard<std::mutex> lock(mutex);
         return point;
     }
@@ -306,9 +306,7 @@ ggml_backend_i backend_interface() {
         of(event).point = of(stream).queue.mark();
     };
     backend.event_wait = [](ggml_backend_t stream, ggml_backend_event_t event) {
-        if (const auto point = of(event).recorded()) {
-            wait_in(of(stream), point);
-        }
+        wait_in(of(stream), of(event).recorded());
     };
     return backend;
 }
@@ -396,11 +394,7 @@ ggml_backend_device_i device_interface() {
         delete &of(event);
         delete event;
     };
-    device.event_synchronize = [](ggml_backend_dev_t, ggml_backend_event_t event) {
-        if (const auto point = of(event).recorded()) {
-            point->wait();
-        }
-    };
+    device.event_synchronize = [](ggml_backend_dev_t, ggml_backend_event_t event) { of(event).recorded().wait(); };
     return device;
 }
 

@@ -8,9 +8,6 @@
 
 #include "counters.h"
 #include "eviction_order.h"
-#include "numbering.h"
-#include "policies/averages.h"
-#include "policies/score_table.h"
 
 #include <atomic>
 

@@ -16,7 +16,7 @@ from moegguf.controller.predictors.router_inputs import MlpPredictor, Skip
 from moegguf.controller.predictors.routing_path import NORM_EPS, RoutingPath
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Float32s, Int32s
-from moegguf.native.matvec import QuantizedMatrix
+from moegguf.native.predictor import QuantizedMatrix
 from predictors.train.states import states
 
 Arrays = dict[str, npt.NDArray[np.float32]]

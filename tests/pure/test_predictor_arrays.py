@@ -16,7 +16,7 @@ from moegguf.controller.predictors.router_inputs import MlpPredictor, window_pai
 from moegguf.controller.predictors.routing_path import PathNetwork
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
-from moegguf.native.matvec import QuantizedMatrix
+from moegguf.native.predictor import QuantizedMatrix
 from predictors.train.fit import COUNTED, count_affinity, count_popularity, count_tokens
 from predictors.train.states import states
 

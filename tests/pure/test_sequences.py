@@ -13,7 +13,7 @@ from moegguf.controller.predictors import base as sequences
 from moegguf.controller.predictors.base import NoPrediction, PerSequence, Predictor, per_sequence
 from moegguf.controller.predictors.counts import Popularity
 from moegguf.controller.predictors.eamc import EamcPredictor
-from moegguf.native.events import Announcement, Float32s, RoutingEvent
+from moegguf.native.events import Announcement, Float32s, Phase, RoutingEvent
 from moegguf.trace.trace import Trace
 from predictors.study.arrange import separated
 
@@ -95,3 +95,41 @@ def test_a_pass_of_too_many_sequences_is_not_predicted(monkeypatch: pytest.Monke
     monkeypatch.setattr(sequences, "MOST_SEQUENCES", 3)
     found = forecasts(PerSequence(counted(Popularity, TRACE)), BATCH)
     assert all(found[1, row] is None for row in range(-1, len(SMALL.layers)))
+
+
+class Told(Predictor):
+    """Keeps the first tokens of the events that all of it were shown, and predicts what is no probability."""
+
+    name: ClassVar[str] = "told"
+
+    def __init__(self, first_tokens: dict[int, list[int]]) -> None:
+        super().__init__(SMALL, 99)
+        self._first_tokens = first_tokens
+
+    def observe(self, event: RoutingEvent) -> None:
+        self._first_tokens.setdefault(event.sequence, []).append(event.first_token)
+
+    def predict(self, il: int, distance: int) -> Float32s | None:
+        return np.array([-1, 0.5, 3], np.float32)
+
+    def fork(self) -> Told:
+        return Told(self._first_tokens)
+
+
+def of_two(pass_: int, first_token: int, *of_tokens: int) -> RoutingEvent:
+    ids, phases = np.zeros((len(of_tokens), 1), np.int32), np.zeros(len(of_tokens), np.int32)
+    il, sequences = SMALL.layers[0], np.array(of_tokens, np.int32)
+    return RoutingEvent(pass_, 0, of_tokens[0], Phase.PREFILL, first_token, il, ids, None, None, sequences, phases)
+
+
+def test_each_is_told_its_own_first_token_and_what_is_predicted_is_a_probability() -> None:
+    """Five tokens of two sequences, announced together, in two passes."""
+    first_tokens = dict[int, list[int]]()
+    predictor = PerSequence(Told(first_tokens))
+    tokens = np.arange(5, dtype=np.int32)
+    of_tokens, phases = np.array([7, 7, 8, 7, 8], np.int32), np.zeros(5, np.int32)
+    predictor.announce(Announcement(7, Phase.PREFILL, tokens, of_tokens, phases, np.ones(5, np.int32)))
+    predictor.observe(of_two(0, 0, 7, 7, 8))
+    predictor.observe(of_two(1, 3, 7, 8))
+    assert first_tokens == {7: [0, 2], 8: [0, 1]}
+    np.testing.assert_array_equal(predictor.predict(SMALL.layers[1], 1), [0, 0.75, 1])  # type: ignore[arg-type]

@@ -17,8 +17,7 @@ from moegguf.controller.predictors.base import StorePredictor
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.native.events import Float32s
-from moegguf.native.matvec import QuantizedMatrix
-from moegguf.native.predictor import Array, NativePredictor, integers
+from moegguf.native.predictor import Array, NativePredictor, QuantizedMatrix, integers
 
 HIDDEN_SIZES = (2048, 1024, 512, 256, 128, 64)
 

@@ -10,8 +10,7 @@ from moegguf.controller.predictors.base import StorePredictor
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.gguf.routers import Routers
-from moegguf.native.matvec import QuantizedMatrix
-from moegguf.native.predictor import Array, NativePredictor, integers
+from moegguf.native.predictor import Array, NativePredictor, QuantizedMatrix, integers
 
 Pair = tuple[int, int]  # (source il, target il)
 

@@ -21,8 +21,7 @@ from moegguf.controller.predictors.base import StorePredictor
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.native.events import Float32s
-from moegguf.native.matvec import QuantizedMatrix
-from moegguf.native.predictor import Array, NativePredictor, integers
+from moegguf.native.predictor import Array, NativePredictor, QuantizedMatrix, integers
 
 NAME = "routing-path"
 NORM_EPS = 1e-6

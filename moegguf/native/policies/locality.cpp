@@ -7,7 +7,7 @@
 // nearest of four layers whole, and the third as the first is done). Here predicted ones are ordered by their distance,
 // the others by how many passes ago, on average, they are used again. Without predictions it is decayed frequency.
 // Touches its own tables only (policy.h).
-#include "policies/averages.h"
+#include "policies/policy.h"
 
 #include <algorithm>
 #include <functional>

@@ -1,6 +1,6 @@
 // registry.cpp: the policies that can be chosen by name, and those of them that are a few lines. Makes policies,
 // changes none.
-#include "policies/averages.h"
+#include "policies/policy.h"
 
 namespace moegguf {
 namespace {
