@@ -70,12 +70,7 @@ class Controller:
     """
 
     def __init__(
-        self,
-        shape: MoeShape,
-        policy: AnyPolicy,
-        predictor: Predictor,
-        store: Store,
-        options: ActingOptions,
+        self, shape: MoeShape, policy: AnyPolicy, predictor: Predictor, store: Store, options: ActingOptions
     ) -> None:
         self.shape = shape
         self._native = predictor.native()

@@ -14,32 +14,19 @@ constexpr auto longest_reads = std::chrono::seconds(60);
 
 } // namespace
 
-Acquire::Acquire(Store & store)
-    : store_(store),
-      layout_(store.layout),
-      shared_(store.shared),
-      tiers_(store.tiers),
-      transfers_(store.transfers),
-      forecaster_(store.forecaster),
-      events_(store.events),
-      slots_(store.slots),
-      streamed_(store.streamed),
-      staged_(store.staged) {
-}
-
 // The barrier.
 
 void Acquire::acquire(Context & context, const Choice & choice) {
     const uint64_t start = now_ns(), waited_before = waited_ns;
-    if (shared_.forked()) { // a thread of the parent may hold the lock
+    if (store_.shared.forked()) { // a thread of the parent may hold the lock
         context.fail(MOEGGUF_FORKED, choice.il, -1,
                      "the model was loaded in the parent process; load it again in this one");
         std::fill_n(choice.ids, (size_t)choice.n_expert_used * choice.n_tokens, 0);
         return;
     }
-    events_.keep_step();
-    forecaster_.keep_step();
-    Lock lock(shared_.mutex);
+    store_.events.keep_step();
+    store_.forecaster.keep_step();
+    Lock lock(store_.shared.mutex);
     begin_event(context, choice, lock);
     Supply * supply = choose_supply(context);
     const bool placed = supply && place(context, lock);
@@ -54,28 +41,28 @@ void Acquire::acquire(Context & context, const Choice & choice) {
     if (context.failed()) {
         std::fill_n(choice.ids, context.event.n_ids(), 0);
     }
-    count(shared_.counters.hook_ns, now_ns() - start - (waited_ns - waited_before));
+    count(store_.shared.counters.hook_ns, now_ns() - start - (waited_ns - waited_before));
 }
 
 // What the layer before held is free; pools get the size that was asked for meanwhile.
 void Acquire::begin_event(Context & context, const Choice & choice, Lock & lock) {
     computing_ = true;
-    const bool has_experts = layout_.has_experts(choice.il);
-    const int32_t * wrong = context.event.begin(choice, has_experts ? layout_.layers[choice.il].n_expert : 0);
+    const bool has_experts = store_.layout.has_experts(choice.il);
+    const int32_t * wrong = context.event.begin(choice, has_experts ? store_.layout.layers[choice.il].n_expert : 0);
     if (!has_experts) {
         context.fail(MOEGGUF_ROUTING, choice.il, -1, "a layer without experts was routed");
     } else if (wrong) {
         context.fail(MOEGGUF_ROUTING, choice.il, *wrong,
                      "the router chose expert " + std::to_string(*wrong) + " of " +
-                         std::to_string(layout_.layers[choice.il].n_expert));
+                         std::to_string(store_.layout.layers[choice.il].n_expert));
     }
     await_copies(context, lock);
-    context.note_failures(shared_);
+    context.note_failures(store_.shared);
     end_layer(context);
     count_pass(context, choice.il, choice.n_tokens);
-    for (auto & tier : tiers_.compute) {
+    for (auto & tier : store_.tiers.compute) {
         if (tier->resize_to > 0) {
-            staged_.drop_ahead();
+            store_.staged.drop_ahead();
             apply_resize(*tier);
         }
     }
@@ -89,30 +76,32 @@ Supply * Acquire::choose_supply(Context & context) {
     Event & event = context.event;
     Pass & pass = context.pass;
     Pinned & pinned = context.pinned;
-    const Layer & layer = layout_.layers[event.il];
+    const Layer & layer = store_.layout.layers[event.il];
     event.nearly_all = event.n_tokens > 1 && (int64_t)event.n_ids() >= sweep_choices_per_expert * layer.n_expert;
     pass.n_experts += (int)event.experts.size();
     event.step = {event.il, event.nearly_all || pass.cycles, pass.n_tokens == 1,
-                  pass.number * layout_.layers.size() + event.il, pass.decodes};
-    pinned.tier = &tiers_.of(event.il, event.n_tokens);
+                  pass.number * store_.layout.layers.size() + event.il, pass.decodes};
+    pinned.tier = &store_.tiers.of(event.il, event.n_tokens);
     pinned.chunks = layer.chunks;
     const bool is_staged = pinned.tier->id == TierId::staging;
     pinned.stream = is_staged ? nullptr : event.stream;
-    Supply & supply = is_staged ? staged_ : streamed_.takes(context) ? (Supply &)streamed_ : slots_;
+    Supply & supply = is_staged                        ? store_.staged
+                      : store_.streamed.takes(context) ? (Supply &)store_.streamed
+                                                       : store_.slots;
     context.supply = &supply;
     return &supply;
 }
 
 bool Acquire::place(Context & context, Lock & lock) {
     const Event & event = context.event;
-    transfers_.set_step(event.step);
-    tiers_.of(event.il).residency.on_routed(event.il);
-    staged_.observe(context, lock);
+    store_.transfers.set_step(event.step);
+    store_.tiers.of(event.il).residency.on_routed(event.il);
+    store_.staged.observe(context, lock);
     const bool placed = context.supply->place(context, lock);
-    if (placed && event.nearly_all && context.supply != &staged_) {
-        if (shared_.has(MOEGGUF_SWEEP)) {
+    if (placed && event.nearly_all && context.supply != &store_.staged) {
+        if (store_.shared.has(MOEGGUF_SWEEP)) {
             want_next_layer(event.il, false);
-        } else if (shared_.has(MOEGGUF_STREAM)) {
+        } else if (store_.shared.has(MOEGGUF_STREAM)) {
             want_next_layer(event.il, true); // for its attention's time (DuoServe-MoE, section 5.2)
         }
     }
@@ -124,32 +113,33 @@ bool Acquire::place(Context & context, Lock & lock) {
 void Acquire::tell_observers(Context & context, uint64_t start_ns, bool placed) {
     const Event & event = context.event;
     const Announced & announced = context.announced;
-    if (!forecaster_.on() && !events_.on()) {
+    if (!store_.forecaster.on() && !store_.events.on()) {
         return;
     }
     const bool batched = context.gather_tokens(event.n_tokens);
     const int32_t * sequences = batched ? event.sequences.data() : nullptr;
     const int32_t * phases = batched ? event.phases.data() : nullptr;
-    if (placed && forecaster_.on()) {
-        const float * inputs = forecaster_.wants_inputs(event.n_tokens) ? event.inputs : nullptr;
-        forecaster_.routing(event.il, {event.n_tokens, announced.sequence, sequences}, event.ids, event.n_expert_used,
-                            inputs, event.n_embd, context.pass.number);
+    if (placed && store_.forecaster.on()) {
+        const float * inputs = store_.forecaster.wants_inputs(event.n_tokens) ? event.inputs : nullptr;
+        store_.forecaster.routing(event.il, {event.n_tokens, announced.sequence, sequences}, event.ids,
+                                  event.n_expert_used, inputs, event.n_embd, context.pass.number);
     }
-    if (events_.on()) {
-        const float * inputs = events_.wants_inputs(event.n_tokens) ? event.inputs : nullptr;
-        events_.routing({context.pass.number, start_ns, event.il, event.n_tokens, event.n_expert_used,
-                         announced.sequence, announced.phase, context.pass.first_token, event.n_embd, event.ids,
-                         event.weights, inputs, sequences, phases});
+    if (store_.events.on()) {
+        const float * inputs = store_.events.wants_inputs(event.n_tokens) ? event.inputs : nullptr;
+        store_.events.routing({context.pass.number, start_ns, event.il, event.n_tokens, event.n_expert_used,
+                               announced.sequence, announced.phase, context.pass.first_token, event.n_embd, event.ids,
+                               event.weights, inputs, sequences, phases});
     }
 }
 
 void Acquire::count_pass(Context & context, int il, int n_tokens) {
-    Counters & counters = shared_.counters;
+    Counters & counters = store_.shared.counters;
     Pass & pass = context.pass;
     Announced & announced = context.announced;
     if (il <= pass.il) {
         pass.number = __atomic_add_fetch(&counters.passes, 1, __ATOMIC_RELAXED);
-        pass.cycles = shared_.has(MOEGGUF_SWEEP) && n_tokens > 1 && pass.n_tokens > 1 && pass.n_experts > n_usable();
+        pass.cycles =
+            store_.shared.has(MOEGGUF_SWEEP) && n_tokens > 1 && pass.n_tokens > 1 && pass.n_experts > n_usable();
         pass.n_experts = 0;
         pass.n_tokens = n_tokens;
         count(counters.tokens, n_tokens);
@@ -166,7 +156,7 @@ void Acquire::count_pass(Context & context, int il, int n_tokens) {
 void Acquire::await_copies(Context & context, Lock & lock) {
     const Pinned & pinned = context.pinned;
     const auto noted = [&](int s) { return !(pinned.tier->residency.slot(s).reading & pinned.ordered); };
-    shared_.wait(lock, [&] { return std::all_of(pinned.slots.begin(), pinned.slots.end(), noted); });
+    store_.shared.wait(lock, [&] { return std::all_of(pinned.slots.begin(), pinned.slots.end(), noted); });
     context.pinned.ordered = 0;
 }
 
@@ -179,27 +169,27 @@ void Acquire::end_layer(Context & context) {
 // All of it that fits beside this one, from where its experts are nearest: the next pass over it needs nearly all. Or
 // its first expert, where that finds a slot.
 void Acquire::want_next_layer(int il, bool first_only) {
-    const auto & layers = layout_.moe_layers;
-    const size_t next_row = layout_.row_of[il] + 1;
+    const auto & layers = store_.layout.moe_layers;
+    const size_t next_row = store_.layout.row_of[il] + 1;
     if (next_row == layers.size()) {
         return;
     }
     const int next = layers[next_row];
-    const Tier & tier = tiers_.of(next);
-    const int n_busy = &tier == &tiers_.of(il) ? layout_.layers[il].n_expert : 0;
+    const Tier & tier = store_.tiers.of(next);
+    const int n_busy = &tier == &store_.tiers.of(il) ? store_.layout.layers[il].n_expert : 0;
     int free_slots = first_only ? 1 : tier.residency.n_usable() - n_busy;
-    for (int expert = 0; expert < layout_.layers[next].n_expert && free_slots > 0; expert++, free_slots--) {
+    for (int expert = 0; expert < store_.layout.layers[next].n_expert && free_slots > 0; expert++, free_slots--) {
         if (tier.residency.find(next, expert) < 0) {
-            transfers_.want({next, expert});
+            store_.transfers.want({next, expert});
         }
     }
-    transfers_.wake_readers();
+    store_.transfers.wake_readers();
 }
 
 // Slots of all devices.
 int Acquire::n_usable() const {
     int n = 0;
-    for (const auto & tier : tiers_.compute) {
+    for (const auto & tier : store_.tiers.compute) {
         n += tier->residency.n_usable();
     }
     return n;
@@ -208,17 +198,17 @@ int Acquire::n_usable() const {
 // The context, its tokens and its failures.
 
 bool Acquire::is_clear(const Context & context) const {
-    return !context.failed() && !context.supply && context.noted(shared_) && !shared_.forked();
+    return !context.failed() && !context.supply && context.noted(store_.shared) && !store_.shared.forked();
 }
 
 void Acquire::take_failure(Context & context, moegguf_failure & out, bool clear) {
-    if (shared_.forked()) {
+    if (store_.shared.forked()) {
         out = context.failure.reason; // the lock may be held by a thread of the parent
         return;
     }
-    Lock lock(shared_.mutex);
+    Lock lock(store_.shared.mutex);
     await_copies(context, lock);
-    context.note_failures(shared_);
+    context.note_failures(store_.shared);
     out = context.failed() ? context.failure.reason : moegguf_failure{};
     if (clear) {
         context.failure.reason = {};
@@ -228,11 +218,13 @@ void Acquire::take_failure(Context & context, moegguf_failure & out, bool clear)
     }
 }
 
-void Acquire::note_failures(Context & context) {
-    if (!context.failed() && !shared_.forked()) {
-        Lock lock(shared_.mutex);
-        context.note_failures(shared_);
+bool Acquire::must_abort(Context & context) {
+    const Shared & shared = store_.shared;
+    if (!context.noted(shared) && !context.failed() && !shared.forked()) {
+        Lock lock(store_.shared.mutex);
+        context.note_failures(shared);
     }
+    return context.failed() || shared.cancelled;
 }
 
 // Nothing is predicted for a pool that has every expert.
@@ -242,7 +234,7 @@ bool Acquire::awaits_tokens(Context & context, int sequence, int phase) {
     announced.phase = phase;
     announced.next = announced.n_tokens = 0;
     context.pass.il = Pass::none;
-    return shared_.forked() || events_.on() || tiers_.any([](const Tier & tier) {
+    return store_.shared.forked() || store_.events.on() || store_.tiers.any([](const Tier & tier) {
         return tier.resize_to != 0 || !tier.numbering.resident() || !tier.complete();
     });
 }
@@ -258,12 +250,12 @@ void Acquire::announce_tokens(Context & context, const moegguf_tokens_event & ev
     announced.phases.assign(event.phases, event.phases + n_batched);
     announced.outputs.assign(event.outputs, event.outputs + n_batched);
     context.pass.il = Pass::none;
-    if (forecaster_.on()) {
-        forecaster_.announce({event.n_tokens, event.sequence, event.sequences, event.tokens},
-                             get(shared_.counters.passes) + 1);
+    if (store_.forecaster.on()) {
+        store_.forecaster.announce({event.n_tokens, event.sequence, event.sequences, event.tokens},
+                                   get(store_.shared.counters.passes) + 1);
     }
-    if (events_.on()) {
-        events_.tokens(event);
+    if (store_.events.on()) {
+        store_.events.tokens(event);
     }
 }
 
@@ -284,7 +276,7 @@ bool Acquire::changes_size(const Tier & tier, int n_slots) const {
 }
 
 void Acquire::resize(Tier & tier, int n_slots) {
-    Lock lock(shared_.mutex);
+    Lock lock(store_.shared.mutex);
     if (!changes_size(tier, n_slots)) {
         tier.resize_to = 0;
         return;
@@ -300,23 +292,24 @@ void Acquire::resize(Tier & tier, int n_slots) {
 }
 
 void Acquire::reallocate(Tier & tier, int n_slots) {
-    Lock lock(shared_.mutex);
+    Lock lock(store_.shared.mutex);
     if (!changes_size(tier, n_slots)) {
         return;
     }
     end_layer(store_.context); // pins of the last layer of a pass that has ended
-    staged_.drop_ahead();
+    store_.staged.drop_ahead();
     tier.resize_to = 0;
     tier.resize(std::min(n_slots, tier.residency.n_usable()));
-    transfers_.forget(Cause::request);
-    transfers_.hold_prefetches(true);
+    store_.transfers.forget(Cause::request);
+    store_.transfers.hold_prefetches(true);
     const auto quiet = [&] {
         const auto reading = [](const auto & of) { return of && of->reading(); };
-        return std::none_of(tiers_.compute.begin(), tiers_.compute.end(), reading) && !reading(tiers_.ram) &&
-               std::none_of(tiers_.staging.begin(), tiers_.staging.end(), reading);
+        return std::none_of(store_.tiers.compute.begin(), store_.tiers.compute.end(), reading) &&
+               !reading(store_.tiers.ram) &&
+               std::none_of(store_.tiers.staging.begin(), store_.tiers.staging.end(), reading);
     };
-    const bool ended = shared_.wait_regardless(lock, quiet, std::chrono::steady_clock::now() + longest_reads);
-    transfers_.hold_prefetches(false);
+    const bool ended = store_.shared.wait_regardless(lock, quiet, std::chrono::steady_clock::now() + longest_reads);
+    store_.transfers.hold_prefetches(false);
     if (!ended) {
         throw Error(MOEGGUF_IO, "experts were still being read after a minute; try again");
     }
@@ -333,28 +326,28 @@ void Acquire::apply_resize(Tier & tier) {
 // computing_ before resize_to, which resize() does the other way round: one of the two sees the other. And resize_to
 // before the numbering, which apply_resize() changes first.
 bool Acquire::idle(int il) {
-    if (shared_.forked()) {
+    if (store_.shared.forked()) {
         return false;
     }
     if (!computing_) {
         computing_ = true;
     }
-    if (!layout_.has_experts(il)) {
+    if (!store_.layout.has_experts(il)) {
         return false;
     }
-    const Tier & tier = tiers_.of(il);
-    return tier.resize_to == 0 && tier.numbering.resident() && tier.complete() && !events_.on() && !watched_ &&
-           !shared_.cancelled;
+    const Tier & tier = store_.tiers.of(il);
+    return tier.resize_to == 0 && tier.numbering.resident() && tier.complete() && !store_.events.on() && !watched_ &&
+           !store_.shared.cancelled;
 }
 
 void Acquire::count_idle(Context & context, int il, int n_expert_used, int n_tokens) {
     count_pass(context, il, n_tokens);
     if (context.supply) {
-        Lock lock(shared_.mutex);
+        Lock lock(store_.shared.mutex);
         end_layer(context);
     }
-    context.pinned.tier = &tiers_.of(il);
-    LookUps(tiers_.of(il)).add_ready(std::min(n_expert_used * n_tokens, layout_.layers[il].n_expert));
+    context.pinned.tier = &store_.tiers.of(il);
+    LookUps(store_.tiers.of(il)).add_ready(std::min(n_expert_used * n_tokens, store_.layout.layers[il].n_expert));
 }
 
 } // namespace moegguf

@@ -5,18 +5,13 @@
 // between layers. It neither moves bytes nor changes a slot itself.
 #pragma once
 
-#include "events.h"
-#include "forecaster.h"
-#include "staged_supply.h"
-#include "streamed_supply.h"
+#include "supply.h"
 
 namespace moegguf {
 
-class SlotSupply;
-
 class Acquire {
   public:
-    explicit Acquire(Store & store); // whose other parts are there
+    explicit Acquire(Store & store) : store_(store) {}
 
     bool is_clear(const Context & context) const; // take_failure has nothing to tell or to give back; no lock
     void take_failure(Context & context, moegguf_failure & out, bool clear);
@@ -29,12 +24,7 @@ class Acquire {
 
     // The pass ends: it failed, was cancelled, or what its layer waits for could not be read. Asked after every node
     // that is computed, by the thread that computes: no lock unless something failed.
-    bool must_abort(Context & context) {
-        if (!context.noted(shared_)) {
-            note_failures(context);
-        }
-        return context.failed() || shared_.cancelled;
-    }
+    bool must_abort(Context & context);
 
     // Nothing to do or to report at this layer: every expert is in its own slot. No lock.
     bool idle(int il);
@@ -55,21 +45,11 @@ class Acquire {
     void end_layer(Context & context);
     void await_copies(Context & context, Lock & lock);
     void want_next_layer(int il, bool first_only);
-    void note_failures(Context & context);
     bool changes_size(const Tier & tier, int n_slots) const;
     void apply_resize(Tier & tier);
     int n_usable() const;
 
     Store & store_;
-    const Layout & layout_;
-    Shared & shared_;
-    Tiers & tiers_;
-    Transfers & transfers_;
-    Forecaster & forecaster_;
-    Events & events_;
-    SlotSupply & slots_;
-    StreamedSupply & streamed_;
-    StagedSupply & staged_;
     std::atomic<bool> watched_{false};
     std::atomic<bool> computing_{false}; // a routing event has come: only another one ends the layer being computed
 };

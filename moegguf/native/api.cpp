@@ -1,10 +1,6 @@
 // api.cpp: the C ABI over the store.
 #include "api.h"
 
-#include "device_failure.h"
-#include "link_device.h"
-#include "speeds.h"
-
 #include <algorithm>
 #include <cstring>
 
@@ -75,14 +71,6 @@ int moegguf_most_slots(const char * device, const moegguf_matrix * matrices, int
 
 int32_t moegguf_slot_tokens(const char * device) {
     return device ? most_slot_tokens(device) : INT32_MAX;
-}
-
-int moegguf_link_add(const moegguf_link * link, const char ** name) {
-    return guarded([&] { given(name) = add_link_device(given(link)); });
-}
-
-int moegguf_measure_speeds(const moegguf_config * config, int32_t n_threads, double seconds, moegguf_speeds * speeds) {
-    return guarded([&] { given(speeds) = measure_speeds(given(config), n_threads, seconds); });
 }
 
 int moegguf_store_open(const moegguf_config * config, moegguf_store ** store) {
@@ -172,12 +160,14 @@ int moegguf_store_forecast(moegguf_store * store, float * probabilities, uint8_t
 
 int moegguf_store_prefetch(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n, int replace) {
     return on(store, [&](Store & s) {
-        s.prefetch(n > 0 ? &given(il) : nullptr, n > 0 ? &given(experts) : nullptr, n, replace != 0);
+        s.want(Cause::request, n > 0 ? &given(il) : il, n > 0 ? &given(experts) : experts, n, replace != 0);
     });
 }
 
 int moegguf_store_warm(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n) {
-    return on(store, [&](Store & s) { s.warm(n > 0 ? &given(il) : il, n > 0 ? &given(experts) : experts, n); });
+    return on(store, [&](Store & s) {
+        s.want(Cause::warm_start, n > 0 ? &given(il) : il, n > 0 ? &given(experts) : experts, n, true);
+    });
 }
 
 int moegguf_store_hold_fill(moegguf_store * store, int hold) {

@@ -3,7 +3,7 @@
 #include "counters.h"
 #include "layout.h"
 #include "link.h"
-#include "short_slices.h"
+#include "threads.h"
 
 #include <algorithm>
 #include <vector>

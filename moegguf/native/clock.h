@@ -1,5 +1,5 @@
 // clock.h: time as a store sees it, and who carries its transfers: real, or virtual for simulations. (A third kind, a
-// link simulated in real time, is a device of ggml's: link_device.h.)
+// link simulated in real time, is a device of ggml's: link_device.cpp.)
 //
 // Nothing else in a store knows which of them it lives by. Knows no slots and no files.
 #pragma once

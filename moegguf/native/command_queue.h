@@ -19,60 +19,30 @@ class CommandQueue {
         std::condition_variable changed;
         std::deque<std::function<void()>> work;
         uint64_t n_pushed = 0;
-        uint64_t n_taken = 0;
-        uint64_t n_wanted = UINT64_MAX; // that may be taken
-
-        void want(uint64_t n) {
-            std::lock_guard<std::mutex> lock(mutex);
-            n_wanted = std::max(n_wanted, n);
-            changed.notify_all();
-        }
-
-        uint64_t push(std::function<void()> one) {
-            std::lock_guard<std::mutex> lock(mutex);
-            work.push_back(std::move(one));
-            changed.notify_all();
-            return ++n_pushed;
-        }
-
-        std::function<void()> next() {
-            std::unique_lock<std::mutex> lock(mutex);
-            changed.wait(lock, [this] { return !work.empty() && n_taken < n_wanted; });
-            n_taken += 1;
-            std::function<void()> one = std::move(work.front());
-            work.pop_front();
-            return one;
-        }
+        uint64_t n_done = 0;
+        uint64_t n_wanted = UINT64_MAX; // that may be done
     };
 
   public:
-    // Reached once, for good.
+    // Behind the first n pieces of work; may outlive the queue.
     class Point {
       public:
-        void wait() {
-            std::unique_lock<std::mutex> lock(mutex_);
-            if (!reached_ && queue_) {
-                lock.unlock();
-                queue_->want(n_);
-                lock.lock();
+        Point() = default; // nothing to wait for
+        Point(std::shared_ptr<Queue> queue, uint64_t n) : queue_(std::move(queue)), n_(n) {}
+
+        void wait() const {
+            if (!queue_) {
+                return;
             }
-            changed_.wait(lock, [this] { return reached_; });
+            std::unique_lock<std::mutex> lock(queue_->mutex);
+            queue_->n_wanted = std::max(queue_->n_wanted, n_);
+            queue_->changed.notify_all();
+            queue_->changed.wait(lock, [this] { return queue_->n_done >= n_; });
         }
 
       private:
-        friend class CommandQueue;
-
-        void reach() {
-            std::lock_guard<std::mutex> lock(mutex_);
-            reached_ = true;
-            changed_.notify_all();
-        }
-
-        std::mutex mutex_;
-        std::condition_variable changed_;
-        bool reached_ = false;
         std::shared_ptr<Queue> queue_;
-        uint64_t n_ = 0; // that have to be taken before it
+        uint64_t n_ = 0;
     };
 
     // late: nothing is done before somebody waits for a point behind it.
@@ -84,29 +54,47 @@ class CommandQueue {
     // Does what was pushed before.
     ~CommandQueue() {
         push(nullptr);
-        queue_->want(UINT64_MAX);
+        {
+            std::lock_guard<std::mutex> lock(queue_->mutex);
+            queue_->n_wanted = UINT64_MAX;
+        }
+        queue_->changed.notify_all();
         thread_.join();
     }
 
-    void push(std::function<void()> work) { queue_->push(std::move(work)); }
+    void push(std::function<void()> work) {
+        std::lock_guard<std::mutex> lock(queue_->mutex);
+        queue_->work.push_back(std::move(work));
+        queue_->n_pushed += 1;
+        queue_->changed.notify_all();
+    }
 
     // Behind everything pushed so far.
-    std::shared_ptr<Point> mark() {
-        auto point = std::make_shared<Point>();
-        std::lock_guard<std::mutex> lock(point->mutex_);
-        point->n_ = queue_->push([point] { point->reach(); });
-        point->queue_ = queue_;
-        return point;
+    Point mark() const {
+        std::lock_guard<std::mutex> lock(queue_->mutex);
+        return {queue_, queue_->n_pushed};
     }
 
   private:
     void run() {
-        while (std::function<void()> work = queue_->next()) {
+        Queue & queue = *queue_;
+        std::unique_lock<std::mutex> lock(queue.mutex);
+        while (true) {
+            queue.changed.wait(lock, [&] { return !queue.work.empty() && queue.n_done < queue.n_wanted; });
+            const std::function<void()> work = std::move(queue.work.front());
+            queue.work.pop_front();
+            if (!work) {
+                return;
+            }
+            lock.unlock();
             work();
+            lock.lock();
+            queue.n_done += 1;
+            queue.changed.notify_all();
         }
     }
 
-    std::shared_ptr<Queue> queue_; // points that outlive the stream know it
+    std::shared_ptr<Queue> queue_;
     std::thread thread_;
 };
 

@@ -2,7 +2,7 @@
 
 #include "clock.h"
 #include "fault.h"
-#include "short_slices.h"
+#include "threads.h"
 
 #include <algorithm>
 #include <tuple>

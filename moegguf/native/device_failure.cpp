@@ -1,4 +1,9 @@
-#include "device_failure.h"
+// device_failure.cpp: one line about a device that does not answer any more, before its backend ends the process.
+//
+// ggml's backends call ggml_abort() then, from any thread, and expect no return. Who started the process finds the line
+// on its stderr (moegguf/serving/worker_process.py), and goes on without the device.
+// It writes one line and changes nothing of a store.
+#include "api.h"
 
 #include "ggml-impl.h" // ggml_print_backtrace
 #include "ggml.h"

@@ -35,7 +35,7 @@ from moegguf.settings import read_environment
 LOG_ERROR = 4  # enum ggml_log_level
 FAULT = abi.enum("fault_kind")
 # 20000: a good part of a millisecond; 300000 is GNU's default. `active` makes it 1000 while experts can be absent
-# (`moegguf/native/short_spins.h`), which costs up to a fifth of the speed where they cannot, and 100 without.
+# (`moegguf/native/threads.h`), which costs up to a fifth of the speed where they cannot, and 100 without.
 SPINNING = {"GOMP_SPINCOUNT": "20000", "OMP_WAIT_POLICY": "active"}
 
 

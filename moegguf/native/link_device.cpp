@@ -1,7 +1,19 @@
-#include "link_device.h"
-
+// link_device.cpp: a ggml device behind a link in real time, for machines without one.
+//
+// Its memory lies in RAM, but nobody else may touch it: ggml takes it for a device's. It computes as the CPU backend
+// does, with as many threads or a number of its own, which makes it faster or slower than the CPU. A copy between it
+// and the host takes the link's latency, and then its bytes over the bandwidth, which all copies under way in that
+// direction share; within the device it takes what memory takes. As on CUDA, each backend instance has a stream of its
+// own, events connect streams, a copy from or to memory that is not pinned keeps the caller waiting, and where memory
+// cannot be pinned the host buffer type gives ordinary memory.
+//
+// Strict, it is as hard on its users as CUDA may be: binding a quantised tensor zeroes the padding behind it; kernels
+// read rows up to that padding's end, and give NaN where they meet what they should not (strict_device.h); fresh memory
+// is full of NaN; copies come in pieces of any order, and a stream does nothing before somebody waits for it.
+//
+// It may touch its own memory and what it is told to copy. Knows no store.
+#include "api.h"
 #include "command_queue.h"
-#include "layout.h"
 #include "shared_bandwidth.h"
 #include "strict_device.h"
 
@@ -121,43 +133,35 @@ LinkDevice & device_of(ggml_backend_buffer_t buffer) {
     return of(buffer->buft->device);
 }
 
-void free_memory(ggml_backend_buffer_t buffer) {
-    unmap(buffer->context, buffer->size);
-    device_of(buffer).used_bytes -= buffer->size;
-}
-
-void set_tensor(ggml_backend_buffer_t buffer, ggml_tensor * t, const void * data, size_t offset, size_t n) {
-    LinkDevice & device = device_of(buffer);
-    device.copy(device.to_device, address(t, offset), data, n);
-}
-
-void get_tensor(ggml_backend_buffer_t buffer, const ggml_tensor * t, void * data, size_t offset, size_t n) {
-    LinkDevice & device = device_of(buffer);
-    device.copy(device.to_host, data, address(t, offset), n);
-}
-
 bool on_device(const ggml_tensor * t, ggml_backend_buffer_type_t memory) {
     const ggml_backend_buffer_t buffer = t->view_src ? t->view_src->buffer : t->buffer;
     return buffer && buffer->buft == memory;
 }
 
-bool copy_tensor(ggml_backend_buffer_t buffer, const ggml_tensor * from, ggml_tensor * to) {
-    if (!on_device(from, buffer->buft)) {
-        return false; // through the host
-    }
-    memcpy(to->data, from->data, ggml_nbytes(from));
-    return true;
-}
-
-ggml_status init_tensor(ggml_backend_buffer_t buffer, ggml_tensor * t) {
-    if (device_of(buffer).strict) {
-        zero_padding(buffer, t);
-    }
-    return GGML_STATUS_SUCCESS;
-}
-
-const char * memory_name(ggml_backend_buffer_type_t buft) {
-    return of(buft->device).name.c_str();
+void become_memory(ggml_backend_buffer_i & buffer) {
+    buffer.free_buffer = [](ggml_backend_buffer_t of) {
+        unmap(of->context, of->size);
+        device_of(of).used_bytes -= of->size;
+    };
+    buffer.init_tensor = [](ggml_backend_buffer_t of, ggml_tensor * t) {
+        if (device_of(of).strict) {
+            zero_padding(of, t);
+        }
+        return GGML_STATUS_SUCCESS;
+    };
+    buffer.set_tensor = [](ggml_backend_buffer_t of, ggml_tensor * t, const void * data, size_t offset, size_t n) {
+        device_of(of).copy(device_of(of).to_device, address(t, offset), data, n);
+    };
+    buffer.get_tensor = [](ggml_backend_buffer_t of, const ggml_tensor * t, void * data, size_t offset, size_t n) {
+        device_of(of).copy(device_of(of).to_host, data, address(t, offset), n);
+    };
+    buffer.cpy_tensor = [](ggml_backend_buffer_t of, const ggml_tensor * from, ggml_tensor * to) {
+        const bool here = on_device(from, of->buft);
+        if (here) { // else through the host
+            memcpy(to->data, from->data, ggml_nbytes(from));
+        }
+        return here;
+    };
 }
 
 ggml_backend_buffer_t allocate(ggml_backend_buffer_type_t buft, size_t size) {
@@ -175,38 +179,11 @@ ggml_backend_buffer_t allocate(ggml_backend_buffer_type_t buft, size_t size) {
     }
     ggml_backend_buffer_t buffer = ggml_backend_cpu_buffer_from_ptr(base, size);
     buffer->buft = buft;
-    buffer->iface.free_buffer = free_memory;
-    buffer->iface.init_tensor = init_tensor;
-    buffer->iface.set_tensor = set_tensor;
-    buffer->iface.get_tensor = get_tensor;
-    buffer->iface.cpy_tensor = copy_tensor;
+    become_memory(buffer->iface);
     return buffer;
 }
 
-size_t alignment_of(ggml_backend_buffer_type_t) {
-    return ggml_backend_buft_get_alignment(ggml_backend_cpu_buffer_type());
-}
-
-size_t bytes_of(ggml_backend_buffer_type_t buft, const ggml_tensor * t) {
-    return of(buft->device).strict ? padded_bytes(t) : ggml_nbytes(t);
-}
-
-size_t most_bytes(ggml_backend_buffer_type_t buft) {
-    return of(buft->device).most_buffer_bytes;
-}
-
 // Pinned memory of the host: the CPU's, with a note of where it lies; as in CUDA's backend
-
-const char * host_memory_name(ggml_backend_buffer_type_t buft) {
-    return of(buft->device).host_memory_name.c_str();
-}
-
-void free_pinned(ggml_backend_buffer_t buffer) {
-    LinkDevice & device = of(buffer->buft->device);
-    std::lock_guard<std::mutex> lock(device.mutex);
-    device.pinned_ranges.erase((const uint8_t *)buffer->context);
-    unmap(buffer->context, buffer->size);
-}
 
 ggml_backend_buffer_t allocate_pinned(ggml_backend_buffer_type_t buft, size_t size) {
     LinkDevice & device = of(buft->device);
@@ -216,14 +193,14 @@ ggml_backend_buffer_t allocate_pinned(ggml_backend_buffer_type_t buft, size_t si
     }
     ggml_backend_buffer_t buffer = ggml_backend_cpu_buffer_from_ptr(base, size);
     buffer->buft = buft;
-    buffer->iface.free_buffer = free_pinned;
+    buffer->iface.free_buffer = [](ggml_backend_buffer_t pinned) {
+        std::lock_guard<std::mutex> lock(device_of(pinned).mutex);
+        device_of(pinned).pinned_ranges.erase((const uint8_t *)pinned->context);
+        unmap(pinned->context, pinned->size);
+    };
     std::lock_guard<std::mutex> lock(device.mutex);
     device.pinned_ranges[(const uint8_t *)base] = size;
     return buffer;
-}
-
-bool is_host(ggml_backend_buffer_type_t) {
-    return true;
 }
 
 // Backend instances
@@ -239,7 +216,7 @@ Backend & of(ggml_backend_t backend) {
 }
 
 void synchronize(ggml_backend_t backend) {
-    of(backend).queue.mark()->wait();
+    of(backend).queue.mark().wait();
 }
 
 void copy_async(ggml_backend_t backend, SharedBandwidth & direction, void * to, const void * from, size_t n,
@@ -251,16 +228,8 @@ void copy_async(ggml_backend_t backend, SharedBandwidth & direction, void * to, 
     }
 }
 
-void set_tensor_async(ggml_backend_t backend, ggml_tensor * t, const void * data, size_t offset, size_t n) {
-    copy_async(backend, of(backend).device.to_device, address(t, offset), data, n, data);
-}
-
-void get_tensor_async(ggml_backend_t backend, const ggml_tensor * t, void * data, size_t offset, size_t n) {
-    copy_async(backend, of(backend).device.to_host, data, address(t, offset), n, data);
-}
-
-void wait_in(Backend & backend, const std::shared_ptr<CommandQueue::Point> & point) {
-    backend.queue.push([point] { point->wait(); });
+void wait_in(Backend & backend, const CommandQueue::Point & point) {
+    backend.queue.push([point] { point.wait(); });
 }
 
 // Within the device; behind what the source's stream has to do, and what the destination's has.
@@ -290,9 +259,9 @@ ggml_status compute(ggml_backend_t backend, ggml_cgraph * graph) {
 
 struct Event {
     std::mutex mutex;
-    std::shared_ptr<CommandQueue::Point> point;
+    CommandQueue::Point point;
 
-    std::shared_ptr<CommandQueue::Point> recorded() {
+    CommandQueue::Point recorded() {
         std::lock_guard<std::mutex> lock(mutex);
         return point;
     }
@@ -302,50 +271,10 @@ Event & of(ggml_backend_event_t event) {
     return *(Event *)event->context;
 }
 
-void record(ggml_backend_t backend, ggml_backend_event_t event) {
-    std::lock_guard<std::mutex> lock(of(event).mutex);
-    of(event).point = of(backend).queue.mark();
-}
-
-void wait_for(ggml_backend_t backend, ggml_backend_event_t event) {
-    if (const auto point = of(event).recorded()) {
-        wait_in(of(backend), point);
-    }
-}
-
-ggml_backend_event_t new_event(ggml_backend_dev_t device) {
-    return new ggml_backend_event{device, new Event};
-}
-
-void free_event(ggml_backend_dev_t, ggml_backend_event_t event) {
-    delete &of(event);
-    delete event;
-}
-
-void synchronize_event(ggml_backend_dev_t, ggml_backend_event_t event) {
-    if (const auto point = of(event).recorded()) {
-        point->wait();
-    }
-}
-
 // What ggml asks a device
 
 ggml_backend_dev_t cpu_device() {
     return ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
-}
-
-ggml_guid_t guid() {
-    static ggml_guid id = {0x6d, 0x6f, 0x65, 0x67, 0x67, 0x75, 0x66, 0x2d, 0x6c, 0x69, 0x6e, 0x6b, 0, 0, 0, 1};
-    return &id;
-}
-
-const char * backend_name(ggml_backend_t backend) {
-    return of(backend).device.name.c_str();
-}
-
-void free_backend(ggml_backend_t backend) {
-    delete &of(backend);
-    delete backend;
 }
 
 void set_cpu_threads(ggml_backend_t cpu, int n) {
@@ -356,7 +285,34 @@ void set_cpu_threads(ggml_backend_t cpu, int n) {
     }
 }
 
+ggml_backend_i backend_interface() {
+    ggml_backend_i backend = {};
+    backend.get_name = [](ggml_backend_t of_device) { return of(of_device).device.name.c_str(); };
+    backend.free = [](ggml_backend_t freed) {
+        delete &of(freed);
+        delete freed;
+    };
+    backend.set_tensor_async = [](ggml_backend_t to, ggml_tensor * t, const void * data, size_t offset, size_t n) {
+        copy_async(to, of(to).device.to_device, address(t, offset), data, n, data);
+    };
+    backend.get_tensor_async = [](ggml_backend_t from, const ggml_tensor * t, void * data, size_t offset, size_t n) {
+        copy_async(from, of(from).device.to_host, data, address(t, offset), n, data);
+    };
+    backend.cpy_tensor_async = copy_tensor_async;
+    backend.synchronize = synchronize;
+    backend.graph_compute = compute;
+    backend.event_record = [](ggml_backend_t stream, ggml_backend_event_t event) {
+        std::lock_guard<std::mutex> lock(of(event).mutex);
+        of(event).point = of(stream).queue.mark();
+    };
+    backend.event_wait = [](ggml_backend_t stream, ggml_backend_event_t event) {
+        wait_in(of(stream), of(event).recorded());
+    };
+    return backend;
+}
+
 ggml_backend_t new_backend(ggml_backend_dev_t device, const char *) {
+    static uint8_t guid[] = {0x6d, 0x6f, 0x65, 0x67, 0x67, 0x75, 0x66, 0x2d, 0x6c, 0x69, 0x6e, 0x6b, 0, 0, 0, 1};
     ggml_backend_ptr cpu(ggml_backend_dev_init(cpu_device(), nullptr));
     if (!cpu) {
         return nullptr;
@@ -364,26 +320,8 @@ ggml_backend_t new_backend(ggml_backend_dev_t device, const char *) {
     if (of(device).n_threads) {
         set_cpu_threads(cpu.get(), of(device).n_threads);
     }
-    ggml_backend_i interface = {};
-    interface.get_name = backend_name;
-    interface.free = free_backend;
-    interface.set_tensor_async = set_tensor_async;
-    interface.get_tensor_async = get_tensor_async;
-    interface.cpy_tensor_async = copy_tensor_async;
-    interface.synchronize = synchronize;
-    interface.graph_compute = compute;
-    interface.event_record = record;
-    interface.event_wait = wait_for;
-    return new ggml_backend{guid(), interface, device,
+    return new ggml_backend{&guid, backend_interface(), device,
                             new Backend{of(device), std::move(cpu), CommandQueue(of(device).strict)}};
-}
-
-const char * device_name(ggml_backend_dev_t device) {
-    return of(device).name.c_str();
-}
-
-const char * description(ggml_backend_dev_t device) {
-    return of(device).description.c_str();
 }
 
 std::string describe(const moegguf_link & link) {
@@ -393,36 +331,9 @@ std::string describe(const moegguf_link & link) {
     return text + (link.n_threads ? ", " + std::to_string(link.n_threads) + " threads" : std::string());
 }
 
-void memory(ggml_backend_dev_t device, size_t * free, size_t * total) {
+void get_memory(ggml_backend_dev_t device, size_t * free, size_t * total) {
     *total = of(device).memory_bytes;
     *free = *total - of(device).used_bytes;
-}
-
-enum ggml_backend_dev_type type(ggml_backend_dev_t) {
-    return GGML_BACKEND_DEVICE_TYPE_GPU;
-}
-
-void properties(ggml_backend_dev_t device, ggml_backend_dev_props * props) {
-    props->name = device_name(device);
-    props->description = description(device);
-    props->type = type(device);
-    memory(device, &props->memory_free, &props->memory_total);
-    props->caps.async = props->caps.host_buffer = props->caps.events = true;
-}
-
-bool supports_op(ggml_backend_dev_t device, const ggml_tensor * op) {
-    if (op->op == GGML_OP_MUL_MAT_ID && ggml_nbytes(op->src[0]) > of(device).most_buffer_bytes) {
-        return false;
-    }
-    return ggml_backend_dev_supports_op(cpu_device(), op);
-}
-
-bool supports_memory(ggml_backend_dev_t device, ggml_backend_buffer_type_t buft) {
-    return buft == &of(device).memory;
-}
-
-ggml_backend_buffer_type_t memory_type(ggml_backend_dev_t device) {
-    return &of(device).memory;
 }
 
 // All devices so far. They stay: ggml forgets none.
@@ -435,11 +346,6 @@ struct Registry {
 Registry & registry() {
     static Registry * all = new Registry; // backends may be freed after static objects
     return *all;
-}
-
-ggml_backend_buffer_type_t host_memory_type(ggml_backend_dev_t device) {
-    LinkDevice & own = of(device);
-    return own.pins == MOEGGUF_PINNED_FIRST ? &registry().devices[0]->host_memory : &own.host_memory;
 }
 
 void set_n_threads(ggml_backend_t backend, int n) {
@@ -460,6 +366,59 @@ ggml_backend_reg_t reg() {
     return &one;
 }
 
+ggml_backend_device_i device_interface() {
+    ggml_backend_device_i device = {};
+    device.get_name = [](ggml_backend_dev_t d) { return of(d).name.c_str(); };
+    device.get_description = [](ggml_backend_dev_t d) { return of(d).description.c_str(); };
+    device.get_memory = get_memory;
+    device.get_type = [](ggml_backend_dev_t) { return GGML_BACKEND_DEVICE_TYPE_GPU; };
+    device.get_props = [](ggml_backend_dev_t d, ggml_backend_dev_props * props) {
+        props->name = of(d).name.c_str();
+        props->description = of(d).description.c_str();
+        props->type = GGML_BACKEND_DEVICE_TYPE_GPU;
+        get_memory(d, &props->memory_free, &props->memory_total);
+        props->caps.async = props->caps.host_buffer = props->caps.events = true;
+    };
+    device.init_backend = new_backend;
+    device.get_buffer_type = [](ggml_backend_dev_t d) { return &of(d).memory; };
+    device.get_host_buffer_type = [](ggml_backend_dev_t d) {
+        return of(d).pins == MOEGGUF_PINNED_FIRST ? &registry().devices[0]->host_memory : &of(d).host_memory;
+    };
+    device.supports_op = [](ggml_backend_dev_t d, const ggml_tensor * op) {
+        const bool too_large = op->op == GGML_OP_MUL_MAT_ID && ggml_nbytes(op->src[0]) > of(d).most_buffer_bytes;
+        return !too_large && ggml_backend_dev_supports_op(cpu_device(), op);
+    };
+    device.supports_buft = [](ggml_backend_dev_t d, ggml_backend_buffer_type_t buft) { return buft == &of(d).memory; };
+    device.event_new = [](ggml_backend_dev_t d) { return new ggml_backend_event{d, new Event}; };
+    device.event_free = [](ggml_backend_dev_t, ggml_backend_event_t event) {
+        delete &of(event);
+        delete event;
+    };
+    device.event_synchronize = [](ggml_backend_dev_t, ggml_backend_event_t event) { of(event).recorded().wait(); };
+    return device;
+}
+
+ggml_backend_buffer_type_i memory_interface() {
+    ggml_backend_buffer_type_i memory = {};
+    memory.get_name = [](ggml_backend_buffer_type_t buft) { return of(buft->device).name.c_str(); };
+    memory.alloc_buffer = allocate;
+    memory.get_alignment = ggml_backend_cpu_buffer_type()->iface.get_alignment;
+    memory.get_max_size = [](ggml_backend_buffer_type_t buft) { return of(buft->device).most_buffer_bytes; };
+    memory.get_alloc_size = [](ggml_backend_buffer_type_t buft, const ggml_tensor * t) {
+        return of(buft->device).strict ? padded_bytes(t) : ggml_nbytes(t);
+    };
+    return memory;
+}
+
+ggml_backend_buffer_type_i host_memory_interface() {
+    ggml_backend_buffer_type_i memory = {};
+    memory.get_name = [](ggml_backend_buffer_type_t buft) { return of(buft->device).host_memory_name.c_str(); };
+    memory.alloc_buffer = allocate_pinned;
+    memory.get_alignment = ggml_backend_cpu_buffer_type()->iface.get_alignment;
+    memory.is_host = [](ggml_backend_buffer_type_t) { return true; };
+    return memory;
+}
+
 LinkDevice::LinkDevice(const moegguf_link & link, int index)
     : name("LINK" + std::to_string(index)),
       host_memory_name(name + "_Host"),
@@ -474,18 +433,13 @@ LinkDevice::LinkDevice(const moegguf_link & link, int index)
       delays(link.strict_seed) {
     device.context = this;
     device.reg = reg();
-    device.iface = ggml_backend_device_i{
-        device_name, moegguf::description, moegguf::memory,   type,        properties,      new_backend,
-        memory_type, host_memory_type,     nullptr,           supports_op, supports_memory, nullptr,
-        new_event,   free_event,           synchronize_event,
-    };
+    device.iface = device_interface();
     memory.device = host_memory.device = &device;
-    memory.iface = {memory_name, allocate, alignment_of, most_bytes, bytes_of, nullptr};
-    host_memory.iface = {moegguf::host_memory_name, allocate_pinned, alignment_of, nullptr, nullptr, is_host};
+    memory.iface = memory_interface();
+    host_memory.iface = host_memory_interface();
 }
 
-} // namespace
-
+// The name is ggml's: LINK0, LINK1, ... Throws Error(INVALID).
 const char * add_link_device(const moegguf_link & link) {
     if (!(link.bytes_per_ns > 0 && std::isfinite(link.bytes_per_ns) && link.latency_ns >= 0 &&
           std::isfinite(link.latency_ns))) {
@@ -509,4 +463,11 @@ const char * add_link_device(const moegguf_link & link) {
     return added.name.c_str();
 }
 
+} // namespace
 } // namespace moegguf
+
+using namespace moegguf;
+
+int moegguf_link_add(const moegguf_link * link, const char ** name) {
+    return guarded([&] { given(name) = add_link_device(given(link)); });
+}

@@ -1,4 +1,4 @@
-"""A device behind a link in real time, for machines without one (link_device.h says how it behaves)."""
+"""A device behind a link in real time, for machines without one (link_device.cpp says how it behaves)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def add_link_device(
     llama.cpp uses it as a GPU for every model loaded later. memory_bytes: of the device, most_buffer_bytes: of one of
     its buffers, and of all experts that its kernels multiply with; 0: without a limit. pinned: of the host's memory.
     n_threads: that it computes with, 0: as many as llama.cpp tells the CPU to. strict_seed: not 0: as hard on its users
-    as CUDA (link_device.h), with delays by this seed. Raises OptionError for a link without bandwidth.
+    as CUDA (link_device.cpp), with delays by this seed. Raises OptionError for a link without bandwidth.
     """
     name = c.c_char_p()
     described = abi.Link(

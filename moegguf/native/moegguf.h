@@ -330,7 +330,7 @@ struct moegguf_failure {
 // is pinned for that one alone.
 enum moegguf_pinned { MOEGGUF_PINNED_NOT, MOEGGUF_PINNED_OWN, MOEGGUF_PINNED_FIRST };
 
-// A device behind a link in real time (link_device.h), for machines without one.
+// A device behind a link in real time (link_device.cpp), for machines without one.
 struct moegguf_link {
     double bytes_per_ns;        // of each direction
     double latency_ns;          // of each copy

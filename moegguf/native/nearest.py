@@ -1,6 +1,6 @@
 """The query of an EAM collection: which of many stored requests resemble the rows of a pass seen so far.
 
-The kernel is in `predictors/nearest.cpp`. It reads the collection's arrays in place, and writes sums of its own.
+The kernel is in `predictors/eamc.cpp`. It reads the collection's arrays in place, and writes sums of its own.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "interleave.h"
-#include "numbering.h"
+#include "layout.h"
 
 #include "ggml-cpp.h"
 

@@ -1,4 +1,7 @@
-"""A predictor that the store computes by itself: its name there, its trained arrays, and how far it may act."""
+"""A predictor that the store computes by itself: its name there, its trained arrays, and how far it may act.
+
+Weights are signed bytes: float32 weights are read from memory at every call, four bytes each (`predictors/matvec.cpp`).
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,11 @@ import numpy.typing as npt
 
 from moegguf.errors import OptionError
 from moegguf.native import abi
+from moegguf.native.events import Float32s
 
 Array = npt.NDArray[Any]
 TYPE_OF = {np.dtype(name): value for name, value in abi.enum("array_type").items()}
+STEPS = 127  # of a signed byte, on each side of zero
 
 
 @dataclass(frozen=True)
@@ -68,3 +73,21 @@ def predictor_struct(predictor: NativePredictor, forecast: NativeForecast) -> An
 def integers(*values: int) -> npt.NDArray[np.int32]:
     """An array of whole numbers, as native predictors take sizes and choices."""
     return np.array(values, np.int32)
+
+
+class QuantizedMatrix:
+    """The W and bias of y = W x + bias: W (n_rows, n_cols) as signed bytes with one scale per row.
+
+    Rounding moves a weight by at most 1/254 of the largest in its row.
+    """
+
+    def __init__(self, weights: Float32s, bias: Float32s | None = None) -> None:
+        self.shape = weights.shape
+        peaks = np.abs(weights).max(axis=1, initial=0.0)
+        self.scale = np.maximum(peaks / STEPS, np.finfo(np.float32).tiny).astype(np.float32)
+        self.bytes: npt.NDArray[np.int8] = np.rint(weights / self.scale[:, None]).astype(np.int8)
+        self.bias = np.zeros(self.shape[0], np.float32) if bias is None else bias.astype(np.float32)
+
+    def arrays(self, name: str) -> dict[str, npt.NDArray[Any]]:
+        """What a native predictor takes it by."""
+        return {f"{name}.weights": self.bytes, f"{name}.scale": self.scale, f"{name}.bias": self.bias}

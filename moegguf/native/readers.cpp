@@ -1,6 +1,6 @@
 #include "readers.h"
 
-#include "short_slices.h"
+#include "threads.h"
 
 #include <algorithm>
 

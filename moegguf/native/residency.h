@@ -8,10 +8,6 @@
 
 #include "counters.h"
 #include "eviction_order.h"
-#include "free_slots.h"
-#include "numbering.h"
-#include "policies/averages.h"
-#include "policies/score_table.h"
 
 #include <atomic>
 
@@ -29,6 +25,42 @@ struct Slot {
     uint64_t last_use = 0;
 
     bool streams() const { return il >= 0 && expert < 0; }
+};
+
+// A bit for each slot that is free.
+class FreeSlots {
+  public:
+    explicit FreeSlots(int n) : words_((size_t)n / 64 + 1, 0) {
+        for (int s = 0; s < n; s++) {
+            add(s);
+        }
+    }
+
+    void add(int s) {
+        words_[s / 64] |= bit(s);
+        first_ = std::min(first_, s / 64);
+        n_free_ += 1;
+    }
+    void remove(int s) {
+        words_[s / 64] &= ~bit(s);
+        n_free_ -= 1;
+    }
+    int lowest() const { // -1: none is free
+        if (n_free_ == 0) {
+            return -1;
+        }
+        while (words_[first_] == 0) {
+            first_ += 1;
+        }
+        return first_ * 64 + __builtin_ctzll(words_[first_]);
+    }
+
+  private:
+    static uint64_t bit(int s) { return uint64_t(1) << (s % 64); }
+
+    std::vector<uint64_t> words_;
+    mutable int first_ = 0; // no word before it has a bit
+    int n_free_ = 0;
 };
 
 // Everything here belongs to the store's lock, except what says "any thread": a context reads the state of slots that

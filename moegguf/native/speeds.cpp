@@ -1,8 +1,6 @@
-#include "speeds.h"
-
-#include "clock.h"
-#include "files.h"
-#include "pool.h"
+// speeds.cpp: how fast a machine is with a model's experts, measured with the pools, copies and kernels that a store
+// uses. It allocates and frees pools of its own. Knows no store that is open.
+#include "api.h"
 
 #include <algorithm>
 #include <cmath>
@@ -257,8 +255,6 @@ void measure_device(const Experts & experts, const char * name, int n_threads, d
     measure_stops(backend.get(), experts, seconds, out);
 }
 
-} // namespace
-
 moegguf_speeds measure_speeds(const moegguf_config & config, int n_threads, double seconds) {
     if (n_threads < 1 || n_threads > GGML_MAX_N_THREADS || !(seconds > 0) || seconds > 60) {
         throw Error(MOEGGUF_INVALID,
@@ -281,4 +277,11 @@ moegguf_speeds measure_speeds(const moegguf_config & config, int n_threads, doub
     return out;
 }
 
+} // namespace
 } // namespace moegguf
+
+using namespace moegguf;
+
+int moegguf_measure_speeds(const moegguf_config * config, int32_t n_threads, double seconds, moegguf_speeds * speeds) {
+    return guarded([&] { given(speeds) = measure_speeds(given(config), n_threads, seconds); });
+}

@@ -217,14 +217,6 @@ void Store::set_forecast(const float * probabilities, const uint8_t * known, siz
     }
 }
 
-void Store::prefetch(const int32_t * il, const int32_t * experts, size_t n, bool replace) {
-    want(Cause::request, il, experts, n, replace);
-}
-
-void Store::warm(const int32_t * il, const int32_t * experts, size_t n) {
-    want(Cause::warm_start, il, experts, n, true);
-}
-
 void Store::want(Cause cause, const int32_t * il, const int32_t * experts, size_t n, bool replace) {
     Lock lock(shared.mutex);
     if (replace) {

@@ -6,7 +6,9 @@
 
 #include "acquire.h"
 #include "arrivals.h"
-#include "slot_supply.h"
+#include "events.h"
+#include "forecaster.h"
+#include "staged_supply.h"
 
 namespace moegguf {
 
@@ -25,7 +27,7 @@ class Store {
     Context context;
     const std::vector<std::unique_ptr<Copies>> copies; // to tiers that are filled from RAM
     Transfers transfers;
-    SlotSupply slots;
+    Supply slots;
     StreamedSupply streamed;
     StagedSupply staged;
     Arrivals arrivals;
@@ -39,8 +41,8 @@ class Store {
     void set_policy(int tier, const std::string & name, const Values & values);
     void set_scores(const float * scores, size_t n);
     void set_forecast(const float * probabilities, const uint8_t * known, size_t n);
-    void prefetch(const int32_t * il, const int32_t * experts, size_t n, bool replace);
-    void warm(const int32_t * il, const int32_t * experts, size_t n);
+    // Experts that are worth having; replace: in place of those wanted before for this cause.
+    void want(Cause cause, const int32_t * il, const int32_t * experts, size_t n, bool replace);
     void hold_fill(bool hold);
     void resize(int tier, int n_slots, bool at_once);
     void cancel(bool on);
@@ -56,7 +58,6 @@ class Store {
     void read_slot(int matrix, int slot, void * out, size_t n) const;
 
   private:
-    void want(Cause cause, const int32_t * il, const int32_t * experts, size_t n, bool replace);
     void start_links(const moegguf_config & config);
     void stop_links();
     std::vector<Tier *> tiers_at(int index); // enum moegguf_tier; all of them one kind. Throws Error(INVALID).

@@ -1,7 +1,6 @@
-// supply.h: how a layer's experts reach its multiplications in one pass. There are three, each in a file of its own,
-// which know nothing of each other: from slots of their own (slot_supply.h), streamed through a few slots
-// (streamed_supply.h), or staged in a tensor of the layer's shape (staged_supply.h). Acquire chooses one for each
-// routing event.
+// supply.h: how a layer's experts reach its multiplications in one pass: from slots of their own (Supply itself),
+// streamed through a few slots (streamed_supply.h), or staged in a tensor of the layer's shape (staged_supply.h). Those
+// two know nothing of each other. Acquire chooses one for each routing event.
 //
 // A supply may pin slots for a context, take slots for experts that are absent, and order transfers. It reads no file
 // and copies nothing itself.
@@ -12,6 +11,8 @@
 
 namespace moegguf {
 
+// From slots: those that are there are used, and each of the others gets the slot of a victim. The supply of single
+// tokens everywhere, and of prompts on the CPU that fit.
 class Supply {
   public:
     Supply(const Layout & layout, Shared & shared, Transfers & transfers)
@@ -26,7 +27,7 @@ class Supply {
     // Experts of the context's event that are there are pinned, slots taken for the others and transfers ordered; it
     // may raise the matrices that are to be waited for. The lock is free while it waits for slots. false: the context
     // says why.
-    virtual bool place(Context & context, Lock & lock) = 0;
+    virtual bool place(Context & context, Lock & lock);
     // The layer has been computed, or will not be: what it holds is free.
     virtual void release(Context & context);
 
@@ -46,6 +47,9 @@ class Supply {
     const Layout & layout_;
     Shared & shared_;
     Transfers & transfers_;
+
+  private:
+    bool pin_absent(Context & context, Lock & lock); // experts of the event that have no slot yet
 };
 
 // Transfers end: nothing else makes slots free, and meanwhile no prefetch takes one.

@@ -10,7 +10,7 @@
 #include "queues.h"
 #include "residency.h"
 #include "shared.h"
-#include "short_spins.h"
+#include "threads.h"
 
 #include <optional>
 

@@ -1,5 +1,5 @@
 """Slots on a device that asks of its users what CUDA does: padding behind rows, poison where nothing was written, and
-copies that come late and in any order (native/link_device.h)."""
+copies that come late and in any order (native/link_device.cpp)."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from product import F32, N_THREADS, InitParams, Product, load
 from moegguf.errors import OptionError
 from moegguf.native import library
 from moegguf.native.events import Float32s
-from moegguf.native.matvec import QuantizedMatrix
+from moegguf.native.predictor import QuantizedMatrix
 
 RNG = np.random.default_rng(0)
 

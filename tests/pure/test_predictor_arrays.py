@@ -16,7 +16,7 @@ from moegguf.controller.predictors.routing_path import routing_path
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.native.events import Announcement, Phase
-from moegguf.native.matvec import QuantizedMatrix
+from moegguf.native.predictor import QuantizedMatrix
 from predictors.train.fit import COUNTED, count_affinity, count_popularity, count_tokens
 from predictors.train.states import states
 

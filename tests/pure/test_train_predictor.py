@@ -133,8 +133,7 @@ def test_a_taught_mlp_beats_a_shuffled_control_on_held_out_requests() -> None:
     module = trainer("mlp")
     chosen = module.Options(windows=(1,), n_hidden=64, epochs=6, batch=64)
     learned, control = (
-        mlp(trace.shape, Weights(module.train(taught, chosen), asdict(chosen)))
-        for taught in (seen, shuffled(seen, 0))
+        mlp(trace.shape, Weights(module.train(taught, chosen), asdict(chosen))) for taught in (seen, shuffled(seen, 0))
     )
     learned, control = (asked(lambda each=each: each) for each in (learned, control))
     assert accuracy(learned, unseen, 1) > accuracy(control, shuffled(unseen, 1), 1) + 0.1

@@ -17,8 +17,7 @@ from moegguf.controller.predictors.base import StorePredictor
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.native.events import Float32s
-from moegguf.native.matvec import QuantizedMatrix
-from moegguf.native.predictor import Array, integers
+from moegguf.native.predictor import Array, QuantizedMatrix, integers
 
 NORM_EPS = 1e-6
 

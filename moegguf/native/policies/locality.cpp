@@ -7,7 +7,7 @@
 // nearest of four layers whole, and the third as the first is done). Here predicted ones are ordered by their distance,
 // the others by how many passes ago, on average, they are used again. Without predictions it is decayed frequency.
 // Touches its own tables only (policy.h).
-#include "policies/averages.h"
+#include "policies/policy.h"
 
 #include <algorithm>
 #include <functional>
@@ -95,7 +95,6 @@ class Locality final : public EvictionPolicy {
 
 } // namespace
 
-extern const PolicyType locality_policy;
 const PolicyType locality_policy = {"locality", true, 0, make_policy_of<Locality>};
 
 } // namespace moegguf

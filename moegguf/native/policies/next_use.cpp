@@ -97,7 +97,6 @@ bool NextUse::on_forecast(int il, const float * probabilities) {
 
 } // namespace
 
-extern const PolicyType next_use_policy;
 const PolicyType next_use_policy = {"next-use", true, 1 + 2 * UseRates::most_averages, make_policy_of<NextUse>};
 
 } // namespace moegguf

@@ -1,6 +1,8 @@
-// policy.h: what an eviction policy is: a score per expert, renewed by events. Arithmetic only: no threads, no locks.
+// policy.h: what an eviction policy is: a score per expert, renewed by events; and what several are made of. Arithmetic
+// only: no threads, no locks.
 //
-// A new policy is one file in this folder, with a `const PolicyType NAME_policy`, and one line in registry.cpp.
+// A new policy is a class in this folder, with a `const PolicyType NAME_policy`, which is declared below and listed in
+// registry.cpp.
 #pragma once
 
 #include "layout.h"
@@ -95,9 +97,90 @@ struct PolicyType {
     std::unique_ptr<EvictionPolicy> (*make)(const Layout & layout, const Values & values);
 };
 
+extern const PolicyType next_use_policy, slru_policy, locality_policy, sparsity_policy; // NAME.cpp
+
 // The policy of that name. Throws Error(INVALID) for an unknown name, or a value out of range.
 std::unique_ptr<EvictionPolicy> make_policy(const Layout & layout, const std::string & name,
                                             const Values & values = {});
 const PolicyType * policy_at(int index); // nullptr behind the last one
+
+// A finite number of 0 or more.
+inline bool at_least_zero(float x) {
+    return std::isfinite(x) && x >= 0.0f;
+}
+
+// The part of an average that is left after so many tokens. Throws Error(INVALID).
+inline float kept_after(float half_life_tokens, int n_tokens) {
+    if (!at_least_zero(half_life_tokens) || half_life_tokens == 0.0f) {
+        throw Error(MOEGGUF_INVALID,
+                    "a half-life is a number of tokens above 0, not " + std::to_string(half_life_tokens));
+    }
+    return std::exp2(-(float)n_tokens / half_life_tokens);
+}
+
+// [n_layer * n_expert_max], the share of tokens that used an expert, the last ones most.
+class FadingAverage {
+  public:
+    FadingAverage(const Layout & layout, float half_life_tokens)
+        : layout_(layout),
+          half_life_tokens_(half_life_tokens),
+          table_(layout.n_keys(), 0.0f) {
+        kept_after(half_life_tokens, 1);
+    }
+
+    const float * row(int il) const { return &table_[layout_.key(il, 0)]; } // [n_expert]
+
+    // A routing event of n_tokens tokens, whose uses count as if spread evenly over them.
+    void count(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens) {
+        float * row = table_.data() + layout_.key(il, 0);
+        const int n_expert = layout_.layers[il].n_expert;
+        const float kept = kept_after(half_life_tokens_, n_tokens);
+        for (int expert = 0; expert < n_expert; expert++) {
+            row[expert] *= kept;
+        }
+        const float one_use = (1.0f - kept) / n_tokens;
+        for (int64_t use = 0; use < (int64_t)n_expert_used * n_tokens; use++) {
+            row[expert_ids[use]] += one_use;
+        }
+    }
+
+  private:
+    const Layout & layout_;
+    float half_life_tokens_;
+    std::vector<float> table_;
+};
+
+// Scores written from outside, one per expert. While a table is set it comes before the chosen policy.
+class ScoreTable final : public EvictionPolicy {
+  public:
+    explicit ScoreTable(const Layout & layout) : layout_(layout) {}
+
+    bool set() const { return !table_.empty(); }
+    bool orders(const LayerStep &) const override { return set(); }
+    float score(int il, int expert) const override { return table_[layout_.key(il, expert)]; }
+
+    // Scores that are no finite numbers count as 0.
+    static std::vector<float> finite(const float * scores, size_t n) {
+        std::vector<float> table(scores, scores + n);
+        std::replace_if(table.begin(), table.end(), [](float score) { return !std::isfinite(score); }, 0.0f);
+        return table;
+    }
+
+    // Takes the place of the table in force, which is left in `scores`. Calls changed(il) for every row that differs.
+    template <typename Changed>
+    void exchange(std::vector<float> & scores, Changed changed) {
+        table_.swap(scores);
+        for (int il = 0; il < (int)layout_.layers.size() && !table_.empty(); il++) {
+            const size_t first = layout_.key(il, 0), last = first + layout_.n_expert_max;
+            if (scores.empty() || !std::equal(&table_[first], &table_[0] + last, &scores[first])) {
+                changed(il);
+            }
+        }
+    }
+
+  private:
+    const Layout & layout_;
+    std::vector<float> table_; // [n_layer * n_expert_max]; empty: not set
+};
 
 } // namespace moegguf

@@ -82,7 +82,6 @@ class Slru final : public EvictionPolicy {
 
 } // namespace
 
-extern const PolicyType slru_policy;
 const PolicyType slru_policy = {"slru", false, 1, make_policy_of<Slru>};
 
 } // namespace moegguf

@@ -50,7 +50,6 @@ class Sparsity final : public EvictionPolicy {
 
 } // namespace
 
-extern const PolicyType sparsity_policy;
 const PolicyType sparsity_policy = {"sparsity", true, 0, make_policy_of<Sparsity>};
 
 } // namespace moegguf

@@ -2,7 +2,7 @@
 // only: no threads, no locks.
 #pragma once
 
-#include "policies/averages.h"
+#include "policies/policy.h"
 
 #include <algorithm>
 #include <array>

@@ -1,9 +1,6 @@
 // expert_mlp.cpp: DuoServe-MoE's ExpertMLP (section 4.2): one network for all layers, from all choices of the pass so
 // far, the next layer's popularity, and the affinity rows of the experts just chosen.
-// Touches its own tables only (predictor.h).
 #include "predictors/predictor.h"
-
-#include <cmath>
 
 namespace moegguf {
 namespace {
@@ -16,8 +13,7 @@ class ExpertMlp final : public Predictor {
           n_expert_(layout.n_expert_max),
           n_used_(arrays.integer("n_expert_used")),
           popularity_(arrays.floats("popularity", size_t(layout.n_moe_layers) * n_expert_)) {
-        const size_t n_pairs = size_t(layout.n_moe_layers - 1) * n_expert_ * n_expert_;
-        affinity_ = n_pairs ? arrays.floats("affinity", n_pairs) : nullptr;
+        affinity_ = layout.n_moe_layers > 1 ? arrays.floats("affinity", n_pairs(layout)) : nullptr;
         const size_t n_sizes = arrays.size("sizes");
         const int32_t * sizes = arrays.integers("sizes", 0);
         state_.assign(size_t(std::max(0, n_used_)) * (layout.n_moe_layers - 1 + n_expert_) + n_expert_, 0.0f);
@@ -61,8 +57,7 @@ class ExpertMlp final : public Predictor {
             x = outputs_[i].data();
             n = (int)outputs_[i].size();
         }
-        std::transform(x, x + layout_.layers[il].n_expert, probabilities,
-                       [](float logit) { return 1.0f / (1.0f + std::exp(-logit)); });
+        sigmoid(x, layout_.layers[il].n_expert, probabilities);
         return true;
     }
 
@@ -92,7 +87,6 @@ class ExpertMlp final : public Predictor {
 
 } // namespace
 
-extern const PredictorType expert_mlp_predictor;
 const PredictorType expert_mlp_predictor = {"expert-mlp", false, false, make_predictor<ExpertMlp>};
 
 } // namespace moegguf

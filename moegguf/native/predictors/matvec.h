@@ -1,4 +1,4 @@
-// matvec.h: a matrix of signed bytes times a vector, and softmax, for predictors.
+// matvec.h: a matrix of signed bytes times a vector, and what predictors do with the result.
 // Arithmetic only: it knows no layer.
 #pragma once
 
@@ -35,6 +35,19 @@ class RoundedVector {
 
 // out [n_rows] = W x + bias; relu: max(that, 0).
 void multiply(const ByteMatrix & w, const RoundedVector & x, bool relu, float * out);
+
+inline void add(float * x, const float * y, int n) {
+    std::transform(x, x + n, y, x, [](float a, float b) { return a + b; });
+}
+
+// Each times a factor, 1 at most.
+inline void scale_probabilities(float * p, int n, float factor) {
+    std::transform(p, p + n, p, [factor](float value) { return std::min(value * factor, 1.0f); });
+}
+
+inline void sigmoid(const float * logits, int n, float * p) {
+    std::transform(logits, logits + n, p, [](float logit) { return 1.0f / (1.0f + std::exp(-logit)); });
+}
 
 // e^x of all, scaled to add up to `sum`.
 inline void softmax(float * x, int n, float sum) {

@@ -1,8 +1,8 @@
 // predictor.h: what a predictor is: probabilities of the experts of layers to come, from what a pass has shown so far.
 // Arithmetic only: no threads, no locks.
 //
-// A new predictor is one file in this folder, with a `const PredictorType NAME_predictor`, and one line in
-// registry.cpp.
+// A new predictor is a class in this folder, with a `const PredictorType NAME_predictor`, which is declared below and
+// listed in registry.cpp.
 #pragma once
 
 #include "layout.h"
@@ -51,10 +51,18 @@ class Arrays {
     explicit Arrays(const moegguf_predictor & given); // Throws Error(INVALID).
 
     // Throw Error(INVALID) when there is no such array, or it has another type or size. n 0: any size.
-    const float * floats(const std::string & name, size_t n) const;
-    const int8_t * bytes(const std::string & name, size_t n) const;
-    const uint16_t * counts(const std::string & name, size_t n) const;
-    const int32_t * integers(const std::string & name, size_t n) const;
+    const float * floats(const std::string & name, size_t n) const {
+        return (const float *)find(name, MOEGGUF_FLOAT32, n);
+    }
+    const int8_t * bytes(const std::string & name, size_t n) const {
+        return (const int8_t *)find(name, MOEGGUF_INT8, n);
+    }
+    const uint16_t * counts(const std::string & name, size_t n) const {
+        return (const uint16_t *)find(name, MOEGGUF_UINT16, n);
+    }
+    const int32_t * integers(const std::string & name, size_t n) const {
+        return (const int32_t *)find(name, MOEGGUF_INT32, n);
+    }
     int integer(const std::string & name) const { return *integers(name, 1); }
     ByteMatrix matrix(const std::string & name, int n_rows, int n_cols) const; // name.weights, .scale; .bias or none
     size_t size(const std::string & name) const;                               // 0: there is none
@@ -65,6 +73,10 @@ class Arrays {
 
     std::map<std::string, moegguf_array> arrays_;
 };
+
+inline size_t n_pairs(const Layout & layout) { // of experts of neighbouring layers
+    return size_t(layout.n_moe_layers - 1) * layout.n_expert_max * layout.n_expert_max;
+}
 
 template <typename T>
 std::unique_ptr<Predictor> make_predictor(const Layout & layout, const Arrays & arrays) {
@@ -77,6 +89,10 @@ struct PredictorType {
     bool sees_next_pass; // what the last layer shows says something of the next pass, too
     std::unique_ptr<Predictor> (*make)(const Layout & layout, const Arrays & arrays);
 };
+
+extern const PredictorType previous_token_predictor, token_table_predictor, affinity_predictor; // counts.cpp
+extern const PredictorType skip_predictor, mlp_predictor;                                       // router_inputs.cpp
+extern const PredictorType expert_mlp_predictor, routing_path_predictor, eamc_predictor;        // NAME.cpp
 
 // The type of that name. Throws Error(INVALID) when there is none.
 const PredictorType & predictor_type(const char * name);

@@ -3,26 +3,13 @@
 
 #include <algorithm>
 
-// One line per predictor; NAME_predictor is defined in predictors/NAME.cpp.
-#define MOEGGUF_PREDICTORS(_) \
-    _(previous_token)         \
-    _(token_table)            \
-    _(affinity)               \
-    _(skip)                   \
-    _(mlp)                    \
-    _(expert_mlp)             \
-    _(routing_path)           \
-    _(eamc)
-
 namespace moegguf {
-
-#define MOEGGUF_DECLARE(name) extern const PredictorType name##_predictor;
-MOEGGUF_PREDICTORS(MOEGGUF_DECLARE)
-
 namespace {
 
-#define MOEGGUF_LIST(name) &name##_predictor,
-const PredictorType * const types[] = {MOEGGUF_PREDICTORS(MOEGGUF_LIST)};
+const PredictorType * const types[] = {
+    &previous_token_predictor, &token_table_predictor,  &affinity_predictor, &skip_predictor, &mlp_predictor,
+    &expert_mlp_predictor,     &routing_path_predictor, &eamc_predictor,
+};
 
 constexpr int max_arrays = 1 << 16;
 
@@ -53,22 +40,6 @@ const void * Arrays::find(const std::string & name, int type, size_t n) const {
                                          std::to_string(type));
     }
     return array.data;
-}
-
-const float * Arrays::floats(const std::string & name, size_t n) const {
-    return (const float *)find(name, MOEGGUF_FLOAT32, n);
-}
-
-const int8_t * Arrays::bytes(const std::string & name, size_t n) const {
-    return (const int8_t *)find(name, MOEGGUF_INT8, n);
-}
-
-const uint16_t * Arrays::counts(const std::string & name, size_t n) const {
-    return (const uint16_t *)find(name, MOEGGUF_UINT16, n);
-}
-
-const int32_t * Arrays::integers(const std::string & name, size_t n) const {
-    return (const int32_t *)find(name, MOEGGUF_INT32, n);
 }
 
 ByteMatrix Arrays::matrix(const std::string & name, int n_rows, int n_cols) const {

@@ -4,7 +4,6 @@
 //
 // A token costs one step of the decoder, whose keys and values are kept. The encoder runs once per chunk, when the last
 // layer of the chunk's last token has been routed, so that it does not keep the next token waiting.
-// Touches its own tables only (predictor.h).
 #include "predictors/predictor.h"
 
 #include <cmath>
@@ -40,12 +39,6 @@ class Scratch {
     RoundedVector rounded_;
     std::vector<float> normed_, out_;
 };
-
-void add(float * x, const float * y, int n) {
-    for (int i = 0; i < n; i++) {
-        x[i] += y[i];
-    }
-}
 
 // Keys and values [n][n_head * n_embd_head] of positions.
 struct Memory {
@@ -196,8 +189,7 @@ class RoutingPath final : public Predictor {
             return false;
         }
         const float * of_layer = logits_.data() + size_t(layout_.row_of[il]) * layout_.n_expert_max;
-        std::transform(of_layer, of_layer + layout_.layers[il].n_expert, probabilities,
-                       [](float logit) { return 1.0f / (1.0f + std::exp(-logit)); });
+        sigmoid(of_layer, layout_.layers[il].n_expert, probabilities);
         return true;
     }
 
@@ -280,7 +272,6 @@ class RoutingPath final : public Predictor {
 
 } // namespace
 
-extern const PredictorType routing_path_predictor;
 const PredictorType routing_path_predictor = {"routing-path", false, false, make_predictor<RoutingPath>};
 
 } // namespace moegguf

@@ -1,14 +1,38 @@
-#include "short_spins.h"
-
-#include "layout.h"
+#include "threads.h"
 
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
-#include <system_error>
-#include <thread>
+
+#ifdef __linux__
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace moegguf {
+
+void ask_for_short_slices() {
+#if defined(__linux__) && defined(SYS_sched_setattr)
+    struct { // struct sched_attr, linux/sched/types.h
+        uint32_t size;
+        uint32_t policy;
+        uint64_t flags;
+        int32_t nice;
+        uint32_t priority;
+        uint64_t runtime_ns;
+        uint64_t deadline_ns;
+        uint64_t period_ns;
+    } attributes = {};
+    static_assert(sizeof(attributes) == 48, "SCHED_ATTR_SIZE_VER0");
+    constexpr uint64_t keep_policy = 0x08; // SCHED_FLAG_KEEP_POLICY: SCHED_BATCH and SCHED_IDLE, too
+    attributes.size = sizeof(attributes);
+    attributes.flags = keep_policy;
+    attributes.nice = getpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid));
+    attributes.runtime_ns = 100000;
+    syscall(SYS_sched_setattr, 0, &attributes, 0);
+#endif
+}
 
 // An OpenMP thread that does nothing: with one for each processor that computes, these are more than there are.
 class ShortSpins::Team {

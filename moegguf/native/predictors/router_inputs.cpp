@@ -1,12 +1,39 @@
-// skip.cpp: skip prediction (Mixtral-offloading; ProMoE section 4.2): a layer's router input into later layers'
-// routers.
-// Touches its own tables only (predictor.h).
-#include "predictors/input_predictor.h"
+// router_inputs.cpp: predictors that compute with what enters a layer's router: other layers' routers (skip
+// prediction), and ProMoE's learned networks (mlp). Touch their own tables only (predictor.h).
+#include "predictors/predictor.h"
 
 #include <numeric>
 
 namespace moegguf {
 namespace {
+
+// Keeps the last router input of a sequence that decodes, rounded. Prompts are left out: they use most experts anyway.
+class InputPredictor : public Predictor {
+  public:
+    void on_token(int) override { source_ = -1; }
+
+    void on_routing(const Observation & seen) override {
+        const bool known = seen.input && seen.n_embd == n_embd_ && seen.n_tokens == 1;
+        source_ = known && input_.round(seen.input, n_embd_) ? seen.il : -1;
+    }
+
+  protected:
+    InputPredictor(const Layout & layout, const Arrays & arrays) : layout_(layout), n_embd_(arrays.integer("n_embd")) {
+        if (n_embd_ <= 0) {
+            throw Error(MOEGGUF_INVALID, "a router's input has values, not " + std::to_string(n_embd_));
+        }
+    }
+
+    int source() const { return source_; } // the layer of the input kept, -1: there is none
+    const RoundedVector & input() const { return input_; }
+
+    const Layout & layout_;
+    const int n_embd_;
+
+  private:
+    RoundedVector input_;
+    int source_ = -1;
+};
 
 // llama_expert_gating_func_type; the choice of gating SOFTMAX_WEIGHT is made on logits: the order is softmax's.
 enum Gating { softmax_gating = 1, sigmoid_gating = 2, softmax_weight_gating = 3, sqrt_softplus_gating = 4 };
@@ -28,11 +55,8 @@ class Skip final : public InputPredictor {
     void keep_best_groups(float * scores, int n_expert);
 
     std::vector<Router> routers_; // [n_layer], no rows: none
-    int gating_;
-    int n_group_;
-    int n_group_used_;
-    std::vector<float> group_; // scratch
-    std::vector<float> best_;
+    const int gating_, n_group_, n_group_used_;
+    std::vector<float> group_, best_; // scratch
     std::vector<int> order_;
 };
 
@@ -123,9 +147,61 @@ void Skip::keep_best_groups(float * scores, int n_expert) {
     }
 }
 
+struct Network {
+    ByteMatrix hidden; // [n_hidden][n_embd], ReLU
+    ByteMatrix out;    // [n_expert][n_hidden]
+};
+
+// Predicts the pairs of layers that there are networks for.
+class Mlp final : public InputPredictor {
+  public:
+    Mlp(const Layout & layout, const Arrays & arrays) : InputPredictor(layout, arrays) {
+        const size_t n_pairs = arrays.size("pairs") / 2;
+        const int32_t * pairs = arrays.integers("pairs", 2 * n_pairs);
+        const int n_hidden = arrays.integer("n_hidden");
+        if (n_hidden <= 0) {
+            throw Error(MOEGGUF_INVALID, "a network has hidden values, not " + std::to_string(n_hidden));
+        }
+        hidden_.resize(n_hidden);
+        for (size_t i = 0; i < n_pairs; i++) {
+            const int source = pairs[2 * i], target = pairs[2 * i + 1];
+            if (!layout.has_experts(source) || !layout.has_experts(target)) {
+                throw Error(MOEGGUF_INVALID, "a network is about two layers with experts");
+            }
+            const std::string name = std::to_string(source) + "." + std::to_string(target) + ".";
+            networks_[{source, target}] = {
+                arrays.matrix(name + "hidden", n_hidden, n_embd_),
+                arrays.matrix(name + "out", layout.layers[target].n_expert, n_hidden),
+            };
+        }
+    }
+
+    bool predict(int il, int, float * probabilities) override {
+        const auto found = networks_.find({source(), il});
+        if (found == networks_.end()) {
+            return false;
+        }
+        const Network & network = found->second;
+        multiply(network.hidden, input(), true, hidden_.data());
+        if (!rounded_.round(hidden_.data(), (int)hidden_.size())) {
+            return false;
+        }
+        multiply(network.out, rounded_, false, probabilities);
+        const Layer & layer = layout_.layers[il];
+        softmax(probabilities, layer.n_expert, (float)layer.n_expert_used);
+        scale_probabilities(probabilities, layer.n_expert, 1.0f);
+        return true;
+    }
+
+  private:
+    std::map<std::pair<int, int>, Network> networks_;
+    std::vector<float> hidden_;
+    RoundedVector rounded_;
+};
+
 } // namespace
 
-extern const PredictorType skip_predictor;
 const PredictorType skip_predictor = {"skip", true, false, make_predictor<Skip>};
+const PredictorType mlp_predictor = {"mlp", true, false, make_predictor<Mlp>};
 
 } // namespace moegguf
