@@ -16,7 +16,6 @@ from moegguf.controller.predictors.routing_path import NORM_EPS
 from moegguf.controller.shape import MoeShape
 from moegguf.gguf.routers import Gating, Router, Routers
 from moegguf.native.events import Float32s, Int32s
-from moegguf.native.predictor import QuantizedMatrix
 from predictors.study.controls import probabilities
 from predictors.train.states import states
 

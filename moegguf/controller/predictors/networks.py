@@ -1,6 +1,6 @@
 """Predictors that multiply with matrices: the model's own routers (skip), ProMoE's networks, DuoServe-MoE's ExpertMLP.
 
-All are computed by the store, in signed bytes (`native/matvec.py`).
+All are computed by the store, in signed bytes (`native/predictor.py`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from moegguf.controller.predictors.base import NoPrediction, Predictor, StorePre
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.gguf.routers import Routers
-from moegguf.native.matvec import QuantizedMatrix
-from moegguf.native.predictor import Array, integers
+from moegguf.native.predictor import Array, QuantizedMatrix, integers
 
 SKIP, MLP = "skip", "mlp"
 HIDDEN_SIZES = (2048, 1024, 512, 256, 128, 64)  # of an ExpertMLP
