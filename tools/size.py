@@ -21,7 +21,7 @@ LIMITS = {
     "moegguf/bench": 1_340,
     "moegguf/chat": 1_910,
     "moegguf/cli": 2_660,
-    "moegguf/controller": 2_550,
+    "moegguf/controller": 2_350,
     "moegguf/engine": 7_610,
     "moegguf/generate": 4_510,
     "moegguf/gguf": 1_950,
