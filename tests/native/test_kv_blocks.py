@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes as c
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from own_process import in_own_process
 from product import F32, InitParams, load
 
 from moegguf.engine.context_store import About, ContextStore
@@ -21,10 +24,9 @@ SIZES = [128] * 1030 + [300_000, 4]  # of the parts of a state; a call of the sy
 STATE_BYTES = HEAD_BYTES * len(SIZES) + sum(SIZES)
 
 
-@pytest.fixture(params=["cpu", "link"])
-def tensor(request: pytest.FixtureRequest) -> Iterator[int]:
-    """With room for the parts of all states, ones at first: in host memory, or in that of a device."""
-    device = add_link_device(Link(1e12), strict_seed=1) if request.param == "link" else "CPU"
+@contextmanager
+def tensor_of(device: str) -> Iterator[int]:
+    """With room for the parts of all states, ones at first."""
     ggml = load("ggml", ("ggml_init", "ggml_new_tensor_1d", "ggml_backend_dev_by_name", "ggml_backend_dev_buffer_type",
                          "ggml_backend_alloc_ctx_tensors_from_buft"))  # fmt: skip
     context = c.c_void_p(ggml.ggml_init(InitParams(1 << 12, None, True)))
@@ -59,9 +61,9 @@ def take_state(address: int, tensor: int, block: int) -> list[bytes]:
     return heads
 
 
-@pytest.mark.parametrize("wrong", [[], [0], [33, 64]], ids=str)
-def test_states_are_in_their_tensors_and_wrong_ones_are_zeros(tensor: int, wrong: list[int], tmp_path: Path) -> None:
-    store, random = ContextStore(tmp_path / "contexts", GIB), np.random.default_rng(0)
+def fill(folder: Path, wrong: Sequence[int], device: str) -> None:
+    """Fills a tensor from files, `wrong` ones of which are damaged or cut, and compares."""
+    store, random = ContextStore(folder, GIB), np.random.default_rng(0)
     states = random.integers(0, 256, (N_BLOCKS, STATE_BYTES), np.uint8)
     names = [f"{block:04x}" for block in range(N_BLOCKS)]
     for name, state in zip(names, states, strict=True):
@@ -72,25 +74,37 @@ def test_states_are_in_their_tensors_and_wrong_ones_are_zeros(tensor: int, wrong
         path.write_bytes(data[:-1] if block % 2 else data[:5000] + b"?" + data[5001:])
     begins = np.cumsum([HEAD_BYTES, *(n_bytes + HEAD_BYTES for n_bytes in SIZES[:-1])])
     expected = np.hstack([states[:, begin : begin + n] for begin, n in zip(begins, SIZES, strict=True)])
-    expected[wrong] = 0
-    with KVBlocks(store.seed) as blocks:
+    expected[list(wrong)] = 0
+    with tensor_of(device) as tensor, KVBlocks(store.seed) as blocks:
         for block, name in enumerate(names):
             file = store.open(name)
             assert file is not None and file.n_bytes == STATE_BYTES - (block in wrong and block % 2)
-            if block in wrong:
-                file = type(file)(**{**vars(file), "n_bytes": STATE_BYTES})
+            file = replace(file, n_bytes=STATE_BYTES)
             heads = take_state(blocks.add(file), tensor, block)
             assert block in wrong or heads[-1] == states[block, begins[-1] - HEAD_BYTES : begins[-1]].tobytes()
         assert blocks.fill() == min([N_BLOCKS, *wrong])
-    assert np.array_equal(contents(tensor), expected)
+        assert np.array_equal(contents(tensor), expected)
 
 
-def test_what_is_added_and_not_read_ends_with_it(tensor: int, tmp_path: Path) -> None:
+def fill_on_device(folder: Path, wrong: Sequence[int]) -> None:
+    fill(folder, wrong, add_link_device(Link(1e12), strict_seed=1))
+
+
+@pytest.mark.parametrize("wrong", [[], [0], [33, 64]], ids=str)
+def test_states_are_in_their_tensors_and_wrong_ones_are_zeros(wrong: list[int], tmp_path: Path) -> None:
+    fill(tmp_path / "contexts", wrong, "CPU")
+
+
+def test_on_a_device_too(tmp_path: Path) -> None:
+    in_own_process(fill_on_device, tmp_path / "contexts", [33, 64])
+
+
+def test_what_is_added_and_not_read_ends_with_it(tmp_path: Path) -> None:
     store = ContextStore(tmp_path / "contexts", GIB)
     store.write("0000", About("", 0, 0), [bytes(STATE_BYTES)])
     file = store.open("0000")
     assert file is not None
-    with KVBlocks(store.seed) as blocks:
+    with tensor_of("CPU") as tensor, KVBlocks(store.seed) as blocks:
         address = blocks.add(file)
         take_state(address, tensor, 0)
     assert not library.load().moegguf_state_read(c.create_string_buffer(1), address, 1)
