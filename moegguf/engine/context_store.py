@@ -33,7 +33,6 @@ MOST_AUTO_BYTES, AUTO_SHARE = 16 * GIB, 10  # of the free disk, one part of so m
 KEPT_PARTS = (9, 10)  # of the limit, after blocks were deleted
 UNCOUNTED_PARTS = 20  # the limit divided by it is written before other processes' blocks are counted again
 MOST_HEADER_BYTES = 4096
-FIRST_BYTES = 8192  # of a file, which tell what its first cells are
 _HEADER = struct.Struct(f"<8s{DIGEST_BYTES}sI")  # magic, checksum, bytes of JSON
 
 Buffer = bytes | bytearray | memoryview
@@ -116,14 +115,15 @@ class ContextStore:
             return sorted(name for name in os.listdir(self._path(prefix).parent) if name.startswith(prefix))
         return []
 
-    def open(self, name: str) -> StateFile | None:
-        """The file of a block, which was not checked; None where it is missing, or cannot be one."""
+    def open(self, name: str, n_head: int = 0) -> StateFile | None:
+        """The file of a block, which was not checked, with at least `n_head` of its first bytes where it has so many;
+        None where it is missing, or cannot be one."""
         path = self._path(name)
         if self.is_off:
             return None
         try:
             with open(path, "rb", buffering=0) as file:
-                first, n_bytes = file.read(FIRST_BYTES), os.fstat(file.fileno()).st_size
+                first, n_bytes = file.read(MOST_HEADER_BYTES + n_head), os.fstat(file.fileno()).st_size
             magic, digest, n_about = _HEADER.unpack_from(first)
         except (OSError, struct.error):
             return None

@@ -236,7 +236,7 @@ class KeptContexts:
     def _add_part(self, blocks: KVBlocks, sequence: int, part: _Part) -> bool:
         """Adds a block's cells to a sequence, which `blocks` fills later; False where these are not its tokens', or
         there is no room for them."""
-        file = self._store.open(part.name)
+        file = self._store.open(part.name, _STATE.size + max(_CELL_BYTES) * (part.end - part.begin))
         if file is None or not _is_of(file.head, part):
             return False
         memory = self._llm._ctx.memory
