@@ -294,27 +294,34 @@ def test_what_was_computed_with_dropped_tokens_is_not_kept(unkept: Callable[...,
 
 
 @pytest.mark.parametrize(
-    ("kind", "preset"), [("mlp", "tiny-qwen2moe"), ("gemma3", "tiny-qwen3moe"), ("qwen2vl_merger", "tiny-qwen3vlmoe")]
+    ("kind", "preset", "size"),
+    [
+        ("mlp", "tiny-qwen2moe", (128, 96)),
+        ("gemma3", "tiny-qwen3moe", (128, 96)),
+        ("qwen2vl_merger", "tiny-qwen3vlmoe", (640, 512)),
+    ],
 )
-def test_images_are_restored_by_hash(kind: str, preset: str, tiny: TinyModel, projector: Callable[[str], Path]) -> None:
+def test_images_are_restored_by_hash(
+    kind: str, preset: str, size: tuple[int, int], tiny: TinyModel, projector: Callable[[str], Path]
+) -> None:
     model, mmproj, words = tiny(preset), projector(kind), "what is it, and what was it before? " * 3
 
     def turn(engine: Engine, seed: int) -> EngineAnswer:
-        asked = message("look ", png(128, 96, seed=seed), words, png(64, 64, seed=9), "and this?")
+        asked = message("look ", png(*size, seed=seed), words, png(64, 64, seed=9), "and this?")
         (found,) = engine.chat([asked], temperature=0.0, max_tokens=8, n_logprobs=20)
         if found.error:
             raise found.error
         return found
 
-    with engine(model, mmproj=mmproj, context_store=0, parallel=1) as unkept:
+    with engine(model, n_ctx=4096, mmproj=mmproj, context_store=0, parallel=1) as unkept:
         expected = {seed: turn(unkept, seed).logprobs for seed in (1, 2)}
-    with engine(model, mmproj=mmproj) as first:
+    with engine(model, n_ctx=4096, mmproj=mmproj) as first:
         answer(first, prompt_of(90))  # another sequence is used for it
         found = turn(first, 1)
         assert found.logprobs == expected[1]
         n_all, n_disk = computed(found)
         assert n_all > 100 and n_disk == 0
-    with engine(model, mmproj=mmproj) as later:
+    with engine(model, n_ctx=4096, mmproj=mmproj) as later:
         found = turn(later, 1)
         assert found.logprobs == expected[1]
         assert computed(found) == (1, n_all - 1)
