@@ -26,7 +26,7 @@ LIMITS = {
     "moegguf/generate": 4_510,
     "moegguf/gguf": 1_950,
     "moegguf/models": 3_040,
-    "moegguf/native": 16_470,
+    "moegguf/native": 15_470,
     "moegguf/server": 8_510,
     "moegguf/serving": 4_530,
     "moegguf/terminal": 1_590,

@@ -32,15 +32,9 @@ void Acquire::acquire(Context & context, const Choice & choice) {
     const bool placed = supply && place(context, lock);
     lock.unlock();
     tell_observers(context, start, placed);
-    if (placed) {
-        supply->wait(context, context.event.wait_kinds);
-    }
-    if (placed && !context.failed()) {
-        supply->finish(context);
-    }
-    if (context.failed()) {
-        std::fill_n(choice.ids, context.event.n_ids(), 0);
-    }
+    if (placed) { supply->wait(context, context.event.wait_kinds); }
+    if (placed && !context.failed()) { supply->finish(context); }
+    if (context.failed()) { std::fill_n(choice.ids, context.event.n_ids(), 0); }
     count(store_.shared.counters.hook_ns, now_ns() - start - (waited_ns - waited_before));
 }
 
@@ -70,9 +64,7 @@ void Acquire::begin_event(Context & context, const Choice & choice, Lock & lock)
 
 // How the experts of the context's event reach its multiplications; nullptr: the pass has failed.
 Supply * Acquire::choose_supply(Context & context) {
-    if (context.failed()) {
-        return nullptr;
-    }
+    if (context.failed()) { return nullptr; }
     Event & event = context.event;
     Pass & pass = context.pass;
     Pinned & pinned = context.pinned;
@@ -113,9 +105,7 @@ bool Acquire::place(Context & context, Lock & lock) {
 void Acquire::tell_observers(Context & context, uint64_t start_ns, bool placed) {
     const Event & event = context.event;
     const Announced & announced = context.announced;
-    if (!store_.forecaster.on() && !store_.events.on()) {
-        return;
-    }
+    if (!store_.forecaster.on() && !store_.events.on()) { return; }
     const bool batched = context.gather_tokens(event.n_tokens);
     const int32_t * sequences = batched ? event.sequences.data() : nullptr;
     const int32_t * phases = batched ? event.phases.data() : nullptr;
@@ -161,9 +151,7 @@ void Acquire::await_copies(Context & context, Lock & lock) {
 }
 
 void Acquire::end_layer(Context & context) {
-    if (context.supply) {
-        context.supply->release(context);
-    }
+    if (context.supply) { context.supply->release(context); }
 }
 
 // All of it that fits beside this one, from where its experts are nearest: the next pass over it needs nearly all. Or
@@ -171,17 +159,13 @@ void Acquire::end_layer(Context & context) {
 void Acquire::want_next_layer(int il, bool first_only) {
     const auto & layers = store_.layout.moe_layers;
     const size_t next_row = store_.layout.row_of[il] + 1;
-    if (next_row == layers.size()) {
-        return;
-    }
+    if (next_row == layers.size()) { return; }
     const int next = layers[next_row];
     const Tier & tier = store_.tiers.of(next);
     const int n_busy = &tier == &store_.tiers.of(il) ? store_.layout.layers[il].n_expert : 0;
     int free_slots = first_only ? 1 : tier.residency.n_usable() - n_busy;
     for (int expert = 0; expert < store_.layout.layers[next].n_expert && free_slots > 0; expert++, free_slots--) {
-        if (tier.residency.find(next, expert) < 0) {
-            store_.transfers.want({next, expert});
-        }
+        if (tier.residency.find(next, expert) < 0) { store_.transfers.want({next, expert}); }
     }
     store_.transfers.wake_readers();
 }
@@ -189,9 +173,7 @@ void Acquire::want_next_layer(int il, bool first_only) {
 // Slots of all devices.
 int Acquire::n_usable() const {
     int n = 0;
-    for (const auto & tier : store_.tiers.compute) {
-        n += tier->residency.n_usable();
-    }
+    for (const auto & tier : store_.tiers.compute) { n += tier->residency.n_usable(); }
     return n;
 }
 
@@ -254,18 +236,14 @@ void Acquire::announce_tokens(Context & context, const moegguf_tokens_event & ev
         store_.forecaster.announce({event.n_tokens, event.sequence, event.sequences, event.tokens},
                                    get(store_.shared.counters.passes) + 1);
     }
-    if (store_.events.on()) {
-        store_.events.tokens(event);
-    }
+    if (store_.events.on()) { store_.events.tokens(event); }
 }
 
 // Sizes of pools.
 
 // Whether a tier is to have another size than it has. Throws Error(INVALID) for one that it cannot have.
 bool Acquire::changes_size(const Tier & tier, int n_slots) const {
-    if (tier.id == TierId::staging) {
-        throw Error(MOEGGUF_INVALID, "staging tensors keep the size of a layer");
-    }
+    if (tier.id == TierId::staging) { throw Error(MOEGGUF_INVALID, "staging tensors keep the size of a layer"); }
     const bool computes = tier.id == TierId::compute;
     const int least = computes ? tier.pass_slots : 1, most = tier.residency.n_slots();
     if (n_slots < least || n_slots > most) {
@@ -293,9 +271,7 @@ void Acquire::resize(Tier & tier, int n_slots) {
 
 void Acquire::reallocate(Tier & tier, int n_slots) {
     Lock lock(store_.shared.mutex);
-    if (!changes_size(tier, n_slots)) {
-        return;
-    }
+    if (!changes_size(tier, n_slots)) { return; }
     end_layer(store_.context); // pins of the last layer of a pass that has ended
     store_.staged.drop_ahead();
     tier.resize_to = 0;
@@ -310,9 +286,7 @@ void Acquire::reallocate(Tier & tier, int n_slots) {
     };
     const bool ended = store_.shared.wait_regardless(lock, quiet, std::chrono::steady_clock::now() + longest_reads);
     store_.transfers.hold_prefetches(false);
-    if (!ended) {
-        throw Error(MOEGGUF_IO, "experts were still being read after a minute; try again");
-    }
+    if (!ended) { throw Error(MOEGGUF_IO, "experts were still being read after a minute; try again"); }
     tier.resize(tier.reallocate(n_slots));
 }
 
@@ -326,15 +300,9 @@ void Acquire::apply_resize(Tier & tier) {
 // computing_ before resize_to, which resize() does the other way round: one of the two sees the other. And resize_to
 // before the numbering, which apply_resize() changes first.
 bool Acquire::idle(int il) {
-    if (store_.shared.forked()) {
-        return false;
-    }
-    if (!computing_) {
-        computing_ = true;
-    }
-    if (!store_.layout.has_experts(il)) {
-        return false;
-    }
+    if (store_.shared.forked()) { return false; }
+    if (!computing_) { computing_ = true; }
+    if (!store_.layout.has_experts(il)) { return false; }
     const Tier & tier = store_.tiers.of(il);
     return tier.resize_to == 0 && tier.numbering.resident() && tier.complete() && !store_.events.on() && !watched_ &&
            !store_.shared.cancelled;

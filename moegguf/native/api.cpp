@@ -27,13 +27,9 @@ void check_failure(const Context & context) {
 
 extern "C" {
 
-uint32_t moegguf_abi_version(void) {
-    return MOEGGUF_ABI_VERSION;
-}
+uint32_t moegguf_abi_version(void) { return MOEGGUF_ABI_VERSION; }
 
-const char * moegguf_last_error(void) {
-    return last_error.c_str();
-}
+const char * moegguf_last_error(void) { return last_error.c_str(); }
 
 int moegguf_slot_sizes(const moegguf_matrix * matrices, int32_t n_matrices, int32_t n_slots, moegguf_sizes * sizes) {
     return guarded([&] {
@@ -53,9 +49,7 @@ int moegguf_slot_sizes(const moegguf_matrix * matrices, int32_t n_matrices, int3
 int moegguf_pad(const char * device, moegguf_matrix * matrices, int32_t n_matrices) {
     return guarded([&] {
         ggml_backend_dev_t found = device ? ggml_backend_dev_by_name(device) : nullptr;
-        if (found && n_matrices > 0) {
-            pad(found, &given(matrices), n_matrices);
-        }
+        if (found && n_matrices > 0) { pad(found, &given(matrices), n_matrices); }
     });
 }
 
@@ -69,9 +63,7 @@ int moegguf_most_slots(const char * device, const moegguf_matrix * matrices, int
     });
 }
 
-int32_t moegguf_slot_tokens(const char * device) {
-    return device ? most_slot_tokens(device) : INT32_MAX;
-}
+int32_t moegguf_slot_tokens(const char * device) { return device ? most_slot_tokens(device) : INT32_MAX; }
 
 int moegguf_store_open(const moegguf_config * config, moegguf_store ** store) {
     return guarded([&] {
@@ -90,9 +82,7 @@ void moegguf_store_close(moegguf_store * store) {
     }
 }
 
-ggml_backend_buffer_type_t moegguf_store_buft(moegguf_store * store) {
-    return store ? store->store.buft() : nullptr;
-}
+ggml_backend_buffer_type_t moegguf_store_buft(moegguf_store * store) { return store ? store->store.buft() : nullptr; }
 
 int moegguf_store_info(moegguf_store * store, moegguf_pool_info * info) {
     return on(store, [&](Store & s) { s.info(given(info)); });
@@ -130,9 +120,7 @@ int moegguf_store_set_policy(moegguf_store * store, int32_t tier, const char * n
 
 const char * moegguf_policy_name(int32_t index, int32_t * takes_forecast) {
     const PolicyType * type = policy_at(index);
-    if (type && takes_forecast) {
-        *takes_forecast = type->takes_forecast;
-    }
+    if (type && takes_forecast) { *takes_forecast = type->takes_forecast; }
     return type ? type->name : nullptr;
 }
 
@@ -268,9 +256,7 @@ int moegguf_context_announce(moegguf_store * store, const moegguf_tokens_event *
     });
 }
 
-int moegguf_context_is_clear(moegguf_store * store) {
-    return store->store.acquire.is_clear(store->store.context);
-}
+int moegguf_context_is_clear(moegguf_store * store) { return store->store.acquire.is_clear(store->store.context); }
 
 int moegguf_context_failure(moegguf_store * store, moegguf_failure * failure, int clear) {
     return guarded([&] {

@@ -31,18 +31,14 @@ int guarded(F && body) {
 
 template <typename T>
 T & given(T * pointer) {
-    if (!pointer) {
-        throw Error(MOEGGUF_INVALID, "a pointer is null that must not be");
-    }
+    if (!pointer) { throw Error(MOEGGUF_INVALID, "a pointer is null that must not be"); }
     return *pointer;
 }
 
 template <typename F>
 int on(moegguf_store * store, F && body) {
     return guarded([&] {
-        if (!store) {
-            throw Error(MOEGGUF_INVALID, "no store");
-        }
+        if (!store) { throw Error(MOEGGUF_INVALID, "no store"); }
         if (store->store.shared.forked()) {
             throw Error(MOEGGUF_FORKED, "the model was loaded in the parent process; load it again in this one");
         }

@@ -6,17 +6,11 @@ Arrivals::Arrivals(const Layout & layout, Shared & shared, Tier * tier, Streamed
     : shared_(shared),
       tier_(tier),
       streamed_(streamed) {
-    if (!shared.has(MOEGGUF_OVERLAP) || !tier || !tier->pool() || !tier->pool()->kernels_ask_for_order()) {
-        return;
-    }
+    if (!shared.has(MOEGGUF_OVERLAP) || !tier || !tier->pool() || !tier->pool()->kernels_ask_for_order()) { return; }
     tensors_.reserve(layout.matrices.size());
-    for (const Matrix & m : layout.matrices) {
-        tensors_.push_back({next, this, m.il, uint8_t(1 << m.kind)});
-    }
+    for (const Matrix & m : layout.matrices) { tensors_.push_back({next, this, m.il, uint8_t(1 << m.kind)}); }
     streamed.allow();
-    for (size_t i = 0; i < tensors_.size(); i++) {
-        tier->pool()->set_op_params((int)i, &tensors_[i]);
-    }
+    for (size_t i = 0; i < tensors_.size(); i++) { tier->pool()->set_op_params((int)i, &tensors_[i]); }
 }
 
 int Arrivals::next(ggml_mul_mat_id_order * order, const int64_t * row_counts, int n_as, int ith) {
@@ -31,12 +25,8 @@ int Arrivals::next(ggml_mul_mat_id_order * order, const int64_t * row_counts, in
     while (order->i < n_as && order->n_late < most_late) {
         const int id = order->i++;
         const int s = row_counts[id] > 0 ? arrivals.slot(t, id, streams) : -1;
-        if (s < 0) {
-            continue;
-        }
-        if (arrivals.is_there(t, s)) {
-            return take(id);
-        }
+        if (s < 0) { continue; }
+        if (arrivals.is_there(t, s)) { return take(id); }
         order->late[order->n_late++] = id;
     }
     // Passing the last one may end the stream, and with it slot_of: what is late comes before.
@@ -46,14 +36,10 @@ int Arrivals::next(ggml_mul_mat_id_order * order, const int64_t * row_counts, in
     while (order->n_late > 0) {
         const auto decided = [&](int i) { return arrivals.is_decided(t, arrivals.slot(t, order->late[i], streams)); };
         const int i = arrivals.wait(order->n_late, decided, ith == 0);
-        if (i < 0) {
-            break;
-        }
+        if (i < 0) { break; }
         const int id = order->late[i];
         order->late[i] = order->late[--order->n_late];
-        if (arrivals.is_there(t, arrivals.slot(t, id, streams))) {
-            return take(id);
-        }
+        if (arrivals.is_there(t, arrivals.slot(t, id, streams))) { return take(id); }
     }
     return -1;
 }
@@ -63,9 +49,7 @@ int Arrivals::slot(const PoolTensor & t, int id, bool streams) const {
     return streams ? streamed_.slot_of(id) : tier_->numbering.window(t.il).first_slot + id;
 }
 
-bool Arrivals::is_there(const PoolTensor & t, int s) const {
-    return tier_->residency.ready(s) & t.kind;
-}
+bool Arrivals::is_there(const PoolTensor & t, int s) const { return tier_->residency.ready(s) & t.kind; }
 
 // There, or a read that failed, or slot ids of a failed pass: those slots may be empty, or a prefetch's that is dropped
 // without notice. Under the store's lock.
@@ -84,17 +68,13 @@ int Arrivals::wait(int n, Decided decided, bool first_thread) {
     Lock lock(shared_.mutex);
     int found = 0;
     const bool any = shared_.wait(lock, [&] {
-        for (found = 0; found < n && !decided(found);) {
-            found++;
-        }
+        for (found = 0; found < n && !decided(found);) { found++; }
         return found < n;
     });
     if (first_thread) { // threads wait side by side: their time is counted once
         count_stall(shared_, *tier_, now_ns() - start);
     }
-    if (any) {
-        return found;
-    }
+    if (any) { return found; }
     shared_.given_up += 1;
     return -1;
 }

@@ -13,9 +13,7 @@ class Calibration {
   public:
     Calibration() {
         for (auto & bins : bins_) {
-            for (int i = 0; i < n_bins; i++) {
-                bins[i] = {first_weight * (i + 0.5f) / n_bins, first_weight};
-            }
+            for (int i = 0; i < n_bins; i++) { bins[i] = {first_weight * (i + 0.5f) / n_bins, first_weight}; }
         }
     }
 

@@ -50,8 +50,7 @@ class VirtualClock final : public Clock {
     void advance(uint64_t ns) override {
         const uint64_t end_ns = now_ns() + ns;
         do {
-            while (start_idle()) {
-            }
+            while (start_idle()) {}
         } while (end_first(end_ns));
         set_gauge(time_ns_, end_ns);
     }
@@ -68,9 +67,7 @@ class VirtualClock final : public Clock {
     bool start_idle() {
         bool started = false;
         for (Carried & one : links_) {
-            if (one.busy || !one.link->begin_next(one.job)) {
-                continue;
-            }
+            if (one.busy || !one.link->begin_next(one.job)) { continue; }
             const uint64_t bytes = one.link->link_bytes(one.job);
             const bool free = bytes == 0 || one.speed.bytes_per_ns == 0;
             const uint64_t ns = free ? 0 : uint64_t(one.speed.latency_ns + bytes / one.speed.bytes_per_ns);
@@ -85,13 +82,9 @@ class VirtualClock final : public Clock {
     bool end_first(uint64_t end_ns) {
         Carried * first = nullptr;
         for (Carried & one : links_) {
-            if (one.busy && (!first || one.done_ns < first->done_ns)) {
-                first = &one;
-            }
+            if (one.busy && (!first || one.done_ns < first->done_ns)) { first = &one; }
         }
-        if (!first || first->done_ns > end_ns) {
-            return false;
-        }
+        if (!first || first->done_ns > end_ns) { return false; }
         set_gauge(time_ns_, std::max(now_ns(), first->done_ns));
         first->busy = false;
         first->link->finish(first->job, {});
@@ -105,9 +98,7 @@ class VirtualClock final : public Clock {
 } // namespace
 
 std::unique_ptr<Clock> make_clock(uint64_t * virtual_ns) {
-    if (virtual_ns) {
-        return std::make_unique<VirtualClock>(*virtual_ns);
-    }
+    if (virtual_ns) { return std::make_unique<VirtualClock>(*virtual_ns); }
     return std::make_unique<RealClock>();
 }
 

@@ -24,9 +24,7 @@ inline uint64_t now_ns() {
 }
 
 // A moving average over some tens of values; 0: none yet.
-inline void fade_in(float & mean, float value) {
-    mean += mean > 0 ? (value - mean) / 32 : value;
-}
+inline void fade_in(float & mean, float value) { mean += mean > 0 ? (value - mean) / 32 : value; }
 
 class Clock {
   public:

@@ -31,9 +31,7 @@ class CommandQueue {
         Point(std::shared_ptr<Queue> queue, uint64_t n) : queue_(std::move(queue)), n_(n) {}
 
         void wait() const {
-            if (!queue_) {
-                return;
-            }
+            if (!queue_) { return; }
             std::unique_lock<std::mutex> lock(queue_->mutex);
             queue_->n_wanted = std::max(queue_->n_wanted, n_);
             queue_->changed.notify_all();
@@ -83,9 +81,7 @@ class CommandQueue {
             queue.changed.wait(lock, [&] { return !queue.work.empty() && queue.n_done < queue.n_wanted; });
             const std::function<void()> work = std::move(queue.work.front());
             queue.work.pop_front();
-            if (!work) {
-                return;
-            }
+            if (!work) { return; }
             lock.unlock();
             work();
             lock.lock();

@@ -15,9 +15,7 @@ const int32_t * Event::begin(const Choice & choice, int n_expert) {
     keeps_ids = false;
     for (size_t i = 0; i < n_ids(); i++) {
         const int expert = ids[i];
-        if (expert < 0 || expert >= n_expert) {
-            return &ids[i];
-        }
+        if (expert < 0 || expert >= n_expert) { return &ids[i]; }
         if (slot_of[expert] == not_chosen) {
             slot_of[expert] = no_slot_yet;
             experts.push_back(expert);
@@ -66,9 +64,7 @@ Context::Context(Store & store, Tier & tier, int n_expert_max) : store(store) {
 }
 
 void Context::fail(moegguf_status status, int il, int expert, const std::string & why) {
-    if (failed()) {
-        return;
-    }
+    if (failed()) { return; }
     failure.reason = {status, 0, il, expert, {}};
     snprintf(failure.reason.message, sizeof(failure.reason.message), "%s", why.c_str());
     failure.failed = true;
@@ -91,9 +87,7 @@ void Context::note_failures(const Shared & shared) {
 
 // The last layer may be computed for fewer tokens than the pass has: those whose logits are wanted.
 bool Context::gather_tokens(int n_event_tokens) {
-    if (pass.first_token < 0 || announced.sequences.empty()) {
-        return false;
-    }
+    if (pass.first_token < 0 || announced.sequences.empty()) { return false; }
     event.sequences.clear();
     event.phases.clear();
     for (int i = pass.first_token; i < pass.first_token + pass.n_tokens; i++) {

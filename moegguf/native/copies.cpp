@@ -12,26 +12,21 @@ namespace {
 
 constexpr size_t most_ahead = 8; // matrices for a prompt's next layer that are copied as one
 
-int matrix_of(const Layout & layout, const Job & job) {
-    return layout.layers[job.il].matrix[__builtin_ctz(job.kinds)];
-}
+int matrix_of(const Layout & layout, const Job & job) { return layout.layers[job.il].matrix[__builtin_ctz(job.kinds)]; }
 
 } // namespace
 
 Copies::Copies(const Layout & layout, Shared & shared, const Tiers & tiers, Tier & to)
     : Link(layout, shared, tiers),
       to_(to),
-      submitted_(to.residency.n_slots()) {
-}
+      submitted_(to.residency.n_slots()) {}
 
 void Copies::start_threads() {
     ggml_backend_dev_t device = to_.pool()->memory().device;
     backend_ = make_backend(device, 1);
     ggml_backend_dev_props props;
     ggml_backend_dev_get_props(device, &props);
-    if (props.caps.async && props.caps.events) {
-        event_.reset(ggml_backend_event_new(device));
-    }
+    if (props.caps.async && props.caps.events) { event_.reset(ggml_backend_event_new(device)); }
     thread_ = start_thread("the thread that copies", [this] { run(); });
 }
 
@@ -41,16 +36,12 @@ void Copies::stop() {
         shared_.stopping = true;
     }
     work_.notify_all();
-    if (thread_.joinable()) {
-        thread_.join();
-    }
+    if (thread_.joinable()) { thread_.join(); }
 }
 
 void Copies::queue(int s, uint8_t kinds, bool demand) {
     const SlotRef source = to_.source_tier(s).ref(to_.source(s));
-    for (; kinds; kinds &= kinds - 1) {
-        push(to_, s, source, kinds & -kinds, demand);
-    }
+    for (; kinds; kinds &= kinds - 1) { push(to_, s, source, kinds & -kinds, demand); }
 }
 
 void Copies::drop_prefetches(int il) {
@@ -61,9 +52,7 @@ void Copies::drop_prefetches(int il) {
 }
 
 bool Copies::begin_next(Job & job) {
-    if (idle()) {
-        return false;
-    }
+    if (idle()) { return false; }
     if (pop(demand_, job) || pop(prefetch_, job)) {
         begin(job);
         return true;
@@ -76,9 +65,7 @@ uint64_t Copies::link_bytes(const Job & job) const {
     return job.source.tier == TierId::ram ? Link::link_bytes(job) : 0;
 }
 
-void Copies::note_time(uint64_t ns) {
-    count(busy_ns_, ns);
-}
+void Copies::note_time(uint64_t ns) { count(busy_ns_, ns); }
 
 void Copies::finish(const Job & job, const std::string & why) {
     const int s = job.destination.slot;
@@ -88,9 +75,7 @@ void Copies::finish(const Job & job, const std::string & why) {
     shared_.done.notify_all();
 }
 
-uint8_t Copies::submitted(int s) const {
-    return submitted_[s].load(std::memory_order_acquire);
-}
+uint8_t Copies::submitted(int s) const { return submitted_[s].load(std::memory_order_acquire); }
 
 void Copies::order(ggml_backend_t stream) {
     std::lock_guard<std::mutex> lock(event_mutex_);
@@ -127,9 +112,7 @@ void Copies::run() {
             in_flight_ = false;
         }
         lock.lock();
-        for (const Job & job : batch_) {
-            finish(job, why);
-        }
+        for (const Job & job : batch_) { finish(job, why); }
     }
 }
 
@@ -142,16 +125,12 @@ bool Copies::take_batch() {
     const auto more = [&] {
         return batch_.empty() || !demand_.empty() || (!batch_.back().demand && batch_.size() < most);
     };
-    while (more() && begin_next(job)) {
-        batch_.push_back(job);
-    }
+    while (more() && begin_next(job)) { batch_.push_back(job); }
     return !batch_.empty();
 }
 
 void Copies::submit_batch() {
-    if (fault(MOEGGUF_FAULT_COPY)) {
-        throw Error(MOEGGUF_IO, "a copy to the device failed");
-    }
+    if (fault(MOEGGUF_FAULT_COPY)) { throw Error(MOEGGUF_IO, "a copy to the device failed"); }
     std::sort(batch_.begin(), batch_.end(), [](const Job & a, const Job & b) {
         return std::tie(a.il, a.kinds, a.destination.slot) < std::tie(b.il, b.kinds, b.destination.slot);
     });
@@ -170,18 +149,14 @@ void Copies::submit_batch() {
 
 // From here on a stream can wait for the batch. `lock` is not held before or after.
 void Copies::mark_submitted(Lock & lock) {
-    if (!event_) {
-        return;
-    }
+    if (!event_) { return; }
     {
         std::lock_guard<std::mutex> event_lock(event_mutex_);
         ggml_backend_event_record(event_.get(), backend_.get());
         in_flight_ = true;
     }
     lock.lock();
-    for (const Job & job : batch_) {
-        submitted_[job.destination.slot].fetch_or(job.kinds, std::memory_order_release);
-    }
+    for (const Job & job : batch_) { submitted_[job.destination.slot].fetch_or(job.kinds, std::memory_order_release); }
     shared_.done.notify_all();
     lock.unlock();
 }

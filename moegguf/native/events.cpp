@@ -23,9 +23,7 @@ void Events::stop() {
 }
 
 void Events::end() {
-    if (!thread_.joinable()) {
-        return;
-    }
+    if (!thread_.joinable()) { return; }
     {
         std::lock_guard<std::mutex> lock(mutex_);
         on_ = false;
@@ -36,9 +34,7 @@ void Events::end() {
     thread_.join();
 }
 
-bool Events::has_space(size_t bytes) const {
-    return size_ < capacity && (size_ == 0 || bytes_ + bytes <= most_bytes);
-}
+bool Events::has_space(size_t bytes) const { return size_ < capacity && (size_ == 0 || bytes_ + bytes <= most_bytes); }
 
 Events::Record * Events::claim(size_t bytes, Lock & lock) {
     if (flags_ & MOEGGUF_LISTEN_EVERYTHING) {
@@ -54,9 +50,7 @@ Events::Record * Events::claim(size_t bytes, Lock & lock) {
     Record & record = ring_[(head_ + size_++) % capacity];
     record.bytes = bytes;
     bytes_ += bytes;
-    if (!(flags_ & MOEGGUF_LISTEN_LAZY) || size_ >= lazy_events || bytes_ > most_bytes / 4) {
-        arrived_.notify_one();
-    }
+    if (!(flags_ & MOEGGUF_LISTEN_LAZY) || size_ >= lazy_events || bytes_ > most_bytes / 4) { arrived_.notify_one(); }
     return &record;
 }
 
@@ -74,9 +68,7 @@ void Events::fill(Record & record, Copy copy) {
 
 void Events::tokens(const moegguf_tokens_event & event) {
     Lock lock(mutex_);
-    if (!listener_.on_tokens) {
-        return;
-    }
+    if (!listener_.on_tokens) { return; }
     const size_t n_batched = event.sequences ? event.n_tokens : 0;
     if (Record * record = claim(sizeof(int32_t) * (event.n_tokens + 3 * n_batched), lock)) {
         fill(*record, [&] {
@@ -95,9 +87,7 @@ void Events::routing(const moegguf_routing_event & event) {
     const size_t n_weights = event.weights ? n_ids : 0;
     const size_t n_inputs = event.inputs ? (size_t)event.n_tokens * event.n_embd : 0;
     Lock lock(mutex_);
-    if (!listener_.on_routing) {
-        return;
-    }
+    if (!listener_.on_routing) { return; }
     const size_t n_batched = event.sequences ? event.n_tokens : 0;
     const size_t bytes = sizeof(int32_t) * (n_ids + 2 * n_batched) + sizeof(float) * (n_weights + n_inputs);
     if (Record * record = claim(bytes, lock)) {
@@ -114,9 +104,7 @@ void Events::routing(const moegguf_routing_event & event) {
 }
 
 void Events::keep_step() {
-    if (!on_ || !(flags_ & MOEGGUF_LISTEN_LOCKSTEP)) {
-        return;
-    }
+    if (!on_ || !(flags_ & MOEGGUF_LISTEN_LOCKSTEP)) { return; }
     Lock lock(mutex_);
     delivered_.wait(lock, [this] { return !on_ || (size_ == 0 && !delivering_); });
 }
@@ -137,9 +125,7 @@ void Events::run() {
         } else {
             arrived_.wait(lock, [this] { return stopping_ || size_ > 0; });
         }
-        if (size_ == 0) {
-            return;
-        }
+        if (size_ == 0) { return; }
         std::swap(current, ring_[head_]);
         head_ = (head_ + 1) % capacity;
         size_ -= 1;
@@ -147,9 +133,7 @@ void Events::run() {
         delivering_ = true;
         lock.unlock();
         deliver(current);
-        if (current.inputs.capacity() > kept_floats) {
-            current = Record();
-        }
+        if (current.inputs.capacity() > kept_floats) { current = Record(); }
         lock.lock();
         delivering_ = false;
         delivered_.notify_all();

@@ -15,9 +15,7 @@ EvictionOrder::EvictionOrder(const Layout & layout, int n_slots)
 
 void EvictionOrder::set_policy(const EvictionPolicy * policy) {
     policy_ = policy;
-    for (LayerOrder & layer : layers_) {
-        layer.scored = false;
-    }
+    for (LayerOrder & layer : layers_) { layer.scored = false; }
 }
 
 // Slots come back in the order of their last use, nearly: the walk from the newest is short.
@@ -36,9 +34,7 @@ void EvictionOrder::insert(int s, int il, int expert, uint64_t last_use) {
     const Entry entry = {layer.scored ? policy_->score(il, expert) : 0.0f, s, last_use, expert};
     layer.entries.push_back(entry);
     at_[s] = at;
-    if (layer.scored && layer.first >= 0 && entry.before(layer.entries[layer.first])) {
-        layer.first = at;
-    }
+    if (layer.scored && layer.first >= 0 && entry.before(layer.entries[layer.first])) { layer.first = at; }
 }
 
 void EvictionOrder::remove(int s) {
@@ -56,13 +52,9 @@ void EvictionOrder::remove(int s) {
 
 EvictionOrder::Lowest EvictionOrder::lowest(int il) {
     LayerOrder & layer = layers_[il];
-    if (layer.entries.empty()) {
-        return {-1, 0.0f, 0};
-    }
+    if (layer.entries.empty()) { return {-1, 0.0f, 0}; }
     if (!layer.scored) {
-        for (Entry & entry : layer.entries) {
-            entry.score = policy_->score(il, entry.expert);
-        }
+        for (Entry & entry : layer.entries) { entry.score = policy_->score(il, entry.expert); }
         layer.scored = true;
         layer.first = -1;
     }

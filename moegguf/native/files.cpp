@@ -21,16 +21,10 @@ constexpr size_t check_bytes = Shard::alignment;
 // A read that is interrupted more often than this is not going to end.
 constexpr int most_interruptions = 1000;
 
-uint64_t down(uint64_t n) {
-    return n / Shard::alignment * Shard::alignment;
-}
-uint64_t up(uint64_t n) {
-    return down(n + Shard::alignment - 1);
-}
+uint64_t down(uint64_t n) { return n / Shard::alignment * Shard::alignment; }
+uint64_t up(uint64_t n) { return down(n + Shard::alignment - 1); }
 
-int64_t ns(const timespec & time) {
-    return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
-}
+int64_t ns(const timespec & time) { return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec; }
 
 // Whether a change time alone is explained by something else than a write: another name, owner or mode, a link more or
 // less.
@@ -48,29 +42,21 @@ ReadBuffer::ReadBuffer(size_t n) : size_(up(n) + Shard::alignment) {
     const bool huge = size_ > huge_page_bytes / 2;
     size_ = huge ? (size_ + huge_page_bytes - 1) / huge_page_bytes * huge_page_bytes : size_;
     data_ = (uint8_t *)sys_aligned_alloc(huge ? huge_page_bytes : Shard::alignment, size_);
-    if (!data_) {
-        throw Error(MOEGGUF_MEMORY, "no memory for a read buffer of " + std::to_string(size_) + " bytes");
-    }
+    if (!data_) { throw Error(MOEGGUF_MEMORY, "no memory for a read buffer of " + std::to_string(size_) + " bytes"); }
     ask_for_huge_pages(data_, size_);
 }
 
-ReadBuffer::~ReadBuffer() {
-    free(data_);
-}
+ReadBuffer::~ReadBuffer() { free(data_); }
 
 Descriptor::~Descriptor() {
-    if (fd >= 0) {
-        close(fd);
-    }
+    if (fd >= 0) { close(fd); }
 }
 
 Shard::Shard(const std::string & path, bool direct)
     : path_(path),
       buffered_(sys_open(path.c_str(), O_RDONLY)),
       direct_(direct && buffered_.fd >= 0 ? sys_open(path.c_str(), O_RDONLY | O_DIRECT) : -1) {
-    if (buffered_.fd < 0) {
-        throw Error(MOEGGUF_IO, "cannot open '" + path + "': " + strerror(errno));
-    }
+    if (buffered_.fd < 0) { throw Error(MOEGGUF_IO, "cannot open '" + path + "': " + strerror(errno)); }
     opened_ = status();
     changed_ns_ = ns(opened_.st_ctim);
     use_direct_ = direct_.fd >= 0 && direct_agrees();
@@ -94,9 +80,7 @@ struct stat Shard::status() const {
 void Shard::check_unchanged() const {
     const struct stat now = status();
     const bool same = now.st_size == opened_.st_size && ns(now.st_mtim) == ns(opened_.st_mtim);
-    if (same && ns(now.st_ctim) == changed_ns_) {
-        return;
-    }
+    if (same && ns(now.st_ctim) == changed_ns_) { return; }
     if (same && only_renamed(opened_, now, path_)) {
         changed_ns_ = ns(now.st_ctim);
         return;
@@ -112,16 +96,12 @@ bool Shard::fill(int fd, uint8_t * data, uint64_t offset, size_t n, size_t neede
     int interruptions = 0;
     while (done < needed) {
         const ssize_t got = sys_pread(fd, data + done, n - done, offset + done);
-        if (got < 0 && errno == EINTR && ++interruptions < most_interruptions) {
-            continue;
-        }
+        if (got < 0 && errno == EINTR && ++interruptions < most_interruptions) { continue; }
         if (got < 0) {
             error = errno;
             return false;
         }
-        if (done + got >= needed) {
-            return true;
-        }
+        if (done + got >= needed) { return true; }
         // After a short read the next one must start on a block again.
         const size_t next = aligned ? down(done + got) : done + got;
         if (next == done) {
@@ -156,9 +136,7 @@ const uint8_t * Shard::read(uint64_t offset, size_t n, const ReadBuffer & buffer
 }
 
 Files::Files(const Layout & layout, bool direct) {
-    for (const std::string & path : layout.shards) {
-        shards_.push_back(std::make_unique<Shard>(path, direct));
-    }
+    for (const std::string & path : layout.shards) { shards_.push_back(std::make_unique<Shard>(path, direct)); }
 }
 
 bool Files::direct() const {

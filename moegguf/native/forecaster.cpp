@@ -64,9 +64,7 @@ void Forecaster::start(const moegguf_predictor & chosen) {
     }
     thread_ = shared_.clock->start_thread("the predictor's thread", [this] { run(); });
     Lock lock(shared_.mutex);
-    for (auto & tier : tiers_.compute) {
-        tier->residency.count_uses(true);
-    }
+    for (auto & tier : tiers_.compute) { tier->residency.count_uses(true); }
     lockstep_ = chosen.flags & MOEGGUF_PREDICT_LOCKSTEP;
     on_ = true;
 }
@@ -81,18 +79,12 @@ void Forecaster::stop() {
     }
     arrived_.notify_all();
     caught_up_.notify_all();
-    if (thread_.joinable()) {
-        thread_.join();
-    }
+    if (thread_.joinable()) { thread_.join(); }
     forget();
     Lock lock(shared_.mutex);
     transfers_.forget(Cause::forecast);
-    for (auto & tier : tiers_.compute) {
-        tier->residency.count_uses(false);
-    }
-    for (int il : layout_.moe_layers) {
-        tiers_.of(il).residency.on_forecast(il, nullptr);
-    }
+    for (auto & tier : tiers_.compute) { tier->residency.count_uses(false); }
+    for (int il : layout_.moe_layers) { tiers_.of(il).residency.on_forecast(il, nullptr); }
 }
 
 void Forecaster::read(float * probabilities, uint8_t * known) const {
@@ -145,9 +137,7 @@ void Forecaster::choose_last(const PassTokens & of, Record & record) {
     }
     const size_t n = last.size();
     record.n_sequences = (int)n;
-    for (size_t i = 0; n > most_asked && i < most_asked; i++) {
-        last[i] = last[i * n / most_asked];
-    }
+    for (size_t i = 0; n > most_asked && i < most_asked; i++) { last[i] = last[i * n / most_asked]; }
     last.resize(std::min(n, (size_t)most_asked));
     for (LastToken & each : last) {
         each.first_known = record.tokens.size();
@@ -162,9 +152,7 @@ void Forecaster::choose_last(const PassTokens & of, Record & record) {
 template <typename Fill>
 void Forecaster::post(const PassTokens & of, int il, uint64_t pass, Fill fill) {
     std::unique_lock<std::mutex> lock(inbox_mutex_);
-    if (!on_) {
-        return;
-    }
+    if (!on_) { return; }
     if (size_ == ring_.size()) {
         head_ = (head_ + 1) % ring_.size();
         size_ -= 1;
@@ -204,9 +192,7 @@ void Forecaster::run() {
     std::unique_lock<std::mutex> lock(inbox_mutex_);
     while (true) {
         arrived_.wait(lock, [this] { return stopping_ || size_ > 0; });
-        if (stopping_) {
-            return;
-        }
+        if (stopping_) { return; }
         std::swap(current_, ring_[head_]);
         head_ = (head_ + 1) % ring_.size();
         size_ -= 1;
@@ -220,9 +206,7 @@ void Forecaster::run() {
         }
         lock.lock();
         busy_ = false;
-        if (size_ == 0) {
-            caught_up_.notify_all();
-        }
+        if (size_ == 0) { caught_up_.notify_all(); }
     }
 }
 
@@ -231,9 +215,7 @@ void Forecaster::run() {
 void Forecaster::follow(const Record & record, bool newest) {
     const uint64_t start = now_ns();
     const bool routed = record.il >= 0;
-    if (!routed || record.pass != pass_ || layout_.row_of[record.il] <= row_) {
-        begin_pass(record);
-    }
+    if (!routed || record.pass != pass_ || layout_.row_of[record.il] <= row_) { begin_pass(record); }
     if (routed) {
         compare(record);
         take_part(record);
@@ -275,9 +257,7 @@ void Forecaster::take_part(const Record & record) {
         followers_[0].predictor->on_sequence();
     }
     present_.clear();
-    for (const LastToken & last : record.last) {
-        present_.push_back(&follower_of(last.sequence) - followers_.data());
-    }
+    for (const LastToken & last : record.last) { present_.push_back(&follower_of(last.sequence) - followers_.data()); }
 }
 
 // The one that follows a sequence; of a new one, a new one, or the least recently used one.
@@ -310,29 +290,21 @@ Observation Forecaster::observation(const Record & record, size_t i) const {
 
 void Forecaster::forget() {
     std::lock_guard<std::mutex> lock(rows_mutex_);
-    for (Row & row : rows_) {
-        row.distance = 0;
-    }
+    for (Row & row : rows_) { row.distance = 0; }
 }
 
 // What was predicted of a layer against what it showed, sequence by sequence.
 void Forecaster::compare(const Record & record) {
     Row & row = rows_[layout_.row_of[record.il]];
-    if (row.distance == 0) {
-        return;
-    }
+    if (row.distance == 0) { return; }
     const int n_expert = layout_.layers[record.il].n_expert, n_used = record.n_expert_used;
     for (size_t i = 0; i < record.last.size(); i++) {
         const auto at = std::find(row.sequences.begin(), row.sequences.end(), record.last[i].sequence);
-        if (at == row.sequences.end()) {
-            continue;
-        }
+        if (at == row.sequences.end()) { continue; }
         const float * likely = &row.each[(at - row.sequences.begin()) * layout_.n_expert_max];
         const int32_t * ids = record.ids.data() + i * n_used;
         const auto used = [&](int expert) { return std::find(ids, ids + n_used, expert) != ids + n_used; };
-        for (int e = 0; e < n_expert; e++) {
-            calibration_.count(row.distance, likely[e], used(e));
-        }
+        for (int e = 0; e < n_expert; e++) { calibration_.count(row.distance, likely[e], used(e)); }
         const int n_best = rank(likely, record.il, n_used);
         count(shared_.counters.forecast_picks, n_best);
         count(shared_.counters.forecast_right, std::count_if(best_.begin(), best_.begin() + n_best, used));
@@ -355,18 +327,14 @@ void Forecaster::predict() {
     const int last = std::min(row_ + options_.window, layout_.n_moe_layers - 1);
     for (int at = row_ + 1; at <= last; at++) {
         Row & row = rows_[at];
-        if (row.distance > 0 && (options_.flags & MOEGGUF_PREDICT_ONCE)) {
-            continue;
-        }
+        if (row.distance > 0 && (options_.flags & MOEGGUF_PREDICT_ONCE)) { continue; }
         const int il = layout_.moe_layers[at], distance = at - row_;
         if (ask_followers(il, distance)) {
             std::lock_guard<std::mutex> lock(rows_mutex_);
             unite(row, il, distance);
         }
     }
-    if (maker_->type->sees_next_pass && row_ + 1 == layout_.n_moe_layers) {
-        tell_next_pass();
-    }
+    if (maker_->type->sees_next_pass && row_ + 1 == layout_.n_moe_layers) { tell_next_pass(); }
 }
 
 // What a whole pass has shown is the best guess at the next one's use, for policies.
@@ -380,9 +348,7 @@ void Forecaster::tell_next_pass() {
     {
         Lock lock(shared_.mutex);
         for (int at = 0; at < layout_.n_moe_layers; at++) {
-            if (rows_[at].distance > 0) {
-                tell(at);
-            }
+            if (rows_[at].distance > 0) { tell(at); }
         }
     }
     forget();
@@ -435,23 +401,15 @@ void Forecaster::act() {
         if (row.distance == 0 || deadline <= transfers_.step()) {
             continue; // unknown, or its time has passed meanwhile
         }
-        if (!row.told) {
-            tell(at);
-        }
-        if (prefetching_) {
-            want_row(at, deadline);
-        }
+        if (!row.told) { tell(at); }
+        if (prefetching_) { want_row(at, deadline); }
     }
-    if (options_.flags & MOEGGUF_PREDICT_BY_PROXIMITY) {
-        order_by_proximity();
-    }
+    if (options_.flags & MOEGGUF_PREDICT_BY_PROXIMITY) { order_by_proximity(); }
     const uint64_t n_started = get(shared_.counters.prefetch_started) - n_started_, most = options_.most_prefetches;
     const size_t n_left = most > n_started ? most - n_started : 0;
     wants_.resize(std::min(wants_.size(), n_left));
     transfers_.forget(Cause::forecast); // this is what is known now
-    for (const Want & want : wants_) {
-        transfers_.want(want);
-    }
+    for (const Want & want : wants_) { transfers_.want(want); }
     transfers_.wake_idle_reader();
 }
 

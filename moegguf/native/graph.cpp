@@ -16,9 +16,7 @@ bool starts_wait(const ggml_tensor * t) {
     return t->op == GGML_OP_CONT && t->op_params[waits_word] && layer_of(t, ids_node) >= 0;
 }
 
-const ggml_tensor * memory_of(const ggml_tensor * t) {
-    return t->view_src ? t->view_src : t;
-}
+const ggml_tensor * memory_of(const ggml_tensor * t) { return t->view_src ? t->view_src : t; }
 
 // Which tensors of a graph the nodes that are put behind others make, write and read. Forgets them at each layer.
 class Delayed {
@@ -41,18 +39,14 @@ class Delayed {
         }
         written_[index(memory_of(t))] = layer_;
         for (const ggml_tensor * source : t->src) {
-            if (source) {
-                read_[index(memory_of(source))] = layer_;
-            }
+            if (source) { read_[index(memory_of(source))] = layer_; }
         }
     }
 
     // Whether the node needs what one of them makes, reads what one writes, or writes what one reads.
     bool must_follow(const ggml_tensor * t) const {
         const bool touches = !ggml_op_is_empty(t->op);
-        if (touches && t->view_src && (has(written_, t->view_src) || has(read_, t->view_src))) {
-            return true;
-        }
+        if (touches && t->view_src && (has(written_, t->view_src) || has(read_, t->view_src))) { return true; }
         return std::any_of(std::begin(t->src), std::end(t->src), [&](const ggml_tensor * source) {
             return source && (has(made_, source) || (touches && has(written_, memory_of(source))));
         });
@@ -77,9 +71,7 @@ using namespace moegguf;
 extern "C" ggml_tensor * moegguf_slot_ids(ggml_context * ctx, const ggml_tensor * w, ggml_tensor * expert_ids,
                                           ggml_tensor * weights, ggml_tensor * input, int il) {
     Store * store = store_of(w);
-    if (!store) {
-        return nullptr;
-    }
+    if (!store) { return nullptr; }
     store->has_graph = true;
     ggml_tensor * ids = ggml_cont(ctx, expert_ids);
     ggml_format_name(ids, "%s%d", ids_node, il);

@@ -22,21 +22,15 @@ bool must_acquire(Context & context, const ggml_tensor * t, int il) {
 // The matrices to wait for once this node was computed.
 uint8_t kinds_after(const Context & context, const ggml_tensor * t) {
     const int ready_il = layer_of(t, ready_node), il = ready_il >= 0 ? ready_il : layer_of(t, down_node);
-    if (!context.store.layout.has_experts(il) || context.store.arrivals.on(il)) {
-        return 0;
-    }
+    if (!context.store.layout.has_experts(il) || context.store.arrivals.on(il)) { return 0; }
     return ready_il >= 0 ? all_kinds & ~down_kind : down_kind;
 }
 
 // Whether the scheduler has to stop at this node.
 bool must_stop(Context & context, const ggml_tensor * t) {
-    if (!is_of_experts(t)) {
-        return false;
-    }
+    if (!is_of_experts(t)) { return false; }
     const int il = layer_of(t, ids_node);
-    if (il >= 0) {
-        return must_acquire(context, t, il);
-    }
+    if (il >= 0) { return must_acquire(context, t, il); }
     const uint8_t kinds = kinds_after(context, t);
     return kinds && !context.failed() && !context.store.shared.forked() && context.pinned.pending(kinds);
 }
@@ -57,9 +51,7 @@ void read_details(Context & context, const ggml_tensor * t, Choice & choice) {
 // What computes the layer, where that is a stream on the device of the slots that can wait for copies itself.
 ggml_backend_t stream_of(const Context & context, const Tier & tier, ggml_tensor * t) {
     const Copies * copies = tier.copies;
-    if (!copies || !copies->has_events() || !context.scheduler) {
-        return nullptr;
-    }
+    if (!copies || !copies->has_events() || !context.scheduler) { return nullptr; }
     ggml_backend_t backend = ggml_backend_sched_get_tensor_backend(context.scheduler, t);
     const bool same = backend && ggml_backend_get_device(backend) == tier.pool()->memory().device;
     return same ? backend : nullptr;
@@ -70,9 +62,7 @@ void acquire_experts(Context & context, ggml_tensor * t, int il) {
     const bool in_place = ggml_backend_buffer_is_host(t->buffer);
     Choice choice = {il, (int32_t *)t->data, (int)t->ne[0], (int)t->ne[1]};
     const size_t n = (size_t)choice.n_expert_used * choice.n_tokens;
-    if (n == 0) {
-        return;
-    }
+    if (n == 0) { return; }
     choice.wait_kinds = store.shared.has(MOEGGUF_OVERLAP) ? 0 : all_kinds;
     choice.ids_in_place = in_place;
     choice.stream = store.layout.has_experts(il) ? stream_of(context, store.tiers.of(il), t) : nullptr;
@@ -83,16 +73,12 @@ void acquire_experts(Context & context, ggml_tensor * t, int il) {
         choice.ids = context.ids.data();
     }
     store.acquire.acquire(context, choice);
-    if (!in_place) {
-        ggml_backend_tensor_set(t, context.ids.data(), 0, n * sizeof(int32_t));
-    }
+    if (!in_place) { ggml_backend_tensor_set(t, context.ids.data(), 0, n * sizeof(int32_t)); }
 }
 
 // What a stop is for. No exception leaves it: the caller is C.
 void stopped(Context & context, ggml_tensor * t) {
-    if (!is_of_experts(t)) {
-        return;
-    }
+    if (!is_of_experts(t)) { return; }
     const int il = layer_of(t, ids_node);
     try {
         if (il >= 0) {
@@ -116,9 +102,7 @@ using namespace moegguf;
 extern "C" bool moegguf_eval(ggml_tensor * t, bool ask, void * store) {
     Context & context = ((moegguf_store *)store)->store.context;
     // Both callbacks see every node that either of them asked for.
-    if (ask) {
-        return (context.next_eval && context.next_eval(t, true, context.next_user)) || must_stop(context, t);
-    }
+    if (ask) { return (context.next_eval && context.next_eval(t, true, context.next_user)) || must_stop(context, t); }
     stopped(context, t);
     return !context.next_eval || context.next_eval(t, false, context.next_user);
 }
@@ -129,14 +113,10 @@ extern "C" bool moegguf_abort(void * store) {
 }
 
 extern "C" void moegguf_set_scheduler(ggml_backend_sched_eval_callback eval, void * store, ggml_backend_sched_t sched) {
-    if (eval == moegguf_eval) {
-        ((moegguf_store *)store)->store.context.scheduler = sched;
-    }
+    if (eval == moegguf_eval) { ((moegguf_store *)store)->store.context.scheduler = sched; }
 }
 
-extern "C" bool moegguf_is_reserved(const ggml_tensor * w) {
-    return store_of(w) != nullptr;
-}
+extern "C" bool moegguf_is_reserved(const ggml_tensor * w) { return store_of(w) != nullptr; }
 
 extern "C" ggml_tensor * moegguf_pool_tensor(ggml_tensor * w, const ggml_tensor * ids) {
     Store * store = store_of(w);

@@ -18,9 +18,7 @@ inline void ask_for_huge_pages(void * memory, size_t n) {
 #ifdef MADV_HUGEPAGE
     const uintptr_t begin = ((uintptr_t)memory + huge_page_bytes - 1) / huge_page_bytes * huge_page_bytes;
     const uintptr_t end = ((uintptr_t)memory + n) / huge_page_bytes * huge_page_bytes;
-    if (begin < end) {
-        madvise((void *)begin, end - begin, MADV_HUGEPAGE);
-    }
+    if (begin < end) { madvise((void *)begin, end - begin, MADV_HUGEPAGE); }
 #else
     (void)memory, (void)n;
 #endif

@@ -57,9 +57,7 @@ constexpr Interleave q4_0x8 = nullptr;
 
 // What upstream's makes of rows, against ours, where we have one.
 bool same(Interleave ours, const ggml_tensor & slot, int64_t n_rows) {
-    if (!ours) {
-        return false;
-    }
+    if (!ours) { return false; }
     ggml_tensor piece = slot;
     piece.ne[1] = n_rows;
     piece.nb[2] = piece.nb[3] = piece.nb[1] * n_rows;
@@ -70,9 +68,7 @@ bool same(Interleave ours, const ggml_tensor & slot, int64_t n_rows) {
     };
     std::vector<uint8_t> rows(n), memory[2];
     std::minstd_rand random(1);
-    for (uint8_t & byte : rows) {
-        byte = (uint8_t)random();
-    }
+    for (uint8_t & byte : rows) { byte = (uint8_t)random(); }
     uint8_t * theirs = aligned(memory[0]);
     uint8_t * out = aligned(memory[1]);
     piece.data = theirs;

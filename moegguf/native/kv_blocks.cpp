@@ -59,9 +59,7 @@ void fill(Block & block, uint64_t seed) {
     for (uint64_t at = block.begin; at < block.end;) {
         const ssize_t n =
             pread(block.file->fd, chunk.data(), std::min(chunk_bytes, (size_t)(block.end - at)), (off_t)at);
-        if (n <= 0) {
-            return;
-        }
+        if (n <= 0) { return; }
         XXH3_128bits_update(&digest, chunk.data(), (size_t)n);
         const uint64_t next = at + (uint64_t)n;
         for (; part != block.parts.end() && part->at < next; ++part) {
@@ -103,9 +101,7 @@ thread_local moegguf_kv_blocks * current = nullptr; // llama.cpp takes a state o
 
 extern "C" {
 
-moegguf_kv_blocks * moegguf_kv_blocks_open(uint64_t seed) {
-    return new (std::nothrow) moegguf_kv_blocks(seed);
-}
+moegguf_kv_blocks * moegguf_kv_blocks_open(uint64_t seed) { return new (std::nothrow) moegguf_kv_blocks(seed); }
 
 void moegguf_kv_blocks_close(moegguf_kv_blocks * blocks) {
     current = nullptr;
@@ -156,9 +152,7 @@ bool moegguf_state_read(void * to, const void * at, size_t n) {
 
 bool moegguf_state_put(ggml_tensor * tensor, size_t offset, const void * at, size_t n) {
     const uint64_t position = current ? current->position(at, n) : 0;
-    if (position) {
-        current->blocks.back().parts.push_back({tensor, offset, n, position});
-    }
+    if (position) { current->blocks.back().parts.push_back({tensor, offset, n, position}); }
     return position != 0;
 }
 

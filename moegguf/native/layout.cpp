@@ -5,9 +5,7 @@
 namespace moegguf {
 namespace {
 
-[[noreturn]] void invalid(const std::string & what) {
-    throw Error(MOEGGUF_INVALID, what);
-}
+[[noreturn]] void invalid(const std::string & what) { throw Error(MOEGGUF_INVALID, what); }
 
 // Far beyond any model, and small enough that no product below overflows.
 constexpr int max_layers = 4096, max_experts = 65536;
@@ -22,9 +20,7 @@ uint64_t end_in_file(const moegguf_matrix & m) {
     return overflows || expert != m.expert_bytes || end > INT64_MAX ? 0 : end;
 }
 
-uint64_t round_up(uint64_t n, uint64_t multiple) {
-    return (n + multiple - 1) / multiple * multiple;
-}
+uint64_t round_up(uint64_t n, uint64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 } // namespace
 
@@ -50,9 +46,7 @@ Strides::Strides(const moegguf_matrix * matrices, int n) {
     }
 }
 
-uint64_t Strides::slot_bytes() const {
-    return std::accumulate(of_kind, of_kind + MOEGGUF_MAX_KINDS, uint64_t(0));
-}
+uint64_t Strides::slot_bytes() const { return std::accumulate(of_kind, of_kind + MOEGGUF_MAX_KINDS, uint64_t(0)); }
 
 uint64_t Strides::pool_bytes(int n_slots) const {
     uint64_t bytes = 0;
@@ -73,18 +67,12 @@ Layout::Layout(const moegguf_config & config)
         invalid("a store needs the files that its experts lie in");
     }
     layers.resize(config.n_layer);
-    for (int i = 0; i < config.n_shards; i++) {
-        shards.emplace_back(config.shard_paths[i]);
-    }
-    for (int i = 0; i < config.n_matrices; i++) {
-        add(config.matrices[i]);
-    }
+    for (int i = 0; i < config.n_shards; i++) { shards.emplace_back(config.shard_paths[i]); }
+    for (int i = 0; i < config.n_matrices; i++) { add(config.matrices[i]); }
     row_of.assign(config.n_layer, -1);
     for (int il = 0; il < config.n_layer; il++) {
         Layer & layer = layers[il];
-        if (layer.n_expert == 0) {
-            continue;
-        }
+        if (layer.n_expert == 0) { continue; }
         row_of[il] = n_moe_layers;
         moe_layers.push_back(il);
         layer.n_expert_used = config.n_expert_used[il];
@@ -122,9 +110,7 @@ void Layout::add(const moegguf_matrix & m) {
 
 LayerSet::LayerSet(const Layout & layout, const std::vector<uint8_t> & holds) : has(layout.layers.size(), 0) {
     for (int il : layout.moe_layers) {
-        if (!holds[il]) {
-            continue;
-        }
+        if (!holds[il]) { continue; }
         const Layer & layer = layout.layers[il];
         has[il] = 1;
         moe_layers.push_back(il);

@@ -156,9 +156,7 @@ class Numbering {
     // For a pool that shrinks below one slot per expert; it never becomes resident again.
     void share_all_slots() {
         resident_ = false;
-        for (Window & window : windows_) {
-            window = {0, window.n_slots > 0 ? n_slots_ : 0};
-        }
+        for (Window & window : windows_) { window = {0, window.n_slots > 0 ? n_slots_ : 0}; }
     }
 
   private:

@@ -24,14 +24,10 @@ bool Link::end(const Job & job, const std::string & why) {
     uncount(shared_.counters.chunks_reading);
     if (why.empty()) {
         count(job.demand ? to.counters.bytes_missed : to.counters.bytes_prefetched, job.bytes);
-        if (job.streamed < 0) {
-            to.publish(s, job.kinds);
-        }
+        if (job.streamed < 0) { to.publish(s, job.kinds); }
     }
     to.residency.end_read(s, job.kinds);
-    if (why.empty()) {
-        return true;
-    }
+    if (why.empty()) { return true; }
     count(shared_.counters.read_errors);
     shared_.error = why;
     const Slot & slot = to.residency.slot(s);

@@ -62,16 +62,12 @@ struct LinkDevice {
     ggml_backend_buffer_type memory = {}, host_memory = {};
 };
 
-LinkDevice & of(ggml_backend_dev_t device) {
-    return *(LinkDevice *)device->context;
-}
+LinkDevice & of(ggml_backend_dev_t device) { return *(LinkDevice *)device->context; }
 
 bool LinkDevice::take(size_t n) {
     size_t used = used_bytes;
     while (n <= memory_bytes - used) {
-        if (used_bytes.compare_exchange_weak(used, used + n)) {
-            return true;
-        }
+        if (used_bytes.compare_exchange_weak(used, used + n)) { return true; }
     }
     return false;
 }
@@ -89,9 +85,7 @@ void LinkDevice::copy(SharedBandwidth & direction, void * to, const void * from,
         const uint64_t start = now_ns();
         move(to, from, n);
         constexpr size_t least = 1 << 16; // smaller ones say nothing of the speed
-        if (n >= least) {
-            copy_bytes_per_ns = copy_bytes_per_ns * 0.75 + 0.25 * n / (now_ns() - start + 1);
-        }
+        if (n >= least) { copy_bytes_per_ns = copy_bytes_per_ns * 0.75 + 0.25 * n / (now_ns() - start + 1); }
     });
 }
 
@@ -121,17 +115,11 @@ void * map(size_t n) { // nullptr: there is none
     return base == MAP_FAILED ? nullptr : base;
 }
 
-void unmap(void * base, size_t n) {
-    munmap(base, n ? n : 1);
-}
+void unmap(void * base, size_t n) { munmap(base, n ? n : 1); }
 
-void * address(const ggml_tensor * t, size_t offset) {
-    return (uint8_t *)t->data + offset;
-}
+void * address(const ggml_tensor * t, size_t offset) { return (uint8_t *)t->data + offset; }
 
-LinkDevice & device_of(ggml_backend_buffer_t buffer) {
-    return of(buffer->buft->device);
-}
+LinkDevice & device_of(ggml_backend_buffer_t buffer) { return of(buffer->buft->device); }
 
 bool on_device(const ggml_tensor * t, ggml_backend_buffer_type_t memory) {
     const ggml_backend_buffer_t buffer = t->view_src ? t->view_src->buffer : t->buffer;
@@ -144,9 +132,7 @@ void become_memory(ggml_backend_buffer_i & buffer) {
         device_of(of).used_bytes -= of->size;
     };
     buffer.init_tensor = [](ggml_backend_buffer_t of, ggml_tensor * t) {
-        if (device_of(of).strict) {
-            zero_padding(of, t);
-        }
+        if (device_of(of).strict) { zero_padding(of, t); }
         return GGML_STATUS_SUCCESS;
     };
     buffer.set_tensor = [](ggml_backend_buffer_t of, ggml_tensor * t, const void * data, size_t offset, size_t n) {
@@ -166,9 +152,7 @@ void become_memory(ggml_backend_buffer_i & buffer) {
 
 ggml_backend_buffer_t allocate(ggml_backend_buffer_type_t buft, size_t size) {
     LinkDevice & device = of(buft->device);
-    if (size > device.most_buffer_bytes || !device.take(size)) {
-        return nullptr;
-    }
+    if (size > device.most_buffer_bytes || !device.take(size)) { return nullptr; }
     void * base = map(size);
     if (!base) {
         device.used_bytes -= size;
@@ -188,9 +172,7 @@ ggml_backend_buffer_t allocate(ggml_backend_buffer_type_t buft, size_t size) {
 ggml_backend_buffer_t allocate_pinned(ggml_backend_buffer_type_t buft, size_t size) {
     LinkDevice & device = of(buft->device);
     void * base = device.pins == MOEGGUF_PINNED_OWN ? map(size) : nullptr;
-    if (!base) {
-        return ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), size);
-    }
+    if (!base) { return ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), size); }
     ggml_backend_buffer_t buffer = ggml_backend_cpu_buffer_from_ptr(base, size);
     buffer->buft = buft;
     buffer->iface.free_buffer = [](ggml_backend_buffer_t pinned) {
@@ -211,21 +193,15 @@ struct Backend {
     CommandQueue queue; // copies; computing waits for them
 };
 
-Backend & of(ggml_backend_t backend) {
-    return *(Backend *)backend->context;
-}
+Backend & of(ggml_backend_t backend) { return *(Backend *)backend->context; }
 
-void synchronize(ggml_backend_t backend) {
-    of(backend).queue.mark().wait();
-}
+void synchronize(ggml_backend_t backend) { of(backend).queue.mark().wait(); }
 
 void copy_async(ggml_backend_t backend, SharedBandwidth & direction, void * to, const void * from, size_t n,
                 const void * host) {
     LinkDevice & device = of(backend).device;
     of(backend).queue.push([&device, &direction, to, from, n] { device.copy(direction, to, from, n); });
-    if (!device.pinned(host, n)) {
-        synchronize(backend);
-    }
+    if (!device.pinned(host, n)) { synchronize(backend); }
 }
 
 void wait_in(Backend & backend, const CommandQueue::Point & point) {
@@ -235,12 +211,8 @@ void wait_in(Backend & backend, const CommandQueue::Point & point) {
 // Within the device; behind what the source's stream has to do, and what the destination's has.
 bool copy_tensor_async(ggml_backend_t source, ggml_backend_t destination, const ggml_tensor * from, ggml_tensor * to) {
     ggml_backend_buffer_type_t memory = &of(destination).device.memory;
-    if (source->device != destination->device || !on_device(from, memory) || !on_device(to, memory)) {
-        return false;
-    }
-    if (source != destination) {
-        wait_in(of(destination), of(source).queue.mark());
-    }
+    if (source->device != destination->device || !on_device(from, memory) || !on_device(to, memory)) { return false; }
+    if (source != destination) { wait_in(of(destination), of(source).queue.mark()); }
     LinkDevice & device = of(destination).device;
     of(destination).queue.push([&device, to_data = to->data, from_data = from->data, n = ggml_nbytes(from)] {
         device.move(to_data, from_data, n);
@@ -267,22 +239,16 @@ struct Event {
     }
 };
 
-Event & of(ggml_backend_event_t event) {
-    return *(Event *)event->context;
-}
+Event & of(ggml_backend_event_t event) { return *(Event *)event->context; }
 
 // What ggml asks a device
 
-ggml_backend_dev_t cpu_device() {
-    return ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
-}
+ggml_backend_dev_t cpu_device() { return ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU); }
 
 void set_cpu_threads(ggml_backend_t cpu, int n) {
     void * function =
         ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(cpu_device()), "ggml_backend_set_n_threads");
-    if (function) {
-        ((ggml_backend_set_n_threads_t)function)(cpu, n);
-    }
+    if (function) { ((ggml_backend_set_n_threads_t)function)(cpu, n); }
 }
 
 ggml_backend_i backend_interface() {
@@ -314,12 +280,8 @@ ggml_backend_i backend_interface() {
 ggml_backend_t new_backend(ggml_backend_dev_t device, const char *) {
     static uint8_t guid[] = {0x6d, 0x6f, 0x65, 0x67, 0x67, 0x75, 0x66, 0x2d, 0x6c, 0x69, 0x6e, 0x6b, 0, 0, 0, 1};
     ggml_backend_ptr cpu(ggml_backend_dev_init(cpu_device(), nullptr));
-    if (!cpu) {
-        return nullptr;
-    }
-    if (of(device).n_threads) {
-        set_cpu_threads(cpu.get(), of(device).n_threads);
-    }
+    if (!cpu) { return nullptr; }
+    if (of(device).n_threads) { set_cpu_threads(cpu.get(), of(device).n_threads); }
     return new ggml_backend{&guid, backend_interface(), device,
                             new Backend{of(device), std::move(cpu), CommandQueue(of(device).strict)}};
 }
@@ -349,9 +311,7 @@ Registry & registry() {
 }
 
 void set_n_threads(ggml_backend_t backend, int n) {
-    if (!of(backend).device.n_threads) {
-        set_cpu_threads(of(backend).cpu.get(), n);
-    }
+    if (!of(backend).device.n_threads) { set_cpu_threads(of(backend).cpu.get(), n); }
 }
 
 ggml_backend_reg_t reg() {
@@ -451,9 +411,7 @@ const char * add_link_device(const moegguf_link & link) {
     if (link.pinned < MOEGGUF_PINNED_NOT || link.pinned > MOEGGUF_PINNED_FIRST) {
         throw Error(MOEGGUF_INVALID, "host memory of a device is not pinned, its own, or the first one's");
     }
-    if (!cpu_device()) {
-        throw Error(MOEGGUF_INVALID, "ggml has no CPU device to compute with");
-    }
+    if (!cpu_device()) { throw Error(MOEGGUF_INVALID, "ggml has no CPU device to compute with"); }
     Registry & all = registry();
     std::lock_guard<std::mutex> lock(all.mutex);
     all.devices.push_back(std::make_unique<LinkDevice>(link, (int)all.devices.size()));

@@ -63,9 +63,7 @@ class ConvertAhead {
 
 // n bytes of a state that begin at an address.
 inline void read_state(void * to, const uint8_t * at, size_t n) {
-    if (!moegguf_state_read(to, at, n)) {
-        memcpy(to, at, n);
-    }
+    if (!moegguf_state_read(to, at, n)) { memcpy(to, at, n); }
 }
 
 // Writes parts of a state to tensors, or has them written; a part has tensor, ptr, offset and size.

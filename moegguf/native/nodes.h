@@ -17,9 +17,7 @@ constexpr char ready_node[] = "ffn_moe_ready_ids-"; // the same ids: what follow
 constexpr char down_node[] = "ffn_moe_down_in-";    // what follows multiplies with down
 
 // Whether it may be one of them: asked of every node of a pass.
-inline bool is_of_experts(const ggml_tensor * t) {
-    return memcmp(t->name, "ffn_moe_", 8) == 0;
-}
+inline bool is_of_experts(const ggml_tensor * t) { return memcmp(t->name, "ffn_moe_", 8) == 0; }
 
 // The layer in the node's name when it starts with the prefix, -1 otherwise.
 template <size_t n>
@@ -36,9 +34,7 @@ inline const float * floats(const ggml_tensor * t, size_t n, std::vector<float> 
     if (!t || t->type != GGML_TYPE_F32 || !ggml_is_contiguous(t) || (size_t)ggml_nelements(t) != n || !t->buffer) {
         return nullptr;
     }
-    if (ggml_backend_buffer_is_host(t->buffer)) {
-        return (const float *)t->data;
-    }
+    if (ggml_backend_buffer_is_host(t->buffer)) { return (const float *)t->data; }
     scratch.resize(n);
     ggml_backend_tensor_get(t, scratch.data(), 0, n * sizeof(float));
     return scratch.data();

@@ -31,9 +31,7 @@ std::vector<ggml_backend_buffer_type_t> extra_bufts(ggml_backend_dev_t device) {
     auto get =
         (ggml_backend_dev_get_extra_bufts_t)ggml_backend_reg_get_proc_address(reg, "ggml_backend_dev_get_extra_bufts");
     if (get) {
-        for (ggml_backend_buffer_type_t * buft = get(device); buft && *buft; buft++) {
-            result.push_back(*buft);
-        }
+        for (ggml_backend_buffer_type_t * buft = get(device); buft && *buft; buft++) { result.push_back(*buft); }
     }
     return result;
 }
@@ -48,9 +46,7 @@ ggml_tensor * expert_tensor(ggml_context * ctx, const Matrix & m, int n_slots, u
 ggml_context_ptr tensor_context(size_t n_tensors) {
     ggml_init_params params = {ggml_tensor_overhead() * (n_tensors + 8), nullptr, /*no_alloc =*/true};
     ggml_context_ptr context(ggml_init(params));
-    if (!context) {
-        throw Error(MOEGGUF_MEMORY, "no memory for the pool's tensor descriptions");
-    }
+    if (!context) { throw Error(MOEGGUF_MEMORY, "no memory for the pool's tensor descriptions"); }
     return context;
 }
 
@@ -67,9 +63,7 @@ ggml_backend_buffer_type_t interleaved_buft(ggml_backend_dev_t device, ggml_type
         const bool same_size = ggml_backend_buft_get_alloc_size(buft, w) == ggml_nbytes(w);
         ggml_backend_buffer_ptr probe(ggml_backend_buft_alloc_buffer(buft, 0));
         w->buffer = probe.get();
-        if (probe && same_size && ggml_backend_dev_supports_op(device, op)) {
-            return buft;
-        }
+        if (probe && same_size && ggml_backend_dev_supports_op(device, op)) { return buft; }
     }
     return nullptr;
 }
@@ -147,14 +141,10 @@ ggml_backend_dev_t find_device(const char * name) {
 
 ggml_backend_ptr make_backend(ggml_backend_dev_t device, int n_threads) {
     ggml_backend_ptr backend(ggml_backend_dev_init(device, nullptr));
-    if (!backend) {
-        throw Error(MOEGGUF_MEMORY, std::string(ggml_backend_dev_name(device)) + " refused a backend");
-    }
+    if (!backend) { throw Error(MOEGGUF_MEMORY, std::string(ggml_backend_dev_name(device)) + " refused a backend"); }
     auto set_n_threads = (ggml_backend_set_n_threads_t)ggml_backend_reg_get_proc_address(
         ggml_backend_dev_backend_reg(device), "ggml_backend_set_n_threads");
-    if (set_n_threads) {
-        set_n_threads(backend.get(), n_threads);
-    }
+    if (set_n_threads) { set_n_threads(backend.get(), n_threads); }
     return backend;
 }
 
@@ -191,9 +181,7 @@ void pad(ggml_backend_dev_t device, moegguf_matrix * matrices, int n) {
     const moegguf_matrix * last = nullptr; // neighbours are mostly alike
     int32_t bytes = 0;
     for (moegguf_matrix * m = matrices; m < matrices + n; m++) {
-        if (!is_matrix(*m)) {
-            throw Error(MOEGGUF_INVALID, "a matrix has a type and a shape that do not go together");
-        }
+        if (!is_matrix(*m)) { throw Error(MOEGGUF_INVALID, "a matrix has a type and a shape that do not go together"); }
         if (!last || last->type != m->type || last->ne0 != m->ne0) {
             ggml_context_ptr ctx = tensor_context(1);
             bytes = (int32_t)padding_of(buft, ggml_new_tensor_2d(ctx.get(), (ggml_type)m->type, m->ne0, m->ne1));
@@ -211,9 +199,7 @@ int most_slots(ggml_backend_dev_t device, const moegguf_matrix * matrices, int n
         const bool as_last = last && last->type == m->type && last->kind == m->kind && last->ne0 == m->ne0;
         last = m;
         const uint64_t stride = strides.of_kind[m->kind];
-        if (as_last || !multiplies(device, *m, 1, stride)) {
-            continue;
-        }
+        if (as_last || !multiplies(device, *m, 1, stride)) { continue; }
         const auto fits = [&](int slots) {
             return strides.arena_bytes(m->kind, slots) <= largest && multiplies(device, *m, slots, stride);
         };
@@ -251,22 +237,16 @@ Pool::Pool(const Layout & layout, const LayerSet & layers, const Numbering & num
         const Matrix & m = layout.matrices[i];
         kind_.push_back(m.kind);
         padding_.push_back(interleaved_[i] ? 0 : m.padding_bytes);
-        if (layers.has[m.il]) {
-            make_tensor(m, (int)i, numbering.window(m.il));
-        }
+        if (layers.has[m.il]) { make_tensor(m, (int)i, numbering.window(m.il)); }
     }
     for (const Arena & arena : arenas_) { // only now: see reallocate()
-        if (arena.memory && !host_) {
-            ggml_backend_buffer_clear(arena.memory.get(), 0);
-        }
+        if (arena.memory && !host_) { ggml_backend_buffer_clear(arena.memory.get(), 0); }
     }
     if (kernels_ask_for_order()) {
         n_ids_ = layout.n_expert_max;
         make_cpu_anchor();
     }
-    if (!numbering.resident()) {
-        share_all_slots(numbering.n_slots());
-    }
+    if (!numbering.resident()) { share_all_slots(numbering.n_slots()); }
 }
 
 void Pool::allocate(const Layout & layout, const LayerSet & layers, int n_slots) {
@@ -277,18 +257,12 @@ void Pool::allocate(const Layout & layout, const LayerSet & layers, int n_slots)
         for (size_t i = 0; i < layout.matrices.size(); i++) {
             const Matrix & m = layout.matrices[i];
             used = used || (m.kind == kind && layers.has[m.il]);
-            if (m.kind == kind && interleaved_[i]) {
-                buft = interleaved_[i];
-            }
+            if (m.kind == kind && interleaved_[i]) { buft = interleaved_[i]; }
         }
-        if (!used) {
-            continue;
-        }
+        if (!used) { continue; }
         Arena & arena = arenas_[kind];
         const uint64_t n = strides_.arena_bytes(kind, n_slots);
-        if (!fault(MOEGGUF_FAULT_ALLOC)) {
-            arena.memory.reset(ggml_backend_buft_alloc_buffer(buft, n));
-        }
+        if (!fault(MOEGGUF_FAULT_ALLOC)) { arena.memory.reset(ggml_backend_buft_alloc_buffer(buft, n)); }
         if (!arena.memory && memory_.pinned) {
             arena.memory.reset(ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), n));
         }
@@ -329,9 +303,7 @@ void Pool::make_tensor(const Matrix & m, int matrix, Window window) {
         ggml_backend_tensor_alloc(buffer, pool, arena.base + window.first_slot * strides_.of_kind[m.kind]) ==
             GGML_STATUS_SUCCESS &&
         ggml_backend_tensor_alloc(buffer, slot, arena.base) == GGML_STATUS_SUCCESS;
-    if (!ok) {
-        throw Error(MOEGGUF_MEMORY, "the device cannot describe the slots of '" + m.name + "'");
-    }
+    if (!ok) { throw Error(MOEGGUF_MEMORY, "the device cannot describe the slots of '" + m.name + "'"); }
     if (!interleaved_[matrix] && padding_of(memory_.buft, slot) > padding_[matrix]) {
         throw Error(MOEGGUF_INVALID, "slots of '" + m.name + "' lack the padding that " +
                                          ggml_backend_dev_name(memory_.device) + " reads (moegguf_pad)");
@@ -360,16 +332,12 @@ bool Pool::kernels_ask_for_order() const {
 }
 
 void Pool::set_op_params(int matrix, const void * pointer) {
-    if (tensors_[matrix]) {
-        ggml_set_op_params(tensors_[matrix], &pointer, sizeof(pointer));
-    }
+    if (tensors_[matrix]) { ggml_set_op_params(tensors_[matrix], &pointer, sizeof(pointer)); }
 }
 
 void Pool::share_all_slots(int n_slots) {
     for (size_t i = 0; i < tensors_.size(); i++) {
-        if (!tensors_[i]) {
-            continue;
-        }
+        if (!tensors_[i]) { continue; }
         tensors_[i]->data = arenas_[kind_[i]].base;
         tensors_[i]->ne[2] = std::max(n_slots, n_ids_);
         tensors_[i]->nb[3] = tensors_[i]->nb[2] * tensors_[i]->ne[2];
@@ -382,21 +350,15 @@ bool Pool::reallocate(int n_slots, bool keep) {
     const int n_kept = keep ? std::min(n_slots, n_allocated_) : 0;
     for (int kind = 0; kind < MOEGGUF_MAX_KINDS; kind++) {
         const uint64_t n = strides_.arena_bytes(kind, n_slots);
-        if (strides_.of_kind[kind] == 0) {
-            continue;
-        }
+        if (strides_.of_kind[kind] == 0) { continue; }
         Arena & arena = arenas_[kind];
         if (!keep && arena.memory) {
             bytes_ -= ggml_backend_buffer_get_size(arena.memory.get());
             arena.memory.reset();
         }
         ggml_backend_buffer_ptr memory;
-        if (!fault(MOEGGUF_FAULT_ALLOC)) {
-            memory.reset(ggml_backend_buft_alloc_buffer(memory_.buft, n));
-        }
-        if (!memory) {
-            return false;
-        }
+        if (!fault(MOEGGUF_FAULT_ALLOC)) { memory.reset(ggml_backend_buft_alloc_buffer(memory_.buft, n)); }
+        if (!memory) { return false; }
         ggml_backend_buffer_set_usage(memory.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
         std::swap(arena.memory, memory);
         arena.base = (uint8_t *)ggml_backend_buffer_get_base(arena.memory.get());
@@ -431,9 +393,7 @@ void Pool::copy_slots(int kind, ggml_backend_buffer_t from, ggml_backend_buffer_
 // The tensors of a kind lie in its arena as it is now; every layer's window is all slots.
 void Pool::rebind(int kind, int n_slots) {
     for (size_t i = 0; i < tensors_.size(); i++) {
-        if (kind_[i] != kind || !tensors_[i]) {
-            continue;
-        }
+        if (kind_[i] != kind || !tensors_[i]) { continue; }
         ggml_tensor * pool = tensors_[i];
         pool->ne[2] = std::max(n_slots, n_ids_);
         pool->nb[3] = pool->nb[2] * pool->ne[2];
@@ -475,9 +435,7 @@ uint8_t * Pool::address(int matrix, int slot) const {
     return arenas_[kind_[matrix]].base + slot * strides_.of_kind[kind_[matrix]];
 }
 
-const uint8_t * Pool::data(int matrix, int slot) const {
-    return address(matrix, slot);
-}
+const uint8_t * Pool::data(int matrix, int slot) const { return address(matrix, slot); }
 
 void Pool::write_slots(ggml_backend_t backend, int matrix, int slot, int n, const void * data) const {
     ggml_tensor slots = slots_view(matrix, slot, n);
@@ -516,9 +474,7 @@ void Pool::release(int first, int last) const {
     for (int kind = 0; kind < MOEGGUF_MAX_KINDS; kind++) {
         const uint64_t begin = ((uint64_t)arenas_[kind].base + first * strides_.of_kind[kind] + page - 1) / page * page;
         const uint64_t end = ((uint64_t)arenas_[kind].base + last * strides_.of_kind[kind]) / page * page;
-        if (arenas_[kind].base && begin < end) {
-            madvise((void *)begin, end - begin, MADV_DONTNEED);
-        }
+        if (arenas_[kind].base && begin < end) { madvise((void *)begin, end - begin, MADV_DONTNEED); }
     }
 }
 

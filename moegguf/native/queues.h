@@ -18,9 +18,7 @@ class Ring {
     T & operator[](size_t i) { return items_[(head_ + i) & (items_.size() - 1)]; }
 
     T & add() { // holds an earlier item until it is written to
-        if (size_ == items_.size()) {
-            grow();
-        }
+        if (size_ == items_.size()) { grow(); }
         T & item = (*this)[size_];
         set_gauge(size_, size_ + 1);
         return item;
@@ -42,9 +40,7 @@ class Ring {
     size_t filter(Keep keep) {
         size_t kept = 0;
         for (size_t i = 0; i < size_; i++) {
-            if (keep((*this)[i])) {
-                (*this)[kept++] = (*this)[i];
-            }
+            if (keep((*this)[i])) { (*this)[kept++] = (*this)[i]; }
         }
         const size_t gone = size_ - kept;
         set_gauge(size_, kept);
@@ -54,9 +50,7 @@ class Ring {
   private:
     void grow() {
         std::vector<T> larger(items_.empty() ? 256 : items_.size() * 2);
-        for (size_t i = 0; i < size_; i++) {
-            larger[i] = (*this)[i];
-        }
+        for (size_t i = 0; i < size_; i++) { larger[i] = (*this)[i]; }
         items_.swap(larger);
         head_ = 0;
     }

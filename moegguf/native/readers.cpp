@@ -13,12 +13,8 @@ Readers::Readers(const Layout & layout, Shared & shared, const Tiers & tiers, Li
       link_(link),
       files_(layout, shared.has(MOEGGUF_DIRECT)) {
     uint64_t piece = 0;
-    for (const Matrix & m : layout.matrices) {
-        piece = std::max(piece, std::min(m.expert_bytes, piece_bytes(m)));
-    }
-    for (int i = 0; i < n; i++) {
-        buffers_.push_back(std::make_unique<ReadBuffer>(piece + Shard::alignment));
-    }
+    for (const Matrix & m : layout.matrices) { piece = std::max(piece, std::min(m.expert_bytes, piece_bytes(m))); }
+    for (int i = 0; i < n; i++) { buffers_.push_back(std::make_unique<ReadBuffer>(piece + Shard::alignment)); }
     threads_.reserve(n);
     try {
         for (int i = 0; i < n; i++) {
@@ -38,9 +34,7 @@ Readers::~Readers() {
     }
     shared_.work.notify_all();
     shared_.done.notify_all();
-    for (std::thread & thread : threads_) {
-        thread.join();
-    }
+    for (std::thread & thread : threads_) { thread.join(); }
 }
 
 void Readers::run(const ReadBuffer & buffer) {
@@ -83,9 +77,7 @@ void Readers::read(const Job & job, const ReadBuffer & buffer, ReadStats & stats
             const uint8_t * data = files_[m.shard].read(offset, n_rows * row_bytes, buffer, stats);
             const uint64_t start = now_ns();
             Lock one_at_a_time(upload_, std::defer_lock);
-            if (!pool.host()) {
-                one_at_a_time.lock();
-            }
+            if (!pool.host()) { one_at_a_time.lock(); }
             pool.write(matrix, job.destination.slot, row, n_rows, data);
             upload_ns += now_ns() - start;
         }

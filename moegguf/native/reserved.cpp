@@ -11,13 +11,9 @@
 namespace moegguf {
 namespace {
 
-const char * get_name(ggml_backend_buffer_type_t) {
-    return "moegguf";
-}
+const char * get_name(ggml_backend_buffer_type_t) { return "moegguf"; }
 
-size_t mapped_bytes(size_t size) {
-    return size ? size : 1;
-}
+size_t mapped_bytes(size_t size) { return size ? size : 1; }
 
 // Once the model is loaded, only adapters ask for memory of the kind that its experts have: they get some of the host.
 // Reading a reserved tensor (to save a model, say) gives zeros, not a fault.
@@ -27,9 +23,7 @@ ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_t size)
     }
     constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     void * address = mmap(nullptr, mapped_bytes(size), PROT_NONE, flags, -1, 0);
-    if (address == MAP_FAILED) {
-        return nullptr;
-    }
+    if (address == MAP_FAILED) { return nullptr; }
     ggml_backend_buffer_i iface = {};
     iface.free_buffer = [](ggml_backend_buffer_t buffer) { munmap(buffer->context, mapped_bytes(buffer->size)); };
     iface.get_base = [](ggml_backend_buffer_t buffer) { return buffer->context; };
@@ -54,14 +48,10 @@ ggml_backend_buffer_type * make_reserved_buft(Store * store) {
     return buft;
 }
 
-void free_reserved_buft(ggml_backend_buffer_type * buft) {
-    delete buft;
-}
+void free_reserved_buft(ggml_backend_buffer_type * buft) { delete buft; }
 
 Store * store_of(const ggml_tensor * t) {
-    if (!t || !t->buffer) {
-        return nullptr;
-    }
+    if (!t || !t->buffer) { return nullptr; }
     ggml_backend_buffer_type_t buft = ggml_backend_buffer_get_type(t->buffer);
     return buft->iface.get_name == get_name ? (Store *)buft->context : nullptr;
 }

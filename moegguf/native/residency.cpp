@@ -17,9 +17,7 @@ struct Residency::Rank {
     uint64_t last_use;
 
     bool before(const Rank & other) const {
-        if (score != other.score) {
-            return score < other.score;
-        }
+        if (score != other.score) { return score < other.score; }
         return order != other.order ? order < other.order : last_use < other.last_use;
     }
 };
@@ -51,9 +49,7 @@ Residency::Residency(const Layout & layout, const LayerSet & layers, const Numbe
 // Each layer then keeps an equal share, and what one layer needs at once is left to circulate.
 void Residency::set_floors() {
     std::fill(floor_.begin(), floor_.end(), 0);
-    if (n_usable_ >= set_.token_cycle) {
-        return;
-    }
+    if (n_usable_ >= set_.token_cycle) { return; }
     int to_share = std::max(0, n_usable_ - set_.n_used_max);
     int layers = (int)set_.moe_layers.size();
     for (int il : set_.moe_layers) {
@@ -69,9 +65,7 @@ bool Residency::evictable(int s) const {
 }
 
 void Residency::update_order(int s) {
-    if (evictable(s) == order_.contains(s)) {
-        return;
-    }
+    if (evictable(s) == order_.contains(s)) { return; }
     const Slot & slot = slots_[s];
     if (order_.contains(s)) {
         order_.remove(s);
@@ -90,9 +84,7 @@ int Residency::victim(const LayerStep & now) {
     Rank best_rank[2] = {};
     for (int il : set_.moe_layers) {
         int s = order_.least_recent(il);
-        if (s < 0) {
-            continue;
-        }
+        if (s < 0) { continue; }
         Rank rank = {0.0f, 0, order_.last_use(s)};
         if (ordered) {
             const EvictionOrder::Lowest lowest = order_.lowest(il);
@@ -118,13 +110,9 @@ int Residency::choose(int il, int expert, const LayerStep & now, const Worth & w
         return slots_[s].pins == 0 && slots_[s].reading == 0 ? s : -1;
     }
     int s = free_.lowest();
-    if (s >= 0 && s < n_usable_) {
-        return s;
-    }
+    if (s >= 0 && s < n_usable_) { return s; }
     s = victim(now);
-    if (s < 0) {
-        return -1;
-    }
+    if (s < 0) { return -1; }
     const Slot & slot = slots_[s];
     const bool cheap = !ordered(now) || score(slot.il, slot.expert, now) < worth.score;
     return cheap && chance(slot.il, slot.expert) < worth.chance ? s : -1;
@@ -150,12 +138,8 @@ void Residency::assign(int s, int il, int expert) {
 
 void Residency::vacate(int s) {
     Slot & slot = slots_[s];
-    if (slot.il < 0) {
-        return;
-    }
-    if (order_.contains(s)) {
-        order_.remove(s);
-    }
+    if (slot.il < 0) { return; }
+    if (order_.contains(s)) { order_.remove(s); }
     if (!slot.streams()) {
         policy_->on_evict(slot.il, slot.expert);
         slot_of_[layout_.key(slot.il, slot.expert)] = -1;
@@ -214,9 +198,7 @@ void Residency::pin(int s) {
     hold(s);
     Slot & slot = slots_[s];
     slot.last_use = ++tick_;
-    if (!slot.streams()) {
-        policy_->on_use(slot.il, slot.expert);
-    }
+    if (!slot.streams()) { policy_->on_use(slot.il, slot.expert); }
 }
 
 void Residency::unpin(int s) {
@@ -260,17 +242,13 @@ void Residency::exchange_policy(std::unique_ptr<EvictionPolicy> & policy) {
 void Residency::exchange_scores(std::vector<float> & scores) {
     const bool was_set = scores_.set();
     scores_.exchange(scores, [this](int il) { order_.scores_changed(il); });
-    if (scores_.set() != was_set) {
-        order_.set_policy(&policy());
-    }
+    if (scores_.set() != was_set) { order_.set_policy(&policy()); }
 }
 
 // With a slot for every expert there is nothing to decide, and idle layers do not even count: policies start when the
 // pool shrinks.
 void Residency::on_routing(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens) {
-    if (average_use_) {
-        average_use_->count(il, expert_ids, n_expert_used, n_tokens);
-    }
+    if (average_use_) { average_use_->count(il, expert_ids, n_expert_used, n_tokens); }
     if (!numbering_.resident() && policy_->on_routing(il, expert_ids, n_expert_used, n_tokens) && !scores_.set()) {
         order_.scores_changed(il);
     }
@@ -278,9 +256,7 @@ void Residency::on_routing(int il, const int32_t * expert_ids, int n_expert_used
 
 void Residency::on_routed(int il) {
     on_forecast(il, nullptr);
-    if (!numbering_.resident() && policy_->on_routed(il) && !scores_.set()) {
-        order_.scores_changed(il);
-    }
+    if (!numbering_.resident() && policy_->on_routed(il) && !scores_.set()) { order_.scores_changed(il); }
 }
 
 void Residency::on_forecast(int il, const float * probabilities, const float * as_predicted) {
@@ -290,15 +266,11 @@ void Residency::on_forecast(int il, const float * probabilities, const float * a
                        [](float p) { return p > 0.0f ? std::min(p, 1.0f) : 0.0f; }); // not a number: 0
     }
     const float * for_policy = as_predicted && policy_->takes_as_predicted() ? as_predicted : probabilities;
-    if (!numbering_.resident() && policy_->on_forecast(il, for_policy) && !scores_.set()) {
-        order_.scores_changed(il);
-    }
+    if (!numbering_.resident() && policy_->on_forecast(il, for_policy) && !scores_.set()) { order_.scores_changed(il); }
 }
 
 float Residency::chance(int il, int expert) const {
-    if (forecast_known_[il]) {
-        return forecast_[layout_.key(il, expert)];
-    }
+    if (forecast_known_[il]) { return forecast_[layout_.key(il, expert)]; }
     return average_use_ ? average_use_->row(il)[expert] : 0.0f;
 }
 
@@ -313,9 +285,7 @@ float Residency::score(int il, int expert, const LayerStep & now) const {
 void Residency::set_usable(int n) {
     n_usable_ = n;
     set_floors();
-    for (int s = 0; s < n_slots(); s++) {
-        update_order(s);
-    }
+    for (int s = 0; s < n_slots(); s++) { update_order(s); }
 }
 
 } // namespace moegguf

@@ -31,9 +31,7 @@ struct Slot {
 class FreeSlots {
   public:
     explicit FreeSlots(int n) : words_((size_t)n / 64 + 1, 0) {
-        for (int s = 0; s < n; s++) {
-            add(s);
-        }
+        for (int s = 0; s < n; s++) { add(s); }
     }
 
     void add(int s) {
@@ -46,12 +44,8 @@ class FreeSlots {
         n_free_ -= 1;
     }
     int lowest() const { // -1: none is free
-        if (n_free_ == 0) {
-            return -1;
-        }
-        while (words_[first_] == 0) {
-            first_ += 1;
-        }
+        if (n_free_ == 0) { return -1; }
+        while (words_[first_] == 0) { first_ += 1; }
         return first_ * 64 + __builtin_ctzll(words_[first_]);
     }
 

@@ -58,9 +58,7 @@ struct Shared {
   private:
     template <typename Done, typename Ends>
     bool wait_for(Lock & lock, Done done, Clock::Deadline deadline, Ends ends) {
-        if (done()) {
-            return true;
-        }
+        if (done()) { return true; }
         const uint64_t start = clock->real_ns();
         bool is_done = false, goes_on = true;
         while (!is_done && goes_on && !ends()) {

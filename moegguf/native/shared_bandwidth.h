@@ -41,12 +41,8 @@ class SharedBandwidth {
 
     static void wait_until(double until_ns) {
         const double left_ns = until_ns - now_ns();
-        if (left_ns > early_ns) {
-            std::this_thread::sleep_for(std::chrono::nanoseconds(int64_t(left_ns - early_ns)));
-        }
-        while (now_ns() < until_ns) {
-            std::this_thread::yield();
-        }
+        if (left_ns > early_ns) { std::this_thread::sleep_for(std::chrono::nanoseconds(int64_t(left_ns - early_ns))); }
+        while (now_ns() < until_ns) { std::this_thread::yield(); }
     }
 
     // Until less than `rest_ns` are missing at the present speed.
@@ -54,9 +50,7 @@ class SharedBandwidth {
         while (true) {
             advance();
             const double left_ns = (end - served_) * n_copies_ / bytes_per_ns_ - rest_ns;
-            if (left_ns <= 0) {
-                return;
-            }
+            if (left_ns <= 0) { return; }
             if (left_ns > early_ns) {
                 changed_.wait_for(lock, std::chrono::nanoseconds(int64_t(left_ns - early_ns)));
             } else {

@@ -40,9 +40,7 @@ class Experts {
           layers(layout, std::vector<uint8_t>(layout.layers.size(), 1)),
           numbering(layout, layers, n_slots) {
         if (layout.shards.empty()) { // numbers of no model
-            for (const Matrix & m : layout.matrices) {
-                bytes_.emplace_back(m.expert_bytes, 0);
-            }
+            for (const Matrix & m : layout.matrices) { bytes_.emplace_back(m.expert_bytes, 0); }
             return;
         }
         const Files files(layout, /*direct =*/false);
@@ -59,9 +57,7 @@ class Experts {
     int64_t n_embd() const { return layout.matrices[down_matrix()].ne1; }
     double expert_bytes() const {
         double n = 0;
-        for (const Matrix & m : layout.matrices) {
-            n += (double)m.expert_bytes;
-        }
+        for (const Matrix & m : layout.matrices) { n += (double)m.expert_bytes; }
         return n;
     }
 
@@ -89,9 +85,7 @@ class Graph {
     Graph(ggml_backend_t backend, size_t n_tensors) : backend_(backend) {
         const size_t n = ggml_tensor_overhead() * n_tensors + ggml_graph_overhead_custom(n_tensors, false);
         context_.reset(ggml_init({n, nullptr, /*no_alloc =*/true}));
-        if (!context_) {
-            throw Error(MOEGGUF_MEMORY, "no memory for a graph");
-        }
+        if (!context_) { throw Error(MOEGGUF_MEMORY, "no memory for a graph"); }
         graph_ = ggml_new_graph_custom(context_.get(), n_tensors, false);
     }
 
@@ -100,9 +94,7 @@ class Graph {
 
     void allocate() {
         buffer_.reset(ggml_backend_alloc_ctx_tensors(context_.get(), backend_));
-        if (!buffer_) {
-            throw Error(MOEGGUF_MEMORY, "no memory for what a graph computes");
-        }
+        if (!buffer_) { throw Error(MOEGGUF_MEMORY, "no memory for what a graph computes"); }
     }
 
     void compute() const {
@@ -134,9 +126,7 @@ double op_ns(ggml_backend_t backend, int64_t n_embd, double seconds) {
     Graph graph(backend, 2 * n_small_ops + 8);
     ggml_tensor * x = ggml_new_tensor_1d(graph.context(), GGML_TYPE_F32, n_embd);
     ggml_tensor * y = x;
-    for (int i = 0; i < n_small_ops; i++) {
-        y = ggml_add(graph.context(), y, x);
-    }
+    for (int i = 0; i < n_small_ops; i++) { y = ggml_add(graph.context(), y, x); }
     graph.add(y);
     graph.allocate();
     set_all(x, 1);
@@ -167,14 +157,10 @@ double multiply_bytes_per_ns(ggml_backend_t backend, const Experts & experts, co
         }
     }
     graph.allocate();
-    for (ggml_tensor * x : inputs) {
-        set_all(x, 1e-3f);
-    }
+    for (ggml_tensor * x : inputs) { set_all(x, 1e-3f); }
     for (int token = 0; token < n_tokens; token++) {
         std::vector<int32_t> slots(experts.n_used());
-        for (int i = 0; i < experts.n_used(); i++) {
-            slots[i] = (token * experts.n_used() + i) % experts.n_slots();
-        }
+        for (int i = 0; i < experts.n_used(); i++) { slots[i] = (token * experts.n_used() + i) % experts.n_slots(); }
         ggml_backend_tensor_set(ids[token], slots.data(), 0, slots.size() * sizeof(int32_t));
     }
     const double ns = run_ns(seconds, [&] { graph.compute(); });
@@ -271,9 +257,7 @@ moegguf_speeds measure_speeds(const moegguf_config & config, int n_threads, doub
     }
     moegguf_speeds out = {};
     measure_cpu(experts, config.flags & MOEGGUF_REPACK, n_threads, seconds, out);
-    if (device.name) {
-        measure_device(experts, device.name, n_threads, seconds, out);
-    }
+    if (device.name) { measure_device(experts, device.name, n_threads, seconds, out); }
     return out;
 }
 

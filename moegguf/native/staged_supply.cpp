@@ -18,22 +18,17 @@ StagedSupply::StagedSupply(const Layout & layout, Shared & shared, Transfers & t
       tiers_(tiers),
       on_(std::any_of(tiers.staging.begin(), tiers.staging.end(), [](const auto & tier) { return tier != nullptr; })),
       shortens_(layout.layers.size(), 0),
-      counts_(layout.n_expert_max, 0) {
-}
+      counts_(layout.n_expert_max, 0) {}
 
 void StagedSupply::observe(Context & context, Lock & lock) {
-    if (!on_) {
-        return;
-    }
+    if (!on_) { return; }
     const Pass & pass = context.pass;
     if (pass.il <= last_il_ && last_tokens_ > 1) { // the pass before has left out the layers behind its last
         std::fill(shortens_.begin() + last_il_ + 1, shortens_.end(), 1);
     }
     last_il_ = pass.il;
     last_tokens_ = pass.n_tokens;
-    if (pass.n_tokens > 1) {
-        shortens_[pass.il] = context.event.n_tokens < pass.n_tokens;
-    }
+    if (pass.n_tokens > 1) { shortens_[pass.il] = context.event.n_tokens < pass.n_tokens; }
     if (ahead_ && context.pinned.tier->id != TierId::staging) {
         drop_ahead();
         for (const auto & tier : tiers_.staging) {
@@ -62,9 +57,7 @@ bool StagedSupply::take_tensor(Context & context, Lock & lock) {
     const Event & event = context.event;
     const auto is_free = [&] { return get(tier.counters.slots_pinned) == 0; };
     const auto come = [&] { return !tier.busy(); };
-    if (!is_free() && !stall(shared_, tier, lock, is_free)) {
-        return false;
-    }
+    if (!is_free() && !stall(shared_, tier, lock, is_free)) { return false; }
     tier.staged_for->residency.on_routing(event.il, event.ids, event.n_expert_used, event.n_tokens);
     drop(tier, &event);
     pin_there(context);
@@ -84,18 +77,14 @@ void StagedSupply::pin_there(Context & context) {
         const bool has_slot = own >= 0 && slots.residency.complete(own);
         in_slots.add(event.il, expert, has_slot);
         n_useful += has_slot && slots.residency.request(own);
-        if (s < 0) {
-            continue;
-        }
+        if (s < 0) { continue; }
         tier.residency.request(s);
         tier.residency.forgive(s); // for passes that have ended
         context.pinned.pin(s);
         event.slot_of[expert] = s;
         if (!has_slot) {
             in_ram.add(event.il, expert, true);
-            if (const int r = ram.residency.find(event.il, expert); r >= 0) {
-                ram.residency.touch(r);
-            }
+            if (const int r = ram.residency.find(event.il, expert); r >= 0) { ram.residency.touch(r); }
         }
     }
     count(shared_.counters.prefetch_useful, n_useful);
@@ -118,9 +107,7 @@ void StagedSupply::pin_rest(Context & context) {
 void StagedSupply::drop(Tier & tier, const Event * keep) {
     for (int s = 0; s < tier.residency.n_slots(); s++) {
         const Slot & slot = tier.residency.slot(s);
-        if (slot.il < 0 || slot.pins > 0) {
-            continue;
-        }
+        if (slot.il < 0 || slot.pins > 0) { continue; }
         const bool chosen = keep && slot.il == keep->il && keep->slot_of[slot.expert] != Event::not_chosen;
         const bool in_vain = slot.prefetched && (!keep || slot.il == keep->il);
         if (!chosen && (in_vain || !tier.residency.complete(s))) {
@@ -132,18 +119,14 @@ void StagedSupply::drop(Tier & tier, const Event * keep) {
 
 void StagedSupply::drop_ahead() {
     for (const auto & tier : tiers_.staging) {
-        if (tier) {
-            drop(*tier, nullptr);
-        }
+        if (tier) { drop(*tier, nullptr); }
     }
 }
 
 void StagedSupply::finish(Context & context) {
     Lock lock(shared_.mutex);
     count_tokens(context.event);
-    if (context.announced.next >= context.announced.n_tokens) {
-        keep_most_used(context, lock);
-    }
+    if (context.announced.next >= context.announced.n_tokens) { keep_most_used(context, lock); }
     copy_ahead(context);
     lock.unlock();
     Supply::finish(context);
@@ -151,9 +134,7 @@ void StagedSupply::finish(Context & context) {
 
 void StagedSupply::count_tokens(const Event & event) {
     std::fill(counts_.begin(), counts_.end(), 0);
-    for (size_t i = 0; i < event.n_ids(); i++) {
-        counts_[event.ids[i]] += 1;
-    }
+    for (size_t i = 0; i < event.n_ids(); i++) { counts_[event.ids[i]] += 1; }
 }
 
 // The experts that most tokens of the pass used, as many as are a layer's share of the slots: an answer begins with
@@ -168,9 +149,7 @@ void StagedSupply::keep_most_used(Context & context, Lock & lock) {
     std::stable_sort(chosen.begin(), chosen.end(), [&](int a, int b) { return counts_[a] > counts_[b]; });
     chosen.resize(std::min(chosen.size(), most));
     for (int expert : chosen) { // those that are there are not evicted for the others
-        if (const int s = to.residency.find(il, expert); s >= 0) {
-            to.residency.touch(s);
-        }
+        if (const int s = to.residency.find(il, expert); s >= 0) { to.residency.touch(s); }
     }
     std::vector<SlotRef> kept;
     const LayerStep now = {il, false, false, transfers_.step()};
@@ -211,9 +190,7 @@ bool StagedSupply::next_layer(const Context & context, int & il, int & n_tokens)
         n_tokens = std::min(n_tokens, context.announced.n_tokens - context.announced.next);
         next = n_tokens > 0 ? std::find_if(layers.begin(), layers.end(), whole) : next;
     }
-    if (next == layers.end()) {
-        return false;
-    }
+    if (next == layers.end()) { return false; }
     il = *next;
     return true;
 }
@@ -229,9 +206,7 @@ void StagedSupply::copy_layer_ahead(int il, int n_tokens, int computing) {
         return;
     }
     for (int expert = 0; expert < window.n_slots; expert++) {
-        if (to.residency.find(il, expert) < 0) {
-            ahead_ = borrow(to, il, expert) || ahead_;
-        }
+        if (to.residency.find(il, expert) < 0) { ahead_ = borrow(to, il, expert) || ahead_; }
     }
 }
 
@@ -243,9 +218,7 @@ bool StagedSupply::borrow(Tier & to, int il, int expert) {
     };
     Tier & from = whole(*to.staged_for) >= 0 ? *to.staged_for : *to.ram();
     const int source = whole(from), s = source >= 0 ? to.take_slot(il, expert, {il, false, false, 0}) : -1;
-    if (s < 0) {
-        return false;
-    }
+    if (s < 0) { return false; }
     to.residency.mark_prefetched(s);
     to.borrow(s, from, source);
     transfers_.copy(to, s, false);

@@ -58,9 +58,7 @@ constexpr uint64_t moegguf_counters::* tier_counters[] = {
 template <size_t n>
 void append(char (&text)[n], const std::string & more) {
     const size_t used = strlen(text);
-    if (!more.empty()) {
-        snprintf(text + used, n - used, "%s%s", used > 0 ? ", " : "", more.c_str());
-    }
+    if (!more.empty()) { snprintf(text + used, n - used, "%s%s", used > 0 ? ", " : "", more.c_str()); }
 }
 
 bool ends_with(const char * names, const char * name) {
@@ -81,12 +79,8 @@ void add_pool(moegguf_tier_info & out, const Pool & pool) {
 
 // Why there are no figures of enum moegguf_tier's index, and what there is.
 std::string no_tier(int index, const Tiers & tiers) {
-    if (index == MOEGGUF_RAM_TIER) {
-        return "this store has no slots in RAM below those of a device";
-    }
-    if (index == MOEGGUF_STAGING_TIER) {
-        return "this store stages no prompts: it has no staging tensors";
-    }
+    if (index == MOEGGUF_RAM_TIER) { return "this store has no slots in RAM below those of a device"; }
+    if (index == MOEGGUF_STAGING_TIER) { return "this store stages no prompts: it has no staging tensors"; }
     std::string names;
     for (size_t i = 0; i < tiers.compute.size(); i++) {
         const Pool * pool = tiers.compute[i]->pool();
@@ -140,9 +134,7 @@ void Store::start_links(const moegguf_config & config) {
 
 // Supplies may be gone from then on.
 void Store::stop_links() {
-    for (const auto & link : copies) {
-        link->stop();
-    }
+    for (const auto & link : copies) { link->stop(); }
     transfers.stop();
 }
 
@@ -158,16 +150,12 @@ ggml_tensor * Store::pool_tensor(const char * name, int n_tokens) const {
 std::vector<Tier *> Store::tiers_at(int index) {
     std::vector<Tier *> found;
     if (index == MOEGGUF_COMPUTE_TIER) {
-        for (auto & tier : tiers.compute) {
-            found.push_back(tier.get());
-        }
+        for (auto & tier : tiers.compute) { found.push_back(tier.get()); }
     } else if (index == MOEGGUF_RAM_TIER && tiers.ram) {
         found.push_back(tiers.ram.get());
     } else if (index == MOEGGUF_STAGING_TIER && staged.on()) {
         for (auto & tier : tiers.staging) {
-            if (tier) {
-                found.push_back(tier.get());
-            }
+            if (tier) { found.push_back(tier.get()); }
         }
     } else if (const int d = index - MOEGGUF_DEVICE_TIER; d >= 0 && d < (int)tiers.compute.size()) {
         found.push_back(tiers.compute[d].get());
@@ -180,13 +168,9 @@ std::vector<Tier *> Store::tiers_at(int index) {
 void Store::set_policy(int index, const std::string & name, const Values & values) {
     const std::vector<Tier *> of = tiers_at(index);
     std::vector<std::unique_ptr<EvictionPolicy>> next;
-    for (size_t i = 0; i < of.size(); i++) {
-        next.push_back(make_policy(layout, name, values));
-    }
+    for (size_t i = 0; i < of.size(); i++) { next.push_back(make_policy(layout, name, values)); }
     Lock lock(shared.mutex);
-    for (size_t i = 0; i < of.size(); i++) {
-        of[i]->residency.exchange_policy(next[i]);
-    }
+    for (size_t i = 0; i < of.size(); i++) { of[i]->residency.exchange_policy(next[i]); }
     lock.unlock(); // those before are destroyed without it
 }
 
@@ -197,9 +181,7 @@ void Store::set_scores(const float * scores, size_t n) {
     }
     std::vector<std::vector<float>> tables(tiers.compute.size(), ScoreTable::finite(scores, scores ? n : 0));
     Lock lock(shared.mutex);
-    for (size_t i = 0; i < tables.size(); i++) {
-        tiers.compute[i]->residency.exchange_scores(tables[i]);
-    }
+    for (size_t i = 0; i < tables.size(); i++) { tiers.compute[i]->residency.exchange_scores(tables[i]); }
     lock.unlock(); // the tables before are destroyed without it
 }
 
@@ -219,12 +201,8 @@ void Store::set_forecast(const float * probabilities, const uint8_t * known, siz
 
 void Store::want(Cause cause, const int32_t * il, const int32_t * experts, size_t n, bool replace) {
     Lock lock(shared.mutex);
-    if (replace) {
-        transfers.forget(cause);
-    }
-    for (size_t i = 0; i < n; i++) {
-        transfers.want({il[i], experts[i], cause});
-    }
+    if (replace) { transfers.forget(cause); }
+    for (size_t i = 0; i < n; i++) { transfers.want({il[i], experts[i], cause}); }
     transfers.wake_readers();
 }
 
@@ -280,9 +258,7 @@ int64_t Store::replay(const moegguf_routing & routing) {
         slot_ids.assign(ids, ids + n);
         ids += n;
         acquire.acquire(context, {routing.il[n_done], slot_ids.data(), n_used, n_tokens, all_kinds});
-        if (routing.compute_ns && !context.failed()) {
-            advance(routing.compute_ns[n_done]);
-        }
+        if (routing.compute_ns && !context.failed()) { advance(routing.compute_ns[n_done]); }
     }
     return n_done;
 }
@@ -291,9 +267,7 @@ void Store::read_counters(moegguf_counters & out) const {
     copy(shared.counters, out);
     out.events_dropped = events.dropped();
     for (const auto & tier : tiers.compute) {
-        for (const auto figure : tier_counters) {
-            out.*figure += get(tier->counters.*figure);
-        }
+        for (const auto figure : tier_counters) { out.*figure += get(tier->counters.*figure); }
     }
     out.queue_needed = transfers.n_queued(true);
     out.queue_wanted = transfers.n_queued(false) + transfers.n_wanted();
@@ -326,9 +300,7 @@ void Store::tier_info(int index, moegguf_tier_info & out) {
         out.n_slots += tier->residency.n_slots();
         out.n_slots_usable += tier->residency.n_usable();
         out.resident = out.resident && tier->numbering.resident();
-        if (const Pool * pool = tier->pool()) {
-            add_pool(out, *pool);
-        }
+        if (const Pool * pool = tier->pool()) { add_pool(out, *pool); }
     }
 }
 
@@ -350,25 +322,19 @@ void Store::info(moegguf_pool_info & out) {
 
 void Store::residency(int index, uint8_t * map, size_t n) {
     const std::vector<Tier *> of = tiers_at(index);
-    if (n != layout.n_keys()) {
-        throw Error(MOEGGUF_INVALID, "the map has one byte per layer and expert");
-    }
+    if (n != layout.n_keys()) { throw Error(MOEGGUF_INVALID, "the map has one byte per layer and expert"); }
     Lock lock(shared.mutex);
     memset(map, 0, n);
     for (const Tier * tier : of) {
         for (int s = 0; s < tier->residency.n_slots(); s++) {
             const Slot & slot = tier->residency.slot(s);
-            if (slot.expert >= 0) {
-                map[layout.key(slot.il, slot.expert)] = tier->residency.complete(s) ? 2 : 1;
-            }
+            if (slot.expert >= 0) { map[layout.key(slot.il, slot.expert)] = tier->residency.complete(s) ? 2 : 1; }
         }
     }
 }
 
 void Store::activity(uint32_t * uses, uint32_t * loads, size_t n) {
-    if (n != layout.n_keys()) {
-        throw Error(MOEGGUF_INVALID, "activity has two numbers per layer and expert");
-    }
+    if (n != layout.n_keys()) { throw Error(MOEGGUF_INVALID, "activity has two numbers per layer and expert"); }
     Lock lock(shared.mutex);
     for (int il : layout.moe_layers) {
         const Residency & residency = tiers.of(il).residency;

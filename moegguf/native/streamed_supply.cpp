@@ -39,17 +39,11 @@ bool StreamedSupply::place(Context & context, Lock & lock) {
     Event & event = context.event;
     Pinned & pinned = context.pinned;
     pin_present(context, tier_->residency.n_usable() - most_slots(context));
-    if (shared_.has(MOEGGUF_PREEMPT)) {
-        transfers_.drop_prefetches(event.il);
-    }
+    if (shared_.has(MOEGGUF_PREEMPT)) { transfers_.drop_prefetches(event.il); }
     const size_t n_present = pinned.slots.size(), n_absent = event.experts.size() - n_present;
-    if (n_absent > 0 && !take_slots(context, n_absent, lock)) {
-        return false;
-    }
+    if (n_absent > 0 && !take_slots(context, n_absent, lock)) { return false; }
     event.keeps_ids = n_absent > 0;
-    if (event.keeps_ids) {
-        begin(context, n_present);
-    }
+    if (event.keeps_ids) { begin(context, n_present); }
     tier_->residency.on_routing(event.il, event.ids, event.n_expert_used, event.n_tokens);
     transfers_.demand(*tier_, pinned.slots);
     transfers_.wake_readers();
@@ -92,12 +86,8 @@ void StreamedSupply::begin(const Context & context, size_t n_present) {
                  [&](int expert) { return slot_of_[expert] < 0; });
     for (Kind & kind : kinds_) {
         kind.n_asked = kind.n_free = 0;
-        for (size_t r = 0; r < slots_.size(); r++) {
-            kind.held[r].store(-1, std::memory_order_relaxed);
-        }
-        for (size_t i = 0; i < experts_.size(); i++) {
-            kind.n_past[i].store(0, std::memory_order_relaxed);
-        }
+        for (size_t r = 0; r < slots_.size(); r++) { kind.held[r].store(-1, std::memory_order_relaxed); }
+        for (size_t i = 0; i < experts_.size(); i++) { kind.n_past[i].store(0, std::memory_order_relaxed); }
     }
     ids_.store(event.ids, std::memory_order_release);
 }
@@ -109,9 +99,7 @@ void StreamedSupply::stop() {
 }
 
 void StreamedSupply::release(Context & context) {
-    if (context_ == &context) {
-        stop();
-    }
+    if (context_ == &context) { stop(); }
     Supply::release(context);
 }
 
@@ -125,20 +113,14 @@ void StreamedSupply::wait(Context & context, uint8_t kinds) {
 }
 
 void StreamedSupply::finish(Context & context) {
-    if (!context.event.keeps_ids) {
-        Supply::finish(context);
-    }
+    if (!context.event.keeps_ids) { Supply::finish(context); }
 }
 
 bool StreamedSupply::next_read(Job & job) {
-    if (!context_) {
-        return false;
-    }
+    if (!context_) { return false; }
     for (const uint8_t kinds : order_of_use) {
         const uint8_t bit = kinds & layout_.layers[il_].chunks;
-        if (bit == 0) {
-            continue;
-        }
+        if (bit == 0) { continue; }
         Kind & kind = of(bit);
         const int i = kind.n_asked, n_slots = (int)slots_.size();
         if (i < std::min((int)experts_.size(), kind.n_free + n_slots)) {
@@ -152,9 +134,7 @@ bool StreamedSupply::next_read(Job & job) {
 }
 
 void StreamedSupply::arrived(const Job & job) {
-    if (!context_ || job.requests != number_) {
-        return;
-    }
+    if (!context_ || job.requests != number_) { return; }
     Kind & kind = of(job.kinds);
     kind.held[job.streamed % slots_.size()].store(job.streamed, std::memory_order_release);
     if (!kernels_take()) { // multiplied with at once
@@ -165,16 +145,10 @@ void StreamedSupply::arrived(const Job & job) {
 int StreamedSupply::next(ggml_mul_mat_id_order * order, int n_as, uint8_t kind_bit, int ith) {
     Kind & kind = of(kind_bit);
     const int i = order->i - n_as, n = (int)experts_.size();
-    if (i > n) {
-        return -1;
-    }
+    if (i > n) { return -1; }
     order->i += 1;
-    if (i > 0) {
-        pass(kind, i - 1, order->n_threads);
-    }
-    if (i == n || !wait_for_index(kind, i, ith == 0)) {
-        return -1;
-    }
+    if (i > 0) { pass(kind, i - 1, order->n_threads); }
+    if (i == n || !wait_for_index(kind, i, ith == 0)) { return -1; }
     order->at = slots_[i % slots_.size()];
     return experts_[i];
 }
@@ -183,12 +157,8 @@ int StreamedSupply::next(ggml_mul_mat_id_order * order, int n_as, uint8_t kind_b
 bool StreamedSupply::wait_for_index(Kind & kind, int i, bool first_thread) {
     const size_t r = i % slots_.size();
     const std::atomic<int> & held = kind.held[r];
-    if (held.load(std::memory_order_acquire) == i) {
-        return true;
-    }
-    if (shared_.forked()) {
-        return false;
-    }
+    if (held.load(std::memory_order_acquire) == i) { return true; }
+    if (shared_.forked()) { return false; }
     const uint64_t start = now_ns();
     Lock lock(shared_.mutex);
     const auto over = [&] { return held >= i || given_up_ || tier_->residency.failed(slots_[r]); };
@@ -196,9 +166,7 @@ bool StreamedSupply::wait_for_index(Kind & kind, int i, bool first_thread) {
     if (first_thread) { // threads wait side by side: their time is counted once
         count_stall(shared_, *tier_, now_ns() - start);
     }
-    if (held == i) {
-        return true;
-    }
+    if (held == i) { return true; }
     shared_.given_up += !given_up_ && !tier_->residency.failed(slots_[r]); // not for a failed read
     given_up_ = true;
     shared_.done.notify_all();
@@ -219,12 +187,8 @@ void StreamedSupply::give_free(Kind & kind) {
     const int n = (int)experts_.size();
     const auto done = [&](int bit) { return !(layout_.layers[il_].chunks >> bit & 1) || kinds_[bit].n_free == n; };
     bool all = true;
-    for (int bit = 0; bit < MOEGGUF_MAX_KINDS; bit++) {
-        all = all && done(bit);
-    }
-    if (all) {
-        end();
-    }
+    for (int bit = 0; bit < MOEGGUF_MAX_KINDS; bit++) { all = all && done(bit); }
+    if (all) { end(); }
 }
 
 // The last experts stay, as if they had been loaded for good.

@@ -21,16 +21,12 @@ void ask_for_short_slices();
 template <typename Body>
 std::thread start_thread(const std::string & what, Body body) {
     try {
-        if (fault(MOEGGUF_FAULT_THREAD)) {
-            throw std::system_error(errno, std::generic_category());
-        }
+        if (fault(MOEGGUF_FAULT_THREAD)) { throw std::system_error(errno, std::generic_category()); }
         return std::thread([body] {
             ask_for_short_slices();
             body();
         });
-    } catch (const std::system_error & e) {
-        throw Error(MOEGGUF_MEMORY, "cannot start " + what + ": " + e.what());
-    }
+    } catch (const std::system_error & e) { throw Error(MOEGGUF_MEMORY, "cannot start " + what + ": " + e.what()); }
 }
 
 // While one exists and every processor has a compute thread, these spin for GNU OpenMP's short time at a barrier before

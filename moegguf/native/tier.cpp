@@ -9,9 +9,7 @@ namespace {
 
 constexpr int most_devices = 64;
 
-[[noreturn]] void invalid(const std::string & what) {
-    throw Error(MOEGGUF_INVALID, what);
-}
+[[noreturn]] void invalid(const std::string & what) { throw Error(MOEGGUF_INVALID, what); }
 
 std::vector<int> devices_of_layers(const Layout & layout, const moegguf_config & config) {
     if (config.n_devices < 1 || config.n_devices > most_devices || !config.devices) {
@@ -45,12 +43,8 @@ Tier::Tier(TierId id, const Layout & layout, const LayerSet & layers, const Numb
       ram_(ram),
       source_(ram ? numbering.n_slots() : 0),
       n_absent_chunks_(layers.n_chunks) {
-    if (memory) {
-        pool_ = std::make_unique<Pool>(layout, layers, this->numbering, *memory);
-    }
-    if (!numbering.resident()) {
-        spin_shortly();
-    }
+    if (memory) { pool_ = std::make_unique<Pool>(layout, layers, this->numbering, *memory); }
+    if (!numbering.resident()) { spin_shortly(); }
     borrowers_.reserve(source_.size());
 }
 
@@ -63,21 +57,15 @@ Tiers::Tiers(const Layout & layout, const moegguf_config & config)
         return LayerSet(layout, of);
     };
     const auto has_ram = [&](int d) { return config.n_ram_slots > 0 && config.devices[d].through_ram; };
-    if (config.n_ram_slots < 0) {
-        invalid("a tier has slots, not " + std::to_string(config.n_ram_slots));
-    }
+    if (config.n_ram_slots < 0) { invalid("a tier has slots, not " + std::to_string(config.n_ram_slots)); }
     const LayerSet in_ram = layers_where(has_ram);
     if (!in_ram.moe_layers.empty()) {
         std::vector<ggml_backend_dev_t> devices;
         for (int d = 0; has_memory && d < config.n_devices; d++) {
-            if (has_ram(d)) {
-                devices.push_back(find_device(config.devices[d].name));
-            }
+            if (has_ram(d)) { devices.push_back(find_device(config.devices[d].name)); }
         }
         Memory memory;
-        if (has_memory) {
-            memory = host_memory(devices);
-        }
+        if (has_memory) { memory = host_memory(devices); }
         ram = std::make_unique<Tier>(TierId::ram, layout, in_ram, Numbering(layout, in_ram, config.n_ram_slots), memory,
                                      nullptr);
     }
@@ -88,16 +76,12 @@ Tiers::Tiers(const Layout & layout, const moegguf_config & config)
             invalid("a device of a store has layers with experts, and slots");
         }
         Memory memory;
-        if (has_memory) {
-            memory = device_memory(device.name, config.flags & MOEGGUF_REPACK);
-        }
+        if (has_memory) { memory = device_memory(device.name, config.flags & MOEGGUF_REPACK); }
         compute.push_back(std::make_unique<Tier>(TierId::compute, layout, layers,
                                                  Numbering(layout, layers, device.n_slots), memory,
                                                  has_ram(d) ? ram.get() : nullptr));
         const bool is_cpu = memory && ggml_backend_dev_type(memory->device) == GGML_BACKEND_DEVICE_TYPE_CPU;
-        if (is_cpu || !device.name) {
-            on_cpu = compute.back().get();
-        }
+        if (is_cpu || !device.name) { on_cpu = compute.back().get(); }
         add_staging(layout, device, *compute.back(), memory);
         compute.back()->set_pass_slots(device.n_pass_slots);
     }
@@ -110,9 +94,7 @@ void Tiers::add_staging(const Layout & layout, const moegguf_device & device, Ti
                 std::to_string(device.n_staging_tensors));
     }
     staging.emplace_back();
-    if (device.n_staging_tensors == 0 || !slots.ram() || slots.numbering.resident()) {
-        return;
-    }
+    if (device.n_staging_tensors == 0 || !slots.ram() || slots.numbering.resident()) { return; }
     const Numbering in_turn(layout, slots.layers, Numbering::InTurn{device.n_staging_tensors});
     staging.back() = std::make_unique<Tier>(TierId::staging, layout, slots.layers, in_turn, memory, slots.ram());
     staging.back()->staged_for = &slots;
@@ -132,17 +114,13 @@ void Tier::set_pass_slots(int n_slots) {
 
 int Tier::take_slot(int il, int expert, const LayerStep & now, const Worth & worth) {
     const int s = empty_slot(il, expert, now, worth);
-    if (s >= 0) {
-        residency.assign(s, il, expert);
-    }
+    if (s >= 0) { residency.assign(s, il, expert); }
     return s;
 }
 
 int Tier::reserve_slot(int il, const LayerStep & now) {
     const int s = empty_slot(il, 0, now, {});
-    if (s >= 0) {
-        residency.reserve(s, il);
-    }
+    if (s >= 0) { residency.reserve(s, il); }
     return s;
 }
 
@@ -163,9 +141,7 @@ void Tier::keep(int s, int expert) {
 void Tier::unpin(int s) {
     residency.unpin(s);
     const Slot & slot = residency.slot(s);
-    if (slot.pins > 0) {
-        return;
-    }
+    if (slot.pins > 0) { return; }
     const bool abandoned = slot.queued == 0 && slot.reading == 0 && slot.il >= 0 && !residency.complete(s);
     if (residency.failed(s) || slot.streams() || abandoned) { // the layer that it was taken for did not come to an end
         retire(s);
@@ -178,9 +154,7 @@ void Tier::unpin(int s) {
 // Nobody waits for a slot that is neither whole nor going to be.
 void Tier::tidy(int s) {
     const Slot & slot = residency.slot(s);
-    if (slot.il < 0 || (slot.streams() && slot.pins > 0)) {
-        return;
-    }
+    if (slot.il < 0 || (slot.streams() && slot.pins > 0)) { return; }
     if (!slot.streams() && residency.complete(s)) {
         give_back(s);
     } else if (slot.pins == 0 && slot.reading == 0 && (slot.queued == 0 || residency.failed(s))) {
@@ -206,9 +180,7 @@ void Tier::borrow(int s, Tier & from, int source) {
 
 void Tier::give_back(int s) {
     const int r = source(s);
-    if (r < 0) {
-        return;
-    }
+    if (r < 0) { return; }
     Tier & from = source_tier(s);
     source_[s] = {};
     borrowers_.erase(std::find(borrowers_.begin(), borrowers_.end(), s));
@@ -220,19 +192,13 @@ void Tier::retire(int s) {
         return; // its reader retires it
     }
     release_slot(s);
-    if (!usable(s) && pool_) {
-        pool_->release(s, s + 1);
-    }
+    if (!usable(s) && pool_) { pool_->release(s, s + 1); }
 }
 
 void Tier::release_slot(int s) {
     const Slot & slot = residency.slot(s);
-    if (slot.il < 0) {
-        return;
-    }
-    if (slot.prefetched) {
-        count(counters.prefetch_wasted);
-    }
+    if (slot.il < 0) { return; }
+    if (slot.prefetched) { count(counters.prefetch_wasted); }
     give_back(s);
     if (!slot.streams()) {
         const bool leaves_device = ram_ && id == TierId::compute;
@@ -245,9 +211,7 @@ void Tier::release_slot(int s) {
 }
 
 void Tier::spin_shortly() {
-    if (id == TierId::compute && pool_ && pool_->host()) {
-        short_spins_.emplace();
-    }
+    if (id == TierId::compute && pool_ && pool_->host()) { short_spins_.emplace(); }
 }
 
 void Tier::publish(int s, uint8_t kinds) {
@@ -258,9 +222,7 @@ void Tier::publish(int s, uint8_t kinds) {
 void Tier::resize(int n_slots) {
     if (numbering.resident() && n_slots < residency.n_slots()) {
         numbering.share_all_slots();
-        if (pool_) {
-            pool_->share_all_slots(residency.n_slots());
-        }
+        if (pool_) { pool_->share_all_slots(residency.n_slots()); }
         spin_shortly();
     }
     residency.set_usable(n_slots);
@@ -274,9 +236,7 @@ void Tier::resize(int n_slots) {
 
 bool Tier::reading() const {
     for (int s = 0; s < residency.n_slots(); s++) {
-        if (residency.slot(s).reading) {
-            return true;
-        }
+        if (residency.slot(s).reading) { return true; }
     }
     return false;
 }
@@ -284,21 +244,15 @@ bool Tier::reading() const {
 bool Tier::busy() const {
     for (int s = 0; s < residency.n_slots(); s++) {
         const Slot & slot = residency.slot(s);
-        if (slot.reading || (slot.queued && !residency.failed(s))) {
-            return true;
-        }
+        if (slot.reading || (slot.queued && !residency.failed(s))) { return true; }
     }
     return false;
 }
 
 int Tier::reallocate(int n_slots) {
-    if (!pool_ || pool_->gives_pages_back()) {
-        return n_slots;
-    }
+    if (!pool_ || pool_->gives_pages_back()) { return n_slots; }
     const uint64_t bytes_before = pool_->bytes();
-    if (pool_->reallocate(n_slots, true)) {
-        return n_slots;
-    }
+    if (pool_->reallocate(n_slots, true)) { return n_slots; }
     const std::string device = ggml_backend_dev_name(pool_->memory().device);
     if (n_slots > residency.n_usable()) {
         pool_->reallocate(residency.n_usable(), true);
@@ -308,9 +262,7 @@ int Tier::reallocate(int n_slots) {
     }
     evict_all(); // there is too little for both: experts come again when they are used
     for (int n = n_slots; n > 0; n /= 2) {
-        if (pool_->reallocate(n, false)) {
-            return n;
-        }
+        if (pool_->reallocate(n, false)) { return n; }
     }
     residency.set_usable(0);
     throw Error(MOEGGUF_MEMORY, device + " refused memory for expert slots after it had " +
@@ -345,9 +297,7 @@ void LookUps::add(int il, int expert, bool is_ready) {
 void count_stall(Shared & shared, Tier & tier, uint64_t ns) {
     count(shared.counters.stall_ns, ns);
     count(tier.counters.stall_ns, ns);
-    if (tier.staged_for) {
-        count(tier.staged_for->counters.stall_ns, ns);
-    }
+    if (tier.staged_for) { count(tier.staged_for->counters.stall_ns, ns); }
 }
 
 } // namespace moegguf

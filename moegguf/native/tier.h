@@ -115,9 +115,7 @@ class LookUps {
     int find(int il, int expert) {
         const int s = tier_.residency.find(il, expert);
         n_ += 1;
-        if (s >= 0) {
-            (tier_.residency.complete(s) ? ready_ : late_) += 1;
-        }
+        if (s >= 0) { (tier_.residency.complete(s) ? ready_ : late_) += 1; }
         tier_.residency.count_look_up(il, expert);
         return s;
     }
@@ -139,9 +137,7 @@ bool stall(Shared & shared, Tier & tier, Lock & lock, Done done, Clock::Deadline
     const bool came = shared.wait(lock, done, deadline);
     const uint64_t stall_ns = shared.clock->now_ns() - start;
     count_stall(shared, tier, stall_ns);
-    if (also) {
-        *also += stall_ns;
-    }
+    if (also) { *also += stall_ns; }
     return came;
 }
 
@@ -165,9 +161,7 @@ struct Tiers {
     void for_copies(Body body) const {
         for (const auto & tiers : {&compute, &staging}) {
             for (const auto & tier : *tiers) {
-                if (tier && tier->copies) {
-                    body(*tier->copies);
-                }
+                if (tier && tier->copies) { body(*tier->copies); }
             }
         }
     }

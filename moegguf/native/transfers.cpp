@@ -9,17 +9,13 @@ namespace {
 constexpr int max_readers = 64;
 constexpr size_t most_wants = 4096; // more than any link moves before they are stale
 
-uint8_t lowest_bit(uint8_t bits) {
-    return bits & -bits;
-}
+uint8_t lowest_bit(uint8_t bits) { return bits & -bits; }
 
 // From a slot of the same device that has all of it.
 bool borrow_on_device(Tier & to, int s) {
     const Slot & slot = to.residency.slot(s);
     const int r = to.staged_for ? to.staged_for->residency.find(slot.il, slot.expert) : -1;
-    if (r < 0 || !to.staged_for->residency.complete(r)) {
-        return false;
-    }
+    if (r < 0 || !to.staged_for->residency.complete(r)) { return false; }
     to.borrow(s, *to.staged_for, r);
     return true;
 }
@@ -43,9 +39,7 @@ void Transfers::start_threads() {
 // What layers need.
 
 void Transfers::demand(Tier & tier, const std::vector<int> & slots) {
-    if (tier.ram()) {
-        find_sources(tier, slots);
-    }
+    if (tier.ram()) { find_sources(tier, slots); }
     for (const uint8_t kinds : order_of_use) {
         for (int s : slots) {
             const Slot & slot = tier.residency.slot(s);
@@ -57,9 +51,7 @@ void Transfers::demand(Tier & tier, const std::vector<int> & slots) {
     if (!demand_.empty()) {
         wake_readers(); // once: each wake-up is a system call
     }
-    if (tier.copies) {
-        tier.copies->wake();
-    }
+    if (tier.copies) { tier.copies->wake(); }
 }
 
 void Transfers::copy(Tier & to, int s, bool demand) {
@@ -77,9 +69,7 @@ void Transfers::queue(Tier & to, int s, uint8_t kinds, bool demand) {
     Tier & from = to.source_tier(s);
     const uint8_t there = kinds & from.residency.ready(r);
     to.residency.queue(s, kinds);
-    if (there) {
-        to.copies->queue(s, there, demand);
-    }
+    if (there) { to.copies->queue(s, there, demand); }
     queue_reads(from, r, kinds & ~there & ~from.residency.slot(r).reading, demand);
 }
 
@@ -97,20 +87,14 @@ void Transfers::find_sources(Tier & to, const std::vector<int> & slots) {
     LookUps in_ram(*to.ram());
     looked_up_.clear();
     for (int s : slots) {
-        if (look_up_source(to, s, in_ram)) {
-            looked_up_.push_back(to.residency.slot(s).expert);
-        }
+        if (look_up_source(to, s, in_ram)) { looked_up_.push_back(to.residency.slot(s).expert); }
     }
-    if (looked_up_.empty()) {
-        return;
-    }
+    if (looked_up_.empty()) { return; }
     const int il = to.residency.slot(slots[0]).il; // of all
     to.ram()->residency.on_routing(il, looked_up_.data(), (int)looked_up_.size(), 1);
     for (int expert : looked_up_) {
         const int s = to.residency.find(il, expert);
-        if (to.source(s) < 0) {
-            take_source(to, s, {});
-        }
+        if (to.source(s) < 0) { take_source(to, s, {}); }
     }
 }
 
@@ -119,13 +103,9 @@ bool Transfers::look_up_source(Tier & to, int s, LookUps & in_ram) {
     const Slot & slot = to.residency.slot(s);
     const bool looks_up =
         to.source(s) < 0 && !slot.streams() && !to.residency.complete(s) && !slot.queued && !slot.reading;
-    if (looks_up && borrow_on_device(to, s)) {
-        return false;
-    }
+    if (looks_up && borrow_on_device(to, s)) { return false; }
     if (looks_up) {
-        if (const int r = in_ram.find(slot.il, slot.expert); r >= 0) {
-            to.borrow(s, r);
-        }
+        if (const int r = in_ram.find(slot.il, slot.expert); r >= 0) { to.borrow(s, r); }
     }
     if (const int r = to.source(s); r >= 0) {
         to.source_tier(s).residency.request(r);
@@ -160,9 +140,7 @@ void Transfers::want(const Want & want) {
 }
 
 void Transfers::wake_idle_reader() {
-    if (n_demand_reading_ == 0 && !wanted(Cause::forecast).empty()) {
-        shared_.work.notify_one();
-    }
+    if (n_demand_reading_ == 0 && !wanted(Cause::forecast).empty()) { shared_.work.notify_one(); }
 }
 
 void Transfers::forget(Cause cause) {
@@ -173,16 +151,12 @@ void Transfers::forget(Cause cause) {
 void Transfers::drop_prefetches(int il) {
     const size_t dropped = wanted(Cause::request).filter([&](const Want & want) { return want.il != il; });
     count(shared_.counters.prefetch_dropped, dropped);
-    if (tiers_.of(il).ram()) {
-        drop_waiting(tiers_.of(il), il);
-    }
+    if (tiers_.of(il).ram()) { drop_waiting(tiers_.of(il), il); }
     prefetch_.filter([&](const Job & job) {
         const int s = job.destination.slot;
         Tier & to = tiers_.of(job.destination, job.il);
         const Slot & slot = to.residency.slot(s);
-        if (!to.holds(job.destination) || slot.il != il || slot.pins > 0) {
-            return true;
-        }
+        if (!to.holds(job.destination) || slot.il != il || slot.pins > 0) { return true; }
         to.residency.drop(s, job.kinds);
         if (slot.reading == 0 && slot.queued == 0 && !to.residency.complete(s)) {
             to.retire(s); // counted as wasted
@@ -206,28 +180,20 @@ void Transfers::drop_waiting(Tier & to, int il) {
 
 void Transfers::hold_prefetches(bool on) {
     held_ = on;
-    if (!on) {
-        wake_readers();
-    }
+    if (!on) { wake_readers(); }
 }
 
 void Transfers::hold_fill(bool on) {
     fill_held_ = on;
-    if (!on) {
-        wake_readers();
-    }
+    if (!on) { wake_readers(); }
 }
 
 // Experts take slots for what nothing waits for yet only from what is worth less, in each tier.
 bool Transfers::start_prefetch(const Want & want) {
     Tier & to = tiers_.of(want.il);
-    if (held_ || to.residency.find(want.il, want.expert) >= 0) {
-        return false;
-    }
+    if (held_ || to.residency.find(want.il, want.expert) >= 0) { return false; }
     const int s = to.take_slot(want.il, want.expert, now_, worth(want, to.residency));
-    if (s < 0) {
-        return false;
-    }
+    if (s < 0) { return false; }
     if (Tier * ram = to.ram()) {
         const int r = ram->residency.find(want.il, want.expert);
         r >= 0 ? to.borrow(s, r) : take_source(to, s, worth(want, ram->residency));
@@ -242,9 +208,7 @@ bool Transfers::start_prefetch(const Want & want) {
 // The policy's score has no say in what is forecast: an expert that is used makes room by it anyway once it is missed,
 // so only the chance of that counts. Where costs do not count (an infinite value), the score decides alone.
 Worth Transfers::worth(const Want & want, const Residency & residency) const {
-    if (want.cause == Cause::forecast && want.value < INFINITY) {
-        return {INFINITY, want.value};
-    }
+    if (want.cause == Cause::forecast && want.value < INFINITY) { return {INFINITY, want.value}; }
     return {residency.ordered(now_) ? residency.score(want.il, want.expert, now_) : INFINITY, INFINITY};
 }
 
@@ -297,13 +261,9 @@ bool Transfers::next_fill(Job & job) {
             const int key = compute ? fill_next_++ : fill_next_ram_++;
             const int il = key / layout_.n_expert_max;
             Tier & to = compute ? tiers_.of(il) : *tiers_.ram;
-            if (to.numbering.resident()) {
-                fill(to, il, key % layout_.n_expert_max);
-            }
+            if (to.numbering.resident()) { fill(to, il, key % layout_.n_expert_max); }
         }
-        if (pop(prefetch_, job)) {
-            return true;
-        }
+        if (pop(prefetch_, job)) { return true; }
     }
     return false;
 }
@@ -322,17 +282,11 @@ bool Transfers::fills_compute() const {
 // False where the tier has the expert, or no free slot. What the other tier has needs none in RAM.
 bool Transfers::fill(Tier & to, int il, int expert) {
     const bool holds = layout_.has_expert(il, expert) && to.layers.has[il];
-    if (!holds || to.residency.find(il, expert) >= 0 || !to.residency.has_free()) {
-        return false;
-    }
+    if (!holds || to.residency.find(il, expert) >= 0 || !to.residency.has_free()) { return false; }
     const int s = to.take_slot(il, expert, now_);
-    if (s < 0) {
-        return false;
-    }
+    if (s < 0) { return false; }
     const int r = to.ram() ? to.ram()->residency.find(il, expert) : -1;
-    if (r >= 0) {
-        to.borrow(s, r);
-    }
+    if (r >= 0) { to.borrow(s, r); }
     queue(to, s, layout_.layers[il].chunks, false);
     wake_all(to);
     return true;
@@ -340,9 +294,7 @@ bool Transfers::fill(Tier & to, int il, int expert) {
 
 void Transfers::wake_all(const Tier & to) {
     wake_readers(); // for the matrices that this reader does not take
-    if (to.copies) {
-        to.copies->wake();
-    }
+    if (to.copies) { to.copies->wake(); }
 }
 
 bool Transfers::idle() const {
@@ -377,13 +329,9 @@ void Transfers::finish(const Job & job, const std::string & why) {
     const bool arrived = why.empty();
     count(counters.reads);
     n_demand_reading_ -= job.demand;
-    if (n_demand_reading_ == 0 && !wanted(Cause::forecast).empty()) {
-        wake_readers();
-    }
+    if (n_demand_reading_ == 0 && !wanted(Cause::forecast).empty()) { wake_readers(); }
     fade_in(chunk_ns_, float(shared_.clock->now_ns() - job.begun_ns));
-    if (arrived) {
-        count(job.demand ? counters.bytes_missed : counters.bytes_prefetched, job.bytes);
-    }
+    if (arrived) { count(job.demand ? counters.bytes_missed : counters.bytes_prefetched, job.bytes); }
     if (!end(job, why)) {
         for_slots_above(job, [](Tier & above, int waiting) { // it will not come there either
             above.residency.fail(waiting);
@@ -409,9 +357,7 @@ void Transfers::finish(const Job & job, const std::string & why) {
 // Calls body(tier, slot) for slots that are filled from the slot in RAM that a job fills.
 template <typename Body>
 void Transfers::for_slots_above(const Job & job, Body body) {
-    if (job.destination.tier != TierId::ram) {
-        return;
-    }
+    if (job.destination.tier != TierId::ram) { return; }
     Tier & slots = tiers_.of(job.il);
     for (Tier * tier : {&slots, slots.staging}) {
         const int s = tier ? tier->residency.find(job.il, job.expert) : -1;

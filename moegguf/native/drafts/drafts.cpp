@@ -9,14 +9,9 @@
 #include <utility>
 
 // In place of common/log.cpp, which has a thread, and needs a JSON library: llama.cpp's own log says what fails.
-int common_log_get_verbosity_thold() {
-    return -1;
-}
-common_log * common_log_main() {
-    return nullptr;
-}
-void common_log_add(common_log *, ggml_log_level, const char *, ...) {
-}
+int common_log_get_verbosity_thold() { return -1; }
+common_log * common_log_main() { return nullptr; }
+void common_log_add(common_log *, ggml_log_level, const char *, ...) {}
 
 namespace {
 
@@ -50,9 +45,7 @@ const char * guarded(F && body) {
 
 struct drafts {
     explicit drafts(const drafts_config & config) : config(config), sequences(config.n_seq) {
-        if (config.n_seq < 1 || config.n_max < 1) {
-            throw std::invalid_argument("drafts need sequences and a length");
-        }
+        if (config.n_seq < 1 || config.n_max < 1) { throw std::invalid_argument("drafts need sequences and a length"); }
         if (config.draft) {
             common_params_speculative params;
             params.types = {config.heads ? COMMON_SPECULATIVE_TYPE_DRAFT_MTP : COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE};
@@ -77,9 +70,7 @@ struct drafts {
     }
 
     void forget(Sequence & sequence) {
-        for (int i = 0; i < 2; i++) {
-            sequence.ngrams[i] = config.key[i] ? ngrams(config.key[i]) : nullptr;
-        }
+        for (int i = 0; i < 2; i++) { sequence.ngrams[i] = config.key[i] ? ngrams(config.key[i]) : nullptr; }
     }
 
     void set_tokens(int32_t number, int32_t n_kept, const int32_t * tokens, int32_t n) {
@@ -87,9 +78,7 @@ struct drafts {
         if (n_kept < 0 || n < 0 || (size_t)n_kept > sequence.tokens.size()) {
             throw std::out_of_range("a sequence keeps tokens that it has");
         }
-        if (n_kept == 0) {
-            forget(sequence);
-        }
+        if (n_kept == 0) { forget(sequence); }
         sequence.tokens.resize(n_kept);
         sequence.n_followed = std::min(sequence.n_followed, sequence.tokens.size());
         sequence.tokens.insert(sequence.tokens.end(), tokens, tokens + n);
@@ -127,21 +116,15 @@ struct drafts {
             Sequence & sequence = this->sequence(request->sequence);
             request->n = 0;
             request->source = DRAFTS_SOURCES;
-            if (sequence.tokens.empty()) {
-                continue;
-            }
+            if (sequence.tokens.empty()) { continue; }
             for (int i = 0; i < 2 && request->n == 0; i++) {
-                if (sequence.ngrams[i] && request->n_max[i] > 0) {
-                    ask(sequence.ngrams[i].get(), i, {request});
-                }
+                if (sequence.ngrams[i] && request->n_max[i] > 0) { ask(sequence.ngrams[i].get(), i, {request}); }
             }
             if (model && request->n == 0 && request->n_max[DRAFTS_MODEL] > 0 && follow(request->sequence)) {
                 left.push_back(request);
             }
         }
-        if (!left.empty()) {
-            ask(model.get(), DRAFTS_MODEL, left);
-        }
+        if (!left.empty()) { ask(model.get(), DRAFTS_MODEL, left); }
         for (drafts_request * request : left) {
             Sequence & sequence = this->sequence(request->sequence);
             sequence.n_followed = sequence.tokens.size() - (request->n == 0);
@@ -154,9 +137,7 @@ struct drafts {
         llama_memory_t memory = llama_get_memory(config.draft);
         const size_t n = sequence.tokens.size() - 1,
                      n_batch = llama_n_batch(config.draft); // the last one begins a draft
-        if (config.heads) {
-            return llama_memory_seq_pos_max(memory, number) + 1 == (llama_pos)n;
-        }
+        if (config.heads) { return llama_memory_seq_pos_max(memory, number) + 1 == (llama_pos)n; }
         sequence.n_followed = std::min(sequence.n_followed, n);
         bool fits = llama_memory_seq_rm(memory, number, sequence.n_followed, -1);
         while (fits && sequence.n_followed < n) {
@@ -180,9 +161,7 @@ struct drafts {
     // What a draft, or refused tokens, have left goes first; behind a gap, which a restored or copied context leaves,
     // heads begin anew.
     void evaluated(const llama_batch & pass) {
-        if (!model || !config.heads) {
-            return;
-        }
+        if (!model || !config.heads) { return; }
         llama_memory_t memory = llama_get_memory(config.draft);
         common_batch batch;
         for (int32_t i = 0; i < pass.n_tokens; i++) {
@@ -199,9 +178,7 @@ struct drafts {
             token.seq_id = number;
             batch.tokens.push_back(token);
         }
-        if (!common_speculative_process(model.get(), batch)) {
-            llama_memory_clear(memory, false);
-        }
+        if (!common_speculative_process(model.get(), batch)) { llama_memory_clear(memory, false); }
     }
 
     // Heads go on from the last token that was accepted, whoever drafted it.
@@ -211,9 +188,7 @@ struct drafts {
         if (source == DRAFTS_MODEL || (source < DRAFTS_MODEL && config.heads && sequence.by_model)) {
             common_speculative_accept(model.get(), number, n);
         }
-        if (source < DRAFTS_MODEL) {
-            common_speculative_accept(sequence.ngrams[source].get(), 0, n);
-        }
+        if (source < DRAFTS_MODEL) { common_speculative_accept(sequence.ngrams[source].get(), 0, n); }
     }
 
     const drafts_config config;
@@ -227,9 +202,7 @@ const char * drafts_open(const drafts_config * config, drafts ** opened) {
     return guarded([&] { *opened = new drafts(*config); });
 }
 
-void drafts_close(drafts * drafts) {
-    delete drafts;
-}
+void drafts_close(drafts * drafts) { delete drafts; }
 
 const char * drafts_set_tokens(drafts * drafts, int32_t sequence, int32_t n_kept, const int32_t * tokens, int32_t n) {
     return guarded([&] { drafts->set_tokens(sequence, n_kept, tokens, n); });

@@ -23,9 +23,7 @@ constexpr ggml_fp16_t masked = 0xfc00; // -inf
 
 using ToFloat = void (*)(const char * values, int64_t n, float * out);
 
-void f32_to_float(const char * values, int64_t n, float * out) {
-    memcpy(out, values, n * sizeof(float));
-}
+void f32_to_float(const char * values, int64_t n, float * out) { memcpy(out, values, n * sizeof(float)); }
 
 ToFloat find_to_float(const AttentionKernels & kernels, ggml_type type) {
     return type == GGML_TYPE_F32    ? f32_to_float
@@ -34,9 +32,7 @@ ToFloat find_to_float(const AttentionKernels & kernels, ggml_type type) {
                                     : nullptr;
 }
 
-int64_t round_up(int64_t n, int64_t to) {
-    return (n + to - 1) / to * to;
-}
+int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // What the KV cache says of the mask's cells; nullptr: nothing.
 const CellLists * lists_of(const ggml_tensor * mask, int64_t n_tokens) {
@@ -83,16 +79,12 @@ struct Shape {
     int64_t tile_end(int64_t token) const {
         const int64_t last = std::min(token + n_of_tokens, (token / n_tokens + 1) * n_tokens);
         int64_t end = token + 1;
-        while (end < last && (!lists || lists->number_of_list(end) == lists->number_of_list(token))) {
-            end++;
-        }
+        while (end < last && (!lists || lists->number_of_list(end) == lists->number_of_list(token))) { end++; }
         return end;
     }
 
     int64_t parts_of(int64_t token) const {
-        if (!lists) {
-            return (n_cells + part_keys - 1) / part_keys;
-        }
+        if (!lists) { return (n_cells + part_keys - 1) / part_keys; }
         const CellList list = lists->of_token(token);
         return list.n == 0 ? 0 : list.cells[list.n - 1].first / part_keys - list.cells[0].first / part_keys + 1;
     }
@@ -118,9 +110,7 @@ struct Shape {
 float slope(const ggml_tensor * op, int64_t head, int64_t n_head) {
     float max_bias;
     memcpy(&max_bias, (const float *)op->op_params + 1, sizeof(max_bias));
-    if (max_bias <= 0) {
-        return 1;
-    }
+    if (max_bias <= 0) { return 1; }
     const int64_t n = (int64_t)1 << (int)floor(log2((double)n_head));
     return head < n ? powf(powf(2, -max_bias / n), head + 1) : powf(powf(2, -max_bias / 2 / n), 2 * (head - n) + 1);
 }
@@ -166,9 +156,7 @@ struct Tile {
           scale(scale_of(shape.out)) {
         const int64_t group = i % s.n_groups, groups_of_key = s.n_groups / s.k->ne[2];
         int64_t token = 0;
-        for (int64_t n_before = i / s.n_groups; n_before > 0; n_before--) {
-            token = s.tile_end(token);
-        }
+        for (int64_t n_before = i / s.n_groups; n_before > 0; n_before--) { token = s.tile_end(token); }
         stream = token / s.n_tokens;
         first_token = token % s.n_tokens;
         n_tokens = (int)(s.tile_end(token) - token);
@@ -200,13 +188,9 @@ struct Tile {
             const ggml_tensor * q = s.q;
             const char * from = (const char *)q->data + (first_token + row / n_heads) * q->nb[1] +
                                 (first_head + row % n_heads) * q->nb[2] + stream * q->nb[3];
-            for (int64_t i = 0; i < s.n_key; i++) {
-                queries[i * n_lanes + row] = ((const float *)from)[i];
-            }
+            for (int64_t i = 0; i < s.n_key; i++) { queries[i * n_lanes + row] = ((const float *)from)[i]; }
         }
-        for (int i = 0; i < n_heads; i++) {
-            slopes[i] = slope(s.out, first_head + i, s.n_head);
-        }
+        for (int i = 0; i < n_heads; i++) { slopes[i] = slope(s.out, first_head + i, s.n_head); }
     }
 
     void clear(const AttentionSums & sums) const {
@@ -250,9 +234,7 @@ struct Tile {
             int end = t + 1;
             for (; end < n_tokens; end++) {
                 const uint32_t both = together & seen[end].seen;
-                if (both != together && both != seen[end].seen) {
-                    break;
-                }
+                if (both != together && both != seen[end].seen) { break; }
                 together |= seen[end].seen;
             }
             if (together) {
@@ -289,15 +271,11 @@ struct Tile {
         load_keys(of, few);
         const int key_stride = few ? 1 : n_lanes, row_stride = few ? most_keys : 1;
         float * const bias_or_none = is_biased || common != together ? bias : nullptr;
-        if (bias_or_none) {
-            fill_bias(of, first, last, row, n, key_stride, row_stride);
-        }
+        if (bias_or_none) { fill_bias(of, first, last, row, n, key_stride, row_stride); }
         if (few) {
             const char * soon[2 * most_keys]; // this block's values, the next one's keys
             std::copy_n(of.values, of.n, soon);
-            for (int i = 0; i < next.n; i++) {
-                soon[of.n + i] = row_of(s.k, next.cells[i]);
-            }
+            for (int i = 0; i < next.n; i++) { soon[of.n + i] = row_of(s.k, next.cells[i]); }
             kernels.score_few(queries + row, n_lanes, n, of.keys, of.n, s.n_key, {soon, of.n + next.n, 2 * s.n_key},
                               scores);
             kernels.soften_few(scores, bias_or_none, n, of.n, scale, at_row(part, row), rescale + row);
@@ -322,22 +300,14 @@ struct Tile {
             of.keys[i] = row_of(s.k, cell), of.values[i] = row_of(s.v, cell);
         }
         of.value_type = few && s.v->type == GGML_TYPE_F16 ? CacheType::f16 : CacheType::f32;
-        if (!few) {
-            to_floats(s.k->type, of, of.keys, s.n_key, keys);
-        }
-        if (of.value_type == CacheType::f32) {
-            to_floats(s.v->type, of, of.values, s.n_value, values);
-        }
+        if (!few) { to_floats(s.k->type, of, of.keys, s.n_key, keys); }
+        if (of.value_type == CacheType::f32) { to_floats(s.v->type, of, of.values, s.n_value, values); }
     }
 
     void to_floats(ggml_type type, const Keys & of, const char ** rows, int64_t n, float * to) const {
         const ToFloat to_float = find_to_float(kernels, type);
-        for (int i = 0; i < of.n; i++) {
-            to_float(rows[i], n, to + i * n);
-        }
-        for (int i = 0; i < most_keys; i++) {
-            rows[i] = (const char *)(to + std::min(i, of.n - 1) * n);
-        }
+        for (int i = 0; i < of.n; i++) { to_float(rows[i], n, to + i * n); }
+        for (int i = 0; i < most_keys; i++) { rows[i] = (const char *)(to + std::min(i, of.n - 1) * n); }
     }
 
     // What is added to the scores of rows [row, row + n), of which tokens [first, last) see some keys.
@@ -358,9 +328,7 @@ struct Tile {
 
     bool are_finite(const Keys & of, uint32_t bits) const {
         for (int i = 0; i < of.n; i++) {
-            if (bits >> of.bits[i] & 1 && !kernels.is_finite(of.values[i], s.n_value, of.value_type)) {
-                return false;
-            }
+            if (bits >> of.bits[i] & 1 && !kernels.is_finite(of.values[i], s.n_value, of.value_type)) { return false; }
         }
         return true;
     }
@@ -399,9 +367,7 @@ struct Tile {
     Block block_at(int64_t entry, int64_t end) const {
         Block block;
         for (int64_t i = entry; i < end && block.n < most_keys; i++) {
-            if (position(i) / most_keys != position(entry) / most_keys) {
-                break;
-            }
+            if (position(i) / most_keys != position(entry) / most_keys) { break; }
             block.cells[block.n] = list.cells ? list.cells[i].second : (int32_t)i;
             block.is_run &= block.cells[block.n] == block.cells[0] + block.n;
             block.n++;
@@ -412,9 +378,7 @@ struct Tile {
     // The sums over a part of the keys. False where no token sees any of its cells.
     bool add_part(int64_t i) {
         clear(part);
-        if (i >= n_parts) {
-            return false;
-        }
+        if (i >= n_parts) { return false; }
         const int64_t first = position(0) / part_keys + i;
         int64_t entry = entry_at(first * part_keys);
         const int64_t end = entry_at((first + 1) * part_keys);
@@ -442,9 +406,7 @@ struct Tile {
             const float factor = all.sum[row] == 0 ? 0 : 1 / all.sum[row];
             float * to =
                 (float *)((char *)s.out->data + ((stream * s.out->ne[2] + token) * s.out->ne[1] + head) * s.out->nb[1]);
-            for (int64_t d = 0; d < s.n_value; d++) {
-                to[d] = values_of_row[d] * factor;
-            }
+            for (int64_t d = 0; d < s.n_value; d++) { to[d] = values_of_row[d] * factor; }
         }
     }
 };
@@ -461,9 +423,7 @@ void compute_tiles(const ggml_compute_params * params, const Shape & s, float * 
         tile.load_queries();
         tile.clear(tile.all);
         for (int64_t part = 0; part < tile.n_parts; part++) {
-            if (tile.add_part(part)) {
-                s.kernels->merge(tile.all, tile.part, tile.n_rows, s.n_value);
-            }
+            if (tile.add_part(part)) { s.kernels->merge(tile.all, tile.part, tile.n_rows, s.n_value); }
         }
         tile.finish();
     }
@@ -519,13 +479,9 @@ size_t moegguf_attention_work_size(const ggml_tensor * op, int n_threads) {
 bool moegguf_attention(const ggml_compute_params * params, ggml_tensor * op) {
     using namespace moegguf::kernels;
     const AttentionKernels * kernels = params->use_ref ? nullptr : kernels_of(op);
-    if (!kernels) {
-        return false;
-    }
+    if (!kernels) { return false; }
     const Shape shape(op, *kernels);
-    if (params->ith == 0) {
-        ggml_threadpool_chunk_set(params->threadpool, params->nth);
-    }
+    if (params->ith == 0) { ggml_threadpool_chunk_set(params->threadpool, params->nth); }
     ggml_barrier(params->threadpool);
     float * scratch = (float *)params->wdata + params->ith * shape.scratch();
     if (shape.divides_parts(params->nth)) {

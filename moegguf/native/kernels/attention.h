@@ -22,9 +22,7 @@ struct Attention {
     }
 
     static void f16_to_float(const char * values, int64_t n, float * out) {
-        for (int64_t i = 0; i < n; i += lanes) {
-            Isa::store(out + i, load<CacheType::f16>(values, i));
-        }
+        for (int64_t i = 0; i < n; i += lanes) { Isa::store(out + i, load<CacheType::f16>(values, i)); }
     }
 
     static void q8_0_to_float(const char * values, int64_t n, float * out) {
@@ -55,24 +53,18 @@ struct Attention {
         for (int64_t i = 0; i < n; i++, queries += n_lanes) {
             F q[n_vectors];
 #pragma GCC unroll 4
-            for (int v = 0; v < n_vectors; v++) {
-                q[v] = Isa::load(queries + v * lanes);
-            }
+            for (int v = 0; v < n_vectors; v++) { q[v] = Isa::load(queries + v * lanes); }
 #pragma GCC unroll 16
             for (int k = 0; k < n_keys; k++) {
                 const F key = Isa::broadcast(keys[k * n + i]);
 #pragma GCC unroll 4
-                for (int v = 0; v < n_vectors; v++) {
-                    sums[k][v] = Isa::fma(q[v], key, sums[k][v]);
-                }
+                for (int v = 0; v < n_vectors; v++) { sums[k][v] = Isa::fma(q[v], key, sums[k][v]); }
             }
         }
 #pragma GCC unroll 16
         for (int k = 0; k < n_keys; k++) {
 #pragma GCC unroll 4
-            for (int v = 0; v < n_vectors; v++) {
-                Isa::store(scores + k * n_lanes + v * lanes, sums[k][v]);
-            }
+            for (int v = 0; v < n_vectors; v++) { Isa::store(scores + k * n_lanes + v * lanes, sums[k][v]); }
         }
     }
 
@@ -91,22 +83,16 @@ struct Attention {
         for (; row + most_vectors * lanes <= n_rows; row += most_vectors * lanes) {
             score_rows<most_vectors>(queries + row, n_lanes, keys, n_keys, n, scores + row);
         }
-        for (; row < n_rows; row += lanes) {
-            score_rows<1>(queries + row, n_lanes, keys, n_keys, n, scores + row);
-        }
+        for (; row < n_rows; row += lanes) { score_rows<1>(queries + row, n_lanes, keys, n_keys, n, scores + row); }
     }
 
     // Halves i to i + 7 of 2 * lanes rows: x[j] gets half i + j of the first ones, y[j] of the others.
     static MOEGGUF_INLINE void transpose_halves(const uint16_t (*rows)[few_halves], int64_t i, F (&x)[8], F (&y)[8]) {
         typename Isa::I h[8], g[8];
 #pragma GCC unroll 8
-        for (int j = 0; j < 8; j++) {
-            h[j] = Isa::load_parts(rows[j] + i, 8 * few_halves);
-        }
+        for (int j = 0; j < 8; j++) { h[j] = Isa::load_parts(rows[j] + i, 8 * few_halves); }
 #pragma GCC unroll 4
-        for (int j = 0; j < 8; j += 2) {
-            g[j] = Isa::low_16(h[j], h[j + 1]), g[j + 1] = Isa::high_16(h[j], h[j + 1]);
-        }
+        for (int j = 0; j < 8; j += 2) { g[j] = Isa::low_16(h[j], h[j + 1]), g[j + 1] = Isa::high_16(h[j], h[j + 1]); }
 #pragma GCC unroll 2
         for (int j = 0; j < 8; j += 4) {
             h[j] = Isa::low_32(g[j], g[j + 2]), h[j + 1] = Isa::high_32(g[j], g[j + 2]);
@@ -132,9 +118,7 @@ struct Attention {
             // Copied together: rows of a KV cache lie where they replace one another in the processor's first cache.
             alignas(64) uint16_t rows[2 * lanes][few_halves];
             const int64_t n_halves = n - begin < few_halves ? n - begin : few_halves;
-            for (int k = 0; k < 2 * lanes; k++) {
-                memcpy(rows[k], keys[k] + 2 * begin, 2 * n_halves);
-            }
+            for (int k = 0; k < 2 * lanes; k++) { memcpy(rows[k], keys[k] + 2 * begin, 2 * n_halves); }
             for (int64_t i = 0; i < n_halves; i += 8, queries += 8 * n_lanes) {
                 // One after the other while others are multiplied, into the second cache: few rows wait for memory.
                 for (int r = 0; r < n_soon && soon_row < soon.n; r++, soon_row++) {
@@ -187,9 +171,7 @@ struct Attention {
         constexpr float taylor[] = {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
         F p = Isa::broadcast(1.0f / 720);
 #pragma GCC unroll 6
-        for (const float coefficient : taylor) {
-            p = Isa::fma(p, r, Isa::broadcast(coefficient));
-        }
+        for (const float coefficient : taylor) { p = Isa::fma(p, r, Isa::broadcast(coefficient)); }
         return Isa::zero_where_less(Isa::times_power(p, shifted), x, least);
     }
 
@@ -242,14 +224,10 @@ struct Attention {
                 max = Isa::max(max, k + lanes <= n_keys ? s : Isa::first_lanes(s, n_keys - k));
             }
             max = Isa::broadcast(Isa::greatest(max));
-            for (int k = 0; k < n_keys; k += lanes) {
-                Isa::store(scores + k, exp(Isa::load(scores + k) - max));
-            }
+            for (int k = 0; k < n_keys; k += lanes) { Isa::store(scores + k, exp(Isa::load(scores + k) - max)); }
             rescale[row] = Isa::first(exp(before - max));
             float sum = sums.sum[row] * rescale[row];
-            for (int k = 0; k < n_keys; k++) {
-                sum += scores[k];
-            }
+            for (int k = 0; k < n_keys; k++) { sum += scores[k]; }
             sums.max[row] = Isa::first(max);
             sums.sum[row] = sum;
         }
@@ -266,32 +244,24 @@ struct Attention {
         for (int r = 0; r < n_rows; r++) {
             const F factor = Isa::broadcast(rescale[r]);
 #pragma GCC unroll 8
-            for (int v = 0; v < n_vectors; v++) {
-                sums[r][v] = Isa::load(out + r * n + first + v * lanes) * factor;
-            }
+            for (int v = 0; v < n_vectors; v++) { sums[r][v] = Isa::load(out + r * n + first + v * lanes) * factor; }
         }
         for (int i = 0; i < n_keys; i++) {
             const float * of_key = p + keys[i] * key_stride;
             F x[n_vectors];
 #pragma GCC unroll 8
-            for (int v = 0; v < n_vectors; v++) {
-                x[v] = load<type>(values[keys[i]], first + v * lanes);
-            }
+            for (int v = 0; v < n_vectors; v++) { x[v] = load<type>(values[keys[i]], first + v * lanes); }
 #pragma GCC unroll 4
             for (int r = 0; r < n_rows; r++) {
                 const F weight = Isa::broadcast(of_key[r * row_stride]);
 #pragma GCC unroll 8
-                for (int v = 0; v < n_vectors; v++) {
-                    sums[r][v] = Isa::fma(weight, x[v], sums[r][v]);
-                }
+                for (int v = 0; v < n_vectors; v++) { sums[r][v] = Isa::fma(weight, x[v], sums[r][v]); }
             }
         }
 #pragma GCC unroll 4
         for (int r = 0; r < n_rows; r++) {
 #pragma GCC unroll 8
-            for (int v = 0; v < n_vectors; v++) {
-                Isa::store(out + r * n + first + v * lanes, sums[r][v]);
-            }
+            for (int v = 0; v < n_vectors; v++) { Isa::store(out + r * n + first + v * lanes, sums[r][v]); }
         }
     }
 

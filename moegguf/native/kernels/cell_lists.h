@@ -48,13 +48,9 @@ class CellLists {
         list.clear();
         for (int64_t cell = 0; cell < n_cells; cell++) {
             const int32_t position = position_in(token, cell);
-            if (position >= 0) {
-                list.emplace_back(position, (int32_t)cell);
-            }
+            if (position >= 0) { list.emplace_back(position, (int32_t)cell); }
         }
-        if (!std::is_sorted(list.begin(), list.end())) {
-            std::sort(list.begin(), list.end());
-        }
+        if (!std::is_sorted(list.begin(), list.end())) { std::sort(list.begin(), list.end()); }
     }
 
     std::vector<int32_t> list_of_, sequences_;

@@ -42,16 +42,12 @@ struct Floats {
         const auto add = [&](auto load_weights, auto load_row) {
             V x[n_rows];
 #pragma GCC unroll 4
-            for (int r = 0; r < n_rows; r++) {
-                x[r] = load_row(rows[r]);
-            }
+            for (int r = 0; r < n_rows; r++) { x[r] = load_row(rows[r]); }
 #pragma GCC unroll 4
             for (int c = 0; c < n_cols; c++) {
                 const V w = load_weights(weights[c]);
 #pragma GCC unroll 4
-                for (int r = 0; r < n_rows; r++) {
-                    sums[c][r] = Isa::fma_lanes(w, x[r], sums[c][r]);
-                }
+                for (int r = 0; r < n_rows; r++) { sums[c][r] = Isa::fma_lanes(w, x[r], sums[c][r]); }
             }
         };
         int64_t i = 0;
@@ -64,9 +60,7 @@ struct Floats {
                 [i, n](const float * x) { return load_last<GGML_TYPE_F32>((const char *)x, i, n); });
         }
         for (int r = 0; r < n_rows; r++) {
-            for (int c = 0; c < n_cols; c++) {
-                out[r][col + c] = sum_of_8(Isa::fold(sums[c][r]));
-            }
+            for (int c = 0; c < n_cols; c++) { out[r][col + c] = sum_of_8(Isa::fold(sums[c][r])); }
         }
     }
 
@@ -83,9 +77,7 @@ struct Floats {
         for (int64_t col = 0; col < n_cols;) {
             const int n_tile = n_cols - col < Isa::float_cols ? 1 : Isa::float_cols;
             const char * w[Isa::float_cols];
-            for (int c = 0; c < n_tile; c++) {
-                w[c] = weights + (col + c) * stride;
-            }
+            for (int c = 0; c < n_tile; c++) { w[c] = weights + (col + c) * stride; }
             (n_tile == 1 ? tile<type, 1, n_rows> : tile<type, Isa::float_cols, n_rows>)(w, rows, n, out, col);
             col += n_tile;
         }

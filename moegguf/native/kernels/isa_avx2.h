@@ -78,9 +78,7 @@ struct Avx2 {
     static I scaled_sum(I sum, const I * w, const int8_t * x, const int32_t * minus, I scale) {
         I part = has_offset ? _mm256_add_epi16(broadcast(minus), broadcast(minus + 1)) : I{};
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) {
-            part = _mm256_add_epi16(part, _mm256_maddubs_epi16(w[i], broadcast(x + 4 * i)));
-        }
+        for (int i = 0; i < 4; i++) { part = _mm256_add_epi16(part, _mm256_maddubs_epi16(w[i], broadcast(x + 4 * i))); }
         return add_pairs(sum, part, scale);
     }
 

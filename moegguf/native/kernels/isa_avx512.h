@@ -159,9 +159,7 @@ struct Vnni : Width {
         for (int i = 0; i < 4; i += n_dots) {
             I part = has_offset ? Width::broadcast(minus + i / 2) : I{};
 #pragma GCC unroll 4
-            for (int j = i; j < i + n_dots; j++) {
-                part = Width::add_fours(part, w[j], Width::broadcast(x + 4 * j));
-            }
+            for (int j = i; j < i + n_dots; j++) { part = Width::add_fours(part, w[j], Width::broadcast(x + 4 * j)); }
             sum = Width::add_pairs(sum, part, scale);
         }
         return sum;
@@ -172,9 +170,7 @@ struct Vnni : Width {
     static I sum_32(const I * w, const int8_t * x, const int32_t * minus) {
         I sum = Width::broadcast(minus);
 #pragma GCC unroll 8
-        for (int i = 0; i < 8; i++) {
-            sum = Width::add_fours(sum, w[i], Width::broadcast(x + 4 * i));
-        }
+        for (int i = 0; i < 8; i++) { sum = Width::add_fours(sum, w[i], Width::broadcast(x + 4 * i)); }
         return sum;
     }
 

@@ -26,9 +26,7 @@ const Kernel * kernel_of(const ggml_tensor * op, int64_t n_cols, int64_t interle
 // How many of n_left rows the next tile has. It may be filled up with the last row.
 int next_tile(int64_t n_left, int max_rows) {
     int n = 1;
-    while (n < n_left && n < max_rows) {
-        n *= 2;
-    }
+    while (n < n_left && n < max_rows) { n *= 2; }
     return 4 * n_left < 3 * n ? n / 2 : n;
 }
 
@@ -58,9 +56,7 @@ struct Shares {
             const int64_t share = (thread + i) % n_threads;
             for (int64_t part; (part = __atomic_fetch_add(&taken[share], 1, __ATOMIC_RELAXED)) < n_parts;) {
                 first = begin(share * n_parts + part), last = begin(share * n_parts + part + 1);
-                if (first < last) {
-                    return true;
-                }
+                if (first < last) { return true; }
             }
         }
         return false;
@@ -72,9 +68,7 @@ struct Shares {
     }
 };
 
-size_t shares_bytes(int n_threads) {
-    return GGML_PAD(n_threads * sizeof(int64_t), 64);
-}
+size_t shares_bytes(int n_threads) { return GGML_PAD(n_threads * sizeof(int64_t), 64); }
 
 // ---- MUL_MAT ----
 
@@ -105,9 +99,7 @@ void mul_mat(ggml_compute_params * params, ggml_tensor * op, const Kernel * kern
     const Shares shares = {(int64_t *)params->wdata, params->nth, n_parts, w->ne[1]};
     char * const tiles = (char *)params->wdata + shares_bytes(params->nth);
     quantize_tiles(params, op->src[1], p, tiles);
-    if (params->ith == 0) {
-        memset(shares.taken, 0, shares_bytes(params->nth));
-    }
+    if (params->ith == 0) { memset(shares.taken, 0, shares_bytes(params->nth)); }
     ggml_barrier(params->threadpool);
 
     for (int64_t first, last; shares.next(params->ith, first, last);) {
@@ -115,9 +107,7 @@ void mul_mat(ggml_compute_params * params, ggml_tensor * op, const Kernel * kern
         for (int64_t row = 0; row < n_rows;) {
             const int n_tile = next_tile(n_rows - row, kernel->max_rows);
             float * out[max_tile];
-            for (int r = 0; r < n_tile; r++) {
-                out[r] = row_of(op, std::min(row + r, n_rows - 1)) + first;
-            }
+            for (int r = 0; r < n_tile; r++) { out[r] = row_of(op, std::min(row + r, n_rows - 1)) + first; }
             p.multiply(first, last, tile, n_tile, out);
             row += n_tile, tile += n_tile * p.quantized();
         }
@@ -147,9 +137,7 @@ void multiply_plane(const ggml_tensor * op, MultiplyFloats multiply, int64_t pla
 }
 
 void mul_mat_floats(const ggml_compute_params * params, ggml_tensor * op, MultiplyFloats multiply) {
-    if (params->ith == 0) {
-        ggml_threadpool_chunk_set(params->threadpool, params->nth);
-    }
+    if (params->ith == 0) { ggml_threadpool_chunk_set(params->threadpool, params->nth); }
     ggml_barrier(params->threadpool);
     const int64_t of_plane = (op->ne[0] + float_cols - 1) / float_cols, n_parts = of_plane * op->ne[2] * op->ne[3];
     for (int64_t part = params->ith; part < n_parts; part = ggml_threadpool_chunk_add(params->threadpool, 1)) {
@@ -212,9 +200,7 @@ void sort_choices(const ggml_tensor * op, const Work & work, int n_threads) {
         GGML_ASSERT(expert >= 0 && expert < n_expert);
         work.n_rows[expert]++;
     });
-    for (int64_t expert = 0, n = 0; expert < n_expert; n += work.n_rows[expert++]) {
-        work.end[expert] = n;
-    }
+    for (int64_t expert = 0, n = 0; expert < n_expert; n += work.n_rows[expert++]) { work.end[expert] = n; }
     for_each_choice(op->src[2], [&](int32_t expert, Choice choice) { work.choices[work.end[expert]++] = choice; });
 }
 
@@ -237,9 +223,7 @@ void multiply_expert(ggml_tensor * op, const Product & p, const Work & work, cha
             rows[r] = work.rows + (c.i % x->ne[1] + c.token * x->ne[1]) * p.quantized();
             out[r] = row_of(op, c.i + c.token * op->ne[1]) + first;
         }
-        if (n_tile > 1) {
-            p.kernel->gather(rows, n_tile, p.n, tile);
-        }
+        if (n_tile > 1) { p.kernel->gather(rows, n_tile, p.n, tile); }
         p.multiply(first, last, n_tile > 1 ? tile : rows[0], n_tile, out);
         row += n_tile;
     }
@@ -251,9 +235,7 @@ void mul_mat_id(ggml_compute_params * params, ggml_tensor * op, const Kernel * k
     GGML_ASSERT(params->wsize >= work.size);
     Product p = {kernel, nullptr, w->nb[1], w->ne[0]};
     quantize_rows(params, op->src[1], p, work.rows);
-    if (params->ith == 0) {
-        sort_choices(op, work, params->nth);
-    }
+    if (params->ith == 0) { sort_choices(op, work, params->nth); }
     ggml_barrier(params->threadpool);
 
     ggml_mul_mat_id_order order;
@@ -271,15 +253,11 @@ void mul_mat_id(ggml_compute_params * params, ggml_tensor * op, const Kernel * k
 
 } // namespace
 
-bool has_kernels(ggml_type type) {
-    return kernel_of(type) != nullptr;
-}
+bool has_kernels(ggml_type type) { return kernel_of(type) != nullptr; }
 
 bool work_size(int n_threads, const ggml_tensor * op, int64_t n_cols, int64_t interleaved_bytes, size_t & size) {
     const Kernel * kernel = kernel_of(op, n_cols, interleaved_bytes);
-    if (!kernel) {
-        return false;
-    }
+    if (!kernel) { return false; }
     const ggml_tensor * x = op->src[1];
     const size_t row = x->ne[0] / kernel->block_values * kernel->block_bytes;
     size = op->op == GGML_OP_MUL_MAT ? shares_bytes(n_threads) + (ggml_nrows(x) + max_tile) * row

@@ -29,9 +29,7 @@ inline int32_t sum_of_pairs(__m256i pairs) {
 template <class Isa>
 float largest(const float * x, int n) {
     typename Isa::F max = {};
-    for (int i = 0; i < n; i += Isa::n_cols) {
-        max = Isa::max(Isa::abs(Isa::load(x + i)), max);
-    }
+    for (int i = 0; i < n; i += Isa::n_cols) { max = Isa::max(Isa::abs(Isa::load(x + i)), max); }
     return Isa::greatest(max);
 }
 
@@ -54,9 +52,7 @@ float scale_of(const float * x, Row & row) {
 template <class Isa, class T>
 void quantize_block(const float * x, RowMins & row) {
     const float inverse = scale_of<Isa>(x, row);
-    for (int i = 0; i < 8; i++) {
-        row.sums[i] = (int16_t)sum_of_pairs(round_32(x + 32 * i, inverse, row.qs + 32 * i));
-    }
+    for (int i = 0; i < 8; i++) { row.sums[i] = (int16_t)sum_of_pairs(round_32(x + 32 * i, inverse, row.qs + 32 * i)); }
 }
 
 template <class Isa, class T>

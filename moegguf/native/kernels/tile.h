@@ -39,9 +39,7 @@ struct Tile {
 #pragma GCC unroll 16
         for (int r = 0; r < n_rows; r++) {
             const int32_t * minus = nullptr;
-            if constexpr (T::offset != 0) {
-                minus = rows[r].minus + at / 8;
-            }
+            if constexpr (T::offset != 0) { minus = rows[r].minus + at / 8; }
             sums[r] = Isa::template scaled_sum<T::n_dots, T::offset != 0>(sums[r], w, rows[r].qs + at, minus, scale);
         }
     }
@@ -51,9 +49,7 @@ struct Tile {
         block.template load<step>();
         add_codes<n_rows, step, 0>(block, rows, sums);
         add_codes<n_rows, step, 1>(block, rows, sums);
-        if constexpr (step + 1 < T::n_steps) {
-            add_steps<n_rows, step + 1>(block, rows, sums);
-        }
+        if constexpr (step + 1 < T::n_steps) { add_steps<n_rows, step + 1>(block, rows, sums); }
     }
 
     // Weights of 256 values with integer scales: one block of n_rows rows.
@@ -62,9 +58,7 @@ struct Tile {
         typename T::template Block<Isa> block(from);
         I exact[n_rows];
 #pragma GCC unroll 16
-        for (int r = 0; r < n_rows; r++) {
-            exact[r] = I{};
-        }
+        for (int r = 0; r < n_rows; r++) { exact[r] = I{}; }
         add_steps<n_rows>(block, rows, exact);
         const F scale = block.scale();
 #pragma GCC unroll 16
@@ -90,9 +84,7 @@ struct Tile {
                         int n_out) {
         F sums[n_rows], mins[n_rows];
 #pragma GCC unroll 16
-        for (int r = 0; r < n_rows; r++) {
-            sums[r] = mins[r] = F{};
-        }
+        for (int r = 0; r < n_rows; r++) { sums[r] = mins[r] = F{}; }
         for (int64_t b = 0; b < n_blocks; b++, rows += n_rows) {
             const Parts<Isa> block(weights, b * T::bytes);
 #pragma GCC unroll 64
@@ -106,9 +98,7 @@ struct Tile {
             }
         }
 #pragma GCC unroll 16
-        for (int r = 0; r < n_rows; r++) {
-            Isa::store(out[r] + col, T::has_mins ? sums[r] - mins[r] : sums[r], n_out);
-        }
+        for (int r = 0; r < n_rows; r++) { Isa::store(out[r] + col, T::has_mins ? sums[r] - mins[r] : sums[r], n_out); }
     }
 
     template <int n_rows>

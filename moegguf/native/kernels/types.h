@@ -40,9 +40,7 @@ struct Parts {
     const uint8_t * of[Isa::n_groups];
 
     Parts(const uint8_t * const (&blocks)[Isa::n_groups], int64_t offset) {
-        for (int i = 0; i < Isa::n_groups; i++) {
-            of[i] = blocks[i] + offset;
-        }
+        for (int i = 0; i < Isa::n_groups; i++) { of[i] = blocks[i] + offset; }
     }
 };
 
@@ -100,9 +98,7 @@ struct Iq4NlX8 : NibblesX8<2> {
     static void codes(const uint8_t * const (&blocks)[Isa::n_groups], typename Isa::I * w) {
         static const int8_t values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
         nibbles<Isa>(blocks, 0, w);
-        for (int i = 0; i < 8; i++) {
-            w[i] = Isa::flip(Isa::look_up(w[i], values), is_signed<Isa> ? 0 : 0x80);
-        }
+        for (int i = 0; i < 8; i++) { w[i] = Isa::flip(Isa::look_up(w[i], values), is_signed<Isa> ? 0 : 0x80); }
     }
 };
 
@@ -117,9 +113,7 @@ struct Mxfp4X8 : NibblesX8<1> {
     static void codes(const uint8_t * const (&blocks)[Isa::n_groups], typename Isa::I * w) {
         static const int8_t values[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0}; // and 12
         nibbles<Isa>(blocks, 0, w);
-        for (int i = 0; i < 8; i++) {
-            w[i] = Isa::look_up(w[i], values);
-        }
+        for (int i = 0; i < 8; i++) { w[i] = Isa::look_up(w[i], values); }
     }
 
     // Half of 2^(e - 127), as the values are doubled.
@@ -138,9 +132,7 @@ struct Scales6 {
 
     explicit Scales6(const Parts<Isa> & packed) {
         __m256i s[2 * Isa::n_groups], m[2 * Isa::n_groups];
-        for (int i = 0; i < Isa::n_groups; i++) {
-            unpack(packed.of[i], &s[2 * i], &m[2 * i]);
-        }
+        for (int i = 0; i < Isa::n_groups; i++) { unpack(packed.of[i], &s[2 * i], &m[2 * i]); }
         arrange(s, scales);
         arrange(m, mins);
     }
@@ -219,18 +211,14 @@ struct Q45KX8 {
         void load() {
             for (int i = 0; i < 2; i++) {
                 Isa::load_line(qs.of, 2 * step + i, raw[2 * i], raw[2 * i + 1]);
-                if constexpr (has_fifth_bit) {
-                    Isa::load_line(qh.of, step % 2 * 2 + i, high[2 * i], high[2 * i + 1]);
-                }
+                if constexpr (has_fifth_bit) { Isa::load_line(qh.of, step % 2 * 2 + i, high[2 * i], high[2 * i + 1]); }
             }
         }
         template <int step, int i>
         void codes(typename Isa::I * w) const {
             for (int j = 0; j < 4; j++) {
                 w[j] = i ? Isa::high_nibbles(raw[j]) : Isa::low_nibbles(raw[j]);
-                if constexpr (has_fifth_bit) {
-                    w[j] |= Isa::template high_bits<step / 2 * 2 + i>(high[j], 1);
-                }
+                if constexpr (has_fifth_bit) { w[j] |= Isa::template high_bits<step / 2 * 2 + i>(high[j], 1); }
             }
         }
     };

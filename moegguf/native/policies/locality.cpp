@@ -69,9 +69,7 @@ class Locality final : public EvictionPolicy {
     // -(expected passes until the next use), counted from when the layer comes next ...
     float score(int il, int expert) const override {
         const int key = layout_.key(il, expert);
-        if (prefetched_[key] == Early::in_vain) {
-            return in_vain;
-        }
+        if (prefetched_[key] == Early::in_vain) { return in_vain; }
         const float wait = 1.0f / std::max(average_.row(il)[expert], least_rate);
         return !known_[il] ? 1.0f - wait : active_[key] ? 0.0f : -wait;
     }

@@ -44,13 +44,9 @@ class NextUse final : public EvictionPolicy {
 };
 
 UseRates rates_of(const Layout & layout, const Values & values) {
-    if (values.size() <= 1) {
-        return UseRates(layout, {1.0f, 4.0f, 16.0f, 64.0f, 256.0f, 4000.0f}, {});
-    }
+    if (values.size() <= 1) { return UseRates(layout, {1.0f, 4.0f, 16.0f, 64.0f, 256.0f, 4000.0f}, {}); }
     Values half_lives_tokens, weights;
-    for (size_t i = 1; i < values.size(); i++) {
-        (i % 2 ? half_lives_tokens : weights).push_back(values[i]);
-    }
+    for (size_t i = 1; i < values.size(); i++) { (i % 2 ? half_lives_tokens : weights).push_back(values[i]); }
     return UseRates(layout, half_lives_tokens, weights);
 }
 
@@ -83,9 +79,7 @@ bool NextUse::on_routing(int il, const int32_t * expert_ids, int n_expert_used, 
 }
 
 bool NextUse::on_forecast(int il, const float * probabilities) {
-    if (!probabilities && !known_[il]) {
-        return false;
-    }
+    if (!probabilities && !known_[il]) { return false; }
     known_[il] = probabilities != nullptr;
     const int first = layout_.key(il, 0);
     for (int expert = 0; probabilities && expert < layout_.layers[il].n_expert; expert++) {

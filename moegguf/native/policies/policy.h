@@ -105,9 +105,7 @@ std::unique_ptr<EvictionPolicy> make_policy(const Layout & layout, const std::st
 const PolicyType * policy_at(int index); // nullptr behind the last one
 
 // A finite number of 0 or more.
-inline bool at_least_zero(float x) {
-    return std::isfinite(x) && x >= 0.0f;
-}
+inline bool at_least_zero(float x) { return std::isfinite(x) && x >= 0.0f; }
 
 // The part of an average that is left after so many tokens. Throws Error(INVALID).
 inline float kept_after(float half_life_tokens, int n_tokens) {
@@ -135,13 +133,9 @@ class FadingAverage {
         float * row = table_.data() + layout_.key(il, 0);
         const int n_expert = layout_.layers[il].n_expert;
         const float kept = kept_after(half_life_tokens_, n_tokens);
-        for (int expert = 0; expert < n_expert; expert++) {
-            row[expert] *= kept;
-        }
+        for (int expert = 0; expert < n_expert; expert++) { row[expert] *= kept; }
         const float one_use = (1.0f - kept) / n_tokens;
-        for (int64_t use = 0; use < (int64_t)n_expert_used * n_tokens; use++) {
-            row[expert_ids[use]] += one_use;
-        }
+        for (int64_t use = 0; use < (int64_t)n_expert_used * n_tokens; use++) { row[expert_ids[use]] += one_use; }
     }
 
   private:
@@ -172,9 +166,7 @@ class ScoreTable final : public EvictionPolicy {
         table_.swap(scores);
         for (int il = 0; il < (int)layout_.layers.size() && !table_.empty(); il++) {
             const size_t first = layout_.key(il, 0), last = first + layout_.n_expert_max;
-            if (scores.empty() || !std::equal(&table_[first], &table_[0] + last, &scores[first])) {
-                changed(il);
-            }
+            if (scores.empty() || !std::equal(&table_[first], &table_[0] + last, &scores[first])) { changed(il); }
         }
     }
 

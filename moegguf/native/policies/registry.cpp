@@ -55,8 +55,6 @@ std::unique_ptr<EvictionPolicy> make_policy(const Layout & layout, const std::st
     throw Error(MOEGGUF_INVALID, "there is no eviction policy '" + name + "'; known are " + known);
 }
 
-const PolicyType * policy_at(int index) {
-    return index >= 0 && index < (int)std::size(types) ? types[index] : nullptr;
-}
+const PolicyType * policy_at(int index) { return index >= 0 && index < (int)std::size(types) ? types[index] : nullptr; }
 
 } // namespace moegguf

@@ -15,9 +15,7 @@ constexpr float epsilon = 1e-6f;
 class Sparsity final : public EvictionPolicy {
   public:
     Sparsity(const Layout & layout, const Values &) : layout_(layout), scores_(layout.n_keys(), 0.0f) {
-        for (int il : layout.moe_layers) {
-            set_row(il, nullptr);
-        }
+        for (int il : layout.moe_layers) { set_row(il, nullptr); }
     }
 
     bool orders(const LayerStep & now) const override { return now.decodes && predicted_; }

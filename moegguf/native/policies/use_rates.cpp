@@ -75,20 +75,14 @@ void UseRates::reserve_for_learning() {
         histories_[il].ids.resize(2 * window * histories_[il].n_used);
         n_used += histories_[il].n_used;
     }
-    for (int i = 0; i <= n_used; i++) {
-        alike_weights_.push_back(std::exp(-sharpness * i / n_used));
-    }
+    for (int i = 0; i <= n_used; i++) { alike_weights_.push_back(std::exp(-sharpness * i / n_used)); }
 }
 
 void UseRates::count(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens) {
     const int n_expert = layout_.layers[il].n_expert;
     std::fill_n(used_.begin(), n_expert, 0.0f);
-    for (int64_t use = 0; use < (int64_t)n_expert_used * n_tokens; use++) {
-        used_[expert_ids[use]] += 1.0f / n_tokens;
-    }
-    if (learns_ && n_tokens <= most_learned_tokens && histories_[il].n_tokens > 0) {
-        learn(il);
-    }
+    for (int64_t use = 0; use < (int64_t)n_expert_used * n_tokens; use++) { used_[expert_ids[use]] += 1.0f / n_tokens; }
+    if (learns_ && n_tokens <= most_learned_tokens && histories_[il].n_tokens > 0) { learn(il); }
     average(il, n_tokens);
     if (learns_) {
         remember(il, expert_ids, n_expert_used, n_tokens);
@@ -109,9 +103,7 @@ void UseRates::learn(int il) {
     for (int e = 0; e < layout_.layers[il].n_expert; e++) {
         const int key = layout_.key(il, e);
         const float error = (used_[e] - rates_[key]) / layout_.layers[il].n_expert_used;
-        for (size_t i = 0; i < n_inputs; i++) {
-            gradient[i] += error * inputs_[key][i];
-        }
+        for (size_t i = 0; i < n_inputs; i++) { gradient[i] += error * inputs_[key][i]; }
     }
     for (size_t i = 0; i < n_inputs; i++) {
         gradients_[il][i] += gradient[i] * gradient[i];
@@ -158,15 +150,11 @@ void UseRates::count_alike(int il) {
     History & history = histories_[il];
     const int n_used = history.n_used, n_earlier = history.n_earlier();
     std::fill(marked_.begin(), marked_.end(), 0);
-    for (int i = 0; i < n_used; i++) {
-        marked_[history.last()[i]] = history.last()[i] < layout_.layers[il].n_expert;
-    }
+    for (int i = 0; i < n_used; i++) { marked_[history.last()[i]] = history.last()[i] < layout_.layers[il].n_expert; }
     const int16_t * ids = history.last() - n_earlier * n_used;
     for (int at = window - n_earlier; at < window; at++, ids += n_used) {
         int n = 0;
-        for (int i = 0; i < n_used; i++) {
-            n += marked_[ids[i]];
-        }
+        for (int i = 0; i < n_used; i++) { n += marked_[ids[i]]; }
         n_alike_[at] += n - history.n_alike[at];
         history.n_alike[at] = n;
     }
@@ -176,27 +164,19 @@ void UseRates::count_alike(int il) {
 void UseRates::recall(int il) {
     const History & history = histories_[il];
     const int n_used = history.n_used, n_earlier = history.n_earlier(), first = window - n_earlier;
-    if (n_earlier == 0) {
-        return;
-    }
+    if (n_earlier == 0) { return; }
     const int most_alike = *std::max_element(n_alike_.begin() + first, n_alike_.end());
     float sum = 0.0f;
     std::fill_n(alike_.begin(), n_after + first, 0.0f);
-    for (int at = first; at < window; at++) {
-        sum += alike_[n_after + at] = alike_weights_[most_alike - n_alike_[at]];
-    }
+    for (int at = first; at < window; at++) { sum += alike_[n_after + at] = alike_weights_[most_alike - n_alike_[at]]; }
     for (int at = first; at <= window; at++) {
         expected_[at] = 0.0f;
-        for (int i = 0; i < n_after; i++) {
-            expected_[at] += after[i] * alike_[n_after + at - 1 - i];
-        }
+        for (int i = 0; i < n_after; i++) { expected_[at] += after[i] * alike_[n_after + at - 1 - i]; }
     }
     std::fill(sums_.begin(), sums_.end(), 0.0f);
     const int16_t * ids = history.last() - n_earlier * n_used;
     for (int at = first; at <= window; at++, ids += n_used) {
-        for (int i = 0; i < n_used; i++) {
-            sums_[ids[i]] += expected_[at];
-        }
+        for (int i = 0; i < n_used; i++) { sums_[ids[i]] += expected_[at]; }
     }
     for (int e = 0; e < layout_.layers[il].n_expert; e++) {
         inputs_[layout_.key(il, e)][recalled] = logit(sums_[e] / sum);

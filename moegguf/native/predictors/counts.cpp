@@ -17,9 +17,7 @@ class PreviousToken final : public Predictor {
     void on_routing(const Observation & seen) override {
         float * used = &used_[layout_.key(seen.il, 0)];
         std::fill_n(used, layout_.layers[seen.il].n_expert, 0.0f);
-        for (int i = 0; i < seen.n_expert_used; i++) {
-            used[seen.expert_ids[i]] = 1.0f;
-        }
+        for (int i = 0; i < seen.n_expert_used; i++) { used[seen.expert_ids[i]] = 1.0f; }
         seen_[seen.il] = 1;
     }
 
@@ -56,9 +54,7 @@ class TokenTable final : public Predictor {
     void on_token(int token) override { token_ = token; }
 
     bool predict(int il, int, float * probabilities) override {
-        if (token_ < 0 || token_ >= (int64_t)n_vocab_) {
-            return false;
-        }
+        if (token_ < 0 || token_ >= (int64_t)n_vocab_) { return false; }
         const int n_expert = layout_.layers[il].n_expert, entry = entry_of_[token_];
         const size_t row = layout_.row_of[il] * layout_.n_expert_max;
         std::copy_n(average_ + row, n_expert, probabilities);

@@ -21,9 +21,7 @@ struct Found {
 
 // The nearest first; of equals the one with more tokens, then the later one.
 bool before(const Found & a, const Found & b) {
-    if (a.score != b.score) {
-        return a.score > b.score;
-    }
+    if (a.score != b.score) { return a.score > b.score; }
     return a.tokens != b.tokens ? a.tokens > b.tokens : a.index > b.index;
 }
 
@@ -60,13 +58,9 @@ class Eamc final : public Predictor {
     }
 
     void on_routing(const Observation & seen) override {
-        if (seen.n_tokens != 1) {
-            return;
-        }
+        if (seen.n_tokens != 1) { return; }
         std::fill(seen_.begin(), seen_.end(), 0.0f);
-        for (int i = 0; i < seen.n_expert_used; i++) {
-            seen_[seen.expert_ids[i]] += 1.0f;
-        }
+        for (int i = 0; i < seen.n_expert_used; i++) { seen_[seen.expert_ids[i]] += 1.0f; }
         moegguf_eamc_add_row(columns_ + layout_.key(seen.il, 0) * capacity_, capacity_, seen_.data(),
                              layout_.n_expert_max, row_norm2_ + seen.il * capacity_, n_entries_, dot_.data(),
                              norm2_.data());
@@ -114,22 +108,14 @@ using namespace moegguf;
 
 int moegguf_eamc_add_row(const float * columns, size_t stride, const float * row, int32_t n_expert,
                          const float * row_norm2, int32_t n_entries, float * dot, float * norm2) {
-    if (!columns || !row || !row_norm2 || !dot || !norm2 || n_expert < 0 || n_entries < 0) {
-        return MOEGGUF_INVALID;
-    }
+    if (!columns || !row || !row_norm2 || !dot || !norm2 || n_expert < 0 || n_entries < 0) { return MOEGGUF_INVALID; }
     for (int32_t e = 0; e < n_expert; e++) {
         const float count = row[e];
-        if (count == 0.0f) {
-            continue;
-        }
+        if (count == 0.0f) { continue; }
         const float * column = columns + e * stride;
-        for (int32_t i = 0; i < n_entries; i++) {
-            dot[i] += count * column[i];
-        }
+        for (int32_t i = 0; i < n_entries; i++) { dot[i] += count * column[i]; }
     }
-    for (int32_t i = 0; i < n_entries; i++) {
-        norm2[i] += row_norm2[i];
-    }
+    for (int32_t i = 0; i < n_entries; i++) { norm2[i] += row_norm2[i]; }
     return MOEGGUF_OK;
 }
 
@@ -146,9 +132,7 @@ int moegguf_eamc_match(const float * dot, const float * norm2, const float * tok
     for (int32_t i = 0; i < n_entries; i++) {
         scores[i] = dot[i] * dot[i] / norm2[i];
         for (int32_t at = n - 1; at >= 0 && scores[i] > top[at]; at--) {
-            if (at < n - 1) {
-                top[at + 1] = top[at];
-            }
+            if (at < n - 1) { top[at + 1] = top[at]; }
             top[at] = scores[i];
         }
     }
@@ -156,24 +140,16 @@ int moegguf_eamc_match(const float * dot, const float * norm2, const float * tok
     Found best[most_matches];
     int32_t size = 0;
     for (int32_t i = 0; i < n_entries; i++) {
-        if (!(scores[i] >= bar)) {
-            continue;
-        }
+        if (!(scores[i] >= bar)) { continue; }
         // As near as the last one that can be among them: tokens decide.
         const Found found{scores[i] * nearly <= bar ? 0.0f : scores[i], tokens[i], i};
         int32_t at = std::min(size, n - 1);
-        if (size == n && !before(found, best[at])) {
-            continue;
-        }
-        for (; at > 0 && before(found, best[at - 1]); at--) {
-            best[at] = best[at - 1];
-        }
+        if (size == n && !before(found, best[at])) { continue; }
+        for (; at > 0 && before(found, best[at - 1]); at--) { best[at] = best[at - 1]; }
         best[at] = found;
         size = std::min(size + 1, n);
     }
-    for (int32_t i = 0; i < size; i++) {
-        indices[i] = best[i].index;
-    }
+    for (int32_t i = 0; i < size; i++) { indices[i] = best[i].index; }
     *n_found = size;
     return MOEGGUF_OK;
 }

@@ -43,16 +43,12 @@ class ExpertMlp final : public Predictor {
 
     bool predict(int il, int distance, float * probabilities) override {
         const int row = layout_.row_of[il];
-        if (distance != 1 || row < 1 || row != n_seen_) {
-            return false;
-        }
+        if (distance != 1 || row < 1 || row != n_seen_) { return false; }
         set_state(row);
         const float * x = state_.data();
         int n = (int)state_.size();
         for (size_t i = 0; i < layers_.size(); i++) {
-            if (!rounded_.round(x, n)) {
-                return false;
-            }
+            if (!rounded_.round(x, n)) { return false; }
             multiply(layers_[i], rounded_, i + 1 < layers_.size(), outputs_[i].data());
             x = outputs_[i].data();
             n = (int)outputs_[i].size();

@@ -52,9 +52,7 @@ bool RoundedVector::round(const float * x, int n) {
         return finite;
     }
     const float steps = 32767.0f / peak;
-    for (int i = 0; i < n; i++) {
-        values_[i] = int16_t(std::lrintf(x[i] * steps));
-    }
+    for (int i = 0; i < n; i++) { values_[i] = int16_t(std::lrintf(x[i] * steps)); }
     step_ = peak / 32767.0f;
     return true;
 }
@@ -71,15 +69,11 @@ void multiply(const ByteMatrix & w, const RoundedVector & x, bool relu, float * 
 
 int moegguf_matvec_q8(const int8_t * w, const float * scale, const float * bias, int32_t n_rows, int32_t n_cols,
                       const float * x, int relu, float * out) {
-    if (!w || !scale || !x || !out || n_rows < 0 || n_cols < 0) {
-        return MOEGGUF_INVALID;
-    }
+    if (!w || !scale || !x || !out || n_rows < 0 || n_cols < 0) { return MOEGGUF_INVALID; }
     try {
         static thread_local moegguf::RoundedVector rounded;
         rounded.round(x, n_cols);
         moegguf::multiply({w, scale, bias, n_rows, n_cols}, rounded, relu, out);
-    } catch (...) {
-        return MOEGGUF_MEMORY;
-    }
+    } catch (...) { return MOEGGUF_MEMORY; }
     return MOEGGUF_OK;
 }

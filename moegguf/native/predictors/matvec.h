@@ -57,9 +57,7 @@ inline void softmax(float * x, int n, float sum) {
         x[i] = std::exp(x[i] - peak);
         total += x[i];
     }
-    for (int i = 0; i < n; i++) {
-        x[i] *= sum / total;
-    }
+    for (int i = 0; i < n; i++) { x[i] *= sum / total; }
 }
 
 } // namespace moegguf

@@ -30,9 +30,7 @@ Arrays::Arrays(const moegguf_predictor & given) {
 
 const void * Arrays::find(const std::string & name, int type, size_t n) const {
     const auto found = arrays_.find(name);
-    if (found == arrays_.end()) {
-        throw Error(MOEGGUF_INVALID, "the predictor needs an array '" + name + "'");
-    }
+    if (found == arrays_.end()) { throw Error(MOEGGUF_INVALID, "the predictor needs an array '" + name + "'"); }
     const moegguf_array & array = found->second;
     if (array.type != type || array.n == 0 || (n > 0 && array.n != n)) {
         throw Error(MOEGGUF_INVALID, "the array '" + name + "' has " + std::to_string(array.n) + " values of type " +
@@ -63,9 +61,7 @@ bool Arrays::same(const Arrays & other) const {
 const PredictorType & predictor_type(const char * name) {
     std::string known;
     for (const PredictorType * type : types) {
-        if (name && std::string(name) == type->name) {
-            return *type;
-        }
+        if (name && std::string(name) == type->name) { return *type; }
         known += (known.empty() ? "" : ", ") + std::string(type->name);
     }
     throw Error(MOEGGUF_INVALID,

@@ -76,9 +76,7 @@ Skip::Skip(const Layout & layout, const Arrays & arrays)
             continue; // a token's id alone decides
         }
         const int n_expert = layout.layers[il].n_expert;
-        if (n_expert % n_group_ != 0) {
-            throw Error(MOEGGUF_INVALID, "groups of experts have the same size");
-        }
+        if (n_expert % n_group_ != 0) { throw Error(MOEGGUF_INVALID, "groups of experts have the same size"); }
         const auto optional = [&](const std::string & part) {
             return arrays.size(name + part) ? arrays.floats(name + part, n_expert) : nullptr;
         };
@@ -107,16 +105,10 @@ bool Skip::predict(int il, int distance, float * probabilities) {
     } else {
         softmax(scores, n, 1.0f);
     }
-    for (int e = 0; router.choice_bias && e < n; e++) {
-        scores[e] += router.choice_bias[e];
-    }
-    if (n_group_ > 1) {
-        keep_best_groups(scores, n);
-    }
+    for (int e = 0; router.choice_bias && e < n; e++) { scores[e] += router.choice_bias[e]; }
+    if (n_group_ > 1) { keep_best_groups(scores, n); }
     float lowest = 0.0f;
-    for (int e = 0; e < n; e++) {
-        lowest = std::isfinite(scores[e]) ? std::min(lowest, scores[e]) : lowest;
-    }
+    for (int e = 0; e < n; e++) { lowest = std::isfinite(scores[e]) ? std::min(lowest, scores[e]) : lowest; }
     float sum = 0.0f;
     for (int e = 0; e < n; e++) {
         scores[e] = std::max(scores[e] - lowest, 0.0f);
@@ -142,9 +134,7 @@ void Skip::keep_best_groups(float * scores, int n_expert) {
     std::iota(order_.begin(), order_.end(), 0);
     std::sort(order_.begin(), order_.end(),
               [this](int a, int b) { return best_[a] != best_[b] ? best_[a] > best_[b] : a < b; });
-    for (int i = n_group_used_; i < n_group_; i++) {
-        std::fill_n(scores + order_[i] * size, size, -INFINITY);
-    }
+    for (int i = n_group_used_; i < n_group_; i++) { std::fill_n(scores + order_[i] * size, size, -INFINITY); }
 }
 
 struct Network {
@@ -178,14 +168,10 @@ class Mlp final : public InputPredictor {
 
     bool predict(int il, int, float * probabilities) override {
         const auto found = networks_.find({source(), il});
-        if (found == networks_.end()) {
-            return false;
-        }
+        if (found == networks_.end()) { return false; }
         const Network & network = found->second;
         multiply(network.hidden, input(), true, hidden_.data());
-        if (!rounded_.round(hidden_.data(), (int)hidden_.size())) {
-            return false;
-        }
+        if (!rounded_.round(hidden_.data(), (int)hidden_.size())) { return false; }
         multiply(network.out, rounded_, false, probabilities);
         const Layer & layer = layout_.layers[il];
         softmax(probabilities, layer.n_expert, (float)layer.n_expert_used);

@@ -25,9 +25,7 @@ class Scratch {
     // The same of T5's norm of x; its gain is part of the matrix.
     const float * of_normed(const ByteMatrix & w, const float * x, bool relu = false) {
         float sum = 0.0f;
-        for (int i = 0; i < w.n_cols; i++) {
-            sum += x[i] * x[i];
-        }
+        for (int i = 0; i < w.n_cols; i++) { sum += x[i] * x[i]; }
         const float scale = 1.0f / std::sqrt(sum / w.n_cols + norm_eps);
         normed_.resize(w.n_cols);
         std::transform(x, x + w.n_cols, normed_.begin(), [scale](float value) { return value * scale; });
@@ -57,9 +55,7 @@ struct Attention {
             throw Error(MOEGGUF_INVALID, "the heads of an attention share its width evenly");
         }
         projection = arrays.matrix(name + ".projection", cross ? width : 3 * width, n_embd);
-        if (cross) {
-            memory = arrays.matrix(name + ".memory", 2 * width, n_embd);
-        }
+        if (cross) { memory = arrays.matrix(name + ".memory", 2 * width, n_embd); }
         out = arrays.matrix(name + ".out", n_embd, width);
     }
 
@@ -78,17 +74,13 @@ struct Attention {
             for (int i = 0; i < n; i++) {
                 const float * key = &to.keys[size_t(i) * width + from];
                 float sum = 0.0f;
-                for (int j = 0; j < size; j++) {
-                    sum += query[from + j] * key[j];
-                }
+                for (int j = 0; j < size; j++) { sum += query[from + j] * key[j]; }
                 scores[i] = sum;
             }
             softmax(scores, n, 1.0f);
             for (int i = 0; i < n; i++) {
                 const float * value = &to.values[size_t(i) * width + from];
-                for (int j = 0; j < size; j++) {
-                    scratch.mixed[from + j] += scores[i] * value[j];
-                }
+                for (int j = 0; j < size; j++) { scratch.mixed[from + j] += scores[i] * value[j]; }
             }
         }
         add(x, scratch.multiplied(out, scratch.mixed.data()), out.n_rows);
@@ -179,15 +171,11 @@ class RoutingPath final : public Predictor {
     }
 
     void on_routing(const Observation & seen) override {
-        if (seen.il == layout_.moe_layers.back() && position_ == n_chunk_) {
-            encode();
-        }
+        if (seen.il == layout_.moe_layers.back() && position_ == n_chunk_) { encode(); }
     }
 
     bool predict(int il, int, float * probabilities) override {
-        if (logits_.empty()) {
-            return false;
-        }
+        if (logits_.empty()) { return false; }
         const float * of_layer = logits_.data() + size_t(layout_.row_of[il]) * layout_.n_expert_max;
         sigmoid(of_layer, layout_.layers[il].n_expert, probabilities);
         return true;
@@ -196,17 +184,13 @@ class RoutingPath final : public Predictor {
   private:
     void embed(int token, const float * position, float * x) const {
         const int8_t * row = embedding_.weights + size_t(token) * n_embd_;
-        for (int i = 0; i < n_embd_; i++) {
-            x[i] = row[i] * embedding_.scale[token] + position[i];
-        }
+        for (int i = 0; i < n_embd_; i++) { x[i] = row[i] * embedding_.scale[token] + position[i]; }
     }
 
     // Begins a chunk: what its tokens attend to of the window before it.
     void encode() {
         states_.resize(size_t(n_window_) * n_embd_);
-        for (int i = 0; i < n_window_; i++) {
-            embed(recent_[i], window_positions_ + size_t(i) * n_embd_, state(i));
-        }
+        for (int i = 0; i < n_window_; i++) { embed(recent_[i], window_positions_ + size_t(i) * n_embd_, state(i)); }
         for (const EncoderBlock & block : encoder_) {
             const int width = block.self.width;
             around_.resize(size_t(n_window_) * width);
@@ -230,9 +214,7 @@ class RoutingPath final : public Predictor {
     }
 
     void step(int token) {
-        if (position_ == n_chunk_) {
-            encode();
-        }
+        if (position_ == n_chunk_) { encode(); }
         x_.resize(n_embd_);
         float * x = x_.data();
         embed(token, chunk_positions_ + size_t(position_) * n_embd_, x);
