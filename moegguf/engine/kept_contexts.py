@@ -30,9 +30,10 @@ import numpy as np
 import numpy.typing as npt
 
 from moegguf.engine.batch_invariance import is_batch_invariant
-from moegguf.engine.context_store import About, Buffer, ContextStore, default_folder
+from moegguf.engine.context_store import About, Buffer, ContextStore
 from moegguf.engine.machine import read_memory
 from moegguf.engine.projector import PLACEHOLDER, ImageSpan
+from moegguf.engine.recent_experts import RecentExperts
 from moegguf.engine.sequences import MAX_SEQUENCES, Tokens
 from moegguf.errors import OptionError
 from moegguf.gguf.fingerprint import header_digest, sampled_digest
@@ -88,11 +89,17 @@ class KeptContexts:
     """Those of a loaded model in `store`. For the thread that evaluates."""
 
     def __init__(
-        self, llm: UpstreamLlama, context: Context, store: ContextStore, load_plan: LoadPlan, moves: StoreOptions
+        self,
+        llm: UpstreamLlama,
+        context: Context,
+        store: ContextStore,
+        load_plan: LoadPlan,
+        moves: StoreOptions,
+        recent: RecentExperts | None,
     ) -> None:
         self._context = context
         self._llm: UpstreamLlama = weakref.proxy(llm)  # type: ignore[assignment]  # which holds this object
-        self._store = store
+        self._store, self._recent = store, recent
         self._bindings: Any = library.llama_cpp()
         self._root = _root(llm, load_plan, moves)
         self._model = _label(load_plan)
@@ -117,6 +124,8 @@ class KeptContexts:
         than the `n_held` that the sequence begins with; returns how many it holds then. owner: whose blocks these are,
         "" where all share them. make_room: called with so many tokens that the context needs cells for. images: those
         among the tokens, of sequence 0."""
+        if self._recent is not None and len(tokens) >= BLOCK_TOKENS:
+            self._recent.begin()
         if self._store.is_off or len(tokens) - n_held < 2 or tokens[-1] == PLACEHOLDER:
             return n_held
         self._hold_fill(True)  # until what follows was computed
@@ -149,6 +158,8 @@ class KeptContexts:
         what follows the last full block."""
         self.behind.discard(sequence)
         self._hold_fill(False)
+        if not goes_on and self._recent is not None and (experts := self._recent.end()) is not None:
+            self._writer.put(self._recent.name, About(self._model, 0, 0), experts)
         if self._store.is_off or len(tokens) < BLOCK_TOKENS or (goes_on and len(tokens) % BLOCK_TOKENS >= n_new):
             return
         images = self._context.images.spans if sequence == 0 else ()
@@ -337,16 +348,19 @@ def store_limit(given: str | int | None) -> int | None:
 
 
 def open_contexts(
-    llm: UpstreamLlama, context: Context, load_plan: LoadPlan, moves: StoreOptions, limit_bytes: int | None
+    llm: UpstreamLlama,
+    context: Context,
+    load_plan: LoadPlan,
+    moves: StoreOptions,
+    store: ContextStore,
+    recent: RecentExperts | None,
 ) -> KeptContexts | None:
-    """Those of a model that was loaded by this plan, in the user's cache folder, where its context can have any.
-    limit_bytes: of the folder."""
+    """Those of a model that was loaded by this plan, in `store`, where its context can have any."""
     options = load_plan.options
     unused = options.get("logits_all") or options.get("embedding") or llm._ctx.memory is None
-    if limit_bytes == 0 or unused or llm.context_params.n_seq_max > SCRATCH:
+    if store.is_off or unused or llm.context_params.n_seq_max > SCRATCH:
         return None
-    store = ContextStore(default_folder(), limit_bytes)
-    return None if store.is_off else KeptContexts(llm, context, store, load_plan, moves)
+    return KeptContexts(llm, context, store, load_plan, moves, recent)
 
 
 class _Writer:

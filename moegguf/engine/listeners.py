@@ -55,8 +55,12 @@ class RoutingListeners:
             listener.announce(announcement)
 
     def _observe(self, event: RoutingEvent) -> None:
-        for listener in self._listeners:
-            listener.observe(event)
+        try:
+            for listener in self._listeners:
+                listener.observe(event)
+        except BaseException:
+            self._listeners = ()  # nobody is called again, also where another one is added
+            raise
 
 
 def _union(options: list[ListenOptions]) -> ListenOptions:

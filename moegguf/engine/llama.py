@@ -19,6 +19,7 @@ from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.strategies import find_strategy
 from moegguf.engine.batch_invariance import is_batch_invariant
 from moegguf.engine.context import ClosedModel, Context
+from moegguf.engine.context_store import ContextStore, default_folder
 from moegguf.engine.drafts import ModelDrafts
 from moegguf.engine.kept_contexts import KeptContexts, open_contexts, store_limit
 from moegguf.engine.keywords import LlamaCppOptions, with_keywords
@@ -27,6 +28,7 @@ from moegguf.engine.load import Budget, check_options, prepare
 from moegguf.engine.loader import Loader, LoadProgress, Progress
 from moegguf.engine.plan import Plan
 from moegguf.engine.projector import PLACEHOLDER
+from moegguf.engine.recent_experts import RecentExperts
 from moegguf.engine.resize import set_budget
 from moegguf.engine.sequences import Tokens, common_tokens
 from moegguf.engine.session import Session
@@ -172,6 +174,8 @@ class Llama(UpstreamLlama):
             self._loader = loader = Loader(load_plan, given, store, LoadProgress(progress))
             self.session, self._closed = loader.session, False
             loader.start_controller(chosen)
+            kept = ContextStore(default_folder(), kept_bytes) if kept_bytes != 0 else None
+            recent = RecentExperts(self.session, kept) if kept and self.session else None
             n_ubatch, base = load_plan.n_ubatch, super().__init__
             loader.read(lambda: base(load_plan.path, n_ubatch=n_ubatch, **load_plan.options), self._unload)
             self.input_ids.fill(PLACEHOLDER)
@@ -182,7 +186,7 @@ class Llama(UpstreamLlama):
             self.drafts = self._drafts.drafts
             loader.start_parts(warm_start and not lockstep, trace)
             self.recording = loader.recording
-            self.contexts = open_contexts(self, self.context, load_plan, store, kept_bytes)
+            self.contexts = open_contexts(self, self.context, load_plan, store, kept, recent) if kept else None
         except BaseException:  # also an interrupt: nothing of a load stays
             if not self._closed:
                 self._loader.end_parts(discard=True)  # keeps an older trace file

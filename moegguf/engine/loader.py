@@ -88,6 +88,7 @@ class Loader:
             store = replace(store, device=None)  # it named the one to place experts on: these slots are the CPU's
         if load_plan.hooks:
             self.session = Session(load_plan.slots_layout, plan, store)
+            self.session.store.hold_fill(True)  # until llama.cpp has read
 
     def start_controller(self, options: ControllerOptions) -> None:
         """Before the context exists: what decides on experts."""
@@ -144,7 +145,6 @@ class Loader:
         if self.session is None:
             yield
             return
-        self.session.store.hold_fill(True)
         try:
             with readahead(self.session.layout):
                 yield

@@ -409,7 +409,6 @@ class Store:
         self._listener = None
         if on_routing is None and on_tokens is None:
             return
-        self._callback_error = None
         options = options or ListenOptions()
         self._listener = abi.Listener(_bits(options, "listen_flag"), options.max_input_tokens)
         types = dict(self._listener._fields_)
@@ -438,7 +437,7 @@ class Store:
         return self._callback_thread == threading.get_ident()
 
     def raise_callback_error(self) -> None:
-        """Raises CallbackError when a callback has failed since `listen`."""
+        """Raises CallbackError when a callback has failed, once."""
         error = self._callback_error
         if error is not None:
             self.listen()

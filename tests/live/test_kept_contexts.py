@@ -134,6 +134,24 @@ def test_whole_states_are_kept_of_what_cannot_be_cut(tmp_path: Path, unkept: Cal
         assert answer(damaged, prompt).logprobs == first_turn.logprobs
 
 
+@pytest.mark.parametrize("cache", ["40%", "100%"])
+def test_the_experts_of_the_last_token_are_fetched_while_the_model_is_loaded(cache: str) -> None:
+    prompt, n_started = prompt_of(N_PROMPT), []
+    for turn in range(3):
+        with engine(DEMO, parallel=1, expert_cache=cache, store=StoreOptions(fill=False)) as each:
+            session, n_used = each.llm.session, each.llm.layout.token_cycle_slots
+            assert session is not None
+            session.store.drain()
+            n_started.append(session.store.counters()["prefetch_started"])
+            before = each.llm.stats()
+            answer(each, prompt, max_tokens=1)
+            assert turn != 1 or (each.llm.stats() - before).misses == 0
+        if turn == 1:
+            (known,) = default_folder().glob("??/*-experts")
+            known.write_bytes(b"damaged")
+    assert n_started == [0, n_used, 0]
+
+
 def test_the_methods_of_llama_go_on_from_the_disk(unkept: Callable[..., EngineAnswer]) -> None:
     prompt, options = prompt_of(N_PROMPT), {"n_ctx": 1024, "flash_attn": True, "verbose": False, "n_threads": 1}
     logits = []
