@@ -12,12 +12,12 @@ With every expert on the device h is 1, and nothing stops. Besides come the node
 experts that are in no memory are read from the disk. `way`: of activations from the device to the CPU and back; `copy`:
 of a layer's misses besides their bytes. Speeds are those that kernels and copies reach; of a device that is only
 supposed they are 0.65 of its memory's bandwidth, and the constants here: measurements of others were fitted with them.
-A hit rate is never speed: an expert of Mixtral takes as long to copy as 40 of Qwen3-30B.
 
 Hit rates to expect are ranges. Where the model's own routing was measured (`Measured`), 49 in 50 of its requests lie in
 the range; elsewhere it reaches from the lowest to the highest that was published, for models of this shape where there
 are any. Placements are compared by one curve of hit rates (`known_hits`). Within one placement, slots and passes are
-weighed against each other before any speed is known: by the bytes that a request moves (`request_cost`)."""
+weighed against each other before any speed is known: by the bytes that a request moves (`request_cost`).
+"""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ TOLERANCE = 0.15  # between predicted and measured tokens per second
 LAYER_NODES = 30  # of a layer's graph that read few or no weights: norms, attention, the router
 PICK_NODES = 2  # the same for each expert that a token uses: its weight, its sum
 PROMPT_TOKENS, ANSWER_TOKENS = 512, 256  # of a typical request
+SPEED_SPREAD = 0.7  # reads and computation share processors and memory; runs reach this share of the bound, or more
 MEMORY_PER_DISK = 16  # bytes read from memory in the time of one from a disk, or over a link
 
 Kind = Literal["resident", "layers", "slots", "cpu"]
@@ -127,26 +128,6 @@ class Speeds:
 
 
 @dataclass(frozen=True)
-class HitCurve:
-    """Hit rates {share of the experts in slots: hit rate}, and who measured them, on what."""
-
-    rates: Mapping[float, float]
-    source: str
-
-    def at(self, share: float) -> float:
-        """The hit rate with so large a share of the experts in slots."""
-        return interpolate(self.rates, share)
-
-
-def published_curve(n_expert: int, n_expert_used: int) -> HitCurve:
-    """That of a model of this shape; else, of all, the one with the fewest hits at a quarter."""
-    curves, same = published_for(n_expert, n_expert_used)
-    chosen = min(curves, key=lambda curve: interpolate(curve.rates, 0.25))
-    kind = "published for" if same else "not known for this model; conservative: published for"
-    return HitCurve(chosen.rates, f"{kind} {chosen.model} ({chosen.source})")
-
-
-@dataclass(frozen=True)
 class Placement:
     """One way to place the experts, and its prediction. n_layers: whole layers on the device; slot_bytes: memory of the
     slots there; hit_rate: of these."""
@@ -170,33 +151,25 @@ def cpu_s(model: ModelBytes, speeds: Speeds, from_disk: float = 0.0) -> float:
     """Seconds of a token where the CPU computes everything. from_disk: the share of its experts' bytes that is in no
     memory."""
     dense_s = model.dense_bytes / (speeds.cpu_dense_bytes_per_s or speeds.cpu_bytes_per_s)
-    experts_s = model.token_bytes / speeds.cpu_bytes_per_s
-    return dense_s + experts_s + model.n_nodes * speeds.cpu_node_s + _disk_s(model, speeds, from_disk)
+    experts_s = model.token_bytes * (1 / speeds.cpu_bytes_per_s + from_disk / speeds.disk_bytes_per_s)
+    return dense_s + experts_s + model.n_nodes * speeds.cpu_node_s
 
 
 def layers_s(model: ModelBytes, speeds: Speeds, n_rest: int, rest: float, from_disk: float = 0.0) -> float:
     """The same where the device computes everything but the experts of n_rest layers, a share `rest` of the bytes."""
-    on_cpu_s = rest * model.token_bytes / speeds.cpu_bytes_per_s + n_rest * speeds.cpu_layer_s
-    return _device_s(model, speeds, 1 - rest) + on_cpu_s + _disk_s(model, speeds, from_disk)
+    dense_s = model.dense_bytes / (speeds.device_dense_bytes_per_s or speeds.device_bytes_per_s)
+    byte_s = (1 - rest) / speeds.device_bytes_per_s + rest / speeds.cpu_bytes_per_s
+    experts_s = model.token_bytes * (byte_s + from_disk / speeds.disk_bytes_per_s)
+    return dense_s + experts_s + model.n_nodes * speeds.device_node_s + n_rest * speeds.cpu_layer_s
 
 
 def slots_s(model: ModelBytes, speeds: Speeds, hit_rate: float, from_disk: float = 0.0) -> float:
     """The same where the device computes everything, with slots that hit so often; 1: it has every expert."""
     if hit_rate >= 1:
-        return _device_s(model, speeds, 1.0)
-    missed_bytes, n_layers = (1 - hit_rate) * model.token_bytes, model.n_layer * (1 - hit_rate**model.n_expert_used)
-    misses_s = speeds.copies.seconds(missed_bytes, n_layers)
-    return _device_s(model, speeds, 1.0) + misses_s + model.n_layer * speeds.stop_s + _disk_s(model, speeds, from_disk)
-
-
-def _device_s(model: ModelBytes, speeds: Speeds, share: float) -> float:
-    """What the device computes for a token, with that share of its experts."""
-    dense_s = model.dense_bytes / (speeds.device_dense_bytes_per_s or speeds.device_bytes_per_s)
-    return dense_s + share * model.token_bytes / speeds.device_bytes_per_s + model.n_nodes * speeds.device_node_s
-
-
-def _disk_s(model: ModelBytes, speeds: Speeds, share: float) -> float:
-    return share * model.token_bytes / speeds.disk_bytes_per_s
+        return layers_s(model, speeds, 0, 0.0)
+    n_waits = model.n_layer * (1 - hit_rate**model.n_expert_used)
+    misses_s = speeds.copies.seconds((1 - hit_rate) * model.token_bytes, n_waits)
+    return layers_s(model, speeds, 0, 0.0, from_disk) + misses_s + model.n_layer * speeds.stop_s
 
 
 def is_off(measured: float, predicted: float) -> bool:
@@ -216,19 +189,42 @@ def request_cost(
     one, and, in the same unit, from memory. prompts_take_slots: they find as much there as answers do; else the share
     of the experts that has slots."""
     n_pass = -(-PROMPT_TOKENS // n_ubatch)
-    touched = slot_bytes * sum(_touched(layer.n_expert, layer.n_expert_used, n_ubatch) for layer in layout.layers)
+    touched = 0.0  # bytes of the experts that independent tokens of a pass use, on average
+    for layer in layout.layers:
+        touched += slot_bytes * layer.n_expert * (1 - (1 - layer.n_expert_used / layer.n_expert) ** n_ubatch)
     hit_rate = typical_hit_rate(layout, n_slots)
     missing = 1 - (hit_rate if prompts_take_slots else n_slots / layout.n_expert_total)
     prompt = n_pass * (touched * missing + (layout.dense_bytes + touched) / MEMORY_PER_DISK)
     return prompt + ANSWER_TOKENS * layout.token_cycle_bytes * (1 - hit_rate)
 
 
-def _touched(n_expert: int, n_expert_used: int, n_tokens: int) -> float:
-    """Experts of a layer that a pass of independent tokens uses, on average."""
-    return n_expert * (1 - (1 - n_expert_used / n_expert) ** n_tokens)
+@dataclass(frozen=True)
+class HitCurve:
+    """Hit rates {share of the experts in slots: hit rate}, and who measured them, on what."""
+
+    rates: Mapping[float, float]
+    source: str
+
+    def at(self, share: float) -> float:
+        """The hit rate with so large a share of the experts in slots."""
+        return interpolate(self.rates, share)
 
 
-SPEED_SPREAD = 0.7  # reads and computation share processors and memory; runs reach this share of the bound, or more
+def published_curve(n_expert: int, n_expert_used: int) -> HitCurve:
+    """That of a model of this shape; else, of all, the one with the fewest hits at a quarter."""
+    curves, same = published_for(n_expert, n_expert_used)
+    chosen = min(curves, key=lambda curve: interpolate(curve.rates, 0.25))
+    kind = "published for" if same else "not known for this model; conservative: published for"
+    return HitCurve(chosen.rates, f"{kind} {chosen.model} ({chosen.source})")
+
+
+def known_hits(layout: ExpertLayout) -> HitCurve:
+    """Hit rates to expect of this model's slots: measured on its routing, or published."""
+    with suppress(ExpertIOError):  # of a model of which only the headers are here
+        if (measured := Artifacts(layout).measured()) and measured.hit_rates:
+            policy, n = measured.choose(0.5).policy, measured.about.get("requests", "some")
+            return HitCurve(measured.hit_rates[policy], f"measured on this model: {n} requests, {policy}")
+    return published_curve(layout.n_expert, layout.n_expert_used)
 
 
 @dataclass(frozen=True)
@@ -276,19 +272,3 @@ class HitRates:
         if speeds is not None:
             slow, fast = SPEED_SPREAD / cpu_s(model, speeds, 1 - hits.low), 1 / cpu_s(model, speeds, 1 - hits.high)
         return Expected(hits.low, hits.high, least, most, slow, fast, hits.basis)
-
-
-def known_hits(layout: ExpertLayout) -> HitCurve:
-    """Hit rates to expect of this model's slots: measured on its routing, or published."""
-    with suppress(ExpertIOError):  # of a model of which only the headers are here
-        if found := _measured_hits(layout):
-            return found
-    return published_curve(layout.n_expert, layout.n_expert_used)
-
-
-def _measured_hits(layout: ExpertLayout) -> HitCurve | None:
-    measured = Artifacts(layout).measured()
-    if measured is None or not measured.hit_rates:
-        return None
-    policy, n = measured.choose(0.5).policy, measured.about.get("requests", "some")
-    return HitCurve(measured.hit_rates[policy], f"measured on this model: {n} requests, {policy}")

@@ -7,25 +7,26 @@ order, as llama.cpp splits a model: the last `n_gpu_layers` of it, its output co
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from moegguf.engine.budgets import AUTO, Budgets
-from moegguf.engine.cost import ANSWER_TOKENS, PROMPT_TOKENS, request_cost
+from moegguf.engine.cost import request_cost
 from moegguf.engine.machine import Machine, Memory
 from moegguf.engine.memory import F16, row_bytes
 from moegguf.engine.plan import NO_LIMIT, DevicePlan, Plan, allowed_ubatch, staging_bytes
 from moegguf.engine.pool_plan import (
     VRAM_MARGIN_BYTES,
     Pool,
+    budget_slots,
     cycle_warnings,
     divide_ram_slots,
     host_bytes,
     ram_slots,
     short_of,
+    too_few,
 )
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout
@@ -97,11 +98,15 @@ def plan_slots(layout: ExpertLayout, machine: Machine, budgets: Budgets) -> Plan
             return error
 
     without = planned(0)
-    if isinstance(without, BudgetError) or not _has_every_expert(layout, without):
-        for n in range(STAGING_TENSORS, 0, -1) if wanted is None else range(wanted, max(0, wanted - 1), -1):
+    if isinstance(without, BudgetError) or without.n_ram_slots:  # some expert has no slot on a device
+        for n in range(STAGING_TENSORS, 0, -1) if wanted is None else (wanted,) * (wanted > 0):
             staged = planned(n)
             if isinstance(staged, Plan) and (wanted is not None or _pays(layout, n, staged, without)):
-                return replace(staged, reasons=(*staged.reasons, *_staging_reasons(layout, n, staged, without)))
+                reason = (
+                    f"prompts are staged in {n} tensor{'s' * (n > 1)} of a layer's experts"
+                    f" ({format_bytes(staged.staging_bytes)}): slots keep theirs meanwhile"
+                )
+                return replace(staged, reasons=(*staged.reasons, reason))
     if isinstance(without, BudgetError):
         raise without
     return without
@@ -118,37 +123,13 @@ def _pays(layout: ExpertLayout, n: int, staged: Plan, without: Plan | BudgetErro
         return n_bytes <= STAGING_SHARE * (n_bytes + staged.device_slots * staged.slot_bytes)
     if isinstance(without, BudgetError):
         return True
-    keeps_cycle = not staged.device_slots < layout.token_cycle_slots <= without.device_slots
-    return keeps_cycle and _cost(layout, staged, True) < _cost(layout, without, False)
-
-
-def _cost(layout: ExpertLayout, plan: Plan, is_staged: bool) -> float:
-    n_slots, n_ubatch = plan.device_slots, plan.n_ubatch
-    return request_cost(layout, plan.slot_bytes, n_slots, n_ubatch, prompts_take_slots=not is_staged)
-
-
-def _staging_reasons(layout: ExpertLayout, n: int, staged: Plan, without: Plan | BudgetError) -> Iterator[str]:
-    yield (
-        f"prompts are staged in {n} tensor{'s' * (n > 1)} of a layer's experts"
-        f" ({format_bytes(staged.staging_bytes)}): slots keep theirs meanwhile"
+    if staged.device_slots < layout.token_cycle_slots <= without.device_slots:
+        return False
+    cost, otherwise = (
+        request_cost(layout, plan.slot_bytes, plan.device_slots, plan.n_ubatch, prompts_take_slots=plan is without)
+        for plan in (staged, without)
     )
-    if n == 1 and isinstance(without, Plan):
-        moved, otherwise = (format_bytes(round(_cost(layout, plan, plan is staged))) for plan in (staged, without))
-        yield (
-            f"a prompt of {PROMPT_TOKENS} tokens and an answer of {ANSWER_TOKENS} then move about {moved}, against"
-            f" {otherwise} with {without.device_slots} slots, which are exact for passes of {without.n_ubatch}"
-            f" token{'s' * (without.n_ubatch > 1)}"
-        )
-
-
-def _has_every_expert(layout: ExpertLayout, plan: Plan) -> bool:
-    """Whether every device has a slot for each expert of its layers."""
-    n_experts = {layer.il: layer.n_expert for layer in layout.layers}
-    of_devices = [part for part in plan.devices if part.name is not None]
-    return plan.resident or (
-        len(of_devices) > 0
-        and all(part.n_slots >= sum(n_experts.get(il, 0) for il in part.layers) for part in of_devices)
-    )
+    return cost < otherwise
 
 
 class _DevicePlanner:
@@ -159,41 +140,40 @@ class _DevicePlanner:
 
     def __init__(self, layout: ExpertLayout, machine: Machine, budgets: Budgets, n_staging: int) -> None:
         self._layout, self._devices, self._memory, self._budgets = layout, machine.devices, machine.memory, budgets
-        vram, tensor_split, names = budgets.vram, budgets.tensor_split, ", ".join(d.name for d in machine.devices)
-        n_devices, self._n_layer = len(machine.devices), count_layers(layout)
+        vram, n_devices, self._n_layer = budgets.vram, len(machine.devices), count_layers(layout)
+        self._names = ", ".join(device.name for device in machine.devices)
         self._is_alone = n_devices == len(vram) == 1 and not 0 <= budgets.n_gpu_layers <= self._n_layer
         if len(vram) not in (1, n_devices):
             raise BudgetError(
-                f"vram_cache has {len(vram)} budgets for {n_devices} devices ({names}); give one for all of them"
+                f"vram_cache has {len(vram)} budgets for {n_devices} devices ({self._names}); give one for all of them"
                 " together, or one for each."
             )
-        if not self._is_alone and tensor_split is not None and len(tensor_split) != n_devices:
+        if not self._is_alone and budgets.tensor_split is not None and len(budgets.tensor_split) != n_devices:
             raise OptionError(
-                f"tensor_split has {len(tensor_split)} proportions for {n_devices} devices ({names}); give one for"
-                " each."
+                f"tensor_split has {len(budgets.tensor_split)} proportions for {n_devices} devices ({self._names});"
+                " give one for each."
             )
+        joint_budget = vram[0]
+        if len(vram) > 1:
+            given = sum(cache.n_bytes or round(cache.fraction * layout.expert_bytes) for cache in vram)
+            has_auto = any(cache.mode == "auto" for cache in vram)
+            joint_budget = AUTO if has_auto else ExpertCache("bytes", n_bytes=given)
         self._n_staging, self._staging_bytes = n_staging, staging_bytes(layout, n_staging)  # of each device
         total, free = (sum(getattr(d, name) for d in machine.devices) for name in ("total_bytes", "free_bytes"))
         self._slot_tokens = min(slot_tokens(device.name) for device in machine.devices)
         self._joint = Pool(
-            layout, self._joint_budget(), Memory(total, free, f"the device{'s' * (n_devices > 1)} {names}"),
+            layout, joint_budget, Memory(total, free, f"the device{'s' * (n_devices > 1)} {self._names}"),
             budgets.sizes, VRAM_MARGIN_BYTES * n_devices, n_staging > 0, "vram_cache", n_devices * self._staging_bytes,
             budgets.staging is None, self._slot_tokens if self._is_alone else NO_LIMIT,  # of several: `_allowed`
         ).plan()  # fmt: skip
+        self._slot_bytes = self._joint.slot_bytes
         self._cpu_streams = budgets.streams and slot_sizes(layout).streams
-        self._moe_layers = {layer.il: layer for layer in layout.layers}
+        counts = {layer.il: layer.n_expert for layer in layout.layers}
+        self._n_experts = [counts.get(il, 0) for il in range(self._n_layer)]
         embedding_bytes = layout.n_vocab * row_bytes(F16, layout.hparams.n_embd)
         self._output_bytes = min(self._joint.dense_bytes, max(layout.tied_output_bytes, embedding_bytes))
         self._layer_bytes = self._bytes_by_layer()
-
-    def _joint_budget(self) -> ExpertCache:
-        vram = self._budgets.vram
-        if len(vram) == 1:
-            return vram[0]
-        if any(cache.mode == "auto" for cache in vram):
-            return AUTO
-        given = sum(cache.n_bytes or round(cache.fraction * self._layout.expert_bytes) for cache in vram)
-        return ExpertCache("bytes", n_bytes=given)
+        self._limits = [self._limit_bytes(vram[d if len(vram) > 1 else 0]) for d in range(n_devices)]
 
     def _bytes_by_layer(self) -> list[int]:
         """Bytes of each layer: its own weights but experts, its part of the KV cache, and of what belongs to none."""
@@ -207,89 +187,86 @@ class _DevicePlanner:
             for dense, n in zip(own, heads, strict=True)
         ]
 
+    def _limit_bytes(self, cache: ExpertCache) -> int | None:
+        """The budget of a device for slots; None where it has none of its own, but what is free or a part of one."""
+        if cache.mode == "auto":
+            return cache.n_bytes or None
+        if len(self._budgets.vram) == 1:
+            return None
+        n_bytes = cache.n_bytes or budget_slots(cache, self._layout, self._slot_bytes) * self._slot_bytes
+        return max(0, n_bytes - self._staging_bytes) if self._budgets.staging is None else n_bytes
+
     def plan(self) -> Plan:
         """The plan."""
+        joint, size, devices = self._joint, self._slot_bytes, self._devices
         tensor_split, on = (None, [0] * self._n_layer) if self._is_alone else self._device_of_layers()
-        layers = [tuple(il for il, d in enumerate(on) if d == index) for index in range(len(self._devices))]
+        layers = [tuple(il for il, d in enumerate(on) if d == index) for index in range(len(devices))]
         cpu_layers = tuple(il for il, d in enumerate(on) if d == ON_CPU)
-        used = [index for index, of in enumerate(layers) if self._experts_of(of)]
-        slots, n_on_cpu, size = self._slots(layers), self._experts_of(cpu_layers), self._joint.slot_bytes
-        below = sum(self._experts_of(layers[d]) for d in used if slots[d] < self._experts_of(layers[d]))
+        counts, n_on_cpu = [self._experts_of(of) for of in layers], self._experts_of(cpu_layers)
+        slots = [joint.n_slots] if self._is_alone else self._slots(layers)
+        below = sum(n for n, n_slots in zip(counts, slots, strict=True) if n_slots < n)
         n_cpu, n_ram = self._ram_slots(cpu_layers, n_on_cpu, below)
-        allowed = [self._allowed(slots[d], self._devices[d].name, self._experts_of(layers[d])) for d in used]
+        allowed = [self._allowed(slots[d], devices[d].name, n) for d, n in enumerate(counts) if n]
         allowed += [self._allowed(n_cpu, None, n_on_cpu)] if n_cpu else []
-        n_ubatch = min(self._joint.n_ubatch, *allowed)
+        n_ubatch = min(joint.n_ubatch, *allowed)
+        total_bytes = [self._beside_bytes(of) + n * size for of, n in zip(layers, slots, strict=True)]
+        if self._is_alone:
+            total_bytes = [joint.total_bytes]
         parts = [
-            DevicePlan(device.name, of, n_slots, self._total_bytes(of, n_slots))
-            for device, of, n_slots in zip(self._devices, layers, slots, strict=True)
+            DevicePlan(device.name, of, n_slots, n_bytes)
+            for device, of, n_slots, n_bytes in zip(devices, layers, slots, total_bytes, strict=True)
         ]
         host = host_bytes(self._layout, n_ubatch) + (n_ram + n_cpu) * size + self._bytes_of(cpu_layers)
         of_cpu = [DevicePlan(None, cpu_layers, n_cpu, host - n_ram * size)] if n_cpu else []
         n_slots = sum(slots) + n_cpu
+        warnings = [*cycle_warnings(self._layout, n_slots, size), *short_of(host, self._memory, " of RAM")]
+        for device, n_bytes in zip(devices, total_bytes, strict=True):
+            warnings += short_of(n_bytes, device.memory, f" on {device.name}")
         return replace(
-            self._joint,
+            joint,
             n_slots=n_slots,
             budget_bytes=n_slots * size,
             resident=n_slots == self._layout.n_expert_total,
             n_ubatch=n_ubatch,
             slot_tokens=self._slot_tokens,
-            total_bytes=sum(part.total_bytes for part in parts),
+            total_bytes=sum(total_bytes),
             streams=self._cpu_streams if n_cpu else self._n_staging > 0,
-            reasons=tuple(self._reasons([*parts, *of_cpu], n_ram)),
-            warnings=tuple(self._warnings(parts, n_slots, host)),
-            device=", ".join(device.name for device in self._devices),
+            reasons=(*joint.reasons[:-1], *self._reasons([*parts, *of_cpu], n_ram)),
+            warnings=tuple(warnings),
+            device=self._names,
             devices=() if self._is_alone else (*parts, *of_cpu),
             n_ram_slots=n_ram,
             host_bytes=host,
             n_staging=self._n_staging,
-            staging_bytes=self._staging_bytes * sum(part.n_slots > 0 for part in parts),
+            staging_bytes=self._staging_bytes * sum(n > 0 for n in slots),
             n_gpu_layers=self._budgets.n_gpu_layers,
             tensor_split=tensor_split,
         )
 
     def _device_of_layers(self) -> tuple[tuple[float, ...], list[int]]:
-        """The tensor_split with which llama.cpp does as planned, and the device of each layer."""
-        n_gpu_layers = self._budgets.n_gpu_layers
-        split = self._budgets.tensor_split or tuple(map(float, self._rooms()))
+        """The tensor_split with which llama.cpp does as planned, given or by the memory that devices have for layers,
+        and the device of each layer. Raises BudgetError for a budget below a token's experts."""
+        n_gpu_layers, rooms = self._budgets.n_gpu_layers, list[int]()
+        beside = VRAM_MARGIN_BYTES + self._joint.compute_bytes + self._staging_bytes
+        for device, limit in zip(self._devices, self._limits, strict=True):
+            free = max(1, device.free_bytes - beside)
+            rooms.append(free if limit is None else min(free, limit))
+            if limit is not None and not self._budgets.tensor_split:
+                self._check_holds_a_token(limit // self._slot_bytes, device.name)
+        split = tuple(map(float, self._budgets.tensor_split or rooms))
         on = device_of_layers(self._n_layer, split, n_gpu_layers)
-        if not any(d != ON_CPU and il in self._moe_layers for il, d in enumerate(on)):
+        if not any(d != ON_CPU and n for d, n in zip(on, self._n_experts, strict=True)):
             raise OptionError(
                 f"with vram_cache devices compute layers, but n_gpu_layers is {n_gpu_layers}, which puts no layer with"
                 " experts on one; give more, or leave vram_cache out."
             )
-        return tuple(map(float, split)), on
+        return split, on
 
-    def _rooms(self) -> list[int]:
-        """Memory of each device for layers, at most its budget where each has one.
+    def _experts_of(self, layers: Iterable[int]) -> int:
+        return sum(self._n_experts[il] for il in layers)
 
-        Raises BudgetError for a budget below a token's experts.
-        """
-        beside = VRAM_MARGIN_BYTES + self._joint.compute_bytes + self._staging_bytes
-        free = [max(1, device.free_bytes - beside) for device in self._devices]
-        limits = [self._limit_bytes(d) for d in range(len(self._devices))]
-        for d, limit in enumerate(limits):
-            if limit is not None:
-                self._check_holds_a_token(limit // self._joint.slot_bytes, self._devices[d].name)
-        return [n if limit is None else min(n, limit) for n, limit in zip(free, limits, strict=True)]
-
-    def _limit_bytes(self, d: int) -> int | None:
-        """The budget of a device for slots; None where it has none of its own, but what is free or a part of one."""
-        cache = self._budgets.vram_of(d)
-        if cache.mode == "auto":
-            return cache.n_bytes or None
-        if len(self._budgets.vram) == 1:
-            return None
-        share = math.floor(cache.fraction * self._layout.n_expert_total + 1e-9) * self._joint.slot_bytes
-        n_bytes = cache.n_bytes or share
-        return max(0, n_bytes - self._staging_bytes) if self._budgets.staging is None else n_bytes
-
-    def _experts_of(self, layers: Sequence[int]) -> int:
-        return sum(self._moe_layers[il].n_expert for il in layers if il in self._moe_layers)
-
-    def _total_bytes(self, layers: Sequence[int], n_slots: int) -> int:
-        if self._is_alone:
-            return self._joint.total_bytes
-        return self._beside_bytes(layers) + n_slots * self._joint.slot_bytes
+    def _bytes_of(self, layers: Iterable[int]) -> int:
+        return sum(self._layer_bytes[il] for il in layers)
 
     def _beside_bytes(self, layers: Sequence[int]) -> int:
         """What a device with these layers holds beside slots."""
@@ -297,32 +274,24 @@ class _DevicePlanner:
         staged = self._staging_bytes if self._experts_of(layers) else 0
         return self._bytes_of(layers) + output + self._joint.compute_bytes + staged
 
-    def _bytes_of(self, layers: Iterable[int]) -> int:
-        return sum(self._layer_bytes[il] for il in layers)
-
     def _slots(self, layers: Sequence[Sequence[int]]) -> list[int]:
-        """Slots of each device, with these layers."""
-        if self._is_alone:
-            return [self._joint.n_slots]
-        size, most = self._joint.slot_bytes, [self._experts_of(of) for of in layers]
+        """Slots of each device, with these layers. Of one budget for all, what the memory of one does not hold goes to
+        the others."""
+        size, least, most = self._slot_bytes, self._layout.n_expert_used, [self._experts_of(of) for of in layers]
         left = [d.free_bytes - self._beside_bytes(of) for d, of in zip(self._devices, layers, strict=True)]
-        if len(self._budgets.vram) == 1 and self._budgets.vram[0].mode != "auto":
-            return self._shared_slots(most, left)
+        vram = self._budgets.vram
+        if len(vram) == 1 and vram[0].mode != "auto":
+            total = min(self._joint.n_slots, sum(most))
+            held = [min(n, max(least, n_bytes // size)) for n, n_bytes in zip(most, left, strict=True)]
+            within = share_out(total, most, held, least)
+            return within if sum(within) >= total else share_out(total, most, most, least)
         slots = []
         for d, n in enumerate(most):
-            limit, free = self._limit_bytes(d), max(0, left[d] - VRAM_MARGIN_BYTES)
-            if limit is None or self._budgets.vram_of(d).mode == "auto":
+            limit, free = self._limits[d], max(0, left[d] - VRAM_MARGIN_BYTES)
+            if limit is None or vram[d if len(vram) > 1 else 0].mode == "auto":
                 limit = min(free, limit or free)
             slots.append(min(n, limit // size))
         return slots
-
-    def _shared_slots(self, most: Sequence[int], left: Sequence[int]) -> list[int]:
-        """Slots of one budget for all devices, by their experts: what the memory of one does not hold goes to the
-        others."""
-        size, least, total = self._joint.slot_bytes, self._layout.n_expert_used, min(self._joint.n_slots, sum(most))
-        held = [min(n, max(least, n_bytes // size)) for n, n_bytes in zip(most, left, strict=True)]
-        within = share_out(total, most, held, least)
-        return within if sum(within) >= total else share_out(total, most, most, least)
 
     def _allowed(self, n_slots: int, device: str | None, n_experts: int) -> int:
         """Tokens of a pass on a device, or on the CPU, whose layers have so many experts.
@@ -339,11 +308,7 @@ class _DevicePlanner:
         least = self._layout.n_expert_used
         if n_slots < least:
             option, where = ("vram_cache", device) if device else ("expert_cache", "the CPU")
-            raise BudgetError(
-                f"{option} holds {n_slots} experts on {where}, but a token needs {least} of each of its layers; give at"
-                f" least {format_bytes_up(least * self._joint.slot_bytes)!r} for {where}, or other layers"
-                " (tensor_split, n_gpu_layers)."
-            )
+            raise too_few(option, n_slots, least, self._slot_bytes, f"in a layer on {where}")
 
     def _ram_slots(self, cpu_layers: Sequence[int], n_on_cpu: int, n_below: int) -> tuple[int, int]:
         """(slots of the layers that the CPU computes, slots below those of devices): in proportion to their experts.
@@ -354,34 +319,26 @@ class _DevicePlanner:
             return 0, 0
         taken = self._bytes_of(cpu_layers) + (self._joint.compute_bytes if n_on_cpu else 0)
         memory = replace(self._memory, available_bytes=max(0, self._memory.available_bytes - taken))
-        ram, size, joint = self._budgets.ram, self._joint.slot_bytes, self._joint
-        total = ram_slots(self._layout, ram, memory, size, joint.n_ubatch, self._budgets.margin_bytes)
+        total = ram_slots(self._layout, self._budgets, memory, self._slot_bytes, self._joint.n_ubatch)
         total = min(total, n_on_cpu + n_below)
         least_cpu, least_below = min(n_on_cpu, self._layout.n_expert_used), min(1, n_below)
         if total < least_cpu + least_below:
-            least = format_bytes_up((least_cpu + least_below) * size)
+            least = format_bytes_up((least_cpu + least_below) * self._slot_bytes)
             raise BudgetError(
-                f"expert_cache={str(ram)!r} holds {total} experts in RAM, but {len(cpu_layers)} layers are"
+                f"expert_cache={str(self._budgets.ram)!r} holds {total} experts, but {len(cpu_layers)} layers are"
                 f" computed by the CPU; give at least {least!r}, or put more layers on devices (n_gpu_layers)."
             )
         return divide_ram_slots(total, n_on_cpu, n_below, least_cpu)
 
-    def _reasons(self, parts: Sequence[DevicePlan], n_ram: int) -> Iterator[str]:
-        size = self._joint.slot_bytes
-        yield from self._joint.reasons[:-1]
-        for part in filter(lambda part: part.layers, parts):
-            yield (
-                f"{len(part.layers)} layers ({part.layers[0]} to {part.layers[-1]}) are computed on"
-                f" {part.name or 'the CPU'}, with slots for {part.n_slots} of their {self._experts_of(part.layers)}"
-                f" experts ({format_bytes(part.n_slots * size)})"
-            )
+    def _reasons(self, parts: Iterable[DevicePlan], n_ram: int) -> Iterator[str]:
+        for part in parts:
+            if part.layers:
+                yield (
+                    f"{len(part.layers)} layers ({part.layers[0]} to {part.layers[-1]}) are computed on"
+                    f" {part.name or 'the CPU'}, with slots for {part.n_slots} of their"
+                    f" {self._experts_of(part.layers)} experts ({format_bytes(part.n_slots * self._slot_bytes)})"
+                )
         if n_ram:
-            yield f"{n_ram} experts ({format_bytes(n_ram * size)}) fit into RAM below the devices"
-        elif len(parts) == len(self._devices):
+            yield f"{n_ram} experts ({format_bytes(n_ram * self._slot_bytes)}) fit into RAM below the devices"
+        elif all(part.name for part in parts):
             yield "every expert has a slot on a device: none is kept in RAM"
-
-    def _warnings(self, parts: Sequence[DevicePlan], n_slots: int, host: int) -> Iterator[str]:
-        yield from cycle_warnings(self._layout, n_slots, self._joint.slot_bytes)
-        for part, device in zip(parts, self._devices, strict=True):
-            yield from short_of(part.total_bytes, device.memory, f" on {device.name}")
-        yield from short_of(host, self._memory, " of RAM")

@@ -14,13 +14,13 @@ from functools import cached_property
 from typing import Any
 
 from moegguf.controller.strategies import find_strategy
-from moegguf.engine.budgets import Budgets, Sizes
+from moegguf.engine.budgets import Budgets, Sizes, pad_context
 from moegguf.engine.devices import find_gpus, gpus, has_gpu
 from moegguf.engine.drafts import drafted
 from moegguf.engine.machine import Device, Machine, count_cpus, read_memory
 from moegguf.engine.memory import check_context, pooling_batch_tokens
 from moegguf.engine.plan import Plan
-from moegguf.engine.planner import pad_context, plan_known
+from moegguf.engine.planner import plan_known
 from moegguf.engine.sequences import sequences_of
 from moegguf.engine.speeds import KnownSpeeds
 from moegguf.errors import AllocationError, CapabilityError, ExpertIOError, ModelFormatError, MoeggufError, OptionError

@@ -104,7 +104,7 @@ class Plan:
     @property
     def staging_slots_bytes(self) -> int:
         """What staging tensors take of a `vram_cache` that is given: whole slots."""
-        return staging_slots(self.staging_bytes, self.slot_bytes) * self.slot_bytes
+        return slots_for(self.staging_bytes, self.slot_bytes) * self.slot_bytes
 
     def pass_slots(self, layout: ExpertLayout, on_device: bool) -> int:
         """Slots of a pool for layers of `layout` that a pass may need at once, on a device or in the CPU's memory."""
@@ -142,6 +142,6 @@ def staging_bytes(layout: ExpertLayout, n_tensors: int) -> int:
     return slot_sizes(layout, n_tensors * layout.n_expert).pool_bytes if n_tensors else 0
 
 
-def staging_slots(staged_bytes: int, slot_bytes: int) -> int:
+def slots_for(n_bytes: int, slot_bytes: int) -> int:
     """Slots that hold so many bytes: what staging tensors take of a budget that is given."""
-    return -(-staged_bytes // slot_bytes) if staged_bytes else 0
+    return -(-n_bytes // slot_bytes) if n_bytes else 0

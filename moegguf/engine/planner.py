@@ -7,28 +7,20 @@ plan. A server makes it for its workers, and `Llama` for itself.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 from moegguf.engine import cost
-from moegguf.engine.budgets import AUTO, KINDS_OF, Budgets, Sizes
+from moegguf.engine.budgets import AUTO, KINDS_OF, Budgets, choose_context
 from moegguf.engine.cost import HitCurve, Kind, ModelBytes, Placement, Speeds, format_speed, known_hits, published_curve
 from moegguf.engine.device_plan import plan_slots
 from moegguf.engine.machine import Device, Machine
-from moegguf.engine.memory import KV_PAD_TOKENS, compute_bytes, kv_bytes, margin_bytes
 from moegguf.engine.plan import PlacementPlan, Plan, allowed_ubatch, slot_bytes
-from moegguf.engine.pool_plan import VRAM_MARGIN_BYTES, Pool, host_bytes, ram_slots, short_of
+from moegguf.engine.pool_plan import VRAM_MARGIN_BYTES, Pool, host_bytes, placed, ram_slots, short_of, too_few
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native.slot_sizes import slot_sizes
-from moegguf.quantities import ExpertCache, format_bytes, format_bytes_up
-
-SMALL_CTX_TOKENS = 4096  # up to here a default context may take more; where training is not known, the model's own
-LEAST_CTX_TOKENS = 512
-MAX_CTX_TOKENS = (1 << 31) - KV_PAD_TOKENS
-KV_PARTS = 16  # numbers of tokens in the KV cache to choose from
+from moegguf.quantities import format_bytes
 
 
 def make_plan(
@@ -53,17 +45,18 @@ def make_plan(
     on_devices = replace(budgets, sizes=choose_context(layout, budgets.sizes, free_bytes, budgets.vram))
     plans, refused = dict[Kind, Plan](), dict[Kind, BudgetError]()
     for kind, make in _WAYS.items():
-        if budgets.divided and (kind == "layers" or plans):
+        # Slots for every expert are the same as whole layers without the CPU.
+        if kind == "layers" and (budgets.divided or "resident" in plans):
             continue
-        if kind == "layers" and "resident" in plans:
-            continue  # slots for every expert are the same without the CPU
+        if kind == "cpu" and budgets.divided and plans:
+            continue
         try:
             found = make(layout, machine, on_cpu if kind == "cpu" else on_devices)
             plans["resident" if kind == "slots" and found.resident else kind] = found
         except BudgetError as error:
             refused[kind] = error
-    kinds, reasons = _allowed(budgets, plans, refused), list[str]()
-    found, placement = plans[kinds[0]], None
+    kinds, reasons, placement = _allowed(budgets, plans, refused), list[str](), None
+    found = plans[kinds[0]]
     if budgets.divided and budgets.choice == "auto" and kinds[0] != "cpu":
         reasons.append(
             "placement 'auto' is slots where layers are divided, or a GPU is chosen: no other one was compared"
@@ -96,93 +89,9 @@ def plan_known(layout: ExpertLayout, machine: Machine, budgets: Budgets, measure
         return replace(found, reasons=(*found.reasons, f"not on {device.name}: {error}"))
 
 
-def choose_context(layout: ExpertLayout, sizes: Sizes, free_bytes: int, caches: Sequence[ExpertCache] = ()) -> Sizes:
-    """`sizes` with a context and a KV cache, chosen for so much free memory, of which experts are given `caches`
-    together ("auto": what is left).
-
-    A context that is not given is the largest, up to the model's own, in a tenth of the free memory, or in a quarter
-    where every expert fits beside it. Up to 4,096 tokens may take more, but never more than it leaves to experts, or
-    than `caches`, when they are given, leave to it. A KV cache that is not given has all tokens that its sequences can
-    have together, less by the same rule, and at least those of one: answers are rarely as long as their context can be,
-    and memory of experts makes each of them faster. One that is given has no more than these, and no fewer, with a
-    warning: without, the longest answer cannot end.
-
-    Raises OptionError for a context that cannot be.
-    """
-    of_each = [_given_bytes(layout, cache) for cache in caches]
-    pool_bytes = min(sum(of_each), layout.expert_bytes) if all(of_each) else 0
-    free_bytes -= sizes.adapter_bytes + (sizes.projector.total_bytes if sizes.projector else 0)
-    is_modest = partial(_is_modest, layout, sizes, free_bytes, pool_bytes)
-    n_ctx, n_kv, defaults = sizes.n_ctx, sizes.kv_tokens, _default_contexts(layout)
-    if n_ctx is None:
-        n_ctx = next(filter(is_modest, defaults), defaults[-1])
-    n_ctx = pad_context(n_ctx) or defaults[0]
-    if not n_kv:
-        parts = (n_ctx * (sizes.n_seq_max - 1) * part // KV_PARTS for part in range(KV_PARTS, 0, -1))
-        n_kv = next(filter(is_modest, (pad_context(n_ctx + part) for part in parts)), n_ctx)
-    elif n_kv < n_ctx:
-        warnings.warn(
-            f"kv_tokens={n_kv} cannot hold one context of {n_ctx} tokens, so {n_ctx} are kept; for less memory give"
-            " a shorter context, too.",
-            stacklevel=2,
-        )
-    n_kv = pad_context(max(n_ctx, min(n_kv, sizes.n_seq_max * n_ctx)))
-    is_smaller = sizes.n_ctx is None and n_ctx < defaults[0]
-    reasons = tuple(_context_reasons(n_ctx, n_kv, defaults[0], is_smaller))
-    return replace(sizes, n_ctx=n_ctx, kv_tokens=n_kv, reasons=reasons)
-
-
-def pad_context(n_ctx: int) -> int:
-    """`n_ctx` rounded up as llama.cpp does it; else the bindings' buffers would be shorter than its context.
-
-    Raises OptionError for a number that no context can have.
-    """
-    if not 0 <= n_ctx <= MAX_CTX_TOKENS:
-        raise OptionError(f"n_ctx is a number of tokens from 1 to {MAX_CTX_TOKENS}, but is {n_ctx}.")
-    return -(-n_ctx // KV_PAD_TOKENS) * KV_PAD_TOKENS
-
-
-def _default_contexts(layout: ExpertLayout) -> tuple[int, ...]:
-    """Contexts to choose from where the user gives none, largest first: the model's own, then powers of two below."""
-    trained = pad_context(layout.hparams.n_ctx_train or SMALL_CTX_TOKENS)
-    powers = (1 << bit for bit in reversed(range(trained.bit_length())))
-    return (trained, *(n for n in powers if LEAST_CTX_TOKENS <= n < trained))
-
-
-def _given_bytes(layout: ExpertLayout, cache: ExpertCache) -> int:
-    """About the bytes of a budget that is a share or a size; 0 for "auto"."""
-    given = {"auto": 0, "fraction": cache.fraction * layout.expert_bytes, "bytes": cache.n_bytes}[cache.mode]
-    return min(round(given), layout.expert_bytes)
-
-
-def _is_modest(layout: ExpertLayout, sizes: Sizes, free_bytes: int, pool_bytes: int, n_tokens: int) -> bool:
-    """Whether a KV cache of `n_tokens` leaves enough memory to experts."""
-    buffers = partial(compute_bytes, layout, flash_attn=sizes.flash_attn)
-    # The weights of a model without experts are mapped: they need not stay in memory.
-    dense_bytes = layout.dense_bytes + layout.tied_output_bytes if layout.is_moe else 0
-    rest = free_bytes - margin_bytes(free_bytes) - dense_bytes - buffers(KV_PAD_TOKENS, 1)
-    cached_bytes = kv_bytes(layout, n_tokens, sizes.type_k, sizes.type_v)
-    if cached_bytes > (rest - pool_bytes if pool_bytes else rest // 2):
-        return False
-    n_bytes = cached_bytes + buffers(n_tokens, sizes.most_ubatch) - buffers(KV_PAD_TOKENS, sizes.most_ubatch)
-    in_quarter = n_bytes <= min(free_bytes // 4, rest - layout.expert_bytes)
-    return n_tokens <= SMALL_CTX_TOKENS or n_bytes <= free_bytes // 10 or in_quarter
-
-
-def _context_reasons(n_ctx: int, n_kv: int, trained: int, is_smaller: bool) -> Iterator[str]:
-    """Why the context that was chosen is smaller than the model's, and what sequences share."""
-    why = "over a tenth of the free memory, or over a quarter where every expert fits beside it"
-    if n_ctx < SMALL_CTX_TOKENS:
-        why = "more memory than it would leave to experts"
-    if is_smaller:
-        yield f"the context has {n_ctx:,} of the model's {trained:,} tokens: more would take {why}; --ctx sets another"
-    if n_kv > n_ctx:
-        yield f"answers that are computed together share a context of {n_kv:,} tokens"
-
-
 def _plan_cpu(layout: ExpertLayout, machine: Machine, budgets: Budgets) -> Plan:
-    streams = budgets.streams and slot_sizes(layout).streams
-    return Pool(layout, budgets.ram, machine.memory, budgets.sizes, budgets.margin_bytes, streams).plan()
+    ram, streams = machine.memory, budgets.streams and slot_sizes(layout).streams
+    return Pool(layout, budgets.ram, ram, budgets.sizes, budgets.margin_of(ram), streams).plan()
 
 
 def _allowed(budgets: Budgets, plans: Mapping[Kind, Plan], refused: Mapping[Kind, BudgetError]) -> list[Kind]:
@@ -209,14 +118,22 @@ def _compare(
     device_bytes: int,
 ) -> PlacementPlan:
     """The fastest of the allowed placements."""
-    predicted = {kind: predict(layout, kind, found, speeds, hits) for kind, found in plans.items()}
+    predicted = {kind: _predict(layout, kind, found, speeds, hits) for kind, found in plans.items()}
     chosen = max((predicted[kind] for kind in allowed), key=lambda placement: placement.tokens_per_s)
     ordered = tuple(sorted(predicted.values(), key=lambda placement: -placement.tokens_per_s))
-    reason = _reason(chosen, ordered, choice, hits, device_bytes)
+    reason = f"{chosen}: about {format_speed(chosen.tokens_per_s)} tokens/s"
+    for other in [placement for placement in ordered if placement.kind != chosen.kind][:1]:
+        reason += f", against {format_speed(other.tokens_per_s)} with {other}"
+    if "slots" in predicted:
+        reason += f" (hit rates {hits.source})"
+    if choice != "auto":
+        reason += f"; placement {choice!r} was asked for"
+    if chosen.kind == "resident":
+        reason = f"every expert fits into {format_bytes(device_bytes)} of the device's memory"
     return PlacementPlan(ordered, chosen, reason, speeds, hits.source, device_bytes)
 
 
-def predict(layout: ExpertLayout, kind: Kind, plan: Plan, speeds: Speeds, hits: HitCurve) -> Placement:
+def _predict(layout: ExpertLayout, kind: Kind, plan: Plan, speeds: Speeds, hits: HitCurve) -> Placement:
     """The placement of a plan of this kind, with the tokens per second that the cost model predicts, the context half
     full."""
     model, n_total = ModelBytes.of(layout, plan.kv_bytes // 2), layout.n_expert_total
@@ -234,18 +151,6 @@ def predict(layout: ExpertLayout, kind: Kind, plan: Plan, speeds: Speeds, hits: 
     if kind == "resident":
         return Placement(kind, 1 / seconds, len(layout.layers), hit_rate=1.0)
     return Placement(kind, 1 / seconds, 0, plan.budget_bytes, hit_rate)
-
-
-def _reason(chosen: Placement, found: tuple[Placement, ...], choice: str, hits: HitCurve, device_bytes: int) -> str:
-    if chosen.kind == "resident":
-        return f"every expert fits into {format_bytes(device_bytes)} of the device's memory"
-    text = f"{chosen}: about {format_speed(chosen.tokens_per_s)} tokens/s"
-    other = next((placement for placement in found if placement.kind != chosen.kind), None)
-    if other is not None:
-        text += f", against {format_speed(other.tokens_per_s)} with {other}"
-    if chosen.slot_bytes or (other is not None and other.slot_bytes):
-        text += f" (hit rates {hits.source})"
-    return text if choice == "auto" else f"{text}; placement {choice!r} was asked for"
 
 
 def expert_bytes_on(layout: ExpertLayout, device: Device, budgets: Budgets) -> int:
@@ -268,16 +173,18 @@ def plan_layers(layout: ExpertLayout, machine: Machine, budgets: Budgets) -> Pla
     budgets: with the context chosen. Raises BudgetError where the device has too little memory for what is no expert,
     or RAM too few experts of a token.
     """
-    (device,), memory, ram = machine.devices, machine.memory, budgets.ram
-    sizes, whole = budgets.sizes, _last_layers(layout, expert_bytes_on(layout, device, budgets))
+    (device,), ram, sizes, whole = machine.devices, machine.memory, budgets.sizes, set[int]()
+    left_bytes = expert_bytes_on(layout, device, budgets)
+    for layer in reversed(layout.layers[1:]):
+        left_bytes -= layer.n_expert * layer.expert_bytes
+        if left_bytes < 0:
+            break
+        whole.add(layer.il)
     rest = layout.only(layer.il for layer in layout.layers if layer.il not in whole)
     size = slot_bytes(rest)
-    n_slots = ram_slots(rest, ram, memory, size, sizes.most_ubatch, budgets.margin_bytes)
+    n_slots = ram_slots(rest, budgets, ram, size, sizes.most_ubatch)
     if n_slots < rest.n_expert_used:
-        raise BudgetError(
-            f"expert_cache={str(ram)!r} holds {n_slots} experts, but one token needs {rest.n_expert_used} in a layer;"
-            f" give at least {format_bytes_up(rest.n_expert_used * size)!r}."
-        )
+        raise too_few(f"expert_cache={str(budgets.ram)!r}", n_slots, rest.n_expert_used, size)
     streams = budgets.streams and slot_sizes(rest).streams
     allowed = allowed_ubatch(rest, n_slots, streams)
     if allowed < sizes.one_pass_tokens:
@@ -286,52 +193,24 @@ def plan_layers(layout: ExpertLayout, machine: Machine, budgets: Budgets) -> Pla
             " more with expert_cache."
         )
     n_ubatch = min(sizes.most_ubatch, allowed)
-    needs = sizes.needs(rest, n_ubatch)
-    if needs.total_bytes(0) > device.free_bytes:
+    host = host_bytes(layout, n_ubatch) + n_slots * (size + sizes.needs(rest, n_ubatch).slot_work_bytes)
+    reasons = (
+        f"every layer is computed on {device.name}, but the experts of {len(rest.layers)} of {len(layout.layers)}"
+        f" layers by the CPU; those of the other {len(whole)} lie on {device.name}",
+        f"{n_slots} of {rest.n_expert_total} experts of these layers fit into RAM ({format_bytes(n_slots * size)})",
+    )
+    plan = placed(
+        rest, device.memory, sizes, (n_slots, n_ubatch), False, reasons=(*sizes.reasons, *reasons),
+        warnings=tuple(short_of(host, ram, " of RAM")), streams=streams, host_bytes=host, layers_on=device.name,
+        whole_layers=tuple(sorted(whole)), n_gpu_layers=-1,
+    )  # fmt: skip
+    if plan.total_bytes > device.free_bytes:
         raise BudgetError(
-            f"whole layers, context and buffers take {format_bytes(needs.total_bytes(0))}, but"
+            f"whole layers, context and buffers take {format_bytes(plan.total_bytes)}, but"
             f" {format_bytes(device.free_bytes)} of {device.name}'s memory are free; give less with vram_cache, lower"
             " n_ctx (--ctx), or take placement 'cpu'."
         )
-    host = host_bytes(layout, n_ubatch) + n_slots * (size + needs.slot_work_bytes)
-    return Plan(
-        n_slots=n_slots,
-        slot_bytes=size,
-        budget_bytes=n_slots * size,
-        resident=n_slots == rest.n_expert_total,
-        n_ctx=sizes.n_ctx or 0,
-        n_ubatch=n_ubatch,
-        dense_bytes=needs.dense_bytes,
-        kv_bytes=needs.kv_bytes,
-        compute_bytes=needs.compute_bytes,
-        total_bytes=needs.total_bytes(0),
-        available_bytes=device.free_bytes,
-        reasons=(
-            *sizes.reasons,
-            f"every layer is computed on {device.name}, but the experts of {len(rest.layers)} of {len(layout.layers)}"
-            f" layers by the CPU; those of the other {len(whole)} lie on {device.name}",
-            f"{n_slots} of {rest.n_expert_total} experts of these layers fit into RAM ({format_bytes(n_slots * size)})",
-        ),
-        warnings=tuple(short_of(host, memory, " of RAM")),
-        projector_bytes=needs.projector_bytes,
-        streams=streams,
-        host_bytes=host,
-        layers_on=device.name,
-        kv_tokens=sizes.kv_tokens or 0,
-        whole_layers=tuple(sorted(whole)),
-        n_gpu_layers=-1,
-    )
-
-
-def _last_layers(layout: ExpertLayout, n_bytes: int) -> set[int]:
-    """Numbers of the last layers with experts, without the first, whose experts fit into so many bytes."""
-    found = set[int]()
-    for layer in reversed(layout.layers[1:]):
-        n_bytes -= layer.n_expert * layer.expert_bytes
-        if n_bytes < 0:
-            break
-        found.add(layer.il)
-    return found
+    return plan
 
 
 _WAYS: Mapping[Kind, Callable[[ExpertLayout, Machine, Budgets], Plan]] = {

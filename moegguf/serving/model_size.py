@@ -10,13 +10,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moegguf.engine.budgets import DEFAULT_UBATCH_TOKENS, Budgets, Sizes
+from moegguf.engine.budgets import DEFAULT_UBATCH_TOKENS, Budgets, Sizes, choose_context, pad_context
 from moegguf.engine.drafts import drafted
 from moegguf.engine.load import default_store, given_budgets
 from moegguf.engine.machine import Device, Machine, Memory, count_cpus
 from moegguf.engine.memory import pooling_batch_tokens
 from moegguf.engine.plan import Plan, layer_slots, slot_bytes
-from moegguf.engine.planner import choose_context, make_plan, pad_context, plan_known
+from moegguf.engine.planner import make_plan, plan_known
 from moegguf.engine.pool_plan import VRAM_MARGIN_BYTES
 from moegguf.engine.sequences import sequences_of
 from moegguf.engine.speeds import KnownSpeeds

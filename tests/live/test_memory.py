@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from answering import Load, TinyModel, ends_of, reply
 
+from moegguf.engine.budgets import pad_context
 from moegguf.engine.llama import Llama
 from moegguf.engine.machine import Memory, read_memory
 from moegguf.engine.memory import check_context, kv_bytes
-from moegguf.engine.planner import pad_context
 from moegguf.errors import AllocationError, OptionError
 from moegguf.gguf.experts import read_layout
 
