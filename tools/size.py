@@ -24,7 +24,7 @@ LIMITS = {
     "moegguf/controller": 2_350,
     "moegguf/engine": 7_470,
     "moegguf/generate": 4_510,
-    "moegguf/gguf": 1_950,
+    "moegguf/gguf": 1_810,
     "moegguf/models": 3_040,
     "moegguf/native": 15_470,
     "moegguf/server": 8_510,

@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from moegguf.gguf.reader import STRING, GgufFile, TensorInfo
+from moegguf.errors import ModelFormatError
+from moegguf.gguf.reader import STRING, GgufFile
 
 # Types without a dot product: those of activations, and plain numbers.
 NO_DOT_PRODUCT = frozenset({"Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64"})
@@ -71,79 +72,60 @@ def check_types(files: Iterable[GgufFile]) -> None:
     """Raises ModelFormatError for the first tensor of a type that its use does not allow."""
     for file in files:
         for tensor in file.tensors:
-            if rule := _fault(tensor):
+            name, type_name = tensor.name, tensor.type_name
+            if I32_TABLES.fullmatch(name):
+                if type_name != "I32":
+                    raise file.tensor_error(tensor, f"must have type I32, but has {type_name}")
+                continue
+            if type_name in NO_DOT_PRODUCT:
+                raise file.tensor_error(
+                    tensor, f"type {type_name} is not one of weights, nothing is multiplied with it"
+                )
+            is_vector = sum(ne > 1 for ne in tensor.shape) <= 1 and not MATRIX_VECTORS.fullmatch(name)
+            if type_name != "F32" and (is_vector or ELEMENTWISE.fullmatch(name)):
+                rule = f"must have type F32, because it is used element by element, but has {type_name}"
                 raise file.tensor_error(tensor, rule)
-
-
-def _fault(tensor: TensorInfo) -> str | None:
-    """The rule that a tensor's type breaks; None when it can be computed with."""
-    if I32_TABLES.fullmatch(tensor.name):
-        return None if tensor.type_name == "I32" else f"must have type I32, but has {tensor.type_name}"
-    if tensor.type_name in NO_DOT_PRODUCT:
-        return f"type {tensor.type_name} is not one of weights, nothing can be multiplied with it"
-    is_vector = sum(ne > 1 for ne in tensor.shape) <= 1 and not MATRIX_VECTORS.fullmatch(tensor.name)
-    if (is_vector or ELEMENTWISE.fullmatch(tensor.name)) and tensor.type_name != "F32":
-        return f"must have type F32, because it is used element by element, but has {tensor.type_name}"
-    return None
 
 
 def check_tokenizer(file: GgufFile, arch: str) -> None:
     """Raises ModelFormatError for a tokenizer that llama.cpp would abort on. A missing one is left to llama.cpp."""
-    model = file.metadata.get("tokenizer.ggml.model")
+
+    def fail(name: str, rule: str) -> ModelFormatError:
+        return file.key_error(f"tokenizer.ggml.{name}", rule)
+
+    model, pre = (file.metadata.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
     if model is None:
         return
     if model in NO_VOCABULARY:
-        raise file.key_error(
-            "tokenizer.ggml.model", f"is {model!r}: without a vocabulary the model cannot read or write text"
-        )
+        raise fail("model", f"is {model!r}: without a vocabulary the model cannot read or write text")
     kind = KINDS.get(str(model))
     if kind is None or (model == "rwkv" and "rwkv" not in arch):
         known = ", ".join(sorted(set(KINDS) - {"rwkv", "test"}))
-        raise file.key_error("tokenizer.ggml.model", f"must be one of {known}, but is {str(model)[:40]!r}")
-    pre = file.metadata.get("tokenizer.ggml.pre")
+        raise fail("model", f"must be one of {known}, but is {str(model)[:40]!r}")
     if pre in OWN_PRE and pre != model:
-        raise file.key_error(
-            "tokenizer.ggml.pre", f"is {pre!r}, which only a vocabulary of this kind has, not {model!r}"
-        )
-    n_tokens = _check_arrays(file)
-    if kind.merges and pre != WITHOUT_MERGES and "tokenizer.ggml.merges" not in file.arrays:
-        raise file.key_error("tokenizer.ggml.merges", f"is missing, but every vocabulary of kind {model!r} has it")
-    if kind.byte_tokens and file.n_byte_tokens < 256:
-        raise file.key_error(
-            "tokenizer.ggml.tokens", f"has tokens for {file.n_byte_tokens} of 256 bytes, but kind {model!r} needs all"
-        )
-    _check_added(file, kind, n_tokens)
-
-
-def _check_arrays(file: GgufFile) -> int:
-    """Checks types and lengths of the arrays; returns the number of tokens."""
+        raise fail("pre", f"is {pre!r}, which only a vocabulary of this kind has, not {model!r}")
     tokens = file.arrays.get("tokenizer.ggml.tokens")
     n_tokens = tokens.count if tokens else 0
     if n_tokens == 0:
-        raise file.key_error("tokenizer.ggml.tokens", "must be a list of tokens, but has none")
+        raise fail("tokens", "must be a list of tokens, but has none")
     for name, (types, per_token) in ARRAYS.items():
         key = f"tokenizer.ggml.{name}"
         found = file.arrays.get(key)
         if found is None:
             if key in file.metadata:
-                raise file.key_error(key, "must be an array, but is one value")
+                raise fail(name, "must be an array, but is one value")
             continue
         if found.gguf_type not in types:
-            raise file.key_error(key, f"has items of type {found.gguf_type}, but must have type {types[0]}")
+            raise fail(name, f"has items of type {found.gguf_type}, but must have type {types[0]}")
         if per_token and found.count < n_tokens:
-            raise file.key_error(key, f"has {found.count} items for {n_tokens} tokens")
-    return n_tokens
-
-
-def _check_added(file: GgufFile, kind: Kind, n_tokens: int) -> None:
-    """A token that is added to every text must be there."""
+            raise fail(name, f"has {found.count} items for {n_tokens} tokens")
+    if kind.merges and pre != WITHOUT_MERGES and "tokenizer.ggml.merges" not in file.arrays:
+        raise fail("merges", f"is missing, but every vocabulary of kind {model!r} has it")
+    if kind.byte_tokens and file.n_byte_tokens < 256:
+        raise fail("tokens", f"has tokens for {file.n_byte_tokens} of 256 bytes, but kind {model!r} needs all")
     for name, default, adds in (("bos", kind.bos, kind.add_bos), ("eos", kind.eos, kind.add_eos)):
         forced = name == "bos" and kind.forces_bos
-        if not forced and file.metadata.get(f"tokenizer.ggml.add_{name}_token", adds) is not True:
-            continue
-        given = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
-        ids = (given, default)
-        if not any(isinstance(id, int) and 0 <= id < n_tokens for id in ids):
-            raise file.key_error(
-                f"tokenizer.ggml.add_{name}_token", f"needs a token '{name}_token_id' from 0 to {n_tokens - 1}"
-            )
+        if forced or file.metadata.get(f"tokenizer.ggml.add_{name}_token", adds) is True:
+            ids = file.metadata.get(f"tokenizer.ggml.{name}_token_id"), default
+            if not any(isinstance(id, int) and 0 <= id < n_tokens for id in ids):
+                raise fail(f"add_{name}_token", f"needs a token '{name}_token_id' from 0 to {n_tokens - 1}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -25,15 +26,14 @@ from moegguf.gguf.shards import read_shards, shards_of
 Kind = Literal["gate", "up", "down", "gate_up"]
 KINDS: tuple[Kind, ...] = ("gate", "up", "down", "gate_up")
 
-_EXPERTS = re.compile(r"blk\.(\d{1,6})\.ffn_(gate|up|down|gate_up)_exps\.weight")
-_LAYER = re.compile(r"blk\.(\d{1,6})\.")
+_LAYER = re.compile(r"blk\.(\d{1,6})\.(.*)", re.DOTALL)
+_EXPERTS: dict[str, Kind] = {f"ffn_{kind}_exps.weight": kind for kind in KINDS}
 HEADS_TENSOR = "nextn.eh_proj.weight"  # which heads for more tokens than the next one have
 HEADS_ARCHS = ("glm4moe",)  # whose heads llama.cpp computes with a KV cache alone, as they are tested here
 _SAMPLING: dict[str, tuple[str, type[int] | type[float]]] = {
     "temp": ("temperature", float), "top_k": ("top_k", int), "top_p": ("top_p", float), "min_p": ("min_p", float),
     "penalty_last_n": ("repeat_last_n", int), "penalty_repeat": ("repeat_penalty", float),
 }  # fmt: skip
-_ROUTER = re.compile(r"blk\.(\d{1,6})\.ffn_gate_inp\.weight")
 
 
 @dataclass(frozen=True)
@@ -160,22 +160,16 @@ class ExpertLayout:
     def only(self, layers: Iterable[int]) -> ExpertLayout:
         """The same model where only these layers' experts count as experts, and those of the others as weights that
         every token uses."""
-        wanted, kept = set(layers), list[MoeLayer]()
-        layer_dense_bytes = dict(self.layer_dense_bytes)
-        moved_bytes = 0
+        wanted, moved = set(layers), Counter[int]()
         for layer in self.layers:
-            if layer.il in wanted:
-                kept.append(layer)
-                continue
-            own_bytes = layer.n_expert * layer.expert_bytes
-            layer_dense_bytes[layer.il] = layer_dense_bytes.get(layer.il, 0) + own_bytes
-            moved_bytes += own_bytes
+            if layer.il not in wanted:
+                moved[layer.il] = layer.n_expert * layer.expert_bytes
         return replace(
             self,
-            layers=tuple(kept),
-            expert_bytes=self.expert_bytes - moved_bytes,
-            dense_bytes=self.dense_bytes + moved_bytes,
-            layer_dense_bytes=layer_dense_bytes,
+            layers=tuple(layer for layer in self.layers if layer.il in wanted),
+            expert_bytes=self.expert_bytes - moved.total(),
+            dense_bytes=self.dense_bytes + moved.total(),
+            layer_dense_bytes=dict(moved + Counter(self.layer_dense_bytes)),
         )
 
     def with_heads(self) -> ExpertLayout:
@@ -225,102 +219,71 @@ def _layout(path: Path, _versions: tuple[tuple[int, ...], ...]) -> ExpertLayout:
     hparams = read_hparams(files[0])
     check_tokenizer(files[0], hparams.arch)
     check_types(files)
-    matrices = list(_expert_matrices(files, hparams))
+    matrices, routers, tensors = list[ExpertMatrix](), list[RouterTensor](), dict[str, TensorInfo]()
+    types, layer_dense_bytes = defaultdict[str, list[int]](list), Counter[int]()
+    for shard, file in enumerate(files):
+        for tensor in file.tensors:
+            tensors[tensor.name] = tensor
+            types[tensor.type_name].append(tensor.n_bytes)
+            if match := _LAYER.fullmatch(tensor.name):
+                il, name = int(match[1]), match[2]
+                if name in _EXPERTS:
+                    matrices.append(_expert_matrix(file, shard, tensor, il, _EXPERTS[name], hparams))
+                    continue
+                layer_dense_bytes[il] += tensor.n_bytes
+                if name == "ffn_gate_inp.weight" and il < hparams.n_layer:
+                    routers.append(RouterTensor(il, shard, tensor))
     layers = tuple(_layers([m for m in matrices if m.il < hparams.n_layer], hparams, files))
     expert_bytes = sum(layer.n_expert * layer.expert_bytes for layer in layers)
     unused_bytes = sum(m.n_expert * m.expert_bytes for m in matrices if m.il >= hparams.n_layer)
-    tensors = {tensor.name: tensor for file in files for tensor in file.tensors}
     check_attention(tensors, hparams, files[0])
-    total_bytes = sum(tensor.n_bytes for tensor in tensors.values())
-    embedding = tensors.get("token_embd.weight")
+    embedding, tokens = tensors.get("token_embd.weight"), files[0].arrays.get("tokenizer.ggml.tokens")
+    embedding_bytes = embedding.n_bytes if embedding else 0
+    is_tied, n_rows = "output.weight" not in tensors, embedding.shape[1:2] if embedding else ()
+    has_head = f"blk.{hparams.n_layer}.{HEADS_TENSOR}" in tensors  # llama.cpp computes one such layer, and no more
+    can_draft = has_head and hparams.arch in HEADS_ARCHS and hparams.n_layer_all == hparams.n_layer + 1
     return ExpertLayout(
         arch=hparams.arch,
         shards=tuple(file.shard for file in files),
         n_layer=hparams.n_layer,
         layers=layers,
-        dense_bytes=total_bytes - expert_bytes - unused_bytes,
+        dense_bytes=sum(tensor.n_bytes for tensor in tensors.values()) - expert_bytes - unused_bytes,
         expert_bytes=expert_bytes,
         unused_bytes=unused_bytes,
-        tied_output_bytes=embedding.n_bytes if embedding and "output.weight" not in tensors else 0,
-        n_vocab=_n_vocab(files[0], embedding),
+        tied_output_bytes=embedding_bytes * is_tied,
+        n_vocab=max(tokens.count if tokens else 0, *n_rows, 0),
         hparams=hparams,
         metadata=files[0].metadata,
-        tensor_types=_count_types(tensors),
-        routers=tuple(sorted(_routers(files, hparams.n_layer), key=lambda router: router.il)),
-        looked_up_bytes=embedding.n_bytes if embedding and "output.weight" in tensors else 0,
-        layer_dense_bytes=_layer_dense_bytes(tensors),
-        n_layer_nextn=_n_layer_nextn(tensors, hparams),
+        tensor_types={name: (len(sizes), sum(sizes)) for name, sizes in sorted(types.items())},
+        routers=tuple(sorted(routers, key=lambda router: router.il)),
+        looked_up_bytes=embedding_bytes * (not is_tied),
+        layer_dense_bytes=dict(layer_dense_bytes),
+        n_layer_nextn=int(can_draft),
         has_long_rope=any(name.endswith("rope_factors_long.weight") for name in tensors),
     )
 
 
-def _n_layer_nextn(tensors: Mapping[str, TensorInfo], hparams: Hparams) -> int:
-    """Layers at the end that can draft; llama.cpp computes one of them, and no more."""
-    il = hparams.n_layer
-    can_draft = hparams.arch in HEADS_ARCHS and hparams.n_layer_all == il + 1
-    return int(can_draft and f"blk.{il}.{HEADS_TENSOR}" in tensors)
-
-
-def _layer_dense_bytes(tensors: Mapping[str, TensorInfo]) -> dict[int, int]:
-    n_bytes: dict[int, int] = {}
-    for name, tensor in tensors.items():
-        if (match := _LAYER.match(name)) and not _EXPERTS.fullmatch(name):
-            n_bytes[int(match[1])] = n_bytes.get(int(match[1]), 0) + tensor.n_bytes
-    return n_bytes
-
-
-def _routers(files: tuple[GgufFile, ...], n_layer: int) -> Iterator[RouterTensor]:
-    for shard, file in enumerate(files):
-        for tensor in file.tensors:
-            match = _ROUTER.fullmatch(tensor.name)
-            if match and int(match[1]) < n_layer:
-                yield RouterTensor(int(match[1]), shard, tensor)
-
-
-def _n_vocab(first: GgufFile, embedding: TensorInfo | None) -> int:
-    tokens = first.arrays.get("tokenizer.ggml.tokens")
-    rows = embedding.shape[1] if embedding and len(embedding.shape) > 1 else 0
-    return max(tokens.count if tokens else 0, rows)
-
-
-def _count_types(tensors: Mapping[str, TensorInfo]) -> dict[str, tuple[int, int]]:
-    types: dict[str, tuple[int, int]] = {}
-    for tensor in tensors.values():
-        count, n_bytes = types.get(tensor.type_name, (0, 0))
-        types[tensor.type_name] = (count + 1, n_bytes + tensor.n_bytes)
-    return dict(sorted(types.items()))
-
-
-def _expert_matrices(files: tuple[GgufFile, ...], hparams: Hparams) -> Iterator[ExpertMatrix]:
-    """The stacked expert matrices of all layers, each checked against the metadata's expert count."""
-    for shard, file in enumerate(files):
-        for tensor in file.tensors:
-            match = _EXPERTS.fullmatch(tensor.name)
-            if match is None:
-                continue
-            il, kind = int(match[1]), match[2]
-            if il >= hparams.n_layer_all:
-                raise file.tensor_error(tensor, f"layer {il} is beyond the {hparams.n_layer_all} layers of the model")
-            if len(tensor.shape) != 3:
-                raise file.tensor_error(tensor, f"experts are stacked in 3 dimensions, but the shape is {tensor.shape}")
-            ne0, ne1, n_expert = tensor.shape
-            if n_expert != hparams.n_expert:
-                rule = f"holds {n_expert} experts, but '{hparams.arch}.expert_count' is {hparams.n_expert}"
-                raise file.tensor_error(tensor, rule)
-            yield ExpertMatrix(
-                il, _kind(kind), tensor.name, tensor.ggml_type, ne0, ne1, n_expert,
-                shard, tensor.offset, tensor.n_bytes // n_expert,
-            )  # fmt: skip
-
-
-def _kind(text: str) -> Kind:
-    return next(kind for kind in KINDS if kind == text)
+def _expert_matrix(
+    file: GgufFile, shard: int, tensor: TensorInfo, il: int, kind: Kind, hparams: Hparams
+) -> ExpertMatrix:
+    """A layer's stacked matrices, checked against the metadata's counts."""
+    if il >= hparams.n_layer_all:
+        raise file.tensor_error(tensor, f"layer {il} is beyond the {hparams.n_layer_all} layers of the model")
+    if len(tensor.shape) != 3:
+        raise file.tensor_error(tensor, f"experts are stacked in 3 dimensions, but the shape is {tensor.shape}")
+    ne0, ne1, n_expert = tensor.shape
+    if n_expert != hparams.n_expert:
+        rule = f"holds {n_expert} experts, but '{hparams.arch}.expert_count' is {hparams.n_expert}"
+        raise file.tensor_error(tensor, rule)
+    return ExpertMatrix(
+        il, kind, tensor.name, tensor.ggml_type, ne0, ne1, n_expert, shard, tensor.offset, tensor.n_bytes // n_expert
+    )
 
 
 def _layers(matrices: list[ExpertMatrix], hparams: Hparams, files: tuple[GgufFile, ...]) -> Iterator[MoeLayer]:
-    by_layer: dict[int, dict[Kind, ExpertMatrix]] = {}
+    by_layer = defaultdict[int, dict[Kind, ExpertMatrix]](dict)
     for matrix in matrices:
-        by_layer.setdefault(matrix.il, {})[matrix.kind] = matrix
+        by_layer[matrix.il][matrix.kind] = matrix
     for il, kinds in sorted(by_layer.items()):
         first = next(iter(kinds.values()))
         if rule := _layer_fault(kinds, hparams.n_expert_used[il]):

@@ -25,12 +25,11 @@ def fingerprint(layout: ExpertLayout) -> str:
     Raises ExpertIOError when the file cannot be read.
     """
     digest = hashlib.sha256()
-    hparams = layout.hparams
-    sizes = (hparams.n_embd, layout.n_vocab, layout.n_layer, layout.n_expert, layout.n_expert_used)
+    sizes = (layout.hparams.n_embd, layout.n_vocab, layout.n_layer, layout.n_expert, layout.n_expert_used)
     digest.update(repr((layout.arch, *sizes, [layer.il for layer in layout.layers])).encode())
     for router in layout.routers:
-        digest.update(repr((router.il, router.tensor.ggml_type, router.tensor.shape)).encode())
         tensor = router.tensor
+        digest.update(repr((router.il, tensor.ggml_type, tensor.shape)).encode())
         _hash_bytes(digest, layout.shards[router.shard].path, tensor.offset, tensor.n_bytes, repr(tensor.name))
     return digest.hexdigest()[:HEX_DIGITS]
 
@@ -64,13 +63,10 @@ def _hash_bytes(digest: hashlib._Hash, path: Path, offset: int, n_left: int, wha
     try:
         with open(path, "rb") as file:
             file.seek(offset)
-            while n_left:
-                part = file.read(min(n_left, _CHUNK_BYTES))
-                if not part:
-                    raise ExpertIOError(f"{path.name}: the file ends inside {what}; fetch it again.")
+            while n_left and (part := file.read(min(n_left, _CHUNK_BYTES))):
                 digest.update(part)
                 n_left -= len(part)
     except OSError as error:
-        if isinstance(error, ExpertIOError):
-            raise
         raise ExpertIOError(f"{path.name}: reading {what} failed ({error.strerror}).") from error
+    if n_left:
+        raise ExpertIOError(f"{path.name}: the file ends inside {what}; fetch it again.")

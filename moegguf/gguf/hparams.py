@@ -87,9 +87,9 @@ class Keys:
     def __init__(self, arch: str, file: GgufFile) -> None:
         self.arch, self.metadata, self._file = arch, file.metadata, file
 
-    def fail(self, key: str, rule: str) -> ModelFormatError:
+    def fail(self, name: str, rule: str) -> ModelFormatError:
         """The error of a key that breaks a rule."""
-        return self._file.key_error(key, rule, ":")
+        return self._file.key_error(f"{self.arch}.{name}", rule, ":")
 
     def check_all(self) -> None:
         """Every number of the architecture must be one that can be computed with: in its range, finite."""
@@ -97,44 +97,38 @@ class Keys:
         for key, value in self.metadata.items():
             if not key.startswith(start) or isinstance(value, bool | str):
                 continue
-            name, items = key.removeprefix(start), value if isinstance(value, tuple) else (value,)
-            for item in items:
+            name = key.removeprefix(start)
+            for item in value if isinstance(value, tuple) else (value,):
                 if isinstance(item, float):
-                    self._check_fraction(name, item)
+                    low, high = FRACTIONS.get(name, (-math.inf, math.inf))
+                    is_finite = math.isfinite(item) or (name in UNBOUNDED and not math.isnan(item))
+                    if not is_finite or not low <= item <= high:
+                        allowed = f"from {low:g} to {high:g}" if name in FRACTIONS else "a finite number"
+                        raise self.fail(name, f"must be {allowed}, but is {item:g}")
                 elif not isinstance(value, tuple):
-                    self._in_range(key, item, *WHOLE.get(name, (-MAX_WIDTH, MAX_WIDTH)))
+                    self._in_range(name, item, *WHOLE.get(name, (-MAX_WIDTH, MAX_WIDTH)))
 
-    def _check_fraction(self, name: str, value: float) -> None:
-        low, high = FRACTIONS.get(name, (-math.inf, math.inf))
-        if (math.isfinite(value) or (name in UNBOUNDED and not math.isnan(value))) and low <= value <= high:
-            return
-        allowed = f"from {low:g} to {high:g}" if name in FRACTIONS else "a finite number"
-        raise self.fail(f"{self.arch}.{name}", f"must be {allowed}, but is {value:g}")
-
-    def number(self, name: str, default: int | None, low: int, high: int) -> int:
+    def number(self, name: str, default: int | None = 0, low: int = 0, high: int = MAX_WIDTH) -> int:
         """A whole number from low to high; default: where the key is missing, None where it must not be."""
-        key = f"{self.arch}.{name}"
-        value = self.metadata.get(key, default)
+        value = self.metadata.get(f"{self.arch}.{name}", default)
         if value is None:
-            raise self.fail(key, f"is missing, but every {self.arch} model has it")
-        return self._in_range(key, value, low, high)
+            raise self.fail(name, f"is missing, but every {self.arch} model has it")
+        return self._in_range(name, value, low, high)
 
-    def _in_range(self, key: str, value: object, low: int, high: int) -> int:
+    def _in_range(self, name: str, value: object, low: int, high: int) -> int:
         if isinstance(value, bool) or not isinstance(value, int):
-            raise self.fail(key, f"must be a whole number, but is {str(value)[:40]!r}")
+            raise self.fail(name, f"must be a whole number, but is {str(value)[:40]!r}")
         if not low <= value <= high:
-            raise self.fail(key, f"must be from {low} to {high}, but is {value}")
+            raise self.fail(name, f"must be from {low} to {high}, but is {value}")
         return value
 
-    def per_layer(self, name: str, n_layer: int, default: int, high: int) -> tuple[int, ...]:
-        """One number for all layers, or an array with one per layer; n_layer numbers either way."""
-        key = f"{self.arch}.{name}"
-        value = self.metadata.get(key, default)
-        if not isinstance(value, tuple):
-            return (self._in_range(key, value, 0, high),) * n_layer
-        if len(value) != n_layer:
-            raise self.fail(key, f"has {len(value)} numbers for {n_layer} layers")
-        return tuple(self._in_range(key, item, 0, high) for item in value)
+    def per_layer(self, name: str, n_layer: int, high: int = MAX_WIDTH) -> tuple[int, ...]:
+        """One number for all layers, or an array with one per layer; n_layer numbers either way, 0 without the key."""
+        value = self.metadata.get(f"{self.arch}.{name}", 0)
+        values = value if isinstance(value, tuple) else (value,) * n_layer
+        if len(values) != n_layer:
+            raise self.fail(name, f"has {len(values)} numbers for {n_layer} layers")
+        return tuple(self._in_range(name, item, 0, high) for item in values)
 
 
 def read_hparams(file: GgufFile) -> Hparams:
@@ -150,102 +144,90 @@ def read_hparams(file: GgufFile) -> Hparams:
         )
     keys = Keys(arch, file)
     keys.check_all()
-    n_layer_all = keys.number("block_count", None, 1, MAX_LAYERS)
-    n_nextn = keys.number("nextn_predict_layers", 0, 0, n_layer_all - 1)
-    n_embd = keys.number("embedding_length", None, 1, MAX_WIDTH)
-    n_head = keys.per_layer("attention.head_count", n_layer_all, 0, MAX_WIDTH)
-    n_head_kv = n_head
+    n_layer = keys.number("block_count", None, 1, MAX_LAYERS)
+    n_nextn = keys.number("nextn_predict_layers", 0, 0, n_layer - 1)
+    n_embd = keys.number("embedding_length", None, 1)
+    n_head = n_head_kv = keys.per_layer("attention.head_count", n_layer)
     if f"{arch}.attention.head_count_kv" in metadata:
-        n_head_kv = keys.per_layer("attention.head_count_kv", n_layer_all, 0, MAX_WIDTH)
-    _check_heads(keys, n_head, n_head_kv, n_embd)
-    n_expert, n_expert_used = _read_expert_counts(keys, n_layer_all)
+        n_head_kv = keys.per_layer("attention.head_count_kv", n_layer)
+    if max(n_head) > n_embd:
+        raise keys.fail("attention.head_count", f"{max(n_head)} heads are more than the {n_embd} numbers they share")
+    for il, (heads, of) in enumerate(zip(n_head, n_head_kv, strict=True)):
+        if of and heads % of:
+            rule = f"layer {il} has {heads} heads, not a multiple of its {of} KV heads"
+            raise keys.fail("attention.head_count_kv", rule)
+    n_expert, n_expert_used = _read_expert_counts(keys, n_layer)
     scaling = metadata.get(f"{arch}.rope.scaling.type", "linear")
     if scaling not in ROPE_SCALINGS:
-        allowed = ", ".join(ROPE_SCALINGS)
-        raise keys.fail(f"{arch}.rope.scaling.type", f"must be one of {allowed}, but is {str(scaling)[:40]!r}")
+        raise keys.fail("rope.scaling.type", f"must be one of {', '.join(ROPE_SCALINGS)}, but is {str(scaling)[:40]!r}")
     head = n_embd // n_head[0] if n_head[0] else 0
-    key_length = keys.number("attention.key_length", head, 0, MAX_WIDTH)
-    n_rot = keys.number("rope.dimension_count", key_length, 0, MAX_WIDTH)
-    value_length = keys.number("attention.value_length", head, 0, MAX_WIDTH)
-    key_swa = keys.number("attention.key_length_swa", key_length, 0, MAX_WIDTH)
-    _check_rotated(keys, n_rot, key_swa)
-    value_swa = keys.number("attention.value_length_swa", value_length, 0, MAX_WIDTH)
+    key_length, value_length = (keys.number(f"attention.{name}_length", head) for name in ("key", "value"))
+    key_swa = keys.number("attention.key_length_swa", key_length)
+    value_swa = keys.number("attention.value_length_swa", value_length)
+    n_rot = keys.number("rope.dimension_count", key_length)
     return Hparams(
         arch=arch,
-        n_layer_all=n_layer_all,
-        n_layer=n_layer_all - n_nextn,
+        n_layer_all=n_layer,
+        n_layer=n_layer - n_nextn,
         n_ctx_train=keys.number("context_length", None, *WHOLE["context_length"]),
         n_embd=n_embd,
         n_expert=n_expert,
         n_expert_used=n_expert_used,
         n_head=n_head,
         n_head_kv=n_head_kv,
-        n_ff=keys.per_layer("feed_forward_length", n_layer_all, 0, MAX_WIDTH),
-        n_ff_exp=keys.per_layer("expert_feed_forward_length", n_layer_all, 0, MAX_WIDTH),
+        n_ff=keys.per_layer("feed_forward_length", n_layer),
+        n_ff_exp=keys.per_layer("expert_feed_forward_length", n_layer),
         key_length=key_length,
         value_length=value_length,
-        is_mla=_check_lengths(keys, key_length, n_rot, max(n_head_kv)),
+        is_mla=_check_lengths(keys, key_length, key_swa, n_rot, max(n_head_kv)),
         n_rot=n_rot,
         key_lengths=tuple(dict.fromkeys((key_length, key_swa))),
         value_lengths=tuple(dict.fromkeys((value_length, value_swa))),
     )
 
 
-def _check_heads(keys: Keys, n_head: tuple[int, ...], n_head_kv: tuple[int, ...], n_embd: int) -> None:
-    key = f"{keys.arch}.attention.head_count"
-    if max(n_head) > n_embd:
-        raise keys.fail(key, f"{max(n_head)} heads are more than the {n_embd} numbers they share")
-    for il, (heads, kv_heads) in enumerate(zip(n_head, n_head_kv, strict=True)):
-        if kv_heads and heads % kv_heads:
-            raise keys.fail(f"{key}_kv", f"layer {il} has {heads} heads, not a multiple of its {kv_heads} KV heads")
+def _check_lengths(keys: Keys, key_length: int, key_swa: int, n_rot: int, n_head_kv: int) -> bool:
+    """Checks the lengths of K rows and their rotated part; returns whether the model has latent attention.
 
-
-def _check_lengths(keys: Keys, key_length: int, n_rot: int, n_head_kv: int) -> bool:
-    """Checks the lengths of K rows and their rotated part; returns whether the model has latent attention."""
-    mla_k = keys.number("attention.key_length_mla", 0, 0, MAX_WIDTH)
-    mla_v = keys.number("attention.value_length_mla", 0, 0, MAX_WIDTH)
-    rank = keys.number("attention.kv_lora_rank", 0, 0, MAX_WIDTH)
-    key = f"{keys.arch}.attention.key_length"
+    Numbers are rotated in pairs, at most all of a head; with none llama.cpp computes for ever.
+    """
+    n_swa = keys.number("rope.dimension_count_swa")
+    for name, n in (("rope.dimension_count", n_rot), ("rope.dimension_count_swa", n_swa)):
+        is_zero = n == 0 and f"{keys.arch}.{name}" in keys.metadata
+        if keys.arch not in UNROTATED and (n % 2 or is_zero):
+            raise keys.fail(name, f"must be even and above zero, but is {n}")
+    if n_swa > key_swa:
+        rule = f"{n_swa} is more than the length of a head in sliding-window layers, {key_swa}"
+        raise keys.fail("rope.dimension_count_swa", rule)
+    mla_k, mla_v = (keys.number(f"attention.{name}_length_mla") for name in ("key", "value"))
+    of_head, n_latent = mla_k or key_length, keys.number("attention.kv_lora_rank") + n_rot
     if (mla_k == 0) != (mla_v == 0):
-        raise keys.fail(f"{key}_mla", "needs value_length_mla beside it, both above zero")
+        raise keys.fail("attention.key_length_mla", "needs value_length_mla beside it, both above zero")
     if n_rot > key_length or (keys.arch in FULLY_ROTATED and n_rot != key_length):
-        raise keys.fail(f"{keys.arch}.rope.dimension_count", f"{n_rot} does not fit the key length, {key_length}")
-    if (mla_k or keys.arch == "deepseek2") and n_rot >= (mla_k or key_length):
-        raise keys.fail(key, f"{mla_k or key_length} leaves nothing beside the {n_rot} rotated dimensions")
-    if mla_k and (key_length != rank + n_rot or n_head_kv != 1):
-        rule = f"must be {rank + n_rot} (kv_lora_rank + rope.dimension_count) with 1 KV head, but is"
-        raise keys.fail(key, f"{rule} {key_length} with {n_head_kv}")
+        raise keys.fail("rope.dimension_count", f"{n_rot} does not fit the key length, {key_length}")
+    if (mla_k or keys.arch == "deepseek2") and n_rot >= of_head:
+        raise keys.fail("attention.key_length", f"{of_head} leaves nothing beside the {n_rot} rotated dimensions")
+    if mla_k and (key_length != n_latent or n_head_kv != 1):
+        rule = f"must be {n_latent} (kv_lora_rank + rope.dimension_count) with 1 KV head, but is"
+        raise keys.fail("attention.key_length", f"{rule} {key_length} with {n_head_kv}")
     return mla_k > 0
 
 
-def _check_rotated(keys: Keys, n_rot: int, key_swa: int) -> None:
-    """Numbers are rotated in pairs, at most all of a head; with none llama.cpp computes for ever."""
-    for name, default in (("rope.dimension_count", n_rot), ("rope.dimension_count_swa", 0)):
-        key = f"{keys.arch}.{name}"
-        n = keys.number(name, default, 0, MAX_WIDTH)
-        if keys.arch not in UNROTATED and (n % 2 or (n == 0 and key in keys.metadata)):
-            raise keys.fail(key, f"must be even and above zero, but is {n}")
-    if n > key_swa:
-        raise keys.fail(key, f"{n} is more than the length of a head in sliding-window layers, {key_swa}")
-
-
-def _read_expert_counts(keys: Keys, n_layer_all: int) -> tuple[int, tuple[int, ...]]:
-    n_expert = keys.number("expert_count", 0, 0, MAX_EXPERTS)
-    used = keys.per_layer("expert_used_count", n_layer_all, 0, MAX_EXPERTS)
-    key = f"{keys.arch}.expert_used_count"
+def _read_expert_counts(keys: Keys, n_layer: int) -> tuple[int, tuple[int, ...]]:
+    n_expert = keys.number("expert_count", high=MAX_EXPERTS)
+    used = keys.per_layer("expert_used_count", n_layer, MAX_EXPERTS)
     if n_expert <= 1 and keys.arch.startswith("hunyuan"):  # dense models of the family, which llama.cpp accepts
-        return 0, (0,) * n_layer_all
+        return 0, (0,) * n_layer
     if max(used) > n_expert:
-        raise keys.fail(key, f"a token cannot use {max(used)} of {n_expert} experts")
+        raise keys.fail("expert_used_count", f"a token cannot use {max(used)} of {n_expert} experts")
     if n_expert and not max(used):
-        raise keys.fail(key, f"must be above zero in a model with {n_expert} experts")
-    groups = keys.number("expert_group_count", 0, 0, MAX_EXPERTS)
-    group_key = f"{keys.arch}.expert_group_count"
+        raise keys.fail("expert_used_count", f"must be above zero in a model with {n_expert} experts")
+    groups = keys.number("expert_group_count", high=MAX_EXPERTS)
     if groups >= max(n_expert, 1):
-        raise keys.fail(group_key, f"{groups} groups are too many for {n_expert} experts")
+        raise keys.fail("expert_group_count", f"{groups} groups are too many for {n_expert} experts")
     if groups > 1:
         if n_expert % groups:
-            raise keys.fail(group_key, f"{n_expert} experts do not divide into {groups} groups")
+            raise keys.fail("expert_group_count", f"{n_expert} experts do not divide into {groups} groups")
         keys.number("expert_group_used_count", 0, 1, groups - 1)
     return n_expert, used
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import math
 import os
 import stat
 import struct
@@ -16,7 +17,7 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from moegguf.errors import ExpertIOError, ModelFormatError, ModelNotFoundError, OptionError
 
@@ -27,8 +28,6 @@ KEPT_TOTAL_BYTES = 12 << 20  # of a file's key-values
 CHUNK_BYTES = 1 << 20
 MAX_ITEM_BYTES = CHUNK_BYTES - 8  # one string in an array, such as one token
 FETCH_AGAIN = "the file is damaged or incomplete, fetch it again"
-
-U32, U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 
 @dataclass
@@ -59,8 +58,14 @@ class Cursor:
         self._check_end(n)
         at = self.pos - self.base
         if at < 0 or at + n > len(self.buf):
-            self.buf = self._read(self.pos, max(n, CHUNK_BYTES))
-            self.base, at = self.pos, 0
+            parts, left = list[bytes](), max(n, CHUNK_BYTES)
+            try:
+                while left and (part := os.pread(self.fd, left, self.pos + max(n, CHUNK_BYTES) - left)):
+                    parts.append(part)
+                    left -= len(part)
+            except OSError as error:
+                raise ExpertIOError(f"{self.label}: reading at offset {self.pos} failed ({error.strerror}).") from error
+            self.buf, self.base, at = b"".join(parts), self.pos, 0
             if len(self.buf) < n:
                 self.fail(f"the file got shorter while it was read; {FETCH_AGAIN}")
         return at
@@ -69,43 +74,31 @@ class Cursor:
         if self.pos + n > self.size:
             self.fail(f"needs {n} bytes but the file ends at {self.size}; {FETCH_AGAIN}")
 
-    def _read(self, offset: int, n: int) -> bytes:
-        parts: list[bytes] = []
-        try:
-            while n > 0 and (part := os.pread(self.fd, n, offset)):
-                parts.append(part)
-                n, offset = n - len(part), offset + len(part)
-        except OSError as error:
-            raise ExpertIOError(f"{self.label}: reading at offset {offset} failed ({error.strerror}).") from error
-        return b"".join(parts)
-
-    def scalar(self, item: struct.Struct) -> Any:
-        """The next value of this format."""
-        at = self.need(item.size)
-        self.pos += item.size
-        return item.unpack_from(self.buf, at)[0]
+    def take(self, n: int) -> bytes:
+        """The next `n` (at most a chunk) bytes."""
+        at = self.need(n)
+        self.pos += n
+        return self.buf[at : at + n]
 
     def u32(self) -> int:
         """The next 4 bytes as a number."""
-        return int(self.scalar(U32))
+        return int.from_bytes(self.take(4), "little")
 
     def u64(self) -> int:
         """The next 8 bytes as a number."""
-        return int(self.scalar(U64))
+        return int.from_bytes(self.take(8), "little")
 
     def skip(self, n: int) -> None:
         """Moves on by `n` bytes without reading them."""
         self._check_end(n)
         self.pos += n
 
-    def string(self, cap: int, what: str) -> bytes:
-        """A length-prefixed string of at most `cap` (itself at most a chunk) bytes."""
+    def length(self, most: int, what: str) -> int:
+        """The length of a string, in bytes, of which so many are allowed."""
         n = self.u64()
-        if n > cap:
-            self.fail(f"{what} is {n} bytes long, but at most {cap} are allowed", self.pos - 8)
-        at = self.need(n)
-        self.pos += n
-        return self.buf[at : at + n]
+        if n > most:
+            self.fail(f"{what} is {n} bytes long, but at most {most} are allowed", self.pos - 8)
+        return n
 
     def keep(self, n: int) -> None:
         """Counts `n` bytes as kept in memory. Raises ModelFormatError above KEPT_TOTAL_BYTES."""
@@ -125,26 +118,21 @@ class Cursor:
             after, left = self._step(at, count, hashed)
             self.pos = self.base + after
             if left == count:  # the next string does not end in this chunk
-                n = self.u64()
-                if n > MAX_ITEM_BYTES:
-                    self.fail(f"a string in it is {n} bytes long, at most {MAX_ITEM_BYTES} are allowed", self.pos - 8)
+                n = self.length(MAX_ITEM_BYTES, "a string in it")
                 self.pos -= 8
                 self.need(8 + n)
             count = left
 
     def _step(self, pos: int, count: int, hashed: bool) -> tuple[int, int]:
         """Steps over up to `count` strings that end in the chunk; returns (index after, strings left)."""
-        buf, end, unpack, add = self.buf, len(self.buf), U64.unpack_from, self.tokens.append
-        last = end - 8
-        while count and pos <= last:
+        buf, end, unpack, add = self.buf, len(self.buf), struct.Struct("<Q").unpack_from, self.tokens.append
+        while count and pos <= end - 8:
             start = pos + 8
             after = start + unpack(buf, pos)[0]
             if after > end:
                 break
             if hashed:
-                text = buf[start:after]
-                if b"\0" in text:  # llama.cpp reads a token up to its first zero byte
-                    text = text[: text.index(b"\0")]
+                text = buf[start:after].partition(b"\0")[0]  # llama.cpp reads a token up to its first zero byte
                 if text:
                     add(hash(text))
             pos = after
@@ -177,8 +165,7 @@ VOCAB_PART = 1 << 18  # tokens compared at a time
 KEPT_ITEMS = 1024  # longer arrays are checked, not kept
 
 STRING, ARRAY = 8, 9
-# {GGUF value type: struct format}
-_SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "<B <b <H <h <I <i <f <? <Q <q <d".split(), strict=True))
+_SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))  # {GGUF value type: of struct}
 
 Value = bool | int | float | str | tuple[bool | int | float, ...]
 
@@ -286,8 +273,8 @@ class GgufFile:
 
 
 def _read_array(cur: Cursor, key: str) -> tuple[Value | None, ArrayInfo]:
-    gguf_type, count = cur.u32(), cur.u64()
-    info = ArrayInfo(gguf_type, count)
+    info = ArrayInfo(cur.u32(), cur.u64())
+    gguf_type, count = info.gguf_type, info.count
     if gguf_type == STRING:
         cur.strings(count, hashed=key == "tokenizer.ggml.tokens")
         return None, info
@@ -295,44 +282,35 @@ def _read_array(cur: Cursor, key: str) -> tuple[Value | None, ArrayInfo]:
         cur.fail(f"array elements of type {gguf_type} are not allowed")
     if count > MAX_ITEMS:
         cur.fail(f"an array of {count} elements is too long, at most {MAX_ITEMS} are allowed")
-    item = struct.Struct(_SCALARS[gguf_type])
+    item = _SCALARS[gguf_type]
     if count > KEPT_ITEMS:
-        cur.skip(count * item.size)
+        cur.skip(count * struct.calcsize(f"<{item}"))
         return None, info
     cur.keep(64 + 32 * count)
-    at = cur.need(count * item.size)
-    values = tuple(item.unpack_from(cur.buf, at + i * item.size)[0] for i in range(count))
-    cur.pos += count * item.size
-    return values, info
+    return struct.unpack(f"<{count}{item}", cur.take(struct.calcsize(f"<{count}{item}"))), info
 
 
 def _read_value(cur: Cursor, gguf_type: int) -> Value | None:
     """One scalar; None for a string too long to keep."""
     if gguf_type == STRING:
-        n = cur.u64()
-        if n > MAX_STRING_BYTES:
-            cur.fail(f"the string is {n} bytes long, at most {MAX_STRING_BYTES} are allowed", cur.pos - 8)
+        n = cur.length(MAX_STRING_BYTES, "the string")
         if n >= KEPT_STRING_BYTES:
             cur.skip(n)
             return None
         cur.keep(64 + n)
-        at = cur.need(n)
-        cur.pos += n
-        return cur.buf[at : at + n].decode("utf-8", "replace")
+        return cur.take(n).decode("utf-8", "replace")
     if gguf_type not in _SCALARS:
         cur.fail(f"value type {gguf_type} does not exist", cur.pos - 4)
-    value: bool | int | float = cur.scalar(struct.Struct(_SCALARS[gguf_type]))
+    item = struct.Struct(f"<{_SCALARS[gguf_type]}")
+    value: bool | int | float = item.unpack(cur.take(item.size))[0]
     return value
 
 
 def _read_key_values(cur: Cursor, n_kv: int) -> tuple[dict[str, Value], dict[str, int], dict[str, ArrayInfo]]:
-    metadata: dict[str, Value] = {}
-    value_types: dict[str, int] = {}
-    arrays: dict[str, ArrayInfo] = {}
+    metadata, value_types, arrays = dict[str, Value](), dict[str, int](), dict[str, ArrayInfo]()
     for i in range(n_kv):
-        cur.what = f"key-value {i} of {n_kv}"
-        start = cur.pos
-        raw = cur.string(MAX_KEY_BYTES, "the key")
+        cur.what, start = f"key-value {i} of {n_kv}", cur.pos
+        raw = cur.take(cur.length(MAX_KEY_BYTES, "the key"))
         if not raw:
             cur.fail("the key is empty", start)
         cur.keep(160 + 2 * len(raw))
@@ -340,7 +318,6 @@ def _read_key_values(cur: Cursor, n_kv: int) -> tuple[dict[str, Value], dict[str
         cur.what = f"key {_short(key)}"
         if key in value_types:
             cur.fail("the key is there twice", start)
-        value: Value | None
         value_types[key] = cur.u32()
         if value_types[key] == ARRAY:
             value, arrays[key] = _read_array(cur, key)
@@ -357,11 +334,9 @@ def _short(name: str) -> str:
 
 def _read_header(cur: Cursor) -> tuple[int, int, int]:
     """(version, number of tensors, number of key-values), each within its limit."""
-    at = cur.need(4)
-    magic = cur.buf[at : at + 4]
+    magic = cur.take(4)
     if magic != MAGIC:
-        cur.fail(f"a GGUF file starts with 'GGUF', but this one with {str(magic)[1:]}; give a .gguf model file")
-    cur.pos = 4
+        cur.fail(f"a GGUF file starts with 'GGUF', but this one with {str(magic)[1:]}; give a .gguf model file", 0)
     version = cur.u32()
     if version & 0xFFFF == 0 and version:
         cur.fail(f"version {version:#x} looks like a big-endian file; only little-endian files can be run", 4)
@@ -384,74 +359,59 @@ def _alignment(cur: Cursor, metadata: Mapping[str, Value]) -> int:
     return value
 
 
-def _read_tensor(cur: Cursor, i: int, seen: set[str]) -> TensorInfo:
-    """One tensor's entry, with its offset from the start of the data section."""
-    cur.what = f"tensor {i}"
-    start = cur.pos
-    raw = cur.string(MAX_NAME_BYTES, "the tensor's name")
+def _read_tensor(cur: Cursor, start: int) -> TensorInfo:
+    """One tensor's entry, at `start`, with its offset from the start of the data section."""
+    raw = cur.take(cur.length(MAX_NAME_BYTES, "the tensor's name"))
     name = raw.decode("utf-8", "backslashreplace")
     cur.what = f"tensor {_short(name)}"
     if not raw or b"\0" in raw:
         cur.fail("the name is empty or has a zero byte", start)
-    if name in seen:
-        cur.fail("there are two tensors of this name", start)
-    seen.add(name)
     n_dims = cur.u32()
     if not 1 <= n_dims <= 4:
         cur.fail(f"a tensor has 1 to 4 dimensions, but this one has {n_dims}", cur.pos - 4)
     shape = tuple(cur.u64() for _ in range(n_dims))
-    n_elements = 1
-    for ne in shape:
-        n_elements *= ne
-        if ne == 0 or n_elements >= 1 << 63:
-            cur.fail(f"the shape {shape} has a zero or is too large", start)
     ggml_type = cur.u32()
     if ggml_type not in GGML_TYPES:
         cur.fail(f"tensor type {ggml_type} is unknown here; a newer moegguf may be needed", cur.pos - 4)
     type_name, block, block_bytes = GGML_TYPES[ggml_type]
     if shape[0] % block:
         cur.fail(f"rows of {type_name} must be a multiple of {block} long, but are {shape[0]}", start)
+    n_elements = math.prod(shape)
     n_bytes = n_elements // block * block_bytes
-    if n_bytes >= 1 << 63:
-        cur.fail(f"the shape {shape} of {type_name} is too large", start)
+    if 0 in shape or max(n_elements, n_bytes) >= 1 << 63:
+        cur.fail(f"the shape {shape} of {type_name} has a zero or is too large", start)
     return TensorInfo(name, ggml_type, shape, cur.u64(), n_bytes)
 
 
 def _read_tensors(cur: Cursor, n_tensors: int, alignment: int) -> tuple[int, tuple[TensorInfo, ...]]:
     """The offset of the data section and all tensors, back to back in it and inside the file."""
-    seen: set[str] = set()
-    entries: list[tuple[int, TensorInfo]] = []
+    entries = dict[str, tuple[int, TensorInfo]]()
     for i in range(n_tensors):
-        start = cur.pos
-        entries.append((start, _read_tensor(cur, i, seen)))
-    data_offset = -(-cur.pos // alignment) * alignment
-    tensors: list[TensorInfo] = []
-    expected = 0
-    for start, t in entries:
-        cur.what = f"tensor {_short(t.name)}"
-        if t.offset % alignment:
-            cur.fail(f"its data offset {t.offset} is not a multiple of {alignment}", start)
-        if data_offset + t.offset + t.n_bytes > cur.size:
-            cur.fail(
-                f"its data ({t.n_bytes} bytes from {data_offset + t.offset}) goes past the end of the file at"
-                f" {cur.size}; {FETCH_AGAIN}",
-                start,
-            )
-        if t.offset < expected:
-            cur.fail(f"its data offset {t.offset} overlaps the tensor before it, which ends at {expected}", start)
-        if t.offset > expected:
-            cur.fail(f"its data offset must be {expected}, next to the tensor before it, but is {t.offset}", start)
-        expected += -(-t.n_bytes // alignment) * alignment
-        tensors.append(TensorInfo(t.name, t.ggml_type, t.shape, data_offset + t.offset, t.n_bytes))
+        cur.what, start = f"tensor {i}", cur.pos
+        t = _read_tensor(cur, start)
+        if t.name in entries:
+            cur.fail("there are two tensors of this name", start)
+        entries[t.name] = start, t
+    data_offset = end = -(-cur.pos // alignment) * alignment
+    tensors = list[TensorInfo]()
+    for start, t in entries.values():
+        cur.what, offset = f"tensor {_short(t.name)}", data_offset + t.offset
+        if offset + t.n_bytes > cur.size:
+            rule = f"its data ({t.n_bytes} bytes from {offset}) goes past the end of the file at {cur.size}"
+            cur.fail(f"{rule}; {FETCH_AGAIN}", start)
+        if offset != end:
+            rule = f"its data offset must be {end - data_offset}, next to the tensor before it, but is {t.offset}"
+            cur.fail(rule, start)
+        end += -(-t.n_bytes // alignment) * alignment
+        tensors.append(TensorInfo(t.name, t.ggml_type, t.shape, offset, t.n_bytes))
     return data_offset, tuple(tensors)
 
 
 def _check_vocabulary(cur: Cursor) -> None:
     """Raises ModelFormatError for two equal tokens, on which llama.cpp aborts. Works in parts to save memory."""
     hashes = cur.tokens
-    n_parts = len(hashes) // VOCAB_PART
-    parts = ((h for h in hashes if h % n_parts == part) for part in range(n_parts)) if n_parts > 1 else (hashes,)
-    n_unique = sum(len(set(part)) for part in parts)
+    n_parts = len(hashes) // VOCAB_PART or 1
+    n_unique = sum(len({h for h in hashes if h % n_parts == part}) for part in range(n_parts))
     if n_unique != len(hashes):
         cur.what = "key 'tokenizer.ggml.tokens'"
         cur.fail(f"{len(hashes) - n_unique} tokens have the same text as another")
@@ -459,9 +419,9 @@ def _check_vocabulary(cur: Cursor) -> None:
 
 def _count_byte_tokens(hashes: array[int]) -> int:
     """How many of the 256 bytes have a token: "<0x0A>", or the byte itself."""
-    found = {hash(b"<0x%02X>" % byte) for byte in range(256)}.intersection(hashes)
-    plain = {hash(bytes([byte])) for byte in range(1, 256)}.intersection(hashes)
-    return sum(hash(b"<0x%02X>" % b) in found or (b > 0 and hash(bytes([b])) in plain) for b in range(256))
+    texts = [{hash(b"<0x%02X>" % byte), hash(bytes([byte]))} for byte in range(256)]
+    found = set().union(*texts).intersection(hashes)
+    return sum(not found.isdisjoint(of_byte) for of_byte in texts)
 
 
 def _open(path: Path) -> tuple[int, os.stat_result]:

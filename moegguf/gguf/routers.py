@@ -116,37 +116,26 @@ def _read_tensor(file: GgufFile, tensor: TensorInfo, shape: tuple[int, ...]) -> 
     """The tensor as float32, in numpy's order of dimensions: `shape` reversed."""
     if tensor.shape != shape:
         raise file.tensor_error(tensor, f"its shape must be {shape}, but is {tensor.shape}")
-    data = np.frombuffer(_read_bytes(file, tensor), np.uint8)
-    numbers = {"F32": np.float32, "F16": np.float16}.get(tensor.type_name)
-    values = data.view(numbers) if numbers else _dequantized(file, tensor, shape, data)
-    out = np.ascontiguousarray(values, np.float32).reshape(shape[::-1])
-    if not np.isfinite(out).all():
-        raise file.tensor_error(tensor, "it holds numbers that are not finite")
-    return out
-
-
-def _dequantized(
-    file: GgufFile, tensor: TensorInfo, shape: tuple[int, ...], data: npt.NDArray[np.uint8]
-) -> npt.NDArray[np.generic]:
-    from gguf import GGMLQuantizationType, quants  # for the types that numpy does not have: it takes a while
-
-    try:
-        rows = data.reshape(*shape[:0:-1], -1)
-        values: npt.NDArray[np.generic] = quants.dequantize(rows, GGMLQuantizationType(tensor.ggml_type))
-    except (ValueError, NotImplementedError) as error:
-        raise file.tensor_error(tensor, f"type {tensor.type_name} cannot be read here ({error})") from error
-    return values
-
-
-def _read_bytes(file: GgufFile, tensor: TensorInfo) -> bytes:
     try:
         with open(file.shard.path, "rb") as stream:
             if not file.shard.is_as_read(stream.fileno()):
                 raise ModelFormatError(f"{file.name} was replaced while it was read; open the model again.")
             stream.seek(tensor.offset)
-            data = stream.read(tensor.n_bytes)
+            data = np.frombuffer(stream.read(tensor.n_bytes), np.uint8)
     except OSError as error:
         raise ExpertIOError(f"{file.name}: reading '{tensor.name}' failed ({error}).") from error
-    if len(data) != tensor.n_bytes:
+    if data.size != tensor.n_bytes:
         raise ModelFormatError(f"{file.name}: ends inside tensor '{tensor.name}'; fetch the file again.")
-    return data
+    if numbers := {"F32": np.float32, "F16": np.float16}.get(tensor.type_name):
+        values = data.view(numbers)
+    else:
+        from gguf import GGMLQuantizationType, quants  # for the types that numpy does not have: it takes a while
+
+        try:
+            values = quants.dequantize(data.reshape(*shape[:0:-1], -1), GGMLQuantizationType(tensor.ggml_type))
+        except (ValueError, NotImplementedError) as error:
+            raise file.tensor_error(tensor, f"type {tensor.type_name} cannot be read here ({error})") from error
+    out = np.ascontiguousarray(values, np.float32).reshape(shape[::-1])
+    if not np.isfinite(out).all():
+        raise file.tensor_error(tensor, "it holds numbers that are not finite")
+    return out

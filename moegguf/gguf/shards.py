@@ -54,23 +54,37 @@ def read_shards(path: str | os.PathLike[str]) -> tuple[GgufFile, ...]:
     path = Path(path)
     first = read_gguf(path)
     name = _SHARD_NAME.fullmatch(path.name)
-    if name and int(name["number"]) != 1:
-        opener = Path(shard_path(name["prefix"], 1, int(name["count"]))).name
+    prefix, number, named = (name["prefix"], int(name["number"]), int(name["count"])) if name else ("", 1, 1)
+    if number != 1:
+        opener = Path(shard_path(prefix, 1, named)).name
         raise ModelFormatError(f"{path.name} is not the first shard of its model; open {opener!r} instead.")
     count = _split_number(first, "split.count", 1)
-    if name is None or count <= 1:
-        _check_single(first, name is not None and int(name["count"]) > 1, count)
-        return (first,)
-    if int(name["count"]) != count:
+    if count > 1 and name is None:
         raise ModelFormatError(
-            f"{path.name}: its name has {int(name['count'])} shards, but its key 'split.count' is {count};"
+            f"{first.name}: key 'split.count' is {count}, but the name does not end in"
+            f" -00001-of-{count:05d}.gguf; restore the shards' original names."
+        )
+    if count <= 1 < named:
+        raise ModelFormatError(
+            f"{first.name}: the name is that of a shard, but key 'split.count' is missing or at most 1;"
+            " join the parts with llama-gguf-split --merge, or rename a complete file."
+        )
+    if count <= 1:
+        return (first,)
+    if named != count:
+        raise ModelFormatError(
+            f"{path.name}: its name has {named} shards, but its key 'split.count' is {count};"
             " a file was renamed or comes from another model."
         )
     if _split_number(first, "split.no", 0) != 0:
         raise ModelFormatError(f"{path.name}: key 'split.no' is not 0, that of the first shard; shards were swapped.")
-    prefix = str(path.with_name(name["prefix"]))
-    shards = [first] + [_read_member(first, prefix, number, count) for number in range(2, count + 1)]
-    _check_together(shards, prefix, count)
+    paths = [Path(shard_path(str(path.with_name(prefix)), n, count)) for n in range(2, count + 2)]
+    shards = [first] + [_read_member(first, other, n) for n, other in enumerate(paths[:-1], 1)]
+    _check_together(shards)
+    if paths[-1].exists():
+        raise ModelFormatError(
+            f"shard {paths[-1].name}: the model has {count} shards, so this file does not belong to it; move it."
+        )
     return tuple(shards)
 
 
@@ -82,31 +96,16 @@ def _split_number(shard: GgufFile, key: str, default: int) -> int:
     return value
 
 
-def _check_single(first: GgufFile, named_as_shard: bool, count: int) -> None:
-    if count > 1:
-        raise ModelFormatError(
-            f"{first.name}: key 'split.count' is {count}, but the name does not end in"
-            f" -00001-of-{count:05d}.gguf; restore the shards' original names."
-        )
-    if named_as_shard:
-        raise ModelFormatError(
-            f"{first.name}: the name is that of a shard, but key 'split.count' is missing or at most 1;"
-            " join the parts with llama-gguf-split --merge, or rename a complete file."
-        )
-
-
-def _read_member(first: GgufFile, prefix: str, number: int, count: int) -> GgufFile:
-    """Shard `number` (from 1), checked to belong to `first`."""
-    path = Path(shard_path(prefix, number, count))
+def _read_member(first: GgufFile, path: Path, number: int) -> GgufFile:
+    """Shard `number` (from 0), checked to belong to `first`."""
     if not path.exists():
         raise ModelNotFoundError(f"shard {path.name!r} is missing beside {first.name!r}; fetch it as well.")
     shard = read_gguf(path)
     if "split.no" not in shard.metadata:
         raise ModelFormatError(f"shard {path.name}: key 'split.no' is missing, so it is not a shard; fetch it again.")
-    found = _split_number(shard, "split.no", -1)
-    if found != number - 1:
+    if (found := _split_number(shard, "split.no", -1)) != number:
         raise ModelFormatError(
-            f"shard {path.name}: key 'split.no' must be {number - 1}, but is {found}; shards were swapped or renamed."
+            f"shard {path.name}: key 'split.no' must be {number}, but is {found}; shards were swapped or renamed."
         )
     for key, value in shard.metadata.items():
         shared = key.startswith("general.") or key in ("split.count", "split.tensors.count")
@@ -119,8 +118,9 @@ def _read_member(first: GgufFile, prefix: str, number: int, count: int) -> GgufF
     return shard
 
 
-def _check_together(shards: list[GgufFile], prefix: str, count: int) -> None:
-    seen: dict[str, str] = {}
+def _check_together(shards: list[GgufFile]) -> None:
+    """Every tensor is in one shard, and there are as many as the first one says."""
+    seen = dict[str, str]()
     for shard in shards:
         for tensor in shard.tensors:
             if tensor.name in seen:
@@ -137,9 +137,4 @@ def _check_together(shards: list[GgufFile], prefix: str, count: int) -> None:
         raise ModelFormatError(
             f"{shards[0].name}: key 'split.tensors.count' is {expected}, but the shards have"
             f" {len(seen)} tensors ({counts}); one of them comes from another model."
-        )
-    extra = Path(shard_path(prefix, count + 1, count))
-    if extra.exists():
-        raise ModelFormatError(
-            f"shard {extra.name}: the model has {count} shards, so this file does not belong to it; move it."
         )

@@ -136,11 +136,11 @@ BAD_FILES: dict[str, tuple[Callable[[], bytes], str]] = {
     "type 4 (removed)": (with_tensor(32, ggml_type=4), "'bad.weight'.*type 4"),
     "type 2^32-1": (with_tensor(32, ggml_type=(1 << 32) - 1), "'bad.weight'.*type"),
     "row not whole blocks": (with_tensor(33, ggml_type=2), "'bad.weight'.*multiple of 32"),
-    "unaligned offset": (with_tensor(32, offset=129), "'bad.weight'.*multiple of 32"),
+    "unaligned offset": (with_tensor(16, offset=129), "'bad.weight'.*must be 128"),
     "offset past the end": (with_tensor(32, offset=1 << 20), "'bad.weight'.*past the end"),
     "offset 2^63": (with_tensor(32, offset=1 << 63), "'bad.weight'.*past the end"),
     "data past the end": (with_tensor(32, n_bytes=64), "'bad.weight'.*past the end"),
-    "overlap": (with_tensor(32, offset=0), "'bad.weight'.*overlaps"),
+    "overlap": (with_tensor(32, offset=0), "'bad.weight'.*must be 128"),
     "gap": (with_tensor(16, offset=160), "'bad.weight'.*must be 128"),
 }
 
