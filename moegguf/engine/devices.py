@@ -41,20 +41,26 @@ def all_devices() -> tuple[Any, list[int]]:
     return ggml, [ggml.ggml_backend_dev_get(i) for i in range(ggml.ggml_backend_dev_count())]
 
 
+def read_device(ggml: Any, handle: int, index: int) -> Device:
+    """The device at this address, with what is free of its memory now."""
+    free, total = c.c_size_t(), c.c_size_t()
+    ggml.ggml_backend_dev_memory(handle, c.byref(free), c.byref(total))
+    name, description = (
+        call(handle).decode(errors="replace")
+        for call in (ggml.ggml_backend_dev_name, ggml.ggml_backend_dev_description)
+    )
+    return Device(name, index, free.value, total.value, description, handle)
+
+
 def gpus() -> list[Device]:
     """Every device of the kind that llama.cpp puts layers on, in its order, remote ones first; empty without any."""
-    (ggml, handles), found = all_devices(), list[Device]()
-    of_kind = [handle for handle in handles if ggml.ggml_backend_dev_type(handle) == GPU]
-    remote = [ggml.ggml_backend_reg_name(ggml.ggml_backend_dev_backend_reg(handle)) == b"RPC" for handle in of_kind]
-    for _, handle in sorted(zip(remote, of_kind, strict=True), key=lambda pair: not pair[0]):
-        free, total = c.c_size_t(), c.c_size_t()
-        ggml.ggml_backend_dev_memory(handle, c.byref(free), c.byref(total))
-        name, description = (
-            call(handle).decode(errors="replace")
-            for call in (ggml.ggml_backend_dev_name, ggml.ggml_backend_dev_description)
-        )
-        found.append(Device(name, len(found), free.value, total.value, description, handle))
-    return found
+    ggml, handles = all_devices()
+
+    def is_local(handle: int) -> bool:
+        return bool(ggml.ggml_backend_reg_name(ggml.ggml_backend_dev_backend_reg(handle)) != b"RPC")
+
+    found = sorted((handle for handle in handles if ggml.ggml_backend_dev_type(handle) == GPU), key=is_local)
+    return [read_device(ggml, handle, index) for index, handle in enumerate(found)]
 
 
 def has_gpu() -> bool:

@@ -14,10 +14,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from moegguf.engine.devices import all_devices
+from moegguf.engine.devices import all_devices, read_device
 from moegguf.engine.machine import disk_read_speed, read_machine
 from moegguf.errors import LibraryError, MoeggufError
 from moegguf.models.catalog import demo_path, find_model, models_by_name
@@ -39,22 +38,15 @@ def diagnose(model: str | None = None) -> dict[str, Facts]:
 
     Raises nothing.
     """
-    environment = _section(_environment)  # first: loading the library sets a variable
-    return {
-        "moegguf": _section(_versions),
-        "build": _section(_build),
-        "devices": _section(_devices),
-        "machine": _section(_machine),
-        "disk": _section(lambda: _disk(model)),
-        "environment": environment,
+    environment = _fact(_environment)  # first: loading the library sets a variable
+    sections: dict[str, Callable[[], Facts]] = {
+        "moegguf": _versions,
+        "build": _build,
+        "devices": _devices,
+        "machine": _machine,
+        "disk": partial(_disk, model),
     }
-
-
-def _section(collect: Callable[[], Facts]) -> Facts:
-    try:
-        return collect()
-    except Exception as error:
-        return {"error": _reason(error)}
+    return {name: _fact(collect) for name, collect in sections.items()} | {"environment": environment}
 
 
 def _fact(read: Callable[[], Any]) -> Any:
@@ -91,16 +83,20 @@ def _build() -> Facts:
         "abi": _fact(lambda: library.load().moegguf_abi_version()),
         "llama.cpp": _fact(_llama_cpp_version),
         "llama.cpp pin": _fact(lambda: read_pin()["llama_cpp_commit"]),
-        "ggml": _fact(_ggml_version),
+        "ggml": _fact(lambda: _text_of(library.ggml().ggml_version)),
         "features": _fact(_features),
     }
 
 
+def _text_of(function: Any) -> str:
+    """What a C function without arguments returns, as text."""
+    function.restype, function.argtypes = c.c_char_p, []
+    return str(function().decode(errors="replace"))
+
+
 def _llama_cpp_version() -> str:
     bindings = library.llama_cpp()
-    function = bindings.llama_cpp._lib.llama_version
-    function.restype, function.argtypes = c.c_char_p, []
-    return f"{function().decode(errors='replace')}, bindings {bindings.__version__}"
+    return f"{_text_of(bindings.llama_cpp._lib.llama_version)}, bindings {bindings.__version__}"
 
 
 def read_pin() -> dict[str, str]:
@@ -119,12 +115,6 @@ def _features() -> list[str]:
     return [name.strip() + (f"={value.strip()}" if value.strip() != "1" else "") for name, _, value in pairs]
 
 
-def _ggml_version() -> str:
-    function = library.ggml().ggml_version
-    function.restype, function.argtypes = c.c_char_p, []
-    return str(function().decode(errors="replace"))
-
-
 def _devices() -> Facts:
     """{device: description, kind and memory} of every ggml backend in this build."""
     ggml, handles = all_devices()
@@ -132,14 +122,12 @@ def _devices() -> Facts:
 
 
 def _device(ggml: Any, handle: int) -> Facts:
-    free, total = c.c_size_t(), c.c_size_t()
-    ggml.ggml_backend_dev_memory(handle, c.byref(free), c.byref(total))
-    kind = ggml.ggml_backend_dev_type(handle)
+    device, kind = read_device(ggml, handle, 0), ggml.ggml_backend_dev_type(handle)
     return {
-        "description": ggml.ggml_backend_dev_description(handle).decode(errors="replace"),
+        "description": device.description,
         "kind": _DEVICE_TYPES[kind] if 0 <= kind < len(_DEVICE_TYPES) else f"type {kind}",
-        "free_bytes": free.value,
-        "total_bytes": total.value,
+        "free_bytes": device.free_bytes,
+        "total_bytes": device.total_bytes,
     }
 
 
@@ -157,7 +145,9 @@ def _machine() -> Facts:
 
 
 def _disk(model: str | None) -> Facts:
-    path = find_model(model) if model else _some_model()
+    """Of the model's file, else of the largest in MOEGGUF_MODELS, or of the demo."""
+    files = sorted(models_by_name().values(), key=lambda path: path.stat().st_size)
+    path = find_model(model) if model else files[-1] if files else demo_path()
     if path is None:
         return {"error": "not measured: no model found; name one: `moegguf doctor MODEL`"}
     speed = disk_read_speed(path, DISK_SECONDS)
@@ -167,12 +157,6 @@ def _disk(model: str | None) -> Facts:
         "bytes_per_s": round(speed.bytes_per_s),
         "past_page_cache": speed.direct,
     }
-
-
-def _some_model() -> Path | None:
-    """The largest file in MOEGGUF_MODELS, or the demo."""
-    files = sorted(models_by_name().values(), key=lambda path: path.stat().st_size)
-    return files[-1] if files else demo_path()
 
 
 def _environment() -> Facts:

@@ -7,9 +7,9 @@ All files are read below `root`, so that tests can use a machine made of files.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import mmap
 import os
+import random
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -120,49 +120,33 @@ def cgroup_levels(controller: str, root: Path = ROOT) -> Iterator[tuple[int, Pat
             paths[2] = path
         elif controller in names.split(","):
             paths[1] = path
-    for version, mounted, top in _cgroup_mounts(controller, root):
-        path = paths.get(version, "")
-        if not path:
-            continue
-        inside = "/" if mounted == "/" else mounted + "/"
-        known = (path + "/").startswith(inside) and ".." not in path.split("/")
-        leaf = top / path[len(inside) :].strip("/") if known else top
-        while True:
-            if leaf.is_dir():
-                yield version, leaf
-            if leaf == top or top not in leaf.parents:
-                break
-            leaf = leaf.parent
-
-
-def _cgroup_mounts(controller: str, root: Path) -> Iterator[tuple[int, str, Path]]:
-    """(version, path of the cgroup that is mounted, folder it is mounted on)."""
     for line in _text(root / "proc/self/mountinfo").splitlines():
         left, _, right = line.partition(" - ")
         fields, kind = left.split(), right.split()
         if len(fields) < 5 or len(kind) < 3:
             continue
-        top = root / fields[4].replace("\\040", " ").lstrip("/")
-        if kind[0] == "cgroup2":
-            yield 2, fields[3], top
-        elif kind[0] == "cgroup" and controller in kind[2].split(","):
-            yield 1, fields[3], top
+        version = 2 if kind[0] == "cgroup2" else int(kind[0] == "cgroup" and controller in kind[2].split(","))
+        if path := paths.get(version, ""):
+            mounted, top = fields[3].rstrip("/") + "/", root / fields[4].replace("\\040", " ").lstrip("/")
+            known = (path + "/").startswith(mounted) and ".." not in path.split("/")
+            leaf = top / path[len(mounted) :].strip("/") if known else top
+            for folder in (leaf, *leaf.parents):
+                if folder.is_dir():
+                    yield version, folder
+                if folder == top:
+                    break
 
 
 def _cgroup_free(version: int, folder: Path) -> int | None:
     """Bytes that one memory cgroup still allows, idle page cache included; None without a limit."""
-    stat = _table(folder / "memory.stat")
-    if version == 2:
-        limits = [_number(folder / "memory.max"), _number(folder / "memory.high")]
-        used, reclaimable = _number(folder / "memory.current"), stat.get("inactive_file", 0)
-    else:
-        limits = [_number(folder / "memory.limit_in_bytes")]
-        used = _number(folder / "memory.usage_in_bytes")
-        reclaimable = stat.get("total_inactive_file", stat.get("inactive_file", 0))
-    limit = min((n for n in limits if n is not None and n < _NO_LIMIT), default=None)
-    if limit is None:
+    limits, current, cached = ["memory.max", "memory.high"], "memory.current", "inactive_file"
+    if version == 1:
+        limits, current, cached = ["memory.limit_in_bytes"], "memory.usage_in_bytes", "total_inactive_file"
+    found = [n for name in limits if (n := _number(folder / name)) is not None and n < _NO_LIMIT]
+    if not found:
         return None
-    return max(0, limit - max(0, (used or 0) - reclaimable))
+    stat, used = _table(folder / "memory.stat"), _number(folder / current) or 0
+    return max(0, min(found) - max(0, used - stat.get(cached, stat.get("inactive_file", 0))))
 
 
 def read_memory(root: Path = ROOT) -> Memory:
@@ -181,16 +165,6 @@ def read_memory(root: Path = ROOT) -> Memory:
     return Memory(total, available, limited_by)
 
 
-def _cpu_quota(version: int, folder: Path) -> float | None:
-    if version == 2:
-        quota, _, period = _text(folder / "cpu.max").strip().partition(" ")
-    else:
-        quota, period = (_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
-    if not (quota.isdigit() and period.isdigit() and int(period)):
-        return None
-    return int(quota) / int(period)
-
-
 def load_warning() -> str:
     """A sentence where other processes have used the processors within the last minute, so that figures are too low."""
     load, n_cpus = os.getloadavg()[0], count_cpus()
@@ -201,25 +175,29 @@ def load_warning() -> str:
 
 def count_cpus(root: Path = ROOT) -> int:
     """Logical CPUs this process may keep busy: its affinity, cut by every cgroup's quota; at least 1."""
-    try:
-        n_cpu = len(os.sched_getaffinity(0))
-    except (AttributeError, OSError):
-        n_cpu = os.cpu_count() or 1
+    n_cpu = len(_affinity())
     for version, folder in cgroup_levels("cpu", root):
-        quota = _cpu_quota(version, folder)
-        if quota is not None:
-            n_cpu = min(n_cpu, int(quota))
+        files = (
+            [folder / f"cpu.cfs_{name}_us" for name in ("quota", "period")] if version == 1 else [folder / "cpu.max"]
+        )
+        fields = " ".join(map(_text, files)).split()
+        if len(fields) == 2 and all(field.isdigit() for field in fields) and int(fields[1]):
+            n_cpu = min(n_cpu, int(fields[0]) // int(fields[1]))
     return max(1, n_cpu)
+
+
+def _affinity() -> set[int]:
+    try:
+        return os.sched_getaffinity(0)
+    except (AttributeError, OSError):
+        return set(range(os.cpu_count() or 1))
 
 
 class ProcessorUse:
     """Processor time that other processes take on the logical CPUs that this process may use, `n_cpu` of them."""
 
     def __init__(self) -> None:
-        try:
-            self._cpus = os.sched_getaffinity(0)
-        except (AttributeError, OSError):
-            self._cpus = set(range(os.cpu_count() or 1))
+        self._cpus = _affinity()
         self.n_cpu = len(self._cpus)
         self._last = self._read()
 
@@ -246,32 +224,22 @@ def read_machine(root: Path = ROOT) -> Machine:
     return Machine(read_memory(root), n_cpu, max(1, min(n_core, n_cpu)), processor.model, chosen)
 
 
-def _offsets(n_bytes: int, block_bytes: int, start: int) -> Iterator[int]:
-    """Offsets of every block, in an order that defeats read-ahead, repeated without end."""
-    n_blocks = max(1, n_bytes // block_bytes)
-    step = max(1, int(n_blocks * 0.6180339887)) | 1
-    while n_blocks % step == 0 and step > 1:
-        step -= 2
-    for at in itertools.count(start * n_blocks // _DISK_THREADS, step):
-        yield at % n_blocks * block_bytes
-
-
 def _measure(path: Path, flags: int, block_bytes: int, seconds: float) -> float:
     """Bytes per second of _DISK_THREADS threads with the given open() flags; 0 when nothing could be read."""
     begin = time.perf_counter()
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+    n_blocks = max(1, os.fstat(fd).st_size // block_bytes)
 
     def read(thread: int) -> int:
+        dice, n, n_bytes = random.Random(thread), 1, 0  # an order of blocks that defeats read-ahead
         # anonymous memory is page-aligned, which direct I/O requires
         with mmap.mmap(-1, block_bytes) as memory, memoryview(memory) as buffer, contextlib.suppress(OSError):
-            n_bytes = 0
-            for offset in _offsets(os.fstat(fd).st_size, block_bytes, thread):
+            while n > 0 and (n_bytes == 0 or time.perf_counter() < begin + seconds):
+                offset = dice.randrange(n_blocks) * block_bytes
                 if not flags and hasattr(os, "posix_fadvise"):
                     os.posix_fadvise(fd, offset, block_bytes, os.POSIX_FADV_DONTNEED)
                 n = os.preadv(fd, [buffer], offset)
                 n_bytes += n
-                if n <= 0 or time.perf_counter() >= begin + seconds:
-                    break
         return n_bytes
 
     try:

@@ -1,26 +1,31 @@
 """Tries a model in a process of its own the first time its file is loaded: what llama.cpp aborts on ends only that one.
 
-With a projector it reads an image, too. The verdict is kept (`known_facts`), for the bytes of the headers and the
-options that change what is computed. The trial ends before the load begins, so that memory is never taken twice.
-MOEGGUF_TRIAL_LOAD=0 skips it; "again" repeats it.
+That process, `python -m moegguf.engine.trial REQUEST`, does in short what users do: it loads the model with room for a
+few experts, tokenizes, reads a prompt, and an image with a projector, generates, and writes a line of JSON. The verdict
+is kept (`known_facts`), for the bytes of the headers and the options that change what is computed. The trial ends
+before the load begins, so that memory is never taken twice. MOEGGUF_TRIAL_LOAD=0 skips it; "again" repeats it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
+import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moegguf.child import child_command, child_environment
 from moegguf.engine.devices import has_gpu
 from moegguf.engine.known_facts import KnownFact
+from moegguf.engine.machine import count_cpus
 from moegguf.engine.memory import memory_needs
 from moegguf.engine.plan import layer_slots, slot_bytes
 from moegguf.errors import AllocationError, ExpertIOError, ModelFormatError, MoeggufError
@@ -30,7 +35,10 @@ from moegguf.gguf.fingerprint import header_digest
 from moegguf.gguf.projector import ProjectorHeader
 from moegguf.settings import read_environment
 
-COMMAND = child_command("moegguf.engine.trial_process")
+if TYPE_CHECKING:
+    from moegguf.engine.llama import Llama
+
+COMMAND = child_command("moegguf.engine.trial")
 # Keywords of `Llama` with which other code of llama.cpp runs; the rest is size or speed.
 OPTIONS = frozenset(
     {"embedding", "flash_attn", "kv_overrides", "lora_path", "lora_scale", "main_gpu", "n_gpu_layers", "offload_kqv",
@@ -51,12 +59,21 @@ OUTSIDE_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, sign
 MARKS = ("ASSERT", "what():", "GGML_ABORT", "fatal error")
 NO_MEMORY = "bad_alloc"  # what() of C++'s exception
 AGAIN = "fetch the file again, or set MOEGGUF_TRIAL_LOAD=again to try it once more"
-WITHOUT = "load the model without its projector, "  # where there is one
 TOO_LONG = "a trial load did not end within"
+MORE_MEMORY = "a trial load took more memory than planned"
 NO_DAMAGE = (
     "that is no sign of damage in the file; set MOEGGUF_TRIAL_LOAD=again to try it once more, or 0 to load it without a"
     " trial"
 )
+TEXTS = (
+    "The quick brown fox jumps over the lazy dog, what do you think?\n\n    def f(x):\n        return x + 1.5\n",
+    "Hello, wörld 你好 🙂\n\t 12345",
+    "<|im_start|>user\nfor (int i = 0; i < 10; ++i) {}<|im_end|>",
+    "\x00\x7f  x" * 9,
+)
+N_NEW = 3
+MAX_IMAGE_THREADS = 4  # more would spend the computing that is allowed on waiting for each other
+IMAGE_WIDTH, IMAGE_HEIGHT = 100, 60  # neither a square nor whole patches
 
 
 @dataclass(frozen=True)
@@ -111,7 +128,7 @@ def try_first(
     reason = None if mode == "again" else verdict.read(str)
     name, again = layout.shards[0].path.name, AGAIN
     if projector is not None:
-        name, again = f"{name} with {projector.path.name}", WITHOUT + AGAIN
+        name, again = f"{name} with {projector.path.name}", f"load the model without its projector, {AGAIN}"
     if reason is None:
         outcome = _run(_request(layout, tried, projector), waiting)
         if outcome.error in FIRST:
@@ -129,36 +146,31 @@ def try_first(
 
 def _tried(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a trial, those that JSON has."""
-    given = {name: value for name, value in options.items() if value is not None or name == "flash_attn"}
-    if adapter := given.get("lora_path"):
-        given["lora_path"] = os.path.abspath(os.path.expanduser(adapter))
-    chosen = {name: value for name, value in sorted(given.items()) if name in OPTIONS}
-    return {name: value for name, value in chosen.items() if _is_plain(value)}
-
-
-def _is_plain(value: Any) -> bool:
-    with suppress(TypeError, ValueError):
-        json.dumps(value)
-        return True
-    return False
+    chosen = dict[str, Any]()
+    for name, value in sorted(options.items()):
+        if name in OPTIONS and (value is not None or name == "flash_attn"):
+            with suppress(TypeError, ValueError):
+                json.dumps(value)
+                chosen[name] = value
+    if adapter := options.get("lora_path"):
+        chosen["lora_path"] = os.path.abspath(os.path.expanduser(adapter))
+    return chosen
 
 
 def _request(layout: ExpertLayout, options: Mapping[str, Any], projector: ProjectorHeader | None) -> Request:
-    n_image, n_ctx, encode_s = 0, N_CTX, 0
+    n_image, n_ctx, extra_s = 0, N_CTX, COMPILE_S if has_gpu() else 0
+    dense_bytes = layout.dense_bytes if layout.is_moe else layout.n_bytes
+    beside = dense_bytes - layout.dense_bytes
+    if adapter := options.get("lora_path"):
+        beside += read_adapter(adapter).n_bytes
     if projector is not None:
         n_image, n_ctx = projector.one_pass_tokens, N_CTX + N_IMAGE_TOKENS
-        encode_s = projector.weight_bytes * min(projector.n_patches, MAX_PATCHES) // CPU_PATCH_BYTES_PER_S
+        extra_s += projector.weight_bytes * min(projector.n_patches, MAX_PATCHES) // CPU_PATCH_BYTES_PER_S
+        dense_bytes += projector.weight_bytes
     n_slots = min(N_PASS_EXPERTS * layout.n_expert_used, max(layout.n_expert, layout.n_expert_used))
     n_slots = max(n_slots, layer_slots(layout, n_image))
     pool_bytes = n_slots * slot_bytes(layout) if layout.is_moe else 0
-    dense_bytes = layout.dense_bytes if layout.is_moe else layout.n_bytes
-    needs = memory_needs(layout, n_ctx, max(N_BATCH, n_image), projector=projector).total_bytes(n_slots)
-    needs += dense_bytes - layout.dense_bytes
-    if adapter := options.get("lora_path"):
-        needs += read_adapter(adapter).n_bytes
-    if projector is not None:
-        dense_bytes += projector.weight_bytes
-    compile_s = COMPILE_S if has_gpu() else 0
+    needs = memory_needs(layout, n_ctx, max(N_BATCH, n_image), projector=projector).total_bytes(n_slots) + beside
     on_device = bool(options.get("n_gpu_layers"))  # drivers map far more than they use
     return Request(
         path=str(layout.shards[0].path.absolute()),
@@ -167,8 +179,8 @@ def _request(layout: ExpertLayout, options: Mapping[str, Any], projector: Projec
         n_ctx=n_ctx,
         n_slots_bytes=pool_bytes,
         memory_bytes=0 if on_device else 2 * (needs + pool_bytes) + SPARE_BYTES,
-        cpu_s=CPU_S + dense_bytes // CPU_BYTES_PER_S + encode_s + compile_s,
-        wall_s=WALL_S + dense_bytes // DISK_BYTES_PER_S + encode_s + compile_s,
+        cpu_s=CPU_S + dense_bytes // CPU_BYTES_PER_S + extra_s,
+        wall_s=WALL_S + dense_bytes // DISK_BYTES_PER_S + extra_s,
     )
 
 
@@ -195,34 +207,36 @@ def _run(request: Request, waiting: Callable[[], object]) -> Outcome:
         )
     except OSError:
         return NO_VERDICT
+    end, (stdin, process.stdin) = time.monotonic() + request.wall_s, (process.stdin, None)  # else closed too early
+    assert stdin is not None
     try:
-        written = _wait(process, request.wall_s, waiting)
+        with stdin:
+            while True:
+                try:
+                    answer, log = process.communicate(timeout=POLL_S)
+                    return _outcome(process.returncode, answer, log.decode(errors="replace"), request.cpu_s)
+                except subprocess.TimeoutExpired:
+                    waiting()
+                    if time.monotonic() > end:
+                        return Outcome(f"{TOO_LONG} {request.wall_s:.0f} s", lasting=False)
     finally:
         process.kill()
         process.communicate()
-    if written is None:
-        return Outcome(f"{TOO_LONG} {request.wall_s:.0f} s", lasting=False)
-    return _outcome(process.returncode, written[0], written[1].decode(errors="replace"), request.cpu_s)
-
-
-def _wait(process: subprocess.Popen[bytes], wall_s: float, waiting: Callable[[], object]) -> tuple[bytes, bytes] | None:
-    """What the process has written to stdout and stderr; None when it did not end within `wall_s`."""
-    end = time.monotonic() + wall_s
-    stdin, process.stdin = process.stdin, None  # communicate() would close it
-    assert stdin is not None
-    with stdin:
-        while True:
-            try:
-                return process.communicate(timeout=POLL_S)
-            except subprocess.TimeoutExpired:
-                waiting()
-                if time.monotonic() > end:
-                    return None
 
 
 def _outcome(code: int, answer: bytes, log: str, cpu_s: int) -> Outcome:
+    name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
     if code == 0:
-        return _answered(answer)
+        try:
+            found = json.loads(answer)
+            reason, kind = str(found["reason"]), str(found["kind"])
+        except (ValueError, KeyError, TypeError):
+            return NO_VERDICT  # of another program, too
+        if kind == "memory":
+            return Outcome(f"{MORE_MEMORY} ({reason})", lasting=False, error=AllocationError)
+        if kind == "known":
+            return NO_VERDICT  # the load itself raises this error
+        return Outcome(f"a trial load failed ({reason})" if reason else "")
     if code > 0:  # llama.cpp never exits: this was another program than Python, or it did not find this package
         return NO_VERDICT
     if code == -signal.SIGXCPU:
@@ -230,35 +244,12 @@ def _outcome(code: int, answer: bytes, log: str, cpu_s: int) -> Outcome:
     if code == -signal.SIGBUS:
         return Outcome("reading it failed in a trial load (SIGBUS)", lasting=False, error=ExpertIOError)
     if -code in OUTSIDE_SIGNALS:
-        return Outcome(
-            f"the system ended a trial load ({_signal_name(-code)}), most likely for memory",
-            lasting=False, error=AllocationError,
-        )  # fmt: skip
+        reason = f"the system ended a trial load ({name}), most likely for memory"
+        return Outcome(reason, lasting=False, error=AllocationError)
     why = next((line.strip()[-200:] for line in reversed(log.splitlines()) if any(m in line for m in MARKS)), "")
     if NO_MEMORY in why:
-        return Outcome(f"a trial load took more memory than planned ({why})", lasting=False, error=AllocationError)
-    return Outcome(f"llama.cpp ended a trial load with {_signal_name(-code)}{': ' if why else ''}{why}")
-
-
-def _answered(answer: bytes) -> Outcome:
-    """The outcome that the process itself has written."""
-    try:
-        found = json.loads(answer)
-        reason, kind = str(found["reason"]), str(found["kind"])
-    except (ValueError, KeyError, TypeError):
-        return NO_VERDICT  # of another program, too
-    if kind == "memory":
-        return Outcome(f"a trial load took more memory than planned ({reason})", lasting=False, error=AllocationError)
-    if kind == "known":
-        return NO_VERDICT  # the load itself raises this error
-    return Outcome(f"a trial load failed ({reason})" if reason else "")
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+        return Outcome(f"{MORE_MEMORY} ({why})", lasting=False, error=AllocationError)
+    return Outcome(f"llama.cpp ended a trial load with {name}{': ' if why else ''}{why}")
 
 
 def describe(error: BaseException) -> dict[str, str]:
@@ -268,3 +259,84 @@ def describe(error: BaseException) -> dict[str, str]:
         return {"kind": "memory", "reason": text}
     known = isinstance(error, MoeggufError | OSError | ImportError)  # not the file's fault, or told by the load itself
     return {"kind": "known" if known else "bare", "reason": text}
+
+
+def _limit(memory_bytes: int, cpu_s: int) -> None:
+    """Limits this process, and offers it to the system as the first to end when memory runs out."""
+    limits = [(resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, cpu_s)]
+    if memory_bytes:
+        limits.append((resource.RLIMIT_DATA, memory_bytes))
+    for which, value in limits:
+        with suppress(ValueError, OSError):  # a lower limit holds already
+            resource.setrlimit(which, (value, resource.getrlimit(which)[1] if value else 0))
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+
+
+def end_with_parent() -> None:
+    """Ends this process when its stdin closes."""
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+def _try(request: Request) -> None:
+    from moegguf.engine.llama import Llama
+
+    sizes: dict[str, Any] = {"n_ctx": request.n_ctx, "n_batch": N_BATCH, "n_threads": 1, "context_store": 0}
+    if request.mmproj:
+        sizes["n_threads_batch"] = min(count_cpus(), MAX_IMAGE_THREADS)  # an image is seconds of computing
+    sizes |= {"expert_cache": request.n_slots_bytes or "auto", "vram_cache": ""}
+    with Llama(request.path, mmproj=request.mmproj, policy="lru", verbose=False, **sizes, **request.options) as llm:
+        for text in TEXTS:
+            llm.detokenize(llm.tokenize(text.encode(), add_bos=True, special=True))
+            llm.vocabulary.tokens(text)
+        for token in range(0, llm.vocabulary.n_tokens, max(1, llm.vocabulary.n_tokens // 500)):
+            llm.vocabulary.piece(token, special=True)
+        if request.options.get("vocab_only"):
+            return
+        if request.options.get("embedding"):
+            llm.embed([TEXTS[0]])
+            return
+        llm.eval([0] * (N_BATCH + 1))
+        llm.create_completion([0], max_tokens=N_NEW)
+        if llm.reads_images:
+            with suppress(MoeggufError):  # the user's first image raises it, too, and the model goes on without images
+                read_an_image(llm)
+
+
+def read_an_image(llm: Llama) -> None:
+    """Reads a small image of many colours between texts, as far as the context goes. Raises what the projector
+    raises."""
+    from moegguf.engine.projector import Image
+
+    reader, at = llm.context.open_projector(), 0
+    assert reader is not None
+    pixels = bytes(7 * i % 256 for i in range(3 * IMAGE_WIDTH * IMAGE_HEIGHT))
+    ppm = f"P6 {IMAGE_WIDTH} {IMAGE_HEIGHT} 255\n".encode() + pixels
+    prompt = reader.tokenize(["look", "\n"], [Image(ppm, IMAGE_WIDTH, IMAGE_HEIGHT)])
+    llm.reset()
+    for span in prompt.spans:
+        if span.end >= llm.n_ctx():
+            return
+        llm.eval(prompt.tokens[at : span.begin])
+        llm.context.eval_image(prompt, span, llm.context.begin_request())
+        at = span.end
+    llm.eval(prompt.tokens[at:])
+
+
+def main() -> None:
+    """Tries the model of the command line, a `Request` in JSON."""
+    request = Request(**json.loads(sys.argv[1]))
+    _limit(request.memory_bytes, request.cpu_s)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    answer = {"kind": "passed", "reason": ""}
+    try:
+        _try(request)
+    except BaseException as error:  # the answer of a process that ends right after it
+        answer = describe(error)
+    os.write(1, json.dumps(answer).encode())
+    os._exit(0)  # what is left to free ends with the process
+
+
+if __name__ == "__main__":
+    main()
