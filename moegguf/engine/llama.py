@@ -25,7 +25,7 @@ from moegguf.engine.kept_contexts import KeptContexts, open_contexts, store_limi
 from moegguf.engine.keywords import LlamaCppOptions, with_keywords
 from moegguf.engine.live_controller import ControllerOptions
 from moegguf.engine.load import Budget, check_options, prepare
-from moegguf.engine.loader import Loader, LoadProgress, Progress
+from moegguf.engine.loader import Loader, Progress
 from moegguf.engine.plan import Plan
 from moegguf.engine.projector import PLACEHOLDER
 from moegguf.engine.recent_experts import RecentExperts
@@ -171,7 +171,7 @@ class Llama(UpstreamLlama):
         self.layout, self.plan = load_plan.layout, load_plan.plan
         self.reads_images = load_plan.projector is not None and bool(mmproj)
         try:
-            self._loader = loader = Loader(load_plan, given, store, LoadProgress(progress))
+            self._loader = loader = Loader(load_plan, given, store, progress)
             self.session, self._closed = loader.session, False
             loader.start_controller(chosen)
             kept = ContextStore(default_folder(), kept_bytes) if kept_bytes != 0 else None

@@ -10,7 +10,6 @@ import inspect
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 from moegguf.controller.strategies import find_strategy
@@ -60,11 +59,6 @@ class LoadPlan:
     projector: ProjectorHeader | None = None
     n_seq_max: int = 1
     no_device: bool = False  # llama.cpp gets none: beside one, even unused, it does not repack weights for the CPU
-
-    @cached_property
-    def slots_layout(self) -> ExpertLayout:
-        """The layout of the experts that have slots; those of other layers are plain weights of the device."""
-        return self.plan.slots_layout(self.layout)
 
     def failure(self, error: ValueError | MemoryError | RuntimeError, reason: str) -> MoeggufError:
         """The typed error for an error of the base class while loading. `reason`: the errors that llama.cpp logged."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ctypes as c
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +19,13 @@ from moegguf.controller.artifacts import Artifacts
 from moegguf.engine.error_log import llama_log
 from moegguf.engine.live_controller import ControllerOptions, LiveController
 from moegguf.engine.load import LoadPlan
-from moegguf.engine.readahead import readahead
+from moegguf.engine.machine import MACHINE, read_memory
 from moegguf.engine.session import Session
 from moegguf.engine.threadpool import GovernedThreads, Threadpool
 from moegguf.engine.trial import try_first
 from moegguf.engine.warm_start import WarmStart
 from moegguf.errors import CallbackError, GenerationCancelled, MoeggufError, OptionError
+from moegguf.gguf.experts import ExpertLayout
 from moegguf.native import library
 from moegguf.native.store import StoreOptions
 
@@ -31,46 +33,16 @@ if TYPE_CHECKING:
     from moegguf.engine.recording import Recording, TraceOptions
 
 Progress = Callable[[float], object]
-
-
-class LoadProgress:
-    """Passes llama.cpp's progress to a user's callback, and keeps its exception or cancellation."""
-
-    def __init__(self, progress: Progress | None) -> None:
-        self._progress = progress
-        self._error: BaseException | None = None
-        self._cancelled = False
-        self.callback = library.llama_cpp().llama_progress_callback(self._call) if progress else None
-
-    def _call(self, share: float, _user: int) -> bool:
-        assert self._progress is not None
-        try:
-            self._cancelled = self._progress(share) is False
-            return not self._cancelled
-        except BaseException as error:  # must not propagate into llama.cpp
-            self._error = error
-            return False
-
-    def wait(self) -> None:
-        """Reports that nothing is read yet; raises what the callback has ended the load with."""
-        if self._progress is not None:
-            self._call(0.0, 0)
-            self.raise_reason()
-
-    def raise_reason(self) -> None:
-        """Raises CallbackError or GenerationCancelled when the callback ended the load."""
-        if self._error is not None:
-            raise CallbackError(f"the progress callback raised: {self._error}") from self._error
-        if self._cancelled:
-            raise GenerationCancelled("loading was stopped by the progress callback.")
+ADVICE_BYTES = 4 << 20
 
 
 class Loader:
-    """One load by this plan. options: those of the plan, as the user gave them. `n_seq_max`: sequences of the context,
-    known once the model is read. Raises what `Llama` raises."""
+    """One load by this plan. options: those of the plan, as the user gave them. progress: gets llama.cpp's, and ends
+    the load with False or an exception. `n_seq_max`: sequences of the context, known once the model is read. Raises
+    what `Llama` raises."""
 
     def __init__(
-        self, load_plan: LoadPlan, options: dict[str, Any], store: StoreOptions, progress: LoadProgress
+        self, load_plan: LoadPlan, options: dict[str, Any], store: StoreOptions, progress: Progress | None
     ) -> None:
         self.load_plan, self.n_seq_max = load_plan, load_plan.n_seq_max
         self.session: Session | None = None
@@ -78,17 +50,34 @@ class Loader:
         self.threads: GovernedThreads | None = None
         self.recording: Recording | None = None
         self._warm_start: WarmStart | None = None
-        self._progress = progress
-        self._no_devices = (c.c_void_p * 1)()  # a list that ends at once
         self._threadpool: Threadpool | None = None
         self._bindings = library.llama_cpp()
+        self._progress = progress
+        self._ended_by: MoeggufError | None = None
+        self._callback = self._bindings.llama_progress_callback(self._report)
+        self._no_devices = (c.c_void_p * 1)()  # a list that ends at once
         self._repack, plan = store.repack, load_plan.plan
-        try_first(load_plan.layout, options, progress.wait, load_plan.projector)
+        try_first(load_plan.layout, options, self._report_waiting, load_plan.projector)
         if load_plan.no_device or plan.layers_on:
             store = replace(store, device=None)  # it named the one to place experts on: these slots are the CPU's
         if load_plan.hooks:
-            self.session = Session(load_plan.slots_layout, plan, store)
+            self.session = Session(plan.slots_layout(load_plan.layout), plan, store)
             self.session.store.hold_fill(True)  # until llama.cpp has read
+
+    def _report(self, share: float, _user: int = 0) -> bool:
+        try:
+            if self._progress is not None and self._progress(share) is False:
+                self._ended_by = GenerationCancelled("loading was stopped by the progress callback.")
+        except BaseException as error:  # must not propagate into llama.cpp
+            self._ended_by = CallbackError(f"the progress callback raised: {error}")
+            self._ended_by.__cause__ = error
+        return self._ended_by is None
+
+    def _report_waiting(self) -> None:
+        """Reports that nothing is read yet."""
+        self._report(0.0)
+        if self._ended_by is not None:
+            raise self._ended_by
 
     def start_controller(self, options: ControllerOptions) -> None:
         """Before the context exists: what decides on experts."""
@@ -105,8 +94,8 @@ class Loader:
         params.use_extra_bufts = params.use_extra_bufts and self._repack
         if self.session is not None:
             self.session.attach_model(params)
-        if self._progress.callback is not None:
-            params.progress_callback = self._progress.callback
+        if self._progress is not None:
+            params.progress_callback = self._callback
         if self.load_plan.no_device:
             params.devices = c.addressof(self._no_devices)
 
@@ -134,21 +123,33 @@ class Loader:
             except MoeggufError:
                 raise
             except (MemoryError, ValueError, RuntimeError) as error:
-                self._progress.raise_reason()
+                if self._ended_by is not None:
+                    raise self._ended_by from self._ended_by.__cause__
                 if isinstance(error, RuntimeError) or self.session is None or not self.session.give_slots_back(unload):
                     raise self.load_plan.failure(error, llama_log().reason()) from error
         self.load_plan.layout.check_not_overwritten()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """The block in which llama.cpp reads, and finds what it reads in the page cache."""
+        """The block in which llama.cpp reads, and finds what it reads in the page cache.
+
+        Else the disk idles while llama.cpp converts a tensor, and while the vocabulary is built. Where a memory limit
+        would count the pages beside llama.cpp's copies they are dropped afterwards; else an unloaded model is loaded
+        from them again.
+        """
         if self.session is None:
             yield
             return
+        layout, stop = self.session.layout, threading.Event()
+        work = threading.Thread(target=_advise, args=(layout, "POSIX_FADV_WILLNEED", stop), daemon=True)
+        work.start()
         try:
-            with readahead(self.session.layout):
-                yield
+            yield
         finally:
+            stop.set()
+            work.join()
+            if read_memory().limited_by != MACHINE:
+                _advise(layout, "POSIX_FADV_DONTNEED", threading.Event())
             self.session.store.hold_fill(False)
 
     def start_threads(self, context: int) -> None:
@@ -160,10 +161,10 @@ class Loader:
         if self.load_plan.hooks or governed:
             self._threadpool = Threadpool(context, n_threads, n_threads_batch)
         if governed:
-            self.threads = GovernedThreads(context, n_threads, self._stall_s)
-
-    def _stall_s(self) -> float:
-        return self.session.store.counters()["stall_ns"] / 1e9 if self.session is not None else 0.0
+            session = self.session
+            self.threads = GovernedThreads(
+                context, n_threads, lambda: session.store.counters()["stall_ns"] / 1e9 if session else 0.0
+            )
 
     def start_parts(self, warm_start: bool, trace: str | os.PathLike[str] | TraceOptions | None) -> None:
         """What was asked for beside the model."""
@@ -196,3 +197,19 @@ class Loader:
             self._threadpool.close()
         if self.session is not None:
             self.session.close()
+
+
+def _advise(layout: ExpertLayout, advice: str, stop: threading.Event) -> None:
+    """Tells the system this of everything in a model's files that is not an expert, headers included, until `stop`."""
+    if not hasattr(os, advice):
+        return
+    for index, shard in enumerate(layout.shards):
+        experts = sorted((m.offset, m.n_expert * m.expert_bytes) for m in layout.matrices if m.shard == index)
+        with suppress(OSError), open(shard.path, "rb") as file:  # llama.cpp opens it next, and reports the error
+            begin = 0
+            for end, skipped in [*experts, (shard.n_bytes, 0)]:
+                for offset in range(begin, end, ADVICE_BYTES):
+                    if stop.is_set():
+                        return
+                    os.posix_fadvise(file.fileno(), offset, min(ADVICE_BYTES, end - offset), getattr(os, advice))
+                begin = end + skipped
