@@ -123,15 +123,11 @@ def prepare(
     )  # fmt: skip
 
 
-def _projector(options: dict[str, Any]) -> ProjectorHeader | None:
-    """The header of the option `mmproj`, which is taken out, or of a chat handler's own file for images."""
-    given = options.pop("mmproj", None) or getattr(options.get("chat_handler"), "clip_model_path", None)
-    return read_projector(given) if given else None
-
-
 def _sizes(layout: ExpertLayout, options: dict[str, Any]) -> Sizes:
     """Those of the options, of which some are taken out or changed. Raises OptionError."""
-    projector, given_ubatch = _projector(options), options.pop("n_ubatch", None)
+    # A chat handler brings its own file for images.
+    mmproj = options.pop("mmproj", None) or getattr(options.get("chat_handler"), "clip_model_path", None)
+    projector, given_ubatch = read_projector(mmproj) if mmproj else None, options.pop("n_ubatch", None)
     options["n_ctx"] = n_ctx = pad_context(options.get("n_ctx", N_CTX) or layout.hparams.n_ctx_train or N_CTX)
     if options.get("embedding"):
         options.setdefault("n_batch", pooling_batch_tokens(n_ctx))
@@ -146,15 +142,14 @@ def _sizes(layout: ExpertLayout, options: dict[str, Any]) -> Sizes:
             raise OptionError(f"{name} is {number!r}, which no KV cache can have; accepted: {accepted}.")
     wanted, kv_tokens = options.pop("n_seq_max", 1), options.pop("kv_tokens", None)
     n_seq_max = min(sequences_of(layout, n_ctx, 1 if options.get("embedding") else wanted), n_batch)
-    n_ubatch = min(given_ubatch, n_batch) if given_ubatch else None
-    flash_attn = bool(options.get("flash_attn"))  # None may become off, which needs more
     adapter_bytes = 0
     if adapter := options.get("lora_path"):
         options["lora_path"] = os.path.expanduser(os.fspath(adapter))
         adapter_bytes = read_adapter(options["lora_path"], layout.arch).n_bytes
     return Sizes(
-        n_ctx, n_ubatch, n_batch, n_seq_max, kv_tokens, **types, flash_attn=flash_attn, projector=projector,
-        adapter_bytes=adapter_bytes,
+        n_ctx, min(given_ubatch, n_batch) if given_ubatch else None, n_batch, n_seq_max, kv_tokens, **types,
+        flash_attn=bool(options.get("flash_attn")),  # None may become off, which needs more
+        projector=projector, adapter_bytes=adapter_bytes,
     )  # fmt: skip
 
 
@@ -198,13 +193,11 @@ def given_budgets(
     options, name: as `choose_gpus` takes them. devices: what that chose; (): the one GPU that there may be. Raises
     BudgetError, OptionError, also for options that contradict a placement.
     """
-    vram_cache, choice, needs_gpu = _asked(vram_cache, placement)
+    vram_cache, choice, needs_gpu, some_layers = _asked(vram_cache, placement, options)
     n_gpu_layers, mode = options.get("n_gpu_layers"), options.get("split_mode", BY_LAYERS)
     tensor_split = options.get("tensor_split") if mode == BY_LAYERS else None
-    some_layers, vram = _some_layers(choice, n_gpu_layers), parse_vram_caches(vram_cache or "auto")
+    vram = parse_vram_caches(vram_cache or "auto")
     whole = choice == "cpu" or (len(devices) <= len(vram) == 1 and not some_layers and tensor_split is None)
-    if choice == "layers" and some_layers and not devices:
-        raise OptionError(f"placement 'layers' is for every layer, but n_gpu_layers is {n_gpu_layers}; leave one out.")
     if choice == "layers" and not whole:
         names = ", ".join(device.name for device in devices) or "the GPU"
         raise OptionError(
@@ -225,19 +218,18 @@ def given_budgets(
     )
 
 
-def _asked(vram_cache: Budget | None, placement: str | None) -> tuple[Budget | None, str, bool]:
-    """The budget on GPUs and the placement, those of the environment where they are None; whether they need a GPU."""
-    environment = read_environment()
+def _asked(
+    vram_cache: Budget | None, placement: str | None, options: Mapping[str, Any]
+) -> tuple[Budget | None, str, bool, bool]:
+    """The budget on GPUs and the placement, those of the environment where they are None; whether they need a GPU, and
+    whether GPUs are to compute a part of the layers only."""
+    environment, n_gpu_layers = read_environment(), options.get("n_gpu_layers")
     vram_cache = environment.vram_cache or None if vram_cache is None else vram_cache
     choice = parse_choice("placement", environment.placement if placement is None else placement)
-    return vram_cache, choice, bool(vram_cache) or placement in ("layers", "slots")
-
-
-def _some_layers(choice: str, n_gpu_layers: int | None) -> bool:
-    """Whether devices compute a part of the layers only."""
     if choice == "cpu" and n_gpu_layers:
         raise OptionError(f"placement 'cpu' uses no GPU, but n_gpu_layers is {n_gpu_layers}; leave one out.")
-    return n_gpu_layers is not None and 0 <= n_gpu_layers < EVERY_LAYER
+    some_layers = n_gpu_layers is not None and 0 <= n_gpu_layers < EVERY_LAYER
+    return vram_cache, choice, bool(vram_cache) or placement in ("layers", "slots"), some_layers
 
 
 def choose_gpus(
@@ -253,26 +245,21 @@ def choose_gpus(
     Raises BudgetError where there is no GPU for what was asked, OptionError for an unknown one, and for options that
     contradict a placement.
     """
-    vram_cache, choice, needs_gpu = _asked(vram_cache, placement)
-    mode = options.get("split_mode", BY_LAYERS)
-    divided = _some_layers(choice, options.get("n_gpu_layers")) or mode not in (NO_SPLIT, BY_LAYERS)
+    vram_cache, choice, needs_gpu, some_layers = _asked(vram_cache, placement, options)
+    mode, main_gpu = options.get("split_mode", BY_LAYERS), options.get("main_gpu", 0)
+    by_matrix = mode not in (NO_SPLIT, BY_LAYERS)
     if choice == "cpu":
         return ()
-    if not needs_gpu and (divided or name or vram_cache == "" or not gpus()):
+    if not needs_gpu and (some_layers or by_matrix or name or vram_cache == "" or not gpus()):
         return None
-    return _devices(name, mode, options.get("main_gpu", 0))
-
-
-def _devices(name: str | None, split_mode: int, main_gpu: int) -> tuple[Device, ...]:
-    """Every GPU, or the one that `name` or main_gpu chooses."""
-    if split_mode not in (NO_SPLIT, BY_LAYERS):
+    if by_matrix:
         raise OptionError(
-            f"split_mode {split_mode} divides each matrix among devices, but a slot holds a whole expert; take"
+            f"split_mode {mode} divides each matrix among devices, but a slot holds a whole expert; take"
             f" {BY_LAYERS} (layers), or {NO_SPLIT} (main_gpu alone), or leave vram_cache and placement out."
         )
-    devices = find_gpus(name)
-    if split_mode == BY_LAYERS or name is not None:
-        return tuple(devices)
+    devices = tuple(find_gpus(name))
+    if mode == BY_LAYERS or name is not None:
+        return devices
     if not 0 <= main_gpu < len(devices):
         names = ", ".join(f"{device.index} ({device.name})" for device in devices)
         raise OptionError(f"main_gpu is {main_gpu}, but there are: {names}.")

@@ -7,7 +7,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 from moegguf.engine.load import Budget
-from moegguf.engine.pool_plan import divide_ram_slots
+from moegguf.engine.pool_plan import budget_slots, divide_ram_slots
 from moegguf.errors import BudgetError
 from moegguf.native import library
 from moegguf.native.store import Tier
@@ -37,7 +37,10 @@ def set_budget(
         if session is None:
             return
         store, plan, controller = session.store, session.plan, context.controller
-        on_device, wanted = plan.device is not None, _Budgets(session).slots(expert_cache, vram_cache)
+        wanted = dict[Slots, int]() if vram_cache is None else {EVERY_DEVICE: _in_vram(session, vram_cache)}
+        if expert_cache is not None:
+            wanted |= _in_ram(session, parse_expert_cache(expert_cache))
+        on_device = plan.device is not None
         try:
             if on_device:
                 library.llama_cpp().llama_synchronize(llm.ctx)
@@ -64,81 +67,64 @@ def _shorten_passes(llm: UpstreamLlama, plan: Plan) -> None:
     )
 
 
-class _Budgets:
-    """The budgets of one loaded model."""
+def _in_vram(session: Session, vram_cache: Budget) -> int:
+    """Slots on all devices together, in a budget that holds staging tensors, too, as at load. Raises BudgetError below
+    what passes use, and where there are none."""
+    cache, plan, store = parse_expert_cache(vram_cache, "vram_cache"), session.plan, session.store
+    if plan.layers_on is not None:
+        raise BudgetError(
+            f"vram_cache={vram_cache!r}: {plan.layers_on} has the experts of whole layers, which stay there; load the"
+            " model again with another vram_cache, or with placement 'slots'."
+        )
+    if plan.device is None:
+        raise BudgetError(
+            f"vram_cache={vram_cache!r}: the CPU computes this model, so it has no experts in VRAM; load it with"
+            " vram_cache (--vram-cache) to use a GPU."
+        )
+    beside = store.options.staging is not None  # staging tensors were asked for, beside the budget
+    staged = 0 if beside or cache.mode == "auto" else plan.staging_slots_bytes // plan.slot_bytes
+    least = sum(device.pass_slots for device in store.devices if device.name is not None)
+    n_slots = _asked(session, cache, plan.device_slots + staged) - staged
+    return _checked(plan, n_slots, least, f"vram_cache={str(cache)!r}", staged)
 
-    def __init__(self, session: Session) -> None:
-        self._plan, self._layout, self._store = session.plan, session.layout, session.store
 
-    def slots(self, expert_cache: Budget | None, vram_cache: Budget | None) -> dict[Slots, int]:
-        """Slots of each tier, and of the CPU beside devices, that change; those in RAM last. None: as it is. Raises
-        BudgetError below what passes use, and for a tier that the model does not have."""
-        wanted: dict[Slots, int] = {}
-        if vram_cache is not None:
-            wanted[EVERY_DEVICE] = self._in_vram(vram_cache)
-        if expert_cache is not None and self._plan.device is None:
-            cache = parse_expert_cache(expert_cache)
-            n_slots = self._asked(cache, self._store.tier()["n_slots"])
-            least = self._plan.pass_slots(self._layout, on_device=False)
-            wanted[EVERY_DEVICE] = self._checked(n_slots, least, f"expert_cache={str(cache)!r}")
-        elif expert_cache is not None:
-            wanted |= self._below_vram(expert_cache)
-        return wanted
+def _in_ram(session: Session, cache: ExpertCache) -> dict[Slots, int]:
+    """Slots in RAM: where the CPU computes every layer; else below devices, and of the layers that the CPU computes
+    beside them, in their proportion at load. Raises as `_in_vram` does."""
+    store, plan, option = session.store, session.plan, f"expert_cache={str(cache)!r}"
+    least = plan.pass_slots(session.layout, on_device=False)
+    if plan.device is None:
+        return {EVERY_DEVICE: _checked(plan, _asked(session, cache, store.tier()["n_slots"]), least, option)}
+    cpu = next((index for index, device in enumerate(store.devices) if device.name is None), None)
+    n_cpu = 0 if cpu is None else store.device(cpu)["n_slots"]
+    n_ram = store.tier(Tier.RAM)["n_slots"] if Tier.RAM in store.tiers else 0
+    if n_cpu + n_ram == 0:
+        raise BudgetError(
+            f"{option}: the model was loaded with every expert in VRAM, so it has no slots in RAM; change vram_cache,"
+            " or load it again with less of that."
+        )
+    total = _asked(session, cache, n_cpu + n_ram)
+    if cpu is None:
+        if not total:
+            raise BudgetError(f"{option} holds no expert; give at least {format_bytes_up(plan.slot_bytes)!r}.")
+        return {(Tier.RAM, None): total}
+    least = min(n_cpu, least)
+    n_layers = len(store.devices[cpu].layers)
+    which = f"{option}, of which {n_layers} layers on the CPU have some,"
+    _checked(plan, total, least + min(1, n_ram), which)
+    n_cpu, below = divide_ram_slots(total, n_cpu, n_ram, least)
+    return {(Tier.COMPUTE, cpu): n_cpu} | ({(Tier.RAM, None): below} if n_ram else {})
 
-    def _in_vram(self, vram_cache: Budget) -> int:
-        """On all devices together, in a budget that holds staging tensors, too, as at load."""
-        cache, plan = parse_expert_cache(vram_cache, "vram_cache"), self._plan
-        if plan.layers_on is not None:
-            raise BudgetError(
-                f"vram_cache={vram_cache!r}: {plan.layers_on} has the experts of whole layers, which stay there; load"
-                " the model again with another vram_cache, or with placement 'slots'."
-            )
-        if plan.device is None:
-            raise BudgetError(
-                f"vram_cache={vram_cache!r}: the CPU computes this model, so it has no experts in VRAM; load it with"
-                " vram_cache (--vram-cache) to use a GPU."
-            )
-        beside = self._store.options.staging is not None  # staging tensors were asked for, beside the budget
-        staged = 0 if beside or cache.mode == "auto" else plan.staging_slots_bytes // plan.slot_bytes
-        least = sum(device.pass_slots for device in self._store.devices if device.name is not None)
-        n_slots = self._asked(cache, plan.device_slots + staged) - staged
-        return self._checked(n_slots, least, f"vram_cache={str(cache)!r}", staged)
 
-    def _below_vram(self, expert_cache: Budget) -> dict[Slots, int]:
-        """In RAM, below devices and of the layers that the CPU computes beside them, in their proportion at load."""
-        store, plan, cache = self._store, self._plan, parse_expert_cache(expert_cache)
-        option = f"expert_cache={str(cache)!r}"
-        cpu = next((index for index, device in enumerate(store.devices) if device.name is None), None)
-        n_cpu = 0 if cpu is None else store.device(cpu)["n_slots"]
-        n_ram = store.tier(Tier.RAM)["n_slots"] if Tier.RAM in store.tiers else 0
-        if n_cpu + n_ram == 0:
-            raise BudgetError(
-                f"{option}: the model was loaded with every expert in VRAM, so it has no slots in RAM; change"
-                " vram_cache, or load it again with less of that."
-            )
-        total = self._asked(cache, n_cpu + n_ram)
-        if cpu is None:
-            if not total:
-                size = format_bytes_up(plan.slot_bytes)
-                raise BudgetError(f"{option} holds no expert; give at least {size!r}.")
-            return {(Tier.RAM, None): total}
-        least, one_below = min(n_cpu, plan.pass_slots(self._layout, on_device=False)), min(1, n_ram)
-        n_layers = len(store.devices[cpu].layers)
-        self._checked(total, least + one_below, f"{option}, of which {n_layers} layers on the CPU have some,")
-        n_cpu, below = divide_ram_slots(total, n_cpu, n_ram, least)
-        return {(Tier.COMPUTE, cpu): n_cpu} | ({(Tier.RAM, None): below} if n_ram else {})
+def _asked(session: Session, cache: ExpertCache, most: int) -> int:
+    """Slots of a budget, of which there are so many at most."""
+    return most if cache.mode == "auto" else min(most, budget_slots(cache, session.layout, session.plan.slot_bytes))
 
-    def _asked(self, cache: ExpertCache, most: int) -> int:
-        """Slots of a budget, of which there are so many at most."""
-        share = int(cache.fraction * self._layout.n_expert_total + 1e-9)
-        asked = {"auto": most, "fraction": share, "bytes": cache.n_bytes // self._plan.slot_bytes}
-        return min(asked[cache.mode], most)
 
-    def _checked(self, n_slots: int, least: int, option: str, n_staged: int = 0) -> int:
-        if n_slots < least:
-            size = format_bytes_up((least + n_staged) * self._plan.slot_bytes)
-            raise BudgetError(
-                f"{option} is too small for a model that was loaded to read {self._plan.n_ubatch} tokens at a time;"
-                f" give at least {size!r}, or load it again with the smaller budget."
-            )
-        return n_slots
+def _checked(plan: Plan, n_slots: int, least: int, option: str, n_staged: int = 0) -> int:
+    if n_slots < least:
+        raise BudgetError(
+            f"{option} is too small for a model that was loaded to read {plan.n_ubatch} tokens at a time; give at least"
+            f" {format_bytes_up((least + n_staged) * plan.slot_bytes)!r}, or load it again with the smaller budget."
+        )
+    return n_slots

@@ -55,9 +55,8 @@ class Threadpool:
 
     def _create(self, n_threads: int) -> int:
         new = c.CFUNCTYPE(c.c_void_p, c.POINTER(_Params))(library.cpu_function("ggml_threadpool_new"))
-        base = c.CDLL(str(next(Path(library.find_library()).glob("libggml-base.*"))))
+        base, params = c.CDLL(str(next(Path(library.find_library()).glob("libggml-base.*")))), _Params()
         base.ggml_threadpool_params_init.argtypes = [c.POINTER(_Params), c.c_int]
-        params = _Params()
         base.ggml_threadpool_params_init(c.byref(params), n_threads)
         pool: int | None = new(c.byref(params))
         if not pool:
@@ -96,27 +95,21 @@ class ThreadGovernor:
         `others`: processors that other processes kept busy since the last call. `token_s`: seconds of computation per
         decoded token since then; None when none was decoded.
         """
-        self._update_free(others)
-        if token_s is not None:
-            self._token_s[self.n_threads] = token_s, now_s
-        self._token_s = {n: known for n, known in self._token_s.items() if now_s - known[1] < MEMORY_S}
-        self.n_threads = self._fastest()
-        return self.n_threads
-
-    def _update_free(self, others: float) -> None:
         free = self._n_cpu - others
         at_least, at_most = math.floor(free + RAISE_AT), math.floor(free + LOWER_AT)
         n_free = max(1, min(max(self._n_free, at_least), at_most, self._n_max))
         if n_free != self._n_free:
             self._n_free = n_free
             self._token_s.clear()  # measured beside another load
-
-    def _fastest(self) -> int:
-        """The number that others leave free, unless another one was measured to be faster beside the same load."""
-        if self._n_free not in self._token_s:
-            return self._n_free
-        best = min(self._token_s, key=lambda n: self._token_s[n])
-        return best if self._token_s[best][0] < GAIN * self._token_s[self._n_free][0] else self._n_free
+        if token_s is not None:
+            self._token_s[self.n_threads] = token_s, now_s
+        known = self._token_s = {n: found for n, found in self._token_s.items() if now_s - found[1] < MEMORY_S}
+        self.n_threads = self._n_free
+        if self._n_free in known:  # another number may have been measured to be faster beside the same load
+            best = min(known, key=lambda n: known[n])
+            if known[best][0] < GAIN * known[self._n_free][0]:
+                self.n_threads = best
+        return self.n_threads
 
 
 class GovernedThreads:
@@ -147,15 +140,14 @@ class GovernedThreads:
             return
         stalled_s, others, before = self._stall_s(), self._use.others(), self.n_threads
         if now_s - self._ended_s < IDLE_S:
-            n_threads = self._governor.decide(now_s, others, self._token_s(stalled_s - self._stalled_s))
+            token_s = None  # of computation, unless only single tokens were computed
+            if self._decoded:
+                token_s = max(sum(self._decoded) - (stalled_s - self._stalled_s), 0.0) / len(self._decoded)
+            n_threads = self._governor.decide(now_s, others, token_s)
             if n_threads != before:
                 self._set_n_threads(self._context, n_threads, n_threads)
         self._decoded = []
         self._stalled_s, self._begun_s = stalled_s, now_s
-
-    def _token_s(self, stalled_s: float) -> float | None:
-        """Seconds of computation per token since `_begun_s`; None unless only single tokens were computed."""
-        return max(sum(self._decoded) - stalled_s, 0.0) / len(self._decoded) if self._decoded else None
 
     def after_pass(self, n_tokens: int, seconds: float) -> None:
         """Counts a pass of so many tokens (0: unknown) that took so many seconds."""

@@ -220,7 +220,7 @@ def test_a_part_of_the_layers_is_counted_on_the_device_that_computes_it(tmp_path
 def test_layers_and_a_placement_that_contradicts_them_are_refused(tmp_path: Path) -> None:
     path = moe(n_layer=6, n_expert=16, n_used=4).write(tmp_path / "m.gguf")
     for placement, n in (("cpu", -1), ("layers", 3)):
-        with pytest.raises(OptionError, match=f"placement '{placement}' .*, but n_gpu_layers is {n}; leave one out"):
+        with pytest.raises(OptionError, match=f"placement '{placement}' .*n_gpu_layers (is )?{n}"):
             measure_on_gpu(path, placement=placement, n_gpu_layers=n)
 
 
