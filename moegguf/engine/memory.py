@@ -7,6 +7,7 @@ planned; llama.cpp states the true figures after loading.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from moegguf.engine.machine import Memory
 from moegguf.errors import AllocationError
@@ -59,27 +60,21 @@ def kv_bytes(layout: ExpertLayout, n_ctx: int, type_k: int = F16, type_v: int = 
     Multi-head latent attention keeps one K row per token and no V when the file has the split matrices; older files
     keep full heads. Sliding windows are counted as full, the largest they can be.
     """
-    hp = layout.hparams
+    hp, whole = layout.hparams, partial(_scalar, layout)
     n_tokens = -(-n_ctx // KV_PAD_TOKENS) * KV_PAD_TOKENS
     kv_heads = hp.n_head_kv[: hp.n_layer + layout.n_layer_nextn * layout.loads_heads]
     head = hp.n_embd // max(hp.n_head) if max(hp.n_head) else 0
-    key_length = max(hp.key_length or head, _scalar(layout, "attention.key_length_swa"))
-    value_length = max(hp.value_length or head, _scalar(layout, "attention.value_length_swa"))
+    key_length = max(hp.key_length or head, whole("attention.key_length_swa"))
+    value_length = max(hp.value_length or head, whole("attention.value_length_swa"))
     per_token = sum(row_bytes(type_k, key_length * n) for n in kv_heads)
     if not hp.is_mla:
         per_token += len(kv_heads) * row_bytes(type_v, value_length * max(kv_heads))
-    per_token += len(kv_heads) * row_bytes(F16, _scalar(layout, "attention.indexer.key_length"))
-    return n_tokens * per_token + n_seq * hp.n_layer * _recurrent_bytes(layout)
-
-
-def _recurrent_bytes(layout: ExpertLayout) -> int:
-    """State of one recurrent layer for one sequence, in float32; 0 for a model without such layers."""
-    inner, state = _scalar(layout, "ssm.inner_size"), _scalar(layout, "ssm.state_size")
-    kernel, groups = _scalar(layout, "ssm.conv_kernel"), _scalar(layout, "ssm.group_count")
-    kda = _scalar(layout, "kda.head_dim")
-    numbers = inner * state + max(0, kernel - 1) * (inner + 2 * groups * state)
-    numbers += max(layout.hparams.n_head) * kda * (kda + 3 * max(0, kernel - 1))
-    return 4 * numbers
+    per_token += len(kv_heads) * row_bytes(F16, whole("attention.indexer.key_length"))
+    state, width, kda = whole("ssm.state_size"), whole("ssm.inner_size"), whole("kda.head_dim")
+    n_before = max(0, whole("ssm.conv_kernel") - 1)
+    recurrent = width * state + n_before * (width + 2 * whole("ssm.group_count") * state)  # of a layer, in float32
+    recurrent += max(hp.n_head) * kda * (kda + 3 * n_before)
+    return n_tokens * per_token + n_seq * hp.n_layer * 4 * recurrent
 
 
 def compute_bytes(layout: ExpertLayout, n_ctx: int, n_ubatch: int, flash_attn: bool = False) -> int:
@@ -118,11 +113,11 @@ def memory_needs(
     CPU mul_mat_id keeps a row list of 8 bytes per slot, chosen expert and token.
     """
     return MemoryNeeds(
-        dense_bytes=layout.dense_bytes + layout.tied_output_bytes,
-        kv_bytes=kv_bytes(layout, n_ctx, type_k, type_v),
-        compute_bytes=compute_bytes(layout, n_ctx, n_ubatch, flash_attn),
-        slot_work_bytes=8 * layout.n_expert_used * n_ubatch,
-        projector_bytes=projector.total_bytes if projector else 0,
+        layout.dense_bytes + layout.tied_output_bytes,
+        kv_bytes(layout, n_ctx, type_k, type_v),
+        compute_bytes(layout, n_ctx, n_ubatch, flash_attn),
+        8 * layout.n_expert_used * n_ubatch,
+        projector.total_bytes if projector else 0,
     )
 
 

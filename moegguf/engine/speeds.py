@@ -65,11 +65,11 @@ class KnownSpeeds:
         if known := self.known(device):
             return known
         arguments = json.dumps([str(self._layout.shards[0].path), vars(device), self._n_threads, self._repack])
-        command = (*child_command("moegguf.engine.speeds"), arguments)
         try:
             asked = subprocess.run(
-                command, capture_output=True, env=child_environment(), timeout=MEASURING_S, check=False
-            )
+                (*child_command("moegguf.engine.speeds"), arguments),
+                capture_output=True, env=child_environment(), timeout=MEASURING_S, check=False,
+            )  # fmt: skip
             found = json.loads(asked.stdout)
             if "refused" not in found:
                 return _speeds_of(found)
@@ -121,12 +121,10 @@ def _speeds_of(facts: dict[str, Any]) -> Speeds:
     return Speeds(**facts | {"copies": Link(**facts["copies"])})
 
 
-def _answer(path: str, device: dict[str, Any], n_threads: int, repack: bool) -> dict[str, Any]:
+if __name__ == "__main__":  # for `speeds_apart`
+    _path, _device, _n_threads, _repack = json.loads(sys.argv[1])
     try:
-        return asdict(KnownSpeeds(read_layout(path), n_threads, repack).speeds(Device(**device)))
+        _answer = asdict(KnownSpeeds(read_layout(_path), _n_threads, _repack).speeds(Device(**_device)))
     except OptionError as error:
-        return {"refused": str(error)}
-
-
-if __name__ == "__main__":
-    print(json.dumps(_answer(*json.loads(sys.argv[1]))))
+        _answer = {"refused": str(error)}
+    print(json.dumps(_answer))

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from moegguf.errors import OptionError
-from moegguf.gguf.experts import ExpertLayout, MoeLayer
+from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.reader import GGML_TYPES, ggml_type
 from moegguf.native import abi, library
 from moegguf.native.slot_sizes import matrices_of, pad, slot_sizes
@@ -32,33 +32,32 @@ def measure_speeds(
     OptionError where the device has no kernel for these experts.
     """
     layer = max(layout.layers, key=lambda layer: layer.expert_bytes)
-    of_layer = layout.only([layer.il])
-    n_slots = _n_slots(layer, slot_sizes(of_layer).slot_bytes)
+    of_layer, dense, seconds = layout.only([layer.il]), dense_types(layout), seconds / TURNS
+    # All experts of a small layer take turns, at least those of a token of a large one.
+    n_slots = min(layer.n_expert, max(layer.n_expert_used, POOL_BYTES // slot_sizes(of_layer).slot_bytes))
     paths = [str(shard.path).encode() for shard in layout.shards]
     how, token_bytes = (device, n_threads, repack), layer.n_expert_used * layer.expert_bytes
-    turns: list[Any] = []
-    dense_turns: dict[int, list[Any]] = {}
-    dense = {number: _dense_matrix(number, layout.hparams.n_embd) for number in dense_types(layout)}
+    turns, dense_turns = list[Any](), dict[int, list[Any]]()
     for _ in range(TURNS):
-        of_layer_s = seconds / TURNS
-        turns.append(_measure(matrices_of(of_layer), paths, layer.il, layer.n_expert_used, n_slots, *how, of_layer_s))
-        for number, matrix in dense.items():
-            if matrix is not None:
+        turns.append(_measure(matrices_of(of_layer), paths, layer.il, layer.n_expert_used, n_slots, *how, seconds))
+        for number in dense:
+            _, block, block_bytes = GGML_TYPES[number]
+            n_blocks, is_whole = layout.hparams.n_embd // block, layout.hparams.n_embd % block == 0
+            if is_whole:  # a matrix of this type as wide as the model
+                n_rows = max(64, DENSE_BYTES // (n_blocks * block_bytes))
+                shape = (1 << 10, n_blocks * block, n_rows, 0, 0, 0, n_rows * n_blocks * block_bytes)
+                matrix = (abi.Matrix * 1)(abi.Matrix(b"dense", 0, abi.DOWN, number, *shape))
                 with suppress(OptionError):  # no kernel for experts of this type, which it is not
-                    found = _measure(
-                        (abi.Matrix * 1)(matrix), [], 0, 1, max(2, POOL_BYTES // matrix.expert_bytes), *how,
-                        of_layer_s / 2,
-                    )  # fmt: skip
+                    found = _measure(matrix, [], 0, 1, max(2, POOL_BYTES // shape[-1]), *how, seconds / 2)
                     dense_turns.setdefault(number, []).append(found)
     speeds = best_of(turns, token_bytes)
-    dense_s = [0.0, 0.0]  # of the CPU, of the device
-    n_dense = 0
+    cpu_ns = device_ns = 0.0
     for number, of_turns in dense_turns.items():
-        n_bytes, of_type = dense_types(layout)[number], best_of(of_turns, token_bytes)
-        dense_s[0] += n_bytes / of_type.cpu_bytes_per_ns
-        dense_s[1] += n_bytes / of_type.device_bytes_per_ns if device else 0.0
-        n_dense += n_bytes
-    cpu_dense, device_dense = (n_dense / of if of else 0.0 for of in dense_s)
+        of_type = best_of(of_turns, token_bytes)
+        cpu_ns += dense[number] / of_type.cpu_bytes_per_ns
+        device_ns += dense[number] / of_type.device_bytes_per_ns if device else 0.0
+    n_dense = sum(dense[number] for number in dense_turns)
+    cpu_dense, device_dense = (n_dense / ns if ns else 0.0 for ns in (cpu_ns, device_ns))
     return {
         "cpu_bytes_per_s": speeds.cpu_bytes_per_ns * 1e9,
         "cpu_node_s": speeds.cpu_op_ns / 1e9,
@@ -96,16 +95,6 @@ def dense_types(layout: ExpertLayout) -> dict[int, int]:
     return {number: size for number, size in dense.items() if size > LEAST_SHARE * layout.dense_bytes}
 
 
-def _dense_matrix(dense_type: int, n_embd: int) -> Any:
-    """A matrix of this type as wide as the model; None where that is not a whole number of the type's blocks."""
-    _, block, block_bytes = GGML_TYPES[dense_type]
-    if n_embd % block:
-        return None
-    n_rows = max(64, DENSE_BYTES // (n_embd // block * block_bytes))
-    n_bytes = n_rows * (n_embd // block) * block_bytes
-    return abi.Matrix(b"dense", 0, abi.DOWN, dense_type, 1 << 10, n_embd, n_rows, 0, 0, 0, n_bytes)
-
-
 def _measure(
     matrices: Any, paths: list[bytes], il: int, n_used: int, n_slots: int, device: str | None, n_threads: int,
     repack: bool, seconds: float,
@@ -128,8 +117,3 @@ def _measure(
     speeds = abi.Speeds()
     library.load().moegguf_measure_speeds(c.byref(config), n_threads, seconds, c.byref(speeds))
     return speeds
-
-
-def _n_slots(layer: MoeLayer, slot_bytes: int) -> int:
-    """Slots that take turns: all experts of a small layer, at least those of a token of a large one."""
-    return min(layer.n_expert, max(layer.n_expert_used, POOL_BYTES // slot_bytes))
