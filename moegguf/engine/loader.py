@@ -23,7 +23,7 @@ from moegguf.engine.machine import MACHINE, read_memory
 from moegguf.engine.session import Session
 from moegguf.engine.threadpool import GovernedThreads, Threadpool
 from moegguf.engine.trial import try_first
-from moegguf.engine.warm_start import WarmStart
+from moegguf.engine.warm_start import save_uses, start_warm
 from moegguf.errors import CallbackError, GenerationCancelled, MoeggufError, OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native import library
@@ -49,7 +49,7 @@ class Loader:
         self.controller: LiveController | None = None
         self.threads: GovernedThreads | None = None
         self.recording: Recording | None = None
-        self._warm_start: WarmStart | None = None
+        self._saves_uses, self._artifacts = False, Artifacts(load_plan.layout)
         self._threadpool: Threadpool | None = None
         self._bindings = library.llama_cpp()
         self._progress = progress
@@ -84,7 +84,7 @@ class Loader:
         session, load_plan = self.session, self.load_plan
         if session is None:
             return
-        self.controller = LiveController(session, Artifacts(load_plan.layout), options, self.n_seq_max)
+        self.controller = LiveController(session, self._artifacts, options, self.n_seq_max)
         for warning in load_plan.plan.warnings:
             warnings.warn(warning, stacklevel=3)
 
@@ -168,28 +168,30 @@ class Loader:
 
     def start_parts(self, warm_start: bool, trace: str | os.PathLike[str] | TraceOptions | None) -> None:
         """What was asked for beside the model."""
-        session, artifacts = self.session, Artifacts(self.load_plan.layout)
+        session = self.session
         if trace and session is None:
             raise OptionError(
                 "trace: there are no experts in this model, or MOEGGUF_HOOKS=0 is set: nothing to record."
             )
         if session is None:
             return
-        if warm_start and not session.plan.whole_layers:
-            self._warm_start = WarmStart(session, artifacts)
-            self._warm_start.begin()
+        self._saves_uses = warm_start and not session.plan.whole_layers
+        if self._saves_uses:
+            start_warm(session, self._artifacts)
         if trace:
             from moegguf.engine.recording import Recording
 
-            self.recording = Recording(session, artifacts, trace)
+            self.recording = Recording(session, self._artifacts, trace)
 
     def end_parts(self, discard: bool = False) -> None:
         """Ends what decides and records, and saves what they have learned; `discard`: without a recording's file."""
         if self.recording is not None and discard:
             self.recording.discard()
-        for part in (self.controller, self.recording, self._warm_start):
+        for part in (self.controller, self.recording):
             if part is not None:
                 part.close()
+        if self._saves_uses and self.session is not None:
+            save_uses(self.session, self._artifacts)
 
     def close(self) -> None:
         """Frees threads and store, once llama.cpp's context and model are gone. Twice is harmless."""

@@ -17,32 +17,25 @@ from moegguf.native.events import Int32s
 HALF_LIFE_PASSES = 4096  # after so many more, a use counts half as much
 
 
-class WarmStart:
-    """The uses of one loaded model's experts, beside those that earlier runs have left."""
+def start_warm(session: Session, artifacts: Artifacts) -> None:
+    """Asks for the experts used most, as many as the tiers have slots. A pool of every expert fills itself."""
+    store = session.store
+    uses = None if store.info()["resident"] else artifacts.uses(MoeShape.of(session.layout))
+    if uses is not None:
+        store.warm(*most_used(uses, sum(store.tier(tier)["n_slots_usable"] for tier in store.tiers)))
 
-    def __init__(self, session: Session, artifacts: Artifacts) -> None:
-        self._session = session
-        self._artifacts = artifacts
-        self._shape = MoeShape.of(session.layout)
 
-    def begin(self) -> None:
-        """Asks for the experts used most, as many as the tiers have slots. A pool of every expert fills itself."""
-        store = self._session.store
-        uses = None if store.info()["resident"] else self._artifacts.uses(self._shape)
-        if uses is not None:
-            store.warm(*most_used(uses, sum(store.tier(tier)["n_slots_usable"] for tier in store.tiers)))
-
-    def close(self) -> None:
-        """Saves the uses since the model was loaded, added to those of earlier runs. Of a pool that held every expert
-        they are not known."""
-        store = self._session.store
-        passes = store.counters()["passes"]
-        if passes == 0 or store.info()["resident"]:
-            return
-        now, before = store.activity()[0].astype(np.float32), self._artifacts.uses(self._shape)
-        if before is not None:
-            now += before * np.float32(0.5 ** (passes / HALF_LIFE_PASSES))
-        self._artifacts.save_uses(self._shape, now)
+def save_uses(session: Session, artifacts: Artifacts) -> None:
+    """Saves the uses since the model was loaded, added to those of earlier runs. Of a pool that held every expert they
+    are not known."""
+    store, shape = session.store, MoeShape.of(session.layout)
+    passes = store.counters()["passes"]
+    if passes == 0 or store.info()["resident"]:
+        return
+    now, before = store.activity()[0].astype(np.float32), artifacts.uses(shape)
+    if before is not None:
+        now += before * np.float32(0.5 ** (passes / HALF_LIFE_PASSES))
+    artifacts.save_uses(shape, now)
 
 
 def most_used(uses: npt.NDArray[np.float32], n: int) -> tuple[Int32s, Int32s]:

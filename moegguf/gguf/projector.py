@@ -12,7 +12,7 @@ from pathlib import Path
 
 from moegguf.errors import ModelFormatError
 from moegguf.gguf.hparams import Keys
-from moegguf.gguf.reader import GgufFile, Shard, read_gguf
+from moegguf.gguf.reader import Shard, read_gguf
 
 U32, I32, F32, BOOL, STRING = 4, 5, 6, 7, 8  # GGUF value types
 # What libmtmd reads, and asserts to be of these types; without "clip.".
@@ -90,25 +90,33 @@ def read_projector(path: str | os.PathLike[str]) -> ProjectorHeader:
         )
     if file.metadata.get("clip.has_vision_encoder") is not True:
         raise ModelFormatError(f"{file.name} is a projector, but not for images; give another mmproj file.")
-    _check_types(file)
+    for key, expected in VALUE_TYPES.items():
+        if (found := file.value_types.get(key, expected)) != expected:
+            raise file.key_error(key, f"is of GGUF type {found}, but must be of type {expected}")
     kind = file.metadata.get("clip.projector_type") or file.metadata.get("clip.vision.projector_type")
     if not isinstance(kind, str):
         raise ModelFormatError(f"{file.name} does not say which kind of projector it is; fetch it again.")
     keys = Keys("clip.vision", file)
     side, patch = (keys.number(name, None, 1, MAX_SIDE_PIXELS) for name in ("image_size", "patch_size"))
-    n_embd = keys.number("embedding_length", None, 1, MAX_DIMENSION)
-    n_head = keys.number("attention.head_count", None, 1, MAX_DIMENSION)
-    if patch > side or n_embd % n_head:
-        raise ModelFormatError(
-            f"{file.name}: patches of {patch} pixels in an image of {side}, or {n_head} heads in {n_embd} rows,"
-            " do not fit; fetch it again."
-        )
-    n_patches = (side // patch) ** 2
+    n_embd, n_head = (
+        keys.number(name, None, 1, MAX_DIMENSION) for name in ("embedding_length", "attention.head_count")
+    )
     keys.number("block_count", None, 1, MAX_BLOCKS)
     epsilon = file.metadata.get("clip.vision.attention.layer_norm_epsilon")
     if not isinstance(epsilon, float) or not 0 <= epsilon < 1:
-        raise file.key_error("clip.vision.attention.layer_norm_epsilon", f"must be from 0 to 1, but is {epsilon!r}")
-    _check_shapes(file, kind, patch, n_embd, n_patches)
+        raise keys.fail("attention.layer_norm_epsilon", f"must be from 0 to 1, but is {epsilon!r}")
+    n_patches = (side // patch) ** 2
+    # The first layers have the sizes that the keys state; libmtmd compares them in assertions only.
+    shapes = {tensor.name: tensor.shape for tensor in file.tensors}
+    patches, positions = shapes.get("v.patch_embd.weight", ()), shapes.get("v.position_embd.weight", ())
+    fits = patch <= side and n_embd % n_head == 0 and (len(patches) != 4 or patches == (patch, patch, 3, n_embd))
+    if kind in ("mlp", "gemma3"):
+        fits &= positions == (n_embd, n_patches + ("v.class_embd" in shapes))
+    if not fits:
+        raise ModelFormatError(
+            f"{file.name}: tensors of shapes {patches} and {positions} do not fit patches of {patch} pixels in an image"
+            f" of {side}, and {n_head} heads in {n_embd} rows; fetch it again."
+        )
     return ProjectorHeader(
         file.shard,
         kind,
@@ -118,25 +126,3 @@ def read_projector(path: str | os.PathLike[str]) -> ProjectorHeader:
         n_patches if kind in FIXED_SIZE else max(n_patches, DYNAMIC_PATCHES),
         ONE_PASS_TOKENS[kind] or n_patches if kind in ONE_PASS_TOKENS else 0,
     )
-
-
-def _check_types(file: GgufFile) -> None:
-    for key, expected in VALUE_TYPES.items():
-        found = file.value_types.get(key, expected)
-        if found != expected:
-            raise file.key_error(key, f"is of GGUF type {found}, but must be of type {expected}")
-
-
-def _check_shapes(file: GgufFile, kind: str, patch: int, n_embd: int, n_patches: int) -> None:
-    """The first layers have the sizes that the keys state; libmtmd compares them in assertions only."""
-    shapes = {tensor.name: tensor.shape for tensor in file.tensors}
-    patches, positions = shapes.get("v.patch_embd.weight", ()), shapes.get("v.position_embd.weight", ())
-    fits = len(patches) != 4 or patches == (patch, patch, 3, n_embd)
-    if kind in ("mlp", "gemma3"):
-        n_class = int("v.class_embd" in shapes)
-        fits &= positions == (n_embd, n_patches + n_class)
-    if not fits:
-        raise ModelFormatError(
-            f"{file.name}: tensors of shapes {patches} and {positions} do not fit patches of {patch} pixels and"
-            f" {n_patches} of them in {n_embd} rows; fetch it again."
-        )
