@@ -54,7 +54,7 @@ class Loader:
         self._bindings = library.llama_cpp()
         self._progress = progress
         self._ended_by: MoeggufError | None = None
-        self._callback = self._bindings.llama_progress_callback(self._report)
+        self._callback: Any = self._bindings.llama_progress_callback(self._report)
         self._no_devices = (c.c_void_p * 1)()  # a list that ends at once
         self._repack, plan = store.repack, load_plan.plan
         try_first(load_plan.layout, options, self._report_waiting, load_plan.projector)
@@ -127,6 +127,7 @@ class Loader:
                     raise self._ended_by from self._ended_by.__cause__
                 if isinstance(error, RuntimeError) or self.session is None or not self.session.give_slots_back(unload):
                     raise self.load_plan.failure(error, llama_log().reason()) from error
+        self._callback = None  # it refers to this object, which would outlive its model
         self.load_plan.layout.check_not_overwritten()
 
     @contextmanager
