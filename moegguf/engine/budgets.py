@@ -77,7 +77,6 @@ class Budgets:
     """What a user gives, and wants.
 
     ram, vram: memory for experts; vram of all devices together, or of each. choice: one of `options.PLACEMENTS`.
-    needs_gpu: a budget or a placement on a GPU was asked for.
     n_gpu_layers, tensor_split: as llama.cpp's (-1: every layer; None: by memory). divided: the caller divides layers
     so, or chooses one of several devices: only slots are planned. refuses_cpu: not everything may be left to the CPU.
     staging: tensors of each device that prompts are staged in, beside `vram`; None: chosen, within it. streams: whether
@@ -89,7 +88,6 @@ class Budgets:
     vram: tuple[ExpertCache, ...] = (AUTO,)
     choice: str = "auto"
     sizes: Sizes = Sizes()
-    needs_gpu: bool = False
     n_gpu_layers: int = -1
     tensor_split: tuple[float, ...] | None = None
     divided: bool = False

@@ -193,7 +193,7 @@ def given_budgets(
     options, name: as `choose_gpus` takes them. devices: what that chose; (): the one GPU that there may be. Raises
     BudgetError, OptionError, also for options that contradict a placement.
     """
-    vram_cache, choice, needs_gpu, some_layers = _asked(vram_cache, placement, options)
+    vram_cache, choice, _, some_layers = _asked(vram_cache, placement, options)
     n_gpu_layers, mode = options.get("n_gpu_layers"), options.get("split_mode", BY_LAYERS)
     tensor_split = options.get("tensor_split") if mode == BY_LAYERS else None
     vram = parse_vram_caches(vram_cache or "auto")
@@ -210,7 +210,6 @@ def given_budgets(
         parse_expert_cache(read_environment().expert_cache if expert_cache is None else expert_cache),
         vram,
         choice,
-        needs_gpu=needs_gpu,
         n_gpu_layers=-1 if whole or n_gpu_layers is None else n_gpu_layers,
         tensor_split=None if tensor_split is None else tuple(tensor_split),
         divided=not whole or one_of_several,
@@ -287,12 +286,10 @@ def _plan_now(
     budgets = replace(budgets, sizes=sizes, staging=store.staging, streams=streams)
     known = KnownSpeeds(layout, options.get("n_threads") or count_cpus(), store.repack)
     found = plan_known(layout, Machine(read_memory(), devices=devices), budgets, known.speeds)
-    is_asked = budgets.needs_gpu or budgets.choice not in ("slots", "layers")
-    if devices or not layout.is_moe or is_asked or has_gpu():
+    choice = budgets.choice
+    if devices or not layout.is_moe or choice in ("auto", "cpu", placement) or has_gpu():
         return found
-    reason = (
-        f"MOEGGUF_PLACEMENT is {budgets.choice!r}, but this build of moegguf sees no GPU: the CPU computes every layer"
-    )
+    reason = f"MOEGGUF_PLACEMENT is {choice!r}, but this build of moegguf sees no GPU: the CPU computes every layer"
     return replace(found, reasons=(*found.reasons, reason))
 
 
