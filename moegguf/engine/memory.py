@@ -54,7 +54,7 @@ def _scalar(layout: ExpertLayout, name: str) -> int:
     return value if isinstance(value, int) and 0 <= value < 1 << 24 else 0
 
 
-def kv_bytes(layout: ExpertLayout, n_ctx: int, type_k: int = F16, type_v: int = F16, n_seq: int = 1) -> int:
+def kv_bytes(layout: ExpertLayout, n_ctx: int, type_k: int = F16, type_v: int = F16) -> int:
     """KV cache for `n_ctx` tokens, every layer at full length, plus the state of recurrent layers.
 
     Multi-head latent attention keeps one K row per token and no V when the file has the split matrices; older files
@@ -74,7 +74,7 @@ def kv_bytes(layout: ExpertLayout, n_ctx: int, type_k: int = F16, type_v: int = 
     n_before = max(0, whole("ssm.conv_kernel") - 1)
     recurrent = width * state + n_before * (width + 2 * whole("ssm.group_count") * state)  # of a layer, in float32
     recurrent += max(hp.n_head) * kda * (kda + 3 * n_before)
-    return n_tokens * per_token + n_seq * hp.n_layer * 4 * recurrent
+    return n_tokens * per_token + hp.n_layer * 4 * recurrent
 
 
 def compute_bytes(layout: ExpertLayout, n_ctx: int, n_ubatch: int, flash_attn: bool = False) -> int:
