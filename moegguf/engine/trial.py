@@ -60,7 +60,6 @@ MARKS = ("ASSERT", "what():", "GGML_ABORT", "fatal error")
 NO_MEMORY = "bad_alloc"  # what() of C++'s exception
 AGAIN = "fetch the file again, or set MOEGGUF_TRIAL_LOAD=again to try it once more"
 TOO_LONG = "a trial load did not end within"
-MORE_MEMORY = "a trial load took more memory than planned"
 NO_DAMAGE = (
     "that is no sign of damage in the file; set MOEGGUF_TRIAL_LOAD=again to try it once more, or 0 to load it without a"
     " trial"
@@ -90,18 +89,10 @@ class Request:
     wall_s: int
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a process ended. `reason` is empty when the model passed; `lasting`: it would end so again; `error`: what to
-    raise."""
+Outcome = tuple[str, bool]
+"""Why a process ended, "" when the model passed, and whether it would end so again."""
 
-    reason: str = ""
-    lasting: bool = True
-    error: type[MoeggufError] = ModelFormatError
-
-
-NO_VERDICT = Outcome(lasting=False)  # the load itself is what remains
-FIRST = {AllocationError: "free memory, or ", ExpertIOError: "check the disk that it is on, or "}  # to be done
+NO_VERDICT: Outcome = "", False  # the load itself is what remains
 
 
 def is_due(layout: ExpertLayout, options: Mapping[str, Any], projector: ProjectorHeader | None = None) -> bool:
@@ -130,16 +121,16 @@ def try_first(
     if projector is not None:
         name, again = f"{name} with {projector.path.name}", f"load the model without its projector, {AGAIN}"
     if reason is None:
-        outcome = _run(_request(layout, tried, projector), waiting)
-        if outcome.error in FIRST:
-            raise outcome.error(f"{name}: {outcome.reason}; {FIRST[outcome.error]}{again}.")
-        if outcome.lasting and (error := verdict.write(outcome.reason)):
+        try:
+            reason, is_lasting = _run(_request(layout, tried, projector), waiting)
+        except (AllocationError, ExpertIOError) as error:
+            raise type(error)(f"{name}: {error}, or {again}.") from None
+        if is_lasting and (unwritten := verdict.write(reason)):
             warnings.warn(
-                f"the verdict of a trial load cannot be written ({error}), so each new process tries its models again"
-                " before it loads them; make that folder writable, or set MOEGGUF_HOME to another.",
+                f"the verdict of a trial load cannot be written ({unwritten}), so each new process tries its models"
+                " again before it loads them; make that folder writable, or set MOEGGUF_HOME to another.",
                 stacklevel=2,
             )
-        reason = outcome.reason
     if reason:
         raise ModelFormatError(f"{name}: {reason}; {NO_DAMAGE if reason.startswith(TOO_LONG) else again}.")
 
@@ -193,7 +184,10 @@ def _verdict(layout: ExpertLayout, options: Mapping[str, Any], projector: Projec
 
 
 def _run(request: Request, waiting: Callable[[], object]) -> Outcome:
-    """Starts the process and waits for its end. It ends with this one, too: it watches its stdin."""
+    """Starts the process and waits for its end. It ends with this one, too: it watches its stdin.
+
+    Raises AllocationError when it took far more memory than it should, ExpertIOError when the file could not be read.
+    """
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GGML_NO_BACKTRACE"), "1")
     try:
         process = subprocess.Popen(
@@ -218,7 +212,7 @@ def _run(request: Request, waiting: Callable[[], object]) -> Outcome:
                 except subprocess.TimeoutExpired:
                     waiting()
                     if time.monotonic() > end:
-                        return Outcome(f"{TOO_LONG} {request.wall_s:.0f} s", lasting=False)
+                        return f"{TOO_LONG} {request.wall_s:.0f} s", False
     finally:
         process.kill()
         process.communicate()
@@ -233,23 +227,22 @@ def _outcome(code: int, answer: bytes, log: str, cpu_s: int) -> Outcome:
         except (ValueError, KeyError, TypeError):
             return NO_VERDICT  # of another program, too
         if kind == "memory":
-            return Outcome(f"{MORE_MEMORY} ({reason})", lasting=False, error=AllocationError)
+            raise AllocationError(f"a trial load took more memory than planned ({reason}); free memory")
         if kind == "known":
             return NO_VERDICT  # the load itself raises this error
-        return Outcome(f"a trial load failed ({reason})" if reason else "")
+        return f"a trial load failed ({reason})" if reason else "", True
     if code > 0:  # llama.cpp never exits: this was another program than Python, or it did not find this package
         return NO_VERDICT
     if code == -signal.SIGXCPU:
-        return Outcome(f"{TOO_LONG} {cpu_s} s of computing", lasting=not has_gpu())
+        return f"{TOO_LONG} {cpu_s} s of computing", not has_gpu()
     if code == -signal.SIGBUS:
-        return Outcome("reading it failed in a trial load (SIGBUS)", lasting=False, error=ExpertIOError)
+        raise ExpertIOError("reading it failed in a trial load (SIGBUS); check the disk that it is on")
     if -code in OUTSIDE_SIGNALS:
-        reason = f"the system ended a trial load ({name}), most likely for memory"
-        return Outcome(reason, lasting=False, error=AllocationError)
+        raise AllocationError(f"the system ended a trial load ({name}), most likely for memory; free memory")
     why = next((line.strip()[-200:] for line in reversed(log.splitlines()) if any(m in line for m in MARKS)), "")
     if NO_MEMORY in why:
-        return Outcome(f"{MORE_MEMORY} ({why})", lasting=False, error=AllocationError)
-    return Outcome(f"llama.cpp ended a trial load with {name}{': ' if why else ''}{why}")
+        raise AllocationError(f"a trial load took more memory than planned ({why}); free memory")
+    return f"llama.cpp ended a trial load with {name}{': ' if why else ''}{why}", True
 
 
 def describe(error: BaseException) -> dict[str, str]:
