@@ -25,7 +25,7 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.hit_rates import (
@@ -42,7 +42,6 @@ from moegguf.gguf.experts import ExpertLayout
 from moegguf.quantities import Link, format_bytes
 
 KERNEL_SHARE = 0.65
-GRAPH_SHARE = 0.85  # of the speed of experts' kernels alone that all of a model's kernels reach, by turns
 CPU_LAYER_S = 60e-6  # a layer's way to the CPU and back
 CPU_NODE_S = 2.2e-6  # a small node of a graph on the CPU and its barrier: 0.1 ms a layer of small models
 STOP_S = 35e-6  # of a layer at which the host has to learn what the router chose
@@ -119,12 +118,6 @@ class Speeds:
         """Speeds of a machine whose CPU computes everything, and reads weights so fast; a device's mean nothing."""
         copies = Link(memory_bytes_per_s)
         return cls(memory_bytes_per_s, copies, memory_bytes_per_s, disk_bytes_per_s=disk_bytes_per_s)
-
-    @classmethod
-    def measured(cls, speeds: dict[str, Any], disk_bytes_per_s: float, source: str) -> Speeds:
-        """Speeds of kernels of experts alone (`measure_speeds`), measured in place, as a whole graph reaches them."""
-        of_graph = {name: GRAPH_SHARE * value for name, value in speeds.items() if name.endswith("bytes_per_s")}
-        return cls(**speeds | of_graph, disk_bytes_per_s=disk_bytes_per_s, source=source)
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from moegguf.engine.memory import memory_needs
 from moegguf.engine.plan import Plan, slot_bytes
 from moegguf.engine.planner import make_plan, plan_layers
 from moegguf.engine.pool_plan import VRAM_MARGIN_BYTES
+from moegguf.engine.speeds import best_of
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.native import abi
-from moegguf.native.speeds import best_of
 from moegguf.quantities import GIB, Link, parse_expert_cache
 
 QWEN3_30B = ModelBytes(48, 1_100_000_000, 900_000_000)  # Q4_K_M, with 8k tokens of KV cache
