@@ -22,7 +22,7 @@ LIMITS = {
     "moegguf/chat": 1_910,
     "moegguf/cli": 2_660,
     "moegguf/controller": 2_350,
-    "moegguf/engine": 7_360,
+    "moegguf/engine": 7_370,
     "moegguf/generate": 4_510,
     "moegguf/gguf": 1_800,
     "moegguf/models": 3_040,

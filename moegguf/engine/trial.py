@@ -1,31 +1,26 @@
 """Tries a model in a process of its own the first time its file is loaded: what llama.cpp aborts on ends only that one.
 
-That process, `python -m moegguf.engine.trial REQUEST`, does in short what users do: it loads the model with room for a
-few experts, tokenizes, reads a prompt, and an image with a projector, generates, and writes a line of JSON. The verdict
-is kept (`known_facts`), for the bytes of the headers and the options that change what is computed. The trial ends
-before the load begins, so that memory is never taken twice. MOEGGUF_TRIAL_LOAD=0 skips it; "again" repeats it.
+With a projector it reads an image, too. The verdict is kept (`known_facts`), for the bytes of the headers and the
+options that change what is computed. The trial ends before the load begins, so that memory is never taken twice.
+MOEGGUF_TRIAL_LOAD=0 skips it; "again" repeats it.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import subprocess
-import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moegguf.child import child_command, child_environment
 from moegguf.engine.devices import has_gpu
 from moegguf.engine.known_facts import KnownFact
-from moegguf.engine.machine import count_cpus
 from moegguf.engine.memory import memory_needs
 from moegguf.engine.plan import layer_slots, slot_bytes
 from moegguf.errors import AllocationError, ExpertIOError, ModelFormatError, MoeggufError
@@ -35,10 +30,7 @@ from moegguf.gguf.fingerprint import header_digest
 from moegguf.gguf.projector import ProjectorHeader
 from moegguf.settings import read_environment
 
-if TYPE_CHECKING:
-    from moegguf.engine.llama import Llama
-
-COMMAND = child_command("moegguf.engine.trial")
+COMMAND = child_command("moegguf.engine.trial_process")
 # Keywords of `Llama` with which other code of llama.cpp runs; the rest is size or speed.
 OPTIONS = frozenset(
     {"embedding", "flash_attn", "kv_overrides", "lora_path", "lora_scale", "main_gpu", "n_gpu_layers", "offload_kqv",
@@ -64,15 +56,6 @@ NO_DAMAGE = (
     "that is no sign of damage in the file; set MOEGGUF_TRIAL_LOAD=again to try it once more, or 0 to load it without a"
     " trial"
 )
-TEXTS = (
-    "The quick brown fox jumps over the lazy dog, what do you think?\n\n    def f(x):\n        return x + 1.5\n",
-    "Hello, wörld 你好 🙂\n\t 12345",
-    "<|im_start|>user\nfor (int i = 0; i < 10; ++i) {}<|im_end|>",
-    "\x00\x7f  x" * 9,
-)
-N_NEW = 3
-MAX_IMAGE_THREADS = 4  # more would spend the computing that is allowed on waiting for each other
-IMAGE_WIDTH, IMAGE_HEIGHT = 100, 60  # neither a square nor whole patches
 
 
 @dataclass(frozen=True)
@@ -252,84 +235,3 @@ def describe(error: BaseException) -> dict[str, str]:
         return {"kind": "memory", "reason": text}
     known = isinstance(error, MoeggufError | OSError | ImportError)  # not the file's fault, or told by the load itself
     return {"kind": "known" if known else "bare", "reason": text}
-
-
-def _limit(memory_bytes: int, cpu_s: int) -> None:
-    """Limits this process, and offers it to the system as the first to end when memory runs out."""
-    limits = [(resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, cpu_s)]
-    if memory_bytes:
-        limits.append((resource.RLIMIT_DATA, memory_bytes))
-    for which, value in limits:
-        with suppress(ValueError, OSError):  # a lower limit holds already
-            resource.setrlimit(which, (value, resource.getrlimit(which)[1] if value else 0))
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")
-
-
-def end_with_parent() -> None:
-    """Ends this process when its stdin closes."""
-    sys.stdin.buffer.read()
-    os._exit(1)
-
-
-def _try(request: Request) -> None:
-    from moegguf.engine.llama import Llama
-
-    sizes: dict[str, Any] = {"n_ctx": request.n_ctx, "n_batch": N_BATCH, "n_threads": 1, "context_store": 0}
-    if request.mmproj:
-        sizes["n_threads_batch"] = min(count_cpus(), MAX_IMAGE_THREADS)  # an image is seconds of computing
-    sizes |= {"expert_cache": request.n_slots_bytes or "auto", "vram_cache": ""}
-    with Llama(request.path, mmproj=request.mmproj, policy="lru", verbose=False, **sizes, **request.options) as llm:
-        for text in TEXTS:
-            llm.detokenize(llm.tokenize(text.encode(), add_bos=True, special=True))
-            llm.vocabulary.tokens(text)
-        for token in range(0, llm.vocabulary.n_tokens, max(1, llm.vocabulary.n_tokens // 500)):
-            llm.vocabulary.piece(token, special=True)
-        if request.options.get("vocab_only"):
-            return
-        if request.options.get("embedding"):
-            llm.embed([TEXTS[0]])
-            return
-        llm.eval([0] * (N_BATCH + 1))
-        llm.create_completion([0], max_tokens=N_NEW)
-        if llm.reads_images:
-            with suppress(MoeggufError):  # the user's first image raises it, too, and the model goes on without images
-                read_an_image(llm)
-
-
-def read_an_image(llm: Llama) -> None:
-    """Reads a small image of many colours between texts, as far as the context goes. Raises what the projector
-    raises."""
-    from moegguf.engine.projector import Image
-
-    reader, at = llm.context.open_projector(), 0
-    assert reader is not None
-    pixels = bytes(7 * i % 256 for i in range(3 * IMAGE_WIDTH * IMAGE_HEIGHT))
-    ppm = f"P6 {IMAGE_WIDTH} {IMAGE_HEIGHT} 255\n".encode() + pixels
-    prompt = reader.tokenize(["look", "\n"], [Image(ppm, IMAGE_WIDTH, IMAGE_HEIGHT)])
-    llm.reset()
-    for span in prompt.spans:
-        if span.end >= llm.n_ctx():
-            return
-        llm.eval(prompt.tokens[at : span.begin])
-        llm.context.eval_image(prompt, span, llm.context.begin_request())
-        at = span.end
-    llm.eval(prompt.tokens[at:])
-
-
-def main() -> None:
-    """Tries the model of the command line, a `Request` in JSON."""
-    request = Request(**json.loads(sys.argv[1]))
-    _limit(request.memory_bytes, request.cpu_s)
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    answer = {"kind": "passed", "reason": ""}
-    try:
-        _try(request)
-    except BaseException as error:  # the answer of a process that ends right after it
-        answer = describe(error)
-    os.write(1, json.dumps(answer).encode())
-    os._exit(0)  # what is left to free ends with the process
-
-
-if __name__ == "__main__":
-    main()

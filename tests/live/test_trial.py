@@ -14,7 +14,7 @@ import pytest
 from running import Llama, Load, TinyModel
 from waiting import until
 
-from moegguf.engine import known_facts, trial
+from moegguf.engine import known_facts, trial, trial_process
 from moegguf.errors import AllocationError, ExpertIOError, GenerationCancelled, ModelFormatError
 from moegguf.gguf.experts import read_layout
 from moegguf.gguf.projector import read_projector
@@ -150,7 +150,7 @@ def test_no_verdict_leaves_the_error_to_the_load(tiny: TinyModel, load: Load, mo
 def test_the_process_finds_what_this_one_finds(
     tiny: TinyModel, load: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "moegguf_elsewhere.py").write_text("import moegguf.engine.trial as it\nit.main()\n")
+    (tmp_path / "moegguf_elsewhere.py").write_text("import moegguf.engine.trial_process as it\nit.main()\n")
     monkeypatch.syspath_prepend(tmp_path)
     use((*trial.COMMAND[:3], "moegguf_elsewhere"), monkeypatch)
     load(tiny())
@@ -232,7 +232,7 @@ def test_a_trial_reads_a_whole_image(
 ) -> None:
     monkeypatch.setenv("MOEGGUF_TRIAL_LOAD", "0")
     llm = load(tiny(preset), mmproj=projector(kind), n_ctx=trial.N_CTX, n_batch=trial.N_BATCH)
-    trial.read_an_image(llm)
+    trial_process.read_an_image(llm)
     assert llm.context.images and llm.n_tokens > 16
 
 
@@ -245,7 +245,7 @@ def test_a_cancelled_load_ends_the_trial(tiny: TinyModel, monkeypatch: pytest.Mo
 def test_a_trial_ends_with_the_process_that_waits_for_it() -> None:
     code = (
         "import os, subprocess, sys; from moegguf.engine import trial;"
-        "process = subprocess.Popen([*trial.COMMAND[:2], '-c', 'import threading; from moegguf.engine.trial"
+        "process = subprocess.Popen([*trial.COMMAND[:2], '-c', 'import threading; from moegguf.engine.trial_process"
         " import end_with_parent; end_with_parent()'], stdin=subprocess.PIPE);"
         "print(process.pid, flush=True); os.abort()"
     )
@@ -279,7 +279,7 @@ def test_processors_beyond_a_few_do_not_wait_in_a_trial(monkeypatch: pytest.Monk
         raise InterruptedError
 
     monkeypatch.setattr("moegguf.engine.llama.Llama", llama)
-    monkeypatch.setattr(trial, "count_cpus", lambda: 128)
+    monkeypatch.setattr("moegguf.engine.machine.count_cpus", lambda: 128)
     with pytest.raises(InterruptedError):
-        trial._try(trial.Request("", {}, "x", 256, 0, 0, 0, 0))
-    assert options["n_threads_batch"] == trial.MAX_IMAGE_THREADS
+        trial_process._try({"path": "", "mmproj": "x", "options": {}, "n_ctx": 256, "n_slots_bytes": 0})
+    assert options["n_threads_batch"] == trial_process.MAX_IMAGE_THREADS

@@ -1,0 +1,115 @@
+"""The process of a trial load: `python -m moegguf.engine.trial_process REQUEST`, a trial.Request in JSON.
+
+Does with a model what users do, in short: loads it with room for a few experts, tokenizes, reads a prompt, generates.
+Writes a line of JSON to stdout; ends when its stdin closes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moegguf.engine.llama import Llama
+
+TEXTS = (
+    "The quick brown fox jumps over the lazy dog, what do you think?\n\n    def f(x):\n        return x + 1.5\n",
+    "Hello, wörld 你好 🙂\n\t 12345",
+    "<|im_start|>user\nfor (int i = 0; i < 10; ++i) {}<|im_end|>",
+    "\x00\x7f  x" * 9,
+)
+N_NEW = 3
+MAX_IMAGE_THREADS = 4  # more would spend the computing that is allowed on waiting for each other
+IMAGE_WIDTH, IMAGE_HEIGHT = 100, 60  # neither a square nor whole patches
+
+
+def _limit(memory_bytes: int, cpu_s: int) -> None:
+    """Limits this process, and offers it to the system as the first to end when memory runs out."""
+    limits = [(resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, cpu_s)]
+    if memory_bytes:
+        limits.append((resource.RLIMIT_DATA, memory_bytes))
+    for which, value in limits:
+        with suppress(ValueError, OSError):  # a lower limit holds already
+            resource.setrlimit(which, (value, resource.getrlimit(which)[1] if value else 0))
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+
+
+def end_with_parent() -> None:
+    """Ends this process when its stdin closes."""
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+def _try(request: dict[str, Any]) -> None:
+    from moegguf.engine.llama import Llama
+    from moegguf.engine.machine import count_cpus
+    from moegguf.engine.trial import N_BATCH
+    from moegguf.errors import MoeggufError
+
+    options = request["options"]
+    size: dict[str, Any] = {"n_ctx": request["n_ctx"], "n_batch": N_BATCH, "policy": "lru", "verbose": False}
+    size |= {"n_threads": 1, "mmproj": request["mmproj"]}
+    if request["mmproj"]:
+        size["n_threads_batch"] = min(count_cpus(), MAX_IMAGE_THREADS)  # an image is seconds of computing
+    size |= {"expert_cache": request["n_slots_bytes"] or "auto", "vram_cache": ""}
+    with Llama(request["path"], context_store=0, **size, **options) as llm:
+        for text in TEXTS:
+            llm.detokenize(llm.tokenize(text.encode(), add_bos=True, special=True))
+            llm.vocabulary.tokens(text)
+        for token in range(0, llm.vocabulary.n_tokens, max(1, llm.vocabulary.n_tokens // 500)):
+            llm.vocabulary.piece(token, special=True)
+        if options.get("vocab_only"):
+            return
+        if options.get("embedding"):
+            llm.embed([TEXTS[0]])
+            return
+        llm.eval([0] * (N_BATCH + 1))
+        llm.create_completion([0], max_tokens=N_NEW)
+        if llm.reads_images:
+            with suppress(MoeggufError):  # the user's first image raises it, too, and the model goes on without images
+                read_an_image(llm)
+
+
+def read_an_image(llm: Llama) -> None:
+    """Reads a small image between texts, as far as the context goes. Raises what the projector raises."""
+    from moegguf.engine.projector import Image
+
+    reader, at = llm.context.open_projector(), 0
+    assert reader is not None
+    pixels = bytes(7 * i % 256 for i in range(3 * IMAGE_WIDTH * IMAGE_HEIGHT))  # colours that differ
+    ppm = f"P6 {IMAGE_WIDTH} {IMAGE_HEIGHT} 255\n".encode() + pixels
+    prompt = reader.tokenize(["look", "\n"], [Image(ppm, IMAGE_WIDTH, IMAGE_HEIGHT)])
+    llm.reset()
+    for span in prompt.spans:
+        if span.end >= llm.n_ctx():
+            return
+        llm.eval(prompt.tokens[at : span.begin])
+        llm.context.eval_image(prompt, span, llm.context.begin_request())
+        at = span.end
+    llm.eval(prompt.tokens[at:])
+
+
+def main() -> None:
+    """Tries the model of the command line."""
+    request = json.loads(sys.argv[1])
+    _limit(request["memory_bytes"], request["cpu_s"])
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    from moegguf.engine.trial import describe
+
+    answer = {"kind": "passed", "reason": ""}
+    try:
+        _try(request)
+    except BaseException as error:  # the answer of a process that ends right after it
+        answer = describe(error)
+    os.write(1, json.dumps(answer).encode())
+    os._exit(0)  # what is left to free ends with the process
+
+
+if __name__ == "__main__":
+    main()
