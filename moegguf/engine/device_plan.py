@@ -308,7 +308,7 @@ class _DevicePlanner:
         least = self._layout.n_expert_used
         if n_slots < least:
             option, where = ("vram_cache", device) if device else ("expert_cache", "the CPU")
-            raise too_few(option, n_slots, least, self._slot_bytes, f"in a layer on {where}")
+            raise too_few(option, n_slots, least, self._slot_bytes, f" on {where}")
 
     def _ram_slots(self, cpu_layers: Sequence[int], n_on_cpu: int, n_below: int) -> tuple[int, int]:
         """(slots of the layers that the CPU computes, slots below those of devices): in proportion to their experts.

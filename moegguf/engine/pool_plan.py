@@ -194,11 +194,11 @@ class Pool:
         yield f"a prompt is read {n_ubatch} token{'s' * (n_ubatch > 1)} at a time instead of {wanted}: {why}"
 
 
-def too_few(budget: str, n_slots: int, least: int, size: int, where: str = "in a layer") -> BudgetError:
-    """The error of a budget that holds fewer experts than a token uses, in slots of `size` bytes."""
+def too_few(budget: str, n_slots: int, least: int, size: int, where: str = "") -> BudgetError:
+    """The error of a budget that holds fewer experts than a token uses, in slots of `size` bytes. where: " on GPU1"."""
     return BudgetError(
-        f"{budget} holds {n_slots} experts, but a token needs {least} {where}, which is {format_bytes(least * size)};"
-        f" give at least {format_bytes_up(least * size)!r}."
+        f"{budget} holds {n_slots} experts{where}, but a token needs {least} in a layer, which is"
+        f" {format_bytes(least * size)}; give at least {format_bytes_up(least * size)!r}."
     )
 
 

@@ -161,7 +161,7 @@ def test_layers_left_to_the_cpu_share_the_ram_with_those_below_devices(layout: E
 
 def test_too_little_for_a_device_is_refused_and_too_much_is_warned_of(layout: ExpertLayout) -> None:
     for n, vram in ((1, f"25%,{slot_bytes(layout)}"), (3, str(7 * slot_bytes(layout)))):
-        with pytest.raises(BudgetError, match=f"vram_cache holds {n} experts, but a token needs 4 in a layer on GPU1"):
+        with pytest.raises(BudgetError, match=f"vram_cache holds {n} experts on GPU1, but a token needs 4"):
             plan(layout, vram, tensor_split=[1, 1])
     with pytest.raises(BudgetError, match="3 budgets for 2 devices"):
         plan(layout, "25%,25%,25%")
