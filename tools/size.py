@@ -27,7 +27,7 @@ LIMITS = {
     "moegguf/gguf": 1_800,
     "moegguf/models": 3_040,
     "moegguf/native": 15_340,
-    "moegguf/server": 8_510,
+    "moegguf/server": 7_580,
     "moegguf/serving": 4_530,
     "moegguf/terminal": 1_590,
     "moegguf/trace": 2_020,

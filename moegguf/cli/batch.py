@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
@@ -118,7 +119,7 @@ def _output_path(requests: str, output: str | None) -> Path | None:
 
 def _open_requests(path: str, model: str | None) -> Requests:
     """The requests in a file, or in stdin, which is copied first; `with` closes it. Raises BatchFileError."""
-    from moegguf.server.openai.in_process import ENDPOINTS
+    from moegguf.server.batches import ENDPOINTS
     from moegguf.serving.batch.requests import Requests
 
     try:
@@ -189,12 +190,12 @@ async def _answers_of_server(client: Client) -> AsyncIterator[Answer]:
 async def _answers_of_models_here(settings: Settings) -> AsyncIterator[Answer]:
     """Answers of models that are loaded for this command."""
     from moegguf.models.catalog import Catalog
-    from moegguf.server.openai.in_process import InProcess, new_state
+    from moegguf.server.batches import new_state, reply_in_process
     from moegguf.serving.model_manager import ModelManager
 
     catalog = Catalog()
     async with ModelManager(catalog, settings) as manager:
-        yield InProcess(new_state(manager, catalog))
+        yield partial(reply_in_process, new_state(manager, catalog))
 
 
 class _StdoutAnswers:

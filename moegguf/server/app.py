@@ -1,24 +1,34 @@
-"""The ASGI application: all routes, access checks before them, error handlers behind them."""
+"""The ASGI application: all routes, access checks before them, error handlers behind them, and a log of requests.
+
+In front of Ray Serve's replicas (`moegguf.serving.ray`) it is without what changes models, which the config file does,
+and without metrics and the live map, which are a replica's.
+"""
 
 from __future__ import annotations
 
+import ipaddress
+import logging
 import threading
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.routing import BaseRoute
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moegguf.server import anthropic, live, llama_completion, llama_server, metrics, model_list, ollama, openai, page
+from moegguf.server import anthropic, batches, embeddings, live, llama_server, metrics, model_list, ollama, openai, page
 from moegguf.server.common.access import AccessControl
 from moegguf.server.common.body import Bodies
-from moegguf.server.common.errors import HANDLERS
-from moegguf.server.common.request_log import RequestLog
-from moegguf.server.openai.in_process import InProcess, new_state
+from moegguf.server.common.errors import HANDLERS, HttpError
 from moegguf.serving.batch.batches import Batches
-from moegguf.settings import data_folder
+from moegguf.settings import data_folder, read_settings
 
 if TYPE_CHECKING:
     from moegguf.models.catalog import Catalog
@@ -27,7 +37,54 @@ if TYPE_CHECKING:
     from moegguf.serving.ray.manager import ReplicaManager
     from moegguf.settings import Settings
 
-MODULES = (ollama, anthropic, openai, model_list, llama_server, llama_completion, metrics, live, page)
+log = logging.getLogger(__name__)
+
+APIS = (ollama, anthropic, openai, batches, embeddings, model_list, llama_server)
+MODULES = (*APIS, metrics, live, page)
+
+LOOPBACK = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128"))
+CHANGES = ("/api/pull", "/api/create", "/api/copy", "/api/delete", "/api/blobs/{digest:path}")
+FILES = "files would lie on one of the machines; `moegguf batch` sends the lines of a file to a server"
+INSTEAD = {  # of paths that Ray's does not have
+    **dict.fromkeys((route.path for route in batches.routes), FILES),
+    **dict.fromkeys(CHANGES, "models are those of the config file; change it, then `serve deploy` it"),
+    "/metrics": "metrics are exported by Ray, on each of its nodes; scrape these (docs/deployment.md)",
+    "/live": "replicas send no snapshots of their experts; `moegguf serve` does",
+}
+
+
+def request_log(app: ASGIApp) -> ASGIApp:
+    """Middleware that logs each request when its response has ended: who, what, the status, how long it took."""
+
+    async def logged(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not log.isEnabledFor(logging.INFO):
+            return await app(scope, receive, send)
+        start_s, status, n_bytes = time.perf_counter(), 0, 0
+
+        async def counted(message: Message) -> None:
+            nonlocal status, n_bytes
+            status = message.get("status", status)
+            n_bytes += len(message.get("body", b""))
+            await send(message)
+
+        try:
+            await app(scope, receive, counted)
+        finally:
+            key = {"key": scope["key"]} if scope.get("key") else {}
+            request = {
+                "client": scope["client"][0] if scope["client"] else "-",
+                **key,
+                "method": scope["method"],
+                "path": scope["path"],
+                "status": status,  # 0: the client left before there was one
+                "seconds": round(time.perf_counter() - start_s, 3),
+                "bytes": n_bytes,
+            }
+            who = "%(client)s key %(key)d" if key else "%(client)s"
+            text = f"{who} %(method)s %(path)s %(status)d %(seconds).3fs %(bytes)d bytes"
+            log.info(text, request, extra={"request": request})
+
+    return logged
 
 
 def make_app(
@@ -41,12 +98,12 @@ def make_app(
 
     Batches that a server before did not finish go on, where all routes are.
     """
-    state = new_state(manager, catalog, settings.share_contexts)
+    state = batches.new_state(manager, catalog, settings.share_contexts)
     state.settings = settings
     state.ending = threading.Event()  # set at shutdown: ends endless streams
     state.batches = Batches(
         data_folder() / "batches",
-        InProcess(state),
+        partial(batches.reply_in_process, state),
         max_bytes=settings.storage_bytes,
         n_parallel=settings.batch_parallel,
         window_s=settings.batch_window_s,
@@ -60,7 +117,7 @@ def make_app(
     app = Starlette(
         routes=[route for module in MODULES for route in module.routes] if routes is None else routes,
         middleware=[
-            Middleware(RequestLog),
+            Middleware(request_log),
             Middleware(
                 AccessControl,
                 loopback=settings.host.is_loopback,
@@ -76,3 +133,24 @@ def make_app(
     app.router.redirect_slashes = False
     app.state = state
     return app
+
+
+def make_http(manager: ReplicaManager, catalog: ConfiguredCatalog) -> Starlette:
+    """The application for Ray. Without an API key or trusted networks in the environment only this machine may use it:
+    which address Ray's proxy listens on is Ray's matter. Raises OptionError for values in the environment."""
+    settings = read_settings()
+    settings = replace(settings, host=replace(settings.host, host="0.0.0.0"))
+    if not settings.api_keys and not settings.trusted:
+        settings = replace(settings, host=replace(settings.host, host="127.0.0.1"), trusted=LOOPBACK)
+    kept = [route for module in APIS for route in module.routes if route.path not in INSTEAD]
+    refused = [Route(path, _refuse, methods=["GET", "POST", "DELETE", "HEAD"]) for path in INSTEAD]
+    return make_app(manager, catalog, settings, [*kept, *refused, Route("/", _greet)])
+
+
+async def _refuse(request: Request) -> Response:
+    path = next(path for path in INSTEAD if request.url.path.startswith(path.partition("{")[0]))
+    raise HttpError(501, INSTEAD[path])
+
+
+async def _greet(request: Request) -> Response:
+    return PlainTextResponse(page.GREETING)  # for clients that look whether a server runs

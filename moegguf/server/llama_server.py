@@ -1,59 +1,70 @@
-"""llama-server's own endpoints about models and tokens, for its clients and for health checks: /health, /props, /slots,
-/tokenize, /detokenize; with vLLM's names too, and its /tokenizer_info, which lm-eval tokenizes by. And /v1/rerank:
-documents in the order of their scores for a query, by a reranker (a model whose pooling is RANK), in llama-server's
-forms: Jina's and Cohere's `documents`, and TEI's `texts`, whose reply is the list alone.
+"""llama-server's own endpoints, for its clients and for health checks. It has one model; here `model` in the body or
+query selects it, by default the only loaded one.
 
-llama-server has one model; here `model` in the body or query selects it, by default the only loaded one.
+About models and tokens: /health, /props, /slots, /tokenize, /detokenize; with vLLM's names too, and its
+/tokenizer_info, which lm-eval tokenizes by. For text: /completion (a prompt as it is), /infill (the gap between two
+texts) and /apply-template (the prompt of a conversation); they take the sampling options of /v1/completions by the same
+names, and ignore those of samplers that are not here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
-from pydantic import AliasChoices, Field, field_validator
+from pydantic import AliasChoices, BeforeValidator, Field, field_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from moegguf.generate.request import Sampling
+from moegguf.generate.request import Delta, GenerationRequest, Sampling
 from moegguf.models.entry import Details, ModelEntry
+from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.package import __version__
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body
-from moegguf.server.common.conversation import leases_of
+from moegguf.server.common.conversation import Json, Reply, about_prompt, conversation
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.lookup import loaded_of, look_up, selected_model
-from moegguf.server.common.options import MAX_TOKEN, Loading, ModelName, options_of
-from moegguf.server.common.streams import WholeResponse, computed
-from moegguf.serving.events import LoadedModel
+from moegguf.server.common.options import MAX_TOKEN, ModelName, loaded_of, look_up, sampling_of, selected_model
+from moegguf.server.common.replies import WholeResponse, computed, event_line
+from moegguf.server.openai import chat
+from moegguf.server.openai.completions import Prompts, fields_of
+from moegguf.serving.events import Done, Event, LoadedModel
 from moegguf.serving.lease import Lease
 
+MAX_FILES = 256
+STOP_TYPES = {"stop": "eos", "length": "limit"}  # by how an answer ended, unless by a stop string
 
-async def health(request: Request) -> Response:
-    """Always 200; `degraded` lists models with read errors of experts."""
-    failed = {model.name: model.stats.read_errors for model in request.app.state.manager.loaded()}
-    failed = {name: n for name, n in failed.items() if n}
-    if not failed:
-        return JSONResponse({"status": "ok"})
-    return JSONResponse({"status": "degraded", "read_errors": failed})
+# Models and tokens
 
 
-def shared_lease(request: Request, model: str | None) -> Lease:
+async def _health(request: Request) -> Response:
+    failed = {model.name: n for model in request.app.state.manager.loaded() if (n := model.stats.read_errors)}
+    return JSONResponse({"status": "degraded", "read_errors": failed} if failed else {"status": "ok"})
+
+
+def _shared_lease(request: Request, model: str | None) -> Lease:
     """A lease that does not wait for answers of other requests; loads the model if needed."""
     state = request.app.state
     lease: Lease = state.manager.lease(selected_model(state, model), will_answer=False)
     return lease
 
 
-async def props(request: Request) -> Response:
-    """Properties of a model, without loading it: of `?model=`, or of the only loaded one."""
+async def _selected(request: Request) -> tuple[ModelEntry, Details, LoadedModel | None]:
+    """The model of `?model=`, or the only loaded one; and its state, if it is loaded."""
+    entry, known = await look_up(request.app.state, request.query_params.get("model"))
+    return entry, known, loaded_of(request.app.state, entry)
+
+
+async def _props(request: Request) -> Response:
     entry, known, loaded = await _selected(request)
     return JSONResponse(
         {
             "default_generation_settings": {
                 "n_ctx": loaded.n_ctx if loaded else 0,
                 "is_processing": loaded.busy if loaded else False,
-                "params": sampling_object(options_of(None, entry).sampling()),
+                "params": _sampling_object(sampling_of(entry)),
             },
             "total_slots": loaded.n_parallel if loaded else 1,
             "model_alias": entry.name,
@@ -66,13 +77,7 @@ async def props(request: Request) -> Response:
     )
 
 
-async def _selected(request: Request) -> tuple[ModelEntry, Details, LoadedModel | None]:
-    """The model of `?model=`, or the only loaded one; and its state, if it is loaded."""
-    entry, known = await look_up(request.app.state, request.query_params.get("model"))
-    return entry, known, loaded_of(request.app.state, entry)
-
-
-async def slots(request: Request) -> Response:
+async def _slots(request: Request) -> Response:
     """The requests that a model answers at once, the busy ones first; 503 with `?fail_on_no_slot=1` where all are
     busy."""
     entry, _, loaded = await _selected(request)
@@ -80,12 +85,11 @@ async def slots(request: Request) -> Response:
         return JSONResponse([])
     if request.query_params.get("fail_on_no_slot") and loaded.n_answering >= loaded.n_parallel:
         raise HttpError(503, "no slot available")
-    params = sampling_object(options_of(None, entry).sampling())
-    each = {"n_ctx": loaded.n_ctx, "speculative": False, "params": params}
+    each = {"n_ctx": loaded.n_ctx, "speculative": False, "params": _sampling_object(sampling_of(entry))}
     return JSONResponse([{"id": n, "is_processing": n < loaded.n_answering, **each} for n in range(loaded.n_parallel)])
 
 
-def sampling_object(sampling: Sampling) -> dict[str, Any]:
+def _sampling_object(sampling: Sampling) -> Json:
     """Sampling parameters by llama-server's names."""
     names = "temperature top_k top_p min_p typical_p repeat_last_n repeat_penalty presence_penalty frequency_penalty"
     return {
@@ -96,8 +100,8 @@ def sampling_object(sampling: Sampling) -> dict[str, Any]:
     }
 
 
-class TokenizeBody(Body):
-    """The body of /tokenize. `with_pieces`: with the text of each token."""
+class _TokenizeBody(Body):
+    """`with_pieces`: with the text of each token."""
 
     content: str = Field(validation_alias=AliasChoices("content", "prompt"))
     add_special: bool | None = Field(None, validation_alias=AliasChoices("add_special", "add_special_tokens"))
@@ -106,10 +110,10 @@ class TokenizeBody(Body):
     model: ModelName | None = None
 
 
-async def tokenize(request: Request, body: TokenizeBody) -> dict[str, Any]:
+async def _tokenize(request: Request, body: _TokenizeBody) -> Json:
     """The tokens of a text. llama-server: `add_special` adds BOS, `parse_special` parses names of special tokens."""
     special = body.parse_special is not False
-    async with shared_lease(request, body.model) as lease:
+    async with _shared_lease(request, body.model) as lease:
         tokens = await lease.tokenize(body.content, special=special)
         bos = await lease.tokenize("", special=True)  # BOS, if the model has it
         if special and not body.add_special:
@@ -127,20 +131,20 @@ class _DetokenizeBody(Body):
     model: ModelName | None = None
 
 
-async def _detokenize(request: Request, body: _DetokenizeBody) -> dict[str, Any]:
-    async with shared_lease(request, body.model) as lease:
+async def _detokenize(request: Request, body: _DetokenizeBody) -> Json:
+    async with _shared_lease(request, body.model) as lease:
         text = await lease.detokenize(body.tokens)
     return {"content": text, "prompt": text}
 
 
-async def tokenizer_info(request: Request) -> Response:
-    """The special tokens and the chat template of `?model=`, or of the only loaded model, by vLLM's names."""
-    entry, known = await look_up(request.app.state, request.query_params.get("model"))
+async def _tokenizer_info(request: Request) -> Response:
+    """The special tokens and the chat template of a model by vLLM's names."""
+    entry, known, _ = await _selected(request)
 
-    async def work() -> dict[str, Any]:
+    async def work() -> Json:
         template = entry.template or known.template
-        info: dict[str, Any] = {"chat_template": template, "model_max_length": known.n_ctx_train}
-        async with shared_lease(request, entry.name) as lease:
+        info: Json = {"chat_template": template, "model_max_length": known.n_ctx_train}
+        async with _shared_lease(request, entry.name) as lease:
             for kind, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
                 token = known.metadata.get(f"tokenizer.ggml.{key}_token_id")
                 info[f"{kind}_token"] = None if token is None else await lease.detokenize([token])
@@ -149,55 +153,164 @@ async def tokenizer_info(request: Request) -> Response:
     return WholeResponse(work())
 
 
-RERANK_PATHS = ("/rerank", "/reranking", "/v1/rerank", "/v1/reranking")
+# Text
 
 
-class RerankBody(Loading):
-    """The body. Without `model` it is the only loaded one. `documents`: texts, or objects with a `text`."""
+def _biases_of(given: Any) -> Any:
+    """`logit_bias` as OpenAI's, from pairs of token and bias, too; of these false is never. Raises ValueError."""
+    if isinstance(given, list):
+        if not all(isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is int for pair in given):
+            raise ValueError("must be pairs of a token id and a bias")
+        given = {str(token): -100 if bias is False else bias for token, bias in given}
+    return chat.token_ids(given)
+
+
+class _NativeBody(chat.GenerationBody):
+    """The fields that /completion and /infill share. Without `model` it is the only loaded one. n_predict: -1 and -2
+    until the model ends or the context is full, 0 only evaluates the prompt."""
+
+    limit = limits.BODY_BYTES
 
     model: str = Field("", max_length=limits.NAME_CHARS)
-    query: Annotated[str, Field(min_length=1)]
-    documents: list[str] | None = Field(None, max_length=limits.INPUTS)
-    texts: list[str] | None = Field(None, max_length=limits.INPUTS)
-    top_n: Annotated[int, Field(ge=1)] | None = None
-    return_documents: bool = False
-    return_text: bool = False
+    n_predict: Annotated[int, Field(ge=-2, le=MAX_ANSWER_TOKENS)] | None = None
+    n_keep: Annotated[int, Field(ge=-1, le=MAX_ANSWER_TOKENS)] | None = None
+    n_probs: chat.TopLogprobs | None = None
+    logit_bias: Annotated[chat.Biases, BeforeValidator(_biases_of)] | None = None
+    json_schema: Json | None = None
+    grammar: str | None = None
+    return_tokens: bool | None = None
 
-    @field_validator("documents", mode="before")
+    @field_validator("grammar")
     @classmethod
-    def _plain(cls, given: Any) -> Any:
-        """The texts of Cohere's objects."""
-        if not isinstance(given, list):
-            return given
-        return [each.get("text") if isinstance(each, dict) else each for each in given]
+    def _no_grammar(cls, grammar: str | None) -> str | None:
+        if grammar:
+            raise ValueError("grammars in GBNF are not supported; send json_schema")
+        return grammar
+
+    def requests(self, entry: ModelEntry, **fields: Any) -> list[GenerationRequest]:
+        """A request for each answer to a prompt in `fields`, with what both endpoints share."""
+        sampling = self.sampling(entry, self.max_tokens if self.n_predict is None else self.n_predict)
+        request = GenerationRequest(
+            format=self.json_schema,
+            truncate=bool(self.truncate),
+            shift=bool(self.shift),
+            n_logprobs=self.n_probs or None,
+            prompt_only=self.n_predict == 0,
+            return_context=bool(self.return_tokens),
+            sampling=sampling if self.n_keep is None else replace(sampling, num_keep=self.n_keep),
+            **fields,
+        )
+        return self.repeated(request, self.n)
+
+    def reply(self, entry: ModelEntry, generations: Sequence[GenerationRequest]) -> Reply:
+        return _NativeReply(self, entry.name, generations)
 
 
-async def rerank(request: Request, body: RerankBody) -> Any:
-    """The documents' scores, the best first."""
-    texts = body.texts if body.documents is None else body.documents
-    if not texts:
-        raise HttpError(400, "documents: a list of texts is missing")
-    model = selected_model(request.app.state, body.model)
-    async with leases_of(request).lease(model, body.overrides(), body.keep_alive_s()) as lease:
-        found, name = await lease.rank(body.query, texts), lease.entry.name
-    scores = {i: vector[0] for i, vector in enumerate(found.vectors)}
-    best = sorted(scores, key=lambda i: -scores[i])[: body.top_n]
-    if body.documents is None:
-        return [{"index": i, "score": scores[i], **({"text": texts[i]} if body.return_text else {})} for i in best]
-    results = [
-        {"index": i, "relevance_score": scores[i]} | ({"document": {"text": texts[i]}} if body.return_documents else {})
-        for i in best
-    ]
-    usage = {"prompt_tokens": found.n_tokens, "total_tokens": found.n_tokens}
-    return {"model": name, "object": "list", "usage": usage, "results": results}
+class _NativeCompletionBody(_NativeBody):
+    prompt: Prompts
+
+    def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
+        return [each for prompt in self.prompt for each in self.requests(entry, **fields_of(prompt))]
+
+
+class _ExtraFile(Body):
+    text: str
+    filename: str = "tmp"
+
+
+class _InfillBody(_NativeBody):
+    """`prompt`: the text directly before the gap, after `input_prefix`."""
+
+    input_prefix: str
+    input_suffix: str
+    prompt: str = ""
+    input_extra: Annotated[list[_ExtraFile], Field(max_length=MAX_FILES)] = Field(default_factory=list)
+
+    def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
+        files = tuple((file.filename, file.text) for file in self.input_extra)
+        return self.requests(entry, prompt=self.input_prefix + self.prompt, suffix=self.input_suffix, files=files)
+
+
+class _NativeReply(Reply):
+    """The objects of /completion and /infill; several answers are a list."""
+
+    def __init__(self, body: _NativeBody, model: str, generations: Sequence[GenerationRequest]) -> None:
+        self._body, self._model = body, model
+        self._generations = generations
+        self._prompts = [generation.prompt or "" for generation in generations]
+        self._index = 0  # of the current answer
+        self._has_line = False  # in the text of a streamed answer
+        self._answers: list[Json] = []
+
+    async def prepare(self, lease: Lease) -> None:
+        for i, generation in enumerate(self._generations):
+            if generation.context:
+                self._prompts[i] = await lease.detokenize(generation.context)
+
+    def lines(self, event: Event) -> bytes:
+        if isinstance(event, Delta):
+            self._has_line |= "\n" in event.text
+            return event_line(self._part(event.text, **self._chances(event)))
+        if isinstance(event, Done):
+            return event_line(self._end("", event))
+        progress = self._part("", prompt_progress=chat.prompt_progress(event))
+        return event_line(progress) if self._body.return_progress else b""
+
+    def add(self, delta: Delta, done: Done) -> None:
+        self._has_line = "\n" in delta.text
+        self._answers.append(self._end(delta.text, done) | self._chances(delta))
+
+    def whole(self) -> Any:
+        return self._answers if len(self._generations) > 1 else self._answers[0]
+
+    def _part(self, content: str, **more: Any) -> Json:
+        return {"index": self._index, "content": content, "tokens": [], "stop": False, "id_slot": -1, **more}
+
+    def _chances(self, delta: Delta) -> Json:
+        return {"completion_probabilities": chat.logprob_objects(delta.logprobs)} if self._body.n_probs else {}
+
+    def _end(self, content: str, done: Done) -> Json:
+        timing, n_prompt = done.timing, done.timing.prompt_tokens + done.timing.cached_tokens
+        sampling = self._generations[self._index].sampling
+        settings = {
+            **_sampling_object(sampling),
+            "logit_bias": [{"token": token, "bias": bias} for token, bias in sampling.logit_bias.items()],
+            "n_probs": self._body.n_probs or 0,
+            "stream": self._body.streams,
+        }
+        found = self._part(
+            content,
+            tokens=list(timing.context[n_prompt:]) if self._body.return_tokens else [],
+            stop=True,
+            model=self._model,
+            tokens_predicted=timing.answer_tokens,
+            tokens_evaluated=n_prompt,
+            generation_settings=settings,
+            prompt=self._prompts[self._index],
+            has_new_line=self._has_line,
+            truncated=bool(timing.cut_tokens or timing.n_shifts),
+            stop_type="word" if timing.stop_string else STOP_TYPES.get(timing.finish, "none"),
+            stopping_word=timing.stop_string,
+            tokens_cached=timing.cached_tokens,
+            **chat.statistics(timing),
+        )
+        self._index, self._has_line = self._index + 1, False
+        return found
+
+
+class _TemplateBody(chat.ChatBody):
+    model: str = Field("", max_length=limits.NAME_CHARS)
 
 
 routes = [
-    Route("/health", health, methods=["GET"]),
-    Route("/props", props, methods=["GET"]),
-    Route("/slots", slots, methods=["GET"]),
-    computed("/tokenize", TokenizeBody, tokenize),
+    Route("/health", _health, methods=["GET"]),
+    Route("/props", _props, methods=["GET"]),
+    Route("/slots", _slots, methods=["GET"]),
+    computed("/tokenize", _TokenizeBody, _tokenize),
     computed("/detokenize", _DetokenizeBody, _detokenize),
-    Route("/tokenizer_info", tokenizer_info, methods=["GET"]),
-    *(computed(path, RerankBody, rerank) for path in RERANK_PATHS),
+    Route("/tokenizer_info", _tokenizer_info, methods=["GET"]),
+    conversation("/completion", _NativeCompletionBody),
+    conversation("/completions", _NativeCompletionBody),
+    conversation("/infill", _InfillBody),
+    about_prompt("/apply-template", _TemplateBody, "render", lambda text: {"prompt": text}),
 ]

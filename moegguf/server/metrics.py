@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from moegguf.engine.stats import Stats, TierStats
+from moegguf.engine.stats import TierStats
 from moegguf.generate.request import Timing
 from moegguf.serving.events import Done, Event, LoadedModel
 
@@ -92,7 +92,8 @@ ANSWERS = (
 
 Figure = tuple[tuple[str, ...], str]
 """() for the model or (tier, its device), and a field."""
-Sample = tuple[Sequence[str], float]
+Family = tuple[str, str, Sequence[str], Sequence[tuple[Sequence[str], float]]]
+"""Name, help, names of its labels, and {values of the labels, number}."""
 
 
 class Totals:
@@ -119,7 +120,10 @@ class Totals:
         """Adds what the models in memory have counted since the last call, each under the first name that uses it."""
         now: dict[int, Counter[Figure]] = {}
         for model in loaded:
-            now[model.pid] = counts = Counter(_counts(model.stats))
+            counts: Counter[Figure] = Counter({((), field): getattr(model.stats, field) for field in FIELDS})
+            for tier in model.stats.tiers:
+                counts.update({(_labels_of(tier), field): getattr(tier, field) for field in TIER_FIELDS})
+            now[model.pid] = counts
             added = Counter(counts)
             added.subtract(self._counts_by_pid.get(model.pid, Counter()))
             self._sums[model.name].update(added)
@@ -128,13 +132,6 @@ class Totals:
     def counts(self) -> dict[str, Counter[Figure]]:
         """{model: sums of `FIELDS` and of each tier's `TIER_FIELDS`}."""
         return dict(sorted(self._sums.items()))
-
-
-def _counts(stats: Stats) -> dict[Figure, float]:
-    counts: dict[Figure, float] = {((), field): getattr(stats, field) for field in FIELDS}
-    for tier in stats.tiers:
-        counts |= {(_labels_of(tier), field): getattr(tier, field) for field in TIER_FIELDS}
-    return counts
 
 
 def _labels_of(tier: TierStats) -> tuple[str, str]:
@@ -170,8 +167,8 @@ TIER_GAUGES = (
 )
 
 
-class Scrape(Collector):
-    """The metric families of one scrape, for `generate_latest`."""
+class _Scrape(Collector):
+    """The metric families of one scrape that have samples, for `generate_latest`."""
 
     def __init__(self, totals: Totals, loaded: Iterable[LoadedModel]) -> None:
         self._answers = dict(sorted(totals.answers.items()))
@@ -179,15 +176,21 @@ class Scrape(Collector):
         self._loaded = sorted(loaded, key=lambda model: model.name)
 
     def collect(self) -> Iterator[Metric]:
-        """The families that have samples."""
-        return (family for family in (*self._llama_server_metrics(), *self._own_metrics()) if family.samples)
+        for name, text, labels, samples in (*self._llama_server_metrics(), *self._own_metrics()):
+            family = (CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily)(name, text, labels=labels)
+            for values, number in samples:
+                family.add_metric(values, number)
+            if family.samples:
+                yield family
 
-    def _llama_server_metrics(self) -> Iterator[Metric]:
+    def _llama_server_metrics(self) -> Iterator[Family]:
         """llama-server's metrics, as far as they apply here. Rates are means since the start."""
         total = {field: sum(one[field] for one in self._answers.values()) for _, _, field in ANSWERS}
         n_prompt, prompt_s = total["prompt_tokens"], total["prompt_s"]
         n_answer, answer_s = total["answer_tokens"], total["answer_s"]
         n_passes = sum(counts[(), "passes"] for counts in self._counts.values())
+        sums = (n_prompt, prompt_s), (n_answer, answer_s)
+        prompt_rate, rate = (n / seconds if seconds else 0.0 for n, seconds in sums)
         for name, text, value in (
             ("prompt_tokens_total", "Number of prompt tokens processed, excluding cached tokens.", n_prompt),
             ("prompt_tokens_cached_total", "Number of prompt tokens reused from the cache.", total["cached_tokens"]),
@@ -195,52 +198,39 @@ class Scrape(Collector):
             ("tokens_predicted_total", "Number of generation tokens processed.", n_answer),
             ("tokens_predicted_seconds_total", "Total time spent generating tokens.", answer_s),
             ("n_decode_total", "Total number of passes through models.", n_passes),
-            ("prompt_tokens_seconds", "Mean prompt throughput in tokens/s.", _rate(n_prompt, prompt_s)),
-            ("predicted_tokens_seconds", "Mean generation throughput in tokens/s.", _rate(n_answer, answer_s)),
+            ("prompt_tokens_seconds", "Mean prompt throughput in tokens/s.", prompt_rate),
+            ("predicted_tokens_seconds", "Mean generation throughput in tokens/s.", rate),
             ("requests_processing", "Number of requests processing.", sum(model.busy for model in self._loaded)),
             ("requests_deferred", "Number of requests that wait.", sum(model.queue for model in self._loaded)),
         ):
-            yield _family(f"llamacpp:{name}", text, (), [((), value)])
+            yield f"llamacpp:{name}", text, (), [((), value)]
 
-    def _own_metrics(self) -> Iterator[Metric]:
+    def _own_metrics(self) -> Iterator[Family]:
         """Counters since the server's start, then the state of the models in memory."""
         for name, text, field in ANSWERS:
-            yield _own(f"{name}_total", text, (), (((model,), done[field]) for model, done in self._answers.items()))
+            answers = [((model,), done[field]) for model, done in self._answers.items()]
+            yield f"moegguf_{name}_total", text, ("model",), answers
         for labels, counters in (((), COUNTS), (TIER_LABELS, TIER_COUNTS)):
             for spec in counters:
-                names = (*labels, spec.by) if spec.by else labels
-                yield _own(f"{spec.name}_total", spec.help, names, self._counted(spec, len(labels)))
+                names = ("model", *labels, *([spec.by] if spec.by else ()))
+                counted = [
+                    ((model, *of, value), sums[of, field])
+                    for model, sums in self._counts.items()
+                    for of in sorted({of for of, _ in sums if len(of) == len(labels)})
+                    for value, field in spec.fields.items()
+                ]
+                yield f"moegguf_{spec.name}_total", spec.help, names, counted
         for name, text, value in GAUGES:
-            yield _own(name, text, (), (((model.name,), float(value(model))) for model in self._loaded))
+            yield f"moegguf_{name}", text, ("model",), [((m.name,), float(value(m))) for m in self._loaded]
         for name, text, field in TIER_GAUGES:
-            tiers = ((model.name, tier) for model in self._loaded for tier in model.stats.tiers)
-            yield _own(name, text, TIER_LABELS, (((m, *_labels_of(tier)), getattr(tier, field)) for m, tier in tiers))
-
-    def _counted(self, spec: CounterSpec, n_labels: int) -> Iterator[Sample]:
-        for model, sums in self._counts.items():
-            for of in sorted({of for of, _ in sums if len(of) == n_labels}):
-                for value, field in spec.fields.items():
-                    yield (model, *of, value), sums[of, field]
-
-
-def _own(name: str, text: str, labels: Sequence[str], samples: Iterable[Sample]) -> Metric:
-    return _family(f"moegguf_{name}", text, ("model", *labels), samples)
-
-
-def _family(name: str, text: str, labels: Sequence[str], samples: Iterable[Sample]) -> Metric:
-    family = (CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily)(name, text, labels=labels)
-    for values, number in samples:
-        family.add_metric(values, number)
-    return family
-
-
-def _rate(n: float, seconds: float) -> float:
-    return n / seconds if seconds else 0.0
+            tiers = [(model.name, tier) for model in self._loaded for tier in model.stats.tiers]
+            sizes = [((model, *_labels_of(tier)), getattr(tier, field)) for model, tier in tiers]
+            yield f"moegguf_{name}", text, ("model", *TIER_LABELS), sizes
 
 
 def exposition(totals: Totals, loaded: Iterable[LoadedModel]) -> str:
-    """All metrics in the text format 0.0.4. `totals` is updated with `loaded`."""
-    return generate_latest(Scrape(totals, loaded)).decode()
+    """All metrics in the text format 0.0.4."""
+    return generate_latest(_Scrape(totals, loaded)).decode()
 
 
 def record(state: State, model: str, event: Event) -> None:
@@ -251,12 +241,11 @@ def record(state: State, model: str, event: Event) -> None:
         state.totals.update(state.manager.loaded())
 
 
-async def metrics(request: Request) -> Response:
-    """GET /metrics."""
+async def _metrics(request: Request) -> Response:
     loaded = request.app.state.manager.loaded()
     totals: Totals = request.app.state.totals
     totals.update(loaded)
     return Response(exposition(totals, loaded), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
 
-routes = [Route("/metrics", metrics, methods=["GET"])]
+routes = [Route("/metrics", _metrics, methods=["GET"])]

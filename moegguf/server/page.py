@@ -39,8 +39,6 @@ async def root(request: Request) -> Response:
 
 
 class _PageFiles(StaticFiles):
-    """The files of the page, with HEADERS."""
-
     async def get_response(self, path: str, scope: Scope) -> Response:
         response = await super().get_response(path, scope)
         response.headers.update(HEADERS)

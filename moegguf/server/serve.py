@@ -1,8 +1,10 @@
-"""The server process: its listening socket, uvicorn with our limits and error format, and an orderly shutdown."""
+"""The server process: its listening socket, uvicorn with our limits and error format, its log on stderr, and an orderly
+shutdown."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 import resource
@@ -10,6 +12,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import h11
@@ -24,8 +27,7 @@ from moegguf.quantities import format_bytes
 from moegguf.server.app import make_app
 from moegguf.server.common import limits
 from moegguf.server.common.errors import HttpError, error_response
-from moegguf.server.common.request_log import start_logging
-from moegguf.server.common.streams import dumps
+from moegguf.server.common.replies import dumps
 from moegguf.serving.model_manager import ModelManager
 from moegguf.settings import Host, Settings
 
@@ -70,20 +72,19 @@ def listen(host: Host) -> socket.socket:
     return listener
 
 
-def max_connections() -> int:
+def _max_connections() -> int:
     """Connections that this process can hold: its limit of descriptors, which is raised to the hard one, less those
     reserved."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    given, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, most = (MAX_DESCRIPTORS if n == resource.RLIM_INFINITY else n for n in (given, hard))
+    if soft < (wanted := min(most, MAX_DESCRIPTORS)):
         with suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             soft = wanted
-    n_descriptors = MAX_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
-    return max(1, n_descriptors - RESERVED_DESCRIPTORS - REFUSED_CONNECTIONS)
+    return max(1, soft - RESERVED_DESCRIPTORS - REFUSED_CONNECTIONS)
 
 
-async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
     """The application of a connection beyond the limit: an error for every request."""
     error = HttpError(503, "too many connections; try again later", headers={"retry-after": "1", "connection": "close"})
     await error_response(error, scope["path"])(scope, receive, send)
@@ -104,37 +105,34 @@ class Protocol(H11Protocol):
         super().connection_made(transport)
         is_refused = len(self.connections) > self._max_connections
         if is_refused:
-            self.app = refuse
+            self.app = _refuse
         transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
         peer = transport.get_extra_info("socket")
         with suppress(OSError, AttributeError):
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
-        self._wait_for_headers(REFUSED_HEADERS_S if is_refused else HEADERS_S)
+        self._limit_headers(REFUSED_HEADERS_S if is_refused else HEADERS_S)
 
-    def _wait_for_headers(self, most_s: float) -> None:
-        self._stop_headers_timer()
-        self._headers_timer = self.loop.call_later(most_s, self.transport.close)
-
-    def _stop_headers_timer(self) -> None:
+    def _limit_headers(self, most_s: float | None) -> None:
+        """Closes the connection unless the headers of a request arrive in time; None: they have."""
         if self._headers_timer is not None:
             self._headers_timer.cancel()
-            self._headers_timer = None
+        self._headers_timer = None if most_s is None else self.loop.call_later(most_s, self.transport.close)
 
     def handle_events(self) -> None:
         """Stops the headers timer at a request."""
         super().handle_events()
         if self.cycle is not None and not self.cycle.response_complete:
-            self._stop_headers_timer()
+            self._limit_headers(None)
 
     def on_response_complete(self) -> None:
         """The headers of the next request have as much time as those of the first."""
-        self._wait_for_headers(HEADERS_S)
+        self._limit_headers(HEADERS_S)
         super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """asyncio.Protocol's."""
-        self._stop_headers_timer()
+        self._limit_headers(None)
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
@@ -175,18 +173,9 @@ class QuietServer(Server):
             self._on_start()
 
     async def _accept(self) -> None:
-        """Accepts connections while there are descriptors for them."""
-        loop, most = asyncio.get_running_loop(), max_connections()
-
-        def connection() -> Protocol:
-            return Protocol(
-                config=self.config,
-                server_state=self.server_state,
-                app_state=self.lifespan.state,
-                _loop=loop,
-                max_connections=most,
-            )
-
+        loop, most = asyncio.get_running_loop(), _max_connections()
+        states = {"server_state": self.server_state, "app_state": self.lifespan.state}
+        connection = partial(Protocol, config=self.config, _loop=loop, max_connections=most, **states)
         while True:
             if len(self.server_state.connections) >= most + REFUSED_CONNECTIONS:
                 await asyncio.sleep(ACCEPT_RETRY_S)
@@ -225,7 +214,7 @@ class QuietServer(Server):
                 signal.signal(number, handler)
 
 
-async def preload(manager: ModelManager, models: Sequence[ModelEntry]) -> None:
+async def _preload(manager: ModelManager, models: Sequence[ModelEntry]) -> None:
     """Loads models one after another, to stay; one that cannot be loaded is a line of the log."""
     for model in models:
         try:
@@ -234,6 +223,23 @@ async def preload(manager: ModelManager, models: Sequence[ModelEntry]) -> None:
             log.info("loaded %s: %s, a context of %d tokens", model.name, format_bytes(loaded.size_bytes), loaded.n_ctx)
         except MoeggufError as error:
             log.error("%s cannot be loaded: %s", model.name, error)
+
+
+class _JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        found = {"time": self.formatTime(record), "level": record.levelname.lower(), "message": record.getMessage()}
+        if record.exc_info:
+            found["exception"] = self.formatException(record.exc_info)
+        return json.dumps(found | getattr(record, "request", {}))
+
+
+def _start_logging(level: str, form: str) -> None:
+    """Writes moegguf's records of this level and above to stderr; of uvicorn, which says less, warnings."""
+    handler = logging.StreamHandler()
+    text = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+    handler.setFormatter(_JsonFormatter() if form == "json" else text)
+    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    logging.getLogger("moegguf").setLevel(level.upper())
 
 
 def run_server(
@@ -263,9 +269,9 @@ def run_server(
 
     def on_start() -> None:
         on_listening()
-        app.state.preloading = asyncio.ensure_future(preload(manager, models))
+        app.state.preloading = asyncio.ensure_future(_preload(manager, models))
 
-    start_logging("debug" if settings.debug else settings.log_level, settings.log_format)
+    _start_logging("debug" if settings.debug else settings.log_level, settings.log_format)
     server: Server = QuietServer(config, listener, on_start, on_end)
     server.run()
     return 0 if server.started else 1

@@ -23,7 +23,7 @@ from moegguf.generate.request import GenerationRequest, Sampling
 from moegguf.models.blobs import BlobStore
 from moegguf.models.folder import demo_path
 from moegguf.server.common import limits
-from moegguf.server.openai.schema import ChatBody
+from moegguf.server.openai.chat import ChatBody
 
 TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 PICTURE = base64_of(png(2, 2))

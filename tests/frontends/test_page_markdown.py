@@ -10,7 +10,7 @@ pytest_plugins = ("browser",)
 
 # Shows a text in pieces of n characters (0: at once). Returns its HTML and the elements that were removed meanwhile.
 SHOW = """async ([text, n]) => {
-  const { Markdown } = await import("/page/markdown.js"), { load } = await import("/page/highlight.js");
+  const { Markdown, load } = await import("/page/markdown.js");
   await load();
   const element = document.createElement("div"), markdown = new Markdown(element), removed = [];
   const observer = new MutationObserver((records) => {

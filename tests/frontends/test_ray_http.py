@@ -8,7 +8,7 @@ from fake_manager import FakeCatalog, FakeManager, entry_of, running
 from servers import call
 
 from moegguf.models.catalog import demo_path
-from moegguf.server.ray import make_http
+from moegguf.server.app import make_http
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from moegguf.engine.machine import count_cpus
 from moegguf.server.common import limits
 from moegguf.server.common.body import Bodies, Body, parse_body, parse_object, read_bytes
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.options import Options
-from moegguf.server.ollama.schema import ChatRequest
+from moegguf.server.common.options import Loading
+from moegguf.server.ollama.chat import ChatRequest
 
 
 class Part(Body):
@@ -151,8 +151,8 @@ def parse(kind: type[Body], **fields: Any) -> Any:
 
 
 def test_a_request_gets_no_more_threads_than_there_are_processors() -> None:
-    assert parse(Options, num_thread=512).overrides().n_threads == count_cpus()
-    assert parse(Options, num_thread=1).overrides().n_threads == 1
+    assert parse(Loading, options={"num_thread": 512}).overrides().n_threads == count_cpus()
+    assert parse(Loading, options={"num_thread": 1}).overrides().n_threads == 1
 
 
 def test_an_unknown_option_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -37,7 +37,7 @@ APART = {
     "moegguf.server.ollama": ("moegguf.server.openai", "moegguf.server.anthropic"),
     "moegguf.server.anthropic": ("moegguf.server.ollama", "moegguf.server.openai"),
     "moegguf.server.common": ("moegguf.server.ollama", "moegguf.server.openai", "moegguf.server.anthropic"),
-    "moegguf.server.llama_server": ("moegguf.server.ollama", "moegguf.server.openai", "moegguf.server.anthropic"),
+    "moegguf.server.llama_server": ("moegguf.server.ollama", "moegguf.server.anthropic"),
 }
 
 # Libraries that belong to some packages only.

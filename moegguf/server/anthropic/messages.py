@@ -1,25 +1,266 @@
-"""POST /v1/messages: the next message of a conversation; /v1/messages/count_tokens counts its tokens.
+"""Anthropic's Messages API: POST /v1/messages is the next message of a conversation, /v1/messages/count_tokens counts
+its tokens.
 
-An answer is a list of blocks: thinking, text and calls in the order in which they come. A stream tells each block's
-beginning, growth and end; without a stream only the message is sent.
+Unknown fields, such as those of betas and `cache_control`, are ignored. Tools that run at Anthropic (web search, ...)
+are left out with a warning in the log: clients offer them beside their own. An answer is a list of blocks: thinking,
+text and calls in the order in which they come. A stream tells each block's beginning, growth and end; without a stream
+only the message is sent.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal
 
-from moegguf.generate.request import Delta, PromptProgress, Timing, ToolCall
-from moegguf.server.anthropic.schema import CountBody, MessagesBody
-from moegguf.server.common.conversation import Conversation, EventReply, Json, about_prompt
+from pydantic import BeforeValidator, Field, model_validator
+
+from moegguf.generate.request import Delta, GenerationRequest, Message, PromptProgress, Timing, ToolCall
+from moegguf.models.entry import Details, ModelEntry
+from moegguf.options import MAX_ANSWER_TOKENS
+from moegguf.server.common import limits
+from moegguf.server.common.body import Body
+from moegguf.server.common.conversation import EventReply, Json, Question, about_prompt, conversation
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.streams import event_line
+from moegguf.server.common.options import (
+    MAX_TOKEN,
+    FunctionName,
+    Part,
+    Stop,
+    content_of,
+    image_of_base64,
+    image_of_url,
+    sampling_of,
+    text_part,
+    tool_message,
+    with_entry_messages,
+)
+from moegguf.server.common.replies import event_line
 from moegguf.serving.events import Done, Event
 
+log = logging.getLogger(__name__)
 
-def usage(timing: Timing) -> Json:
+# Claude Code begins its system prompt with a header for billing whose checksum differs in every request: with it, no
+# part of the prompt could be reused from the request before.
+_BILLING_HEADER = re.compile(r"x-anthropic-billing-header:(?:\s*\w+=[^;\s]*;)+\s*")
+
+
+def _blocks_of(content: Any) -> Any:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return [] if content is None else content
+
+
+def _image_of(source: Any) -> Part:
+    """The image in a source. Raises ValueError for one that would have to be fetched."""
+    kind = source.get("type") if isinstance(source, dict) else None
+    if kind == "base64" and isinstance(source.get("data"), str):
+        return image_of_base64(source["data"])
+    if kind == "url" and isinstance(source.get("url"), str):
+        return image_of_url(source["url"])
+    raise ValueError('must be {"type": "base64", "media_type": "image/png", "data": "..."}')
+
+
+class _TextBlock(Body):
+    type: Literal["text"]
+    text: str
+
+    @property
+    def part(self) -> Part:
+        return text_part(self.text)
+
+
+class _ImageBlock(Body):
+    type: Literal["image"]
+    part: Annotated[Part, BeforeValidator(_image_of), Field(alias="source")]
+
+
+class _TextSource(Body):
+    type: Literal["text"]
+    data: str
+
+
+class _DocumentBlock(Body):
+    type: Literal["document"]
+    source: _TextSource
+    title: str | None = None
+
+    @property
+    def part(self) -> Part:
+        return text_part(f"{self.title}\n{self.source.data}" if self.title else self.source.data)
+
+
+class _ThinkingBlock(Body):
+    """The thinking of an earlier answer; its signature is not needed. Only Anthropic can read what is redacted."""
+
+    type: Literal["thinking", "redacted_thinking"]
+    thinking: str = ""
+
+
+class _ToolUseBlock(Body):
+    type: Literal["tool_use"]
+    id: str
+    name: FunctionName
+    input: dict[str, Any]
+
+
+_ContentBlock = _TextBlock | _ImageBlock | _DocumentBlock
+_Contents = Annotated[list[Annotated[_ContentBlock, Field(discriminator="type")]], BeforeValidator(_blocks_of)]
+
+
+class _ToolResultBlock(Body):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: _Contents = Field(default_factory=list)
+    is_error: bool | None = None
+
+
+_Block = Annotated[_ContentBlock | _ThinkingBlock | _ToolUseBlock | _ToolResultBlock, Field(discriminator="type")]
+
+
+class _MessageParam(Body):
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[list[_Block], BeforeValidator(_blocks_of)]
+
+    def as_messages(self, tool_names: dict[str, str]) -> Iterable[Message]:
+        """The results of tools in it, then the rest. Adds the names of its calls to `tool_names`, by id."""
+        parts: list[Part] = []
+        thinking: list[str] = []
+        calls: list[Json] = []
+        for block in self.content:
+            if isinstance(block, _ToolResultBlock):
+                found = [text_part("Error:")] if block.is_error else []
+                found += [each.part for each in block.content]
+                yield tool_message(content_of(found), block.tool_use_id, tool_names.get(block.tool_use_id))
+            elif isinstance(block, _ToolUseBlock):
+                tool_names[block.id] = block.name
+                calls.append({"id": block.id, "function": {"name": block.name, "arguments": block.input}})
+            elif isinstance(block, _ThinkingBlock):
+                thinking += [block.thinking] if block.thinking else []
+            else:
+                parts.append(block.part)
+        more = {"thinking": "\n".join(thinking), "tool_calls": calls}
+        message = {"role": self.role, "content": content_of(parts), **{key: each for key, each in more.items() if each}}
+        if parts or len(message) > 2:
+            yield message
+
+
+def _own_tools(tools: Any) -> Any:
+    if not isinstance(tools, list):
+        return tools
+    foreign = [tool for tool in tools if isinstance(tool, dict) and tool.get("type") not in (None, "custom")]
+    for tool in foreign:
+        log.warning("the tool of type %.60r does not run here and is left out", tool["type"])
+    return [tool for tool in tools if tool not in foreign]
+
+
+class _ToolParam(Body):
+    name: FunctionName
+    description: str | None = None
+    input_schema: dict[str, Any]
+
+
+class _ToolChoice(Body):
+    type: Literal["auto", "any", "tool", "none"] = "auto"
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class _Thinking(Body):
+    """`thinking`. Its budget is not kept: the model ends its thinking itself, or by `max_tokens`."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+
+
+class _OutputFormat(Body):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class _OutputConfig(Body):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: _OutputFormat | None = None
+
+
+class _CountBody(Question):
+    """The body of /v1/messages/count_tokens. `options` are Ollama's, as an extension."""
+
+    messages: Annotated[list[_MessageParam], Field(min_length=1, max_length=limits.MESSAGES)]
+    system: Annotated[list[_TextBlock], BeforeValidator(_blocks_of)] = Field(default_factory=list)
+    tools: Annotated[list[_ToolParam], Field(max_length=limits.TOOLS), BeforeValidator(_own_tools)] | None = None
+    tool_choice: _ToolChoice | None = None
+    thinking: _Thinking | None = None
+    output_config: _OutputConfig | None = None
+
+    @model_validator(mode="after")
+    def _choice_has_tools(self) -> _CountBody:
+        choice, known = self.tool_choice, {tool.name for tool in self.tools or ()}
+        if choice and choice.type == "any" and not known:
+            raise ValueError("tool_choice 'any' needs tools")
+        if choice and choice.type == "tool" and choice.name not in known:
+            raise ValueError(f"tool_choice names {(choice.name or '')[:80]!r}, which is not among the tools")
+        return self
+
+    def generations(self, entry: ModelEntry, known: Details) -> Sequence[GenerationRequest]:
+        choice = self.tool_choice or _ToolChoice()
+        # A model that cannot think answers without, as in Ollama, since clients ask every model for it.
+        thinks = self.thinking and self.thinking.type != "disabled" and "thinking" in known.capabilities
+        effort = self.output_config.effort if self.output_config else None
+        tools = []
+        for tool in self.tools or ():
+            described = {"description": tool.description} if tool.description else {}
+            function = {"name": tool.name, **described, "parameters": tool.input_schema}
+            tools.append({"type": "function", "function": function})
+        request = GenerationRequest(
+            messages=with_entry_messages(self._messages(), entry),
+            template=entry.template,
+            tools=tuple(tools),
+            tool_choice=(choice.name or "auto") if choice.type == "tool" else choice.type.replace("any", "required"),
+            think=("max" if effort == "xhigh" else effort or True) if thinks else False,
+        )
+        return [request]
+
+    def _messages(self) -> Iterable[Message]:
+        names: dict[str, str] = {}
+        texts = [text for block in self.system if (text := _BILLING_HEADER.sub("", block.text, count=1))]
+        if texts:
+            yield {"role": "system", "content": "\n".join(texts)}
+        for message in self.messages:
+            yield from message.as_messages(names)
+
+
+class _MessagesBody(_CountBody):
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_ANSWER_TOKENS)]
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_TOKEN)] | None = None
+    stop_sequences: Annotated[list[Stop], Field(max_length=limits.STOPS)] | None = None
+    exact: bool | None = None  # as in `options`
+
+    def generations(self, entry: ModelEntry, known: Details) -> Sequence[GenerationRequest]:
+        [request] = super().generations(entry, known)
+        sampling = sampling_of(
+            entry, self.options, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k,
+            stop=self.stop_sequences, exact=self.exact, num_predict=self.max_tokens,
+        )  # fmt: skip
+        output = self.output_config.format if self.output_config else None
+        schema = output.schema_ if output else None
+        return [replace(request, format=schema, truncate=False, shift=False, sampling=sampling)]
+
+    @property
+    def parallel_calls(self) -> bool:
+        return not (self.tool_choice and self.tool_choice.disable_parallel_tool_use)
+
+    def reply(self, entry: ModelEntry, generations: Sequence[GenerationRequest]) -> _MessageReply:
+        return _MessageReply(entry.name, self.max_tokens)
+
+
+def _usage(timing: Timing) -> Json:
     """Token counts. `input_tokens` are those computed for this request; the others of the prompt were cached."""
     return {
         "input_tokens": timing.prompt_tokens,
@@ -31,8 +272,6 @@ def usage(timing: Timing) -> Json:
 
 
 class _MessageReply(EventReply):
-    """The message for one request."""
-
     ping_line = event_line({"type": "ping"}, "ping")
 
     def __init__(self, model: str, max_tokens: int) -> None:
@@ -46,7 +285,7 @@ class _MessageReply(EventReply):
             "content": self._content,
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": usage(Timing()),
+            "usage": _usage(Timing()),
         }
 
     def whole(self) -> Json:
@@ -59,7 +298,7 @@ class _MessageReply(EventReply):
         known = Timing()  # a prompt's counts are known when its progress came first
         if isinstance(event, PromptProgress):
             known = Timing(prompt_tokens=event.n_tokens - event.n_cached, cached_tokens=event.n_cached)
-        yield {"type": "message_start", "message": {**self._message, "content": [], "usage": usage(known)}}
+        yield {"type": "message_start", "message": {**self._message, "content": [], "usage": _usage(known)}}
 
     def _begin_block(self, kind: str) -> Iterator[Json]:
         yield self._new_block({"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {}))
@@ -89,19 +328,18 @@ class _MessageReply(EventReply):
         yield from self._end_block("tool_use")
 
     def _finish(self, done: Done) -> Iterator[Json]:
-        stop = {"stop_reason": self._stop_reason(done.timing), "stop_sequence": done.timing.stop_string or None}
-        self._message |= {**stop, "usage": usage(done.timing)}
+        timing = done.timing
+        reason = "tool_use" if self.n_calls else "stop_sequence" if timing.stop_string else "end_turn"
+        if timing.finish == "length":
+            is_full = timing.answer_tokens < self._max_tokens
+            reason = "model_context_window_exceeded" if is_full else "max_tokens"
+        stop = {"stop_reason": reason, "stop_sequence": timing.stop_string or None}
+        self._message |= {**stop, "usage": _usage(timing)}
         yield {"type": "message_delta", "delta": stop, "usage": self._message["usage"]}
         yield {"type": "message_stop"}
 
-    def _stop_reason(self, timing: Timing) -> str:
-        if timing.finish == "length":
-            return "max_tokens" if timing.answer_tokens >= self._max_tokens else "model_context_window_exceeded"
-        if self.n_calls:
-            return "tool_use"
-        return "stop_sequence" if timing.stop_string else "end_turn"
 
-
-MESSAGES = Conversation(MessagesBody, lambda body, entry, _: _MessageReply(entry.name, body.max_tokens))
-COUNT = about_prompt("/v1/messages/count_tokens", CountBody, "count", lambda n: {"input_tokens": n})
-routes = [MESSAGES.at("/v1/messages"), COUNT]
+routes = [
+    conversation("/v1/messages", _MessagesBody),
+    about_prompt("/v1/messages/count_tokens", _CountBody, "count", lambda n: {"input_tokens": n}),
+]

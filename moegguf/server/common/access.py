@@ -11,6 +11,7 @@ import ipaddress
 import re
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 from starlette.responses import Response
@@ -45,6 +46,7 @@ HEADERS = {"authorization", "content-type", "user-agent", "accept", "x-api-key",
 HEADER_FAMILIES = ("x-stainless-", "openai-", "anthropic-")
 
 
+@dataclass
 class AccessControl:
     """ASGI middleware. `loopback`: only this machine reaches the server, so foreign Host headers are refused.
 
@@ -53,36 +55,35 @@ class AccessControl:
     clients of a proxy have its address, so that what a proxy forwards is never trusted.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        loopback: bool,
-        origins: Sequence[str] = (),
-        api_keys: Sequence[str] = (),
-        trusted: Sequence[Network] = (),
-    ) -> None:
-        self._app = app
-        self._loopback = loopback
-        self._origins = origin_pattern((*ORIGINS, *origins))
+    app: ASGIApp
+    loopback: bool
+    origins: Sequence[str] = ()
+    api_keys: Sequence[str] = ()
+    trusted: Sequence[Network] = ()
+
+    def __post_init__(self) -> None:
+        self._origins = origin_pattern((*ORIGINS, *self.origins))
+        self._own_origins = origin_pattern(self.origins) if self.origins else None
         self._keys = [
             ((b"authorization", f"Bearer {key}".encode()), (b"x-api-key", key.encode()), owner_of(key))
-            for key in dict.fromkeys(api_keys)
+            for key in dict.fromkeys(self.api_keys)
         ]
-        self._own_origins = origin_pattern(origins) if origins else None
-        self._trusted = tuple(trusted)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return await self._app(scope, receive, send)
+            return await self.app(scope, receive, send)
         headers = dict(reversed(scope["headers"]))  # the first of a repeated header
         origin = headers.get(b"origin", b"").decode("latin-1")
-        key = self._key_of(headers)
+        key = None  # the number of the key that was sent; all are compared, in a time that tells nothing of them
+        for number, (*forms, _) in enumerate(self._keys):
+            for name, value in forms:
+                if hmac.compare_digest(headers.get(name, b""), value):
+                    key = number
         refusal = self._refusal(scope, headers, origin, key is not None)
         if refusal:
             return await error_response(refusal, scope["path"])(scope, receive, send)
         if scope["method"] == "OPTIONS":
-            return await preflight(origin, headers)(scope, receive, send)
+            return await _preflight(origin, headers)(scope, receive, send)
         # Whose turn a request takes: its key's, and of several clients with one key its address. What a proxy says of
         # its clients is not believed, as anyone can write it.
         owner = "" if key is None else self._keys[key][-1]
@@ -90,16 +91,14 @@ class AccessControl:
         current_client.set(f"{owner} {scope['client'][0] if scope['client'] else ''}")
         if len(self._keys) > 1:
             scope["key"] = None if key is None else key + 1  # its place in MOEGGUF_API_KEY, for the log
-        await self._app(scope, receive, with_cors(send, origin) if origin else send)
 
-    def _key_of(self, headers: dict[bytes, bytes]) -> int | None:
-        """The number of the key that was sent; all are compared, in a time that tells nothing of them."""
-        found = None
-        for number, (*forms, _) in enumerate(self._keys):
-            for name, value in forms:
-                if hmac.compare_digest(headers.get(name, b""), value):
-                    found = number
-        return found
+        async def send_with_cors(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                cors = (b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"Origin")
+                message = {**message, "headers": [*message.get("headers", ()), *cors]}
+            await send(message)
+
+        await self.app(scope, receive, send_with_cors if origin else send)
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes], origin: str, has_key: bool) -> HttpError | None:
         if b"content-length" in headers and b"transfer-encoding" in headers:  # a proxy may see other requests in it
@@ -108,19 +107,23 @@ class AccessControl:
             )
         if sum(len(name) + len(value) for name, value in scope["headers"]) > limits.HEADER_BYTES:
             return HttpError(431, f"request headers too large: at most {limits.HEADER_BYTES} bytes are accepted")
-        host = headers.get(b"host", b"").decode("latin-1")
-        if self._loopback and not is_own_host(host):
+        host, path = headers.get(b"host", b"").decode("latin-1"), scope["path"]
+        if self.loopback and not is_own_host(host):
             return HttpError(403, f"the Host header {host[:100]!r} is not allowed; use an address of this machine")
         own = (f"http://{host.lower()}", f"https://{host.lower()}") if host else ()  # the page was served from here
         if origin and origin.lower() not in own and not self._origins.fullmatch(origin):
             return HttpError(403, f"the Origin {origin[:100]!r} is not allowed; OLLAMA_ORIGINS adds origins")
-        path, needs_key = scope["path"], bool(self._keys) or bool(self._trusted)
-        if not needs_key or scope["method"] == "OPTIONS" or path in OPEN_PATHS or path.startswith(OPEN_PREFIX):
-            return None
-        if has_key:
+        is_open = scope["method"] == "OPTIONS" or path in OPEN_PATHS or path.startswith(OPEN_PREFIX)
+        if is_open or has_key or not (self._keys or self.trusted):
             return None
         if self._is_trusted(scope["client"]) and not any(map(FORWARDED.search, headers)):
-            return self._refusal_of_trusted(host)
+            name = _strip_port(host.strip().lower())
+            is_known = self._own_origins is not None and self._own_origins.fullmatch(f"http://{host}") is not None
+            if is_known or is_own_host(host) or (name is not None and "." not in name and ":" not in name):
+                return None
+            return HttpError(
+                403, f"the Host header {host[:100]!r} is not allowed without a key; MOEGGUF_ORIGINS adds names"
+            )
         if not self._keys:
             return HttpError(403, "not directly from a network that the server trusts (--trust-network)")
         return HttpError(
@@ -128,20 +131,11 @@ class AccessControl:
         )
 
     def _is_trusted(self, client: tuple[str, int] | None) -> bool:
-        if not client or not self._trusted:
+        if not client or not self.trusted:
             return False
         address = ipaddress.ip_address(client[0].partition("%")[0])
         address = getattr(address, "ipv4_mapped", None) or address
-        return address.is_loopback or any(address in network for network in self._trusted)
-
-    def _refusal_of_trusted(self, host: str) -> HttpError | None:
-        name = strip_port(host.strip().lower())
-        is_known = self._own_origins is not None and self._own_origins.fullmatch(f"http://{host}") is not None
-        if is_own_host(host) or is_known or (name is not None and "." not in name and ":" not in name):
-            return None
-        return HttpError(
-            403, f"the Host header {host[:100]!r} is not allowed without a key; MOEGGUF_ORIGINS adds names"
-        )
+        return address.is_loopback or any(address in network for network in self.trusted)
 
 
 def origin_pattern(origins: Sequence[str]) -> re.Pattern[str]:
@@ -154,7 +148,7 @@ def origin_pattern(origins: Sequence[str]) -> re.Pattern[str]:
 def is_own_host(header: str) -> bool:
     """Whether a Host header can name this machine: a private address, or a name that public DNS does not resolve. An
     empty one is accepted: browsers always send it."""
-    host = strip_port(header.strip().lower())
+    host = _strip_port(header.strip().lower())
     if host is None:
         return False
     try:
@@ -162,25 +156,23 @@ def is_own_host(header: str) -> bool:
     except ValueError:
         own = ("", "localhost", socket.gethostname().lower())
         return host.rstrip(".") in own or host.rstrip(".").endswith((".localhost", ".local", ".internal"))
-    return address.is_loopback or address.is_private or address.is_unspecified or str(address) in local_addresses()
+    return address.is_loopback or address.is_private or address.is_unspecified or str(address) in _local_addresses()
 
 
-def strip_port(header: str) -> str | None:
+def _strip_port(header: str) -> str | None:
     """The host of `host`, `host:port` or `[v6]:port`; None for anything else."""
     match = re.fullmatch(r"(\[[0-9a-z:.%]*\]|[a-z0-9._-]*)(?::\d{1,5})?", header)
     return match[1] if match else None
 
 
 @lru_cache(maxsize=1)
-def local_addresses() -> frozenset[str]:
-    """The addresses of this machine's interfaces."""
+def _local_addresses() -> frozenset[str]:
     import psutil
 
     return frozenset(each.address.partition("%")[0] for found in psutil.net_if_addrs().values() for each in found)
 
 
-def preflight(origin: str, headers: dict[bytes, bytes]) -> Response:
-    """The reply to a CORS preflight request."""
+def _preflight(origin: str, headers: dict[bytes, bytes]) -> Response:
     requested = headers.get(b"access-control-request-headers", b"").decode("latin-1").lower()
     names = (name.strip() for name in requested.split(","))
     granted = HEADERS | {name for name in names if name.startswith(HEADER_FAMILIES)}
@@ -194,15 +186,3 @@ def preflight(origin: str, headers: dict[bytes, bytes]) -> Response:
             "vary": "Origin",
         }
     return Response(status_code=204, headers=allowed)
-
-
-def with_cors(send: Send, origin: str) -> Send:
-    """`send`, with CORS headers for `origin` added to the response."""
-    cors = [(b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"Origin")]
-
-    async def send_with_cors(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message.get("headers", ()), *cors]}
-        await send(message)
-
-    return send_with_cors

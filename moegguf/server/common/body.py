@@ -1,4 +1,5 @@
-"""Request bodies: JSON, parsed and validated, whatever the Content-Type.
+"""Request bodies: JSON, parsed and validated, whatever the Content-Type; and forms with a file, which goes where the
+caller says as it arrives, never into memory.
 
 `curl -d` labels JSON as a form, so that header is ignored. Size, nesting, number of values and numbers are limited
 before any object is built; of a repeated key the last one counts.
@@ -14,17 +15,22 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from moegguf.errors import MoeggufError
 from moegguf.server.common import limits
-from moegguf.server.common.errors import BodyRefusedError, HttpError
+from moegguf.server.common.errors import BodyRefusedError, HttpError, http_error
 
 STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # an unterminated one extends to the end
 NOT_STRUCTURE = bytes(set(range(256)) - set(b"[]{},"))
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-MISSING = "missing request body"
-HELD = "moegguf.held_body"  # key of the scope: the `HeldBody` of a request
+BODIES, N_BYTES = (
+    "moegguf.bodies",
+    "moegguf.n_bytes",
+)  # keys of a scope: the `Bodies`, and how much it holds of this one
 
 
 class Bodies:
@@ -36,36 +42,25 @@ class Bodies:
         self.n_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        held = scope[HELD] = HeldBody(self)
+        scope[BODIES], scope[N_BYTES] = self, 0
         try:
             await self._app(scope, receive, send)
         finally:
-            held.free()
+            self._free(scope)
 
-
-class HeldBody:
-    """The bytes of one request's body that are in memory."""
-
-    def __init__(self, bodies: Bodies) -> None:
-        self._bodies = bodies
-        self.n_bytes = 0
-
-    def add(self, n_bytes: int) -> None:
-        """Notes that bytes have arrived. Raises BodyRefusedError 503."""
+    def add(self, scope: Scope, n_bytes: int) -> int:
+        """Notes that bytes of a request have arrived; returns how many there are now. Raises BodyRefusedError 503."""
+        scope[N_BYTES] += n_bytes
         self.n_bytes += n_bytes
-        self._bodies.n_bytes += n_bytes
-        if self._bodies.n_bytes > self._bodies.most_bytes:
-            self.free()
-            raise BodyRefusedError(
-                503,
-                f"server busy: its requests together may have {self._bodies.most_bytes >> 20} MiB; try again later",
-                headers={"retry-after": "1"},
-            )
+        if self.n_bytes > self.most_bytes:
+            self._free(scope)
+            message = f"server busy: its requests together may have {self.most_bytes >> 20} MiB; try again later"
+            raise BodyRefusedError(503, message, headers={"retry-after": "1"})
+        return int(scope[N_BYTES])
 
-    def free(self) -> None:
-        """Notes that they are in memory no more."""
-        self._bodies.n_bytes -= self.n_bytes
-        self.n_bytes = 0
+    def _free(self, scope: Scope) -> None:
+        self.n_bytes -= scope[N_BYTES]
+        scope[N_BYTES] = 0
 
 
 class Body(BaseModel):
@@ -100,18 +95,25 @@ def _validated(validate: Callable[[Mapping[str, Any]], T], fields: Mapping[str, 
         raise HttpError(400, explain(error)) from None
 
 
+def explain(error: ValidationError) -> str:
+    """The first validation error as text: the field, and the rule."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"])[:200]
+    text = first["msg"].removeprefix("Value error, ").replace(" after validation, not", ", but has")
+    return f"{where}: {text[:1].lower()}{text[1:]}" if where else text
+
+
 async def read_bytes(request: Request, limit: int = limits.BODY_BYTES) -> bytes:
     """The whole body, at most `limit` bytes. Raises HttpError 408, 413, 415, 499, 503."""
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > limit:
         raise too_large(limit)
-    held: HeldBody = request.scope[HELD]
+    bodies: Bodies = request.scope[BODIES]
     parts = []
     try:
         async with asyncio.timeout(limits.READ_S):
             async for part in chunks(request):
-                held.add(len(part))
-                if held.n_bytes > limit:
+                if bodies.add(request.scope, len(part)) > limit:
                     raise too_large(limit)
                 parts.append(part)
     except TimeoutError:
@@ -144,71 +146,151 @@ def too_large(limit: int) -> BodyRefusedError:
     return BodyRefusedError(413, f"request body too large: at most {limit >> 20} MiB are taken")
 
 
+# JSON
+
+
+def _invalid(why: str) -> HttpError:
+    return HttpError(400, f"invalid request body: {why}")
+
+
 def parse_object(raw: bytes) -> dict[str, Any]:
     """JSON text as a dict whose numbers are finite and within 64 bits and whose strings are valid Unicode."""
     if not raw.strip():
-        raise HttpError(400, MISSING)
-    check_structure(raw)
+        raise HttpError(400, "missing request body")
+    _check_structure(raw)
     try:
         value = json.loads(
             raw.decode("utf-8"), parse_int=_integer, parse_float=_finite, parse_constant=_refuse_constant
         )
+        if SURROGATE.search(raw):
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as error:
-        raise HttpError(400, f"invalid request body: not UTF-8 at byte {error.start}") from None
+        raise _invalid(f"not UTF-8 at byte {error.start}") from None
+    except UnicodeEncodeError:
+        raise _invalid("a surrogate without its pair") from None
     except json.JSONDecodeError as error:
-        raise HttpError(400, f"invalid request body: {error.msg} at character {error.pos}") from None
+        raise _invalid(f"{error.msg} at character {error.pos}") from None
     if not isinstance(value, dict):
-        raise HttpError(400, f"invalid request body: expected a JSON object, not {_kind(value)}")
-    if SURROGATE.search(raw):
-        _refuse_lone_surrogates(value)
+        kinds = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "an array"}
+        raise _invalid(f"expected a JSON object, not {kinds.get(type(value), 'null')}")
     return value
 
 
-def check_structure(raw: bytes) -> None:
+def _check_structure(raw: bytes) -> None:
     """Raises HttpError 400 for JSON with too deep nesting or too many values, without building any."""
     n_quotes = raw.count(b'"') - raw.count(b'\\"')  # at least one for each string, at most two
     marks = b"" if n_quotes > 4 * limits.JSON_VALUES else STRING.sub(b"", raw).translate(None, NOT_STRUCTURE)
     if n_quotes > 4 * limits.JSON_VALUES or len(marks) > limits.JSON_VALUES:
-        raise HttpError(400, f"invalid request body: more than {limits.JSON_VALUES} values")
+        raise _invalid(f"more than {limits.JSON_VALUES} values")
     depth = 0
     for mark in marks.replace(b",", b""):
         depth += 1 if mark in b"[{" else -1
         if depth > limits.JSON_DEPTH:
-            raise HttpError(400, f"invalid request body: nested deeper than {limits.JSON_DEPTH} levels")
+            raise _invalid(f"nested deeper than {limits.JSON_DEPTH} levels")
 
 
 def _integer(text: str) -> int:
     if len(text) > 20 or not -(1 << (limits.INT_BITS - 1)) <= (value := int(text)) < 1 << (limits.INT_BITS - 1):
-        raise HttpError(400, f"invalid request body: {text[:24]} does not fit {limits.INT_BITS} bits")
+        raise _invalid(f"{text[:24]} does not fit {limits.INT_BITS} bits")
     return value
 
 
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise HttpError(400, f"invalid request body: {text[:24]} is not a finite number")
+        raise _invalid(f"{text[:24]} is not a finite number")
     return value
 
 
 def _refuse_constant(text: str) -> NoReturn:
-    raise HttpError(400, f"invalid request body: {text} is not JSON")
+    raise _invalid(f"{text} is not JSON")
 
 
-def _refuse_lone_surrogates(value: Any) -> None:
-    try:
-        json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError:
-        raise HttpError(400, "invalid request body: a surrogate without its pair") from None
+# Forms
 
 
-def _kind(value: Any) -> str:
-    kinds = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "an array"}
-    return kinds.get(type(value), "null")
+class Form:
+    """A form whose part `file` goes to `write`, at most `most_bytes`. `fields`: what else it has; `filename`: None
+    without a file."""
 
+    def __init__(self, write: Callable[[bytes], object], most_bytes: int) -> None:
+        self.fields: dict[str, str] = {}
+        self.filename: str | None = None
+        self._ended = False
+        self._write = write
+        self._most_bytes = most_bytes
+        self._n_file_bytes = self._n_other_bytes = self._n_parts = 0
+        self._header = bytearray(), bytearray()  # name and value
+        self._name = ""  # of the current part
 
-def explain(error: ValidationError) -> str:
-    """The first validation error as text: the field, and the rule."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    where = ".".join(str(part) for part in first["loc"])[:200]
-    text = first["msg"].removeprefix("Value error, ").replace(" after validation, not", ", but has")
-    return f"{where}: {text[:1].lower()}{text[1:]}" if where else text
+    async def read(self, request: Request) -> None:
+        """Reads the form. Raises HttpError 400, 408, 413, 415, 499, and what `write` raises, as a reply to a client
+        that is still sending."""
+        kind, options = parse_options_header(request.headers.get("content-type", ""))
+        boundary = options.get(b"boundary")
+        if kind != b"multipart/form-data" or not boundary or len(boundary) > 256:
+            raise BodyRefusedError(400, "the body must be multipart/form-data, with the fields 'purpose' and 'file'")
+        callbacks: Any = {
+            "on_part_begin": self._begin,
+            "on_header_field": lambda data, start, end: self._add_header(0, data[start:end]),
+            "on_header_value": lambda data, start, end: self._add_header(1, data[start:end]),
+            "on_header_end": self._end_header,
+            "on_headers_finished": self._end_headers,
+            "on_part_data": lambda data, start, end: self._add(bytes(data[start:end])),
+            "on_end": self._end,
+        }
+        parser = MultipartParser(boundary, callbacks)
+        try:
+            async for chunk in chunks(request):
+                parser.write(chunk)
+                if self._ended:
+                    return
+            raise HttpError(400, "the form has no end; is the body complete?")
+        except FormParserError as error:
+            raise BodyRefusedError(400, f"invalid multipart/form-data: {str(error)[:200]}") from None
+        except MoeggufError as error:
+            found = http_error(error)
+            raise BodyRefusedError(found.status, str(found), found.code, found.headers) from None
+
+    def _begin(self) -> None:
+        self._n_parts += 1
+        if self._n_parts > limits.FORM_PARTS:
+            raise HttpError(400, f"the form has more than {limits.FORM_PARTS} parts")
+        self._disposition = b""
+
+    def _add_header(self, which: int, data: bytes) -> None:
+        self._count(len(data))
+        self._header[which].extend(data)
+
+    def _end_header(self) -> None:
+        name, value = self._header
+        if name.lower() == b"content-disposition":
+            self._disposition = bytes(value)
+        self._header = bytearray(), bytearray()
+
+    def _end_headers(self) -> None:
+        _, options = parse_options_header(self._disposition)
+        self._name = options.get(b"name", b"").decode("utf-8", "replace")
+        if self._name == "file":
+            if self.filename is not None:
+                raise HttpError(400, "the form has more than one file; send one at a time")
+            filename = options.get(b"filename", b"").decode("utf-8", "replace")
+            self.filename = filename[: limits.FILE_NAME_CHARS] or "file"
+
+    def _count(self, n_bytes: int) -> None:
+        self._n_other_bytes += n_bytes
+        if self._n_other_bytes > limits.FORM_BYTES:
+            raise HttpError(413, f"the form has more than {limits.FORM_BYTES >> 10} KiB besides its file")
+
+    def _add(self, data: bytes) -> None:
+        if self._name != "file":
+            self._count(len(data))
+            self.fields[self._name] = self.fields.get(self._name, "") + data.decode("utf-8", "replace")
+            return
+        self._n_file_bytes += len(data)
+        if self._n_file_bytes > self._most_bytes:
+            raise too_large(self._most_bytes)
+        self._write(data)
+
+    def _end(self) -> None:
+        self._ended = True

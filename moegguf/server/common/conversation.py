@@ -1,8 +1,7 @@
 """What every API does with a question: reads it, runs its generations, and sends the reply, whole or streamed.
 
-An API has bodies that make `GenerationRequest`s (`Question`) and replies that encode events (`Reply`); a `Conversation`
-is an endpoint of both. Neither waits: leases, loops, errors in mid stream, disconnects and counts for `/metrics` are
-here.
+An API has bodies that make `GenerationRequest`s (`Question`) and replies that encode events (`Reply`). Neither waits:
+leases, loops, errors in mid stream, disconnects and counts for `/metrics` are here.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Generic, TypeVar
+from dataclasses import replace
+from typing import Any, ClassVar, TypeVar
 
 from starlette.datastructures import State
 from starlette.requests import Request
@@ -28,9 +27,8 @@ from moegguf.models.entry import Details, ModelEntry
 from moegguf.server.common import limits
 from moegguf.server.common.body import parse_body, read_body, too_large
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.lookup import check_capabilities, loaded_of, look_up
-from moegguf.server.common.options import Loading, ModelName
-from moegguf.server.common.streams import LineResponse, Lines, WholeResponse, computed, event_line
+from moegguf.server.common.options import Loading, ModelName, check_capabilities, loaded_of, look_up
+from moegguf.server.common.replies import LineResponse, Lines, WholeResponse, computed, end, event_line
 from moegguf.server.metrics import record
 from moegguf.serving.clients import current_owner
 from moegguf.serving.events import Done, Event
@@ -39,27 +37,6 @@ from moegguf.serving.lease import Lease, Leases
 Json = dict[str, Any]
 
 _BACKGROUND = re.compile(r"(^|,)\s*u=7\s*(,|;|$)")
-
-
-class Question(Loading):
-    """A body that asks for answers."""
-
-    model: ModelName
-    stream: bool | None = None
-
-    @property
-    def streams(self) -> bool:
-        """Whether the reply is streamed."""
-        return bool(self.stream)
-
-    @property
-    def parallel_calls(self) -> bool:
-        """Whether an answer may have several tool calls; else only the first is sent."""
-        return True
-
-    @abstractmethod
-    def generations(self, entry: ModelEntry, known: Details) -> Sequence[GenerationRequest]:
-        """What the model is asked, in turn, with the entry's defaults. Raises MoeggufError."""
 
 
 class Reply(ABC):
@@ -106,49 +83,29 @@ class EventReply(Reply):
     started = False
     open = ""
 
-    @abstractmethod
-    def _begin(self, event: Event) -> Iterator[Json]:
-        """The events before all others; `event`: the first of the answer."""
+    # Methods of an API's reply, with the events that they make.
+    _begin: Callable[[Event], Iterator[Json]]  # before all others, from the first of the answer
+    _begin_block: Callable[[str], Iterator[Json]]  # of a new block, "thinking" or "text"
+    _grow: Callable[[str, Delta], Iterator[Json]]  # of more text in the open block
+    _end_block: Callable[[str, Done | None], Iterator[Json]]  # of the end of a block, and of the answer's if it is that
+    _call: Callable[[ToolCall], Iterator[Json]]  # of a tool call, which is a block
+    _finish: Callable[[Done], Iterator[Json]]  # after all blocks; they complete the object
 
-    @abstractmethod
-    def _begin_block(self, kind: str) -> Iterator[Json]:
-        """A new block, "thinking" or "text"."""
-
-    @abstractmethod
-    def _grow(self, text: str, delta: Delta) -> Iterator[Json]:
-        """More text of the open block."""
-
-    @abstractmethod
-    def _end_block(self, kind: str, done: Done | None = None) -> Iterator[Json]:
-        """The end of a block; `done`: the answer ends with it."""
-
-    @abstractmethod
-    def _call(self, call: ToolCall) -> Iterator[Json]:
-        """A tool call as a block."""
-
-    @abstractmethod
-    def _finish(self, done: Done) -> Iterator[Json]:
-        """The events after all blocks, which complete the object."""
-
-    def _stream(self, event: Event) -> Iterator[Json]:
-        """The events, each with its `type`, for one of the answer."""
+    def _events(self, event: Event) -> Iterator[Json]:
         if not self.started:
             self.started = True
             yield from self._begin(event)
         if isinstance(event, Delta):
-            yield from self._blocks(event)
+            if event.thinking:
+                yield from self._add("thinking", event.thinking, event)
+            if event.text or (event.logprobs and not event.thinking):
+                yield from self._add("text", event.text, event)
+            for _, call in self.numbered(event.tool_calls):
+                yield from self._close()
+                yield from self._call(call)
         elif isinstance(event, Done):
             yield from self._close(event)
             yield from self._finish(event)
-
-    def _blocks(self, delta: Delta) -> Iterator[Json]:
-        if delta.thinking:
-            yield from self._add("thinking", delta.thinking, delta)
-        if delta.text or (delta.logprobs and not delta.thinking):
-            yield from self._add("text", delta.text, delta)
-        for _, call in self.numbered(delta.tool_calls):
-            yield from self._close()
-            yield from self._call(call)
 
     def _add(self, kind: str, text: str, delta: Delta) -> Iterator[Json]:
         if self.open != kind:
@@ -164,56 +121,88 @@ class EventReply(Reply):
 
     def lines(self, event: Event) -> bytes:
         """Server-sent events with their names."""
-        return b"".join(event_line(item, item["type"]) for item in self._stream(event))
+        return b"".join(event_line(item, item["type"]) for item in self._events(event))
 
     def add(self, delta: Delta, done: Done) -> None:
         """Makes a stream's events, of which only the object is kept."""
-        for _ in (*self._stream(delta), *self._stream(done)):
-            pass
+        for event in (delta, done):
+            list(self._events(event))
+
+
+class Question(Loading):
+    """A body that asks for answers, of at most `limit` bytes."""
+
+    limit: ClassVar[int] = limits.IMAGES_BODY_BYTES
+
+    model: ModelName
+    stream: bool | None = None
+
+    @property
+    def streams(self) -> bool:
+        """Whether the reply is streamed."""
+        return bool(self.stream)
+
+    @property
+    def parallel_calls(self) -> bool:
+        """Whether an answer may have several tool calls; else only the first is sent."""
+        return True
+
+    @abstractmethod
+    def generations(self, entry: ModelEntry, known: Details) -> Sequence[GenerationRequest]:
+        """What the model is asked, in turn, with the entry's defaults. Raises MoeggufError."""
+
+    def reply(self, entry: ModelEntry, generations: Sequence[GenerationRequest]) -> Reply:
+        """The reply to what the model is asked, before any event."""
+        raise NotImplementedError
 
 
 Kind = TypeVar("Kind", bound=Question)
-Encode = Callable[[Kind, ModelEntry, Sequence[GenerationRequest]], Reply]
-"""(body, model, what it is asked) to the reply, before any event."""
 
 
-@dataclass(frozen=True)
-class Conversation(Generic[Kind]):
-    """An endpoint: the body that it takes, at most `limit` bytes, and the reply."""
+def conversation(path: str, kind: type[Question]) -> Route:
+    """An endpoint that answers questions."""
 
-    kind: type[Kind]
-    encode: Encode[Kind]
-    limit: int = limits.IMAGES_BODY_BYTES
-
-    def at(self, path: str) -> Route:
-        """The route of the endpoint."""
-        return Route(path, self.respond, methods=["POST"])
-
-    async def respond(self, request: Request) -> Response:
-        """The reply, whole or streamed."""
+    async def respond(request: Request) -> Response:
         start_ns = time.perf_counter_ns()
-        body = await read_body(request, self.kind, self.limit)
-        return await self.respond_to(request, body, start_ns)
+        return await respond_to(request, await read_body(request, kind, kind.limit), start_ns)
 
-    async def respond_to(self, request: Request, body: Kind, start_ns: int) -> Response:
-        """The same for a body that has been read; `start_ns`: when the request came."""
-        events, reply = await self._ask(request.app.state, leases_of(request), body)
-        reply.start_ns = start_ns
-        return reply.streamed(_lines(events, reply)) if body.streams else WholeResponse(_whole(events, reply))
-
-    async def whole(self, state: State, leases: Leases, raw: bytes) -> Json:
-        """The whole reply to a body as JSON text. Raises MoeggufError."""
-        if len(raw) > self.limit:
-            raise too_large(self.limit)
-        return await _whole(*await self._ask(state, leases, parse_body(raw, self.kind)))
-
-    async def _ask(self, state: State, leases: Leases, body: Kind) -> tuple[AsyncGenerator[Event], Reply]:
-        entry, generations = await understand(state, body)
-        reply = self.encode(body, entry, generations)
-        return answers(state, leases, body, entry, generations, reply), reply
+    return Route(path, respond, methods=["POST"])
 
 
-async def understand(state: State, body: Question) -> tuple[ModelEntry, Sequence[GenerationRequest]]:
+async def respond_to(request: Request, body: Question, start_ns: int) -> Response:
+    """The reply to a question, whole or streamed; `start_ns`: when the request came."""
+    events, reply = await _ask(request.app.state, leases_of(request), body)
+    reply.start_ns = start_ns
+    return reply.streamed(_lines(events, reply)) if body.streams else WholeResponse(_whole(events, reply))
+
+
+async def whole_reply(kind: type[Question], state: State, leases: Leases, raw: bytes) -> Any:
+    """The whole reply to a body as JSON text. Raises MoeggufError."""
+    if len(raw) > kind.limit:
+        raise too_large(kind.limit)
+    return await _whole(*await _ask(state, leases, parse_body(raw, kind)))
+
+
+def about_prompt(path: str, kind: type[Kind], ask: str, tell: Callable[[Any], Json]) -> Route:
+    """An endpoint that replies with what `tell` makes of an answer about a conversation's prompt, which goes through
+    the model's own template. `ask`: a method of `moegguf.serving.lease.Calls`. It loads the model if needed, and does
+    not wait for running answers."""
+
+    async def compute(request: Request, body: Kind) -> Json:
+        entry, generations = await _understand(request.app.state, body)
+        async with request.app.state.manager.lease(entry, body.overrides(), will_answer=False) as lease:
+            return tell(await getattr(lease, ask)(generations[0]))
+
+    return computed(path, kind, compute, kind.limit)
+
+
+async def _ask(state: State, leases: Leases, body: Question) -> tuple[AsyncGenerator[Event], Reply]:
+    entry, generations = await _understand(state, body)
+    reply = body.reply(entry, generations)
+    return _answers(state, leases, body, entry, generations, reply), reply
+
+
+async def _understand(state: State, body: Question) -> tuple[ModelEntry, Sequence[GenerationRequest]]:
     """The model of a question, and what it is asked, for the owner of the request. Raises MoeggufError."""
     entry, known = await look_up(state, body.model)
     owner = "" if state.share_contexts else current_owner.get()
@@ -238,7 +227,7 @@ def leases_of(request: Request) -> Leases:
     return found
 
 
-async def answers(
+async def _answers(
     state: State,
     leases: Leases,
     body: Question,
@@ -246,49 +235,18 @@ async def answers(
     generations: Sequence[GenerationRequest],
     reply: Reply,
 ) -> AsyncGenerator[Event]:
-    """The events of each generation in turn; a `Done` ends each. Closing it stops the answers. They are computed
-    together, as many as the model answers at once; between two, other requests have their turn."""
+    """The events of each generation after those of the one before; a `Done` ends each. Closing it stops the answers.
+    They are computed together, as many as the model answers at once; between two, other requests have their turn."""
+    queues: list[asyncio.Queue[Event | Exception]] = [asyncio.Queue() for _ in generations]
+    left = iter(zip(generations, queues, strict=True))
 
     def new_lease() -> AbstractAsyncContextManager[Lease]:
         return leases.lease(entry, body.overrides(), body.keep_alive_s())
 
-    async with new_lease() as lease:
-        await reply.prepare(lease)
-        loaded = loaded_of(state, entry)
-        n_beside = min(loaded.n_parallel if loaded else 1, len(generations)) - 1
-        async with aclosing(_in_turn(lease, new_lease, n_beside, generations, stream=body.streams)) as events:
-            has_call = False
-            async for event in events:
-                if isinstance(event, Delta) and event.tool_calls and not body.parallel_calls:
-                    event = replace(event, tool_calls=() if has_call else event.tool_calls[:1])
-                    has_call = True
-                has_call = has_call and not isinstance(event, Done)
-                record(state, entry.name, event)
-                yield event
-
-
-async def _in_turn(
-    lease: Lease,
-    new_lease: Callable[[], AbstractAsyncContextManager[Lease]],
-    n_beside: int,
-    generations: Sequence[GenerationRequest],
-    *,
-    stream: bool,
-) -> AsyncGenerator[Event]:
-    """The events of each generation after those of the one before, computed with `lease` and `n_beside` others."""
-    if n_beside < 1:
-        for generation in generations:
-            async with aclosing(lease.answer(generation, stream=stream)) as events:
-                async for event in events:
-                    yield event
-        return
-    queues: list[asyncio.Queue[Event | Exception]] = [asyncio.Queue() for _ in generations]
-    left = iter(zip(generations, queues, strict=True))
-
-    async def compute(own: Lease) -> None:
+    async def compute(lease: Lease) -> None:
         for generation, queue in left:
             try:
-                async with aclosing(own.answer(generation, stream=stream)) as events:
+                async with aclosing(lease.answer(generation, stream=body.streams)) as events:
                     async for event in events:
                         queue.put_nowait(event)
             except Exception as error:
@@ -296,23 +254,29 @@ async def _in_turn(
                 return
 
     async def compute_beside() -> None:
-        with suppress(MoeggufError):  # where none can be had, the first computes all
-            async with new_lease() as own:
-                await compute(own)
+        with suppress(MoeggufError):  # where no lease can be had, the first computes all
+            async with new_lease() as lease:
+                await compute(lease)
 
-    tasks = [asyncio.create_task(compute(lease)), *(asyncio.create_task(compute_beside()) for _ in range(n_beside))]
-    try:
-        for queue in queues:
-            found: Event | Exception | None = None
-            while not isinstance(found, Done):
-                found = await queue.get()
-                if isinstance(found, Exception):
-                    raise found
-                yield found
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async with new_lease() as lease:
+        await reply.prepare(lease)
+        loaded = loaded_of(state, entry)
+        n_beside = min(loaded.n_parallel if loaded else 1, len(generations)) - 1
+        tasks = [asyncio.create_task(compute(lease)), *(asyncio.create_task(compute_beside()) for _ in range(n_beside))]
+        try:
+            for queue in queues:
+                has_call, event = False, None
+                while not isinstance(event, Done):
+                    event = await queue.get()
+                    if isinstance(event, Exception):
+                        raise event
+                    if isinstance(event, Delta) and event.tool_calls and not body.parallel_calls:
+                        event = replace(event, tool_calls=() if has_call else event.tool_calls[:1])
+                        has_call = True
+                    record(state, entry.name, event)
+                    yield event
+        finally:
+            await end(*tasks)
 
 
 async def _lines(events: AsyncGenerator[Event], reply: Reply) -> Lines:
@@ -332,16 +296,3 @@ async def _whole(events: AsyncGenerator[Event], reply: Reply) -> Any:
                 reply.add(join(deltas), event)
                 deltas = []
     return reply.whole()
-
-
-def about_prompt(path: str, kind: type[Kind], ask: str, tell: Callable[[Any], Json]) -> Route:
-    """An endpoint that replies with what `tell` makes of an answer about a conversation's prompt, which goes through
-    the model's own template. `ask`: a method of `moegguf.serving.lease.Calls`. It loads the model if needed, and does
-    not wait for running answers."""
-
-    async def compute(request: Request, body: Kind) -> Json:
-        entry, generations = await understand(request.app.state, body)
-        async with request.app.state.manager.lease(entry, body.overrides(), will_answer=False) as lease:
-            return tell(await getattr(lease, ask)(generations[0]))
-
-    return computed(path, kind, compute, limits.IMAGES_BODY_BYTES)

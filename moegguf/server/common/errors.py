@@ -24,7 +24,7 @@ from moegguf import errors
 log = logging.getLogger(__name__)
 
 LINGER_S = 2.0
-OVERLOADED = 529
+OVERLOADED = 529  # Anthropic's own status for a full queue
 ANTHROPIC_PATH = "/v1/messages"
 ANTHROPIC_HEADER = "anthropic-version"  # all of Anthropic's clients send it
 MODELS_PATH = "/v1/models"  # of OpenAI's API, and of Anthropic's
@@ -48,25 +48,21 @@ class HttpError(errors.MoeggufError):
 
     def body(self, path: str) -> dict[str, Any]:
         """The JSON of the reply to a request at `path`."""
+        message, invalid = str(self), "invalid_request_error" if self.status < 500 else None
         if path in LLAMA_PATHS:
-            kind = LLAMA_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-            return {"error": {"code": self.status, "message": str(self), "type": kind}}
+            kind = LLAMA_TYPES.get(self.status, invalid or "server_error")
+            return {"error": {"code": self.status, "message": message, "type": kind}}
         if not path.startswith("/v1"):
-            return {"error": str(self)}
-        types = ANTHROPIC_TYPES if is_anthropic(path) else OPENAI_TYPES
-        error_type = types.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-        if is_anthropic(path):
-            return {"type": "error", "error": {"type": error_type, "message": str(self)}}
-        return {"error": {"message": str(self), "type": error_type, "param": None, "code": self.code}}
+            return {"error": message}
+        if path.startswith(ANTHROPIC_PATH):
+            kind = ANTHROPIC_TYPES.get(self.status, invalid or "api_error")
+            return {"type": "error", "error": {"type": kind, "message": message}}
+        kind = OPENAI_TYPES.get(self.status, invalid or "api_error")
+        return {"error": {"message": message, "type": kind, "param": None, "code": self.code}}
 
 
 class BodyRefusedError(HttpError):
     """An error that is sent while the client may still be sending its body."""
-
-
-def is_anthropic(path: str) -> bool:
-    """Whether Anthropic's API has this path."""
-    return path.startswith(ANTHROPIC_PATH)
 
 
 def lists_for_anthropic(request: Request) -> bool:
@@ -75,25 +71,18 @@ def lists_for_anthropic(request: Request) -> bool:
     return ANTHROPIC_HEADER in request.headers and (path == MODELS_PATH or path.startswith(f"{MODELS_PATH}/"))
 
 
-# (class, status, code, headers); the first match counts, so subclasses come before their bases.
-STATUSES: tuple[tuple[type[BaseException], int, str | None, Mapping[str, str]], ...] = (
-    (errors.ModelNotFoundError, 404, "model_not_found", {}),
-    (errors.ContextError, 400, "context_length_exceeded", {}),
-    (errors.UnknownIdError, 404, None, {}),
-    (errors.ModelNameError, 400, None, {}),
-    (errors.OptionError, 400, None, {}),
-    (errors.SchemaError, 400, None, {}),
-    (errors.CapabilityError, 400, None, {}),
-    (errors.TemplateError, 400, None, {}),
-    (errors.BatchFileError, 400, None, {}),
-    (errors.StorageError, 507, None, NO_RETRY),
-    (errors.BusyError, 503, None, {"retry-after": "1"}),
-    (errors.GenerationCancelled, 499, None, {}),
-    (errors.BudgetError, 500, None, NO_RETRY),
-    (errors.AllocationError, 500, None, NO_RETRY),
-    (errors.ModelFormatError, 500, None, NO_RETRY),
-    (errors.LibraryError, 500, None, NO_RETRY),
-    (errors.MoeggufError, 500, None, {}),
+# (classes, status, code, headers); the first match counts, so subclasses come before their bases.
+STATUSES: tuple[tuple[tuple[type[BaseException], ...], int, str | None, Mapping[str, str]], ...] = (
+    ((errors.ModelNotFoundError,), 404, "model_not_found", {}),
+    ((errors.ContextError,), 400, "context_length_exceeded", {}),
+    ((errors.UnknownIdError,), 404, None, {}),
+    ((errors.ModelNameError, errors.OptionError, errors.SchemaError, errors.CapabilityError), 400, None, {}),
+    ((errors.TemplateError, errors.BatchFileError), 400, None, {}),
+    ((errors.StorageError,), 507, None, NO_RETRY),
+    ((errors.BusyError,), 503, None, {"retry-after": "1"}),
+    ((errors.GenerationCancelled,), 499, None, {}),
+    ((errors.BudgetError, errors.AllocationError, errors.ModelFormatError, errors.LibraryError), 500, None, NO_RETRY),
+    ((errors.MoeggufError,), 500, None, {}),
 )
 
 
@@ -103,8 +92,8 @@ def http_error(error: BaseException) -> HttpError:
         return error
     if isinstance(error, HTTPException):
         return HttpError(error.status_code, HTTPStatus(error.status_code).phrase.lower(), headers=error.headers or {})
-    for kind, status, code, headers in STATUSES:
-        if isinstance(error, kind):
+    for kinds, status, code, headers in STATUSES:
+        if isinstance(error, kinds):
             return HttpError(status, " ".join(str(error).split()), code, headers)
     if isinstance(error, MemoryError):
         return HttpError(500, "there is not enough memory for this request.", None, NO_RETRY)
@@ -116,9 +105,8 @@ def error_response(error: BaseException, path: str) -> Response:
     """The reply to a request at `path` that failed with `error`."""
     found = http_error(error)
     kind = LingeringResponse if isinstance(found, BodyRefusedError) else JSONResponse
-    # Anthropic has a status of its own for a full queue.
-    status = OVERLOADED if is_anthropic(path) and found.status == HTTPStatus.SERVICE_UNAVAILABLE else found.status
-    return kind(found.body(path), status_code=status, headers=found.headers)
+    is_overloaded = path.startswith(ANTHROPIC_PATH) and found.status == HTTPStatus.SERVICE_UNAVAILABLE
+    return kind(found.body(path), status_code=OVERLOADED if is_overloaded else found.status, headers=found.headers)
 
 
 class LingeringResponse(JSONResponse):

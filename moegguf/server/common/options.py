@@ -1,11 +1,12 @@
-"""What the bodies of every API share: messages from the parts that they send (texts, images as base64 or data URLs,
-tool calls and their results), tools, and options for loading and sampling with Ollama's names and ranges.
+"""What the bodies of every API share: the model that they name, messages and tools, and options for loading and
+sampling with Ollama's names and ranges.
 
 Unknown options are ignored with a warning in the log; those that Ollama has removed, without one.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -13,90 +14,91 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+from starlette.datastructures import State
 
 from moegguf.engine.machine import count_cpus
-from moegguf.errors import OptionError
+from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
 from moegguf.generate.images import image_part
 from moegguf.generate.request import Message, Sampling, sampling_with
-from moegguf.models.details import parameters_of
-from moegguf.models.entry import ModelEntry
+from moegguf.models.catalog import Catalog
+from moegguf.models.details import details, parameters_of
+from moegguf.models.entry import Details, ModelEntry
 from moegguf.models.recipe import PARAMETERS, RANGES
 from moegguf.quantities import parse_duration, parse_expert_cache
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body, explain
 from moegguf.server.common.errors import HttpError
-from moegguf.serving.events import LoadOverrides
-
-Part = dict[str, str]
-
-_DATA_URL = re.compile(r"data:image/[\w.+-]{1,40};base64,", re.IGNORECASE)
-
-
-def text_part(text: str) -> Part:
-    """The part for a text."""
-    return {"type": "text", "text": text}
-
-
-def image_of_base64(data: str) -> Part:
-    """The part for an image as base64. Raises ValueError when it cannot be used."""
-    try:
-        return image_part(data)
-    except OptionError as error:
-        raise ValueError(str(error)) from None
-
-
-def image_of_url(url: str) -> Part:
-    """The part for an image in a data URL. Raises ValueError for any other URL: the server fetches nothing."""
-    found = _DATA_URL.match(url[:100])
-    if found is None:
-        raise ValueError(
-            f"an image is sent as data:image/png;base64,..., but this is {url[:40]!r}; the server fetches nothing"
-        )
-    return image_of_base64(url[found.end() :])
-
-
-def part_of(part: Any, texts: Mapping[str, str], image_kind: str) -> Part:
-    """A part of OpenAI's messages: a text, under {its type: its key}, or an image. Raises ValueError for others."""
-    kind = part.get("type") if isinstance(part, dict) else None
-    first = next(iter(texts))
-    if kind == image_kind:
-        given = part.get("image_url")
-        url = given.get("url") if isinstance(given, dict) else given
-        if not isinstance(url, str):
-            raise ValueError('image_url must be {"url": "data:image/png;base64,..."}')
-        return image_of_url(url)
-    if isinstance(kind, str) and kind not in texts:
-        raise ValueError(f"parts of type {kind[:40]!r} are not supported; send {first} or {image_kind}")
-    text = part.get(texts[kind]) if isinstance(kind, str) else None
-    if not isinstance(text, str):
-        raise ValueError(f'a part must be {{"type": "{first}", "text": "..."}}')
-    return text_part(text)
-
-
-def content_of(parts: Sequence[Part]) -> str | list[Part]:
-    """The content of a message: one text, its parts joined by newlines, unless there are images."""
-    if any(part["type"] == "image" for part in parts):
-        return list(parts)
-    return "\n".join(part["text"] for part in parts)
-
-
-def call_of(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool call of an assistant's message."""
-    return {"id": call_id, "function": {"name": name, "arguments": arguments}}
-
-
-def tool_message(content: Any, call_id: str | None, name: str | None) -> Message:
-    """The message with what a tool returned; without the id or name where it is None."""
-    known = {"tool_call_id": call_id, "tool_name": name}
-    return {"role": "tool", "content": content} | {key: value for key, value in known.items() if value is not None}
-
+from moegguf.serving.events import LoadedModel, LoadOverrides
 
 log = logging.getLogger(__name__)
 
 MAX_TOKEN = 2**31 - 1  # llama.cpp's token ids have 32 bits
-KeepAlive = int | float | str | None
+_DATA_URL = re.compile(r"data:image/[\w.+-]{1,40};base64,", re.IGNORECASE)
+
+Part = dict[str, str]
 ModelName = Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARS)]
 FunctionName = Annotated[str, Field(min_length=1, max_length=256)]
+
+# Models
+
+
+def find(catalog: Catalog, name: str, *, even_missing: bool = False) -> ModelEntry:
+    """The entry of that name, with `even_missing` also one whose files are missing. Raises HttpError 404 with Ollama's
+    message, ModelNameError."""
+    try:
+        return catalog.find(name, even_missing=even_missing)
+    except ModelNotFoundError as error:
+        message = f"model {name!r:.200} not found, try pulling it first ({' '.join(str(error).split())})"
+        raise HttpError(404, message, "model_not_found") from None
+
+
+def selected_model(state: State, model: str | None) -> str:
+    """The name of the selected model; without one the only loaded model's. Raises HttpError 400 when there is not
+    exactly one."""
+    if model:
+        return model
+    loaded: list[LoadedModel] = state.manager.loaded()
+    if len(loaded) != 1:
+        raise HttpError(400, f"model: is missing, and {len(loaded)} models are loaded; name one")
+    return loaded[0].name
+
+
+def loaded_of(state: State, entry: ModelEntry) -> LoadedModel | None:
+    """The model in memory that the entry's name uses, if there is one."""
+    loaded: list[LoadedModel] = state.manager.loaded()
+    return next((model for model in loaded if entry.name in {each.name for each in model.names}), None)
+
+
+async def look_up(state: State, model: str | None) -> tuple[ModelEntry, Details]:
+    """The entry of the selected model and its details. Raises as `selected_model` and `find`, ModelFormatError."""
+
+    def both(name: str) -> tuple[ModelEntry, Details]:
+        entry = find(state.catalog, name)
+        return entry, details(entry)
+
+    return await asyncio.to_thread(both, selected_model(state, model))
+
+
+def check_capabilities(entry: ModelEntry, known: Details, needs: Mapping[str, bool]) -> None:
+    """Raises HttpError 400 with Ollama's message for the first of `needs` ({operation: needed}) the model lacks."""
+    for operation, needed in needs.items():
+        if (
+            needed
+            and {"chat": "completion", "generate": "completion"}.get(operation, operation) not in known.capabilities
+        ):
+            name = entry.name if operation == "tools" else f'"{entry.name}"'
+            raise HttpError(400, f"{name} does not support {operation}")
+
+
+def details_or_none(entry: ModelEntry) -> Details | None:
+    """An entry's details, None when its file cannot be read: lists contain such a model without details."""
+    try:
+        return details(entry)
+    except (MoeggufError, OSError):
+        return None
+
+
+# Options
 
 
 def _integral(value: Any) -> Any:
@@ -113,11 +115,6 @@ def _budget(value: str | int | None) -> str | None:
 def _in_range(name: str) -> Any:
     least, most = RANGES.get(name, (None, None))
     return Field(default=None, ge=least, le=most)
-
-
-def are_tokens(given: Any) -> bool:
-    """Whether a value is a text as its tokens, one or more."""
-    return isinstance(given, list) and bool(given) and all(type(t) is int and 0 <= t <= MAX_TOKEN for t in given)
 
 
 Whole = Annotated[int | None, BeforeValidator(_integral)]
@@ -169,37 +166,106 @@ class Options(SamplingOptions):
             log.warning("the option %.60r is unknown and ignored", name)
         return given
 
-    def overrides(self) -> LoadOverrides:
-        """The options for loading."""
-        given = self.model_dump(exclude_none=True, exclude={"num_batch"})
-        if self.num_thread:  # more would spin for each other, and one request would hold up the machine
-            given["num_thread"] = min(self.num_thread, count_cpus())
-        return LoadOverrides.of({"expert_cache": self.moe_cache_ram} | given)
-
-    def sampling(self) -> Sampling:
-        """The options for sampling; those of `Sampling` where an option is None."""
-        return sampling_with(Sampling(), self.model_dump(exclude_none=True))
-
 
 class Loading(Body):
     """The fields of a body that may load a model."""
 
     options: Options | None = None
-    keep_alive: KeepAlive = None
+    keep_alive: int | float | str | None = None
 
     def overrides(self) -> LoadOverrides:
         """The options for loading."""
-        return (self.options or Options()).overrides()
-
-    def sampling_with(self, entry: ModelEntry, **own: Any) -> Sampling:
-        """The sampling parameters: the body's `own` keys by Ollama's names, unless they are None, then `options`, then
-        the entry's parameters. Raises HttpError 400 for invalid ones of the entry."""
-        given = {name: value for name, value in own.items() if value is not None}
-        return options_of(self.options, entry).model_copy(update=given).sampling()
+        options = self.options or Options()
+        given = options.model_dump(exclude_none=True, exclude={"num_batch"})
+        if options.num_thread:  # more would spin for each other, and one request would hold up the machine
+            given["num_thread"] = min(options.num_thread, count_cpus())
+        return LoadOverrides.of({"expert_cache": options.moe_cache_ram} | given)
 
     def keep_alive_s(self) -> float | None:
         """How long the model stays loaded when it is idle: inf for ever, None for the setting. Raises OptionError."""
         return None if self.keep_alive is None else parse_duration(self.keep_alive)
+
+
+def sampling_of(entry: ModelEntry, options: Options | None = None, **own: Any) -> Sampling:
+    """The sampling parameters: `own` keys by Ollama's names, unless they are None, then `options`, then the entry's
+    parameters. Raises HttpError 400 for invalid ones of the entry."""
+    given = options.model_dump(exclude_none=True) if options else {}
+    try:
+        known = Options.model_validate(parameters_of(entry) | given).model_dump(exclude_none=True)
+    except ValidationError as error:
+        raise HttpError(400, f"parameters of {entry.name}: {explain(error)}") from None
+    return sampling_with(Sampling(), known | {name: value for name, value in own.items() if value is not None})
+
+
+# Messages and tools
+
+
+def text_part(text: str) -> Part:
+    """The part for a text."""
+    return {"type": "text", "text": text}
+
+
+def image_of_base64(data: str) -> Part:
+    """The part for an image as base64. Raises ValueError when it cannot be used."""
+    try:
+        return image_part(data)
+    except OptionError as error:
+        raise ValueError(str(error)) from None
+
+
+def image_of_url(url: str) -> Part:
+    """The part for an image in a data URL. Raises ValueError for any other URL: the server fetches nothing."""
+    found = _DATA_URL.match(url[:100])
+    if found is None:
+        raise ValueError(
+            f"an image is sent as data:image/png;base64,..., but this is {url[:40]!r}; the server fetches nothing"
+        )
+    return image_of_base64(url[found.end() :])
+
+
+def part_of(part: Any, texts: Mapping[str, str], image_kind: str) -> Part:
+    """A part of OpenAI's messages: a text, under {its type: its key}, or an image. Raises ValueError for others."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    first = next(iter(texts))
+    if kind == image_kind:
+        given = part.get("image_url")
+        url = given.get("url") if isinstance(given, dict) else given
+        if not isinstance(url, str):
+            raise ValueError('image_url must be {"url": "data:image/png;base64,..."}')
+        return image_of_url(url)
+    if isinstance(kind, str) and kind not in texts:
+        raise ValueError(f"parts of type {kind[:40]!r} are not supported; send {first} or {image_kind}")
+    text = part.get(texts[kind]) if isinstance(kind, str) else None
+    if not isinstance(text, str):
+        raise ValueError(f'a part must be {{"type": "{first}", "text": "..."}}')
+    return text_part(text)
+
+
+def content_of(parts: Sequence[Part]) -> str | list[Part]:
+    """The content of a message: one text, its parts joined by newlines, unless there are images."""
+    if any(part["type"] == "image" for part in parts):
+        return list(parts)
+    return "\n".join(part["text"] for part in parts)
+
+
+def tool_message(content: Any, call_id: str | None, name: str | None) -> Message:
+    """The message with what a tool returned; without the id or name where it is None."""
+    known = {"tool_call_id": call_id, "tool_name": name}
+    return {"role": "tool", "content": content} | {key: value for key, value in known.items() if value is not None}
+
+
+def with_entry_messages(given: Iterable[Message], entry: ModelEntry) -> tuple[Message, ...]:
+    """A conversation after the entry's own messages; its system message first unless `given` begins with one."""
+    given = tuple(given)
+    own = [dict(message) for message in entry.messages]
+    if entry.system and not (given and given[0]["role"] == "system"):
+        own.insert(0, {"role": "system", "content": entry.system})
+    return (*own, *given)
+
+
+def are_tokens(given: Any) -> bool:
+    """Whether a value is a text as its tokens, one or more."""
+    return isinstance(given, list) and bool(given) and all(type(t) is int and 0 <= t <= MAX_TOKEN for t in given)
 
 
 class Function(Body):
@@ -238,23 +304,3 @@ class ToolCall(Body):
 
     id: str | None = None
     function: _CalledFunction
-
-
-def options_of(given: Options | None, entry: ModelEntry) -> Options:
-    """The request's options, then the model's parameters. Raises HttpError 400 for invalid parameters of the model."""
-    own = parameters_of(entry)
-    if not own:
-        return given or Options()
-    try:
-        return Options.model_validate({**own, **(given.model_dump(exclude_none=True) if given else {})})
-    except ValidationError as error:
-        raise HttpError(400, f"parameters of {entry.name}: {explain(error)}") from None
-
-
-def with_entry_messages(given: Iterable[Message], entry: ModelEntry) -> tuple[Message, ...]:
-    """A conversation after the entry's own messages; its system message first unless `given` begins with one."""
-    given = tuple(given)
-    own = [dict(message) for message in entry.messages]
-    if entry.system and not (given and given[0]["role"] == "system"):
-        own.insert(0, {"role": "system", "content": entry.system})
-    return (*own, *given)

@@ -1,6 +1,9 @@
 """/api/chat and /api/generate: the next message of a conversation, and the answer to one prompt; without a question
-they load or unload the model. Their replies, and Ollama's JSON objects (api/types.go) that other endpoints share: model
-details, times, statistics."""
+they load or unload the model.
+
+Bodies and replies are Ollama's (api/types.go). The entry's system message, messages, parameters and template are
+defaults for those of the request.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +13,173 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import AfterValidator, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from moegguf.generate.request import Delta, GenerationRequest
+from moegguf.generate.images import MAX_IMAGES, with_images
+from moegguf.generate.request import MAX_TOP_LOGPROBS, THINK_LEVELS, Delta, GenerationRequest, Message
 from moegguf.models.entry import Details, ModelEntry
-from moegguf.server.common import conversation, limits
-from moegguf.server.common.body import read_body
-from moegguf.server.common.conversation import Conversation
-from moegguf.server.common.lookup import find
-from moegguf.server.common.objects import MIN_LOGPROB, cut_object, moe_object, to_ns
-from moegguf.server.common.streams import LineResponse, Lines, WholeResponse, json_line
-from moegguf.server.ollama.schema import ChatRequest, GenerateRequest, GenerationBody
+from moegguf.models.recipe import is_go_template
+from moegguf.options import MAX_ANSWER_TOKENS
+from moegguf.server.common import limits, replies
+from moegguf.server.common.body import Body, read_body
+from moegguf.server.common.conversation import Json, Question, Reply, respond_to
+from moegguf.server.common.options import (
+    ModelName,
+    Tool,
+    ToolCall,
+    check_capabilities,
+    find,
+    sampling_of,
+    with_entry_messages,
+)
 from moegguf.serving.events import Done, Event
 
 NEVER = datetime(2318, 1, 1, tzinfo=UTC)  # expiry of a model that is kept for ever; Ollama gives a similar year
+
+
+def _level(value: bool | str | None) -> bool | str | None:
+    if isinstance(value, str) and value not in THINK_LEVELS:
+        raise ValueError(f'invalid think value: {value[:40]!r} (must be "high", "medium", "low", "max", true or false)')
+    return value
+
+
+def _format(value: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    if isinstance(value, str) and value not in ("", "json"):
+        raise ValueError(f'invalid format: {value[:40]!r}; expected "json" or a JSON schema')
+    return value or None
+
+
+Images = Annotated[list[str], Field(max_length=MAX_IMAGES)]  # base64
+
+
+class ModelBody(Body):
+    """A request about one model; `name` is the deprecated form of `model`."""
+
+    model: ModelName
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, given: dict[str, Any]) -> dict[str, Any]:
+        if not (name := given.get("model") or given.get("name")):
+            raise ValueError("model is required")
+        return {**given, "model": name}
+
+
+class ChatMessage(Body):
+    """One message; tool calls carry their arguments as an object."""
+
+    role: Annotated[str, Field(min_length=1, max_length=32), AfterValidator(str.lower)]
+    content: str | None = None
+    thinking: str | None = None
+    images: Images | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+    def as_message(self) -> Message:
+        """The message for `GenerationRequest`: without null fields, always with `content`. Raises OptionError."""
+        fields = self.model_dump(exclude_none=True, exclude={"images", "content"})
+        return {**fields, "content": with_images(self.content or "", self.images or ())}
+
+
+class _GenerationBody(ModelBody, Question):
+    think: Annotated[bool | str | None, AfterValidator(_level)] = None
+    format: Annotated[str | dict[str, Any] | None, AfterValidator(_format)] = None
+    truncate: bool | None = None
+    shift: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
+    details: bool | None = None  # ours: lines with `prompt_progress`, and `timing` and `decisions` at the end
+
+    @property
+    @abstractmethod
+    def asks(self) -> bool:
+        """Whether there is a question; else the model is only loaded or unloaded."""
+
+    @property
+    def streams(self) -> bool:
+        return self.stream is not False
+
+    def request(self, entry: ModelEntry, **fields: Any) -> GenerationRequest:
+        """The request with `fields`, and those that chat and generate share."""
+        return GenerationRequest(
+            format=self.format,
+            think=self.think,
+            truncate=self.truncate is not False,
+            shift=self.shift is not False,
+            n_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            sampling=sampling_of(entry, self.options),
+            **fields,
+        )
+
+    def reply(self, entry: ModelEntry, generations: Sequence[GenerationRequest]) -> Reply:
+        return _Reply(self, entry.name, with_context=generations[0].return_context)
+
+
+class ChatRequest(_GenerationBody):
+    """The body of /api/chat."""
+
+    messages: Annotated[list[ChatMessage] | None, Field(max_length=limits.MESSAGES)] = None
+    tools: Annotated[list[Tool] | None, Field(max_length=limits.TOOLS)] = None
+
+    @property
+    def asks(self) -> bool:
+        """Whether there are messages."""
+        return bool(self.messages)
+
+    def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
+        """The only request."""
+        given = self.messages or ()
+        # Ollama says this before it judges images.
+        check_capabilities(entry, known, {"vision": any(message.images for message in given)})
+        messages = with_entry_messages((message.as_message() for message in given), entry)
+        tools = tuple(tool.model_dump(exclude_none=True) for tool in self.tools or ())
+        return [self.request(entry, messages=messages, tools=tools, template=entry.template)]
+
+
+class _GenerateRequest(_GenerationBody):
+    prompt: str | None = None
+    suffix: str | None = None
+    system: str | None = None
+    template: str | None = None
+    context: Annotated[list[int] | None, Field(max_length=MAX_ANSWER_TOKENS)] = None
+    raw: bool | None = None
+    images: Images | None = None
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> _GenerateRequest:
+        if self.raw and (self.template or self.system or self.context):
+            raise ValueError("raw mode does not support template, system, or context")
+        if self.template and is_go_template(self.template):
+            raise ValueError("template: is in Go's language; write it in Jinja, as the model's own (/api/show has it)")
+        if self.images and (self.raw or self.suffix):
+            raise ValueError("raw mode and suffix do not support images; send them with a prompt for the template")
+        return self
+
+    @property
+    def asks(self) -> bool:
+        return bool(self.prompt or self.suffix or self.images)
+
+    def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
+        """The only request: the prompt through the chat template, or as it is with `raw` or `suffix`."""
+        needs = {"generate": True, "vision": bool(self.images), "insert": bool(self.suffix)}
+        check_capabilities(entry, known, {**needs, "thinking": bool(self.think)})
+        prompt = self.prompt or ""
+        if self.raw or self.suffix:
+            return [self.request(entry, prompt=prompt, suffix=self.suffix or None, return_context=not self.raw)]
+        system = entry.system if self.system is None else self.system
+        messages: list[Message] = [{"role": "system", "content": system}] if system else []
+        if not self.context:
+            messages += [dict(message) for message in entry.messages]
+        question = {"role": "user", "content": with_images(prompt, self.images or ())}
+        context, template = tuple(self.context or ()), self.template or entry.template
+        fields: Json = {"messages": (*messages, question), "context": context, "template": template}
+        return [self.request(entry, return_context=True, **fields)]
 
 
 def time_text(moment: datetime | None) -> str:
@@ -35,91 +187,58 @@ def time_text(moment: datetime | None) -> str:
     return (moment or NEVER).astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
-def details_object(known: Details | None, parent: str = "") -> dict[str, Any]:
-    """Ollama's `details`, with empty fields for an unreadable file."""
-    return {
-        "parent_model": parent,
-        "format": "gguf",
-        "family": known.family if known else "",
-        "families": [known.family] if known else [],
-        "parameter_size": known.parameter_size if known else "",
-        "quantization_level": known.quantization if known else "",
-    }
+def _token_object(text: str, logprob: float) -> Json:
+    return {"token": text, "logprob": max(logprob, replies.MIN_LOGPROB), "bytes": list(text.encode())}
 
 
-def statistics(done: Done, start_ns: int) -> dict[str, Any]:
-    """Token counts and durations (ns) of an answer; zeros are omitted, as Go omits them, but that of the load, which is
-    0 for a model in memory. `start_ns`: arrival of the request, by perf_counter."""
-    timing = done.timing
-    durations = {"total_duration": time.perf_counter_ns() - start_ns, "load_duration": to_ns(done.load_s)}
-    fields = {
-        "prompt_eval_count": timing.prompt_tokens + timing.cached_tokens,
-        "prompt_cached_count": timing.cached_tokens,
-        "prompt_eval_duration": to_ns(timing.prompt_s),
-        "eval_count": timing.answer_tokens,
-        "eval_duration": to_ns(timing.answer_s),
-    }
-    return durations | _present(**fields) | cut_object(timing) | {"moe": moe_object(timing.stats)}
-
-
-def _token_object(text: str, logprob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(text.encode())}
-
-
-def _present(**fields: Any) -> dict[str, Any]:
+def _present(**fields: Any) -> Json:
+    """Those that are not empty: Go omits zeros."""
     return {name: value for name, value in fields.items() if value}
 
 
-class Reply(conversation.Reply):
-    """A reply by model `name`. `with_details`: with lines for the progress of the prompt, and all of the timing at the
-    end. `with_context`: the last object of /api/generate has the tokens to continue from."""
+class _Reply(Reply):
+    """A reply by model `name`; of /api/chat it has a message, of /api/generate a response.
 
-    def __init__(self, name: str, *, with_details: bool = False, with_context: bool = False) -> None:
-        self._name = name
-        self._whole: dict[str, Any]  # from `add` on
-        self._with_details = with_details
-        self._with_context = with_context
+    `details` of the body: with lines for the progress of the prompt, and all of the timing at the end. `with_context`:
+    the last object has the tokens to continue from.
+    """
 
-    def streamed(self, lines: Lines) -> LineResponse:
-        """A JSON object on each line."""
-        return LineResponse(lines)
+    def __init__(self, body: _GenerationBody, name: str, with_context: bool = False) -> None:
+        self._is_chat = isinstance(body, ChatRequest)
+        self._with_details = bool(body.details)
+        self._name, self._with_context = name, with_context
+        self._whole: Json = {}
 
-    @abstractmethod
-    def content(self, text: str, thinking: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The fields with the model's output."""
-
-    def final_fields(self, done: Done) -> dict[str, Any]:
-        """Fields of the last object only, besides the statistics."""
-        return {"done": True, "done_reason": done.timing.finish}
+    def streamed(self, lines: replies.Lines) -> replies.LineResponse:
+        return replies.LineResponse(lines)
 
     def lines(self, event: Event) -> bytes:
-        """The line for an event; empty for events that Ollama's API does not have, unless `with_details`."""
         if isinstance(event, Delta):
-            return json_line(self._object(self._delta_fields(event) | {"done": False})) if event != Delta() else b""
+            return replies.json_line(self._object(self._delta(event) | {"done": False})) if event != Delta() else b""
         if isinstance(event, Done):
             more = {"timing": asdict(event.timing), "decisions": event.decisions} if self._with_details else {}
-            figures = statistics(event, self.start_ns) | more
-            return json_line(self._object(self.content("", "", ()) | self.final_fields(event) | figures))
+            return replies.json_line(self._object(self._content() | self._end(event) | more))
         progress = {"prompt_progress": asdict(event), "done": False}
-        return json_line(self._object(progress)) if self._with_details else b""
+        return replies.json_line(self._object(progress)) if self._with_details else b""
 
     def add(self, delta: Delta, done: Done) -> None:
-        """With the statistics."""
-        content = self._delta_fields(delta)
-        self._whole = self._object(content | self.final_fields(done) | statistics(done, self.start_ns))
+        self._whole = self._object(self._delta(delta) | self._end(done))
 
-    def whole(self) -> dict[str, Any]:
-        """The answer."""
+    def whole(self) -> Json:
         return self._whole
 
-    def without_content(self, reason: str) -> dict[str, Any]:
-        """The object that reports a load or unload."""
-        return self._object(self.content("", "", ()) | {"done": True, "done_reason": reason})
+    def without_content(self, reason: str) -> Json:
+        return self._object(self._content() | {"done": True, "done_reason": reason})
 
-    def _object(self, rest: dict[str, Any]) -> dict[str, Any]:
+    def _object(self, rest: Json) -> Json:
         return {"model": self._name, "created_at": time_text(datetime.now(UTC)), **rest}
 
-    def _delta_fields(self, delta: Delta) -> dict[str, Any]:
+    def _content(self, text: str = "", **more: Any) -> Json:
+        if self._is_chat:
+            return {"message": {"role": "assistant", "content": text, **_present(**more)}}
+        return {"response": text, **_present(**more)}
+
+    def _delta(self, delta: Delta) -> Json:
         calls = [
             {"id": call.id, "function": {"index": index, "name": call.name, "arguments": dict(call.arguments)}}
             for index, call in self.numbered(delta.tool_calls)
@@ -128,63 +247,52 @@ class Reply(conversation.Reply):
             _token_object(of.text, of.logprob) | _present(top_logprobs=[_token_object(*other) for other in of.top])
             for of in delta.logprobs
         ]
-        return self.content(delta.text, delta.thinking, calls) | _present(logprobs=logprobs)
+        return self._content(delta.text, thinking=delta.thinking, tool_calls=calls) | _present(logprobs=logprobs)
+
+    def _end(self, done: Done) -> Json:
+        """The fields of the last object: token counts, and durations in ns, of which that of the load is 0 for a model
+        in memory."""
+        timing = done.timing
+        return {
+            "done": True,
+            "done_reason": timing.finish,
+            **_present(context=list(timing.context) if self._with_context else []),
+            "total_duration": time.perf_counter_ns() - self.start_ns,
+            "load_duration": replies.to_ns(done.load_s),
+            **_present(
+                prompt_eval_count=timing.prompt_tokens + timing.cached_tokens,
+                prompt_cached_count=timing.cached_tokens,
+                prompt_eval_duration=replies.to_ns(timing.prompt_s),
+                eval_count=timing.answer_tokens,
+                eval_duration=replies.to_ns(timing.answer_s),
+            ),
+            **replies.cut_object(timing),
+            "moe": replies.moe_object(timing.stats),
+        }
 
 
-class _ChatReply(Reply):
-    """The reply of /api/chat."""
-
-    def content(self, text: str, thinking: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": text}
-        return {"message": message | _present(thinking=thinking, tool_calls=list(calls))}
-
-
-class _GenerateReply(Reply):
-    """The reply of /api/generate."""
-
-    def content(self, text: str, thinking: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        return {"response": text} | _present(thinking=thinking, tool_calls=list(calls))
-
-    def final_fields(self, done: Done) -> dict[str, Any]:
-        context = list(done.timing.context) if self._with_context else []
-        return super().final_fields(done) | _present(context=context)
-
-
-def route(path: str, kind: type[GenerationBody], reply_kind: type[Reply], *questions: str) -> Route:
-    """The endpoint at `path`; a body without any of the fields `questions` only loads or unloads the model."""
-
-    def encode(body: GenerationBody, entry: ModelEntry, generations: Sequence[GenerationRequest]) -> Reply:
-        return reply_kind(entry.name, with_details=bool(body.details), with_context=generations[0].return_context)
-
-    conversation = Conversation(kind, encode)
-
+def _route(path: str, kind: type[_GenerationBody]) -> Route:
     async def respond(request: Request) -> Response:
         start_ns = time.perf_counter_ns()
-        body = await read_body(request, kind, limits.IMAGES_BODY_BYTES)
-        if any(getattr(body, name) for name in questions):
-            return await conversation.respond_to(request, body, start_ns)
-        return await load_only(request, body, reply_kind)
+        body = await read_body(request, kind, kind.limit)
+        return await (respond_to(request, body, start_ns) if body.asks else _load_only(request, body))
 
     return Route(path, respond, methods=["POST"])
 
 
-async def load_only(request: Request, body: GenerationBody, kind: type[Reply]) -> Response:
+async def _load_only(request: Request, body: _GenerationBody) -> Response:
     """Loads the model, or unloads it with `keep_alive` 0; replies without content."""
     state, keep_alive_s = request.app.state, body.keep_alive_s()
     entry = await asyncio.to_thread(find, state.catalog, body.model)
-    reply = kind(entry.name)
 
-    async def work() -> dict[str, Any]:
+    async def work() -> Json:
         if keep_alive_s == 0:
             await state.manager.unload(entry.name)
-            return reply.without_content("unload")
-        await state.manager.load(entry.name, body.overrides(), keep_alive_s)
-        return reply.without_content("load")
+        else:
+            await state.manager.load(entry.name, body.overrides(), keep_alive_s)
+        return _Reply(body, entry.name).without_content("unload" if keep_alive_s == 0 else "load")
 
-    return WholeResponse(work())
+    return replies.WholeResponse(work())
 
 
-routes = [
-    route("/api/chat", ChatRequest, _ChatReply, "messages"),
-    route("/api/generate", GenerateRequest, _GenerateReply, "prompt", "suffix", "images"),
-]
+routes = [_route("/api/chat", ChatRequest), _route("/api/generate", _GenerateRequest)]

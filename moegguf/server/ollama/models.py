@@ -1,48 +1,73 @@
-"""/api/version, tags, ps, show, copy and delete; and push, which is not supported."""
+"""Ollama's endpoints about models: /api/version, tags, ps, show, copy and delete; /api/pull downloads one (a disconnect
+stops that, unless others wait for it), /api/create and /api/blobs make a name from another one or from uploaded files.
+/api/push is not supported."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing, suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from moegguf.errors import ModelFormatError
 from moegguf.gguf.reader import read_gguf
 from moegguf.models.catalog import Catalog
 from moegguf.models.details import details, parameters_of
-from moegguf.models.entry import Details, ModelEntry
+from moegguf.models.entry import Details, ModelEntry, PullStatus
 from moegguf.models.modelfile import parameter_lines
+from moegguf.models.pull import pull as fetch
+from moegguf.models.recipe import Recipe, left_out
 from moegguf.package import __version__
-from moegguf.server.common.body import read_body
+from moegguf.server.common import limits
+from moegguf.server.common.body import Body, chunks, read_body
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.lookup import details_or_none, find
-from moegguf.server.common.objects import moe_object, to_ns
-from moegguf.server.ollama.chat import details_object, time_text
-from moegguf.server.ollama.schema import CopyRequest, ModelBody, ShowRequest
+from moegguf.server.common.options import ModelName, Options, details_or_none, find
+from moegguf.server.common.replies import LineResponse, Lines, WholeResponse, json_line, moe_object, to_ns
+from moegguf.server.ollama.chat import ChatMessage, ModelBody, time_text
 from moegguf.serving.events import LoadedModel, LoadedName
 
 OLLAMA_VERSION = "0.33.0"  # of the API; clients parse it as numbers and refuse old ones
-
 SHORT_ARRAY = 5  # longer ones are shown empty without `verbose`
 HIDDEN = ("general.name", "tokenizer.chat_template")  # in other fields of the reply
+CHUNK_BYTES = 1 << 20
+SUCCESS = "success"
+
+Json = dict[str, Any]
+
+# Lists
 
 
 async def _version(request: Request) -> Response:
     return JSONResponse({"version": OLLAMA_VERSION, "moegguf": __version__})
 
 
-async def tags(request: Request) -> Response:
+async def _tags(request: Request) -> Response:
     """All models, newest first."""
     catalog: Catalog = request.app.state.catalog
     return JSONResponse({"models": await asyncio.to_thread(lambda: [_tag_object(each) for each in catalog.entries()])})
 
 
-def _tag_object(entry: ModelEntry) -> dict[str, Any]:
+def _details_object(known: Details | None, parent: str = "") -> Json:
+    """Ollama's `details`, with empty fields for an unreadable file."""
+    return {
+        "parent_model": parent,
+        "format": "gguf",
+        "family": known.family if known else "",
+        "families": [known.family] if known else [],
+        "parameter_size": known.parameter_size if known else "",
+        "quantization_level": known.quantization if known else "",
+    }
+
+
+def _tag_object(entry: ModelEntry) -> Json:
     """An entry of the list; with empty details when its file cannot be read."""
     known = details_or_none(entry)
     more = {"context_length": known.n_ctx_train, "embedding_length": known.n_embd} if known else {}
@@ -52,17 +77,17 @@ def _tag_object(entry: ModelEntry) -> dict[str, Any]:
         "modified_at": time_text(entry.modified),
         "size": entry.size_bytes,
         "digest": entry.digest,
-        "details": details_object(known, entry.parent) | more,
+        "details": _details_object(known, entry.parent) | more,
         "capabilities": list(known.capabilities) if known else [],
         **({"missing": [str(path) for path in entry.missing]} if entry.missing else {}),
     }
 
 
-async def ps(request: Request) -> Response:
+async def _ps(request: Request) -> Response:
     """Names of the models in memory, latest expiry first."""
     state = request.app.state
 
-    def found(loaded: list[LoadedModel]) -> list[dict[str, Any]]:
+    def found(loaded: list[LoadedModel]) -> list[Json]:
         pairs = ((model, name) for model in loaded for name in model.names)
         return [
             _loaded_object(state.catalog, model, name, state.totals.prompt_tokens(name.name)) for model, name in pairs
@@ -71,89 +96,89 @@ async def ps(request: Request) -> Response:
     return JSONResponse({"models": await asyncio.to_thread(found, state.manager.loaded())})
 
 
-def _loaded_object(
-    catalog: Catalog, model: LoadedModel, loaded: LoadedName, prompt_tokens: Mapping[str, int]
-) -> dict[str, Any]:
+def _loaded_object(catalog: Catalog, model: LoadedModel, loaded: LoadedName, prompt_tokens: Mapping[str, int]) -> Json:
     """A name of a model in memory; `size`: the model's memory in bytes, `size_vram`: the part of it on GPUs. Names with
-    the same `pid` share them. prompt_tokens: where those of its prompts came from."""
+    the same `pid` share them. `expert_share`: of its experts, how much it has memory for, on a GPU or, where that is
+    more, in RAM. prompt_tokens: where those of its prompts came from."""
     try:
         entry = find(catalog, loaded.name)
     except HttpError:  # removed while loaded
         entry = None
     known = details_or_none(entry) if entry else None
+    all_bytes = model.stats.n_experts * int(model.plan.get("slot_bytes", 0))
+    most_bytes = max(model.expert_cache_bytes, model.vram_cache_bytes - int(model.plan.get("staging_bytes", 0)))
     return {
         "name": loaded.name,
         "model": loaded.name,
         "size": model.size_bytes,
         "digest": loaded.digest,
-        "details": details_object(known, entry.parent if entry else ""),
+        "details": _details_object(known, entry.parent if entry else ""),
         "expires_at": time_text(loaded.expires),
         "size_vram": model.vram_bytes,
         "context_length": model.n_ctx,
-        "moe": moe_object(model.stats)
-        | {"expert_share": _expert_share(model), "prompt_tokens": dict(prompt_tokens)}
-        | {"last_answer": {"eval_count": model.last_answer_tokens, "eval_duration": to_ns(model.last_answer_s)}}
-        | {"pid": model.pid, "busy": model.busy, "stopping": model.stopping, "queue": model.queue},
+        "moe": {
+            **moe_object(model.stats),
+            "expert_share": min(1.0, round(most_bytes / all_bytes, 6)) if all_bytes else 1.0,
+            "prompt_tokens": dict(prompt_tokens),
+            "last_answer": {"eval_count": model.last_answer_tokens, "eval_duration": to_ns(model.last_answer_s)},
+            "pid": model.pid,
+            "busy": model.busy,
+            "stopping": model.stopping,
+            "queue": model.queue,
+        },
     }
 
 
-def _expert_share(model: LoadedModel) -> float:
-    """The share of its experts that a model has memory for: of a GPU or, where that is more, of RAM."""
-    all_bytes = model.stats.n_experts * int(model.plan.get("slot_bytes", 0))
-    in_vram = model.vram_cache_bytes - int(model.plan.get("staging_bytes", 0))
-    return min(1.0, round(max(model.expert_cache_bytes, in_vram) / all_bytes, 6)) if all_bytes else 1.0
+# One model
 
 
-async def show(request: Request) -> Response:
-    """The metadata; with `verbose` also long arrays and all tensors."""
-    body = await read_body(request, ShowRequest)
-    return JSONResponse(await asyncio.to_thread(show_object, request.app.state.catalog, body))
+class _ShowRequest(ModelBody):
+    verbose: bool | None = None
+    system: str | None = None
+    options: Options | None = None
 
 
-def show_object(catalog: Catalog, body: ShowRequest) -> dict[str, Any]:
-    """The reply. Raises HttpError 404, ModelNameError, ModelFormatError."""
+async def _show(request: Request) -> Response:
+    body = await read_body(request, _ShowRequest)
+    return JSONResponse(await asyncio.to_thread(_show_object, request.app.state.catalog, body))
+
+
+def _show_object(catalog: Catalog, body: _ShowRequest) -> Json:
     entry = find(catalog, body.model)
-    known = details(entry)
-    system = body.system or entry.system
-    found: dict[str, Any] = {
+    known, verbose = details(entry), bool(body.verbose)
+    metadata = {**known.metadata, **(_long_arrays(entry.path) if verbose else {})}
+    shown = {key: value for key, value in metadata.items() if key not in HIDDEN}
+    found: Json = {
         "modelfile": catalog.modelfile(entry),
         "parameters": "\n".join(parameter_lines(parameters_of(entry))),
         "template": known.template or "",
-        "details": details_object(known, entry.parent),
-        "model_info": model_info(entry, known, verbose=bool(body.verbose)),
+        "details": _details_object(known, entry.parent),
+        "model_info": _json_value(shown, verbose) | {"general.parameter_count": known.n_parameters},
         "capabilities": list(known.capabilities),
         "modified_at": time_text(entry.modified),
     }
     if entry.license:
         found["license"] = entry.license
-    if system:
+    if system := body.system or entry.system:
         found["system"] = system
     if entry.mmproj:
-        found["projector_info"] = json_metadata(read_gguf(entry.mmproj).metadata, verbose=False)
-    if body.verbose:
-        found["tensors"] = list(tensors(entry.files))
+        found["projector_info"] = _json_value(read_gguf(entry.mmproj).metadata, verbose=False)
+    if verbose:
+        tensors = (tensor for file in entry.files for tensor in read_gguf(file).tensors)
+        found["tensors"] = [{"name": each.name, "type": each.type_name, "shape": list(each.shape)} for each in tensors]
     return found
 
 
-def model_info(entry: ModelEntry, known: Details, *, verbose: bool) -> dict[str, Any]:
-    """The keys of the GGUF header, and the number of parameters as `general.parameter_count`."""
-    long = long_arrays(entry.path) if verbose else {}
-    shown = {key: value for key, value in {**known.metadata, **long}.items() if key not in HIDDEN}
-    return json_metadata(shown, verbose=verbose) | {"general.parameter_count": known.n_parameters}
-
-
-def json_metadata(metadata: Mapping[str, Any], *, verbose: bool) -> dict[str, Any]:
-    """Metadata as JSON: infinite numbers become null; long arrays are empty without `verbose`."""
-    return {key: _json_value(value, verbose) for key, value in metadata.items()}
-
-
 def _json_value(value: Any, verbose: bool) -> Any:
+    """Metadata as JSON: infinite numbers become null; long arrays are empty without `verbose`."""
+    if isinstance(value, Mapping):
+        return {key: _json_value(each, verbose) for key, each in value.items()}
     if isinstance(value, tuple | list):
         return [_json_value(each, verbose) for each in value] if verbose or len(value) <= SHORT_ARRAY else []
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def long_arrays(path: Path) -> dict[str, list[Any]]:
+def _long_arrays(path: Path) -> dict[str, list[Any]]:
     """The arrays that `read_gguf` does not keep, such as the tokens of the vocabulary."""
     from gguf import GGUFReader
 
@@ -162,16 +187,13 @@ def long_arrays(path: Path) -> dict[str, list[Any]]:
     return {name: fields[name].contents() for name in names if name in fields}
 
 
-def tensors(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
-    """Name, type and shape of all tensors, ne0 first."""
-    for file in files:
-        for tensor in read_gguf(file).tensors:
-            yield {"name": tensor.name, "type": tensor.type_name, "shape": list(tensor.shape)}
+class _CopyRequest(Body):
+    source: ModelName
+    destination: ModelName
 
 
-async def copy(request: Request) -> Response:
-    """Adds a name for a model; no file is copied."""
-    body = await read_body(request, CopyRequest)
+async def _copy(request: Request) -> Response:
+    body = await read_body(request, _CopyRequest)
     catalog = request.app.state.catalog
 
     def work() -> None:
@@ -182,8 +204,7 @@ async def copy(request: Request) -> Response:
     return Response()
 
 
-async def delete(request: Request) -> Response:
-    """Unloads a model, then removes its name."""
+async def _delete(request: Request) -> Response:
     body = await read_body(request, ModelBody)
     state = request.app.state
     entry = await asyncio.to_thread(find, state.catalog, body.model, even_missing=True)
@@ -192,17 +213,172 @@ async def delete(request: Request) -> Response:
     return Response()
 
 
-async def unsupported(request: Request) -> Response:
-    """Raises HttpError 501: an operation that needs ollama.com."""
-    raise HttpError(501, f"{request.url.path.rpartition('/')[2]} is not supported")
+async def _push(request: Request) -> Response:
+    raise HttpError(501, "push is not supported")  # it needs ollama.com
+
+
+# New models
+
+
+class _PullRequest(ModelBody):
+    stream: bool | None = None
+
+
+def _told(body: _PullRequest | _CreateRequest, statuses: AsyncGenerator[Json]) -> Response:
+    """The statuses, a line each; without `stream` the last one alone, which is `success`."""
+
+    async def lines() -> Lines:
+        async with aclosing(statuses):
+            async for status in statuses:
+                yield json_line(status)
+
+    async def last() -> Json:
+        async with aclosing(statuses):
+            return [status async for status in statuses][-1]
+
+    return WholeResponse(last()) if body.stream is False else LineResponse(lines())
+
+
+async def _pull(request: Request) -> Response:
+    body = await read_body(request, _PullRequest)
+    return _told(body, _pulling(body.model, request.app.state.catalog))
+
+
+async def _pulling(name: str, catalog: Catalog) -> AsyncGenerator[Json]:
+    """The progress of a download, which runs on a daemon thread. Raises what `moegguf.models.pull.pull` raises. Closing
+    it stops the download; the received part is kept."""
+    loop, cancelled = asyncio.get_running_loop(), threading.Event()
+    items: asyncio.Queue[PullStatus | BaseException | None] = asyncio.Queue()
+
+    def put(item: PullStatus | BaseException | None) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(items.put_nowait, item)
+
+    def work() -> None:
+        try:
+            fetch(name, catalog, put, cancelled)
+        except BaseException as error:  # raised again by the consumer
+            put(error)
+        else:
+            put(None)
+
+    threading.Thread(target=work, name="moegguf-pull", daemon=True).start()
+    try:
+        while (item := await items.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            if item.status != SUCCESS:  # which is said when all has ended
+                yield _status_object(item)
+        yield {"status": SUCCESS}
+    finally:
+        cancelled.set()
+
+
+def _status_object(status: PullStatus) -> Json:
+    """A status as Ollama writes it; `completed` is absent before the first bytes."""
+    found: Json = {"status": status.status}
+    if status.digest or status.file:
+        found |= {"digest": status.digest, "total": status.total_bytes}
+    if status.file:
+        found["file"] = status.file
+    if status.completed_bytes is not None:
+        found["completed"] = status.completed_bytes
+    return found
+
+
+class _CreateRequest(ModelBody):
+    """`from_` or `files` give the weights; the rest is stored with the new name."""
+
+    from_: Annotated[str | None, Field(alias="from", max_length=limits.NAME_CHARS)] = None
+    files: Annotated[dict[str, str] | None, Field(max_length=1024)] = None
+    adapters: dict[str, str] | None = None
+    template: str | None = None
+    system: str | None = None
+    license: str | list[str] | None = None
+    parameters: Json | None = None
+    messages: Annotated[list[ChatMessage] | None, Field(max_length=limits.MESSAGES)] = None
+    quantize: str | None = None
+    stream: bool | None = None
+
+
+async def _create(request: Request) -> Response:
+    body = await read_body(request, _CreateRequest)
+    if not body.from_ and not body.files:
+        raise HttpError(400, "neither 'from' or 'files' was specified")
+    if body.quantize:
+        raise HttpError(400, "quantize is not supported; use files that are already quantised")
+    recipe = Recipe(
+        from_=body.from_ or "",
+        files=body.files or {},
+        adapters=body.adapters or {},
+        system=body.system,
+        template=body.template,
+        parameters=body.parameters or {},
+        messages=tuple({"role": each.role, "content": each.content or ""} for each in body.messages or ()),
+        license="\n".join(body.license) if isinstance(body.license, list) else body.license,
+    )
+    return _told(body, _creating(body, recipe, request.app.state.catalog))
+
+
+async def _creating(body: _CreateRequest, recipe: Recipe, catalog: Catalog) -> AsyncGenerator[Json]:
+    def make() -> None:
+        if recipe.from_:
+            find(catalog, recipe.from_)
+        try:
+            catalog.create(body.model, recipe)
+        except ModelFormatError as error:
+            raise HttpError(400, str(error)) from None
+
+    await asyncio.to_thread(make)
+    for digest in (*recipe.files.values(), *recipe.adapters.values()):
+        yield {"status": f"using existing layer {digest}"}
+    warnings = left_out(recipe)
+    for sentence in warnings:
+        yield {"status": f"warning: {sentence}"}
+    yield {"status": "writing manifest"}
+    yield {"status": SUCCESS, **({"warnings": warnings} if warnings and body.stream is False else {})}
+
+
+async def _has_blob(request: Request) -> Response:
+    digest = request.path_params["digest"]
+    if not await asyncio.to_thread(request.app.state.catalog.blobs.has, digest):
+        raise HttpError(404, f"blob {digest!r:.80} not found")
+    return Response()
+
+
+async def _add_blob(request: Request) -> Response:
+    """Stores the body under its digest: 201, or 200 if it exists."""
+    digest, catalog = request.path_params["digest"], request.app.state.catalog
+    if await asyncio.to_thread(catalog.blobs.has, digest):
+        return Response()
+    length = request.headers.get("content-length", "")
+    size_bytes = int(length) if length.isdecimal() and len(length) < 19 else None
+    writer = await asyncio.to_thread(catalog.blobs.writer, digest, size_bytes)
+    with writer:
+        parts, n_bytes = [], 0
+        async for part in chunks(request):  # written in large parts, off the event loop
+            parts.append(part)
+            n_bytes += len(part)
+            if n_bytes >= CHUNK_BYTES or not part:
+                await asyncio.to_thread(writer.write, b"".join(parts))
+                parts, n_bytes = [], 0
+        try:
+            await asyncio.to_thread(writer.commit)
+        except ModelFormatError as error:
+            raise HttpError(400, str(error)) from None
+    return Response(status_code=201)
 
 
 routes = [
     Route("/api/version", _version, methods=["GET"]),
-    Route("/api/tags", tags, methods=["GET"]),
-    Route("/api/ps", ps, methods=["GET"]),
-    Route("/api/show", show, methods=["POST"]),
-    Route("/api/copy", copy, methods=["POST"]),
-    Route("/api/delete", delete, methods=["DELETE"]),
-    Route("/api/push", unsupported, methods=["POST"]),
+    Route("/api/tags", _tags, methods=["GET"]),
+    Route("/api/ps", _ps, methods=["GET"]),
+    Route("/api/show", _show, methods=["POST"]),
+    Route("/api/copy", _copy, methods=["POST"]),
+    Route("/api/delete", _delete, methods=["DELETE"]),
+    Route("/api/push", _push, methods=["POST"]),
+    Route("/api/pull", _pull, methods=["POST"]),
+    Route("/api/create", _create, methods=["POST"]),
+    Route("/api/blobs/{digest:path}", _has_blob, methods=["HEAD"]),
+    Route("/api/blobs/{digest:path}", _add_blob, methods=["POST"]),
 ]

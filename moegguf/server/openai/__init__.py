@@ -3,7 +3,6 @@
 Promises: requests and replies in the format of OpenAI's clients. Does not know Ollama's API.
 """
 
-from moegguf.server.openai import batches, chat, completions, embeddings, responses
+from moegguf.server.openai import chat, completions, responses
 
-MODULES = (completions, chat, responses, embeddings, batches)
-routes = [route for module in MODULES for route in module.routes]
+routes = [*completions.routes, *chat.routes, *responses.routes]

@@ -1,7 +1,11 @@
-"""POST /v1/chat/completions: the next message of a conversation, whole or streamed, and what completions share with it.
+"""POST /v1/chat/completions: the next message of a conversation, whole or streamed; and what OpenAI's other endpoints
+share with it.
 
-Follows OpenAI's API reference, with additional keys: `timings` and `prompt_progress` as llama-server writes them, `moe`
-of our own. Thinking is `reasoning` (as in Ollama) and `reasoning_content` (as in llama-server).
+Follows OpenAI's API reference and llama-server's extensions. Every number of a body has limits; unknown keys are
+ignored, as OpenAI's clients often get new ones; `null` is the same as absent. Sampling parameters become Ollama's
+options, so that a model's defaults are applied in one place. Images come as data URLs; an audio part is refused by its
+type. Replies have additional keys: `timings` and `prompt_progress` as llama-server writes them, `moe` of our own.
+Thinking is `reasoning` (as in Ollama) and `reasoning_content` (as in llama-server).
 """
 
 from __future__ import annotations
@@ -9,39 +13,318 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Annotated, Any, Literal
 
-from moegguf.generate.request import Delta, PromptProgress, Timing, TokenLogprob
-from moegguf.models.entry import ModelEntry
-from moegguf.server.common.conversation import Conversation, Json, Reply
-from moegguf.server.common.objects import MIN_LOGPROB, cut_object, moe_object
-from moegguf.server.common.streams import event_line
-from moegguf.server.openai.schema import ChatBody, GenerationBody
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
+
+from moegguf.generate.request import (
+    MAX_TOP_LOGPROBS,
+    Delta,
+    GenerationRequest,
+    Message,
+    PromptProgress,
+    Sampling,
+    Timing,
+    TokenLogprob,
+)
+from moegguf.models.entry import Details, ModelEntry
+from moegguf.options import MAX_ANSWER_TOKENS
+from moegguf.server.common import limits
+from moegguf.server.common.body import Body
+from moegguf.server.common.conversation import Json, Question, Reply, conversation, whole_reply
+from moegguf.server.common.options import (
+    MAX_TOKEN,
+    Function,
+    SamplingOptions,
+    Stop,
+    Tool,
+    ToolCall,
+    content_of,
+    part_of,
+    sampling_of,
+    tool_message,
+    with_entry_messages,
+)
+from moegguf.server.common.replies import MIN_LOGPROB, cut_object, event_line, moe_object
 from moegguf.serving.events import Done, Event
 
+EFFORTS: Mapping[str, bool | str] = {
+    "none": False, "minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "max", "max": "max",
+}  # fmt: skip
 
-def usage(timing: Timing) -> Json:
-    """Token counts; those of the prompt include tokens cached from an earlier request."""
-    prompt = timing.prompt_tokens + timing.cached_tokens
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": timing.answer_tokens,
-        "total_tokens": prompt + timing.answer_tokens,
-        "prompt_tokens_details": {"cached_tokens": timing.cached_tokens},
-    }
+# Bodies
+
+
+def _not_zero(value: int) -> int:
+    """Raises ValueError for 0; -1 is no limit, as in llama-server."""
+    if value == 0:
+        raise ValueError("must be at least 1, or -1 for no limit, but is 0")
+    return value
+
+
+def token_ids(biases: Any) -> Any:
+    """`logit_bias` with token ids as keys, which are strings in JSON. Raises ValueError."""
+    if not isinstance(biases, dict):
+        return biases
+    wrong = next((key for key in biases if not (key.isascii() and key.isdigit() and int(key[:11]) <= MAX_TOKEN)), None)
+    if wrong is not None:
+        raise ValueError(f"a key must be a token id, but is {wrong[:40]!r}")
+    return {int(key): bias for key, bias in biases.items()}
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Limit = Annotated[int, Field(ge=-1, le=MAX_ANSWER_TOKENS), AfterValidator(_not_zero)]
+Choices = Annotated[int, Field(ge=1, le=limits.CHOICES)]
+Biases = Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=4096)]
+TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+
+
+class _StreamOptions(Body):
+    include_usage: bool | None = None
+
+
+class GenerationBody(Question, SamplingOptions):
+    """The fields that chat and completion share. A prompt longer than the context is an error unless `truncate` is
+    true; `shift` (Ollama's, off here) lets a prompt lose its middle then, and an answer go on in a full context."""
+
+    stream_options: _StreamOptions | None = None
+    n: Choices | None = None
+    max_tokens: Limit | None = None
+    stop: Annotated[
+        list[Stop] | None, Field(max_length=limits.STOPS), BeforeValidator(lambda v: [v] if isinstance(v, str) else v)
+    ] = None
+    logit_bias: Annotated[Biases, BeforeValidator(token_ids)] | None = None
+    return_progress: bool | None = None
+    truncate: bool | None = None
+    shift: bool | None = None
+
+    def sampling(self, entry: ModelEntry, most: int | None) -> Sampling:
+        """The sampling parameters: the body's own keys, then `options`, then the entry's parameters. `most`: tokens of
+        the answer, -1 for no limit, None for the default."""
+        own = self.model_dump(include=set(SamplingOptions.model_fields)) | {"num_predict": most}
+        return replace(sampling_of(entry, self.options, **own), logit_bias=self.logit_bias or {})
+
+    def repeated(self, generation: GenerationRequest, n: int | None) -> list[GenerationRequest]:
+        """The same request for each of `n` answers (None: one), with the seeds that follow its own."""
+        first = generation.sampling.seed
+        seeds = [None if first is None else (first + i) & 0xFFFFFFFF for i in range(n or 1)]
+        return [replace(generation, sampling=replace(generation.sampling, seed=seed)) for seed in seeds]
+
+
+def _choice_of(choice: Any) -> Any:
+    """`tool_choice` as a `ToolChoice` has it; chat nests it deeper than responses. Raises ValueError."""
+    if not isinstance(choice, dict):
+        return choice
+    kind = choice.get("type")
+    if kind not in ("function", "allowed_tools"):
+        raise ValueError(f"choices of type {str(kind)[:40]!r} are not supported; name a function")
+    found = choice.get(kind, choice)
+    tools = [found] if kind == "function" else found.get("tools") if isinstance(found, dict) else None
+    names = []
+    for tool in tools if isinstance(tools, list) else ():
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        names.append(function.get("name") if isinstance(function, dict) else None)
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{kind} is missing, or has no names of functions")
+    return {"type": kind, "mode": found.get("mode", "auto"), "names": names}
+
+
+class ToolChoice(Body):
+    """`tool_choice` as an object: one function, or with `mode` a subset of the tools."""
+
+    type: Literal["function", "allowed_tools"]
+    mode: Literal["auto", "required"]
+    names: list[str]
+
+
+class FunctionWithExtras(Function):
+    """A function whose additional keys are passed to the chat template."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class OpenAITool(Tool):
+    """A tool that the model may call."""
+
+    type: Literal["function"] = "function"
+    function: FunctionWithExtras
+
+
+Tools = Annotated[list[OpenAITool], Field(max_length=limits.TOOLS)]
+
+
+class Reasoning(Body):
+    """`reasoning`. With a summary, responses send the thinking as one; else as text."""
+
+    effort: Effort | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+def _format_of(given: Any) -> Any:
+    """`response_format` as the fields of a `Format`; chat has a schema one level deeper than responses."""
+    named = given.get("json_schema") if isinstance(given, dict) else None
+    return {"type": given.get("type"), **named} if isinstance(named, dict) else given
+
+
+class Format(Body):
+    """`response_format` of chat, `text.format` of responses; `schema` with json_object is llama-server's."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> Format:
+        if self.type == "json_schema" and self.schema_ is None:
+            raise ValueError("schema is missing")
+        return self
+
+
+class ToolsBody(GenerationBody):
+    """The fields of a conversation with tools."""
+
+    tools: Tools | None = None
+    tool_choice: Annotated[Literal["none", "auto", "required"] | ToolChoice | None, BeforeValidator(_choice_of)] = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    top_logprobs: TopLogprobs | None = None
+
+    @property
+    def parallel_calls(self) -> bool:
+        """`parallel_tool_calls`, true by default."""
+        return self.parallel_tool_calls is not False
+
+    @model_validator(mode="after")
+    def _choice_has_tools(self) -> ToolsBody:
+        known = {tool.function.name for tool in self.tools or ()}
+        if self.tool_choice == "required" and not known:
+            raise ValueError("tool_choice 'required' needs tools")
+        wanted = self.tool_choice.names if isinstance(self.tool_choice, ToolChoice) else ()
+        if missing := sorted(set(wanted) - known):
+            raise ValueError(f"tool_choice names {missing[0][:80]!r}, which is not among the tools")
+        return self
+
+    def request(
+        self, entry: ModelEntry, messages: Iterable[Message], format_: Format | None, logprobs: bool, **fields: Any
+    ) -> GenerationRequest:
+        """The request for the next message, with the entry's defaults, the tools in the prompt, and `fields`."""
+        choice, tools = self.tool_choice, self.tools or ()
+        wanted: str = choice if isinstance(choice, str) else "auto"
+        if isinstance(choice, ToolChoice):
+            wanted = choice.names[0] if choice.type == "function" else choice.mode
+            if choice.type == "allowed_tools":
+                tools = [tool for tool in tools if tool.function.name in choice.names]
+        return GenerationRequest(
+            messages=with_entry_messages(messages, entry),
+            template=entry.template,
+            tools=tuple(tool.model_dump(exclude_none=True) for tool in tools),
+            tool_choice=wanted,
+            format=None if format_ is None or format_.type == "text" else format_.schema_ or "json",
+            shift=bool(self.shift),
+            n_logprobs=(self.top_logprobs or 0) if logprobs else None,
+            **fields,
+        )
+
+
+def _read_parts(content: Any) -> Any:
+    """A message's content: its texts joined by newlines, or with images a list of parts (moegguf.generate.images).
+    Raises ValueError for a part that is neither."""
+    if not isinstance(content, list):
+        return content
+    return content_of([part_of(part, {"text": "text", "refusal": "refusal"}, "image_url") for part in content])
+
+
+class _ChatMessage(Body):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Annotated[str | list[dict[str, str]] | None, BeforeValidator(_read_parts)] = None
+    name: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    def as_message(self, tool_names: Mapping[str, str]) -> Message:
+        """The message for `GenerationRequest`. `tool_names`: {id of an earlier call: name of its function}."""
+        message: Message = {"role": "system" if self.role == "developer" else self.role, "content": self.content or ""}
+        if self.role in ("tool", "function"):
+            name = self.name or tool_names.get(self.tool_call_id or "")
+            message = tool_message(self.content or "", self.tool_call_id, name)
+        if thinking := self.reasoning_content or self.reasoning:
+            message["thinking"] = thinking
+        if self.tool_calls:
+            message["tool_calls"] = [{"id": call.id or "", "function": dict(call.function)} for call in self.tool_calls]
+        return message
+
+
+class ChatBody(ToolsBody):
+    """The body of /v1/chat/completions. `top_logprobs` has an effect only with `logprobs`. An assistant's message at
+    the end is continued, as by llama-server, unless `continue_final_message` is false or `add_generation_prompt` true
+    (vLLM's names)."""
+
+    messages: Annotated[list[_ChatMessage], Field(min_length=1, max_length=limits.MESSAGES)]
+    max_completion_tokens: Limit | None = None
+    response_format: Annotated[Format | None, BeforeValidator(_format_of)] = None
+    reasoning_effort: Effort | None = None
+    think: bool | Literal["low", "medium", "high", "max"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    logprobs: bool | None = None
+
+    @model_validator(mode="after")
+    def _continues_or_begins(self) -> ChatBody:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt cannot both be true; send one of them")
+        return self
+
+    def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
+        """One for each choice."""
+        names = {call.id or "": call.function.name for message in self.messages for call in message.tool_calls or ()}
+        continues, most = self.continue_final_message, self.max_completion_tokens
+        request = self.request(
+            entry,
+            (message.as_message(names) for message in self.messages),
+            self.response_format,
+            bool(self.logprobs),
+            think=self._think(),
+            template_options=self.chat_template_kwargs or {},
+            truncate=bool(self.truncate),
+            continue_final_message=not self.add_generation_prompt if continues is None else continues,
+            sampling=self.sampling(entry, self.max_tokens if most is None else most),  # the former is deprecated
+        )
+        return self.repeated(request, self.n)
+
+    def _think(self) -> bool | str | None:
+        if self.think is not None:
+            return self.think
+        effort = self.reasoning_effort or (self.reasoning.effort if self.reasoning else None)
+        if effort is not None:
+            return EFFORTS[effort]
+        enabled = (self.chat_template_kwargs or {}).get("enable_thinking")
+        return enabled if isinstance(enabled, bool) else None
+
+    def reply(self, entry: ModelEntry, generations: Sequence[GenerationRequest]) -> Reply:
+        """The reply, with a choice for each."""
+        return _ChatReply(self, entry, logprobs=bool(self.logprobs), n_answers=self.n or 1)
+
+
+# Replies
 
 
 def _per(amount: float, of: float) -> float:
     return amount / of if of else 0.0
 
 
-def timings(timing: Timing) -> Json:
-    """llama-server's `timings`: token counts, times in milliseconds."""
+def statistics(timing: Timing) -> Json:
+    """Additional keys of a complete reply: llama-server's `timings` (token counts, times in milliseconds), and ours."""
     prompt_ms, predicted_ms = timing.prompt_s * 1e3, timing.answer_s * 1e3
-    return {
+    timings = {
         "cache_n": timing.cached_tokens,
         "prompt_n": timing.prompt_tokens,
         "prompt_ms": prompt_ms,
@@ -52,11 +335,7 @@ def timings(timing: Timing) -> Json:
         "predicted_per_token_ms": _per(predicted_ms, timing.answer_tokens),
         "predicted_per_second": _per(timing.answer_tokens, timing.answer_s),
     }
-
-
-def statistics(timing: Timing) -> Json:
-    """Additional keys of a complete reply."""
-    return {"timings": timings(timing), "moe": moe_object(timing.stats), **cut_object(timing)}
+    return {"timings": timings, "moe": moe_object(timing.stats), **cut_object(timing)}
 
 
 def prompt_progress(progress: PromptProgress) -> Json:
@@ -69,26 +348,21 @@ def prompt_progress(progress: PromptProgress) -> Json:
     }
 
 
-def chat_logprobs(logprobs: Iterable[TokenLogprob]) -> Json:
-    """`logprobs` of chat."""
-    return {
-        "content": [
-            {
-                **_token_object(of.text, of.logprob),
-                "top_logprobs": [_token_object(text, logprob) for text, logprob in of.top],
-            }
-            for of in logprobs
-        ]
-    }
+def logprob_objects(logprobs: Iterable[TokenLogprob], no_bytes: list[int] | None = None) -> list[Json]:
+    """The tokens of chat's `logprobs`. `no_bytes`: the bytes of one with part of a character, whose bytes are not
+    available here."""
+
+    def token_object(text: str, logprob: float) -> Json:
+        bytes_ = no_bytes if "\ufffd" in text else list(text.encode())
+        return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": bytes_}
+
+    return [
+        {**token_object(of.text, of.logprob), "top_logprobs": [token_object(*other) for other in of.top]}
+        for of in logprobs
+    ]
 
 
-def _token_object(text: str, logprob: float) -> Json:
-    # A token with part of a character has no text, and its bytes are not available here.
-    bytes_ = None if "\ufffd" in text else list(text.encode())
-    return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": bytes_}
-
-
-def total(timing: Timing, later: Timing) -> Timing:
+def _total(timing: Timing, later: Timing) -> Timing:
     """The counts and times of two answers to one request."""
     names = "prompt_tokens cached_tokens disk_tokens answer_tokens prompt_s answer_s cut_messages cut_tokens".split()
     names += ["n_shifts", "stats"]
@@ -100,12 +374,13 @@ class ChoicesReply(Reply):
 
     prefix, whole_kind, chunk_kind = "", "", ""
     empty: Mapping[str, Any] = {}  # a choice of a chunk without content
+    _first: Callable[[], Json]  # a method: the chunk before all others of a choice
+    _chunks: Callable[[Delta], list[Json]]  # a method: the chunks of a delta; none for an empty one
 
-    def __init__(self, body: GenerationBody, entry: ModelEntry, *, logprobs: bool, n_answers: int | None) -> None:
+    def __init__(self, body: GenerationBody, entry: ModelEntry, *, logprobs: bool, n_answers: int) -> None:
         """`n_answers`: of each prompt; its tokens count once."""
-        self.n_answers = n_answers or 1
-        self.n_choices = self.n_answers
-        self.include_usage = bool(body.stream_options and body.stream_options.include_usage)
+        self.n_choices = self.n_answers = n_answers
+        self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
         self.logprobs = logprobs
         self._with_progress = bool(body.return_progress)
         self._started = False  # the current choice
@@ -120,14 +395,6 @@ class ChoicesReply(Reply):
             "system_fingerprint": f"moegguf-{entry.digest[:12]}",
         }
 
-    @abstractmethod
-    def _first(self) -> Json:
-        """The chunk before all others of a choice."""
-
-    @abstractmethod
-    def _chunks(self, delta: Delta) -> list[Json]:
-        """The chunks of a delta; none for an empty one."""
-
     def lines(self, event: Event) -> bytes:
         """Server-sent events without a name."""
         first = [] if self._started else [self._first()]  # before the last chunk of a choice ends it
@@ -136,7 +403,7 @@ class ChoicesReply(Reply):
             items = self._chunks(event)
         elif isinstance(event, Done):
             items = self._last(event)
-        elif isinstance(event, PromptProgress) and self._with_progress:
+        elif self._with_progress:
             items = [self._chunk(self.empty, prompt_progress=prompt_progress(event))]
         if not items:
             return b""
@@ -153,28 +420,27 @@ class ChoicesReply(Reply):
 
     def _chunk(self, choice: Mapping[str, Any], **more: Any) -> Json:
         choices = [{"index": self._index, "finish_reason": None, "logprobs": None, **choice}]
-        if self.include_usage:
+        if self._include_usage:
             more = {"usage": None, **more}  # as OpenAI: null in all chunks except the last
         return self._object(self.chunk_kind, choices, **more)
 
     def _end_choice(self, done: Done) -> None:
         is_again = self._index % self.n_answers
         used = replace(done.timing, prompt_tokens=0, cached_tokens=0) if is_again else done.timing
-        self._timing, self._used = total(self._timing, done.timing), total(self._used, used)
+        self._timing, self._used = _total(self._timing, done.timing), _total(self._used, used)
         self._index += 1
         self.n_calls = 0
 
     def _last(self, done: Done) -> list[Json]:
         """The chunk with `finish_reason`; with that of the last choice the statistics of all, and the one with `usage`
         if requested."""
-        is_last = self._index == self.n_choices - 1
-        figures = statistics(total(self._timing, done.timing)) if is_last else {}
-        choice = {**self.empty, "finish_reason": self._finish(done)}
-        chunks = [self._chunk(choice, **({} if self.include_usage else figures))]
+        chunk = self._chunk({**self.empty, "finish_reason": self._finish(done)})
         self._end_choice(done)
-        if is_last and self.include_usage:
-            chunks.append(self._object(self.chunk_kind, [], usage=usage(self._used), **figures))
-        return chunks
+        if self._index < self.n_choices:
+            return [chunk]
+        if not self._include_usage:
+            return [{**chunk, **statistics(self._timing)}]
+        return [chunk, self._object(self.chunk_kind, [], usage=self._usage(), **statistics(self._timing))]
 
     def _add(self, choice: Mapping[str, Any], done: Done) -> None:
         reason = {"finish_reason": self._finish(done)}
@@ -183,17 +449,22 @@ class ChoicesReply(Reply):
 
     def whole(self) -> Json:
         """The object of a reply that is not streamed, after `add` of every choice."""
-        return self._object(self.whole_kind, self._choices, usage=usage(self._used), **statistics(self._timing))
+        return self._object(self.whole_kind, self._choices, usage=self._usage(), **statistics(self._timing))
+
+    def _usage(self) -> Json:
+        used = self._used
+        prompt = used.prompt_tokens + used.cached_tokens
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": used.answer_tokens,
+            "total_tokens": prompt + used.answer_tokens,
+            "prompt_tokens_details": {"cached_tokens": used.cached_tokens},
+        }
 
 
 class _ChatReply(ChoicesReply):
-    """A reply of /v1/chat/completions."""
-
     prefix, whole_kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
     empty: Mapping[str, Any] = {"delta": {}}
-
-    def __init__(self, body: ChatBody, entry: ModelEntry) -> None:
-        super().__init__(body, entry, logprobs=bool(body.logprobs), n_answers=body.n)
 
     def _first(self) -> Json:
         return self._chunk({"delta": {"role": "assistant", "content": ""}})
@@ -209,7 +480,7 @@ class _ChatReply(ChoicesReply):
             deltas.append({"tool_calls": calls})
         if delta.logprobs and not deltas:
             deltas.append({})
-        logprobs = [chat_logprobs(delta.logprobs)] if self.logprobs and delta.logprobs else []
+        logprobs = [{"content": logprob_objects(delta.logprobs)}] if self.logprobs and delta.logprobs else []
         return [self._chunk({"delta": delta, "logprobs": logprobs.pop() if logprobs else None}) for delta in deltas]
 
     def _calls(self, delta: Delta) -> list[Json]:
@@ -226,8 +497,9 @@ class _ChatReply(ChoicesReply):
             message |= {"reasoning": delta.thinking, "reasoning_content": delta.thinking}
         if calls:
             message["tool_calls"] = calls
-        self._add({"message": message, "logprobs": chat_logprobs(delta.logprobs) if self.logprobs else None}, done)
+        logprobs = {"content": logprob_objects(delta.logprobs)} if self.logprobs else None
+        self._add({"message": message, "logprobs": logprobs}, done)
 
 
-CHAT = Conversation(ChatBody, lambda body, entry, _: _ChatReply(body, entry))
-routes = [CHAT.at("/v1/chat/completions")]
+whole = partial(whole_reply, ChatBody)
+routes = [conversation("/v1/chat/completions", ChatBody)]

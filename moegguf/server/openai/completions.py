@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from heapq import nlargest
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from moegguf.generate.request import MAX_TOP_LOGPROBS, Delta, GenerationRequest, TokenLogprob
+from moegguf.generate.request import Delta, GenerationRequest, TokenLogprob
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits
-from moegguf.server.common.conversation import Conversation, Json
-from moegguf.server.common.objects import MIN_LOGPROB
+from moegguf.server.common.conversation import Json, Reply, conversation, whole_reply
 from moegguf.server.common.options import are_tokens
-from moegguf.server.openai.chat import ChoicesReply
-from moegguf.server.openai.schema import Choices, GenerationBody
+from moegguf.server.common.replies import MIN_LOGPROB
+from moegguf.server.openai.chat import Choices, ChoicesReply, GenerationBody, TopLogprobs
 from moegguf.serving.events import Done
 from moegguf.serving.lease import Lease
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
-
 Prompt = str | list[int]
 
 
-def prompts_of(given: Any) -> list[Prompt]:
+def _prompts_of(given: Any) -> list[Prompt]:
     """The prompts from any of their forms: a text, its tokens, or a list of these. Raises ValueError."""
     prompts = given if isinstance(given, list) and given and isinstance(given[0], str | list) else [given]
     if len(prompts) > limits.INPUTS:
@@ -36,30 +35,33 @@ def prompts_of(given: Any) -> list[Prompt]:
     return prompts
 
 
-class _CompletionBody(GenerationBody):
-    """The body of /v1/completions. A list of prompts gets `n` choices for each, in their order: of `best_of` answers
-    those whose tokens are the likeliest."""
+Prompts = Annotated[list[Prompt], BeforeValidator(_prompts_of)]
 
-    prompt: Annotated[list[Prompt], BeforeValidator(prompts_of)]
+
+def fields_of(prompt: Prompt) -> Json:
+    """The fields of a `GenerationRequest` for a prompt."""
+    return {"prompt": prompt} if isinstance(prompt, str) else {"prompt": "", "context": tuple(prompt)}
+
+
+class _CompletionBody(GenerationBody):
+    """A list of prompts gets `n` choices for each, in their order: of `best_of` answers those whose tokens are the
+    likeliest."""
+
+    limit = limits.BODY_BYTES
+
+    prompt: Prompts
     suffix: str | None = None
     echo: bool | None = None
     best_of: Choices | None = None
     max_tokens: Annotated[int, Field(ge=-1, le=MAX_ANSWER_TOKENS)] | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-
-    def max_answer_tokens(self) -> int | None:
-        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+    logprobs: TopLogprobs | None = None
 
     @model_validator(mode="after")
-    def _suffix_follows_text(self) -> _CompletionBody:
+    def _fields_go_together(self) -> _CompletionBody:
         if self.suffix and not all(isinstance(prompt, str) for prompt in self.prompt):
             raise ValueError("suffix needs prompts as text, not as tokens")
         if self.suffix and self.scores_prompt:
             raise ValueError("logprobs of a prompt (echo) cannot be had with a suffix; leave one of them out")
-        return self
-
-    @model_validator(mode="after")
-    def _choices_are_answered(self) -> _CompletionBody:
         if self.n_answers * len(self.prompt) > limits.INPUTS:
             raise ValueError(f"prompts times n (or best_of) are more than {limits.INPUTS}; send several requests")
         if self.n_answers < (self.n or 1):
@@ -80,12 +82,10 @@ class _CompletionBody(GenerationBody):
 
     def generations(self, entry: ModelEntry, known: Details) -> list[GenerationRequest]:
         """A request for each prompt; of the entry's defaults, only the options apply."""
-        sampling = self.sampling(entry)
+        sampling = self.sampling(entry, DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens)
         ranked = 0 if self.n_answers > (self.n or 1) else None  # by their own logprobs
         requests = (
             GenerationRequest(
-                prompt=prompt if isinstance(prompt, str) else "",
-                context=() if isinstance(prompt, str) else tuple(prompt),
                 suffix=self.suffix or None,
                 truncate=bool(self.truncate) and not self.scores_prompt,
                 shift=bool(self.shift),
@@ -93,43 +93,38 @@ class _CompletionBody(GenerationBody):
                 prompt_logprobs=self.scores_prompt,
                 prompt_only=self.max_tokens == 0,
                 sampling=sampling,
+                **fields_of(prompt),
             )
             for prompt in self.prompt
         )
         return [each for request in requests for each in self.repeated(request, self.n_answers)]
 
+    def reply(self, entry: ModelEntry, generations: Sequence[GenerationRequest]) -> Reply:
+        return _CompletionReply(self, entry)
 
-def completion_logprobs(logprobs: Sequence[TokenLogprob], offset: int) -> Json:
-    """`logprobs` of completion; `offset`: position of the first of these tokens in the text."""
+
+def _logprobs_object(logprobs: Sequence[TokenLogprob], offset: int) -> Json:
+    """`logprobs` of completion; `offset`: position of the first of these tokens in the text. Of alternatives with the
+    same text, such as parts of characters, the likeliest."""
+    tops: list[dict[str, float]] = []
     offsets = []
     for logprob in logprobs:
         offsets.append(offset)
         offset += len(logprob.text)
+        top: dict[str, float] = {}
+        for text, chance in logprob.top:
+            top.setdefault(text, max(chance, MIN_LOGPROB))
+        tops.append(top)
     return {
         "tokens": [logprob.text for logprob in logprobs],
         "token_logprobs": [max(logprob.logprob, MIN_LOGPROB) for logprob in logprobs],
-        "top_logprobs": [_by_text(logprob.top) for logprob in logprobs],
+        "top_logprobs": tops,
         "text_offset": offsets,
     }
 
 
-def _by_text(top: Sequence[tuple[str, float]]) -> dict[str, float]:
-    """{text: log probability}; the likeliest of tokens with the same text, such as parts of characters."""
-    found: dict[str, float] = {}
-    for text, logprob in top:
-        found.setdefault(text, max(logprob, MIN_LOGPROB))
-    return found
-
-
-def prompt_logprobs(prompt: Sequence[TokenLogprob]) -> Json:
-    """`logprobs` of an echoed prompt: null for its first token."""
-    found = completion_logprobs(prompt, 0)
-    found["token_logprobs"][:1], found["top_logprobs"][:1] = [None], [None]
-    return found
-
-
 class _CompletionReply(ChoicesReply):
-    """A reply of /v1/completions with the choices of each prompt; whole and streamed objects are alike."""
+    """A reply with the choices of each prompt; whole and streamed objects are alike."""
 
     prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
     empty: Mapping[str, Any] = {"text": ""}
@@ -150,7 +145,6 @@ class _CompletionReply(ChoicesReply):
 
     @property
     def _before(self) -> str:
-        """The text that the current choice begins with."""
         return self._prompts[self._index // self.n_answers] if self._index < self.n_choices else ""
 
     def _first(self) -> Json:
@@ -167,13 +161,16 @@ class _CompletionReply(ChoicesReply):
         return [self._chunk({"text": text, "logprobs": self._logprobs(delta)})]
 
     def _logprobs(self, delta: Delta) -> Json | None:
+        """Those of an echoed prompt, null for its first token, then those of the answer."""
         if not self.logprobs:
             return None
-        found = completion_logprobs(delta.logprobs, self._offset)
+        found = _logprobs_object(delta.logprobs, self._offset)
         self._offset += sum(len(logprob.text) for logprob in delta.logprobs)
         if not delta.prompt:
             return found
-        return {name: values + found[name] for name, values in prompt_logprobs(delta.prompt).items()}
+        prompt = _logprobs_object(delta.prompt, 0)
+        prompt["token_logprobs"][0] = prompt["top_logprobs"][0] = None
+        return {name: values + found[name] for name, values in prompt.items()}
 
     def add(self, delta: Delta, done: Done) -> None:
         scores = [logprob.logprob for logprob in delta.logprobs]
@@ -182,7 +179,6 @@ class _CompletionReply(ChoicesReply):
         self._add({"text": text, "logprobs": self._logprobs(delta)}, done)
 
     def whole(self) -> Json:
-        """The object with the best answers to each prompt, as many as are sent."""
         if self._n_sent < self.n_answers:
             groups = (range(first, first + self.n_answers) for first in range(0, self.n_choices, self.n_answers))
             best = [i for group in groups for i in nlargest(self._n_sent, group, key=self._scores.__getitem__)]
@@ -190,5 +186,5 @@ class _CompletionReply(ChoicesReply):
         return super().whole()
 
 
-COMPLETIONS = Conversation(_CompletionBody, lambda body, entry, _: _CompletionReply(body, entry), limits.BODY_BYTES)
-routes = [COMPLETIONS.at("/v1/completions")]
+whole = partial(whole_reply, _CompletionBody)
+routes = [conversation("/v1/completions", _CompletionBody)]

@@ -1,6 +1,8 @@
-// Requests to this server: JSON, NDJSON streams, and the API key when the server requires one.
+// Requests to this server: JSON, NDJSON streams, snapshots of a model, and the API key when the server requires one.
 
 const KEY = "moegguf.key";
+const SNAPSHOTS_PER_S = 8; // an answer of a small model takes less than a second
+const PAUSE_MS = 1000; // between two connections
 
 export class ApiError extends Error {
   constructor(status, message) {
@@ -15,29 +17,20 @@ export function keepKey(key) {
 
 /** The response of `path`; throws ApiError with the server's message. A body is sent as JSON. */
 export async function request(path, { body, signal, method = body ? "POST" : "GET" } = {}) {
-  const key = sessionStorage.getItem(KEY);
-  const headers = {};
+  const key = sessionStorage.getItem(KEY), headers = {};
   if (key) headers.Authorization = `Bearer ${key}`;
   if (body) headers["Content-Type"] = "application/json";
-  let response;
-  try {
-    response = await fetch(path, { method, headers, signal, body: body && JSON.stringify(body), cache: "no-store" });
-  } catch (error) {
-    if (error.name === "AbortError") throw error;
-    throw new ApiError(0, "The server is not reachable.");
-  }
+  const response = await fetch(path, { method, headers, signal, body: body && JSON.stringify(body), cache: "no-store" }).catch((error) => {
+    throw error.name === "AbortError" ? error : new ApiError(0, "The server is not reachable.");
+  });
   if (response.ok) return response;
   if (response.status === 401) document.dispatchEvent(new Event("key-needed"));
-  throw new ApiError(response.status, await errorMessage(response));
+  const { error } = await response.json().catch(() => ({}));
+  throw new ApiError(response.status, error?.message ?? error ?? `The server replies ${response.status}.`);
 }
 
-async function errorMessage(response) {
-  try {
-    const { error } = await response.json();
-    return typeof error === "string" ? error : error.message;
-  } catch {
-    return `The server replies ${response.status}.`;
-  }
+export async function json(path, options) {
+  return (await request(path, options)).json();
 }
 
 /** The objects of an NDJSON response, as they arrive. */
@@ -49,13 +42,50 @@ export async function* lines(response) {
       const { value, done } = await reader.read().catch((error) => {
         throw error.name === "AbortError" ? error : new ApiError(0, "The connection to the server was lost.");
       });
-      if (done) break;
-      const parts = (rest + value).split("\n");
+      const parts = (rest + (done ? "\n" : value)).split("\n");
       rest = parts.pop();
       for (const part of parts) if (part.trim()) yield JSON.parse(part);
+      if (done) return;
     }
-    if (rest.trim()) yield JSON.parse(rest);
   } finally {
     reader.cancel().catch(() => {});
   }
+}
+
+/** The stream of snapshots of one model: reconnects after an error, and pauses while the page is hidden. `onLine(line)` is called
+ *  for each object, `onLost(error)` when the connection fails. */
+export class Live {
+  constructor({ onLine, onLost }) {
+    Object.assign(this, { onLine, onLost });
+    document.addEventListener("visibilitychange", () => this.watch(this.model));
+  }
+
+  watch(model) {
+    this.model = model;
+    this.abort?.abort();
+    this.abort = new AbortController();
+    if (model && !document.hidden) this.run(this.abort.signal);
+  }
+
+  async run(signal) {
+    while (!signal.aborted) {
+      try {
+        const response = await request(`live?model=${encodeURIComponent(this.model)}&per_s=${SNAPSHOTS_PER_S}`, { signal });
+        for await (const line of lines(response)) {
+          if (signal.aborted) return;
+          this.onLine(line);
+        }
+      } catch (error) {
+        if (signal.aborted) return;
+        this.onLost(error);
+        if (error.status === 401) return; // watch() is called again when the key is known
+      }
+      await new Promise((resolve) => setTimeout(resolve, PAUSE_MS));
+    }
+  }
+}
+
+/** Bytes of a base64 text. */
+export function bytes(text) {
+  return Uint8Array.from(atob(text), (char) => char.charCodeAt(0));
 }

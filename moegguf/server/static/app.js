@@ -3,13 +3,12 @@
 import { keepKey } from "./api.js";
 import { Chat } from "./chat.js";
 import { Composer } from "./composer.js";
-import { Conversation } from "./conversation.js";
+import { Conversation, load, save } from "./conversations.js";
 import { at } from "./dom.js";
 import { Models } from "./models.js";
 import { Panel } from "./panel.js";
 import { SettingsDialog, lastSettings, requestFields } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
-import { load, save } from "./store.js";
 
 const THEME = "moegguf.theme";
 const DEMO = "demo:latest";
@@ -17,9 +16,13 @@ const finePointer = matchMedia("(pointer: fine)");
 
 const panel = new Panel((names) => (models.selected ? models.mark(names) : listModels()));
 const models = new Models(showModel);
-const chat = new Chat({ log: at("log"), scroll: at("scroll"), fields, waitingFor, onChange: showState });
-const composer = new Composer({ onSend: send, refusal });
-const settings = new SettingsDialog(changeSettings);
+const chat = new Chat({ fields, waitingFor: () => (models.loaded.includes(models.name) ? undefined : "Loading the model"), onChange: showState });
+const composer = new Composer({ onSend: send, refusal: () => (models.can("vision") ? "" : `${models.name} does not see pictures.`) });
+const settings = new SettingsDialog((changed) => {
+  const { conversation } = chat;
+  conversation.settings = changed;
+  if (conversation.messages.length) save({ ...conversation, messages: undefined });
+});
 const sidebar = new Sidebar({ onRemove: forget, onRename: retitle });
 
 // Models
@@ -44,20 +47,12 @@ function showModel({ name, details, capabilities }) {
   showState();
 }
 
-function refusal() {
-  return models.can("vision") ? "" : `${models.name} does not see pictures.`;
-}
-
 // Messages
 
 function fields(conversation) {
   const { system } = conversation.settings;
   const messages = [...(system ? [{ role: "system", content: system }] : []), ...conversation.sent];
   return { model: models.name, messages, ...requestFields(conversation.settings, models) };
-}
-
-function waitingFor() {
-  return models.loaded.includes(models.name) ? undefined : "Loading the model";
 }
 
 async function send(content, images) {
@@ -83,9 +78,7 @@ at("starters").addEventListener("click", ({ target }) => {
 
 // Conversations, each with an address of its own
 
-function address() {
-  return location.hash.slice(1);
-}
+const address = () => location.hash.slice(1);
 
 /** Shows the conversation of the page's address; a new one where there is none. */
 async function open() {
@@ -128,12 +121,6 @@ document.addEventListener("keydown", (event) => {
 });
 
 // Settings and API key
-
-function changeSettings(changed) {
-  const { conversation } = chat;
-  conversation.settings = changed;
-  if (conversation.messages.length) save({ ...conversation, messages: undefined });
-}
 
 at("open-settings").addEventListener("click", () => settings.open(chat.conversation.settings, models));
 document.addEventListener("key-needed", () => {

@@ -1,8 +1,7 @@
 // The memory of a model's experts, by tier: how much there is, and a slider that changes it while the model answers.
 
-import { request } from "./api.js";
-import { at } from "./dom.js";
-import { count, size } from "./format.js";
+import { json } from "./api.js";
+import { at, count, size } from "./dom.js";
 
 const TIERS = { ram: "expert_cache", vram: "vram_cache" };
 
@@ -24,7 +23,7 @@ export class Budget {
     } else if (loaded.pid !== this.pid) {
       this.pid = loaded.pid;
       this.now = null;
-      request(`budget?model=${encodeURIComponent(loaded.name)}`).then(async (response) => this.draw(await response.json()), () => this.show(null));
+      json(`budget?model=${encodeURIComponent(loaded.name)}`).then((now) => this.draw(now), () => this.show(null));
     } else if (this.now && !this.changing && Object.values(TIERS).some((name) => this.now[`${name}_bytes`] !== loaded[`${name}_bytes`])) {
       this.draw({ ...this.now, ...loaded });
     }
@@ -45,30 +44,28 @@ export class Budget {
 
   label(tier) {
     const { n_experts: all, slot_bytes: slot } = this.now, n = Number(at(`${tier}-budget`).value);
-    const text = `${count(n)} of ${count(all)} experts, ${size(n * slot).join(" ")}`;
+    const text = `${count(n)} of ${count(all)} experts, ${size(n * slot)}`;
     at(`${tier}-budget-value`).textContent = text;
     at(`${tier}-budget`).setAttribute("aria-valuetext", text);
   }
 
   /** Asks for what a slider says, and again where one was moved meanwhile. */
-  async change(tier) {
-    this.moved = tier;
+  async change(moved) {
+    this.moved = moved;
     if (this.changing) return;
     this.changing = true;
     at("budget-note").textContent = "";
     try {
-      while (this.moved) this.now = { ...this.now, ...(await (await request("budget", { method: "PUT", body: this.wanted() })).json()) };
+      while (this.moved) {
+        const tier = this.moved, { model, slot_bytes: slot, staging_bytes: staged } = this.now;
+        this.moved = null;
+        const body = { model, [TIERS[tier]]: Number(at(`${tier}-budget`).value) * slot + (tier === "vram" ? staged : 0) };
+        this.now = { ...this.now, ...(await json("budget", { method: "PUT", body })) };
+      }
     } catch (error) {
       at("budget-note").textContent = error.message;
     }
     this.changing = false;
     this.draw(this.now);
-  }
-
-  /** The body of a request for what the slider that was moved last says. */
-  wanted() {
-    const tier = this.moved, { model, slot_bytes: slot, staging_bytes: staged } = this.now;
-    this.moved = null;
-    return { model, [TIERS[tier]]: Number(at(`${tier}-budget`).value) * slot + (tier === "vram" ? staged : 0) };
   }
 }

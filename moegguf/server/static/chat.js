@@ -1,10 +1,9 @@
 // The shown conversation: asks, answers again, edits, stops. Answers go on while another conversation is shown.
 
-import { AnswerView } from "./answer.js";
 import { lines, request } from "./api.js";
-import { button, make } from "./dom.js";
-import { save } from "./store.js";
-import { actions, edit, questionView, resultForm, resultView } from "./turns.js";
+import { save } from "./conversations.js";
+import { at, button, make } from "./dom.js";
+import { AnswerView, actions, edit, messageView, resultForm } from "./turns.js";
 
 const NEAR_END_PX = 60;
 const SAVE_MS = 1000; // between two savings of an answer that is being written
@@ -12,7 +11,8 @@ const SAVE_MS = 1000; // between two savings of an answer that is being written
 export class Chat {
   /** `fields(conversation)` returns those of a request besides its messages, `waitingFor()` what an answer waits for at first;
    *  `onChange(conversation)` is called when an answer begins or ends. */
-  constructor({ log, scroll, fields, waitingFor, onChange }) {
+  constructor({ fields, waitingFor, onChange }) {
+    const log = at("log"), scroll = at("scroll");
     Object.assign(this, { log, scroll, fields, waitingFor, onChange });
     this.views = new WeakMap(); // of messages
     this.runs = new Map(); // answers that are being written, by conversation
@@ -48,52 +48,41 @@ export class Chat {
     const views = path.map((message) => this.viewOf(message));
     if (run && !path.includes(run.view.message)) views.push(run.view.element);
     else if (!run && last?.tool_calls) views.push(resultForm(last.tool_calls, (results) => this.ask(...results)));
-    else if (!run && last && last.role !== "assistant") views.push(this.failure(last));
+    else if (!run && last && last.role !== "assistant") {
+      const note = make("p", { className: "note error", role: "alert" }, last.error ?? "Not answered yet.");
+      const again = button(last.error ? "Try again" : "Answer", () => this.answer(), { className: "secondary" });
+      views.push(make("div", { className: "turn failure" }, note, again));
+    }
     this.log.replaceChildren(...views);
   }
 
   /** The view of a message, with its buttons as they are now. */
   viewOf(message) {
-    if (!this.views.has(message)) this.views.set(message, newView(message));
+    if (!this.views.has(message)) this.views.set(message, message.role === "assistant" ? new AnswerView(message).end().element : messageView(message));
     const view = this.views.get(message), { conversation } = this;
     view.querySelector(":scope > .below")?.remove();
     if (this.busy || message.role === "tool") return view;
+    const { images, parent } = message;
+    const askAt = (...messages) => {
+      conversation.leaf = parent;
+      this.ask(...messages);
+    };
     view.append(actions(message, {
       versions: conversation.versions(message),
-      onVersion: (other) => this.change(() => conversation.show(other)),
-      onEdit: message.role === "user" && (() => edit(view, message.content, (text) => this.askAt(message.parent, { ...message, content: text }))),
-      onAgain: message.role === "assistant" && (() => this.answerAt(message.parent)),
+      onVersion: (other) => {
+        conversation.show(other);
+        this.render();
+        this.keep(conversation);
+      },
+      onEdit: message.role === "user" && (() => edit(view, message.content, (content) => (content || images) && askAt({ role: "user", content, ...(images && { images }) }))),
+      onAgain: message.role === "assistant" && (() => askAt()),
     }));
     return view;
-  }
-
-  /** In place of an answer that has not come. */
-  failure(message) {
-    const note = make("p", { className: "note error", role: "alert" }, message.error ?? "Not answered yet.");
-    return make("div", { className: "turn failure" }, note, button(message.error ? "Try again" : "Answer", () => this.answer(), { className: "secondary" }));
-  }
-
-  /** Changes the conversation and shows it; it is kept so. */
-  change(apply) {
-    apply();
-    this.render();
-    this.keep(this.conversation);
   }
 
   /** Adds messages and has them answered. */
   ask(...messages) {
     messages.forEach((message) => this.conversation.add(message));
-    return this.answer();
-  }
-
-  askAt(parent, { role, content, images }) {
-    if (!content && !images) return undefined;
-    this.conversation.leaf = parent;
-    return this.ask({ role, content, ...(images && { images }) });
-  }
-
-  answerAt(parent) {
-    this.conversation.leaf = parent;
     return this.answer();
   }
 
@@ -169,9 +158,4 @@ export class Chat {
     this.atEnd = true;
     this.scroll.scrollTop = this.scroll.scrollHeight;
   }
-}
-
-function newView(message) {
-  if (message.role === "user") return questionView(message);
-  return message.role === "tool" ? resultView(message) : new AnswerView(message).end().element;
 }

@@ -1,8 +1,10 @@
 // The message field: text, pictures by button, paste and drop, and sending.
 
 import { at, grow, iconButton, make } from "./dom.js";
-import { pictures, readPicture } from "./images.js";
 import { pictureView } from "./turns.js";
+
+const MAX_SIDE_PX = 2048; // models see less
+const AS_THEY_ARE = ["image/png", "image/gif"]; // a JPEG may be turned, which only the browser sees
 
 export class Composer {
   /** `onSend(text, images)` is called with a message; `refusal()` returns why the model takes no pictures, or "". */
@@ -81,4 +83,29 @@ export class Composer {
     }));
     this.update();
   }
+}
+
+/** A picture for a model, as base64 of a PNG, GIF or JPEG. Throws an Error for a file that is none. */
+async function readPicture(file) {
+  const picture = await createImageBitmap(file).catch(() => {
+    throw new Error(`${file.name || "This"} is not a picture that the browser can read.`);
+  });
+  const scale = Math.min(1, MAX_SIDE_PX / Math.max(picture.width, picture.height));
+  if (scale === 1 && AS_THEY_ARE.includes(file.type)) return base64(file);
+  const canvas = new OffscreenCanvas(Math.max(1, Math.round(picture.width * scale)), Math.max(1, Math.round(picture.height * scale)));
+  const context = canvas.getContext("2d");
+  context.fillStyle = "white"; // JPEG has no transparency
+  context.fillRect(0, 0, canvas.width, canvas.height);
+  context.drawImage(picture, 0, 0, canvas.width, canvas.height);
+  return base64(await canvas.convertToBlob({ type: "image/jpeg", quality: 0.92 }));
+}
+
+/** The pictures among the files of a paste or drop. */
+function pictures(transfer) {
+  return [...(transfer?.files ?? [])].filter((file) => file.type.startsWith("image/"));
+}
+
+async function base64(blob) {
+  const bytes = new Uint8Array(await blob.arrayBuffer());
+  return btoa(Array.from(bytes, (byte) => String.fromCharCode(byte)).join(""));
 }

@@ -2,7 +2,6 @@
 // these: output of a model is never parsed as HTML.
 
 import { button, copy, make } from "./dom.js";
-import { coloured } from "./highlight.js";
 import MarkdownIt from "./vendor/markdown-it.esm.min.mjs";
 
 const parser = new MarkdownIt({ breaks: true, linkify: true });
@@ -108,4 +107,27 @@ export function codeBlock(language, text, open = false) {
   const label = make("span", {}, language || "text");
   const head = make("div", { className: "code-head" }, label, button("Copy", (event) => copy(code.textContent, event)));
   return make("div", { className: "code" }, head, make("pre", { tabIndex: 0 }, code)); // lines scroll by keyboard
+}
+
+let highlighter = null, fetching = null;
+
+/** Fetches the highlighter, which is done with the first block of code; blocks are plain until then. */
+export function load() {
+  return (fetching ??= import("./vendor/highlight.min.js").then((module) => {
+    highlighter = module.default;
+    for (const block of document.querySelectorAll(".code")) {
+      const code = block.querySelector("code");
+      code.replaceChildren(...coloured(code.textContent, block.querySelector("span").textContent));
+    }
+  }));
+}
+
+/** The nodes of `text` in a language, by any of its names; the text where it is unknown. The highlighter's tree of scopes becomes
+ *  spans: its HTML is not used. */
+function coloured(text, language) {
+  if (!highlighter) load();
+  if (!text || !highlighter?.getLanguage(language)) return [text];
+  const nodeOf = (found) =>
+    typeof found === "string" ? found : make("span", { className: `hl-${found.scope?.split(/[.:]/)[0]}` }, ...found.children.map(nodeOf));
+  return highlighter.highlight(text, { language, ignoreIllegals: true })._emitter.rootNode.children.map(nodeOf);
 }

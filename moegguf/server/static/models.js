@@ -1,6 +1,6 @@
 // The choice of a model: those in memory first.
 
-import { request } from "./api.js";
+import { json } from "./api.js";
 import { at, make } from "./dom.js";
 
 const LAST = "moegguf.model";
@@ -31,7 +31,7 @@ export class Models {
   /** Reads the list. The selected model stays, if it is still there; the first one selected is `wanted`, or one in memory, or the
    *  last one used. Throws ApiError. */
   async refresh(wanted) {
-    const [tags, ps] = await Promise.all(["api/tags", "api/ps"].map(async (path) => (await request(path)).json()));
+    const [tags, ps] = await Promise.all(["api/tags", "api/ps"].map((path) => json(path)));
     this.entries = tags.models.filter(({ capabilities: all }) => !all.length || all.includes("completion"));
     this.loaded = ps.models.map(({ name }) => name);
     const last = localStorage.getItem(LAST), before = this.name;
@@ -56,22 +56,20 @@ export class Models {
     this.list();
   }
 
-  list() {
-    const { select, name, loaded } = this;
-    const groups = [true, false].map((inMemory) => {
-      const entries = this.entries.filter((entry) => loaded.includes(entry.name) === inMemory);
-      return make("optgroup", { label: inMemory ? "In memory" : "On disk", hidden: !entries.length }, ...entries.map((entry) => new Option(entry.name)));
-    });
-    select.replaceChildren(...groups);
-    if (this.entries.length) select.value = name;
-    else select.replaceChildren(new Option("No models yet: moegguf pull NAME"));
-    select.disabled = !this.entries.length;
-  }
-
   /** Says why there is no list. */
   fail(error) {
     this.entries = [];
-    this.select.replaceChildren(new Option(error.message));
-    this.select.disabled = true;
+    this.list(error.message);
+  }
+
+  list(problem = "No models yet: moegguf pull NAME") {
+    const { select, name, loaded, entries } = this;
+    const groups = [true, false].map((inMemory) => {
+      const options = entries.filter((entry) => loaded.includes(entry.name) === inMemory).map((entry) => new Option(entry.name));
+      return make("optgroup", { label: inMemory ? "In memory" : "On disk", hidden: !options.length }, ...options);
+    });
+    select.replaceChildren(...(entries.length ? groups : [new Option(problem)]));
+    if (entries.length) select.value = name;
+    select.disabled = !entries.length;
   }
 }

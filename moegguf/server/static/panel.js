@@ -1,15 +1,13 @@
 // The panel beside the chat: map, charts and totals, from the snapshots of the selected model.
 
+import { Live } from "./api.js";
 import { Budget } from "./budget.js";
-import { IN_RAM, IN_VRAM } from "./cells.js";
-import { Chart } from "./chart.js";
-import { at, make } from "./dom.js";
-import { count, digits, duration, percent, size } from "./format.js";
-import { Live } from "./live.js";
-import { ExpertMap } from "./map.js";
+import { at, count, digits, duration, make, percent, size } from "./dom.js";
+import { ExpertMap, IN_RAM, IN_VRAM } from "./map.js";
 
 const WINDOW = 8; // snapshots per point of a chart
 const PAUSE_MS = 1500;
+const CHART_LENGTH = 90; // the picture's width is one less, its height is 1
 const FOLDED = "moegguf.map"; // "folded" or "open", once it was chosen; else folded on a phone
 const NOTHING = { tokens: 0, lookups: 0, hits_ready: 0, hits_late: 0, bytes_read: 0 }; // of a model that was just loaded
 
@@ -19,17 +17,17 @@ export class Panel {
     const [absent, loading, loaded, ram, vram, hit] = document.querySelectorAll(".legend .key");
     this.map = new ExpertMap(at("map"), { absent, loading, ram, vram, hit, loaded }, showCell);
     this.charts = {
-      hit: new Chart(at("hit-chart"), { max: 1, format: (value) => percent(value).join(" ") }),
-      bytes: new Chart(at("bytes-chart"), { format: joinedSize }),
-      speed: new Chart(at("speed-chart"), { format: (value) => `${digits(value)} t/s` }),
+      hit: new Chart(at("hit-chart"), percent, 1),
+      bytes: new Chart(at("bytes-chart"), size),
+      speed: new Chart(at("speed-chart"), (value) => `${digits(value)} t/s`),
     };
     this.onLoaded = onLoaded;
     this.budget = new Budget();
     this.live = new Live({ onLine: (line) => this.take(line), onLost: (error) => this.disconnect(error) });
-    this.recent = [];
-    this.begin = null;
     showCell(null);
-    this.addFoldButton();
+    const chosen = localStorage.getItem(FOLDED);
+    fold(chosen ? chosen === "folded" : matchMedia("(max-width: 860px)").matches);
+    at("fold").addEventListener("click", () => localStorage.setItem(FOLDED, fold() ? "folded" : "open"));
   }
 
   /** Selects a model; its map appears when it is in memory. */
@@ -62,41 +60,40 @@ export class Panel {
     document.querySelectorAll(".panel output, .totals dd").forEach((element) => (element.textContent = "–"));
     at("resident").textContent = "";
     this.budget.show(null);
-    showTiers([], false);
-    showStaging({});
+    showTiers([], {}, false);
   }
 
   show(snapshot) {
-    const { stats } = snapshot;
-    at("map-note").textContent = snapshot.layers.length ? "" : "This model has no experts.";
-    if (snapshot.layers.length) this.map.update(snapshot);
-    const all = this.map.cells?.state.length ?? 0, where = all ? this.where(stats) : "";
-    at("resident").textContent = where && `${where}, ${joinedSize(stats.pool_bytes)}`;
-    at("map").setAttribute("aria-label", `Map of experts: ${all} experts in ${snapshot.layers.length} layers, ${where}. Arrow keys move from cell to cell.`);
-    showTiers(stats.tiers ?? [], all > 0 && this.map.cells.count(IN_VRAM) > 0);
-    showStaging(stats);
-    this.findBegin(snapshot);
+    const { stats, layers, busy, loaded, tokens_per_s: speed } = snapshot, tiers = stats.tiers ?? [];
+    at("map-note").textContent = layers.length ? "" : "This model has no experts.";
+    if (layers.length) this.map.update(snapshot);
+    const all = this.map.count(), where = all ? this.where(tiers) : "";
+    at("resident").textContent = where && `${where}, ${size(stats.pool_bytes)}`;
+    at("map").setAttribute("aria-label", `Map of experts: ${all} experts in ${layers.length} layers, ${where}. Arrow keys move from cell to cell.`);
+    showTiers(tiers, stats, this.map.count(IN_VRAM) > 0);
+    // Numbers beside the charts cover the current answer, as the line below it does: `begin` is from before it.
+    if (!this.begin) this.begin = stats; // it began before this page was opened
+    else if (stats.tokens < this.begin.tokens) this.begin = NOTHING; // reloaded
+    else if (busy && this.last && !this.last.busy) this.begin = this.last.stats;
     this.plot(snapshot);
-    this.showSpeed(snapshot);
-    this.showTotals(snapshot);
-    this.budget.show(snapshot.loaded);
+    const { hitRate, bytesPerToken } = figures(this.begin, stats);
+    if (hitRate !== undefined) showValue("hit", percent(hitRate));
+    if (bytesPerToken !== undefined) showValue("bytes", size(bytesPerToken));
+    // The speed while an answer is written, and then that of the whole answer, as /api/ps has it.
+    const { last_answer_tokens: tokens, last_answer_s: seconds, queue = 0 } = loaded ?? {};
+    if (seconds && seconds !== this.last?.loaded?.last_answer_s) showValue("speed", `${digits(tokens / seconds)} t/s`);
+    else if (busy && speed > 0) showValue("speed", `${digits(speed)} t/s`);
+    const totals = { tokens: count(stats.tokens), read: size(stats.bytes_read), stall: duration(stats.stall_s), queue: count(queue) };
+    for (const [name, text] of Object.entries(totals)) at(`total-${name}`).textContent = text;
+    this.budget.show(loaded);
     this.last = snapshot;
   }
 
   /** How many experts are in VRAM, and in RAM only. */
-  where({ tiers }) {
-    const { cells } = this.map, nRam = cells.count(IN_RAM), all = count(cells.state.length);
-    const nVram = cells.count(IN_VRAM);
-    if (tiers?.[0]?.name === "VRAM") return `${count(nVram)} of ${all} in VRAM, ${count(nRam)} in RAM only`;
-    return nVram ? `${count(nRam)} of ${all} in RAM, ${count(nVram)} in VRAM` : `${count(nRam)} of ${all} in memory`;
-  }
-
-  /** Keeps the statistics from before the current answer: the numbers beside the charts cover this answer, as the line
-   *  below it does. */
-  findBegin(snapshot) {
-    if (!this.begin) this.begin = snapshot.stats; // it began before this page was opened
-    else if (snapshot.stats.tokens < this.begin.tokens) this.begin = NOTHING; // reloaded
-    else if (snapshot.busy && this.last && !this.last.busy) this.begin = this.last.stats;
+  where([first]) {
+    const [all, inRam, inVram] = [undefined, IN_RAM, IN_VRAM].map((state) => count(this.map.count(state)));
+    if (first?.name === "VRAM") return `${inVram} of ${all} in VRAM, ${inRam} in RAM only`;
+    return this.map.count(IN_VRAM) ? `${inRam} of ${all} in RAM, ${inVram} in VRAM` : `${inRam} of ${all} in memory`;
   }
 
   /** Adds a point to each chart if the model computed since the snapshot before. A point covers the last WINDOW
@@ -110,77 +107,90 @@ export class Panel {
     this.recent.push({ stats, at: now });
     if (this.recent.length > WINDOW) this.recent.shift();
     if (!before) return;
-    const tokens = stats.tokens - before.tokens, lookups = stats.lookups - before.lookups;
-    if (lookups > 0) this.charts.hit.push((hits(stats) - hits(before)) / lookups);
-    if (tokens > 0) this.charts.bytes.push((stats.bytes_read - before.bytes_read) / tokens);
+    const { hitRate, bytesPerToken } = figures(before, stats);
+    if (hitRate !== undefined) this.charts.hit.push(hitRate);
+    if (bytesPerToken !== undefined) this.charts.bytes.push(bytesPerToken);
     if (speed > 0) this.charts.speed.push(speed);
-  }
-
-  /** The speed while an answer is written, and then that of the whole answer, as the line below it and /api/ps have it. */
-  showSpeed({ busy, tokens_per_s: speed, loaded }) {
-    const { last_answer_tokens: tokens, last_answer_s: seconds } = loaded ?? {};
-    if (seconds && seconds !== this.last?.loaded?.last_answer_s) showValue("speed", [digits(tokens / seconds), "t/s"]);
-    else if (busy && speed > 0) showValue("speed", [digits(speed), "t/s"]);
-  }
-
-  showTotals({ stats, loaded }) {
-    const { begin } = this, lookups = stats.lookups - begin.lookups, tokens = stats.tokens - begin.tokens;
-    if (lookups > 0) showValue("hit", percent((hits(stats) - hits(begin)) / lookups));
-    if (tokens > 0) showValue("bytes", size((stats.bytes_read - begin.bytes_read) / tokens));
-    at("total-tokens").textContent = count(stats.tokens);
-    at("total-read").textContent = joinedSize(stats.bytes_read);
-    at("total-stall").textContent = duration(stats.stall_s);
-    at("total-queue").textContent = count(loaded?.queue ?? 0);
-  }
-
-  addFoldButton() {
-    const button = at("fold"), panel = button.closest(".panel");
-    const fold = (folded) => {
-      panel.classList.toggle("folded", folded);
-      button.setAttribute("aria-expanded", String(!folded));
-    };
-    button.addEventListener("click", () => {
-      fold(!panel.classList.contains("folded"));
-      localStorage.setItem(FOLDED, panel.classList.contains("folded") ? "folded" : "open");
-    });
-    const chosen = localStorage.getItem(FOLDED);
-    fold(chosen ? chosen === "folded" : matchMedia("(max-width: 860px)").matches);
   }
 }
 
-/** Shows the number beside a chart. */
-function showValue(name, [number, unit]) {
+/** A line over time, one point per snapshot in which the model computed. `plot`: an element with a label and a picture of an area,
+ *  a line and a dot; `max`: top of the scale, by default a round number not below the largest point; `format(value)` labels it. */
+class Chart {
+  constructor(plot, format, max) {
+    [this.label, { children: this.shapes }] = plot.children;
+    Object.assign(this, { max, format });
+    this.clear();
+  }
+
+  clear() {
+    this.points = [];
+    this.draw();
+  }
+
+  push(value) {
+    this.points = [...this.points, value].slice(-CHART_LENGTH);
+    this.draw();
+  }
+
+  draw() {
+    const { points } = this, max = this.max ?? roundUp(Math.max(...points)), begin = CHART_LENGTH - points.length;
+    const line = points.map((value, i) => [begin + i, 1 - value / max]), last = line.slice(-1);
+    this.label.textContent = points.length ? this.format(max) : "";
+    [[[begin, 1], ...line, [CHART_LENGTH - 1, 1]], line, [...last, ...last]].forEach((places, i) => {
+      this.shapes[i].setAttribute("points", places.join(" "));
+    });
+  }
+}
+
+/** The smallest of 1, 2, 5, 10, 20, 50, ... not below the value. */
+function roundUp(value) {
+  if (!(value > 0)) return 1;
+  const power = 10 ** Math.floor(Math.log10(value));
+  return power * ([1, 2, 5].find((n) => n * power >= value) ?? 10);
+}
+
+function hits(stats) {
+  return stats.hits_ready + stats.hits_late;
+}
+
+/** What was computed between two snapshots; without a figure where nothing was. */
+function figures(before, stats) {
+  const lookups = stats.lookups - before.lookups, tokens = stats.tokens - before.tokens;
+  return {
+    hitRate: lookups > 0 ? (hits(stats) - hits(before)) / lookups : undefined,
+    bytesPerToken: tokens > 0 ? (stats.bytes_read - before.bytes_read) / tokens : undefined,
+  };
+}
+
+/** Shows the number beside a chart, "61.3 t/s". */
+function showValue(name, text) {
+  const [number, unit] = text.split(" ");
   at(`${name}-value`).replaceChildren(number, make("small", {}, unit));
 }
 
-/** A line for each tier where layers compute in VRAM, and what cells look like, also those of whole layers there. */
-function showTiers(tiers, anyInVram) {
+/** Folds the panel or unfolds it, by default the other of them; returns whether it is folded now. */
+function fold(folded) {
+  const now = at("fold").closest(".panel").classList.toggle("folded", folded);
+  at("fold").setAttribute("aria-expanded", String(!now));
+  return now;
+}
+
+/** A line for each tier where layers compute in VRAM, and what prompts copied into staging tensors, part of its budget, and how
+ *  much of it while layers computed. And what cells look like, also those of whole layers in VRAM. */
+function showTiers(tiers, { staging_bytes: memory, bytes_staged: copied, staging_overlap: overlap }, anyInVram) {
   const inVram = tiers[0]?.name === "VRAM";
   at("tiers").hidden = !inVram;
   at("vram-key").hidden = !inVram && !anyInVram;
   at("ram-name").textContent = inVram || anyInVram ? "in RAM" : "in memory";
   at("tiers").tBodies[0].replaceChildren(...(inVram ? tiers : []).map((tier) => {
-    const received = tier.bytes_missed + tier.bytes_prefetched;
-    const rate = tier.lookups ? percent(hits(tier) / tier.lookups).join(" ") : "–";
-    const slots = `${count(tier.slots_used)} of ${count(tier.n_slots)}`;
-    const texts = [tier.name, slots, rate, joinedSize(received), count(tier.evictions), duration(tier.stall_s)];
+    const rate = tier.lookups ? percent(hits(tier) / tier.lookups) : "–", slots = `${count(tier.slots_used)} of ${count(tier.n_slots)}`;
+    const texts = [tier.name, slots, rate, size(tier.bytes_missed + tier.bytes_prefetched), count(tier.evictions), duration(tier.stall_s)];
     return make("tr", {}, ...texts.map((text) => make("td", {}, text)));
   }));
-}
-
-/** What prompts copied into staging tensors, part of the VRAM budget, and how much of it while layers computed. */
-function showStaging({ staging_bytes: memory, bytes_staged: copied, staging_overlap: overlap }) {
+  const meanwhile = copied ? `, ${percent(overlap)} of the time while computing` : "";
   at("staging").hidden = !memory;
-  const meanwhile = copied ? `, ${percent(overlap).join(" ")} of the time while computing` : "";
-  at("staging").textContent = memory ? `Prompts staged: ${joinedSize(copied)} through ${joinedSize(memory)}${meanwhile}` : "";
-}
-
-function joinedSize(n) {
-  return size(n).join(" ");
-}
-
-function hits(stats) {
-  return stats.hits_ready + stats.hits_late;
+  at("staging").textContent = memory ? `Prompts staged: ${size(copied)} through ${size(memory)}${meanwhile}` : "";
 }
 
 /** Shows the state of a cell below the map. */

@@ -1,6 +1,6 @@
 // Settings of a conversation: system message, sampling, thinking, tools. New conversations begin with the last ones.
 
-import { request } from "./api.js";
+import { json } from "./api.js";
 import { at } from "./dom.js";
 
 const KEPT = "moegguf.settings";
@@ -48,7 +48,7 @@ export class SettingsDialog {
 
   /** Empty fields show what the model uses. */
   async showDefaults(model) {
-    const { default_generation_settings: defaults } = await (await request(`props?model=${encodeURIComponent(model)}`)).json();
+    const { default_generation_settings: defaults } = await json(`props?model=${encodeURIComponent(model)}`);
     for (const name of NUMBERS) {
       const value = defaults.params[NAMES_OF_PROPS[name] ?? name] ?? (name === "num_ctx" ? defaults.n_ctx || "default" : "");
       at(name).placeholder = { seed: "random", num_predict: "no limit" }[value === -1 ? name : ""] ?? String(value);

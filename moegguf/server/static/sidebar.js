@@ -1,7 +1,7 @@
 // The list of conversations: beside the chat on a wide screen, before it on a narrow one.
 
 import { at, iconButton, make } from "./dom.js";
-import { list, load, onChange, remove, save } from "./store.js";
+import { list, load, onChange, remove, save } from "./conversations.js";
 
 const OPEN = "moegguf.list";
 const WIDE = matchMedia("(min-width: 1100px)");
@@ -65,8 +65,9 @@ export class Sidebar {
   }
 
   item(head) {
-    const link = make("a", { href: `#${head.id}`, title: head.title }, head.title);
-    const item = make("li", {}, link, iconButton("edit", `Rename “${head.title}”`, () => this.rename(item, head)), iconButton("delete", `Delete “${head.title}”`, () => this.remove(head)));
+    const { id, title } = head, link = make("a", { href: `#${id}`, title }, title);
+    const rename = iconButton("edit", `Rename “${title}”`, () => this.rename(item, head));
+    const item = make("li", {}, link, rename, iconButton("delete", `Delete “${title}”`, () => this.remove(head)));
     return item;
   }
 

@@ -22,7 +22,7 @@ from moegguf.serving.ray.replica import Replica
 from moegguf.settings import read_settings
 
 # By name, as Ray takes applications and routers: HTTP lies above this package, and only the ingress replica needs it.
-MAKE_HTTP = "moegguf.server.ray:make_http"
+MAKE_HTTP = "moegguf.server.app:make_http"
 MAX_HTTP_REQUESTS = 4096  # at once, in the ingress replica, which only translates
 
 

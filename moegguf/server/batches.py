@@ -1,0 +1,212 @@
+"""/v1/files and /v1/batches: files of requests, answered while nobody else waits, and of their answers; and OpenAI's
+endpoints called in this process, as a client would over HTTP: the same checks, the same objects.
+
+The requests of a batch were let in already: no access control, and no limit of all bodies together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict
+from http import HTTPStatus
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+from starlette.datastructures import State
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from moegguf.models.catalog import Catalog
+from moegguf.server.common import limits
+from moegguf.server.common.body import Body, Form, parse_fields, read_body
+from moegguf.server.common.errors import NO_RETRY, HttpError, http_error
+from moegguf.server.common.replies import page, usage
+from moegguf.server.embeddings import whole_embeddings
+from moegguf.server.metrics import Totals
+from moegguf.server.openai import chat, completions, responses
+from moegguf.serving.batch.answers import Reply
+from moegguf.serving.batch.batches import CANCELLABLE, Batch, Batches
+from moegguf.serving.batch.files import StoredFile
+from moegguf.serving.lease import BackgroundLeases, Leases
+from moegguf.serving.ray.config import ConfiguredCatalog
+
+MAX_FILES_LISTED = 10_000
+MAX_BATCHES_LISTED, DEFAULT_BATCHES_LISTED = 100, 20
+TIMES = (
+    "created_at", "in_progress_at", "expires_at", "finalizing_at", "completed_at", "failed_at", "expired_at",
+    "cancelling_at", "cancelled_at",
+)  # fmt: skip
+ENDPOINTS: Mapping[str, Callable[[State, Leases, bytes], Awaitable[Any]]] = {
+    "/v1/chat/completions": chat.whole,
+    "/v1/completions": completions.whole,
+    "/v1/embeddings": whole_embeddings,
+    "/v1/responses": responses.whole,
+}
+"""Those that a request of a batch may have."""
+
+
+def new_state(manager: Leases, catalog: Catalog | ConfiguredCatalog, share_contexts: bool = False) -> State:
+    """What the endpoints need of an application: `app.state`."""
+    leases = {"manager": manager, "background": BackgroundLeases(manager)}
+    return State({**leases, "catalog": catalog, "totals": Totals(), "share_contexts": share_contexts})
+
+
+async def reply_in_process(state: State, url: str, body: bytes) -> Reply:
+    """The reply to a POST request, of lower priority. Cancelling it is a client's disconnect."""
+    try:
+        return Reply(200, await ENDPOINTS[url](state, state.background, body))
+    except Exception as error:
+        found = http_error(error)
+        return Reply(found.status, found.body(url))
+
+
+# Files
+
+
+def _batches(request: Request) -> Batches:
+    return request.app.state.batches
+
+
+def _file_object(file: StoredFile) -> dict[str, Any]:
+    facts = {name: getattr(file, name) for name in ("created_at", "expires_at", "filename", "purpose")}
+    status = {"status": "processed", "status_details": None}
+    return {"id": file.id, "object": "file", "bytes": file.n_bytes, **facts, **status}
+
+
+class _ExpiresAfter(Body):
+    """When a file is removed: OpenAI's range."""
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(ge=3600, le=2_592_000)]
+
+
+class _FileForm(Body):
+    purpose: Literal["batch"]
+    expires_after: _ExpiresAfter | None = None
+
+
+async def _create_file(request: Request) -> Response:
+    """Stores a file. Raises HttpError 400, 413, StorageError, BusyError."""
+    with _batches(request).files.new() as file:
+        form = Form(file.write, request.app.state.settings.upload_bytes)
+        await form.read(request)
+        if form.filename is None:
+            raise HttpError(400, "file: field required")
+        prefix, fields = "expires_after[", form.fields
+        expiry = {name[len(prefix) : -1]: text for name, text in fields.items() if name.startswith(prefix)}
+        asked = parse_fields(fields | ({"expires_after": expiry} if expiry else {}), _FileForm)
+        kept_s = asked.expires_after.seconds if asked.expires_after else None
+        return JSONResponse(_file_object(file.finish(form.filename, asked.purpose, kept_s)))
+
+
+async def _list_files(request: Request) -> Response:
+    query = request.query_params
+    if query.get("order", "desc") not in ("asc", "desc"):
+        raise HttpError(400, "order: must be 'asc' or 'desc'")
+    files = [file for file in _batches(request).files.all() if query.get("purpose", file.purpose) == file.purpose]
+    if query.get("order") != "asc":
+        files.reverse()
+    return _listed(request, [_file_object(file) for file in files], MAX_FILES_LISTED, MAX_FILES_LISTED)
+
+
+async def _retrieve_file(request: Request) -> Response:
+    return JSONResponse(_file_object(_batches(request).files.get(request.path_params["file"])))
+
+
+async def _file_content(request: Request) -> Response:
+    store, file_id = _batches(request).files, request.path_params["file"]
+    return FileResponse(
+        store.path(file_id), media_type="application/octet-stream", filename=store.get(file_id).filename
+    )
+
+
+async def _delete_file(request: Request) -> Response:
+    file_id = request.path_params["file"]
+    _batches(request).files.delete(file_id)
+    return JSONResponse({"id": file_id, "object": "file", "deleted": True})
+
+
+# Batches
+
+
+def _endpoint(value: str) -> str:
+    if value not in ENDPOINTS:
+        raise ValueError(f"must be one of {', '.join(ENDPOINTS)}")
+    return value
+
+
+class _BatchBody(Body):
+    input_file_id: Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARS)]
+    endpoint: Annotated[str, AfterValidator(_endpoint)]
+    completion_window: Literal["24h"]
+    metadata: Annotated[
+        dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None, Field(max_length=16)
+    ] = None
+    output_expires_after: _ExpiresAfter | None = None
+
+
+def _batch_object(batch: Batch) -> dict[str, Any]:
+    counts = batch.counts
+    return {
+        "id": batch.id,
+        "object": "batch",
+        "endpoint": batch.endpoint,
+        "model": batch.model,
+        "errors": {"object": "list", "data": batch.errors} if batch.errors else None,
+        "input_file_id": batch.input_file_id,
+        "completion_window": "24h",
+        "status": batch.status,
+        "output_file_id": batch.output_file_id,
+        "error_file_id": batch.error_file_id,
+        **{name: value for name, value in asdict(batch).items() if name in TIMES},
+        "request_counts": {"total": batch.total, "completed": counts.completed, "failed": counts.failed},
+        "usage": usage(counts.input_tokens, counts.cached_tokens, counts.output_tokens, counts.reasoning_tokens),
+        "metadata": batch.metadata,
+    }
+
+
+async def _create_batch(request: Request) -> Response:
+    """A new batch. Raises HttpError 400, UnknownIdError, BatchFileError, BusyError, StorageError."""
+    body = await read_body(request, _BatchBody)
+    kept_s = body.output_expires_after.seconds if body.output_expires_after else None
+    batch = _batches(request).create(body.endpoint, body.input_file_id, body.metadata, kept_s)
+    return JSONResponse(_batch_object(batch))
+
+
+async def _list_batches(request: Request) -> Response:
+    objects = [_batch_object(batch) for batch in _batches(request).all()]
+    return _listed(request, objects, MAX_BATCHES_LISTED, DEFAULT_BATCHES_LISTED)
+
+
+async def _retrieve_batch(request: Request) -> Response:
+    return JSONResponse(_batch_object(_batches(request).get(request.path_params["batch"])))
+
+
+async def _cancel_batch(request: Request) -> Response:
+    """Begins to cancel a batch. Raises HttpError 409 for one that has ended, UnknownIdError, StorageError."""
+    batches = _batches(request)
+    batch = batches.get(request.path_params["batch"])
+    if batch.status in CANCELLABLE:
+        batches.cancel(batch)
+    elif batch.status != "cancelling":
+        message = f"Cannot cancel a batch with status '{batch.status}'."
+        raise HttpError(HTTPStatus.CONFLICT, message, headers=NO_RETRY)
+    return JSONResponse(_batch_object(batch))
+
+
+def _listed(request: Request, objects: list[dict[str, Any]], most: int, default: int) -> Response:
+    return JSONResponse({"object": "list", **page(request, objects, most, default)})
+
+
+routes = [
+    Route("/v1/files", _create_file, methods=["POST"]),
+    Route("/v1/files", _list_files, methods=["GET"]),
+    Route("/v1/files/{file}", _retrieve_file, methods=["GET"]),
+    Route("/v1/files/{file}", _delete_file, methods=["DELETE"]),
+    Route("/v1/files/{file}/content", _file_content, methods=["GET"]),
+    Route("/v1/batches", _create_batch, methods=["POST"]),
+    Route("/v1/batches", _list_batches, methods=["GET"]),
+    Route("/v1/batches/{batch}", _retrieve_batch, methods=["GET"]),
+    Route("/v1/batches/{batch}/cancel", _cancel_batch, methods=["POST"]),
+]

@@ -1,0 +1,204 @@
+"""Replies: lines as they come (NDJSON, server-sent events), or one JSON object at the end; and parts of their objects
+that more than one API has.
+
+Each stops its work when the client disconnects. An error before the first byte gets its own status; after that it
+becomes the last line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from moegguf.engine.stats import Stats
+from moegguf.errors import BusyError
+from moegguf.generate.request import Timing
+from moegguf.server.common import limits
+from moegguf.server.common.body import read_body
+from moegguf.server.common.errors import HttpError, error_response, http_error
+
+MIN_LOGPROB = -9999.0  # in place of minus infinity, which JSON cannot hold
+
+Lines = AsyncGenerator[bytes, None]
+ErrorLine = Callable[[HttpError, str], bytes]
+Kind = TypeVar("Kind", bound=BaseModel)
+
+
+def dumps(value: Any) -> str:
+    """Compact JSON. Raises ValueError on NaN, which is not JSON."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def json_line(value: Any) -> bytes:
+    """An object for a LineResponse."""
+    return dumps(value).encode() + b"\n"
+
+
+def event_line(data: Mapping[str, Any], name: str = "") -> bytes:
+    """A server-sent event, with a name or without."""
+    return f"{f'event: {name}' if name else ''}\ndata: {dumps(data)}\n\n".lstrip().encode()
+
+
+async def end(*tasks: asyncio.Task[None]) -> None:
+    """Cancels tasks and waits for their end."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class LineResponse(Response):
+    """The items of `lines`, each sent at once: JSON objects, or with a `ping_line` server-sent events, each with its
+    blank line; that one is sent while nothing else is. `lines` is always closed, also when the client disconnects.
+    `error_line`: the last one after an error behind the first byte, by default its JSON."""
+
+    ping_line = b""
+
+    def __init__(self, lines: Lines, error_line: ErrorLine | None = None, ping_line: bytes = b"") -> None:
+        self.background = None
+        self._lines = lines
+        self._error_line = error_line or (lambda error, path: json_line(error.body(path)))
+        self._started = False
+        self.ping_line = ping_line
+        self.status_code = 200
+        self.media_type = "text/event-stream; charset=utf-8" if ping_line else "application/x-ndjson"
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.create_task(self._work(scope, receive, send))
+        disconnect = asyncio.create_task(self._wait_for_disconnect(receive, send))
+        try:
+            await asyncio.wait((work, disconnect), return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:  # the server is shutting down, and has waited long enough
+            await end(work, disconnect)
+            await self._fail(BusyError("the server is shutting down; try again later."), scope, receive, send)
+            return
+        finally:
+            await end(work, disconnect)
+        if not work.cancelled():
+            work.result()
+
+    async def _wait_for_disconnect(self, receive: Receive, send: Send) -> None:
+        message: Message = {"type": ""}
+        while message["type"] != "http.disconnect":
+            try:
+                async with asyncio.timeout(limits.PING_S if self.ping_line else None):
+                    message = await receive()
+            except TimeoutError:
+                await self._send(send, self.ping_line)
+
+    async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with aclosing(self._lines) as lines:
+                async for line in lines:
+                    await self._send(send, line)
+        except Exception as error:
+            return await self._fail(error, scope, receive, send)
+        await self._send(send, b"", more=False)
+
+    async def _fail(self, error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self._started:
+            return await error_response(error, scope["path"])(scope, receive, send)
+        await self._send(send, self._error_line(http_error(error), scope["path"]))
+        await self._send(send, b"", more=False)
+
+    async def _send(self, send: Send, line: bytes, more: bool = True) -> None:
+        if not self._started:
+            self._started = True
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": line, "more_body": more})
+
+
+class WholeResponse(LineResponse):
+    """The object that `answer` computes, as JSON; its work ends, too, when the client disconnects."""
+
+    _started = False
+
+    def __init__(self, answer: Awaitable[Any]) -> None:
+        self.background = None
+        self._answer = answer
+
+    async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            response: Response = JSONResponse(await self._answer, media_type="application/json; charset=utf-8")
+        except Exception as error:
+            response = error_response(error, scope["path"])
+        await response(scope, receive, send)
+
+
+def computed(
+    path: str, kind: type[Kind], compute: Callable[[Request, Kind], Awaitable[Any]], limit: int = limits.BODY_BYTES
+) -> Route:
+    """An endpoint that replies with the object that is computed of a body, unless the client leaves before."""
+
+    async def respond(request: Request) -> Response:
+        return WholeResponse(compute(request, await read_body(request, kind, limit)))
+
+    return Route(path, respond, methods=["POST"])
+
+
+def to_ns(seconds: float) -> int:
+    """A duration in whole nanoseconds, as Ollama's API gives it."""
+    return round(seconds * 1e9)
+
+
+def moe_object(stats: Stats) -> dict[str, Any]:
+    """Cost of the experts: hit rate, lookups, bytes read, stall time in ns. An extension of both APIs."""
+    return {
+        "hit_rate": round(stats.hit_rate, 6),
+        "lookups": stats.lookups,
+        "bytes_read": stats.bytes_read,
+        "bytes_per_token": round(stats.bytes_per_token),
+        "stall_duration": to_ns(stats.stall_s),
+    }
+
+
+def cut_object(timing: Timing) -> dict[str, int]:
+    """What was left out to fit the context: of the prompt, and how often a full context lost its older half."""
+    counts = {"cut_messages": timing.cut_messages, "cut_tokens": timing.cut_tokens, "context_shifts": timing.n_shifts}
+    return {name: count for name, count in counts.items() if count}
+
+
+def usage(n_input: int, n_cached: int, n_output: int, n_thinking: int, **details: int) -> dict[str, Any]:
+    """Token counts as OpenAI's responses and batches have them; those of the input include cached ones."""
+    return {
+        "input_tokens": n_input,
+        "input_tokens_details": {"cached_tokens": n_cached, **details},
+        "output_tokens": n_output,
+        "output_tokens_details": {"reasoning_tokens": n_thinking},
+        "total_tokens": n_input + n_output,
+    }
+
+
+def page(
+    request: Request, objects: Sequence[dict[str, Any]], most: int, default: int, suffix: str = ""
+) -> dict[str, Any]:
+    """The page of `objects` that the query asks for: `limit` of them, after or before the id in `after` or `before`,
+    whose names in the query end with `suffix`. Raises HttpError 400."""
+    query = request.query_params
+    text = query.get("limit") or str(default)
+    if not (text.isascii() and text.isdecimal() and len(text) <= 9 and 1 <= int(text) <= most):
+        raise HttpError(400, f"limit: must be a whole number from 1 to {most}, but is {text[:40]!r}")
+    after, before = query.get(f"after{suffix}"), query.get(f"before{suffix}")
+    if after and before:
+        raise HttpError(400, f"a page lies after{suffix} or before{suffix}, but both were given; leave one out")
+    here = after or before
+    at = next((i for i, each in enumerate(objects) if each["id"] == here), None)
+    if here and at is None:
+        raise HttpError(400, f"after: there is no {here:.80} in this list")
+    rest = objects[:at] if before else objects if at is None else objects[at + 1 :]
+    data = rest[-int(text) :] if before else rest[: int(text)]
+    return {
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": len(rest) > len(data),
+    }

@@ -1,0 +1,200 @@
+"""Vectors of texts: OpenAI's /v1/embeddings, Ollama's /api/embed and the deprecated /api/embeddings; and /v1/rerank:
+documents in the order of their scores for a query, by a reranker (a model whose pooling is RANK), in llama-server's
+forms: Jina's and Cohere's `documents`, and TEI's `texts`, whose reply is the list alone.
+
+OpenAI's texts may be given as tokens, and their vectors come as numbers or as little-endian float32 in base64. A text
+longer than the context is an error there unless `truncate` is true, in Ollama's API if it is false.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BeforeValidator, Field, field_validator
+from starlette.datastructures import State
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from moegguf.errors import ContextError
+from moegguf.generate.embedding import Embeddings
+from moegguf.server.common import limits
+from moegguf.server.common.body import parse_body, read_body, too_large
+from moegguf.server.common.conversation import Json, leases_of
+from moegguf.server.common.errors import HttpError
+from moegguf.server.common.options import Loading, ModelName, are_tokens, find, selected_model
+from moegguf.server.common.replies import WholeResponse, computed, to_ns
+from moegguf.server.ollama.chat import ModelBody
+from moegguf.serving.lease import Leases
+
+RERANK_PATHS = ("/rerank", "/reranking", "/v1/rerank", "/v1/reranking")
+
+_Text = str | list[int]  # a text, or its tokens
+
+
+def _shorten(vectors: npt.NDArray[np.float32], n_dimensions: int | None) -> npt.NDArray[np.float32]:
+    """The first `n_dimensions` of each vector, normalized again: (n, n_embd) to (n, n_dimensions). Unchanged when
+    `n_dimensions` is None, 0 or not below n_embd."""
+    if not n_dimensions or not len(vectors) or n_dimensions >= vectors.shape[1]:
+        return vectors
+    cut = vectors[:, :n_dimensions]
+    lengths = np.linalg.norm(cut, axis=1, keepdims=True)
+    return (cut / np.where(lengths > 0, lengths, 1)).astype(np.float32)
+
+
+# OpenAI's
+
+
+def _list_of_texts(value: Any) -> list[_Text]:
+    texts = value if isinstance(value, list) and not are_tokens(value) else [value]
+    if not texts or not all((isinstance(text, str) and text) or are_tokens(text) for text in texts):
+        raise ValueError(
+            "must be a text, a list of texts, a list of tokens or a list of such lists, none of them empty"
+        )
+    if len(texts) > limits.INPUTS:
+        raise ValueError(f"has {len(texts)} texts, but {limits.INPUTS} are accepted")
+    return texts
+
+
+class _EmbeddingsBody(Loading):
+    model: ModelName
+    input: Annotated[list[_Text], BeforeValidator(_list_of_texts)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
+    truncate: bool | None = None
+
+
+async def whole_embeddings(state: State, leases: Leases, raw: bytes) -> Json:
+    """The reply of /v1/embeddings to a body as JSON text. Raises MoeggufError."""
+    if len(raw) > limits.BODY_BYTES:
+        raise too_large(limits.BODY_BYTES)
+    return await _embeddings(leases, parse_body(raw, _EmbeddingsBody))
+
+
+async def _embeddings(leases: Leases, body: _EmbeddingsBody) -> Json:
+    """A normalized vector per text. Raises HttpError 400 for more dimensions than the model has."""
+    async with leases.lease(body.model, body.overrides(), body.keep_alive_s()) as lease:
+        found = await lease.embed(body.input, truncate=bool(body.truncate), normalize=True)
+        name = lease.entry.name
+    vectors = np.asarray(found.vectors, dtype="<f4").reshape(len(body.input), -1)
+    n_embd = vectors.shape[1]
+    if body.dimensions is not None and body.dimensions > n_embd:
+        raise HttpError(400, f"dimensions: must be at most {n_embd}, the model's number, but is {body.dimensions}")
+    vectors = _shorten(vectors, body.dimensions)
+    written: list[Any] = vectors.tolist()
+    if body.encoding_format == "base64":
+        written = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
+    return {
+        "object": "list",
+        "data": [{"object": "embedding", "index": i, "embedding": each} for i, each in enumerate(written)],
+        "model": name,
+        "usage": {"prompt_tokens": found.n_tokens, "total_tokens": found.n_tokens},
+    }
+
+
+# Ollama's
+
+
+class _EmbedRequest(ModelBody, Loading):
+    input: str | Annotated[list[str], Field(max_length=limits.INPUTS)] | None = None
+    truncate: bool | None = None
+    dimensions: Annotated[int | None, Field(ge=0, le=1 << 20)] = None
+
+
+async def _embed(request: Request) -> Response:
+    """A normalized vector per text of a list, empty ones too; without a text, only loads the model."""
+    start_ns = time.perf_counter_ns()
+    body = await read_body(request, _EmbedRequest)
+    texts = [text for text in (body.input,) if text] if isinstance(body.input, str) else body.input or []
+
+    async def work() -> Json:
+        name, found, load_s = await _compute(request, body, texts, truncate=body.truncate is not False, normalize=True)
+        counts = {
+            "total_duration": time.perf_counter_ns() - start_ns,
+            "load_duration": to_ns(load_s),
+            "prompt_eval_count": found.n_tokens,
+        }
+        vectors = _shorten(np.asarray(found.vectors, np.float32), body.dimensions).tolist()
+        return {"model": name, "embeddings": vectors, **{key: value for key, value in counts.items() if value}}
+
+    return WholeResponse(work())
+
+
+class _EmbeddingsRequest(ModelBody, Loading):
+    prompt: str | None = None
+
+
+async def _embedding(request: Request, body: _EmbeddingsRequest) -> Json:
+    """One vector, not normalized; empty without text, which only loads the model."""
+    texts = [body.prompt] if body.prompt else []
+    _, found, _ = await _compute(request, body, texts, truncate=True, normalize=False)
+    return {"embedding": np.asarray(found.vectors, np.float32)[0].tolist() if texts else []}
+
+
+async def _compute(
+    request: Request, body: _EmbedRequest | _EmbeddingsRequest, texts: list[str], *, truncate: bool, normalize: bool
+) -> tuple[str, Embeddings, float]:
+    """(name of the model, vectors, load_s). Raises HttpError 404, 400 for a text that is too long."""
+    state = request.app.state
+    entry = await asyncio.to_thread(find, state.catalog, body.model)
+    async with state.manager.lease(entry, body.overrides(), body.keep_alive_s()) as lease:
+        try:
+            found = await lease.embed(texts, truncate=truncate, normalize=normalize) if texts else Embeddings([], 0)
+        except ContextError as error:
+            raise HttpError(400, f"the input length exceeds the context length ({error})") from None
+        return entry.name, found, lease.load_s
+
+
+# llama-server's
+
+
+class _RerankBody(Loading):
+    """Without `model` it is the only loaded one. `documents`: texts, or objects with a `text`."""
+
+    model: str = Field("", max_length=limits.NAME_CHARS)
+    query: Annotated[str, Field(min_length=1)]
+    documents: list[str] | None = Field(None, max_length=limits.INPUTS)
+    texts: list[str] | None = Field(None, max_length=limits.INPUTS)
+    top_n: Annotated[int, Field(ge=1)] | None = None
+    return_documents: bool = False
+    return_text: bool = False
+
+    @field_validator("documents", mode="before")
+    @classmethod
+    def _plain(cls, given: Any) -> Any:
+        if not isinstance(given, list):
+            return given
+        return [each.get("text") if isinstance(each, dict) else each for each in given]
+
+
+async def _rerank(request: Request, body: _RerankBody) -> Any:
+    """The documents' scores, the best first."""
+    texts = body.texts if body.documents is None else body.documents
+    if not texts:
+        raise HttpError(400, "documents: a list of texts is missing")
+    model = selected_model(request.app.state, body.model)
+    async with leases_of(request).lease(model, body.overrides(), body.keep_alive_s()) as lease:
+        found, name = await lease.rank(body.query, texts), lease.entry.name
+    scores = {i: vector[0] for i, vector in enumerate(found.vectors)}
+    best = sorted(scores, key=lambda i: -scores[i])[: body.top_n]
+    if body.documents is None:
+        return [{"index": i, "score": scores[i], **({"text": texts[i]} if body.return_text else {})} for i in best]
+    results = [
+        {"index": i, "relevance_score": scores[i]} | ({"document": {"text": texts[i]}} if body.return_documents else {})
+        for i in best
+    ]
+    usage = {"prompt_tokens": found.n_tokens, "total_tokens": found.n_tokens}
+    return {"model": name, "object": "list", "usage": usage, "results": results}
+
+
+routes = [
+    computed("/v1/embeddings", _EmbeddingsBody, lambda request, body: _embeddings(leases_of(request), body)),
+    Route("/api/embed", _embed, methods=["POST"]),
+    computed("/api/embeddings", _EmbeddingsRequest, _embedding),
+    *(computed(path, _RerankBody, _rerank) for path in RERANK_PATHS),
+]
