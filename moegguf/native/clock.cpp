@@ -1,6 +1,5 @@
 #include "clock.h"
 
-#include "counters.h"
 #include "layout.h"
 #include "link.h"
 #include "threads.h"

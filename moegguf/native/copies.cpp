@@ -104,9 +104,7 @@ void Copies::run() {
         } catch (const std::exception & e) { // memory, too
             why = e.what();
         }
-        const uint64_t took_ns = now_ns() - start;
-        count(shared_.counters.upload_ns, took_ns);
-        count(busy_ns_, took_ns);
+        count(busy_ns_, now_ns() - start);
         {
             std::lock_guard<std::mutex> event_lock(event_mutex_);
             in_flight_ = false;

@@ -1,63 +1,89 @@
-// eviction_order.h: the experts that may be evicted, in two orders per layer: by recency and by score.
-// It may ask the policy for scores. It knows neither what is in a slot nor why that may be evicted.
+// eviction_order.h: the experts that may be evicted, by layer, and which of a layer is the first to go: by recency, or
+// by the policy's score. It knows neither what is in a slot nor why that may be evicted.
 #pragma once
 
 #include "policies/policy.h"
 
+#include <algorithm>
+
 namespace moegguf {
 
-// A slot is in here while its expert may be evicted. Recency is a list, exact at every moment. The lowest score of a
-// layer is found in one pass over its slots when it is asked for, and is known until it is taken or the policy's scores
-// of the layer change. Policies that decide nothing cost nothing.
+// A slot is in here while its expert may be evicted. The first of a layer in either order is found in one pass over its
+// slots when it is asked for, and is known until it is taken or, by score, the policy's scores of the layer change.
 class EvictionOrder {
   public:
-    EvictionOrder(const Layout & layout, int n_slots);
-
-    void set_policy(const EvictionPolicy * policy); // scores of all layers changed
-    void scores_changed(int il) { layers_[il].scored = false; }
-
-    void insert(int s, int il, int expert, uint64_t last_use);
-    void remove(int s);
-    bool contains(int s) const { return at_[s] >= 0; }
-
-    int least_recent(int il) const { return layers_[il].oldest; } // -1: the layer has none
-    uint64_t last_use(int s) const { return nodes_[s].last_use; }
-
-    struct Lowest {
-        int slot; // -1: the layer has none
-        float score;
+    struct Entry {
+        int slot;
+        int expert;
         uint64_t last_use;
+        float score; // holds while the layer is scored
     };
-    Lowest lowest(int il); // the lowest score, the least recently used among equals
+
+    EvictionOrder(const Layout & layout, int n_slots) : at_(n_slots, -1), layers_(layout.layers.size()) {
+        for (size_t il = 0; il < layers_.size(); il++) {
+            layers_[il].entries.reserve(std::min(n_slots, layout.layers[il].n_expert)); // never allocates later
+        }
+    }
+
+    void set_policy(const EvictionPolicy * policy) { // scores of all layers changed
+        policy_ = policy;
+        for (size_t il = 0; il < layers_.size(); il++) { scores_changed((int)il); }
+    }
+    void scores_changed(int il) {
+        layers_[il].is_scored = false;
+        layers_[il].first[true] = -1;
+    }
+
+    bool contains(int s) const { return at_[s] >= 0; }
+    void insert(int s, int il, int expert, uint64_t last_use) {
+        LayerOrder & layer = layers_[il];
+        const int at = at_[s] = (int)layer.entries.size();
+        layer.entries.push_back({s, expert, last_use, layer.is_scored ? policy_->score(il, expert) : 0.0f});
+        for (const bool by_score : {false, true}) {
+            int & first = layer.first[by_score];
+            if (first >= 0 && before(layer.entries[at], layer.entries[first], by_score)) { first = at; }
+        }
+    }
+    void remove(int s, int il) {
+        LayerOrder & layer = layers_[il];
+        const int at = at_[s], end = (int)layer.entries.size() - 1; // the last entry takes its place
+        for (int & first : layer.first) { first = first == at ? -1 : first == end ? at : first; }
+        layer.entries[at] = layer.entries[end];
+        at_[layer.entries[at].slot] = at;
+        layer.entries.pop_back();
+        at_[s] = -1;
+    }
+
+    // The least recently used, by_score of those with the lowest score; nullptr: the layer has none.
+    const Entry * first(int il, bool by_score) {
+        LayerOrder & layer = layers_[il];
+        if (layer.entries.empty()) { return nullptr; }
+        if (by_score && !layer.is_scored) {
+            for (Entry & entry : layer.entries) { entry.score = policy_->score(il, entry.expert); }
+            layer.is_scored = true;
+        }
+        int & first = layer.first[by_score];
+        if (first < 0) {
+            const auto is_before = [by_score](const Entry & a, const Entry & b) { return before(a, b, by_score); };
+            first =
+                int(std::min_element(layer.entries.begin(), layer.entries.end(), is_before) - layer.entries.begin());
+        }
+        return &layer.entries[first];
+    }
 
   private:
-    struct Node {
-        int il = -1;
-        int older = -1;
-        int newer = -1;
-        uint64_t last_use = 0;
-    };
-    struct Entry {
-        float score; // holds while the layer is scored
-        int slot;
-        uint64_t last_use;
-        int expert;
-
-        bool before(const Entry & other) const {
-            return score != other.score ? score < other.score : last_use < other.last_use;
-        }
-    };
     struct LayerOrder {
-        std::vector<Entry> entries; // with space for every expert of the layer: never allocates later
-        bool scored = false;
-        int first = -1; // the lowest entry of a scored layer; -1: it was taken
-        int oldest = -1;
-        int newest = -1;
+        std::vector<Entry> entries;
+        bool is_scored = false;
+        int first[2] = {-1, -1}; // the entry that goes first by recency, by score; -1: not known
     };
+
+    static bool before(const Entry & a, const Entry & b, bool by_score) {
+        return by_score && a.score != b.score ? a.score < b.score : a.last_use < b.last_use;
+    }
 
     const EvictionPolicy * policy_ = nullptr;
     std::vector<int> at_;            // [n_slots], where in its layer's entries; -1: not in here
-    std::vector<Node> nodes_;        // [n_slots]
     std::vector<LayerOrder> layers_; // [n_layer]
 };
 

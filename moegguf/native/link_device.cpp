@@ -8,17 +8,16 @@
 // cannot be pinned the host buffer type gives ordinary memory.
 //
 // Strict, it is as hard on its users as CUDA may be: binding a quantised tensor zeroes the padding behind it; kernels
-// read rows up to that padding's end, and give NaN where they meet what they should not (strict_device.h); fresh memory
+// read rows up to that padding's end, and give NaN where they meet what they should not; fresh memory
 // is full of NaN; copies come in pieces of any order, and a stream does nothing before somebody waits for it.
 //
 // It may touch its own memory and what it is told to copy. Knows no store.
 #include "api.h"
-#include "command_queue.h"
-#include "shared_bandwidth.h"
-#include "strict_device.h"
+#include "link_stream.h"
 
 #include "ggml-backend-impl.h" // devices are not public; patches/README.md lists what we lean on
 #include "ggml-cpp.h"
+#include "ggml-impl.h" // ggml_graph_view
 
 #include <sys/mman.h>
 
@@ -34,6 +33,80 @@ namespace moegguf {
 namespace {
 
 constexpr size_t most_memory_bytes = (size_t)1 << 46; // what is reported where there is no limit
+
+// What CUDA asks of those who use its memory and its kernels, in strict mode
+
+constexpr int64_t row_padding = 512; // MATRIX_ROW_PADDING of ggml-cuda; its kernels take rows in steps of 256 or 512
+
+int64_t padding_values(const ggml_tensor * t) {
+    const int64_t beyond = ggml_is_quantized(t->type) ? t->ne[0] % row_padding : 0;
+    return beyond ? row_padding - beyond : 0;
+}
+
+bool reads_past_rows(const ggml_tensor * node, ggml_backend_buffer_type_t memory) {
+    if (node->op != GGML_OP_MUL_MAT && node->op != GGML_OP_MUL_MAT_ID) { return false; }
+    const ggml_tensor * w = node->src[0];
+    return padding_values(w) > 0 && !w->view_src && w->buffer && w->buffer->buft == memory &&
+           w->buffer->usage == GGML_BACKEND_BUFFER_USAGE_WEIGHTS;
+}
+
+// Behind the last row of one matrix.
+bool finds_garbage(const ggml_tensor * w, int64_t matrix) {
+    const int64_t n = padding_values(w);
+    const uint8_t * behind = (const uint8_t *)w->data + matrix * w->nb[2] + w->ne[1] * w->nb[1];
+    const uint8_t * end = behind + ggml_row_size(w->type, n);
+    if (end > (const uint8_t *)ggml_backend_buffer_get_base(w->buffer) + w->buffer->size) { return true; }
+    if (matrix + 1 == w->ne[2] || w->nb[2] != w->ne[1] * w->nb[1]) {
+        return std::any_of(behind, end, [](uint8_t byte) { return byte != 0; });
+    }
+    std::vector<float> values(n);
+    ggml_get_type_traits(w->type)->to_float(behind, values.data(), n);
+    return !std::all_of(values.begin(), values.end(), [](float value) { return std::isfinite(value); });
+}
+
+// What comes of such a matrix is NaN.
+void spoil(const ggml_tensor * product) {
+    const ggml_tensor *w = product->src[0], *ids = product->src[2];
+    char * out = (char *)product->data;
+    if (product->op == GGML_OP_MUL_MAT) {
+        if (finds_garbage(w, w->ne[2] - 1)) { memset(out, 0xff, ggml_nbytes(product)); }
+        return;
+    }
+    for (int64_t token = 0; token < ids->ne[1]; token++) {
+        for (int64_t i = 0; i < ids->ne[0]; i++) {
+            const char * id = (const char *)ids->data + token * ids->nb[1] + i * ids->nb[0];
+            if (finds_garbage(w, *(const int32_t *)id)) {
+                memset(out + token * product->nb[2] + i * product->nb[1], 0xff, product->nb[1]);
+            }
+        }
+    }
+}
+
+// Bytes that a tensor takes: behind the last row of a quantised one lies padding up to a multiple of 512 values.
+size_t padded_bytes(const ggml_tensor * t) { return ggml_nbytes(t) + ggml_row_size(t->type, padding_values(t)); }
+
+// When the tensor is bound to memory which is not that of a graph's results.
+void zero_padding(ggml_backend_buffer_t buffer, const ggml_tensor * t) {
+    if (!t->view_src && buffer->usage != GGML_BACKEND_BUFFER_USAGE_COMPUTE) {
+        memset((char *)t->data + ggml_nbytes(t), 0, padded_bytes(t) - ggml_nbytes(t));
+    }
+}
+
+// Computes as the CPU does. Where kernels read on behind the last row of quantised weights in memory of this type, and
+// it is not zeros, or the next expert of a tensor without gaps, that they find, what they multiply with it is NaN.
+ggml_status compute_strictly(ggml_backend_t cpu, ggml_cgraph * graph, ggml_backend_buffer_type_t memory) {
+    for (int first = 0, last = 0; last < graph->n_nodes; last++) {
+        const ggml_tensor * node = graph->nodes[last];
+        const bool reads_past = reads_past_rows(node, memory);
+        if (!reads_past && last + 1 < graph->n_nodes) { continue; }
+        ggml_cgraph part = ggml_graph_view(graph, first, last + 1);
+        const ggml_status status = ggml_backend_graph_compute(cpu, &part);
+        if (status != GGML_STATUS_SUCCESS) { return status; }
+        if (reads_past) { spoil(node); }
+        first = last + 1;
+    }
+    return GGML_STATUS_SUCCESS;
+}
 
 // The device
 

@@ -65,13 +65,9 @@ bool Residency::evictable(int s) const {
 }
 
 void Residency::update_order(int s) {
-    if (evictable(s) == order_.contains(s)) { return; }
     const Slot & slot = slots_[s];
-    if (order_.contains(s)) {
-        order_.remove(s);
-    } else {
-        order_.insert(s, slot.il, slot.expert, slot.last_use);
-    }
+    if (order_.contains(s) && !evictable(s)) { order_.remove(s, slot.il); }
+    if (!order_.contains(s) && evictable(s)) { order_.insert(s, slot.il, slot.expert, slot.last_use); }
 }
 
 // One candidate per layer. Layers at their floor give nothing while another one has something to give. In a sweep every
@@ -83,21 +79,16 @@ int Residency::victim(const LayerStep & now) {
     int best[2] = {-1, -1}; // of layers at their floor, above it
     Rank best_rank[2] = {};
     for (int il : set_.moe_layers) {
-        int s = order_.least_recent(il);
-        if (s < 0) { continue; }
-        Rank rank = {0.0f, 0, order_.last_use(s)};
-        if (ordered) {
-            const EvictionOrder::Lowest lowest = order_.lowest(il);
-            s = lowest.slot;
-            rank = {lowest.score + policy.layer_offset(il, now), 0, lowest.last_use};
-        }
+        const EvictionOrder::Entry * first = order_.first(il, ordered);
+        if (!first) { continue; }
+        Rank rank = {ordered ? first->score + policy.layer_offset(il, now) : 0.0f, 0, first->last_use};
         if (now.sweep) {
             const int distance = (il - now.il + n_layer) % n_layer;
             rank.order = -(distance == 0 ? n_layer : distance);
         }
         const bool above_floor = count_[il] > floor_[il];
         if (best[above_floor] < 0 || rank.before(best_rank[above_floor])) {
-            best[above_floor] = s;
+            best[above_floor] = first->slot;
             best_rank[above_floor] = rank;
         }
     }
@@ -139,7 +130,7 @@ void Residency::assign(int s, int il, int expert) {
 void Residency::vacate(int s) {
     Slot & slot = slots_[s];
     if (slot.il < 0) { return; }
-    if (order_.contains(s)) { order_.remove(s); }
+    if (order_.contains(s)) { order_.remove(s, slot.il); }
     if (!slot.streams()) {
         policy_->on_evict(slot.il, slot.expert);
         slot_of_[layout_.key(slot.il, slot.expert)] = -1;
@@ -213,7 +204,7 @@ void Residency::unpin(int s) {
 void Residency::touch(int s) {
     slots_[s].last_use = ++tick_;
     if (order_.contains(s)) {
-        order_.remove(s);
+        order_.remove(s, slots_[s].il);
         update_order(s);
     }
 }
@@ -263,7 +254,7 @@ void Residency::on_forecast(int il, const float * probabilities, const float * a
     forecast_known_[il] = probabilities != nullptr;
     if (probabilities) {
         std::transform(probabilities, probabilities + layout_.layers[il].n_expert, &forecast_[layout_.key(il, 0)],
-                       [](float p) { return p > 0.0f ? std::min(p, 1.0f) : 0.0f; }); // not a number: 0
+                       probability);
     }
     const float * for_policy = as_predicted && policy_->takes_as_predicted() ? as_predicted : probabilities;
     if (!numbering_.resident() && policy_->on_forecast(il, for_policy) && !scores_.set()) { order_.scores_changed(il); }

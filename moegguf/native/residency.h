@@ -6,8 +6,8 @@
 // Bookkeeping only: it knows no memory, no file, no thread and no counter but those of its tier's slots.
 #pragma once
 
-#include "counters.h"
 #include "eviction_order.h"
+#include "shared.h"
 
 #include <atomic>
 

@@ -456,8 +456,9 @@ class Store:
         Memory of the others goes back to the system where it is pageable host memory. device: of this one of `devices`
         alone; without it, slots that several have are shared out in proportion to what they were opened with, and those
         that the CPU has beside devices stay as they are. at_once: while no pass is under way; on devices memory is
-        allocated anew, so that the rest is free. Raises AllocationError where the device refuses more, and there are as
-        many slots as before; OptionError for a number that there cannot be.
+        allocated anew, so that the rest is free, and slots are emptied first where there is too little for both. Raises
+        AllocationError where the device refuses more, and there are as many slots as before; OptionError for a number
+        that there cannot be.
         """
         index = tier if device is None else abi.DEVICE_TIER + device
         self._library.moegguf_store_resize(self.handle, index, n_slots, at_once)

@@ -2,8 +2,8 @@
 // few slots, matrix by matrix, each read once, while others are multiplied with: the prefill pipeline of DuoServe-MoE
 // (section 5.2).
 //
-// It may pin and take slots of the CPU's tier, tells readers what to read next, and kernels which matrix to take. What
-// is in the slots when the layer ends stays there as whole experts.
+// It may pin and take slots of the CPU's tier, tells readers what to read next, and kernels which matrix to take,
+// streamed or not. What is in the slots when the layer ends stays there as whole experts.
 #pragma once
 
 #include "supply.h"
@@ -70,6 +70,39 @@ class StreamedSupply final : public Supply, private StreamedReads {
     std::vector<int> slots_;   // that the experts pass through
     std::vector<int> experts_; // in order
     std::vector<int> slot_of_; // [n_expert_max] of those with a slot of their own
+};
+
+// The order in which the CPU's MUL_MAT_ID takes matrices that may still be on their way: those that are there first,
+// the others as they arrive (ProMoE's reordered inference). Asked by all compute threads, about slots that are pinned.
+// Nothing is multiplied with a matrix that will not come: its pass ends with the node (Acquire::must_abort).
+class Arrivals {
+  public:
+    // Tells the tensors of the pool in the CPU's memory, where there is one and its kernels ask. Otherwise, and in
+    // layers of other tiers, contexts wait before they multiply.
+    Arrivals(const Layout & layout, Shared & shared, Tier * tier, StreamedSupply & streamed);
+
+    bool on(int il) const { return !tensors_.empty() && tier_->layers.has[il]; }
+
+  private:
+    // What belongs to one pool tensor. The kernel knows the address of `next` only, so it comes first.
+    struct PoolTensor {
+        int (*next)(ggml_mul_mat_id_order * order, const int64_t * row_counts, int n_as, int ith);
+        Arrivals * arrivals;
+        int il;
+        uint8_t kind;
+    };
+
+    static int next(ggml_mul_mat_id_order * order, const int64_t * row_counts, int n_as, int ith);
+    int slot(const PoolTensor & t, int id, bool streams) const;
+    bool is_there(const PoolTensor & t, int s) const;
+    bool is_decided(const PoolTensor & t, int s) const;
+    template <typename Decided>
+    int wait(int n, Decided decided, bool first_thread);
+
+    Shared & shared_;
+    Tier * const tier_; // nullptr: none
+    StreamedSupply & streamed_;
+    std::vector<PoolTensor> tensors_; // [layout.matrices]
 };
 
 } // namespace moegguf

@@ -7,7 +7,6 @@
 #pragma once
 
 #include "pool.h"
-#include "queues.h"
 #include "residency.h"
 #include "shared.h"
 #include "threads.h"
@@ -17,6 +16,30 @@
 namespace moegguf {
 
 class Copies;
+
+// Disk is where every expert lies: the shards of the GGUF. The others have slots: those that layers compute with, those
+// in RAM that slots of a device are filled from, and those of tensors that prompts are staged in.
+enum class TierId : uint8_t { disk, ram, compute, staging };
+
+// An expert's slot, while the slot's generation holds. On disk the layout has its offsets, and slot is -1.
+struct SlotRef {
+    TierId tier = TierId::disk;
+    int slot = -1;
+    uint32_t generation = 0;
+};
+
+struct Job {
+    SlotRef source;
+    SlotRef destination;
+    int il = -1;
+    int expert = -1;
+    uint8_t kinds = 0;     // bits of the matrices to move, one unless chunking is off
+    bool demand = false;   // a routing event needs it; a prefetch otherwise
+    uint32_t requests = 0; // of the destination, when this was queued
+    uint64_t bytes = 0;    // of these matrices, as begun_ns from its beginning on
+    uint64_t begun_ns = 0;
+    int streamed = -1; // its index among the experts that are streamed; -1: the slot's own expert
+};
 
 // The most tensors of a device that prompts are staged in (staged_supply.h).
 constexpr int most_staging_tensors = 2;

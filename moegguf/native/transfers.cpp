@@ -1,5 +1,7 @@
 #include "transfers.h"
 
+#include "threads.h"
+
 #include <algorithm>
 #include <cmath>
 
@@ -31,9 +33,74 @@ Transfers::Transfers(const Layout & layout, int n_readers, Shared & shared, cons
     }
 }
 
+// Opens the files, and makes buffers for the largest piece.
 void Transfers::start_threads() {
     n_at_once_ = n_readers_;
-    readers_ = std::make_unique<Readers>(layout_, shared_, tiers_, *this, n_readers_);
+    files_ = std::make_unique<const Files>(layout_, shared_.has(MOEGGUF_DIRECT));
+    uint64_t piece = 0;
+    for (const Matrix & m : layout_.matrices) { piece = std::max(piece, std::min(m.expert_bytes, piece_bytes(m))); }
+    for (int i = 0; i < n_readers_; i++) { buffers_.push_back(std::make_unique<ReadBuffer>(piece + Shard::alignment)); }
+    threads_.reserve(n_readers_);
+    try {
+        for (const auto & buffer : buffers_) {
+            threads_.push_back(start_thread("a reader thread", [this, &buffer] { run_reader(*buffer); }));
+        }
+    } catch (const Error &) {
+        if (threads_.empty()) { // fewer do
+            throw;
+        }
+    }
+}
+
+void Transfers::stop() {
+    {
+        Lock lock(shared_.mutex);
+        shared_.stopping = true;
+    }
+    shared_.work.notify_all();
+    shared_.done.notify_all();
+    for (std::thread & thread : threads_) { thread.join(); }
+    threads_.clear();
+}
+
+void Transfers::run_reader(const ReadBuffer & buffer) {
+    Lock lock(shared_.mutex);
+    while (!shared_.stopping) {
+        Job job;
+        if (!begin_next(job)) {
+            shared_.work.wait(lock);
+            continue;
+        }
+        lock.unlock();
+
+        std::string why;
+        try {
+            read(job, buffer);
+        } catch (const std::exception & e) { // memory, too
+            why = e.what();
+        }
+        lock.lock();
+        finish(job, why);
+    }
+}
+
+void Transfers::read(const Job & job, const ReadBuffer & buffer) {
+    const Pool & pool = *tiers_.of(job.destination, job.il).pool();
+    for (uint8_t kinds = job.kinds; kinds; kinds &= kinds - 1) {
+        const int matrix = layout_.layers[job.il].matrix[__builtin_ctz(kinds)];
+        const Matrix & m = layout_.matrices[matrix];
+        const uint64_t row_bytes = m.expert_bytes / m.ne1;
+        const int64_t step = piece_bytes(m) / row_bytes;
+        for (int64_t row = 0; row < m.ne1; row += step) {
+            const int64_t n_rows = std::min(step, m.ne1 - row);
+            const uint64_t offset = m.offset + job.expert * m.expert_bytes + row * row_bytes;
+            const uint8_t * data =
+                (*files_)[m.shard].read(offset, n_rows * row_bytes, buffer, shared_.counters.read_retries);
+            Lock one_at_a_time(upload_, std::defer_lock);
+            if (!pool.host()) { one_at_a_time.lock(); }
+            pool.write(matrix, job.destination.slot, row, n_rows, data);
+        }
+    }
 }
 
 // What layers need.

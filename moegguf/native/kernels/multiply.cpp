@@ -6,10 +6,25 @@
 #include "kernels.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 
 namespace moegguf::kernels {
 namespace {
+
+const Kernels * detect() {
+#if defined(__x86_64__)
+    const char * forced = getenv("MOEGGUF_KERNELS");
+    const auto is = [forced](const char * name) { return forced && strcmp(forced, name) == 0; };
+    __builtin_cpu_init();
+    if (!is("upstream") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+        const bool has_512 = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+        return has_512 && !is("avx2") ? &avx512 : &avx2;
+    }
+#endif
+    return nullptr;
+}
 
 constexpr int max_tile = 16;
 constexpr int64_t part_bytes = 256 << 10; // of weights that are multiplied with all rows before the next ones
@@ -252,6 +267,11 @@ void mul_mat_id(ggml_compute_params * params, ggml_tensor * op, const Kernel * k
 }
 
 } // namespace
+
+const Kernels * processor_kernels() {
+    static const Kernels * found = detect();
+    return found;
+}
 
 bool has_kernels(ggml_type type) { return kernel_of(type) != nullptr; }
 
