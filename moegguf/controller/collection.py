@@ -1,7 +1,7 @@
 """The expert activation matrix collection of MoE-Infinity (section 4.5, appendix B.1).
 
 An entry is a request-level EAM: counts of tokens per (layer, expert) of one request, prefill and decode apart. The
-store matches passes with them (`moegguf/native/predictors/eamc.cpp`); they are saved as `Weights`.
+store matches passes with them (`moegguf/native/predictors/counts.cpp`); they are saved as `Weights`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Eamc:
         return eamc
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """The entries as `predictors/eamc.cpp` matches them, in place: nothing is added meanwhile."""
+        """The entries as `predictors/counts.cpp` matches them, in place: nothing is added meanwhile."""
         if len(self._tokens) == 0:
             self._grow(min(self.capacity, _INITIAL_CAPACITY))
         return {

@@ -92,7 +92,10 @@ class Controller:
         self._predicting, self._acting = False, True
         self._changing = Lock()  # what the store predicts with
         self._direct_store()
-        self._forecast = _forecast(shape, predictor, options.prefetch)
+        if options.prefetch is not None:
+            self._forecast = Forecast(shape, options.prefetch.window, options.prefetch.again)
+        else:  # for a policy alone the predictor's reach, but matrix products have their price
+            self._forecast = Forecast(shape, PrefetchOptions.window if predictor.needs_inputs else predictor.reach)
 
     @property
     def may_prefetch(self) -> bool:
@@ -161,16 +164,13 @@ class Controller:
         if self._native is None:
             return
         with self._changing:
-            self._direct_native()
-
-    def _direct_native(self) -> None:
-        predicting = self.predictor is not None and not self._refused
-        if self._predicting != predicting:
-            self._predicting = predicting
-            self._store.set_predictor(self._native if predicting else None, self._native_forecast)
-        if self._acting != self.prefetching:
-            self._acting = self.prefetching
-            self._store.act_on_forecasts(self._acting)
+            predicting = self.predictor is not None and not self._refused
+            if self._predicting != predicting:
+                self._predicting = predicting
+                self._store.set_predictor(self._native if predicting else None, self._native_forecast)
+            if self._acting != self.prefetching:
+                self._acting = self.prefetching
+                self._store.act_on_forecasts(self._acting)
 
     def _learn(self) -> None:
         """Adds requests that have ended to what the store predicts with, which it does not read meanwhile."""
@@ -282,13 +282,6 @@ def name_of(policy_or_predictor: object) -> str:
     """The name of a policy or predictor: its `title` or `name`, or its class for one of a user's own."""
     own = type(policy_or_predictor).__name__
     return str(getattr(policy_or_predictor, "title", "") or getattr(policy_or_predictor, "name", "") or own)
-
-
-def _forecast(shape: MoeShape, predictor: Predictor, prefetch: PrefetchOptions | None) -> Forecast:
-    """A window as prefetching asks; for a policy alone the predictor's reach, but matrix products have their price."""
-    if prefetch is not None:
-        return Forecast(shape, prefetch.window, prefetch.again)
-    return Forecast(shape, PrefetchOptions.window if predictor.needs_inputs else predictor.reach)
 
 
 def _reason(error: Exception) -> str:

@@ -42,11 +42,6 @@ void report_failure(const char * message) {
     }
 }
 
-void report_device_failures() {
-    static std::once_flag once;
-    std::call_once(once, [] { next_callback = ggml_set_abort_callback(report_failure); });
-}
-
 void check_size(const Context & context, int32_t n_expert_used, int32_t n_tokens) {
     constexpr int32_t most_tokens = 1 << 24;
     if (n_expert_used < 1 || n_expert_used > context.store.layout.n_expert_max || n_tokens < 1 ||
@@ -100,16 +95,13 @@ void append(char (&text)[n], const std::string & more) {
     if (!more.empty()) { snprintf(text + used, n - used, "%s%s", used > 0 ? ", " : "", more.c_str()); }
 }
 
-bool ends_with(const char * names, const char * name) {
-    const char * last = strrchr(names, ' ');
-    return strcmp(last ? last + 1 : names, name) == 0;
-}
-
 void add_pool(moegguf_tier_info & out, const Pool & pool) {
     out.pool_bytes += pool.bytes();
+    out.n_repacked += pool.n_repacked();
+    out.n_uncached += pool.n_uncached();
     out.pinned_memory = pool.memory().pinned;
-    const char * device = ggml_backend_dev_name(pool.memory().device);
-    if (ends_with(out.device, device)) {
+    const char *device = ggml_backend_dev_name(pool.memory().device), *last = strrchr(out.device, ' ');
+    if (strcmp(last ? last + 1 : out.device, device) == 0) {
         return; // its layers are in several pools
     }
     append(out.device, device);
@@ -123,17 +115,6 @@ void check_table(const Store & s, size_t n, const char * what) {
     }
 }
 
-// Experts that are worth having; replace: in place of those wanted before for this cause.
-int want(moegguf_store * store, Cause cause, const int32_t * il, const int32_t * experts, size_t n, bool replace) {
-    return on(store, [&](Store & s) {
-        if (n > 0) { given(il), given(experts); }
-        Lock lock(s.shared.mutex);
-        if (replace) { s.transfers.forget(cause); }
-        for (size_t i = 0; i < n; i++) { s.transfers.want({il[i], experts[i], cause}); }
-        s.transfers.wake_readers();
-    });
-}
-
 // Those that share out a number of slots: the CPU's beside devices are in RAM, and keep theirs.
 std::vector<Tier *> resized_at(Store & s, int index) {
     std::vector<Tier *> found = s.tiers_at(index);
@@ -142,15 +123,6 @@ std::vector<Tier *> resized_at(Store & s, int index) {
         found.erase(std::remove_if(found.begin(), found.end(), in_ram), found.end());
     }
     return found;
-}
-
-bool drained(Store & s, double timeout_s) {
-    constexpr double longest_s = 1e7;
-    const std::chrono::duration<double> limit(timeout_s > 0 ? std::min(timeout_s, longest_s) : 0);
-    const auto deadline =
-        std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::nanoseconds>(limit);
-    Lock lock(s.shared.mutex);
-    return s.shared.wait_regardless(lock, [&] { return s.transfers.idle(); }, deadline);
 }
 
 void advance(Store & s, uint64_t ns) {
@@ -240,7 +212,8 @@ int moegguf_store_open(const moegguf_config * config, moegguf_store ** store) {
             throw Error(MOEGGUF_INVALID, "the library has ABI " + std::to_string(MOEGGUF_ABI_VERSION));
         }
         moegguf_store *& opened = given(store); // before there is anything to lose
-        report_device_failures();
+        static std::once_flag once;
+        std::call_once(once, [] { next_callback = ggml_set_abort_callback(report_failure); });
         opened = new moegguf_store(*config);
     });
 }
@@ -252,22 +225,6 @@ void moegguf_store_close(moegguf_store * store) {
 }
 
 ggml_backend_buffer_type_t moegguf_store_buft(moegguf_store * store) { return store ? store->store.buft() : nullptr; }
-
-int moegguf_store_info(moegguf_store * store, moegguf_pool_info * info) {
-    return on(store, [&](Store & s) {
-        moegguf_pool_info & out = given(info) = {};
-        Lock lock(s.shared.mutex);
-        for (const auto & tier : s.tiers.compute) {
-            out.n_repacked += tier->pool() ? tier->pool()->n_repacked() : 0;
-            out.n_uncached += tier->pool() ? tier->pool()->n_uncached() : 0;
-        }
-        out.slot_bytes = s.layout.strides.slot_bytes();
-        out.read_buffer_bytes = s.transfers.buffer_bytes();
-        out.n_experts = s.layout.n_experts;
-        out.n_matrices = (int)s.layout.matrices.size();
-        out.direct = s.transfers.direct();
-    });
-}
 
 int moegguf_store_counters(moegguf_store * store, moegguf_counters * counters) {
     return on(store, [&](Store & s) {
@@ -289,11 +246,16 @@ int moegguf_store_counters(moegguf_store * store, moegguf_counters * counters) {
 int moegguf_store_tier(moegguf_store * store, int32_t tier, moegguf_tier_info * info) {
     return on(store, [&](Store & s) {
         moegguf_tier_info & out = given(info);
-        const bool no_staging = tier == MOEGGUF_STAGING_TIER && !s.staged.on();
+        const bool no_staging = tier == MOEGGUF_STAGING_TIER && !s.tiers.stages();
         const std::vector<Tier *> of = no_staging ? std::vector<Tier *>() : s.tiers_at(tier);
         Lock lock(s.shared.mutex);
         out = {};
         out.resident = true;
+        out.slot_bytes = s.layout.strides.slot_bytes();
+        out.read_buffer_bytes = s.transfers.buffer_bytes();
+        out.direct = s.transfers.direct();
+        out.n_matrices = (int)s.layout.matrices.size();
+        out.n_experts = s.layout.n_experts;
         for (const Tier * each : of) { add_tier(out, *each); }
     });
 }
@@ -385,12 +347,16 @@ int moegguf_store_forecast(moegguf_store * store, float * probabilities, uint8_t
     });
 }
 
-int moegguf_store_prefetch(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n, int replace) {
-    return want(store, Cause::request, il, experts, n, replace != 0);
-}
-
-int moegguf_store_warm(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n) {
-    return want(store, Cause::warm_start, il, experts, n, true);
+int moegguf_store_want(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n, int warm,
+                       int replace) {
+    return on(store, [&](Store & s) {
+        if (n > 0) { given(il), given(experts); }
+        const Cause cause = warm ? Cause::warm_start : Cause::request;
+        Lock lock(s.shared.mutex);
+        if (replace) { s.transfers.forget(cause); }
+        for (size_t i = 0; i < n; i++) { s.transfers.want({il[i], experts[i], cause}); }
+        s.transfers.wake_readers();
+    });
 }
 
 int moegguf_store_hold_fill(moegguf_store * store, int hold) {
@@ -424,7 +390,12 @@ int moegguf_store_resize(moegguf_store * store, int32_t tier, int32_t n_slots, i
 
 int moegguf_store_drain(moegguf_store * store, double timeout_s) {
     return on(store, [&](Store & s) {
-        if (!drained(s, timeout_s)) {
+        constexpr double longest_s = 1e7;
+        const std::chrono::duration<double> limit(timeout_s > 0 ? std::min(timeout_s, longest_s) : 0);
+        const auto deadline =
+            std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::nanoseconds>(limit);
+        Lock lock(s.shared.mutex);
+        if (!s.shared.wait_regardless(lock, [&] { return s.transfers.idle(); }, deadline)) {
             throw Error(MOEGGUF_CANCELLED, "transfers were still going on after the given time");
         }
     });
@@ -486,7 +457,7 @@ int moegguf_context_replay(moegguf_store * store, const moegguf_routing * routin
             throw Error(MOEGGUF_INVALID, "the events have " + std::to_string(n_ids) + " expert ids together, not " +
                                              std::to_string(r.n_ids));
         }
-        if (r.compute_ns && !c.store.shared.clock->can_advance()) {
+        if (r.compute_ns && !c.store.shared.has(MOEGGUF_SIMULATE)) {
             throw Error(MOEGGUF_INVALID, "only a simulation has a modelled clock");
         }
         replay(c, r, *n_done);

@@ -59,14 +59,11 @@ Shard::Shard(const std::string & path, bool direct)
     if (buffered_.fd < 0) { throw Error(MOEGGUF_IO, "cannot open '" + path + "': " + strerror(errno)); }
     opened_ = status();
     changed_ns_ = ns(opened_.st_ctim);
-    use_direct_ = direct_.fd >= 0 && direct_agrees();
-}
-
-bool Shard::direct_agrees() const {
+    if (direct_.fd < 0) { return; }
     ReadBuffer a(check_bytes), b(check_bytes);
     const ssize_t via_cache = sys_pread(buffered_.fd, a.data(), check_bytes, 0);
     const ssize_t via_disk = sys_pread(direct_.fd, b.data(), check_bytes, 0);
-    return via_cache > 0 && via_cache == via_disk && memcmp(a.data(), b.data(), via_cache) == 0;
+    use_direct_ = via_cache > 0 && via_cache == via_disk && memcmp(a.data(), b.data(), via_cache) == 0;
 }
 
 struct stat Shard::status() const {

@@ -53,7 +53,6 @@ class Shard {
     static constexpr uint64_t alignment = 4096;
 
   private:
-    bool direct_agrees() const;
     struct stat status() const;   // Throws Error(IO).
     void check_unchanged() const; // Throws Error(IO).
     bool fill(int fd, uint8_t * data, uint64_t offset, size_t n, size_t needed, int & error) const;

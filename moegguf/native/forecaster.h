@@ -132,7 +132,6 @@ class Forecaster {
         std::vector<float> chances; // [n_expert_max] likewise, calibrated
     };
 
-    void start(const moegguf_predictor & chosen);
     void stop();
     void choose_last(const PassTokens & of, Record & record);
     template <typename Fill>
@@ -142,17 +141,14 @@ class Forecaster {
     void begin_pass(const Record & record);
     void take_part(const Record & record);
     Follower & follower_of(int sequence);
-    Observation observation(const Record & record, size_t i) const;
     void forget(); // what was predicted
     void compare(const Record & record);
     int rank(const float * likely, int il, int most);
-    void predict();
+    void predict(int from, int last);
     bool ask_followers(int il, int distance);
     void unite(Row & row, int il, int distance);
     void tell(int row);
-    void tell_next_pass();
     void act();
-    void order_by_proximity();
     void want_row(int row, uint64_t deadline);
     uint64_t step_of(int row) const { return pass_ * layout_.layers.size() + layout_.moe_layers[row]; }
 

@@ -2,7 +2,7 @@
 // where it believes the expert tensors to be. While it builds a graph: what a managed layer adds, and the order of its
 // nodes. While it computes: the scheduler's eval callback, which stops at a layer's expert ids, where experts are
 // acquired, and before the multiplications whose matrices are still on their way, where kernels cannot wait for them
-// (streamed_supply.h).
+// (streamed_supply.cpp).
 //
 // It may add and move nodes, and read and overwrite the ids of the node that it stops at, by Acquire alone. It changes
 // no slot itself.
@@ -86,11 +86,6 @@ const float * floats(const ggml_tensor * t, size_t n, std::vector<float> & scrat
 
 // What a graph gets.
 
-// Slot ids of a layer whose experts can be missing when they are computed.
-bool starts_wait(const ggml_tensor * t) {
-    return t->op == GGML_OP_CONT && t->op_params[waits_word] && layer_of(t, ids_node) >= 0;
-}
-
 const ggml_tensor * memory_of(const ggml_tensor * t) { return t->view_src ? t->view_src : t; }
 
 // Which tensors of a graph the nodes that are put behind others make, write and read. Forgets them at each layer.
@@ -140,20 +135,10 @@ class Delayed {
 
 // What a stop is for.
 
-// Whether to stop at the node with the expert ids.
-bool must_acquire(Context & context, const ggml_tensor * t, int il) {
-    Acquire & acquire = context.store.acquire;
-    if (acquire.idle(il)) {
-        acquire.count_idle(context, il, (int)t->ne[0], (int)t->ne[1]);
-        return false;
-    }
-    return true;
-}
-
 // The matrices to wait for once this node was computed.
 uint8_t kinds_after(const Context & context, const ggml_tensor * t) {
     const int ready_il = layer_of(t, ready_node), il = ready_il >= 0 ? ready_il : layer_of(t, down_node);
-    if (!context.store.layout.has_experts(il) || context.store.arrivals.on(il)) { return 0; }
+    if (!context.store.layout.has_experts(il) || context.store.streamed->orders(il)) { return 0; }
     return ready_il >= 0 ? all_kinds & ~down_kind : down_kind;
 }
 
@@ -161,7 +146,12 @@ uint8_t kinds_after(const Context & context, const ggml_tensor * t) {
 bool must_stop(Context & context, const ggml_tensor * t) {
     if (!is_of_experts(t)) { return false; }
     const int il = layer_of(t, ids_node);
-    if (il >= 0) { return must_acquire(context, t, il); }
+    if (il >= 0) {
+        Acquire & acquire = context.store.acquire;
+        const bool idle = acquire.idle(il);
+        if (idle) { acquire.count_idle(context, il, (int)t->ne[0], (int)t->ne[1]); }
+        return !idle;
+    }
     const uint8_t kinds = kinds_after(context, t);
     return kinds && !context.failed() && !context.store.shared.forked() && context.pinned.pending(kinds);
 }
@@ -276,7 +266,7 @@ extern "C" ggml_tensor * moegguf_slot_ids(ggml_context * ctx, const ggml_tensor 
     ggml_format_name(ids, "%s%d", ids_node, il);
     ids->src[1] = weights; // computed before, and still there when the hook reads them
     ids->src[2] = input;
-    if (store->arrivals.on(il)) { // ids that the scheduler copies from another device are not those of the hook
+    if (store->streamed->orders(il)) { // ids that the scheduler copies from another device are not those of the hook
         ids->src[3] = store->tiers.on_cpu->pool()->cpu_anchor();
     }
     ids->op_params[waits_word] = !store->tiers.of(il).numbering.resident();
@@ -300,7 +290,7 @@ extern "C" void moegguf_order_nodes(ggml_cgraph * graph) {
     };
     for (int i = 0; i < graph->n_nodes; i++) {
         ggml_tensor * t = graph->nodes[i];
-        if (starts_wait(t)) {
+        if (t->op == GGML_OP_CONT && t->op_params[waits_word] && layer_of(t, ids_node) >= 0) {
             end_layer();
             delayed.start_layer(t);
         } else if (delayed.must_follow(t)) {

@@ -113,11 +113,50 @@ ggml_status compute_strictly(ggml_backend_t cpu, ggml_cgraph * graph, ggml_backe
 struct LinkDevice {
     LinkDevice(const moegguf_link & link, int index);
 
-    bool take(size_t n); // false: it is full
-    bool pinned(const void * data, size_t n);
-    void copy(SharedBandwidth & direction, void * to, const void * from, size_t n);
-    void move(void * to, const void * from, size_t n);
-    void wait_a_moment();
+    bool take(size_t n) { // false: it is full
+        size_t used = used_bytes;
+        while (n <= memory_bytes - used) {
+            if (used_bytes.compare_exchange_weak(used, used + n)) { return true; }
+        }
+        return false;
+    }
+
+    // Whether a copy may go on after the call for it has returned.
+    bool pinned(const void * data, size_t n) {
+        std::lock_guard<std::mutex> lock(mutex);
+        auto after = pinned_ranges.upper_bound((const uint8_t *)data);
+        return after != pinned_ranges.begin() &&
+               std::prev(after)->first + std::prev(after)->second >= (uint8_t *)data + n;
+    }
+
+    void copy(SharedBandwidth & direction, void * to, const void * from, size_t n) {
+        constexpr double reserve = 1.25; // its time varies, and early costs less than late
+        direction.transfer((double)n, reserve * n / copy_bytes_per_ns, [&] {
+            const uint64_t start = now_ns();
+            move(to, from, n);
+            constexpr size_t least = 1 << 16; // smaller ones say nothing of the speed
+            if (n >= least) { copy_bytes_per_ns = copy_bytes_per_ns * 0.75 + 0.25 * n / (now_ns() - start + 1); }
+        });
+    }
+
+    // Strict: the end comes before the beginning, and both some time later.
+    void move(void * to, const void * from, size_t n) {
+        const size_t half = strict ? n / 2 : 0;
+        if (half) {
+            wait_a_moment();
+            memcpy((char *)to + half, (const char *)from + half, n - half);
+            wait_a_moment();
+        }
+        memcpy(to, from, half ? half : n);
+    }
+
+    void wait_a_moment() {
+        constexpr uint32_t longest_us = 100;
+        std::unique_lock<std::mutex> lock(mutex);
+        const auto us = (uint32_t)delays() % longest_us;
+        lock.unlock();
+        std::this_thread::sleep_for(std::chrono::microseconds(us));
+    }
 
     const std::string name, host_memory_name, description;
     const size_t memory_bytes;
@@ -136,50 +175,6 @@ struct LinkDevice {
 };
 
 LinkDevice & of(ggml_backend_dev_t device) { return *(LinkDevice *)device->context; }
-
-bool LinkDevice::take(size_t n) {
-    size_t used = used_bytes;
-    while (n <= memory_bytes - used) {
-        if (used_bytes.compare_exchange_weak(used, used + n)) { return true; }
-    }
-    return false;
-}
-
-// Whether a copy may go on after the call for it has returned.
-bool LinkDevice::pinned(const void * data, size_t n) {
-    std::lock_guard<std::mutex> lock(mutex);
-    auto after = pinned_ranges.upper_bound((const uint8_t *)data);
-    return after != pinned_ranges.begin() && std::prev(after)->first + std::prev(after)->second >= (uint8_t *)data + n;
-}
-
-void LinkDevice::copy(SharedBandwidth & direction, void * to, const void * from, size_t n) {
-    constexpr double reserve = 1.25; // its time varies, and early costs less than late
-    direction.transfer((double)n, reserve * n / copy_bytes_per_ns, [&] {
-        const uint64_t start = now_ns();
-        move(to, from, n);
-        constexpr size_t least = 1 << 16; // smaller ones say nothing of the speed
-        if (n >= least) { copy_bytes_per_ns = copy_bytes_per_ns * 0.75 + 0.25 * n / (now_ns() - start + 1); }
-    });
-}
-
-// Strict: the end comes before the beginning, and both some time later.
-void LinkDevice::move(void * to, const void * from, size_t n) {
-    const size_t half = strict ? n / 2 : 0;
-    if (half) {
-        wait_a_moment();
-        memcpy((char *)to + half, (const char *)from + half, n - half);
-        wait_a_moment();
-    }
-    memcpy(to, from, half ? half : n);
-}
-
-void LinkDevice::wait_a_moment() {
-    constexpr uint32_t longest_us = 100;
-    std::unique_lock<std::mutex> lock(mutex);
-    const auto us = (uint32_t)delays() % longest_us;
-    lock.unlock();
-    std::this_thread::sleep_for(std::chrono::microseconds(us));
-}
 
 // Memory of the device
 
@@ -431,27 +426,6 @@ ggml_backend_device_i device_interface() {
     return device;
 }
 
-ggml_backend_buffer_type_i memory_interface() {
-    ggml_backend_buffer_type_i memory = {};
-    memory.get_name = [](ggml_backend_buffer_type_t buft) { return of(buft->device).name.c_str(); };
-    memory.alloc_buffer = allocate;
-    memory.get_alignment = ggml_backend_cpu_buffer_type()->iface.get_alignment;
-    memory.get_max_size = [](ggml_backend_buffer_type_t buft) { return of(buft->device).most_buffer_bytes; };
-    memory.get_alloc_size = [](ggml_backend_buffer_type_t buft, const ggml_tensor * t) {
-        return of(buft->device).strict ? padded_bytes(t) : ggml_nbytes(t);
-    };
-    return memory;
-}
-
-ggml_backend_buffer_type_i host_memory_interface() {
-    ggml_backend_buffer_type_i memory = {};
-    memory.get_name = [](ggml_backend_buffer_type_t buft) { return of(buft->device).host_memory_name.c_str(); };
-    memory.alloc_buffer = allocate_pinned;
-    memory.get_alignment = ggml_backend_cpu_buffer_type()->iface.get_alignment;
-    memory.is_host = [](ggml_backend_buffer_type_t) { return true; };
-    return memory;
-}
-
 LinkDevice::LinkDevice(const moegguf_link & link, int index)
     : name("LINK" + std::to_string(index)),
       host_memory_name(name + "_Host"),
@@ -468,8 +442,19 @@ LinkDevice::LinkDevice(const moegguf_link & link, int index)
     device.reg = reg();
     device.iface = device_interface();
     memory.device = host_memory.device = &device;
-    memory.iface = memory_interface();
-    host_memory.iface = host_memory_interface();
+    memory.iface.get_name = [](ggml_backend_buffer_type_t buft) { return of(buft->device).name.c_str(); };
+    memory.iface.alloc_buffer = allocate;
+    memory.iface.get_alignment = ggml_backend_cpu_buffer_type()->iface.get_alignment;
+    memory.iface.get_max_size = [](ggml_backend_buffer_type_t buft) { return of(buft->device).most_buffer_bytes; };
+    memory.iface.get_alloc_size = [](ggml_backend_buffer_type_t buft, const ggml_tensor * t) {
+        return of(buft->device).strict ? padded_bytes(t) : ggml_nbytes(t);
+    };
+    host_memory.iface.get_name = [](ggml_backend_buffer_type_t buft) {
+        return of(buft->device).host_memory_name.c_str();
+    };
+    host_memory.iface.alloc_buffer = allocate_pinned;
+    host_memory.iface.get_alignment = ggml_backend_cpu_buffer_type()->iface.get_alignment;
+    host_memory.iface.is_host = [](ggml_backend_buffer_type_t) { return true; };
 }
 
 // The name is ggml's: LINK0, LINK1, ... Throws Error(INVALID).

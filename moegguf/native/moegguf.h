@@ -14,7 +14,7 @@
 //
 //   Each layer computes on one device, and each device has a tier of its own for its layers: arenas, residency and
 //   numbering (tier.h). It may be filled from a tier in host memory, and have staging tensors for prompts
-//   (staged_supply.h).
+//   (staged_supply.cpp).
 //
 // Ordering
 //   1. At a routing event the context (of the store, for a llama_context) unpins its earlier slots, pins the needed
@@ -31,7 +31,7 @@
 //
 // Threads
 //   compute thread(s): moegguf_eval, moegguf_abort, and in the CPU's MUL_MAT_ID the order of matrices
-//   (streamed_supply.h).
+//   (streamed_supply.cpp).
 //                      Allocation-free once warm. Take the store's lock briefly where slots are pinned or waited for,
 //                      and not for a layer of a resident pool or for matrices that are there.
 //   reader threads   : pread into read buffers, write into slots. Never call out.
@@ -154,8 +154,10 @@ struct moegguf_counters {
     uint64_t reads;
     uint64_t read_retries;
     uint64_t read_errors;
-    uint64_t stall_ns; // compute threads waiting for bytes
-    uint64_t hook_ns;  // time in the hook without the stall
+    uint64_t stall_ns;  // compute threads waiting for bytes
+    uint64_t hook_ns;   // time in the hook without the stall
+    uint64_t read_ns;   // summed over readers: pread
+    uint64_t upload_ns; // summed over readers: read buffer to slot, repacking included
     uint64_t prefetch_requested;
     uint64_t prefetch_started;
     uint64_t prefetch_useful;  // prefetched and then looked up before eviction, when all of it was there
@@ -175,18 +177,6 @@ struct moegguf_counters {
     uint64_t sim_clock_ns;
 };
 
-// Figures of the tier that layers compute on, beside its moegguf_tier_info.
-struct moegguf_pool_info {
-    uint64_t slot_bytes; // one expert over all arenas
-    uint64_t read_buffer_bytes;
-    int32_t n_experts;  // over all layers
-    int32_t n_repacked; // matrices whose slots are interleaved
-    int32_t n_uncached; // of these, those that are written past the cache
-    int32_t n_matrices;
-    int32_t direct; // shards read with O_DIRECT
-    int32_t reserved;
-};
-
 // One tier: what it is, and what was counted there since the store was opened. The tier below is looked up once for
 // each miss above it.
 struct moegguf_tier_info {
@@ -203,6 +193,13 @@ struct moegguf_tier_info {
     uint64_t slots_used;       // now
     uint64_t slots_pinned;     // now
     uint64_t pool_bytes;
+    uint64_t slot_bytes; // one expert over all arenas, as what follows of the whole store
+    uint64_t read_buffer_bytes;
+    int32_t direct;     // shards read with O_DIRECT
+    int32_t n_matrices; // of all layers, as n_experts
+    int32_t n_experts;
+    int32_t n_repacked; // matrices whose slots here are interleaved
+    int32_t n_uncached; // of these, those that are written past the cache
     int32_t n_slots;
     int32_t n_slots_usable; // after moegguf_store_resize
     int32_t resident;       // every expert has a slot of its own
@@ -386,7 +383,6 @@ MOEGGUF_API int moegguf_measure_speeds(const struct moegguf_config * config, int
 MOEGGUF_API int moegguf_store_open(const struct moegguf_config * config, moegguf_store ** store);
 MOEGGUF_API void moegguf_store_close(moegguf_store * store);
 MOEGGUF_API ggml_backend_buffer_type_t moegguf_store_buft(moegguf_store * store);
-MOEGGUF_API int moegguf_store_info(moegguf_store * store, struct moegguf_pool_info * info);
 MOEGGUF_API int moegguf_store_counters(moegguf_store * store, struct moegguf_counters * counters);
 MOEGGUF_API int moegguf_store_tier(moegguf_store * store, int32_t tier, struct moegguf_tier_info * info);
 MOEGGUF_API int moegguf_store_residency(moegguf_store * store, int32_t tier, uint8_t * map, size_t n);
@@ -406,9 +402,9 @@ MOEGGUF_API int moegguf_store_set_forecast(moegguf_store * store, const float * 
 MOEGGUF_API int moegguf_store_set_predictor(moegguf_store * store, const struct moegguf_predictor * predictor);
 MOEGGUF_API int moegguf_store_act(moegguf_store * store, int on);
 MOEGGUF_API int moegguf_store_forecast(moegguf_store * store, float * probabilities, uint8_t * known, size_t n);
-MOEGGUF_API int moegguf_store_prefetch(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n,
-                                       int replace);
-MOEGGUF_API int moegguf_store_warm(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n);
+// Experts that are worth having early; warm: to fill free slots only. replace: those wanted before and not begun.
+MOEGGUF_API int moegguf_store_want(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n,
+                                   int warm, int replace);
 MOEGGUF_API int moegguf_store_hold_fill(moegguf_store * store, int hold);
 MOEGGUF_API int moegguf_store_listen(moegguf_store * store, const struct moegguf_listener * listener); // NULL: stop
 MOEGGUF_API int moegguf_store_cancel(moegguf_store * store, int on);

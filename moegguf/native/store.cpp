@@ -42,14 +42,20 @@ Store::Store(const moegguf_config & config)
       copies(make_copies(layout, shared, tiers)),
       transfers(layout, config.n_readers, shared, tiers),
       slots(layout, shared, transfers),
-      streamed(layout, shared, transfers, tiers.on_cpu),
-      staged(layout, shared, transfers, tiers),
-      arrivals(layout, shared, tiers.on_cpu, streamed),
+      streamed(make_streamed_supply(layout, shared, transfers, tiers.on_cpu)),
+      staged(make_staged_supply(layout, shared, transfers, tiers)),
       forecaster(layout, shared, tiers, transfers),
       acquire(*this),
       buft_(make_reserved_buft(this), free_reserved_buft) {
     try {
-        start_links(config);
+        shared.clock->carry(transfers, {config.sim_bytes_per_ns, config.sim_latency_ns});
+        for (size_t d = 0; d < tiers.compute.size(); d++) {
+            const moegguf_device & device = config.devices[d];
+            for (Tier * to : {tiers.compute[d].get(), tiers.staging[d].get()}) {
+                if (!to || !to->copies) { continue; }
+                shared.clock->carry(*to->copies, {device.sim_copy_bytes_per_ns, device.sim_copy_latency_ns});
+            }
+        }
     } catch (...) {
         stop_links();
         throw;
@@ -60,18 +66,6 @@ Store::~Store() {
     events.stop(); // while what its callbacks may call is still there
     forecaster.set(nullptr);
     stop_links();
-}
-
-void Store::start_links(const moegguf_config & config) {
-    shared.clock->carry(transfers, {config.sim_bytes_per_ns, config.sim_latency_ns});
-    for (size_t d = 0; d < tiers.compute.size(); d++) {
-        const moegguf_device & device = config.devices[d];
-        for (Tier * to : {tiers.compute[d].get(), tiers.staging[d].get()}) {
-            if (to && to->copies) {
-                shared.clock->carry(*to->copies, {device.sim_copy_bytes_per_ns, device.sim_copy_latency_ns});
-            }
-        }
-    }
 }
 
 // Supplies may be gone from then on.
@@ -95,7 +89,7 @@ std::vector<Tier *> Store::tiers_at(int index) {
         for (auto & tier : tiers.compute) { found.push_back(tier.get()); }
     } else if (index == MOEGGUF_RAM_TIER && tiers.ram) {
         found.push_back(tiers.ram.get());
-    } else if (index == MOEGGUF_STAGING_TIER && staged.on()) {
+    } else if (index == MOEGGUF_STAGING_TIER && tiers.stages()) {
         for (auto & tier : tiers.staging) {
             if (tier) { found.push_back(tier.get()); }
         }

@@ -24,7 +24,7 @@ struct Want {
     uint64_t deadline = UINT64_MAX; // of a forecast: the layer step (LayerStep) that uses it; too late from then on
 };
 
-// Reads that come before all others, in an order of their own (streamed_supply.h). Under the store's lock.
+// Reads that come before all others, in an order of their own (streamed_supply.cpp). Under the store's lock.
 class StreamedReads {
   public:
     virtual ~StreamedReads() = default;
@@ -75,7 +75,6 @@ class Transfers final : public Link {
     static constexpr int n_causes = 3;
 
     Ring<Want> & wanted(Cause cause) { return wants_[(int)cause]; }
-    bool next_job(Job & job);
     bool next_wanted(Cause cause, Job & job);
     bool next_fill(Job & job);
     bool start_prefetch(const Want & want);

@@ -73,7 +73,14 @@ class Slru final : public EvictionPolicy {
     bool on_routing(int il, const int32_t *, int, int) override {
         const int most = (int)std::ceil(share_ * n_resident_[il]);
         const bool full = n_protected_[il] > most;
-        while (n_protected_[il] > most) { demote(il, least_recent(il)); }
+        while (n_protected_[il] > most) {
+            const uint64_t * used = &used_[layout_.key(il, 0)];
+            int oldest = -1;
+            for (int expert = 0; expert < layout_.layers[il].n_expert; expert++) {
+                if (used[expert] > 0 && (oldest < 0 || used[expert] < used[oldest])) { oldest = expert; }
+            }
+            demote(il, oldest);
+        }
         return full;
     }
 
@@ -82,15 +89,6 @@ class Slru final : public EvictionPolicy {
         uint64_t & used = used_[layout_.key(il, expert)];
         n_protected_[il] -= used > 0;
         used = 0;
-    }
-
-    int least_recent(int il) const {
-        const uint64_t * used = &used_[layout_.key(il, 0)];
-        int found = -1;
-        for (int expert = 0; expert < layout_.layers[il].n_expert; expert++) {
-            if (used[expert] > 0 && (found < 0 || used[expert] < used[found])) { found = expert; }
-        }
-        return found;
     }
 
     const Layout & layout_;

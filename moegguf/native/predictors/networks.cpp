@@ -227,7 +227,13 @@ class ExpertMlp final : public Predictor {
     bool predict(int il, int distance, float * probabilities) override {
         const int row = layout_.row_of[il];
         if (distance != 1 || row < 1 || row != n_seen_) { return false; }
-        set_state(row);
+        // [choices of the layers before, padded][popularity of the next][affinity of each expert just chosen]
+        float * at = state_.data() + size_t(layout_.n_moe_layers - 1) * n_used_;
+        std::fill(state_.data() + size_t(row) * n_used_, at, 0.0f);
+        at = std::copy_n(popularity_ + size_t(row) * n_expert_, n_expert_, at);
+        for (int expert : chosen_) {
+            at = std::copy_n(affinity_ + (size_t(row - 1) * n_expert_ + expert) * n_expert_, n_expert_, at);
+        }
         const float * x = state_.data();
         int n = (int)state_.size();
         for (size_t i = 0; i < layers_.size(); i++) {
@@ -241,16 +247,6 @@ class ExpertMlp final : public Predictor {
     }
 
   private:
-    // [choices of the layers before, padded][popularity of the next][affinity of each expert just chosen]
-    void set_state(int row) {
-        float * at = state_.data() + size_t(layout_.n_moe_layers - 1) * n_used_;
-        std::fill(state_.data() + size_t(row) * n_used_, at, 0.0f);
-        at = std::copy_n(popularity_ + size_t(row) * n_expert_, n_expert_, at);
-        for (int expert : chosen_) {
-            at = std::copy_n(affinity_ + (size_t(row - 1) * n_expert_ + expert) * n_expert_, n_expert_, at);
-        }
-    }
-
     const Layout & layout_;
     const int n_expert_;
     const int n_used_;

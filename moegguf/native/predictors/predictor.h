@@ -141,9 +141,10 @@ struct PredictorType {
     std::unique_ptr<Predictor> (*make)(const Layout & layout, const Arrays & arrays);
 };
 
-extern const PredictorType previous_token_predictor, token_table_predictor, affinity_predictor; // counts.cpp
-extern const PredictorType skip_predictor, mlp_predictor, expert_mlp_predictor;                 // networks.cpp
-extern const PredictorType routing_path_predictor, eamc_predictor;                              // NAME.cpp
+extern const PredictorType previous_token_predictor, token_table_predictor, affinity_predictor,
+    eamc_predictor;                                                             // counts.cpp
+extern const PredictorType skip_predictor, mlp_predictor, expert_mlp_predictor; // networks.cpp
+extern const PredictorType routing_path_predictor;                              // routing_path.cpp
 
 // The type of that name. Throws Error(INVALID) when there is none.
 const PredictorType & predictor_type(const char * name);
