@@ -18,7 +18,7 @@ def logits(p: Float32s) -> Float32s:
 
 class LearnedRates:
     """table (n_layer, n_expert): the probability that a token uses an expert, by averages and recall mixed by weights
-    that are learned, as `moegguf/native/policies/use_rates.h` has it."""
+    that are learned, as `moegguf/native/policies/expected_use.cpp` has it."""
 
     WINDOW, AFTER, SHARPNESS = 1536, (0.4, 0.25, 0.15, 0.1, 0.05, 0.05), 16
 

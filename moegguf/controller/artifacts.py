@@ -72,13 +72,10 @@ class Artifacts:
         yield from (folder for folder in (self.folder, self.model_folder, self.user_folder) if folder is not None)
         for part in package_folders():
             for shipped in (part / "predictors", part.parent / "predictors"):
-                yield from (path.parent for path in sorted(shipped.glob(f"*/{MEASURED}")) if self._matches(path))
-
-    def _matches(self, measured: Path) -> bool:
-        try:
-            return read_measured(measured).fingerprint == self.fingerprint
-        except OptionError:
-            return False
+                for path in sorted(shipped.glob(f"*/{MEASURED}")):
+                    with suppress(OptionError):
+                        if read_measured(path).fingerprint == self.fingerprint:
+                            yield path.parent
 
     def find(self, name: str) -> Iterator[Path]:
         """Files of this name, nearest first; the reader checks whether they are about this model. A folder that cannot

@@ -1,7 +1,7 @@
-"""The expert activation matrix collection of MoE-Infinity (section 4.5, appendix B.1), with an incremental query.
+"""The expert activation matrix collection of MoE-Infinity (section 4.5, appendix B.1).
 
-An entry is a request-level EAM: counts of tokens per (layer, expert) of one request, prefill and decode apart.
-`predict_eam` adds entries and queries them; they are saved as `Weights`.
+An entry is a request-level EAM: counts of tokens per (layer, expert) of one request, prefill and decode apart. The
+store matches passes with them (`moegguf/native/predictors/counts.cpp`); they are saved as `Weights`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import numpy.typing as npt
 from moegguf.controller.history import Counts
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
-from moegguf.native.events import Float32s, Phase
-from moegguf.native.nearest import TINY, Query
+from moegguf.native.events import Float32s
 from moegguf.native.predictor import integers
 
 CAPACITY = 1000
@@ -25,10 +24,9 @@ _PHASES = ("prefill", "decode")
 
 
 class Eamc:
-    """Up to `capacity` rEAMs, each (n_layer, n_expert) counts, and one query at a time against them.
+    """Up to `capacity` rEAMs, each (n_layer, n_expert) counts.
 
-    A query is a pass: `begin_pass`, then `add_query_row` for each row of its iEAM, and `match` at any time between.
-    Entries are stored in two layouts, so that a row of the query costs one contiguous addition per expert used, and a
+    Entries are stored in two layouts, so that matching a layer costs one contiguous addition per expert used, and a
     matched entry is contiguous. Memory grows with the entries: 8 bytes per cell.
     """
 
@@ -37,12 +35,10 @@ class Eamc:
         self.n_expert = n_expert
         self.capacity = max(1, capacity)
         self.n_entries = 0
-        self._in_query = np.zeros(n_layer, np.bool_)
         self._entries = np.zeros((0, n_layer, n_expert), np.float32)
         self._columns = np.zeros((n_layer, n_expert, 0), np.float32)
         self._row_norm2 = np.zeros((n_layer, 0), np.float32)
         self._tokens = np.zeros(0, np.float32)
-        self._query = Query(self._columns, self._row_norm2, self._tokens)
 
     @property
     def state(self) -> Counts:
@@ -59,7 +55,7 @@ class Eamc:
         return eamc
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """The entries as `predictors/eamc.cpp` matches them, in place: nothing is added meanwhile."""
+        """The entries as `predictors/counts.cpp` matches them, in place: nothing is added meanwhile."""
         if len(self._tokens) == 0:
             self._grow(min(self.capacity, _INITIAL_CAPACITY))
         return {
@@ -70,8 +66,7 @@ class Eamc:
     def add(self, ream: Counts) -> bool:
         """Stores a rEAM; in a full collection it replaces the entry most similar to it, for diversity (appendix B.1).
 
-        Returns False for what could never be matched: no counts, NaN, infinite or negative ones, another shape. The
-        entry takes part in matches from the next pass on.
+        Returns False for what could never be matched: no counts, NaN, infinite or negative ones, another shape.
         """
         if ream.shape != (self.n_layer, self.n_expert):
             return False
@@ -87,35 +82,9 @@ class Eamc:
         if self.n_entries == 0:
             return -1
         n = self.n_entries
-        # einsum, here and below: a BLAS would start threads that compete with those that compute
+        # einsum: a BLAS would start threads that compete with those that compute
         dot = np.einsum("nf,f->n", self._entries[:n].reshape(n, -1), ream.ravel().astype(np.float32))
         return int(np.argmax(dot * dot / self._row_norm2[:, :n].sum(axis=0)))
-
-    def begin_pass(self) -> None:
-        """Clears the query."""
-        self._in_query[:] = False
-        self._query.clear()
-
-    def add_query_row(self, il: int, row: Counts) -> None:
-        """Adds row `il` of the pass's iEAM, (n_expert,) counts. An empty or repeated row is ignored."""
-        if not self._in_query[il]:
-            self._in_query[il] = self._query.add_row(il, row, self.n_entries)
-
-    def match(self, n: int) -> npt.NDArray[np.intp]:
-        """The at most `n` entries with the largest cosine to the rows seen in this pass, the best first; their indices.
-
-        Rows not seen are ignored on both sides. Entries with cosine 0 are never among them. Of entries equally similar,
-        those with more tokens come first (section 4.5: matching experts with high activation frequency is beneficial).
-        """
-        return self._query.match(n, self.n_entries)
-
-    def total(self, indices: npt.NDArray[np.intp]) -> Counts:
-        """(n_layer, n_expert): these entries summed cell by cell."""
-        return np.add.reduce(self._entries[indices], axis=0)
-
-    def total_row(self, indices: npt.NDArray[np.intp], il: int) -> Counts:
-        """(n_expert,): row `il` of `total`."""
-        return np.add.reduce(self._entries[indices, il], axis=0)
 
     def _index_for(self, counts: Counts) -> int:
         if self.n_entries == self.capacity:
@@ -130,7 +99,6 @@ class Eamc:
         self._columns[:, :, index] = counts
         self._row_norm2[:, index] = row_norm2
         self._tokens[index] = counts.sum()
-        self._query.dot[index], self._query.norm2[index] = 0, TINY
 
     def _grow(self, capacity: int) -> None:
         entries = np.zeros((capacity, self.n_layer, self.n_expert), np.float32)
@@ -139,8 +107,6 @@ class Eamc:
         self._columns = _widened(self._columns, capacity)
         self._row_norm2 = _widened(self._row_norm2, capacity)
         self._tokens = _widened(self._tokens, capacity)
-        previous, self._query = self._query, Query(self._columns, self._row_norm2, self._tokens)
-        self._query.resume(previous)
 
 
 class EamcPair:
@@ -175,10 +141,6 @@ class EamcPair:
     def weights(self) -> Weights:
         """Both collections, to be saved."""
         return self.packed(self.states())
-
-    def of(self, phase: Phase) -> Eamc:
-        """The collection that passes of this phase are matched against."""
-        return self.prefill if phase == Phase.PREFILL else self.decode
 
     def add(self, prefill: Counts, decode: Counts) -> None:
         """Stores the rEAMs of a request that has ended; a phase without tokens adds nothing."""

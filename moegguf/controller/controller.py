@@ -16,9 +16,9 @@ import numpy as np
 
 from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
-from moegguf.controller.policies import AnyPolicy, Policy, SparsityAware
+from moegguf.controller.policies import AnyPolicy, Policy, Sparsity
 from moegguf.controller.predictors.base import NoPrediction, Predictor
-from moegguf.controller.predictors.eamc import Learner
+from moegguf.controller.predictors.eamc import EamcPredictor
 from moegguf.controller.prefetch import Prefetcher, PrefetchOptions, most_prefetches
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.watchdog import Watchdog
@@ -53,8 +53,8 @@ def build_controller(
 
     A native policy is set in the store. Raises OptionError when the store refuses it.
     """
-    if isinstance(policy, SparsityAware):
-        policy = policy.together_with(predictor)
+    if isinstance(policy, Sparsity) and isinstance(predictor, NoPrediction):
+        predictor = policy.predictor
     if isinstance(policy, NativePolicy):
         store.set_policy(policy.name)
         if isinstance(predictor, NoPrediction):
@@ -92,7 +92,10 @@ class Controller:
         self._predicting, self._acting = False, True
         self._changing = Lock()  # what the store predicts with
         self._direct_store()
-        self._forecast = _forecast(shape, predictor, options.prefetch)
+        if options.prefetch is not None:
+            self._forecast = Forecast(shape, options.prefetch.window, options.prefetch.again)
+        else:  # for a policy alone the predictor's reach, but matrix products have their price
+            self._forecast = Forecast(shape, PrefetchOptions.window if predictor.needs_inputs else predictor.reach)
 
     @property
     def may_prefetch(self) -> bool:
@@ -109,7 +112,7 @@ class Controller:
         """Whether the store would do the same without this controller, until the watchdog tries prefetching again."""
         if isinstance(self.policy, Policy):
             return False
-        return not isinstance(self.predictor, Learner) if self.native else self._refused
+        return not isinstance(self.predictor, EamcPredictor) if self.native else self._refused
 
     def announce(self, announcement: Announcement) -> None:
         """Tokens are evaluated next: predictors from tokens look ahead of the first layer."""
@@ -161,25 +164,22 @@ class Controller:
         if self._native is None:
             return
         with self._changing:
-            self._direct_native()
-
-    def _direct_native(self) -> None:
-        predicting = self.predictor is not None and not self._refused
-        if self._predicting != predicting:
-            self._predicting = predicting
-            self._store.set_predictor(self._native if predicting else None, self._native_forecast)
-        if self._acting != self.prefetching:
-            self._acting = self.prefetching
-            self._store.act_on_forecasts(self._acting)
+            predicting = self.predictor is not None and not self._refused
+            if self._predicting != predicting:
+                self._predicting = predicting
+                self._store.set_predictor(self._native if predicting else None, self._native_forecast)
+            if self._acting != self.prefetching:
+                self._acting = self.prefetching
+                self._store.act_on_forecasts(self._acting)
 
     def _learn(self) -> None:
         """Adds requests that have ended to what the store predicts with, which it does not read meanwhile."""
         learner = self.predictor
-        if not isinstance(learner, Learner):
+        if not isinstance(learner, EamcPredictor):
             return
         with self._changing:
             self._store.set_predictor(None, self._native_forecast)
-            learner.predict_eam.learn(self.history)
+            learner.learn(self.history)
             self._native = learner.native()
             if self._predicting:
                 self._store.set_predictor(self._native, self._native_forecast)
@@ -284,13 +284,6 @@ def name_of(policy_or_predictor: object) -> str:
     return str(getattr(policy_or_predictor, "title", "") or getattr(policy_or_predictor, "name", "") or own)
 
 
-def _forecast(shape: MoeShape, predictor: Predictor, prefetch: PrefetchOptions | None) -> Forecast:
-    """A window as prefetching asks; for a policy alone the predictor's reach, but matrix products have their price."""
-    if prefetch is not None:
-        return Forecast(shape, prefetch.window, prefetch.again)
-    return Forecast(shape, PrefetchOptions.window if predictor.needs_inputs else predictor.reach)
-
-
 def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, TimeoutError) else f"raised {type(error).__name__}: {error}"
 
@@ -300,7 +293,7 @@ def _native_forecast(shape: MoeShape, predictor: Predictor, options: ActingOptio
     return NativeForecast(
         window=max(1, min(prefetch.window, len(shape.layers)) if predictor.needs_inputs else predictor.reach),
         # what knows all layers has no more to say, unless it is matched with each
-        once=not prefetch.again or (predictor.reach >= len(shape.layers) and not isinstance(predictor, Learner)),
+        once=not prefetch.again or (predictor.reach >= len(shape.layers) and not isinstance(predictor, EamcPredictor)),
         most_prefetches=min(most_prefetches(shape, prefetch), len(shape.layers) * shape.n_expert),
         waste_weight=prefetch.waste_weight,
         lockstep=options.lockstep,

@@ -76,7 +76,9 @@ class Prefetcher:
             return _NOTHING, _NOTHING
         layers, experts = self._candidates(forecast, known, residency())
         if self.options.by_proximity and layers.size:
-            priorities = forecast.probabilities()[layers, experts] * self._proximity(forecast.il)[layers]
+            row_of, n = self._shape.row_of, len(self._shape.layers)
+            distance = np.array([row_of[il] - row_of.get(forecast.il, -1) for il in layers])
+            priorities = forecast.probabilities()[layers, experts] * (1 - distance / n)
             order = np.argsort(-priorities, kind="stable")
             layers, experts = layers[order], experts[order]
         layers, experts = layers[: self._remaining_experts], experts[: self._remaining_experts]
@@ -100,9 +102,3 @@ class Prefetcher:
             layers += [il] * len(chosen)
             experts += chosen.tolist()
         return np.array(layers, np.int32), np.array(experts, np.int32)
-
-    def _proximity(self, il: int) -> npt.NDArray[np.float32]:
-        """(n_layer,): 1 - (i - l) / L for layers i after `il`, counting those with experts; L of them."""
-        rows = np.zeros(self._shape.n_layer, np.float32)
-        rows[list(self._shape.layers)] = np.arange(len(self._shape.layers))
-        return np.asarray(1 - (rows - self._shape.row_of.get(il, -1)) / len(self._shape.layers), np.float32)

@@ -29,7 +29,7 @@ from moegguf.controller.policies import (
 )
 from moegguf.controller.predictors import PREDICTORS, make_predictor, prefetch_predictor
 from moegguf.controller.predictors.base import Predictor
-from moegguf.controller.predictors.eamc import Learner
+from moegguf.controller.predictors.eamc import EamcPredictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.shape import MoeShape
 from moegguf.engine.session import Session
@@ -223,8 +223,8 @@ class LiveController:
         controller = self.controller
         assert controller is not None
         controller.observe(event)
-        if controller.history.finished and self._keeps and (learner := _learner(controller)) is not None:
-            self._request_ended(controller.shape, learner.eamcs)
+        if controller.history.finished and self._keeps and isinstance(controller.predictor, EamcPredictor):
+            self._request_ended(controller.shape, controller.predictor.eamcs)
 
     def _request_ended(self, shape: MoeShape, eamcs: EamcPair) -> None:
         """Saves the collections after every CHECKPOINT_REQUESTS requests (MoE-Infinity, appendix B.2), on a thread of
@@ -319,8 +319,9 @@ class LiveController:
         self._listening = False
         if self._writer is not None:
             self._writer.join()
-        if controller.n_events > 0 and self._keeps and (learner := _learner(controller)) is not None:
-            self.artifacts.save_collection(controller.shape, learner.learned(controller.history).weights())
+        if controller.n_events > 0 and self._keeps and isinstance(controller.predictor, EamcPredictor):
+            learned = controller.predictor.learned(controller.history)
+            self.artifacts.save_collection(controller.shape, learned.weights())
 
 
 def _titled(choice: ControllerChoice) -> str:
@@ -335,11 +336,3 @@ def _prefetch_state(controller: Controller) -> str:
     if controller.watchdog is not None and not controller.watchdog.resting:
         return "measuring"
     return "on" if controller.prefetching else "paused"
-
-
-def _learner(controller: Controller) -> Learner | None:
-    """What learns requests; of predictor and policy one, as both learn the same."""
-    for part in (controller.predictor, controller.policy):
-        if isinstance(part, Learner):
-            return part
-    return None

@@ -26,18 +26,12 @@ _HEADER = re.sub(r"//.*", "", Path(__file__).with_name("moegguf.h").read_text(en
 _SHORT_CALLS = ("moegguf_context_awaits_tokens", "moegguf_context_is_clear")
 
 
-def _enums() -> dict[str, dict[str, int]]:
-    """{enum: {its constants in the header's words: value}}."""
-    found: dict[str, dict[str, int]] = {}
-    for name, body in re.findall(r"enum moegguf_(\w+) \{(.*?)\}", _HEADER, re.DOTALL):
-        found[name] = {}
-        for constant, value in re.findall(r"MOEGGUF_(\w+)(?:\s*=\s*([\d <]+))?", body):
-            one, _, shift = value.partition("<<")
-            found[name][constant] = int(one) << int(shift or 0) if value else len(found[name])
-    return found
-
-
-_ENUMS = _enums()
+_ENUMS: dict[str, dict[str, int]] = {}  # {enum: {its constants in the header's words: value}}
+for _name, _body in re.findall(r"enum moegguf_(\w+) \{(.*?)\}", _HEADER, re.DOTALL):
+    _ENUMS[_name] = {}
+    for _constant, _value in re.findall(r"MOEGGUF_(\w+)(?:\s*=\s*([\d <]+))?", _body):
+        _one, _, _shift = _value.partition("<<")
+        _ENUMS[_name][_constant] = int(_one) << int(_shift or 0) if _value else len(_ENUMS[_name])
 _CONSTANTS = {name: int(value) for name, value in re.findall(r"#define MOEGGUF_(\w+) (\d+)", _HEADER)}
 for _of_enum in _ENUMS.values():
     _CONSTANTS |= _of_enum

@@ -1,5 +1,3 @@
-#include "acquire.h"
-
 #include "store.h"
 
 #include <algorithm>
@@ -11,6 +9,140 @@ namespace {
 constexpr int64_t sweep_choices_per_expert = 4;
 
 constexpr auto longest_reads = std::chrono::seconds(60);
+
+// What a stream waited for has been copied, or has failed, as that layer is computed: only the thread that copies may
+// not have said so yet. Neither what the next layer evicts nor whether the pass has failed depends on that.
+void await_copies(Context & context, Lock & lock) {
+    const Pinned & pinned = context.pinned;
+    const auto noted = [&](int s) { return !(pinned.tier->residency.slot(s).reading & pinned.ordered); };
+    context.store.shared.wait(lock, [&] { return std::all_of(pinned.slots.begin(), pinned.slots.end(), noted); });
+    context.pinned.ordered = 0;
+}
+
+void end_layer(Context & context) {
+    if (context.supply) { context.supply->release(context); }
+}
+
+// Slots of all devices.
+int n_usable(const Store & store) {
+    int n = 0;
+    for (const auto & tier : store.tiers.compute) { n += tier->residency.n_usable(); }
+    return n;
+}
+
+void count_pass(Context & context, int il, int n_tokens) {
+    const Store & store = context.store;
+    Counters & counters = context.store.shared.counters;
+    Pass & pass = context.pass;
+    Announced & announced = context.announced;
+    if (il <= pass.il) {
+        pass.number = __atomic_add_fetch(&counters.passes, 1, __ATOMIC_RELAXED);
+        pass.cycles =
+            store.shared.has(MOEGGUF_SWEEP) && n_tokens > 1 && pass.n_tokens > 1 && pass.n_experts > n_usable(store);
+        pass.n_experts = 0;
+        pass.n_tokens = n_tokens;
+        count(counters.tokens, n_tokens);
+        pass.first_token = announced.next + n_tokens <= announced.n_tokens ? announced.next : -1;
+        announced.next = std::min(announced.next, announced.n_tokens) + n_tokens;
+        pass.decodes = n_tokens == 1 || context.has_one_token_each();
+    }
+    pass.il = il;
+    count(counters.routing_events);
+}
+
+// How the experts of the context's event reach its multiplications; nullptr: the pass has failed.
+Supply * choose_supply(Context & context) {
+    if (context.failed()) { return nullptr; }
+    Store & store = context.store;
+    Event & event = context.event;
+    Pass & pass = context.pass;
+    Pinned & pinned = context.pinned;
+    const Layer & layer = store.layout.layers[event.il];
+    event.nearly_all = event.n_tokens > 1 && (int64_t)event.n_ids() >= sweep_choices_per_expert * layer.n_expert;
+    pass.n_experts += (int)event.experts.size();
+    event.step = {event.il, event.nearly_all || pass.cycles, pass.n_tokens == 1,
+                  pass.number * store.layout.layers.size() + event.il, pass.decodes};
+    pinned.tier = &store.tiers.of(event.il, event.n_tokens);
+    pinned.chunks = layer.chunks;
+    const bool is_staged = pinned.tier->id == TierId::staging;
+    pinned.stream = is_staged ? nullptr : event.stream;
+    Supply & supply = is_staged ? *store.staged : store.streamed->takes(context) ? *store.streamed : store.slots;
+    context.supply = &supply;
+    return &supply;
+}
+
+// All of it that fits beside this one, from where its experts are nearest: the next pass over it needs nearly all. Or
+// its first expert, where that finds a slot.
+void want_next_layer(Store & store, int il, bool first_only) {
+    const auto & layers = store.layout.moe_layers;
+    const size_t next_row = store.layout.row_of[il] + 1;
+    if (next_row == layers.size()) { return; }
+    const int next = layers[next_row];
+    const Tier & tier = store.tiers.of(next);
+    const int n_busy = &tier == &store.tiers.of(il) ? store.layout.layers[il].n_expert : 0;
+    int free_slots = first_only ? 1 : tier.residency.n_usable() - n_busy;
+    for (int expert = 0; expert < store.layout.layers[next].n_expert && free_slots > 0; expert++, free_slots--) {
+        if (tier.residency.find(next, expert) < 0) { store.transfers.want({next, expert}); }
+    }
+    store.transfers.wake_readers();
+}
+
+bool place(Context & context, Lock & lock) {
+    const Event & event = context.event;
+    Store & store = context.store;
+    store.transfers.set_step(event.step);
+    store.tiers.of(event.il).residency.on_routed(event.il);
+    store.staged->observe(context, lock);
+    const bool placed = context.supply->place(context, lock);
+    if (placed && event.nearly_all && context.supply != store.staged.get()) {
+        if (store.shared.has(MOEGGUF_SWEEP)) {
+            want_next_layer(store, event.il, false);
+        } else if (store.shared.has(MOEGGUF_STREAM)) {
+            want_next_layer(store, event.il, true); // for its attention's time (DuoServe-MoE, section 5.2)
+        }
+    }
+    return placed;
+}
+
+// Victims are chosen before the listener gets an event, so that its scores act from the next one on. This may wait for
+// space in the ring, which the listener may need the lock to make: it is not held here.
+void tell_observers(Context & context, uint64_t start_ns, bool placed) {
+    const Event & event = context.event;
+    Store & store = context.store;
+    const Announced & announced = context.announced;
+    if (!store.forecaster.on() && !store.events.on()) { return; }
+    const bool batched = context.gather_tokens(event.n_tokens);
+    const int32_t * sequences = batched ? event.sequences.data() : nullptr;
+    const int32_t * phases = batched ? event.phases.data() : nullptr;
+    if (placed && store.forecaster.on()) {
+        const float * inputs = store.forecaster.wants_inputs(event.n_tokens) ? event.inputs : nullptr;
+        store.forecaster.routing(event.il, {event.n_tokens, announced.sequence, sequences}, event.ids,
+                                 event.n_expert_used, inputs, event.n_embd, context.pass.number);
+    }
+    if (store.events.on()) {
+        const float * inputs = store.events.wants_inputs(event.n_tokens) ? event.inputs : nullptr;
+        store.events.routing({context.pass.number, start_ns, event.il, event.n_tokens, event.n_expert_used,
+                              announced.sequence, announced.phase, context.pass.first_token, event.n_embd, event.ids,
+                              event.weights, inputs, sequences, phases});
+    }
+}
+
+// Whether a tier is to have another size than it has. Throws Error(INVALID) for one that it cannot have.
+bool changes_size(const Tier & tier, int n_slots) {
+    if (tier.id == TierId::staging) { throw Error(MOEGGUF_INVALID, "staging tensors keep the size of a layer"); }
+    const bool computes = tier.id == TierId::compute;
+    const int least = computes ? tier.pass_slots : 1, most = tier.residency.n_slots();
+    if (n_slots < least || n_slots > most) {
+        throw Error(MOEGGUF_INVALID, "the tier can have " + std::to_string(least) + " to " + std::to_string(most) +
+                                         " slots, not " + std::to_string(n_slots));
+    }
+    return !(computes && tier.numbering.resident()) || n_slots < most;
+}
+
+void apply_resize(Tier & tier) {
+    tier.resize(tier.resize_to);
+    tier.resize_to = 0; // after the numbering: idle() looks here first
+}
 
 } // namespace
 
@@ -56,125 +188,10 @@ void Acquire::begin_event(Context & context, const Choice & choice, Lock & lock)
     count_pass(context, choice.il, choice.n_tokens);
     for (auto & tier : store_.tiers.compute) {
         if (tier->resize_to > 0) {
-            store_.staged.drop_ahead();
+            store_.staged->drop_ahead();
             apply_resize(*tier);
         }
     }
-}
-
-// How the experts of the context's event reach its multiplications; nullptr: the pass has failed.
-Supply * Acquire::choose_supply(Context & context) {
-    if (context.failed()) { return nullptr; }
-    Event & event = context.event;
-    Pass & pass = context.pass;
-    Pinned & pinned = context.pinned;
-    const Layer & layer = store_.layout.layers[event.il];
-    event.nearly_all = event.n_tokens > 1 && (int64_t)event.n_ids() >= sweep_choices_per_expert * layer.n_expert;
-    pass.n_experts += (int)event.experts.size();
-    event.step = {event.il, event.nearly_all || pass.cycles, pass.n_tokens == 1,
-                  pass.number * store_.layout.layers.size() + event.il, pass.decodes};
-    pinned.tier = &store_.tiers.of(event.il, event.n_tokens);
-    pinned.chunks = layer.chunks;
-    const bool is_staged = pinned.tier->id == TierId::staging;
-    pinned.stream = is_staged ? nullptr : event.stream;
-    Supply & supply = is_staged                        ? store_.staged
-                      : store_.streamed.takes(context) ? (Supply &)store_.streamed
-                                                       : store_.slots;
-    context.supply = &supply;
-    return &supply;
-}
-
-bool Acquire::place(Context & context, Lock & lock) {
-    const Event & event = context.event;
-    store_.transfers.set_step(event.step);
-    store_.tiers.of(event.il).residency.on_routed(event.il);
-    store_.staged.observe(context, lock);
-    const bool placed = context.supply->place(context, lock);
-    if (placed && event.nearly_all && context.supply != &store_.staged) {
-        if (store_.shared.has(MOEGGUF_SWEEP)) {
-            want_next_layer(event.il, false);
-        } else if (store_.shared.has(MOEGGUF_STREAM)) {
-            want_next_layer(event.il, true); // for its attention's time (DuoServe-MoE, section 5.2)
-        }
-    }
-    return placed;
-}
-
-// Victims are chosen before the listener gets an event, so that its scores act from the next one on. This may wait for
-// space in the ring, which the listener may need the lock to make: it is not held here.
-void Acquire::tell_observers(Context & context, uint64_t start_ns, bool placed) {
-    const Event & event = context.event;
-    const Announced & announced = context.announced;
-    if (!store_.forecaster.on() && !store_.events.on()) { return; }
-    const bool batched = context.gather_tokens(event.n_tokens);
-    const int32_t * sequences = batched ? event.sequences.data() : nullptr;
-    const int32_t * phases = batched ? event.phases.data() : nullptr;
-    if (placed && store_.forecaster.on()) {
-        const float * inputs = store_.forecaster.wants_inputs(event.n_tokens) ? event.inputs : nullptr;
-        store_.forecaster.routing(event.il, {event.n_tokens, announced.sequence, sequences}, event.ids,
-                                  event.n_expert_used, inputs, event.n_embd, context.pass.number);
-    }
-    if (store_.events.on()) {
-        const float * inputs = store_.events.wants_inputs(event.n_tokens) ? event.inputs : nullptr;
-        store_.events.routing({context.pass.number, start_ns, event.il, event.n_tokens, event.n_expert_used,
-                               announced.sequence, announced.phase, context.pass.first_token, event.n_embd, event.ids,
-                               event.weights, inputs, sequences, phases});
-    }
-}
-
-void Acquire::count_pass(Context & context, int il, int n_tokens) {
-    Counters & counters = store_.shared.counters;
-    Pass & pass = context.pass;
-    Announced & announced = context.announced;
-    if (il <= pass.il) {
-        pass.number = __atomic_add_fetch(&counters.passes, 1, __ATOMIC_RELAXED);
-        pass.cycles =
-            store_.shared.has(MOEGGUF_SWEEP) && n_tokens > 1 && pass.n_tokens > 1 && pass.n_experts > n_usable();
-        pass.n_experts = 0;
-        pass.n_tokens = n_tokens;
-        count(counters.tokens, n_tokens);
-        pass.first_token = announced.next + n_tokens <= announced.n_tokens ? announced.next : -1;
-        announced.next = std::min(announced.next, announced.n_tokens) + n_tokens;
-        pass.decodes = n_tokens == 1 || context.has_one_token_each();
-    }
-    pass.il = il;
-    count(counters.routing_events);
-}
-
-// What a stream waited for has been copied, or has failed, as that layer is computed: only the thread that copies may
-// not have said so yet. Neither what the next layer evicts nor whether the pass has failed depends on that.
-void Acquire::await_copies(Context & context, Lock & lock) {
-    const Pinned & pinned = context.pinned;
-    const auto noted = [&](int s) { return !(pinned.tier->residency.slot(s).reading & pinned.ordered); };
-    store_.shared.wait(lock, [&] { return std::all_of(pinned.slots.begin(), pinned.slots.end(), noted); });
-    context.pinned.ordered = 0;
-}
-
-void Acquire::end_layer(Context & context) {
-    if (context.supply) { context.supply->release(context); }
-}
-
-// All of it that fits beside this one, from where its experts are nearest: the next pass over it needs nearly all. Or
-// its first expert, where that finds a slot.
-void Acquire::want_next_layer(int il, bool first_only) {
-    const auto & layers = store_.layout.moe_layers;
-    const size_t next_row = store_.layout.row_of[il] + 1;
-    if (next_row == layers.size()) { return; }
-    const int next = layers[next_row];
-    const Tier & tier = store_.tiers.of(next);
-    const int n_busy = &tier == &store_.tiers.of(il) ? store_.layout.layers[il].n_expert : 0;
-    int free_slots = first_only ? 1 : tier.residency.n_usable() - n_busy;
-    for (int expert = 0; expert < store_.layout.layers[next].n_expert && free_slots > 0; expert++, free_slots--) {
-        if (tier.residency.find(next, expert) < 0) { store_.transfers.want({next, expert}); }
-    }
-    store_.transfers.wake_readers();
-}
-
-// Slots of all devices.
-int Acquire::n_usable() const {
-    int n = 0;
-    for (const auto & tier : store_.tiers.compute) { n += tier->residency.n_usable(); }
-    return n;
 }
 
 // The context, its tokens and its failures.
@@ -241,18 +258,6 @@ void Acquire::announce_tokens(Context & context, const moegguf_tokens_event & ev
 
 // Sizes of pools.
 
-// Whether a tier is to have another size than it has. Throws Error(INVALID) for one that it cannot have.
-bool Acquire::changes_size(const Tier & tier, int n_slots) const {
-    if (tier.id == TierId::staging) { throw Error(MOEGGUF_INVALID, "staging tensors keep the size of a layer"); }
-    const bool computes = tier.id == TierId::compute;
-    const int least = computes ? tier.pass_slots : 1, most = tier.residency.n_slots();
-    if (n_slots < least || n_slots > most) {
-        throw Error(MOEGGUF_INVALID, "the tier can have " + std::to_string(least) + " to " + std::to_string(most) +
-                                         " slots, not " + std::to_string(n_slots));
-    }
-    return !(computes && tier.numbering.resident()) || n_slots < most;
-}
-
 void Acquire::resize(Tier & tier, int n_slots) {
     Lock lock(store_.shared.mutex);
     if (!changes_size(tier, n_slots)) {
@@ -273,7 +278,7 @@ void Acquire::reallocate(Tier & tier, int n_slots) {
     Lock lock(store_.shared.mutex);
     if (!changes_size(tier, n_slots)) { return; }
     end_layer(store_.context); // pins of the last layer of a pass that has ended
-    store_.staged.drop_ahead();
+    store_.staged->drop_ahead();
     tier.resize_to = 0;
     tier.resize(std::min(n_slots, tier.residency.n_usable()));
     store_.transfers.forget(Cause::request);
@@ -288,11 +293,6 @@ void Acquire::reallocate(Tier & tier, int n_slots) {
     store_.transfers.hold_prefetches(false);
     if (!ended) { throw Error(MOEGGUF_IO, "experts were still being read after a minute; try again"); }
     tier.resize(tier.reallocate(n_slots));
-}
-
-void Acquire::apply_resize(Tier & tier) {
-    tier.resize(tier.resize_to);
-    tier.resize_to = 0; // after the numbering: idle() looks here first
 }
 
 // Layers of which every expert is there.

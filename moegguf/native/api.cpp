@@ -1,12 +1,46 @@
 // api.cpp: the C ABI over the store.
 #include "api.h"
 
+#include "ggml-impl.h" // ggml_print_backtrace
+
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
 
 using namespace moegguf;
 
 namespace {
+
+// One line about a device that does not answer any more, before its backend ends the process: ggml's backends call
+// ggml_abort() then, from any thread, and expect no return. Who started the process finds the line on its stderr
+// (moegguf/serving/worker_process.py), and goes on without the device.
+
+ggml_abort_callback_t next_callback = nullptr;
+
+// "FILE:LINE: text" of a backend other than the CPU's. ggml's own checks, and the CPU's, are faults of a program.
+bool of_a_device(const char * message) {
+    const char * text = strstr(message, ": ");
+    const auto names = [&](const char * part) {
+        const char * at = strstr(message, part);
+        return at && (!text || at < text);
+    };
+    return names("ggml-") && !names("ggml-cpu") && !names("ggml-backend") && !names("ggml-alloc");
+}
+
+void report_failure(const char * message) {
+    if (of_a_device(message)) {
+        const char * text = strstr(message, ": ");
+        fprintf(stderr,
+                "moegguf: the device failed: %s. This process ends; run again, and without vram_cache on the CPU.\n",
+                text ? text + 2 : message);
+    }
+    if (next_callback) {
+        next_callback(message);
+    } else {
+        fprintf(stderr, "%s\n", message);
+        ggml_print_backtrace();
+    }
+}
 
 void check_size(const Context & context, int32_t n_expert_used, int32_t n_tokens) {
     constexpr int32_t most_tokens = 1 << 24;
@@ -21,6 +55,113 @@ void check_failure(const Context & context) {
     if (context.failed()) {
         throw Error((moegguf_status)context.failure.reason.status, context.failure.reason.message);
     }
+}
+
+// What is n in all for tiers with so many slots: what a pass needs of each at least, and of the rest in proportion to
+// what it has above that.
+std::vector<int> share_out(const std::vector<Tier *> & tiers, int n) {
+    int64_t least = 0, most = 0;
+    for (const Tier * tier : tiers) {
+        least += tier->pass_slots;
+        most += tier->residency.n_slots();
+    }
+    if (n < least || n > most) {
+        throw Error(MOEGGUF_INVALID, "the pools can have " + std::to_string(least) + " to " + std::to_string(most) +
+                                         " slots, not " + std::to_string(n));
+    }
+    std::vector<int> shares;
+    int64_t left = n - least, room = most - least;
+    for (const Tier * tier : tiers) {
+        const int64_t own_room = tier->residency.n_slots() - tier->pass_slots;
+        const int64_t share = room > 0 ? left * own_room / room : 0;
+        shares.push_back(int(tier->pass_slots + share));
+        left -= share;
+        room -= own_room;
+    }
+    return shares;
+}
+
+// Counters that each tier has its own of.
+constexpr uint64_t moegguf_counters::* tier_counters[] = {
+    &moegguf_counters::lookups,    &moegguf_counters::hits_ready,   &moegguf_counters::hits_late,
+    &moegguf_counters::misses,     &moegguf_counters::evictions,    &moegguf_counters::prefetch_wasted,
+    &moegguf_counters::slots_used, &moegguf_counters::slots_pinned,
+};
+
+// Behind what is there already, with a comma between.
+template <size_t n>
+void append(char (&text)[n], const std::string & more) {
+    const size_t used = strlen(text);
+    if (!more.empty()) { snprintf(text + used, n - used, "%s%s", used > 0 ? ", " : "", more.c_str()); }
+}
+
+void add_pool(moegguf_tier_info & out, const Pool & pool) {
+    out.pool_bytes += pool.bytes();
+    out.n_repacked += pool.n_repacked();
+    out.n_uncached += pool.n_uncached();
+    out.pinned_memory = pool.memory().pinned;
+    const char *device = ggml_backend_dev_name(pool.memory().device), *last = strrchr(out.device, ' ');
+    if (strcmp(last ? last + 1 : out.device, device) == 0) {
+        return; // its layers are in several pools
+    }
+    append(out.device, device);
+    append(out.note, pool.memory().note);
+}
+
+void check_table(const Store & s, size_t n, const char * what) {
+    if (n != s.layout.n_keys()) {
+        throw Error(MOEGGUF_INVALID, std::string(what) + " has " + std::to_string(s.layout.n_keys()) +
+                                         " entries, not " + std::to_string(n));
+    }
+}
+
+// Those that share out a number of slots: the CPU's beside devices are in RAM, and keep theirs.
+std::vector<Tier *> resized_at(Store & s, int index) {
+    std::vector<Tier *> found = s.tiers_at(index);
+    const auto in_ram = [](const Tier * tier) { return tier->pool() && tier->pool()->host(); };
+    if (index == MOEGGUF_COMPUTE_TIER && !std::all_of(found.begin(), found.end(), in_ram)) {
+        found.erase(std::remove_if(found.begin(), found.end(), in_ram), found.end());
+    }
+    return found;
+}
+
+void advance(Store & s, uint64_t ns) {
+    Lock lock(s.shared.mutex);
+    s.shared.clock->advance(ns);
+}
+
+// Counts the events that are done, the one that failed included.
+void replay(Context & c, const moegguf_routing & routing, int64_t & n_done) {
+    std::vector<int32_t> slot_ids;
+    const int32_t * ids = routing.expert_ids;
+    for (; n_done < routing.n_events && !c.failed(); n_done++) {
+        const int n_used = routing.n_expert_used[n_done], n_tokens = routing.n_tokens[n_done];
+        const size_t n = (size_t)n_used * n_tokens;
+        slot_ids.assign(ids, ids + n);
+        ids += n;
+        c.store.acquire.acquire(c, {routing.il[n_done], slot_ids.data(), n_used, n_tokens, all_kinds});
+        if (routing.compute_ns && !c.failed()) { advance(c.store, routing.compute_ns[n_done]); }
+    }
+}
+
+void add_tier(moegguf_tier_info & out, const Tier & tier) {
+    const Counters & counters = tier.counters;
+    out.lookups += get(counters.lookups);
+    out.hits_ready += get(counters.hits_ready);
+    out.hits_late += get(counters.hits_late);
+    out.misses += get(counters.misses);
+    out.evictions += get(counters.evictions);
+    out.bytes_missed += get(counters.bytes_missed);
+    out.bytes_prefetched += get(counters.bytes_prefetched);
+    out.stall_ns += get(counters.stall_ns);
+    out.stream_waits += tier.copies ? tier.copies->n_stream_waits() : 0;
+    out.copy_ns += tier.copies ? tier.copies->busy_ns() : 0;
+    out.slots_used += get(counters.slots_used);
+    out.slots_pinned += get(counters.slots_pinned);
+    out.n_slots += tier.residency.n_slots();
+    out.n_slots_usable += tier.residency.n_usable();
+    out.resident = out.resident && tier.numbering.resident();
+    if (const Pool * pool = tier.pool()) { add_pool(out, *pool); }
 }
 
 } // namespace
@@ -71,7 +212,8 @@ int moegguf_store_open(const moegguf_config * config, moegguf_store ** store) {
             throw Error(MOEGGUF_INVALID, "the library has ABI " + std::to_string(MOEGGUF_ABI_VERSION));
         }
         moegguf_store *& opened = given(store); // before there is anything to lose
-        report_device_failures();
+        static std::once_flag once;
+        std::call_once(once, [] { next_callback = ggml_set_abort_callback(report_failure); });
         opened = new moegguf_store(*config);
     });
 }
@@ -84,24 +226,67 @@ void moegguf_store_close(moegguf_store * store) {
 
 ggml_backend_buffer_type_t moegguf_store_buft(moegguf_store * store) { return store ? store->store.buft() : nullptr; }
 
-int moegguf_store_info(moegguf_store * store, moegguf_pool_info * info) {
-    return on(store, [&](Store & s) { s.info(given(info)); });
-}
-
 int moegguf_store_counters(moegguf_store * store, moegguf_counters * counters) {
-    return on(store, [&](Store & s) { s.read_counters(given(counters)); });
+    return on(store, [&](Store & s) {
+        moegguf_counters & out = given(counters);
+        copy(s.shared.counters, out);
+        out.events_dropped = s.events.dropped();
+        for (const auto & tier : s.tiers.compute) {
+            for (const auto figure : tier_counters) { out.*figure += get(tier->counters.*figure); }
+        }
+        out.queue_needed = s.transfers.n_queued(true);
+        out.queue_wanted = s.transfers.n_queued(false) + s.transfers.n_wanted();
+        for (const auto & link : s.copies) {
+            out.queue_needed += link->n_queued(true);
+            out.queue_wanted += link->n_queued(false);
+        }
+    });
 }
 
 int moegguf_store_tier(moegguf_store * store, int32_t tier, moegguf_tier_info * info) {
-    return on(store, [&](Store & s) { s.tier_info(tier, given(info)); });
+    return on(store, [&](Store & s) {
+        moegguf_tier_info & out = given(info);
+        const bool no_staging = tier == MOEGGUF_STAGING_TIER && !s.tiers.stages();
+        const std::vector<Tier *> of = no_staging ? std::vector<Tier *>() : s.tiers_at(tier);
+        Lock lock(s.shared.mutex);
+        out = {};
+        out.resident = true;
+        out.slot_bytes = s.layout.strides.slot_bytes();
+        out.read_buffer_bytes = s.transfers.buffer_bytes();
+        out.direct = s.transfers.direct();
+        out.n_matrices = (int)s.layout.matrices.size();
+        out.n_experts = s.layout.n_experts;
+        for (const Tier * each : of) { add_tier(out, *each); }
+    });
 }
 
 int moegguf_store_residency(moegguf_store * store, int32_t tier, uint8_t * map, size_t n) {
-    return on(store, [&](Store & s) { s.residency(tier, &given(map), n); });
+    return on(store, [&](Store & s) {
+        const std::vector<Tier *> of = s.tiers_at(tier);
+        check_table(s, n, "a map");
+        Lock lock(s.shared.mutex);
+        memset(&given(map), 0, n);
+        for (const Tier * each : of) {
+            for (int i = 0; i < each->residency.n_slots(); i++) {
+                const Slot & slot = each->residency.slot(i);
+                if (slot.expert >= 0) { map[s.layout.key(slot.il, slot.expert)] = each->residency.complete(i) ? 2 : 1; }
+            }
+        }
+    });
 }
 
 int moegguf_store_activity(moegguf_store * store, uint32_t * uses, uint32_t * loads, size_t n) {
-    return on(store, [&](Store & s) { s.activity(&given(uses), &given(loads), n); });
+    return on(store, [&](Store & s) {
+        given(uses), given(loads);
+        check_table(s, n, "a table of activity");
+        Lock lock(s.shared.mutex);
+        for (int il : s.layout.moe_layers) {
+            const Residency & residency = s.tiers.of(il).residency;
+            const int first = s.layout.key(il, 0);
+            std::copy_n(residency.uses().begin() + first, s.layout.n_expert_max, uses + first);
+            std::copy_n(residency.loads().begin() + first, s.layout.n_expert_max, loads + first);
+        }
+    });
 }
 
 int moegguf_store_watch(moegguf_store * store, int watched) {
@@ -109,12 +294,24 @@ int moegguf_store_watch(moegguf_store * store, int watched) {
 }
 
 int moegguf_store_set_scores(moegguf_store * store, const float * scores, size_t n) {
-    return on(store, [&](Store & s) { s.set_scores(scores, n); });
+    return on(store, [&](Store & s) {
+        if (scores) { check_table(s, n, "a score table"); }
+        std::vector<std::vector<float>> tables(s.tiers.compute.size(), ScoreTable::finite(scores, scores ? n : 0));
+        Lock lock(s.shared.mutex);
+        for (size_t i = 0; i < tables.size(); i++) { s.tiers.compute[i]->residency.exchange_scores(tables[i]); }
+        lock.unlock(); // the tables before are destroyed without it
+    });
 }
 
 int moegguf_store_set_policy(moegguf_store * store, int32_t tier, const char * name, const float * values, size_t n) {
     return on(store, [&](Store & s) {
-        s.set_policy(tier, &given(name), n > 0 ? Values(&given(values), values + n) : Values());
+        const std::vector<Tier *> of = s.tiers_at(tier);
+        const Values own = n > 0 ? Values(&given(values), values + n) : Values();
+        std::vector<std::unique_ptr<EvictionPolicy>> next;
+        for (size_t i = 0; i < of.size(); i++) { next.push_back(make_policy(s.layout, &given(name), own)); }
+        Lock lock(s.shared.mutex);
+        for (size_t i = 0; i < of.size(); i++) { of[i]->residency.exchange_policy(next[i]); }
+        lock.unlock(); // those before are destroyed without it
     });
 }
 
@@ -125,7 +322,14 @@ const char * moegguf_policy_name(int32_t index, int32_t * takes_forecast) {
 }
 
 int moegguf_store_set_forecast(moegguf_store * store, const float * probabilities, const uint8_t * known, size_t n) {
-    return on(store, [&](Store & s) { s.set_forecast(probabilities, known, n); });
+    return on(store, [&](Store & s) {
+        if (probabilities) { check_table(s, n, "a forecast"), given(known); }
+        Lock lock(s.shared.mutex);
+        for (int il : s.layout.moe_layers) {
+            const bool is_known = probabilities && known[il];
+            s.tiers.of(il).residency.on_forecast(il, is_known ? probabilities + s.layout.key(il, 0) : nullptr);
+        }
+    });
 }
 
 int moegguf_store_set_predictor(moegguf_store * store, const moegguf_predictor * predictor) {
@@ -138,28 +342,28 @@ int moegguf_store_act(moegguf_store * store, int act) {
 
 int moegguf_store_forecast(moegguf_store * store, float * probabilities, uint8_t * known, size_t n) {
     return on(store, [&](Store & s) {
-        if (n != s.layout.n_keys()) {
-            throw Error(MOEGGUF_INVALID,
-                        "a forecast has " + std::to_string(s.layout.n_keys()) + " entries, not " + std::to_string(n));
-        }
+        check_table(s, n, "a forecast");
         s.forecaster.read(&given(probabilities), &given(known));
     });
 }
 
-int moegguf_store_prefetch(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n, int replace) {
+int moegguf_store_want(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n, int warm,
+                       int replace) {
     return on(store, [&](Store & s) {
-        s.want(Cause::request, n > 0 ? &given(il) : il, n > 0 ? &given(experts) : experts, n, replace != 0);
-    });
-}
-
-int moegguf_store_warm(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n) {
-    return on(store, [&](Store & s) {
-        s.want(Cause::warm_start, n > 0 ? &given(il) : il, n > 0 ? &given(experts) : experts, n, true);
+        if (n > 0) { given(il), given(experts); }
+        const Cause cause = warm ? Cause::warm_start : Cause::request;
+        Lock lock(s.shared.mutex);
+        if (replace) { s.transfers.forget(cause); }
+        for (size_t i = 0; i < n; i++) { s.transfers.want({il[i], experts[i], cause}); }
+        s.transfers.wake_readers();
     });
 }
 
 int moegguf_store_hold_fill(moegguf_store * store, int hold) {
-    return on(store, [&](Store & s) { s.hold_fill(hold); });
+    return on(store, [&](Store & s) {
+        Lock lock(s.shared.mutex);
+        s.transfers.hold_fill(hold);
+    });
 }
 
 int moegguf_store_listen(moegguf_store * store, const moegguf_listener * listener) {
@@ -167,27 +371,56 @@ int moegguf_store_listen(moegguf_store * store, const moegguf_listener * listene
 }
 
 int moegguf_store_cancel(moegguf_store * store, int cancel) {
-    return on(store, [&](Store & s) { s.cancel(cancel); });
+    return on(store, [&](Store & s) {
+        Lock lock(s.shared.mutex);
+        s.shared.cancelled = cancel;
+        s.shared.done.notify_all();
+    });
 }
 
 int moegguf_store_resize(moegguf_store * store, int32_t tier, int32_t n_slots, int at_once) {
-    return on(store, [&](Store & s) { s.resize(tier, n_slots, at_once != 0); });
+    return on(store, [&](Store & s) {
+        const std::vector<Tier *> of = resized_at(s, tier);
+        const std::vector<int> shares = of.size() > 1 ? share_out(of, n_slots) : std::vector<int>{n_slots};
+        for (size_t i = 0; i < of.size(); i++) {
+            at_once ? s.acquire.reallocate(*of[i], shares[i]) : s.acquire.resize(*of[i], shares[i]);
+        }
+    });
 }
 
 int moegguf_store_drain(moegguf_store * store, double timeout_s) {
     return on(store, [&](Store & s) {
-        if (!s.drain(timeout_s)) {
+        constexpr double longest_s = 1e7;
+        const std::chrono::duration<double> limit(timeout_s > 0 ? std::min(timeout_s, longest_s) : 0);
+        const auto deadline =
+            std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::nanoseconds>(limit);
+        Lock lock(s.shared.mutex);
+        if (!s.shared.wait_regardless(lock, [&] { return s.transfers.idle(); }, deadline)) {
             throw Error(MOEGGUF_CANCELLED, "transfers were still going on after the given time");
         }
     });
 }
 
 int moegguf_store_read_slot(moegguf_store * store, int32_t matrix, int32_t slot, void * out, size_t n) {
-    return on(store, [&](Store & s) { s.read_slot(matrix, slot, &given((uint8_t *)out), n); });
+    return on(store, [&](Store & s) {
+        const auto & matrices = s.layout.matrices;
+        if (matrix < 0 || matrix >= (int)matrices.size()) {
+            throw Error(MOEGGUF_INVALID, "no matrix " + std::to_string(matrix));
+        }
+        const Tier & tier = s.tiers.of(matrices[matrix].il);
+        const Pool * pool = tier.pool();
+        const int n_slots = tier.residency.n_slots(), n_staged = tier.staging ? tier.staging->residency.n_slots() : 0;
+        if (!pool || slot < 0 || slot >= n_slots + n_staged || n != matrices[matrix].expert_bytes ||
+            pool->repacked(matrix)) {
+            throw Error(MOEGGUF_INVALID, "no plain slot of that size");
+        }
+        const Pool & of = slot < n_slots ? *pool : *tier.staging->pool();
+        of.read(matrix, slot < n_slots ? slot : slot - n_slots, &given((uint8_t *)out));
+    });
 }
 
 int moegguf_store_sim_advance(moegguf_store * store, uint64_t ns) {
-    return on(store, [&](Store & s) { s.advance(ns); });
+    return on(store, [&](Store & s) { advance(s, ns); });
 }
 
 int moegguf_context_acquire(moegguf_store * store, int32_t il, const int32_t * expert_ids, int32_t n_expert_used,
@@ -224,10 +457,10 @@ int moegguf_context_replay(moegguf_store * store, const moegguf_routing * routin
             throw Error(MOEGGUF_INVALID, "the events have " + std::to_string(n_ids) + " expert ids together, not " +
                                              std::to_string(r.n_ids));
         }
-        if (r.compute_ns && !c.store.shared.clock->can_advance()) {
+        if (r.compute_ns && !c.store.shared.has(MOEGGUF_SIMULATE)) {
             throw Error(MOEGGUF_INVALID, "only a simulation has a modelled clock");
         }
-        *n_done = c.store.replay(r);
+        replay(c, r, *n_done);
         check_failure(c);
     });
 }

@@ -46,6 +46,4 @@ int on(moegguf_store * store, F && body) {
     });
 }
 
-void report_device_failures(); // from now on; any thread, any number of times (device_failure.cpp)
-
 } // namespace moegguf

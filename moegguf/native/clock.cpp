@@ -1,6 +1,5 @@
 #include "clock.h"
 
-#include "counters.h"
 #include "layout.h"
 #include "link.h"
 #include "threads.h"
@@ -26,7 +25,6 @@ class RealClock final : public Clock {
     std::thread start_thread(const char * what, std::function<void()> body) override {
         return moegguf::start_thread(what, std::move(body));
     }
-    bool can_advance() const override { return false; }
     void advance(uint64_t) override { throw Error(MOEGGUF_INVALID, "only a simulation has a modelled clock"); }
 };
 
@@ -46,7 +44,6 @@ class VirtualClock final : public Clock {
     void carry(Link & link, LinkSpeed speed) override { links_.push_back({&link, speed}); }
     std::thread start_thread(const char *, std::function<void()>) override { return {}; }
 
-    bool can_advance() const override { return true; }
     void advance(uint64_t ns) override {
         const uint64_t end_ns = now_ns() + ns;
         do {

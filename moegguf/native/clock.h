@@ -43,7 +43,6 @@ class Clock {
     virtual std::thread start_thread(const char * what, std::function<void()> body) = 0;
     // Compute time passes, under the lock. Throws Error(INVALID) where time is real.
     virtual void advance(uint64_t ns) = 0;
-    virtual bool can_advance() const = 0;
 };
 
 // `virtual_ns`: where virtual time is counted; nullptr: real time.

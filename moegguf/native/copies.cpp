@@ -90,7 +90,15 @@ void Copies::order(ggml_backend_t stream) {
 void Copies::run() {
     Lock lock(shared_.mutex);
     while (!shared_.stopping) {
-        if (!take_batch()) {
+        // Everything that layers wait for, so that neighbours can go as one; else one matrix, or some for a prompt, so
+        // that a layer waits for no more.
+        const size_t most = to_.staged_for ? most_ahead : 1;
+        batch_.clear();
+        for (Job job; batch_.empty() || !demand_.empty() || (!batch_.back().demand && batch_.size() < most);) {
+            if (!begin_next(job)) { break; }
+            batch_.push_back(job);
+        }
+        if (batch_.empty()) {
             work_.wait(lock);
             continue;
         }
@@ -114,19 +122,6 @@ void Copies::run() {
         lock.lock();
         for (const Job & job : batch_) { finish(job, why); }
     }
-}
-
-// Everything that layers wait for, so that neighbours can go as one; else one matrix, or some for a prompt, so that a
-// layer waits for no more.
-bool Copies::take_batch() {
-    const size_t most = to_.staged_for ? most_ahead : 1;
-    batch_.clear();
-    Job job;
-    const auto more = [&] {
-        return batch_.empty() || !demand_.empty() || (!batch_.back().demand && batch_.size() < most);
-    };
-    while (more() && begin_next(job)) { batch_.push_back(job); }
-    return !batch_.empty();
 }
 
 void Copies::submit_batch() {

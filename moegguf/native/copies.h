@@ -40,7 +40,6 @@ class Copies final : public Link {
 
   private:
     void run();
-    bool take_batch();
     void submit_batch();
     void mark_submitted(Lock & lock);
     int count_neighbours(size_t first) const;

@@ -1,5 +1,7 @@
 #include "events.h"
 
+#include <algorithm>
+#include <type_traits>
 #include <utility>
 
 namespace moegguf {
@@ -34,73 +36,64 @@ void Events::end() {
     thread_.join();
 }
 
-bool Events::has_space(size_t bytes) const { return size_ < capacity && (size_ == 0 || bytes_ + bytes <= most_bytes); }
+bool Events::has_space(size_t n_words) const {
+    return size_ < capacity && (size_ == 0 || n_words_ + n_words <= most_words);
+}
 
-Events::Record * Events::claim(size_t bytes, Lock & lock) {
+// Into the ring, with what the event points to; unless there is no space for it.
+template <typename Event>
+void Events::post(Event & event, Event Record::* kind, std::initializer_list<Array> arrays) {
+    constexpr bool routed = std::is_same_v<Event, moegguf_routing_event>;
+    size_t n_words = 0;
+    for (const Array & array : arrays) { n_words += *array.pointer ? array.n : 0; }
+    Lock lock(mutex_);
+    if (routed ? !listener_.on_routing : !listener_.on_tokens) { return; }
     if (flags_ & MOEGGUF_LISTEN_EVERYTHING) {
-        delivered_.wait(lock, [&] { return !on_ || has_space(bytes); });
+        delivered_.wait(lock, [&] { return !on_ || has_space(n_words); });
     }
     if (!on_) { // stopped since the caller looked: this is nothing for the next listener
-        return nullptr;
+        return;
     }
-    if (!has_space(bytes)) {
-        dropped_ += 1;
-        return nullptr;
-    }
-    Record & record = ring_[(head_ + size_++) % capacity];
-    record.bytes = bytes;
-    bytes_ += bytes;
-    if (!(flags_ & MOEGGUF_LISTEN_LAZY) || size_ >= lazy_events || bytes_ > most_bytes / 4) { arrived_.notify_one(); }
-    return &record;
-}
-
-// A record that memory does not suffice for is dropped. Under the lock that claimed it.
-template <typename Copy>
-void Events::fill(Record & record, Copy copy) {
+    Record & record = ring_[(head_ + size_) % capacity];
+    bool fits = has_space(n_words);
     try {
-        copy();
-    } catch (const std::bad_alloc &) {
-        size_ -= 1;
-        bytes_ -= record.bytes;
+        if (fits) { record.words.resize(n_words); }
+    } catch (const std::bad_alloc &) { fits = false; }
+    if (!fits) {
         dropped_ += 1;
+        return;
     }
+    int32_t * at = record.words.data();
+    for (const Array & array : arrays) {
+        if (!*array.pointer) { continue; }
+        std::copy_n((const char *)*array.pointer, array.n * sizeof(*at), (char *)at);
+        *array.pointer = at;
+        at += array.n;
+    }
+    record.routed = routed;
+    record.*kind = event;
+    size_ += 1;
+    n_words_ += n_words;
+    if (!(flags_ & MOEGGUF_LISTEN_LAZY) || size_ >= lazy_events || n_words_ > most_words / 4) { arrived_.notify_one(); }
 }
 
-void Events::tokens(const moegguf_tokens_event & event) {
-    Lock lock(mutex_);
-    if (!listener_.on_tokens) { return; }
-    const size_t n_batched = event.sequences ? event.n_tokens : 0;
-    if (Record * record = claim(sizeof(int32_t) * (event.n_tokens + 3 * n_batched), lock)) {
-        fill(*record, [&] {
-            record->routed = false;
-            record->tokens = event;
-            record->ids.assign(event.tokens, event.tokens + event.n_tokens);
-            record->sequences.assign(event.sequences, event.sequences + n_batched);
-            record->phases.assign(event.phases, event.phases + n_batched);
-            record->outputs.assign(event.outputs, event.outputs + n_batched);
-        });
-    }
+void Events::tokens(moegguf_tokens_event event) {
+    const size_t n = event.n_tokens;
+    post(event, &Record::tokens,
+         {{(const void **)&event.tokens, n},
+          {(const void **)&event.sequences, n},
+          {(const void **)&event.phases, n},
+          {(const void **)&event.outputs, n}});
 }
 
-void Events::routing(const moegguf_routing_event & event) {
-    const size_t n_ids = (size_t)event.n_tokens * event.n_expert_used;
-    const size_t n_weights = event.weights ? n_ids : 0;
-    const size_t n_inputs = event.inputs ? (size_t)event.n_tokens * event.n_embd : 0;
-    Lock lock(mutex_);
-    if (!listener_.on_routing) { return; }
-    const size_t n_batched = event.sequences ? event.n_tokens : 0;
-    const size_t bytes = sizeof(int32_t) * (n_ids + 2 * n_batched) + sizeof(float) * (n_weights + n_inputs);
-    if (Record * record = claim(bytes, lock)) {
-        fill(*record, [&] {
-            record->routed = true;
-            record->routing = event;
-            record->ids.assign(event.expert_ids, event.expert_ids + n_ids);
-            record->weights.assign(event.weights, event.weights + n_weights);
-            record->inputs.assign(event.inputs, event.inputs + n_inputs);
-            record->sequences.assign(event.sequences, event.sequences + n_batched);
-            record->phases.assign(event.phases, event.phases + n_batched);
-        });
-    }
+void Events::routing(moegguf_routing_event event) {
+    const size_t n = event.n_tokens, n_ids = n * event.n_expert_used;
+    post(event, &Record::routing,
+         {{(const void **)&event.expert_ids, n_ids},
+          {(const void **)&event.weights, n_ids},
+          {(const void **)&event.inputs, n * event.n_embd},
+          {(const void **)&event.sequences, n},
+          {(const void **)&event.phases, n}});
 }
 
 void Events::keep_step() {
@@ -129,34 +122,18 @@ void Events::run() {
         std::swap(current, ring_[head_]);
         head_ = (head_ + 1) % capacity;
         size_ -= 1;
-        bytes_ -= current.bytes;
+        n_words_ -= current.words.size();
         delivering_ = true;
         lock.unlock();
-        deliver(current);
-        if (current.inputs.capacity() > kept_floats) { current = Record(); }
+        if (current.routed) {
+            listener_.on_routing(listener_.user, &current.routing);
+        } else {
+            listener_.on_tokens(listener_.user, &current.tokens);
+        }
+        if (current.words.capacity() > kept_words) { current = Record(); }
         lock.lock();
         delivering_ = false;
         delivered_.notify_all();
-    }
-}
-
-void Events::deliver(const Record & record) const {
-    void * user = listener_.user;
-    if (!record.routed) {
-        moegguf_tokens_event event = record.tokens;
-        event.tokens = record.ids.data();
-        event.sequences = record.sequences.empty() ? nullptr : record.sequences.data();
-        event.phases = record.phases.empty() ? nullptr : record.phases.data();
-        event.outputs = record.outputs.empty() ? nullptr : record.outputs.data();
-        listener_.on_tokens(user, &event);
-    } else {
-        moegguf_routing_event event = record.routing;
-        event.expert_ids = record.ids.data();
-        event.weights = record.weights.empty() ? nullptr : record.weights.data();
-        event.inputs = record.inputs.empty() ? nullptr : record.inputs.data();
-        event.sequences = record.sequences.empty() ? nullptr : record.sequences.data();
-        event.phases = record.phases.empty() ? nullptr : record.phases.data();
-        listener_.on_routing(user, &event);
     }
 }
 

@@ -30,8 +30,8 @@ class Events {
         return on_ && (flags_ & MOEGGUF_LISTEN_INPUTS) && n_tokens <= max_input_tokens_;
     }
 
-    void tokens(const moegguf_tokens_event & event);
-    void routing(const moegguf_routing_event & event);
+    void tokens(moegguf_tokens_event event);
+    void routing(moegguf_routing_event event);
     void keep_step(); // in lockstep: returns when every record was delivered
     uint64_t dropped() const;
 
@@ -40,29 +40,26 @@ class Events {
         bool routed = true; // else tokens come
         moegguf_tokens_event tokens;
         moegguf_routing_event routing;
-        std::vector<int32_t> ids; // these keep their memory from use to use, unless it is large
-        std::vector<float> weights;
-        std::vector<float> inputs;
-        std::vector<int32_t> sequences; // of tokens of several sequences, as phases and outputs
-        std::vector<int32_t> phases;
-        std::vector<int32_t> outputs;
-        size_t bytes = 0;
+        std::vector<int32_t>
+            words; // all arrays of the event, which keep their memory from use to use, unless it is large
+    };
+    struct Array { // an event's pointer to n numbers of 4 bytes, or NULL
+        const void ** pointer;
+        size_t n;
     };
     using Lock = std::unique_lock<std::mutex>;
 
-    bool has_space(size_t bytes) const;
-    Record * claim(size_t bytes, Lock & lock);
-    template <typename Copy>
-    void fill(Record & record, Copy copy);
+    bool has_space(size_t n_words) const;
+    template <typename Event>
+    void post(Event & event, Event Record::* kind, std::initializer_list<Array> arrays);
     void end();
     void run();
-    void deliver(const Record & record) const;
 
     static constexpr size_t capacity = 4096;
-    static constexpr size_t most_bytes = 256u << 20; // of payload in the ring
-    static constexpr size_t lazy_events = 512;       // that wake a lazy listener
+    static constexpr size_t most_words = 64u << 20; // of arrays in the ring
+    static constexpr size_t lazy_events = 512;      // that wake a lazy listener
     static constexpr std::chrono::milliseconds lazy_wait{100};
-    static constexpr size_t kept_floats = 1u << 16; // a record gives larger buffers back
+    static constexpr size_t kept_words = 1u << 16; // a record gives more memory back
 
     std::mutex control_; // start and stop: one at a time
     mutable std::mutex mutex_;
@@ -71,7 +68,7 @@ class Events {
     std::vector<Record> ring_;
     size_t head_ = 0;
     size_t size_ = 0;
-    size_t bytes_ = 0;
+    size_t n_words_ = 0; // of arrays
     uint64_t dropped_ = 0;
     bool delivering_ = false;
     bool stopping_ = false;

@@ -1,8 +1,8 @@
 #include "files.h"
 
-#include "clock.h"
 #include "fault.h"
 #include "huge_pages.h"
+#include "shared.h"
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -59,14 +59,11 @@ Shard::Shard(const std::string & path, bool direct)
     if (buffered_.fd < 0) { throw Error(MOEGGUF_IO, "cannot open '" + path + "': " + strerror(errno)); }
     opened_ = status();
     changed_ns_ = ns(opened_.st_ctim);
-    use_direct_ = direct_.fd >= 0 && direct_agrees();
-}
-
-bool Shard::direct_agrees() const {
+    if (direct_.fd < 0) { return; }
     ReadBuffer a(check_bytes), b(check_bytes);
     const ssize_t via_cache = sys_pread(buffered_.fd, a.data(), check_bytes, 0);
     const ssize_t via_disk = sys_pread(direct_.fd, b.data(), check_bytes, 0);
-    return via_cache > 0 && via_cache == via_disk && memcmp(a.data(), b.data(), via_cache) == 0;
+    use_direct_ = via_cache > 0 && via_cache == via_disk && memcmp(a.data(), b.data(), via_cache) == 0;
 }
 
 struct stat Shard::status() const {
@@ -113,8 +110,7 @@ bool Shard::fill(int fd, uint8_t * data, uint64_t offset, size_t n, size_t neede
     return true;
 }
 
-const uint8_t * Shard::read(uint64_t offset, size_t n, const ReadBuffer & buffer, ReadStats & stats) const {
-    const uint64_t start = now_ns();
+const uint8_t * Shard::read(uint64_t offset, size_t n, const ReadBuffer & buffer, uint64_t & retries) const {
     int error = 0;
     for (int attempt = 0; attempt < 2; attempt++) {
         const bool direct = use_direct_;
@@ -122,13 +118,12 @@ const uint8_t * Shard::read(uint64_t offset, size_t n, const ReadBuffer & buffer
         const uint64_t end = direct ? up(offset + n) : offset + n;
         if (fill(direct ? direct_.fd : buffered_.fd, buffer.data(), begin, end - begin, offset + n - begin, error)) {
             check_unchanged(); // after the bytes were read: a write that changed them is seen
-            stats.read_ns += now_ns() - start;
             return buffer.data() + (offset - begin);
         }
         if (direct && error == EINVAL) {
             use_direct_ = false; // refused from now on; the page cache still works
         }
-        stats.retries += attempt == 0;
+        count(retries, attempt == 0);
     }
     check_unchanged(); // a file that became shorter
     throw Error(MOEGGUF_IO, "cannot read " + std::to_string(n) + " bytes at " + std::to_string(offset) + " of '" +

@@ -28,11 +28,6 @@ class ReadBuffer {
     size_t size_;
 };
 
-struct ReadStats {
-    uint64_t retries = 0;
-    uint64_t read_ns = 0;
-};
-
 // A file descriptor that closes itself.
 struct Descriptor {
     explicit Descriptor(int fd = -1) : fd(fd) {}
@@ -50,14 +45,14 @@ class Shard {
     Shard(const std::string & path, bool direct); // Throws Error(IO).
 
     // n bytes at offset. Throws Error(IO): the file was written to since it was opened, or twice the same system error.
-    const uint8_t * read(uint64_t offset, size_t n, const ReadBuffer & buffer, ReadStats & stats) const;
+    // retries: a counter (shared.h) of reads that were tried again.
+    const uint8_t * read(uint64_t offset, size_t n, const ReadBuffer & buffer, uint64_t & retries) const;
 
     bool direct() const { return use_direct_; }
 
     static constexpr uint64_t alignment = 4096;
 
   private:
-    bool direct_agrees() const;
     struct stat status() const;   // Throws Error(IO).
     void check_unchanged() const; // Throws Error(IO).
     bool fill(int fd, uint8_t * data, uint64_t offset, size_t n, size_t needed, int & error) const;

@@ -10,39 +10,28 @@ namespace {
 
 constexpr int longest_window = 1 << 16;
 
-void check(const moegguf_predictor & chosen) {
-    if (chosen.window < 1 || chosen.window > longest_window || chosen.most_prefetches < 0 ||
-        !(chosen.waste_weight >= 0.0f && std::isfinite(chosen.waste_weight))) {
-        throw Error(MOEGGUF_INVALID, "a predictor looks at least one layer ahead, and its limits are 0 or more");
-    }
-}
-
 } // namespace
 
 void Forecaster::set(const moegguf_predictor * chosen) {
     std::lock_guard<std::mutex> one_at_a_time(control_);
-    if (chosen) {
-        check(*chosen);
-        const Maker maker{&predictor_type(chosen->name), Arrays(*chosen)};
-        std::unique_ptr<Predictor> first = maker.type->make(layout_, maker.arrays);
+    if (!chosen) {
         keep_step();
         stop();
-        if (!maker_ || maker_->type != maker.type || !maker_->arrays.same(maker.arrays)) {
-            calibration_ = Calibration();
-        }
-        maker_ = maker;
-        followers_.clear();
-        followers_.push_back({-1, 0, std::move(first)});
-        start(*chosen);
-        wants_inputs_ = maker.type->needs_inputs;
-    } else {
-        keep_step();
-        stop();
+        return;
     }
-}
-
-void Forecaster::start(const moegguf_predictor & chosen) {
-    options_ = chosen;
+    if (chosen->window < 1 || chosen->window > longest_window || chosen->most_prefetches < 0 ||
+        !(chosen->waste_weight >= 0.0f && std::isfinite(chosen->waste_weight))) {
+        throw Error(MOEGGUF_INVALID, "a predictor looks at least one layer ahead, and its limits are 0 or more");
+    }
+    const Maker maker{&predictor_type(chosen->name), Arrays(*chosen)};
+    std::unique_ptr<Predictor> first = maker.type->make(layout_, maker.arrays);
+    keep_step();
+    stop();
+    if (!maker_ || maker_->type != maker.type || !maker_->arrays.same(maker.arrays)) { calibration_ = Calibration(); }
+    maker_ = maker;
+    followers_.clear();
+    followers_.push_back({-1, 0, std::move(first)});
+    options_ = *chosen;
     best_.resize(layout_.n_expert_max);
     each_.resize(size_t(most_asked) * layout_.n_expert_max);
     present_.clear();
@@ -65,8 +54,9 @@ void Forecaster::start(const moegguf_predictor & chosen) {
     thread_ = shared_.clock->start_thread("the predictor's thread", [this] { run(); });
     Lock lock(shared_.mutex);
     for (auto & tier : tiers_.compute) { tier->residency.count_uses(true); }
-    lockstep_ = chosen.flags & MOEGGUF_PREDICT_LOCKSTEP;
+    lockstep_ = chosen->flags & MOEGGUF_PREDICT_LOCKSTEP;
     on_ = true;
+    wants_inputs_ = maker.type->needs_inputs;
 }
 
 void Forecaster::stop() {
@@ -219,13 +209,26 @@ void Forecaster::follow(const Record & record, bool newest) {
     if (routed) {
         compare(record);
         take_part(record);
-        for (size_t i = 0; i < present_.size(); i++) {
-            followers_[present_[i]].predictor->on_routing(observation(record, i));
+        for (size_t i = 0; i < present_.size(); i++) { // what each sequence would show if it was alone
+            const bool has_input = !record.inputs.empty() && record.last[i].n_tokens == 1;
+            followers_[present_[i]].predictor->on_routing(
+                {record.il, record.last[i].n_tokens, record.ids.data() + i * record.n_expert_used, record.n_expert_used,
+                 has_input ? record.inputs.data() + i * record.n_embd : nullptr, record.n_embd});
         }
         row_ = layout_.row_of[record.il];
     }
     if (newest && predicted_) {
-        predict();
+        const int last = layout_.n_moe_layers - 1;
+        predict(row_, std::min(row_ + options_.window, last));
+        if (maker_->type->sees_next_pass && row_ == last) { // its best guess at the next pass's use, for policies
+            predict(-1, last);
+            Lock lock(shared_.mutex);
+            for (int at = 0; at <= last; at++) {
+                if (rows_[at].distance > 0) { tell(at); }
+            }
+            lock.unlock();
+            forget();
+        }
         act();
     }
     count(shared_.counters.forecast_ns, now_ns() - start);
@@ -277,17 +280,6 @@ Forecaster::Follower & Forecaster::follower_of(int sequence) {
     return *found;
 }
 
-// What the sequence would show if it was alone.
-Observation Forecaster::observation(const Record & record, size_t i) const {
-    const bool has_input = !record.inputs.empty() && record.last[i].n_tokens == 1;
-    return {record.il,
-            record.last[i].n_tokens,
-            record.ids.data() + i * record.n_expert_used,
-            record.n_expert_used,
-            has_input ? record.inputs.data() + i * record.n_embd : nullptr,
-            record.n_embd};
-}
-
 void Forecaster::forget() {
     std::lock_guard<std::mutex> lock(rows_mutex_);
     for (Row & row : rows_) { row.distance = 0; }
@@ -322,36 +314,16 @@ int Forecaster::rank(const float * likely, int il, int most) {
     return n_best;
 }
 
-// The layers of the window, or those of them that nothing is known about yet.
-void Forecaster::predict() {
-    const int last = std::min(row_ + options_.window, layout_.n_moe_layers - 1);
-    for (int at = row_ + 1; at <= last; at++) {
-        Row & row = rows_[at];
-        if (row.distance > 0 && (options_.flags & MOEGGUF_PREDICT_ONCE)) { continue; }
-        const int il = layout_.moe_layers[at], distance = at - row_;
+// The layers behind row `from` up to `last`, or those of them that nothing is known about yet.
+void Forecaster::predict(int from, int last) {
+    for (int at = from + 1; at <= last; at++) {
+        if (rows_[at].distance > 0 && (options_.flags & MOEGGUF_PREDICT_ONCE)) { continue; }
+        const int il = layout_.moe_layers[at], distance = at - from;
         if (ask_followers(il, distance)) {
             std::lock_guard<std::mutex> lock(rows_mutex_);
-            unite(row, il, distance);
+            unite(rows_[at], il, distance);
         }
     }
-    if (maker_->type->sees_next_pass && row_ + 1 == layout_.n_moe_layers) { tell_next_pass(); }
-}
-
-// What a whole pass has shown is the best guess at the next one's use, for policies.
-void Forecaster::tell_next_pass() {
-    for (int at = 0; at < layout_.n_moe_layers; at++) {
-        if (ask_followers(layout_.moe_layers[at], at + 1)) {
-            std::lock_guard<std::mutex> lock(rows_mutex_);
-            unite(rows_[at], layout_.moe_layers[at], at + 1);
-        }
-    }
-    {
-        Lock lock(shared_.mutex);
-        for (int at = 0; at < layout_.n_moe_layers; at++) {
-            if (rows_[at].distance > 0) { tell(at); }
-        }
-    }
-    forget();
 }
 
 // Into each_, one row for each sequence of asked_; false: nobody has a prediction.
@@ -404,23 +376,20 @@ void Forecaster::act() {
         if (!row.told) { tell(at); }
         if (prefetching_) { want_row(at, deadline); }
     }
-    if (options_.flags & MOEGGUF_PREDICT_BY_PROXIMITY) { order_by_proximity(); }
+    if (options_.flags & MOEGGUF_PREDICT_BY_PROXIMITY) { // MoE-Infinity, section 4.5
+        const auto priority = [&](const Want & want) {
+            const int at = layout_.row_of[want.il];
+            return rows_[at].likely[want.expert] * (1.0f - (float)(at - row_) / layout_.n_moe_layers);
+        };
+        std::stable_sort(wants_.begin(), wants_.end(),
+                         [&](const Want & a, const Want & b) { return priority(a) > priority(b); });
+    }
     const uint64_t n_started = get(shared_.counters.prefetch_started) - n_started_, most = options_.most_prefetches;
     const size_t n_left = most > n_started ? most - n_started : 0;
     wants_.resize(std::min(wants_.size(), n_left));
     transfers_.forget(Cause::forecast); // this is what is known now
     for (const Want & want : wants_) { transfers_.want(want); }
     transfers_.wake_idle_reader();
-}
-
-// The largest probability times 1 - distance / layers first, of any layer (MoE-Infinity, section 4.5).
-void Forecaster::order_by_proximity() {
-    const auto priority = [&](const Want & want) {
-        const int at = layout_.row_of[want.il];
-        return rows_[at].likely[want.expert] * (1.0f - (float)(at - row_) / layout_.n_moe_layers);
-    };
-    std::stable_sort(wants_.begin(), wants_.end(),
-                     [&](const Want & a, const Want & b) { return priority(a) > priority(b); });
 }
 
 // Wants a layer's most probable experts, as many as the tokens can use, that are not there and worth it.

@@ -5,7 +5,6 @@
 // evicts nothing, and what it says changes speed, never a token.
 #pragma once
 
-#include "calibration.h"
 #include "predictors/predictor.h"
 #include "transfers.h"
 
@@ -22,6 +21,48 @@ struct PassTokens {
     const int32_t * tokens = nullptr;    // [n_tokens]; NULL: unknown
 };
 
+// What a predictor's probabilities are worth: how often experts predicted with one were used. Predictors promise an
+// order, not a scale, and a layer further ahead is less certain. Each distance counts in bins of equal width, the last
+// some thousand experts most.
+class Calibration {
+  public:
+    Calibration() {
+        for (auto & bins : bins_) {
+            for (int i = 0; i < n_bins; i++) { bins[i] = {first_weight * (i + 0.5f) / n_bins, first_weight}; }
+        }
+    }
+
+    // The share of experts predicted with p at this distance that were used.
+    float of(int distance, float p) const {
+        const Bin & bin = bins_[row(distance)][index(p)];
+        return bin.used / bin.seen;
+    }
+
+    void count(int distance, float p, bool used) {
+        Bin & bin = bins_[row(distance)][index(p)];
+        bin.used += used;
+        bin.seen += 1.0f;
+        if (bin.seen > most_seen) {
+            bin.used *= 0.5f;
+            bin.seen *= 0.5f;
+        }
+    }
+
+  private:
+    struct Bin {
+        float used;
+        float seen;
+    };
+    static constexpr int n_bins = 16, n_distances = 16;
+    static constexpr float first_weight = 8.0f; // of the predictor's own word
+    static constexpr float most_seen = 8192.0f;
+
+    static int row(int distance) { return std::clamp(distance, 1, n_distances) - 1; }
+    static int index(float p) { return p > 0.0f ? std::min((int)(p * n_bins), n_bins - 1) : 0; } // not a number: 0
+
+    std::array<std::array<Bin, n_bins>, n_distances> bins_;
+};
+
 // Passes are predicted in which every sequence decodes one token: a prompt's needs every layer once, in order, which
 // the sweep covers better. Each sequence is followed by a predictor of its own, which sees what it would see alone; an
 // expert's chance is that any of them uses it, 1 - prod(1 - p). Of more than most_asked sequences as many are asked,
@@ -34,8 +75,6 @@ class Forecaster {
           tiers_(tiers),
           transfers_(transfers) {}
     ~Forecaster() { set(nullptr); }
-    Forecaster(const Forecaster &) = delete;
-    Forecaster & operator=(const Forecaster &) = delete;
 
     // Any thread. When set() returns, the predictor before is used no longer, nor are its arrays. What its
     // probabilities were worth stays known until another one is set. Throws Error.
@@ -93,7 +132,6 @@ class Forecaster {
         std::vector<float> chances; // [n_expert_max] likewise, calibrated
     };
 
-    void start(const moegguf_predictor & chosen);
     void stop();
     void choose_last(const PassTokens & of, Record & record);
     template <typename Fill>
@@ -103,17 +141,14 @@ class Forecaster {
     void begin_pass(const Record & record);
     void take_part(const Record & record);
     Follower & follower_of(int sequence);
-    Observation observation(const Record & record, size_t i) const;
     void forget(); // what was predicted
     void compare(const Record & record);
     int rank(const float * likely, int il, int most);
-    void predict();
+    void predict(int from, int last);
     bool ask_followers(int il, int distance);
     void unite(Row & row, int il, int distance);
     void tell(int row);
-    void tell_next_pass();
     void act();
-    void order_by_proximity();
     void want_row(int row, uint64_t deadline);
     uint64_t step_of(int row) const { return pass_ * layout_.layers.size() + layout_.moe_layers[row]; }
 

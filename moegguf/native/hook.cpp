@@ -1,28 +1,144 @@
-// hook.cpp: the scheduler's eval callback. Stops at a layer's expert ids, where experts are acquired, and before the
-// multiplications whose matrices are still on their way, where kernels cannot wait for them (arrivals.h).
+// hook.cpp: what the patched llama.cpp calls. While it loads a model: a buffer type that only reserves address space,
+// where it believes the expert tensors to be. While it builds a graph: what a managed layer adds, and the order of its
+// nodes. While it computes: the scheduler's eval callback, which stops at a layer's expert ids, where experts are
+// acquired, and before the multiplications whose matrices are still on their way, where kernels cannot wait for them
+// (streamed_supply.cpp).
 //
-// It may read and overwrite the ids of the node that it stops at, by Acquire alone, and changes no slot itself.
-#include "nodes.h"
-#include "reserved.h"
+// It may add and move nodes, and read and overwrite the ids of the node that it stops at, by Acquire alone. It changes
+// no slot itself.
 #include "store.h"
+
+#include "ggml-backend-impl.h" // buffer types are not public; patches/README.md lists what we lean on
+#include "ggml-impl.h"         // nor is ggml_cgraph
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
 
 namespace moegguf {
 namespace {
 
-// Whether to stop at the node with the expert ids.
-bool must_acquire(Context & context, const ggml_tensor * t, int il) {
-    Acquire & acquire = context.store.acquire;
-    if (acquire.idle(il)) {
-        acquire.count_idle(context, il, (int)t->ne[0], (int)t->ne[1]);
-        return false;
+// The reserved buffer type. Nothing may read or write there.
+
+const char * get_name(ggml_backend_buffer_type_t) { return "moegguf"; }
+
+size_t mapped_bytes(size_t size) { return size ? size : 1; }
+
+// Once the model is loaded, only adapters ask for memory of the kind that its experts have: they get some of the host.
+// Reading a reserved tensor (to save a model, say) gives zeros, not a fault.
+ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
+    if (((Store *)buft->context)->has_graph) {
+        return ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), size);
     }
-    return true;
+    constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void * address = mmap(nullptr, mapped_bytes(size), PROT_NONE, flags, -1, 0);
+    if (address == MAP_FAILED) { return nullptr; }
+    ggml_backend_buffer_i iface = {};
+    iface.free_buffer = [](ggml_backend_buffer_t buffer) { munmap(buffer->context, mapped_bytes(buffer->size)); };
+    iface.get_base = [](ggml_backend_buffer_t buffer) { return buffer->context; };
+    iface.memset_tensor = [](ggml_backend_buffer_t, ggml_tensor *, uint8_t, size_t, size_t) {};
+    iface.set_tensor = [](ggml_backend_buffer_t, ggml_tensor *, const void *, size_t, size_t) {};
+    iface.get_tensor = [](ggml_backend_buffer_t, const ggml_tensor *, void * data, size_t, size_t n) {
+        memset(data, 0, n);
+    };
+    iface.clear = [](ggml_backend_buffer_t, uint8_t) {};
+    return ggml_backend_buffer_init(buft, iface, address, size);
 }
+
+// The store that keeps this tensor's experts, or nullptr for a tensor with memory of its own.
+Store * store_of(const ggml_tensor * t) {
+    if (!t || !t->buffer) { return nullptr; }
+    ggml_backend_buffer_type_t buft = ggml_backend_buffer_get_type(t->buffer);
+    return buft->iface.get_name == get_name ? (Store *)buft->context : nullptr;
+}
+
+// The nodes that the callback stops at, by name, as patches/slot-ids.patch has them.
+
+constexpr char ids_node[] = "ffn_moe_slot_ids-";    // expert ids become slot ids here
+constexpr char ready_node[] = "ffn_moe_ready_ids-"; // the same ids: what follows multiplies with gate and up
+constexpr char down_node[] = "ffn_moe_down_in-";    // what follows multiplies with down
+
+// Whether it may be one of them: asked of every node of a pass.
+bool is_of_experts(const ggml_tensor * t) { return memcmp(t->name, "ffn_moe_", 8) == 0; }
+
+// The layer in the node's name when it starts with the prefix, -1 otherwise.
+template <size_t n>
+int layer_of(const ggml_tensor * t, const char (&prefix)[n]) {
+    static_assert(n <= sizeof(t->name));
+    return memcmp(t->name, prefix, n - 1) == 0 ? atoi(t->name + n - 1) : -1;
+}
+
+constexpr int waits_word = 0; // of op_params of the node of slot ids: whether experts may be missing
+
+// The floats of a tensor: in place where they lie in host memory, copied to `scratch` where not. NULL when the
+// tensor does not hold n of them in a row.
+const float * floats(const ggml_tensor * t, size_t n, std::vector<float> & scratch) {
+    if (!t || t->type != GGML_TYPE_F32 || !ggml_is_contiguous(t) || (size_t)ggml_nelements(t) != n || !t->buffer) {
+        return nullptr;
+    }
+    if (ggml_backend_buffer_is_host(t->buffer)) { return (const float *)t->data; }
+    scratch.resize(n);
+    ggml_backend_tensor_get(t, scratch.data(), 0, n * sizeof(float));
+    return scratch.data();
+}
+
+// What a graph gets.
+
+const ggml_tensor * memory_of(const ggml_tensor * t) { return t->view_src ? t->view_src : t; }
+
+// Which tensors of a graph the nodes that are put behind others make, write and read. Forgets them at each layer.
+class Delayed {
+  public:
+    explicit Delayed(const ggml_cgraph & graph)
+        : graph_(graph),
+          made_(graph.visited_hash_set.size, 0),
+          written_(made_),
+          read_(made_) {}
+
+    void start_layer(const ggml_tensor * ids) {
+        layer_ += 1;
+        made_[index(ids)] = layer_;
+    }
+
+    void add(const ggml_tensor * t) {
+        made_[index(t)] = layer_;
+        if (ggml_op_is_empty(t->op)) { // a view: names memory, and touches none
+            return;
+        }
+        written_[index(memory_of(t))] = layer_;
+        for (const ggml_tensor * source : t->src) {
+            if (source) { read_[index(memory_of(source))] = layer_; }
+        }
+    }
+
+    // Whether the node needs what one of them makes, reads what one writes, or writes what one reads.
+    bool must_follow(const ggml_tensor * t) const {
+        const bool touches = !ggml_op_is_empty(t->op);
+        if (touches && t->view_src && (has(written_, t->view_src) || has(read_, t->view_src))) { return true; }
+        return std::any_of(std::begin(t->src), std::end(t->src), [&](const ggml_tensor * source) {
+            return source && (has(made_, source) || (touches && has(written_, memory_of(source))));
+        });
+    }
+
+  private:
+    size_t index(const ggml_tensor * t) const { return ggml_hash_find(&graph_.visited_hash_set, t); }
+    bool has(const std::vector<int> & marks, const ggml_tensor * t) const { return marks[index(t)] == layer_; }
+
+    const ggml_cgraph & graph_;
+    std::vector<int> made_; // the layer that last marked a tensor
+    std::vector<int> written_;
+    std::vector<int> read_;
+    int layer_ = 1;
+};
+
+// What a stop is for.
 
 // The matrices to wait for once this node was computed.
 uint8_t kinds_after(const Context & context, const ggml_tensor * t) {
     const int ready_il = layer_of(t, ready_node), il = ready_il >= 0 ? ready_il : layer_of(t, down_node);
-    if (!context.store.layout.has_experts(il) || context.store.arrivals.on(il)) { return 0; }
+    if (!context.store.layout.has_experts(il) || context.store.streamed->orders(il)) { return 0; }
     return ready_il >= 0 ? all_kinds & ~down_kind : down_kind;
 }
 
@@ -30,7 +146,12 @@ uint8_t kinds_after(const Context & context, const ggml_tensor * t) {
 bool must_stop(Context & context, const ggml_tensor * t) {
     if (!is_of_experts(t)) { return false; }
     const int il = layer_of(t, ids_node);
-    if (il >= 0) { return must_acquire(context, t, il); }
+    if (il >= 0) {
+        Acquire & acquire = context.store.acquire;
+        const bool idle = acquire.idle(il);
+        if (idle) { acquire.count_idle(context, il, (int)t->ne[0], (int)t->ne[1]); }
+        return !idle;
+    }
     const uint8_t kinds = kinds_after(context, t);
     return kinds && !context.failed() && !context.store.shared.forked() && context.pinned.pending(kinds);
 }
@@ -95,6 +216,19 @@ void stopped(Context & context, ggml_tensor * t) {
 }
 
 } // namespace
+
+ggml_backend_buffer_type * make_reserved_buft(Store * store) {
+    auto * buft = new ggml_backend_buffer_type{};
+    buft->iface.get_name = get_name;
+    buft->iface.alloc_buffer = alloc_buffer;
+    buft->iface.get_alignment = [](ggml_backend_buffer_type_t) { return (size_t)64; };
+    buft->iface.is_host = [](ggml_backend_buffer_type_t) { return false; };
+    buft->context = store;
+    return buft;
+}
+
+void free_reserved_buft(ggml_backend_buffer_type * buft) { delete buft; }
+
 } // namespace moegguf
 
 using namespace moegguf;
@@ -121,4 +255,50 @@ extern "C" bool moegguf_is_reserved(const ggml_tensor * w) { return store_of(w) 
 extern "C" ggml_tensor * moegguf_pool_tensor(ggml_tensor * w, const ggml_tensor * ids) {
     Store * store = store_of(w);
     return store ? store->pool_tensor(w->name, (int)ids->ne[1]) : w;
+}
+
+extern "C" ggml_tensor * moegguf_slot_ids(ggml_context * ctx, const ggml_tensor * w, ggml_tensor * expert_ids,
+                                          ggml_tensor * weights, ggml_tensor * input, int il) {
+    Store * store = store_of(w);
+    if (!store) { return nullptr; }
+    store->has_graph = true;
+    ggml_tensor * ids = ggml_cont(ctx, expert_ids);
+    ggml_format_name(ids, "%s%d", ids_node, il);
+    ids->src[1] = weights; // computed before, and still there when the hook reads them
+    ids->src[2] = input;
+    if (store->streamed->orders(il)) { // ids that the scheduler copies from another device are not those of the hook
+        ids->src[3] = store->tiers.on_cpu->pool()->cpu_anchor();
+    }
+    ids->op_params[waits_word] = !store->tiers.of(il).numbering.resident();
+    return ids;
+}
+
+extern "C" ggml_tensor * moegguf_ready_ids(ggml_context * ctx, ggml_tensor * ids, int il) {
+    ggml_tensor * ready = ggml_reshape_2d(ctx, ids, ids->ne[0], ids->ne[1]);
+    ggml_format_name(ready, "%s%d", ready_node, il);
+    return ready;
+}
+
+extern "C" void moegguf_order_nodes(ggml_cgraph * graph) {
+    Delayed delayed(*graph);
+    std::vector<ggml_tensor *> behind; // of the layer that the scan is in
+    int n = 0;
+    const auto end_layer = [&] {
+        std::copy(behind.begin(), behind.end(), graph->nodes + n);
+        n += (int)behind.size();
+        behind.clear();
+    };
+    for (int i = 0; i < graph->n_nodes; i++) {
+        ggml_tensor * t = graph->nodes[i];
+        if (t->op == GGML_OP_CONT && t->op_params[waits_word] && layer_of(t, ids_node) >= 0) {
+            end_layer();
+            delayed.start_layer(t);
+        } else if (delayed.must_follow(t)) {
+            delayed.add(t);
+            behind.push_back(t);
+            continue;
+        }
+        graph->nodes[n++] = t;
+    }
+    end_layer();
 }

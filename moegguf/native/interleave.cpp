@@ -1,7 +1,7 @@
 // interleave.cpp: upstream's repack goes through cached memory block by block: each line of a slot is read before it is
 // overwritten, and pushes out one that compute threads use. Written past the cache, it takes about two thirds of the
 // time.
-#include "interleave.h"
+#include "pool.h"
 
 #include "ggml-backend.h"
 

@@ -116,30 +116,18 @@ struct Window {
 // slot ids equal expert ids. Otherwise its layers share one window of all slots. Layers of other tiers have none.
 class Numbering {
   public:
-    Numbering(const Layout & layout, const LayerSet & layers, int n_slots)
-        : n_slots_(std::min(n_slots, layers.n_experts)),
-          resident_(n_slots >= layers.n_experts),
+    // n_tensors, not 0: slots for experts that are staged (staged_supply.cpp). Layers take so many windows in turn,
+    // each with a slot for every expert of a layer, so that slot ids equal expert ids.
+    Numbering(const Layout & layout, const LayerSet & layers, int n_slots, int n_tensors = 0)
+        : n_slots_(n_tensors ? n_tensors * layout.n_expert_max : std::min(n_slots, layers.n_experts)),
+          resident_(n_tensors || n_slots >= layers.n_experts),
           windows_(layout.layers.size(), {0, 0}) {
-        int first = 0;
+        int first = 0, n = 0;
         for (int il : layers.moe_layers) {
-            windows_[il] = resident_ ? Window{first, layout.layers[il].n_expert} : Window{0, n_slots_};
-            first += layout.layers[il].n_expert;
-        }
-    }
-
-    // Slots for experts that are staged (staged_supply.h): layers take n_tensors windows in turn, each with a slot for
-    // every expert of a layer, so that slot ids equal expert ids.
-    struct InTurn {
-        int n_tensors;
-    };
-    Numbering(const Layout & layout, const LayerSet & layers, InTurn tensors)
-        : n_slots_(tensors.n_tensors * layout.n_expert_max),
-          resident_(true),
-          windows_(layout.layers.size(), {0, 0}) {
-        int n = 0;
-        for (int il : layers.moe_layers) {
-            windows_[il] = {n % tensors.n_tensors * layout.n_expert_max, layout.layers[il].n_expert};
-            n += 1;
+            const int n_expert = layout.layers[il].n_expert;
+            if (n_tensors) { first = n++ % n_tensors * layout.n_expert_max; }
+            windows_[il] = resident_ ? Window{first, n_expert} : Window{0, n_slots_};
+            first += n_expert;
         }
     }
 

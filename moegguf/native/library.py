@@ -80,14 +80,12 @@ def _short_spins() -> Iterator[None]:
     GNU's default spins for longer than a scheduler's slice. Threads that have to share a processor, as on a busy
     machine, then make each other wait for whole slices at every barrier, hundreds of times a token.
     """
-    if any(name in os.environ for name in SPINNING):
-        yield
-        return
-    os.environ |= SPINNING
+    spinning = {} if any(name in os.environ for name in SPINNING) else SPINNING
+    os.environ |= spinning
     try:
         yield
     finally:
-        for name in SPINNING:
+        for name in spinning:
             del os.environ[name]
 
 
@@ -118,7 +116,12 @@ def load() -> c.CDLL:
         with _short_spins():
             library = _open(folder, "moegguf")
             _open(folder, "ggml-base").ggml_log_set(_LOG_ERRORS, None)
-            _load_backends(folder)
+            if any(folder.glob("libggml-cpu-*")):  # portable; left to itself, ggml would look in the current folder
+                loaded = _open(folder, "ggml")
+                loaded.ggml_backend_load_all_from_path.argtypes = [c.c_char_p]
+                loaded.ggml_backend_load_all_from_path(os.fsencode(folder))
+                if loaded.ggml_backend_dev_count() == 0:
+                    raise OSError("no backend of it runs on this processor")
     except OSError as error:
         raise LibraryError(f"the native library in {folder} does not load ({error}); install moegguf again.") from error
     found = library.moegguf_abi_version()
@@ -132,19 +135,6 @@ def load() -> c.CDLL:
 
 def _open(folder: Path, name: str) -> c.CDLL:
     return c.CDLL(str(folder / f"lib{name}.{'dylib' if sys.platform == 'darwin' else 'so'}"))
-
-
-def _load_backends(folder: Path) -> None:
-    """A portable build chooses its backends when it runs; left to itself, ggml would look in the current folder.
-
-    Raises OSError where none of them runs on this processor.
-    """
-    if any(folder.glob("libggml-cpu-*")):
-        loaded = _open(folder, "ggml")
-        loaded.ggml_backend_load_all_from_path.argtypes = [c.c_char_p]
-        loaded.ggml_backend_load_all_from_path(os.fsencode(folder))
-        if loaded.ggml_backend_dev_count() == 0:
-            raise OSError("no backend of it runs on this processor")
 
 
 def open_part(name: str) -> c.CDLL:

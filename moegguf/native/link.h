@@ -8,6 +8,57 @@
 
 namespace moegguf {
 
+// First in, first out, without allocation once it has grown to its working size.
+template <typename T>
+class Ring {
+  public:
+    bool empty() const { return size_ == 0; }
+    size_t size() const { return get(size_); } // any thread
+    T & operator[](size_t i) { return items_[(head_ + i) & (items_.size() - 1)]; }
+
+    T & add() { // holds an earlier item until it is written to
+        if (size_ == items_.size()) { grow(); }
+        T & item = (*this)[size_];
+        set_gauge(size_, size_ + 1);
+        return item;
+    }
+
+    void push(const T & item) { add() = item; }
+
+    T pop() {
+        T item = items_[head_];
+        head_ = (head_ + 1) & (items_.size() - 1);
+        set_gauge(size_, size_ - 1);
+        return item;
+    }
+
+    void clear() { set_gauge(size_, 0); }
+
+    // Keeps the items for which `keep` holds, in order; returns how many went.
+    template <typename Keep>
+    size_t filter(Keep keep) {
+        size_t kept = 0;
+        for (size_t i = 0; i < size_; i++) {
+            if (keep((*this)[i])) { (*this)[kept++] = (*this)[i]; }
+        }
+        const size_t gone = size_ - kept;
+        set_gauge(size_, kept);
+        return gone;
+    }
+
+  private:
+    void grow() {
+        std::vector<T> larger(items_.empty() ? 256 : items_.size() * 2);
+        for (size_t i = 0; i < size_; i++) { larger[i] = (*this)[i]; }
+        items_.swap(larger);
+        head_ = 0;
+    }
+
+    std::vector<T> items_; // [a power of two]
+    size_t head_ = 0;
+    uint64_t size_ = 0;
+};
+
 // All of it under the store's lock, except what says "any thread".
 class Link {
   public:
@@ -30,8 +81,21 @@ class Link {
     uint64_t n_queued(bool demand) const { return (demand ? demand_ : prefetch_).size(); } // any thread
 
   protected:
-    // Matrices of a slot, in one transfer. demand: a layer needs them.
-    void push(Tier & to, int s, SlotRef source, uint8_t kinds, bool demand);
+    // Matrices of a slot, in one transfer. demand: a layer needs them. Field by field: copied as a whole right after it
+    // was made of parts, a job takes several times as long.
+    void push(Tier & to, int s, SlotRef source, uint8_t kinds, bool demand) {
+        const Slot & slot = to.residency.slot(s);
+        Job & job = (demand ? demand_ : prefetch_).add();
+        job.source = source;
+        job.destination = to.ref(s);
+        job.il = slot.il;
+        job.expert = slot.expert;
+        job.kinds = kinds;
+        job.demand = demand;
+        job.requests = slot.requests;
+        job.streamed = -1;
+        to.residency.queue(s, kinds);
+    }
     // The next that is still of use; false: there is none.
     bool pop(Ring<Job> & ring, Job & job) {
         job.kinds = 0;
@@ -48,8 +112,30 @@ class Link {
         count(shared_.counters.chunks_reading);
     }
     // Its matrices are there; or it comes again, where a later routing event asked for the slot; or its slot has
-    // failed, and false is returned.
-    bool end(const Job & job, const std::string & why);
+    // failed, and false is returned. A slot that something is on its way to is never given away, so the job's
+    // generation still holds.
+    bool end(const Job & job, const std::string & why) {
+        Tier & to = this->to(job);
+        const int s = job.destination.slot;
+        uncount(shared_.counters.chunks_reading);
+        if (why.empty()) {
+            count(job.demand ? to.counters.bytes_missed : to.counters.bytes_prefetched, job.bytes);
+            if (job.streamed < 0) { to.publish(s, job.kinds); }
+        }
+        to.residency.end_read(s, job.kinds);
+        if (why.empty()) { return true; }
+        count(shared_.counters.read_errors);
+        shared_.error = why;
+        const Slot & slot = to.residency.slot(s);
+        // A transfer from before the last routing event says nothing about that event's request: it gets one of its
+        // own.
+        if (job.streamed < 0 && slot.pins > 0 && slot.requests != job.requests) {
+            push(to, s, job.source, job.kinds, true);
+            return true;
+        }
+        to.residency.fail(s);
+        return false;
+    }
     Tier & to(const Job & job) const { return tiers_.of(job.destination, job.il); }
 
     const Layout & layout_;

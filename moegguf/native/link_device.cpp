@@ -8,17 +8,16 @@
 // cannot be pinned the host buffer type gives ordinary memory.
 //
 // Strict, it is as hard on its users as CUDA may be: binding a quantised tensor zeroes the padding behind it; kernels
-// read rows up to that padding's end, and give NaN where they meet what they should not (strict_device.h); fresh memory
+// read rows up to that padding's end, and give NaN where they meet what they should not; fresh memory
 // is full of NaN; copies come in pieces of any order, and a stream does nothing before somebody waits for it.
 //
 // It may touch its own memory and what it is told to copy. Knows no store.
 #include "api.h"
-#include "command_queue.h"
-#include "shared_bandwidth.h"
-#include "strict_device.h"
+#include "link_stream.h"
 
 #include "ggml-backend-impl.h" // devices are not public; patches/README.md lists what we lean on
 #include "ggml-cpp.h"
+#include "ggml-impl.h" // ggml_graph_view
 
 #include <sys/mman.h>
 
@@ -35,16 +34,129 @@ namespace {
 
 constexpr size_t most_memory_bytes = (size_t)1 << 46; // what is reported where there is no limit
 
+// What CUDA asks of those who use its memory and its kernels, in strict mode
+
+constexpr int64_t row_padding = 512; // MATRIX_ROW_PADDING of ggml-cuda; its kernels take rows in steps of 256 or 512
+
+int64_t padding_values(const ggml_tensor * t) {
+    const int64_t beyond = ggml_is_quantized(t->type) ? t->ne[0] % row_padding : 0;
+    return beyond ? row_padding - beyond : 0;
+}
+
+bool reads_past_rows(const ggml_tensor * node, ggml_backend_buffer_type_t memory) {
+    if (node->op != GGML_OP_MUL_MAT && node->op != GGML_OP_MUL_MAT_ID) { return false; }
+    const ggml_tensor * w = node->src[0];
+    return padding_values(w) > 0 && !w->view_src && w->buffer && w->buffer->buft == memory &&
+           w->buffer->usage == GGML_BACKEND_BUFFER_USAGE_WEIGHTS;
+}
+
+// Behind the last row of one matrix.
+bool finds_garbage(const ggml_tensor * w, int64_t matrix) {
+    const int64_t n = padding_values(w);
+    const uint8_t * behind = (const uint8_t *)w->data + matrix * w->nb[2] + w->ne[1] * w->nb[1];
+    const uint8_t * end = behind + ggml_row_size(w->type, n);
+    if (end > (const uint8_t *)ggml_backend_buffer_get_base(w->buffer) + w->buffer->size) { return true; }
+    if (matrix + 1 == w->ne[2] || w->nb[2] != w->ne[1] * w->nb[1]) {
+        return std::any_of(behind, end, [](uint8_t byte) { return byte != 0; });
+    }
+    std::vector<float> values(n);
+    ggml_get_type_traits(w->type)->to_float(behind, values.data(), n);
+    return !std::all_of(values.begin(), values.end(), [](float value) { return std::isfinite(value); });
+}
+
+// What comes of such a matrix is NaN.
+void spoil(const ggml_tensor * product) {
+    const ggml_tensor *w = product->src[0], *ids = product->src[2];
+    char * out = (char *)product->data;
+    if (product->op == GGML_OP_MUL_MAT) {
+        if (finds_garbage(w, w->ne[2] - 1)) { memset(out, 0xff, ggml_nbytes(product)); }
+        return;
+    }
+    for (int64_t token = 0; token < ids->ne[1]; token++) {
+        for (int64_t i = 0; i < ids->ne[0]; i++) {
+            const char * id = (const char *)ids->data + token * ids->nb[1] + i * ids->nb[0];
+            if (finds_garbage(w, *(const int32_t *)id)) {
+                memset(out + token * product->nb[2] + i * product->nb[1], 0xff, product->nb[1]);
+            }
+        }
+    }
+}
+
+// Bytes that a tensor takes: behind the last row of a quantised one lies padding up to a multiple of 512 values.
+size_t padded_bytes(const ggml_tensor * t) { return ggml_nbytes(t) + ggml_row_size(t->type, padding_values(t)); }
+
+// When the tensor is bound to memory which is not that of a graph's results.
+void zero_padding(ggml_backend_buffer_t buffer, const ggml_tensor * t) {
+    if (!t->view_src && buffer->usage != GGML_BACKEND_BUFFER_USAGE_COMPUTE) {
+        memset((char *)t->data + ggml_nbytes(t), 0, padded_bytes(t) - ggml_nbytes(t));
+    }
+}
+
+// Computes as the CPU does. Where kernels read on behind the last row of quantised weights in memory of this type, and
+// it is not zeros, or the next expert of a tensor without gaps, that they find, what they multiply with it is NaN.
+ggml_status compute_strictly(ggml_backend_t cpu, ggml_cgraph * graph, ggml_backend_buffer_type_t memory) {
+    for (int first = 0, last = 0; last < graph->n_nodes; last++) {
+        const ggml_tensor * node = graph->nodes[last];
+        const bool reads_past = reads_past_rows(node, memory);
+        if (!reads_past && last + 1 < graph->n_nodes) { continue; }
+        ggml_cgraph part = ggml_graph_view(graph, first, last + 1);
+        const ggml_status status = ggml_backend_graph_compute(cpu, &part);
+        if (status != GGML_STATUS_SUCCESS) { return status; }
+        if (reads_past) { spoil(node); }
+        first = last + 1;
+    }
+    return GGML_STATUS_SUCCESS;
+}
+
 // The device
 
 struct LinkDevice {
     LinkDevice(const moegguf_link & link, int index);
 
-    bool take(size_t n); // false: it is full
-    bool pinned(const void * data, size_t n);
-    void copy(SharedBandwidth & direction, void * to, const void * from, size_t n);
-    void move(void * to, const void * from, size_t n);
-    void wait_a_moment();
+    bool take(size_t n) { // false: it is full
+        size_t used = used_bytes;
+        while (n <= memory_bytes - used) {
+            if (used_bytes.compare_exchange_weak(used, used + n)) { return true; }
+        }
+        return false;
+    }
+
+    // Whether a copy may go on after the call for it has returned.
+    bool pinned(const void * data, size_t n) {
+        std::lock_guard<std::mutex> lock(mutex);
+        auto after = pinned_ranges.upper_bound((const uint8_t *)data);
+        return after != pinned_ranges.begin() &&
+               std::prev(after)->first + std::prev(after)->second >= (uint8_t *)data + n;
+    }
+
+    void copy(SharedBandwidth & direction, void * to, const void * from, size_t n) {
+        constexpr double reserve = 1.25; // its time varies, and early costs less than late
+        direction.transfer((double)n, reserve * n / copy_bytes_per_ns, [&] {
+            const uint64_t start = now_ns();
+            move(to, from, n);
+            constexpr size_t least = 1 << 16; // smaller ones say nothing of the speed
+            if (n >= least) { copy_bytes_per_ns = copy_bytes_per_ns * 0.75 + 0.25 * n / (now_ns() - start + 1); }
+        });
+    }
+
+    // Strict: the end comes before the beginning, and both some time later.
+    void move(void * to, const void * from, size_t n) {
+        const size_t half = strict ? n / 2 : 0;
+        if (half) {
+            wait_a_moment();
+            memcpy((char *)to + half, (const char *)from + half, n - half);
+            wait_a_moment();
+        }
+        memcpy(to, from, half ? half : n);
+    }
+
+    void wait_a_moment() {
+        constexpr uint32_t longest_us = 100;
+        std::unique_lock<std::mutex> lock(mutex);
+        const auto us = (uint32_t)delays() % longest_us;
+        lock.unlock();
+        std::this_thread::sleep_for(std::chrono::microseconds(us));
+    }
 
     const std::string name, host_memory_name, description;
     const size_t memory_bytes;
@@ -63,50 +175,6 @@ struct LinkDevice {
 };
 
 LinkDevice & of(ggml_backend_dev_t device) { return *(LinkDevice *)device->context; }
-
-bool LinkDevice::take(size_t n) {
-    size_t used = used_bytes;
-    while (n <= memory_bytes - used) {
-        if (used_bytes.compare_exchange_weak(used, used + n)) { return true; }
-    }
-    return false;
-}
-
-// Whether a copy may go on after the call for it has returned.
-bool LinkDevice::pinned(const void * data, size_t n) {
-    std::lock_guard<std::mutex> lock(mutex);
-    auto after = pinned_ranges.upper_bound((const uint8_t *)data);
-    return after != pinned_ranges.begin() && std::prev(after)->first + std::prev(after)->second >= (uint8_t *)data + n;
-}
-
-void LinkDevice::copy(SharedBandwidth & direction, void * to, const void * from, size_t n) {
-    constexpr double reserve = 1.25; // its time varies, and early costs less than late
-    direction.transfer((double)n, reserve * n / copy_bytes_per_ns, [&] {
-        const uint64_t start = now_ns();
-        move(to, from, n);
-        constexpr size_t least = 1 << 16; // smaller ones say nothing of the speed
-        if (n >= least) { copy_bytes_per_ns = copy_bytes_per_ns * 0.75 + 0.25 * n / (now_ns() - start + 1); }
-    });
-}
-
-// Strict: the end comes before the beginning, and both some time later.
-void LinkDevice::move(void * to, const void * from, size_t n) {
-    const size_t half = strict ? n / 2 : 0;
-    if (half) {
-        wait_a_moment();
-        memcpy((char *)to + half, (const char *)from + half, n - half);
-        wait_a_moment();
-    }
-    memcpy(to, from, half ? half : n);
-}
-
-void LinkDevice::wait_a_moment() {
-    constexpr uint32_t longest_us = 100;
-    std::unique_lock<std::mutex> lock(mutex);
-    const auto us = (uint32_t)delays() % longest_us;
-    lock.unlock();
-    std::this_thread::sleep_for(std::chrono::microseconds(us));
-}
 
 // Memory of the device
 
@@ -358,27 +426,6 @@ ggml_backend_device_i device_interface() {
     return device;
 }
 
-ggml_backend_buffer_type_i memory_interface() {
-    ggml_backend_buffer_type_i memory = {};
-    memory.get_name = [](ggml_backend_buffer_type_t buft) { return of(buft->device).name.c_str(); };
-    memory.alloc_buffer = allocate;
-    memory.get_alignment = ggml_backend_cpu_buffer_type()->iface.get_alignment;
-    memory.get_max_size = [](ggml_backend_buffer_type_t buft) { return of(buft->device).most_buffer_bytes; };
-    memory.get_alloc_size = [](ggml_backend_buffer_type_t buft, const ggml_tensor * t) {
-        return of(buft->device).strict ? padded_bytes(t) : ggml_nbytes(t);
-    };
-    return memory;
-}
-
-ggml_backend_buffer_type_i host_memory_interface() {
-    ggml_backend_buffer_type_i memory = {};
-    memory.get_name = [](ggml_backend_buffer_type_t buft) { return of(buft->device).host_memory_name.c_str(); };
-    memory.alloc_buffer = allocate_pinned;
-    memory.get_alignment = ggml_backend_cpu_buffer_type()->iface.get_alignment;
-    memory.is_host = [](ggml_backend_buffer_type_t) { return true; };
-    return memory;
-}
-
 LinkDevice::LinkDevice(const moegguf_link & link, int index)
     : name("LINK" + std::to_string(index)),
       host_memory_name(name + "_Host"),
@@ -395,8 +442,19 @@ LinkDevice::LinkDevice(const moegguf_link & link, int index)
     device.reg = reg();
     device.iface = device_interface();
     memory.device = host_memory.device = &device;
-    memory.iface = memory_interface();
-    host_memory.iface = host_memory_interface();
+    memory.iface.get_name = [](ggml_backend_buffer_type_t buft) { return of(buft->device).name.c_str(); };
+    memory.iface.alloc_buffer = allocate;
+    memory.iface.get_alignment = ggml_backend_cpu_buffer_type()->iface.get_alignment;
+    memory.iface.get_max_size = [](ggml_backend_buffer_type_t buft) { return of(buft->device).most_buffer_bytes; };
+    memory.iface.get_alloc_size = [](ggml_backend_buffer_type_t buft, const ggml_tensor * t) {
+        return of(buft->device).strict ? padded_bytes(t) : ggml_nbytes(t);
+    };
+    host_memory.iface.get_name = [](ggml_backend_buffer_type_t buft) {
+        return of(buft->device).host_memory_name.c_str();
+    };
+    host_memory.iface.alloc_buffer = allocate_pinned;
+    host_memory.iface.get_alignment = ggml_backend_cpu_buffer_type()->iface.get_alignment;
+    host_memory.iface.is_host = [](ggml_backend_buffer_type_t) { return true; };
 }
 
 // The name is ggml's: LINK0, LINK1, ... Throws Error(INVALID).

@@ -13,14 +13,8 @@
 //   equal expert ids. Otherwise all layers share one window of all slots.
 //
 //   Each layer computes on one device, and each device has a tier of its own for its layers: arenas, residency and
-//   numbering. Tiers of devices may have one below them, in host memory, which the devices copy from: an expert that is
-//   missed goes file -> slot below -> slot, or is copied from below where it is there already, or comes straight from
-//   the file where no slot below can be had. It may be in both; what stays above is the first to go below.
-//
-//   A device may also have one or two staging tensors, which its layers take in turn, each with a place for every
-//   expert of a layer. Passes of more tokens than the device's kernels multiply one by one go there: experts of the
-//   layer are copied to the places of their own ids, from slots of the device, from slots below, or from the file;
-//   those of the next layer while this one is computed. Slots keep what they hold until the last pass of a prompt.
+//   numbering (tier.h). It may be filled from a tier in host memory, and have staging tensors for prompts
+//   (staged_supply.cpp).
 //
 // Ordering
 //   1. At a routing event the context (of the store, for a llama_context) unpins its earlier slots, pins the needed
@@ -36,7 +30,8 @@
 //   5. A place in a staging tensor changes its expert only while it is not pinned and nothing is on its way there.
 //
 // Threads
-//   compute thread(s): moegguf_eval, moegguf_abort, and in the CPU's MUL_MAT_ID the order of matrices (arrivals.h).
+//   compute thread(s): moegguf_eval, moegguf_abort, and in the CPU's MUL_MAT_ID the order of matrices
+//   (streamed_supply.cpp).
 //                      Allocation-free once warm. Take the store's lock briefly where slots are pinned or waited for,
 //                      and not for a layer of a resident pool or for matrices that are there.
 //   reader threads   : pread into read buffers, write into slots. Never call out.
@@ -63,7 +58,7 @@
 extern "C" {
 #endif
 
-#define MOEGGUF_ABI_VERSION 20
+#define MOEGGUF_ABI_VERSION 21
 #define MOEGGUF_MAX_KINDS 4
 #define MOEGGUF_API __attribute__((visibility("default")))
 
@@ -182,18 +177,6 @@ struct moegguf_counters {
     uint64_t sim_clock_ns;
 };
 
-// Figures of the tier that layers compute on, beside its moegguf_tier_info.
-struct moegguf_pool_info {
-    uint64_t slot_bytes; // one expert over all arenas
-    uint64_t read_buffer_bytes;
-    int32_t n_experts;  // over all layers
-    int32_t n_repacked; // matrices whose slots are interleaved
-    int32_t n_uncached; // of these, those that are written past the cache
-    int32_t n_matrices;
-    int32_t direct; // shards read with O_DIRECT
-    int32_t reserved;
-};
-
 // One tier: what it is, and what was counted there since the store was opened. The tier below is looked up once for
 // each miss above it.
 struct moegguf_tier_info {
@@ -210,6 +193,13 @@ struct moegguf_tier_info {
     uint64_t slots_used;       // now
     uint64_t slots_pinned;     // now
     uint64_t pool_bytes;
+    uint64_t slot_bytes; // one expert over all arenas, as what follows of the whole store
+    uint64_t read_buffer_bytes;
+    int32_t direct;     // shards read with O_DIRECT
+    int32_t n_matrices; // of all layers, as n_experts
+    int32_t n_experts;
+    int32_t n_repacked; // matrices whose slots here are interleaved
+    int32_t n_uncached; // of these, those that are written past the cache
     int32_t n_slots;
     int32_t n_slots_usable; // after moegguf_store_resize
     int32_t resident;       // every expert has a slot of its own
@@ -387,75 +377,50 @@ MOEGGUF_API int moegguf_link_add(const struct moegguf_link * link, const char **
 MOEGGUF_API int moegguf_measure_speeds(const struct moegguf_config * config, int32_t n_threads, double seconds,
                                        struct moegguf_speeds * speeds);
 
-// Store. close joins the threads and frees the pool; the llama_context and models that use it must be gone by then.
+// A store; what each call is for is said by the method of moegguf/native/store.py that calls it. Tables are
+// [n_layer][max n_expert], n their entries. close: the llama_context and models that use the store must be gone by
+// then.
 MOEGGUF_API int moegguf_store_open(const struct moegguf_config * config, moegguf_store ** store);
 MOEGGUF_API void moegguf_store_close(moegguf_store * store);
-MOEGGUF_API ggml_backend_buffer_type_t moegguf_store_buft(moegguf_store * store); // for tensor_buft_overrides
-MOEGGUF_API int moegguf_store_info(moegguf_store * store, struct moegguf_pool_info * info);
+MOEGGUF_API ggml_backend_buffer_type_t moegguf_store_buft(moegguf_store * store);
 MOEGGUF_API int moegguf_store_counters(moegguf_store * store, struct moegguf_counters * counters);
 MOEGGUF_API int moegguf_store_tier(moegguf_store * store, int32_t tier, struct moegguf_tier_info * info);
-MOEGGUF_API int moegguf_store_residency(moegguf_store * store, int32_t tier, uint8_t * map,
-                                        size_t n); // [n_layer][max n_expert]: 0 absent, 1 coming, 2 there
-// How often each expert was looked up and given a slot since open, [n_layer][max n_expert]. Look-ups of single
-// tokens in a resident pool are known only while watched, which costs them their short cut.
+MOEGGUF_API int moegguf_store_residency(moegguf_store * store, int32_t tier, uint8_t * map, size_t n);
 MOEGGUF_API int moegguf_store_activity(moegguf_store * store, uint32_t * uses, uint32_t * loads, size_t n);
 MOEGGUF_API int moegguf_store_watch(moegguf_store * store, int on);
-// An eviction policy by name, which starts anew, with nothing counted. values [n]: numbers in place of its own, whose
-// meaning its file in moegguf/native/policies says; for tests. Passes of more than one token may be left to recency.
 MOEGGUF_API int moegguf_store_set_policy(moegguf_store * store, int32_t tier, const char * name, const float * values,
                                          size_t n);
 // NULL behind the last one. takes_forecast: 1 where it makes use of moegguf_store_set_forecast.
 MOEGGUF_API const char * moegguf_policy_name(int32_t index, int32_t * takes_forecast);
-// Scores come before the chosen policy while a table is set: [n_layer][max n_expert], the lowest is evicted first;
-// NULL: back to the chosen one.
-MOEGGUF_API int moegguf_store_set_scores(moegguf_store * store, const float * scores, size_t n);
-// What a predictor expects: the probability of each expert to be used when its layer comes next, [n_layer][max
-// n_expert], where known [n_layer] is not 0. Replaces the forecast before; NULL: nothing is known. A layer's part ends
-// with its routing event. Policies that take no forecast ignore it.
+MOEGGUF_API int moegguf_store_set_scores(moegguf_store * store, const float * scores, size_t n); // NULL: none
+// known [n_layer]: not 0 where the table says something; NULL: nothing is known. A layer's part ends with its routing.
 MOEGGUF_API int moegguf_store_set_forecast(moegguf_store * store, const float * probabilities, const uint8_t * known,
                                            size_t n);
-// Predicts from now on, in passes in which each of up to 64 sequences decodes one token; NULL: no longer. An expert's
-// probability is that any of them uses it; of more than eight, eight are asked for the average. What is predicted goes
-// to policies as a forecast does, and is prefetched where it pays. moegguf_store_forecast: the probabilities as
-// predicted of layers not yet routed.
+// NULL: none. Predicts in passes in which each of up to 64 sequences decodes one token. An expert's probability is that
+// any of them uses it; of more than eight, eight are asked for the average. What is predicted goes to policies as a
+// forecast does, and is prefetched where it pays.
 MOEGGUF_API int moegguf_store_set_predictor(moegguf_store * store, const struct moegguf_predictor * predictor);
-MOEGGUF_API int moegguf_store_act(moegguf_store * store, int on); // off: nothing is prefetched that is predicted
+MOEGGUF_API int moegguf_store_act(moegguf_store * store, int on);
 MOEGGUF_API int moegguf_store_forecast(moegguf_store * store, float * probabilities, uint8_t * known, size_t n);
-// Behind the prefetches asked for before; replace: in place of those of them that have no slot yet.
-MOEGGUF_API int moegguf_store_prefetch(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n,
-                                       int replace);
-// Fills free slots with these experts in the background, the first ones first and nearest to the layers; never before
-// anything that a pass waits for, and never in place of another expert. Replaces those given before; unknown ones, and
-// those that no slot is free for, are passed over.
-MOEGGUF_API int moegguf_store_warm(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n);
-// What fills free slots waits from now on, as something else needs the processor; 0: it goes on.
+// Experts that are worth having early; warm: to fill free slots only. replace: those wanted before and not begun.
+MOEGGUF_API int moegguf_store_want(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n,
+                                   int warm, int replace);
 MOEGGUF_API int moegguf_store_hold_fill(moegguf_store * store, int hold);
-MOEGGUF_API int moegguf_store_listen(
-    moegguf_store * store, const struct moegguf_listener * listener); // NULL: stop; returns after the last callback
-MOEGGUF_API int moegguf_store_cancel(moegguf_store * store,
-                                     int on); // on: passes in flight and to come end as CANCELLED
-// 0 < n_slots <= the pool's, from the next routing event on; memory of the others is given back where it is pageable
-// host memory. Those of all devices are shared out in proportion to their pools; slots of layers that the CPU computes
-// beside them stay as they are. at_once: while no pass is under way; memory of devices is allocated anew
-// for n_slots slots, so that the rest of it is free. Where there is too little for both for a moment, slots are emptied
-// first. MEMORY: more slots were refused, and there are as many as before.
+MOEGGUF_API int moegguf_store_listen(moegguf_store * store, const struct moegguf_listener * listener); // NULL: stop
+MOEGGUF_API int moegguf_store_cancel(moegguf_store * store, int on);
 MOEGGUF_API int moegguf_store_resize(moegguf_store * store, int32_t tier, int32_t n_slots, int at_once);
-MOEGGUF_API int moegguf_store_drain(moegguf_store * store, double timeout_s); // OK when nothing is queued or read
-MOEGGUF_API int moegguf_store_read_slot(moegguf_store * store, int32_t matrix, int32_t slot, void * out,
-                                        size_t n); // plain slots, and behind them places of staging tensors: for tests
-MOEGGUF_API int moegguf_store_sim_advance(moegguf_store * store, uint64_t ns); // simulation: compute time passes
+MOEGGUF_API int moegguf_store_drain(moegguf_store * store, double timeout_s); // CANCELLED: it takes longer
+// Plain slots, and behind them places of staging tensors: for tests.
+MOEGGUF_API int moegguf_store_read_slot(moegguf_store * store, int32_t matrix, int32_t slot, void * out, size_t n);
+MOEGGUF_API int moegguf_store_sim_advance(moegguf_store * store, uint64_t ns);
 
-// The context: a store serves one. acquire does what the hook does with ids already in hand, for simulation and tests;
-// inputs [n_tokens][n_embd] may be NULL. replay does so for many events; it ends at the first that fails, with its
-// status, and n_done counts events with that one.
+// The context: a store serves one. What acquire and replay do is what the hook does. n_done counts events with the one
+// that fails.
 MOEGGUF_API int moegguf_context_acquire(moegguf_store * store, int32_t il, const int32_t * expert_ids,
                                         int32_t n_expert_used, int32_t n_tokens, const float * inputs, int32_t n_embd,
                                         int32_t * slot_ids);
 MOEGGUF_API int moegguf_context_replay(moegguf_store * store, const struct moegguf_routing * routing, int64_t * n_done);
-// Forgets the tokens announced last: others of this request come next. Returns whether anything uses which: a listener,
-// a predictor, or slots that experts have to be read into. If not, they need no announcement.
 MOEGGUF_API int moegguf_context_awaits_tokens(moegguf_store * store, int32_t sequence, int32_t phase);
-// Before tokens are evaluated; n_tokens 0: nothing is known.
 MOEGGUF_API int moegguf_context_announce(moegguf_store * store, const struct moegguf_tokens_event * tokens);
 // 1: no failure to tell and nothing pinned, so that moegguf_context_failure, which takes a lock, need not be called.
 MOEGGUF_API int moegguf_context_is_clear(moegguf_store * store);
@@ -507,20 +472,6 @@ MOEGGUF_API void moegguf_kv_blocks_close(moegguf_kv_blocks * blocks);
 MOEGGUF_API int moegguf_kv_blocks_add(moegguf_kv_blocks * blocks, const struct moegguf_kv_block * block,
                                       const void ** state);
 MOEGGUF_API int moegguf_kv_blocks_fill(moegguf_kv_blocks * blocks, int32_t * n_right);
-
-// y = W x + bias of a predictor: W [n_rows][n_cols] signed bytes with a scale per row; bias may be NULL; relu: max(y,
-// 0). Needs no store; any thread.
-MOEGGUF_API int moegguf_matvec_q8(const int8_t * w, const float * scale, const float * bias, int32_t n_rows,
-                                  int32_t n_cols, const float * x, int relu, float * out);
-
-// The query of an EAM collection of n_entries requests. add_row adds a layer: `row` [n_expert] are the pass's counts,
-// columns [n_expert][stride] the entries' counts, row_norm2 their squared norms; dot and norm2 [n_entries] accumulate.
-// match finds the n <= 64 entries with the largest cosine, the nearest first; of equals those with more tokens. scores
-// [n_entries] is scratch. Need no store; any thread.
-MOEGGUF_API int moegguf_eamc_add_row(const float * columns, size_t stride, const float * row, int32_t n_expert,
-                                     const float * row_norm2, int32_t n_entries, float * dot, float * norm2);
-MOEGGUF_API int moegguf_eamc_match(const float * dot, const float * norm2, const float * tokens, int32_t n_entries,
-                                   int32_t n, float * scores, int64_t * indices, int32_t * n_found);
 
 // Faults for tests: from now on the nth operation of a kind fails (1 = the next), once or for good; nth 0 disarms.
 enum moegguf_fault_kind {

@@ -15,34 +15,6 @@
 namespace moegguf {
 namespace {
 
-// Every device by name, for messages.
-std::string device_names() {
-    std::string names;
-    for (size_t i = 0; i < ggml_backend_dev_count(); i++) {
-        names += (i ? ", " : "") + std::string(ggml_backend_dev_name(ggml_backend_dev_get(i)));
-    }
-    return names;
-}
-
-// The buffer types that llama.cpp tries before the plain one, in its order (src/llama-model.cpp, make_cpu_buft_list).
-std::vector<ggml_backend_buffer_type_t> extra_bufts(ggml_backend_dev_t device) {
-    std::vector<ggml_backend_buffer_type_t> result;
-    ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(device);
-    auto get =
-        (ggml_backend_dev_get_extra_bufts_t)ggml_backend_reg_get_proc_address(reg, "ggml_backend_dev_get_extra_bufts");
-    if (get) {
-        for (ggml_backend_buffer_type_t * buft = get(device); buft && *buft; buft++) { result.push_back(*buft); }
-    }
-    return result;
-}
-
-ggml_tensor * expert_tensor(ggml_context * ctx, const Matrix & m, int n_slots, uint64_t stride) {
-    ggml_tensor * t = ggml_new_tensor_3d(ctx, m.type, m.ne0, m.ne1, n_slots);
-    t->nb[2] = stride;
-    t->nb[3] = stride * n_slots;
-    return t;
-}
-
 ggml_context_ptr tensor_context(size_t n_tensors) {
     ggml_init_params params = {ggml_tensor_overhead() * (n_tensors + 8), nullptr, /*no_alloc =*/true};
     ggml_context_ptr context(ggml_init(params));
@@ -53,7 +25,12 @@ ggml_context_ptr tensor_context(size_t n_tensors) {
 // The interleaving buffer type for a matrix; nullptr where it stays plain.
 ggml_backend_buffer_type_t interleaved_buft(ggml_backend_dev_t device, ggml_type type, int64_t ne0, int64_t ne1,
                                             int n_slots) {
-    for (ggml_backend_buffer_type_t buft : extra_bufts(device)) {
+    // The buffer types that llama.cpp tries before the plain one, in its order (src/llama-model.cpp,
+    // make_cpu_buft_list).
+    auto extra_bufts = (ggml_backend_dev_get_extra_bufts_t)ggml_backend_reg_get_proc_address(
+        ggml_backend_dev_backend_reg(device), "ggml_backend_dev_get_extra_bufts");
+    for (auto * at = extra_bufts ? extra_bufts(device) : nullptr; at && *at; at++) {
+        ggml_backend_buffer_type_t buft = *at;
         ggml_context_ptr ctx = tensor_context(4);
         ggml_tensor * w = ggml_new_tensor_3d(ctx.get(), type, ne0, ne1, n_slots);
         ggml_tensor * x = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, ne0, 1, 1);
@@ -132,11 +109,13 @@ uint64_t piece_bytes(const Matrix & m) {
 ggml_backend_dev_t find_device(const char * name) {
     ggml_backend_dev_t device =
         name ? ggml_backend_dev_by_name(name) : ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
-    if (!device) {
-        throw Error(MOEGGUF_INVALID,
-                    std::string("no ggml device named '") + (name ? name : "CPU") + "'; there are: " + device_names());
+    if (device) { return device; }
+    std::string names;
+    for (size_t i = 0; i < ggml_backend_dev_count(); i++) {
+        names += (i ? ", " : "") + std::string(ggml_backend_dev_name(ggml_backend_dev_get(i)));
     }
-    return device;
+    throw Error(MOEGGUF_INVALID,
+                std::string("no ggml device named '") + (name ? name : "CPU") + "'; there are: " + names);
 }
 
 ggml_backend_ptr make_backend(ggml_backend_dev_t device, int n_threads) {
@@ -206,11 +185,7 @@ int most_slots(ggml_backend_dev_t device, const moegguf_matrix * matrices, int n
         int least = 1, most = n_slots; // between these
         while (least < most) {
             const int middle = least + (most - least + 1) / 2;
-            if (fits(middle)) {
-                least = middle;
-            } else {
-                most = middle - 1;
-            }
+            fits(middle) ? least = middle : most = middle - 1;
         }
         n_slots = std::min(n_slots, most);
     }
@@ -244,7 +219,17 @@ Pool::Pool(const Layout & layout, const LayerSet & layers, const Numbering & num
     }
     if (kernels_ask_for_order()) {
         n_ids_ = layout.n_expert_max;
-        make_cpu_anchor();
+        // In plain memory: interleaved weights are of no use to nodes that do not multiply.
+        cpu_anchor_ = ggml_new_tensor_1d(context_.get(), GGML_TYPE_I32, 1);
+        ggml_set_name(cpu_anchor_, "cpu_anchor");
+        anchor_memory_.reset(
+            ggml_backend_buft_alloc_buffer(memory_.buft, ggml_backend_buft_get_alignment(memory_.buft)));
+        if (!anchor_memory_ ||
+            ggml_backend_tensor_alloc(anchor_memory_.get(), cpu_anchor_,
+                                      ggml_backend_buffer_get_base(anchor_memory_.get())) != GGML_STATUS_SUCCESS) {
+            throw Error(MOEGGUF_MEMORY, "no memory for a tensor of four bytes");
+        }
+        ggml_backend_buffer_set_usage(anchor_memory_.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
     }
     if (!numbering.resident()) { share_all_slots(numbering.n_slots()); }
 }
@@ -272,7 +257,11 @@ void Pool::allocate(const Layout & layout, const LayerSet & layers, int n_slots)
         }
         ggml_backend_buffer_set_usage(arena.memory.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
         arena.base = (uint8_t *)ggml_backend_buffer_get_base(arena.memory.get());
-        note_unpinned(arena);
+        if (memory_.pinned && ggml_backend_buffer_get_type(arena.memory.get()) != memory_.buft) {
+            memory_.pinned = false; // backends give pageable memory, and say nothing, where the system refuses
+            memory_.note = std::string(ggml_backend_dev_name(memory_.device)) +
+                           " was refused pinned memory: slots in RAM are pageable, and copies from them slower";
+        }
         host_ = ggml_backend_buft_is_host(plain);
         if (buft != plain) {
             arena.alias.reset(ggml_backend_cpu_buffer_from_ptr(arena.base, n));
@@ -283,20 +272,13 @@ void Pool::allocate(const Layout & layout, const LayerSet & layers, int n_slots)
     n_allocated_ = n_slots;
 }
 
-// Backends give pageable memory, and say nothing, where the system refuses pinned memory.
-void Pool::note_unpinned(const Arena & arena) {
-    if (memory_.pinned && ggml_backend_buffer_get_type(arena.memory.get()) != memory_.buft) {
-        memory_.pinned = false;
-        memory_.note = std::string(ggml_backend_dev_name(memory_.device)) +
-                       " was refused pinned memory: slots in RAM are pageable, and copies from them slower";
-    }
-}
-
 void Pool::make_tensor(const Matrix & m, int matrix, Window window) {
     Arena & arena = arenas_[m.kind];
     ggml_backend_buffer_t buffer = arena.alias && !interleaved_[matrix] ? arena.alias.get() : arena.memory.get();
 
-    ggml_tensor * pool = expert_tensor(context_.get(), m, window.n_slots, strides_.of_kind[m.kind]);
+    ggml_tensor * pool = ggml_new_tensor_3d(context_.get(), m.type, m.ne0, m.ne1, window.n_slots);
+    pool->nb[2] = strides_.of_kind[m.kind];
+    pool->nb[3] = pool->nb[2] * window.n_slots;
     ggml_format_name(pool, "pool.%s", m.name.c_str());
     ggml_tensor * slot = ggml_new_tensor_3d(context_.get(), m.type, m.ne0, m.ne1, 1);
     const bool ok =
@@ -311,19 +293,6 @@ void Pool::make_tensor(const Matrix & m, int matrix, Window window) {
     tensors_[matrix] = pool;
     slot_[matrix] = slot;
     interleave_[matrix] = interleaved_[matrix] ? find_interleave(*slot) : nullptr;
-}
-
-// In plain memory: interleaved weights are of no use to nodes that do not multiply.
-void Pool::make_cpu_anchor() {
-    cpu_anchor_ = ggml_new_tensor_1d(context_.get(), GGML_TYPE_I32, 1);
-    ggml_set_name(cpu_anchor_, "cpu_anchor");
-    anchor_memory_.reset(ggml_backend_buft_alloc_buffer(memory_.buft, ggml_backend_buft_get_alignment(memory_.buft)));
-    if (!anchor_memory_ ||
-        ggml_backend_tensor_alloc(anchor_memory_.get(), cpu_anchor_,
-                                  ggml_backend_buffer_get_base(anchor_memory_.get())) != GGML_STATUS_SUCCESS) {
-        throw Error(MOEGGUF_MEMORY, "no memory for a tensor of four bytes");
-    }
-    ggml_backend_buffer_set_usage(anchor_memory_.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
 }
 
 bool Pool::kernels_ask_for_order() const {

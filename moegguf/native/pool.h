@@ -4,7 +4,6 @@
 // slot, nor who may write there: its callers see to that.
 #pragma once
 
-#include "interleave.h"
 #include "layout.h"
 
 #include "ggml-cpp.h"
@@ -40,6 +39,17 @@ void pad(ggml_backend_dev_t device, moegguf_matrix * matrices, int n);
 // How many of n_slots slots a pool of these matrices can have on a device: kernels take a pool as one tensor, and it
 // lies in one buffer. n_slots where none of its kernels takes a single slot.
 int most_slots(ggml_backend_dev_t device, const moegguf_matrix * matrices, int n, int n_slots);
+
+// Rows from the file's layout into the one that the CPU's kernels multiply with, past the cache (interleave.cpp).
+constexpr uintptr_t uncached_alignment = 16; // of what is written past the cache
+
+// Interleaves n_rows rows of n_cols values from `rows` (the file's layout) into `out`, aligned.
+using Interleave = void (*)(uint8_t * out, const uint8_t * rows, int64_t n_rows, int64_t n_cols);
+
+// The function that lays out a tensor's rows just as its buffer type does, in less time; nullptr: there is none. Asked
+// once per matrix: upstream's chooses by type, shape and processor, so both do a few random rows, which are compared.
+// `slot` describes one expert [ne0, ne1], allocated in that buffer type; it is not written.
+Interleave find_interleave(const ggml_tensor & slot);
 
 class Pool {
   public:
@@ -95,11 +105,9 @@ class Pool {
     void allocate(const Layout & layout, const LayerSet & layers, int n_slots);
     void copy_slots(int kind, ggml_backend_buffer_t from, ggml_backend_buffer_t to, int n) const;
     void rebind(int kind, int n_slots);
-    void note_unpinned(const Arena & arena);
     uint8_t * address(int matrix, int slot) const;
     ggml_tensor slots_view(int matrix, int slot, int n) const;
     void make_tensor(const Matrix & m, int matrix, Window window);
-    void make_cpu_anchor();
 
     PoolMemory memory_;
     std::vector<ggml_backend_buffer_type_t> interleaved_; // per matrix; nullptr: plain

@@ -1,6 +1,6 @@
 """A predictor that the store computes by itself: its name there, its trained arrays, and how far it may act.
 
-Weights are signed bytes: float32 weights are read from memory at every call, four bytes each (`predictors/matvec.cpp`).
+Weights are signed bytes: float32 weights would be read from memory at every call, four bytes each.
 """
 
 from __future__ import annotations

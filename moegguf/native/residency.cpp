@@ -1,6 +1,7 @@
 #include "residency.h"
 
 #include <algorithm>
+#include <tuple>
 #include <utility>
 
 namespace moegguf {
@@ -9,18 +10,6 @@ namespace {
 constexpr float use_half_life_tokens = 64.0f;
 
 } // namespace
-
-// The smallest rank goes first: score, then distance of the next use in a sweep, then age.
-struct Residency::Rank {
-    float score;
-    int order;
-    uint64_t last_use;
-
-    bool before(const Rank & other) const {
-        if (score != other.score) { return score < other.score; }
-        return order != other.order ? order < other.order : last_use < other.last_use;
-    }
-};
 
 Residency::Residency(const Layout & layout, const LayerSet & layers, const Numbering & numbering, Counters & counters)
     : layout_(layout),
@@ -65,39 +54,30 @@ bool Residency::evictable(int s) const {
 }
 
 void Residency::update_order(int s) {
-    if (evictable(s) == order_.contains(s)) { return; }
     const Slot & slot = slots_[s];
-    if (order_.contains(s)) {
-        order_.remove(s);
-    } else {
-        order_.insert(s, slot.il, slot.expert, slot.last_use);
-    }
+    if (order_.contains(s) && !evictable(s)) { order_.remove(s, slot.il); }
+    if (!order_.contains(s) && evictable(s)) { order_.insert(s, slot.il, slot.expert, slot.last_use); }
 }
 
-// One candidate per layer. Layers at their floor give nothing while another one has something to give. In a sweep every
-// layer will be needed again in order, so the layer that was just computed is needed last.
+// One candidate per layer; the smallest rank goes first: score, then distance of the next use in a sweep, then age.
+// Layers at their floor give nothing while another one has something to give. In a sweep every layer will be needed
+// again in order, so the layer that was just computed is needed last.
 int Residency::victim(const LayerStep & now) {
     const int n_layer = (int)layout_.layers.size();
     EvictionPolicy & policy = this->policy();
     const bool ordered = policy.orders(now);
     int best[2] = {-1, -1}; // of layers at their floor, above it
-    Rank best_rank[2] = {};
+    std::tuple<float, int, uint64_t> best_rank[2];
     for (int il : set_.moe_layers) {
-        int s = order_.least_recent(il);
-        if (s < 0) { continue; }
-        Rank rank = {0.0f, 0, order_.last_use(s)};
-        if (ordered) {
-            const EvictionOrder::Lowest lowest = order_.lowest(il);
-            s = lowest.slot;
-            rank = {lowest.score + policy.layer_offset(il, now), 0, lowest.last_use};
-        }
-        if (now.sweep) {
-            const int distance = (il - now.il + n_layer) % n_layer;
-            rank.order = -(distance == 0 ? n_layer : distance);
-        }
+        const EvictionOrder::Entry * first = order_.first(il, ordered);
+        if (!first) { continue; }
+        const float score = ordered ? first->score + policy.layer_offset(il, now) : 0.0f;
+        const int distance = (il - now.il + n_layer) % n_layer;
+        const int order = !now.sweep ? 0 : -(distance == 0 ? n_layer : distance);
+        const std::tuple rank(score, order, first->last_use);
         const bool above_floor = count_[il] > floor_[il];
-        if (best[above_floor] < 0 || rank.before(best_rank[above_floor])) {
-            best[above_floor] = s;
+        if (best[above_floor] < 0 || rank < best_rank[above_floor]) {
+            best[above_floor] = first->slot;
             best_rank[above_floor] = rank;
         }
     }
@@ -118,28 +98,27 @@ int Residency::choose(int il, int expert, const LayerStep & now, const Worth & w
     return cheap && chance(slot.il, slot.expert) < worth.chance ? s : -1;
 }
 
+// The slot is free: vacate() has left nothing in it.
 void Residency::assign(int s, int il, int expert) {
-    Slot & slot = slots_[s];
-    slot.generation += 1;
-    slot.il = il;
-    slot.expert = expert;
-    slot.queued = 0;
-    slot.prefetched = false;
-    slot.last_use = ++tick_;
-    state_[s].store(0, std::memory_order_relaxed);
-    slot_of_[layout_.key(il, expert)] = s;
-    loads_[layout_.key(il, expert)] += 1;
-    count_[il] += 1;
-    count(counters_.slots_used);
-    free_.remove(s);
-    policy_->on_load(il, expert);
+    reserve(s, il);
+    own(s, expert);
     update_order(s);
+}
+
+void Residency::own(int s, int expert) {
+    Slot & slot = slots_[s];
+    slot.expert = expert;
+    slot.last_use = ++tick_;
+    slot_of_[layout_.key(slot.il, expert)] = s;
+    loads_[layout_.key(slot.il, expert)] += 1;
+    count_[slot.il] += 1;
+    policy_->on_load(slot.il, expert);
 }
 
 void Residency::vacate(int s) {
     Slot & slot = slots_[s];
     if (slot.il < 0) { return; }
-    if (order_.contains(s)) { order_.remove(s); }
+    if (order_.contains(s)) { order_.remove(s, slot.il); }
     if (!slot.streams()) {
         policy_->on_evict(slot.il, slot.expert);
         slot_of_[layout_.key(slot.il, slot.expert)] = -1;
@@ -164,15 +143,9 @@ void Residency::reserve(int s, int il) {
 }
 
 void Residency::keep(int s, int expert) {
-    Slot & slot = slots_[s];
-    slot.expert = expert;
-    slot.last_use = ++tick_;
-    slot_of_[layout_.key(slot.il, expert)] = s;
-    loads_[layout_.key(slot.il, expert)] += 1;
-    count_[slot.il] += 1;
-    policy_->on_load(slot.il, expert);
-    policy_->on_use(slot.il, expert); // by the pass that streamed it
-    publish(s, layout_.layers[slot.il].chunks);
+    own(s, expert);
+    policy_->on_use(slots_[s].il, expert); // by the pass that streamed it
+    publish(s, layout_.layers[slots_[s].il].chunks);
 }
 
 bool Residency::request(int s) {
@@ -213,7 +186,7 @@ void Residency::unpin(int s) {
 void Residency::touch(int s) {
     slots_[s].last_use = ++tick_;
     if (order_.contains(s)) {
-        order_.remove(s);
+        order_.remove(s, slots_[s].il);
         update_order(s);
     }
 }
@@ -263,7 +236,7 @@ void Residency::on_forecast(int il, const float * probabilities, const float * a
     forecast_known_[il] = probabilities != nullptr;
     if (probabilities) {
         std::transform(probabilities, probabilities + layout_.layers[il].n_expert, &forecast_[layout_.key(il, 0)],
-                       [](float p) { return p > 0.0f ? std::min(p, 1.0f) : 0.0f; }); // not a number: 0
+                       probability);
     }
     const float * for_policy = as_predicted && policy_->takes_as_predicted() ? as_predicted : probabilities;
     if (!numbering_.resident() && policy_->on_forecast(il, for_policy) && !scores_.set()) { order_.scores_changed(il); }

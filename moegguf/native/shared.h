@@ -4,7 +4,7 @@
 #pragma once
 
 #include "clock.h"
-#include "counters.h"
+#include "moegguf.h"
 
 #include <atomic>
 #include <string>
@@ -14,6 +14,28 @@
 namespace moegguf {
 
 using Lock = std::unique_lock<std::mutex>;
+
+// moegguf_counters as the parts of a store count in it. Every access is atomic and relaxed: figures order nothing.
+struct Counters : moegguf_counters {
+    Counters() : moegguf_counters{} {}
+    Counters(const Counters &) = delete;
+    Counters & operator=(const Counters &) = delete;
+};
+
+inline void count(uint64_t & figure, uint64_t n = 1) { __atomic_fetch_add(&figure, n, __ATOMIC_RELAXED); }
+
+inline void uncount(uint64_t & figure, uint64_t n = 1) { __atomic_fetch_sub(&figure, n, __ATOMIC_RELAXED); }
+
+inline void set_gauge(uint64_t & figure, uint64_t n) { __atomic_store_n(&figure, n, __ATOMIC_RELAXED); }
+
+inline uint64_t get(const uint64_t & figure) { return __atomic_load_n(&figure, __ATOMIC_RELAXED); }
+
+inline void copy(const Counters & from, moegguf_counters & to) {
+    constexpr size_t n = sizeof(moegguf_counters) / sizeof(uint64_t);
+    static_assert(n * sizeof(uint64_t) == sizeof(moegguf_counters), "every figure is a uint64_t");
+    const uint64_t * figures = &from.passes;
+    for (size_t i = 0; i < n; i++) { (&to.passes)[i] = get(figures[i]); }
+}
 
 // How many times this process was forked from one that had the library loaded. Counted, because getpid() would
 // be a system call at every routing event.

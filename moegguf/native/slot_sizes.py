@@ -50,7 +50,7 @@ class SlotSizes:
 
     slot_bytes: one expert over all arenas. pool_bytes: all arenas with n_slots slots; guard_bytes of them are the
     guards behind the last slots. streams: in the CPU's memory a pass may use more experts of a layer than there are
-    slots (native/streamed_supply.h).
+    slots (native/streamed_supply.cpp).
     """
 
     stride_bytes: Mapping[Kind, int]

@@ -46,8 +46,8 @@ class Experts {
         const Files files(layout, /*direct =*/false);
         for (const Matrix & m : layout.matrices) {
             const ReadBuffer buffer(m.expert_bytes + 2 * Shard::alignment);
-            ReadStats stats;
-            const uint8_t * data = files[m.shard].read(m.offset, m.expert_bytes, buffer, stats);
+            uint64_t retries = 0;
+            const uint8_t * data = files[m.shard].read(m.offset, m.expert_bytes, buffer, retries);
             bytes_.emplace_back(data, data + m.expert_bytes);
         }
     }

@@ -1,23 +1,60 @@
-// store.h: the expert store: puts its parts together and answers what is asked of all of them. What each does is said
-// in its own header.
-//
-// It may call every part, under the store's lock. It changes no slot itself.
+// store.h: the expert store: its parts, put together. What each does is said in its own header, and what may be asked
+// of all of them in moegguf.h.
 #pragma once
 
-#include "acquire.h"
-#include "arrivals.h"
 #include "events.h"
 #include "forecaster.h"
-#include "staged_supply.h"
+#include "supply.h"
 
 namespace moegguf {
+
+// A buffer type that only reserves address space (hook.cpp); Store's own.
+ggml_backend_buffer_type * make_reserved_buft(Store * store);
+void free_reserved_buft(ggml_backend_buffer_type * buft);
+
+// The barrier between the router's choice and the multiplication. When it ends, every chosen expert is where the
+// layer's kernels find it, or the context says why not and the ids are safe to compute with. It chooses a supply for
+// each routing event and tells observers of it; it changes the sizes of pools between layers. It neither moves bytes
+// nor changes a slot itself.
+class Acquire {
+  public:
+    explicit Acquire(Store & store) : store_(store) {}
+
+    bool is_clear(const Context & context) const; // take_failure has nothing to tell or to give back; no lock
+    void take_failure(Context & context, moegguf_failure & out, bool clear);
+    // Whether the tokens that come next have to be announced; those before are forgotten. No lock.
+    bool awaits_tokens(Context & context, int sequence, int phase);
+    void announce_tokens(Context & context, const moegguf_tokens_event & event);
+
+    // A routing event, on a compute thread: the experts of the choice become slots in place. Waits for its wait_kinds.
+    void acquire(Context & context, const Choice & choice);
+
+    // The pass ends: it failed, was cancelled, or what its layer waits for could not be read. Asked after every node
+    // that is computed, by the thread that computes: no lock unless something failed.
+    bool must_abort(Context & context);
+
+    // Nothing to do or to report at this layer: every expert is in its own slot. No lock.
+    bool idle(int il);
+    // The ids are not known: choices count as distinct ones, as many as the layer has experts at most.
+    void count_idle(Context & context, int il, int n_expert_used, int n_tokens);
+
+    void watch(bool on) { watched_ = on; } // on: no layer is idle, so that activity is complete
+    void resize(Tier & tier, int n_slots); // from the next routing event on; the tier in RAM at once
+    // The same at once with memory of its own size, on any device; no pass is under way.
+    void reallocate(Tier & tier, int n_slots);
+
+  private:
+    void begin_event(Context & context, const Choice & choice, Lock & lock);
+
+    Store & store_;
+    std::atomic<bool> watched_{false};
+    std::atomic<bool> computing_{false}; // a routing event has come: only another one ends the layer being computed
+};
 
 class Store {
   public:
     explicit Store(const moegguf_config & config);
     ~Store();
-    Store(const Store &) = delete;
-    Store & operator=(const Store &) = delete;
 
     // Each is used by those that follow.
     const Layout layout;
@@ -28,9 +65,7 @@ class Store {
     const std::vector<std::unique_ptr<Copies>> copies; // to tiers that are filled from RAM
     Transfers transfers;
     Supply slots;
-    StreamedSupply streamed;
-    StagedSupply staged;
-    Arrivals arrivals;
+    const std::unique_ptr<Supply> streamed, staged;
     Forecaster forecaster;
     Acquire acquire;
     std::atomic<bool> has_graph{false}; // of a model, which is loaded by then
@@ -38,31 +73,10 @@ class Store {
     ggml_backend_buffer_type_t buft() { return buft_.get(); }
     ggml_tensor * pool_tensor(const char * name, int n_tokens) const;
 
-    void set_policy(int tier, const std::string & name, const Values & values);
-    void set_scores(const float * scores, size_t n);
-    void set_forecast(const float * probabilities, const uint8_t * known, size_t n);
-    // Experts that are worth having; replace: in place of those wanted before for this cause.
-    void want(Cause cause, const int32_t * il, const int32_t * experts, size_t n, bool replace);
-    void hold_fill(bool hold);
-    void resize(int tier, int n_slots, bool at_once);
-    void cancel(bool on);
-    bool drain(double timeout_s);
-    void advance(uint64_t ns);
-    int64_t replay(const moegguf_routing & routing); // events done
-
-    void read_counters(moegguf_counters & out) const;
-    void info(moegguf_pool_info & out);
-    void tier_info(int tier, moegguf_tier_info & out);
-    void residency(int tier, uint8_t * map, size_t n);
-    void activity(uint32_t * uses, uint32_t * loads, size_t n);
-    void read_slot(int matrix, int slot, void * out, size_t n) const;
+    std::vector<Tier *> tiers_at(int index); // enum moegguf_tier; all of them one kind. Throws Error(INVALID).
 
   private:
-    void start_links(const moegguf_config & config);
     void stop_links();
-    std::vector<Tier *> tiers_at(int index); // enum moegguf_tier; all of them one kind. Throws Error(INVALID).
-    // Those that share out a number of slots: the CPU's beside devices are in RAM, and keep theirs.
-    std::vector<Tier *> resized_at(int index);
 
     std::unique_ptr<ggml_backend_buffer_type, void (*)(ggml_backend_buffer_type *)> buft_;
 };

@@ -42,9 +42,9 @@ class DeviceSlots:
     """A device that computes layers, by ggml's name (None: the CPU), and the slots there for their experts.
 
     layers: those with experts among them count. through_ram: what is missed comes through slots in RAM, where the store
-    has some. staging: tensors of a layer's full shape that prompts are staged in (native/staged_supply.h). pass_slots:
-    those that a pass may need there at once where it is not staged, which resizing leaves; 0: those of a token. link:
-    from RAM to the device, of a simulation; None: as the store's options say.
+    has some. staging: tensors of a layer's full shape that prompts are staged in. pass_slots: those that a pass may
+    need there at once where it is not staged, which resizing leaves; 0: those of a token. link: from RAM to the device,
+    of a simulation; None: as the store's options say.
     """
 
     name: str | None
@@ -266,16 +266,16 @@ class Store:
     def _figures(self, call: Any, struct: Any, *arguments: int) -> dict[str, Any]:
         """The fields of the struct that a call fills, texts decoded."""
         call(self.handle, *arguments, c.byref(struct))
-        fields = {name: getattr(struct, name) for name, *_ in struct._fields_ if name != "reserved"}
+        fields = {name: getattr(struct, name) for name, *_ in struct._fields_}
         return {k: v.decode(errors="replace") if isinstance(v, bytes) else v for k, v in fields.items()}
 
     def counters(self) -> dict[str, int]:
         """Every figure of struct moegguf_counters; times in ns."""
         return self._figures(self._library.moegguf_store_counters, abi.Counters())
 
-    def info(self) -> dict[str, int]:
-        """Every figure of struct moegguf_pool_info, and of the tier that layers compute on."""
-        return self.tier() | self._figures(self._library.moegguf_store_info, abi.PoolInfo())
+    def info(self) -> dict[str, Any]:
+        """Every figure of struct moegguf_tier_info, of the tier that layers compute on."""
+        return self.tier()
 
     def tier(self, tier: Tier = Tier.COMPUTE) -> dict[str, Any]:
         """Every figure of struct moegguf_tier_info; times in ns. Raises OptionError where there is no such tier."""
@@ -380,14 +380,14 @@ class Store:
 
         They come behind those asked for before; replace: instead of those of them that have no slot yet.
         """
-        self._library.moegguf_store_prefetch(self.handle, *_arrays(il, experts), replace)
+        self._library.moegguf_store_want(self.handle, *_arrays(il, experts), False, replace)
 
     def warm(self, il: Integers, experts: Integers) -> None:
         """Fills free slots with experts (il[i], experts[i]) in the background, the first ones nearest to the layers.
 
         Never before what a pass waits for, and never in place of another expert. Replaces those given before.
         """
-        self._library.moegguf_store_warm(self.handle, *_arrays(il, experts))
+        self._library.moegguf_store_want(self.handle, *_arrays(il, experts), True, True)
 
     def hold_fill(self, on: bool) -> None:
         """Until called with False, free slots are not filled with what nothing waits for: the processor and the disk
@@ -456,8 +456,9 @@ class Store:
         Memory of the others goes back to the system where it is pageable host memory. device: of this one of `devices`
         alone; without it, slots that several have are shared out in proportion to what they were opened with, and those
         that the CPU has beside devices stay as they are. at_once: while no pass is under way; on devices memory is
-        allocated anew, so that the rest is free. Raises AllocationError where the device refuses more, and there are as
-        many slots as before; OptionError for a number that there cannot be.
+        allocated anew, so that the rest is free, and slots are emptied first where there is too little for both. Raises
+        AllocationError where the device refuses more, and there are as many slots as before; OptionError for a number
+        that there cannot be.
         """
         index = tier if device is None else abi.DEVICE_TIER + device
         self._library.moegguf_store_resize(self.handle, index, n_slots, at_once)

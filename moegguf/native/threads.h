@@ -39,8 +39,6 @@ class ShortSpins {
   public:
     ShortSpins();
     ~ShortSpins();
-    ShortSpins(const ShortSpins &) = delete;
-    ShortSpins & operator=(const ShortSpins &) = delete;
 
   private:
     class Team;

@@ -83,7 +83,8 @@ Tiers::Tiers(const Layout & layout, const moegguf_config & config)
         const bool is_cpu = memory && ggml_backend_dev_type(memory->device) == GGML_BACKEND_DEVICE_TYPE_CPU;
         if (is_cpu || !device.name) { on_cpu = compute.back().get(); }
         add_staging(layout, device, *compute.back(), memory);
-        compute.back()->set_pass_slots(device.n_pass_slots);
+        Tier & tier = *compute.back(); // what passes that are not staged need
+        tier.pass_slots = std::min(std::max(device.n_pass_slots, tier.layers.n_used_max), tier.residency.n_slots());
     }
 }
 
@@ -95,7 +96,7 @@ void Tiers::add_staging(const Layout & layout, const moegguf_device & device, Ti
     }
     staging.emplace_back();
     if (device.n_staging_tensors == 0 || !slots.ram() || slots.numbering.resident()) { return; }
-    const Numbering in_turn(layout, slots.layers, Numbering::InTurn{device.n_staging_tensors});
+    const Numbering in_turn(layout, slots.layers, 0, device.n_staging_tensors);
     staging.back() = std::make_unique<Tier>(TierId::staging, layout, slots.layers, in_turn, memory, slots.ram());
     staging.back()->staged_for = &slots;
     slots.staging = staging.back().get();
@@ -106,10 +107,6 @@ void Tiers::add_staging(const Layout & layout, const moegguf_device & device, Ti
 Tier & Tiers::of(int il, int n_tokens) const {
     Tier & slots = of(il);
     return slots.staging && n_tokens > slots.slot_tokens ? *slots.staging : slots;
-}
-
-void Tier::set_pass_slots(int n_slots) {
-    pass_slots = std::min(std::max(n_slots, layers.n_used_max), residency.n_slots());
 }
 
 int Tier::take_slot(int il, int expert, const LayerStep & now, const Worth & worth) {
@@ -260,22 +257,18 @@ int Tier::reallocate(int n_slots) {
                                         " expert slots; there are " + std::to_string(residency.n_usable()) +
                                         " as before");
     }
-    evict_all(); // there is too little for both: experts come again when they are used
+    for (int s = 0; s < residency.n_slots();
+         s++) { // there is too little for both: experts come again when they are used
+        if (residency.slot(s).il < 0) { continue; }
+        count(counters.evictions);
+        release_slot(s);
+    }
     for (int n = n_slots; n > 0; n /= 2) {
         if (pool_->reallocate(n, false)) { return n; }
     }
     residency.set_usable(0);
     throw Error(MOEGGUF_MEMORY, device + " refused memory for expert slots after it had " +
                                     std::to_string(bytes_before >> 20) + " MiB of them; load the model again");
-}
-
-void Tier::evict_all() {
-    for (int s = 0; s < residency.n_slots(); s++) {
-        if (residency.slot(s).il >= 0) {
-            count(counters.evictions);
-            release_slot(s);
-        }
-    }
 }
 
 LookUps::~LookUps() {

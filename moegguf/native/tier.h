@@ -7,7 +7,6 @@
 #pragma once
 
 #include "pool.h"
-#include "queues.h"
 #include "residency.h"
 #include "shared.h"
 #include "threads.h"
@@ -18,7 +17,31 @@ namespace moegguf {
 
 class Copies;
 
-// The most tensors of a device that prompts are staged in (staged_supply.h).
+// Disk is where every expert lies: the shards of the GGUF. The others have slots: those that layers compute with, those
+// in RAM that slots of a device are filled from, and those of tensors that prompts are staged in.
+enum class TierId : uint8_t { disk, ram, compute, staging };
+
+// An expert's slot, while the slot's generation holds. On disk the layout has its offsets, and slot is -1.
+struct SlotRef {
+    TierId tier = TierId::disk;
+    int slot = -1;
+    uint32_t generation = 0;
+};
+
+struct Job {
+    SlotRef source;
+    SlotRef destination;
+    int il = -1;
+    int expert = -1;
+    uint8_t kinds = 0;     // bits of the matrices to move, one unless chunking is off
+    bool demand = false;   // a routing event needs it; a prefetch otherwise
+    uint32_t requests = 0; // of the destination, when this was queued
+    uint64_t bytes = 0;    // of these matrices, as begun_ns from its beginning on
+    uint64_t begun_ns = 0;
+    int streamed = -1; // its index among the experts that are streamed; -1: the slot's own expert
+};
+
+// The most tensors of a device that prompts are staged in (staged_supply.cpp).
 constexpr int most_staging_tensors = 2;
 
 // Up to so many tokens of a pass a device's kernels round as with every expert resident, however many slots there are.
@@ -58,7 +81,6 @@ class Tier {
     int pass_slots = 0;                 // that a pass may need at once: the pool gets no smaller
     std::atomic<int> resize_to{0};      // slots from the next routing event on; 0: no resize is due
 
-    void set_pass_slots(int n_slots); // what passes that are not staged need
     int take_slot(int il, int expert, const LayerStep & now, const Worth & worth = {}); // -1: none
     int reserve_slot(int il, const LayerStep & now); // for experts that are streamed; -1: none
     void keep(int s, int expert);                    // which is in such a slot, whole
@@ -90,7 +112,6 @@ class Tier {
         int slot = -1; // -1: none
     };
 
-    void evict_all();
     int empty_slot(int il, int expert, const LayerStep & now, const Worth & worth);
     void release_slot(int s);
     void spin_shortly();
@@ -154,6 +175,9 @@ struct Tiers {
         return std::any_of(compute.begin(), compute.end(), [&](const auto & tier) { return holds(*tier); });
     }
 
+    bool stages() const { // prompts, on some device
+        return std::any_of(staging.begin(), staging.end(), [](const auto & tier) { return tier != nullptr; });
+    }
     // The tier that computes a layer of a pass for so many tokens.
     Tier & of(int il, int n_tokens) const;
     void add_staging(const Layout & layout, const moegguf_device & device, Tier & slots, const Memory & memory);

@@ -1,5 +1,7 @@
 #include "transfers.h"
 
+#include "threads.h"
+
 #include <algorithm>
 #include <cmath>
 
@@ -10,15 +12,6 @@ constexpr int max_readers = 64;
 constexpr size_t most_wants = 4096; // more than any link moves before they are stale
 
 uint8_t lowest_bit(uint8_t bits) { return bits & -bits; }
-
-// From a slot of the same device that has all of it.
-bool borrow_on_device(Tier & to, int s) {
-    const Slot & slot = to.residency.slot(s);
-    const int r = to.staged_for ? to.staged_for->residency.find(slot.il, slot.expert) : -1;
-    if (r < 0 || !to.staged_for->residency.complete(r)) { return false; }
-    to.borrow(s, *to.staged_for, r);
-    return true;
-}
 
 } // namespace
 
@@ -31,9 +24,78 @@ Transfers::Transfers(const Layout & layout, int n_readers, Shared & shared, cons
     }
 }
 
+// Opens the files, and makes buffers for the largest piece.
 void Transfers::start_threads() {
     n_at_once_ = n_readers_;
-    readers_ = std::make_unique<Readers>(layout_, shared_, tiers_, *this, n_readers_);
+    files_ = std::make_unique<const Files>(layout_, shared_.has(MOEGGUF_DIRECT));
+    uint64_t piece = 0;
+    for (const Matrix & m : layout_.matrices) { piece = std::max(piece, std::min(m.expert_bytes, piece_bytes(m))); }
+    for (int i = 0; i < n_readers_; i++) { buffers_.push_back(std::make_unique<ReadBuffer>(piece + Shard::alignment)); }
+    threads_.reserve(n_readers_);
+    try {
+        for (const auto & buffer : buffers_) {
+            threads_.push_back(start_thread("a reader thread", [this, &buffer] { run_reader(*buffer); }));
+        }
+    } catch (const Error &) {
+        if (threads_.empty()) { // fewer do
+            throw;
+        }
+    }
+}
+
+void Transfers::stop() {
+    {
+        Lock lock(shared_.mutex);
+        shared_.stopping = true;
+    }
+    shared_.work.notify_all();
+    shared_.done.notify_all();
+    for (std::thread & thread : threads_) { thread.join(); }
+    threads_.clear();
+}
+
+void Transfers::run_reader(const ReadBuffer & buffer) {
+    Lock lock(shared_.mutex);
+    while (!shared_.stopping) {
+        Job job;
+        if (!begin_next(job)) {
+            shared_.work.wait(lock);
+            continue;
+        }
+        lock.unlock();
+
+        std::string why;
+        try {
+            read(job, buffer);
+        } catch (const std::exception & e) { // memory, too
+            why = e.what();
+        }
+        lock.lock();
+        finish(job, why);
+    }
+}
+
+void Transfers::read(const Job & job, const ReadBuffer & buffer) {
+    Counters & counters = shared_.counters;
+    const Pool & pool = *tiers_.of(job.destination, job.il).pool();
+    for (uint8_t kinds = job.kinds; kinds; kinds &= kinds - 1) {
+        const int matrix = layout_.layers[job.il].matrix[__builtin_ctz(kinds)];
+        const Matrix & m = layout_.matrices[matrix];
+        const uint64_t row_bytes = m.expert_bytes / m.ne1;
+        const int64_t step = piece_bytes(m) / row_bytes;
+        for (int64_t row = 0; row < m.ne1; row += step) {
+            const int64_t n_rows = std::min(step, m.ne1 - row);
+            const uint64_t offset = m.offset + job.expert * m.expert_bytes + row * row_bytes;
+            const uint64_t start = now_ns();
+            const uint8_t * data = (*files_)[m.shard].read(offset, n_rows * row_bytes, buffer, counters.read_retries);
+            const uint64_t read = now_ns();
+            Lock one_at_a_time(upload_, std::defer_lock);
+            if (!pool.host()) { one_at_a_time.lock(); }
+            pool.write(matrix, job.destination.slot, row, n_rows, data);
+            count(counters.read_ns, read - start);
+            count(counters.upload_ns, now_ns() - read);
+        }
+    }
 }
 
 // What layers need.
@@ -103,7 +165,12 @@ bool Transfers::look_up_source(Tier & to, int s, LookUps & in_ram) {
     const Slot & slot = to.residency.slot(s);
     const bool looks_up =
         to.source(s) < 0 && !slot.streams() && !to.residency.complete(s) && !slot.queued && !slot.reading;
-    if (looks_up && borrow_on_device(to, s)) { return false; }
+    const Tier * slots = looks_up ? to.staged_for : nullptr;
+    if (const int r = slots ? slots->residency.find(slot.il, slot.expert) : -1;
+        r >= 0 && slots->residency.complete(r)) {
+        to.borrow(s, *to.staged_for, r); // from the same device
+        return false;
+    }
     if (looks_up) {
         if (const int r = in_ram.find(slot.il, slot.expert); r >= 0) { to.borrow(s, r); }
     }
@@ -215,23 +282,20 @@ Worth Transfers::worth(const Want & want, const Residency & residency) const {
 // The queue.
 
 bool Transfers::begin_next(Job & job) {
-    if (!next_job(job)) {
+    // The next transfer that is still of use: what layers need, what is worth having the soonest, what fills free
+    // slots. Where demand does not come first, it comes behind the prefetches that were asked for.
+    const bool demand_first = shared_.has(MOEGGUF_DEMAND_FIRST);
+    const bool found = (streamed_ && streamed_->next_read(job)) || (demand_first && pop(demand_, job)) ||
+                       pop(prefetch_, job) || next_wanted(Cause::request, job) ||
+                       ((n_demand_reading_ == 0 || !demand_first) && next_wanted(Cause::forecast, job)) ||
+                       pop(demand_, job) || next_fill(job);
+    if (!found) {
         shared_.done.notify_all(); // moegguf_store_drain waits for empty queues
         return false;
     }
     begin(job);
     n_demand_reading_ += job.demand;
     return true;
-}
-
-// The next transfer that is still of use: what layers need, what is worth having the soonest, what fills free slots.
-// Where demand does not come first, it comes behind the prefetches that were asked for.
-bool Transfers::next_job(Job & job) {
-    const bool demand_first = shared_.has(MOEGGUF_DEMAND_FIRST);
-    return (streamed_ && streamed_->next_read(job)) || (demand_first && pop(demand_, job)) || pop(prefetch_, job) ||
-           next_wanted(Cause::request, job) ||
-           ((n_demand_reading_ == 0 || !demand_first) && next_wanted(Cause::forecast, job)) || pop(demand_, job) ||
-           next_fill(job);
 }
 
 bool Transfers::next_wanted(Cause cause, Job & job) {

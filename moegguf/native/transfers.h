@@ -1,17 +1,30 @@
 // transfers.h: which bytes go where next: the one queue of what layers need and of what is worth having early, and the
-// link from the files. What RAM has goes to a device by copies (copies.h).
+// link from the files: threads that read matrices of experts into slots. What RAM has goes to a device by copies
+// (copies.h).
 //
-// It may take, fill and empty slots of every tier under the store's lock. It reads no file itself: readers do
-// (readers.h).
+// It may take, fill and empty slots of every tier under the store's lock.
 #pragma once
 
 #include "copies.h"
+#include "files.h"
 #include "link.h"
-#include "readers.h"
 
 namespace moegguf {
 
-// Reads that come before all others, in an order of their own (streamed_supply.h). Under the store's lock.
+// Who wants an expert before a layer needs it, in the order in which they are served.
+enum class Cause : uint8_t { request, forecast, warm_start };
+
+// An expert that is worth having: transferred only while the link has nothing that is needed now, in place of one that
+// is worth less. What a request is worth is said by the eviction policy; a warm start takes free slots only.
+struct Want {
+    int il;
+    int expert;
+    Cause cause = Cause::request;
+    float value = 0;                // of a forecast: of having it, as a chance
+    uint64_t deadline = UINT64_MAX; // of a forecast: the layer step (LayerStep) that uses it; too late from then on
+};
+
+// Reads that come before all others, in an order of their own (streamed_supply.cpp). Under the store's lock.
 class StreamedReads {
   public:
     virtual ~StreamedReads() = default;
@@ -21,12 +34,12 @@ class StreamedReads {
 
 class Transfers final : public Link {
   public:
-    // n_readers: threads that will carry them. Throws Error(INVALID).
+    // n_readers: threads that will read. Throws Error(INVALID).
     Transfers(const Layout & layout, int n_readers, Shared & shared, const Tiers & tiers);
 
     // Before anything is computed; streamed may be destroyed only after stop().
     void set_streamed(StreamedReads & streamed) { streamed_ = &streamed; }
-    void stop() { readers_.reset(); } // the store is stopping
+    void stop(); // the store, and the threads
 
     // Under the store's lock.
     // What layers need now, before all else: every matrix of slots of one layer that is not there or being read.
@@ -54,13 +67,14 @@ class Transfers final : public Link {
     bool begin_next(Job & job) override;
     void finish(const Job & job, const std::string & why) override;
 
-    const Readers * readers() const { return readers_.get(); } // nullptr: nothing is read
+    // Any thread; nothing is read in a simulation.
+    bool direct() const { return files_ && files_->direct(); }
+    uint64_t buffer_bytes() const { return buffers_.empty() ? 0 : buffers_.size() * buffers_[0]->size(); }
 
   private:
     static constexpr int n_causes = 3;
 
     Ring<Want> & wanted(Cause cause) { return wants_[(int)cause]; }
-    bool next_job(Job & job);
     bool next_wanted(Cause cause, Job & job);
     bool next_fill(Job & job);
     bool start_prefetch(const Want & want);
@@ -77,6 +91,8 @@ class Transfers final : public Link {
     template <typename Body>
     void for_slots_above(const Job & job, Body body);
     void drop_waiting(Tier & to, int il);
+    void run_reader(const ReadBuffer & buffer);
+    void read(const Job & job, const ReadBuffer & buffer);
 
     const int n_readers_;
     int n_at_once_ = 1; // transfers
@@ -93,7 +109,10 @@ class Transfers final : public Link {
     uint64_t computed_ns_ = 0;
     std::vector<int32_t> looked_up_; // scratch
     std::vector<int> waiting_;       // scratch
-    std::unique_ptr<Readers> readers_;
+    std::unique_ptr<const Files> files_;
+    std::vector<std::unique_ptr<ReadBuffer>> buffers_; // one per reader
+    std::mutex upload_;                                // devices that are not host memory take one upload at a time
+    std::vector<std::thread> threads_;
 };
 
 } // namespace moegguf

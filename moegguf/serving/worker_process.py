@@ -109,7 +109,7 @@ def failure_line(text: str) -> str:
 
 
 def device_failure(text: str) -> str:
-    """What native/device_failure.cpp says of a device in a log, its first sentence; empty without that."""
+    """What native/api.cpp says of a device in a log, its first sentence; empty without that."""
     _, _, said = text.partition(DEVICE_FAILURE_MARK)
     return said.partition(". ")[0].strip()[:MAX_FAILURE_CHARS]
 

@@ -17,11 +17,12 @@ import struct
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -143,51 +144,39 @@ _DAMAGE = (
 def check(trace: Trace) -> None:
     """Raises TraceError for the first rule that the values break; types and shapes must be right."""
     starts, tokens, ids = trace.pass_start, trace.tokens, trace.expert_ids
-    n_vocab = trace.shape.n_vocab or np.iinfo(np.int32).max
-    n_expert = trace.shape.n_expert
-    _require((np.diff(starts) > 0).all(), "pass_start", "must rise: each pass has a token")
-    _require(starts[0] == 0 and starts[-1] == trace.n_tokens, "pass_start", f"must go from 0 to {trace.n_tokens}")
-    _require((trace.pass_phase <= max(Phase)).all(), "pass_phase", f"must be at most {max(Phase):d}")
-    _require((trace.pass_first_token >= -1).all(), "pass_first_token", "must be at least -1")
-    _require(((tokens >= -1) & (tokens < n_vocab)).all(), "tokens", f"must be from -1 to below {n_vocab}")
-    _require(((ids >= -1) & (ids < n_expert)).all(), "expert_ids", f"must be from -1 to below {n_expert}")
-    _require(_has_uniform_counts(ids), "expert_ids", "must be as many for each token of a layer, followed by -1")
+    n_vocab, n_expert = trace.shape.n_vocab or np.iinfo(np.int32).max, trace.shape.n_expert
+    chosen: npt.NDArray[np.bool_] = ids >= 0
+    used = np.asarray(chosen.any(axis=1, keepdims=True))
+    uniform = (used[:, :, 1:] <= used[:, :, :-1]).all() and (chosen == (chosen[:, :, :1] & used)).all()
+    rules: list[tuple[Any, str, str]] = [
+        ((np.diff(starts) > 0).all(), "pass_start", "must rise: each pass has a token"),
+        (starts[0] == 0 and starts[-1] == trace.n_tokens, "pass_start", f"must go from 0 to {trace.n_tokens}"),
+        ((trace.pass_phase <= max(Phase)).all(), "pass_phase", f"must be at most {max(Phase):d}"),
+        ((trace.pass_first_token >= -1).all(), "pass_first_token", "must be at least -1"),
+        (((tokens >= -1) & (tokens < n_vocab)).all(), "tokens", f"must be from -1 to below {n_vocab}"),
+        (((ids >= -1) & (ids < n_expert)).all(), "expert_ids", f"must be from -1 to below {n_expert}"),
+        (uniform, "expert_ids", "must be as many for each token of a layer, followed by -1"),
+    ]
+    for holds, name, rule in rules:
+        _require(holds, name, rule)
     _require((trace.phase_of <= max(Phase)).all(), "token_phase", f"must be at most {max(Phase):d}")
-    _require(
-        _computes_last_tokens(ids, starts, _of_one(trace)),
-        "expert_ids",
-        "must be those of a pass's last tokens where some are missing",
-    )
+    _require(_computes_last_tokens(trace), "expert_ids", "must be those of a pass's last tokens where some are missing")
 
 
-def _require(holds: bool | np.bool_, name: str, rule: str) -> None:
+def _require(holds: Any, name: str, rule: str) -> None:
     if not holds:
         raise TraceError(f"{name} {rule}, which is not the case; record the trace again.")
 
 
-def _has_uniform_counts(ids: npt.NDArray[np.int16]) -> bool:
-    """Whether each layer has, for every token, either no expert or as many as for the others, then -1."""
-    chosen: npt.NDArray[np.bool_] = ids >= 0
-    used: npt.NDArray[np.bool_] = np.asarray(chosen.any(axis=1, keepdims=True))
-    return bool((used[:, :, 1:] <= used[:, :, :-1]).all() and (chosen == (chosen[:, :, :1] & used)).all())
-
-
-def _of_one(trace: Trace) -> npt.NDArray[np.bool_]:
-    """(n_tokens,): whether all tokens of its pass are of the pass's request and phase."""
+def _computes_last_tokens(trace: Trace) -> bool:
+    """Whether, within a pass of one request and phase, the tokens that a layer was computed for are the last ones."""
     lengths = np.diff(trace.pass_start)
     of_pass = np.repeat(np.stack([trace.pass_sequence, trace.pass_phase]), lengths, axis=1)
     other = (of_pass != np.stack([trace.sequence_of, trace.phase_of])).any(axis=0)
-    others = np.diff(np.concatenate([[0], np.cumsum(other)])[trace.pass_start])
-    return np.repeat(others == 0, lengths)
-
-
-def _computes_last_tokens(
-    ids: npt.NDArray[np.int16], pass_start: npt.NDArray[np.int64], of_one: npt.NDArray[np.bool_]
-) -> bool:
-    """Whether, within each pass of one request, the tokens that a layer was computed for are the last ones."""
-    computed = ids[:, :, 0] >= 0
-    ends = computed[:, :-1] & ~computed[:, 1:] & of_one[:-1]
-    ends[:, pass_start[1:-1] - 1] = False  # the next token belongs to another pass
+    n_others = np.diff(np.concatenate([[0], np.cumsum(other)])[trace.pass_start])
+    computed = trace.expert_ids[:, :, 0] >= 0
+    ends = computed[:, :-1] & ~computed[:, 1:] & np.repeat(n_others == 0, lengths)[:-1]
+    ends[:, trace.pass_start[1:-1] - 1] = False  # the next token belongs to another pass
     return not bool(ends.any())
 
 
@@ -243,10 +232,8 @@ class TraceWriter:
         self.partial = partial_of(self.path)
         self.shape, self.weights, self.inputs = shape, weights, inputs
         self._blocks: list[Block] = []
-        try:
+        with self._writing():
             self._zip = zipfile.ZipFile(self.partial, "w", zipfile.ZIP_DEFLATED, compresslevel=_DEFLATE_LEVEL)
-        except OSError as error:
-            self._raise_write_error(error)
 
     def add(self, block: Trace) -> None:
         """Appends the passes of `block`, whose inputs may be None. Raises TraceError."""
@@ -259,43 +246,37 @@ class TraceWriter:
             array = getattr(block, name)
             if array is None or array.dtype != dtype or array.shape != shape:
                 raise TraceError(f"{self.path.name}: {name} must be {np.dtype(dtype)} {shape}; give a whole block.")
-        try:
+        with self._writing():
             for name in spec:
-                self._write(name, getattr(block, name))
-        except OSError as error:
-            self._raise_write_error(error)
+                member, array = _member(name, len(self._blocks)), getattr(block, name)
+                # A ZipInfo is stored, a name is deflated.
+                target: str | zipfile.ZipInfo = zipfile.ZipInfo(member) if name == "inputs" else member
+                with self._zip.open(target, "w", force_zip64=array.nbytes > 1 << 30) as file:
+                    np.lib.format.write_array(file, np.ascontiguousarray(array), allow_pickle=False)
         self._blocks.append(Block(block.n_pass, block.n_tokens, int(has_inputs), int(batches)))
 
     def close(self, header: TraceHeader) -> None:
         """Writes the header and renames the file to PATH. Raises TraceError."""
         data = encode(self.shape, header, weights=self.weights, inputs=self.inputs, blocks=self._blocks)
-        try:
+        with self._writing():
             self._zip.writestr(HEADER, data)
             self._zip.close()
             os.replace(self.partial, self.path)
-        except OSError as error:
-            self._raise_write_error(error)
 
     def discard(self) -> None:
         """Removes the file, unless it is complete."""
-        try:
+        with suppress(OSError):  # disk full: the file is removed anyway
             self._zip.close()
-        except OSError:  # disk full: the file is removed anyway
-            pass
-        finally:
-            self.partial.unlink(missing_ok=True)
+        self.partial.unlink(missing_ok=True)
 
-    def _write(self, name: str, array: npt.NDArray[Any]) -> None:
-        member = _member(name, len(self._blocks))
-        # A ZipInfo is stored, a name is deflated.
-        target: str | zipfile.ZipInfo = zipfile.ZipInfo(member) if name == "inputs" else member
-        with self._zip.open(target, "w", force_zip64=array.nbytes > 1 << 30) as file:
-            np.lib.format.write_array(file, np.ascontiguousarray(array), allow_pickle=False)
-
-    def _raise_write_error(self, error: OSError) -> NoReturn:
-        raise TraceError(
-            f"{self.path}: the trace cannot be written ({error.strerror or error}); choose another place."
-        ) from error
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise TraceError(
+                f"{self.path}: the trace cannot be written ({error.strerror or error}); choose another place."
+            ) from error
 
 
 def write(path: str | os.PathLike[str], trace: Trace) -> None:

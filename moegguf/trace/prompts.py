@@ -7,7 +7,6 @@ only the prompt is required. Any other file is plain text, one prompt per paragr
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -56,7 +55,8 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
     if path.suffix.lower() == ".jsonl":
         found = [_prompt(path, number, line, label) for number, line in enumerate(lines, 1) if line.strip()]
     else:
-        found = [Prompt(text, label) for text in _paragraphs(lines)]
+        paragraphs = groupby(lines, key=lambda line: bool(line.strip()))
+        found = [Prompt("\n".join(part), label) for filled, part in paragraphs if filled]
     if not found:
         raise OptionError(f"prompts file {path.name!r} is empty; write at least one prompt into it.")
     return found
@@ -80,12 +80,6 @@ def _read_text(path: Path) -> str:
 
 def _fail(path: Path, line: int, rule: str) -> NoReturn:
     raise OptionError(f"prompts file {path.name!r}, line {line}: {rule}; correct this line.")
-
-
-def _paragraphs(lines: list[str]) -> Iterator[str]:
-    for filled, part in groupby(lines, key=lambda line: bool(line.strip())):
-        if filled:
-            yield "\n".join(part)
 
 
 def _prompt(path: Path, number: int, line: str, label: str) -> Prompt:

@@ -64,15 +64,14 @@ class _Pass:
         found = np.full((len(shape.layers), n_tokens, size), empty)
         for row, event in self.layers:
             values = getattr(event, name)
-            if values is not None:
-                here = self._computed(len(values)) if len(values) < n_tokens else slice(None)
-                found[row, here, : values.shape[1]] = values
+            if values is None:
+                continue
+            here: Any = slice(n_tokens - len(values), n_tokens)
+            if len(values) < n_tokens and self.is_mixed:  # those whose logits are wanted, else the last ones
+                wanted = np.flatnonzero(self.of_tokens("outputs", 0))
+                here = wanted if len(wanted) == len(values) else here
+            found[row, here, : values.shape[1]] = values
         return found
-
-    def _computed(self, n: int) -> npt.NDArray[np.intp] | slice:
-        """Which tokens a layer with fewer, n, was computed for: those whose logits are wanted, or the last ones."""
-        wanted = np.flatnonzero(self.of_tokens("outputs", 0))
-        return wanted if self.is_mixed and len(wanted) == n else slice(self.n_tokens - n, self.n_tokens)
 
 
 class Recorder:

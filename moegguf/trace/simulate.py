@@ -186,10 +186,14 @@ class SimResult:
 
 def layout_of(shape: MoeShape) -> ExpertLayout:
     """A layout with this shape and no files, for a simulated store. Experts have shape.expert_bytes each."""
+    third, n, k = max(1, shape.expert_bytes // 3), shape.n_layer, shape.n_expert_used
+    sizes: dict[Kind, int] = {"gate": third, "up": third, "down": max(1, shape.expert_bytes - 2 * third)}
     layers = tuple(
-        MoeLayer(il, shape.n_expert, shape.n_expert_used, _matrices(shape, il)) for il in shape.layers
+        MoeLayer(il, shape.n_expert, k, tuple(
+            ExpertMatrix(il, kind, f"blk.{il}.ffn_{kind}_exps", GGML_TYPE_I8, size, 1, shape.n_expert, 0, 0, size)
+            for kind, size in sizes.items()
+        )) for il in shape.layers
     )  # fmt: skip
-    n, k = shape.n_layer, shape.n_expert_used
     hparams = Hparams(
         arch="trace", n_layer_all=n, n_layer=n, n_ctx_train=0, n_embd=shape.n_embd, n_expert=shape.n_expert,
         n_expert_used=(k,) * n, n_head=(1,) * n, n_head_kv=(1,) * n, n_ff=(0,) * n, n_ff_exp=(0,) * n, key_length=0,
@@ -199,15 +203,6 @@ def layout_of(shape: MoeShape) -> ExpertLayout:
         arch="trace", shards=(), n_layer=n, layers=layers, dense_bytes=0,
         expert_bytes=sum(layer.n_expert * layer.expert_bytes for layer in layers), unused_bytes=0,
         tied_output_bytes=0, n_vocab=shape.n_vocab, hparams=hparams, metadata={}, tensor_types={},
-    )  # fmt: skip
-
-
-def _matrices(shape: MoeShape, il: int) -> tuple[ExpertMatrix, ...]:
-    third = max(1, shape.expert_bytes // 3)
-    sizes: dict[Kind, int] = {"gate": third, "up": third, "down": max(1, shape.expert_bytes - 2 * third)}
-    return tuple(
-        ExpertMatrix(il, kind, f"blk.{il}.ffn_{kind}_exps", GGML_TYPE_I8, size, 1, shape.n_expert, 0, 0, size)
-        for kind, size in sizes.items()
     )  # fmt: skip
 
 
@@ -270,20 +265,12 @@ class Part(NamedTuple):
 def parts(trace: Trace) -> Iterator[Part]:
     """The events of `trace.events()`, without announcements, weights and inputs."""
     used, computed = np.array(trace.used(), np.int64), np.array(trace.computed(), np.int64)
-    for first, last in _bounds(trace):
-        yield _part(trace, used, computed[first:last], first)
-
-
-def _bounds(trace: Trace) -> Iterator[tuple[int, int]]:
-    """First and last pass (exclusive) of each part."""
-    first, tokens = 0, trace.pass_start.tolist()
+    first, starts = 0, trace.pass_start.tolist()
     keys = list(zip(trace.pass_sequence.tolist(), trace.pass_phase.tolist(), strict=True))
-    for p in range(1, trace.n_pass):
-        if keys[p] != keys[first] or tokens[p + 1] - tokens[first] > MOST_TOKENS:
-            yield first, p
+    for p in range(1, trace.n_pass + 1):
+        if p == trace.n_pass or keys[p] != keys[first] or starts[p + 1] - starts[first] > MOST_TOKENS:
+            yield _part(trace, used, computed[first:p], first)
             first = p
-    if trace.n_pass > 0:
-        yield first, trace.n_pass
 
 
 def _part(trace: Trace, used: npt.NDArray[np.int64], computed: npt.NDArray[np.int64], first: int) -> Part:
@@ -353,13 +340,11 @@ class Simulation:
 
     def _controller(self, store: Store) -> Controller | None:
         """The same as live; None where the store needs none. A policy or predictor that fails ends the simulation."""
-        options = ActingOptions(
-            self.options.prefetch,
-            slowest_s=float("inf"),
-            strict=True,
+        acting = ActingOptions(
+            self.options.prefetch, slowest_s=float("inf"), strict=True,
             clock_ns=lambda: store.counters()["sim_clock_ns"],
-        )
-        return build_controller(self.trace.shape, self.policy, self.predictor, store, options)
+        )  # fmt: skip
+        return build_controller(self.trace.shape, self.policy, self.predictor, store, acting)
 
     def _replay(self, store: Store, progress: Callable[[int], None] | None) -> SimResult:
         controller, meter = self._controller(store), _Meter(store, self.trace.shape.expert_bytes)

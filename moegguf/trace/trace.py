@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moegguf.controller.shape import MoeShape
-from moegguf.native.events import Announcement, Float32s, Int32s, Phase, RoutingEvent
+from moegguf.native.events import Announcement, Int32s, Phase, RoutingEvent
 
 MAX_TEXT = 4096  # characters of a label, a name or a setting
 
@@ -170,51 +170,37 @@ class Trace:
         Announcements are rebuilt from the passes they became; a pass whose announcement is not wholly in
         the trace is unannounced (first_token -1). The arrays of an event may be views: copy what you keep.
         """
-        used = self.used()
-        computed = self.computed()
+        used, computed = self.used(), self.computed()
         announcements = self._announcements()
         announced: dict[int, int] = {}  # sequence -> last pass of its last announcement
         several = False
         for p in range(self.n_pass):
-            sequence, phase = int(self.pass_sequence[p]), Phase(int(self.pass_phase[p]))
+            sequence, phase, time_ns = int(self.pass_sequence[p]), Phase(int(self.pass_phase[p])), int(self.pass_ns[p])
             if p in announcements:
                 last, announcement = announcements[p]
                 announced[sequence] = last
                 several = announcement.sequences is not None
                 yield announcement
             first = int(self.pass_first_token[p]) if p <= announced.get(sequence, -1) else -1
-            mixed = several and first >= 0
-            yield from self._routing_events(p, sequence, phase, first, mixed, used, computed[p])
-
-    def _routing_events(
-        self, p: int, sequence: int, phase: Phase, first: int, mixed: bool, used: list[int], computed: list[int]
-    ) -> Iterator[RoutingEvent]:
-        start, end = int(self.pass_start[p]), int(self.pass_start[p + 1])
-        expert_ids = self.expert_ids[:, start:end].astype(np.int32)
-        weights = None if self.weights is None else self.weights[:, start:end].astype(np.float32)
-        time_ns = int(self.pass_ns[p])
-        for row, il in enumerate(self.shape.layers):
-            if computed[row] == 0:
-                continue
-            here, k = self._computed_tokens(row, start, end, computed[row]), used[row]
-            yield RoutingEvent(
-                p, time_ns, sequence, phase, first, il, expert_ids[row, here, :k],
-                None if weights is None else weights[row, here, :k], self._inputs(row, start, here),
-                self.sequence_of[start:end][here] if mixed else None,
-                self.phase_of[start:end][here].astype(np.int32) if mixed else None,
-            )  # fmt: skip
-
-    def _computed_tokens(self, row: int, start: int, end: int, n: int) -> slice | npt.NDArray[np.int64]:
-        """Which n tokens of a pass a layer was computed for: the last ones, except among several sequences."""
-        if self.token_sequence is None or n == end - start:
-            return slice(end - start - n, end - start)
-        return np.flatnonzero(self.expert_ids[row, start:end, 0] >= 0)
-
-    def _inputs(self, row: int, start: int, here: slice | npt.NDArray[np.int64]) -> Float32s | None:
-        if self.inputs is None:
-            return None
-        inputs = self.inputs[row, start:][here]
-        return inputs.astype(np.float32) if inputs[0].any() else None
+            start, end = int(self.pass_start[p]), int(self.pass_start[p + 1])
+            expert_ids = self.expert_ids[:, start:end].astype(np.int32)
+            weights = None if self.weights is None else self.weights[:, start:end].astype(np.float32)
+            sequences, phases = (self.sequence_of, self.phase_of) if several and first >= 0 else (None, None)
+            for row, il in enumerate(self.shape.layers):
+                n, k = computed[p][row], used[row]
+                if n == 0:
+                    continue
+                here: Any = slice(end - start - n, end - start)  # the last ones, except among several sequences
+                if self.token_sequence is not None and n < end - start:
+                    here = np.flatnonzero(self.expert_ids[row, start:end, 0] >= 0)
+                inputs = None if self.inputs is None else self.inputs[row, start:][here]
+                yield RoutingEvent(
+                    p, time_ns, sequence, phase, first, il, expert_ids[row, here, :k],
+                    None if weights is None else weights[row, here, :k],
+                    inputs.astype(np.float32) if inputs is not None and inputs[0].any() else None,
+                    None if sequences is None else sequences[start:end][here],
+                    None if phases is None else phases[start:end][here].astype(np.int32),
+                )  # fmt: skip
 
     def used(self) -> list[int]:
         """Experts used by a token, for each layer with experts."""

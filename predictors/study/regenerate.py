@@ -17,23 +17,20 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from moegguf.controller.predictors.eamc import N_MATCHES
+from moegguf.controller.predictors.eamc import EamcPredictor
 from moegguf.trace.format import read, write
 from moegguf.trace.simulate import slots_of
 from predictors.study import reuse
 from predictors.study.accuracy import LinkModel
 from predictors.study.arrange import arranged
 from predictors.study.common import Study
-from predictors.study.cost import costs
+from predictors.study.cost import cost, costs
 from predictors.study.evidence import Bound
 from predictors.study.figures import RESULTS, read_result
 from predictors.study.papers import ABLATION, BASELINES, LINKS, Workload, collection, routing_digest, write_collections
@@ -273,21 +270,12 @@ def capacity(bench: Bench) -> dict[str, Any]:
 
 
 def look_up(bench: Bench) -> dict[str, Any]:
-    """Microseconds of one query of the collection, at each layer of 300 passes: the median, and the 99th percentile."""
-    found = {}
+    """Microseconds of one query of the collection, at each layer: the median, and the 99th percentile."""
+    found, trace = {}, bench.learning.trace
     for n in (120, 1000):
-        eamc, rng = collection(bench.learning.trace, n).decode, np.random.default_rng(0)
-        shape, times = bench.learning.trace.shape, []
-        for _ in range(300):
-            eamc.begin_pass()
-            for il in shape.layers:
-                row = np.zeros(shape.n_expert, np.float32)
-                row[rng.permutation(shape.n_expert)[: shape.n_expert_used]] = 1
-                start = time.perf_counter()
-                eamc.add_query_row(il, row)
-                eamc.total_row(eamc.match(N_MATCHES), il)
-                times.append((time.perf_counter() - start) * 1e6)
-        found[str(eamc.n_entries)] = [round(float(np.percentile(times, p)), 1) for p in (50, 99)]
+        pair = collection(trace, n)
+        of_layer = cost(trace.shape, EamcPredictor(trace.shape, pair), "moe-infinity")
+        found[str(pair.decode.n_entries)] = [round(of_layer.layer, 1), round(of_layer.layer_99, 1)]
     return {"us": found}
 
 

@@ -14,6 +14,7 @@ from moegguf.controller import weights as weights_file
 from moegguf.controller.artifacts import COLLECTION, MEASURED, Artifacts
 from moegguf.controller.collection import EamcPair
 from moegguf.controller.hit_rates import Measured, write_measured
+from moegguf.controller.predictors.eamc import EamcPredictor
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.engine.live_controller import CHECKPOINT_REQUESTS
@@ -51,11 +52,9 @@ def logits_of(llm: Llama) -> Logits:
 
 
 def entries_of(llm: Llama) -> EamcPair:
-    controller = controller_of(llm)
-    learner = controller.predictor if hasattr(controller.predictor, "eamcs") else controller.policy
-    eamcs = learner.eamcs  # type: ignore[union-attr]
-    assert isinstance(eamcs, EamcPair)
-    return eamcs
+    predictor = controller_of(llm).predictor
+    assert isinstance(predictor, EamcPredictor)
+    return predictor.eamcs
 
 
 LEARNERS = [{"predictor": "eamc"}, {"policy": "sparsity"}, {"policy": "sparsity", "predictor": "eamc"}]

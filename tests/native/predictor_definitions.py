@@ -158,7 +158,7 @@ def eamc(predictor: EamcPredictor) -> Definition:
         seen_rows = entries[:, [layers[earlier] for earlier in seen.ids]].reshape(len(entries), -1)
         norms = np.linalg.norm(seen_rows, axis=1) * np.linalg.norm(query)
         cosines = np.divide((entries * query).sum(axis=(1, 2)), norms, out=np.zeros(len(entries)), where=norms > 0)
-        nearest = np.lexsort((-entries.sum(axis=(1, 2)), -cosines.round(6)))[: predictor.predict_eam.n_matches]
+        nearest = np.lexsort((-entries.sum(axis=(1, 2)), -cosines.round(6)))[: predictor.n_matches]
         total = entries[nearest[cosines[nearest] > 0], layers[row]].sum(axis=0)
         return np.minimum(total * (predictor.shape.n_expert_used / total.sum()), 1) if total.any() else None
 

@@ -17,7 +17,7 @@ Expert = tuple[int, int]
 Float32s = npt.NDArray[np.float32]
 ZERO, ONE, LEAST = np.float32(0), np.float32(1), np.float32(1e-4)
 POLICIES = ("lru", "lfu-decay", "next-use")
-VALUES = {"next-use": (1.0, 1.0, 1.0), "lfu-decay": (1.0,)}
+VALUES = {"next-use": (1.0, 1.0), "lfu-decay": (1.0,)}
 BETWEEN_PASSES = 1 << 30  # any layer that comes next starts a pass
 
 

@@ -50,9 +50,9 @@ def test_null_pointers_are_refused(fake: FakeModel, open_store: Open) -> None:
         (lib.moegguf_context_acquire, None, 0, ids, 2, 1, None, 0, ids),
         (lib.moegguf_context_acquire, context.handle, 0, None, 2, 1, None, 0, ids),
         (lib.moegguf_context_acquire, context.handle, 0, ids, 2, 1, None, 0, None),
-        (lib.moegguf_store_info, store.handle, None), (lib.moegguf_store_counters, store.handle, None),
+        (lib.moegguf_store_counters, store.handle, None),
         (lib.moegguf_store_tier, store.handle, 0, None), (lib.moegguf_store_residency, store.handle, 0, None, 32),
-        (lib.moegguf_store_prefetch, store.handle, None, None, 3, 0),
+        (lib.moegguf_store_want, store.handle, None, None, 3, 0, 0),
         (lib.moegguf_store_read_slot, store.handle, 0, 0, None, n_bytes),
     ]  # fmt: skip
     for call, *arguments in calls:

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from traces import SMALL, random_trace
 
+from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
-from moegguf.controller.policies import LOCALITY, LRU, AnyPolicy, Lfu, Policy, SparsityAware
+from moegguf.controller.policies import LOCALITY, LRU, AnyPolicy, Lfu, Policy, make_policy
 from moegguf.controller.predictors.base import NoPrediction, Predictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.shape import MoeShape
@@ -25,7 +26,8 @@ NEXT_USE = NativePolicy("next-use", takes_forecast=True)
 LFU_DECAY = NativePolicy("lfu-decay")
 SLRU = NativePolicy("slru")
 ALL: list[Callable[[], AnyPolicy]] = [
-    lambda: LRU, Lfu, lambda: LFU_DECAY, lambda: LOCALITY, lambda: SparsityAware(SMALL), lambda: NEXT_USE, lambda: SLRU,
+    lambda: LRU, Lfu, lambda: LFU_DECAY, lambda: LOCALITY, lambda: make_policy("sparsity", SMALL, Artifacts(None)),
+    lambda: NEXT_USE, lambda: SLRU,
 ]  # fmt: skip
 
 

@@ -1,6 +1,5 @@
 """Eviction policies of the store: victims by hand arithmetic, and the same ones as the Python policy's."""
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,11 +27,6 @@ class Named:
     values: tuple[float, ...] = ()
 
 
-def rates(half_lives_tokens: tuple[float, ...], weights: tuple[float, ...], distance_weight: float) -> Named:
-    turns = itertools.zip_longest(half_lives_tokens, weights)
-    return Named("next-use", (distance_weight, *(value for pair in turns for value in pair if value is not None)))
-
-
 def set_policy(store: Store, policy: Named | None) -> None:
     if policy is None:
         store.set_policy("lru")
@@ -40,7 +34,7 @@ def set_policy(store: Store, policy: Named | None) -> None:
         store.set_policy(policy.name, values=policy.values)
 
 
-HALVING = rates((1.0,), (1.0,), 1.0)
+HALVING = Named("next-use", (1.0, 1.0))  # the weight of distances, and the half-life of an average
 STORY = [(0, 0), (1, 0), (0, 0), (1, 1), (1, 0)]  # (layer, expert): 0.75 for (0, 0), 0.625 for (1, 0), 0.25 for (1, 1)
 
 
@@ -77,15 +71,6 @@ def there(store: Store) -> set[tuple[int, int]]:
     return {(int(il), int(expert)) for il, expert in np.argwhere(store.residency() == 2)}
 
 
-def test_two_averages_are_added_by_their_weights(told: Told) -> None:
-    """Layer 1 saw 1, 1, 1, 0: 0.5 and 0.4375 when halving each token, 1/16 and 3/16 less a bit when fading slowly."""
-    story = [(1, 1), (1, 1), (1, 1), (1, 0)]
-    for weights, left in (((1.0, 0.0), (1, 0)), ((0.1, 0.9), (1, 1))):
-        store, event = told(2, rates((1.0, 10.0), weights, 1.0), story)
-        event(0, 3)
-        assert there(store) == {(0, 3), left}
-
-
 def test_a_resident_pool_starts_counting_when_it_shrinks(two: FakeModel, open_store: Open) -> None:
     store, context = open_store(two, 16, fill=False)
     set_policy(store, HALVING)
@@ -111,14 +96,9 @@ NAN, INF = math.nan, math.inf
 @pytest.mark.parametrize(
     ("policy", "rule"),
     [
-        (rates((1,) * 8, (1,) * 8, 1), "'next-use' has at most 15 values, not 17"),
-        (rates((1,) * 8, (1,) * 7, 1), "at most 15"),
-        (rates((1, 2), (1,), 1), "a weight each"),
-        *((rates((1, bad), (1, 1), 1), "half-life is a number of tokens above 0") for bad in (0, -1, NAN, INF)),
-        *((rates((1, 1), (1, bad), 1), "weight is 0 or more") for bad in (-1, NAN, INF)),
-        (rates((1, 1), (0, 0), 1), "weights of the averages add up to 0"),
-        (rates((1, 1), (3e38, 3e38), 1), "weights of the averages add up to inf"),
-        *((rates((1,), (1,), bad), "weight of the distance is 0 or more") for bad in (-1, NAN, INF)),
+        (Named("next-use", (1, 1, 1)), "'next-use' has at most 2 values, not 3"),
+        *((Named("next-use", (1, bad)), "half-life is a number of tokens above 0") for bad in (0, -1, NAN, INF)),
+        *((Named("next-use", (bad,)), "weight of the distance is 0 or more") for bad in (-1, NAN, INF)),
         (Named("lfu"), "no eviction policy 'lfu'; known are .*lru.*next-use"),
         (Named(""), "no eviction policy ''"),
         (Named("lru", (3,)), "'lru' has at most 0 values, not 1"),

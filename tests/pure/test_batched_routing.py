@@ -98,7 +98,7 @@ def test_the_collection_learns_every_request_of_a_batch() -> None:
     for event in batched().events():
         if isinstance(event, RoutingEvent):
             history.update(event)
-            predictor.predict_eam.learn(history)
+            predictor.learn(history)
     eamcs = predictor.learned(history)
     assert eamcs.decode.n_entries == 4
     assert eamcs.prefill.n_entries == 5

@@ -162,7 +162,8 @@ def test_no_events_are_an_empty_trace(tmp_path: Path) -> None:
 
 def test_a_full_disk_ends_the_recording_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: TraceWriter, block: Trace) -> None:
-        self._raise_write_error(OSError(errno.ENOSPC, "No space left on device"))
+        with self._writing():
+            raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(recorder, "BLOCK_PASSES", 2)
     monkeypatch.setattr(TraceWriter, "add", full)

@@ -9,11 +9,9 @@ from typing import ClassVar, Protocol, runtime_checkable
 import numpy as np
 
 from moegguf.controller.artifacts import Artifacts
-from moegguf.controller.collection import EamcPair
 from moegguf.controller.forecast import Forecast
 from moegguf.controller.history import History
-from moegguf.controller.predictors.base import Predictor
-from moegguf.controller.predictors.eamc import EamcPredictor, Learner, PredictEam
+from moegguf.controller.predictors.eamc import EamcPredictor
 from moegguf.controller.shape import MoeShape
 from moegguf.errors import OptionError
 from moegguf.native.events import Float32s
@@ -63,44 +61,17 @@ class Static:
         return self._scores
 
 
-# Not given in the paper. Small enough that an expert used by no matched request never outranks one that was used.
-EPSILON = 1e-6
+class Sparsity(NativePolicy):
+    """MoE-Infinity's algorithm 1, which the store carries out: by what the predictor in use forecasts, and where there
+    is none by the requests seen so far (`predictor`)."""
+
+    predictor: EamcPredictor
 
 
-class SparsityAware(Learner):
-    """score = (pEAM[il, e] / n_token + epsilon) * (1 - il / L), over all layers.
-
-    pEAM are the aggregated counts of past requests that resemble the pass in progress and n_token their sum in that
-    row, independent of the predictor in use. L layers have experts and il counts these from 0. Early layers are
-    favoured because little can be prefetched for them (section 4.6). Without any counts all scores are 0: least recent
-    use.
-    """
-
-    name: ClassVar[str] = "sparsity"
-
-    def __init__(self, shape: MoeShape, eamcs: EamcPair | None = None) -> None:
-        self.predict_eam = PredictEam(shape, eamcs)
-        self._decay = np.zeros((shape.n_layer, 1), np.float32)
-        self._decay[list(shape.layers), 0] = 1 - np.arange(len(shape.layers)) / len(shape.layers)
-
-    def together_with(self, predictor: Predictor) -> AnyPolicy:
-        """The store's policy of this name where it predicts the same, else this one, which predicts by itself.
-
-        There an expert's share is that of the last prediction of its layer: of this pass before the layer comes, then
-        of the next one, after the last layer.
-        """
-        same = isinstance(predictor, EamcPredictor) and predictor.native() is not None
-        return native_policies()[self.name] if same else self
-
-    def scores(self, history: History, forecast: Forecast) -> Float32s | None:
-        """(n_layer, n_expert), updated at every routing event."""
-        self.predict_eam.update(history)
-        probabilities = self.predict_eam.table()
-        if not probabilities.any():
-            return probabilities
-        probabilities += np.float32(EPSILON)
-        probabilities *= self._decay
-        return probabilities
+def _sparsity(shape: MoeShape, artifacts: Artifacts) -> AnyPolicy:
+    policy = Sparsity("sparsity", takes_forecast=True)
+    policy.predictor = EamcPredictor(shape, artifacts.collection(shape))
+    return policy
 
 
 AUTO = "auto"
@@ -122,7 +93,7 @@ def _static(shape: MoeShape, artifacts: Artifacts) -> AnyPolicy:
 OWN_POLICIES: dict[str, Callable[[MoeShape, Artifacts], AnyPolicy]] = {
     "lfu": lambda shape, artifacts: Lfu(),
     "static": _static,
-    "sparsity": lambda shape, artifacts: SparsityAware(shape, artifacts.collection(shape)),
+    "sparsity": _sparsity,
 }
 
 

@@ -2,7 +2,6 @@
 #include "isa_avx2.h"
 
 #include "attention.h"
-#include "floats.h"
 #include "tile.h"
 
 namespace moegguf::kernels {

@@ -159,7 +159,7 @@ struct Avx2 {
     static I high_64(I a, I b) { return _mm256_unpackhi_epi64(a, b); }
     static void store(uint16_t * out, I x) { _mm256_store_si256((I *)out, x); }
 
-    // ---- 16 lanes of floats, for floats.h ----
+    // ---- 16 lanes of floats, for floats in tile.h ----
 
     static constexpr int float_cols = 2, float_rows = 2;
     struct Lanes {

@@ -119,7 +119,7 @@ struct Columns16 {
     static I high_64(I a, I b) { return _mm512_unpackhi_epi64(a, b); }
     static void store(uint16_t * out, I x) { _mm512_store_si512(out, x); }
 
-    // ---- 16 lanes of floats, for floats.h ----
+    // ---- 16 lanes of floats, for floats in tile.h ----
 
     static constexpr int float_cols = 4, float_rows = 4;
     using Lanes = __m512;

@@ -6,10 +6,25 @@
 #include "kernels.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 
 namespace moegguf::kernels {
 namespace {
+
+const Kernels * detect() {
+#if defined(__x86_64__)
+    const char * forced = getenv("MOEGGUF_KERNELS");
+    const auto is = [forced](const char * name) { return forced && strcmp(forced, name) == 0; };
+    __builtin_cpu_init();
+    if (!is("upstream") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+        const bool has_512 = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+        return has_512 && !is("avx2") ? &avx512 : &avx2;
+    }
+#endif
+    return nullptr;
+}
 
 constexpr int max_tile = 16;
 constexpr int64_t part_bytes = 256 << 10; // of weights that are multiplied with all rows before the next ones
@@ -204,12 +219,6 @@ void sort_choices(const ggml_tensor * op, const Work & work, int n_threads) {
     for_each_choice(op->src[2], [&](int32_t expert, Choice choice) { work.choices[work.end[expert]++] = choice; });
 }
 
-void quantize_rows(const ggml_compute_params * params, const ggml_tensor * x, const Product & p, char * rows) {
-    for (int64_t i = params->ith; i < ggml_nrows(x); i += params->nth) {
-        p.kernel->quantize(row_of(x, i), p.n, rows + i * p.quantized(), p.kernel->block_bytes);
-    }
-}
-
 // Columns [first, last) of all rows of an expert.
 void multiply_expert(ggml_tensor * op, const Product & p, const Work & work, char * tile, const Choice * choices,
                      int64_t n_rows, int64_t first, int64_t last) {
@@ -234,7 +243,9 @@ void mul_mat_id(ggml_compute_params * params, ggml_tensor * op, const Kernel * k
     const Work work(op, kernel, params->nth, params->wdata);
     GGML_ASSERT(params->wsize >= work.size);
     Product p = {kernel, nullptr, w->nb[1], w->ne[0]};
-    quantize_rows(params, op->src[1], p, work.rows);
+    for (int64_t i = params->ith; i < ggml_nrows(op->src[1]); i += params->nth) {
+        kernel->quantize(row_of(op->src[1], i), p.n, work.rows + i * p.quantized(), kernel->block_bytes);
+    }
     if (params->ith == 0) { sort_choices(op, work, params->nth); }
     ggml_barrier(params->threadpool);
 
@@ -252,6 +263,11 @@ void mul_mat_id(ggml_compute_params * params, ggml_tensor * op, const Kernel * k
 }
 
 } // namespace
+
+const Kernels * processor_kernels() {
+    static const Kernels * found = detect();
+    return found;
+}
 
 bool has_kernels(ggml_type type) { return kernel_of(type) != nullptr; }
 

@@ -2,10 +2,81 @@
 // same sum: products of a block are added exactly, as integers, and blocks one after the other with fma.
 #pragma once
 
-#include "quantize.h"
+#include "kernels.h"
+#include "types.h"
 
 namespace moegguf::kernels {
 namespace {
+
+// ---- rows of activations, as blocks of 8 bits with a scale, with the values that upstream's blocks have ----
+
+// 32 rounded values; returns the sums of successive pairs.
+inline __m256i round_32(const float * x, float inverse, int8_t * out) {
+    __m256i q[4];
+    for (int i = 0; i < 4; i++) {
+        q[i] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_set1_ps(inverse), _mm256_loadu_ps(x + 8 * i)));
+    }
+    const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
+    const __m256i ordered = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    _mm256_storeu_si256((__m256i *)out, ordered);
+    return _mm256_maddubs_epi16(_mm256_set1_epi8(1), ordered);
+}
+
+inline int32_t sum_of_pairs(__m256i pairs) {
+    const __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+    __m128i x = _mm_add_epi32(_mm256_castsi256_si128(fours), _mm256_extracti128_si256(fours, 1));
+    x = _mm_add_epi32(x, _mm_shuffle_epi32(x, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(x, _mm_shuffle_epi32(x, 0xb1)));
+}
+
+template <class Isa>
+float largest(const float * x, int n) {
+    typename Isa::F max = {};
+    for (int i = 0; i < n; i += Isa::n_cols) { max = Isa::max(Isa::abs(Isa::load(x + i)), max); }
+    return Isa::greatest(max);
+}
+
+// A scale of 16 bits, as quantize_row_q8_0 has it.
+template <class Isa, class T>
+void quantize_block(const float * x, Row32 & row) {
+    const float max = largest<Isa>(x, 32);
+    row.d = _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtps_ph(_mm_set_ss(max / 127.0f), _MM_FROUND_TO_NEAREST_INT)));
+    row.minus = -T::template offset<Isa> * sum_of_pairs(round_32(x, max > 0 ? 127.0f / max : 0.0f, row.qs));
+}
+
+// The scale of quantize_row_q8_K, which may change the sign of values and scale together.
+template <class Isa, class Row>
+float scale_of(const float * x, Row & row) {
+    const float max = largest<Isa>(x, 256), inverse = max > 0 ? 127.0f / max : 0.0f;
+    row.d = max > 0 ? 1.0f / inverse : 0.0f;
+    return inverse;
+}
+
+template <class Isa, class T>
+void quantize_block(const float * x, RowMins & row) {
+    const float inverse = scale_of<Isa>(x, row);
+    for (int i = 0; i < 8; i++) { row.sums[i] = (int16_t)sum_of_pairs(round_32(x + 32 * i, inverse, row.qs + 32 * i)); }
+}
+
+template <class Isa, class T>
+void quantize_block(const float * x, RowOffset & row) {
+    const float inverse = scale_of<Isa>(x, row);
+    const __m256i even = _mm256_setr_epi32(0, 2, 4, 6, 0, 2, 4, 6);
+    for (int i = 0; i < 8; i++) {
+        const __m256i minus = Isa::minus_8(round_32(x + 32 * i, inverse, row.qs + 32 * i), T::offset);
+        const __m256i packed = _mm256_permutevar8x32_epi32(minus, even);
+        _mm_storeu_si128((__m128i *)(row.minus + 4 * i), _mm256_castsi256_si128(packed));
+    }
+}
+
+template <class Isa, class T>
+void quantize(const float * x, int64_t n, char * blocks, size_t stride) {
+    for (int64_t i = 0; i < n; i += T::n_values, blocks += stride) {
+        quantize_block<Isa, T>(x + i, *(typename T::Row *)blocks);
+    }
+}
+
+// ---- tiles ----
 
 constexpr int prefetch_ahead_bytes = 32768; // into the second cache: few lines at once are on their way to the first
 
@@ -154,6 +225,101 @@ const Kernel * find(ggml_type type) {
            : type == GGML_TYPE_Q5_K   ? &kernel<Isa, Q5KX8>
            : type == GGML_TYPE_Q6_K   ? &kernel<Isa, Q6KX8>
                                       : nullptr;
+}
+
+// ---- weights that are floats: a result is one sum of 16 lanes, each in the order of the values, and the lanes are
+// added in one order, whatever the number of rows, of columns and the instructions ----
+
+template <class Isa>
+struct Floats {
+    using V = typename Isa::Lanes;
+
+    template <ggml_type type>
+    static V load(const char * values, int64_t i) {
+        if constexpr (type == GGML_TYPE_F32) {
+            return Isa::load_f32((const float *)values + i);
+        } else if constexpr (type == GGML_TYPE_F16) {
+            return Isa::load_f16((const uint16_t *)values + i);
+        } else {
+            return Isa::load_bf16((const uint16_t *)values + i);
+        }
+    }
+
+    // The last n % 16 values, then zeros.
+    template <ggml_type type>
+    static V load_last(const char * values, int64_t i, int64_t n) {
+        constexpr size_t size = type == GGML_TYPE_F32 ? 4 : 2;
+        alignas(64) char last[16 * size] = {};
+        memcpy(last, values + i * size, (n - i) * size);
+        return load<type>(last, 0);
+    }
+
+    template <ggml_type type, int n_cols, int n_rows>
+    static void tile(const char * const * weights, const float * const * rows, int64_t n, float * const * out,
+                     int64_t col) {
+        V sums[n_cols][n_rows] = {};
+        const auto add = [&](auto load_weights, auto load_row) {
+            V x[n_rows];
+#pragma GCC unroll 4
+            for (int r = 0; r < n_rows; r++) { x[r] = load_row(rows[r]); }
+#pragma GCC unroll 4
+            for (int c = 0; c < n_cols; c++) {
+                const V w = load_weights(weights[c]);
+#pragma GCC unroll 4
+                for (int r = 0; r < n_rows; r++) { sums[c][r] = Isa::fma_lanes(w, x[r], sums[c][r]); }
+            }
+        };
+        int64_t i = 0;
+        for (; i + 16 <= n; i += 16) {
+            add([i](const char * w) { return load<type>(w, i); },
+                [i](const float * x) { return Isa::load_f32(x + i); });
+        }
+        if (i < n) {
+            add([i, n](const char * w) { return load_last<type>(w, i, n); },
+                [i, n](const float * x) { return load_last<GGML_TYPE_F32>((const char *)x, i, n); });
+        }
+        for (int r = 0; r < n_rows; r++) {
+            for (int c = 0; c < n_cols; c++) { out[r][col + c] = sum_of_8(Isa::fold(sums[c][r])); }
+        }
+    }
+
+    static float sum_of_8(__m256 x) {
+        __m128 x4 = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+        x4 = _mm_add_ps(x4, _mm_movehl_ps(x4, x4));
+        return _mm_cvtss_f32(_mm_add_ss(x4, _mm_movehdup_ps(x4)));
+    }
+
+    // Columns of n_rows rows, four or two at once, then one by one.
+    template <ggml_type type, int n_rows>
+    static void columns(const char * weights, size_t stride, int64_t n_cols, const float * const * rows, int64_t n,
+                        float * const * out) {
+        for (int64_t col = 0; col < n_cols;) {
+            const int n_tile = n_cols - col < Isa::float_cols ? 1 : Isa::float_cols;
+            const char * w[Isa::float_cols];
+            for (int c = 0; c < n_tile; c++) { w[c] = weights + (col + c) * stride; }
+            (n_tile == 1 ? tile<type, 1, n_rows> : tile<type, Isa::float_cols, n_rows>)(w, rows, n, out, col);
+            col += n_tile;
+        }
+    }
+
+    template <ggml_type type>
+    static void multiply(const char * weights, size_t stride, int64_t n_cols, const float * const * rows, int n_rows,
+                         int64_t n, float * const * out) {
+        for (int r = 0; r < n_rows;) {
+            const int n_tile = n_rows - r < Isa::float_rows ? 1 : Isa::float_rows;
+            const auto multiply_tile = n_tile == 1 ? columns<type, 1> : columns<type, Isa::float_rows>;
+            multiply_tile(weights, stride, n_cols, rows + r, n, out + r);
+            r += n_tile;
+        }
+    }
+};
+
+template <class Isa>
+MultiplyFloats find_floats(ggml_type type) {
+    return type == GGML_TYPE_F32    ? Floats<Isa>::template multiply<GGML_TYPE_F32>
+           : type == GGML_TYPE_F16  ? Floats<Isa>::template multiply<GGML_TYPE_F16>
+           : type == GGML_TYPE_BF16 ? Floats<Isa>::template multiply<GGML_TYPE_BF16>
+                                    : nullptr;
 }
 
 } // namespace

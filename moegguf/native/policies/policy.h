@@ -1,8 +1,7 @@
 // policy.h: what an eviction policy is: a score per expert, renewed by events; and what several are made of. Arithmetic
 // only: no threads, no locks.
 //
-// A new policy is a class in this folder, with a `const PolicyType NAME_policy`, which is declared below and listed in
-// registry.cpp.
+// A new policy is a class in this folder, with a line in the table of policies.cpp.
 #pragma once
 
 #include "layout.h"
@@ -43,39 +42,29 @@ class EvictionPolicy {
 
     // What the router chose at layer il, expert_ids [n_tokens][n_expert_used]. True when scores of this layer changed:
     // its order is then built again before the next eviction.
-    virtual bool on_routing(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens) {
-        (void)il, (void)expert_ids, (void)n_expert_used, (void)n_tokens;
+    virtual bool on_routing(int /*il*/, const int32_t * /*expert_ids*/, int /*n_expert_used*/, int /*n_tokens*/) {
         return false;
     }
 
     // The router of layer il has chosen, and no victim was evicted for that yet. True when scores of this layer
     // changed.
-    virtual bool on_routed(int il) {
-        (void)il;
-        return false;
-    }
+    virtual bool on_routed(int /*il*/) { return false; }
 
     // The probability of each expert [n_expert] of layer il to be used when this layer comes next; NULL: unknown. True
     // when scores of this layer changed. Comes from a predictor, and as NULL at each routing event of the layer itself.
-    virtual bool on_forecast(int il, const float * probabilities) {
-        (void)il, (void)probabilities;
-        return false;
-    }
+    virtual bool on_forecast(int /*il*/, const float * /*probabilities*/) { return false; }
     // In it, what a predictor said; else how often what it said so came true.
     virtual bool takes_as_predicted() const { return false; }
 
     // The expert was given a slot, used (a routing event chose it; right after on_load where it was missing), or lost
     // its slot. These may change the score of this expert only. A new policy gets on_load for all that is resident.
-    virtual void on_use(int il, int expert) { (void)il, (void)expert; }
-    virtual void on_load(int il, int expert) { (void)il, (void)expert; }
-    virtual void on_evict(int il, int expert) { (void)il, (void)expert; }
-    virtual void on_prefetch(int il, int expert) { (void)il, (void)expert; } // it was loaded early
+    virtual void on_use(int /*il*/, int /*expert*/) {}
+    virtual void on_load(int /*il*/, int /*expert*/) {}
+    virtual void on_evict(int /*il*/, int /*expert*/) {}
+    virtual void on_prefetch(int /*il*/, int /*expert*/) {} // it was loaded early
 
     virtual float score(int il, int expert) const = 0; // never NaN
-    virtual float layer_offset(int il, const LayerStep & now) const {
-        (void)il, (void)now;
-        return 0.0f;
-    }
+    virtual float layer_offset(int /*il*/, const LayerStep & /*now*/) const { return 0.0f; }
 };
 
 // Numbers that take the place of a policy's own, in its own order.
@@ -97,19 +86,19 @@ struct PolicyType {
     std::unique_ptr<EvictionPolicy> (*make)(const Layout & layout, const Values & values);
 };
 
-extern const PolicyType next_use_policy, slru_policy, locality_policy, sparsity_policy; // NAME.cpp
+extern const PolicyType next_use_policy, locality_policy; // expected_use.cpp
 
 // The policy of that name. Throws Error(INVALID) for an unknown name, or a value out of range.
 std::unique_ptr<EvictionPolicy> make_policy(const Layout & layout, const std::string & name,
                                             const Values & values = {});
 const PolicyType * policy_at(int index); // nullptr behind the last one
 
-// A finite number of 0 or more.
-inline bool at_least_zero(float x) { return std::isfinite(x) && x >= 0.0f; }
+// A probability; what is no number is 0.
+inline float probability(float p) { return p > 0.0f ? std::min(p, 1.0f) : 0.0f; }
 
 // The part of an average that is left after so many tokens. Throws Error(INVALID).
 inline float kept_after(float half_life_tokens, int n_tokens) {
-    if (!at_least_zero(half_life_tokens) || half_life_tokens == 0.0f) {
+    if (!(half_life_tokens > 0.0f) || !std::isfinite(half_life_tokens)) {
         throw Error(MOEGGUF_INVALID,
                     "a half-life is a number of tokens above 0, not " + std::to_string(half_life_tokens));
     }

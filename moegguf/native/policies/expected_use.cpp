@@ -1,0 +1,349 @@
+// expected_use.cpp: policies that estimate when an expert is used next, and evict the one that waits longest.
+//
+// Of the tokens that pass its layer, a part p uses an expert; that is 1 / p - 1 passes after its layer comes next, and
+// distance_weight scales the part of a pass until then. Where a predictor forecasts that the layer uses the expert then
+// with probability q, it is (1 - q) / p passes after that. They touch their own tables only (policy.h).
+#include "policies/policy.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <functional>
+#include <numeric>
+#include <utility>
+
+namespace moegguf {
+namespace {
+
+constexpr float least_rate = 1e-4f; // a token uses no expert less often than this
+
+// Rates: what estimates p.
+template <class Rates>
+class ExpectedUse : public EvictionPolicy {
+  public:
+    template <typename... Args>
+    ExpectedUse(const Layout & layout, float distance_weight, Args... args)
+        : layout_(layout),
+          rates_(layout, args...),
+          wait_(layout.n_keys(), 1.0f / least_rate),
+          forecast_(layout.n_keys(), 0.0f),
+          known_(layout.layers.size(), 0) {
+        if (!(distance_weight >= 0.0f) || !std::isfinite(distance_weight)) {
+            throw Error(MOEGGUF_INVALID,
+                        "the weight of the distance is 0 or more, not " + std::to_string(distance_weight));
+        }
+        // The layer after this one comes next; this one's own others wait for a whole pass: its chosen ones are pinned.
+        const int n_row = layout.n_moe_layers;
+        for (int ahead = 1 - n_row; ahead < n_row; ahead++) {
+            distance_.push_back(distance_weight * (ahead > 0 ? ahead : ahead + n_row) / n_row);
+        }
+    }
+
+    bool orders(const LayerStep & now) const override { return now.decodes; }
+
+    bool on_routing(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens) override {
+        rates_.count(il, expert_ids, n_expert_used, n_tokens);
+        const float * rates = rates_.row(il);
+        std::transform(rates, rates + layout_.layers[il].n_expert, &wait_[layout_.key(il, 0)],
+                       [](float p) { return 1.0f / std::max(p, least_rate); });
+        return true;
+    }
+
+    bool on_forecast(int il, const float * probabilities) override {
+        const bool was_known = std::exchange(known_[il], probabilities != nullptr);
+        if (probabilities) {
+            std::transform(probabilities, probabilities + layout_.layers[il].n_expert, &forecast_[layout_.key(il, 0)],
+                           probability);
+        }
+        return was_known || probabilities;
+    }
+
+    // -(expected passes until the next use of an expert), counted from when its layer comes next ...
+    float score(int il, int expert) const override {
+        const int key = layout_.key(il, expert);
+        return known_[il] ? -wait_[key] * (1.0f - forecast_[key]) : 1.0f - wait_[key];
+    }
+
+    // ... which is this far from a routing event of layer now.il.
+    float layer_offset(int il, const LayerStep & now) const override {
+        return -distance_[layout_.row_of[il] - layout_.row_of[now.il] + layout_.n_moe_layers - 1];
+    }
+
+  protected:
+    const Layout & layout_;
+
+  private:
+    Rates rates_;
+    std::vector<float> wait_;     // [n_layer * n_expert_max], passes between uses
+    std::vector<float> forecast_; // [n_layer * n_expert_max], probabilities where known_
+    std::vector<uint8_t> known_;  // [n_layer]
+    std::vector<float> distance_; // [2 * n_moe_layers - 1], by rows ahead: part of a pass until a layer comes
+};
+
+// ExpertFlow's predictive locality-aware expert caching with real-time correction (sections 3.2.1 and 3.2.2): keeps
+// what is predicted for this pass, nearest layers first.
+//
+// Victims are, from first to last: experts that were prefetched in vain, as their layer's router has shown; those that
+// this pass no longer needs, of layers computed already or not predicted; predicted ones, the farthest first. The paper
+// has this order, but neither one among equals nor what is "locality" beyond its example (a cache of 8 takes the two
+// nearest of four layers whole, and the third as the first is done). Here predicted ones are ordered by their distance,
+// the others by how many passes ago, on average, they are used again. Without predictions it is decayed frequency.
+class Locality final : public ExpectedUse<FadingAverage> {
+  public:
+    Locality(const Layout & layout, const Values &)
+        : ExpectedUse(layout, 1.0f, half_life_tokens),
+          prefetched_(layout.n_keys(), Early::no),
+          active_(layout.n_expert_max) {}
+
+    bool takes_as_predicted() const override { return true; }
+
+    // What the layer uses is no victim, and is told as used.
+    bool on_routed(int il) override {
+        Early * prefetched = &prefetched_[layout_.key(il, 0)];
+        std::replace(prefetched, prefetched + layout_.layers[il].n_expert, Early::yes, Early::in_vain);
+        return true;
+    }
+
+    // Each expert is predicted active or idle (3.1): the likeliest are active, as many as a token uses.
+    bool on_forecast(int il, const float * probabilities) override {
+        if (!probabilities) { return ExpectedUse::on_forecast(il, nullptr); }
+        const Layer & layer = layout_.layers[il];
+        sorted_.resize(layer.n_expert);
+        std::transform(probabilities, probabilities + layer.n_expert, sorted_.begin(), probability);
+        const auto last = sorted_.begin() + std::min(layer.n_expert_used, layer.n_expert) - 1;
+        std::nth_element(sorted_.begin(), last, sorted_.end(), std::greater<float>());
+        const float least = std::min(*last, likely);
+        std::transform(probabilities, probabilities + layer.n_expert, active_.begin(),
+                       [least](float p) { return p > 0.0f && p >= least ? 1.0f : 0.0f; });
+        return ExpectedUse::on_forecast(il, active_.data());
+    }
+
+    void on_prefetch(int il, int expert) override { prefetched_[layout_.key(il, expert)] = Early::yes; }
+    void on_use(int il, int expert) override { prefetched_[layout_.key(il, expert)] = Early::no; }
+    void on_evict(int il, int expert) override { prefetched_[layout_.key(il, expert)] = Early::no; }
+
+    float score(int il, int expert) const override {
+        constexpr float first_to_go = -1e6f; // below the score of any other
+        const bool is_in_vain = prefetched_[layout_.key(il, expert)] == Early::in_vain;
+        return is_in_vain ? first_to_go : ExpectedUse::score(il, expert);
+    }
+
+  private:
+    enum class Early : uint8_t { no, yes, in_vain };
+    static constexpr float half_life_tokens = 14.0f;
+    static constexpr float likely = 0.5f; // of several sequences more than one's choices are active
+
+    std::vector<Early> prefetched_;      // [n_layer * n_expert_max] and not used since
+    std::vector<float> active_, sorted_; // scratch
+};
+
+constexpr float least_input = 1e-3f; // whose logit is taken
+
+// The logarithm in it is linear between powers of two, which is near enough and takes no call.
+float logit(float p) {
+    p = std::clamp(p, least_input, 1.0f - least_input);
+    const float rest = 1.0f - p;
+    int32_t bits, bits_of_rest;
+    std::memcpy(&bits, &p, sizeof p);
+    std::memcpy(&bits_of_rest, &rest, sizeof rest);
+    return (float)(bits - bits_of_rest) * (0.6931472f / (1 << 23));
+}
+
+// The probability that a token uses an expert, as a mixture of predictions: fading averages of use, and recall: what
+// tokens used after earlier ones that had been routed as the last one. They are mixed as a logistic regression of each
+// layer, whose weights are learned while it runs (Duchi et al. 2011: AdaGrad), as models and layers differ in how long
+// they keep to the same experts.
+class LearnedRates {
+  public:
+    explicit LearnedRates(const Layout & layout);
+
+    // A routing event of n_tokens tokens, whose uses count in averages as if spread evenly over them.
+    void count(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens);
+
+    const float * row(int il) const { return &rates_[layout_.key(il, 0)]; } // [n_expert], above 0
+
+  private:
+    static constexpr std::array<float, 6> half_lives_tokens = {1.0f, 4.0f, 16.0f, 64.0f, 256.0f, 4000.0f};
+    // How much what came 1, 2, ... tokens after an earlier one says about the next.
+    static constexpr std::array<float, 6> after = {0.4f, 0.25f, 0.15f, 0.1f, 0.05f, 0.05f};
+    static constexpr size_t n_averages = half_lives_tokens.size(), recalled = n_averages; // the last input
+    static constexpr int n_after = after.size();
+    static constexpr int window = 1536; // earlier tokens that recall knows
+    using Averages = std::array<float, n_averages>;
+    using Inputs = std::array<float, n_averages + 1>;
+
+    struct History {              // of a layer
+        std::vector<int16_t> ids; // [2 * window][n_used], n_expert behind those of a token that used fewer
+        int n_tokens = 0, n_used = 0;
+        std::array<int16_t, window> n_alike{}; // experts that each token before the last one shares with it
+        int n_earlier() const { return std::min(n_tokens - 1, window); }
+        const int16_t * last() const { return &ids[(n_tokens - 1) * n_used]; }
+    };
+
+    void learn(int il);
+    void average(int il, int n_tokens);
+    void remember(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens);
+    void count_alike(int il);
+    void recall(int il);
+
+    const Layout & layout_;
+    Averages kept_{};                         // of each after a token
+    std::vector<Inputs> weights_, gradients_; // [n_layer], learned; squares of their gradients so far, added up
+    std::vector<Averages> averages_;          // [n_layer * n_expert_max]
+    std::vector<Inputs> inputs_;              // [n_layer * n_expert_max], logits
+    std::vector<float> rates_;                // [n_layer * n_expert_max]
+    std::vector<float> used_;                 // [n_expert_max] of this event, by share of its tokens
+    std::vector<History> histories_;          // [n_layer]
+    std::vector<float> alike_weights_;        // of a token that shares 0, 1, ... experts less than the one most alike
+    std::array<int, window> n_alike_{};       // of all layers; as in what follows, the last earlier token comes last
+    std::array<float, n_after + window> alike_{};
+    std::array<float, 1 + window> expected_{}; // how much of each token, the last one included, is expected next
+    std::vector<uint8_t> marked_;              // [n_expert_max + 1], the last token's experts
+    std::vector<float> sums_;                  // [n_expert_max + 1]
+};
+
+LearnedRates::LearnedRates(const Layout & layout)
+    : layout_(layout),
+      averages_(layout.n_keys(), Averages{}),
+      inputs_(layout.n_keys(), Inputs{}),
+      rates_(layout.n_keys(), least_rate),
+      used_(layout.n_expert_max),
+      histories_(layout.layers.size()),
+      marked_(layout.n_expert_max + 1),
+      sums_(layout.n_expert_max + 1) {
+    constexpr float first_recall = 0.4f, first_gradient = 1e-3f; // the weight of what is recalled
+    constexpr float sharpness = 16.0f; // a token that shares nothing counts exp(-16) of one that shares every expert
+    Inputs weights, gradients;
+    weights.fill((1.0f - first_recall) / n_averages);
+    weights[recalled] = first_recall;
+    gradients.fill(first_gradient);
+    weights_.assign(layout.layers.size(), weights);
+    gradients_.assign(layout.layers.size(), gradients);
+    for (size_t i = 0; i < n_averages; i++) { kept_[i] = kept_after(half_lives_tokens[i], 1); }
+    int n_used = 0; // of all layers
+    for (int il : layout.moe_layers) {
+        histories_[il].n_used = layout.layers[il].n_expert_used;
+        histories_[il].ids.resize(2 * window * histories_[il].n_used);
+        n_used += histories_[il].n_used;
+    }
+    for (int i = 0; i <= n_used; i++) { alike_weights_.push_back(std::exp(-sharpness * i / n_used)); }
+}
+
+void LearnedRates::count(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens) {
+    constexpr int most_learned_tokens = 64; // of a prompt only the average is known
+    const int n_expert = layout_.layers[il].n_expert;
+    std::fill_n(used_.begin(), n_expert, 0.0f);
+    for (int64_t use = 0; use < (int64_t)n_expert_used * n_tokens; use++) { used_[expert_ids[use]] += 1.0f / n_tokens; }
+    if (n_tokens <= most_learned_tokens && histories_[il].n_tokens > 0) { learn(il); }
+    average(il, n_tokens);
+    remember(il, expert_ids, n_expert_used, n_tokens);
+    count_alike(il);
+    recall(il);
+    const Inputs & weights = weights_[il];
+    for (int key = layout_.key(il, 0); key < layout_.key(il, n_expert); key++) {
+        const float sum = std::inner_product(weights.begin(), weights.end(), inputs_[key].begin(), 0.0f);
+        rates_[key] = std::max(1.0f / (1.0f + std::exp(-sum)), least_rate);
+    }
+}
+
+// One step along the gradient of the logarithm of what was predicted of what came.
+void LearnedRates::learn(int il) {
+    constexpr float learning_rate = 0.03f;
+    Inputs gradient{};
+    for (int e = 0; e < layout_.layers[il].n_expert; e++) {
+        const int key = layout_.key(il, e);
+        const float error = (used_[e] - rates_[key]) / layout_.layers[il].n_expert_used;
+        for (size_t i = 0; i < gradient.size(); i++) { gradient[i] += error * inputs_[key][i]; }
+    }
+    for (size_t i = 0; i < gradient.size(); i++) {
+        gradients_[il][i] += gradient[i] * gradient[i];
+        weights_[il][i] += learning_rate * gradient[i] / std::sqrt(gradients_[il][i]);
+    }
+}
+
+// As inputs, averages begin as if half a token had used every expert alike.
+void LearnedRates::average(int il, int n_tokens) {
+    const Layer & layer = layout_.layers[il];
+    const float alike = (float)layer.n_expert_used / layer.n_expert;
+    Averages kept = kept_, prior{};
+    for (size_t i = 0; i < n_averages; i++) {
+        kept[i] = n_tokens > 1 ? std::pow(kept[i], (float)n_tokens) : kept[i];
+        prior[i] = 0.5f * (1.0f - kept_[i]);
+    }
+    for (int e = 0; e < layer.n_expert; e++) {
+        const int key = layout_.key(il, e);
+        for (size_t i = 0; i < n_averages; i++) {
+            float & average = averages_[key][i];
+            average = used_[e] + kept[i] * (average - used_[e]);
+            inputs_[key][i] = logit((average + prior[i] * alike) / (1.0f + prior[i]));
+        }
+    }
+}
+
+// Tokens of an event come one after another, also where they are of several sequences.
+void LearnedRates::remember(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens) {
+    History & history = histories_[il];
+    const int n_used = history.n_used;
+    for (int token = std::max(0, n_tokens - window); token < n_tokens; token++) {
+        if (history.n_tokens == 2 * window) {
+            std::copy_n(&history.ids[window * n_used], window * n_used, history.ids.begin());
+            history.n_tokens = window;
+        }
+        const auto ids = history.ids.begin() + history.n_tokens++ * n_used;
+        std::fill_n(ids, n_used, layout_.layers[il].n_expert);
+        std::copy_n(expert_ids + (int64_t)token * n_expert_used, std::min(n_expert_used, n_used), ids);
+    }
+}
+
+void LearnedRates::count_alike(int il) {
+    History & history = histories_[il];
+    const int n_used = history.n_used, n_earlier = history.n_earlier();
+    std::fill(marked_.begin(), marked_.end(), 0);
+    for (int i = 0; i < n_used; i++) { marked_[history.last()[i]] = history.last()[i] < layout_.layers[il].n_expert; }
+    const int16_t * ids = history.last() - n_earlier * n_used;
+    for (int at = window - n_earlier; at < window; at++, ids += n_used) {
+        int n = 0;
+        for (int i = 0; i < n_used; i++) { n += marked_[ids[i]]; }
+        n_alike_[at] += n - history.n_alike[at];
+        history.n_alike[at] = n;
+    }
+}
+
+// Each earlier token counts by how much of its routing, over all layers, is the last token's.
+void LearnedRates::recall(int il) {
+    const History & history = histories_[il];
+    const int n_used = history.n_used, n_earlier = history.n_earlier(), first = window - n_earlier;
+    if (n_earlier == 0) { return; }
+    const int most_alike = *std::max_element(n_alike_.begin() + first, n_alike_.end());
+    float sum = 0.0f;
+    std::fill_n(alike_.begin(), n_after + first, 0.0f);
+    for (int at = first; at < window; at++) { sum += alike_[n_after + at] = alike_weights_[most_alike - n_alike_[at]]; }
+    for (int at = first; at <= window; at++) {
+        expected_[at] = 0.0f;
+        for (int i = 0; i < n_after; i++) { expected_[at] += after[i] * alike_[n_after + at - 1 - i]; }
+    }
+    std::fill(sums_.begin(), sums_.end(), 0.0f);
+    const int16_t * ids = history.last() - n_earlier * n_used;
+    for (int at = first; at <= window; at++, ids += n_used) {
+        for (int i = 0; i < n_used; i++) { sums_[ids[i]] += expected_[at]; }
+    }
+    for (int e = 0; e < layout_.layers[il].n_expert; e++) {
+        inputs_[layout_.key(il, e)][recalled] = logit(sums_[e] / sum);
+    }
+}
+
+// Belady's rule with an estimate in place of the future. Where several sequences decode together, p has the same order.
+// Other passes of more than one token are left to recency and the sweep, but count. Its values: distance_weight, and a
+// half-life in tokens, of one plain average in place of what is learned.
+std::unique_ptr<EvictionPolicy> make_next_use(const Layout & layout, const Values & values) {
+    const float distance_weight = value_or(values, 0, 4.0f);
+    if (values.size() < 2) { return std::make_unique<ExpectedUse<LearnedRates>>(layout, distance_weight); }
+    return std::make_unique<ExpectedUse<FadingAverage>>(layout, distance_weight, values[1]);
+}
+
+} // namespace
+
+const PolicyType next_use_policy = {"next-use", true, 2, make_next_use};
+const PolicyType locality_policy = {"locality", true, 0, make_policy_of<Locality>};
+
+} // namespace moegguf

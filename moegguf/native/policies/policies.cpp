@@ -1,0 +1,175 @@
+// policies.cpp: the table of policies that can be chosen by name, and those of them that need no estimate of the next
+// use (expected_use.cpp). They touch their own tables only (policy.h).
+#include "policies/policy.h"
+
+namespace moegguf {
+namespace {
+
+// Evicts the least recently used expert: leaves everything to recency.
+class Lru final : public EvictionPolicy {
+  public:
+    Lru(const Layout &, const Values &) {}
+
+    bool orders(const LayerStep &) const override { return false; }
+    float score(int, int) const override { return 0.0f; }
+};
+
+// Evicts the expert with the fewest uses, each counted half as much after every half_life_tokens (LRFU, Lee et al.
+// 2001), its one value. Passes of more than one token are left to recency, but count.
+class DecayedFrequency final : public EvictionPolicy {
+  public:
+    DecayedFrequency(const Layout & layout, const Values & values) : average_(layout, value_or(values, 0, 64.0f)) {}
+
+    bool orders(const LayerStep & now) const override { return now.token; }
+    bool on_routing(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens) override {
+        average_.count(il, expert_ids, n_expert_used, n_tokens);
+        return true;
+    }
+    float score(int il, int expert) const override { return average_.row(il)[expert]; }
+
+  private:
+    FadingAverage average_;
+};
+
+// Segmented LRU (Karedla, Love and Wherry 1994), with two segments for each layer: experts that were used again since
+// they were loaded are protected, the others are on probation and are evicted first. The protected segment holds up to
+// protected_share, its one value, of the layer's experts; beyond that its least recently used expert goes back on
+// probation.
+class Slru final : public EvictionPolicy {
+  public:
+    Slru(const Layout & layout, const Values & values)
+        : layout_(layout),
+          share_(value_or(values, 0, 0.8f)),
+          fresh_(layout.n_keys(), 0),
+          used_(layout.n_keys(), 0),
+          n_resident_(layout.layers.size(), 0),
+          n_protected_(layout.layers.size(), 0) {
+        if (!(share_ >= 0.0f && share_ <= 1.0f)) {
+            throw Error(MOEGGUF_INVALID, "the protected share lies from 0 to 1, but is " + std::to_string(share_));
+        }
+    }
+
+    bool orders(const LayerStep & now) const override { return !now.sweep; }
+    float score(int il, int expert) const override { return used_[layout_.key(il, expert)] > 0 ? 1.0f : 0.0f; }
+
+    void on_load(int il, int expert) override {
+        n_resident_[il] += 1;
+        fresh_[layout_.key(il, expert)] = true;
+    }
+    void on_use(int il, int expert) override {
+        const int key = layout_.key(il, expert);
+        if (fresh_[key]) {
+            fresh_[key] = false;
+            return;
+        }
+        n_protected_[il] += used_[key] == 0;
+        used_[key] = ++clock_;
+    }
+    void on_evict(int il, int expert) override {
+        n_resident_[il] -= 1;
+        demote(il, expert);
+    }
+
+    bool on_routing(int il, const int32_t *, int, int) override {
+        const int most = (int)std::ceil(share_ * n_resident_[il]);
+        const bool full = n_protected_[il] > most;
+        while (n_protected_[il] > most) {
+            const uint64_t * used = &used_[layout_.key(il, 0)];
+            int oldest = -1;
+            for (int expert = 0; expert < layout_.layers[il].n_expert; expert++) {
+                if (used[expert] > 0 && (oldest < 0 || used[expert] < used[oldest])) { oldest = expert; }
+            }
+            demote(il, oldest);
+        }
+        return full;
+    }
+
+  private:
+    void demote(int il, int expert) {
+        uint64_t & used = used_[layout_.key(il, expert)];
+        n_protected_[il] -= used > 0;
+        used = 0;
+    }
+
+    const Layout & layout_;
+    const float share_;
+    std::vector<uint8_t> fresh_;   // [n_layer * n_expert_max], loaded and not used yet
+    std::vector<uint64_t> used_;   // [n_layer * n_expert_max], when it was used again; 0: on probation
+    std::vector<int> n_resident_;  // [n_layer]
+    std::vector<int> n_protected_; // [n_layer]
+    uint64_t clock_ = 0;
+};
+
+// MoE-Infinity's sparsity-aware expert cache (algorithm 1): an expert's score is (its share of the layer's predicted
+// activation + epsilon) * (1 - layer / n_layers). Early layers are favoured, because little can be prefetched for them
+// (section 4.6). A share stays until the layer is predicted anew. Where nothing was predicted yet, and in prompts,
+// recency decides.
+
+// Not given in the paper: an expert used by no matched request never outranks one that was used.
+constexpr float epsilon = 1e-6f;
+
+class Sparsity final : public EvictionPolicy {
+  public:
+    Sparsity(const Layout & layout, const Values &) : layout_(layout), scores_(layout.n_keys(), 0.0f) {
+        for (int il : layout.moe_layers) { set_row(il, nullptr); }
+    }
+
+    bool orders(const LayerStep & now) const override { return now.decodes && predicted_; }
+    bool takes_as_predicted() const override { return true; }
+
+    bool on_forecast(int il, const float * probabilities) override {
+        if (probabilities) {
+            set_row(il, probabilities);
+            predicted_ = true;
+        }
+        return probabilities;
+    }
+
+    float score(int il, int expert) const override { return scores_[layout_.key(il, expert)]; }
+
+  private:
+    void set_row(int il, const float * probabilities) {
+        const Layer & layer = layout_.layers[il];
+        const float decay = 1.0f - (float)layout_.row_of[il] / layout_.n_moe_layers;
+        for (int e = 0; e < layer.n_expert; e++) {
+            const float p = probabilities ? probability(probabilities[e]) : 0.0f;
+            scores_[layout_.key(il, e)] = (p / layer.n_expert_used + epsilon) * decay;
+        }
+    }
+
+    const Layout & layout_;
+    std::vector<float> scores_; // [n_layer * n_expert_max]
+    bool predicted_ = false;
+};
+
+const PolicyType lru_policy = {"lru", false, 0, make_policy_of<Lru>};
+const PolicyType decayed_frequency_policy = {"lfu-decay", false, 1, make_policy_of<DecayedFrequency>};
+const PolicyType slru_policy = {"slru", false, 1, make_policy_of<Slru>};
+const PolicyType sparsity_policy = {"sparsity", true, 0, make_policy_of<Sparsity>};
+
+const PolicyType * const policies[] = {
+    &lru_policy, &decayed_frequency_policy, &next_use_policy, &slru_policy, &locality_policy, &sparsity_policy,
+};
+
+} // namespace
+
+std::unique_ptr<EvictionPolicy> make_policy(const Layout & layout, const std::string & name, const Values & values) {
+    std::string known;
+    for (const PolicyType * type : policies) {
+        if (name != type->name) {
+            known += (known.empty() ? "" : ", ") + std::string(type->name);
+        } else if (values.size() <= type->most_values) {
+            return type->make(layout, values);
+        } else {
+            throw Error(MOEGGUF_INVALID, "the policy '" + name + "' has at most " + std::to_string(type->most_values) +
+                                             " values, not " + std::to_string(values.size()));
+        }
+    }
+    throw Error(MOEGGUF_INVALID, "there is no eviction policy '" + name + "'; known are " + known);
+}
+
+const PolicyType * policy_at(int index) {
+    return index >= 0 && index < (int)std::size(policies) ? policies[index] : nullptr;
+}
+
+} // namespace moegguf
