@@ -59,8 +59,10 @@ class LearnedRates:
         """(n_expert,): what tokens used after those that were routed as the last one."""
         alike = self._alike.sum(0)[:n_earlier]
         weights = np.exp(self.SHARPNESS * (alike - alike.max()) / self._n_used)
-        found = np.zeros(self.table.shape[1])
+        expected, found = np.zeros(n_earlier + 1), np.zeros(self.table.shape[1])  # by the tokens since; of experts
         for age, weight in enumerate(weights, 1):
             for later, share in enumerate(self.AFTER[:age], 1):
-                found[self._history[il][-1 - age + later]] += weight * share
+                expected[age - later] += weight * share
+        for age in np.flatnonzero(expected > 1e-3):
+            found[self._history[il][-1 - age]] += expected[age]
         return (found / weights.sum()).astype(np.float32)
