@@ -3,11 +3,13 @@
 A block is written under a temporary name and renamed, and ends with a checksum keyed by a secret of the folder: one
 that is damaged, truncated or another folder's is deleted and counts as missing, so none is flushed to disk, either.
 Several processes may share a folder; a file that another one has deleted is missing, too. What the folder refuses
-turns the store off, with one warning. Does not know models or what blocks hold.
+turns the store off, with one warning. States of sequences go from their files into a KV cache (`native/kv_blocks.cpp`).
+Does not know models or what blocks hold.
 """
 
 from __future__ import annotations
 
+import ctypes as c
 import json
 import os
 import secrets
@@ -23,7 +25,7 @@ from pathlib import Path
 import xxhash
 
 from moegguf.atomic_write import locked_temporary, remove_abandoned
-from moegguf.native.kv_blocks import StateFile
+from moegguf.native import abi, library
 from moegguf.quantities import GIB
 from moegguf.settings import cache_folder
 
@@ -79,6 +81,48 @@ def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
                 yield path, path.stat()
 
 
+@dataclass(frozen=True)
+class StateFile:
+    """A state of `n_bytes` bytes from `begin` on in a file, its first bytes `head`, and the XXH3 digest (128 bits) of
+    `prefix` and all of it, which was not compared yet."""
+
+    path: Path
+    begin: int
+    n_bytes: int
+    head: bytes
+    prefix: bytes
+    digest: bytes
+
+
+class KVBlocks:
+    """States that are added, one after the other, and then read together. `seed`: of their digests."""
+
+    def __init__(self, seed: int) -> None:
+        self._library = library.load()
+        self._handle = self._library.moegguf_kv_blocks_open(seed)
+
+    def __enter__(self) -> KVBlocks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._library.moegguf_kv_blocks_close(self._handle)
+
+    def add(self, file: StateFile) -> int:
+        """The address for llama_state_seq_set_data, to be called next on this thread."""
+        digest = (c.c_uint8 * len(file.digest)).from_buffer_copy(file.digest)
+        prefix = c.cast(c.c_char_p(file.prefix), c.c_void_p)
+        block = abi.KvBlock(str(file.path).encode(), file.begin, file.n_bytes, prefix, len(file.prefix), digest)
+        state = c.c_void_p()
+        self._library.moegguf_kv_blocks_add(self._handle, c.byref(block), c.byref(state))
+        return state.value or 0
+
+    def fill(self) -> int:
+        """Reads what was added; the number of the first ones that have their digest."""
+        n_right = c.c_int32()
+        self._library.moegguf_kv_blocks_fill(self._handle, c.byref(n_right))
+        return n_right.value
+
+
 class ContextStore:
     """Blocks in `folder`, at most `limit_bytes` of them; None: a tenth of the disk that is free or the store's, at most
     MOST_AUTO_BYTES. For any thread."""
@@ -107,13 +151,7 @@ class ContextStore:
 
     def holds(self, name: str) -> bool:
         """Whether there is a file of this name."""
-        return not self.is_off and self._path(name).exists()
-
-    def names(self, prefix: str) -> list[str]:
-        """Names of the blocks whose names begin so, two characters at least."""
-        with suppress(OSError):
-            return sorted(name for name in os.listdir(self._path(prefix).parent) if name.startswith(prefix))
-        return []
+        return not self.is_off and os.path.exists(self._path(name))
 
     def open(self, name: str, n_head: int = 0) -> StateFile | None:
         """The file of a block, which was not checked, with at least `n_head` of its first bytes where it has so many;
@@ -156,11 +194,9 @@ class ContextStore:
             path = self._path(name)
             path.parent.mkdir(mode=0o700, exist_ok=True)
             handle, temporary = locked_temporary(self.folder, ".block.", "")
-            with os.fdopen(handle, "wb", buffering=0) as file:
-                for part in (first, *body):
-                    view = memoryview(part)
-                    while view:  # a full disk writes less
-                        view = view[file.write(view) :]
+            with os.fdopen(handle, "wb") as file:
+                file.writelines((first, *body))
+                file.flush()
                 os.replace(temporary, path)
         except OSError as error:
             with suppress(OSError):
@@ -171,16 +207,13 @@ class ContextStore:
         self._uncounted_bytes += n_bytes
         return True
 
-    def touch(self, names: Sequence[str]) -> set[str]:
-        """Notes that these were used now, the first one last: it is to leave after those that are of no use without it.
-        Returns those that are missing."""
-        now, missing = time.time_ns(), set[str]()
+    def touch(self, names: Sequence[str]) -> None:
+        """Notes that these were used now, the first one last: it is to leave after those that are of no use without
+        it."""
+        now = time.time_ns()
         for age, name in enumerate(names):
-            try:
+            with suppress(OSError):
                 os.utime(self._path(name), ns=(now - age * 1000, now - age * 1000))
-            except OSError:
-                missing.add(name)
-        return missing
 
     def delete(self, name: str) -> None:
         """Removes a block, if it is there and can be."""

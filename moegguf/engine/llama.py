@@ -20,7 +20,7 @@ from moegguf.controller.strategies import find_strategy
 from moegguf.engine.batch_invariance import is_batch_invariant
 from moegguf.engine.context import ClosedModel, Context
 from moegguf.engine.context_store import ContextStore, default_folder
-from moegguf.engine.drafts import ModelDrafts
+from moegguf.engine.drafts import Drafts, ModelDrafts
 from moegguf.engine.kept_contexts import KeptContexts, open_contexts, store_limit
 from moegguf.engine.keywords import LlamaCppOptions, with_keywords
 from moegguf.engine.live_controller import ControllerOptions
@@ -35,7 +35,6 @@ from moegguf.engine.session import Session
 from moegguf.engine.stats import Stats
 from moegguf.engine.upstream import UpstreamLlama
 from moegguf.engine.vocabulary import Vocabulary
-from moegguf.native.drafts import Drafts
 from moegguf.native.store import StoreOptions
 from moegguf.options import take_old_keywords
 from moegguf.settings import read_environment

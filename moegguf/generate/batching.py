@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from moegguf.errors import ClosedError, ContextError, ExpertIOError, GenerationCancelled
 from moegguf.generate.answer import AnswerEvents, BatchedAnswer, Slot, Task
-from moegguf.generate.drafting import make_drafter
+from moegguf.generate.drafting import Drafter
 from moegguf.generate.kv_slots import KvSlots, Part, Schedule, Step, StepTokens, chunk_of
 from moegguf.generate.request import GenerationRequest
 
@@ -51,7 +51,7 @@ class BatchLoop:
         self._together = together
         self._slots = KvSlots(llm)
         self._step_tokens = StepTokens(llm, self._slots, step_tokens)
-        self._drafter = make_drafter(llm)
+        self._drafter = Drafter(llm, llm.drafts) if llm.drafts else None
         self._changed = threading.Condition()  # of the five below
         self._arrived: list[BatchedAnswer | Task] = []
         self._computing: tuple[BatchedAnswer, ...] = ()

@@ -13,9 +13,8 @@ import pytest
 from own_process import in_own_process
 from product import F32, InitParams, load
 
-from moegguf.engine.context_store import About, ContextStore
+from moegguf.engine.context_store import About, ContextStore, KVBlocks
 from moegguf.native import library
-from moegguf.native.kv_blocks import KVBlocks
 from moegguf.native.link_device import add_link_device
 from moegguf.quantities import GIB, Link
 

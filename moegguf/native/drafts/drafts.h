@@ -3,7 +3,7 @@
 // A library of its own, over libllama, which itself needs libmoegguf. A draft comes from the sequence's own tokens
 // (n-grams), or from a draft context: of a smaller model, or of the heads that the target model has for more tokens
 // than the next one (MTP), which go on from what the target has computed. It decides nothing: who asks verifies every
-// token. Calls are of one thread; none may throw. Structs and calls are written again in native/drafts.py.
+// token. Calls are of one thread; none may throw. Structs and calls are written again in engine/drafts.py.
 #pragma once
 
 #include "llama.h"
