@@ -18,10 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from moegguf.engine.projector import PLACEHOLDER, ContextImages, ImagePrompt, ImageSpan, Projector
-from moegguf.engine.requests import RequestCounter, RequestLock
 from moegguf.engine.sequences import Chunk, PassBatch, Tokens
 from moegguf.engine.stats import DraftCounts, Stats
-from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import CallbackError, CapabilityError, ClosedError, GenerationCancelled, MoeggufError, OptionError
 from moegguf.native import library
 from moegguf.native.events import Phase
@@ -40,6 +38,76 @@ class ClosedModel:
 
     def __getattr__(self, _name: str) -> Any:
         raise ClosedError("the model is closed; load it again.")
+
+
+class RequestLock:
+    """Requests of other threads wait; one of the same thread ends the request that this thread left unfinished: a
+    context holds the tokens of one conversation."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._owner: tuple[int, object] | None = None  # thread, and an object unique to the request
+
+    def run(self, steps: Generator[Step, Any, None]) -> Generator[Step, Any, None]:
+        """The same steps; the lock is held from the first to the last, or to close() of the generator.
+
+        Raises GenerationCancelled from a step that comes after another request of the same thread has begun.
+        """
+        request = threading.get_ident(), object()
+        with self._changed:
+            self._changed.wait_for(lambda: self._owner is None or self._owner[0] == request[0])
+            self._owner = request
+        try:
+            sent = None
+            while True:
+                try:
+                    step = steps.send(sent)
+                except StopIteration:
+                    return
+                sent = yield step
+                if self._owner is not request:
+                    raise GenerationCancelled("another request has begun on this model; this one cannot go on.")
+        finally:
+            steps.close()
+            with self._changed:
+                if self._owner is request:
+                    self._owner = None
+                    self._changed.notify_all()
+
+
+class RequestCounter:
+    """Counts the requests of one context.
+
+    A request is one call that generates: its first evaluation is the prompt, all later ones decode. Without such a
+    call, an evaluation from an empty context begins a request, single tokens after it decode. llama.cpp does not report
+    this; routing events carry both.
+    """
+
+    def __init__(self) -> None:
+        self.sequence = -1
+        self._at_prompt = False
+        self._generating = False
+
+    def run(self, steps: Generator[Step, Any, None]) -> Generator[Step, Any, None]:
+        """The same steps, counted as one request."""
+        self._at_prompt = self._generating = True
+        try:
+            yield from steps
+        finally:
+            self._at_prompt = self._generating = False
+
+    def begin(self) -> int:
+        """Begins a request of another kind, such as an embedding; returns its number."""
+        self.sequence += 1
+        return self.sequence
+
+    def next_phase(self, n_past: int, n_tokens: int) -> Phase:
+        """The phase of the next `n_tokens` tokens after `n_past`; `sequence` is then the number of their request."""
+        if self._at_prompt or (n_past == 0 and not self._generating) or self.sequence < 0:
+            self._at_prompt = False
+            self.sequence += 1
+            return Phase.PREFILL
+        return Phase.DECODE if self._generating or n_tokens == 1 else Phase.PREFILL
 
 
 class Context:
@@ -96,11 +164,6 @@ class Context:
         if self._session is not None:
             self._session.store.hold_fill(on)
 
-    def check_texts(self, texts: str | Sequence[str]) -> None:
-        """Raises OptionError for a text without tokens."""
-        if not all(self._llm.tokenize(to_utf8(text)) for text in ([texts] if isinstance(texts, str) else texts)):
-            raise OptionError("a text is empty, and this model begins none with a token of its own; leave it out.")
-
     def check_generates(self) -> None:
         """Raises CapabilityError for a model that only embeds: it has no context to go on from. Raises ClosedError."""
         self.check_open()
@@ -119,23 +182,21 @@ class Context:
         """The number in routing events of a request that `eval_chunks` evaluates."""
         return self._requests.begin()
 
-    def as_request(self, steps: Generator[Step, Any, None]) -> Generator[Step, Any, None]:
-        """The same steps, which evaluate tokens, as one request, which begins without logits; others wait for it.
+    def as_request(self, steps: Generator[Step, Any, None], keeps_logits: bool = False) -> Generator[Step, Any, None]:
+        """The same steps, which evaluate tokens, as one request; others wait for it. keeps_logits: it may go on with
+        the logits of the request before.
 
         Raises ClosedError, ForkError.
         """
 
-        def with_own_logits() -> Generator[Step, Any, None]:
-            self._llm._requires_eval = True  # the logits are of the request before
-            yield from steps
-
-        return self.one_request(with_own_logits())
-
-    def one_request(self, steps: Generator[Step, Any, None]) -> Generator[Step, Any, None]:
-        """`as_request` of steps that may go on with the logits of the request before."""
         self.check_caller()
         self.check_open()
-        return self._request_lock.run(self._requests.run(steps))
+
+        def with_own_logits() -> Generator[Step, Any, None]:
+            self._llm._requires_eval = self._llm._requires_eval or not keeps_logits
+            yield from steps
+
+        return self._request_lock.run(self._requests.run(with_own_logits()))
 
     # Evaluations.
 
@@ -278,7 +339,11 @@ class Context:
                     session.raise_failure()
                 return result
             except BaseException as error:  # also an interrupt: no token stays half computed
-                self._roll_back(before)
+                if self._llm._is_stateful:
+                    self._llm.reset()
+                else:
+                    self._llm.n_tokens = before
+                self._llm._requires_eval = True
                 if session is not None and not isinstance(error, MoeggufError):
                     session.raise_failure()
                     if str(error) == _ABORTED:
@@ -286,14 +351,6 @@ class Context:
                 raise
             finally:
                 self.eval_s += time.perf_counter() - start_s
-
-    def _roll_back(self, n_tokens: int) -> None:
-        """After a failed pass: keeps the `n_tokens` tokens before it, and marks the context's logits as stale."""
-        if self._llm._is_stateful:
-            self._llm.reset()
-        else:
-            self._llm.n_tokens = n_tokens
-        self._llm._requires_eval = True
 
     # Logits.
 

@@ -22,7 +22,6 @@ from moegguf.engine.context import ClosedModel, Context
 from moegguf.engine.context_store import ContextStore, default_folder
 from moegguf.engine.drafts import Drafts, ModelDrafts
 from moegguf.engine.kept_contexts import KeptContexts, open_contexts, store_limit
-from moegguf.engine.keywords import LlamaCppOptions, with_keywords
 from moegguf.engine.live_controller import ControllerOptions
 from moegguf.engine.load import Budget, check_options, prepare
 from moegguf.engine.loader import Loader, LoadProgress, Progress
@@ -33,8 +32,9 @@ from moegguf.engine.resize import set_budget
 from moegguf.engine.sequences import Tokens, common_tokens
 from moegguf.engine.session import Session
 from moegguf.engine.stats import Stats
-from moegguf.engine.upstream import UpstreamLlama
-from moegguf.engine.vocabulary import Vocabulary
+from moegguf.engine.upstream import LlamaCppOptions, UpstreamLlama, with_keywords
+from moegguf.engine.vocabulary import Vocabulary, to_utf8
+from moegguf.errors import OptionError
 from moegguf.native.store import StoreOptions
 from moegguf.options import take_old_keywords
 from moegguf.settings import read_environment
@@ -135,7 +135,7 @@ class Llama(UpstreamLlama):
                 and `lockstep` "off". This class's own methods draft nothing.
             plan: of a server that has planned this load (engine/planner.py), in place of the first four.
             progress: called with 0.0 to 1.0 while the weights are read; returning False cancels the load.
-            options: the other keywords of `llama_cpp.Llama` (engine/keywords.py). Without `n_threads` and
+            options: the other keywords of `llama_cpp.Llama` (engine/upstream.py). Without `n_threads` and
                 `n_threads_batch` there are as many threads as processors this process may use, and fewer while other
                 processes use some of them. `use_mmap` has no effect on a model with experts: pages of a mapped file are
                 outside the budget's control.
@@ -246,7 +246,9 @@ class Llama(UpstreamLlama):
 
     def embed(self, *arguments: Any, **options: Any) -> Any:
         """Embeddings as in llama-cpp-python; raises what `eval` raises, and OptionError for a text without tokens."""
-        self.context.check_texts(arguments[0] if arguments else options.get("input", ()))
+        texts = arguments[0] if arguments else options.get("input", ())
+        if not all(self.tokenize(to_utf8(text)) for text in ([texts] if isinstance(texts, str) else texts)):
+            raise OptionError("a text is empty, and this model begins none with a token of its own; leave it out.")
         return self.context.evaluate(lambda: super(Llama, self).embed(*arguments, **options))
 
     def generate(self, *arguments: Any, **options: Any) -> Generator[int, Sequence[int] | None, None]:
@@ -255,7 +257,8 @@ class Llama(UpstreamLlama):
         Raises OptionError without a token to begin with, CapabilityError.
         """
         self.context.check_generates()
-        return self.context.one_request(self._with_kept(super().generate(*arguments, **options), arguments, options))
+        steps = self._with_kept(super().generate(*arguments, **options), arguments, options)
+        return self.context.as_request(steps, keeps_logits=True)
 
     def _with_kept(
         self, steps: Generator[int, Sequence[int] | None, None], arguments: Sequence[Any], options: dict[str, Any]

@@ -66,10 +66,6 @@ class ImagePrompt:
     tokens: list[int]
     spans: tuple[ImageSpan, ...]
 
-    def spans_from(self, n_tokens: int) -> list[ImageSpan]:
-        """Those that begin after the first `n_tokens` tokens."""
-        return [span for span in self.spans if span.begin >= n_tokens]
-
     def after(self, tokens: Sequence[int], n_dropped: int = 0) -> ImagePrompt:
         """The same after `tokens`, without its own first `n_dropped`."""
         shift = len(tokens) - n_dropped

@@ -14,20 +14,20 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from moegguf.engine.devices import gpus
-from moegguf.engine.listeners import RoutingListeners
 from moegguf.engine.plan import DevicePlan, Plan, layer_slots
 from moegguf.engine.stats import CPU, RAM, VRAM, Stats, TierStats
 from moegguf.errors import AllocationError, ForkError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native import library
+from moegguf.native.events import Announcement, RoutingEvent
 from moegguf.native.slot_sizes import most_slots, padded
-from moegguf.native.store import DeviceSlots, Store, StoreOptions, Tier
+from moegguf.native.store import DeviceSlots, ListenOptions, Store, StoreOptions, Tier
 
 EXPERT_TENSORS = r"\.ffn_(gate|up|down|gate_up)_exps\.weight"
 
@@ -147,6 +147,67 @@ def _tier_stats(name: str, figures: dict[str, Any], slot_bytes: int) -> TierStat
     n_slots = figures["n_slots_usable"]
     fixed = {"n_slots": n_slots, "pool_bytes": n_slots * slot_bytes, "stall_s": figures["stall_ns"] / 1e9}
     return TierStats(name, **counted | fixed)
+
+
+class RoutingListener(Protocol):
+    """Receives announcements, unless it ignores them, and routing events, on the store's event thread."""
+
+    @property
+    def listen_options(self) -> ListenOptions:
+        """What the store has to send."""
+
+    def announce(self, announcement: Announcement) -> None:
+        """Tokens are about to be evaluated."""
+        return
+
+    def observe(self, event: RoutingEvent) -> None:
+        """A layer was routed."""
+
+
+class RoutingListeners:
+    """The listeners of one store, such as the controller and a recorder: every event goes to each, in order. Without
+    any the store has nobody to tell, and the routing of a resident model costs nothing. Adding or removing one renews
+    the subscription, between routing events."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._listeners: tuple[RoutingListener, ...] = ()
+
+    def add(self, listener: RoutingListener) -> None:
+        """`listener` receives every event from now on."""
+        self._subscribe((*self._listeners, listener))
+
+    def remove(self, listener: RoutingListener) -> None:
+        """Returns after the last event that `listener` receives. No effect when it was not added."""
+        if listener in self._listeners:
+            self._subscribe(tuple(other for other in self._listeners if other is not listener))
+
+    def _subscribe(self, listeners: tuple[RoutingListener, ...]) -> None:
+        self._store.listen()
+        self._listeners = listeners
+        if listeners:
+            asked = [listener.listen_options for listener in listeners]
+            options = ListenOptions(
+                weights=any(o.weights for o in asked),
+                inputs=any(o.inputs for o in asked),
+                everything=any(o.everything for o in asked),
+                lockstep=any(o.lockstep for o in asked),
+                lazy=all(o.lazy for o in asked),
+                max_input_tokens=max(o.max_input_tokens for o in asked),
+            )
+            self._store.listen(on_routing=self._observe, on_tokens=self._announce, options=options)
+
+    def _announce(self, announcement: Announcement) -> None:
+        for listener in self._listeners:
+            listener.announce(announcement)
+
+    def _observe(self, event: RoutingEvent) -> None:
+        try:
+            for listener in self._listeners:
+                listener.observe(event)
+        except BaseException:
+            self._listeners = ()  # nobody is called again, also where another one is added
+            raise
 
 
 class _Override(c.Structure):

@@ -52,20 +52,17 @@ def constraint_for(
     cost = SchemaCost()
     alternatives = []
     if request.format is not None and not forced:
-        alternatives.append(_formatted(request.format, "" if begun else text, cost))
+        if isinstance(request.format, str) and request.format != "json":
+            raise SchemaError(f'a format is "json" or a JSON schema, but is {request.format[:50]!r}.')
+        body = json_grammar({"type": "object"} if request.format == "json" else request.format, cost)
+        final = '"<|channel|>final" " <|constrain|>json"? "<|message|>" ' if HARMONY in text and not begun else ""
+        alternatives.append(final + body)
     if request.tools and request.tool_choice != "none":
         alternatives += [_call(tool, text, cost) for tool in _allowed_tools(request.tools, request.tool_choice)]
     rules = [f"alternative_{n}: {alternative}" for n, alternative in enumerate(alternatives)]
     rules.append("answer: " + " | ".join(f"alternative_{n}" for n in range(len(alternatives))))
     start = ["start: answer"] if begun else _start(request.think, text, prompt_end, continuation)
     return Constraint("\n".join([*start, *rules]) + "\n", begun)
-
-
-def _formatted(format: str | Mapping[str, Any], template: str, cost: SchemaCost) -> str:
-    if isinstance(format, str) and format != "json":
-        raise SchemaError(f'a format is "json" or a JSON schema, but is {format[:50]!r}.')
-    body = json_grammar({"type": "object"} if format == "json" else format, cost)
-    return f'"<|channel|>final" " <|constrain|>json"? "<|message|>" {body}' if HARMONY in template else body
 
 
 def _allowed_tools(tools: Sequence[Mapping[str, Any]], choice: str) -> list[Mapping[str, Any]]:
@@ -86,16 +83,11 @@ def _call(function: Mapping[str, Any], template: str, cost: SchemaCost) -> str:
         raise SchemaError(f"a tool has a name of up to 128 letters, digits and _.:/-, not {str(name)[:50]!r}.")
     if not isinstance(parameters, Mapping):
         raise SchemaError(f"the parameters of the tool {name!r} are no JSON schema.")
-    before, between, after = _call_parts(template)
-    return " ".join(
-        [_quoted(before + name + between), json_grammar({"type": "object", **parameters}, cost), _quoted(after)]
-    )
-
-
-def _call_parts(template: str) -> tuple[str, str, str]:
-    if HARMONY in template:
-        return "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", ""
-    return formats_of(template)[0].call_parts(template)
+    before, between, after = "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", ""
+    if HARMONY not in template:
+        before, between, after = formats_of(template)[0].call_parts(template)
+    body = json_grammar({"type": "object", **parameters}, cost)
+    return " ".join([_quoted(before + name + between), body, _quoted(after)])
 
 
 def _start(think: bool | str | None, template: str, prompt_end: str, continuation: Continuation | None) -> list[str]:

@@ -1,14 +1,17 @@
-"""From a request to the tokens of its prompt: chat template, earlier context, fill-in-the-middle, truncation.
-
-Evaluates nothing.
+"""From a request to the tokens of its prompt: chat template, earlier context, fill-in-the-middle, and what goes into
+a context that cannot hold all of it: of a conversation whole messages are left out, the oldest first; then the
+beginning of the longest one. Of other prompts, and of a full context, the first tokens stay and the older half of the
+others goes, as in llama.cpp. Evaluates nothing.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from operator import add
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from moegguf.engine.projector import PLACEHOLDER, ImagePrompt
 from moegguf.engine.vocabulary import Vocabulary
@@ -16,21 +19,16 @@ from moegguf.errors import CapabilityError, ContextError, OptionError, TemplateE
 from moegguf.generate.images import Marked, mark_images, text_of
 from moegguf.generate.request import GenerationRequest, Message
 from moegguf.generate.template import Continuation, capabilities, continuation_of, render, split_last
-from moegguf.generate.truncation import (
-    ANSWER_DIVISOR,
-    MESSAGE_TOKENS,
-    Conversation,
-    cut_middle,
-    first_that_fits,
-    longest,
-    n_after_shift,
-)
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
 
 MAX_WHOLE_CHARACTERS = 512 << 10  # of a longer text, tokens are estimated before all of it is tokenized
 HEADROOM_CHARACTERS = 8  # of a cut message, per token that may stay: more than most tokens have
+ANSWER_DIVISOR = 8  # a truncated conversation leaves an eighth of the context to the answer
+MESSAGE_TOKENS = 8  # a template's marks around a message, roughly
+
+Token = TypeVar("Token")
 
 
 class Rendered(NamedTuple):
@@ -290,34 +288,25 @@ def _truncated(llm: Llama, request: GenerationRequest, messages: Sequence[Messag
 
 def _newest(messages: Sequence[Message], render: _Renderer, n_room: int) -> tuple[list[Message], Rendered]:
     """The newest messages that fit into `n_room` tokens; the fewest possible where none do."""
-    conversation = Conversation(messages)
-    fixed = render(conversation.fixed)
-    begin = conversation.steady_begin(_message_sizes(messages, render), n_room - fixed.n_tokens)
-    rendered = {begin: render(conversation.kept(begin))}
-
-    def fits(begin: int) -> bool:
-        if begin not in rendered:
-            rendered[begin] = render(conversation.kept(begin))
-        return rendered[begin].n_tokens <= n_room
-
-    if not fits(begin):  # the sizes are estimates
-        later = [other for other in conversation.begins if other > begin]
-        found = first_that_fits(later, fits)
-        begin = later[-1] if found is None and later else begin if found is None else found
-        fits(begin)
-    return conversation.kept(begin), rendered[begin]
-
-
-def _message_sizes(messages: Sequence[Message], render: _Renderer) -> list[int]:
-    """About the tokens of each message, the same in every request; 0 for system messages."""
+    conversation, vocabulary = Conversation(messages), render.vocabulary
+    others = [message.get("role") != "system" for message in messages]
     texts = [
-        "" if message.get("role") == "system" else f"{text_of(message.get('content'))}{message.get('tool_calls') or ''}"
-        for message in messages
+        f"{text_of(message.get('content'))}{message.get('tool_calls') or ''}" if other else ""
+        for message, other in zip(messages, others, strict=True)
     ]
     exact = sum(map(len, texts)) <= MAX_WHOLE_CHARACTERS
-    sizes = [len(render.vocabulary.tokens(text)) if exact else len(text) // 4 for text in texts]
-    images = [0 if message.get("role") == "system" else render.image_tokens(message) for message in messages]
-    return [size and size + MESSAGE_TOKENS for size in map(add, sizes, images)]
+    sizes = [len(vocabulary.tokens(text)) if exact else len(text) // 4 for text in texts]
+    images = [render.image_tokens(message) if other else 0 for message, other in zip(messages, others, strict=True)]
+    sizes = [size and size + MESSAGE_TOKENS for size in map(add, sizes, images)]  # the same in every request
+    fixed = render(conversation.fixed)
+    begin = conversation.steady_begin(sizes, n_room - fixed.n_tokens)
+    found = render(conversation.kept(begin))
+    later = [other for other in conversation.begins if other > begin]
+    if found.n_tokens > n_room and later:  # the sizes are estimates: the first that fits, as then do those after it
+        n = bisect_left(later, True, key=lambda other: render(conversation.kept(other)).n_tokens <= n_room)
+        begin = later[min(n, len(later) - 1)]
+        found = render(conversation.kept(begin))
+    return conversation.kept(begin), found
 
 
 def _with_cut_text(messages: Sequence[Message], render: _Renderer, n_ctx: int) -> Rendered | None:
@@ -341,3 +330,75 @@ def _with_cut_text(messages: Sequence[Message], render: _Renderer, n_ctx: int) -
             return found
         n_text -= max(1, found.n_tokens - n_rest - n_most)
     return None
+
+
+def n_after_shift(n_ctx: int, n_keep: int) -> int:
+    """Tokens left of a full context of `n_ctx` when all but the first `n_keep` were halved; at least one goes."""
+    n_keep = min(max(n_keep, 0), n_ctx - 1)
+    return n_ctx - max((n_ctx - n_keep) // 2, 1)
+
+
+def cut_middle(tokens: Sequence[Token], n_ctx: int, n_keep: int) -> list[Token]:
+    """The first `n_keep` tokens of a prompt that is too long, and the last ones that fit beside them after a shift.
+
+    `tokens` may be those of its ends only, and fewer.
+    """
+    n_keep = min(max(n_keep, 0), n_ctx - 1)
+    n_last = n_after_shift(n_ctx, n_keep) - n_keep
+    return [*tokens[:n_keep], *tokens[max(n_keep, len(tokens) - n_last) :]]
+
+
+class Conversation:
+    """The messages of a conversation and the places at which it may begin: never between a call and its results.
+
+    System messages and the last message of the user stay wherever it begins.
+    """
+
+    def __init__(self, messages: Sequence[Message]) -> None:
+        self._messages = messages
+        roles = [message.get("role") for message in messages]
+        self._last_user = max((i for i, role in enumerate(roles) if role == "user"), default=-1)
+        self.begins = [
+            i for i, role in enumerate(roles) if role == "user" or (role == "assistant" and i > self._last_user)
+        ]
+
+    @property
+    def fixed(self) -> list[Message]:
+        """What every choice keeps, with an empty message of the user in place of the last."""
+        system = [message for message in self._messages if message.get("role") == "system"]
+        return [*system, {"role": "user", "content": ""}]
+
+    def kept(self, begin: int) -> list[Message]:
+        """The messages when it begins at `begin`."""
+        return [
+            message
+            for i, message in enumerate(self._messages)
+            if i >= begin or i == self._last_user or message.get("role") == "system"
+        ]
+
+    def steady_begin(self, n_tokens: Sequence[int], room: int) -> int:
+        """Where to begin so that about `room` tokens suffice. `n_tokens`: of each message, 0 for system messages.
+
+        The same as at its earlier turns, as long as there is room; then it moves so far that half of the room becomes
+        free. A prompt mostly begins like the one before, whose tokens are in the context.
+        """
+        if not self.begins:
+            return 0
+        sums = [0, *accumulate(n_tokens)]
+        at_begins = [sums[begin] for begin in self.begins]
+        begin = 0
+        for end in [*(i + 1 for i in self.begins if i <= self._last_user), len(n_tokens)]:
+            if sums[end] - sums[begin] > room:
+                i = bisect_left(at_begins, sums[end] - room // 2)
+                begin = max(begin, min(self.begins[min(i, len(self.begins) - 1)], end - 1))
+        return begin
+
+
+def longest(messages: Sequence[Message]) -> int | None:
+    """The message with the longest text, except system messages; None when no other has a text."""
+    sizes = {
+        i: len(message["content"])
+        for i, message in enumerate(messages)
+        if message.get("role") != "system" and isinstance(message.get("content"), str) and message["content"]
+    }
+    return max(sizes, key=lambda i: sizes[i], default=None)

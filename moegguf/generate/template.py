@@ -1,21 +1,27 @@
 """Renders a conversation to a prompt with the model's chat template, which is untrusted.
 
-Templates are rendered in another process (renderer.py), with the variables that transformers defines. Does not know
-models or tokens.
+Templates are rendered with the variables that transformers defines, in child processes (sandbox.py), which can be
+killed. A process is started by the first template and kept for the next; others only for templates of requests at the
+same time, at most MAX_PROCESSES, for which further ones wait. They end with this process. Does not know models or
+tokens.
 """
 
 from __future__ import annotations
 
-import contextlib
+import atexit
 import json
-from collections.abc import Mapping, Sequence
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from queue import Empty, LifoQueue
 from typing import Any
 
+from moegguf.child import child_command, child_environment
 from moegguf.errors import TemplateError
 from moegguf.generate.images import has_images, text_of
-from moegguf.generate.renderer import RenderError
-from moegguf.generate.renderer import render as render_text
 from moegguf.generate.request import Message
 from moegguf.gguf.chat_template import HARMONY, think_marks_of
 from moegguf.gguf.chat_template import capabilities_of as capabilities
@@ -23,6 +29,10 @@ from moegguf.gguf.chat_template import capabilities_of as capabilities
 __all__ = ["capabilities", "render"]
 
 MAX_TEMPLATE_BYTES = 128 << 10
+MAX_S = 2.0  # for compiling and rendering one template
+MAX_CHARACTERS = 16 << 20  # of a prompt
+MAX_PROCESSES = 3
+COMMAND = child_command(f"{__package__}.sandbox")
 MAX_DEPTH = 64  # nesting of lists and objects in the variables
 
 
@@ -62,7 +72,7 @@ def render(
     if size > MAX_TEMPLATE_BYTES:
         raise TemplateError(f"a chat template has up to {MAX_TEMPLATE_BYTES} bytes, but this one has {size}.")
     try:
-        return render_text(template, variables)
+        return _render_text(template, variables)
     except RenderError as error:
         if error.kind == "type":  # some templates need an empty list for no tools, and calls' arguments as text
             changed = {**variables, "messages": _text_arguments(prepared), "tools": variables["tools"] or []}
@@ -71,7 +81,7 @@ def render(
         else:
             raise _template_error(error) from error
     try:
-        return render_text(template, changed)
+        return _render_text(template, changed)
     except RenderError as error:
         raise _template_error(error) from error
 
@@ -103,7 +113,7 @@ def _message(message: Message) -> Message:
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = dict(call.get("function") or {})
     if isinstance(function.get("arguments"), str):
-        with contextlib.suppress(ValueError):  # invalid JSON of a model stays text
+        with suppress(ValueError):  # invalid JSON of a model stays text
             function["arguments"] = json.loads(function["arguments"])
     return {"id": call.get("id", ""), "type": "function", "function": function}
 
@@ -203,3 +213,116 @@ def continuation_of(message: Message, rendered: str, template: str | None) -> Co
         text = f"{open}{thinking}" + (f"\n{marks.close}\n\n{content}" if content else "")
     _, opened, after = text.rpartition(marks.open)
     return Continuation(text, content, in_thinking=bool(opened or begun) and marks.close not in after)
+
+
+class RenderError(Exception):
+    """A template could not be rendered. `kind`: an error of the sandbox. `line`: of its source, 0 if unknown."""
+
+    def __init__(self, kind: str, message: str, line: int = 0) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.line = line
+
+
+def _render_text(template: str, variables: Mapping[str, Any]) -> str:
+    """Raises RenderError, also when a limit of time, memory or output is reached."""
+    try:
+        request = {"template": template, "variables": variables, "seconds": MAX_S, "characters": MAX_CHARACTERS}
+        line = json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    except (TypeError, ValueError) as error:
+        raise RenderError("failed", f"its variables are not JSON: {error}") from error
+    with _process() as process:
+        reply = process.request(line)
+    if "error" in reply:
+        raise RenderError(reply["error"], reply["message"], reply.get("line", 0))
+    return str(reply["text"])
+
+
+def start() -> None:
+    """Starts the first process, so that the first template need not wait a tenth of a second for it."""
+    with suppress(RenderError), _process():
+        pass
+
+
+class _Process:
+    def __init__(self) -> None:
+        try:
+            self.child = subprocess.Popen(
+                COMMAND,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=child_environment(),
+                process_group=0,  # Ctrl-C in the terminal interrupts this process only
+            )
+        except OSError as error:
+            raise RenderError("failed", f"its process cannot be started ({error})") from error
+
+    def request(self, line: bytes) -> dict[str, Any]:
+        """The reply to a request. Raises RenderError when the process ends instead."""
+        assert self.child.stdin and self.child.stdout
+        with suppress(BrokenPipeError):
+            self.child.stdin.write(line + b"\n")
+            self.child.stdin.flush()
+        reply = self.child.stdout.readline()
+        if not reply.endswith(b"\n"):
+            code = self.child.wait()
+            timed_out = code == -signal.SIGALRM
+            reason = f"it takes more than {MAX_S:g} s" if timed_out else f"its process ended with code {code}"
+            raise RenderError("stopped", reason)
+        found: dict[str, Any] = json.loads(reply.decode("utf-8", "surrogatepass"))
+        return found
+
+    def kill(self) -> None:
+        """Kills the process and waits for its end. Twice is harmless."""
+        self.child.kill()
+        self.child.wait()
+        for pipe in (self.child.stdin, self.child.stdout):
+            if pipe:
+                with suppress(OSError):
+                    pipe.close()
+
+
+_pool: LifoQueue[_Process | None]
+"""The processes that render no template now, the last used first; None: one that can be started."""
+
+
+def _fill_pool() -> None:
+    """Also in a child process: these are the parent's."""
+    global _pool
+    _pool = LifoQueue()
+    for _ in range(MAX_PROCESSES):
+        _pool.put(None)
+
+
+@contextmanager
+def _process() -> Iterator[_Process]:
+    """A running process, which an error ends: the next template would read this one's reply. Raises RenderError."""
+    process = _pool.get()
+    try:
+        if process is None or process.child.poll() is not None:
+            process = _Process()
+        yield process
+    except BaseException:  # also an interrupt
+        if process is not None:
+            process.kill()
+        _pool.put(None)
+        raise
+    _pool.put(process)
+
+
+@atexit.register
+def close() -> None:
+    """Kills the idle processes; the next template starts a new one."""
+    idle = list[_Process | None]()
+    with suppress(Empty):
+        while True:
+            idle.append(_pool.get_nowait())
+    for process in idle:
+        if process is not None:
+            process.kill()
+        _pool.put(None)
+
+
+_fill_pool()
+os.register_at_fork(after_in_child=_fill_pool)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.shape import MoeShape
-from moegguf.engine.listeners import RoutingListener
+from moegguf.engine.session import RoutingListener
 from moegguf.engine.llama import Llama
 from moegguf.engine.session import Session
 from moegguf.errors import OptionError

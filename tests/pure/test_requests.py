@@ -4,7 +4,7 @@ from collections.abc import Generator
 
 import pytest
 
-from moegguf.engine.requests import RequestCounter
+from moegguf.engine.context import RequestCounter
 from moegguf.native.events import Phase
 
 PREFILL, DECODE = Phase.PREFILL, Phase.DECODE
