@@ -51,12 +51,17 @@ class About:
 
 @dataclass(frozen=True)
 class StoredBlock:
-    """A block's file, its size, and when it was last used, in seconds since 1970."""
+    """A block's file of `n_bytes` bytes: a state from `begin` on, its first bytes `head`, the digest of `prefix` and
+    all of the state, not compared yet, and when it was last used, in seconds since 1970."""
 
     path: Path
+    about: About
     n_bytes: int
     used_s: float
-    about: About
+    begin: int
+    head: bytes
+    prefix: bytes
+    digest: bytes
 
 
 def default_folder() -> Path:
@@ -66,12 +71,19 @@ def default_folder() -> Path:
 
 def stored_blocks(folder: Path) -> Iterator[StoredBlock]:
     """All blocks in a folder, which need not exist, without looking at their bytes."""
-    for path, info in _files(folder):
-        with suppress(OSError, ValueError, TypeError, struct.error), open(path, "rb") as file:
-            magic, _, n_about = _HEADER.unpack(file.read(_HEADER.size))
-            about = About(*json.loads(file.read(min(n_about, MOST_HEADER_BYTES))))
-            if magic == MAGIC:
-                yield StoredBlock(path, info.st_size, info.st_mtime, about)
+    return filter(None, (_opened(path) for path, _ in _files(folder)))
+
+
+def _opened(path: Path, n_head: int = 0) -> StoredBlock | None:
+    with suppress(OSError, ValueError, TypeError, struct.error), open(path, "rb", buffering=0) as file:
+        first, info = file.read(MOST_HEADER_BYTES + n_head), os.fstat(file.fileno())
+        magic, digest, n_about = _HEADER.unpack_from(first)
+        begin = _HEADER.size + n_about
+        if magic == MAGIC and begin <= min(info.st_size, MOST_HEADER_BYTES):
+            about = About(*json.loads(first[_HEADER.size : begin]))
+            prefix = path.name.encode() + first[_HEADER.size : begin]
+            return StoredBlock(path, about, info.st_size, info.st_mtime, begin, first[begin:], prefix, digest)
+    return None
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
@@ -79,19 +91,6 @@ def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
         for path in part.iterdir() if part.is_dir() else ():
             with suppress(OSError):
                 yield path, path.stat()
-
-
-@dataclass(frozen=True)
-class StateFile:
-    """A state of `n_bytes` bytes from `begin` on in a file, its first bytes `head`, and the XXH3 digest (128 bits) of
-    `prefix` and all of it, which was not compared yet."""
-
-    path: Path
-    begin: int
-    n_bytes: int
-    head: bytes
-    prefix: bytes
-    digest: bytes
 
 
 class KVBlocks:
@@ -107,13 +106,12 @@ class KVBlocks:
     def __exit__(self, *_: object) -> None:
         self._library.moegguf_kv_blocks_close(self._handle)
 
-    def add(self, file: StateFile) -> int:
+    def add(self, block: StoredBlock) -> int:
         """The address for llama_state_seq_set_data, to be called next on this thread."""
-        digest = (c.c_uint8 * len(file.digest)).from_buffer_copy(file.digest)
-        prefix = c.cast(c.c_char_p(file.prefix), c.c_void_p)
-        block = abi.KvBlock(str(file.path).encode(), file.begin, file.n_bytes, prefix, len(file.prefix), digest)
-        state = c.c_void_p()
-        self._library.moegguf_kv_blocks_add(self._handle, c.byref(block), c.byref(state))
+        digest, state = (c.c_uint8 * DIGEST_BYTES).from_buffer_copy(block.digest), c.c_void_p()
+        n_bytes, prefix = block.n_bytes - block.begin, c.cast(c.c_char_p(block.prefix), c.c_void_p)
+        given = abi.KvBlock(str(block.path).encode(), block.begin, n_bytes, prefix, len(block.prefix), digest)
+        self._library.moegguf_kv_blocks_add(self._handle, c.byref(given), c.byref(state))
         return state.value or 0
 
     def fill(self) -> int:
@@ -135,7 +133,11 @@ class ContextStore:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             folder.mkdir(mode=0o700, exist_ok=True)
-            self._check_private()
+            info = os.stat(folder)  # only this user may read what others have said to a model
+            if info.st_uid != os.geteuid():
+                raise PermissionError(f"{folder} belongs to another user")
+            if stat.S_IMODE(info.st_mode) & 0o077:
+                os.chmod(folder, 0o700)
             secret = self._read_secret()
             if len(secret) != SECRET_BYTES:
                 raise OSError(f"its secret is damaged; delete {self.folder}")
@@ -153,30 +155,17 @@ class ContextStore:
         """Whether there is a file of this name."""
         return not self.is_off and os.path.exists(self._path(name))
 
-    def open(self, name: str, n_head: int = 0) -> StateFile | None:
-        """The file of a block, which was not checked, with at least `n_head` of its first bytes where it has so many;
-        None where it is missing, or cannot be one."""
-        path = self._path(name)
-        if self.is_off:
-            return None
-        try:
-            with open(path, "rb", buffering=0) as file:
-                first, n_bytes = file.read(MOST_HEADER_BYTES + n_head), os.fstat(file.fileno()).st_size
-            magic, digest, n_about = _HEADER.unpack_from(first)
-        except (OSError, struct.error):
-            return None
-        begin = _HEADER.size + n_about
-        if magic != MAGIC or not begin <= min(n_bytes, MOST_HEADER_BYTES):
-            return None
-        prefix = name.encode() + first[_HEADER.size : begin]
-        return StateFile(path, begin, n_bytes - begin, first[begin:], prefix, digest)
+    def open(self, name: str, n_head: int = 0) -> StoredBlock | None:
+        """A block, which was not checked, with at least `n_head` of its first bytes where it has so many; None where it
+        is missing, or cannot be one."""
+        return None if self.is_off else _opened(self._path(name), n_head)
 
     def read(self, name: str) -> bytes | None:
         """The bytes of a block; None where it is missing, or not what was written under this name here."""
         with suppress(OSError):
-            if (file := self.open(name)) is not None:
-                data = file.path.read_bytes()[file.begin :]
-                if self._digest(file.prefix, [data]) == file.digest:
+            if (block := self.open(name)) is not None:
+                data = block.path.read_bytes()[block.begin :]
+                if self._digest(block.prefix, [data]) == block.digest:
                     return data
         self.delete(name)
         return None
@@ -229,14 +218,6 @@ class ContextStore:
             digest.update(part)
         return digest.digest()
 
-    def _check_private(self) -> None:
-        """Only this user may read what others have said to a model. Raises OSError."""
-        info = os.stat(self.folder)
-        if info.st_uid != os.geteuid():
-            raise PermissionError(f"{self.folder} belongs to another user")
-        if stat.S_IMODE(info.st_mode) & 0o077:
-            os.chmod(self.folder, 0o700)
-
     def _read_secret(self) -> bytes:
         """The folder's, made by the first process that uses it; whoever replaces it loses all blocks."""
         path = self.folder / "secret"
@@ -257,9 +238,8 @@ class ContextStore:
             return
         files = sorted(_files(self.folder), key=lambda file: file[1].st_mtime_ns)  # also those of other processes
         self._used_bytes, self._uncounted_bytes = sum(info.st_size for _, info in files), 0
-        if self._used_bytes + n_bytes <= self.limit_bytes:
-            return
-        most = self.limit_bytes * KEPT_PARTS[0] // KEPT_PARTS[1]
+        is_full = self._used_bytes + n_bytes > self.limit_bytes
+        most = self.limit_bytes * KEPT_PARTS[0] // KEPT_PARTS[1] if is_full else self.limit_bytes
         for path, info in files:
             if self._used_bytes + n_bytes <= most:
                 break

@@ -27,12 +27,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from moegguf.engine.batch_invariance import is_batch_invariant
 from moegguf.engine.context_store import About, Buffer, ContextStore, KVBlocks
 from moegguf.engine.machine import read_memory
 from moegguf.engine.projector import PLACEHOLDER, ImageSpan
 from moegguf.engine.recent_experts import RecentExperts
-from moegguf.engine.sequences import MAX_SEQUENCES, Tokens
+from moegguf.engine.sequences import MAX_SEQUENCES, Tokens, is_batch_invariant
 from moegguf.errors import OptionError
 from moegguf.gguf.fingerprint import header_digest, sampled_digest
 from moegguf.native import library
@@ -173,13 +172,13 @@ class KeptContexts:
         try:
             with self._context.lock:
                 parts = _Parts(_hash(self._root, owner), tokens[:-1] if self._whole else tokens, images)
-                n_now = (self._restore_whole if self._whole else self._restore_parts)(
-                    sequence, parts, n_held, make_room
-                )
+                restore = self._restore_whole if self._whole else self._restore_parts
+                n_now = restore(sequence, parts, n_held, make_room)
                 if n_now != n_held and sequence == 0:
                     self._llm.n_tokens, self._llm._requires_eval = n_now, True
                     self._llm.input_ids[:n_now] = tokens[:n_now]
-                    self._context.images.hold(images, n_now)
+                    self._context.images.spans = list(images)
+                    self._context.images.truncate(n_now)
                 if n_now == n_tokens:
                     n_now = n_now - 1 if self._context.truncate(n_now - 1, sequence) else 0
         finally:
@@ -202,8 +201,7 @@ class KeptContexts:
         n_tokens = len(tokens)
         if self._store.is_off or n_tokens < BLOCK_TOKENS or (goes_on and n_tokens % BLOCK_TOKENS >= n_new):
             return
-        images = self._context.images.spans if sequence == 0 else ()
-        parts = _Parts(_hash(self._root, owner), tokens, images)
+        parts = _Parts(_hash(self._root, owner), tokens, self._context.images.spans if sequence == 0 else ())
         blocks, rest = parts.blocks, parts.rest(len(parts.blocks), n_tokens)
         now_s = time.monotonic()
         self._wait_s, self._last_s = min(MOST_WAIT_S, (now_s - self._last_s) * WAIT_SHARE), now_s
@@ -259,12 +257,12 @@ class KeptContexts:
     def _add_part(self, read: KVBlocks, sequence: int, part: _Part) -> bool:
         """Adds a block's cells to a sequence, which `read` fills later; False where these are not its tokens', or there
         is no room for them."""
-        file = self._store.open(part.name, _STATE.size + max(_CELL_BYTES) * (part.end - part.begin))
-        if file is None or not _is_of(file.head, part):
+        block = self._store.open(part.name, _STATE.size + max(_CELL_BYTES) * (part.end - part.begin))
+        if block is None or not _is_of(block.head, part):
             return False
         memory = self._llm._ctx.memory
-        state = c.cast(read.add(file), _BYTES)
-        done = bool(self._bindings.llama_state_seq_set_data(self._llm.ctx, state, file.n_bytes, SCRATCH))
+        state = c.cast(read.add(block), _BYTES)
+        done = bool(self._bindings.llama_state_seq_set_data(self._llm.ctx, state, block.n_bytes - block.begin, SCRATCH))
         if done:
             self._bindings.llama_memory_seq_cp(memory, SCRATCH, sequence, -1, -1)
         self._bindings.llama_memory_seq_rm(memory, SCRATCH, -1, -1)

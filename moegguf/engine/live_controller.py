@@ -42,16 +42,9 @@ MOST_INPUT_TOKENS = 16  # of a pass whose sequences are predicted from router in
 
 @dataclass(frozen=True)
 class ControllerOptions:
-    """What a user chooses.
-
-    policy: a name, an object with a method `scores`, or "auto": what was measured to be best for this model, else
-    next-use, with prefetching by `skip` for one sequence and while that pays; or names for tiers,
-    "vram=NAME,ram=NAME". Without these it is that of the tier that layers compute on, and slots in RAM below
-    a device evict by LRU. predictor: a name, a `Predictor`, or None: what the policy was measured with, and with
-    `prefetch` the best there is. prefetch: whether predictions are acted on, or how; None: where that was
-    measured to pay, or nothing was measured. lockstep: decisions act at a fixed place, so that a simulation repeats
-    them exactly; slow.
-    """
+    """What a user chooses, as `Llama` documents it. "auto": what was measured to be best for this model, else next-use,
+    with prefetching by `skip` for one sequence and while that pays. predictor None: what the policy was measured with,
+    and with `prefetch` the best there is. prefetch None: where it was measured to pay, or nothing was measured."""
 
     policy: str | Policy = AUTO
     predictor: str | Predictor | None = None
@@ -262,7 +255,9 @@ class LiveController:
         turns, "paused": it did not pay, or a device's link was not busy), and the controller's cost.
         """
         controller = self.controller
-        name = self.native_policy if controller is None else name_of(controller.policy or LRU)
+        name = self.native_policy
+        if controller is not None:
+            name = name_of(LRU if controller.policy is None else controller.policy)
         if self.policy_below != LRU.name:
             name = f"vram={name},ram={self.policy_below}"
         if controller is None:

@@ -32,6 +32,7 @@ class AnswerEvents(Protocol):
 
     def on_progress(self, progress: PromptProgress) -> object:
         """A part of the prompt was evaluated."""
+        return None
 
     def on_delta(self, delta: Delta) -> object:
         """A part of the answer."""
@@ -53,18 +54,16 @@ class Slot:
     n_clean: int | None = None  # tokens at the beginning of a shifted context, as if nothing had shifted
 
 
+@dataclass(eq=False)
 class Task:
-    """Work that needs the model for itself. `ticket`: its place in the order of arrival; `fail` is called instead of
-    `run` where that does not begin any more."""
+    """Work that needs the model for itself: `run`, which `stop` ends. `fail` is called instead where it does not begin
+    any more. `ticket`: its place in the order of arrival."""
 
-    def __init__(
-        self, run: Callable[[], object], cancel: Callable[[], object], fail: Callable[[Exception], object]
-    ) -> None:
-        self.ticket = next(_tickets)
-        self.cancelled = False
-        self.run = run
-        self.stop = cancel
-        self.fail = fail
+    run: Callable[[], object]
+    stop: Callable[[], object]
+    fail: Callable[[Exception], object]
+    ticket: int = field(default_factory=lambda: next(_tickets))
+    cancelled: bool = False
 
 
 class BatchedAnswer:

@@ -78,11 +78,6 @@ class BatchLoop:
 
     # From any thread.
 
-    @property
-    def closing(self) -> bool:
-        """After `close`."""
-        return self._closing
-
     def submit(self, request: GenerationRequest, events: AnswerEvents) -> BatchedAnswer:
         """Begins to answer a request; what is wrong with it is an error of its `on_end`."""
         answer = BatchedAnswer(request, events)

@@ -82,13 +82,12 @@ class PassTimes:
         """What a drafted token adds to a pass, in undrafted passes."""
         return max(self._cost / self._tokens, LEAST_COST)
 
-    def note_undrafted(self, seconds: float) -> None:
-        """A pass without drafts took so long."""
-        self._undrafted_s.append(seconds)
-        self._n_drafted = 0
-
-    def note_drafted(self, n_tokens: int, seconds: float, base_s: float) -> float:
+    def note(self, n_tokens: int, seconds: float, base_s: float) -> float:
         """A pass with so many drafted tokens took so long; what they have added, in seconds."""
+        if n_tokens == 0:
+            self._undrafted_s.append(seconds)
+            self._n_drafted = 0
+            return 0.0
         added_s = min(seconds - base_s, n_tokens * base_s)  # more, and it was something else that took the time
         if self.widest:  # the first one allocates what wide passes need
             self._tokens = MEMORY * self._tokens + n_tokens
@@ -155,10 +154,10 @@ class DraftGate:
         self._n_vain = 0 if n_accepted or base_s is None else self._n_vain + 1
         self._n_rested = self._n_resting = (1 << min(self._n_vain // PATIENCE, REST)) - 1
         if n_drafted == 0:
-            times.note_undrafted(seconds - spent_s)
+            times.note(0, seconds - spent_s, 0.0)
             self._balance_s -= spent_s
         elif base_s is not None:
-            saved_s = n_accepted * base_s / n_sequences - times.note_drafted(n_drafted, seconds, base_s)
+            saved_s = n_accepted * base_s / n_sequences - times.note(n_drafted, seconds, base_s)
             self._balance_s += saved_s
             self._allowance_s += min(0, saved_s) * self._tries
 
@@ -232,10 +231,8 @@ class Drafter:
 
     def verified(self, answer: BatchedAnswer, slot: Slot, n_accepted: int) -> None:
         """The first tokens of its draft were sampled, too."""
-        counts, text, n_drafted = self._llm.context.drafted, self._texts[slot.sequence], len(answer.draft)
-        counts.draft_passes += 1
-        counts.drafted_tokens += n_drafted
-        counts.accepted_tokens += n_accepted
+        text, n_drafted = self._texts[slot.sequence], len(answer.draft)
+        self._llm.context.drafted.update(draft_passes=1, drafted_tokens=n_drafted, accepted_tokens=n_accepted)
         text.acceptance[text.source].note(n_drafted, n_accepted)
         self._drafts.accept(slot.sequence, n_accepted)
         self._n_drafted += n_drafted

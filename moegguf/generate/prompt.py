@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import add
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from moegguf.engine.projector import PLACEHOLDER, ImagePrompt
 from moegguf.engine.vocabulary import Vocabulary
@@ -31,23 +31,15 @@ MESSAGE_TOKENS = 8  # a template's marks around a message, roughly
 Token = TypeVar("Token")
 
 
-class Rendered(NamedTuple):
-    """A text's tokens. Those of a text that is far too long are left out, and `n_tokens` is an estimate."""
-
-    tokens: list[int]
-    text: str
-    n_tokens: int
-    continuation: Continuation | None = None
-    images: ImagePrompt | None = None
-
-
 @dataclass(frozen=True)
 class Prompt:
     """`tokens` of the prompt; `end`, its text; `template`, the chat template that rendered it, if any; `continuation`,
-    of an answer that continues a message; `images`, of a prompt with images, which has the same tokens."""
+    of an answer that continues a message; `images`, of a prompt with images, which has the same tokens. `n_tokens`: of
+    all of a text; where it is far too long an estimate, and some tokens are left out."""
 
     tokens: list[int]
     end: str = ""
+    n_tokens: int = 0
     template: str | None = None
     continuation: Continuation | None = None
     cut_messages: int = 0
@@ -85,9 +77,9 @@ def render_prompt(llm: Llama, request: GenerationRequest) -> str:
     """The text of a conversation's prompt. Raises CapabilityError and TemplateError as `read_prompt` does, and
     ContextError for one that is far too long."""
     found = _Renderer(llm, request)(request.messages or ())
-    if not found.text:
+    if not found.end:
         check_fits(found.n_tokens, llm.n_ctx())
-    return found.text
+    return found.end
 
 
 def count_prompt(llm: Llama, request: GenerationRequest) -> int:
@@ -105,16 +97,16 @@ def check_fits(n_tokens: int, n_ctx: int) -> None:
         )
 
 
-def tokenize(vocabulary: Vocabulary, text: str, n_ctx: int, *, special: bool = True) -> Rendered:
+def tokenize(vocabulary: Vocabulary, text: str, n_ctx: int, *, special: bool = True) -> Prompt:
     """The tokens of a text; of one that is long and needs more than twice the context, about those of its ends."""
     if len(text) > MAX_WHOLE_CHARACTERS:
         half = MAX_WHOLE_CHARACTERS // 2
         ends = vocabulary.tokens(text[:half] + text[-half:], special=special)
         n_tokens = len(ends) * len(text) // MAX_WHOLE_CHARACTERS
         if n_tokens > 2 * n_ctx:
-            return Rendered(ends, text, n_tokens)
+            return Prompt(ends, text, n_tokens)
     tokens = vocabulary.tokens(text, special=special)
-    return Rendered(tokens, text, len(tokens))
+    return Prompt(tokens, text, len(tokens))
 
 
 def _completion(llm: Llama, request: GenerationRequest, prompt: str) -> Prompt:
@@ -203,12 +195,12 @@ class _Renderer:
             raise CapabilityError("this model does not support thinking; ask without it.")
         self._first = [] if request.context else self.vocabulary.bos_tokens
 
-    def __call__(self, messages: Sequence[Message]) -> Rendered:
+    def __call__(self, messages: Sequence[Message]) -> Prompt:
         """Raises TemplateError, and for images CapabilityError and OptionError."""
         n_ctx = self._llm.n_ctx()
         text = "".join(text_of(message.get("content")) for message in messages)
         if len(text) > MAX_WHOLE_CHARACTERS and (far := tokenize(self.vocabulary, text, n_ctx)).n_tokens > 2 * n_ctx:
-            return Rendered([], "", far.n_tokens)  # too long in any case
+            return Prompt([], "", far.n_tokens)  # too long in any case
         last = None
         if self._request.continue_final_message:
             messages, last = split_last(messages)
@@ -220,11 +212,12 @@ class _Renderer:
         if last is not None:
             continuation = continuation_of(last, text, self.template)
             text += continuation.text
-        if marked.images:
-            images = self._read_images(marked, text)
-            return Rendered(images.tokens, text, len(images.tokens), continuation, images)
-        tokens = self._first + _without_second_bos(self._first, self.vocabulary.tokens(text))
-        return Rendered(tokens, text, len(tokens), continuation)
+        images = self._read_images(marked, text) if marked.images else None
+        if images is not None:
+            tokens = images.tokens
+        else:
+            tokens = self._first + _without_second_bos(self._first, self.vocabulary.tokens(text))
+        return Prompt(tokens, text, len(tokens), self.template, continuation, images=images)
 
     def image_tokens(self, message: Message) -> int:
         """The tokens of a message's images."""
@@ -275,18 +268,11 @@ def _truncated(llm: Llama, request: GenerationRequest, messages: Sequence[Messag
             best = _with_cut_text(kept, render, n_ctx) or best
     if best.n_tokens >= n_ctx:
         check_fits(whole.n_tokens, n_ctx)
-    return Prompt(
-        best.tokens,
-        best.text,
-        render.template,
-        best.continuation,
-        cut_messages=len(messages) - len(kept),
-        cut_tokens=max(0, whole.n_tokens - best.n_tokens),
-        images=best.images,
-    )
+    n_cut = max(0, whole.n_tokens - best.n_tokens)
+    return replace(best, cut_messages=len(messages) - len(kept), cut_tokens=n_cut)
 
 
-def _newest(messages: Sequence[Message], render: _Renderer, n_room: int) -> tuple[list[Message], Rendered]:
+def _newest(messages: Sequence[Message], render: _Renderer, n_room: int) -> tuple[list[Message], Prompt]:
     """The newest messages that fit into `n_room` tokens; the fewest possible where none do."""
     conversation, vocabulary = Conversation(messages), render.vocabulary
     others = [message.get("role") != "system" for message in messages]
@@ -309,7 +295,7 @@ def _newest(messages: Sequence[Message], render: _Renderer, n_room: int) -> tupl
     return conversation.kept(begin), found
 
 
-def _with_cut_text(messages: Sequence[Message], render: _Renderer, n_ctx: int) -> Rendered | None:
+def _with_cut_text(messages: Sequence[Message], render: _Renderer, n_ctx: int) -> Prompt | None:
     """The prompt with the beginning of the longest message cut off, as if its context had been shifted; None when the
     rest of the prompt fills the context already."""
     at = longest(messages)
@@ -317,7 +303,7 @@ def _with_cut_text(messages: Sequence[Message], render: _Renderer, n_ctx: int) -
         return None
     vocabulary, text = render.vocabulary, str(messages[at]["content"])
 
-    def with_text(text: str) -> Rendered:
+    def with_text(text: str) -> Prompt:
         return render([*messages[:at], {**messages[at], "content": text}, *messages[at + 1 :]])
 
     n_rest = with_text(" ").n_tokens

@@ -57,7 +57,11 @@ def render(
     prepared = [_message(_plain(message)) for message in messages]
     system_first = bool(prepared) and prepared[0].get("role") == "system"
     if "length 9" in template:
-        _short_ids(prepared)
+        for message in prepared:
+            for call in message.get("tool_calls", ()):
+                call["id"] = _short_id(call["id"])
+            if "tool_call_id" in message:
+                message["tool_call_id"] = _short_id(message["tool_call_id"])
     variables = {
         **_plain(options or {}),
         **({} if think is None else {"enable_thinking": bool(think), "thinking": bool(think)}),
@@ -72,29 +76,27 @@ def render(
     if size > MAX_TEMPLATE_BYTES:
         raise TemplateError(f"a chat template has up to {MAX_TEMPLATE_BYTES} bytes, but this one has {size}.")
     try:
+        try:
+            return _render_text(template, variables)
+        except RenderError as error:
+            if error.kind == "type":  # some templates need an empty list for no tools, and calls' arguments as text
+                variables["tools"] = variables["tools"] or []
+                for function in (call["function"] for message in prepared for call in message.get("tool_calls", ())):
+                    given = function.get("arguments", {})
+                    function["arguments"] = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+            elif error.kind == "refused" and "system" in str(error).lower() and system_first:
+                variables["messages"] = _without_system(prepared)
+            else:
+                raise
         return _render_text(template, variables)
     except RenderError as error:
-        if error.kind == "type":  # some templates need an empty list for no tools, and calls' arguments as text
-            changed = {**variables, "messages": _text_arguments(prepared), "tools": variables["tools"] or []}
-        elif error.kind == "refused" and "system" in str(error).lower() and system_first:
-            changed = {**variables, "messages": _without_system(prepared)}
-        else:
-            raise _template_error(error) from error
-    try:
-        return _render_text(template, changed)
-    except RenderError as error:
-        raise _template_error(error) from error
-
-
-def _template_error(error: RenderError) -> TemplateError:
-    reason = str(error).rstrip(".")
-    return TemplateError(
-        {
+        reason = str(error).rstrip(".")
+        messages_of = {
             "refused": f"the chat template rejects this conversation: {error}",
             "syntax": f"the chat template cannot be read (line {error.line}): {error}",
             "stopped": f"the chat template was stopped: {reason}; the model needs another one.",
-        }.get(error.kind, f"the chat template fails: {reason}.")
-    )
+        }
+        raise TemplateError(messages_of.get(error.kind, f"the chat template fails: {reason}.")) from error
 
 
 def _message(message: Message) -> Message:
@@ -103,43 +105,22 @@ def _message(message: Message) -> Message:
     prepared.setdefault("content", "")
     if thinking := prepared.get("thinking"):
         prepared["reasoning_content"] = thinking
-    if calls := prepared.pop("tool_calls", None):
-        prepared["tool_calls"] = [_call(call) for call in calls]
+    calls = list[dict[str, Any]]()
+    for call in prepared.pop("tool_calls", None) or ():
+        function = dict(call.get("function") or {})
+        if isinstance(function.get("arguments"), str):
+            with suppress(ValueError):  # invalid JSON of a model stays text
+                function["arguments"] = json.loads(function["arguments"])
+        calls.append({"id": call.get("id", ""), "type": "function", "function": function})
+    if calls:
+        prepared["tool_calls"] = calls
     if "tool_name" in prepared:
         prepared.setdefault("name", prepared["tool_name"])
     return prepared
 
 
-def _call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = dict(call.get("function") or {})
-    if isinstance(function.get("arguments"), str):
-        with suppress(ValueError):  # invalid JSON of a model stays text
-            function["arguments"] = json.loads(function["arguments"])
-    return {"id": call.get("id", ""), "type": "function", "function": function}
-
-
-def _text_arguments(messages: Sequence[Message]) -> list[Message]:
-    changed = []
-    for message in messages:
-        calls = []
-        for call in message.get("tool_calls", ()):
-            given = call["function"].get("arguments", {})
-            text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-            calls.append({**call, "function": {**call["function"], "arguments": text}})
-        changed.append({**message, "tool_calls": calls} if calls else message)
-    return changed
-
-
-def _short_ids(messages: Sequence[Message]) -> None:
-    """Mistral's templates accept only ids of nine letters and digits."""
-    for message in messages:
-        for call in message.get("tool_calls", ()):
-            call["id"] = _short_id(call["id"])
-        if "tool_call_id" in message:
-            message["tool_call_id"] = _short_id(message["tool_call_id"])
-
-
 def _short_id(text: str) -> str:
+    """Mistral's templates accept only ids of nine letters and digits."""
     return "".join(c for c in str(text) if c.isascii() and c.isalnum())[-9:].rjust(9, "0")
 
 

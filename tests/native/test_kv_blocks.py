@@ -77,8 +77,8 @@ def fill(folder: Path, wrong: Sequence[int], device: str) -> None:
     with tensor_of(device) as tensor, KVBlocks(store.seed) as blocks:
         for block, name in enumerate(names):
             file = store.open(name)
-            assert file is not None and file.n_bytes == STATE_BYTES - (block in wrong and block % 2)
-            file = replace(file, n_bytes=STATE_BYTES)
+            assert file is not None and file.n_bytes == file.begin + STATE_BYTES - (block in wrong and block % 2)
+            file = replace(file, n_bytes=file.begin + STATE_BYTES)
             heads = take_state(blocks.add(file), tensor, block)
             assert block in wrong or heads[-1] == states[block, begins[-1] - HEAD_BYTES : begins[-1]].tobytes()
         assert blocks.fill() == min([N_BLOCKS, *wrong])
