@@ -23,7 +23,7 @@ LIMITS = {
     "moegguf/cli": 2_660,
     "moegguf/controller": 2_350,
     "moegguf/engine": 7_480,
-    "moegguf/generate": 4_190,
+    "moegguf/generate": 4_170,
     "moegguf/gguf": 1_950,
     "moegguf/models": 3_040,
     "moegguf/native": 15_300,

@@ -142,8 +142,7 @@ class Engine:
         What is wrong with one prompt is the `error` of its answer. Raises OptionError, ClosedError.
         """
         given: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
-        listed = [given] if given and isinstance(given[0], int) else given
-        return self._answers(listed, sampling, fields)
+        return self._answers([given] if given and isinstance(given[0], int) else given, sampling, fields)
 
     def chat(
         self,
@@ -153,8 +152,7 @@ class Engine:
     ) -> list[EngineAnswer]:
         """Answers to conversations, each a list of messages, or to one; else as `generate`."""
         given: list[Any] = list(conversations)
-        listed: list[Any] = [given] if given and isinstance(given[0], dict) else given
-        return self._answers(listed, sampling, fields)
+        return self._answers([given] if given and isinstance(given[0], dict) else given, sampling, fields)
 
     async def stream(
         self, prompt: Prompt | Sequence[Message], sampling: Sampling | None = None, **fields: Any

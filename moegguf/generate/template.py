@@ -16,7 +16,7 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from queue import Empty, LifoQueue
+from threading import BoundedSemaphore
 from typing import Any
 
 from moegguf.child import child_command, child_environment
@@ -33,6 +33,7 @@ MAX_S = 2.0  # for compiling and rendering one template
 MAX_CHARACTERS = 16 << 20  # of a prompt
 MAX_PROCESSES = 3
 COMMAND = child_command(f"{__package__}.sandbox")
+Child = subprocess.Popen[bytes]
 MAX_DEPTH = 64  # nesting of lists and objects in the variables
 
 
@@ -213,7 +214,7 @@ def _render_text(template: str, variables: Mapping[str, Any]) -> str:
     except (TypeError, ValueError) as error:
         raise RenderError("failed", f"its variables are not JSON: {error}") from error
     with _process() as process:
-        reply = process.request(line)
+        reply = _reply(process, line)
     if "error" in reply:
         raise RenderError(reply["error"], reply["message"], reply.get("line", 0))
     return str(reply["text"])
@@ -225,85 +226,74 @@ def start() -> None:
         pass
 
 
-class _Process:
-    def __init__(self) -> None:
-        try:
-            self.child = subprocess.Popen(
-                COMMAND,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env=child_environment(),
-                process_group=0,  # Ctrl-C in the terminal interrupts this process only
-            )
-        except OSError as error:
-            raise RenderError("failed", f"its process cannot be started ({error})") from error
-
-    def request(self, line: bytes) -> dict[str, Any]:
-        """The reply to a request. Raises RenderError when the process ends instead."""
-        assert self.child.stdin and self.child.stdout
-        with suppress(BrokenPipeError):
-            self.child.stdin.write(line + b"\n")
-            self.child.stdin.flush()
-        reply = self.child.stdout.readline()
-        if not reply.endswith(b"\n"):
-            code = self.child.wait()
-            timed_out = code == -signal.SIGALRM
-            reason = f"it takes more than {MAX_S:g} s" if timed_out else f"its process ended with code {code}"
-            raise RenderError("stopped", reason)
-        found: dict[str, Any] = json.loads(reply.decode("utf-8", "surrogatepass"))
-        return found
-
-    def kill(self) -> None:
-        """Kills the process and waits for its end. Twice is harmless."""
-        self.child.kill()
-        self.child.wait()
-        for pipe in (self.child.stdin, self.child.stdout):
-            if pipe:
-                with suppress(OSError):
-                    pipe.close()
-
-
-_pool: LifoQueue[_Process | None]
-"""The processes that render no template now, the last used first; None: one that can be started."""
-
-
-def _fill_pool() -> None:
-    """Also in a child process: these are the parent's."""
-    global _pool
-    _pool = LifoQueue()
-    for _ in range(MAX_PROCESSES):
-        _pool.put(None)
+def _reply(process: Child, line: bytes) -> dict[str, Any]:
+    """Raises RenderError when the process ends instead."""
+    assert process.stdin and process.stdout
+    with suppress(BrokenPipeError):
+        process.stdin.write(line + b"\n")
+        process.stdin.flush()
+    reply = process.stdout.readline()
+    if not reply.endswith(b"\n"):
+        code = process.wait()
+        timed_out = code == -signal.SIGALRM
+        reason = f"it takes more than {MAX_S:g} s" if timed_out else f"its process ended with code {code}"
+        raise RenderError("stopped", reason)
+    found: dict[str, Any] = json.loads(reply.decode("utf-8", "surrogatepass"))
+    return found
 
 
 @contextmanager
-def _process() -> Iterator[_Process]:
+def _process() -> Iterator[Child]:
     """A running process, which an error ends: the next template would read this one's reply. Raises RenderError."""
-    process = _pool.get()
-    try:
-        if process is None or process.child.poll() is not None:
-            process = _Process()
-        yield process
-    except BaseException:  # also an interrupt
-        if process is not None:
-            process.kill()
-        _pool.put(None)
-        raise
-    _pool.put(process)
+    with _running:
+        process = None
+        try:
+            with suppress(IndexError):
+                process = _idle.pop()
+            if process is None or process.poll() is not None:
+                process = _started()
+            yield process
+        except BaseException:  # also an interrupt
+            if process is not None:
+                _kill(process)
+            raise
+        _idle.append(process)
+
+
+def _started() -> Child:
+    pipe, environment = subprocess.PIPE, child_environment()
+    try:  # in a group of its own: Ctrl-C in the terminal interrupts this process only
+        return subprocess.Popen(
+            COMMAND, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=environment, process_group=0
+        )
+    except OSError as error:
+        raise RenderError("failed", f"its process cannot be started ({error})") from error
+
+
+def _kill(process: Child) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        with suppress(OSError):
+            pipe.close() if pipe else None
 
 
 @atexit.register
 def close() -> None:
     """Kills the idle processes; the next template starts a new one."""
-    idle = list[_Process | None]()
-    with suppress(Empty):
+    with suppress(IndexError):
         while True:
-            idle.append(_pool.get_nowait())
-    for process in idle:
-        if process is not None:
-            process.kill()
-        _pool.put(None)
+            _kill(_idle.pop())
 
 
-_fill_pool()
-os.register_at_fork(after_in_child=_fill_pool)
+_idle: list[Child] = []  # processes that render no template now, the last used last
+_running = BoundedSemaphore(MAX_PROCESSES)
+
+
+def _forget_parents() -> None:
+    global _running
+    _idle.clear()
+    _running = BoundedSemaphore(MAX_PROCESSES)
+
+
+os.register_at_fork(after_in_child=_forget_parents)
