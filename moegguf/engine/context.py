@@ -11,18 +11,26 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from moegguf.engine.projector import PLACEHOLDER, ContextImages, ImagePrompt, ImageSpan, Projector
-from moegguf.engine.requests import RequestCounter, RequestLock
 from moegguf.engine.sequences import Chunk, PassBatch, Tokens
-from moegguf.engine.stats import DraftCounts, Stats
-from moegguf.engine.vocabulary import to_utf8
-from moegguf.errors import CallbackError, CapabilityError, ClosedError, GenerationCancelled, MoeggufError, OptionError
+from moegguf.engine.stats import Stats
+from moegguf.errors import (
+    CallbackError,
+    CapabilityError,
+    ClosedError,
+    ForkError,
+    GenerationCancelled,
+    MoeggufError,
+    OptionError,
+)
 from moegguf.native import library
 from moegguf.native.events import Phase
 
@@ -42,6 +50,63 @@ class ClosedModel:
         raise ClosedError("the model is closed; load it again.")
 
 
+class Requests:
+    """The requests of one context, which holds the tokens of one conversation: one at a time, and counted.
+
+    A request is one call that generates: its first evaluation is the prompt, all later ones decode. Without such a
+    call, an evaluation from an empty context begins a request, single tokens after it decode. llama.cpp does not report
+    this; routing events carry both.
+    """
+
+    def __init__(self) -> None:
+        self.sequence = -1
+        self._changed = threading.Condition()
+        self._owner: tuple[int, object] | None = None  # thread, and an object unique to the request
+        self._at_prompt = self._generating = False
+
+    def run(self, steps: Generator[Step, Any, None]) -> Generator[Step, Any, None]:
+        """The same steps, as one request from the first to the last, or to close() of the generator. Requests of other
+        threads wait; one of the same thread ends the request that this thread left unfinished.
+
+        Raises GenerationCancelled from a step that comes after another request of the same thread has begun.
+        """
+        request = threading.get_ident(), object()
+        with self._changed:
+            self._changed.wait_for(lambda: self._owner is None or self._owner[0] == request[0])
+            self._owner = request
+        self._at_prompt = self._generating = True
+        try:
+            sent = None
+            while True:
+                try:
+                    step = steps.send(sent)
+                except StopIteration:
+                    return
+                sent = yield step
+                if self._owner is not request:
+                    raise GenerationCancelled("another request has begun on this model; this one cannot go on.")
+        finally:
+            steps.close()
+            with self._changed:
+                if self._owner is request:
+                    self._at_prompt = self._generating = False
+                    self._owner = None
+                    self._changed.notify_all()
+
+    def begin(self) -> int:
+        """Begins a request of another kind, such as an embedding; returns its number."""
+        self.sequence += 1
+        return self.sequence
+
+    def next_phase(self, n_past: int, n_tokens: int) -> Phase:
+        """The phase of the next `n_tokens` tokens after `n_past`; `sequence` is then the number of their request."""
+        if self._at_prompt or (n_past == 0 and not self._generating) or self.sequence < 0:
+            self._at_prompt = False
+            self.sequence += 1
+            return Phase.PREFILL
+        return Phase.DECODE if self._generating or n_tokens == 1 else Phase.PREFILL
+
+
 class Context:
     """What evaluates in the context of `llm`, with what the loader has made. mmproj: the file of its projector.
 
@@ -57,15 +122,14 @@ class Context:
         self._n_swa = self._bindings.llama_model_n_swa(llm.model)  # tokens of a sliding window; 0: none
         self._batch = PassBatch(llm.n_batch)
         self._chunk_rows: list[int] = []  # of the last pass, those with logits
-        self._request_lock = RequestLock()
-        self._requests = RequestCounter()
+        self._requests = Requests()
         self._projector: Projector | None = None
         self._projector_lock = threading.Lock()
         self._closed = False
         self.lock = threading.RLock()  # held during each evaluation
         self.images = ContextImages()  # of sequence 0
         self.eval_s = 0.0  # of all evaluations
-        self.drafted = DraftCounts()
+        self.drafted = Counter[str]()  # figures of `Stats`
         self.after_pass: Callable[[Any], object] | None = None  # its llama_batch
         self.after_eval: Callable[[int, Tokens, int], object] | None = None  # 0, its tokens, how many are new
 
@@ -73,15 +137,16 @@ class Context:
         """Raises ClosedError or ForkError when the model cannot be used."""
         if self._closed:
             raise ClosedError("the model is closed; load it again.")
-        if self._session is not None:
-            self._session.check_process()
+        if self._session is not None and self._session.forked:  # the reader threads run in the parent only
+            raise ForkError("the model was loaded before fork(); load it in this process, or start it with spawn.")
 
     def stats(self) -> Stats:
         """`Llama.stats`."""
         self.check_open()
         stats = self._session.stats(self.eval_s) if self._session else Stats(eval_s=self.eval_s)
         n_threads = self._threads.n_threads if self._threads else self._llm.n_threads
-        return replace(stats, n_threads=n_threads, **vars(self.drafted))
+        drafted: dict[str, Any] = self.drafted
+        return replace(stats, n_threads=n_threads, **drafted)
 
     def check_caller(self) -> None:
         """Raises CallbackError from a policy, predictor or listener of this model, which an evaluation may wait for."""
@@ -95,11 +160,6 @@ class Context:
         """`Store.hold_fill`."""
         if self._session is not None:
             self._session.store.hold_fill(on)
-
-    def check_texts(self, texts: str | Sequence[str]) -> None:
-        """Raises OptionError for a text without tokens."""
-        if not all(self._llm.tokenize(to_utf8(text)) for text in ([texts] if isinstance(texts, str) else texts)):
-            raise OptionError("a text is empty, and this model begins none with a token of its own; leave it out.")
 
     def check_generates(self) -> None:
         """Raises CapabilityError for a model that only embeds: it has no context to go on from. Raises ClosedError."""
@@ -119,55 +179,48 @@ class Context:
         """The number in routing events of a request that `eval_chunks` evaluates."""
         return self._requests.begin()
 
-    def as_request(self, steps: Generator[Step, Any, None]) -> Generator[Step, Any, None]:
-        """The same steps, which evaluate tokens, as one request, which begins without logits; others wait for it.
+    def as_request(self, steps: Generator[Step, Any, None], keeps_logits: bool = False) -> Generator[Step, Any, None]:
+        """The same steps, which evaluate tokens, as one request; others wait for it. keeps_logits: it may go on with
+        the logits of the request before.
 
         Raises ClosedError, ForkError.
         """
 
-        def with_own_logits() -> Generator[Step, Any, None]:
-            self._llm._requires_eval = True  # the logits are of the request before
-            yield from steps
-
-        return self.one_request(with_own_logits())
-
-    def one_request(self, steps: Generator[Step, Any, None]) -> Generator[Step, Any, None]:
-        """`as_request` of steps that may go on with the logits of the request before."""
         self.check_caller()
         self.check_open()
-        return self._request_lock.run(self._requests.run(steps))
+
+        def with_own_logits() -> Generator[Step, Any, None]:
+            self._llm._requires_eval = self._llm._requires_eval or not keeps_logits
+            yield from steps
+
+        return self._requests.run(with_own_logits())
 
     # Evaluations.
 
     def eval(self, tokens: Sequence[int]) -> None:
         """Evaluates tokens of sequence 0, `n_batch` at a time. A failed call leaves the tokens before it in place, so
         that it can be repeated."""
-        self.guarded(self._eval, tokens)
-
-    def _eval(self, tokens: Sequence[int]) -> None:
-        llm, phase = self._llm, self._requests.next_phase(self._llm.n_tokens, len(tokens))
-        self.images.truncate(llm.n_tokens)
-        llm._ctx.kv_cache_seq_rm(0, self.images.position(llm.n_tokens), -1)  # what a failed pass has left
-        for begin in range(0, len(tokens), llm.n_batch):
-            batch = tokens[begin : begin + llm.n_batch]
-            self._evaluate([Chunk(0, batch, llm.n_tokens, self._requests.sequence, phase)])
-            if self.after_eval is not None:
-                self.after_eval(0, llm.input_ids[: llm.n_tokens], len(batch))
+        with self._guarded():
+            llm, phase = self._llm, self._requests.next_phase(self._llm.n_tokens, len(tokens))
+            self.images.truncate(llm.n_tokens)
+            llm._ctx.kv_cache_seq_rm(0, self.images.position(llm.n_tokens), -1)  # what a failed pass has left
+            for begin in range(0, len(tokens), llm.n_batch):
+                batch = tokens[begin : begin + llm.n_batch]
+                self._evaluate([Chunk(0, batch, llm.n_tokens, self._requests.sequence, phase)])
+                if self.after_eval is not None:
+                    self.after_eval(0, llm.input_ids[: llm.n_tokens], len(batch))
 
     def eval_chunks(self, chunks: Sequence[Chunk]) -> list[int] | None:
         """Evaluates at most `n_batch` tokens of some sequences together; returns each chunk's row of logits, or None
         when the KV cache has no room for them. After an exception some of the tokens may be in the context, and after
         drafts their tokens are: truncate the sequences."""
-        rows: list[int] | None = self.guarded(self._eval_chunks, chunks)
-        return rows
-
-    def _eval_chunks(self, chunks: Sequence[Chunk]) -> list[int] | None:
-        try:
-            return self._evaluate(chunks)
-        except RuntimeError as error:
-            if str(error) == _FULL:
-                return None
-            raise
+        with self._guarded():
+            try:
+                return self._evaluate(chunks)
+            except RuntimeError as error:
+                if str(error) != _FULL:
+                    raise
+        return None
 
     def _evaluate(self, chunks: Sequence[Chunk]) -> list[int]:
         """One call of llama_decode."""
@@ -179,9 +232,7 @@ class Context:
         self.computed(lambda: llm._ctx.decode(self._batch), sum(chunk.n_evaluated for chunk in chunks))
         if self.after_pass is not None:
             self.after_pass(self._batch.batch)
-        for chunk, row in zip(chunks, rows, strict=True):
-            n_rows = len(chunk.tokens) if chunk.all_logits else int(chunk.wants_logits)
-            self._chunk_rows += range(row - n_rows + 1, row + 1 + len(chunk.draft))
+        self._chunk_rows = np.flatnonzero(self._batch.logits[: self._batch.batch.n_tokens]).tolist()
         for chunk in chunks:
             if chunk.sequence == 0:
                 llm.n_tokens = chunk.n_past + len(chunk.tokens)
@@ -204,34 +255,27 @@ class Context:
             self.controller.before_tokens(Phase.DECODE if decodes else Phase.PREFILL, n_tokens)
         if not session.store.context.awaits_tokens(first.request, first.phase):
             return
-        sequences, phases, tokens, outputs = list[int](), list[int](), list[int](), list[int]()
-        for chunk in chunks:
-            n = chunk.n_evaluated
-            sequences += [chunk.request] * n
-            phases += [chunk.phase] * n
-            tokens += [*chunk.tokens, *chunk.draft]
-            outputs += [chunk.all_logits] * (len(chunk.tokens) - 1)
-            outputs += [chunk.wants_logits or chunk.all_logits] * (1 + len(chunk.draft))
+        n, each = self._batch.batch.n_tokens, [chunk for chunk in chunks for _ in range(chunk.n_evaluated)]
+        sequences, phases = [chunk.request for chunk in each], [chunk.phase for chunk in each]
+        tokens, outputs = self._batch.tokens[:n].tolist(), self._batch.logits[:n].tolist()
         session.store.context.announce(sequences, phases, tokens, outputs)
 
     def eval_image(self, prompt: ImagePrompt, span: ImageSpan, request: int) -> None:
         """Evaluates an image's span of `prompt`, whose tokens before it are in sequence 0. request: its number in
         routing events. Raises what evaluations raise, and OptionError for a damaged image."""
-        self.guarded(self._eval_image, prompt, span, request)
-
-    def _eval_image(self, prompt: ImagePrompt, span: ImageSpan, request: int) -> None:
-        llm, projector = self._llm, self.open_projector()
-        assert projector is not None
-        if self.controller is not None:
-            self.controller.before_tokens(Phase.PREFILL)
-        if self._session is not None:
-            self._session.store.context.announce(request, Phase.PREFILL, ())
-        self.truncate(span.begin)
-        sizes = self.images.position(span.begin), llm.n_batch, llm.context_params.n_ubatch
-        self.computed(lambda: projector.evaluate(llm.ctx, prompt, span, *sizes), span.n_tokens)
-        llm.input_ids[span.begin : span.end] = PLACEHOLDER
-        llm.n_tokens = span.end
-        self.images.add(span)
+        with self._guarded():
+            llm, projector = self._llm, self.open_projector()
+            assert projector is not None
+            if self.controller is not None:
+                self.controller.before_tokens(Phase.PREFILL)
+            if self._session is not None:
+                self._session.store.context.announce(request, Phase.PREFILL, ())
+            self.truncate(span.begin)
+            sizes = self.images.position(span.begin), llm.n_batch, llm.context_params.n_ubatch
+            self.computed(lambda: projector.evaluate(llm.ctx, prompt, span, *sizes), span.n_tokens)
+            llm.input_ids[span.begin : span.end] = PLACEHOLDER
+            llm.n_tokens = span.end
+            self.images.spans.append(span)
 
     def open_projector(self) -> Projector | None:
         """What reads images, loaded by the first call; None without `mmproj`. Raises ModelFormatError."""
@@ -243,15 +287,12 @@ class Context:
 
     def evaluate(self, call: Callable[[], Any], tokens: Sequence[int] = ()) -> Any:
         """The result of `call`, a request of its own that evaluates `tokens` itself (empty: unknown)."""
-
-        def announced() -> Any:
+        with self._guarded():
             self._llm._requires_eval = True
             number = self._requests.begin()
             if self._session is not None:
                 self._session.store.context.announce(number, Phase.PREFILL, tokens)
             return self.computed(call, len(tokens))
-
-        return self.guarded(announced)
 
     def computed(self, call: Callable[[], Any], n_tokens: int) -> Any:
         """The result of `call`, which evaluates so many tokens (0: unknown), with as many threads as are best now."""
@@ -263,22 +304,26 @@ class Context:
         self._threads.after_pass(n_tokens, time.perf_counter() - start_s)
         return result
 
-    def guarded(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """The result of `call`, alone; when it fails, sequence 0 is as before, and the reason is a typed error."""
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """The block evaluates alone; when it fails, sequence 0 is as before, and the reason is a typed error."""
         self.check_caller()
         with self.lock:
             self.check_open()
-            session, before, start_s = self._session, self._llm.n_tokens, time.perf_counter()
+            session, llm, before, start_s = self._session, self._llm, self._llm.n_tokens, time.perf_counter()
             if session is not None:
                 session.raise_failure()  # a callback's error since the last call
             self._chunk_rows = []
             try:
-                result = call(*arguments)
+                yield
                 if session is not None:
                     session.raise_failure()
-                return result
             except BaseException as error:  # also an interrupt: no token stays half computed
-                self._roll_back(before)
+                llm._requires_eval = True  # the context's logits are stale
+                if llm._is_stateful:
+                    llm.reset()
+                else:
+                    llm.n_tokens = before
                 if session is not None and not isinstance(error, MoeggufError):
                     session.raise_failure()
                     if str(error) == _ABORTED:
@@ -286,14 +331,6 @@ class Context:
                 raise
             finally:
                 self.eval_s += time.perf_counter() - start_s
-
-    def _roll_back(self, n_tokens: int) -> None:
-        """After a failed pass: keeps the `n_tokens` tokens before it, and marks the context's logits as stale."""
-        if self._llm._is_stateful:
-            self._llm.reset()
-        else:
-            self._llm.n_tokens = n_tokens
-        self._llm._requires_eval = True
 
     # Logits.
 

@@ -3,11 +3,13 @@
 A block is written under a temporary name and renamed, and ends with a checksum keyed by a secret of the folder: one
 that is damaged, truncated or another folder's is deleted and counts as missing, so none is flushed to disk, either.
 Several processes may share a folder; a file that another one has deleted is missing, too. What the folder refuses
-turns the store off, with one warning. Does not know models or what blocks hold.
+turns the store off, with one warning. States of sequences go from their files into a KV cache (`native/kv_blocks.cpp`).
+Does not know models or what blocks hold.
 """
 
 from __future__ import annotations
 
+import ctypes as c
 import json
 import os
 import secrets
@@ -23,7 +25,7 @@ from pathlib import Path
 import xxhash
 
 from moegguf.atomic_write import locked_temporary, remove_abandoned
-from moegguf.native.kv_blocks import StateFile
+from moegguf.native import abi, library
 from moegguf.quantities import GIB
 from moegguf.settings import cache_folder
 
@@ -49,12 +51,17 @@ class About:
 
 @dataclass(frozen=True)
 class StoredBlock:
-    """A block's file, its size, and when it was last used, in seconds since 1970."""
+    """A block's file of `n_bytes` bytes: a state from `begin` on, its first bytes `head`, the digest of `prefix` and
+    all of the state, not compared yet, and when it was last used, in seconds since 1970."""
 
     path: Path
+    about: About
     n_bytes: int
     used_s: float
-    about: About
+    begin: int
+    head: bytes
+    prefix: bytes
+    digest: bytes
 
 
 def default_folder() -> Path:
@@ -64,12 +71,19 @@ def default_folder() -> Path:
 
 def stored_blocks(folder: Path) -> Iterator[StoredBlock]:
     """All blocks in a folder, which need not exist, without looking at their bytes."""
-    for path, info in _files(folder):
-        with suppress(OSError, ValueError, TypeError, struct.error), open(path, "rb") as file:
-            magic, _, n_about = _HEADER.unpack(file.read(_HEADER.size))
-            about = About(*json.loads(file.read(min(n_about, MOST_HEADER_BYTES))))
-            if magic == MAGIC:
-                yield StoredBlock(path, info.st_size, info.st_mtime, about)
+    return filter(None, (_opened(path) for path, _ in _files(folder)))
+
+
+def _opened(path: Path, n_head: int = 0) -> StoredBlock | None:
+    with suppress(OSError, ValueError, TypeError, struct.error), open(path, "rb", buffering=0) as file:
+        first, info = file.read(MOST_HEADER_BYTES + n_head), os.fstat(file.fileno())
+        magic, digest, n_about = _HEADER.unpack_from(first)
+        begin = _HEADER.size + n_about
+        if magic == MAGIC and begin <= min(info.st_size, MOST_HEADER_BYTES):
+            about = About(*json.loads(first[_HEADER.size : begin]))
+            prefix = path.name.encode() + first[_HEADER.size : begin]
+            return StoredBlock(path, about, info.st_size, info.st_mtime, begin, first[begin:], prefix, digest)
+    return None
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
@@ -77,6 +91,34 @@ def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
         for path in part.iterdir() if part.is_dir() else ():
             with suppress(OSError):
                 yield path, path.stat()
+
+
+class KVBlocks:
+    """States that are added, one after the other, and then read together. `seed`: of their digests."""
+
+    def __init__(self, seed: int) -> None:
+        self._library = library.load()
+        self._handle = self._library.moegguf_kv_blocks_open(seed)
+
+    def __enter__(self) -> KVBlocks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._library.moegguf_kv_blocks_close(self._handle)
+
+    def add(self, block: StoredBlock) -> int:
+        """The address for llama_state_seq_set_data, to be called next on this thread."""
+        digest, state = (c.c_uint8 * DIGEST_BYTES).from_buffer_copy(block.digest), c.c_void_p()
+        n_bytes, prefix = block.n_bytes - block.begin, c.cast(c.c_char_p(block.prefix), c.c_void_p)
+        given = abi.KvBlock(str(block.path).encode(), block.begin, n_bytes, prefix, len(block.prefix), digest)
+        self._library.moegguf_kv_blocks_add(self._handle, c.byref(given), c.byref(state))
+        return state.value or 0
+
+    def fill(self) -> int:
+        """Reads what was added; the number of the first ones that have their digest."""
+        n_right = c.c_int32()
+        self._library.moegguf_kv_blocks_fill(self._handle, c.byref(n_right))
+        return n_right.value
 
 
 class ContextStore:
@@ -91,7 +133,11 @@ class ContextStore:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             folder.mkdir(mode=0o700, exist_ok=True)
-            self._check_private()
+            info = os.stat(folder)  # only this user may read what others have said to a model
+            if info.st_uid != os.geteuid():
+                raise PermissionError(f"{folder} belongs to another user")
+            if stat.S_IMODE(info.st_mode) & 0o077:
+                os.chmod(folder, 0o700)
             secret = self._read_secret()
             if len(secret) != SECRET_BYTES:
                 raise OSError(f"its secret is damaged; delete {self.folder}")
@@ -107,38 +153,19 @@ class ContextStore:
 
     def holds(self, name: str) -> bool:
         """Whether there is a file of this name."""
-        return not self.is_off and self._path(name).exists()
+        return not self.is_off and os.path.exists(self._path(name))
 
-    def names(self, prefix: str) -> list[str]:
-        """Names of the blocks whose names begin so, two characters at least."""
-        with suppress(OSError):
-            return sorted(name for name in os.listdir(self._path(prefix).parent) if name.startswith(prefix))
-        return []
-
-    def open(self, name: str, n_head: int = 0) -> StateFile | None:
-        """The file of a block, which was not checked, with at least `n_head` of its first bytes where it has so many;
-        None where it is missing, or cannot be one."""
-        path = self._path(name)
-        if self.is_off:
-            return None
-        try:
-            with open(path, "rb", buffering=0) as file:
-                first, n_bytes = file.read(MOST_HEADER_BYTES + n_head), os.fstat(file.fileno()).st_size
-            magic, digest, n_about = _HEADER.unpack_from(first)
-        except (OSError, struct.error):
-            return None
-        begin = _HEADER.size + n_about
-        if magic != MAGIC or not begin <= min(n_bytes, MOST_HEADER_BYTES):
-            return None
-        prefix = name.encode() + first[_HEADER.size : begin]
-        return StateFile(path, begin, n_bytes - begin, first[begin:], prefix, digest)
+    def open(self, name: str, n_head: int = 0) -> StoredBlock | None:
+        """A block, which was not checked, with at least `n_head` of its first bytes where it has so many; None where it
+        is missing, or cannot be one."""
+        return None if self.is_off else _opened(self._path(name), n_head)
 
     def read(self, name: str) -> bytes | None:
         """The bytes of a block; None where it is missing, or not what was written under this name here."""
         with suppress(OSError):
-            if (file := self.open(name)) is not None:
-                data = file.path.read_bytes()[file.begin :]
-                if self._digest(file.prefix, [data]) == file.digest:
+            if (block := self.open(name)) is not None:
+                data = block.path.read_bytes()[block.begin :]
+                if self._digest(block.prefix, [data]) == block.digest:
                     return data
         self.delete(name)
         return None
@@ -156,11 +183,9 @@ class ContextStore:
             path = self._path(name)
             path.parent.mkdir(mode=0o700, exist_ok=True)
             handle, temporary = locked_temporary(self.folder, ".block.", "")
-            with os.fdopen(handle, "wb", buffering=0) as file:
-                for part in (first, *body):
-                    view = memoryview(part)
-                    while view:  # a full disk writes less
-                        view = view[file.write(view) :]
+            with os.fdopen(handle, "wb") as file:
+                file.writelines((first, *body))
+                file.flush()
                 os.replace(temporary, path)
         except OSError as error:
             with suppress(OSError):
@@ -171,16 +196,13 @@ class ContextStore:
         self._uncounted_bytes += n_bytes
         return True
 
-    def touch(self, names: Sequence[str]) -> set[str]:
-        """Notes that these were used now, the first one last: it is to leave after those that are of no use without it.
-        Returns those that are missing."""
-        now, missing = time.time_ns(), set[str]()
+    def touch(self, names: Sequence[str]) -> None:
+        """Notes that these were used now, the first one last: it is to leave after those that are of no use without
+        it."""
+        now = time.time_ns()
         for age, name in enumerate(names):
-            try:
+            with suppress(OSError):
                 os.utime(self._path(name), ns=(now - age * 1000, now - age * 1000))
-            except OSError:
-                missing.add(name)
-        return missing
 
     def delete(self, name: str) -> None:
         """Removes a block, if it is there and can be."""
@@ -195,14 +217,6 @@ class ContextStore:
         for part in parts:
             digest.update(part)
         return digest.digest()
-
-    def _check_private(self) -> None:
-        """Only this user may read what others have said to a model. Raises OSError."""
-        info = os.stat(self.folder)
-        if info.st_uid != os.geteuid():
-            raise PermissionError(f"{self.folder} belongs to another user")
-        if stat.S_IMODE(info.st_mode) & 0o077:
-            os.chmod(self.folder, 0o700)
 
     def _read_secret(self) -> bytes:
         """The folder's, made by the first process that uses it; whoever replaces it loses all blocks."""
@@ -224,9 +238,8 @@ class ContextStore:
             return
         files = sorted(_files(self.folder), key=lambda file: file[1].st_mtime_ns)  # also those of other processes
         self._used_bytes, self._uncounted_bytes = sum(info.st_size for _, info in files), 0
-        if self._used_bytes + n_bytes <= self.limit_bytes:
-            return
-        most = self.limit_bytes * KEPT_PARTS[0] // KEPT_PARTS[1]
+        is_full = self._used_bytes + n_bytes > self.limit_bytes
+        most = self.limit_bytes * KEPT_PARTS[0] // KEPT_PARTS[1] if is_full else self.limit_bytes
         for path, info in files:
             if self._used_bytes + n_bytes <= most:
                 break

@@ -1,71 +1,128 @@
-"""Which drafts a model can have, and what writes them where no text repeats: tokens guessed ahead, that the next pass
-verifies (moegguf.generate.drafting). That is a second, smaller model, or the heads that the file has for more tokens
-than the next one (multi-token prediction, MTP).
+"""Drafts: tokens guessed ahead, that the next pass verifies (moegguf.generate.drafting), by llama.cpp's own speculative
+code (`native/drafts`, a library that is loaded where drafts are used). They are what followed the same tokens earlier
+in the text, or what a draft context writes: of a second, smaller model, or of the heads that the file has for more
+tokens than the next one (multi-token prediction, MTP).
 """
 
 from __future__ import annotations
 
+import ctypes as c
+import functools
 import os
 import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from moegguf.engine.memory import HEADS_UBATCH_TOKENS
-from moegguf.errors import AllocationError, ModelFormatError, ModelNotFoundError, OptionError
+from moegguf.errors import AllocationError, ModelFormatError, ModelNotFoundError, MoeggufError, OptionError
 from moegguf.gguf.experts import HEADS_ARCHS, ExpertLayout, read_layout
 from moegguf.models.catalog import find_model
 from moegguf.native import library
-from moegguf.native.drafts import Drafts
 from moegguf.options import DRAFTS
-
-if TYPE_CHECKING:
-    from moegguf.engine.upstream import UpstreamLlama
 
 N_MAX = 24  # tokens of a draft
 NGRAM_KEYS = (8, 3)  # tokens that repeat before what is drafted
 
 
-class DraftModel:
-    """A smaller model of the same vocabulary, on the CPU, loaded before the model whose tokens it guesses, so that the
-    plan of that one knows what is left of the memory.
+class Source(IntEnum):
+    """Where a draft comes from, in the order in which they are asked: what followed the last tokens earlier in the same
+    sequence (many of them, or few), or a draft context. `NONE`: there is no draft."""
 
-    Raises OptionError where there is no such model, ModelFormatError.
+    LONG_NGRAM = 0
+    SHORT_NGRAM = 1
+    MODEL = 2
+    NONE = 3
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Tokens that may come next in a sequence."""
+
+    source: Source = Source.NONE
+    tokens: tuple[int, ...] = ()
+
+
+class _Config(c.Structure):
+    _fields_ = [
+        ("key", c.c_int32 * 2), ("n_seq", c.c_int32), ("n_max", c.c_int32), ("target", c.c_void_p),
+        ("draft", c.c_void_p), ("heads", c.c_int32),
+    ]  # fmt: skip
+
+
+class _Request(c.Structure):
+    _fields_ = [
+        ("sequence", c.c_int32), ("n_max", c.c_int32 * Source.NONE), ("source", c.c_int32), ("n", c.c_int32),
+        ("tokens", c.c_void_p),
+    ]  # fmt: skip
+
+
+@functools.cache
+def _library() -> c.CDLL:
+    library.llama_cpp()  # which has loaded libllama
+    loaded = library.open_part("moegguf-drafts")
+    for name in ("open", "set_tokens", "draft", "evaluated", "accept"):
+        function = getattr(loaded, f"drafts_{name}")
+        function.restype, function.errcheck = c.c_char_p, _check
+    return loaded
+
+
+def _check(reason: bytes | None, *_: object) -> None:
+    if reason is not None:
+        raise MoeggufError(f"drafting failed: {reason.decode(errors='replace')}")
+
+
+class Drafts:
+    """Drafts of up to `n_max` tokens for the sequences of a context.
+
+    keys: tokens of the long and the short n-gram that have to repeat. target, draft: addresses of llama_contexts, which
+    must outlive this; 0: none. heads: `draft` is of the heads that the target's model has. `least_key`: tokens that
+    repeat wherever there is a draft; 0: none have to. Raises MoeggufError, as all methods do, also where their
+    vocabularies differ.
     """
 
-    def __init__(self, model: str) -> None:
-        self._bindings, self._model, self._context = library.llama_cpp(), None, None
-        try:
-            path = os.fspath(find_model(model))
-        except ModelNotFoundError as error:
-            raise OptionError(f"draft={model[:60]!r} is none of {', '.join(DRAFTS)}, nor a model: {error}") from None
-        read_layout(path)
-        params = self._bindings.llama_model_default_params()
-        params.n_gpu_layers, params.use_mmap = 0, False
-        self._model = self._bindings.llama_model_load_from_file(path.encode(), params)
-        if not self._model:
-            raise ModelFormatError(f"draft: llama.cpp cannot load {Path(path).name}; verbose=True shows why.")
+    def __init__(
+        self, n_seq: int, n_max: int, keys: tuple[int, int], target: int = 0, draft: int = 0, heads: bool = False
+    ) -> None:
+        self._library, self._handle, self.n_max = _library(), c.c_void_p(), n_max
+        self.least_key = 0 if draft else min(keys)
+        config = _Config((c.c_int32 * 2)(*keys), n_seq, n_max, target, draft, heads)
+        self._library.drafts_open(c.byref(config), c.byref(self._handle))
+        self._requests = (_Request * n_seq)()
+        self._tokens = np.zeros((n_seq, n_max), np.int32)
 
-    def open_context(self, llm: UpstreamLlama, n_seq: int, n_threads: int) -> int:
-        """The address of a context for the sequences of `llm`. Raises AllocationError."""
-        bindings, params = self._bindings, self._bindings.llama_context_default_params()
-        params.n_ctx = bindings.llama_n_ctx(llm.ctx) + n_seq * N_MAX
-        params.n_seq_max, params.kv_unified, params.n_batch = n_seq, True, llm.n_batch
-        params.n_threads = params.n_threads_batch = n_threads
-        self._context = bindings.llama_init_from_model(self._model, params)
-        if not self._context:
-            raise AllocationError("draft: there is no memory for the context of the draft model; lower n_ctx.")
-        return int(self._context)
+    def set_tokens(self, sequence: int, n_kept: int, tokens: Sequence[int]) -> None:
+        """A sequence has these tokens after its first `n_kept`; 0: it is another text."""
+        new = np.asarray(tokens, np.int32)
+        self._library.drafts_set_tokens(self._handle, sequence, n_kept, new.ctypes, len(new))
+
+    def draft(self, wanted: Sequence[tuple[int, Sequence[int]]]) -> list[Draft]:
+        """A draft for each of some sequences, with the most tokens that each source (but `NONE`) may give."""
+        for row, (request, (sequence, n_most)) in enumerate(zip(self._requests, wanted, strict=False)):
+            request.sequence, request.n_max[:] = sequence, n_most
+            request.tokens = self._tokens[row].ctypes.data
+        self._library.drafts_draft(self._handle, self._requests, len(wanted))
+        return [
+            Draft(Source(request.source), tuple(self._tokens[row, : request.n].tolist()))
+            for row, request in enumerate(self._requests[: len(wanted)])
+        ]
+
+    def evaluated(self, batch: c.Structure) -> None:
+        """The target has just evaluated this llama_batch: its heads, if these draft, do so, too."""
+        self._library.drafts_evaluated(self._handle, c.byref(batch))
+
+    def accept(self, sequence: int, n: int) -> None:
+        """So many tokens of the sequence's last draft came next."""
+        self._library.drafts_accept(self._handle, sequence, n)
 
     def close(self) -> None:
         """Twice is harmless."""
-        if self._context:
-            self._bindings.llama_free(self._context)
-        if self._model:
-            self._bindings.llama_model_free(self._model)
-        self._context = self._model = None
-
-    def __del__(self) -> None:
-        self.close()
+        handle, self._handle = self._handle, c.c_void_p()
+        self._library.drafts_close(handle)
 
 
 def drafted(layout: ExpertLayout, draft: str | os.PathLike[str] | None, flash_attn: bool | None) -> ExpertLayout:
@@ -80,51 +137,36 @@ def drafted(layout: ExpertLayout, draft: str | os.PathLike[str] | None, flash_at
     return layout.with_heads() if is_used else layout
 
 
-class _Heads:
-    """The context of a loaded model's own heads."""
-
-    def __init__(self) -> None:
-        self._bindings, self._context = library.llama_cpp(), None
-
-    def open_context(self, llm: UpstreamLlama, n_seq: int, n_threads: int) -> int:
-        """Its address, for the sequences of `llm`. Raises AllocationError."""
-        bindings = self._bindings
-        params = type(llm.context_params).from_buffer_copy(llm.context_params)
-        params.ctx_type, params.ctx_other = bindings.LLAMA_CONTEXT_TYPE_MTP, llm.ctx
-        params.n_ctx = bindings.llama_n_ctx(llm.ctx) + n_seq * N_MAX
-        params.n_seq_max = params.n_outputs_max = n_seq
-        params.kv_unified, params.n_batch = True, llm.n_batch
-        params.n_ubatch = min(HEADS_UBATCH_TOKENS, llm.n_batch)
-        params.n_threads = params.n_threads_batch = n_threads
-        params.cb_eval = bindings.ggml_backend_sched_eval_callback()
-        params.abort_callback = bindings.ggml_abort_callback()
-        self._context = bindings.llama_init_from_model(llm.model, params)
-        if not self._context:
-            raise AllocationError("draft: there is no memory for the context of the model's heads; lower n_ctx.")
-        return int(self._context)
-
-    def close(self) -> None:
-        """Before the model is freed. Twice is harmless."""
-        if self._context:
-            self._bindings.llama_free(self._context)
-        self._context = None
-
-
 class ModelDrafts:
-    """The drafts of one loaded model. draft: what was asked for, one of DRAFTS or a model. `in_use`: "ngram", "mtp",
-    "off", or the draft model. "auto" drafts where no bit of an answer depends on it.
+    """The drafts of one model. draft: what was asked for, one of DRAFTS or a model of the same vocabulary, which is
+    loaded first, on the CPU, so that the plan knows what is left of the memory. `in_use`: "ngram", "mtp", "off", or the
+    draft model. "auto" drafts where no bit of an answer depends on it.
 
-    Raises what `DraftModel` raises; `open` MoeggufError, where the vocabularies differ.
+    Raises OptionError where there is no such model, ModelFormatError.
     """
 
     def __init__(self, draft: str | os.PathLike[str]) -> None:
-        self._chosen = os.fspath(draft)
-        self._model: DraftModel | _Heads | None = None if self._chosen in DRAFTS else DraftModel(self._chosen)
+        self._bindings, self._chosen = library.llama_cpp(), os.fspath(draft)
+        self._model = self._context = None
         self.in_use = "off"
         self.drafts: Drafts | None = None
+        if self._chosen in DRAFTS:
+            return
+        try:
+            path = os.fspath(find_model(self._chosen))
+        except ModelNotFoundError as error:
+            raise OptionError(
+                f"draft={self._chosen[:60]!r} is none of {', '.join(DRAFTS)}, nor a model: {error}"
+            ) from None
+        read_layout(path)
+        params = self._bindings.llama_model_default_params()
+        params.n_gpu_layers, params.use_mmap = 0, False
+        self._model = self._bindings.llama_model_load_from_file(path.encode(), params)
+        if not self._model:
+            raise ModelFormatError(f"draft: llama.cpp cannot load {Path(path).name}; verbose=True shows why.")
 
     def open(self, llm: Any, n_seq: int, batch_invariant: bool) -> None:
-        """Once the model is loaded."""
+        """Once the model is loaded. Raises AllocationError, and MoeggufError where the vocabularies differ."""
         if self._chosen == "off" or llm._ctx.memory is None or (self._chosen == "auto" and not batch_invariant):
             return
         if llm._is_stateful:
@@ -139,17 +181,39 @@ class ModelDrafts:
                 stacklevel=3,
             )
         has_heads = self._model is None and llm.layout.loads_heads
-        if has_heads:
-            self._model = _Heads()
-        context = self._model.open_context(llm, n_seq, llm.n_threads) if self._model else 0
-        self.drafts = Drafts(n_seq, N_MAX, NGRAM_KEYS, llm.ctx if context else 0, context, has_heads)
-        self.in_use = "mtp" if has_heads else self._chosen if context else "ngram"
+        if has_heads or self._model:
+            self._context = self._new_context(llm, n_seq, has_heads)
+        target = llm.ctx if self._context else 0
+        self.drafts = Drafts(n_seq, N_MAX, NGRAM_KEYS, target, self._context or 0, has_heads)
+        self.in_use = "mtp" if has_heads else self._chosen if self._model else "ngram"
         if has_heads:
             llm.context.after_pass = self.drafts.evaluated
+
+    def _new_context(self, llm: Any, n_seq: int, has_heads: bool) -> Any:
+        bindings, params = self._bindings, self._bindings.llama_context_default_params()
+        if has_heads:
+            params = type(llm.context_params).from_buffer_copy(llm.context_params)
+            params.ctx_type, params.ctx_other = bindings.LLAMA_CONTEXT_TYPE_MTP, llm.ctx
+            params.n_outputs_max, params.n_ubatch = n_seq, min(HEADS_UBATCH_TOKENS, llm.n_batch)
+            params.cb_eval = bindings.ggml_backend_sched_eval_callback()
+            params.abort_callback = bindings.ggml_abort_callback()
+        params.n_ctx = bindings.llama_n_ctx(llm.ctx) + n_seq * N_MAX
+        params.n_seq_max, params.kv_unified, params.n_batch = n_seq, True, llm.n_batch
+        params.n_threads = params.n_threads_batch = llm.n_threads
+        context = bindings.llama_init_from_model(llm.model if has_heads else self._model, params)
+        if not context:
+            raise AllocationError("draft: there is no memory for the context that drafts; lower n_ctx.")
+        return context
 
     def close(self) -> None:
         """Before the model is freed. Twice is harmless."""
         if self.drafts is not None:
             self.drafts.close()
-        if self._model is not None:
-            self._model.close()
+        if self._context:
+            self._bindings.llama_free(self._context)
+        if self._model:
+            self._bindings.llama_model_free(self._model)
+        self._model = self._context = None
+
+    def __del__(self) -> None:
+        self.close()

@@ -6,7 +6,7 @@ of the model, the build, the options that change what is computed, who owns it, 
 that begin alike have the same blocks. What follows the last full block is kept where a prompt or an answer ends.
 llama.cpp writes and reads one block as the state of a sequence that has only its cells. A block does not end within an
 image, and its name has the image's hash in it. Models with a recurrent state, which cannot be cut, are kept as whole
-states after some of the tokens.
+states after some of the tokens, by the name of what follows the last full block there.
 """
 
 from __future__ import annotations
@@ -14,31 +14,27 @@ from __future__ import annotations
 import ctypes as c
 import hashlib
 import itertools
-import re
 import struct
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from moegguf.engine.batch_invariance import is_batch_invariant
-from moegguf.engine.context_store import About, Buffer, ContextStore
+from moegguf.engine.context_store import About, Buffer, ContextStore, KVBlocks
 from moegguf.engine.machine import read_memory
 from moegguf.engine.projector import PLACEHOLDER, ImageSpan
 from moegguf.engine.recent_experts import RecentExperts
-from moegguf.engine.sequences import MAX_SEQUENCES, Tokens
+from moegguf.engine.sequences import MAX_SEQUENCES, Tokens, is_batch_invariant
 from moegguf.errors import OptionError
 from moegguf.gguf.fingerprint import header_digest, sampled_digest
 from moegguf.native import library
-from moegguf.native.kv_blocks import KVBlocks
 from moegguf.native.store import StoreOptions
 from moegguf.processor import read_processor
 from moegguf.quantities import parse_store_size
@@ -49,7 +45,6 @@ if TYPE_CHECKING:
     from moegguf.engine.load import LoadPlan
     from moegguf.engine.upstream import UpstreamLlama
 
-Ints = npt.NDArray[np.int32]
 Images = Sequence[ImageSpan]
 MakeRoom = Callable[[int], object]
 
@@ -59,9 +54,7 @@ SCRATCH = MAX_SEQUENCES - 1  # a sequence id that llama.cpp has room for, and no
 MOST_QUEUED_BYTES = 64 << 20  # that wait to be written
 WAIT_SHARE, MOST_WAIT_S = 0.01, 0.5  # of the time since the last call that one may wait for that
 WHOLE_STEP_TOKENS = 512  # between two whole states of a prompt; half of its tokens where these are more
-NAME_BYTES = 16
 _BYTES = c.POINTER(c.c_uint8)
-_REST = re.compile(r"-(\d\d?)-[0-9a-f]+$")  # of a name: tokens after the last full block
 _STATE = struct.Struct("<4I")  # llama.cpp's magic, the sequence, streams, cells
 _CELL_BYTES = (12, 24)  # position, number of sequences, one sequence; with two coordinates and a token between them
 CONTEXT_FIELDS = (
@@ -82,11 +75,52 @@ class _Part:
     name: str
     begin: int
     end: int
-    positions: Ints
+    positions: npt.NDArray[np.int32]
+
+
+class _Parts:
+    """The parts of a sequence, no image of which is cut. `blocks`: the full ones that it begins with.
+
+    name: of all that they depend on but tokens and `images`.
+    """
+
+    def __init__(self, name: str, tokens: Tokens, images: Images) -> None:
+        self._name, self._images, self._ids = name, images, np.asarray(tokens, np.int32)
+        n_tokens = len(self._ids)
+        unknown = np.append(self._ids == PLACEHOLDER, True)  # who evaluates images into a context does not say which
+        steps = np.ones(n_tokens + 1, np.int32)
+        for image in images:
+            unknown[image.begin : image.end] = False
+            if image.n_positions != image.n_tokens and image.end <= n_tokens:
+                steps[image.begin + 1 : image.end] = 0  # they share the position of the first (M-RoPE)
+                steps[image.end] = image.n_positions
+        unknown[n_tokens], steps[0] = True, 0
+        self._n_known = int(np.argmax(unknown))
+        self._positions = np.cumsum(steps, dtype=np.int32)
+        self.blocks, end = list[_Part](), 0
+        while block := self._part(name, end, self._uncut(end + BLOCK_TOKENS)):
+            self.blocks.append(block)
+            name, end = block.name, block.end
+
+    def rest(self, n_blocks: int, end: int) -> _Part | None:
+        """What follows the first blocks up to `end`, less than another block; None where it has no name."""
+        name, begin = (self.blocks[n_blocks - 1].name, self.blocks[n_blocks - 1].end) if n_blocks else (self._name, 0)
+        return self._part(name, begin, end) if 0 <= end - begin < BLOCK_TOKENS and self._uncut(end) == end else None
+
+    def _part(self, before: str, begin: int, end: int) -> _Part | None:
+        if end > self._n_known:
+            return None
+        keys = (image.key for image in self._images if begin <= image.begin < end)
+        name = _hash(before, str(end - begin), self._ids[begin:end].tobytes(), *keys)
+        return _Part(name, begin, end, self._positions[begin : end + 1])
+
+    def _uncut(self, end: int) -> int:
+        """`end`, or that of the image that it would cut."""
+        return next((image.end for image in self._images if image.begin < end < image.end), end)
 
 
 class KeptContexts:
-    """Those of a loaded model in `store`. For the thread that evaluates."""
+    """Those of a loaded model in `store`. For the thread that evaluates; another one writes."""
 
     def __init__(
         self,
@@ -102,11 +136,15 @@ class KeptContexts:
         self._store, self._recent = store, recent
         self._bindings: Any = library.llama_cpp()
         self._root = _root(llm, load_plan, moves)
-        self._model = _label(load_plan)
+        self._model = load_plan.layout.shards[0].path.stem  # for people
+        if self._model.startswith("sha256-"):
+            self._model = str(load_plan.layout.metadata.get("general.name", self._model))
         n_swa = self._bindings.llama_model_n_swa(llm.model)
         self._whole = llm._is_stateful or 0 < n_swa < BLOCK_TOKENS
         self._n_whole_tokens = 0  # of the last whole state
-        self._writer = _Writer(store)
+        self._pool = ThreadPoolExecutor(1, "moegguf-contexts")
+        self._queued: dict[str, int] = {}  # names of blocks that wait to be written, and their bytes
+        self._written = threading.Condition()  # one of these
         self._wait_s, self._last_s = 0.0, time.monotonic()  # for room in the queue; the last call of `keep`
         self.behind = set[int]()  # sequences of which blocks could not be written, as too many were waiting
         self._fill_held = False
@@ -124,24 +162,24 @@ class KeptContexts:
         than the `n_held` that the sequence begins with; returns how many it holds then. owner: whose blocks these are,
         "" where all share them. make_room: called with so many tokens that the context needs cells for. images: those
         among the tokens, of sequence 0."""
-        if self._recent is not None and len(tokens) >= BLOCK_TOKENS:
+        n_tokens = len(tokens)
+        if self._recent is not None and n_tokens >= BLOCK_TOKENS:
             self._recent.begin()
-        if self._store.is_off or len(tokens) - n_held < 2 or tokens[-1] == PLACEHOLDER:
+        if self._store.is_off or n_tokens < max(BLOCK_TOKENS, n_held + 2) or tokens[-1] == PLACEHOLDER:
             return n_held
         self._hold_fill(True)  # until what follows was computed
         n_now = n_held
         try:
             with self._context.lock:
-                parts = self._parts(tokens, owner, images)
-                if self._whole:
-                    n_now = self._restore_whole(sequence, tokens[:-1], n_held, parts, make_room, images)
-                else:
-                    n_now = self._restore_parts(sequence, tokens, n_held, parts, make_room, images)
+                parts = _Parts(_hash(self._root, owner), tokens[:-1] if self._whole else tokens, images)
+                restore = self._restore_whole if self._whole else self._restore_parts
+                n_now = restore(sequence, parts, n_held, make_room)
                 if n_now != n_held and sequence == 0:
                     self._llm.n_tokens, self._llm._requires_eval = n_now, True
                     self._llm.input_ids[:n_now] = tokens[:n_now]
-                    self._context.images.hold(images, n_now)
-                if n_now == len(tokens):
+                    self._context.images.spans = list(images)
+                    self._context.images.truncate(n_now)
+                if n_now == n_tokens:
                     n_now = n_now - 1 if self._context.truncate(n_now - 1, sequence) else 0
         finally:
             self._hold_fill(n_now > n_held)
@@ -159,184 +197,164 @@ class KeptContexts:
         self.behind.discard(sequence)
         self._hold_fill(False)
         if not goes_on and self._recent is not None and (experts := self._recent.end()) is not None:
-            self._writer.put(self._recent.name, About(self._model, 0, 0), experts)
-        if self._store.is_off or len(tokens) < BLOCK_TOKENS or (goes_on and len(tokens) % BLOCK_TOKENS >= n_new):
+            self._put(self._recent.name, About(self._model, 0, 0), experts)
+        n_tokens = len(tokens)
+        if self._store.is_off or n_tokens < BLOCK_TOKENS or (goes_on and n_tokens % BLOCK_TOKENS >= n_new):
             return
-        images = self._context.images.spans if sequence == 0 else ()
-        parts = self._parts(tokens, owner, images)
+        parts = _Parts(_hash(self._root, owner), tokens, self._context.images.spans if sequence == 0 else ())
+        blocks, rest = parts.blocks, parts.rest(len(parts.blocks), n_tokens)
         now_s = time.monotonic()
         self._wait_s, self._last_s = min(MOST_WAIT_S, (now_s - self._last_s) * WAIT_SHARE), now_s
         with self._context.lock:
             if not self._whole:
-                rest = [] if goes_on else self._rest(parts, tokens, images)
-                self._keep_parts(sequence, [*parts, *(part for part in rest if part.begin < part.end)])
-            elif parts and (not goes_on or n_new > 1):
-                self._keep_whole(sequence, self._rest(parts, tokens, images), len(tokens), goes_on)
+                last = [rest] if rest and rest.begin < rest.end and not goes_on else []
+                self._keep_parts(sequence, [*blocks, *last])
+            elif rest and (not goes_on or n_new > 1):
+                self._keep_whole(sequence, rest, goes_on)
         if not goes_on:
-            self._writer.touch([part.name for part in parts])
+            self._pool.submit(self._store.touch, [block.name for block in blocks])
 
     def close(self) -> None:
         """Writes what waits. Twice is harmless."""
-        self._writer.close()
+        self._pool.shutdown()
 
-    def _parts(self, tokens: Tokens, owner: str, images: Images) -> list[_Part]:
-        """The full blocks that these tokens begin with; no image is cut."""
-        ids, n_known = np.asarray(tokens, np.int32), _n_known(tokens, images)
-        positions = _positions(len(tokens), images)
-        name, parts, begin = _hash(self._root, owner.encode()), list[_Part](), 0
-        while (end := _uncut(begin + BLOCK_TOKENS, images)) <= n_known:
-            name = _hash(name, _content(ids, begin, end, images))
-            parts.append(_Part(name.hex(), begin, end, positions[begin : end + 1]))
-            begin = end
-        return parts
-
-    def _rest(self, parts: Sequence[_Part], tokens: Tokens, images: Images) -> list[_Part]:
-        """What follows these blocks, which end less than a block before the end of `tokens`."""
-        begin, end = parts[-1].end if parts else 0, len(tokens)
-        if not parts or not 0 <= end - begin < BLOCK_TOKENS or _uncut(end, images) != end:
-            return []
-        if _n_known(tokens, images) < end:
-            return []
-        content = _content(np.asarray(tokens, np.int32), begin, end, images)
-        name = f"{parts[-1].name}-{end - begin}-{_hash(content).hex()}"
-        return [_Part(name, begin, end, _positions(end, images)[begin:])]
-
-    def _kept_rest(self, parts: Sequence[_Part], tokens: Tokens, images: Images) -> list[_Part]:
-        """The longest that is on disk of what follows these blocks and begins as the tokens after them."""
-        kept = self._store.names(f"{parts[-1].name}-") if parts else []
-        sizes = {int(found[1]) for name in kept if (found := _REST.search(name))}
-        for n_tokens in sorted((parts[-1].end + size for size in sizes), reverse=True):
-            rest = self._rest(parts, tokens[:n_tokens], images) if n_tokens <= len(tokens) else []
-            if rest and rest[0].name in kept:
-                return rest
-        return []
+    def _kept_rests(self, parts: _Parts, n_blocks: int) -> Iterator[_Part]:
+        """Those on disk that follow the first blocks, the longest first."""
+        begin = parts.blocks[n_blocks - 1].end if n_blocks else 0
+        for end in range(begin + BLOCK_TOKENS - 1, begin - 1, -1):
+            if (rest := parts.rest(n_blocks, end)) and self._store.holds(rest.name):
+                yield rest
 
     # Parts: blocks, the last of which may have fewer tokens.
 
-    def _restore_parts(
-        self, sequence: int, tokens: Tokens, n_held: int, parts: list[_Part], make_room: MakeRoom, images: Images
-    ) -> int:
-        first = sum(part.end <= n_held for part in parts)
-        there = first + sum(1 for _ in itertools.takewhile(lambda part: self._store.holds(part.name), parts[first:]))
-        rest = self._kept_rest(parts[:there], tokens, images)
-        wanted = [*parts[first:there], *rest]
+    def _restore_parts(self, sequence: int, parts: _Parts, n_held: int, make_room: MakeRoom) -> int:
+        blocks = parts.blocks
+        first = sum(block.end <= n_held for block in blocks)
+        there = first + sum(1 for _ in itertools.takewhile(lambda block: self._store.holds(block.name), blocks[first:]))
+        rests = list(itertools.islice(self._kept_rests(parts, there), 1))
+        wanted = [*blocks[first:there], *rests]
         if not wanted or wanted[-1].end <= n_held:
             return n_held
-        begin = wanted[0].begin
-        if not self._context.truncate(begin, sequence):  # all or nothing
-            wanted, begin = [*parts[:there], *rest], 0
+        if not self._context.truncate(wanted[0].begin, sequence):  # all or nothing
+            wanted = [*blocks[:there], *rests]
+        begin, n_done = wanted[0].begin, 0
         make_room(wanted[-1].end - begin)
-        n_done = 0
         while n_done < len(wanted):
-            parts = wanted[n_done : n_done + READ_TOGETHER]
-            with KVBlocks(self._store.seed) as blocks:
-                n_added = sum(1 for _ in itertools.takewhile(lambda p: self._add_part(blocks, sequence, p), parts))
-                n_right = min(n_added, blocks.fill())
+            some = wanted[n_done : n_done + READ_TOGETHER]
+            with KVBlocks(self._store.seed) as read:
+                n_added = sum(1 for _ in itertools.takewhile(lambda part: self._add_part(read, sequence, part), some))
+                n_right = min(n_added, read.fill())
             n_done += n_right
-            if n_right < len(parts):
+            if n_right < len(some):
                 first_wrong = int(wanted[n_done].positions[0])
                 self._bindings.llama_memory_seq_rm(self._llm._ctx.memory, sequence, first_wrong, -1)
                 for unusable in wanted[n_done:]:  # so that they are written again
                     self._store.delete(unusable.name)
                 break
-        names = [part.name for part in wanted[:n_done]]
-        self._writer.known.update(names)
-        self._writer.touch(names)
+        self._pool.submit(self._store.touch, [part.name for part in wanted[:n_done]])
         return wanted[n_done - 1].end if n_done else begin
 
-    def _add_part(self, blocks: KVBlocks, sequence: int, part: _Part) -> bool:
-        """Adds a block's cells to a sequence, which `blocks` fills later; False where these are not its tokens', or
-        there is no room for them."""
-        file = self._store.open(part.name, _STATE.size + max(_CELL_BYTES) * (part.end - part.begin))
-        if file is None or not _is_of(file.head, part):
+    def _add_part(self, read: KVBlocks, sequence: int, part: _Part) -> bool:
+        """Adds a block's cells to a sequence, which `read` fills later; False where these are not its tokens', or there
+        is no room for them."""
+        block = self._store.open(part.name, _STATE.size + max(_CELL_BYTES) * (part.end - part.begin))
+        if block is None or not _is_of(block.head, part):
             return False
         memory = self._llm._ctx.memory
-        state = c.cast(blocks.add(file), _BYTES)
-        done = bool(self._bindings.llama_state_seq_set_data(self._llm.ctx, state, file.n_bytes, SCRATCH))
+        state = c.cast(read.add(block), _BYTES)
+        done = bool(self._bindings.llama_state_seq_set_data(self._llm.ctx, state, block.n_bytes - block.begin, SCRATCH))
         if done:
             self._bindings.llama_memory_seq_cp(memory, SCRATCH, sequence, -1, -1)
         self._bindings.llama_memory_seq_rm(memory, SCRATCH, -1, -1)
         return done
 
     def _keep_parts(self, sequence: int, parts: Sequence[_Part]) -> None:
-        known = self._writer.known
-        known.update(part.name for part in parts if part.name not in known and self._store.holds(part.name))
-        new = [part for part in parts if part.name not in known]
-        memory = self._llm._ctx.memory
-        first = self._bindings.llama_memory_seq_pos_min(memory, sequence)  # earlier cells have left a window
+        new = [part for part in parts if not self._is_kept(part)]
+        memory, bindings = self._llm._ctx.memory, self._bindings
+        first = bindings.llama_memory_seq_pos_min(memory, sequence)  # earlier cells have left a window
         if not new or first > new[0].positions[0]:
             return
-        with self._cells_aside(sequence):
-            for part in new:
-                first_position, after = int(part.positions[0]), int(part.positions[-1])
-                self._bindings.llama_memory_seq_cp(memory, SCRATCH, sequence, first_position, after)
-                is_kept = self._keep_state(sequence, part)
-                self._bindings.llama_memory_seq_rm(memory, sequence, -1, -1)
-                if not is_kept:
-                    return
-
-    @contextmanager
-    def _cells_aside(self, sequence: int) -> Iterator[None]:
-        """The block in which the cells of a sequence are those of SCRATCH, and it has none."""
-        memory, bindings = self._llm._ctx.memory, self._bindings
         bindings.llama_memory_seq_cp(memory, sequence, SCRATCH, -1, -1)
         bindings.llama_memory_seq_rm(memory, sequence, -1, -1)
         try:
-            yield
+            for part in new:
+                begin, end = int(part.positions[0]), int(part.positions[-1])
+                bindings.llama_memory_seq_cp(memory, SCRATCH, sequence, begin, end)
+                is_kept = self._keep_state(sequence, part)
+                bindings.llama_memory_seq_rm(memory, sequence, -1, -1)
+                if not is_kept:
+                    return
         finally:
             bindings.llama_memory_seq_cp(memory, SCRATCH, sequence, -1, -1)
             bindings.llama_memory_seq_rm(memory, SCRATCH, -1, -1)
 
+    def _is_kept(self, part: _Part) -> bool:
+        return part.name in self._queued or self._store.holds(part.name)
+
     def _keep_state(self, sequence: int, part: _Part) -> bool:
         """Has the state of a sequence written as this part; False where it cannot be, or too much waits already."""
-        n_bytes = self._bindings.llama_state_seq_get_size(self._llm.ctx, sequence)
-        start_s = time.monotonic()
-        has_room = self._writer.wait_for_room(n_bytes, self._wait_s)
+        n_bytes, start_s = self._bindings.llama_state_seq_get_size(self._llm.ctx, sequence), time.monotonic()
+
+        def has_room() -> bool:
+            return not self._queued or sum(self._queued.values()) + n_bytes <= MOST_QUEUED_BYTES
+
+        with self._written:
+            if not self._written.wait_for(has_room, max(0.0, self._wait_s)):
+                self.behind.add(sequence)
+                return False
         self._wait_s -= time.monotonic() - start_s
-        if not has_room:
-            self.behind.add(sequence)
-            return False
         data = np.empty(n_bytes, np.uint8)
         pointer = data.ctypes.data_as(_BYTES)
         if self._bindings.llama_state_seq_get_data(self._llm.ctx, pointer, n_bytes, sequence) != n_bytes:
             return False
         if not self._whole and not _is_of(data.data, part):
             return False
-        self._writer.put(part.name, About(self._model, part.end, part.end - part.begin), data.data)
+        about = About(self._model, part.end, part.end if self._whole else part.end - part.begin)
+        self._put(part.name, about, data.data)
         return True
 
-    # Whole states, named as what follows the last full block.
+    def _put(self, name: str, about: About, data: memoryview) -> None:
+        """Has a block written."""
 
-    def _restore_whole(
-        self, sequence: int, tokens: Tokens, n_held: int, parts: list[_Part], make_room: MakeRoom, images: Images
-    ) -> int:
-        for n_full in range(len(parts), sum(part.end <= n_held for part in parts), -1):
-            for rest in self._kept_rest(parts[:n_full], tokens, images):
-                if (block := self._store.read(rest.name)) is not None and rest.end > n_held:
-                    make_room(rest.end)
-                    state = np.frombuffer(block, np.uint8).ctypes.data_as(_BYTES)
-                    found = self._bindings.llama_state_seq_set_data(self._llm.ctx, state, len(block), sequence)
-                    n_found = self._bindings.llama_memory_seq_pos_max(self._llm._ctx.memory, sequence) + 1
-                    self._writer.touch([rest.name])
-                    self._n_whole_tokens = rest.end
-                    if found and n_found == rest.positions[-1]:
-                        return rest.end
-                    self._store.delete(rest.name)
-                    self._context.truncate(0, sequence)
-                    return 0
+        def write() -> None:
+            self._store.write(name, about, [data])
+            with self._written:
+                self._queued.pop(name, None)
+                self._written.notify()
+
+        with self._written:
+            self._queued[name] = len(data)
+        self._pool.submit(write)
+
+    # Whole states.
+
+    def _restore_whole(self, sequence: int, parts: _Parts, n_held: int, make_room: MakeRoom) -> int:
+        n_first = sum(block.end <= n_held for block in parts.blocks)
+        for rest in (r for n in range(len(parts.blocks), n_first - 1, -1) for r in self._kept_rests(parts, n)):
+            if rest.end <= n_held or (state := self._store.read(rest.name)) is None:
+                continue
+            make_room(rest.end)
+            data = np.frombuffer(state, np.uint8).ctypes.data_as(_BYTES)
+            found = self._bindings.llama_state_seq_set_data(self._llm.ctx, data, len(state), sequence)
+            n_found = self._bindings.llama_memory_seq_pos_max(self._llm._ctx.memory, sequence) + 1
+            self._pool.submit(self._store.touch, [rest.name])
+            self._n_whole_tokens = rest.end
+            if found and n_found == rest.positions[-1]:
+                return rest.end
+            self._store.delete(rest.name)
+            self._context.truncate(0, sequence)
+            return 0
         return n_held
 
-    def _keep_whole(self, sequence: int, rest: Sequence[_Part], n_tokens: int, goes_on: bool) -> None:
-        if n_tokens < self._n_whole_tokens:
+    def _keep_whole(self, sequence: int, rest: _Part, goes_on: bool) -> None:
+        if rest.end < self._n_whole_tokens:
             self._n_whole_tokens = 0  # another conversation's
-        n_next = self._n_whole_tokens + max(WHOLE_STEP_TOKENS, self._n_whole_tokens // 2)
-        if goes_on and n_tokens < n_next:
+        if goes_on and rest.end < self._n_whole_tokens + max(WHOLE_STEP_TOKENS, self._n_whole_tokens // 2):
             return
         n_bytes = self._bindings.llama_state_seq_get_size(self._llm.ctx, sequence)
-        for part in rest:
-            if not self._store.holds(part.name) and n_bytes < read_memory().available_bytes // 2:
-                self._keep_state(sequence, replace(part, begin=0))
-        self._n_whole_tokens = n_tokens
+        if not self._is_kept(rest) and n_bytes < read_memory().available_bytes // 2:
+            self._keep_state(sequence, rest)
+        self._n_whole_tokens = rest.end
 
 
 def store_limit(given: str | int | None) -> int | None:
@@ -363,52 +381,6 @@ def open_contexts(
     return KeptContexts(llm, context, store, load_plan, moves, recent)
 
 
-class _Writer:
-    """Writes blocks to a store on a thread of its own, and tells it which ones were used. `known`: names of blocks that
-    are there, or about to be."""
-
-    def __init__(self, store: ContextStore) -> None:
-        self._store = store
-        self._pool = ThreadPoolExecutor(1, "moegguf-contexts")
-        self._changed = threading.Condition()  # of the next one
-        self._n_queued_bytes = 0
-        self.known = set[str]()
-
-    def wait_for_room(self, n_bytes: int, most_s: float) -> bool:
-        """Whether so many bytes may wait, too, now or after at most that many seconds."""
-
-        def has_room() -> bool:
-            return not self._n_queued_bytes or self._n_queued_bytes + n_bytes <= MOST_QUEUED_BYTES
-
-        with self._changed:
-            return self._changed.wait_for(has_room, max(0.0, most_s))
-
-    def put(self, name: str, about: About, data: memoryview) -> None:
-        """Has a block written."""
-        self.known.add(name)
-        with self._changed:
-            self._n_queued_bytes += len(data)
-        self.do(self._write, name, about, data)
-
-    def _write(self, name: str, about: About, data: memoryview) -> None:
-        self._store.write(name, about, [data])
-        with self._changed:
-            self._n_queued_bytes -= len(data)
-            self._changed.notify()
-
-    def touch(self, names: Sequence[str]) -> None:
-        """Notes that these are used now. Those that are missing are unknown then."""
-        self.do(lambda: self.known.difference_update(self._store.touch(names)))
-
-    def do(self, job: Callable[..., object], *arguments: Any) -> None:
-        """Has this done after what waits."""
-        self._pool.submit(job, *arguments)
-
-    def close(self) -> None:
-        """Writes what waits, and ends. Twice is harmless."""
-        self._pool.shutdown()
-
-
 def _is_of(block: Buffer, part: _Part) -> bool:
     """Whether a state of one sequence has the cells of the part's tokens, each once and in any order of cells."""
     n_tokens = part.end - part.begin
@@ -423,44 +395,12 @@ def _is_of(block: Buffer, part: _Part) -> bool:
     return False
 
 
-def _uncut(end: int, images: Images) -> int:
-    """`end`, or that of the image that it would cut."""
-    return next((image.end for image in images if image.begin < end < image.end), end)
+def _hash(*parts: str | bytes) -> str:
+    joined = b"\0".join(part if isinstance(part, bytes) else part.encode() for part in parts)
+    return hashlib.blake2b(joined, digest_size=16).hexdigest()
 
 
-def _n_known(tokens: Tokens, images: Images) -> int:
-    """The number of first tokens that are text or of these images: who evaluates others into a context, such as a chat
-    handler, does not say what they are."""
-    unknown = np.asarray(tokens, np.int32) == PLACEHOLDER
-    for image in images:
-        unknown[image.begin : image.end] = False
-    found = np.flatnonzero(unknown)
-    return int(found[0]) if found.size else len(unknown)
-
-
-def _content(ids: Ints, begin: int, end: int, images: Images) -> bytes:
-    """What the cells of these tokens depend on beside those before: the tokens, and the keys of images."""
-    keys = [image.key for image in images if begin <= image.begin < end]
-    return ids[begin:end].tobytes() + "".join(keys).encode()
-
-
-def _positions(n_tokens: int, images: Images) -> Ints:
-    """Positions of the first `n_tokens` and of the next: tokens of an image with fewer positions than tokens share the
-    first of them (M-RoPE)."""
-    steps = np.ones(n_tokens + 1, np.int32)
-    for image in images:
-        if image.n_positions != image.n_tokens and image.end <= n_tokens:
-            steps[image.begin + 1 : image.end] = 0
-            steps[image.end] = image.n_positions
-    steps[0] = 0
-    return np.cumsum(steps, dtype=np.int32)
-
-
-def _hash(*parts: bytes) -> bytes:
-    return hashlib.blake2b(b"".join(parts), digest_size=NAME_BYTES).digest()
-
-
-def _root(llm: UpstreamLlama, load_plan: LoadPlan, store: StoreOptions) -> bytes:
+def _root(llm: UpstreamLlama, load_plan: LoadPlan, store: StoreOptions) -> str:
     """A hash of all that blocks depend on but tokens: those of another model, build or option have other names."""
     layout, plan, options, params = load_plan.layout, load_plan.plan, load_plan.options, llm.context_params
     adapter = options.get("lora_path")
@@ -478,10 +418,4 @@ def _root(llm: UpstreamLlama, load_plan: LoadPlan, store: StoreOptions) -> bytes
         "rope": options["n_ctx"] if layout.has_long_rope else 0,
         "passes": None if is_batch_invariant(llm, layout, plan) else (params.n_batch, params.n_ubatch),
     }
-    return _hash(repr(parts).encode())
-
-
-def _label(load_plan: LoadPlan) -> str:
-    """The model's name for people: its file's, or of a file named by a digest, what its header says."""
-    name = load_plan.layout.shards[0].path.stem
-    return str(load_plan.layout.metadata.get("general.name", name)) if name.startswith("sha256-") else name
+    return _hash(repr(parts))

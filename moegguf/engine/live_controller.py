@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from threading import Thread
 from typing import Any
@@ -43,16 +42,9 @@ MOST_INPUT_TOKENS = 16  # of a pass whose sequences are predicted from router in
 
 @dataclass(frozen=True)
 class ControllerOptions:
-    """What a user chooses.
-
-    policy: a name, an object with a method `scores`, or "auto": what was measured to be best for this model, else
-    next-use, with prefetching by `skip` for one sequence and while that pays; or names for tiers,
-    "vram=NAME,ram=NAME". Without these it is that of the tier that layers compute on, and slots in RAM below
-    a device evict by LRU. predictor: a name, a `Predictor`, or None: what the policy was measured with, and with
-    `prefetch` the best there is. prefetch: whether predictions are acted on, or how; None: where that was
-    measured to pay, or nothing was measured. lockstep: decisions act at a fixed place, so that a simulation repeats
-    them exactly; slow.
-    """
+    """What a user chooses, as `Llama` documents it. "auto": what was measured to be best for this model, else next-use,
+    with prefetching by `skip` for one sequence and while that pays. predictor None: what the policy was measured with,
+    and with `prefetch` the best there is. prefetch None: where it was measured to pay, or nothing was measured."""
 
     policy: str | Policy = AUTO
     predictor: str | Predictor | None = None
@@ -103,11 +95,11 @@ class LiveController:
         if self.options.is_plain:
             return
         try:
-            self._build(self._choose)
+            self._build()
         except MoeggufError as error:
-            if self.choice == self._choose_named():
+            if self.choice == self._choose(plain=True):
                 raise
-            self._build(self._choose_named)
+            self._build(plain=True)
             if self._measured or not isinstance(error, ModelFormatError):  # routers that only llama.cpp can read
                 warnings.warn(
                     f"what was chosen for this model is not available: {error} Going on with {_titled(self.choice)}.",
@@ -116,14 +108,25 @@ class LiveController:
         if self.controller is not None:
             self.update(self.session.plan.n_slots)
 
-    def _build(self, choose: Callable[[], ControllerChoice]) -> None:
+    def _build(self, plain: bool = False) -> None:
         """Makes what is chosen. Raises a MoeggufError, whatever fails."""
+        policy: str | AnyPolicy = self.options.policy
+        predictor, prefetch = self.options.predictor, self.options.prefetch
+        lockstep, store, plan, link_ns = self.options.lockstep, self.session.store, self.session.plan, None
+        if prefetch is None and (plan.device or plan.layers_on):
+            # Trials that nobody asked for copy router inputs from the device, which a fast link does not pay back.
+            link_ns = lambda: int(store.tier()["copy_ns"])  # noqa: E731
         try:
-            self.choice = choose()
+            self.choice = self._choose(plain)
             shape = MoeShape.of(self.session.layout)
-            predictor, policy = self._predictor(shape), self._policy(shape)
-            acting = ActingOptions(prefetch=self._prefetch(), lockstep=self.options.lockstep, link_ns=self._link_ns())
-            self.controller = build_controller(shape, policy, predictor, self.session.store, acting)
+            if not isinstance(predictor, Predictor):
+                predictor = make_predictor(self.choice.predictor, shape, self.artifacts)
+            if isinstance(policy, str):
+                policy = make_policy(self.choice.policy, shape, self.artifacts)
+            if not isinstance(prefetch, PrefetchOptions):
+                prefetch = PrefetchOptions() if self.choice.prefetch else None
+            acting = ActingOptions(prefetch=prefetch, lockstep=lockstep, link_ns=link_ns)
+            self.controller = controller = build_controller(shape, policy, predictor, store, acting)
         except MoeggufError:
             raise
         except Exception as error:
@@ -131,15 +134,13 @@ class LiveController:
                 f"{_titled(self.choice)} cannot be used ({type(error).__name__}: {error}); choose another policy or"
                 " predictor, or none."
             ) from error
-        if self.controller is None:
+        if controller is None:
             self.native_policy = name_of(policy)
             return
-        self._paused = self.controller.native and self.controller.redundant
-        native, lockstep = self.controller.native, self.options.lockstep
+        self._paused = controller.native and controller.redundant
         self.listen_options = ListenOptions(
-            inputs=predictor.needs_inputs and not native, lockstep=lockstep,
-            lazy=native and not lockstep and not self.controller.scores,
-            max_input_tokens=MOST_INPUT_TOKENS,
+            inputs=predictor.needs_inputs and not controller.native, lockstep=lockstep,
+            lazy=controller.native and not lockstep and not controller.scores, max_input_tokens=MOST_INPUT_TOKENS,
         )  # fmt: skip
 
     def _choose_tiers(self) -> None:
@@ -156,62 +157,28 @@ class LiveController:
             warnings.warn(f"policy={text!r} has no effect: experts lie in {tiers[0].upper()} only", stacklevel=2)
         self.options = replace(self.options, policy=device_policy(text, tiers[0]))
 
-    def _choose(self) -> ControllerChoice:
-        """The names to use; those of objects given by the user do not matter."""
-        measured = self._measured = self.artifacts.measured()
-        share = self.session.plan.n_slots / max(1, self.session.layout.n_expert_total)
-        found = measured.choose(share) if measured else self._unmeasured()
-        if measured and self.options.policy != AUTO:
-            found = ControllerChoice(predictor=measured.predictors.get(str(self.options.policy), "none"))
-        return self._with_named(found)
-
-    def _choose_named(self) -> ControllerChoice:
-        """What is left where something that the user has not named cannot be had: LRU in place of a measured policy,
-        and no predictions."""
-        return self._with_named(ControllerChoice() if self._measured else UNMEASURED_WITHOUT_PREDICTIONS)
-
-    def _with_named(self, found: ControllerChoice) -> ControllerChoice:
-        """What was found, but for what the user has named."""
-        options = self.options
-        auto = options.policy == AUTO
+    def _choose(self, plain: bool = False) -> ControllerChoice:
+        """The names to use; those of objects given by the user do not matter. plain: where something that the user has
+        not named cannot be had, it is LRU in place of a measured policy, and no predictions."""
+        options, auto = self.options, self.options.policy == AUTO
+        measured = self._measured = self._measured if plain else self.artifacts.measured()
+        if measured and auto and not plain:
+            found = measured.choose(self.session.plan.n_slots / max(1, self.session.layout.n_expert_total))
+        elif measured:
+            found = ControllerChoice(
+                predictor="none" if plain else measured.predictors.get(str(options.policy), "none")
+            )
+        elif plain or self.n_sequences > 1 or options.predictor is not None or options.prefetch is False:
+            found = UNMEASURED_WITHOUT_PREDICTIONS  # batches leave the link no time (`docs/evidence/batches.md`)
+        else:
+            found = UNMEASURED
         policy = found.policy if auto else str(options.policy)
         prefetch = bool(options.prefetch) if options.prefetch is not None else found.prefetch and auto
         if options.predictor is not None:
             return ControllerChoice(policy, str(options.predictor), prefetch)
-        predictor = found.predictor
-        if prefetch and predictor == "none":
-            predictor = prefetch_predictor(self.artifacts)
+        needs_predictor = prefetch and found.predictor == "none"
+        predictor = prefetch_predictor(self.artifacts) if needs_predictor else found.predictor
         return ControllerChoice(policy, predictor, prefetch)
-
-    def _unmeasured(self) -> ControllerChoice:
-        """Predictions only where they pay: batches of several sequences leave the link no time
-        (`docs/evidence/batches.md`)."""
-        chosen_otherwise = self.options.predictor is not None or self.options.prefetch is False
-        predicts = self.n_sequences == 1 and not chosen_otherwise
-        return UNMEASURED if predicts else UNMEASURED_WITHOUT_PREDICTIONS
-
-    def _policy(self, shape: MoeShape) -> AnyPolicy:
-        if not isinstance(self.options.policy, str):
-            return self.options.policy
-        return make_policy(self.choice.policy, shape, self.artifacts)
-
-    def _predictor(self, shape: MoeShape) -> Predictor:
-        if isinstance(self.options.predictor, Predictor):
-            return self.options.predictor
-        return make_predictor(self.choice.predictor, shape, self.artifacts)
-
-    def _prefetch(self) -> PrefetchOptions | None:
-        if isinstance(self.options.prefetch, PrefetchOptions):
-            return self.options.prefetch
-        return PrefetchOptions() if self.choice.prefetch else None
-
-    def _link_ns(self) -> Callable[[], int] | None:
-        """Of a device's link, by which trials of prefetching that nobody asked for begin: they copy router inputs from
-        the device, which a fast link does not pay back."""
-        plan = self.session.plan
-        if self.options.prefetch is not None or not (plan.device or plan.layers_on):
-            return None
-        return lambda: int(self.session.store.tier()["copy_ns"])
 
     def announce(self, announcement: Announcement) -> None:
         """Tokens are evaluated next. On the event thread."""
@@ -223,15 +190,17 @@ class LiveController:
         controller = self.controller
         assert controller is not None
         controller.observe(event)
-        if controller.history.finished and self._keeps and isinstance(controller.predictor, EamcPredictor):
-            self._request_ended(controller.shape, controller.predictor.eamcs)
+        ended = controller.history.finished
+        if ended and self._keeps and isinstance(controller.predictor, EamcPredictor):
+            self._checkpoint(controller.shape, controller.predictor.eamcs, len(ended))
 
-    def _request_ended(self, shape: MoeShape, eamcs: EamcPair) -> None:
+    def _checkpoint(self, shape: MoeShape, eamcs: EamcPair, n_ended: int) -> None:
         """Saves the collections after every CHECKPOINT_REQUESTS requests (MoE-Infinity, appendix B.2), on a thread of
         its own: a killed process loses little. The event thread copies the counts only. While they are being written,
         the next time is left out."""
-        self._n_ended += 1
-        if self._n_ended % CHECKPOINT_REQUESTS or (self._writer is not None and self._writer.is_alive()):
+        before, self._n_ended = self._n_ended, self._n_ended + n_ended
+        is_due = self._n_ended // CHECKPOINT_REQUESTS > before // CHECKPOINT_REQUESTS
+        if not is_due or (self._writer is not None and self._writer.is_alive()):
             return
         states = eamcs.states()
         self._writer = Thread(
@@ -259,11 +228,11 @@ class LiveController:
             return
         controller.count_token(phase, time.perf_counter_ns(), n_sequences)
         if self._paused and not controller.redundant:
-            self._paused, self._listening = False, True
-            self.session.listeners.add(self)
+            self._paused = False
+            self._listen()
         elif self._listening and controller.redundant:
-            self._paused, self._listening = True, False
-            self.session.listeners.remove(self)
+            self._paused = True
+            self._listen()
             controller.pause()
 
     def update(self, n_slots: int) -> None:
@@ -273,38 +242,45 @@ class LiveController:
         """
         info = self.session.store.info()
         self._tight = not info["resident"] or n_slots < info["n_experts"]
-        needed = self.controller is not None and self._tight and not self._paused
-        if needed and not self._listening:
-            self.session.listeners.add(self)
-        elif not needed and self._listening:
-            self.session.listeners.remove(self)
-        self._listening = needed
+        self._listen()
 
-    def _named(self, policy: str) -> str:
-        """The name that the options use, with that of RAM below where that is not LRU."""
-        return policy if self.policy_below == LRU.name else f"vram={policy},ram={self.policy_below}"
+    def _listen(self) -> None:
+        needed, listeners = self.controller is not None and self._tight and not self._paused, self.session.listeners
+        if needed != self._listening:
+            (listeners.add if needed else listeners.remove)(self)
+        self._listening = needed
 
     def figures(self) -> dict[str, Any]:
         """Policy, predictor, prefetch ("off", also where every expert is in memory, "on", "measuring": on and off in
         turns, "paused": it did not pay, or a device's link was not busy), and the controller's cost.
         """
         controller = self.controller
+        name = self.native_policy
+        if controller is not None:
+            name = name_of(LRU if controller.policy is None else controller.policy)
+        if self.policy_below != LRU.name:
+            name = f"vram={name},ram={self.policy_below}"
         if controller is None:
-            return {"policy": self._named(self.native_policy), "predictor": "none", "prefetch": "off"}
+            return {"policy": name, "predictor": "none", "prefetch": "off"}
+        watchdog, prefetch = controller.watchdog, "on" if controller.prefetching else "paused"
+        if not self._tight or not controller.may_prefetch:
+            prefetch = "off"
+        elif watchdog is not None and not watchdog.resting:
+            prefetch = "measuring"
         counters = self.session.store.counters() if controller.native else {}
         n_events = counters.get("routing_events", controller.n_events)
         spent_s = counters.get("forecast_ns", 0) / 1e9 if controller.native else controller.seconds
         figures: dict[str, Any] = {
-            "policy": self._named(LRU.name if controller.policy is None else name_of(controller.policy)),
+            "policy": name,
             "predictor": "none" if controller.predictor is None else name_of(controller.predictor),
-            "prefetch": _prefetch_state(controller) if self._tight else "off",
+            "prefetch": prefetch,
             "routing_events": n_events,
             "us_per_event": round(spent_s / max(1, n_events) * 1e6, 1),
         }
         if counters.get("forecast_picks"):
             figures["predicted_right"] = round(counters["forecast_right"] / counters["forecast_picks"], 4)
-        if controller.watchdog is not None and controller.watchdog.last_gain is not None:
-            figures["time_saved_by_prefetch"] = round(controller.watchdog.last_gain, 4)
+        if watchdog is not None and watchdog.last_gain is not None:
+            figures["time_saved_by_prefetch"] = round(watchdog.last_gain, 4)
         return figures
 
     def close(self) -> None:
@@ -328,11 +304,3 @@ def _titled(choice: ControllerChoice) -> str:
     """A choice in words."""
     policy = LRU.name.upper() if choice.policy == LRU.name else choice.policy
     return policy if choice.predictor == "none" else f"{policy} with predictions by {choice.predictor}"
-
-
-def _prefetch_state(controller: Controller) -> str:
-    if not controller.may_prefetch:
-        return "off"
-    if controller.watchdog is not None and not controller.watchdog.resting:
-        return "measuring"
-    return "on" if controller.prefetching else "paused"

@@ -17,12 +17,10 @@ from moegguf.controller.policies import Policy
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.strategies import find_strategy
-from moegguf.engine.batch_invariance import is_batch_invariant
 from moegguf.engine.context import ClosedModel, Context
 from moegguf.engine.context_store import ContextStore, default_folder
-from moegguf.engine.drafts import ModelDrafts
+from moegguf.engine.drafts import Drafts, ModelDrafts
 from moegguf.engine.kept_contexts import KeptContexts, open_contexts, store_limit
-from moegguf.engine.keywords import LlamaCppOptions, with_keywords
 from moegguf.engine.live_controller import ControllerOptions
 from moegguf.engine.load import Budget, check_options, prepare
 from moegguf.engine.loader import Loader, Progress
@@ -30,12 +28,12 @@ from moegguf.engine.plan import Plan
 from moegguf.engine.projector import PLACEHOLDER
 from moegguf.engine.recent_experts import RecentExperts
 from moegguf.engine.resize import set_budget
-from moegguf.engine.sequences import Tokens, common_tokens
+from moegguf.engine.sequences import Tokens, common_tokens, is_batch_invariant
 from moegguf.engine.session import Session
 from moegguf.engine.stats import Stats
-from moegguf.engine.upstream import UpstreamLlama
-from moegguf.engine.vocabulary import Vocabulary
-from moegguf.native.drafts import Drafts
+from moegguf.engine.upstream import LlamaCppOptions, UpstreamLlama, with_keywords
+from moegguf.engine.vocabulary import Vocabulary, to_utf8
+from moegguf.errors import OptionError
 from moegguf.native.store import StoreOptions
 from moegguf.options import take_old_keywords
 from moegguf.settings import read_environment
@@ -92,22 +90,19 @@ class Llama(UpstreamLlama):
             expert_cache: memory for experts: "auto" (what is free after everything else), "4GiB", "50%" of all experts,
                 or bytes. Ignored for a model without experts.
             vram_cache: memory of a GPU for experts, in the same forms; expert_cache is RAM then, that missed experts
-                are copied from. Several GPUs share it, and the layers, as tensor_split,
-                split_mode and main_gpu say; "8GiB,4GiB" is a budget for each. With it, layers that n_gpu_layers leaves
-                to the CPU have slots in RAM. None: MOEGGUF_VRAM_CACHE, and without that "auto" where there is a GPU,
-                unless n_gpu_layers says which layers it computes.
+                are copied from. Several GPUs share it, as tensor_split, split_mode and main_gpu say; "8GiB,4GiB" is a
+                budget for each. Layers that n_gpu_layers leaves to the CPU have slots in RAM. None: MOEGGUF_VRAM_CACHE,
+                else "auto" where there is a GPU, unless n_gpu_layers says which layers it computes.
             placement: what goes into that memory: "layers" (the experts of whole layers; the CPU computes the others),
                 "slots" (experts as they are used; the GPU computes everything), "cpu" (no GPU), or "auto": what is
-                predicted to be fastest with speeds that are measured here (engine/cost.py); with several GPUs, slots.
-                None: MOEGGUF_PLACEMENT.
+                predicted to be fastest (engine/cost.py); with several GPUs, slots. None: MOEGGUF_PLACEMENT.
             strategy: what decides on experts: "moegguf" (what was measured to be best), "lru", "none", or a paper's as
                 a whole, "moe-infinity", "promoe", "expertflow", "duoserve" (`moegguf.controller.strategies`). The next
                 four replace parts of it. None: MOEGGUF_STRATEGY, else "moegguf".
             store: how experts are moved, instead of as the strategy does.
             policy: which experts stay: a name (`moegguf.controller.policies.policy_names()`), an object with a method
                 `scores(history, forecast)`, or "auto": that of MOEGGUF_POLICY, else the strategy's.
-                "vram=NAME,ram=NAME" names those of a GPU's slots and of slots in RAM; of RAM below a GPU it is LRU
-                where none is named.
+                "vram=NAME,ram=NAME" names those of a GPU's slots and of slots in RAM, LRU where none is named.
             predictor: which experts come next: a name (`moegguf.controller.predictors.PREDICTORS`) or an object.
             lockstep: decisions act at a fixed place of each pass, so that a simulation repeats them; slower.
             prefetch: True fetches predicted experts ahead, while that saves time; a `PrefetchOptions` sets limits.
@@ -115,31 +110,27 @@ class Llama(UpstreamLlama):
             warm_start: fetch the experts that earlier runs used most as soon as the model is loaded, and remember those
                 of this run. None: MOEGGUF_WARM_START, else False; never with `lockstep`.
             context_store: disk for computed contexts, "8GiB", "auto" (a tenth of the free disk, at most 16 GiB) or 0: a
-                prompt that begins as an earlier one did is not computed again as far as they are equal, also in another
-                process (engine/kept_contexts.py). `moegguf.Engine`, `run` and `serve` use it for all models, this class
-                for batch-invariant ones; none is used beside `trace` and with `lockstep`, `logits_all` and `embedding`.
-                None: MOEGGUF_CONTEXT_STORE, else "auto".
+                prompt that begins as an earlier one did goes on from there, also in another process
+                (engine/kept_contexts.py). This class uses it for batch-invariant models, and never beside `trace`,
+                `lockstep`, `logits_all` and `embedding`. None: MOEGGUF_CONTEXT_STORE, else "auto".
             trace: a file to record routing in, or a `TraceOptions`.
             n_seq_max: sequences of `n_ctx` tokens each that the context holds, for `moegguf.Engine`; this class itself
                 uses one. The property `n_seq_max` says which models have only one.
             kv_tokens: tokens of all sequences that there is memory for, n_ctx at least. None: n_seq_max * n_ctx, less
                 where experts would miss that memory (`moegguf.engine.budgets.choose_context`).
             flash_attn: fused attention, which rounds otherwise: True, False (llama-cpp-python's default), or None:
-                where the devices that compute have it, as llama.cpp's own programs, `moegguf.Engine`, `run` and `serve`
-                do.
+                where the devices that compute have it, as `moegguf.Engine`, `run` and `serve` do.
             mmproj: the model's projector, for images in messages (moegguf.generate); it is loaded with the first image.
-            draft: tokens that `moegguf.generate` and `Engine` guess ahead, and verify in the next pass: "ngram" (what
-                followed the same tokens earlier in the text), "mtp" (where nothing repeats, the heads that the file has
-                for more tokens than the next one), "auto" (of these what the file has, where `batch_invariant`, so that
-                every answer is as without), "off", or a second, smaller model of the same vocabulary, which drafts
-                where no text repeats. They pause while they do not pay. None: MOEGGUF_DRAFT, else "auto"; with `trace`
-                and `lockstep` "off". This class's own methods draft nothing.
+            draft: tokens that `moegguf.generate` and `Engine` guess ahead, and verify in the next pass, while that
+                pays: "ngram" (what followed the same tokens earlier in the text), "mtp" (where nothing repeats, the
+                heads that the file has for more tokens), "auto" (of these what the file has, where `batch_invariant`,
+                so that every answer is as without), "off", or a second, smaller model of the same vocabulary. None:
+                MOEGGUF_DRAFT, else "auto"; with `trace` and `lockstep` "off". This class's own methods draft nothing.
             plan: of a server that has planned this load (engine/planner.py), in place of the first four.
             progress: called with 0.0 to 1.0 while the weights are read; returning False cancels the load.
-            options: the other keywords of `llama_cpp.Llama` (engine/keywords.py). Without `n_threads` and
-                `n_threads_batch` there are as many threads as processors this process may use, and fewer while other
-                processes use some of them. `use_mmap` has no effect on a model with experts: pages of a mapped file are
-                outside the budget's control.
+            options: the other keywords of `llama_cpp.Llama` (engine/upstream.py). Without `n_threads` and
+                `n_threads_batch` there are as many threads as processors this process may use, and fewer while others
+                use some of them. `use_mmap` has no effect on a model with experts.
 
         Raises:
             ModelNotFoundError, ModelFormatError: before llama.cpp sees the file, or because it ended the trial load
@@ -222,7 +213,7 @@ class Llama(UpstreamLlama):
 
     @functools.cached_property
     def batch_invariant(self) -> bool:
-        """Whether a token has the same bits in any pass and beside any sequences (engine/batch_invariance.py)."""
+        """Whether a token has the same bits in any pass and beside any sequences (engine/sequences.py)."""
         return is_batch_invariant(self, self.layout, self.plan)
 
     def n_ctx(self) -> int:
@@ -247,7 +238,9 @@ class Llama(UpstreamLlama):
 
     def embed(self, *arguments: Any, **options: Any) -> Any:
         """Embeddings as in llama-cpp-python; raises what `eval` raises, and OptionError for a text without tokens."""
-        self.context.check_texts(arguments[0] if arguments else options.get("input", ()))
+        texts = arguments[0] if arguments else options.get("input", ())
+        if not all(self.tokenize(to_utf8(text)) for text in ([texts] if isinstance(texts, str) else texts)):
+            raise OptionError("a text is empty, and this model begins none with a token of its own; leave it out.")
         return self.context.evaluate(lambda: super(Llama, self).embed(*arguments, **options))
 
     def generate(self, *arguments: Any, **options: Any) -> Generator[int, Sequence[int] | None, None]:
@@ -256,7 +249,8 @@ class Llama(UpstreamLlama):
         Raises OptionError without a token to begin with, CapabilityError.
         """
         self.context.check_generates()
-        return self.context.one_request(self._with_kept(super().generate(*arguments, **options), arguments, options))
+        steps = self._with_kept(super().generate(*arguments, **options), arguments, options)
+        return self.context.as_request(steps, keeps_logits=True)
 
     def _with_kept(
         self, steps: Generator[int, Sequence[int] | None, None], arguments: Sequence[Any], options: dict[str, Any]
@@ -296,9 +290,8 @@ class Llama(UpstreamLlama):
     def set_budget(self, *, expert_cache: Budget | None = None, vram_cache: Budget | None = None) -> None:
         """Changes the budget in RAM, the one on the GPU, or both, up to those at load; freed memory returns to the
         system, and to the device. None: as it is. vram_cache holds what prompts are staged in, too, which stays; so do
-        experts of whole layers, which are in no budget. No token changes. But where a device had a slot
-        for every expert, and so stages nothing, prompts are read in shorter passes from then on, with a warning: tokens
-        are those of a model that was loaded for such passes.
+        experts of whole layers, which are in no budget. No token changes; but where a device had a slot for every
+        expert, prompts are read in shorter passes from then on, with a warning.
 
         At once while the model is idle; while another thread evaluates tokens, between two passes. A model without
         experts has no budget. Raises BudgetError below the minimum and for a tier that the model does not have, with

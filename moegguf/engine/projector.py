@@ -10,13 +10,14 @@ from __future__ import annotations
 import ctypes as c
 import hashlib
 import os
+import re
+import struct
+import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from moegguf.engine.error_log import mtmd_log
-from moegguf.engine.image_files import has_end, inflates_within
 from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import ModelFormatError, OptionError
 from moegguf.gguf.projector import DECODED_BYTES
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
     from moegguf.engine.upstream import UpstreamLlama
 
 PLACEHOLDER = -1  # no token of any model
+STEP_BYTES = 64 << 10
+MAX_JPEG_SEGMENTS = 4096
+_END_OF_IMAGE = 0xD9
+_GIF_IMAGE, _GIF_EXTENSION, _GIF_TRAILER = 0x2C, 0x21, 0x3B
+# The start of a segment; after 0xFF, data of a scan have 0 or the number of a restart.
+_MARKER = re.compile(rb"\xff([^\x00\x01\xff\xd0-\xd8])", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -66,10 +73,6 @@ class ImagePrompt:
     tokens: list[int]
     spans: tuple[ImageSpan, ...]
 
-    def spans_from(self, n_tokens: int) -> list[ImageSpan]:
-        """Those that begin after the first `n_tokens` tokens."""
-        return [span for span in self.spans if span.begin >= n_tokens]
-
     def after(self, tokens: Sequence[int], n_dropped: int = 0) -> ImagePrompt:
         """The same after `tokens`, without its own first `n_dropped`."""
         shift = len(tokens) - n_dropped
@@ -105,8 +108,11 @@ class Projector:
 
     def tokenize(self, texts: Sequence[str], images: Sequence[Image]) -> ImagePrompt:
         """The prompt of `texts`, one more than `images`. Decodes none of these. Raises OptionError."""
-        with self._chunks(texts, images) as chunks:
+        chunks = self._tokenized(texts, images)
+        try:
             tokens, spans = self._read_chunks(chunks, images)
+        finally:
+            self._mtmd.mtmd_input_chunks_free(chunks)
         return ImagePrompt(tuple(texts), tuple(images), tokens, spans)
 
     def _read_chunks(self, chunks: int, images: Sequence[Image]) -> tuple[list[int], tuple[ImageSpan, ...]]:
@@ -133,35 +139,29 @@ class Projector:
 
         RuntimeError carries llama_decode's code, as the bindings' own.
         """
+        mtmd, goes_on = self._mtmd, False
         try:
-            self._evaluate(context, prompt, span, position, n_batch, n_ubatch)
-        except BaseException:  # also an interrupt
-            self.release()
-            raise
-        if not any(other.image == span.image and other.begin > span.begin for other in prompt.spans):
-            self.release()
-
-    def _evaluate(
-        self, context: Any, prompt: ImagePrompt, span: ImageSpan, position: int, n_batch: int, n_ubatch: int
-    ) -> None:
-        mtmd = self._mtmd
-        chunk = mtmd.mtmd_input_chunks_get(self._decoded(prompt, span.image), span.chunk)
-        if mtmd.mtmd_decode_use_non_causal(self._context, chunk):
-            if span.n_tokens > n_ubatch:
-                raise OptionError(
-                    f"an image of {span.n_tokens} tokens is read in one pass by this model, which was loaded for passes"
-                    f" of {n_ubatch}; load it with n_ubatch={span.n_tokens} and a larger expert_cache."
-                )
-            n_batch = n_ubatch
-        self._log.forget()
-        if mtmd.mtmd_encode_chunk(self._context, chunk) != 0:
-            raise OptionError(f"the projector cannot read this image: {self._log.reason()}; send another one.")
-        embeddings, end = mtmd.mtmd_get_output_embd(self._context), c.c_int32()
-        code = mtmd.mtmd_helper_decode_image_chunk(
-            self._context, context, chunk, embeddings, position, 0, n_batch, c.byref(end), self._no_callback, None
-        )
-        if code != 0:
-            raise RuntimeError(f"llama_decode returned {code}")
+            chunk = mtmd.mtmd_input_chunks_get(self._decoded(prompt, span.image), span.chunk)
+            if mtmd.mtmd_decode_use_non_causal(self._context, chunk):
+                if span.n_tokens > n_ubatch:
+                    raise OptionError(
+                        f"an image of {span.n_tokens} tokens is read in one pass by this model, which was loaded for"
+                        f" passes of {n_ubatch}; load it with n_ubatch={span.n_tokens} and a larger expert_cache."
+                    )
+                n_batch = n_ubatch
+            self._log.forget()
+            if mtmd.mtmd_encode_chunk(self._context, chunk) != 0:
+                raise OptionError(f"the projector cannot read this image: {self._log.reason()}; send another one.")
+            embeddings, end = mtmd.mtmd_get_output_embd(self._context), c.c_int32()
+            code = mtmd.mtmd_helper_decode_image_chunk(
+                self._context, context, chunk, embeddings, position, 0, n_batch, c.byref(end), self._no_callback, None
+            )
+            if code != 0:
+                raise RuntimeError(f"llama_decode returned {code}")
+            goes_on = any(other.image == span.image and other.begin > span.begin for other in prompt.spans)
+        finally:
+            if not goes_on:  # also after an interrupt, and where no further part of the image follows
+                self.release()
 
     def _decoded(self, prompt: ImagePrompt, image: int) -> int:
         """libmtmd's chunks with the pixels of one image, kept until another one is asked for."""
@@ -172,14 +172,6 @@ class Projector:
             if [s.n_tokens for s in self._read_chunks(chunks, prompt.images)[1]] != [s.n_tokens for s in prompt.spans]:
                 raise OptionError("the image's data contradict its header; send another one.")
         return self._held[2]
-
-    @contextmanager
-    def _chunks(self, texts: Sequence[str], images: Sequence[Image]) -> Iterator[int]:
-        chunks = self._tokenized(texts, images)
-        try:
-            yield chunks
-        finally:
-            self._mtmd.mtmd_input_chunks_free(chunks)
 
     def _tokenized(self, texts: Sequence[str], images: Sequence[Image], decoded: int | None = None) -> int:
         """libmtmd's chunks, with the pixels of image number `decoded` only; to be freed."""
@@ -233,39 +225,94 @@ class ContextImages:
     """The images in a context, by the indices of their tokens."""
 
     def __init__(self) -> None:
-        self._spans: list[ImageSpan] = []
-
-    @property
-    def spans(self) -> Sequence[ImageSpan]:
-        """All of them."""
-        return self._spans
+        self.spans: list[ImageSpan] = []
 
     def truncate(self, n_tokens: int) -> None:
-        """Forgets those that are not within the first `n_tokens` tokens."""
-        self._spans = [span for span in self._spans if span.end <= n_tokens]
-
-    def add(self, span: ImageSpan) -> None:
-        """Appends one after all others."""
-        self._spans.append(span)
-
-    def hold(self, spans: Sequence[ImageSpan], n_tokens: int) -> None:
-        """The context now holds those of `spans` that are within its first `n_tokens` tokens."""
-        self._spans = [span for span in spans if span.end <= n_tokens]
-
-    def __bool__(self) -> bool:
-        return bool(self._spans)
+        """Keeps those within the first `n_tokens` tokens."""
+        self.spans = [span for span in self.spans if span.end <= n_tokens]
 
     def position(self, n_tokens: int) -> int:
         """The position of the token after the first `n_tokens`: no larger than that, see ImageSpan."""
-        return n_tokens - sum(span.n_tokens - span.n_positions for span in self._spans if span.end <= n_tokens)
+        return n_tokens - sum(span.n_tokens - span.n_positions for span in self.spans if span.end <= n_tokens)
 
     def common_prefix(self, n_tokens: int, spans: Sequence[ImageSpan]) -> int:
         """How many of `n_tokens` equal tokens of the context and a prompt with `spans` come before the first image that
         differs, or that is not complete."""
-        mine = {span.begin: span for span in self._spans}
+        mine = {span.begin: span for span in self.spans}
         for span in spans:
             known = mine.get(span.begin)
             same = known is not None and (known.key, known.n_tokens) == (span.key, span.n_tokens)
             if span.begin < n_tokens and (not same or span.end > n_tokens):
                 return span.begin
         return n_tokens
+
+
+def has_end(data: bytes) -> bool:
+    """Whether nothing is missing at the end of a JPEG or GIF file, where stb_image makes up the rest; also True for a
+    file of another kind."""
+    if data.startswith(b"\xff\xd8"):
+        return _jpeg_has_end(data)
+    try:
+        return not data.startswith(b"GIF8") or _gif_has_end(data)
+    except IndexError:
+        return False
+
+
+def _jpeg_has_end(data: bytes) -> bool:
+    """Steps over each segment, so that the end of a thumbnail within one does not count."""
+    at = 2
+    for _ in range(MAX_JPEG_SEGMENTS):
+        marker = _MARKER.search(data, at)
+        if marker is None:
+            return False
+        if marker[1][0] == _END_OF_IMAGE:
+            return True
+        at = marker.end() + int.from_bytes(data[marker.end() : marker.end() + 2])
+    return False
+
+
+def _gif_has_end(data: bytes) -> bool:
+    """Steps over each block; bytes between two blocks are skipped, as other decoders do. Raises IndexError."""
+    at = 13 + _table_bytes(data[10])
+    while (kind := data[at]) != _GIF_TRAILER:
+        at += 1
+        if kind == _GIF_IMAGE:
+            at += 10 + _table_bytes(data[at + 8])
+        elif kind == _GIF_EXTENSION:
+            at += 1
+        else:
+            continue
+        while size := data[at]:
+            at += 1 + size
+        at += 1
+    return True
+
+
+def _table_bytes(flags: int) -> int:
+    """The size of a colour table, 0 without one."""
+    return 3 * 2 ** ((flags & 7) + 1) if flags & 0x80 else 0
+
+
+def inflates_within(data: bytes, most_bytes: int) -> bool:
+    """Whether a PNG's data, all of which stb_image inflates, become at most `most_bytes`; also True for another kind of
+    file. False where they cannot be inflated."""
+    inflater, n_bytes = zlib.decompressobj(), 0
+    try:
+        for part in _compressed(data):
+            while part and n_bytes <= most_bytes:
+                n_bytes += len(inflater.decompress(part, STEP_BYTES))
+                part = inflater.unconsumed_tail
+    except zlib.error:
+        return False
+    return n_bytes <= most_bytes
+
+
+def _compressed(data: bytes) -> Iterator[bytes]:
+    """The compressed data of all IDAT chunks, in small parts."""
+    at = 8 if data.startswith(b"\x89PNG") else len(data)
+    while at + 8 <= len(data):
+        size, kind = struct.unpack_from(">I4s", data, at)
+        if kind == b"IDAT":
+            for begin in range(at + 8, min(at + 8 + size, len(data)), STEP_BYTES):
+                yield data[begin : min(begin + STEP_BYTES, at + 8 + size)]
+        at += size + 12

@@ -7,8 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from moegguf.engine.context_store import ContextStore
-from moegguf.engine.listeners import RoutingListener
-from moegguf.engine.session import Session
+from moegguf.engine.session import RoutingListener, Session
 from moegguf.gguf.fingerprint import header_digest
 from moegguf.native.events import RoutingEvent
 from moegguf.native.store import ListenOptions

@@ -1,4 +1,5 @@
-"""Many sequences in one context: how many a model can have, and passes with tokens of several.
+"""Many sequences in one context: how many a model can have, passes with tokens of several, and whether bits depend on
+what else is in a pass.
 
 They share one KV cache (llama.cpp's `kv_unified`): a cell can belong to every sequence that begins with the same
 tokens, so that a prefix is copied without copying data.
@@ -9,19 +10,32 @@ from __future__ import annotations
 import ctypes as c
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from moegguf.engine.devices import gpus
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout
+from moegguf.gguf.reader import ggml_type
 from moegguf.native import library
 from moegguf.native.events import Phase
+from moegguf.processor import Processor, read_processor
+from moegguf.settings import read_environment
+
+if TYPE_CHECKING:
+    from moegguf.engine.plan import Plan
+    from moegguf.engine.upstream import UpstreamLlama
 
 MAX_SEQUENCES = 256  # llama.cpp's LLAMA_MAX_SEQ
 # A state that tokens have changed cannot be taken back, nor copied in part: keys of architectures that have one.
 STATE_KEYS = ("ssm.state_size", "ssm.conv_kernel", "kda.head_dim", "wkv.head_size", "shortconv.l_cache")
+
+CACHE_TYPES = tuple(map(ggml_type, ("f32", "f16", "q8_0")))  # of the attention kernels, whose rows are of
+HEAD_STEP = 16  # values, or a multiple
+NEEDED_FLAGS = {"avx2", "fma", "f16c"}
+_FLASH_OFF = 0  # enum llama_flash_attn_type
 
 Tokens = Sequence[int] | npt.NDArray[np.intc]
 
@@ -55,18 +69,11 @@ def sequences_of(layout: ExpertLayout, n_ctx: int, wanted: int) -> int:
     """
     if not 1 <= wanted <= MAX_SEQUENCES:
         raise OptionError(f"parallel (n_seq_max) is a number of sequences from 1 to {MAX_SEQUENCES}, but is {wanted}.")
-    metadata = layout.metadata
-    stateful = any(metadata.get(f"{layout.arch}.{key}") for key in STATE_KEYS)
-    pools = bool(metadata.get(f"{layout.arch}.pooling_type"))
-    return 1 if stateful or pools or _changes_rope(layout, n_ctx, n_ctx * wanted) else wanted
-
-
-def _changes_rope(layout: ExpertLayout, n_ctx: int, n_all: int) -> bool:
-    """Whether contexts of `n_ctx` and of `n_all` tokens get different rotary factors."""
-    if not layout.has_long_rope:
-        return False
-    trained = layout.metadata.get(f"{layout.arch}.rope.scaling.original_context_length", layout.hparams.n_ctx_train)
-    return isinstance(trained, int) and n_ctx <= trained < n_all
+    metadata, arch = layout.metadata, layout.arch
+    stateful = any(metadata.get(f"{arch}.{key}") for key in STATE_KEYS)
+    trained = metadata.get(f"{arch}.rope.scaling.original_context_length", layout.hparams.n_ctx_train)
+    changes_rope = layout.has_long_rope and isinstance(trained, int) and n_ctx <= trained < n_ctx * wanted
+    return 1 if stateful or metadata.get(f"{arch}.pooling_type") or changes_rope else wanted
 
 
 def common_tokens(a: Tokens, b: Tokens) -> int:
@@ -78,18 +85,18 @@ def common_tokens(a: Tokens, b: Tokens) -> int:
 
 class PassBatch:
     """struct llama_batch for up to `n_max` tokens of any sequences; as the bindings' batch, it has an attribute `batch`
-    and can be given to their context."""
+    and can be given to their context. Its first `batch.n_tokens` `tokens`, and which of them have `logits`, are set."""
 
     def __init__(self, n_max: int) -> None:
         bindings = library.llama_cpp()
-        self._tokens, self._positions, self._sequences = (np.zeros(n_max, np.int32) for _ in range(3))
+        self.tokens, self._positions, self._sequences = (np.zeros(n_max, np.int32) for _ in range(3))
         self._n_sequences = np.ones(n_max, np.int32)
-        self._logits = np.zeros(n_max, np.int8)
+        self.logits = np.zeros(n_max, np.int8)
         self._rows = self._sequences.ctypes.data + np.arange(n_max, dtype=np.uintp) * self._sequences.itemsize
         self.batch: Any = bindings.llama_batch()
         pointers: dict[str, Any] = {
-            "token": self._tokens, "pos": self._positions, "n_seq_id": self._n_sequences, "seq_id": self._rows,
-            "logits": self._logits,
+            "token": self.tokens, "pos": self._positions, "n_seq_id": self._n_sequences, "seq_id": self._rows,
+            "logits": self.logits,
         }  # fmt: skip
         kinds = dict(bindings.llama_batch._fields_)
         for name, array in pointers.items():
@@ -106,13 +113,37 @@ class PassBatch:
             if not chunk.tokens:
                 raise OptionError(f"sequence {chunk.sequence} has no tokens to evaluate; give at least one.")
             end, row = begin + chunk.n_evaluated, begin + len(chunk.tokens) - 1
-            self._tokens[begin:end] = [*chunk.tokens, *chunk.draft]
+            self.tokens[begin:end] = [*chunk.tokens, *chunk.draft]
             first = position(chunk.n_past)
             self._positions[begin:end] = np.arange(first, first + end - begin)
             self._sequences[begin:end] = chunk.sequence
-            self._logits[begin:end] = all_logits or chunk.all_logits
-            self._logits[row:end] |= chunk.wants_logits
+            self.logits[begin:end] = all_logits or chunk.all_logits
+            self.logits[row:end] |= chunk.wants_logits
             rows.append(row)
             begin = end
         self.batch.n_tokens = begin
         return rows
+
+
+def is_batch_invariant(llm: UpstreamLlama, layout: ExpertLayout, plan: Plan) -> bool:
+    """Whether a token has the same bits in a pass of any width, beside any sequences, wherever its cells lie.
+
+    The CPU kernels of `native/kernels` and plain products promise it (`tools/width_check.py`).
+    GPUs, recurrent states, attention without flash attention, and processors without AVX2 do not.
+    """
+    params, arch = llm.context_params, llm.metadata.get("general.architecture")
+    return (
+        has_kernels(read_processor(), read_environment().kernels)
+        and not plan.on_device
+        and not gpus()  # they would take long prompts
+        and not llm._is_stateful
+        and params.flash_attn_type != _FLASH_OFF
+        and arch != "grok"  # which llama.cpp computes without flash attention
+        and {params.type_k, params.type_v} <= set(CACHE_TYPES)
+        and all(n % HEAD_STEP == 0 for n in (*layout.hparams.key_lengths, *layout.hparams.value_lengths))
+    )
+
+
+def has_kernels(processor: Processor, chosen: str) -> bool:
+    """Whether this processor computes with the kernels of `native/kernels`. chosen: MOEGGUF_KERNELS."""
+    return chosen != "upstream" and processor.flags >= NEEDED_FLAGS

@@ -14,27 +14,22 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from moegguf.engine.devices import gpus
-from moegguf.engine.listeners import RoutingListeners
 from moegguf.engine.plan import DevicePlan, Plan, layer_slots
 from moegguf.engine.stats import CPU, RAM, VRAM, Stats, TierStats
-from moegguf.errors import AllocationError, ForkError
+from moegguf.errors import AllocationError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native import library
+from moegguf.native.events import Announcement, RoutingEvent
 from moegguf.native.slot_sizes import most_slots, padded
-from moegguf.native.store import DeviceSlots, Store, StoreOptions, Tier
+from moegguf.native.store import DeviceSlots, ListenOptions, Store, StoreOptions, Tier
 
 EXPERT_TENSORS = r"\.ffn_(gate|up|down|gate_up)_exps\.weight"
-
-
-def expert_tensors(layout: ExpertLayout) -> bytes:
-    """llama.cpp's pattern for the names of this layout's experts, which may be those of some layers only."""
-    return ("blk\\.(" + "|".join(str(layer.il) for layer in layout.layers) + ")" + EXPERT_TENSORS).encode()
 
 
 def open_store(layout: ExpertLayout, plan: Plan, options: StoreOptions) -> Store:
@@ -142,11 +137,65 @@ _TIER_SUMS = (
 )  # fmt: skip
 
 
-def _tier_stats(name: str, figures: dict[str, Any], slot_bytes: int) -> TierStats:
-    counted = {key: value for key, value in figures.items() if key in TierStats.__dataclass_fields__}
-    n_slots = figures["n_slots_usable"]
-    fixed = {"n_slots": n_slots, "pool_bytes": n_slots * slot_bytes, "stall_s": figures["stall_ns"] / 1e9}
-    return TierStats(name, **counted | fixed)
+class RoutingListener(Protocol):
+    """Receives announcements, unless it ignores them, and routing events, on the store's event thread."""
+
+    @property
+    def listen_options(self) -> ListenOptions:
+        """What the store has to send."""
+
+    def announce(self, announcement: Announcement) -> None:
+        """Tokens are about to be evaluated."""
+        return
+
+    def observe(self, event: RoutingEvent) -> None:
+        """A layer was routed."""
+
+
+class RoutingListeners:
+    """The listeners of one store, such as the controller and a recorder: every event goes to each, in order. Without
+    any the store has nobody to tell, and the routing of a resident model costs nothing. Adding or removing one renews
+    the subscription, between routing events."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._listeners: tuple[RoutingListener, ...] = ()
+
+    def add(self, listener: RoutingListener) -> None:
+        """`listener` receives every event from now on."""
+        self._subscribe((*self._listeners, listener))
+
+    def remove(self, listener: RoutingListener) -> None:
+        """Returns after the last event that `listener` receives. No effect when it was not added."""
+        if listener in self._listeners:
+            self._subscribe(tuple(other for other in self._listeners if other is not listener))
+
+    def _subscribe(self, listeners: tuple[RoutingListener, ...]) -> None:
+        self._store.listen()
+        self._listeners = listeners
+        if listeners:
+            asked = [listener.listen_options for listener in listeners]
+            options = ListenOptions(
+                weights=any(o.weights for o in asked),
+                inputs=any(o.inputs for o in asked),
+                everything=any(o.everything for o in asked),
+                lockstep=any(o.lockstep for o in asked),
+                lazy=all(o.lazy for o in asked),
+                max_input_tokens=max(o.max_input_tokens for o in asked),
+            )
+            self._store.listen(on_routing=self._observe, on_tokens=self._announce, options=options)
+
+    def _announce(self, announcement: Announcement) -> None:
+        for listener in self._listeners:
+            listener.announce(announcement)
+
+    def _observe(self, event: RoutingEvent) -> None:
+        try:
+            for listener in self._listeners:
+                listener.observe(event)
+        except BaseException:
+            self._listeners = ()  # nobody is called again, also where another one is added
+            raise
 
 
 class _Override(c.Structure):
@@ -165,7 +214,9 @@ class Session:
         self._pid = os.getpid()
         self.store = open_store(layout, plan, options)
         self.listeners = RoutingListeners(self.store)
-        self._overrides = (_Override * 2)(_Override(expert_tensors(layout), self.store.buffer_type), _Override())
+        layers = "|".join(str(layer.il) for layer in layout.layers)
+        pattern = (rf"blk\.({layers})" + EXPERT_TENSORS).encode()
+        self._overrides = (_Override * 2)(_Override(pattern, self.store.buffer_type), _Override())
         handles = {device.name: device.handle for device in gpus()} if plan.devices else {}
         on_devices = [handles[part.name] for part in plan.devices if part.name]
         self._devices = (c.c_void_p * (len(on_devices) + 1))(*on_devices, None)
@@ -207,11 +258,6 @@ class Session:
         """Whether this is a child process of the one that opened the store."""
         return os.getpid() != self._pid
 
-    def check_process(self) -> None:
-        """Raises ForkError in a child process: the reader threads run in the parent only."""
-        if self.forked:
-            raise ForkError("the model was loaded before fork(); load it in this process, or start it with spawn.")
-
     def raise_failure(self) -> None:
         """Raises the typed error of the last pass, if it failed, and an exception of a callback."""
         failure = self.store.context.take_failure()
@@ -222,24 +268,29 @@ class Session:
     def stats(self, eval_s: float) -> Stats:
         """The store's counters, with `eval_s` seconds of evaluation measured by the caller."""
         counters, info = self.store.counters(), self.store.info()
-        seconds = {name: counters[f"{name}_ns"] / 1e9 for name in ("stall", "hook", "read", "upload")}
+        seconds: dict[str, Any] = {
+            f"{name}_s": counters[f"{name}_ns"] / 1e9 for name in ("stall", "hook", "read", "upload")
+        }
         counted = {name: value for name, value in counters.items() if name in Stats.__dataclass_fields__}
         staged = defaultdict(int, self.store.staging())
+        tiers = list[TierStats]()
+        for name, figures in self.tiers().items():
+            counted_there = {key: figures[key] for key in figures.keys() & TierStats.__dataclass_fields__.keys()}
+            n_slots, stall_s = figures["n_slots_usable"], figures["stall_ns"] / 1e9
+            fixed = {"n_slots": n_slots, "pool_bytes": n_slots * info["slot_bytes"], "stall_s": stall_s}
+            tiers.append(TierStats(name, **counted_there | fixed))
         return Stats(
             **counted,
+            **seconds,
             staging_bytes=staged["pool_bytes"],
             bytes_staged=staged["bytes_missed"] + staged["bytes_prefetched"],
             staging_copy_s=staged["copy_ns"] / 1e9,
             staging_stall_s=staged["stall_ns"] / 1e9,
-            stall_s=seconds["stall"],
-            hook_s=seconds["hook"],
-            read_s=seconds["read"],
-            upload_s=seconds["upload"],
             eval_s=eval_s,
             n_slots=info["n_slots_usable"],
             n_experts=info["n_experts"],
             pool_bytes=info["n_slots_usable"] * info["slot_bytes"],
-            tiers=tuple(_tier_stats(name, figures, info["slot_bytes"]) for name, figures in self.tiers().items()),
+            tiers=tuple(tiers),
         )
 
     def places(self) -> npt.NDArray[np.uint8]:

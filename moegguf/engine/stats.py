@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from operator import add, sub
+from typing import Any, TypeVar
 
 PRESENT_VALUES = frozenset({"n_slots", "n_experts", "slots_used", "pool_bytes", "staging_bytes", "n_threads"})
 VRAM, RAM, CPU = "VRAM", "RAM", "CPU"  # names of tiers
@@ -49,25 +50,6 @@ class TierStats:
         """Share of lookups that did."""
         return _ratio(self.hits, self.lookups)
 
-    def combine(self, other: TierStats, operator: Callable[[Any, Any], Any]) -> TierStats:
-        """These figures, with each counter combined with that of `other`."""
-        pairs = {name: (getattr(self, name), getattr(other, name)) for name in _TIER_COUNTERS}
-        return replace(self, **{name: operator(*pair) for name, pair in pairs.items()})
-
-
-_TIER_COUNTERS = tuple(
-    field.name for field in fields(TierStats) if field.name not in PRESENT_VALUES | {"name", "device"}
-)
-
-
-@dataclass
-class DraftCounts:
-    """Drafts so far: evaluations of a sequence with one, their tokens, and those of them that were sampled, too."""
-
-    draft_passes: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-
 
 @dataclass(frozen=True)
 class Stats:
@@ -78,7 +60,8 @@ class Stats:
     `n_threads`, those that compute, are present values, all others counters. Where layers compute on a device, look-ups
     and slots are those of its tier; `tiers` has the figures of each, the nearest to the layers first. Prompts there are
     staged: `bytes_staged` were copied into tensors of `staging_bytes` in `staging_copy_s`, of which layers waited
-    `staging_stall_s`, that for reads behind the copies included. Drafts are counted as `DraftCounts` says. A prefetched
+    `staging_stall_s`, that for reads behind the copies included. `draft_passes`: evaluations of a
+    sequence with a draft; `drafted_tokens`: their tokens, of which `accepted_tokens` were sampled, too. A prefetched
     expert that was looked up counts as useful where all of it was there, and as late where some was still to come.
     """
 
@@ -121,15 +104,13 @@ class Stats:
     tiers: tuple[TierStats, ...] = ()
 
     def __add__(self, later: Stats) -> Stats:
-        counted = {name: getattr(self, name) + getattr(later, name) for name in _COUNTERS}
-        added = _combined(later.tiers, self.tiers, lambda now, before: now + before)
-        known = {(tier.name, tier.device) for tier in added}
+        added = _combined(later, self, add)
+        known = {(tier.name, tier.device) for tier in later.tiers}
         gone = tuple(tier for tier in self.tiers if (tier.name, tier.device) not in known)
-        return replace(later, **counted, tiers=added + gone)
+        return replace(added, tiers=added.tiers + gone)
 
     def __sub__(self, earlier: Stats) -> Stats:
-        counted = {name: getattr(self, name) - getattr(earlier, name) for name in _COUNTERS}
-        return replace(self, **counted, tiers=_combined(self.tiers, earlier.tiers, lambda now, before: now - before))
+        return _combined(self, earlier, sub)
 
     @property
     def hit_rate(self) -> float:
@@ -210,17 +191,24 @@ class Stats:
         return asdict(self) | {name: getattr(self, name) for name in _DERIVED}
 
 
-_COUNTERS = tuple(field.name for field in fields(Stats) if field.name not in PRESENT_VALUES | {"tiers"})
 _DERIVED = (
     "hit_rate", "bytes_read", "bytes_per_token", "stall_per_token_s", "hook_per_token_s", "tokens_per_s",
     "staging_overlap", "bytes_per_accepted_token", "draft_acceptance", "tokens_per_draft_pass",
 )  # fmt: skip
 
 
-def _combined(
-    tiers: tuple[TierStats, ...], others: tuple[TierStats, ...], operator: Callable[[Any, Any], Any]
-) -> tuple[TierStats, ...]:
-    """`tiers`, each combined with the one of the same name and device in `others`, if there is one."""
-    known = {(tier.name, tier.device): tier for tier in others}
-    found = ((tier, known.get((tier.name, tier.device))) for tier in tiers)
-    return tuple(tier if other is None else tier.combine(other, operator) for tier, other in found)
+Figures = TypeVar("Figures", "Stats", "TierStats")
+
+
+def _combined(now: Figures, before: Figures, operator: Callable[[Any, Any], Any]) -> Figures:
+    """`now` with each counter combined with that of `before`, also of each tier with its like, if there is one."""
+    pairs = {each.name: (getattr(now, each.name), getattr(before, each.name)) for each in fields(now)}
+    fixed = PRESENT_VALUES | {"name", "device", "tiers"}
+    changed = {name: operator(*pair) for name, pair in pairs.items() if name not in fixed}
+    if isinstance(now, Stats):
+        known = {(tier.name, tier.device): tier for tier in pairs["tiers"][1]}
+        changed["tiers"] = tuple(
+            tier if (like := known.get((tier.name, tier.device))) is None else _combined(tier, like, operator)
+            for tier in now.tiers
+        )
+    return replace(now, **changed)

@@ -29,29 +29,12 @@ class Vocabulary:
         self._model, self._tokenizer = llm._model, llm.tokenizer_  # not `llm` itself, which holds this object
         self._vocab = llm._model.vocab
         self.n_tokens = int(llm.n_vocab())
-        self._pieces: dict[tuple[int, bool], bytes] = {}
-        self._is_end: dict[int, bool] = {}
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
         """The bytes a token adds to the text; those of control tokens (<|im_start|>) only with `special`.
 
         A code point may be spread over several tokens. llama-cpp-python's detokenize() cuts tokens above 32 bytes.
         """
-        known = self._pieces.get((token, special))
-        if known is None:
-            known = self._pieces[token, special] = self._read(token, special)
-        return known
-
-    def all_pieces(self) -> list[bytes]:
-        """[n_tokens], the pieces of all tokens, control tokens included; read at each call and not kept."""
-        size, read = 256, self._bindings.llama_token_to_piece
-        buffer, pieces = c.create_string_buffer(size), []
-        for token in range(self.n_tokens):
-            n = read(self._vocab, token, buffer, size, 0, True)
-            pieces.append(c.string_at(buffer, n) if n >= 0 else self._read(token, True))
-        return pieces
-
-    def _read(self, token: int, special: bool) -> bytes:
         size = 64
         while True:
             buffer = c.create_string_buffer(size)
@@ -60,20 +43,21 @@ class Vocabulary:
                 return buffer.raw[:n]
             size = -n
 
+    def all_pieces(self) -> list[bytes]:
+        """[n_tokens], the pieces of all tokens, control tokens included; read at each call and not kept."""
+        return [self.piece(token, special=True) for token in range(self.n_tokens)]
+
     def text(self, token: int) -> str:
         """A token alone as text, control tokens too; part of a code point becomes U+FFFD."""
         return self.piece(token, special=True).decode(errors="replace")
 
     def is_end(self, token: int) -> bool:
         """Whether this is an end-of-generation token."""
-        known = self._is_end.get(token)
-        if known is None:
-            known = self._is_end[token] = bool(self._bindings.llama_vocab_is_eog(self._vocab, token))
-        return known
+        return bool(self._bindings.llama_vocab_is_eog(self._vocab, token))
 
     def end_tokens(self) -> list[int]:
         """All end-of-generation tokens."""
-        return [n for n in range(self.n_tokens) if self._bindings.llama_vocab_is_eog(self._vocab, n)]
+        return [token for token in range(self.n_tokens) if self.is_end(token)]
 
     def tokens(self, text: str, *, special: bool = True) -> list[int]:
         """The tokens of a text, without BOS or EOS; with `special` the text of a control token becomes that token."""

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from moegguf.errors import OptionError
 from moegguf.generate.constraint import constraint_for
+from moegguf.generate.parsing import new_transcript
 from moegguf.generate.prompt import Prompt, read_prompt
 from moegguf.generate.request import MAX_TOP_LOGPROBS, Delta, GenerationRequest, PromptProgress, Timing, TokenLogprob
 from moegguf.generate.sampler import Sampler, logprob_of
-from moegguf.generate.transcript import new_transcript
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from moegguf.engine.stats import Stats
 
 
-MIN_SHIFTED = 4  # tokens at the end of the context that a shift may drop; llama.cpp's number
 MAX_CONTEXTS = 10  # of tokens in an answer without a limit, when the context shifts; Ollama's number
 
 _tickets = itertools.count(1)
@@ -33,6 +32,7 @@ class AnswerEvents(Protocol):
 
     def on_progress(self, progress: PromptProgress) -> object:
         """A part of the prompt was evaluated."""
+        return None
 
     def on_delta(self, delta: Delta) -> object:
         """A part of the answer."""
@@ -54,18 +54,16 @@ class Slot:
     n_clean: int | None = None  # tokens at the beginning of a shifted context, as if nothing had shifted
 
 
+@dataclass(eq=False)
 class Task:
-    """Work that needs the model for itself. `ticket`: its place in the order of arrival; `fail` is called instead of
-    `run` where that does not begin any more."""
+    """Work that needs the model for itself: `run`, which `stop` ends. `fail` is called instead where it does not begin
+    any more. `ticket`: its place in the order of arrival."""
 
-    def __init__(
-        self, run: Callable[[], object], cancel: Callable[[], object], fail: Callable[[Exception], object]
-    ) -> None:
-        self.ticket = next(_tickets)
-        self.cancelled = False
-        self.run = run
-        self.stop = cancel
-        self.fail = fail
+    run: Callable[[], object]
+    stop: Callable[[], object]
+    fail: Callable[[Exception], object]
+    ticket: int = field(default_factory=lambda: next(_tickets))
+    cancelled: bool = False
 
 
 class BatchedAnswer:
@@ -106,27 +104,25 @@ class BatchedAnswer:
     def read(self, llm: Llama) -> Exception | None:
         """Reads the request; returns what is wrong with it: ContextError, TemplateError, CapabilityError, SchemaError,
         OptionError."""
+        request, self._llm = self.request, llm
         try:
-            self._read(llm)
+            llm.context.check_generates()
+            self.prompt = prompt = read_prompt(llm, request)
+            self.timing.cut_messages, self.timing.cut_tokens = prompt.cut_messages, prompt.cut_tokens
+            if (n := request.n_logprobs) is not None and not 0 <= n <= MAX_TOP_LOGPROBS:
+                raise OptionError(f"n_logprobs is a number from 0 to {MAX_TOP_LOGPROBS}, but is {n}.")
+            constraint = constraint_for(request, prompt.template, prompt.end, prompt.continuation)
+            self.sampler = Sampler(llm, request.sampling, prompt.text_tokens, constraint)
+            self._transcript = new_transcript(request, prompt, llm.vocabulary)
         except Exception as error:
             self.error = error
-        return self.error
-
-    def _read(self, llm: Llama) -> None:
-        request, self._llm = self.request, llm
-        llm.context.check_generates()
-        self.prompt = prompt = read_prompt(llm, request)
-        self.timing.cut_messages, self.timing.cut_tokens = prompt.cut_messages, prompt.cut_tokens
-        if (n := request.n_logprobs) is not None and not 0 <= n <= MAX_TOP_LOGPROBS:
-            raise OptionError(f"n_logprobs is a number from 0 to {MAX_TOP_LOGPROBS}, but is {n}.")
-        constraint = constraint_for(request, prompt.template, prompt.end, prompt.continuation)
-        self.sampler = Sampler(llm, request.sampling, prompt.text_tokens, constraint)
-        self._transcript = new_transcript(request, prompt, llm.vocabulary)
+            return error
         self.shifts = request.shift and llm.context.can_shift and prompt.images is None
         most = MAX_CONTEXTS * llm.n_ctx() if self.shifts else llm.n_ctx() - len(prompt.tokens)
         asked = request.sampling.max_tokens
         self.limit = 0 if request.prompt_only else min(asked, most) if asked is not None and asked > 0 else most
         self.is_read = True
+        return None
 
     @property
     def reuses_prefix(self) -> bool:
@@ -145,18 +141,6 @@ class BatchedAnswer:
             return True
         may_shift = self.shifts and len(self.prompt.tokens) + self.limit > self._llm.n_ctx()
         return self.request.sampling.exact and (may_shift or not self._llm.batch_invariant)
-
-    @property
-    def n_left(self) -> int:
-        """Tokens that the answer may still have."""
-        return self.limit - self.timing.answer_tokens
-
-    @property
-    def n_kept(self) -> int:
-        """Tokens at the beginning that stay when the context shifts."""
-        n_keep = self.request.sampling.num_keep
-        n_first = len(self.prompt.tokens) if n_keep < 0 else n_keep + len(self._llm.vocabulary.bos_tokens)
-        return min(n_first, self._llm.n_ctx() - MIN_SHIFTED)
 
     @property
     def held(self) -> Slot:
@@ -182,8 +166,8 @@ class BatchedAnswer:
     @property
     def image(self) -> ImageSpan | None:
         """The next image of the prompt that is to be evaluated."""
-        images = self.prompt.images
-        return next(iter(images.spans_from(self.n_evaluated)), None) if images is not None else None
+        spans = self.prompt.images.spans if self.prompt.images is not None else ()
+        return next((span for span in spans if span.begin >= self.n_evaluated), None)
 
     def begin(self, number: int, stats: Stats) -> None:
         """It is computed from now on."""
@@ -197,7 +181,7 @@ class BatchedAnswer:
         return PromptProgress(n_tokens, self.timing.cached_tokens, min(self.n_evaluated, n_tokens), seconds)
 
     def note_prompt(self, n_done: int, n_tokens: int, row: int) -> None:
-        """Keeps what `prompt_delta` sends of `n_tokens` tokens after the first `n_done`. `row`: of the last one."""
+        """Keeps logprobs of `n_tokens` tokens of the prompt after the first `n_done`. `row`: of the last one."""
         tokens, known = self.prompt.tokens, self._prompt_logprobs
         n_bos = 0 if self.request.context or len(tokens) == 1 else len(self._llm.vocabulary.bos_tokens)
         if not known:
@@ -206,41 +190,55 @@ class BatchedAnswer:
         for n in range(max(n_done + 1, n_bos + len(known)), min(n_done + n_tokens + 1, len(tokens))):
             known.append(logprob_of(tokens[n], self._llm, n_top, row - n_done - n_tokens + n))
 
-    def prompt_delta(self) -> Delta | None:
-        """The logprobs of the prompt, once."""
-        known, self._prompt_logprobs = self._prompt_logprobs, []
-        return Delta(prompt=tuple(known)) if known else None
+    def sample(self, row: int, stats: Callable[[], Stats]) -> Exception | None:
+        """Takes the next token by that row of logits and passes on what it adds to the answer, which may be the
+        end; returns what was wrong. stats: the model's now."""
+        if self._prompt_logprobs:
+            self.events.on_delta(Delta(prompt=tuple(self._prompt_logprobs)))
+            self._prompt_logprobs = []
+        delta = None
+        try:
+            token = self.sampler.sample(row) if self.limit else None
+            if self._first is None:
+                self.timing.prompt_s, self._first = time.perf_counter() - self._start_s, stats()
+            if token is None:
+                self._end("stop" if self.limit else "length")
+            else:
+                delta = self._accept(token, row)
+        except Exception as error:
+            return error
+        if delta is not None:
+            self.events.on_delta(delta)
+        if token is not None and not self.ended:
+            self.context.append(token)
+        return None
 
-    def note_token(self, stats: Callable[[], Stats]) -> None:
-        """A token was sampled."""
-        if self._first is None:
-            self.timing.prompt_s, self._first = time.perf_counter() - self._start_s, stats()
-
-    def accept(self, token: int, row: int = -1) -> Delta | None:
-        """The delta after a sampled token, if any. `row`: of the logits that it was sampled from."""
+    def _accept(self, token: int, row: int) -> Delta | None:
         timing, transcript, n_top = self.timing, self._transcript, self.request.n_logprobs
         timing.answer_tokens += 1
         if self._llm.vocabulary.is_end(token):
-            self.end("stop")
+            self._end("stop")
             return None
         self.generated.append(token)
         delta = transcript.feed(token, None if n_top is None else logprob_of(token, self._llm, n_top, row))
         if delta is not None and delta.thinking:
             timing.thinking_tokens = timing.answer_tokens
-        if transcript.stopped or timing.answer_tokens >= self.limit:
-            self.end("stop" if transcript.stopped else "length")
+        if transcript.stop_string or timing.answer_tokens >= self.limit:
+            self._end("stop" if transcript.stop_string else "length")
         return delta
 
-    def end(self, reason: str) -> None:
-        """Ends the answer."""
+    def _end(self, reason: str) -> None:
         self.ended, self.timing.finish = True, reason
 
-    def last_delta(self) -> Delta | None:
-        """The text that was held back."""
-        return self._transcript.end()
-
-    def note_end(self, stats: Stats) -> None:
-        """Completes the timing of an answer that has begun."""
+    def complete(self, stats: Stats, error: Exception | None) -> Exception | None:
+        """Passes on the text that was held back, and completes the timing of an answer that has begun; returns `error`,
+        or that of reading the text."""
+        try:
+            delta = self._transcript.end() if error is None else None
+        except Exception as found:
+            delta, error = None, found
+        if delta is not None:
+            self.events.on_delta(delta)
         timing = self.timing
         timing.stop_string = self._transcript.stop_string
         if self.request.return_context:
@@ -250,3 +248,4 @@ class BatchedAnswer:
         timing.answer_s = timing.total_s - timing.prompt_s
         timing.stats = stats - (self._before or stats)
         timing.answer_stats = stats - (self._first or stats)
+        return error

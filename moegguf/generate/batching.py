@@ -14,15 +14,17 @@ from __future__ import annotations
 import threading
 import time
 from bisect import insort
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
+from moegguf.engine.sequences import Chunk
 from moegguf.errors import ClosedError, ContextError, ExpertIOError, GenerationCancelled
-from moegguf.generate.answer import AnswerEvents, BatchedAnswer, Slot, Task
-from moegguf.generate.drafting import make_drafter
-from moegguf.generate.kv_slots import KvSlots, Part, Schedule, Step, StepTokens, chunk_of
+from moegguf.generate.answer import AnswerEvents, BatchedAnswer, Task
+from moegguf.generate.drafting import Drafter
+from moegguf.generate.kv_slots import KvSlots, Part, Schedule, Step
 from moegguf.generate.request import GenerationRequest
+from moegguf.native.events import Phase
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
@@ -36,7 +38,7 @@ class BatchLoop:
     """Owns the context of a model: `run` computes, on one thread, what others submit, until `close`.
 
     `schedule`: which sequences compute in a step; None: all, the oldest prompts first. `step_tokens`: its budget, as of
-    `StepTokens`. `together`: the block in which the answers of a step get their events.
+    `KvSlots`. `together`: the block in which the answers of a step get their events.
     """
 
     def __init__(
@@ -49,9 +51,8 @@ class BatchLoop:
         self._llm = llm
         self._schedule = schedule
         self._together = together
-        self._slots = KvSlots(llm)
-        self._step_tokens = StepTokens(llm, self._slots, step_tokens)
-        self._drafter = make_drafter(llm)
+        self._slots = KvSlots(llm, step_tokens)
+        self._drafter = Drafter(llm, llm.drafts) if llm.drafts else None
         self._changed = threading.Condition()  # of the five below
         self._arrived: list[BatchedAnswer | Task] = []
         self._computing: tuple[BatchedAnswer, ...] = ()
@@ -76,11 +77,6 @@ class BatchLoop:
         return self._n_ended_tokens + sum(answer.timing.answer_tokens for answer in list(self._running))
 
     # From any thread.
-
-    @property
-    def closing(self) -> bool:
-        """After `close`."""
-        return self._closing
 
     def submit(self, request: GenerationRequest, events: AnswerEvents) -> BatchedAnswer:
         """Begins to answer a request; what is wrong with it is an error of its `on_end`."""
@@ -137,53 +133,43 @@ class BatchLoop:
                 self._arrived.append(job)
                 self._changed.notify()
                 return
-        if isinstance(job, BatchedAnswer):
-            job.events.on_end(job.timing, _closed())
-        else:
-            job.fail(_closed())
+        closed = ClosedError("the model is closed; load it again.")
+        job.events.on_end(job.timing, closed) if isinstance(job, BatchedAnswer) else job.fail(closed)
 
     # On the loop's thread.
 
     def run(self) -> None:
-        """Computes until `close`; raises what events raise."""
+        """Computes until `close`; raises what events raise. What waits or runs then ends as cancelled, or with that."""
         failure: Exception | None = None
         try:
-            while self._has_work():
-                self._take_turn()
+            while self._wait():
+                self._take_arrived()
+                for job in [job for job in (*self._running, *self._waiting) if job.cancelled]:
+                    self._end(job)
+                self._admit()
+                if self._running:
+                    self._step()
         except Exception as error:
             failure = error
             raise
         finally:
             with self._changed:
                 self._closing = True
-            self._end_all(failure)
+            for reader in list(self._readers):  # they use the model
+                reader.join()
+            self._take_arrived()
+            for job in [*self._running, *self._waiting]:
+                self._end(job, failure)
+            last_s = time.monotonic() + LAST_KEEP_S
+            while failure is None and self._slots.keep_unused() and time.monotonic() < last_s:
+                time.sleep(KEEP_AGAIN_S)
 
-    def _end_all(self, failure: Exception | None = None) -> None:
-        """After `close`, ends what waits or runs: as cancelled, or with `failure`."""
-        for reader in list(self._readers):  # they use the model
-            reader.join()
-        self._take_arrived()
-        for job in [*self._running, *self._waiting]:
-            self._end(job, failure)
-        last_s = time.monotonic() + LAST_KEEP_S
-        while failure is None and self._slots.keep_unused() and time.monotonic() < last_s:
-            time.sleep(KEEP_AGAIN_S)
-
-    def _has_work(self) -> bool:
-        """Waits for some; False after `close`."""
+    def _wait(self) -> bool:
+        """For work; False after `close`."""
         with self._changed:
             while not (self._closing or self._arrived or self._waiting or self._running):
                 self._changed.wait(KEEP_AGAIN_S if self._slots.keep_unused() else None)
             return not self._closing
-
-    def _take_turn(self) -> None:
-        """Ends what was cancelled, begins what can begin, and computes a step."""
-        self._take_arrived()
-        for job in [job for job in (*self._running, *self._waiting) if job.cancelled]:
-            self._end(job)
-        self._admit()
-        if self._running:
-            self._step()
 
     def _take_arrived(self) -> None:
         with self._changed:
@@ -193,8 +179,6 @@ class BatchLoop:
             if isinstance(job, BatchedAnswer) and job.error is not None:
                 self._end(job, job.error)
 
-    # Who runs.
-
     def _admit(self) -> None:
         """Gives slots to those who wait, in order of arrival. Who computes alone waits until nobody runs, and holds up
         those behind it."""
@@ -202,7 +186,7 @@ class BatchLoop:
             first = self._waiting[0]
             if self._running and (isinstance(first, Task) or first.alone or self._running[0].alone):
                 return
-            if not self._slots.has_free:
+            if len(self._running) == len(self._slots):
                 return
             self._waiting.pop(0)
             if isinstance(first, Task):
@@ -246,8 +230,8 @@ class BatchLoop:
         if job in self._waiting:
             self._waiting.remove(job)
         if isinstance(job, Task):
-            stopped = _closed() if self._closing else GenerationCancelled("it was cancelled while it waited.")
-            job.fail(error or stopped)
+            reason = "the model is closed; load it again." if self._closing else "it was cancelled while it waited."
+            job.fail(error or (ClosedError if self._closing else GenerationCancelled)(reason))
             return
         if job in self._running:
             self._running.remove(job)
@@ -257,8 +241,7 @@ class BatchLoop:
             if job.alone:
                 self._slots.clear()
         if job.number >= 0:
-            error = error or self._complete(job)
-            job.note_end(self._stats_now())
+            error = job.complete(self._stats_now(), error)
             self._n_ended_tokens += job.timing.answer_tokens
         job.events.on_end(job.timing, error)
 
@@ -269,16 +252,6 @@ class BatchLoop:
             self._stats = self._llm.stats()
         return self._stats
 
-    def _complete(self, answer: BatchedAnswer) -> Exception | None:
-        """Sends the text that was held back; returns the error of reading it."""
-        try:
-            delta = answer.last_delta()
-        except Exception as error:
-            return error
-        if delta is not None:
-            answer.events.on_delta(delta)
-        return None
-
     # A step.
 
     def _step(self) -> None:
@@ -286,13 +259,13 @@ class BatchLoop:
             self._slots.shift(answer)
         running = tuple(self._running)
         chosen = (self._schedule and self._schedule.choose(running)) or running
-        start_s, parts = time.perf_counter(), self._step_tokens.parts(chosen, self._n_steps)
+        start_s, parts = time.perf_counter(), self._slots.parts(chosen, self._n_steps)
         drafter = self._drafter
         if drafter is not None and drafter.gate.is_due() and all(answer.decodes for answer, _ in parts):
             drafter.propose([answer for answer, _ in parts])
         else:
             drafter = None
-        n_drafted = sum(len(answer.draft) for answer, _ in parts) if self._schedule is not None else 0
+        n_drafted = sum(len(answer.draft) for answer, _ in parts)
         computed = self._compute(parts)
         if not computed:
             return
@@ -338,8 +311,7 @@ class BatchLoop:
         remaining = list(parts)
         while remaining:
             try:
-                with self._as_computing(tuple(answer for answer, _ in remaining)):
-                    rows = self._rows(remaining)
+                rows = self._rows(remaining)
             except BaseException:  # the sequences end as they were before the pass
                 for answer, _ in remaining:
                     self._slots.truncate(answer.held, answer.n_evaluated)
@@ -356,29 +328,24 @@ class BatchLoop:
             remaining = [part for part in remaining if part[0].slot is not None]
         return [], []
 
-    @contextmanager
-    def _as_computing(self, answers: tuple[BatchedAnswer, ...]) -> Iterator[None]:
-        """The block in which a pass computes for these answers; cancelling all of them ends it."""
+    def _rows(self, parts: Sequence[Part]) -> list[int] | None:
+        """Their rows of logits; None when the KV cache has no room for them. Cancelling all of them ends the pass."""
+        answers, context = tuple(answer for answer, _ in parts), self._llm.context
         with self._changed:
             if self._closing or all(answer.cancelled for answer in answers):
                 raise GenerationCancelled("the answers were stopped.")
             self._computing = answers
+        image, images = answers[0].image, answers[0].prompt.images
         try:
-            yield
+            if images is not None and image is not None and image.begin == answers[0].n_evaluated:
+                context.eval_image(images, image, answers[0].number)
+                return [-1]
+            return context.eval_chunks([_chunk(*part) for part in parts])
         finally:
             with self._changed:
                 self._computing = ()
                 if all(answer.cancelled for answer in answers):
                     self._llm.resume()
-
-    def _rows(self, parts: Sequence[Part]) -> list[int] | None:
-        """Their rows of logits; None when the KV cache has no room for them."""
-        answer, context = parts[0][0], self._llm.context
-        image, prompt = answer.image, answer.prompt.images
-        if prompt is not None and image is not None and image.begin == answer.n_evaluated:
-            context.eval_image(prompt, image, answer.number)
-            return [-1]
-        return context.eval_chunks([chunk_of(part) for part in parts])
 
     def _make_room(self) -> bool:
         """Drops the tokens of the least recently used slot that nobody uses, else puts the newest answer back in the
@@ -395,7 +362,9 @@ class BatchLoop:
         return True
 
     def _advance(self, answer: BatchedAnswer, n_tokens: int, row: int) -> None:
-        slot = answer.held
+        """After a pass with so many of its tokens: samples, and goes on after each token of the draft that is the one
+        sampled before it; the others leave the KV cache."""
+        slot, draft = answer.held, answer.draft
         is_prompt, n_done = not answer.generated, len(slot.tokens)
         slot.tokens += answer.context[n_done : n_done + n_tokens]
         slot.n_used = self._n_steps
@@ -406,53 +375,39 @@ class BatchLoop:
                 answer.note_prompt(n_done, n_tokens, row)
         if not answer.n_pending and not answer.cancelled:
             self._sample(answer, row)
-        if answer.draft:
-            self._verify(answer, slot, row)
-        n_new = max(0, len(slot.tokens) - n_done)
-        self._slots.keep(answer, n_new, goes_on=not (is_prompt and answer.n_pending < 2))
-
-    def _verify(self, answer: BatchedAnswer, slot: Slot, row: int) -> None:
-        """Goes on sampling after each token of the draft that is the one sampled before it; the others leave the KV
-        cache."""
         n_accepted = 0
-        for token in answer.draft:
+        for token in draft:
             if answer.slot is None or answer.cancelled or answer.context[-1] != token:
                 break
             n_accepted += 1
             slot.tokens.append(token)
             self._sample(answer, row + n_accepted)
-        if answer.slot is not None:
-            self._slots.truncate(slot, len(slot.tokens))
-        assert self._drafter is not None
-        self._drafter.verified(answer, slot, n_accepted)
-        answer.draft = ()
+        if draft and self._drafter is not None:
+            if answer.slot is not None:
+                self._slots.truncate(slot, len(slot.tokens))
+            self._drafter.verified(answer, slot, n_accepted)
+            answer.draft = ()
+        n_new = max(0, len(slot.tokens) - n_done)
+        self._slots.keep(answer, n_new, goes_on=not (is_prompt and answer.n_pending < 2))
 
     def _sample(self, answer: BatchedAnswer, row: int) -> None:
-        delta = None
-        if (prompt := answer.prompt_delta()) is not None:
-            answer.events.on_delta(prompt)
-        if not answer.limit:
-            answer.note_token(self._stats_now)
-            answer.end("length")
-            self._end(answer)
-            return
-        try:
-            token = answer.sampler.sample(row)
-            answer.note_token(self._stats_now)
-            if token is None:
-                answer.end("stop")
-            else:
-                delta = answer.accept(token, row)
-        except Exception as error:
+        error = answer.sample(row, self._stats_now)
+        if error is not None or answer.ended:
             self._end(answer, error)
-            return
-        if delta is not None:
-            answer.events.on_delta(delta)
-        if answer.ended:
-            self._end(answer)
-        elif token is not None:
-            answer.context.append(token)
 
 
-def _closed() -> ClosedError:
-    return ClosedError("the model is closed; load it again.")
+def _chunk(answer: BatchedAnswer, n_tokens: int) -> Chunk:
+    """The tokens of a part, as the model takes them."""
+    n_past, decodes = answer.n_evaluated, answer.decodes
+    tokens = answer.context[n_past : n_past + n_tokens]
+    wants_logits = n_past + n_tokens == len(answer.context)
+    return Chunk(
+        answer.held.sequence,
+        tokens,
+        n_past,
+        answer.number,
+        Phase.DECODE if decodes else Phase.PREFILL,
+        wants_logits,
+        answer.request.prompt_logprobs and not decodes,
+        answer.draft,
+    )

@@ -22,17 +22,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from moegguf.engine.drafts import N_MAX, Drafts, Source
 from moegguf.generate.answer import BatchedAnswer, Slot
-from moegguf.native.drafts import Drafts, Source
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
 
-SUPPOSED_COST = 0.1  # of a drafted token, in undrafted passes, until it was measured
-LEAST_COST = 0.01
-
-
-MAX_DRAFT = 24  # tokens of a draft
+SUPPOSED_COST, LEAST_COST = 0.1, 0.01  # of a drafted token, in undrafted passes: until it was measured, and at least
 LOSS = 0.005  # share of the time that drafts, and looking for them, may lose
 PATIENCE = 4  # passes in vain, one after the other, until twice as many go by before the next is looked at,
 REST = 3  # at most 2**REST - 1
@@ -66,58 +62,46 @@ class Acceptance:
         self._refused = self._memory * self._refused + (n_accepted < n_drafted)
 
 
-@dataclass
 class PassTimes:
     """Times of passes of equally many sequences: without drafts, and how much longer with so many drafted tokens."""
 
-    n_drafted: int = 0  # passes since the last undrafted one
-    widest: int = 0  # tokens drafted in a pass
-    _undrafted_s: deque[float] = field(default_factory=lambda: deque(maxlen=BASE_PASSES))
-    _median_s: float | None = None  # of these, once it was asked for
-    _tokens: float = 1.0  # drafted, recent ones count more
-    _cost: float = SUPPOSED_COST  # of these together, in undrafted passes
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the time of an undrafted pass is known, by enough of them, and of late."""
-        return len(self._undrafted_s) == BASE_PASSES and self.n_drafted < RENEW_PASSES
+    def __init__(self) -> None:
+        self.widest = 0  # tokens drafted in a pass
+        self._undrafted_s = deque[float](maxlen=BASE_PASSES)
+        self._n_drafted = 0  # passes since the last undrafted one
+        self._tokens, self._cost = 1.0, SUPPOSED_COST  # drafted, recent ones count more; of these together
 
     @property
     def base_s(self) -> float | None:
-        """The time of an undrafted pass, if it is known."""
-        if not self.is_known:
-            return None
-        if self._median_s is None:  # a pass may be short enough to notice that it is computed
-            self._median_s = sorted(self._undrafted_s)[len(self._undrafted_s) // 2]
-        return self._median_s
+        """The time of an undrafted pass; None where it is not known by enough of them, or not of late."""
+        is_known = len(self._undrafted_s) == BASE_PASSES and self._n_drafted < RENEW_PASSES
+        return sorted(self._undrafted_s)[BASE_PASSES // 2] if is_known else None
 
     @property
     def cost(self) -> float:
         """What a drafted token adds to a pass, in undrafted passes."""
         return max(self._cost / self._tokens, LEAST_COST)
 
-    def note_undrafted(self, seconds: float) -> None:
-        """A pass without drafts took so long."""
-        self._undrafted_s.append(seconds)
-        self._median_s, self.n_drafted = None, 0
-
-    def note_drafted(self, n_tokens: int, seconds: float, base_s: float) -> float:
+    def note(self, n_tokens: int, seconds: float, base_s: float) -> float:
         """A pass with so many drafted tokens took so long; what they have added, in seconds."""
+        if n_tokens == 0:
+            self._undrafted_s.append(seconds)
+            self._n_drafted = 0
+            return 0.0
         added_s = min(seconds - base_s, n_tokens * base_s)  # more, and it was something else that took the time
         if self.widest:  # the first one allocates what wide passes need
             self._tokens = MEMORY * self._tokens + n_tokens
             self._cost = MEMORY * self._cost + added_s / base_s
-        self.n_drafted, self.widest = self.n_drafted + 1, max(self.widest, n_tokens)
+        self._n_drafted, self.widest = self._n_drafted + 1, max(self.widest, n_tokens)
         return added_s
 
 
 class DraftGate:
     """Widths of a model's next pass, from what passes have taken. `acceptance`: of each source. A draft risks
-    what drafts have saved, up to `n_max / 2` passes, and one more pass. `n_max`: tokens of a draft at most."""
+    what drafts have saved, up to `N_MAX / 2` passes, and one more pass."""
 
-    def __init__(self, n_max: int = MAX_DRAFT) -> None:
+    def __init__(self) -> None:
         self.acceptance = [Acceptance(prior, 0.98) for prior in PRIOR]
-        self._n_max = n_max
         self._times = defaultdict[int, PassTimes](PassTimes)  # by number of sequences
         self._balance_s = 0.0  # saved, and allowed to be lost
         self._allowance_s = 0.0  # for trials
@@ -141,18 +125,19 @@ class DraftGate:
         nothing = [[0] * len(of_answer) for of_answer in answers]
         if base_s is None or self._balance_s < 0:
             return nothing
-        self._balance_s = min(self._balance_s, self._n_max / 2 * base_s)
+        self._balance_s = min(self._balance_s, N_MAX / 2 * base_s)
         self._allowance_s = min(self._allowance_s, TRIAL_TOKENS * base_s)  # the most that a trial can cost
         worth = 1 / len(answers)  # of a token, in undrafted passes
         known = max(TRIAL_TOKENS, 2 * times.widest)  # what wider passes cost is not
-        risk = int((self._balance_s / base_s + 1) / cost)
-        most = min(self._n_max, known, risk)
-        widths = [[min(most, _width(source.chance, cost / worth)) for source in of_answer] for of_answer in answers]
-        gains = [
-            max(_gain(source.chance, n, worth, cost) for source, n in zip(of_answer, of_widths, strict=True))
-            for of_answer, of_widths in zip(answers, widths, strict=True)
-        ]
-        self._tries = sum(gains) <= MARGIN * worth
+        most = min(N_MAX, known, int((self._balance_s / base_s + 1) / cost))
+        widths, gain = list[list[int]](), 0.0
+        for of_answer in answers:
+            chances = [source.chance for source in of_answer]
+            # Tokens whose chance to be reached and accepted is above what they cost.
+            paying = [int(math.log(cost / worth) / math.log(p)) if cost / worth < p else 0 for p in chances]
+            widths.append([min(most, n) for n in paying])
+            gain += max(worth * p * (1 - p**n) / (1 - p) - n * cost for p, n in zip(chances, widths[-1], strict=True))
+        self._tries = gain <= MARGIN * worth
         if not self._tries:
             return widths
         if min(self._balance_s, self._allowance_s) < TRIAL_TOKENS * cost * base_s:
@@ -163,28 +148,18 @@ class DraftGate:
         """A pass that was due, and in which so many sequences decode, was computed. spent_s: the part of it that looked
         for drafts; it is lost where there were none."""
         times = self._times[n_sequences]
-        allowed_s = LOSS * seconds * (1 + self._n_rested)
+        base_s, allowed_s = times.base_s, LOSS * seconds * (1 + self._n_rested)
         self._balance_s += allowed_s
         self._allowance_s += allowed_s
-        self._n_vain = 0 if n_accepted or not times.is_known else self._n_vain + 1
+        self._n_vain = 0 if n_accepted or base_s is None else self._n_vain + 1
         self._n_rested = self._n_resting = (1 << min(self._n_vain // PATIENCE, REST)) - 1
         if n_drafted == 0:
-            times.note_undrafted(seconds - spent_s)
+            times.note(0, seconds - spent_s, 0.0)
             self._balance_s -= spent_s
-        elif (base_s := times.base_s) is not None:
-            saved_s = n_accepted * base_s / n_sequences - times.note_drafted(n_drafted, seconds, base_s)
+        elif base_s is not None:
+            saved_s = n_accepted * base_s / n_sequences - times.note(n_drafted, seconds, base_s)
             self._balance_s += saved_s
             self._allowance_s += min(0, saved_s) * self._tries
-
-
-def _width(chance: float, cost: float) -> int:
-    """Tokens whose chance to be reached and accepted is above what they cost."""
-    return int(math.log(cost) / math.log(chance)) if cost < chance else 0
-
-
-def _gain(chance: float, n: int, worth: float, cost: float) -> float:
-    """What a draft of n tokens is expected to save, in undrafted passes."""
-    return worth * chance * (1 - chance**n) / (1 - chance) - n * cost
 
 
 @dataclass
@@ -200,96 +175,71 @@ class _Text:
     hashes: set[int] = field(default_factory=set)
     repeats: bool = True  # its last tokens occurred before, or may have: hashes collide
 
-    def note_tokens(self, n_key: int) -> bool:
-        """Sets and returns `repeats`, of so many tokens, in a microsecond: a pass of text that repeats nothing costs no
-        more. 0: any text may have drafts."""
+    def note_tokens(self, n_key: int) -> None:
+        """Sets `repeats`, of so many tokens (0: any text may have drafts), in a microsecond: a pass of text that
+        repeats nothing costs no more."""
         context = self.answer.context
-        if n_key:
-            for i in range(self.n_hashed, len(context) - n_key + 1):
-                key = hash(tuple(context[i : i + n_key]))
-                self.repeats = key in self.hashes
-                self.hashes.add(key)
-            self.n_hashed = max(0, len(context) - n_key + 1)
-        return self.repeats
+        for i in range(self.n_hashed, len(context) - n_key + 1 if n_key else 0):
+            key = hash(tuple(context[i : i + n_key]))
+            self.repeats = key in self.hashes
+            self.hashes.add(key)
+        self.n_hashed = max(0, len(context) - n_key + 1)
 
 
 class Drafter:
     """The drafts of one loop. `gate` decides how many tokens are drafted."""
 
-    def __init__(self, llm: Llama, drafts: Drafts, gate: DraftGate) -> None:
-        self.gate = gate
+    def __init__(self, llm: Llama, drafts: Drafts) -> None:
+        self.gate = DraftGate()
         self._llm, self._drafts = llm, drafts
         self._spent_s = 0.0  # in this pass, looking for drafts
         self._begins = False  # in this pass, a text: drafts of it need something once, which takes long
         self._texts: dict[int, _Text] = {}  # by sequence
-        self._verified: list[tuple[int, int]] = []  # of this pass: tokens drafted, and accepted
+        self._n_drafted = self._n_accepted = 0  # tokens of this pass
 
     def propose(self, answers: Sequence[BatchedAnswer]) -> None:
         """Sets the drafts of answers that decode together in the next pass; nobody else takes part in it."""
-        texts = [self._text_of(answer) for answer in answers]
-        repeat = [text.note_tokens(self._drafts.least_key) for text in texts]
-        if not any(repeat):
+        texts = list[_Text]()
+        for answer in answers:
+            sequence, n_shifts = answer.held.sequence, answer.timing.n_shifts
+            text = self._texts.get(sequence)
+            if text is None or text.answer is not answer or text.n_shifts != n_shifts:  # it has lost a part of its text
+                text = self._texts[sequence] = _Text(answer, self.gate.of_answer(), n_shifts)
+            text.note_tokens(self._drafts.least_key)
+            texts.append(text)
+        if not any(text.repeats for text in texts):
             return
         start_s = time.thread_time()  # others may take the processor meanwhile
         widths = self.gate.widths([text.acceptance for text in texts])
-        if any(map(any, widths)):
-            self._draft(texts, widths)
-            self._spent_s = time.thread_time() - start_s
-
-    def _draft(self, texts: Sequence[_Text], widths: Sequence[Sequence[int]]) -> None:
-        wanted = [
-            (self._told(text), [min(width, self._room(text)) for width in of_answer])
-            for text, of_answer in zip(texts, widths, strict=True)
-        ]
-        n_left = self._llm.n_batch - len(texts)
+        if not any(map(any, widths)):
+            return
+        wanted, n_left = list[tuple[int, list[int]]](), self._llm.n_batch - len(texts)
+        for text, of_answer in zip(texts, widths, strict=True):
+            answer, room = text.answer, 0
+            if text.repeats and answer.prompt.images is None:  # the context is full, and it ends, as without drafts
+                room = max(
+                    0, min(answer.limit - answer.timing.answer_tokens, self._llm.n_ctx() - len(answer.context)) - 1
+                )
+            self._drafts.set_tokens(answer.held.sequence, text.n_tokens, answer.context[text.n_tokens :])
+            self._begins |= text.n_tokens == 0
+            text.n_tokens = len(answer.context)
+            wanted.append((answer.held.sequence, [min(width, room) for width in of_answer]))
         for text, draft in zip(texts, self._drafts.draft(wanted), strict=True):
             text.answer.draft, text.source = draft.tokens[:n_left], draft.source
             n_left -= len(text.answer.draft)
+        self._spent_s = time.thread_time() - start_s
 
     def verified(self, answer: BatchedAnswer, slot: Slot, n_accepted: int) -> None:
         """The first tokens of its draft were sampled, too."""
-        counts, text, n_drafted = self._llm.context.drafted, self._texts[slot.sequence], len(answer.draft)
-        counts.draft_passes += 1
-        counts.drafted_tokens += n_drafted
-        counts.accepted_tokens += n_accepted
+        text, n_drafted = self._texts[slot.sequence], len(answer.draft)
+        self._llm.context.drafted.update(draft_passes=1, drafted_tokens=n_drafted, accepted_tokens=n_accepted)
         text.acceptance[text.source].note(n_drafted, n_accepted)
         self._drafts.accept(slot.sequence, n_accepted)
-        self._verified.append((n_drafted, n_accepted))
+        self._n_drafted += n_drafted
+        self._n_accepted += n_accepted
 
     def ran(self, n_sequences: int, seconds: float) -> None:
         """A pass took so long in which so many sequences decoded, and nothing else."""
-        n_drafted = n_accepted = 0
-        if self._verified:
-            n_drafted, n_accepted = map(sum, zip(*self._verified, strict=True))
-            self._verified.clear()
         if not self._begins:
-            self.gate.ran(n_sequences, n_drafted, n_accepted, seconds, self._spent_s)
-        self._begins, self._spent_s = False, 0.0
-
-    def _text_of(self, answer: BatchedAnswer) -> _Text:
-        """What is known of an answer; nothing, when it is new, or has lost a part of its context."""
-        sequence, n_shifts = answer.held.sequence, answer.timing.n_shifts
-        text = self._texts.get(sequence)
-        if text is None or text.answer is not answer or text.n_shifts != n_shifts:
-            text = self._texts[sequence] = _Text(answer, self.gate.of_answer(), n_shifts)
-        return text
-
-    def _told(self, text: _Text) -> int:
-        """The sequence of a text, whose new tokens `Drafts` knows then."""
-        sequence, n_known = text.answer.held.sequence, text.n_tokens
-        self._drafts.set_tokens(sequence, n_known, text.answer.context[n_known:])
-        self._begins |= n_known == 0
-        text.n_tokens = len(text.answer.context)
-        return sequence
-
-    def _room(self, text: _Text) -> int:
-        """Tokens that a draft may have: the context is full, and the answer ends, in the same pass as without."""
-        answer = text.answer
-        if not text.repeats or answer.prompt.images is not None:
-            return 0
-        return max(0, min(answer.n_left, self._llm.n_ctx() - len(answer.context)) - 1)
-
-
-def make_drafter(llm: Llama) -> Drafter | None:
-    """What drafts for a loop over this model, if anything is to."""
-    return Drafter(llm, llm.drafts, DraftGate(llm.drafts.n_max)) if llm.drafts else None
+            self.gate.ran(n_sequences, self._n_drafted, self._n_accepted, seconds, self._spent_s)
+        self._begins, self._spent_s, self._n_drafted, self._n_accepted = False, 0.0, 0, 0

@@ -73,7 +73,7 @@ def rank(llm: Llama, query: str, documents: Sequence[str]) -> Embeddings:
             raise ContextError(
                 f"document {i} has {len(tokens)} tokens with the query, but {limit} are read at a time; shorten it."
             )
-    scores = [vector for tokens in token_lists for vector in llm.context.as_request(_pooled(llm, tokens))]
+    scores = [vector for tokens in token_lists for vector in llm.context.as_request(_steps(llm, tokens))]
     return Embeddings([score[:1].tolist() for score in scores], sum(map(len, token_lists)))
 
 
@@ -124,27 +124,13 @@ def _tokens(llm: Llama, item: str | Sequence[int], limit: int, truncate: bool) -
 
 
 def _steps(llm: Llama, tokens: list[int]) -> Generator[npt.NDArray[np.float64], None, None]:
-    if not tokens:
-        yield np.zeros(_n_embd(llm))
-    else:
-        yield from (_pooled if llm.context_params.embeddings else _last_state)(llm, tokens)
-
-
-def _last_state(llm: Llama, tokens: list[int]) -> Generator[npt.NDArray[np.float64], None, None]:
-    """The hidden state of the last token, the only one that attends to all others."""
+    """The vector of an input: pooled, or the hidden state of the last token, which alone attends to all others."""
     bindings = library.llama_cpp()
-    llm.reset()
-    if tokens[:-1]:
-        llm.eval(tokens[:-1])
-    bindings.llama_set_embeddings(llm.ctx, True)
-    try:
-        llm.eval(tokens[-1:])
-        yield _vector(llm, llm._ctx.get_embeddings_ith(-1))
-    finally:
-        bindings.llama_set_embeddings(llm.ctx, False)
+    n_embd = int((bindings.llama_model_n_cls_out if ranks(llm) else bindings.llama_model_n_embd_out)(llm.model))
 
+    def vector(pointer: object) -> npt.NDArray[np.float64]:
+        return np.ctypeslib.as_array(pointer, shape=(n_embd,)).astype(np.float64)
 
-def _pooled(llm: Llama, tokens: list[int]) -> Generator[npt.NDArray[np.float64], None, None]:
     def decode() -> None:
         llm.reset()
         llm._ctx.kv_cache_clear()
@@ -152,16 +138,19 @@ def _pooled(llm: Llama, tokens: list[int]) -> Generator[npt.NDArray[np.float64],
         llm._batch.add_sequence(tokens, 0, True)
         llm._ctx.decode(llm._batch)
 
-    llm.context.evaluate(decode, tokens)
-    pooled = llm.pooling_type() != library.llama_cpp().LLAMA_POOLING_TYPE_NONE
-    yield _vector(llm, llm._ctx.get_embeddings_seq(0) if pooled else llm._ctx.get_embeddings_ith(-1))
-
-
-def _vector(llm: Llama, pointer: object) -> npt.NDArray[np.float64]:
-    return np.ctypeslib.as_array(pointer, shape=(_n_embd(llm),)).astype(np.float64)
-
-
-def _n_embd(llm: Llama) -> int:
-    """Numbers of a vector: of a reranker those of its classes, of which the first is the score."""
-    bindings = library.llama_cpp()
-    return int((bindings.llama_model_n_cls_out if ranks(llm) else bindings.llama_model_n_embd_out)(llm.model))
+    if not tokens:
+        yield np.zeros(n_embd)
+    elif llm.context_params.embeddings:
+        llm.context.evaluate(decode, tokens)
+        pooled = llm.pooling_type() != bindings.LLAMA_POOLING_TYPE_NONE
+        yield vector(llm._ctx.get_embeddings_seq(0) if pooled else llm._ctx.get_embeddings_ith(-1))
+    else:
+        llm.reset()
+        if tokens[:-1]:
+            llm.eval(tokens[:-1])
+        bindings.llama_set_embeddings(llm.ctx, True)
+        try:
+            llm.eval(tokens[-1:])
+            yield vector(llm._ctx.get_embeddings_ith(-1))
+        finally:
+            bindings.llama_set_embeddings(llm.ctx, False)

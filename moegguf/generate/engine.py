@@ -5,23 +5,22 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from moegguf.engine.llama import Llama
 from moegguf.engine.stats import Stats
 from moegguf.errors import ClosedError, OptionError
-from moegguf.generate.answer import BatchedAnswer
+from moegguf.generate.answer import AnswerEvents, BatchedAnswer
 from moegguf.generate.batching import BatchLoop
 from moegguf.generate.kv_slots import Schedule
 from moegguf.generate.request import (
     Delta,
     GenerationRequest,
     Message,
-    PromptProgress,
     Sampling,
     Timing,
     TokenLogprob,
@@ -34,7 +33,6 @@ DEFAULT_PARALLEL = 8
 AHEAD = 2  # requests that are read while so many times fewer are computed
 
 Prompt = str | Sequence[int]
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -55,15 +53,12 @@ class EngineAnswer:
         return self.timing.finish
 
 
-class _Collected:
+class _Collected(AnswerEvents):
     """Collects the events of one answer; `done` has it then."""
 
     def __init__(self) -> None:
         self.done: Future[EngineAnswer] = Future()
         self._deltas: list[Delta] = []
-
-    def on_progress(self, progress: PromptProgress) -> None:
-        pass
 
     def on_delta(self, delta: Delta) -> None:
         self._deltas.append(delta)
@@ -74,16 +69,13 @@ class _Collected:
         self.done.set_result(answer)
 
 
-class _Streamed:
+class _Streamed(AnswerEvents):
     """Passes the events of one answer to an event loop; None is the end."""
 
     def __init__(self) -> None:
         self.queue: asyncio.Queue[Delta | None] = asyncio.Queue()
         self.error: Exception | None = None
         self._loop = asyncio.get_running_loop()
-
-    def on_progress(self, progress: PromptProgress) -> None:
-        pass
 
     def on_delta(self, delta: Delta) -> None:
         self._put(delta)
@@ -150,8 +142,7 @@ class Engine:
         What is wrong with one prompt is the `error` of its answer. Raises OptionError, ClosedError.
         """
         given: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
-        listed = [given] if given and isinstance(given[0], int) else given
-        return self._answers([_of_prompt(prompt, each, fields) for prompt, each in self._with(listed, sampling)])
+        return self._answers([given] if given and isinstance(given[0], int) else given, sampling, fields)
 
     def chat(
         self,
@@ -161,8 +152,7 @@ class Engine:
     ) -> list[EngineAnswer]:
         """Answers to conversations, each a list of messages, or to one; else as `generate`."""
         given: list[Any] = list(conversations)
-        listed: list[Any] = [given] if given and isinstance(given[0], dict) else given
-        return self._answers([_of_messages(messages, each, fields) for messages, each in self._with(listed, sampling)])
+        return self._answers([given] if given and isinstance(given[0], dict) else given, sampling, fields)
 
     async def stream(
         self, prompt: Prompt | Sequence[Message], sampling: Sampling | None = None, **fields: Any
@@ -170,10 +160,8 @@ class Engine:
         """The parts of an answer to a text, tokens or messages, as they are computed: `async for`. Leaving the loop
         cancels it. `fields`: as of `generate`. Raises what `BatchedAnswer.read` gives and evaluations
         raise, ClosedError."""
-        is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], dict)
-        make: Any = _of_messages if is_chat else _of_prompt
         events = _Streamed()
-        answer = self._submit(make(prompt, sampling or self._sampling, fields), events)
+        answer = self._submit(_request(prompt, sampling or self._sampling, fields), events)
         try:
             while (delta := await events.queue.get()) is not None:
                 yield delta
@@ -200,24 +188,24 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _with(
-        self, items: Sequence[Item], sampling: Sampling | Sequence[Sampling] | None
-    ) -> Iterable[tuple[Item, Sampling]]:
-        if sampling is None or isinstance(sampling, Sampling):
-            return [(item, sampling or self._sampling) for item in items]
-        if len(sampling) != len(items):
-            raise OptionError(f"sampling has {len(sampling)} elements for {len(items)} prompts; give 1, or 1 for each.")
-        return zip(items, sampling, strict=True)
-
-    def _submit(self, request: GenerationRequest, events: _Collected | _Streamed) -> BatchedAnswer:
+    def _submit(self, request: GenerationRequest, events: AnswerEvents) -> BatchedAnswer:
         self._llm.context.check_caller()
         if not self._thread.is_alive():
             raise ClosedError("the engine is closed; make another one.")
         return self._loop.submit(request, events)
 
-    def _answers(self, requests: Sequence[GenerationRequest]) -> list[EngineAnswer]:
+    def _answers(
+        self, prompts: Sequence[Any], sampling: Sampling | Sequence[Sampling] | None, fields: dict[str, Any]
+    ) -> list[EngineAnswer]:
         """Submits a few more than are computed, so that thousands of requests do not take memory; cancels all when
         interrupted."""
+        if sampling is None or isinstance(sampling, Sampling):
+            sampling = [sampling or self._sampling] * len(prompts)
+        if len(sampling) != len(prompts):
+            raise OptionError(
+                f"sampling has {len(sampling)} elements for {len(prompts)} prompts; give 1, or 1 for each."
+            )
+        requests = [_request(prompt, each, fields) for prompt, each in zip(prompts, sampling, strict=True)]
         collected = [_Collected() for _ in requests]
         n_ahead, submitted = AHEAD * self._llm.n_seq_max, list[BatchedAnswer]()
         try:
@@ -232,20 +220,15 @@ class Engine:
             raise
 
 
-def _of_prompt(prompt: Prompt, sampling: Sampling, fields: dict[str, Any]) -> GenerationRequest:
-    if isinstance(prompt, str):
-        return _request(sampling, fields, prompt=prompt)
-    return _request(sampling, fields, prompt="", context=tuple(prompt))
-
-
-def _of_messages(messages: Sequence[Message], sampling: Sampling, fields: dict[str, Any]) -> GenerationRequest:
-    return _request(sampling, fields, messages=tuple(messages))
-
-
-def _request(sampling: Sampling, fields: dict[str, Any], **given: Any) -> GenerationRequest:
+def _request(prompt: Prompt | Sequence[Message], sampling: Sampling, fields: dict[str, Any]) -> GenerationRequest:
+    """That of a text, tokens or messages."""
     of_sampling, of_request = Sampling.__dataclass_fields__, GenerationRequest.__dataclass_fields__
     for name in fields:
         if name not in of_sampling and name not in of_request:
             raise OptionError.unknown(name, [*of_sampling, *of_request], "help(moegguf.Sampling)")
+    given: dict[str, Any] = {"prompt": prompt}
+    if not isinstance(prompt, str):
+        is_chat = bool(prompt) and isinstance(prompt[0], dict)
+        given = {"messages": tuple(prompt)} if is_chat else {"prompt": "", "context": tuple(prompt)}
     given |= {name: value for name, value in fields.items() if name in of_request}
     return replace(GenerationRequest(**given), sampling=sampling_with(sampling, fields))

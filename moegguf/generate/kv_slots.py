@@ -10,12 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from moegguf.engine.sequences import Chunk, common_tokens
+from moegguf.engine.sequences import common_tokens
 from moegguf.generate.answer import BatchedAnswer, Slot
-from moegguf.native.events import Phase
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
+
+MIN_SHARED_TOKENS = 32  # of a prefix that another prompt is about to compute, to wait for it
+MIN_SHIFTED = 4  # tokens at the end of the context that a shift may drop; llama.cpp's number
+MAX_LOGITS_BYTES = 64 << 20  # of the tokens of prompts in a pass, where those of each are wanted
+MIXED_STEP_TOKENS = 128  # of a step in which sequences decode, where experts need not be read for it
+
+Part = tuple[BatchedAnswer, int]  # of a step: how many tokens of which answer
 
 
 @dataclass(frozen=True)
@@ -39,24 +45,19 @@ class Schedule(Protocol):
 
 
 class KvSlots:
-    """The sequences of a model's context."""
+    """The sequences of a model's context. `step_tokens`: of a step in which some decode; None: a whole pass where
+    experts have to be read for it, else MIXED_STEP_TOKENS."""
 
-    def __init__(self, llm: Llama) -> None:
+    def __init__(self, llm: Llama, step_tokens: int | None = None) -> None:
         self._llm = llm
         self._slots = [Slot(sequence) for sequence in range(llm.n_seq_max)]
+        self._pass_tokens = min(int(llm.context_params.n_ubatch), llm.n_batch)
+        resident = llm.session is None or llm.plan.resident
+        mixed = min(MIXED_STEP_TOKENS, self._pass_tokens) if resident else self._pass_tokens
+        self._step_tokens = step_tokens or mixed
 
     def __len__(self) -> int:
         return len(self._slots)
-
-    @property
-    def n_tokens(self) -> int:
-        """Tokens of all sequences; one that is in several counts in each."""
-        return sum(len(slot.tokens) for slot in self._slots)
-
-    @property
-    def has_free(self) -> bool:
-        """Whether a slot has no answer."""
-        return any(slot.answer is None for slot in self._slots)
 
     def place(self, answer: BatchedAnswer) -> None:
         """Gives it the free slot whose tokens are the least loss, of equal ones the least recently used. There must be
@@ -85,31 +86,12 @@ class KvSlots:
             for slot in self._slots:
                 slot.tokens.clear()
 
-    def share(self, answer: BatchedAnswer) -> None:
-        """Copies the longest prefix of its prompt that a sequence holds into its own, unless that has as much."""
-        own = answer.held
-        source = max(self._slots, key=lambda slot: self._common_prefix(slot, answer))
-        n_shared = self._common_prefix(source, answer)
-        if n_shared > len(own.tokens) and self._llm.context.copy(source.sequence, own.sequence, n_shared):
-            own.tokens = source.tokens[:n_shared]
-
-    def restore(self, answer: BatchedAnswer) -> None:
-        """Takes what the disk has of its prompt, where that is more than its sequence holds."""
-        contexts, slot = self._llm.contexts, answer.held
-        if contexts is not None:
-            n_held = len(slot.tokens)
-            owner, prompt = answer.request.owner, answer.prompt
-            spans = prompt.images.spans if prompt.images else ()
-            n_now = contexts.restore(slot.sequence, answer.context, n_held, owner, self._make_room, spans)
-            slot.tokens = answer.context[:n_now]
-            answer.timing.disk_tokens = max(0, n_now - n_held)
-
     def keep(self, answer: BatchedAnswer, n_new: int, goes_on: bool = True) -> None:
         """Has what its sequence holds written to disk, after a step with `n_new` tokens of it. goes_on: False at the
         end of the prompt or the answer."""
         contexts, slot = self._llm.contexts, answer.slot
         if contexts is not None and slot is not None and slot.n_clean is None:
-            contexts.keep(slot.sequence, slot.tokens, n_new, answer.request.owner, goes_on)
+            contexts.keep(slot.sequence, slot.tokens, n_new, slot.owner, goes_on)
 
     def keep_unused(self) -> bool:
         """Has more written of sequences that nobody uses, where too much was waiting before; whether that is so
@@ -125,16 +107,20 @@ class KvSlots:
     def _make_room(self, n_tokens: int) -> None:
         """Empties slots that nobody uses, until the context has so many cells that are free."""
         n_cells = self._llm.plan.kv_tokens or self._llm.n_ctx()
-        while len(self._slots) > 1 and self.n_tokens + n_tokens > n_cells and self.drop_unused():
-            pass
+        while sum(len(slot.tokens) for slot in self._slots) + n_tokens > n_cells:
+            if len(self._slots) == 1 or not self.drop_unused():
+                return
 
     def shift(self, answer: BatchedAnswer) -> None:
         """Drops the older half of a context that is about to be full, where the request allows it. Of an answer alone
         the rest moves up; among others it is evaluated again: its cells may belong to other sequences, too, whose
         positions stay."""
-        slot, n_keep = answer.held, answer.n_kept
-        if not answer.shifts or len(slot.tokens) < self._llm.n_ctx() - 1:
+        slot, n_ctx = answer.held, self._llm.n_ctx()
+        if not answer.shifts or len(slot.tokens) < n_ctx - 1:
             return
+        n_keep = answer.request.sampling.num_keep
+        n_keep = len(answer.prompt.tokens) if n_keep < 0 else n_keep + len(self._llm.vocabulary.bos_tokens)
+        n_keep = min(n_keep, n_ctx - MIN_SHIFTED)
         n_dropped = (len(slot.tokens) - n_keep) // 2
         del answer.context[n_keep : n_keep + n_dropped]
         if answer.alone or len(self._slots) == 1:
@@ -170,30 +156,9 @@ class KvSlots:
         n, images = common_tokens(slot.tokens, answer.context[:-1]), answer.prompt.images
         return self._llm.context.images.common_prefix(n, images.spans if images else ()) if slot.sequence == 0 else n
 
-
-MIN_SHARED_TOKENS = 32  # of a prefix that another prompt is about to compute, to wait for it
-MAX_LOGITS_BYTES = 64 << 20  # of the tokens of prompts in a pass, where those of each are wanted
-MIXED_STEP_TOKENS = 128  # of a step in which sequences decode, where experts need not be read for it
-
-Part = tuple[BatchedAnswer, int]  # of a step: how many tokens of which answer
-
-
-class StepTokens:
-    """Divides a step's budget. `step_tokens`: of a step in which some decode; None: a whole pass where experts have to
-    be read for it, else MIXED_STEP_TOKENS."""
-
-    def __init__(self, llm: Llama, slots: KvSlots, step_tokens: int | None) -> None:
-        self._llm = llm
-        self._slots = slots
-        self._pass_tokens = min(int(llm.context_params.n_ubatch), llm.n_batch)
-        resident = llm.session is None or llm.plan.resident
-        self._step_tokens = step_tokens or (
-            min(MIXED_STEP_TOKENS, self._pass_tokens) if resident else self._pass_tokens
-        )
-
     def parts(self, chosen: Sequence[BatchedAnswer], n_step: int) -> list[Part]:
-        """The next token of every sequence that decodes, and tokens of prompts up to the budget. `n_step` counts steps:
-        where a step has too few tokens for all, they take turns."""
+        """The next token of every sequence that decodes, and tokens of prompts up to the budget of a step. `n_step`
+        counts steps: where a step has too few tokens for all, they take turns."""
         most = self._llm.n_batch
         if len(chosen) > most:  # as many in each turn
             n_turn = -(-len(chosen) // -(-len(chosen) // most))
@@ -209,7 +174,9 @@ class StepTokens:
         for answer in chosen:
             if answer.decodes or n_left <= 0 or not self._begins(answer, prompts):
                 continue
-            n = _next_tokens(answer, n_left)
+            n, image = min(answer.n_pending, n_left), answer.image
+            if image is not None:  # a whole one, or the tokens before it
+                n = min(image.begin - answer.n_evaluated, n_left) or image.n_tokens
             if answer.request.prompt_logprobs:
                 if not (n := min(n, n_rows)):
                     continue
@@ -220,38 +187,28 @@ class StepTokens:
         return parts
 
     def _begins(self, answer: BatchedAnswer, prompts: Sequence[BatchedAnswer]) -> bool:
-        """Whether a prompt is evaluated in this step, after it got the longest prefix that another sequence holds; not
-        when one of `prompts`, which are in the step, is about to compute more of it."""
+        """Whether a prompt is evaluated in this step, after it got the longest prefix that another sequence or the disk
+        has; not when one of `prompts`, which are in the step, is about to compute more of it."""
         if answer.has_begun or not answer.reuses_prefix:
             answer.has_begun = True
             return True
-        self._slots.share(answer)
-        n_enough = answer.n_evaluated + MIN_SHARED_TOKENS
-        own = (other.context for other in prompts if other.request.owner == answer.request.owner)
-        if any(common_tokens(context, answer.context[:-1]) >= n_enough for context in own):
+        slot, context = answer.held, self._llm.context
+        source = max(self._slots, key=lambda other: self._common_prefix(other, answer))
+        n_shared = self._common_prefix(source, answer)
+        if n_shared > len(slot.tokens) and context.copy(source.sequence, slot.sequence, n_shared):
+            slot.tokens = source.tokens[:n_shared]
+        n_held = len(slot.tokens)
+        own = (other.context for other in prompts if other.request.owner == slot.owner)
+        if any(common_tokens(other, answer.context[:-1]) >= n_held + MIN_SHARED_TOKENS for other in own):
             return False
-        self._slots.restore(answer)
+        if self._llm.contexts is not None:
+            spans = answer.prompt.images.spans if answer.prompt.images else ()
+            n_now = self._llm.contexts.restore(
+                slot.sequence, answer.context, n_held, slot.owner, self._make_room, spans
+            )
+            slot.tokens = answer.context[:n_now]
+            answer.timing.disk_tokens = max(0, n_now - n_held)
         answer.has_begun = True
         if not answer.timing.prompt_tokens:
-            answer.timing.cached_tokens = answer.n_evaluated
+            answer.timing.cached_tokens = len(slot.tokens)
         return True
-
-
-def _next_tokens(answer: BatchedAnswer, n_most: int) -> int:
-    """How many tokens of a prompt come next: a whole image, or those before one."""
-    image = answer.image
-    if image is None:
-        return min(answer.n_pending, n_most)
-    n_before = image.begin - answer.n_evaluated
-    return min(n_before, n_most) or image.n_tokens
-
-
-def chunk_of(part: Part) -> Chunk:
-    """The tokens of a part, as the model takes them."""
-    answer, n_tokens = part
-    n_past = answer.n_evaluated
-    phase = Phase.DECODE if answer.decodes else Phase.PREFILL
-    tokens = answer.context[n_past : n_past + n_tokens]
-    wants_logits, scores = n_past + n_tokens == len(answer.context), answer.request.prompt_logprobs
-    scores = scores and phase == Phase.PREFILL
-    return Chunk(answer.held.sequence, tokens, n_past, answer.number, phase, wants_logits, scores, answer.draft)

@@ -1,14 +1,17 @@
-"""From a request to the tokens of its prompt: chat template, earlier context, fill-in-the-middle, truncation.
-
-Evaluates nothing.
+"""From a request to the tokens of its prompt: chat template, earlier context, fill-in-the-middle, and what goes into
+a context that cannot hold all of it: of a conversation whole messages are left out, the oldest first; then the
+beginning of the longest one. Of other prompts, and of a full context, the first tokens stay and the older half of the
+others goes, as in llama.cpp. Evaluates nothing.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from operator import add
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, TypeVar
 
 from moegguf.engine.projector import PLACEHOLDER, ImagePrompt
 from moegguf.engine.vocabulary import Vocabulary
@@ -16,40 +19,27 @@ from moegguf.errors import CapabilityError, ContextError, OptionError, TemplateE
 from moegguf.generate.images import Marked, mark_images, text_of
 from moegguf.generate.request import GenerationRequest, Message
 from moegguf.generate.template import Continuation, capabilities, continuation_of, render, split_last
-from moegguf.generate.truncation import (
-    ANSWER_DIVISOR,
-    MESSAGE_TOKENS,
-    Conversation,
-    cut_middle,
-    first_that_fits,
-    longest,
-    n_after_shift,
-)
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
 
 MAX_WHOLE_CHARACTERS = 512 << 10  # of a longer text, tokens are estimated before all of it is tokenized
 HEADROOM_CHARACTERS = 8  # of a cut message, per token that may stay: more than most tokens have
+ANSWER_DIVISOR = 8  # a truncated conversation leaves an eighth of the context to the answer
+MESSAGE_TOKENS = 8  # a template's marks around a message, roughly
 
-
-class Rendered(NamedTuple):
-    """A text's tokens. Those of a text that is far too long are left out, and `n_tokens` is an estimate."""
-
-    tokens: list[int]
-    text: str
-    n_tokens: int
-    continuation: Continuation | None = None
-    images: ImagePrompt | None = None
+Token = TypeVar("Token")
 
 
 @dataclass(frozen=True)
 class Prompt:
     """`tokens` of the prompt; `end`, its text; `template`, the chat template that rendered it, if any; `continuation`,
-    of an answer that continues a message; `images`, of a prompt with images, which has the same tokens."""
+    of an answer that continues a message; `images`, of a prompt with images, which has the same tokens. `n_tokens`: of
+    all of a text; where it is far too long an estimate, and some tokens are left out."""
 
     tokens: list[int]
     end: str = ""
+    n_tokens: int = 0
     template: str | None = None
     continuation: Continuation | None = None
     cut_messages: int = 0
@@ -87,9 +77,9 @@ def render_prompt(llm: Llama, request: GenerationRequest) -> str:
     """The text of a conversation's prompt. Raises CapabilityError and TemplateError as `read_prompt` does, and
     ContextError for one that is far too long."""
     found = _Renderer(llm, request)(request.messages or ())
-    if not found.text:
+    if not found.end:
         check_fits(found.n_tokens, llm.n_ctx())
-    return found.text
+    return found.end
 
 
 def count_prompt(llm: Llama, request: GenerationRequest) -> int:
@@ -107,16 +97,16 @@ def check_fits(n_tokens: int, n_ctx: int) -> None:
         )
 
 
-def tokenize(vocabulary: Vocabulary, text: str, n_ctx: int, *, special: bool = True) -> Rendered:
+def tokenize(vocabulary: Vocabulary, text: str, n_ctx: int, *, special: bool = True) -> Prompt:
     """The tokens of a text; of one that is long and needs more than twice the context, about those of its ends."""
     if len(text) > MAX_WHOLE_CHARACTERS:
         half = MAX_WHOLE_CHARACTERS // 2
         ends = vocabulary.tokens(text[:half] + text[-half:], special=special)
         n_tokens = len(ends) * len(text) // MAX_WHOLE_CHARACTERS
         if n_tokens > 2 * n_ctx:
-            return Rendered(ends, text, n_tokens)
+            return Prompt(ends, text, n_tokens)
     tokens = vocabulary.tokens(text, special=special)
-    return Rendered(tokens, text, len(tokens))
+    return Prompt(tokens, text, len(tokens))
 
 
 def _completion(llm: Llama, request: GenerationRequest, prompt: str) -> Prompt:
@@ -205,12 +195,12 @@ class _Renderer:
             raise CapabilityError("this model does not support thinking; ask without it.")
         self._first = [] if request.context else self.vocabulary.bos_tokens
 
-    def __call__(self, messages: Sequence[Message]) -> Rendered:
+    def __call__(self, messages: Sequence[Message]) -> Prompt:
         """Raises TemplateError, and for images CapabilityError and OptionError."""
         n_ctx = self._llm.n_ctx()
         text = "".join(text_of(message.get("content")) for message in messages)
         if len(text) > MAX_WHOLE_CHARACTERS and (far := tokenize(self.vocabulary, text, n_ctx)).n_tokens > 2 * n_ctx:
-            return Rendered([], "", far.n_tokens)  # too long in any case
+            return Prompt([], "", far.n_tokens)  # too long in any case
         last = None
         if self._request.continue_final_message:
             messages, last = split_last(messages)
@@ -222,11 +212,12 @@ class _Renderer:
         if last is not None:
             continuation = continuation_of(last, text, self.template)
             text += continuation.text
-        if marked.images:
-            images = self._read_images(marked, text)
-            return Rendered(images.tokens, text, len(images.tokens), continuation, images)
-        tokens = self._first + _without_second_bos(self._first, self.vocabulary.tokens(text))
-        return Rendered(tokens, text, len(tokens), continuation)
+        images = self._read_images(marked, text) if marked.images else None
+        if images is not None:
+            tokens = images.tokens
+        else:
+            tokens = self._first + _without_second_bos(self._first, self.vocabulary.tokens(text))
+        return Prompt(tokens, text, len(tokens), self.template, continuation, images=images)
 
     def image_tokens(self, message: Message) -> int:
         """The tokens of a message's images."""
@@ -277,50 +268,34 @@ def _truncated(llm: Llama, request: GenerationRequest, messages: Sequence[Messag
             best = _with_cut_text(kept, render, n_ctx) or best
     if best.n_tokens >= n_ctx:
         check_fits(whole.n_tokens, n_ctx)
-    return Prompt(
-        best.tokens,
-        best.text,
-        render.template,
-        best.continuation,
-        cut_messages=len(messages) - len(kept),
-        cut_tokens=max(0, whole.n_tokens - best.n_tokens),
-        images=best.images,
-    )
+    n_cut = max(0, whole.n_tokens - best.n_tokens)
+    return replace(best, cut_messages=len(messages) - len(kept), cut_tokens=n_cut)
 
 
-def _newest(messages: Sequence[Message], render: _Renderer, n_room: int) -> tuple[list[Message], Rendered]:
+def _newest(messages: Sequence[Message], render: _Renderer, n_room: int) -> tuple[list[Message], Prompt]:
     """The newest messages that fit into `n_room` tokens; the fewest possible where none do."""
-    conversation = Conversation(messages)
-    fixed = render(conversation.fixed)
-    begin = conversation.steady_begin(_message_sizes(messages, render), n_room - fixed.n_tokens)
-    rendered = {begin: render(conversation.kept(begin))}
-
-    def fits(begin: int) -> bool:
-        if begin not in rendered:
-            rendered[begin] = render(conversation.kept(begin))
-        return rendered[begin].n_tokens <= n_room
-
-    if not fits(begin):  # the sizes are estimates
-        later = [other for other in conversation.begins if other > begin]
-        found = first_that_fits(later, fits)
-        begin = later[-1] if found is None and later else begin if found is None else found
-        fits(begin)
-    return conversation.kept(begin), rendered[begin]
-
-
-def _message_sizes(messages: Sequence[Message], render: _Renderer) -> list[int]:
-    """About the tokens of each message, the same in every request; 0 for system messages."""
+    conversation, vocabulary = Conversation(messages), render.vocabulary
+    others = [message.get("role") != "system" for message in messages]
     texts = [
-        "" if message.get("role") == "system" else f"{text_of(message.get('content'))}{message.get('tool_calls') or ''}"
-        for message in messages
+        f"{text_of(message.get('content'))}{message.get('tool_calls') or ''}" if other else ""
+        for message, other in zip(messages, others, strict=True)
     ]
     exact = sum(map(len, texts)) <= MAX_WHOLE_CHARACTERS
-    sizes = [len(render.vocabulary.tokens(text)) if exact else len(text) // 4 for text in texts]
-    images = [0 if message.get("role") == "system" else render.image_tokens(message) for message in messages]
-    return [size and size + MESSAGE_TOKENS for size in map(add, sizes, images)]
+    sizes = [len(vocabulary.tokens(text)) if exact else len(text) // 4 for text in texts]
+    images = [render.image_tokens(message) if other else 0 for message, other in zip(messages, others, strict=True)]
+    sizes = [size and size + MESSAGE_TOKENS for size in map(add, sizes, images)]  # the same in every request
+    fixed = render(conversation.fixed)
+    begin = conversation.steady_begin(sizes, n_room - fixed.n_tokens)
+    found = render(conversation.kept(begin))
+    later = [other for other in conversation.begins if other > begin]
+    if found.n_tokens > n_room and later:  # the sizes are estimates: the first that fits, as then do those after it
+        n = bisect_left(later, True, key=lambda other: render(conversation.kept(other)).n_tokens <= n_room)
+        begin = later[min(n, len(later) - 1)]
+        found = render(conversation.kept(begin))
+    return conversation.kept(begin), found
 
 
-def _with_cut_text(messages: Sequence[Message], render: _Renderer, n_ctx: int) -> Rendered | None:
+def _with_cut_text(messages: Sequence[Message], render: _Renderer, n_ctx: int) -> Prompt | None:
     """The prompt with the beginning of the longest message cut off, as if its context had been shifted; None when the
     rest of the prompt fills the context already."""
     at = longest(messages)
@@ -328,7 +303,7 @@ def _with_cut_text(messages: Sequence[Message], render: _Renderer, n_ctx: int) -
         return None
     vocabulary, text = render.vocabulary, str(messages[at]["content"])
 
-    def with_text(text: str) -> Rendered:
+    def with_text(text: str) -> Prompt:
         return render([*messages[:at], {**messages[at], "content": text}, *messages[at + 1 :]])
 
     n_rest = with_text(" ").n_tokens
@@ -341,3 +316,75 @@ def _with_cut_text(messages: Sequence[Message], render: _Renderer, n_ctx: int) -
             return found
         n_text -= max(1, found.n_tokens - n_rest - n_most)
     return None
+
+
+def n_after_shift(n_ctx: int, n_keep: int) -> int:
+    """Tokens left of a full context of `n_ctx` when all but the first `n_keep` were halved; at least one goes."""
+    n_keep = min(max(n_keep, 0), n_ctx - 1)
+    return n_ctx - max((n_ctx - n_keep) // 2, 1)
+
+
+def cut_middle(tokens: Sequence[Token], n_ctx: int, n_keep: int) -> list[Token]:
+    """The first `n_keep` tokens of a prompt that is too long, and the last ones that fit beside them after a shift.
+
+    `tokens` may be those of its ends only, and fewer.
+    """
+    n_keep = min(max(n_keep, 0), n_ctx - 1)
+    n_last = n_after_shift(n_ctx, n_keep) - n_keep
+    return [*tokens[:n_keep], *tokens[max(n_keep, len(tokens) - n_last) :]]
+
+
+class Conversation:
+    """The messages of a conversation and the places at which it may begin: never between a call and its results.
+
+    System messages and the last message of the user stay wherever it begins.
+    """
+
+    def __init__(self, messages: Sequence[Message]) -> None:
+        self._messages = messages
+        roles = [message.get("role") for message in messages]
+        self._last_user = max((i for i, role in enumerate(roles) if role == "user"), default=-1)
+        self.begins = [
+            i for i, role in enumerate(roles) if role == "user" or (role == "assistant" and i > self._last_user)
+        ]
+
+    @property
+    def fixed(self) -> list[Message]:
+        """What every choice keeps, with an empty message of the user in place of the last."""
+        system = [message for message in self._messages if message.get("role") == "system"]
+        return [*system, {"role": "user", "content": ""}]
+
+    def kept(self, begin: int) -> list[Message]:
+        """The messages when it begins at `begin`."""
+        return [
+            message
+            for i, message in enumerate(self._messages)
+            if i >= begin or i == self._last_user or message.get("role") == "system"
+        ]
+
+    def steady_begin(self, n_tokens: Sequence[int], room: int) -> int:
+        """Where to begin so that about `room` tokens suffice. `n_tokens`: of each message, 0 for system messages.
+
+        The same as at its earlier turns, as long as there is room; then it moves so far that half of the room becomes
+        free. A prompt mostly begins like the one before, whose tokens are in the context.
+        """
+        if not self.begins:
+            return 0
+        sums = [0, *accumulate(n_tokens)]
+        at_begins = [sums[begin] for begin in self.begins]
+        begin = 0
+        for end in [*(i + 1 for i in self.begins if i <= self._last_user), len(n_tokens)]:
+            if sums[end] - sums[begin] > room:
+                i = bisect_left(at_begins, sums[end] - room // 2)
+                begin = max(begin, min(self.begins[min(i, len(self.begins) - 1)], end - 1))
+        return begin
+
+
+def longest(messages: Sequence[Message]) -> int | None:
+    """The message with the longest text, except system messages; None when no other has a text."""
+    sizes = {
+        i: len(message["content"])
+        for i, message in enumerate(messages)
+        if message.get("role") != "system" and isinstance(message.get("content"), str) and message["content"]
+    }
+    return max(sizes, key=lambda i: sizes[i], default=None)

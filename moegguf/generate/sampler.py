@@ -122,7 +122,11 @@ class Matcher:
             raise SchemaError(
                 "no token of this model can continue the requested format, or nothing matches it; try another one."
             )
-        raise SchemaError(f"the format cannot be followed: {_short_message(error)}; simplify the schema.")
+        # Without the grammar and the parser's state.
+        message = re.split(r"\n +\d+ \| ", error.replace("<non-verbose/>", ""), maxsplit=1)[0]
+        message = re.sub(r"\A(at \d+\(\d+\): )?(failed to (compile JSON schema|parse .%json.): )?", "", message)
+        message = " ".join(message.split())[:300].rstrip(". ")
+        raise SchemaError(f"the format cannot be followed: {message}; simplify the schema.")
 
     @property
     def finished(self) -> bool:
@@ -163,13 +167,6 @@ class Matcher:
         self._check()
         if time.thread_time() - begin_s > MAX_STEP_S:
             raise SchemaError(f"the format takes more than {MAX_STEP_S:g} s for one token; simplify the schema.")
-
-
-def _short_message(error: str) -> str:
-    """llguidance's message without the grammar and the parser's state."""
-    message = re.split(r"\n +\d+ \| ", error.replace("<non-verbose/>", ""), maxsplit=1)[0]
-    message = re.sub(r"\A(at \d+\(\d+\): )?(failed to (compile JSON schema|parse .%json.): )?", "", message)
-    return " ".join(message.split())[:300].rstrip(". ")
 
 
 def logprob_of(token: int, llm: Llama, n_top: int, row: int = -1) -> TokenLogprob:

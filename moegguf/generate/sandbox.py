@@ -59,7 +59,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"])
         self.filters.update(tojson=_to_json, from_json=json.loads)
-        self.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+        self.globals.update(raise_exception=_raise_exception, strftime_now=lambda form: datetime.now().strftime(form))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Whether a template may read the attribute."""
@@ -79,20 +79,16 @@ def _to_json(
 ) -> str:
     """JSON as in transformers: without HTML escapes, keys in order. Accepts undefined values and iterators too."""
     return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_plain
-    )
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, jinja2.Undefined) else list(value)
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys,
+        default=lambda value: str(value) if isinstance(value, jinja2.Undefined) else list(value),
+    )  # fmt: skip
 
 
 def _raise_exception(message: str) -> None:
     raise RefusedError(message)
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
+_sandbox = functools.cache(Sandbox)
 
 
 @functools.lru_cache(MAX_COMPILED)
@@ -100,31 +96,22 @@ def _compile(template: str) -> jinja2.Template:
     return _sandbox().from_string(template)
 
 
-@functools.cache
-def _sandbox() -> Sandbox:
-    return Sandbox()
-
-
 def reply_to(template: str, variables: dict[str, Any], characters: int) -> dict[str, Any]:
     """The reply to one request. `characters`: the limit of the output."""
     try:
         return {"text": "".join(_bounded(_compile(template).generate(variables), characters))}
     except RefusedError as error:
-        return _failure("refused", error)
+        return {"error": "refused", "message": str(error)}
     except TypeError as error:
-        return _failure("type", error)
+        return {"error": "type", "message": str(error)}
     except jinja2.TemplateSyntaxError as error:
         return {"error": "syntax", "message": str(error.message), "line": error.lineno}
     except (SecurityError, OutputError, RecursionError) as error:
-        return _failure("stopped", error)
+        return {"error": "stopped", "message": str(error)}
     except MemoryError:
-        return _failure("stopped", f"it takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory")
+        return {"error": "stopped", "message": f"it takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory"}
     except Exception as error:  # a template can cause any exception
-        return _failure("failed", error)
-
-
-def _failure(kind: str, error: Exception | str) -> dict[str, Any]:
-    return {"error": kind, "message": str(error)}
+        return {"error": "failed", "message": str(error)}
 
 
 def _bounded(parts: Iterable[str], characters: int) -> Iterable[str]:
@@ -135,18 +122,13 @@ def _bounded(parts: Iterable[str], characters: int) -> Iterable[str]:
         yield part
 
 
-def _limit_memory() -> None:
-    """Limits memory; without /proc only time and output are limited."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with suppress(OSError, ValueError):
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + MAX_MEMORY_BYTES, used + MAX_MEMORY_BYTES))
-
-
 def main() -> None:
     """Serves requests until the input ends. SIGALRM, which has no handler here, ends the process at the time limit."""
     _sandbox()
-    _limit_memory()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with suppress(OSError, ValueError):  # without /proc only time and output are limited
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + MAX_MEMORY_BYTES, used + MAX_MEMORY_BYTES))
     for request_line in sys.stdin.buffer:
         request = json.loads(request_line.decode("utf-8", "surrogatepass"))
         signal.setitimer(signal.ITIMER_REAL, request["seconds"])

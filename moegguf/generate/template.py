@@ -1,21 +1,27 @@
 """Renders a conversation to a prompt with the model's chat template, which is untrusted.
 
-Templates are rendered in another process (renderer.py), with the variables that transformers defines. Does not know
-models or tokens.
+Templates are rendered with the variables that transformers defines, in child processes (sandbox.py), which can be
+killed. A process is started by the first template and kept for the next; others only for templates of requests at the
+same time, at most MAX_PROCESSES, for which further ones wait. They end with this process. Does not know models or
+tokens.
 """
 
 from __future__ import annotations
 
-import contextlib
+import atexit
 import json
-from collections.abc import Mapping, Sequence
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from threading import BoundedSemaphore
 from typing import Any
 
+from moegguf.child import child_command, child_environment
 from moegguf.errors import TemplateError
 from moegguf.generate.images import has_images, text_of
-from moegguf.generate.renderer import RenderError
-from moegguf.generate.renderer import render as render_text
 from moegguf.generate.request import Message
 from moegguf.gguf.chat_template import HARMONY, think_marks_of
 from moegguf.gguf.chat_template import capabilities_of as capabilities
@@ -23,6 +29,11 @@ from moegguf.gguf.chat_template import capabilities_of as capabilities
 __all__ = ["capabilities", "render"]
 
 MAX_TEMPLATE_BYTES = 128 << 10
+MAX_S = 2.0  # for compiling and rendering one template
+MAX_CHARACTERS = 16 << 20  # of a prompt
+MAX_PROCESSES = 3
+COMMAND = child_command(f"{__package__}.sandbox")
+Child = subprocess.Popen[bytes]
 MAX_DEPTH = 64  # nesting of lists and objects in the variables
 
 
@@ -47,7 +58,11 @@ def render(
     prepared = [_message(_plain(message)) for message in messages]
     system_first = bool(prepared) and prepared[0].get("role") == "system"
     if "length 9" in template:
-        _short_ids(prepared)
+        for message in prepared:
+            for call in message.get("tool_calls", ()):
+                call["id"] = _short_id(call["id"])
+            if "tool_call_id" in message:
+                message["tool_call_id"] = _short_id(message["tool_call_id"])
     variables = {
         **_plain(options or {}),
         **({} if think is None else {"enable_thinking": bool(think), "thinking": bool(think)}),
@@ -62,29 +77,27 @@ def render(
     if size > MAX_TEMPLATE_BYTES:
         raise TemplateError(f"a chat template has up to {MAX_TEMPLATE_BYTES} bytes, but this one has {size}.")
     try:
-        return render_text(template, variables)
+        try:
+            return _render_text(template, variables)
+        except RenderError as error:
+            if error.kind == "type":  # some templates need an empty list for no tools, and calls' arguments as text
+                variables["tools"] = variables["tools"] or []
+                for function in (call["function"] for message in prepared for call in message.get("tool_calls", ())):
+                    given = function.get("arguments", {})
+                    function["arguments"] = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+            elif error.kind == "refused" and "system" in str(error).lower() and system_first:
+                variables["messages"] = _without_system(prepared)
+            else:
+                raise
+        return _render_text(template, variables)
     except RenderError as error:
-        if error.kind == "type":  # some templates need an empty list for no tools, and calls' arguments as text
-            changed = {**variables, "messages": _text_arguments(prepared), "tools": variables["tools"] or []}
-        elif error.kind == "refused" and "system" in str(error).lower() and system_first:
-            changed = {**variables, "messages": _without_system(prepared)}
-        else:
-            raise _template_error(error) from error
-    try:
-        return render_text(template, changed)
-    except RenderError as error:
-        raise _template_error(error) from error
-
-
-def _template_error(error: RenderError) -> TemplateError:
-    reason = str(error).rstrip(".")
-    return TemplateError(
-        {
+        reason = str(error).rstrip(".")
+        messages_of = {
             "refused": f"the chat template rejects this conversation: {error}",
             "syntax": f"the chat template cannot be read (line {error.line}): {error}",
             "stopped": f"the chat template was stopped: {reason}; the model needs another one.",
-        }.get(error.kind, f"the chat template fails: {reason}.")
-    )
+        }
+        raise TemplateError(messages_of.get(error.kind, f"the chat template fails: {reason}.")) from error
 
 
 def _message(message: Message) -> Message:
@@ -93,43 +106,22 @@ def _message(message: Message) -> Message:
     prepared.setdefault("content", "")
     if thinking := prepared.get("thinking"):
         prepared["reasoning_content"] = thinking
-    if calls := prepared.pop("tool_calls", None):
-        prepared["tool_calls"] = [_call(call) for call in calls]
+    calls = list[dict[str, Any]]()
+    for call in prepared.pop("tool_calls", None) or ():
+        function = dict(call.get("function") or {})
+        if isinstance(function.get("arguments"), str):
+            with suppress(ValueError):  # invalid JSON of a model stays text
+                function["arguments"] = json.loads(function["arguments"])
+        calls.append({"id": call.get("id", ""), "type": "function", "function": function})
+    if calls:
+        prepared["tool_calls"] = calls
     if "tool_name" in prepared:
         prepared.setdefault("name", prepared["tool_name"])
     return prepared
 
 
-def _call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = dict(call.get("function") or {})
-    if isinstance(function.get("arguments"), str):
-        with contextlib.suppress(ValueError):  # invalid JSON of a model stays text
-            function["arguments"] = json.loads(function["arguments"])
-    return {"id": call.get("id", ""), "type": "function", "function": function}
-
-
-def _text_arguments(messages: Sequence[Message]) -> list[Message]:
-    changed = []
-    for message in messages:
-        calls = []
-        for call in message.get("tool_calls", ()):
-            given = call["function"].get("arguments", {})
-            text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-            calls.append({**call, "function": {**call["function"], "arguments": text}})
-        changed.append({**message, "tool_calls": calls} if calls else message)
-    return changed
-
-
-def _short_ids(messages: Sequence[Message]) -> None:
-    """Mistral's templates accept only ids of nine letters and digits."""
-    for message in messages:
-        for call in message.get("tool_calls", ()):
-            call["id"] = _short_id(call["id"])
-        if "tool_call_id" in message:
-            message["tool_call_id"] = _short_id(message["tool_call_id"])
-
-
 def _short_id(text: str) -> str:
+    """Mistral's templates accept only ids of nine letters and digits."""
     return "".join(c for c in str(text) if c.isascii() and c.isalnum())[-9:].rjust(9, "0")
 
 
@@ -203,3 +195,105 @@ def continuation_of(message: Message, rendered: str, template: str | None) -> Co
         text = f"{open}{thinking}" + (f"\n{marks.close}\n\n{content}" if content else "")
     _, opened, after = text.rpartition(marks.open)
     return Continuation(text, content, in_thinking=bool(opened or begun) and marks.close not in after)
+
+
+class RenderError(Exception):
+    """A template could not be rendered. `kind`: an error of the sandbox. `line`: of its source, 0 if unknown."""
+
+    def __init__(self, kind: str, message: str, line: int = 0) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.line = line
+
+
+def _render_text(template: str, variables: Mapping[str, Any]) -> str:
+    """Raises RenderError, also when a limit of time, memory or output is reached."""
+    try:
+        request = {"template": template, "variables": variables, "seconds": MAX_S, "characters": MAX_CHARACTERS}
+        line = json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    except (TypeError, ValueError) as error:
+        raise RenderError("failed", f"its variables are not JSON: {error}") from error
+    with _process() as process:
+        reply = _reply(process, line)
+    if "error" in reply:
+        raise RenderError(reply["error"], reply["message"], reply.get("line", 0))
+    return str(reply["text"])
+
+
+def start() -> None:
+    """Starts the first process, so that the first template need not wait a tenth of a second for it."""
+    with suppress(RenderError), _process():
+        pass
+
+
+def _reply(process: Child, line: bytes) -> dict[str, Any]:
+    """Raises RenderError when the process ends instead."""
+    assert process.stdin and process.stdout
+    with suppress(BrokenPipeError):
+        process.stdin.write(line + b"\n")
+        process.stdin.flush()
+    reply = process.stdout.readline()
+    if not reply.endswith(b"\n"):
+        code = process.wait()
+        timed_out = code == -signal.SIGALRM
+        reason = f"it takes more than {MAX_S:g} s" if timed_out else f"its process ended with code {code}"
+        raise RenderError("stopped", reason)
+    found: dict[str, Any] = json.loads(reply.decode("utf-8", "surrogatepass"))
+    return found
+
+
+@contextmanager
+def _process() -> Iterator[Child]:
+    """A running process, which an error ends: the next template would read this one's reply. Raises RenderError."""
+    with _running:
+        process = None
+        try:
+            with suppress(IndexError):
+                process = _idle.pop()
+            if process is None or process.poll() is not None:
+                process = _started()
+            yield process
+        except BaseException:  # also an interrupt
+            if process is not None:
+                _kill(process)
+            raise
+        _idle.append(process)
+
+
+def _started() -> Child:
+    pipe, environment = subprocess.PIPE, child_environment()
+    try:  # in a group of its own: Ctrl-C in the terminal interrupts this process only
+        return subprocess.Popen(
+            COMMAND, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=environment, process_group=0
+        )
+    except OSError as error:
+        raise RenderError("failed", f"its process cannot be started ({error})") from error
+
+
+def _kill(process: Child) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        with suppress(OSError):
+            pipe.close() if pipe else None
+
+
+@atexit.register
+def close() -> None:
+    """Kills the idle processes; the next template starts a new one."""
+    with suppress(IndexError):
+        while True:
+            _kill(_idle.pop())
+
+
+_idle: list[Child] = []  # processes that render no template now, the last used last
+_running = BoundedSemaphore(MAX_PROCESSES)
+
+
+def _forget_parents() -> None:
+    global _running
+    _idle.clear()
+    _running = BoundedSemaphore(MAX_PROCESSES)
+
+
+os.register_at_fork(after_in_child=_forget_parents)

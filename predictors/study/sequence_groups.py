@@ -11,9 +11,8 @@ import numpy.typing as npt
 
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.shape import MoeShape
-from moegguf.engine.listeners import RoutingListener
 from moegguf.engine.llama import Llama
-from moegguf.engine.session import Session
+from moegguf.engine.session import RoutingListener, Session
 from moegguf.errors import OptionError
 from moegguf.generate.answer import BatchedAnswer
 from moegguf.generate.kv_slots import Schedule, Step

@@ -10,9 +10,9 @@ from answering import QUESTION, Answer, Load, TinyModel, ask, ends_of, reply, te
 from moegguf.engine.llama import Llama
 from moegguf.engine.vocabulary import to_utf8
 from moegguf.errors import CapabilityError, ContextError, OptionError
+from moegguf.generate.parsing import Transcript
 from moegguf.generate.prompt import MAX_WHOLE_CHARACTERS
 from moegguf.generate.request import Delta, GenerationRequest, TokenLogprob
-from moegguf.generate.transcript import Transcript
 
 THINKER = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"

@@ -20,9 +20,8 @@ import pytest
 from answering import DEMO, QUESTION, Answer, Load, TinyModel, ask, ends_of, reply
 from batches import Received, Scripted, answers_of, answers_together, running
 
-from moegguf.engine.batch_invariance import has_kernels
 from moegguf.engine.llama import Llama
-from moegguf.engine.sequences import Chunk
+from moegguf.engine.sequences import Chunk, has_kernels
 from moegguf.errors import (
     ClosedError,
     ContextError,

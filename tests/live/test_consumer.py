@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 import moegguf
-from moegguf.engine.keywords import LlamaCppOptions
-from moegguf.engine.upstream import UpstreamLlama
+from moegguf.engine.upstream import LlamaCppOptions, UpstreamLlama
 from tools import api_page
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,8 +6,8 @@ from running import random_prompt
 
 from moegguf.engine.llama import Llama
 from moegguf.generate import answer as answers
+from moegguf.generate.prompt import n_after_shift
 from moegguf.generate.request import GenerationRequest
-from moegguf.generate.truncation import n_after_shift
 
 
 def text_of_prompt(llm: Llama, one: Answer) -> str:

@@ -12,13 +12,13 @@ import pytest
 from answering import DEMO, QUESTION, Load, TinyModel, ask, ends_of
 from batches import Received, answers_together
 
-from moegguf.engine.batch_invariance import has_kernels
+from moegguf.engine.drafts import Draft, Drafts, Source
 from moegguf.engine.llama import Llama
+from moegguf.engine.sequences import has_kernels
 from moegguf.errors import ExpertIOError, MoeggufError, OptionError
 from moegguf.generate import drafting
 from moegguf.generate.request import GenerationRequest
 from moegguf.gguf.experts import read_layout
-from moegguf.native.drafts import Draft, Drafts, Source
 from moegguf.processor import read_processor
 from moegguf.settings import read_environment
 from tools.draft_check import WIDTH, Eager

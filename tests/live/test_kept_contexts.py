@@ -18,7 +18,7 @@ from pictures import message, png
 from moegguf.child import child_environment
 from moegguf.engine import kept_contexts
 from moegguf.engine.context_store import About, ContextStore, default_folder, stored_blocks
-from moegguf.engine.kept_contexts import BLOCK_TOKENS
+from moegguf.engine.kept_contexts import BLOCK_TOKENS, KeptContexts
 from moegguf.engine.llama import Llama
 from moegguf.generate.engine import Engine, EngineAnswer
 from moegguf.generate.request import Sampling
@@ -271,11 +271,11 @@ def test_a_full_disk_costs_no_answer(monkeypatch: pytest.MonkeyPatch, unkept: Ca
 def test_what_the_disk_is_too_slow_for_is_written_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_contexts, "MOST_QUEUED_BYTES", 1)  # one block at a time
     monkeypatch.setattr(kept_contexts, "WAIT_SHARE", 0.0)
-    prompt, room, wait = prompt_of(10 * BLOCK_TOKENS), [], kept_contexts._Writer.wait_for_room
-    monkeypatch.setattr(kept_contexts._Writer, "wait_for_room", lambda *given: room.append(wait(*given)) or room[-1])
+    prompt, kept, keep = prompt_of(10 * BLOCK_TOKENS), [], KeptContexts._keep_state
+    monkeypatch.setattr(KeptContexts, "_keep_state", lambda *given: kept.append(keep(*given)) or kept[-1])
     with engine(DEMO) as first:
         answer(first, prompt, max_tokens=1)
-    assert not all(room)
+    assert not all(kept)
     with engine(DEMO) as later:
         assert computed(answer(later, prompt, max_tokens=1)) == (1, 10 * BLOCK_TOKENS - 1)
 

@@ -13,9 +13,8 @@ import pytest
 from own_process import in_own_process
 from product import F32, InitParams, load
 
-from moegguf.engine.context_store import About, ContextStore
+from moegguf.engine.context_store import About, ContextStore, KVBlocks
 from moegguf.native import library
-from moegguf.native.kv_blocks import KVBlocks
 from moegguf.native.link_device import add_link_device
 from moegguf.quantities import GIB, Link
 
@@ -78,8 +77,8 @@ def fill(folder: Path, wrong: Sequence[int], device: str) -> None:
     with tensor_of(device) as tensor, KVBlocks(store.seed) as blocks:
         for block, name in enumerate(names):
             file = store.open(name)
-            assert file is not None and file.n_bytes == STATE_BYTES - (block in wrong and block % 2)
-            file = replace(file, n_bytes=STATE_BYTES)
+            assert file is not None and file.n_bytes == file.begin + STATE_BYTES - (block in wrong and block % 2)
+            file = replace(file, n_bytes=file.begin + STATE_BYTES)
             heads = take_state(blocks.add(file), tensor, block)
             assert block in wrong or heads[-1] == states[block, begins[-1] - HEAD_BYTES : begins[-1]].tobytes()
         assert blocks.fill() == min([N_BLOCKS, *wrong])

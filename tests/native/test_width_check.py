@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moegguf.engine.batch_invariance import has_kernels
+from moegguf.engine.sequences import has_kernels
 from moegguf.processor import read_processor
 from moegguf.settings import read_environment
 from tools import width_check

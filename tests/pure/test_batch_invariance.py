@@ -2,7 +2,7 @@
 
 import pytest
 
-from moegguf.engine.batch_invariance import NEEDED_FLAGS, has_kernels
+from moegguf.engine.sequences import NEEDED_FLAGS, has_kernels
 from moegguf.processor import Processor
 
 

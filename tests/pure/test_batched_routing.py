@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from traces import SMALL, batched, random_trace
 from moegguf.controller import history as history_module
 from moegguf.controller.history import History
 from moegguf.controller.predictors.eamc import EamcPredictor
+from moegguf.engine.live_controller import CHECKPOINT_REQUESTS, LiveController
 from moegguf.errors import TraceError
 from moegguf.native.events import Announcement, Part, Phase, RoutingEvent
 from moegguf.trace.format import read, write
@@ -104,6 +106,17 @@ def test_the_collection_learns_every_request_of_a_batch() -> None:
     assert eamcs.prefill.n_entries == 5
     rows = eamcs.decode.state.sum(axis=2)
     assert (rows[:, list(SMALL.layers)] == 6 * SMALL.n_expert_used).all()
+
+
+def test_requests_that_end_together_each_count_until_the_collection_is_saved() -> None:
+    saved, history, live = [], SimpleNamespace(finished=[None] * 3), object.__new__(LiveController)
+    parts = {"history": history, "predictor": EamcPredictor(SMALL), "policy": None, "shape": SMALL}
+    live.controller = SimpleNamespace(observe=lambda event: None, **parts)
+    live.artifacts = SimpleNamespace(layout=None, save_collection=lambda *given: saved.append(given))
+    live._n_ended, live._writer = CHECKPOINT_REQUESTS - 2, None
+    live.observe(decoded([1, 2, 3], 0, [0, 1, 2]))
+    live._writer.join()
+    assert len(saved) == 1
 
 
 def test_the_phases_of_tokens_are_checked(tmp_path: Path) -> None:

@@ -40,9 +40,8 @@ def test_a_block_is_read_as_it_was_written_also_by_another_process(store: Contex
         assert each.holds(NAMES[0])
         assert bytes(each.read(NAMES[0]) or b"") == data
         assert [(block.path.name, block.about) for block in stored_blocks(folder)] == [(NAMES[0], ABOUT)]
-        assert each.names(NAMES[0][:8]) == [NAMES[0]]
     file = store.open(NAMES[0], 50_000)  # of a long image every cell is compared before it is restored
-    assert file is not None and file.n_bytes == len(data) and file.head[:50_000] == data[:50_000]
+    assert file is not None and file.n_bytes - file.begin == len(data) and file.head[:50_000] == data[:50_000]
     assert store.read(NAMES[1]) is None
     store.delete(NAMES[0])
     assert not store.holds(NAMES[0])
@@ -96,7 +95,7 @@ def test_what_was_used_longest_ago_leaves_first(folder: Path) -> None:
     for name in NAMES[:9]:
         store.write(name, ABOUT, [part])
         os.utime(path_of(folder, name), (0, 0))
-    assert store.touch([NAMES[1], NAMES[0], NAMES[30]]) == {NAMES[30]}
+    store.touch([NAMES[1], NAMES[0], NAMES[30]])
     for name in NAMES[9:14]:
         store.write(name, ABOUT, [part])
         assert sum(block.n_bytes for block in stored_blocks(folder)) <= 10 * MIB

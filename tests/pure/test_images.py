@@ -8,7 +8,7 @@ import pytest
 from pictures import base64_of, deep_png, gif, image, jpeg, jpeg_header, message, png, png_bomb, with_thumbnail
 
 from moegguf.chat.session import begins_with_image, extract_images
-from moegguf.engine.image_files import has_end
+from moegguf.engine.projector import has_end
 from moegguf.errors import ModelFormatError, OptionError
 from moegguf.generate.images import MAX_IMAGE_BYTES, MAX_IMAGES, image_part, mark_images, read_image, text_of
 from moegguf.gguf.projector import read_projector

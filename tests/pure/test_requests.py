@@ -4,7 +4,7 @@ from collections.abc import Generator
 
 import pytest
 
-from moegguf.engine.requests import RequestCounter
+from moegguf.engine.context import Requests
 from moegguf.native.events import Phase
 
 PREFILL, DECODE = Phase.PREFILL, Phase.DECODE
@@ -14,7 +14,7 @@ class Context:
     """Evaluates as `Llama` does, noting (sequence, phase)."""
 
     def __init__(self) -> None:
-        self.requests = RequestCounter()
+        self.requests = Requests()
         self.n_past = 0
         self.noted: list[tuple[int, Phase]] = []
 

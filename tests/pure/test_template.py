@@ -20,9 +20,8 @@ from waiting import until
 
 from moegguf.child import child_command
 from moegguf.errors import TemplateError
-from moegguf.generate import renderer
-from moegguf.generate.renderer import MAX_S
-from moegguf.generate.template import capabilities, render
+from moegguf.generate import template as renderer
+from moegguf.generate.template import MAX_S, capabilities, render
 
 TOOL = {
     "type": "function",

@@ -5,7 +5,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moegguf.generate.transcript import StopStrings
+from moegguf.generate.parsing import StopStrings
 
 TEXT = st.text("ab<>|", max_size=40)
 

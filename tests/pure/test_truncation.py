@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from moegguf.generate.truncation import Conversation, cut_middle, longest, n_after_shift
+from moegguf.generate.prompt import Conversation, cut_middle, longest, n_after_shift
 
 
 def messages(roles: str) -> list[dict[str, Any]]:

@@ -1,9 +1,8 @@
 // drafts.h: tokens that may come next, guessed by llama.cpp's own speculative code (its `common` library).
 //
 // A library of its own, over libllama, which itself needs libmoegguf. A draft comes from the sequence's own tokens
-// (n-grams), or from a draft context: of a smaller model, or of the heads that the target model has for more tokens
-// than the next one (MTP), which go on from what the target has computed. It decides nothing: who asks verifies every
-// token. Calls are of one thread; none may throw. Structs and calls are written again in native/drafts.py.
+// (n-grams), or from a draft context: of a smaller model, or of the target's heads for more tokens than the next one
+// (MTP). Who asks verifies every token. Calls are of one thread; none may throw. engine/drafts.py has them again.
 #pragma once
 
 #include "llama.h"
