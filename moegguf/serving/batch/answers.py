@@ -64,15 +64,13 @@ class Counts:
         return self.completed + self.failed
 
     def add(self, entry: Entry) -> None:
-        """Counts an output line, unless its request was not begun."""
-        if is_answer(entry):
-            self.completed += 1
-            self._add_usage(entry["response"]["body"])
-        elif (entry["error"] or {}).get("code") not in NOT_EXECUTED:
-            self.failed += 1
-
-    def _add_usage(self, body: Any) -> None:
-        """Adds `usage`, in the form of /v1/responses or of the older endpoints."""
+        """Counts an output line, unless its request was not begun. Its `usage` is in the form of /v1/responses, or of
+        the older endpoints."""
+        if not is_answer(entry):
+            self.failed += (entry["error"] or {}).get("code") not in NOT_EXECUTED
+            return
+        self.completed += 1
+        body = entry["response"]["body"]
         usage = body.get("usage") if isinstance(body, dict) else None
         if not isinstance(usage, dict):
             return
@@ -135,10 +133,8 @@ class Journal:
                 yield os.pread(self._handle, span.n_bytes, span.offset)
 
     def finish(self, path: Path) -> None:
-        """Puts all answers, in the order of the requests, at `path` at once, and removes the journal.
-
-        Raises StorageError; the journal then stays.
-        """
+        """Puts all answers, in the order of the requests, at `path` at once, and removes the journal. Raises
+        StorageError; the journal then stays."""
         with storing(path):
             write_atomically(path, self.lines())
         self.remove()
@@ -156,25 +152,6 @@ class Journal:
                 self.path.unlink(missing_ok=True)
             os.close(self._handle)
         self._handle = -1
-
-    def read(self, requests: Requests) -> None:
-        """Reads what an earlier process has written, and drops a torn line at the end.
-
-        Raises BatchFileError for lines that are no answers to these requests, each once.
-        """
-        unanswered = {line.number for line in requests.lines}
-        try:
-            with os.fdopen(os.dup(self._handle), "rb") as file:
-                file.seek(0)
-                for number, entry, n_bytes in _answers_in(file, requests):
-                    unanswered.remove(number)
-                    self._note(number, entry, n_bytes)
-        except (ValueError, KeyError):
-            raise BatchFileError(
-                f"{self.path} has answers to other requests: the input, or a default such as --model, has changed"
-                " since. Restore the input to go on, or remove that file to start anew."
-            ) from None
-        os.ftruncate(self._handle, self._n_bytes)
 
 
 def _answers_in(file: Iterable[bytes], requests: Requests) -> Iterator[tuple[int, Entry, int]]:
@@ -195,17 +172,24 @@ def _answers_in(file: Iterable[bytes], requests: Requests) -> Iterator[tuple[int
 
 
 def open_journal(path: Path, requests: Requests) -> Journal:
-    """The journal at `path`, made when it is not there.
+    """The journal at `path`, made when it is not there; a torn line at its end is dropped.
 
-    Raises BatchFileError when another process has it open or it is one of other requests, StorageError.
+    Raises BatchFileError when another process has it open, or when it has lines that are no answers to these requests,
+    each once; StorageError.
     """
+    journal, unanswered = Journal(path, _open_locked(path)), {line.number for line in requests.lines}
     try:
-        with storing(path):
-            journal = Journal(path, _open_locked(path))
-    except BlockingIOError:
-        raise BatchFileError(f"{path} is in use: another process answers these requests.") from None
-    try:
-        journal.read(requests)
+        with os.fdopen(os.dup(journal._handle), "rb") as file:
+            for number, entry, n_bytes in _answers_in(file, requests):
+                unanswered.remove(number)
+                journal._note(number, entry, n_bytes)
+        os.ftruncate(journal._handle, journal._n_bytes)
+    except (ValueError, KeyError):
+        journal.close()
+        raise BatchFileError(
+            f"{path} has answers to other requests: the input, or a default such as --model, has changed since. Restore"
+            " the input to go on, or remove that file to start anew."
+        ) from None
     except BaseException:  # also an interrupt, which gives the lock back
         journal.close()
         raise
@@ -214,14 +198,15 @@ def open_journal(path: Path, requests: Requests) -> Journal:
 
 def _open_locked(path: Path) -> int:
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, MODE)
+        with storing(path):
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, MODE)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(handle).st_nlink:
                 return handle
-        except BaseException:  # also an interrupt
+        except BlockingIOError:
             os.close(handle)
-            raise
+            raise BatchFileError(f"{path} is in use: another process answers these requests.") from None
         os.close(handle)  # the process that had it has just finished and removed it
 
 
@@ -232,13 +217,12 @@ def finished_counts(path: Path, requests: Requests) -> Counts | None:
     """
     if not path.exists():
         return None
-    counts, numbers = Counts(), [line.number for line in requests.lines]
+    counts, numbers = Counts(), list[int]()
     with suppress(OSError, ValueError, TypeError), path.open("rb") as file:
-        found = []
         for number, entry, _ in _answers_in(file, requests):
-            found.append(number)
+            numbers.append(number)
             counts.add(entry)
-        if found == numbers:
+        if numbers == [line.number for line in requests.lines]:
             return counts
     raise BatchFileError(f"{path} exists, and is not the answers to these requests; remove it, or name another.")
 
@@ -304,7 +288,8 @@ async def answer_requests(
     async def work(pending: Iterator[RequestLine]) -> None:
         for line in pending:
             url, body = requests.read(line)
-            reply = await _patiently(answer, url, body)
+            while (reply := await answer(url, body)).status in BUSY:
+                await asyncio.sleep(BUSY_RETRY_S)
             add(line, response_entry(requests, line, reply.status, reply.body))
 
     for line in requests.lines:
@@ -318,9 +303,3 @@ async def answer_requests(
                     tasks.create_task(work(pending))
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None  # the others were cancelled, or failed for the same reason
-
-
-async def _patiently(answer: Answer, url: str, body: bytes) -> Reply:
-    while (reply := await answer(url, body)).status in BUSY:
-        await asyncio.sleep(BUSY_RETRY_S)
-    return reply

@@ -16,10 +16,10 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,13 +44,14 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 INPUT_PURPOSE, OUTPUT_PURPOSE = "batch", "batch_output"
+INPUT = "requests.jsonl"
 FINAL = ("completed", "failed", "expired", "cancelled")
 CANCELLABLE = ("validating", "in_progress")
 MAX_REQUESTS = 50_000  # OpenAI's
 MAX_UNFINISHED = 1000
 MAX_ERRORS = 100
 DISK_RETRY_S = 30.0
-COPY_BYTES = 4 << 20  # of answers that are copied at a time
+LINES_COPIED = 100  # answers at a time
 CANCELLED, EXPIRED = NOT_EXECUTED
 NOT_EXECUTED_TEXT = {
     CANCELLED: "This request was not executed, because the batch was cancelled.",
@@ -114,7 +115,7 @@ class Batches:
         self._lock: int | None = None
         self._batches: dict[str, Batch] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}  # of batches that have not ended
-        self._steps: dict[str, asyncio.Task[None]] = {}  # what these wait for
+        self._begun: set[str] = set()  # those of them that run
         self._changed = asyncio.Event()  # a status
         self._closing = False
 
@@ -217,7 +218,7 @@ class Batches:
         with storing(self._folder):
             try:
                 self._work(batch).mkdir()
-                self._files.link(input_file_id, self._input(batch))
+                self._files.link(input_file_id, self._work(batch) / INPUT)
                 self._update(batch)
             except OSError:
                 self._remove_work(batch)
@@ -230,8 +231,8 @@ class Batches:
         """Begins to cancel a batch, whose status must be one of CANCELLABLE. Raises StorageError."""
         with storing(self._folder):
             self._update(batch, status="cancelling", cancelling_at=int(self._now()))
-        if batch.id in self._steps:  # else it has not begun, and begins with that status
-            self._steps[batch.id].cancel()
+        if batch.id in self._begun:  # else it begins with that status
+            self._tasks[batch.id].cancel()
 
     # How a batch goes on.
 
@@ -239,34 +240,35 @@ class Batches:
         if batch.status not in FINAL:
             task = asyncio.get_running_loop().create_task(self._carry_out(batch))
             self._tasks[batch.id] = task
-            task.add_done_callback(lambda _: (self._tasks.pop(batch.id, None), self._steps.pop(batch.id, None)))
+            task.add_done_callback(lambda _: (self._tasks.pop(batch.id, None), self._begun.discard(batch.id)))
 
     async def _carry_out(self, batch: Batch) -> None:
         """Everything until the batch has ended, for its owner; over again while the disk is full."""
+        self._begun.add(batch.id)
         current_owner.set(batch.owner)
         delay_s = 0.0
         while batch.status not in FINAL:
-            step = self._steps[batch.id] = asyncio.get_running_loop().create_task(self._advance(batch, delay_s))
             try:
-                await asyncio.wait((step,))
-            except asyncio.CancelledError:  # the server ends
-                step.cancel()
-                await asyncio.wait((step,))
-                self._try_update(batch)  # the counts
-                raise
-            error = None if step.cancelled() else step.exception()
-            delay_s = DISK_RETRY_S if isinstance(error, OSError) else 0.0
-            if isinstance(error, OSError):
-                log.warning("%s waits for %.0f s: %s", batch.id, DISK_RETRY_S, error)
-            elif isinstance(error, BatchFileError):
+                await asyncio.sleep(delay_s)
+                delay_s = 0.0
+                await self._advance(batch)
+            except asyncio.CancelledError:
+                if self._closing:
+                    self._try_update(batch)  # the counts
+                    raise
+                if (task := asyncio.current_task()) is not None:
+                    task.uncancel()  # the batch is to be cancelled, which is the next step
+            except BatchFileError as error:
                 self._fail(batch, [_error_of("invalid_file", str(error))])
-            elif error is not None:
+            except OSError as error:
+                delay_s = DISK_RETRY_S
+                log.warning("%s waits for %.0f s: %s", batch.id, DISK_RETRY_S, error)
+            except Exception as error:
                 log.error("%s has failed", batch.id, exc_info=error)
                 self._fail(batch, [_error_of("server_error", "internal error; see the server's log.")])
 
-    async def _advance(self, batch: Batch, delay_s: float) -> None:
+    async def _advance(self, batch: Batch) -> None:
         """From one status to the next; cancelled where the status changes meanwhile."""
-        await asyncio.sleep(delay_s)
         if batch.status == "validating":
             await self._validate(batch)
         elif batch.status == "in_progress":
@@ -297,29 +299,30 @@ class Batches:
             if errors:
                 self._fail(batch, errors[:MAX_ERRORS])
                 return
-            models, n_total = requests.models, len(requests.lines)
-            changes = {"total": n_total, "model": models[0] if len(models) == 1 else None}
-            self._update(batch, status="in_progress", in_progress_at=int(self._now()), **changes)
+            model = requests.models[0] if len(requests.models) == 1 else None
+            now = int(self._now())
+            self._update(batch, status="in_progress", in_progress_at=now, total=len(requests.lines), model=model)
 
     async def _finalize(self, batch: Batch, status: str, not_executed: str | None = None) -> None:
         """Stores the files of answers and of errors; those not begun are errors, of the code `not_executed`. They may
         take more than there is room for: the journal, which they replace, goes when they are complete."""
         async with self._answers(batch) as (requests, journal):
+            if not_executed is not None:
+                error = LineError(not_executed, NOT_EXECUTED_TEXT[not_executed])
+                missing = [line for line in requests.lines if line.number not in journal.answered]
 
-            def append_not_executed(code: str) -> None:
-                for line in requests.lines:
-                    if line.number not in journal.answered:
-                        error = LineError(code, NOT_EXECUTED_TEXT[code])
+                def append_missing() -> None:
+                    for line in missing:
                         journal.append(line.number, error_entry(requests, line, error))
 
-            if not_executed is not None:
-                await _in_thread(partial(append_not_executed, not_executed))
+                await _in_thread(append_missing)
             output_id = await self._store(batch, journal, "output", lambda span: span.is_answer)
             error_id = await self._store(batch, journal, "errors", lambda span: not span.is_answer)
             now = int(self._now())
-            times = {f"{status}_at": now, "finalizing_at": batch.finalizing_at or now}
-            found: dict[str, Any] = {"output_file_id": output_id, "error_file_id": error_id, "counts": journal.counts}
-            self._update(batch, status=status, total=len(requests.lines), **found, **times)
+            self._update(
+                batch, status=status, total=len(requests.lines), counts=journal.counts, output_file_id=output_id,
+                error_file_id=error_id, finalizing_at=batch.finalizing_at or now, **{f"{status}_at": now},
+            )  # fmt: skip
         self._remove_work(batch)
 
     async def _store(self, batch: Batch, journal: Journal, what: str, keep: Callable[[Span], bool]) -> str | None:
@@ -328,7 +331,7 @@ class Batches:
             return None
         lines = journal.lines(keep)
         with self._files.new(f"file-{batch.id.removeprefix('batch_')}-{what}", checked=False) as file:
-            while data := await _in_thread(partial(_some, lines)):
+            while data := await _in_thread(lambda: b"".join(islice(lines, LINES_COPIED))):
                 file.write(data)
             await _in_thread(file.sync)
             return file.finish(f"{batch.id}_{what}.jsonl", OUTPUT_PURPOSE, batch.output_expires_after_s).id
@@ -337,6 +340,10 @@ class Batches:
         self._try_update(batch, status="failed", failed_at=int(self._now()), errors=errors)
         self._remove_work(batch)
 
+    def _work(self, batch: Batch) -> Path:
+        """The folder of what is needed until the batch has ended."""
+        return self._folder / batch.id
+
     def _remove_work(self, batch: Batch) -> None:
         shutil.rmtree(self._work(batch), ignore_errors=True)
 
@@ -344,7 +351,7 @@ class Batches:
         """The batch's requests, which the caller closes. Raises BatchFileError, OSError."""
         stop = threading.Event()
         try:
-            file = self._input(batch).open("rb")
+            file = (self._work(batch) / INPUT).open("rb")
         except FileNotFoundError:
             raise BatchFileError("the requests of this batch are gone; create another one.") from None
 
@@ -389,12 +396,6 @@ class Batches:
             vars(batch).update(changes)
             self._changed.set()
 
-    def _work(self, batch: Batch) -> Path:
-        return self._folder / batch.id
-
-    def _input(self, batch: Batch) -> Path:
-        return self._work(batch) / "requests.jsonl"
-
 
 async def _in_thread(call: Callable[[], Result], discard: Callable[[Result], object] = lambda _: None) -> Result:
     """What `call` returns, on a thread, which has ended when this is cancelled; `discard` then gets the result."""
@@ -408,17 +409,6 @@ async def _in_thread(call: Callable[[], Result], discard: Callable[[Result], obj
         if running.exception() is None:
             discard(running.result())
         raise
-
-
-def _some(lines: Iterator[bytes]) -> bytes:
-    """The next lines, COPY_BYTES or a bit more together; none at the end."""
-    found, n_bytes = list[bytes](), 0
-    for data in lines:
-        found.append(data)
-        n_bytes += len(data)
-        if n_bytes >= COPY_BYTES:
-            break
-    return b"".join(found)
 
 
 def _error_of(code: str, message: str, param: str | None = None, line: int | None = None) -> dict[str, Any]:

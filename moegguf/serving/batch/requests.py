@@ -6,7 +6,6 @@ A line is {"custom_id", "method": "POST", "url", "body"}. Only its place and wha
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -19,7 +18,6 @@ MAX_LINE_BYTES = 33 << 20  # the longest body that an endpoint takes, and room f
 MAX_CUSTOM_ID_CHARS = 512
 BLOCK_BYTES = 1 << 20
 LOAD_OPTIONS = ("num_ctx", "num_thread", "expert_cache", "moe_cache_ram")
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class LineError(Exception):
@@ -33,13 +31,14 @@ class LineError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RequestLine:
-    """A line of the input. `number` counts all lines from 1; `group`: equal for requests that one loaded model serves:
-    the model's name, and options of loading.
-    `model`: None where the body names none."""
+    """A line of the input. `number` counts all lines from 1; `content_hash`: of its bytes, in this process; `group`:
+    equal for requests that one loaded model serves: its name, and options of loading. `model`: None where the body
+    names none."""
 
     number: int
     offset: int
     n_bytes: int
+    content_hash: int
     custom_id: str | None
     model: str | None
     group: str
@@ -71,7 +70,7 @@ class Requests:
         self.lines: list[RequestLine] = []
         digest = hashlib.sha256(json.dumps(self._defaults, sort_keys=True).encode())
         seen: dict[str, int] = {}
-        for number, offset, n_bytes, raw in _lines(file, digest.update):
+        for number, (offset, n_bytes, raw) in enumerate(_lines(file, digest.update), 1):
             if stop():
                 raise BatchFileError("the batch was stopped while its requests were read.")
             if raw is None or raw.strip():
@@ -83,25 +82,22 @@ class Requests:
         self.fingerprint = digest.hexdigest()[:16]
 
     def _line(self, number: int, offset: int, n_bytes: int, raw: bytes | None, seen: dict[str, int]) -> RequestLine:
-        custom_id = None
+        custom_id, model, group, error = None, None, "", None
         try:
-            if raw is None:
-                raise LineError("line_too_long", f"This line has more than {MAX_LINE_BYTES >> 20} MiB.")
-            request = parse_line(raw)
-            custom_id = custom_id_of(request)
-            first = seen.setdefault(custom_id, number)
-            if first != number:
-                raise LineError(
-                    "duplicate_custom_id", f"The custom_id {custom_id!r:.80} is that of line {first} too.", "custom_id"
-                )
-            body = self._with_defaults(check_request(request, self._endpoints))
-        except LineError as error:
-            return RequestLine(number, offset, n_bytes, custom_id, None, "", error)
-        model, options = body.get("model"), body.get("options")
-        chosen = {name: options[name] for name in LOAD_OPTIONS if name in options} if isinstance(options, dict) else {}
-        group = json.dumps([model, chosen], sort_keys=True)
-        known = model if isinstance(model, str) else None
-        return RequestLine(number, offset, n_bytes, custom_id, known, group, None)
+            request = _parse(raw)
+            custom_id = _custom_id_of(request)
+            if (first := seen.setdefault(custom_id, number)) != number:
+                said = f"The custom_id {custom_id!r:.80} is that of line {first} too."
+                raise LineError("duplicate_custom_id", said, "custom_id")
+            _check(request, self._endpoints)
+            body = self._with_defaults(request["body"])
+            model, options = body.get("model"), body.get("options")
+            options = options if isinstance(options, dict) else {}
+            group = json.dumps([model, {name: options[name] for name in LOAD_OPTIONS if name in options}])
+        except LineError as found:
+            error = found
+        named = model if isinstance(model, str) else None
+        return RequestLine(number, offset, n_bytes, hash(raw), custom_id, named, group, error)
 
     def _with_defaults(self, body: Mapping[str, Any]) -> dict[str, Any]:
         return {**self._defaults, **{name: value for name, value in body.items() if value is not None}}
@@ -117,21 +113,16 @@ class Requests:
         groups: dict[str, list[RequestLine]] = {}
         for line in self.lines:
             if line.error is None:
-                groups.setdefault(line.group, []).append(line)
-        pending = ([line for line in group if line.number not in numbers] for group in groups.values())
-        return [group for group in pending if group]
+                groups.setdefault(line.group, []).extend([line] if line.number not in numbers else [])
+        return [group for group in groups.values() if group]
 
     def read(self, line: RequestLine) -> tuple[str, bytes]:
         """(url, body) of a line without an error. Raises BatchFileError when the file has changed meanwhile."""
         raw = os.pread(self._file.fileno(), line.n_bytes, line.offset)
-        try:
-            request = parse_line(raw.removeprefix(BYTE_ORDER_MARK))
-            if request.get("custom_id") != line.custom_id:
-                raise LineError("changed", "")
-            body = check_request(request, self._endpoints)
-        except LineError:
-            raise BatchFileError(f"line {line.number} of the requests has changed; start anew.") from None
-        return request["url"], json.dumps(self._with_defaults(body)).encode()
+        if hash(raw) != line.content_hash:
+            raise BatchFileError(f"line {line.number} of the requests has changed; start anew.")
+        request = json.loads(raw)
+        return request["url"], json.dumps(self._with_defaults(request["body"])).encode()
 
     def id_of(self, line: RequestLine) -> str:
         """The id of the line's answer: the same whenever the same requests are answered."""
@@ -144,30 +135,23 @@ class Requests:
         self._file.close()
 
 
-def _lines(file: BinaryIO, update: Callable[[bytes], object]) -> Iterator[tuple[int, int, int, bytes | None]]:
-    """(number, offset, bytes, contents) of each line; contents None of a too long one. `update` gets all bytes."""
-    file.seek(0)
-    offset = 0
-    for number in itertools.count(1):
-        raw: bytes | None = file.readline(MAX_LINE_BYTES + 1)
-        if not raw:
-            return
+def _lines(file: BinaryIO, update: Callable[[bytes], object]) -> Iterator[tuple[int, int, bytes | None]]:
+    """(offset, bytes, contents) of each line; contents None of a too long one. `update` gets all bytes."""
+    offset = file.seek(0)
+    while raw := file.readline(MAX_LINE_BYTES + 1):
         update(raw)
-        n_bytes = len(raw)
-        if n_bytes > MAX_LINE_BYTES:
-            ended, raw = raw.endswith(b"\n"), None
-            while not ended and (more := file.readline(BLOCK_BYTES)):
-                update(more)
-                n_bytes += len(more)
-                ended = more.endswith(b"\n")
-        elif number == 1:
-            raw = raw.removeprefix(BYTE_ORDER_MARK)
-        yield number, offset, n_bytes, raw
+        end, n_bytes, is_long = raw, len(raw), len(raw) > MAX_LINE_BYTES
+        while is_long and not end.endswith(b"\n") and (end := file.readline(BLOCK_BYTES)):
+            update(end)
+            n_bytes += len(end)
+        yield offset, n_bytes, None if is_long else raw
         offset += n_bytes
 
 
-def parse_line(raw: bytes) -> dict[str, Any]:
+def _parse(raw: bytes | None) -> dict[str, Any]:
     """A line as an object. Raises LineError."""
+    if raw is None:
+        raise LineError("line_too_long", f"This line has more than {MAX_LINE_BYTES >> 20} MiB.")
     try:
         request = json.loads(raw)
     except (ValueError, RecursionError):  # ValueError: not UTF-8, not JSON, or an integer of thousands of digits
@@ -177,8 +161,7 @@ def parse_line(raw: bytes) -> dict[str, Any]:
     return request
 
 
-def custom_id_of(request: Mapping[str, Any]) -> str:
-    """What its sender calls a request. Raises LineError."""
+def _custom_id_of(request: Mapping[str, Any]) -> str:
     custom_id = _required(request, "custom_id")
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_CUSTOM_ID_CHARS:
         message = f"'custom_id' must be a text of 1 to {MAX_CUSTOM_ID_CHARS} characters."
@@ -188,18 +171,17 @@ def custom_id_of(request: Mapping[str, Any]) -> str:
     return custom_id
 
 
-def check_request(request: Mapping[str, Any], endpoints: Collection[str]) -> dict[str, Any]:
-    """The body of a request. Raises LineError."""
+def _check(request: Mapping[str, Any], endpoints: Collection[str]) -> None:
+    """Raises LineError for what cannot be answered."""
     method, url, body = (_required(request, name) for name in ("method", "url", "body"))
     if method != "POST":
         raise LineError("invalid_method", f"'method' must be \"POST\", but is {method!r:.80}.", "method")
-    if url not in endpoints if isinstance(url, str) else True:
+    if not isinstance(url, str) or url not in endpoints:
         raise LineError("invalid_url", f"'url' must be one of {', '.join(endpoints)}, but is {url!r:.80}.", "url")
     if not isinstance(body, dict):
         raise LineError("invalid_body", "'body' must be an object.", "body")
     if body.get("stream"):
         raise LineError("unsupported_parameter", "'stream' has no meaning in a batch; leave it out.", "body.stream")
-    return body
 
 
 def _required(request: Mapping[str, Any], name: str) -> Any:
