@@ -35,10 +35,9 @@ from moegguf.server.common.body import read_body
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.lookup import loaded_of
 from moegguf.server.common.streams import LineResponse, json_line
-from moegguf.serving.events import MAX_SNAPSHOTS_PER_S, LoadedModel, Snapshot
+from moegguf.serving.events import MAX_SNAPSHOTS_PER_S, LoadedModel, Snapshot, Watch
 from moegguf.serving.memory_budget import planned_budgets
 from moegguf.serving.model_manager import ModelManager
-from moegguf.serving.watch import Watch
 
 DEFAULT_PER_S = 4.0
 HEARTBEAT_S = 5.0  # between two lines at most

@@ -22,8 +22,15 @@ class Calls(ABC):
     """What a request may ask of a model besides answers."""
 
     @abstractmethod
+    def events(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
+        """What the worker answers to a message of this kind: events, then the value. Raises its error, WorkerError."""
+
     async def value(self, kind: str, **fields: Any) -> Any:
-        """What the worker answers to a message of this kind. Raises its error, WorkerError."""
+        """The value of a message."""
+        async with aclosing(self.events(kind, **fields)) as events:
+            async for value in events:
+                last = value
+        return last
 
     async def embed(self, inputs: Sequence[Any], *, truncate: bool = True, normalize: bool = True) -> Embeddings:
         """Vectors of texts, or of lists of tokens. Raises what `moegguf.generate.embedding.embed` raises."""
@@ -92,7 +99,7 @@ class Lease(Calls):
 
         Raises what `moegguf.generate.answer.BatchedAnswer.read` gives.
         """
-        async with aclosing(self._events("generate", generation=generation, stream=stream)) as events:
+        async with aclosing(self.events("generate", generation=generation, stream=stream)) as events:
             async for event in events:
                 if isinstance(event, Delta | PromptProgress):
                     yield event
@@ -100,14 +107,7 @@ class Lease(Calls):
                     self._process.last_timing = build(Timing, event)
                     yield Done(self._process.last_timing, self.load_s, self._process.decisions)
 
-    async def value(self, kind: str, **fields: Any) -> Any:
-        """The last event of a request."""
-        async with aclosing(self._events(kind, **fields)) as events:
-            async for value in events:
-                last = value
-        return last
-
-    async def _events(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
+    async def events(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
         """The events of a request, then its value; sent once more when the process ends before the first of them."""
         beside_answers = kind in ("tokenize", "detokenize", "count", "render")
         has_events = is_repeated = False

@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 from bisect import insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from enum import Enum
@@ -23,7 +23,7 @@ from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache
 from moegguf.serving.clients import current_client
 from moegguf.serving.events import LoadedModel, LoadedName, LoadOverrides
-from moegguf.serving.model_size import ModelSize
+from moegguf.serving.memory_budget import ModelSize
 from moegguf.serving.wire import Ready
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ _tickets = itertools.count(1)
 
 
 class State(Enum):
-    """Lifecycle of a model's process."""
+    """Of a model's process."""
 
     ABSENT = "absent"
     LOADING = "loading"
@@ -78,9 +78,10 @@ class State(Enum):
 @dataclass(eq=False)
 class Waiter:
     """A request that waits for a model and, once granted, uses it; or one for its end. `overrides`: of the request;
-    once it waits with the entry's own parameters, and those of the last request of its name. `will_answer`: it
-    generates, of which a model does a number at once; else it uses the model beside that. `ticket`: order of arrival
-    over all models; `turn`: of its `client` among others that wait for the model (`Turns`)."""
+    once it waits with the entry's own parameters, and those of the last request of its name. `keep_alive_s`: from
+    `last_used_s` on; then its name gives the model up, if this was the last request. `will_answer`: it generates, of
+    which a model does a number at once; else it uses the model beside that. `ticket`: order of arrival over all models;
+    `turn`: of its `client` among others that wait for the model (`Turns`)."""
 
     entry: ModelEntry
     overrides: LoadOverrides
@@ -91,6 +92,7 @@ class Waiter:
     client: str = field(default_factory=current_client.get)
     turn: int = 0
     load_s: float = 0.0  # duration of the load that it waited for
+    last_used_s: float = 0.0  # the event loop's clock
     granted: asyncio.Future[Any] = field(default_factory=asyncio.Future)
 
     @property
@@ -113,23 +115,6 @@ class Waiter:
         return self.overrides == other.overrides and self.entry.weights == other.entry.weights
 
 
-@dataclass
-class NameUse:
-    """The use of a loaded model by one name. `overrides`: those of its last request; `keep_alive_s` after
-    `last_used_s` the name is given up."""
-
-    entry: ModelEntry
-    overrides: LoadOverrides
-    keep_alive_s: float
-    last_used_s: float
-
-
-def latest(times: Sequence[datetime | None]) -> datetime | None:
-    """The last of `times`, of which None is never; now when there are none."""
-    known = [time for time in times if time is not None]
-    return None if len(known) < len(times) else max(known, default=datetime.now(UTC))
-
-
 def files_key(entry: ModelEntry) -> str:
     """Equal for entries of the same files."""
     return "\0".join(map(str, entry.all_files))
@@ -144,14 +129,15 @@ def process_key(entry: ModelEntry, overrides: LoadOverrides) -> str:
 
 class ManagedModel:
     """Files that are loaded, or that a request waits for. `key`: what identifies it (`process_key`); `entry`: the one
-    that it was last measured for; `uses`: the names that use it while it is loaded, in order of their first request."""
+    that it was last measured for; `uses`: the names that use it while it is loaded, in order of their first request,
+    each with its last one."""
 
     def __init__(self, key: str, entry: ModelEntry) -> None:
         self.key = key
         self.entry = entry
         self.files: tuple[FileVersion, ...] = ()  # as they were when it was measured
         self.overwritten = False  # one of them, since then
-        self.uses: dict[str, NameUse] = {}
+        self.uses: dict[str, Waiter] = {}
         self.state = State.ABSENT
         self.waiters: list[Waiter] = []  # in the order in which they are served
         self.unloads: list[Waiter] = []  # who wait until their name has given it up
@@ -162,8 +148,7 @@ class ManagedModel:
         self.overrides = LoadOverrides()  # of the waiter that it was loaded for
         self.ready = Ready(n_ctx=0)
         self.default_n_ctx = 0  # of a load without overrides
-        self.size: ModelSize | None = None  # measured for `measured_for`
-        self.measured_for: Waiter | None = None
+        self.measured: tuple[Waiter, ModelSize] | None = None  # for the load of that request
         self.measuring = False
         self.size_bytes = 0  # reserved from the decision to load until the process has ended
         self.expert_cache_bytes = 0  # of them, for slots that are in use
@@ -196,15 +181,6 @@ class ManagedModel:
             self._turns.serve(waiter.client, waiter.turn)
         waiter.grant()
 
-    def use(self, waiter: Waiter, now_s: float) -> None:
-        """Notes that the name of `waiter` uses the loaded model."""
-        self.uses[waiter.name] = NameUse(waiter.entry, waiter.overrides, waiter.keep_alive_s, now_s)
-
-    def is_for(self, name: str) -> bool:
-        """Whether `name` uses it, or waits until it is loaded."""
-        loading = self.state is State.LOADING and any(waiter.name == name for waiter in self.waiters)
-        return loading or name in self.uses
-
     def expires_s(self, name: str) -> float:
         """When `name` gives the model up (the event loop's clock); inf while requests of that name use it or wait."""
         if any(waiter.name == name for waiter in (*self.waiters, *self.users)):
@@ -215,22 +191,15 @@ class ManagedModel:
         """Whether other names than `name` use it, or wait for it."""
         return bool(({waiter.name for waiter in self.waiters} | self.uses.keys()) - {name})
 
-    def can_forget(self, name: str) -> bool:
-        """Whether the use by `name` can end without an unload: there is no process, or others use it, and no answer is
-        under `name`."""
-        if self.state is not State.READY:
-            return self.state is State.ABSENT
-        return self.has_others(name) and not any(waiter.name == name for waiter in self.answering)
-
     @property
     def answering(self) -> list[Waiter]:
         """Who have an answer computed."""
         return [waiter for waiter in self.users if waiter.will_answer]
 
     @property
-    def is_full(self) -> bool:
-        """Whether one more request would have to wait."""
-        return len(self.answering) >= self.ready.n_parallel if self.state is State.READY else bool(self.users)
+    def has_room(self) -> bool:
+        """Whether one more request would be answered at once, if none waits."""
+        return len(self.answering) < self.ready.n_parallel if self.state is State.READY else not self.users
 
     @property
     def idle(self) -> bool:
@@ -243,25 +212,13 @@ class ManagedModel:
         return min(self.waiters, key=lambda waiter: waiter.ticket)
 
     @property
-    def is_measured(self) -> bool:
-        """Whether `size` is valid for the first waiter."""
-        known = self.measured_for
-        return self.size is not None and known is not None and known.same_load(self.waiters[0])
-
-    @property
-    def is_removable(self) -> bool:
-        """Whether no state is left to keep."""
-        known = self.waiters or self.unloads or self.users or self.n_crashed_loads
-        return self.state is State.ABSENT and not known
-
-    @property
     def stopping(self) -> bool:
         """Whether it is being unloaded, or will be once it is unused."""
         return self.state is State.STOPPING or any(not self.has_others(waiter.name) for waiter in self.unloads)
 
     def reset(self) -> None:
         """The process has ended: frees the reservation."""
-        self.state, self.process, self.size, self.size_bytes = State.ABSENT, None, None, 0
+        self.state, self.process, self.measured, self.size_bytes = State.ABSENT, None, None, 0
         self.device, self.device_bytes = None, 0
         self.uses = {}
 
@@ -291,24 +248,29 @@ class ManagedModel:
 
     def status(self, loop_time_s: float) -> LoadedModel:
         """Its current state and statistics, as last reported by its process. It must be loaded."""
-        process, plan = self.process, self.ready.plan
+        process, now = self.process, datetime.now(UTC)
         assert process is not None
-        names = tuple(self._loaded_name(name, loop_time_s) for name in self.uses)
+        names = list[LoadedName]()
+        for name, use in self.uses.items():
+            left_s = min(use.keep_alive_s, self.expires_s(name) - loop_time_s)
+            expires = None if left_s == math.inf else now + timedelta(seconds=max(0.0, left_s))
+            names.append(LoadedName(name, use.entry.digest, expires))
+        times = [each.expires for each in names if each.expires is not None]
         return LoadedModel(
             name=self.name,
-            names=names,
+            names=tuple(names),
             digest=names[0].digest if names else self.entry.digest,
             pid=process.pid,
             n_ctx=self.ready.n_ctx,
             size_bytes=self.size_bytes + self.device_bytes,
             vram_bytes=self.device_bytes,
-            expires=latest([name.expires for name in names]),
+            expires=max(times, default=now) if len(times) == len(names) else None,
             busy=bool(self.answering),
             stopping=self.stopping,
             queue=len(self.waiters),
             n_requests=self.n_requests,
             stats=process.stats,
-            plan=plan,
+            plan=self.ready.plan,
             decisions=process.decisions,
             expert_cache_bytes=self.expert_cache_bytes,
             vram_cache_bytes=self.vram_cache_bytes,
@@ -317,9 +279,3 @@ class ManagedModel:
             last_answer_tokens=process.last_timing.answer_tokens,
             last_answer_s=process.last_timing.answer_s,
         )
-
-    def _loaded_name(self, name: str, loop_time_s: float) -> LoadedName:
-        use = self.uses[name]
-        left_s = min(use.keep_alive_s, self.expires_s(name) - loop_time_s)
-        expires = None if left_s == math.inf else datetime.now(UTC) + timedelta(seconds=max(0.0, left_s))
-        return LoadedName(name, use.entry.digest, expires)

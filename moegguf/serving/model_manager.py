@@ -43,13 +43,15 @@ from moegguf.serving.lease import Lease
 from moegguf.serving.managed_model import ManagedModel, State, Waiter, files_key, process_key
 from moegguf.serving.memory_budget import (
     DeviceLimits,
+    Measure,
     MemoryLimit,
     MemoryUse,
+    ModelSize,
     admit,
     expert_cache_within,
+    measure,
     planned_budgets,
 )  # fmt: skip
-from moegguf.serving.model_size import Measure, ModelSize, measure
 from moegguf.serving.wire import build
 from moegguf.serving.worker_process import COMMAND, LoadStalledError, WorkerProcess
 from moegguf.settings import Settings, read_environment
@@ -203,7 +205,11 @@ class ModelManager:
 
     def _used_by(self, name: str) -> ManagedModel | None:
         """The model that `name` uses, or for which it is being loaded."""
-        return next((model for model in self._models.values() if model.is_for(name)), None)
+        for model in self._models.values():
+            is_loading = model.state is State.LOADING and any(waiter.name == name for waiter in model.waiters)
+            if is_loading or name in model.uses:
+                return model
+        return None
 
     async def _acquire(self, waiter: Waiter) -> ManagedModel:
         """Waits until `waiter` may use its model; the caller then calls `_release`. Raises BusyError and the errors of
@@ -213,11 +219,10 @@ class ModelManager:
         waiter.overrides = self._remembered(waiter)
         key = process_key(waiter.entry, waiter.overrides)
         model = self._models.get(key)
-        first = model is None or not (model.waiters or model.is_full)
-        if not first:
-            self._make_queue_room(waiter)
         if model is None:
             model = self._models[key] = ManagedModel(key, waiter.entry)
+        elif model.waiters or not model.has_room:
+            self._make_queue_room(waiter)
         model.wait(waiter)
         model.look_at_files()
         await self._wait(model, waiter)
@@ -352,14 +357,18 @@ class ModelManager:
         self._start_loads()
         for model in list(self._models.values()):
             self._update_expiry(model)
-            if model.is_removable:
+            needed = model.waiters or model.unloads or model.users or model.n_crashed_loads
+            if model.state is State.ABSENT and not needed:
                 del self._models[model.key]
 
     def _grant_waiters(self, model: ManagedModel) -> None:
-        for waiter in [w for w in model.unloads if model.can_forget(w.name)]:
-            model.unloads.remove(waiter)
-            model.uses.pop(waiter.name, None)
-            waiter.grant()
+        for waiter in list(model.unloads):
+            is_answering = any(other.name == waiter.name for other in model.answering)
+            is_shared = model.state is State.READY and model.has_others(waiter.name) and not is_answering
+            if model.state is State.ABSENT or is_shared:  # else it is unloaded first
+                model.unloads.remove(waiter)
+                model.uses.pop(waiter.name, None)
+                waiter.grant()
         if model.state is not State.READY:
             return
         for waiter in [w for w in model.waiters if not w.will_answer]:
@@ -369,7 +378,7 @@ class ModelManager:
             if not model.users:
                 self._start_unload(model)
             return
-        while len(model.answering) < model.ready.n_parallel and (granted := self._next_of(model)) is not None:
+        while model.has_room and (granted := self._next_of(model)) is not None:
             self._grant(model, granted)
 
     def _next_of(self, model: ManagedModel) -> Waiter | None:
@@ -396,7 +405,8 @@ class ModelManager:
         for other in self._models.values():
             if other is not model:
                 other.uses.pop(waiter.name, None)
-        model.use(waiter, self._now())
+        waiter.last_used_s = self._now()
+        model.uses[waiter.name] = waiter
 
     def _load_queue(self) -> list[ManagedModel]:
         waiting = [m for m in self._models.values() if m.state is State.ABSENT and m.waiters]
@@ -406,17 +416,15 @@ class ModelManager:
         for model in self._load_queue():
             if model.measuring:
                 return
-            if not model.is_measured:
+            if model.measured is None or not model.measured[0].same_load(model.waiters[0]):
                 model.measuring = True
                 self._spawn(self._measure_model(model, model.waiters[0]))
                 return
-            if not self._start_load(model):
+            if not self._start_load(model, model.measured[1]):
                 return
 
-    def _start_load(self, model: ManagedModel) -> bool:
+    def _start_load(self, model: ManagedModel, size: ModelSize) -> bool:
         """Starts the load, or unloads idle models for it; False when it has to wait."""
-        size = model.size
-        assert size is not None
         others = [m for m in self._models.values() if m.state is not State.ABSENT]
         in_memory = []
         for m in sorted(others, key=lambda m: m.last_used_s):
@@ -448,7 +456,7 @@ class ModelManager:
         for waiter in [w for w in model.waiters if w.same_load(failed)]:
             model.waiters.remove(waiter)
             waiter.fail(error)
-        model.size = None
+        model.measured = None
         asyncio.get_running_loop().call_soon(self._dispatch)
 
     def _update_expiry(self, model: ManagedModel) -> None:
@@ -479,9 +487,9 @@ class ModelManager:
             given = {} if gpu is None else {"gpu": gpu}
             model.files = tuple(FileVersion.now(path) for path in waiter.entry.all_files if path.exists())
             model.look_at_files()
-            model.size = size = await asyncio.to_thread(self._measure, *arguments, **given)
-            model.default_n_ctx = size.default_n_ctx
-            model.measured_for, model.entry, model.overrides = waiter, waiter.entry, waiter.overrides
+            size = await asyncio.to_thread(self._measure, *arguments, **given)
+            model.measured, model.default_n_ctx = (waiter, size), size.default_n_ctx
+            model.entry, model.overrides = waiter.entry, waiter.overrides
         except (MoeggufError, OSError) as error:
             asked = isinstance(error, BudgetError) and waiter.overrides.expert_cache is not None
             self._fail(model, waiter, OptionError(str(error)) if asked else error)
@@ -524,8 +532,9 @@ class ModelManager:
             await self._keep_budgets(model)
         finally:
             if model.state is State.LOADING:
-                await self._end_process(model)
-            self._dispatch()
+                await self._unload(model)
+            else:
+                self._dispatch()
 
     def _prepare_process(self, *expected: str) -> None:
         """Starts a process for the next model, whose modules are imported then. expected: its file, if that is one that
@@ -557,17 +566,14 @@ class ModelManager:
     def _start_unload(self, model: ManagedModel) -> None:
         if model.state is State.READY:
             model.state = State.STOPPING
+            self._prepare_process(str(model.entry.path))
             self._spawn(self._unload(model))
 
     async def _unload(self, model: ManagedModel) -> None:
-        self._prepare_process(str(model.entry.path))
-        await self._end_process(model)
-        self._dispatch()
-
-    async def _end_process(self, model: ManagedModel) -> None:
         if model.process is not None:
             await model.process.close()
         model.reset()
+        self._dispatch()
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)

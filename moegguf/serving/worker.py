@@ -22,7 +22,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from io import BufferedReader
 from typing import Any
 
@@ -36,23 +36,136 @@ from moegguf.generate.answer import BatchedAnswer, Task
 from moegguf.generate.batching import BatchLoop
 from moegguf.generate.embedding import embed, rank
 from moegguf.generate.prompt import count_prompt, render_prompt
-from moegguf.generate.request import Delta, GenerationRequest, PromptProgress
+from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing, join
 from moegguf.gguf.experts import read_layout
 from moegguf.gguf.projector import read_projector
 from moegguf.gguf.reader import GGML_TYPES, ggml_type
 from moegguf.serving.events import Snapshot
-from moegguf.serving.outbox import PROGRESS_S, Events, Outbox, every
-from moegguf.serving.wire import MAX_MESSAGE_BYTES, LoadConfig, Message, Ready, build, decode, encode, encode_error
+from moegguf.serving.wire import (
+    MAX_MESSAGE_BYTES,
+    LoadConfig,
+    Loading,
+    Message,
+    Ready,
+    build,
+    decode,
+    encode,
+    encode_error,
+)  # fmt: skip
 
 EXIT_GRACE_S = 5.0  # for a running computation after the socket has closed
 FIRST_DELTA_PAUSE_S = 0.0005  # the server and its client need a processor to show the first delta
-KEYWORDS = [each.name for each in fields(LoadConfig) if each.name not in ("name", "path", "plan", "silent")]
-"""Those of `Llama` among a config's fields."""
-
+DELTA_S = 0.02  # between two messages with an answer's text
+PROGRESS_S = 0.1  # between two messages of progress
 BESIDE = ("count", "render", "budget")  # a slow template, say, would keep the next cancel from being read
 
 LoadProgress = Callable[[float | None], bool]
 """Gets the share that was read, None while the file is tried; False ends the load."""
+
+
+class Outbox:
+    """Sends lines over `connection` at once, in the order they were put; those of a `one_call` block at its end, in one
+    call.
+
+    Each call of the system, and each message, wakes the server and its client on processors that the model's threads
+    need, and lets go of the interpreter. With 16 answers at once a call for each of their tokens took a tenth of the
+    time between two passes.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._held: list[bytes] | None = None  # inside a block
+
+    def put(self, line: bytes) -> None:
+        """Sends a line, after all that were put before. Raises OSError when the socket is closed."""
+        with self._lock:
+            if self._held is None:
+                self._connection.sendall(line)
+            else:
+                self._held.append(line)
+
+    @property
+    def holds(self) -> bool:
+        """Whether a block is open."""
+        return self._held is not None
+
+    @contextmanager
+    def one_call(self) -> Iterator[None]:
+        """A block, of one thread at a time and short: lines of other threads wait for its end, too. Raises OSError when
+        the socket is closed."""
+        with self._lock:
+            self._held = []
+        try:
+            yield
+        finally:
+            with self._lock:
+                held, self._held = self._held, None
+                if held:
+                    self._connection.sendall(b"".join(held))
+
+
+class Events:
+    """Sends an answer's events, in the manner of `AnswerEvents`: deltas that come faster than DELTA_S are joined (50
+    updates a second are enough for a display); without `stream` there is one, last. `sent_first` is called after the
+    first delta of a stream."""
+
+    def __init__(
+        self,
+        *,
+        stream: bool,
+        send: Callable[[Delta | PromptProgress], None],
+        sent_first: Callable[[], None],
+        end: Callable[[Timing, Exception | None], object],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stream = stream
+        self._send = send
+        self._sent_first = sent_first
+        self._end = end
+        self._pending: list[Delta] = []
+        self._is_first = True
+        self._delta_is_due = every(DELTA_S, -math.inf, clock)
+        self._progress_is_due = every(PROGRESS_S, clock(), clock)
+
+    def on_progress(self, progress: PromptProgress) -> None:
+        """Sends it, unless the last one is recent."""
+        if self._stream and (self._progress_is_due() or progress.n_done == progress.n_tokens):
+            self._send(progress)
+
+    def on_delta(self, delta: Delta) -> None:
+        """Sends it with those that wait, or keeps it for a moment."""
+        self._pending.append(delta)
+        if self._stream and self._delta_is_due():
+            self._flush()
+        if self._stream and self._is_first:
+            self._sent_first()
+        self._is_first = False
+
+    def on_end(self, timing: Timing, error: Exception | None) -> None:
+        """Sends what is left, and the end."""
+        if error is None:
+            self._flush()
+        self._end(timing, error)
+
+    def _flush(self) -> None:
+        if self._pending:
+            pending, self._pending = self._pending, []
+            self._send(join(pending))
+
+
+def every(interval_s: float, last_s: float, clock: Callable[[], float] = time.monotonic) -> Callable[[], bool]:
+    """A function that is True at most once per interval. `last_s`: when it counts as True before."""
+
+    def is_due() -> bool:
+        nonlocal last_s
+        now_s = clock()
+        if now_s - last_s < interval_s:
+            return False
+        last_s = now_s
+        return True
+
+    return is_due
 
 
 class Worker:
@@ -82,7 +195,7 @@ class Worker:
         first = lines.readline(MAX_MESSAGE_BYTES)
         threading.Thread(target=self._read_messages, args=(lines,), name="moegguf-messages", daemon=True).start()
         threading.Thread(target=self._reply_beside, name="moegguf-beside", daemon=True).start()
-        if not first or not self._load(build(LoadConfig, decode(first)["config"])):
+        if not first or not self._load(decode(first)):
             return
         assert self._loop is not None
         if self._closing:  # the socket closed before there was a loop to end
@@ -174,28 +287,28 @@ class Worker:
 
     # The main thread.
 
-    def _load(self, config: LoadConfig) -> bool:
-        """Loads the model and sends "ready" or "failed"; False when it failed."""
-        is_due = every(PROGRESS_S, -math.inf)
+    def _load(self, message: Message) -> bool:
+        """Loads the model; False when that failed."""
+        is_due, number = every(PROGRESS_S, -math.inf), message["id"]
 
-        def send_progress(fraction: float | None) -> bool:
-            if not self._closing and (is_due() or fraction == 1):
-                self._send("loading", fraction=fraction)
+        def on_progress(share: float | None) -> bool:
+            if not self._closing and (is_due() or share == 1):
+                self._send("event", id=number, Loading=Loading(share))
             return not self._closing
 
         try:
-            self._llm = llm = open_model(config, send_progress)
+            config = build(LoadConfig, message["config"])
+            self._llm = llm = open_model(config, on_progress)
         except BaseException as error:  # whatever ends a load is told to the server
             if not self._closing:
-                self._send("failed", error=encode_error(error))
+                self._send("end", id=number, error=encode_error(error))
             if not isinstance(error, MoeggufError):
                 raise
             return False
         self._loop = BatchLoop(llm, together=self._one_call)
         self._name, self._start_s = config.name, time.monotonic()
         plan = asdict(llm.plan) | {"vram_cache_bytes": llm.plan.vram_cache_bytes}
-        ready = Ready(llm.n_ctx(), plan, llm.n_seq_max, llm.reads_images)
-        self._send("ready", ready=ready, **self._statistics())
+        self._end(number, Ready(llm.n_ctx(), plan, llm.n_seq_max, llm.reads_images), None)
         return True
 
     def send_warning(self, message: Warning | str, *_: Any, **__: Any) -> None:
@@ -204,25 +317,24 @@ class Worker:
             self._send("warning", text=" ".join(str(message).split()))
 
     def _submit(self, message: Message) -> None:
-        """Begins to answer, or to embed. The server sends such a message after "ready" only."""
-        begin = self._generate if message["kind"] == "generate" else self._embed
+        """Begins to answer, or to embed. The server sends such a message only once the model is loaded."""
+        loop, number = self._loop, message["id"]
+        assert loop is not None
+
+        def send(event: Delta | PromptProgress) -> None:
+            self._send("event", id=number, **{type(event).__name__: event})
+
         try:
             with self._jobs_lock:  # it may end at once
-                self._jobs[message["id"]] = begin(message)
+                if message["kind"] == "generate":
+                    end = functools.partial(self._end, number)
+                    events = Events(stream=message["stream"], send=send, sent_first=self._pause, end=end)
+                    self._jobs[number] = loop.submit(build(GenerationRequest, message["generation"]), events)
+                else:
+                    fail = functools.partial(self._end, number, None)
+                    self._jobs[number] = loop.submit_task(lambda: self._reply(message), self._model.cancel, fail)
         except MoeggufError as error:
-            self._end(message["id"], None, error)
-
-    def _generate(self, message: Message) -> BatchedAnswer | Task:
-        assert self._loop is not None
-        events = Events(
-            message["id"], stream=message["stream"], send=self._send_event, sent_first=self._pause, end=self._end
-        )
-        return self._loop.submit(build(GenerationRequest, message["generation"]), events)
-
-    def _embed(self, message: Message) -> BatchedAnswer | Task:
-        assert self._loop is not None
-        fail = functools.partial(self._end, message["id"], None)
-        return self._loop.submit_task(lambda: self._reply(message), self._model.cancel, fail)
+            self._end(number, None, error)
 
     @contextmanager
     def _one_call(self) -> Iterator[None]:
@@ -257,9 +369,6 @@ class Worker:
             self._jobs.pop(request_id, None)
         self._send("end", id=request_id, **outcome, **self._statistics())
 
-    def _send_event(self, request_id: int, event: Delta | PromptProgress) -> None:
-        self._send("event", id=request_id, **{type(event).__name__: event})
-
     @property
     def _model(self) -> Llama:
         assert self._llm is not None
@@ -275,11 +384,12 @@ def open_model(config: LoadConfig, progress: LoadProgress) -> Llama:
     """Loads the model of `config`. Raises what `Llama` raises."""
     if config.silent:
         _silence_log()  # before llama.cpp's first line
-    options = {name: value for name in KEYWORDS if (value := getattr(config, name)) is not None}
+    options: dict[str, Any] = {"verbose": False}
+    options |= {name: value for name, value in config.options.items() if value is not None}
     options |= {name: ggml_type(options[name]) for name in ("type_k", "type_v") if name in options}
     type_v = options.get("type_v")
     is_quantised = type_v is not None and GGML_TYPES[type_v][1] > 1  # llama.cpp takes this with flash attention only
-    options["flash_attn"] = True if is_quantised else config.flash_attn
+    options["flash_attn"] = True if is_quantised else options.get("flash_attn")
     is_tried = False
     if config.plan is None:
         layout = read_layout(config.path)
@@ -287,7 +397,8 @@ def open_model(config: LoadConfig, progress: LoadProgress) -> Llama:
         names = ("expert_cache", "vram_cache", "placement", "n_gpu_layers", "type_k", "type_v", "flash_attn")
         given = {name: options[name] for name in names if options.get(name) is not None}
         options["n_ctx"] = options["n_ctx"] or plan_here(layout, **given).n_ctx
-        is_tried = is_due(layout, options, read_projector(config.mmproj) if config.mmproj else None)
+        mmproj = options.get("mmproj")
+        is_tried = is_due(layout, options, read_projector(mmproj) if mmproj else None)
 
     def on_progress(share: float) -> object:
         return progress(None if is_tried and not share else share)

@@ -18,8 +18,16 @@ from moegguf.errors import BudgetError, OptionError
 from moegguf.models.folder import file_entry
 from moegguf.quantities import Link, parse_expert_cache
 from moegguf.serving.events import LoadOverrides
-from moegguf.serving.memory_budget import Admission, MemoryLimit, MemoryUse, admit, expert_cache_within
-from moegguf.serving.model_size import ModelSize, is_embedding, measure
+from moegguf.serving.memory_budget import (
+    Admission,
+    MemoryLimit,
+    MemoryUse,
+    ModelSize,
+    admit,
+    expert_cache_within,
+    is_embedding,
+    measure,
+)  # fmt: skip
 from moegguf.serving.wire import LoadConfig, build, encode
 from moegguf.settings import Settings
 
@@ -257,7 +265,7 @@ def test_sequences_share_a_kv_cache_that_leaves_memory_to_experts(tmp_path: Path
     def kv_tokens(limit_bytes: int, **settings: Any) -> tuple[int, int]:
         size = measure(entry, LoadOverrides(n_ctx=4096), Settings(n_parallel=8, **settings), limit_bytes)
         plan = size.plan_within(size.wanted_bytes, 0)
-        assert plan.n_ctx == size.load_config(plan).n_ctx == 4096
+        assert plan.n_ctx == size.load_config(plan).options["n_ctx"] == 4096
         return plan.kv_tokens, plan.kv_bytes
 
     ample = kv_tokens(64 * GIB)

@@ -29,7 +29,7 @@ def talk(*contents: str, **fields: Any) -> GenerationRequest:
 
 
 def digests(conversation: Conversation) -> tuple[str, ...]:
-    return tuple(prefix.digest for prefix in conversation.prefixes)
+    return conversation.digests
 
 
 def holding(*conversations: Conversation) -> Sequences:
@@ -70,18 +70,21 @@ def test_a_system_message_alone_is_not_a_conversation() -> None:
     system = "You are short. " * 3
     one, two = (conversation_of(talk(system, f"{text}? " * 40)) for text in ("Why", "How"))
     assert set(digests(one)) & set(digests(two))
-    assert one.shared_bytes(frozenset(digests(two))) == 0
+    assert one.n_shared(digests(two)) == 0
 
 
 def test_a_long_beginning_counts_without_the_rest() -> None:
     document = "An expert is a matrix. " * 400
     one, two = (conversation_of(talk(document, text)) for text in ("Why?", "How?"))
-    assert one.shared_bytes(frozenset(digests(two))) >= len(document) / 2
+    assert one.n_shared(digests(two)) == len(digests(one)) - 1
 
 
 def test_a_prompt_is_cut_at_doubling_lengths() -> None:
-    lengths = [prefix.n_bytes for prefix in conversation_of(GenerationRequest(prompt="x" * 3000)).prefixes]
-    assert lengths == [FIRST_CUT_BYTES, 2 * FIRST_CUT_BYTES, 4 * FIRST_CUT_BYTES, 8 * FIRST_CUT_BYTES, 3000]
+    long = digests(conversation_of(GenerationRequest(prompt="x" * 3000)))
+    for n_cuts in range(4):
+        n_bytes = FIRST_CUT_BYTES << n_cuts
+        assert digests(conversation_of(GenerationRequest(prompt="x" * n_bytes)))[-1] == long[n_cuts]
+    assert len(long) == 5
 
 
 def test_the_holder_of_the_conversation_comes_first() -> None:

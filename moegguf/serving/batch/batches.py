@@ -115,7 +115,7 @@ class Batches:
         self._lock: int | None = None
         self._batches: dict[str, Batch] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}  # of batches that have not ended
-        self._begun: set[str] = set()  # those of them that run
+        self._begun: set[str] = set()  # batches whose task runs, or has run
         self._changed = asyncio.Event()  # a status
         self._closing = False
 
@@ -240,7 +240,7 @@ class Batches:
         if batch.status not in FINAL:
             task = asyncio.get_running_loop().create_task(self._carry_out(batch))
             self._tasks[batch.id] = task
-            task.add_done_callback(lambda _: (self._tasks.pop(batch.id, None), self._begun.discard(batch.id)))
+            task.add_done_callback(lambda _: self._tasks.pop(batch.id, None))
 
     async def _carry_out(self, batch: Batch) -> None:
         """Everything until the batch has ended, for its owner; over again while the disk is full."""

@@ -16,9 +16,8 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from moegguf.errors import OptionError
 from moegguf.models.names import DEFAULT_TAG
 from moegguf.serving.ray.config import ConfiguredCatalog, ModelConfig
-from moegguf.serving.ray.manager import ReplicaManager
 from moegguf.serving.ray.preference import Candidate, Conversation, Sequences, after, rank
-from moegguf.serving.ray.replica import Replica
+from moegguf.serving.ray.replica import Replica, ReplicaManager
 from moegguf.settings import read_settings
 
 # By name, as Ray takes applications and routers: HTTP lies above this package, and only the ingress replica needs it.
@@ -108,7 +107,7 @@ class ConversationRouter(RequestRouter):
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """Called by Ray Serve: a replica has accepted a request."""
         conversation = asked_conversation(pending_request)
-        if conversation.prefixes:
+        if conversation.digests:
             self._last_sent_s[replica_id] = time.monotonic()
             self._held[replica_id] = after(self._held.get(replica_id, ()), conversation, self._n_sequences)
 
