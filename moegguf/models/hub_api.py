@@ -81,6 +81,22 @@ class HubFile:
         """Where the cache keeps the complete file."""
         return self.folder / "blobs" / self.etag
 
+    @property
+    def partial(self) -> Path:
+        """Where the cache keeps what was received of an incomplete file."""
+        return self.folder / "blobs" / f"{self.etag}.incomplete"
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether the cache has the complete file."""
+        return self.blob.is_file() and self.blob.stat().st_size == self.size_bytes
+
+    @property
+    def missing_bytes(self) -> int:
+        """How much of it the cache does not have."""
+        n_bytes = self.partial.stat().st_size if self.partial.is_file() else 0
+        return 0 if self.is_cached else max(0, self.size_bytes - n_bytes)
+
 
 @dataclass(frozen=True)
 class Repository:
@@ -256,12 +272,10 @@ def _fetch_header(file: HubFile, path: Path) -> None:
             output.seek(begin)
             output.write(data)
             output.truncate(file.size_bytes)
-        with suppress(ModelFormatError):  # for the zeros after the fetched bytes
+        # The zeros after the fetched bytes may be an error; one of the whole file is its own.
+        with suppress(ModelFormatError) if end < file.size_bytes else nullcontext():
             if read_gguf(path).shard.header_bytes <= end:
                 return
-        if end == file.size_bytes:
-            read_gguf(path)  # raises the error: nothing is missing
-            return
         if end >= MOST_BYTES:
             raise PullError(
                 f"{file.repo}/{file.path}: its header is not complete within {format_bytes(MOST_BYTES)}; it is"
@@ -277,12 +291,10 @@ def _read_range(file: HubFile, begin: int, end: int) -> bytes:
     """
     found = bytearray()
     with open_bytes(file, begin, end) as response:
-        skipped = begin if response.status_code != 206 else 0
+        n_skipped = begin if response.status_code != 206 else 0
         for chunk in response.iter_raw():
             found += chunk
-            if len(found) >= skipped + end - begin:
-                break
-    data = bytes(found[skipped : skipped + end - begin])
-    if len(data) < end - begin:
-        raise PullError(f"{file.repo}/{file.path}: the hub sent {len(data)} of {end - begin} bytes; try again.")
-    return data
+            if len(found) >= n_skipped + end - begin:
+                return bytes(found[n_skipped : n_skipped + end - begin])
+    n_bytes = max(0, len(found) - n_skipped)
+    raise PullError(f"{file.repo}/{file.path}: the hub sent {n_bytes} of {end - begin} bytes; try again.")

@@ -61,13 +61,14 @@ def fetch_files(
     with their next bytes.
     """
     if files:
-        check_space(files[0].folder, sum(map(_missing_bytes, files)), what)
+        check_space(files[0].folder, sum(file.missing_bytes for file in files), what)
     waiting, errors = iter(files), list[BaseException]()
 
     def fetch_waiting() -> None:
         try:
             for file in waiting:
                 _fetch(file, partial(on_bytes, file), stopped)
+                on_bytes(file, file.size_bytes)
         except BaseException as error:  # raised by the thread that waits
             errors.append(error)
             stopped.set()
@@ -92,51 +93,30 @@ def fetch_files(
         raise Stopped
 
 
-def _partial_of(file: HubFile) -> Path:
-    return file.blob.with_name(f"{file.etag}.incomplete")
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else 0
-
-
-def _is_cached(file: HubFile) -> bool:
-    return file.blob.is_file() and _size(file.blob) == file.size_bytes
-
-
-def _missing_bytes(file: HubFile) -> int:
-    return 0 if _is_cached(file) else max(0, file.size_bytes - _size(_partial_of(file)))
-
-
 def _fetch(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Event) -> None:
     with hub_errors(file.repo, file.path):
         try:
-            fetch = _fetch_chunked if file.size_bytes > PLAIN_LIMIT_BYTES else _fetch_plain
-            fetch(file, on_bytes, stopped)
+            (_fetch_chunked if file.size_bytes > PLAIN_LIMIT_BYTES else _fetch_plain)(file, on_bytes, stopped)
         except OSError as error:
             if error.errno is None:  # not of the disk
                 raise
-            raise _disk_error(file, error) from error
-    on_bytes(file.size_bytes)
-
-
-def _disk_error(file: HubFile, error: OSError) -> PullError:
-    folder = file.folder
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return PullError(
-            f"the disk of {str(folder)!r} is full: {file.path} needs {format_bytes(_missing_bytes(file))} more,"
-            f" {format_bytes(free_bytes(folder))} are free; delete files and try again, received bytes are kept."
-        )
-    return PullError(f"{file.path} cannot be written to {str(folder)!r} ({error.strerror or error}); check the folder.")
+            folder, reason = str(file.folder), error.strerror or error
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise PullError(f"{file.path} cannot be written to {folder!r} ({reason}); check the folder.") from error
+            raise PullError(
+                f"the disk of {folder!r} is full: {file.path} needs {format_bytes(file.missing_bytes)} more,"
+                f" {format_bytes(free_bytes(file.folder))} are free; delete files and try again, received bytes are"
+                " kept."
+            ) from error
 
 
 def _fetch_plain(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Event) -> None:
     """The whole file; a resumed file with a wrong digest is downloaded once more from the start."""
     file.blob.parent.mkdir(parents=True, exist_ok=True)
     with _locked(file, on_bytes, stopped):
-        if _is_cached(file):
+        if file.is_cached:
             return
-        with open(_partial_of(file), "a+b") as output:
+        with open(file.partial, "a+b") as output:
             body = _Body(output, file, on_bytes, stopped)
             for _ in range(2 if body.n_bytes else 1):
                 with_retries(body.receive, stopped, lambda: body.n_bytes)
@@ -150,7 +130,7 @@ def _fetch_plain(file: HubFile, on_bytes: Callable[[int], None], stopped: thread
                 )
             output.flush()
             os.fsync(output.fileno())
-        os.replace(_partial_of(file), file.blob)
+        os.replace(file.partial, file.blob)
         sync_folder(file.blob.parent)
 
 
@@ -166,7 +146,7 @@ def _locked(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.E
         except TimeoutError:
             if stopped.is_set():
                 raise Stopped from None
-            on_bytes(_size(_partial_of(file)))
+            on_bytes(file.size_bytes - file.missing_bytes)
 
 
 class _Body:
@@ -179,23 +159,20 @@ class _Body:
         self._stopped = stopped
         self._output = output
         self._on_bytes = on_bytes
-        self._begin()
+        git = hashlib.sha1(f"blob {file.size_bytes}\0".encode(), usedforsecurity=False)
+        self._empty = hashlib.sha256() if file.is_large else git
+        self._digest, self.n_bytes = self._empty.copy(), 0
         output.seek(0)
         while chunk := output.read(READ_BYTES):
             self._count(chunk)
         if self.n_bytes > file.size_bytes:
             self.restart()
 
-    def _begin(self) -> None:
-        self.n_bytes = 0
-        git = hashlib.sha1(f"blob {self._file.size_bytes}\0".encode(), usedforsecurity=False)
-        self._digest = hashlib.sha256() if self._file.is_large else git
-
     def restart(self) -> None:
         """Discards what was received."""
         self._output.seek(0)
         self._output.truncate()
-        self._begin()
+        self._digest, self.n_bytes = self._empty.copy(), 0
 
     def is_verified(self) -> bool:
         return self._digest.hexdigest() == self._file.etag
@@ -271,28 +248,23 @@ def link_commit(repository: Repository, files: Sequence[HubFile]) -> Path:
     folder = repository.folder
     snapshot = folder / "snapshots" / repository.commit
     with _naming(repository, folder):
-        for file in files:
-            _link(snapshot / file.path, file.blob)
+        for file in files:  # relative links, as huggingface_hub makes them
+            link = snapshot / file.path
+            link.parent.mkdir(parents=True, exist_ok=True)
+            target = os.path.relpath(file.blob, link.parent)
+            if link.is_symlink() and os.readlink(link) == target:
+                continue
+            link.unlink(missing_ok=True)
+            try:
+                with suppress(FileExistsError):  # made by another process in the meantime
+                    link.symlink_to(target)
+            except OSError:  # a file system without symbolic links
+                os.link(file.blob, link)
         (folder / "refs").mkdir(exist_ok=True)
         # A temporary file in refs/ would be taken for a branch.
         write_atomically(folder / ".main", repository.commit.encode())
         os.replace(folder / ".main", folder / "refs" / "main")
     return snapshot
-
-
-def _link(link: Path, blob: Path) -> None:
-    """Makes a relative link, as huggingface_hub does, unless it exists."""
-    link.parent.mkdir(parents=True, exist_ok=True)
-    target = os.path.relpath(blob, link.parent)
-    if link.is_symlink() and os.readlink(link) == target:
-        return
-    link.unlink(missing_ok=True)
-    try:
-        link.symlink_to(target)
-    except FileExistsError:  # made by another process in the meantime
-        pass
-    except OSError:  # a file system without symbolic links
-        os.link(blob, link)
 
 
 def find_missing(
@@ -303,15 +275,15 @@ def find_missing(
     missing = []
     with _naming(repository, folder):
         for file in files:
-            path, is_noted = folder / file.path, False
-            if path.is_file() and _size(path) == file.size_bytes:
+            path, is_there = folder / file.path, False
+            if path.is_file() and path.stat().st_size == file.size_bytes:
                 with suppress(OSError):
-                    is_noted = _note(file).read_text() == file.etag
-                if not is_noted:
+                    is_there = _note(file).read_text() == file.etag
+                if not is_there:
                     with open(path, "rb") as found:
-                        is_noted = _Body(found, file, lambda _: None, stopped).is_verified()
-            if is_noted:
-                _write_note(file)
+                        is_there = _Body(found, file, lambda _: None, stopped).is_verified()
+            if is_there:
+                _note(file).write_text(file.etag)
             else:
                 missing.append(file)
     return missing
@@ -330,17 +302,14 @@ def move_files(repository: Repository, files: Sequence[HubFile], folder: Path) -
             else:
                 os.replace(file.blob, path)
             moved[file.etag] = path
-            _write_note(file)
+            _note(file).write_text(file.etag)
 
 
 def _note(file: HubFile) -> Path:
     """Where the digest of the file that was put into a folder is noted, in the cache there."""
-    return file.folder / "moved" / file.path
-
-
-def _write_note(file: HubFile) -> None:
-    _note(file).parent.mkdir(parents=True, exist_ok=True)
-    _note(file).write_text(file.etag)
+    note = file.folder / "moved" / file.path
+    note.parent.mkdir(parents=True, exist_ok=True)
+    return note
 
 
 @contextmanager

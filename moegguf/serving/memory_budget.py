@@ -103,20 +103,20 @@ def measure(
     )  # fmt: skip
 
     def load_config(plan: Plan) -> LoadConfig:
-        options = dict(
-            mmproj=str(projector.path) if projector else None,
-            n_ctx=n_ctx,
-            n_seq_max=n_seq_max,
-            n_batch=n_batch,
-            n_threads=n_threads_given,
-            n_gpu_layers=n_gpu_layers,
-            type_k=type_k if type_k != "f16" else None,
-            type_v=type_v if type_v != "f16" else None,
-            flash_attn=flash_attn,
-            embedding=embedding,
-            verbose=settings.debug,
-            lora_path=str(entry.adapter) if entry.adapter else None,
-        )
+        options = {
+            "mmproj": str(projector.path) if projector else None,
+            "n_ctx": n_ctx,
+            "n_seq_max": n_seq_max,
+            "n_batch": n_batch,
+            "n_threads": n_threads_given,
+            "n_gpu_layers": n_gpu_layers,
+            "type_k": type_k if type_k != "f16" else None,
+            "type_v": type_v if type_v != "f16" else None,
+            "flash_attn": flash_attn,
+            "embedding": embedding,
+            "verbose": settings.debug,
+            "lora_path": str(entry.adapter) if entry.adapter else None,
+        }
         return LoadConfig(entry.name, str(entry.path), plan, options | chosen)
 
     def plan_with(machine: Machine, budgets: Budgets) -> Plan:

@@ -4,11 +4,11 @@ Dataclasses are sent as the fields that differ from their defaults and rebuilt f
 base64, errors by class name. No pickle: a message can only become one of the types named here. Does not know processes
 or models.
 
-To the worker, each with an id: load (config), which is first and whose value is a `Ready`; generate (generation, stream),
-embed (inputs, truncate, normalize; or query, whose documents are the inputs), tokenize (text, special), detokenize
-(tokens), count and render (generation), budget (expert_cache_bytes, vram_cache_bytes), experts (watch_s); and cancel,
-with the id of another. From it: event (id, and the event under its class name), end (id, value or error; stats and
-decisions once there is a model), warning (text).
+To the worker, each with an id: load (config), which is first and whose value is a `Ready`; generate (generation,
+stream), embed (inputs, truncate, normalize; or query, whose documents are the inputs), tokenize (text, special),
+detokenize (tokens), count and render (generation), budget (expert_cache_bytes, vram_cache_bytes), experts (watch_s);
+and cancel, with the id of another. From it: event (id, and the event under its class name), end (id, value or error;
+stats and decisions once there is a model), warning (text).
 """
 
 from __future__ import annotations

@@ -17,17 +17,9 @@ from moegguf.engine.speeds import KnownSpeeds
 from moegguf.errors import BudgetError, OptionError
 from moegguf.models.folder import file_entry
 from moegguf.quantities import Link, parse_expert_cache
+from moegguf.serving import memory_budget
 from moegguf.serving.events import LoadOverrides
-from moegguf.serving.memory_budget import (
-    Admission,
-    MemoryLimit,
-    MemoryUse,
-    ModelSize,
-    admit,
-    expert_cache_within,
-    is_embedding,
-    measure,
-)  # fmt: skip
+from moegguf.serving.memory_budget import Admission, MemoryUse, ModelSize, admit, expert_cache_within, measure
 from moegguf.serving.wire import LoadConfig, build, encode
 from moegguf.settings import Settings
 
@@ -126,8 +118,8 @@ def test_the_limit_is_the_setting_or_what_is_free() -> None:
     def memory() -> Memory:
         return Memory(16 * GIB, free[0], "the machine")
 
-    assert MemoryLimit(Settings(memory_bytes=GIB), memory).bytes(5 * GIB) == GIB
-    limit = MemoryLimit(Settings(), memory)
+    assert memory_budget.MemoryLimit(Settings(memory_bytes=GIB), memory).bytes(5 * GIB) == GIB
+    limit = memory_budget.MemoryLimit(Settings(), memory)
     at_start = limit.bytes(0)
     assert at_start == 10 * GIB - GIB // 2
     free[0] = 7 * GIB
@@ -242,7 +234,7 @@ def test_layers_and_a_placement_that_contradicts_them_are_refused(tmp_path: Path
     ],
 )
 def test_is_embedding(metadata: dict[str, Any], expected: bool) -> None:
-    assert is_embedding(metadata) is expected
+    assert memory_budget.is_embedding(metadata) is expected
 
 
 @pytest.mark.parametrize(

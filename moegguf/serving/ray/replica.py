@@ -1,5 +1,5 @@
-"""Both sides of a Ray Serve replica: what it runs, which is one model in a worker process through the `ModelManager` that
-the server has; and, for the server, the same interface over the handles of replicas.
+"""Both sides of a Ray Serve replica: what it runs, which is one model in a worker process through the `ModelManager`
+that the server has; and, for the server, the same interface over the handles of replicas.
 
 Errors travel as values (`Failure`): Ray would wrap them, and their classes with them.
 """
