@@ -60,7 +60,7 @@ def listen() -> None:
 
 
 def end(number: int, **outcome: Any) -> None:
-    send("end", id=number, stats={"tokens": number}, decisions={"policy": "lru", "predictor": "none"}, **outcome)
+    send("end", id=number, stats={"tokens": number - 1}, decisions={"policy": "lru", "predictor": "none"}, **outcome)
 
 
 def kill_self() -> None:

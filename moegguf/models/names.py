@@ -17,7 +17,6 @@ from moegguf.errors import ModelNameError
 DEFAULT_TAG = "latest"
 HUB_HOST = "hf.co"
 OLLAMA_HOST = "registry.ollama.ai"
-OLLAMA_PREFIX = "ollama:"
 
 MAX_NAME = 512  # characters
 MAX_HOST = 253
@@ -74,22 +73,17 @@ def parse_name(text: str) -> Name:
         raise ModelNameError(f"a model's name has at most {MAX_NAME} characters, but this one {len(text)}; {FORMS}.")
     if "://" in text:
         return _parse_url(text)
-    lowered = text.lower()
-    if lowered.startswith("hf:"):
-        return _hub_name(text[3:], text)
-    if lowered.startswith(OLLAMA_PREFIX):
-        namespace, _, last = text[len(OLLAMA_PREFIX) :].rpartition("/")
-        return _name(OLLAMA_HOST, namespace or "library", last, text)
-    *before, last = text.split("/")
-    if not before and lowered not in _HUB_HOSTS:
-        return _name("", "", last, text)
-    if not before or before[0].lower() in _HUB_HOSTS:
-        return _hub_name(text.partition("/")[2], text)
-    if len(before) == 1:
-        return _hub_name(text, text)
-    if len(before) == 2 and before[0]:
-        return _name(before[0].lower(), before[1], last, text)
-    raise _bad(text, "looks like a path")
+    prefix, _, rest = text.partition(":")
+    if prefix.lower() == "hf":
+        return _name(HUB_HOST, rest, text)
+    if prefix.lower() == "ollama":
+        return _name(OLLAMA_HOST, rest if "/" in rest else f"library/{rest}", text)
+    first, slash, rest = text.partition("/")
+    if first.lower() in _HUB_HOSTS:
+        return _name(HUB_HOST, rest, text)
+    if rest.count("/") == 1:
+        return _name(first.lower(), rest, text)
+    return _name(HUB_HOST if slash else "", text, text)
 
 
 def name_or_none(text: str) -> Name | None:
@@ -110,13 +104,6 @@ def is_hub_name(text: str) -> bool:
     return hub_name_of(text) is not None and (":" in text or not text.lower().endswith(".gguf"))
 
 
-def _hub_name(path: str, text: str) -> Name:
-    user, _, rest = path.partition("/")
-    if not user or not rest.partition(":")[0]:
-        raise _bad(text, "names no repository: it needs a user and a repository")
-    return _name(HUB_HOST, user, rest, text)
-
-
 def _parse_url(text: str) -> Name:
     """The URL of a repository, or of one of its files, whose name is then the tag."""
     try:
@@ -125,36 +112,35 @@ def _parse_url(text: str) -> Name:
     except ValueError:
         raise _bad(text, "is not an address") from None
     if parts.scheme.lower() == "hf":
-        return _hub_name(text.partition("://")[2], text)
+        return _name(HUB_HOST, text.partition("://")[2], text)
     if parts.scheme.lower() not in ("http", "https") or host not in _HUB_HOSTS:
         raise _bad(text, "is not an address of huggingface.co")
     user, repo, *rest = [unquote(part) for part in parts.path.strip("/").split("/")] + [""] * 2
     rest = [part for part in rest if part]
     if rest and rest[0] in ("blob", "resolve") and len(rest) > 2:
         repo = f"{repo.partition(':')[0]}:{rest[-1]}"
-    return _name(HUB_HOST, user, repo, text)
+    return _name(HUB_HOST, f"{user}/{repo}", text)
 
 
-def _name(host: str, namespace: str, last: str, text: str) -> Name:
-    """The name with `model[:tag]` in `last`. Raises ModelNameError for a part that breaks a rule."""
+def _name(host: str, path: str, text: str) -> Name:
+    """The name with `[namespace/]model[:tag]` in `path`. Raises ModelNameError for a part that breaks a rule."""
+    namespace, _, last = path.partition("/") if host else ("", "", path)
     model, colon, tag = last.partition(":")
     name = Name(host, namespace, model, tag if colon else DEFAULT_TAG)
-    if (
-        (name.host and not (_HOST.fullmatch(name.host) or name.is_hub))
-        or ".." in name.host
-        or len(name.host) > MAX_HOST
-    ):
+    if name.is_hub and not (namespace and model):
+        raise _bad(text, "names no repository: it needs a user and a repository")
+    if host and not name.is_hub and (not _HOST.fullmatch(host) or ".." in host or len(host) > MAX_HOST):
         raise _bad(text, "has three parts, but the first is not a host")
-    parts = [(name.model, MAX_PART), (name.tag, MAX_TAG)]
-    for part, most in [(name.namespace, MAX_PART), *parts] if name.host else parts:
+    parts = [(model, MAX_PART), (name.tag, MAX_TAG)]
+    for part, most in [(namespace, MAX_PART), *parts] if host else parts:
         if fault := _fault(part, most):
             raise _bad(text, fault)
-    if name.host and not name.is_hub and "." in name.namespace:
+    if host and not name.is_hub and "." in namespace:
         raise _bad(text, "has a namespace with a dot")
-    if name.is_hub and "--" in name.namespace + "/" + name.model:
+    if name.is_hub and "--" in name.repo:
         raise _bad(text, "has '--', which no repository has")
-    if not name.host and name.model.lower() in _RESERVED:
-        raise _bad(text, f"is not a model: {name.model!r} is a prefix")
+    if not host and model.lower() in _RESERVED:
+        raise _bad(text, f"is not a model: {model!r} is a prefix")
     return name
 
 

@@ -65,7 +65,7 @@ def _per_s(text: str | None) -> float:
 
 async def current_state(manager: ModelManager) -> list[dict[str, Any]]:
     """The state of each loaded model, with its snapshot under `snapshot`; None of one that has just ended."""
-    loaded, watch = manager.loaded(), Watch(manager, None, MAX_SNAPSHOTS_PER_S)
+    loaded, watch = manager.loaded(), Watch(manager.snapshots, None, MAX_SNAPSHOTS_PER_S)
     await watch.take()
     await watch.wait()
     found = {snapshot.model: snapshot for snapshot in await watch.take()}
@@ -83,7 +83,7 @@ async def snapshot_lines(
     sent: dict[str, Any] = {}
     sent_names: list[str] | None = None
     sent_names_s = 0.0
-    watch = Watch(manager, entry, per_s)
+    watch = Watch(manager.snapshots, entry, per_s)
     while not ending.is_set():
         models = manager.loaded()
         loaded = {each.name: model for model in models for each in model.names}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,6 @@ from moegguf.options import LOAD_PARAMETERS
 
 if TYPE_CHECKING:
     from moegguf.models.entry import ModelEntry
-    from moegguf.serving.model_manager import ModelManager
 
 MAX_SNAPSHOTS_PER_S = 20.0
 POLL_S = 0.5  # between two checks which models are loaded
@@ -138,10 +137,16 @@ class Snapshot:
 
 
 class Watch:
-    """Snapshots of the model that `entry` names, None: of each loaded one, `per_s` times a second. Loads no model."""
+    """Snapshots of the model that `entry` names, None: of each loaded one, `per_s` times a second. Loads no model.
+    `snapshots`: those of the manager (`ModelManager.snapshots`)."""
 
-    def __init__(self, manager: ModelManager, entry: ModelEntry | None, per_s: float) -> None:
-        self._manager = manager
+    def __init__(
+        self,
+        snapshots: Callable[[ModelEntry | None, float], Awaitable[list[Snapshot]]],
+        entry: ModelEntry | None,
+        per_s: float,
+    ) -> None:
+        self._snapshots = snapshots
         self._entry = entry
         self._interval_s = 1 / per_s
         self._due_s = -math.inf
@@ -153,7 +158,7 @@ class Watch:
             return []
         self._due_s = time.monotonic() + self._interval_s
         before = self._before
-        now = await self._manager.snapshots(self._entry, 2 * self._interval_s + POLL_S)
+        now = await self._snapshots(self._entry, 2 * self._interval_s + POLL_S)
         self._before = {snapshot.model: snapshot for snapshot in now}
         return [snapshot.since(before.get(snapshot.model)) for snapshot in now]
 

@@ -67,7 +67,7 @@ _tickets = itertools.count(1)
 
 
 class State(Enum):
-    """Of a model's process."""
+    """The state of a model's process."""
 
     ABSENT = "absent"
     LOADING = "loading"
