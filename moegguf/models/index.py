@@ -11,8 +11,8 @@ import fcntl
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -53,13 +53,6 @@ def _path_at(location: str) -> Path:
     if os.path.isabs(location):
         return Path(location)
     raise ValueError("location")
-
-
-def renamed(entry: ModelEntry, name: str) -> ModelEntry:
-    """What the index stores of `entry` under a new name."""
-    parent = "" if entry.source == "path" else entry.name
-    now = datetime.now(UTC)
-    return replace(entry, name=name, source="own", parent=parent, modified=now, files_digest=entry.weights)
 
 
 def updated(entry: ModelEntry) -> ModelEntry:
@@ -125,7 +118,9 @@ class Index:
         Both run under the lock and must not use the index. Raises PullError when the disk fails.
         """
         try:
-            with self._locked():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with open(self.folder / "models.lock", "ab") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
                 contents, is_intact = self._load()
                 changed = edit(contents)
                 if not is_intact:
@@ -149,16 +144,6 @@ class Index:
         except OSError:
             return Contents(), True
         return _load(self.path, info.st_mtime_ns, info.st_ino, info.st_size, (hub_cache(), data_folder()))
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(self.folder / "models.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(handle)
 
 
 @lru_cache(maxsize=4)

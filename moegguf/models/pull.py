@@ -20,8 +20,7 @@ from moegguf.errors import ModelNotFoundError, PullError
 from moegguf.models.catalog import Catalog
 from moegguf.models.entry import ModelEntry, PullStatus
 from moegguf.models.hub import Snapshot, cached_models, hub_cache, hub_offline, snapshots
-from moegguf.models.library import find_in_library, nearest_names
-from moegguf.models.names import DEFAULT_TAG, Name, parse_name
+from moegguf.models.names import DEFAULT_TAG, Name, find_in_library, nearest_names, parse_name
 from moegguf.models.selection import is_model, models_in, select_files
 
 if TYPE_CHECKING:

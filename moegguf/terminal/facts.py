@@ -23,7 +23,7 @@ from moegguf.models.details import details, main_type, parameters, parameters_of
 from moegguf.models.entry import ModelEntry
 from moegguf.models.folder import demo_path
 from moegguf.models.hub import hub_offline
-from moegguf.models.library import LibraryModel, fetchable_name, library
+from moegguf.models.names import LibraryModel, fetchable_name, library
 from moegguf.quantities import Link, parse_expert_cache, parse_link, parse_size
 from moegguf.settings import read_environment, read_settings
 

@@ -12,8 +12,7 @@ from moegguf.errors import ModelFormatError, ModelNotFoundError, OptionError
 from moegguf.gguf.adapter import read_adapter
 from moegguf.gguf.experts import read_layout
 from moegguf.models.catalog import Catalog
-from moegguf.models.modelfile import parse
-from moegguf.models.recipe import Recipe
+from moegguf.models.recipe import Recipe, parse
 from moegguf.serving.events import LoadOverrides
 from moegguf.serving.managed_model import process_key
 from moegguf.serving.memory_budget import measure

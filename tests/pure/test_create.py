@@ -14,8 +14,7 @@ from moegguf.errors import ModelFormatError, ModelNameError, ModelNotFoundError,
 from moegguf.models import blobs
 from moegguf.models.catalog import Catalog, demo_path
 from moegguf.models.details import details
-from moegguf.models.modelfile import parse
-from moegguf.models.recipe import Recipe
+from moegguf.models.recipe import Recipe, parse
 from moegguf.settings import data_folder
 from moegguf.terminal.tables import print_model_list
 

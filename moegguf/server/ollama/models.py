@@ -16,7 +16,7 @@ from moegguf.gguf.reader import read_gguf
 from moegguf.models.catalog import Catalog
 from moegguf.models.details import details, parameters_of
 from moegguf.models.entry import Details, ModelEntry
-from moegguf.models.modelfile import parameter_lines
+from moegguf.models.recipe import parameter_lines
 from moegguf.package import __version__
 from moegguf.server.common.body import read_body
 from moegguf.server.common.errors import HttpError
