@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any, Protocol
 
 from moegguf.errors import OptionError, WorkerError
@@ -179,14 +180,10 @@ class BackgroundLeases:
     @asynccontextmanager
     async def lease(self, *arguments: Any, **options: Any) -> AsyncIterator[Any]:
         """A lease of the manager, inside `async with`. Raises what entering that raises."""
-        lease = self._manager.lease(*arguments, **options)
-        loop = asyncio.get_running_loop()
-        async with self._turn:
-            until_s = loop.time() + MAX_WAIT_S
-            while any(model.queue for model in self._manager.loaded()) and loop.time() < until_s:
-                await asyncio.sleep(POLL_S)
-            entered = await lease.__aenter__()
-        try:
+        async with AsyncExitStack() as stack:
+            async with self._turn:
+                until_s = time.monotonic() + MAX_WAIT_S
+                while any(model.queue for model in self._manager.loaded()) and time.monotonic() < until_s:
+                    await asyncio.sleep(POLL_S)
+                entered = await stack.enter_async_context(self._manager.lease(*arguments, **options))
             yield entered
-        finally:
-            await lease.__aexit__(None, None, None)

@@ -100,15 +100,13 @@ class Waiter:
         """The canonical name that was asked for."""
         return self.entry.name
 
-    def grant(self) -> None:
-        """Ends the wait."""
+    def end(self, error: Exception | None = None) -> None:
+        """Ends the wait, with `error` where there is one."""
         if not self.granted.done():
-            self.granted.set_result(None)
-
-    def fail(self, error: Exception) -> None:
-        """Ends the wait with `error`."""
-        if not self.granted.done():
-            self.granted.set_exception(error)
+            if error is None:
+                self.granted.set_result(None)
+            else:
+                self.granted.set_exception(error)
 
     def same_load(self, other: Waiter) -> bool:
         """Whether both need the same files with the same overrides."""
@@ -179,7 +177,7 @@ class ManagedModel:
         self.n_requests += waiter.will_answer
         if waiter.will_answer:  # others are granted beside it
             self._turns.serve(waiter.client, waiter.turn)
-        waiter.grant()
+        waiter.end()
 
     def expires_s(self, name: str) -> float:
         """When `name` gives the model up (the event loop's clock); inf while requests of that name use it or wait."""

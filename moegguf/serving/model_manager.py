@@ -127,7 +127,7 @@ class ModelManager:
         self._closed = True
         for model in self._models.values():
             for waiter in (*model.waiters, *model.unloads):
-                waiter.fail(_shutting_down())
+                waiter.end(_shutting_down())
 
     def lease(
         self,
@@ -242,7 +242,7 @@ class ModelManager:
             raise busy
         model, newest = max((pair for pair in waiting if counts[pair[1].client] == most), key=lambda p: p[1].ticket)
         model.waiters.remove(newest)
-        newest.fail(busy)
+        newest.end(busy)
 
     def _remembered(self, waiter: Waiter) -> LoadOverrides:
         """The overrides of `waiter`; where they are None the entry's own parameters, then those of the last request of
@@ -368,7 +368,7 @@ class ModelManager:
             if model.state is State.ABSENT or is_shared:  # else it is unloaded first
                 model.unloads.remove(waiter)
                 model.uses.pop(waiter.name, None)
-                waiter.grant()
+                waiter.end()
         if model.state is not State.READY:
             return
         for waiter in [w for w in model.waiters if not w.will_answer]:
@@ -455,7 +455,7 @@ class ModelManager:
         """Ends all waiters that need the same load as `failed`; a load with other options is still tried."""
         for waiter in [w for w in model.waiters if w.same_load(failed)]:
             model.waiters.remove(waiter)
-            waiter.fail(error)
+            waiter.end(error)
         model.measured = None
         asyncio.get_running_loop().call_soon(self._dispatch)
 

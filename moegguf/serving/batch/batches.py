@@ -30,6 +30,8 @@ from moegguf.serving.batch.answers import (
     Answer,
     Counts,
     Journal,
+    LineError,
+    Requests,
     Span,
     answer_requests,
     error_entry,
@@ -37,7 +39,6 @@ from moegguf.serving.batch.answers import (
     storing,
 )
 from moegguf.serving.batch.files import FileStore
-from moegguf.serving.batch.requests import LineError, Requests
 from moegguf.serving.clients import current_owner, is_visible
 
 log = logging.getLogger(__name__)
