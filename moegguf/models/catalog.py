@@ -23,20 +23,8 @@ from moegguf.gguf.experts import read_layout
 from moegguf.gguf.reader import begins_as_gguf, is_other_kind
 from moegguf.models.blobs import BlobStore
 from moegguf.models.entry import ModelEntry, model_digest, weights_digest
-from moegguf.models.folder import (
-    DEMO_NAME,
-    demo_models,
-    demo_path,
-    file_entry,
-    folder_models,
-    models_by_name,
-    name_key,
-    only_model,
-)
-from moegguf.models.hub import cached_models, delete_cached
 from moegguf.models.index import Contents, Index, updated
 from moegguf.models.names import DEFAULT_TAG, HUB_HOST, Name, find_in_library, name_or_none, nearest_names, parse_name
-from moegguf.models.ollama_store import ollama_models
 from moegguf.models.recipe import (
     Recipe,
     check_overrides,
@@ -45,6 +33,19 @@ from moegguf.models.recipe import (
     jinja_or_none,
     left_out,
     render,
+)
+from moegguf.models.sources import (
+    DEMO_NAME,
+    cached_models,
+    delete_cached,
+    demo_models,
+    demo_path,
+    file_entry,
+    folder_models,
+    models_by_name,
+    name_key,
+    ollama_models,
+    only_model,
 )
 from moegguf.options import DRAFTS
 from moegguf.settings import data_folder

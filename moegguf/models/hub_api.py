@@ -2,7 +2,7 @@
 for the headers of a model alone.
 
 Imports huggingface_hub, which is slow: import this only when something is fetched. Addresses and folders come from
-models/hub.py at each call, because huggingface_hub reads their environment variables only once; tokens are its own.
+models/sources.py at each call, because huggingface_hub reads their environment variables only once; tokens are its own.
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_st
 from moegguf.errors import ModelFormatError, ModelNotFoundError, MoeggufError, PullError
 from moegguf.gguf.reader import read_gguf
 from moegguf.models.entry import ModelEntry
-from moegguf.models.folder import file_entry
-from moegguf.models.hub import hub_cache, hub_endpoint, repo_folder
 from moegguf.models.names import parse_name
 from moegguf.models.selection import select_files
+from moegguf.models.sources import file_entry, hub_cache, hub_endpoint, repo_folder
 from moegguf.package import __version__
 from moegguf.quantities import format_bytes
 

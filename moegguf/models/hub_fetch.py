@@ -33,8 +33,8 @@ from moegguf.atomic_write import write_atomically
 from moegguf.errors import ModelFormatError, PullError
 from moegguf.gguf.reader import MAGIC
 from moegguf.models.blobs import check_space, free_bytes, sync_folder
-from moegguf.models.hub import hub_endpoint
 from moegguf.models.hub_api import HubFile, Repository, Stopped, hub_errors, open_bytes, with_retries
+from moegguf.models.sources import hub_endpoint
 from moegguf.package import __version__
 from moegguf.quantities import format_bytes
 

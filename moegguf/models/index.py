@@ -23,10 +23,9 @@ from moegguf.atomic_write import write_atomically
 from moegguf.errors import MoeggufError, PullError
 from moegguf.models.blobs import sets_folder
 from moegguf.models.entry import ModelEntry, model_digest, size_of, weights_digest
-from moegguf.models.folder import DEMO_FILE, demo_path
-from moegguf.models.hub import hub_cache
 from moegguf.models.names import parse_name
 from moegguf.models.recipe import check_overrides, check_text
+from moegguf.models.sources import DEMO_FILE, demo_path, hub_cache
 from moegguf.settings import data_folder
 
 VERSION = 1

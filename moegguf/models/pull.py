@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 from moegguf.errors import ModelNotFoundError, PullError
 from moegguf.models.catalog import Catalog
 from moegguf.models.entry import ModelEntry, PullStatus
-from moegguf.models.hub import Snapshot, cached_models, hub_cache, hub_offline, snapshots
 from moegguf.models.names import DEFAULT_TAG, Name, find_in_library, nearest_names, parse_name
 from moegguf.models.selection import is_model, models_in, select_files
+from moegguf.models.sources import Snapshot, cached_models, hub_cache, hub_offline, snapshots
 
 if TYPE_CHECKING:
     from moegguf.models.hub_api import HubFile

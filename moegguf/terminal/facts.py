@@ -21,9 +21,8 @@ from moegguf.gguf.reader import ggml_type, read_gguf
 from moegguf.models.catalog import Catalog
 from moegguf.models.details import details, main_type, parameters, parameters_of, projector_of
 from moegguf.models.entry import ModelEntry
-from moegguf.models.folder import demo_path
-from moegguf.models.hub import hub_offline
 from moegguf.models.names import LibraryModel, fetchable_name, library
+from moegguf.models.sources import demo_path, hub_offline
 from moegguf.quantities import Link, parse_expert_cache, parse_link, parse_size
 from moegguf.settings import read_environment, read_settings
 

@@ -21,7 +21,7 @@ from recorded_texts import check_recorded, recorded_lines
 
 from moegguf.generate.request import GenerationRequest, Sampling
 from moegguf.models.blobs import BlobStore
-from moegguf.models.folder import demo_path
+from moegguf.models.sources import demo_path
 from moegguf.server.common import limits
 from moegguf.server.openai.schema import ChatBody
 

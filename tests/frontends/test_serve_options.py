@@ -19,7 +19,7 @@ from moegguf.errors import ModelFormatError, OptionError
 from moegguf.gguf.experts import read_layout
 from moegguf.models.catalog import Catalog
 from moegguf.models.entry import ModelEntry
-from moegguf.models.folder import demo_models
+from moegguf.models.sources import demo_models
 from moegguf.options import OPTIONS
 from moegguf.server import serve as server
 from moegguf.serving.events import LoadOverrides

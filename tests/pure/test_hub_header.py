@@ -11,8 +11,8 @@ from gguf_builder import moe
 from moegguf.errors import ModelFormatError, ModelNotFoundError, PullError
 from moegguf.gguf.experts import read_layout
 from moegguf.models import hub_api
-from moegguf.models.hub import hub_cache
 from moegguf.models.hub_api import remote_model
+from moegguf.models.sources import hub_cache
 from moegguf.terminal.facts import estimate_model, model_facts
 
 PATH = "m-Q4_0.gguf"

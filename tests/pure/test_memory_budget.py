@@ -15,7 +15,7 @@ from moegguf.engine.machine import Device, Memory
 from moegguf.engine.plan import Plan
 from moegguf.engine.speeds import KnownSpeeds
 from moegguf.errors import BudgetError, OptionError
-from moegguf.models.folder import file_entry
+from moegguf.models.sources import file_entry
 from moegguf.quantities import Link, parse_expert_cache
 from moegguf.serving import memory_budget
 from moegguf.serving.events import LoadOverrides

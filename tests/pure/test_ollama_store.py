@@ -11,7 +11,7 @@ import pytest
 
 from moegguf.errors import ModelNameError, ModelNotFoundError, OptionError
 from moegguf.models.catalog import Catalog
-from moegguf.models.ollama_store import OllamaStore, ollama_folders
+from moegguf.models.sources import OllamaStore, ollama_folders
 
 pytestmark = pytest.mark.usefixtures("any_file_is_a_model")
 

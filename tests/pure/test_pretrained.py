@@ -9,8 +9,8 @@ from pull_helpers import DATA
 
 from moegguf.errors import ModelNotFoundError, PullError
 from moegguf.models import hub_api, hub_fetch
-from moegguf.models.hub import hub_cache
 from moegguf.models.pull import fetch
+from moegguf.models.sources import hub_cache
 
 ONE = "m-Q4_K_M.gguf"
 SHARDS = [f"Q8_0/m-Q8_0-{n:05d}-of-00003.gguf" for n in (1, 2, 3)]

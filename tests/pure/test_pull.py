@@ -21,8 +21,8 @@ from moegguf.errors import ModelNotFoundError, MoeggufError, PullError
 from moegguf.models import blobs, hub_api, hub_fetch
 from moegguf.models.catalog import Catalog
 from moegguf.models.entry import PullStatus
-from moegguf.models.hub import hub_cache
 from moegguf.models.pull import pull
+from moegguf.models.sources import hub_cache
 
 pytestmark = pytest.mark.usefixtures("any_file_is_a_model")
 
