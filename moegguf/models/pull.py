@@ -24,7 +24,7 @@ from moegguf.models.selection import is_model, models_in, select_files
 from moegguf.models.sources import Snapshot, cached_models, hub_cache, hub_offline, snapshots
 
 if TYPE_CHECKING:
-    from moegguf.models.hub_api import HubFile
+    from moegguf.models.hub import HubFile
 
 Report = Callable[[PullStatus], None]
 
@@ -60,8 +60,7 @@ def pull(name: str, catalog: Catalog, report: Report, cancelled: threading.Event
 
 
 def _fetch(name: Name, report: Report, stopped: threading.Event) -> ModelEntry:
-    from moegguf.models.hub_api import Stopped, read_repository
-    from moegguf.models.hub_fetch import fetch_files, link_commit
+    from moegguf.models.hub import Stopped, fetch_files, link_commit, read_repository
 
     try:
         report(PullStatus("pulling manifest"))
@@ -126,8 +125,7 @@ def fetch(
     """
     from huggingface_hub.utils import tqdm
 
-    from moegguf.models.hub_api import read_repository
-    from moegguf.models.hub_fetch import fetch_files, find_missing, link_commit, move_files
+    from moegguf.models.hub import fetch_files, find_missing, link_commit, move_files, read_repository
 
     folder, stopped = Path(local_dir) if local_dir else None, threading.Event()
     cache = folder / ".cache" / "moegguf" if folder else Path(cache or hub_cache())

@@ -58,7 +58,7 @@ def described(model: str) -> Iterator[DescribedModel]:
         name = fetchable_name(model)
         if hub_offline() or name is None:
             raise
-        from moegguf.models.hub_api import remote_model
+        from moegguf.models.hub import remote_model
 
         with remote_model(name) as entry:
             layout = read_layout(entry.path)
