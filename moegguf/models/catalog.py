@@ -21,10 +21,9 @@ from moegguf.errors import ModelFormatError, ModelNotFoundError, OptionError, Pu
 from moegguf.gguf.adapter import read_adapter
 from moegguf.gguf.experts import read_layout
 from moegguf.gguf.reader import begins_as_gguf, is_other_kind
-from moegguf.models.blobs import BlobStore
 from moegguf.models.entry import ModelEntry, model_digest, weights_digest
-from moegguf.models.index import Contents, Index, updated
 from moegguf.models.names import DEFAULT_TAG, HUB_HOST, Name, find_in_library, name_or_none, nearest_names, parse_name
+from moegguf.models.own_store import BlobStore, Contents, Index, updated
 from moegguf.models.recipe import (
     Recipe,
     check_overrides,

@@ -48,9 +48,9 @@ from huggingface_hub.utils import WeakFileLock, build_hf_headers, get_session, h
 from moegguf.atomic_write import write_atomically
 from moegguf.errors import ModelFormatError, ModelNotFoundError, MoeggufError, PullError
 from moegguf.gguf.reader import MAGIC, read_gguf
-from moegguf.models.blobs import check_space, free_bytes, sync_folder
 from moegguf.models.entry import ModelEntry
 from moegguf.models.names import parse_name
+from moegguf.models.own_store import check_space, free_bytes, sync_folder
 from moegguf.models.selection import select_files
 from moegguf.models.sources import file_entry, hub_cache, hub_endpoint, repo_folder
 from moegguf.package import __version__

@@ -25,8 +25,7 @@ from pathlib import Path
 
 from moegguf.errors import ModelNameError, ModelNotFoundError, MoeggufError, PullError
 from moegguf.gguf.shards import parse_shard_name, shards_of
-from moegguf.models.blobs import blob_name
-from moegguf.models.entry import ModelEntry, Source, digest_of, modified_at, size_of, weights_digest
+from moegguf.models.entry import ModelEntry, Source, blob_name, digest_of, modified_at, size_of, weights_digest
 from moegguf.models.names import DEFAULT_TAG, HUB_HOST, OLLAMA_HOST, Name, hub_name_of, name_or_none, parse_name
 from moegguf.models.recipe import check_overrides, is_go_template
 from moegguf.models.selection import FileSelection, is_model, models_in, projector_beside, select_files

@@ -15,7 +15,7 @@ from catalog_helpers import cache, names
 
 from moegguf.models.catalog import Catalog, demo_path
 from moegguf.models.entry import ModelEntry
-from moegguf.models.index import Index
+from moegguf.models.own_store import Index
 from moegguf.models.recipe import Recipe
 from moegguf.models.sources import hub_cache
 from moegguf.settings import data_folder

@@ -18,8 +18,8 @@ from pull_helpers import DATA, FILES, NAME, fetch, nothing_has_a_name, stored
 from waiting import until
 
 from moegguf.errors import ModelNotFoundError, MoeggufError, PullError
-from moegguf.models import blobs
 from moegguf.models import hub as downloads
+from moegguf.models import own_store
 from moegguf.models.catalog import Catalog
 from moegguf.models.entry import PullStatus
 from moegguf.models.pull import pull
@@ -382,13 +382,13 @@ def test_a_file_that_is_gone_is_told_apart_from_a_repository_that_is(repo: FakeH
 
 
 def test_too_small_a_disk_is_told_before_the_first_byte(repo: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blobs, "free_bytes", lambda folder: (64 << 20) + (1 << 20))
+    monkeypatch.setattr(own_store, "free_bytes", lambda folder: (64 << 20) + (1 << 20))
     with pytest.raises(PullError, match=r"needs 3\.00MiB .* has 65\.0MiB free; delete files"):
         fetch()
     assert not repo.gets("x-Q4_K_M.gguf") and stored() == []
-    monkeypatch.setattr(blobs, "free_bytes", lambda folder: (64 << 20) + len(DATA) + 99)
+    monkeypatch.setattr(own_store, "free_bytes", lambda folder: (64 << 20) + len(DATA) + 99)
     assert fetch()[0].name == NAME
-    monkeypatch.setattr(blobs, "free_bytes", lambda folder: 0)
+    monkeypatch.setattr(own_store, "free_bytes", lambda folder: 0)
     assert fetch()[1][-1].status == "success"  # nothing is missing
 
 
@@ -396,7 +396,7 @@ def test_what_is_there_of_a_file_needs_no_space_again(repo: FakeHub, monkeypatch
     repo.faults["x-Q4_K_M.gguf"] = [cut_after(2 << 20), *[status(503)] * downloads.TRIES]
     with pytest.raises(PullError):
         fetch()
-    monkeypatch.setattr(blobs, "free_bytes", lambda folder: (64 << 20) + (1 << 20) + 99)
+    monkeypatch.setattr(own_store, "free_bytes", lambda folder: (64 << 20) + (1 << 20) + 99)
     assert fetch()[0].path.read_bytes() == DATA
 
 
