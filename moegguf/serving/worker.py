@@ -54,7 +54,6 @@ from moegguf.serving.wire import (
 )  # fmt: skip
 
 EXIT_GRACE_S = 5.0  # for a running computation after the socket has closed
-FIRST_DELTA_PAUSE_S = 0.0005  # the server and its client need a processor to show the first delta
 DELTA_S = 0.02  # between two messages with an answer's text
 PROGRESS_S = 0.1  # between two messages of progress
 BESIDE = ("count", "render", "budget")  # a slow template, say, would keep the next cancel from being read
@@ -85,11 +84,6 @@ class Outbox:
             else:
                 self._held.append(line)
 
-    @property
-    def holds(self) -> bool:
-        """Whether a block is open."""
-        return self._held is not None
-
     @contextmanager
     def one_call(self) -> Iterator[None]:
         """A block, of one thread at a time and short: lines of other threads wait for its end, too. Raises OSError when
@@ -107,24 +101,20 @@ class Outbox:
 
 class Events:
     """Sends an answer's events, in the manner of `AnswerEvents`: deltas that come faster than DELTA_S are joined (50
-    updates a second are enough for a display); without `stream` there is one, last. `sent_first` is called after the
-    first delta of a stream."""
+    updates a second are enough for a display); without `stream` there is one, last."""
 
     def __init__(
         self,
         *,
         stream: bool,
         send: Callable[[Delta | PromptProgress], None],
-        sent_first: Callable[[], None],
         end: Callable[[Timing, Exception | None], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stream = stream
         self._send = send
-        self._sent_first = sent_first
         self._end = end
         self._pending: list[Delta] = []
-        self._is_first = True
         self._delta_is_due = every(DELTA_S, -math.inf, clock)
         self._progress_is_due = every(PROGRESS_S, clock(), clock)
 
@@ -138,9 +128,6 @@ class Events:
         self._pending.append(delta)
         if self._stream and self._delta_is_due():
             self._flush()
-        if self._stream and self._is_first:
-            self._sent_first()
-        self._is_first = False
 
     def on_end(self, timing: Timing, error: Exception | None) -> None:
         """Sends what is left, and the end."""
@@ -174,7 +161,6 @@ class Worker:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._outbox = Outbox(connection)
-        self._first_delta_held = False  # an answer's first delta is among the lines of a step
         self._beside: queue.SimpleQueue[Message] = queue.SimpleQueue()  # what does not wait for an answer to end
         self._jobs: dict[int, BatchedAnswer | Task] = {}  # by request, until they end
         self._jobs_lock = threading.RLock()
@@ -305,7 +291,7 @@ class Worker:
             if not isinstance(error, MoeggufError):
                 raise
             return False
-        self._loop = BatchLoop(llm, together=self._one_call)
+        self._loop = BatchLoop(llm, together=self._outbox.one_call)
         self._name, self._start_s = config.name, time.monotonic()
         plan = asdict(llm.plan) | {"vram_cache_bytes": llm.plan.vram_cache_bytes}
         self._end(number, Ready(llm.n_ctx(), plan, llm.n_seq_max, llm.reads_images), None)
@@ -328,29 +314,13 @@ class Worker:
             with self._jobs_lock:  # it may end at once
                 if message["kind"] == "generate":
                     end = functools.partial(self._end, number)
-                    events = Events(stream=message["stream"], send=send, sent_first=self._pause, end=end)
+                    events = Events(stream=message["stream"], send=send, end=end)
                     self._jobs[number] = loop.submit(build(GenerationRequest, message["generation"]), events)
                 else:
                     fail = functools.partial(self._end, number, None)
                     self._jobs[number] = loop.submit_task(lambda: self._reply(message), self._model.cancel, fail)
         except MoeggufError as error:
             self._end(number, None, error)
-
-    @contextmanager
-    def _one_call(self) -> Iterator[None]:
-        """What the answers of a step send, in one call."""
-        with self._outbox.one_call():
-            yield
-        if self._first_delta_held:
-            self._first_delta_held = False
-            self._pause()
-
-    def _pause(self) -> None:
-        """After the first delta of an answer, unless that would hold up others."""
-        if self._outbox.holds:
-            self._first_delta_held = True
-        elif self._loop is not None and self._loop.n_running <= 1:
-            time.sleep(FIRST_DELTA_PAUSE_S)
 
     def _reply(self, message: Message) -> None:
         value, failure = None, None
