@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from moegguf.engine.devices import has_gpu, query_gpus
 from moegguf.engine.machine import Device
@@ -56,16 +56,12 @@ from moegguf.serving.wire import build
 from moegguf.serving.worker_process import COMMAND, LoadStalledError, WorkerProcess
 from moegguf.settings import Settings, read_environment
 
+if TYPE_CHECKING:
+    from moegguf.models.catalog import Catalog
+
 MAX_CRASHED_LOADS = 3
 OVERTAKE_S = 10.0  # so that requests that alternate between two models do not swap them every time
 SHUTDOWN_GRACE_S = 5.0
-
-
-class Catalog(Protocol):
-    """The part of `moegguf.models.catalog.Catalog` that is needed here."""
-
-    def find(self, name: str) -> ModelEntry:
-        """The entry of that name. Raises ModelNotFoundError, ModelNameError."""
 
 
 class ModelManager:
