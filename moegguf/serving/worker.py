@@ -22,7 +22,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from io import BufferedReader
 from typing import Any
 
@@ -99,46 +99,42 @@ class Outbox:
                     self._connection.sendall(b"".join(held))
 
 
+@dataclass
 class Events:
     """Sends an answer's events, in the manner of `AnswerEvents`: deltas that come faster than DELTA_S are joined (50
     updates a second are enough for a display); without `stream` there is one, last."""
 
-    def __init__(
-        self,
-        *,
-        stream: bool,
-        send: Callable[[Delta | PromptProgress], None],
-        end: Callable[[Timing, Exception | None], object],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._stream = stream
-        self._send = send
-        self._end = end
+    stream: bool
+    send: Callable[[Delta | PromptProgress], None]
+    end: Callable[[Timing, Exception | None], object]
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._pending: list[Delta] = []
-        self._delta_is_due = every(DELTA_S, -math.inf, clock)
-        self._progress_is_due = every(PROGRESS_S, clock(), clock)
+        self._delta_is_due = every(DELTA_S, -math.inf, self.clock)
+        self._progress_is_due = every(PROGRESS_S, self.clock(), self.clock)
 
     def on_progress(self, progress: PromptProgress) -> None:
         """Sends it, unless the last one is recent."""
-        if self._stream and (self._progress_is_due() or progress.n_done == progress.n_tokens):
-            self._send(progress)
+        if self.stream and (self._progress_is_due() or progress.n_done == progress.n_tokens):
+            self.send(progress)
 
     def on_delta(self, delta: Delta) -> None:
         """Sends it with those that wait, or keeps it for a moment."""
         self._pending.append(delta)
-        if self._stream and self._delta_is_due():
+        if self.stream and self._delta_is_due():
             self._flush()
 
     def on_end(self, timing: Timing, error: Exception | None) -> None:
         """Sends what is left, and the end."""
         if error is None:
             self._flush()
-        self._end(timing, error)
+        self.end(timing, error)
 
     def _flush(self) -> None:
         if self._pending:
             pending, self._pending = self._pending, []
-            self._send(join(pending))
+            self.send(join(pending))
 
 
 def every(interval_s: float, last_s: float, clock: Callable[[], float] = time.monotonic) -> Callable[[], bool]:

@@ -76,12 +76,9 @@ class Requests:
         defaults: Mapping[str, Any] = {},
         *,
         max_requests: int | None = None,
-        stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Reads and checks all lines. `stop` is asked at each line; true ends with BatchFileError.
-
-        Raises BatchFileError for a file without requests or with more than `max_requests`.
-        """
+        """Reads and checks all lines. Raises BatchFileError for a file without requests or with more than
+        `max_requests`."""
         self._file = file
         self._endpoints = endpoints
         self._defaults = dict(defaults)
@@ -89,8 +86,6 @@ class Requests:
         digest = hashlib.sha256(json.dumps(self._defaults, sort_keys=True).encode())
         seen: dict[str, int] = {}
         for number, (offset, n_bytes, raw) in enumerate(_lines(file, digest.update), 1):
-            if stop():
-                raise BatchFileError("the batch was stopped while its requests were read.")
             if raw is None or raw.strip():
                 self.lines.append(self._line(number, offset, n_bytes, raw, seen))
             if max_requests is not None and len(self.lines) > max_requests:
@@ -146,11 +141,15 @@ class Requests:
         """The id of the line's answer: the same whenever the same requests are answered."""
         return f"batch_req_{self.fingerprint}_{line.number}"
 
+    def close(self) -> None:
+        """Closes the file; so does the end of `with`."""
+        self._file.close()
+
     def __enter__(self) -> Requests:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        self.close()
 
 
 def _lines(file: BinaryIO, update: Callable[[bytes], object]) -> Iterator[tuple[int, int, bytes | None]]:

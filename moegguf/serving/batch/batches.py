@@ -13,12 +13,11 @@ import json
 import logging
 import os
 import shutil
-import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -90,29 +89,24 @@ class Batch:
     owner: str = ""
 
 
+@dataclass(eq=False)
 class Batches:
     """The batches and files in a folder, inside `async with`. One server at a time has the folder, from its first use.
 
     `answer` answers a request; `window_s`: a batch that takes longer expires, inf: none does. `max_bytes`: of all
-    files, and of the answers of batches that have not ended.
+    files, and of the answers of batches that have not ended. `now`: seconds since 1970.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        answer: Answer,
-        *,
-        max_bytes: int,
-        n_parallel: int,
-        window_s: float,
-        now: Callable[[], float] = time.time,
-    ) -> None:
-        self._folder = folder
-        self._answer = answer
-        self._n_parallel = n_parallel
-        self._window_s = window_s
-        self._now = now
-        self._files = FileStore(folder, max_bytes, now)
+    folder: Path
+    answer: Answer
+    _: KW_ONLY
+    max_bytes: int
+    n_parallel: int
+    window_s: float
+    now: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
+        self._files = FileStore(self.folder, self.max_bytes, self.now)
         self._lock: int | None = None
         self._batches: dict[str, Batch] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}  # of batches that have not ended
@@ -121,7 +115,7 @@ class Batches:
         self._closing = False
 
     async def __aenter__(self) -> Batches:
-        if self._folder.exists():
+        if self.folder.exists():
             try:
                 self._open()
             except (BusyError, OSError) as error:
@@ -148,9 +142,9 @@ class Batches:
             raise BusyError("the server is shutting down; try again later.")
         if self._lock is not None:
             return
-        with storing(self._folder):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self._folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with storing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self._files.load()
@@ -159,20 +153,20 @@ class Batches:
                 os.close(lock)
                 if isinstance(error, BlockingIOError):
                     raise BusyError(
-                        f"another server has the files and batches in {self._folder}; ask that one."
+                        f"another server has the files and batches in {self.folder}; ask that one."
                     ) from None
                 raise
         self._lock = lock
 
     def _load(self) -> None:
         found = []
-        for path in self._folder.glob("batch_*.json"):
+        for path in self.folder.glob("batch_*.json"):
             with suppress(OSError, ValueError, TypeError, KeyError):
                 known = json.loads(path.read_bytes())
                 found.append(Batch(**{**known, "counts": Counts(**known["counts"])}))
         found.sort(key=lambda batch: batch.created_ns)
         self._batches = {batch.id: batch for batch in found}
-        for folder in self._folder.glob("batch_*/"):
+        for folder in self.folder.glob("batch_*/"):
             if folder.name not in self._batches or self._batches[folder.name].status in FINAL:
                 shutil.rmtree(folder, ignore_errors=True)
         for batch in found:
@@ -209,14 +203,14 @@ class Batches:
             raise BatchFileError(f"{input_file_id} was stored for {known.purpose!r}; a batch needs 'batch'.")
         if len(self._tasks) >= MAX_UNFINISHED:
             raise BusyError(f"{MAX_UNFINISHED} batches are not finished; try again later.")
-        now_s = self._now()
-        expires_at = None if self._window_s == float("inf") else int(now_s + self._window_s)
+        now_s = self.now()
+        expires_at = None if self.window_s == float("inf") else int(now_s + self.window_s)
         batch = Batch(
             f"batch_{uuid.uuid4().hex[:24]}", endpoint, input_file_id, int(now_s), time.time_ns(), expires_at,
             metadata=None if metadata is None else dict(metadata), output_expires_after_s=output_expires_after_s,
             owner=current_owner.get(),
         )  # fmt: skip
-        with storing(self._folder):
+        with storing(self.folder):
             try:
                 self._work(batch).mkdir()
                 self._files.link(input_file_id, self._work(batch) / INPUT)
@@ -230,8 +224,8 @@ class Batches:
 
     def cancel(self, batch: Batch) -> None:
         """Begins to cancel a batch, whose status must be one of CANCELLABLE. Raises StorageError."""
-        with storing(self._folder):
-            self._update(batch, status="cancelling", cancelling_at=int(self._now()))
+        with storing(self.folder):
+            self._update(batch, status="cancelling", cancelling_at=int(self.now()))
         if batch.id in self._begun:  # else it begins with that status
             self._tasks[batch.id].cancel()
 
@@ -274,20 +268,20 @@ class Batches:
             await self._validate(batch)
         elif batch.status == "in_progress":
             try:
-                left_s = None if batch.expires_at is None else batch.expires_at - self._now()
+                left_s = None if batch.expires_at is None else batch.expires_at - self.now()
                 async with asyncio.timeout(left_s) as window:
                     while next(each for each in self._batches.values() if each.status in CANCELLABLE) is not batch:
                         self._changed.clear()  # others are to be answered, cancelled or found invalid first
                         await self._changed.wait()
                     async with self._answers(batch) as (requests, journal):
                         journal.check_space = self._files.check_space
-                        await answer_requests(requests, journal, self._answer, self._n_parallel, lambda entry: None)
+                        await answer_requests(requests, journal, self.answer, self.n_parallel, lambda entry: None)
             except TimeoutError:
                 if not window.expired():
                     raise
                 await self._finalize(batch, "expired", EXPIRED)
             else:
-                self._update(batch, status="finalizing", finalizing_at=int(self._now()))
+                self._update(batch, status="finalizing", finalizing_at=int(self.now()))
         elif batch.status == "finalizing":
             await self._finalize(batch, "completed")
         else:
@@ -301,7 +295,7 @@ class Batches:
                 self._fail(batch, errors[:MAX_ERRORS])
                 return
             model = requests.models[0] if len(requests.models) == 1 else None
-            now = int(self._now())
+            now = int(self.now())
             self._update(batch, status="in_progress", in_progress_at=now, total=len(requests.lines), model=model)
 
     async def _finalize(self, batch: Batch, status: str, not_executed: str | None = None) -> None:
@@ -319,7 +313,7 @@ class Batches:
                 await _in_thread(append_missing)
             output_id = await self._store(batch, journal, "output", lambda span: span.is_answer)
             error_id = await self._store(batch, journal, "errors", lambda span: not span.is_answer)
-            now = int(self._now())
+            now = int(self.now())
             self._update(
                 batch, status=status, total=len(requests.lines), counts=journal.counts, output_file_id=output_id,
                 error_file_id=error_id, finalizing_at=batch.finalizing_at or now, **{f"{status}_at": now},
@@ -338,35 +332,31 @@ class Batches:
             return file.finish(f"{batch.id}_{what}.jsonl", OUTPUT_PURPOSE, batch.output_expires_after_s).id
 
     def _fail(self, batch: Batch, errors: list[dict[str, Any]]) -> None:
-        self._try_update(batch, status="failed", failed_at=int(self._now()), errors=errors)
+        self._try_update(batch, status="failed", failed_at=int(self.now()), errors=errors)
         self._remove_work(batch)
 
     def _work(self, batch: Batch) -> Path:
         """The folder of what is needed until the batch has ended."""
-        return self._folder / batch.id
+        return self.folder / batch.id
 
     def _remove_work(self, batch: Batch) -> None:
         shutil.rmtree(self._work(batch), ignore_errors=True)
 
     async def _requests(self, batch: Batch) -> Requests:
         """The batch's requests, which the caller closes. Raises BatchFileError, OSError."""
-        stop = threading.Event()
-        try:
-            file = (self._work(batch) / INPUT).open("rb")
-        except FileNotFoundError:
-            raise BatchFileError("the requests of this batch are gone; create another one.") from None
 
         def read() -> Requests:
+            file = (self._work(batch) / INPUT).open("rb")
             try:
-                return Requests(file, (batch.endpoint,), max_requests=MAX_REQUESTS, stop=stop.is_set)
+                return Requests(file, (batch.endpoint,), max_requests=MAX_REQUESTS)
             except BaseException:  # also where the server ends
                 file.close()
                 raise
 
         try:
-            return await asyncio.to_thread(read)  # some seconds for a large file
-        finally:
-            stop.set()
+            return await _in_thread(read, lambda found: found.close())  # some seconds for a large file
+        except FileNotFoundError:
+            raise BatchFileError("the requests of this batch are gone; create another one.") from None
 
     @asynccontextmanager
     async def _answers(self, batch: Batch) -> AsyncIterator[tuple[Requests, Journal]]:
@@ -385,7 +375,7 @@ class Batches:
         known = asdict(batch) | changes
         if isinstance(known["counts"], Counts):
             known["counts"] = asdict(known["counts"])
-        write_atomically(self._folder / f"{batch.id}.json", json.dumps(known).encode())
+        write_atomically(self.folder / f"{batch.id}.json", json.dumps(known).encode())
         vars(batch).update(changes)
         self._changed.set()
 
