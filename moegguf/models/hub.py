@@ -422,47 +422,47 @@ def _locked(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.E
             on_bytes(file.size_bytes - file.missing_bytes)
 
 
+@dataclass
 class _Body:
     """The bytes of one file received so far, on disk and in the digest: SHA-256 of large files, git's of small ones."""
 
-    def __init__(
-        self, output: BinaryIO, file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Event
-    ) -> None:
-        self._file = file
-        self._stopped = stopped
-        self._output = output
-        self._on_bytes = on_bytes
-        git = hashlib.sha1(f"blob {file.size_bytes}\0".encode(), usedforsecurity=False)
-        self._empty = hashlib.sha256() if file.is_large else git
+    output: BinaryIO
+    file: HubFile
+    on_bytes: Callable[[int], None]
+    stopped: threading.Event
+
+    def __post_init__(self) -> None:
+        git = hashlib.sha1(f"blob {self.file.size_bytes}\0".encode(), usedforsecurity=False)
+        self._empty = hashlib.sha256() if self.file.is_large else git
         self._digest, self.n_bytes = self._empty.copy(), 0
-        output.seek(0)
-        while chunk := output.read(READ_BYTES):
+        self.output.seek(0)
+        while chunk := self.output.read(READ_BYTES):
             self._count(chunk)
-        if self.n_bytes > file.size_bytes:
+        if self.n_bytes > self.file.size_bytes:
             self.restart()
 
     def restart(self) -> None:
         """Discards what was received."""
-        self._output.seek(0)
-        self._output.truncate()
+        self.output.seek(0)
+        self.output.truncate()
         self._digest, self.n_bytes = self._empty.copy(), 0
 
     def is_verified(self) -> bool:
-        return self._digest.hexdigest() == self._file.etag
+        return self._digest.hexdigest() == self.file.etag
 
     def receive(self) -> None:
         """One request for the missing bytes, written as they arrive. Raises httpx2.ReadError for too few, PullError
         for another size."""
-        if self.n_bytes == self._file.size_bytes:
+        if self.n_bytes == self.file.size_bytes:
             return
         try:
-            with open_bytes(self._file, self.n_bytes) as response:
+            with open_bytes(self.file, self.n_bytes) as response:
                 if response.status_code == 206:
                     total = response.headers["Content-Range"].rpartition("/")[2]
                 else:  # the whole file
                     total = response.headers.get("Content-Length", "")
                     self.restart()
-                if total.isdigit() and int(total) != self._file.size_bytes:
+                if total.isdigit() and int(total) != self.file.size_bytes:
                     raise self._wrong_size(total)
                 for chunk in response.iter_raw():
                     self.write(chunk)
@@ -470,32 +470,32 @@ class _Body:
             if error.response.status_code != 416 or not self.n_bytes:
                 raise
             self.restart()  # the server does not continue the file
-        if self.n_bytes != self._file.size_bytes:
+        if self.n_bytes != self.file.size_bytes:
             raise httpx2.ReadError("the connection was closed too early")
 
     def write(self, chunk: bytes) -> None:
         """Appends bytes. Raises PullError for too many, ModelFormatError for the start of another kind of file."""
-        if self.n_bytes + len(chunk) > self._file.size_bytes:
+        if self.n_bytes + len(chunk) > self.file.size_bytes:
             raise self._wrong_size("more")
-        start, path = MAGIC[self.n_bytes :][: len(chunk)], self._file.path
+        start, path = MAGIC[self.n_bytes :][: len(chunk)], self.file.path
         if path.lower().endswith(".gguf") and not chunk.startswith(start):
             raise ModelFormatError(
                 f"{path} is not a GGUF file: it begins with {str(chunk[: len(start)])[1:]}; choose another repository,"
                 " and check HF_ENDPOINT and proxies."
             )
-        self._output.write(chunk)
+        self.output.write(chunk)
         self._count(chunk)
 
     def _count(self, chunk: bytes) -> None:
         self._digest.update(chunk)
         self.n_bytes += len(chunk)
-        self._on_bytes(self.n_bytes)
-        if self._stopped.is_set():
+        self.on_bytes(self.n_bytes)
+        if self.stopped.is_set():
             raise Stopped
 
     def _wrong_size(self, sent: str) -> PullError:
         return PullError(
-            f"{self._file.path} should have {self._file.size_bytes} bytes, but the server sends {sent}; try again, and"
+            f"{self.file.path} should have {self.file.size_bytes} bytes, but the server sends {sent}; try again, and"
             " check HF_ENDPOINT and proxies."
         )
 

@@ -21,7 +21,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from moegguf.engine.devices import has_gpu, query_gpus
@@ -64,6 +64,7 @@ OVERTAKE_S = 10.0  # so that requests that alternate between two models do not s
 SHUTDOWN_GRACE_S = 5.0
 
 
+@dataclass(eq=False)
 class ModelManager:
     """Models by name, each in its own process: `async with ModelManager(catalog, settings) as manager`.
 
@@ -72,23 +73,17 @@ class ModelManager:
     `devices` are the GPUs of this machine now.
     """
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        settings: Settings,
-        *,
-        command: Sequence[str] = COMMAND,
-        measure: Measure = measure,
-        devices: Callable[[], list[Device]] = query_gpus,
-    ) -> None:
+    catalog: Catalog
+    settings: Settings
+    _: KW_ONLY
+    command: Sequence[str] = COMMAND
+    measure: Measure = measure
+    devices: Callable[[], list[Device]] = query_gpus
+
+    def __post_init__(self) -> None:
         self._models: dict[str, ManagedModel] = {}  # loaded or requested, by `process_key`
         self.kept: set[str] = set()  # names whose models stay loaded where a request does not say how long
-        self._catalog = catalog
-        self._settings = settings
-        self._command = command
-        self._measure = measure
-        self._limit = MemoryLimit(settings)
-        self._devices = devices
+        self._limit = MemoryLimit(self.settings)
         self._device_limits = DeviceLimits()
         self._tasks: set[asyncio.Task[None]] = set()
         self._spare: asyncio.Task[WorkerProcess] | None = None  # a process without a model
@@ -145,7 +140,7 @@ class ModelManager:
 
         async def acquire() -> tuple[ManagedModel, Waiter]:
             entry = await self._find(name)
-            default_s = math.inf if entry.name in self.kept else self._settings.keep_alive_s
+            default_s = math.inf if entry.name in self.kept else self.settings.keep_alive_s
             waiter = Waiter(entry, overrides, default_s if keep_alive_s is None else keep_alive_s, will_answer)
             return await self._acquire(waiter), waiter
 
@@ -197,7 +192,7 @@ class ModelManager:
 
     async def _find(self, name: str | ModelEntry) -> ModelEntry:
         # A lookup reads files, which must not block the event loop; an entry needs none.
-        return name if isinstance(name, ModelEntry) else await asyncio.to_thread(self._catalog.find, name)
+        return name if isinstance(name, ModelEntry) else await asyncio.to_thread(self.catalog.find, name)
 
     def _used_by(self, name: str) -> ManagedModel | None:
         """The model that `name` uses, or for which it is being loaded."""
@@ -229,7 +224,7 @@ class ModelManager:
         of one that has fewer even with it, else `waiter` (longest queue drop: Suter et al., 1998). So nobody can take
         the queue from others, who get an equal share of it where they need that much. Raises BusyError."""
         waiting = [(model, other) for model in self._models.values() for other in model.waiters]
-        if len(waiting) < self._settings.max_queue:
+        if len(waiting) < self.settings.max_queue:
             return
         counts = Counter(other.client for _, other in waiting)
         most = max(counts.values(), default=0)
@@ -428,7 +423,7 @@ class ModelManager:
             in_memory.append(MemoryUse(m.key, m.size_bytes, m.idle, m.state is State.STOPPING, device_bytes))
         limit_bytes, on_device = self._limit.bytes(self._used_bytes()), self._device_limits.bytes(size.device)
         try:
-            admission = admit(size, limit_bytes, in_memory, self._settings.max_models, on_device)
+            admission = admit(size, limit_bytes, in_memory, self.settings.max_models, on_device)
         except MoeggufError as error:
             self._fail(model, model.waiters[0], error)
             return True
@@ -477,13 +472,13 @@ class ModelManager:
     # Tasks.
 
     async def _measure_model(self, model: ManagedModel, waiter: Waiter) -> None:
-        arguments = waiter.entry, waiter.overrides, self._settings, self._limit.bytes(self._used_bytes())
+        arguments = waiter.entry, waiter.overrides, self.settings, self._limit.bytes(self._used_bytes())
         try:
             gpu = await self._find_gpu()
             given = {} if gpu is None else {"gpu": gpu}
             model.files = tuple(FileVersion.now(path) for path in waiter.entry.all_files if path.exists())
             model.look_at_files()
-            size = await asyncio.to_thread(self._measure, *arguments, **given)
+            size = await asyncio.to_thread(self.measure, *arguments, **given)
             model.measured, model.default_n_ctx = (waiter, size), size.default_n_ctx
             model.entry, model.overrides = waiter.entry, waiter.overrides
         except (MoeggufError, OSError) as error:
@@ -495,12 +490,12 @@ class ModelManager:
 
     async def _find_gpu(self) -> Device | None:
         """The device for the next model, with what it would have free without models; None: the CPU."""
-        environment, chosen = read_environment(), self._settings.loading
+        environment, chosen = read_environment(), self.settings.loading
         if not environment.hooks or chosen.get("placement", environment.placement) == "cpu":
             return None
         if not chosen.get("vram_cache", environment.vram_cache) and (chosen.get("n_gpu_layers") == 0 or not has_gpu()):
             return None
-        gpu = self._device_limits.choose(await asyncio.to_thread(self._devices))
+        gpu = self._device_limits.choose(await asyncio.to_thread(self.devices))
         return gpu and self._device_limits.update(gpu, self._used_on(gpu.name))
 
     async def _load(self, model: ManagedModel, waiter: Waiter, size: ModelSize) -> None:
@@ -510,7 +505,7 @@ class ModelManager:
             if size.device is not None:
                 model.size_bytes, model.device_bytes = plan.host_bytes, plan.total_bytes
             model.process = process = await self._take_process()
-            model.ready = await process.load(size.load_config(plan), self._settings.load_timeout_s)
+            model.ready = await process.load(size.load_config(plan), self.settings.load_timeout_s)
             model.expert_cache_bytes, model.vram_cache_bytes = planned_budgets(model.ready.plan)
             process.on_exit = functools.partial(self._on_process_exit, model, process)
         except WorkerError as error:
@@ -547,7 +542,7 @@ class ModelManager:
         return await self._new_process()
 
     async def _new_process(self, *expected: str) -> WorkerProcess:
-        return await WorkerProcess.start(*expected, command=self._command, echo_stderr=self._settings.debug)
+        return await WorkerProcess.start(*expected, command=self.command, echo_stderr=self.settings.debug)
 
     def _on_process_exit(self, model: ManagedModel, process: WorkerProcess) -> None:
         if model.process is process and model.state is State.READY:  # not on request: it crashed
