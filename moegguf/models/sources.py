@@ -211,8 +211,8 @@ def snapshots(cache: Path, repo: str | None = None) -> Iterator[Snapshot]:
                 yield from (Snapshot("/".join(parts), path) for *_, path in sorted(commits, reverse=True))
 
 
-def delete_cached(entry: ModelEntry, keep: Collection[Path]) -> int:
-    """Deletes the entry's files from every cached commit, except `keep`; returns the bytes freed.
+def delete_cached(entry: ModelEntry, keep: Collection[Path]) -> None:
+    """Deletes the entry's files from every cached commit, except `keep`.
 
     A blob that other files of the cache use stays. Raises PullError when a file cannot be deleted.
     """
@@ -233,11 +233,9 @@ def delete_cached(entry: ModelEntry, keep: Collection[Path]) -> int:
         ]
         if not any(repo.repo_path == folder for repo in cache.repos for folder, _ in wanted):
             raise OSError(next(map(str, cache.warnings), "its folder is not one of huggingface_hub's"))
-        strategy = cache.delete_files(*files)
-        strategy.execute()
+        cache.delete_files(*files).execute()
     except (OSError, CacheNotFound) as error:
         raise PullError(f"{entry.name} cannot be removed from {str(hub_cache())!r} ({error}).") from error
-    return int(strategy.expected_freed_size)
 
 
 def ollama_folders() -> list[Path]:
@@ -256,74 +254,65 @@ def ollama_models(text: str | None = None) -> Iterator[ModelEntry]:
         names = [replace(name, host=name.host or OLLAMA_HOST, namespace=name.namespace or "library")]
         keys = {each.key for each in (*names, *([replace(name, host=OLLAMA_HOST)] if name.is_hub else []))}
     for folder in ollama_folders():
-        yield from OllamaStore(folder).entries(keys)
-
-
-class OllamaStore:
-    """The store in `folder`, which need not exist."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def entries(self, keys: Collection[str] | None = None) -> Iterator[ModelEntry]:
-        """The models that can be run; only those whose names have one of `keys` where these are given."""
-        root = self.folder / "manifests"
-        for manifest in sorted(root.glob("*/*/*/*")):
-            name = Name(*manifest.relative_to(root).parts)
+        for manifest in sorted(folder.glob("manifests/*/*/*/*")):
+            name = Name(*manifest.parts[-4:])
             if keys is None or name.key in keys:
                 with suppress(OSError, MoeggufError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                    yield self._entry(manifest, name)
+                    yield _manifest_entry(folder, manifest, name)
 
-    def blob(self, digest: str) -> Path:
-        """The file of a digest. Raises ModelNameError, OSError when it is missing or outside the store."""
-        return self._inside(self.folder / "blobs" / blob_name(digest))
 
-    def _inside(self, path: Path) -> Path:
-        real = path.resolve(strict=True)
-        if not real.is_relative_to(self.folder.resolve()) or not real.is_file():
-            raise FileNotFoundError(str(path))
-        return path
+def ollama_blob(folder: Path, digest: str) -> Path:
+    """The file of a digest in a store. Raises ModelNameError, OSError when it is missing or outside the store."""
+    return _inside(folder, folder / "blobs" / blob_name(digest))
 
-    def _entry(self, manifest: Path, name: Name) -> ModelEntry:
-        """The model of a manifest. Raises the errors that `entries` ignores when it cannot be run."""
-        shown, data = _display_name(name), _read(self._inside(manifest))
-        files: dict[str, list[Path]] = {"model": [], "projector": [], "adapter": []}
-        parts: dict[str, list[str]] = {}
-        for layer in json.loads(data)["layers"]:
-            kind = str(layer["mediaType"]).removeprefix(_KIND)
-            path = self.blob(layer["digest"])
-            if kind in files and path.stat().st_size != layer["size"]:
-                raise ValueError(kind)
-            if kind in files:
-                files[kind].append(path)
-            else:
-                parts.setdefault(kind, []).append(_read(path).decode("utf-8", "replace"))
-        (model,) = files["model"]
-        mmproj = next(iter(files["projector"]), None)
-        adapter = files["adapter"][0] if files["adapter"] else None
-        if len(files["adapter"]) > 1:
-            raise ValueError("adapters")
-        texts = {kind: "\n".join(each) for kind, each in parts.items()}
-        template = texts.get("template", "")
-        overrides = {
-            "system": texts.get("system"),
-            "template": template if "{{" in template and not is_go_template(template) else None,
-            "license": texts.get("license"),
-            "parameters": json.loads(parts["params"][0]) if "params" in parts else None,
-            "messages": json.loads(parts["messages"][0]) if "messages" in parts else None,
-        }
-        return ModelEntry(
-            name=shown,
-            source="ollama",
-            files=(model,),
-            size_bytes=size_of((model, *filter(None, (mmproj, adapter)))),
-            digest=hashlib.sha256(data).hexdigest(),
-            files_digest=weights_digest((model,), adapter),
-            modified=datetime.fromtimestamp(manifest.stat().st_mtime, UTC),
-            mmproj=mmproj,
-            adapter=adapter,
-            **check_overrides(overrides),
-        )
+
+def _inside(folder: Path, path: Path) -> Path:
+    real = path.resolve(strict=True)
+    if not real.is_relative_to(folder.resolve()) or not real.is_file():
+        raise FileNotFoundError(str(path))
+    return path
+
+
+def _manifest_entry(folder: Path, manifest: Path, name: Name) -> ModelEntry:
+    """The model of a manifest. Raises the errors that `ollama_models` ignores when it cannot be run."""
+    shown, data = _display_name(name), _read(_inside(folder, manifest))
+    files: dict[str, list[Path]] = {"model": [], "projector": [], "adapter": []}
+    parts: dict[str, list[str]] = {}
+    for layer in json.loads(data)["layers"]:
+        kind = str(layer["mediaType"]).removeprefix(_KIND)
+        path = ollama_blob(folder, layer["digest"])
+        if kind in files and path.stat().st_size != layer["size"]:
+            raise ValueError(kind)
+        if kind in files:
+            files[kind].append(path)
+        else:
+            parts.setdefault(kind, []).append(_read(path).decode("utf-8", "replace"))
+    (model,) = files["model"]
+    mmproj = next(iter(files["projector"]), None)
+    adapter = files["adapter"][0] if files["adapter"] else None
+    if len(files["adapter"]) > 1:
+        raise ValueError("adapters")
+    texts = {kind: "\n".join(each) for kind, each in parts.items()}
+    template = texts.get("template", "")
+    overrides = {
+        "system": texts.get("system"),
+        "template": template if "{{" in template and not is_go_template(template) else None,
+        "license": texts.get("license"),
+        "parameters": json.loads(parts["params"][0]) if "params" in parts else None,
+        "messages": json.loads(parts["messages"][0]) if "messages" in parts else None,
+    }
+    return ModelEntry(
+        name=shown,
+        source="ollama",
+        files=(model,),
+        size_bytes=size_of((model, *filter(None, (mmproj, adapter)))),
+        digest=hashlib.sha256(data).hexdigest(),
+        files_digest=weights_digest((model,), adapter),
+        modified=datetime.fromtimestamp(manifest.stat().st_mtime, UTC),
+        mmproj=mmproj,
+        adapter=adapter,
+        **check_overrides(overrides),
+    )
 
 
 def _display_name(name: Name) -> str:

@@ -266,49 +266,38 @@ def admit(
     return Admission(reserve_bytes=min(free_bytes, size.wanted_bytes), device_bytes=on_device)
 
 
-class MemoryLimit:
-    """The bytes that all models together may take: the setting, or else the memory that was free at construction,
-    less what other programs have taken since."""
+class MemoryLimits:
+    """The bytes that all models together may take: of RAM the setting, or else what was free at construction; on each
+    device what was free there at first; less what other programs have taken since. `lost`: devices that failed, which
+    are not used again."""
 
     def __init__(self, settings: Settings, memory: Callable[[], Memory] = read_memory) -> None:
+        self.lost: set[str] = set()
         self._memory = memory
         self._setting_bytes = settings.memory_bytes
-        self._free_at_start_bytes = _without_margin(memory().available_bytes)
+        self._at_start_bytes = _without_margin(memory().available_bytes)
+        self._on_device: dict[str | None, int] = {}
 
-    def bytes(self, used_bytes: int) -> int:
+    def ram(self, used_bytes: int) -> int:
         """The current limit, while models take `used_bytes`."""
-        if self._setting_bytes is not None:
-            return self._setting_bytes
-        return min(self._free_at_start_bytes, _without_margin(self._memory().available_bytes) + used_bytes)
+        free_bytes = _without_margin(self._memory().available_bytes) + used_bytes
+        return self._setting_bytes or min(self._at_start_bytes, free_bytes)
 
+    def on(self, device: str | None) -> int:
+        """The limit of a device, as of its last choice."""
+        return self._on_device.get(device, 0)
 
-class DeviceLimits:
-    """The bytes that all models together may take on each device: what was free there at first, less what other
-    programs have taken since. `lost`: devices that failed, which are not used again."""
-
-    def __init__(self) -> None:
-        self.lost: set[str] = set()
-        self._bytes: dict[str, int] = {}
-
-    def update(self, device: Device, used_bytes: int) -> Device:
-        """Takes what is free now, while models take `used_bytes`; returns the device as if there were no models."""
-        free = device.free_bytes + used_bytes
-        self._bytes[device.name] = limit = min(self._bytes.get(device.name, free), free)
-        return replace(device, free_bytes=limit)
-
-    def bytes(self, device: str | None) -> int:
-        """The limit of a device, as of the last update."""
-        return self._bytes.get(device, 0) if device else 0
-
-    def choose(self, devices: Sequence[Device]) -> Device | None:
-        """The one with the most free memory that has not failed; None when all have failed.
-
-        Raises BudgetError where there was none.
-        """
+    def choose(self, devices: Sequence[Device], used_on: Callable[[str], int]) -> Device | None:
+        """The device with the most free memory that has not failed, as if there were no models, which take `used_on` of
+        it; None when all have failed. Raises BudgetError where there was none."""
         there = [device for device in devices if device.name not in self.lost]
         if not there and not self.lost:
             raise BudgetError(NO_GPU)
-        return max(there, key=lambda device: device.free_bytes, default=None)
+        if (best := max(there, key=lambda device: device.free_bytes, default=None)) is None:
+            return None
+        free = best.free_bytes + used_on(best.name)
+        self._on_device[best.name] = limit = min(self._on_device.get(best.name, free), free)
+        return replace(best, free_bytes=limit)
 
 
 def planned_budgets(plan: Mapping[str, Any]) -> tuple[int, int]:

@@ -42,9 +42,8 @@ from moegguf.serving.events import LoadedModel, LoadOverrides, Snapshot
 from moegguf.serving.lease import Lease
 from moegguf.serving.managed_model import ManagedModel, State, Waiter, files_key, process_key
 from moegguf.serving.memory_budget import (
-    DeviceLimits,
     Measure,
-    MemoryLimit,
+    MemoryLimits,
     MemoryUse,
     ModelSize,
     admit,
@@ -83,8 +82,7 @@ class ModelManager:
     def __post_init__(self) -> None:
         self._models: dict[str, ManagedModel] = {}  # loaded or requested, by `process_key`
         self.kept: set[str] = set()  # names whose models stay loaded where a request does not say how long
-        self._limit = MemoryLimit(self.settings)
-        self._device_limits = DeviceLimits()
+        self._limits = MemoryLimits(self.settings)
         self._tasks: set[asyncio.Task[None]] = set()
         self._spare: asyncio.Task[WorkerProcess] | None = None  # a process without a model
         self._closed = False
@@ -304,10 +302,10 @@ class ModelManager:
                 model.asked_budgets.pop(name, None)
 
     def _check_growth(self, model: ManagedModel, name: str, n_bytes: int) -> None:
-        where, free = "", self._limit.bytes(self._used_bytes()) - self._used_bytes()
+        where, free = "", self._limits.ram(self._used_bytes()) - self._used_bytes()
         if name == "vram_cache_bytes":
             where = f" on {model.device}"
-            free = self._device_limits.bytes(model.device) - self._used_on(model.device)
+            free = self._limits.on(model.device) - self._used_on(model.device)
         if n_bytes > max(0, free):
             raise BudgetError(
                 f"{format_bytes(n_bytes)} more for experts of {model.name!r}{where} do not fit beside the other models,"
@@ -421,7 +419,7 @@ class ModelManager:
         for m in sorted(others, key=lambda m: m.last_used_s):
             device_bytes = m.device_bytes if m.device == size.device else 0
             in_memory.append(MemoryUse(m.key, m.size_bytes, m.idle, m.state is State.STOPPING, device_bytes))
-        limit_bytes, on_device = self._limit.bytes(self._used_bytes()), self._device_limits.bytes(size.device)
+        limit_bytes, on_device = self._limits.ram(self._used_bytes()), self._limits.on(size.device)
         try:
             admission = admit(size, limit_bytes, in_memory, self.settings.max_models, on_device)
         except MoeggufError as error:
@@ -472,7 +470,7 @@ class ModelManager:
     # Tasks.
 
     async def _measure_model(self, model: ManagedModel, waiter: Waiter) -> None:
-        arguments = waiter.entry, waiter.overrides, self.settings, self._limit.bytes(self._used_bytes())
+        arguments = waiter.entry, waiter.overrides, self.settings, self._limits.ram(self._used_bytes())
         try:
             gpu = await self._find_gpu()
             given = {} if gpu is None else {"gpu": gpu}
@@ -495,8 +493,7 @@ class ModelManager:
             return None
         if not chosen.get("vram_cache", environment.vram_cache) and (chosen.get("n_gpu_layers") == 0 or not has_gpu()):
             return None
-        gpu = self._device_limits.choose(await asyncio.to_thread(self.devices))
-        return gpu and self._device_limits.update(gpu, self._used_on(gpu.name))
+        return self._limits.choose(await asyncio.to_thread(self.devices), self._used_on)
 
     async def _load(self, model: ManagedModel, waiter: Waiter, size: ModelSize) -> None:
         start_s = self._now()
@@ -552,7 +549,7 @@ class ModelManager:
 
     def _note_lost(self, model: ManagedModel, error: WorkerError) -> None:
         if isinstance(error, DeviceLostError) and model.device is not None:
-            self._device_limits.lost.add(model.device)
+            self._limits.lost.add(model.device)
 
     def _start_unload(self, model: ManagedModel) -> None:
         if model.state is State.READY:

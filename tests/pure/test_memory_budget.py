@@ -118,16 +118,16 @@ def test_the_limit_is_the_setting_or_what_is_free() -> None:
     def memory() -> Memory:
         return Memory(16 * GIB, free[0], "the machine")
 
-    assert memory_budget.MemoryLimit(Settings(memory_bytes=GIB), memory).bytes(5 * GIB) == GIB
-    limit = memory_budget.MemoryLimit(Settings(), memory)
-    at_start = limit.bytes(0)
+    assert memory_budget.MemoryLimits(Settings(memory_bytes=GIB), memory).ram(5 * GIB) == GIB
+    limit = memory_budget.MemoryLimits(Settings(), memory)
+    at_start = limit.ram(0)
     assert at_start == 10 * GIB - GIB // 2
     free[0] = 7 * GIB
-    assert limit.bytes(4 * GIB) == at_start, "our models took it, not other programs"
+    assert limit.ram(4 * GIB) == at_start, "our models took it, not other programs"
     free[0] = 2 * GIB
-    assert 5 * GIB < limit.bytes(4 * GIB) < 6 * GIB, "other programs took the rest"
+    assert 5 * GIB < limit.ram(4 * GIB) < 6 * GIB, "other programs took the rest"
     free[0] = 0
-    assert limit.bytes(0) == 0
+    assert limit.ram(0) == 0
 
 
 def test_within_less_memory_batch_and_slots_are_chosen_together(tmp_path: Path) -> None:
