@@ -99,8 +99,6 @@ def _plain(value: Any) -> Any:
         return dict(value)
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
-    if isinstance(value, frozenset | set):
-        return sorted(value)
     raise TypeError(f"a {type(value).__name__}")
 
 
@@ -124,7 +122,14 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
     """The function that converts JSON to the type of a hint; types that JSON has are passed through."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if is_dataclass(hint):
-        return _object_reader(typing.cast(type, hint))
+        names: dict[str, Any] = {}
+        if hint is LoadConfig:  # by a worker only: it takes a tenth of a second, which `moegguf run` does without
+            from moegguf.engine.plan import Plan
+
+            names = {"Plan": Plan}
+        hints, kind = typing.get_type_hints(hint, localns=names), typing.cast(Callable[..., Any], hint)
+        readers = {f.name: _reader(hints[f.name]) for f in fields(hint)}
+        return lambda data: kind(**{name: readers[name](item) for name, item in data.items()})
     if hint is bytes:
         return base64.b64decode
     if origin is tuple and len(inner) == 2 and inner[1] is ...:
@@ -140,17 +145,6 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
     if inner and inner[0] is int and isinstance(origin, type) and issubclass(origin, Mapping):
         return lambda items: {int(name): item for name, item in items.items()}  # JSON keys are strings
     return lambda item: item
-
-
-def _object_reader(kind: type) -> Callable[[Any], Any]:
-    names: dict[str, Any] = {}
-    if kind is LoadConfig:  # by a worker only: it takes a tenth of a second, which `moegguf run` does without
-        from moegguf.engine.plan import Plan
-
-        names = {"Plan": Plan}
-    hints = typing.get_type_hints(kind, localns=names)
-    readers = {f.name: _reader(hints[f.name]) for f in fields(kind)}
-    return lambda data: kind(**{name: readers[name](item) for name, item in data.items()})
 
 
 def encode_error(error: BaseException) -> Message:
