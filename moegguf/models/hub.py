@@ -221,10 +221,10 @@ def hub_errors(repo: str, path: str = "") -> Iterator[None]:
 def _to_moegguf_error(error: BaseException, repo: str, path: str) -> MoeggufError:
     """The error of the Hub or of the network as one of ours, with the next step."""
     what, page = f"{repo}/{path}" if path else repo, f"{hub_endpoint()}/{repo}"
+    token = "the token in HF_TOKEN" if get_token() else "no token is set: put one into HF_TOKEN"
     if isinstance(error, GatedRepoError):
         return PullError(
-            f"{repo!r} is gated: accept its licence at {page} and set HF_TOKEN to a token of that account"
-            f" ({_token_words()})."
+            f"{repo!r} is gated: accept its licence at {page} and set HF_TOKEN to a token of that account ({token})."
         )
     if isinstance(error, RemoteEntryNotFoundError):
         return ModelNotFoundError(f"there is no file {path!r} in {repo!r} on the hub; see {page}/tree/main.")
@@ -233,12 +233,12 @@ def _to_moegguf_error(error: BaseException, repo: str, path: str) -> MoeggufErro
     if isinstance(error, RepositoryNotFoundError | HFValidationError):
         return ModelNotFoundError(
             f"there is no repository {repo!r} at {hub_endpoint()}, or it is private: check the name; for a private one"
-            f" set HF_TOKEN ({_token_words()})."
+            f" set HF_TOKEN ({token})."
         )
     if isinstance(error, HfHubHTTPError) and (status := error.response.status_code) in (401, 403):
         return PullError(
             f"the hub denied access to {what!r} ({status}): accept the licence at {page}, if there is one, and set"
-            f" HF_TOKEN to a token that may read it ({_token_words()})."
+            f" HF_TOKEN to a token that may read it ({token})."
         )
     if isinstance(error, HfHubHTTPError):
         limit = f"the hub's rate limit is reached (429) at {what!r}; try again in some minutes, or set HF_TOKEN."
@@ -253,10 +253,6 @@ def _to_moegguf_error(error: BaseException, repo: str, path: str) -> MoeggufErro
         f"fetching {what!r} from {hub_endpoint()} failed ({reason:.200}); check the network and try again, the download"
         " continues where it stopped."
     )
-
-
-def _token_words() -> str:
-    return "the token in HF_TOKEN" if get_token() else "no token is set: put one into HF_TOKEN"
 
 
 @contextmanager

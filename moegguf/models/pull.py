@@ -91,9 +91,8 @@ class _Progress:
         self._reported: dict[str, PullStatus] = {}
         for file in files:
             digest = f"sha256:{file.etag}" if file.is_large else ""
-            status = PullStatus(f"pulling {file.etag[:12]}", digest, file.path, file.size_bytes)
-            self._reported[file.path] = status
-            report(status)
+            self._reported[file.path] = PullStatus(f"pulling {file.etag[:12]}", digest, file.path, file.size_bytes)
+            report(self._reported[file.path])
 
     def on_bytes(self, file: HubFile, n_bytes: int) -> None:
         """Notes what is there of a file; from any thread."""
