@@ -23,8 +23,8 @@ from moegguf.settings import data_folder
 if TYPE_CHECKING:
     from moegguf.models.catalog import Catalog
     from moegguf.serving.model_manager import ModelManager
+    from moegguf.serving.ray.application import ReplicaManager
     from moegguf.serving.ray.config import ConfiguredCatalog
-    from moegguf.serving.ray.replica import ReplicaManager
     from moegguf.settings import Settings
 
 MODULES = (ollama, anthropic, openai, model_list, llama_server, llama_completion, metrics, live, page)

@@ -19,8 +19,8 @@ from moegguf.server.common.errors import HttpError
 from moegguf.settings import read_settings
 
 if TYPE_CHECKING:
+    from moegguf.serving.ray.application import ReplicaManager
     from moegguf.serving.ray.config import ConfiguredCatalog
-    from moegguf.serving.ray.replica import ReplicaManager
 
 LOOPBACK = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128"))
 CHANGES = ("/api/pull", "/api/create", "/api/copy", "/api/delete", "/api/blobs/{digest:path}")
