@@ -70,17 +70,15 @@ def measure(
     chosen = dict(settings.loading)
     of_name = str(entry.draft) if entry.draft else None
     chosen["draft"] = overrides.draft or of_name or chosen.get("draft") or read_environment().draft
-    type_k, type_v = (chosen.pop(name, settings.kv_cache_type) for name in ("type_k", "type_v"))
-    n_threads_given = chosen.pop("n_threads", None)  # taken out in any case
-    n_threads_given = overrides.n_threads or n_threads_given
-    n_gpu_layers = chosen.pop("n_gpu_layers", None)
+    chosen["n_threads"] = overrides.n_threads or chosen.get("n_threads")
     if entry.adapter is None:
         chosen.pop("lora_scale", None)
+    type_k, type_v = (chosen.get(name, settings.kv_cache_type) for name in ("type_k", "type_v"))
     flash_attn = True if (type_k, type_v) != ("f16", "f16") else settings.flash_attention
     layout, projector = drafted(read_layout(entry.path), chosen["draft"], flash_attn), projector_of(entry)
     placement = "auto" if gpu is None else chosen.get("placement")
     cache = overrides.expert_cache or chosen.get("expert_cache")
-    budgets = given_budgets(cache, chosen.get("vram_cache"), placement, {"n_gpu_layers": n_gpu_layers})
+    budgets = given_budgets(cache, chosen.get("vram_cache"), placement, {"n_gpu_layers": chosen.get("n_gpu_layers")})
     devices = () if gpu is None or not layout.is_moe else (gpu,)
     here = Machine(_memory(limit_bytes), devices=devices)
     free_bytes = min(limit_bytes, *(device.free_bytes for device in devices)) if devices else limit_bytes
@@ -97,32 +95,28 @@ def measure(
         kv_tokens=settings.kv_tokens,
     )  # fmt: skip
     sizes = choose_context(layout, sizes, free_bytes, budgets.vram if devices else (budgets.ram,))
-    store, n_threads = default_store(chosen.get("strategy")), n_threads_given or count_cpus()
-    budgets = replace(
-        budgets, sizes=sizes, staging=store.staging, streams=store.overlap, margin_bytes=0,
-    )  # fmt: skip
-
-    def load_config(plan: Plan) -> LoadConfig:
-        options = {
-            "mmproj": str(projector.path) if projector else None,
-            "n_ctx": n_ctx,
-            "n_seq_max": n_seq_max,
-            "n_batch": n_batch,
-            "n_threads": n_threads_given,
-            "n_gpu_layers": n_gpu_layers,
-            "type_k": type_k if type_k != "f16" else None,
-            "type_v": type_v if type_v != "f16" else None,
-            "flash_attn": flash_attn,
-            "embedding": embedding,
-            "verbose": settings.debug,
-            "lora_path": str(entry.adapter) if entry.adapter else None,
-        }
-        return LoadConfig(entry.name, str(entry.path), plan, options | chosen)
+    store, n_threads = default_store(chosen.get("strategy")), chosen["n_threads"] or count_cpus()
+    budgets = replace(budgets, sizes=sizes, staging=store.staging, streams=store.overlap, margin_bytes=0)
+    options = chosen | {
+        "mmproj": str(projector.path) if projector else None,
+        "n_ctx": n_ctx,
+        "n_seq_max": n_seq_max,
+        "n_batch": n_batch,
+        "type_k": type_k if type_k != "f16" else None,
+        "type_v": type_v if type_v != "f16" else None,
+        "flash_attn": flash_attn,
+        "embedding": embedding,
+        "verbose": settings.debug,
+        "lora_path": str(entry.adapter) if entry.adapter else None,
+    }
 
     def plan_with(machine: Machine, budgets: Budgets) -> Plan:
         if budgets.choice == "slots":
             return make_plan(layout, machine, budgets)
         return plan_known(layout, machine, budgets, KnownSpeeds(layout, n_threads, store.repack).speeds_apart)
+
+    def load_config(plan: Plan) -> LoadConfig:
+        return LoadConfig(entry.name, str(entry.path), plan, options)
 
     return replace(_size(layout, here, budgets, plan_with, load_config), default_n_ctx=default_n_ctx)
 
