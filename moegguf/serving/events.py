@@ -11,14 +11,12 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moegguf.engine.stats import Stats
 from moegguf.generate.request import Delta, PromptProgress, Timing
+from moegguf.models.entry import ModelEntry
 from moegguf.options import LOAD_PARAMETERS
-
-if TYPE_CHECKING:
-    from moegguf.models.entry import ModelEntry
 
 MAX_SNAPSHOTS_PER_S = 20.0
 POLL_S = 0.5  # between two checks which models are loaded

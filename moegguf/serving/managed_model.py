@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moegguf.engine.budgets import DEFAULT_UBATCH_TOKENS
 from moegguf.gguf.reader import FileVersion
@@ -25,9 +25,7 @@ from moegguf.serving.clients import current_client
 from moegguf.serving.events import LoadedModel, LoadedName, LoadOverrides
 from moegguf.serving.memory_budget import ModelSize
 from moegguf.serving.wire import Ready
-
-if TYPE_CHECKING:
-    from moegguf.serving.worker_process import WorkerProcess
+from moegguf.serving.worker_process import WorkerProcess
 
 MOST_CLIENTS = 1024  # of one turn: who comes later is of the next
 

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moegguf.engine.devices import has_gpu, query_gpus
 from moegguf.engine.machine import Device
@@ -36,6 +36,7 @@ from moegguf.errors import (
     WorkerError,
 )  # fmt: skip
 from moegguf.gguf.reader import FileVersion
+from moegguf.models.catalog import Catalog
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache, format_bytes
 from moegguf.serving.events import LoadedModel, LoadOverrides, Snapshot
@@ -54,9 +55,6 @@ from moegguf.serving.memory_budget import (
 from moegguf.serving.wire import build
 from moegguf.serving.worker_process import COMMAND, LoadStalledError, WorkerProcess
 from moegguf.settings import Settings, read_environment
-
-if TYPE_CHECKING:
-    from moegguf.models.catalog import Catalog
 
 MAX_CRASHED_LOADS = 3
 OVERTAKE_S = 10.0  # so that requests that alternate between two models do not swap them every time

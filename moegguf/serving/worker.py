@@ -199,8 +199,13 @@ class Worker:
             with lines:
                 while line := lines.readline(MAX_MESSAGE_BYTES):
                     self._on_message(decode(line))
-        finally:
-            self._on_socket_closed()
+        finally:  # the socket is closed: what runs is cancelled, and killed if it does not stop
+            self._closing = True
+            if self._loop is not None:
+                self._loop.close()
+            timer = threading.Timer(EXIT_GRACE_S, os._exit, (1,))
+            timer.daemon = True
+            timer.start()
 
     def _on_message(self, message: Message) -> None:
         kind = message["kind"]
@@ -257,15 +262,6 @@ class Worker:
             maps = state[layers].tobytes(), uses[layers].tobytes(), loads[layers].tobytes()
         seconds, is_busy = now_s - self._start_s, loop.n_running > 0
         return Snapshot(self._name, tuple(layers), n_expert, *maps, llm.stats(), is_busy, seconds, loop.n_answer_tokens)
-
-    def _on_socket_closed(self) -> None:
-        """Cancels what runs; exits after EXIT_GRACE_S if it does not stop."""
-        self._closing = True
-        if self._loop is not None:
-            self._loop.close()
-        timer = threading.Timer(EXIT_GRACE_S, os._exit, (1,))
-        timer.daemon = True
-        timer.start()
 
     # The main thread.
 

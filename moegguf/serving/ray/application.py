@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
 from ray import serve
@@ -23,6 +23,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve import metrics
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import BackPressureError, RayServeException
+from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from moegguf.engine.stats import Stats
@@ -37,9 +38,6 @@ from moegguf.serving.ray.config import MAX_REQUESTS, ConfiguredCatalog, ModelCon
 from moegguf.serving.ray.preference import Candidate, Conversation, Sequences, after, conversation_of, rank
 from moegguf.serving.wire import Message, build_error, encode_error
 from moegguf.settings import read_settings
-
-if TYPE_CHECKING:
-    from ray.serve.handle import DeploymentHandle
 
 # By name, as Ray takes applications and routers: HTTP lies above this package, and only the ingress replica needs it.
 MAKE_HTTP = "moegguf.server.ray:make_http"
