@@ -21,6 +21,7 @@ from moegguf.errors import ModelFormatError, ModelNotFoundError, OptionError, Pu
 from moegguf.gguf.adapter import read_adapter
 from moegguf.gguf.experts import read_layout
 from moegguf.gguf.reader import begins_as_gguf, is_other_kind
+from moegguf.models import sources
 from moegguf.models.entry import ModelEntry, model_digest, weights_digest
 from moegguf.models.names import DEFAULT_TAG, HUB_HOST, Name, find_in_library, name_or_none, nearest_names, parse_name
 from moegguf.models.own_store import BlobStore, Contents, Index, updated
@@ -33,19 +34,7 @@ from moegguf.models.recipe import (
     left_out,
     render,
 )
-from moegguf.models.sources import (
-    DEMO_NAME,
-    cached_models,
-    delete_cached,
-    demo_models,
-    demo_path,
-    file_entry,
-    folder_models,
-    models_by_name,
-    name_key,
-    ollama_models,
-    only_model,
-)
+from moegguf.models.sources import demo_path
 from moegguf.options import DRAFTS
 from moegguf.settings import data_folder
 
@@ -88,7 +77,7 @@ class Catalog:
         """
         text = os.fspath(name)
         if not text.strip():
-            raise ModelNotFoundError(f"a model is given by its name, but is {text!r}; try {DEMO_NAME!r}.")
+            raise ModelNotFoundError(f"a model is given by its name, but is {text!r}; try {sources.DEMO_NAME!r}.")
         if (entry := next(self._models(text), None)) is None:
             # What is no name is most likely a path that does not exist, where paths are taken.
             raise self._not_found(text, name_or_none(text) if self.paths else parse_name(text))
@@ -108,9 +97,9 @@ class Catalog:
         if entry.source in ("demo", "hub", "ollama"):
             return render(entry, entry.name)
         if entry.path == demo_path():
-            return render(entry, f"{DEMO_NAME}:{DEFAULT_TAG}")
+            return render(entry, f"{sources.DEMO_NAME}:{DEFAULT_TAG}")
         # A name that stays when the entry's is removed.
-        cached = cached_models(None, self.index.read().hidden)
+        cached = sources.cached_models(None, self.index.read().hidden)
         names = (each.name for each in cached if each.files == entry.files)
         return render(entry, next(names, str(entry.path)))
 
@@ -182,7 +171,7 @@ class Catalog:
                 raise
         else:
             raise OptionError(f"{entry.name!r} cannot be removed: {_REMOVAL_HINTS[entry.source]}")
-        cached = {each.name.lower() for each in cached_models()}
+        cached = {each.name.lower() for each in sources.cached_models()}
         self.unhide(*(self.index.read().hidden - cached))  # those whose files were deleted
         return entry
 
@@ -197,21 +186,21 @@ class Catalog:
         first."""
         path = text if self.paths else None
         if path is not None and (file := _existing(path, Path.is_file)):
-            yield file_entry(file, "path", str(file.absolute()))
+            yield sources.file_entry(file, "path", str(file.absolute()))
         name = name_or_none(text or "")
         key = None if text is None else name.key if name else ""
         yield from (entry for entry in self.given if key in (None, entry.name.lower()))
-        yield from demo_models(text)
-        yield from folder_models(text)
+        yield from sources.demo_models(text)
+        yield from sources.folder_models(text)
         contents = self.index.read()
         yield from (updated(entry) for entry in contents.entries if key in (None, entry.name.lower()))
-        yield from cached_models(text, contents.hidden)
-        yield from ollama_models(text)
+        yield from sources.cached_models(text, contents.hidden)
+        yield from sources.ollama_models(text)
         if text and (model := find_in_library(text)):  # none of the others has its short name
-            yield from cached_models(model.hub_name, contents.hidden)
+            yield from sources.cached_models(model.hub_name, contents.hidden)
         if path is not None and (folder := _existing(path, Path.is_dir)):
-            file = only_model(folder)
-            yield file_entry(file, "path", str(file.absolute()))
+            file = sources.only_model(folder)
+            yield sources.file_entry(file, "path", str(file.absolute()))
 
     def _save(self, make: Callable[[], ModelEntry], target: Name) -> ModelEntry:
         """Saves the result of `make` under the name `target`; `make` runs under the index's lock."""
@@ -241,16 +230,16 @@ class Catalog:
     def _clean(self, contents: Contents) -> None:
         """Deletes file sets that no name uses, and the unused files of hidden names from the Hugging Face cache."""
         self.blobs.clean(contents.files())
-        hidden = [next(cached_models(key), None) for key in contents.hidden]
+        hidden = [next(sources.cached_models(key), None) for key in contents.hidden]
         if not any(hidden):
             return
         used = {path.resolve() for path in contents.files()}
-        for entry in cached_models():
+        for entry in sources.cached_models():
             if entry.name.lower() not in contents.hidden:
                 used |= {path.resolve() for path in entry.all_files}
         for entry in filter(None, hidden):
             if entry.name.lower() in contents.hidden and not used & {path.resolve() for path in entry.files}:
-                delete_cached(entry, used)
+                sources.delete_cached(entry, used)
 
     def _not_found(self, text: str, name: Name | None) -> ModelNotFoundError:
         ending = text.lower().endswith(".gguf")
@@ -262,9 +251,9 @@ class Catalog:
         if model := find_in_library(text):
             fetch = f" Fetch it with `moegguf pull {model.name}` ({model.size_bytes / 1e9:.1f} GB)." * self.paths
             return ModelNotFoundError(f"{text} is {model.hub_name}, which is not on this machine.{fetch}")
-        folder = [name for name, path in models_by_name().items() if begins_as_gguf(path)]
-        known = [*folder, DEMO_NAME, *(entry.name.removesuffix(":latest") for entry in self.entries())]
-        near = nearest_names(name_key(text), known)
+        folder = [name for name, path in sources.models_by_name().items() if begins_as_gguf(path)]
+        known = [*folder, sources.DEMO_NAME, *(entry.name.removesuffix(":latest") for entry in self.entries())]
+        near = nearest_names(sources.name_key(text), known)
         if near:
             hint = f"; did you mean {' or '.join(map(repr, near))}?"
         elif not self.paths:
@@ -272,7 +261,7 @@ class Catalog:
         elif folder:
             hint = f"; MOEGGUF_MODELS has {', '.join(map(repr, sorted(folder)[:5]))}; a path works too."
         else:
-            hint = f"; give the path of a GGUF file, {DEMO_NAME!r}, or a name in the folder MOEGGUF_MODELS."
+            hint = f"; give the path of a GGUF file, {sources.DEMO_NAME!r}, or a name in the folder MOEGGUF_MODELS."
         short = "; `moegguf library` lists short ones" * self.paths
         return ModelNotFoundError(
             f"there is no model named {text!r}{hint} Models of Hugging Face have names such as"

@@ -33,16 +33,7 @@ from urllib.parse import quote
 
 import httpx2
 from huggingface_hub import HfApi, get_token, hf_hub_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    OfflineModeIsEnabled,
-    OIDCError,
-    RemoteEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import errors as hf
 from huggingface_hub.utils import WeakFileLock, build_hf_headers, get_session, hf_raise_for_status, tqdm
 
 from moegguf.atomic_write import write_atomically
@@ -197,7 +188,7 @@ def with_retries(
             wait_s = WAIT_S * 2.0 ** max(0, n_failures - 1)
             is_transient = isinstance(error, httpx2.TransportError)
             is_transient = is_transient and not isinstance(error, httpx2.UnsupportedProtocol)
-            if isinstance(error, HfHubHTTPError):
+            if isinstance(error, hf.HfHubHTTPError):
                 is_transient = error.response.status_code in TRANSIENT
                 retry_after = error.response.headers.get("Retry-After", "")
                 wait_s = max(wait_s, float(retry_after) if retry_after.isdigit() else 0.0)
@@ -214,7 +205,7 @@ def hub_errors(repo: str, path: str = "") -> Iterator[None]:
         yield
     except MoeggufError:
         raise
-    except (httpx2.HTTPError, httpx2.InvalidURL, OIDCError, OSError, ValueError, RuntimeError) as error:
+    except (httpx2.HTTPError, httpx2.InvalidURL, hf.OIDCError, OSError, ValueError, RuntimeError) as error:
         raise _to_moegguf_error(error, repo, path) from error
 
 
@@ -222,31 +213,31 @@ def _to_moegguf_error(error: BaseException, repo: str, path: str) -> MoeggufErro
     """The error of the Hub or of the network as one of ours, with the next step."""
     what, page = f"{repo}/{path}" if path else repo, f"{hub_endpoint()}/{repo}"
     token = "the token in HF_TOKEN" if get_token() else "no token is set: put one into HF_TOKEN"
-    if isinstance(error, GatedRepoError):
+    if isinstance(error, hf.GatedRepoError):
         return PullError(
             f"{repo!r} is gated: accept its licence at {page} and set HF_TOKEN to a token of that account ({token})."
         )
-    if isinstance(error, RemoteEntryNotFoundError):
+    if isinstance(error, hf.RemoteEntryNotFoundError):
         return ModelNotFoundError(f"there is no file {path!r} in {repo!r} on the hub; see {page}/tree/main.")
-    if isinstance(error, RevisionNotFoundError):
+    if isinstance(error, hf.RevisionNotFoundError):
         return ModelNotFoundError(f"the repository {repo!r} has no commit yet, or this one was deleted; see {page}.")
-    if isinstance(error, RepositoryNotFoundError | HFValidationError):
+    if isinstance(error, hf.RepositoryNotFoundError | hf.HFValidationError):
         return ModelNotFoundError(
             f"there is no repository {repo!r} at {hub_endpoint()}, or it is private: check the name; for a private one"
             f" set HF_TOKEN ({token})."
         )
-    if isinstance(error, HfHubHTTPError) and (status := error.response.status_code) in (401, 403):
+    if isinstance(error, hf.HfHubHTTPError) and (status := error.response.status_code) in (401, 403):
         return PullError(
             f"the hub denied access to {what!r} ({status}): accept the licence at {page}, if there is one, and set"
             f" HF_TOKEN to a token that may read it ({token})."
         )
-    if isinstance(error, HfHubHTTPError):
+    if isinstance(error, hf.HfHubHTTPError):
         limit = f"the hub's rate limit is reached (429) at {what!r}; try again in some minutes, or set HF_TOKEN."
         later = f"the hub answered {status} for {what!r}; try again later, the download continues where it stopped."
         return PullError(limit if status == 429 else later)
     if isinstance(error, httpx2.TooManyRedirects):
         return PullError(f"{hub_endpoint()} redirects {what!r} in a loop; check HF_ENDPOINT and proxies.")
-    if isinstance(error, OfflineModeIsEnabled):
+    if isinstance(error, hf.OfflineModeIsEnabled):
         return PullError(f"{what!r} cannot be fetched: HF_HUB_OFFLINE was set when moegguf started; start it without.")
     reason = " ".join(str(error).split()) or type(error).__name__
     return PullError(
@@ -462,7 +453,7 @@ class _Body:
                     raise self._wrong_size(total)
                 for chunk in response.iter_raw():
                     self.write(chunk)
-        except HfHubHTTPError as error:
+        except hf.HfHubHTTPError as error:
             if error.response.status_code != 416 or not self.n_bytes:
                 raise
             self.restart()  # the server does not continue the file

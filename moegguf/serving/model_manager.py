@@ -39,19 +39,10 @@ from moegguf.gguf.reader import FileVersion
 from moegguf.models.catalog import Catalog
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache, format_bytes
+from moegguf.serving import memory_budget
 from moegguf.serving.events import LoadedModel, LoadOverrides, Snapshot
 from moegguf.serving.lease import Lease
 from moegguf.serving.managed_model import ManagedModel, State, Waiter, files_key, process_key
-from moegguf.serving.memory_budget import (
-    Measure,
-    MemoryLimits,
-    MemoryUse,
-    ModelSize,
-    admit,
-    expert_cache_within,
-    measure,
-    planned_budgets,
-)  # fmt: skip
 from moegguf.serving.wire import build
 from moegguf.serving.worker_process import COMMAND, LoadStalledError, WorkerProcess
 from moegguf.settings import Settings, read_environment
@@ -74,13 +65,13 @@ class ModelManager:
     settings: Settings
     _: KW_ONLY
     command: Sequence[str] = COMMAND
-    measure: Measure = measure
+    measure: memory_budget.Measure = memory_budget.measure
     devices: Callable[[], list[Device]] = query_gpus
 
     def __post_init__(self) -> None:
         self._models: dict[str, ManagedModel] = {}  # loaded or requested, by `process_key`
         self.kept: set[str] = set()  # names whose models stay loaded where a request does not say how long
-        self._limits = MemoryLimits(self.settings)
+        self._limits = memory_budget.MemoryLimits(self.settings)
         self._tasks: set[asyncio.Task[None]] = set()
         self._spare: asyncio.Task[WorkerProcess] | None = None  # a process without a model
         self._closed = False
@@ -262,14 +253,15 @@ class ModelManager:
         process, plan = model.process, model.ready.plan
         if process is None or model.state is not State.READY or model.changing_budget:
             raise BusyError(f"{model.name!r} is being loaded, unloaded or given another budget; try again.")
-        ram, vram = planned_budgets(plan)
+        ram, vram = memory_budget.planned_budgets(plan)
         if "vram_cache_bytes" in given and not vram:
             raise BudgetError(f"{model.name!r} has no slots in VRAM; give expert_cache.")
         if "expert_cache_bytes" in given and vram and not ram:
             raise BudgetError(f"{model.name!r} has every expert in VRAM and none in RAM; give vram_cache.")
         reserved = {"expert_cache_bytes": ram, "vram_cache_bytes": vram}
+        n_experts, slot_bytes = process.stats.n_experts, plan.get("slot_bytes", 0)
         wanted: dict[str, Any] = {
-            name: expert_cache_within(cache, process.stats.n_experts, plan.get("slot_bytes", 0), reserved[name])
+            name: memory_budget.expert_cache_within(cache, n_experts, slot_bytes, reserved[name])
             for name, cache in given.items()
         }
         grown = {name: n_bytes - getattr(model, name) for name, n_bytes in wanted.items()}
@@ -410,16 +402,17 @@ class ModelManager:
             if not self._start_load(model, model.measured[1]):
                 return
 
-    def _start_load(self, model: ManagedModel, size: ModelSize) -> bool:
+    def _start_load(self, model: ManagedModel, size: memory_budget.ModelSize) -> bool:
         """Starts the load, or unloads idle models for it; False when it has to wait."""
         others = [m for m in self._models.values() if m.state is not State.ABSENT]
         in_memory = []
         for m in sorted(others, key=lambda m: m.last_used_s):
             device_bytes = m.device_bytes if m.device == size.device else 0
-            in_memory.append(MemoryUse(m.key, m.size_bytes, m.idle, m.state is State.STOPPING, device_bytes))
+            is_stopping = m.state is State.STOPPING
+            in_memory.append(memory_budget.MemoryUse(m.key, m.size_bytes, m.idle, is_stopping, device_bytes))
         limit_bytes, on_device = self._limits.ram(self._used_bytes()), self._limits.on(size.device)
         try:
-            admission = admit(size, limit_bytes, in_memory, self.settings.max_models, on_device)
+            admission = memory_budget.admit(size, limit_bytes, in_memory, self.settings.max_models, on_device)
         except MoeggufError as error:
             self._fail(model, model.waiters[0], error)
             return True
@@ -493,7 +486,7 @@ class ModelManager:
             return None
         return self._limits.choose(await asyncio.to_thread(self.devices), self._used_on)
 
-    async def _load(self, model: ManagedModel, waiter: Waiter, size: ModelSize) -> None:
+    async def _load(self, model: ManagedModel, waiter: Waiter, size: memory_budget.ModelSize) -> None:
         start_s = self._now()
         try:
             plan = await asyncio.to_thread(size.plan_within, model.size_bytes, model.device_bytes)
@@ -501,7 +494,7 @@ class ModelManager:
                 model.size_bytes, model.device_bytes = plan.host_bytes, plan.total_bytes
             model.process = process = await self._take_process()
             model.ready = await process.load(size.load_config(plan), self.settings.load_timeout_s)
-            model.expert_cache_bytes, model.vram_cache_bytes = planned_budgets(model.ready.plan)
+            model.expert_cache_bytes, model.vram_cache_bytes = memory_budget.planned_budgets(model.ready.plan)
             process.on_exit = functools.partial(self._on_process_exit, model, process)
         except WorkerError as error:
             self._note_lost(model, error)

@@ -40,18 +40,8 @@ from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, T
 from moegguf.gguf.experts import read_layout
 from moegguf.gguf.projector import read_projector
 from moegguf.gguf.reader import GGML_TYPES, ggml_type
+from moegguf.serving import wire
 from moegguf.serving.events import Snapshot
-from moegguf.serving.wire import (
-    MAX_MESSAGE_BYTES,
-    LoadConfig,
-    Loading,
-    Message,
-    Ready,
-    build,
-    decode,
-    encode,
-    encode_error,
-)  # fmt: skip
 
 EXIT_GRACE_S = 5.0  # for a running computation after the socket has closed
 DELTA_S = 0.02  # between two messages with an answer's text
@@ -157,7 +147,7 @@ class Worker:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._outbox = Outbox(connection)
-        self._beside: queue.SimpleQueue[Message] = queue.SimpleQueue()  # what does not wait for an answer to end
+        self._beside: queue.SimpleQueue[wire.Message] = queue.SimpleQueue()  # what does not wait for an answer to end
         self._jobs: dict[int, BatchedAnswer | Task] = {}  # by request, until they end
         self._jobs_lock = threading.RLock()
         self._closing = False
@@ -174,10 +164,10 @@ class Worker:
         for path in expected:
             with suppress(MoeggufError):
                 read_layout(path)
-        first = lines.readline(MAX_MESSAGE_BYTES)
+        first = lines.readline(wire.MAX_MESSAGE_BYTES)
         threading.Thread(target=self._read_messages, args=(lines,), name="moegguf-messages", daemon=True).start()
         threading.Thread(target=self._reply_beside, name="moegguf-beside", daemon=True).start()
-        if not first or not self._load(decode(first)):
+        if not first or not self._load(wire.decode(first)):
             return
         assert self._loop is not None
         if self._closing:  # the socket closed before there was a loop to end
@@ -190,15 +180,15 @@ class Worker:
             self._model.close()
 
     def _send(self, kind: str, **fields: Any) -> None:
-        self._outbox.put(encode({"kind": kind, **fields}))
+        self._outbox.put(wire.encode({"kind": kind, **fields}))
 
     # The reading thread.
 
     def _read_messages(self, lines: BufferedReader) -> None:
         try:
             with lines:
-                while line := lines.readline(MAX_MESSAGE_BYTES):
-                    self._on_message(decode(line))
+                while line := lines.readline(wire.MAX_MESSAGE_BYTES):
+                    self._on_message(wire.decode(line))
         finally:  # the socket is closed: what runs is cancelled, and killed if it does not stop
             self._closing = True
             if self._loop is not None:
@@ -207,7 +197,7 @@ class Worker:
             timer.daemon = True
             timer.start()
 
-    def _on_message(self, message: Message) -> None:
+    def _on_message(self, message: wire.Message) -> None:
         kind = message["kind"]
         if kind == "cancel":
             with self._jobs_lock:
@@ -226,7 +216,7 @@ class Worker:
             while True:
                 self._reply(self._beside.get())
 
-    def _value(self, message: Message) -> Any:
+    def _value(self, message: wire.Message) -> Any:
         llm, kind = self._model, message["kind"]
         if kind == "tokenize":
             return llm.tokenize(to_utf8(message["text"]), add_bos=message["special"], special=message["special"])
@@ -237,9 +227,9 @@ class Worker:
         if kind == "experts":
             return self._experts(message["watch_s"])
         if kind == "count":
-            return count_prompt(llm, build(GenerationRequest, message["generation"]))
+            return count_prompt(llm, wire.build(GenerationRequest, message["generation"]))
         if kind == "render":
-            return render_prompt(llm, build(GenerationRequest, message["generation"]))
+            return render_prompt(llm, wire.build(GenerationRequest, message["generation"]))
         if kind == "budget":
             return llm.set_budget(**{name: message[f"{name}_bytes"] for name in ("expert_cache", "vram_cache")})
         if "query" in message:
@@ -265,28 +255,28 @@ class Worker:
 
     # The main thread.
 
-    def _load(self, message: Message) -> bool:
+    def _load(self, message: wire.Message) -> bool:
         """Loads the model; False when that failed."""
         is_due, number = every(PROGRESS_S, -math.inf), message["id"]
 
         def on_progress(share: float | None) -> bool:
             if not self._closing and (is_due() or share == 1):
-                self._send("event", id=number, Loading=Loading(share))
+                self._send("event", id=number, Loading=wire.Loading(share))
             return not self._closing
 
         try:
-            config = build(LoadConfig, message["config"])
+            config = wire.build(wire.LoadConfig, message["config"])
             self._llm = llm = open_model(config, on_progress)
         except BaseException as error:  # whatever ends a load is told to the server
             if not self._closing:
-                self._send("end", id=number, error=encode_error(error))
+                self._send("end", id=number, error=wire.encode_error(error))
             if not isinstance(error, MoeggufError):
                 raise
             return False
         self._loop = BatchLoop(llm, together=self._outbox.one_call)
         self._name, self._start_s = config.name, time.monotonic()
         plan = asdict(llm.plan) | {"vram_cache_bytes": llm.plan.vram_cache_bytes}
-        self._end(number, Ready(llm.n_ctx(), plan, llm.n_seq_max, llm.reads_images), None)
+        self._end(number, wire.Ready(llm.n_ctx(), plan, llm.n_seq_max, llm.reads_images), None)
         return True
 
     def send_warning(self, message: Warning | str, *_: Any, **__: Any) -> None:
@@ -294,7 +284,7 @@ class Worker:
         with suppress(OSError):  # the server closed the socket
             self._send("warning", text=" ".join(str(message).split()))
 
-    def _submit(self, message: Message) -> None:
+    def _submit(self, message: wire.Message) -> None:
         """Begins to answer, or to embed. The server sends such a message only once the model is loaded."""
         loop, number = self._loop, message["id"]
         assert loop is not None
@@ -307,14 +297,14 @@ class Worker:
                 if message["kind"] == "generate":
                     end = functools.partial(self._end, number)
                     events = Events(stream=message["stream"], send=send, end=end)
-                    self._jobs[number] = loop.submit(build(GenerationRequest, message["generation"]), events)
+                    self._jobs[number] = loop.submit(wire.build(GenerationRequest, message["generation"]), events)
                 else:
                     fail = functools.partial(self._end, number, None)
                     self._jobs[number] = loop.submit_task(lambda: self._reply(message), self._model.cancel, fail)
         except MoeggufError as error:
             self._end(number, None, error)
 
-    def _reply(self, message: Message) -> None:
+    def _reply(self, message: wire.Message) -> None:
         value, failure = None, None
         try:
             value = self._value(message)
@@ -326,7 +316,7 @@ class Worker:
         """Sends the value, or the error where there is one, with the statistics after it."""
         if error is not None and not isinstance(error, MoeggufError):
             traceback.print_exception(error)
-        outcome = {"value": value} if error is None else {"error": encode_error(error)}
+        outcome = {"value": value} if error is None else {"error": wire.encode_error(error)}
         with self._jobs_lock:
             self._jobs.pop(request_id, None)
         self._send("end", id=request_id, **outcome, **self._statistics())
@@ -336,13 +326,13 @@ class Worker:
         assert self._llm is not None
         return self._llm
 
-    def _statistics(self) -> Message:
+    def _statistics(self) -> wire.Message:
         if self._model.session is not None and time.monotonic() > self._watched_until_s:
             self._model.session.store.watch(False)
         return {"stats": self._model.stats(), "decisions": self._model.decisions()}
 
 
-def open_model(config: LoadConfig, progress: LoadProgress) -> Llama:
+def open_model(config: wire.LoadConfig, progress: LoadProgress) -> Llama:
     """Loads the model of `config`. Raises what `Llama` raises."""
     if config.silent:
         _silence_log()  # before llama.cpp's first line

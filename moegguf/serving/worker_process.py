@@ -20,18 +20,7 @@ from moegguf.child import child_command, child_environment
 from moegguf.engine.stats import Stats
 from moegguf.errors import DeviceLostError, MoeggufError, WorkerError
 from moegguf.generate.request import Timing
-from moegguf.serving.wire import (
-    EVENTS,
-    MAX_MESSAGE_BYTES,
-    LoadConfig,
-    Loading,
-    Message,
-    Ready,
-    build,
-    build_error,
-    decode,
-    encode,
-)  # fmt: skip
+from moegguf.serving import wire
 from moegguf.settings import read_environment
 
 COMMAND = child_command("moegguf.serving.worker")
@@ -175,7 +164,7 @@ class WorkerProcess:
             raise WorkerError(
                 f"no process can be started for the model ({error}); end others, then try again."
             ) from None
-        reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_MESSAGE_BYTES)
+        reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=wire.MAX_MESSAGE_BYTES)
         self._supervisor = asyncio.create_task(self._supervise(reader))
         return self
 
@@ -184,15 +173,15 @@ class WorkerProcess:
         """The process id."""
         return self._child.pid
 
-    async def load(self, config: LoadConfig, stall_s: float, on_progress: OnLoad = _ignore) -> Ready:
+    async def load(self, config: wire.LoadConfig, stall_s: float, on_progress: OnLoad = _ignore) -> wire.Ready:
         """Loads the model; `on_progress` gets the share that was read, None while the file is tried. Raises the errors
         of loading, WorkerError when the process exits, LoadStalledError after `stall_s` without progress."""
         events = self.request("load", config=config).events()
         try:
             while True:
                 event = await asyncio.wait_for(anext(events), None if stall_s == math.inf else stall_s)
-                if not isinstance(event, Loading):
-                    return build(Ready, event)
+                if not isinstance(event, wire.Loading):
+                    return wire.build(wire.Ready, event)
                 on_progress(event.share)
         except TimeoutError:
             self.kill("")
@@ -206,14 +195,14 @@ class WorkerProcess:
         if self.exited.done():
             raise self.exited.result()
         number = self._last_id = self._last_id + 1
-        self._writer.write(encode({"kind": kind, "id": number, **fields}))
+        self._writer.write(wire.encode({"kind": kind, "id": number, **fields}))
         request = self._requests[number] = PendingRequest(self, number, on_end)
         return request
 
     def send(self, kind: str, **fields: Any) -> None:
         """Sends a message without a reply; dropped when the process has ended."""
         if not self.exited.done():
-            self._writer.write(encode({"kind": kind, **fields}))
+            self._writer.write(wire.encode({"kind": kind, **fields}))
 
     def kill_cancelled(self) -> bool:
         """Kills the process where all of its requests are cancelled; returns whether they are."""
@@ -244,30 +233,30 @@ class WorkerProcess:
         with contextlib.suppress(OSError):
             try:
                 while (line := await reader.readline()).endswith(b"\n"):
-                    self._on_message(decode(line))
+                    self._on_message(wire.decode(line))
             except (MoeggufError, ValueError, KeyError, TypeError) as error:  # ValueError: too long
                 self.kill(f"it sent an invalid message: {error}")
 
-    def _on_message(self, message: Message) -> None:
+    def _on_message(self, message: wire.Message) -> None:
         kind = message["kind"]
         if kind == "warning":
             self._on_warning(message["text"])
             return
         if "stats" in message:
-            self.stats, self.decisions = build(Stats, message["stats"]), message["decisions"]
+            self.stats, self.decisions = wire.build(Stats, message["stats"]), message["decisions"]
         request = self._requests.get(message["id"])
         if kind == "end":
             self._requests.pop(message["id"], None)
         if request is None:
             return
         if "error" in message:
-            request.put("error", build_error(message["error"]))
+            request.put("error", wire.build_error(message["error"]))
         elif kind == "end":
             request.put("value", message["value"])
         else:
-            for name, event in EVENTS.items():
+            for name, event in wire.EVENTS.items():
                 if name in message:
-                    request.put("event", build(event, message[name]))
+                    request.put("event", wire.build(event, message[name]))
 
     async def _supervise(self, reader: asyncio.StreamReader) -> None:
         """Waits for the exit of the process, then ends all of its requests."""
