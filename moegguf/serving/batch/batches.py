@@ -24,19 +24,8 @@ from typing import Any, TypeVar
 
 from moegguf.atomic_write import write_atomically
 from moegguf.errors import BatchFileError, BusyError, UnknownIdError
-from moegguf.serving.batch.answers import (
-    NOT_EXECUTED,
-    Answer,
-    Counts,
-    Journal,
-    LineError,
-    Requests,
-    Span,
-    answer_requests,
-    error_entry,
-    open_journal,
-    storing,
-)
+from moegguf.serving.batch import answers
+from moegguf.serving.batch.answers import Counts, Journal, Requests, Span, open_journal
 from moegguf.serving.batch.files import FileStore
 from moegguf.serving.clients import current_owner, is_visible
 
@@ -52,7 +41,7 @@ MAX_UNFINISHED = 1000
 MAX_ERRORS = 100
 DISK_RETRY_S = 30.0
 LINES_COPIED = 100  # answers at a time
-CANCELLED, EXPIRED = NOT_EXECUTED
+CANCELLED, EXPIRED = answers.NOT_EXECUTED
 NOT_EXECUTED_TEXT = {
     CANCELLED: "This request was not executed, because the batch was cancelled.",
     EXPIRED: "This request could not be executed before the completion window expired.",
@@ -98,7 +87,7 @@ class Batches:
     """
 
     folder: Path
-    answer: Answer
+    answer: answers.Answer
     _: KW_ONLY
     max_bytes: int
     n_parallel: int
@@ -142,7 +131,7 @@ class Batches:
             raise BusyError("the server is shutting down; try again later.")
         if self._lock is not None:
             return
-        with storing(self.folder):
+        with answers.storing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             lock = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
@@ -210,7 +199,7 @@ class Batches:
             metadata=None if metadata is None else dict(metadata), output_expires_after_s=output_expires_after_s,
             owner=current_owner.get(),
         )  # fmt: skip
-        with storing(self.folder):
+        with answers.storing(self.folder):
             try:
                 self._work(batch).mkdir()
                 self._files.link(input_file_id, self._work(batch) / INPUT)
@@ -224,7 +213,7 @@ class Batches:
 
     def cancel(self, batch: Batch) -> None:
         """Begins to cancel a batch, whose status must be one of CANCELLABLE. Raises StorageError."""
-        with storing(self.folder):
+        with answers.storing(self.folder):
             self._update(batch, status="cancelling", cancelling_at=int(self.now()))
         if batch.id in self._begun:  # else it begins with that status
             self._tasks[batch.id].cancel()
@@ -275,7 +264,7 @@ class Batches:
                         await self._changed.wait()
                     async with self._answers(batch) as (requests, journal):
                         journal.check_space = self._files.check_space
-                        await answer_requests(requests, journal, self.answer, self.n_parallel, lambda entry: None)
+                        await answers.answer_requests(requests, journal, self.answer, self.n_parallel, lambda _: None)
             except TimeoutError:
                 if not window.expired():
                     raise
@@ -303,12 +292,12 @@ class Batches:
         take more than there is room for: the journal, which they replace, goes when they are complete."""
         async with self._answers(batch) as (requests, journal):
             if not_executed is not None:
-                error = LineError(not_executed, NOT_EXECUTED_TEXT[not_executed])
+                error = answers.LineError(not_executed, NOT_EXECUTED_TEXT[not_executed])
                 missing = [line for line in requests.lines if line.number not in journal.answered]
 
                 def append_missing() -> None:
                     for line in missing:
-                        journal.append(line.number, error_entry(requests, line, error))
+                        journal.append(line.number, answers.error_entry(requests, line, error))
 
                 await _in_thread(append_missing)
             output_id = await self._store(batch, journal, "output", lambda span: span.is_answer)
