@@ -41,8 +41,7 @@ from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache, format_bytes
 from moegguf.serving import memory_budget
 from moegguf.serving.events import LoadedModel, LoadOverrides, Snapshot
-from moegguf.serving.lease import Lease
-from moegguf.serving.managed_model import ManagedModel, State, Waiter, files_key, process_key
+from moegguf.serving.lease import Lease, ManagedModel, State, Waiter, files_key, process_key
 from moegguf.serving.wire import build
 from moegguf.serving.worker_process import COMMAND, LoadStalledError, WorkerProcess
 from moegguf.settings import Settings, read_environment
