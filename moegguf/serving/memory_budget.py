@@ -53,10 +53,6 @@ class ModelSize:
     device_minimum_bytes: int = 0
 
 
-Measure = Callable[..., ModelSize]
-"""The signature of `measure`, which tests replace; they are given no GPU."""
-
-
 def measure(
     entry: ModelEntry, overrides: LoadOverrides, settings: Settings, limit_bytes: int, gpu: Device | None = None
 ) -> ModelSize:

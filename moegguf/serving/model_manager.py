@@ -64,7 +64,7 @@ class ModelManager:
     settings: Settings
     _: KW_ONLY
     command: Sequence[str] = COMMAND
-    measure: memory_budget.Measure = memory_budget.measure
+    measure: Callable[..., memory_budget.ModelSize] = memory_budget.measure
     devices: Callable[[], list[Device]] = query_gpus
 
     def __post_init__(self) -> None:

@@ -48,9 +48,6 @@ DELTA_S = 0.02  # between two messages with an answer's text
 PROGRESS_S = 0.1  # between two messages of progress
 BESIDE = ("count", "render", "budget")  # a slow template, say, would keep the next cancel from being read
 
-LoadProgress = Callable[[float | None], bool]
-"""Gets the share that was read, None while the file is tried; False ends the load."""
-
 
 class Outbox:
     """Sends lines over `connection` at once, in the order they were put; those of a `one_call` block at its end, in one
@@ -332,8 +329,9 @@ class Worker:
         return {"stats": self._model.stats(), "decisions": self._model.decisions()}
 
 
-def open_model(config: wire.LoadConfig, progress: LoadProgress) -> Llama:
-    """Loads the model of `config`. Raises what `Llama` raises."""
+def open_model(config: wire.LoadConfig, progress: Callable[[float | None], bool]) -> Llama:
+    """Loads the model of `config`. `progress` gets the share that was read, None while the file is tried; False ends
+    the load. Raises what `Llama` raises."""
     if config.silent:
         _silence_log()  # before llama.cpp's first line
     options: dict[str, Any] = {"verbose": False}
