@@ -334,7 +334,7 @@ def open_model(config: wire.LoadConfig, progress: Callable[[float | None], bool]
     the load. Raises what `Llama` raises."""
     if config.silent:
         _silence_log()  # before llama.cpp's first line
-    options: dict[str, Any] = {"verbose": False}
+    options: dict[str, Any] = {"n_seq_max": 1, "embedding": False, "verbose": False}
     options |= {name: value for name, value in config.options.items() if value is not None}
     options |= {name: ggml_type(options[name]) for name in ("type_k", "type_v") if name in options}
     type_v = options.get("type_v")
