@@ -230,11 +230,11 @@ class Batches:
         """Everything until the batch has ended, for its owner; over again while the disk is full."""
         self._begun.add(batch.id)
         current_owner.set(batch.owner)
-        delay_s = 0.0
+        next_s = 0.0
         while batch.status not in FINAL:
+            delay_s, next_s = next_s, 0.0
             try:
                 await asyncio.sleep(delay_s)
-                delay_s = 0.0
                 await self._advance(batch)
             except asyncio.CancelledError:
                 if self._closing:
@@ -245,7 +245,7 @@ class Batches:
             except BatchFileError as error:
                 self._fail(batch, [_error_of("invalid_file", str(error))])
             except OSError as error:
-                delay_s = DISK_RETRY_S
+                next_s = DISK_RETRY_S
                 log.warning("%s waits for %.0f s: %s", batch.id, DISK_RETRY_S, error)
             except Exception as error:
                 log.error("%s has failed", batch.id, exc_info=error)
