@@ -281,15 +281,6 @@ class ModelManager:
             model.asked_budgets.update(given)
         self._dispatch()
 
-    async def _keep_budgets(self, model: ManagedModel) -> None:
-        """Gives a model that was loaded again, for a longer context, the budgets that were asked for while it ran: a
-        person needs that memory. One that the new plan cannot keep is dropped."""
-        for name, cache in dict(model.asked_budgets).items():
-            try:
-                await self._set_budget(model, {name: cache})
-            except MoeggufError:
-                model.asked_budgets.pop(name, None)
-
     def _check_growth(self, model: ManagedModel, name: str, n_bytes: int) -> None:
         where, free = "", self._limits.ram(self._used_bytes()) - self._used_bytes()
         if name == "vram_cache_bytes":
@@ -507,7 +498,11 @@ class ModelManager:
             self._use(model, waiter)
             for waiting in model.waiters:
                 waiting.load_s = self._now() - start_s
-            await self._keep_budgets(model)
+            for name, cache in dict(model.asked_budgets).items():  # a person needs that memory
+                try:
+                    await self._set_budget(model, {name: cache})
+                except MoeggufError:  # the new plan cannot keep it
+                    model.asked_budgets.pop(name, None)
         finally:
             if model.state is State.LOADING:
                 await self._unload(model)

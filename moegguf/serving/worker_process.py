@@ -79,7 +79,9 @@ class PendingRequest:
 
     def _kill(self) -> None:
         """Kills a process that has not ended this request; while it has others, one may be in a long pass."""
-        if not self._process.kill_cancelled():
+        if all(request.cancelled for request in self._process.requests.values()):
+            self._process.kill("it did not stop after a cancel")
+        else:
             self._kill_later()
 
     def put(self, kind: str, value: Any) -> None:
@@ -112,8 +114,8 @@ class LoadStalledError(WorkerError):
 class WorkerProcess:
     """A worker process, whose errors name no model: many names may share it. `stats` and `decisions`: as last
     reported; `last_timing`: of the answer that ended last. `exited`: the error that describes the exit, set when the
-    process has ended; `on_exit` is called then, before its requests get the error. `cancel_grace_s`: how long a
-    cancelled request may take to end."""
+    process has ended; `on_exit` is called then, before its requests get the error. `requests`: by id, until they end.
+    `cancel_grace_s`: how long a cancelled request may take to end."""
 
     def __init__(
         self,
@@ -129,7 +131,7 @@ class WorkerProcess:
         self.decisions: Mapping[str, Any] = {}
         self.exited: asyncio.Future[WorkerError] = asyncio.get_running_loop().create_future()
         self.on_exit: Callable[[], None] = _ignore
-        self._requests: dict[int, PendingRequest] = {}
+        self.requests: dict[int, PendingRequest] = {}
         self._last_id = 0
         self._kill_reason = ""
         self._stderr_tail = bytearray()
@@ -196,20 +198,13 @@ class WorkerProcess:
             raise self.exited.result()
         number = self._last_id = self._last_id + 1
         self._writer.write(wire.encode({"kind": kind, "id": number, **fields}))
-        request = self._requests[number] = PendingRequest(self, number, on_end)
+        request = self.requests[number] = PendingRequest(self, number, on_end)
         return request
 
     def send(self, kind: str, **fields: Any) -> None:
         """Sends a message without a reply; dropped when the process has ended."""
         if not self.exited.done():
             self._writer.write(wire.encode({"kind": kind, **fields}))
-
-    def kill_cancelled(self) -> bool:
-        """Kills the process where all of its requests are cancelled; returns whether they are."""
-        are_cancelled = all(request.cancelled for request in self._requests.values())
-        if are_cancelled:
-            self.kill("it did not stop after a cancel")
-        return are_cancelled
 
     def kill(self, reason: str) -> None:
         """Kills the process; its requests get `reason` in their error."""
@@ -244,9 +239,9 @@ class WorkerProcess:
             return
         if "stats" in message:
             self.stats, self.decisions = wire.build(Stats, message["stats"]), message["decisions"]
-        request = self._requests.get(message["id"])
+        request = self.requests.get(message["id"])
         if kind == "end":
-            self._requests.pop(message["id"], None)
+            self.requests.pop(message["id"], None)
         if request is None:
             return
         if "error" in message:
@@ -296,6 +291,6 @@ class WorkerProcess:
             error = DeviceLostError(_LOST.format(lost))
         self.exited.set_result(error)
         self.on_exit()
-        requests, self._requests = self._requests, {}
+        requests, self.requests = self.requests, {}
         for request in requests.values():
             request.put("error", error)
