@@ -109,18 +109,9 @@ class HubFile:
         return 0 if self.is_cached else max(0, self.size_bytes - n_bytes)
 
 
-@dataclass(frozen=True)
-class Repository:
-    """One commit of a repository, with the files that can be fetched into its `folder` of a cache."""
-
-    repo: str
-    commit: str
-    folder: Path
-    files: dict[str, HubFile]
-
-
-def read_repository(repo: str, stopped: threading.Event, cache: Path | None = None) -> Repository:
-    """The newest commit of `main` of "user/repo"; `cache`: another one than the Hub's.
+def read_repository(repo: str, stopped: threading.Event, cache: Path | None = None) -> dict[str, HubFile]:
+    """{path: file} of the newest commit of `main` of "user/repo", without files that have no size, no digest or no
+    relative path inside the repository; `cache`: another one than the Hub's.
 
     Raises ModelNotFoundError, PullError, Stopped.
     """
@@ -131,22 +122,16 @@ def read_repository(repo: str, stopped: threading.Event, cache: Path | None = No
     if not _HEX40.fullmatch(commit):
         raise PullError(f"{hub_endpoint()} sent no commit of {repo!r}; try again later.")
     name = info.id if isinstance(info.id, str) and info.id.lower() == repo.lower() else repo
-    folder = repo_folder(name, cache or hub_cache())
-    files = [file for sibling in info.siblings or [] if (file := _file(name, commit, folder, sibling))]
-    return Repository(name, commit, folder, {file.path: file for file in files})
-
-
-def _file(repo: str, commit: str, folder: Path, sibling: Any) -> HubFile | None:
-    """None for a file without a size, a digest or a relative path inside the repository."""
-    path, lfs = str(sibling.rfilename), sibling.lfs or {}
-    etag = str(lfs.get("sha256") or sibling.blob_id or "")
-    size = lfs.get("size", sibling.size)
-    parts = PurePosixPath(path).parts
-    if not parts or path.startswith("/") or ".." in parts or "\\" in path or "\0" in path:
-        return None
-    if not (_HEX64.fullmatch(etag) or _HEX40.fullmatch(etag)) or not isinstance(size, int) or size < 0:
-        return None
-    return HubFile(repo, commit, path, size, etag, folder)
+    folder, files = repo_folder(name, cache or hub_cache()), dict[str, HubFile]()
+    for sibling in info.siblings or []:
+        path, lfs = str(sibling.rfilename), sibling.lfs or {}
+        etag, size = str(lfs.get("sha256") or sibling.blob_id or ""), lfs.get("size", sibling.size)
+        parts = PurePosixPath(path).parts
+        is_inside = parts and not (path.startswith("/") or ".." in parts or "\\" in path or "\0" in path)
+        is_known = (_HEX64.fullmatch(etag) or _HEX40.fullmatch(etag)) and isinstance(size, int) and size >= 0
+        if is_inside and is_known:
+            files[path] = HubFile(name, commit, path, size, etag, folder)
+    return files
 
 
 @contextmanager
@@ -255,12 +240,12 @@ def remote_model(name: str) -> Iterator[ModelEntry]:
     Raises ModelNotFoundError, ModelNameError, ModelFormatError, PullError.
     """
     parsed = parse_name(name)
-    repository = read_repository(parsed.repo, threading.Event())
-    selection = select_files(repository.files, parsed.tag, repo=repository.repo)
+    files = read_repository(parsed.repo, threading.Event())
+    selection = select_files(files, parsed.tag, repo=parsed.repo)
     with tempfile.TemporaryDirectory(prefix="moegguf-header-") as folder:
         for path in selection.paths:
             with suppress(ModelFormatError) if path == selection.mmproj else nullcontext():  # a damaged one is ignored
-                _fetch_header(repository.files[path], Path(folder) / PurePosixPath(path).name)
+                _fetch_header(files[path], Path(folder) / PurePosixPath(path).name)
         yield file_entry(Path(folder) / PurePosixPath(selection.files[0]).name, "hub", parsed.canonical)
 
 
@@ -503,11 +488,11 @@ def _fetch_chunked(file: HubFile, on_bytes: Callable[[int], None], stopped: thre
     )  # fmt: skip
 
 
-def link_commit(repository: Repository, files: Sequence[HubFile]) -> Path:
+def link_commit(files: Sequence[HubFile]) -> Path:
     """Links the commit's paths to the blobs, then sets `main` to it; returns the snapshot. Raises PullError."""
-    folder = repository.folder
-    snapshot = folder / "snapshots" / repository.commit
-    with _naming(repository, folder):
+    folder, commit = files[0].folder, files[0].commit
+    snapshot = folder / "snapshots" / commit
+    with _naming(folder):
         for file in files:  # relative links, as huggingface_hub makes them
             link = snapshot / file.path
             link.parent.mkdir(parents=True, exist_ok=True)
@@ -522,18 +507,16 @@ def link_commit(repository: Repository, files: Sequence[HubFile]) -> Path:
                 os.link(file.blob, link)
         (folder / "refs").mkdir(exist_ok=True)
         # A temporary file in refs/ would be taken for a branch.
-        write_atomically(folder / ".main", repository.commit.encode())
+        write_atomically(folder / ".main", commit.encode())
         os.replace(folder / ".main", folder / "refs" / "main")
     return snapshot
 
 
-def find_missing(
-    repository: Repository, files: Sequence[HubFile], folder: Path, stopped: threading.Event
-) -> list[HubFile]:
+def find_missing(files: Sequence[HubFile], folder: Path, stopped: threading.Event) -> list[HubFile]:
     """Those of the files that `folder` does not have yet under their paths: those of another size, or of another
     digest, which is noted when a file is put there or found to be the same. Raises PullError, Stopped."""
     missing = []
-    with _naming(repository, folder):
+    with _naming(folder):
         for file in files:
             path, is_there = folder / file.path, False
             if path.is_file() and path.stat().st_size == file.size_bytes:
@@ -549,10 +532,10 @@ def find_missing(
     return missing
 
 
-def move_files(repository: Repository, files: Sequence[HubFile], folder: Path) -> None:
+def move_files(files: Sequence[HubFile], folder: Path) -> None:
     """Moves the blobs to their paths in `folder`. Raises PullError."""
     moved: dict[str, Path] = {}
-    with _naming(repository, folder):
+    with _naming(folder):
         for file in files:
             path = folder / file.path
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -573,11 +556,10 @@ def _note(file: HubFile) -> Path:
 
 
 @contextmanager
-def _naming(repository: Repository, folder: Path) -> Iterator[None]:
+def _naming(folder: Path) -> Iterator[None]:
     """Raises errors of the disk inside the `with` as PullError."""
     try:
         yield
     except OSError as error:
-        raise PullError(
-            f"{repository.repo} was fetched, but cannot be linked in {str(folder)!r} ({error.strerror or error})."
-        ) from error
+        reason = error.strerror or error
+        raise PullError(f"what was fetched cannot be linked in {str(folder)!r} ({reason}).") from error

@@ -64,9 +64,9 @@ def _fetch(name: Name, report: Report, stopped: threading.Event) -> ModelEntry:
 
     try:
         report(PullStatus("pulling manifest"))
-        repository = read_repository(name.repo, stopped)
-        selection = select_files(repository.files, name.tag, repo=repository.repo)
-        files = [repository.files[path] for path in selection.paths]
+        known = read_repository(name.repo, stopped)
+        selection = select_files(known, name.tag, repo=name.repo)
+        files = [known[path] for path in selection.paths]
         progress = _Progress(files, report)
         fetch_files(files, name.canonical, progress.on_bytes, stopped, progress.report)
         progress.report()
@@ -76,7 +76,7 @@ def _fetch(name: Name, report: Report, stopped: threading.Event) -> ModelEntry:
         ) from None
     report(PullStatus("verifying sha256 digest"))
     report(PullStatus("writing manifest"))
-    found = Snapshot(repository.repo, link_commit(repository, files))
+    found = Snapshot(files[0].repo, link_commit(files))
     tag = next((tag for tag, other in models_in(found.paths()) if other.files == selection.files), DEFAULT_TAG)
     report(PullStatus("success"))
     return found.entry(tag, selection)
@@ -131,7 +131,7 @@ def fetch(
     try:
         if hub_offline():
             raise PullError(f"{repo_id} is not in the cache, and HF_HUB_OFFLINE is set.")
-        repository = read_repository(repo_id, stopped, cache)
+        there = read_repository(repo_id, stopped, cache)
     except PullError:
         if here := folder or next((snapshot.folder for snapshot in snapshots(cache, repo_id)), None):
             known = sorted(path.relative_to(here) for path in here.rglob("*") if path.is_file())
@@ -139,8 +139,8 @@ def fetch(
             if any(map(is_model, paths)):
                 return here / _matching(paths, repo_id, filename, others)[0]
         raise
-    files = [repository.files[path] for path in _matching(sorted(repository.files), repo_id, filename, others)]
-    missing = find_missing(repository, files, folder, stopped) if folder else files
+    files = [there[path] for path in _matching(sorted(there), repo_id, filename, others)]
+    missing = find_missing(files, folder, stopped) if folder else files
     received = dict.fromkeys(missing, 0)
     with tqdm(total=sum(file.size_bytes for file in missing), desc=repo_id, unit="B", unit_scale=True) as bar:
 
@@ -151,8 +151,8 @@ def fetch(
 
         fetch_files(missing, repo_id, on_bytes, stopped)
     if folder is None:
-        return link_commit(repository, files) / files[0].path
-    move_files(repository, missing, folder)
+        return link_commit(files) / files[0].path
+    move_files(missing, folder)
     return folder / files[0].path
 
 
