@@ -23,7 +23,7 @@ import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -288,32 +288,22 @@ def _read_range(file: HubFile, begin: int, end: int) -> bytes:
     raise PullError(f"{file.repo}/{file.path}: the hub sent {n_bytes} of {end - begin} bytes; try again.")
 
 
-OnBytes = Callable[[HubFile, int], None]
-"""Called with a file and the number of its bytes that are on disk; from several threads."""
+def fetch_files(files: Sequence[HubFile], what: str, stopped: threading.Event) -> Generator[dict[HubFile, int]]:
+    """Downloads the blobs of all files, MAX_PARALLEL_FILES at a time; gives the bytes of each that are on disk now and
+    then, and at the end. `what` starts the message of a full disk. Closing it stops the download.
 
-
-def fetch_files(
-    files: Sequence[HubFile],
-    what: str,
-    on_bytes: OnBytes,
-    stopped: threading.Event,
-    on_wait: Callable[[], object] = lambda: None,
-) -> None:
-    """Downloads the blobs of all files, MAX_PARALLEL_FILES at a time. `what` starts the message of a full disk;
-    `on_wait` is called on this thread meanwhile.
-
-    Raises the first error (ModelNotFoundError, ModelFormatError, PullError), or Stopped; the other threads then end
-    with their next bytes.
+    Raises the first error (ModelNotFoundError, ModelFormatError, PullError), or Stopped; the threads then end with
+    their next bytes.
     """
     if files:
         check_space(files[0].folder, sum(file.missing_bytes for file in files), what)
-    waiting, errors = iter(files), list[BaseException]()
+    waiting, received, errors = iter(files), dict[HubFile, int](), list[BaseException]()
 
     def fetch_waiting() -> None:
         try:
             for file in waiting:
-                _fetch(file, partial(on_bytes, file), stopped)
-                on_bytes(file, file.size_bytes)
+                _fetch(file, partial(received.__setitem__, file), stopped)
+                received[file] = file.size_bytes
         except BaseException as error:  # raised by the thread that waits
             errors.append(error)
             stopped.set()
@@ -328,14 +318,15 @@ def fetch_files(
         for thread in threads:
             while thread.is_alive() and not stopped.is_set():
                 thread.join(WAIT_S)
-                on_wait()
-    except BaseException:  # an interrupt
+                yield dict(received)
+    except BaseException:  # an interrupt, or it was closed
         stopped.set()
         raise
     if errors:
         raise errors[0]
     if stopped.is_set():
         raise Stopped
+    yield received
 
 
 def _fetch(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Event) -> None:

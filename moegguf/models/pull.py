@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -67,9 +68,17 @@ def _fetch(name: Name, report: Report, stopped: threading.Event) -> ModelEntry:
         known = read_repository(name.repo, stopped)
         selection = select_files(known, name.tag, repo=name.repo)
         files = [known[path] for path in selection.paths]
-        progress = _Progress(files, report)
-        fetch_files(files, name.canonical, progress.on_bytes, stopped, progress.report)
-        progress.report()
+        reported: dict[HubFile, PullStatus] = {}
+        for file in files:
+            digest = f"sha256:{file.etag}" if file.is_large else ""
+            reported[file] = PullStatus(f"pulling {file.etag[:12]}", digest, file.path, file.size_bytes)
+            report(reported[file])
+        with closing(fetch_files(files, name.canonical, stopped)) as progress:
+            for received in progress:
+                for file, n_bytes in received.items():
+                    if reported[file].completed_bytes != n_bytes:
+                        reported[file] = replace(reported[file], completed_bytes=n_bytes)
+                        report(reported[file])
     except Stopped:
         raise PullError(
             f"fetching {name.canonical} was stopped; received bytes are kept, pull again to continue."
@@ -80,31 +89,6 @@ def _fetch(name: Name, report: Report, stopped: threading.Event) -> ModelEntry:
     tag = next((tag for tag, other in models_in(found.paths()) if other.files == selection.files), DEFAULT_TAG)
     report(PullStatus("success"))
     return found.entry(tag, selection)
-
-
-class _Progress:
-    """The bytes of files that are on the disk, and which of them were reported."""
-
-    def __init__(self, files: Sequence[HubFile], report: Report) -> None:
-        self._received: dict[str, int] = {}
-        self._report = report
-        self._reported: dict[str, PullStatus] = {}
-        for file in files:
-            digest = f"sha256:{file.etag}" if file.is_large else ""
-            self._reported[file.path] = PullStatus(f"pulling {file.etag[:12]}", digest, file.path, file.size_bytes)
-            report(self._reported[file.path])
-
-    def on_bytes(self, file: HubFile, n_bytes: int) -> None:
-        """Notes what is there of a file; from any thread."""
-        self._received[file.path] = n_bytes
-
-    def report(self) -> None:
-        """Reports the files of which more is there than the last time."""
-        for path, n_bytes in list(self._received.items()):
-            status = replace(self._reported[path], completed_bytes=n_bytes)
-            if status != self._reported[path]:
-                self._reported[path] = status
-                self._report(status)
 
 
 Folder = str | os.PathLike[str] | None
@@ -141,15 +125,13 @@ def fetch(
         raise
     files = [there[path] for path in _matching(sorted(there), repo_id, filename, others)]
     missing = find_missing(files, folder, stopped) if folder else files
-    received = dict.fromkeys(missing, 0)
-    with tqdm(total=sum(file.size_bytes for file in missing), desc=repo_id, unit="B", unit_scale=True) as bar:
-
-        def on_bytes(file: HubFile, n_bytes: int) -> None:
-            received[file] = n_bytes
+    with (
+        closing(fetch_files(missing, repo_id, stopped)) as progress,
+        tqdm(total=sum(file.size_bytes for file in missing), desc=repo_id, unit="B", unit_scale=True) as bar,
+    ):
+        for received in progress:
             bar.n = sum(received.values())
             bar.update(0)
-
-        fetch_files(missing, repo_id, on_bytes, stopped)
     if folder is None:
         return link_commit(files) / files[0].path
     move_files(missing, folder)
