@@ -105,7 +105,9 @@ class HubFile:
     @property
     def missing_bytes(self) -> int:
         """How much of it the cache does not have."""
-        n_bytes = self.partial.stat().st_size if self.partial.is_file() else 0
+        n_bytes = 0
+        with suppress(FileNotFoundError):  # also where another process has just given it its name
+            n_bytes = self.partial.stat().st_size
         return 0 if self.is_cached else max(0, self.size_bytes - n_bytes)
 
 
