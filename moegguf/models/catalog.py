@@ -162,10 +162,12 @@ class Catalog:
         entry = self.find(name, even_missing=True)
         key = entry.name.lower()
         if entry.source == "own":
-            self.index.change(lambda found: found.without(key), after=self._clean)
+            with self.index.changed(self._clean) as found:
+                found.entries.pop(key, None)
         elif entry.source == "hub":
             try:
-                self.index.change(lambda found: replace(found, hidden=found.hidden | {key}), after=self._clean)
+                with self.index.changed(self._clean) as found:
+                    found.hidden.add(key)
             except PullError:
                 self.unhide(key)
                 raise
@@ -179,7 +181,8 @@ class Catalog:
         """Lists removed names of the Hugging Face cache again, as after they were fetched again."""
         keys = {name.lower() for name in names} & self.index.read().hidden
         if keys:
-            self.index.change(lambda found: replace(found, hidden=found.hidden - keys))
+            with self.index.changed() as found:
+                found.hidden -= keys
 
     def _models(self, text: str | None = None) -> Iterator[ModelEntry]:
         """The models of all sources, one source after the other; with `text` those that it may mean, the right one
@@ -193,7 +196,7 @@ class Catalog:
         yield from sources.demo_models(text)
         yield from sources.folder_models(text)
         contents = self.index.read()
-        yield from (updated(entry) for entry in contents.entries if key in (None, entry.name.lower()))
+        yield from (updated(entry) for known, entry in contents.entries.items() if key in (None, known))
         yield from sources.cached_models(text, contents.hidden)
         yield from sources.ollama_models(text)
         if text and (model := find_in_library(text)):  # none of the others has its short name
@@ -204,19 +207,14 @@ class Catalog:
 
     def _save(self, make: Callable[[], ModelEntry], target: Name) -> ModelEntry:
         """Saves the result of `make` under the name `target`; `make` runs under the index's lock."""
-        made: list[ModelEntry] = []
-
-        def edit(contents: Contents) -> Contents:
+        self.index.read()  # repairs a damaged file first
+        with self.index.changed(self._clean) as contents:
             entry = make()
             parent = "" if entry.source == "path" else entry.name
             now, name = datetime.now(UTC), target.canonical
             own = replace(entry, name=name, source="own", parent=parent, modified=now, files_digest=entry.weights)
-            made.append(own)
-            return contents.with_entry(made[0])
-
-        self.index.read()  # repairs a damaged file first
-        self.index.change(edit, after=self._clean)
-        return updated(made[0])
+            contents.entries[name.lower()] = own
+        return updated(own)
 
     def _free_name(self, text: str) -> Name:
         """The name, if no other source has it. Raises ModelNameError, OptionError."""

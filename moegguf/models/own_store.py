@@ -22,7 +22,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
@@ -90,25 +90,18 @@ def updated(entry: ModelEntry) -> ModelEntry:
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Contents:
-    """All of an index. `entries`: as stored, see `updated`. `hidden`: keys of removed names of the Hugging Face cache
-    whose files entries still use."""
+    """All of an index. `entries`: by name in lower case, as stored, see `updated`. `hidden`: keys of removed names of
+    the Hugging Face cache whose files entries still use. `is_intact`: the whole file could be read."""
 
-    entries: tuple[ModelEntry, ...] = ()
-    hidden: frozenset[str] = frozenset()
-
-    def with_entry(self, entry: ModelEntry) -> Contents:
-        """A copy with `entry` in place of the one of the same name."""
-        return replace(self, entries=(*self.without(entry.name.lower()).entries, entry))
-
-    def without(self, key: str) -> Contents:
-        """A copy without the entry with this key."""
-        return replace(self, entries=tuple(entry for entry in self.entries if entry.name.lower() != key))
+    entries: dict[str, ModelEntry] = field(default_factory=dict)
+    hidden: set[str] = field(default_factory=set)
+    is_intact: bool = True
 
     def files(self) -> set[Path]:
         """The files of all entries."""
-        return {path for entry in self.entries for path in entry.all_files}
+        return {path for entry in self.entries.values() for path in entry.all_files}
 
 
 class Index:
@@ -119,15 +112,17 @@ class Index:
         self.path = folder / "models.json"
 
     def read(self) -> Contents:
-        """The contents now; empty when there is no file. A damaged file is repaired, not an error."""
-        contents, is_intact = self._load()
-        if not is_intact:
-            with suppress(OSError, PullError):  # a folder that cannot be written stays as it is
-                self.change(lambda found: found)
+        """The contents now, to be read only; empty when there is no file. A damaged file is repaired, not an error."""
+        contents = self._load()
+        if not contents.is_intact:
+            with suppress(OSError, PullError), self.changed():  # a folder that cannot be written stays as it is
+                pass
         return contents
 
-    def change(self, edit: Callable[[Contents], Contents], after: Callable[[Contents], None] | None = None) -> Contents:
-        """Writes what `edit` makes of the contents; nothing when it raises. Then calls `after` with the new contents.
+    @contextmanager
+    def changed(self, after: Callable[[Contents], None] | None = None) -> Iterator[Contents]:
+        """The contents, to be changed inside the `with`; written at its end, unless it raises. Then calls `after` with
+        them.
 
         Both run under the lock and must not use the index. Raises PullError when the disk fails.
         """
@@ -135,50 +130,49 @@ class Index:
             self.folder.mkdir(parents=True, exist_ok=True)
             with open(self.folder / "models.lock", "ab") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                contents, is_intact = self._load()
-                changed = edit(contents)
-                if not is_intact:
+                before = self._load()
+                contents = Contents(dict(before.entries), set(before.hidden))
+                yield contents
+                if not before.is_intact:
                     damaged = self.path.with_name(f"models.json.damaged-{datetime.now(UTC):%Y%m%dT%H%M%S%f}")
                     os.replace(self.path, damaged)
                     kept = "the index of models was damaged; what could be read is kept, the rest is in"
                     warnings.warn(f"{kept} {damaged}.", stacklevel=2)
-                if changed != contents or not is_intact:
-                    write_atomically(self.path, _to_json(changed))
+                if contents != before:
+                    write_atomically(self.path, _to_json(contents))
                 if after:
-                    after(changed)
-                return changed
+                    after(contents)
+        except MoeggufError:
+            raise
         except OSError as error:
-            if isinstance(error, MoeggufError):
-                raise
             raise PullError(f"the index {str(self.path)!r} cannot be written ({error.strerror or error}).") from error
 
-    def _load(self) -> tuple[Contents, bool]:
+    def _load(self) -> Contents:
         try:
             info = self.path.stat()
         except OSError:
-            return Contents(), True
+            return Contents()
         return _load(self.path, info.st_mtime_ns, info.st_ino, info.st_size, (hub_cache(), data_folder()))
 
 
 @lru_cache(maxsize=4)
-def _load(path: Path, _mtime_ns: int, _inode: int, size_bytes: int, _folders: object) -> tuple[Contents, bool]:
-    """(what could be read, whether that is all); read again only when the file or a folder of locations has changed."""
+def _load(path: Path, _mtime_ns: int, _inode: int, size_bytes: int, _folders: object) -> Contents:
+    """What could be read; read again only when the file or a folder of locations has changed."""
     if size_bytes > MAX_INDEX_BYTES:
-        return Contents(), False
+        return Contents(is_intact=False)
     try:
         data = json.loads(path.read_bytes())
-        listed, hidden = list(data["models"]), frozenset(map(str, data["hidden"]))
-        is_intact = data["version"] == VERSION
+        listed, hidden = list(data["models"]), set(map(str, data["hidden"]))
+        contents = Contents({}, hidden, data["version"] == VERSION)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return Contents(), False
-    entries: dict[str, ModelEntry] = {}
+        return Contents(is_intact=False)
     for values in listed:
         try:
             entry = _entry(values)
-            entries[entry.name.lower()] = entry
+            contents.entries[entry.name.lower()] = entry
         except (KeyError, TypeError, ValueError, AttributeError):
-            is_intact = False
-    return Contents(tuple(entries.values()), hidden), is_intact
+            contents.is_intact = False
+    return contents
 
 
 def _entry(values: dict[str, Any]) -> ModelEntry:
@@ -206,7 +200,7 @@ def _to_json(contents: Contents) -> bytes:
         | {"modified": entry.modified.isoformat()}
         | {name: _location_of(path) if (path := getattr(entry, name)) else None for name in _BESIDE}
         | {"parent": entry.parent, "files_digest": entry.files_digest}
-        for entry in contents.entries
+        for entry in contents.entries.values()
     ]
     data = {"version": VERSION, "models": models, "hidden": sorted(contents.hidden)}
     return (json.dumps(data, indent=1, ensure_ascii=False) + "\n").encode()
