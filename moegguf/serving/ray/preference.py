@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moegguf.generate.request import GenerationRequest
@@ -37,8 +37,19 @@ class Conversation:
 
 def conversation_of(request: GenerationRequest) -> Conversation:
     """The beginnings of a request. Raises OptionError for what JSON cannot hold."""
-    chain, digests, lengths, n_with_user = hashlib.blake2b(_head(request), digest_size=DIGEST_BYTES), [], [0], 0
-    for role, part in _parts(request):
+    head = {  # whose request it is, and what templates write before the first message
+        "owner": request.owner,
+        "template": request.template,
+        "options": request.template_options,
+        "tools": list(request.tools) if request.tool_choice != "none" else [],
+        "think": request.think,
+    }
+    parts = [(str(message.get("role")), encode(message)) for message in request.messages or ()]
+    if request.messages is None:
+        context = [("context", encode({"context": request.context}))] if request.context else []
+        parts = [*context, ("prompt", (request.prompt or "").encode(errors="surrogatepass"))]
+    chain, digests, lengths, n_with_user = hashlib.blake2b(encode(head), digest_size=DIGEST_BYTES), [], [0], 0
+    for role, part in parts:
         start, end = 0, FIRST_CUT_BYTES
         while start == 0 or start < len(part):
             chain.update(part[start:end])
@@ -49,30 +60,6 @@ def conversation_of(request: GenerationRequest) -> Conversation:
             n_with_user = len(digests)
     n_half = bisect_left(lengths, lengths[-1] / 2)
     return Conversation(tuple(digests), max(1, min(n_with_user or len(digests), n_half)))
-
-
-def _head(request: GenerationRequest) -> bytes:
-    """Whose request it is, and what templates write before the first message."""
-    return encode(
-        {
-            "owner": request.owner,
-            "template": request.template,
-            "options": request.template_options,
-            "tools": list(request.tools) if request.tool_choice != "none" else [],
-            "think": request.think,
-        }
-    )
-
-
-def _parts(request: GenerationRequest) -> Iterator[tuple[str, bytes]]:
-    """(role, bytes) of each message; of a prompt, the tokens before it and its text."""
-    if request.messages is not None:
-        for message in request.messages:
-            yield str(message.get("role")), encode(message)
-        return
-    if request.context:
-        yield "context", encode({"context": request.context})
-    yield "prompt", (request.prompt or "").encode(errors="surrogatepass")
 
 
 Sequences = tuple[tuple[str, ...], ...]
