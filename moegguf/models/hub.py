@@ -41,7 +41,7 @@ from moegguf.errors import ModelFormatError, ModelNotFoundError, MoeggufError, P
 from moegguf.gguf.reader import MAGIC, read_gguf
 from moegguf.models.entry import ModelEntry
 from moegguf.models.names import parse_name
-from moegguf.models.own_store import check_space, free_bytes, sync_folder
+from moegguf.models.own_store import check_space, disk_errors, free_bytes, sync_folder
 from moegguf.models.selection import select_files
 from moegguf.models.sources import file_entry, hub_cache, hub_endpoint, repo_folder
 from moegguf.package import __version__
@@ -485,7 +485,7 @@ def link_commit(files: Sequence[HubFile]) -> Path:
     """Links the commit's paths to the blobs, then sets `main` to it; returns the snapshot. Raises PullError."""
     folder, commit = files[0].folder, files[0].commit
     snapshot = folder / "snapshots" / commit
-    with _naming(folder):
+    with disk_errors(f"what was fetched cannot be linked in {str(folder)!r}"):
         for file in files:  # relative links, as huggingface_hub makes them
             link = snapshot / file.path
             link.parent.mkdir(parents=True, exist_ok=True)
@@ -509,7 +509,7 @@ def find_missing(files: Sequence[HubFile], folder: Path, stopped: threading.Even
     """Those of the files that `folder` does not have yet under their paths: those of another size, or of another
     digest, which is noted when a file is put there or found to be the same. Raises PullError, Stopped."""
     missing = []
-    with _naming(folder):
+    with disk_errors(f"what was fetched cannot be linked in {str(folder)!r}"):
         for file in files:
             path, is_there = folder / file.path, False
             if path.is_file() and path.stat().st_size == file.size_bytes:
@@ -528,7 +528,7 @@ def find_missing(files: Sequence[HubFile], folder: Path, stopped: threading.Even
 def move_files(files: Sequence[HubFile], folder: Path) -> None:
     """Moves the blobs to their paths in `folder`. Raises PullError."""
     moved: dict[str, Path] = {}
-    with _naming(folder):
+    with disk_errors(f"what was fetched cannot be linked in {str(folder)!r}"):
         for file in files:
             path = folder / file.path
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -546,13 +546,3 @@ def _note(file: HubFile) -> Path:
     note = file.folder / "moved" / file.path
     note.parent.mkdir(parents=True, exist_ok=True)
     return note
-
-
-@contextmanager
-def _naming(folder: Path) -> Iterator[None]:
-    """Raises errors of the disk inside the `with` as PullError."""
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or error
-        raise PullError(f"what was fetched cannot be linked in {str(folder)!r} ({reason}).") from error

@@ -126,7 +126,7 @@ class Index:
 
         Both run under the lock and must not use the index. Raises PullError when the disk fails.
         """
-        try:
+        with disk_errors(f"the index {str(self.path)!r} cannot be written"):
             self.folder.mkdir(parents=True, exist_ok=True)
             with open(self.folder / "models.lock", "ab") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
@@ -142,10 +142,6 @@ class Index:
                     write_atomically(self.path, _to_json(contents))
                 if after:
                     after(contents)
-        except MoeggufError:
-            raise
-        except OSError as error:
-            raise PullError(f"the index {str(self.path)!r} cannot be written ({error.strerror or error}).") from error
 
     def _load(self) -> Contents:
         try:
@@ -297,7 +293,7 @@ class BlobStore:
         digest = hashlib.sha256(listing.encode()).hexdigest()
         folder = sets_folder() / digest
         temporary = sets_folder() / f".{digest}.{os.getpid()}"  # then renamed: a set is complete or absent
-        try:
+        with disk_errors(f"the files cannot be kept in {str(sets_folder())!r}"):
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             for name, blob in sources.items():
@@ -306,9 +302,6 @@ class BlobStore:
                 shutil.rmtree(temporary)
             else:
                 os.replace(temporary, folder)
-        except OSError as error:
-            reason = error.strerror or error
-            raise PullError(f"the files cannot be kept in {str(sets_folder())!r} ({reason}).") from error
         return folder
 
 
@@ -371,6 +364,17 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextmanager
+def disk_errors(failed: str) -> Iterator[None]:
+    """Raises errors of the disk inside the `with` as PullError, which says what has `failed`."""
+    try:
+        yield
+    except MoeggufError:
+        raise
+    except OSError as error:
+        raise PullError(f"{failed} ({error.strerror or error}).") from error
 
 
 @contextmanager
