@@ -7,8 +7,7 @@ from pathlib import Path
 
 from batch_files import ENDPOINTS
 
-from moegguf.serving.batch.answers import Reply, answer_requests, open_journal
-from moegguf.serving.batch.requests import Requests
+from moegguf.serving.batch.answers import Reply, Requests, answer_requests, open_journal
 
 
 async def answer(url: str, raw: bytes) -> Reply:

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from moegguf.serving.batch.answers import Reply
-from moegguf.serving.batch.requests import Requests
+from moegguf.serving.batch.answers import Reply, Requests
 from moegguf.serving.clients import current_owner
 
 CHAT = "/v1/chat/completions"

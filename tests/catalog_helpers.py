@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from moegguf.models.catalog import Catalog
-from moegguf.models.hub import hub_cache
+from moegguf.models.sources import hub_cache
 
 
 def cache(repo: str, files: dict[str, bytes], commit: str = "a" * 40, main: bool = True) -> Path:

@@ -75,7 +75,7 @@ def old_or_new() -> None:
     from huggingface_hub import scan_cache_dir
 
     from moegguf.models.catalog import Catalog
-    from moegguf.models.hub import hub_cache
+    from moegguf.models.sources import hub_cache
 
     entry = Catalog().find("user/repo-gguf")
     contents = {path.read_bytes()[:8] for path in entry.files}
@@ -87,7 +87,7 @@ def old_or_new() -> None:
 def check_blobs() -> None:
     import hashlib
 
-    from moegguf.models.hub import hub_cache
+    from moegguf.models.sources import hub_cache
     from moegguf.settings import data_folder
 
     for blob in [*hub_cache().glob("*/blobs/*"), *data_folder().glob("blobs/sha256-*")]:
@@ -101,8 +101,8 @@ def make_and_remove() -> None:
     import hashlib
 
     from moegguf.models.catalog import Catalog
-    from moegguf.models.folder import demo_path
     from moegguf.models.recipe import Recipe
+    from moegguf.models.sources import demo_path
 
     catalog, demo = Catalog(), demo_path()
     assert demo
@@ -133,10 +133,6 @@ ACTIONS = {"pull": (pull_again, old_or_new), "create": (make_and_remove, all_or_
 
 
 if __name__ == "__main__":
-    import moegguf.models.hub
-    import moegguf.models.hub_api
-    import moegguf.models.hub_fetch
-    import moegguf.models.pull  # noqa: F401 (all that is imported before the fork writes no caches later)
 
     action, check = ACTIONS[sys.argv[1]]
     print(crash_everywhere(Path(sys.argv[2]), action, check))

@@ -60,7 +60,7 @@ def listen() -> None:
 
 
 def end(number: int, **outcome: Any) -> None:
-    send("end", id=number, stats={"tokens": number}, decisions={"policy": "lru", "predictor": "none"}, **outcome)
+    send("end", id=number, stats={"tokens": number - 1}, decisions={"policy": "lru", "predictor": "none"}, **outcome)
 
 
 def kill_self() -> None:
@@ -74,14 +74,15 @@ def die_while_left(file: Path) -> None:
         kill_self()
 
 
-def load(config: dict[str, Any]) -> None:
+def load(number: int, config: dict[str, Any]) -> None:
+    options = config.get("options", {})
     script = json.loads(config["path"]) if config["path"].startswith("{") else {}
     LOADED.update(script)
     if "log" in script:
         with open(script["log"], "a") as log:
-            log.write(json.dumps(config) + "\n")
+            log.write(json.dumps(config | options) + "\n")
     for i in range(script.get("fractions", 0)):
-        send("loading", fraction=(i + 1) / script["fractions"])
+        send("event", id=number, Loading={"share": (i + 1) / script["fractions"]})
     while "wait" in script and not Path(script["wait"]).exists():
         threading.Event().wait(0.002)
     if script.get("stall"):
@@ -89,10 +90,10 @@ def load(config: dict[str, Any]) -> None:
     if "die" in script:
         die_while_left(Path(script["die"]))
     if "fail" in script:
-        send("failed", error={"class": script["fail"], "message": "as scripted"})
+        send("end", id=number, error={"class": script["fail"], "message": "as scripted"})
         sys.exit()
-    ready = {"n_ctx": config.get("n_ctx", 512), "plan": {"n_slots": 3}, "n_parallel": script.get("n_parallel", 1)}
-    send("ready", ready=ready, stats={}, decisions={})
+    ready = {"n_ctx": options.get("n_ctx", 512), "plan": {"n_slots": 3}, "n_parallel": script.get("n_parallel", 1)}
+    send("end", id=number, value=ready, stats={}, decisions={})
 
 
 def events(request: dict[str, Any]) -> Iterator[Event]:
@@ -170,7 +171,8 @@ if __name__ == "__main__" and sys.argv[1].isdigit():
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the worker does
     CONNECTION = socket.socket(fileno=int(sys.argv[1]))
     threading.Thread(target=listen, daemon=True).start()
-    load(MESSAGES.get()["config"])
+    first = MESSAGES.get()
+    load(first["id"], first["config"])
     while True:
         answer(MESSAGES.get())
 elif __name__ == "__main__":

@@ -5,8 +5,8 @@ import threading
 
 from moegguf.models.catalog import Catalog
 from moegguf.models.entry import ModelEntry, PullStatus
-from moegguf.models.hub import hub_cache
 from moegguf.models.pull import pull
+from moegguf.models.sources import hub_cache
 
 DATA = b"GGUF" + os.urandom((3 << 20) - 4)
 NAME = "hf.co/User/Repo-GGUF:Q4_K_M"

@@ -21,8 +21,8 @@ from moegguf.generate.request import Delta, GenerationRequest
 from moegguf.models.entry import ModelEntry
 from moegguf.serving.events import LoadOverrides
 from moegguf.serving.lease import Lease
+from moegguf.serving.memory_budget import ModelSize
 from moegguf.serving.model_manager import ModelManager
-from moegguf.serving.model_size import ModelSize
 from moegguf.serving.wire import LoadConfig
 from moegguf.settings import Settings
 
@@ -77,7 +77,7 @@ class FakeCatalog:
 
         def load_config(chosen: Plan) -> LoadConfig:
             n_ctx = overrides.n_ctx or 4096
-            return LoadConfig(entry.name, str(entry.path), n_ctx, chosen)
+            return LoadConfig(entry.name, str(entry.path), chosen, {"n_ctx": n_ctx})
 
         return ModelSize(*self.sizes[entry.name], plan, load_config, 4096)
 

@@ -168,7 +168,7 @@ def _show_text(text: Callable[[ChatSession], str | None], what: str) -> Command:
 
 def _show_parameters(session: ChatSession, _rest: str) -> None:
     from moegguf.models.details import parameters_of
-    from moegguf.models.modelfile import parameter_lines
+    from moegguf.models.recipe import parameter_lines
 
     conversation = session.conversation
     lines = ["Model defined parameters:"]

@@ -110,8 +110,8 @@ class OwnWorker:
             defaults = {"mmproj": projector and str(projector.path), "flash_attn": self._settings.flash_attention}
             beside = {"lora_path": entry.adapter, "draft": entry.draft}
             defaults |= {name: str(path) for name, path in beside.items() if path}
-            chosen: dict[str, Any] = {**defaults, **options, "verbose": self._log, "silent": not self._log}
-            config = LoadConfig(entry.name, str(entry.path), **chosen)
+            chosen = {**defaults, **options, "verbose": self._log}
+            config = LoadConfig(entry.name, str(entry.path), options=chosen, silent=not self._log)
             ready = self._run(worker.load(config, math.inf, on_progress))
         except BaseException:  # also an interrupt
             self._run(worker.close(0))

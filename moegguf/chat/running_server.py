@@ -17,8 +17,8 @@ from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
 from moegguf.generate.images import images_of, text_of
 from moegguf.generate.request import Delta, Message, PromptProgress, Timing
 from moegguf.models.entry import Details, ModelEntry, NamedModel
-from moegguf.models.modelfile import parse
 from moegguf.models.names import parse_name
+from moegguf.models.recipe import parse
 from moegguf.options import LOAD_PARAMETERS
 from moegguf.quantities import parse_duration
 from moegguf.serving.events import LoadOverrides

@@ -31,8 +31,7 @@ from moegguf.terminal.progress import ProgressBar, short_duration
 
 if TYPE_CHECKING:
     from moegguf.chat.client import Client
-    from moegguf.serving.batch.answers import Answer, Counts, Entry, Journal
-    from moegguf.serving.batch.requests import Requests
+    from moegguf.serving.batch.answers import Answer, Counts, Entry, Journal, Requests
     from moegguf.settings import Settings
 
     Answering = AbstractAsyncContextManager[Answer]
@@ -120,7 +119,7 @@ def _output_path(requests: str, output: str | None) -> Path | None:
 def _open_requests(path: str, model: str | None) -> Requests:
     """The requests in a file, or in stdin, which is copied first; `with` closes it. Raises BatchFileError."""
     from moegguf.server.batches import ENDPOINTS
-    from moegguf.serving.batch.requests import Requests
+    from moegguf.serving.batch.answers import Requests
 
     try:
         return Requests(_seekable(path), ENDPOINTS, {} if model is None else {"model": model})

@@ -98,7 +98,7 @@ def _model_part(model: str, wanted: Sequence[str]) -> str:
     """The text of one part of a model. Raises BadParameter when more than one is wanted."""
     from moegguf.models.catalog import Catalog
     from moegguf.models.details import details, parameters_of
-    from moegguf.models.modelfile import parameter_lines
+    from moegguf.models.recipe import parameter_lines
 
     catalog = Catalog()
     entry = catalog.find(model)
@@ -149,7 +149,7 @@ def create(
 ) -> None:
     """Create a model from a Modelfile: FROM, PARAMETER, SYSTEM, MESSAGE, LICENSE."""
     from moegguf.models.catalog import Catalog
-    from moegguf.models.modelfile import parse
+    from moegguf.models.recipe import parse
 
     path = file or Path("Modelfile")
     if str(path) == "-":

@@ -151,7 +151,7 @@ def parse_threads(text: str) -> int | None:
 def complete_model(incomplete: str) -> list[str]:
     """Names for the shell's completion: those of models here, then those of the library."""
     from moegguf.models.catalog import Catalog
-    from moegguf.models.library import library
+    from moegguf.models.names import library
 
     names = [*(entry.name.removesuffix(":latest") for entry in Catalog().entries()), *(each.name for each in library())]
     return [name for name in names if name.lower().startswith(incomplete.lower())]

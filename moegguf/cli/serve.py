@@ -81,7 +81,7 @@ def serve(
 
 def _entry_of(model: str) -> ModelEntry:
     """The model, fetched if it has to be; a file has its name without ".gguf"."""
-    from moegguf.models.folder import file_name
+    from moegguf.models.sources import file_name
     from moegguf.terminal.loading import find_or_pull
 
     entry = find_or_pull(model)

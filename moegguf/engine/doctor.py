@@ -19,7 +19,8 @@ from typing import Any
 from moegguf.engine.devices import all_devices, read_device
 from moegguf.engine.machine import disk_read_speed, read_machine
 from moegguf.errors import LibraryError, MoeggufError
-from moegguf.models.catalog import demo_path, find_model, models_by_name
+from moegguf.models.catalog import find_model
+from moegguf.models.sources import demo_path, models_by_name
 from moegguf.native import library
 from moegguf.package import __version__, package_folders
 from moegguf.settings import read_environment

@@ -14,45 +14,29 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from moegguf.errors import ModelFormatError, ModelNotFoundError, OptionError, PullError
 from moegguf.gguf.adapter import read_adapter
 from moegguf.gguf.experts import read_layout
 from moegguf.gguf.reader import begins_as_gguf, is_other_kind
-from moegguf.models.blobs import BlobStore
+from moegguf.models import sources
 from moegguf.models.entry import ModelEntry, model_digest, weights_digest
-from moegguf.models.folder import (
-    DEMO_NAME,
-    demo_models,
-    demo_path,
-    file_entry,
-    folder_models,
-    models_by_name,
-    name_key,
-    only_model,
-)
-from moegguf.models.hub import cached_models, delete_cached
-from moegguf.models.index import Contents, Index, renamed, updated
-from moegguf.models.library import find_in_library, nearest_names
-from moegguf.models.modelfile import render
-from moegguf.models.names import DEFAULT_TAG, HUB_HOST, Name, name_or_none, parse_name
-from moegguf.models.ollama_store import ollama_models
+from moegguf.models.names import DEFAULT_TAG, HUB_HOST, Name, find_in_library, name_or_none, nearest_names, parse_name
+from moegguf.models.own_store import BlobStore, Contents, Index, updated
 from moegguf.models.recipe import (
     Recipe,
-    check_messages,
+    check_overrides,
     check_parameters,
     check_ranges,
-    check_text,
     jinja_or_none,
     left_out,
+    render,
 )
+from moegguf.models.sources import demo_path
 from moegguf.options import DRAFTS
 from moegguf.settings import data_folder
-
-Source = Callable[[str | None], Iterator[ModelEntry]]
-"""All models of a kind; with a text those of them that it means, the right one first."""
 
 
 class Catalog:
@@ -65,12 +49,6 @@ class Catalog:
     def __init__(self, *, paths: bool = True, given: Sequence[ModelEntry] = ()) -> None:
         self.paths = paths
         self.given = given
-        self._sources: list[Source] = [
-            self._given_models, demo_models, folder_models, self._own_models, self._cached_models, ollama_models,
-            self._library_models,
-        ]  # fmt: skip
-        if paths:
-            self._sources = [_model_at, *self._sources, _model_in]
 
     @property
     def index(self) -> Index:
@@ -99,22 +77,30 @@ class Catalog:
         """
         text = os.fspath(name)
         if not text.strip():
-            raise ModelNotFoundError(f"a model is given by its name, but is {text!r}; try {DEMO_NAME!r}.")
+            raise ModelNotFoundError(f"a model is given by its name, but is {text!r}; try {sources.DEMO_NAME!r}.")
         if (entry := next(self._models(text), None)) is None:
             # What is no name is most likely a path that does not exist, where paths are taken.
             raise self._not_found(text, name_or_none(text) if self.paths else parse_name(text))
-        if entry.missing and not even_missing:
-            raise _missing_files(entry, paths=self.paths)
-        return entry
+        if not entry.missing or even_missing:
+            return entry
+        if not self.paths:
+            raise ModelNotFoundError(f"the files that {entry.name} was made from are no longer there; make it again.")
+        files = ", ".join(repr(str(path)) for path in entry.missing[:3]) + ", ..." * (len(entry.missing) > 3)
+        again = f", fetch {entry.parent} again with `moegguf pull`" if entry.parent.startswith(f"{HUB_HOST}/") else ""
+        raise ModelNotFoundError(
+            f"{entry.name} was made from {files}, which is no longer there: put it back{again}, or remove the name with"
+            f" `moegguf rm {entry.name}`."
+        )
 
     def modelfile(self, entry: ModelEntry) -> str:
         """The Modelfile that makes the same model again, also when the entry's name was removed."""
         if entry.source in ("demo", "hub", "ollama"):
             return render(entry, entry.name)
         if entry.path == demo_path():
-            return render(entry, f"{DEMO_NAME}:{DEFAULT_TAG}")
+            return render(entry, f"{sources.DEMO_NAME}:{DEFAULT_TAG}")
         # A name that stays when the entry's is removed.
-        names = (cached.name for cached in self._cached_models(None) if cached.files == entry.files)
+        cached = sources.cached_models(None, self.index.read().hidden)
+        names = (each.name for each in cached if each.files == entry.files)
         return render(entry, next(names, str(entry.path)))
 
     def copy(self, source: str, destination: str) -> ModelEntry:
@@ -134,18 +120,13 @@ class Catalog:
         target = self._free_name(name)
         if bool(recipe.from_) == bool(recipe.files):
             raise OptionError("a model is made either from a name or from files; give one of `from` and `files`.")
-        values: dict[str, Any] = {
-            "system": check_text("system", recipe.system),
-            "template": jinja_or_none(check_text("template", recipe.template)),
-            "license": check_text("license", recipe.license),
-            "messages": check_messages(recipe.messages) or None,
-        }
         guesses = {"draft": recipe.draft} if recipe.draft in DRAFTS else {}
         parameters = check_parameters({**recipe.parameters, **guesses})
         check_ranges(parameters)
+        given = check_overrides(recipe.overrides | {"parameters": parameters})
+        given["template"] = jinja_or_none(given["template"])
         for sentence in left_out(recipe):
             warnings.warn(sentence, stacklevel=2)
-        given = {key: value for key, value in values.items() if value is not None}
         if recipe.adapter and not self.paths:
             raise OptionError("an adapter is given as a blob (`adapters`): a path could be any file of the server.")
         base = self.find(recipe.from_) if recipe.from_ else None
@@ -157,7 +138,9 @@ class Catalog:
         def make() -> ModelEntry:
             entry = base or self.blobs.make_set(recipe.files)
             guessing = draft or (None if "draft" in parameters else entry.draft)
-            made = replace(entry, parameters={**entry.parameters, **parameters}, draft=guessing, **given)
+            changed = {name: value for name, value in given.items() if value not in (None, ())}
+            changed["parameters"] = {**entry.parameters, **parameters}
+            made = replace(entry, **changed, draft=guessing)
             if recipe.adapter or recipe.adapters:
                 sent = self.blobs.make_adapter(recipe.adapters) if recipe.adapters else None
                 adapter = sent or Path(recipe.adapter).expanduser().absolute()
@@ -179,16 +162,18 @@ class Catalog:
         entry = self.find(name, even_missing=True)
         key = entry.name.lower()
         if entry.source == "own":
-            self.index.change(lambda found: found.without(key), after=self._clean)
+            with self.index.changed(self._clean) as found:
+                found.entries.pop(key, None)
         elif entry.source == "hub":
             try:
-                self.index.change(lambda found: replace(found, hidden=found.hidden | {key}), after=self._clean)
+                with self.index.changed(self._clean) as found:
+                    found.hidden.add(key)
             except PullError:
                 self.unhide(key)
                 raise
         else:
             raise OptionError(f"{entry.name!r} cannot be removed: {_REMOVAL_HINTS[entry.source]}")
-        cached = {each.name.lower() for each in cached_models()}
+        cached = {each.name.lower() for each in sources.cached_models()}
         self.unhide(*(self.index.read().hidden - cached))  # those whose files were deleted
         return entry
 
@@ -196,41 +181,40 @@ class Catalog:
         """Lists removed names of the Hugging Face cache again, as after they were fetched again."""
         keys = {name.lower() for name in names} & self.index.read().hidden
         if keys:
-            self.index.change(lambda found: replace(found, hidden=found.hidden - keys))
+            with self.index.changed() as found:
+                found.hidden -= keys
 
     def _models(self, text: str | None = None) -> Iterator[ModelEntry]:
         """The models of all sources, one source after the other; with `text` those that it may mean, the right one
         first."""
-        for source in self._sources:
-            yield from source(text)
-
-    def _given_models(self, text: str | None) -> Iterator[ModelEntry]:
-        names = {(text or "").lower(), f"{text or ''}:{DEFAULT_TAG}".lower()}
-        return (entry for entry in self.given if text is None or entry.name.lower() in names)
-
-    def _own_models(self, text: str | None) -> Iterator[ModelEntry]:
-        key = text if text is None else name.key if (name := name_or_none(text)) else ""
-        return (updated(entry) for entry in self.index.read().entries if key in (None, entry.name.lower()))
-
-    def _cached_models(self, text: str | None) -> Iterator[ModelEntry]:
-        return cached_models(text, self.index.read().hidden)
-
-    def _library_models(self, text: str | None) -> Iterator[ModelEntry]:
-        """That which the library has under a short name, where it was fetched; none of them has that name."""
-        model = text and find_in_library(text)
-        return self._cached_models(model.hub_name) if model else iter(())
+        path = text if self.paths else None
+        if path is not None and (file := _existing(path, Path.is_file)):
+            yield sources.file_entry(file, "path", str(file.absolute()))
+        name = name_or_none(text or "")
+        key = None if text is None else name.key if name else ""
+        yield from (entry for entry in self.given if key in (None, entry.name.lower()))
+        yield from sources.demo_models(text)
+        yield from sources.folder_models(text)
+        contents = self.index.read()
+        yield from (updated(entry) for known, entry in contents.entries.items() if key in (None, known))
+        yield from sources.cached_models(text, contents.hidden)
+        yield from sources.ollama_models(text)
+        if text and (model := find_in_library(text)):  # none of the others has its short name
+            yield from sources.cached_models(model.hub_name, contents.hidden)
+        if path is not None and (folder := _existing(path, Path.is_dir)):
+            file = sources.only_model(folder)
+            yield sources.file_entry(file, "path", str(file.absolute()))
 
     def _save(self, make: Callable[[], ModelEntry], target: Name) -> ModelEntry:
         """Saves the result of `make` under the name `target`; `make` runs under the index's lock."""
-        made: list[ModelEntry] = []
-
-        def edit(contents: Contents) -> Contents:
-            made.append(renamed(make(), target.canonical))
-            return contents.with_entry(made[0])
-
         self.index.read()  # repairs a damaged file first
-        self.index.change(edit, after=self._clean)
-        return updated(made[0])
+        with self.index.changed(self._clean) as contents:
+            entry = make()
+            parent = "" if entry.source == "path" else entry.name
+            now, name = datetime.now(UTC), target.canonical
+            own = replace(entry, name=name, source="own", parent=parent, modified=now, files_digest=entry.weights)
+            contents.entries[name.lower()] = own
+        return updated(own)
 
     def _free_name(self, text: str) -> Name:
         """The name, if no other source has it. Raises ModelNameError, OptionError."""
@@ -244,16 +228,16 @@ class Catalog:
     def _clean(self, contents: Contents) -> None:
         """Deletes file sets that no name uses, and the unused files of hidden names from the Hugging Face cache."""
         self.blobs.clean(contents.files())
-        hidden = [next(cached_models(key), None) for key in contents.hidden]
+        hidden = [next(sources.cached_models(key), None) for key in contents.hidden]
         if not any(hidden):
             return
         used = {path.resolve() for path in contents.files()}
-        for entry in cached_models():
+        for entry in sources.cached_models():
             if entry.name.lower() not in contents.hidden:
                 used |= {path.resolve() for path in entry.all_files}
         for entry in filter(None, hidden):
             if entry.name.lower() in contents.hidden and not used & {path.resolve() for path in entry.files}:
-                delete_cached(entry, used)
+                sources.delete_cached(entry, used)
 
     def _not_found(self, text: str, name: Name | None) -> ModelNotFoundError:
         ending = text.lower().endswith(".gguf")
@@ -265,9 +249,9 @@ class Catalog:
         if model := find_in_library(text):
             fetch = f" Fetch it with `moegguf pull {model.name}` ({model.size_bytes / 1e9:.1f} GB)." * self.paths
             return ModelNotFoundError(f"{text} is {model.hub_name}, which is not on this machine.{fetch}")
-        folder = [name for name, path in models_by_name().items() if begins_as_gguf(path)]
-        known = [*folder, DEMO_NAME, *(entry.name.removesuffix(":latest") for entry in self.entries())]
-        near = nearest_names(name_key(text), known)
+        folder = [name for name, path in sources.models_by_name().items() if begins_as_gguf(path)]
+        known = [*folder, sources.DEMO_NAME, *(entry.name.removesuffix(":latest") for entry in self.entries())]
+        near = nearest_names(sources.name_key(text), known)
         if near:
             hint = f"; did you mean {' or '.join(map(repr, near))}?"
         elif not self.paths:
@@ -275,7 +259,7 @@ class Catalog:
         elif folder:
             hint = f"; MOEGGUF_MODELS has {', '.join(map(repr, sorted(folder)[:5]))}; a path works too."
         else:
-            hint = f"; give the path of a GGUF file, {DEMO_NAME!r}, or a name in the folder MOEGGUF_MODELS."
+            hint = f"; give the path of a GGUF file, {sources.DEMO_NAME!r}, or a name in the folder MOEGGUF_MODELS."
         short = "; `moegguf library` lists short ones" * self.paths
         return ModelNotFoundError(
             f"there is no model named {text!r}{hint} Models of Hugging Face have names such as"
@@ -289,28 +273,6 @@ _REMOVAL_HINTS = {
     "path": "it is a path; delete the file.",
     "ollama": "it is in Ollama's store; remove it with `ollama rm`.",
 }
-
-
-def _missing_files(entry: ModelEntry, *, paths: bool) -> ModelNotFoundError:
-    if not paths:
-        return ModelNotFoundError(f"the files that {entry.name} was made from are no longer there; make it again.")
-    files = ", ".join(repr(str(path)) for path in entry.missing[:3]) + ", ..." * (len(entry.missing) > 3)
-    again = f", fetch {entry.parent} again with `moegguf pull`" if entry.parent.startswith(f"{HUB_HOST}/") else ""
-    return ModelNotFoundError(
-        f"{entry.name} was made from {files}, which is no longer there: put it back{again}, or remove the name with"
-        f" `moegguf rm {entry.name}`."
-    )
-
-
-def _model_at(text: str | None) -> Iterator[ModelEntry]:
-    if text is not None and (path := _existing(text, Path.is_file)):
-        yield file_entry(path, "path", str(path.absolute()))
-
-
-def _model_in(text: str | None) -> Iterator[ModelEntry]:
-    """The only model of the folder at the path. Raises ModelNotFoundError when there are several or none."""
-    if text is not None and (folder := _existing(text, Path.is_dir)):
-        yield from _model_at(str(only_model(folder)))
 
 
 def _existing(text: str, is_kind: Callable[[Path], bool]) -> Path | None:

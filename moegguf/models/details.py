@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -10,7 +9,7 @@ from moegguf.errors import MoeggufError
 from moegguf.gguf.chat_template import capabilities_of
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.projector import ProjectorHeader, read_projector
-from moegguf.gguf.reader import GGML_TYPES, Value
+from moegguf.gguf.reader import GGML_TYPES
 from moegguf.models.entry import Details, ModelEntry, NamedModel
 from moegguf.models.recipe import usable_parameters
 from moegguf.quantities import human_number
@@ -37,6 +36,13 @@ def details(entry: ModelEntry) -> Details:
     metadata = layout.metadata
     template = entry.template or layout.chat_template
     total, _ = parameters(layout)
+    # Ollama's rules: a model with pooling embeds, any other completes. Ours: one whose pooling is a score ranks.
+    if (pooling := metadata.get(f"{layout.arch}.pooling_type")) is not None:
+        capabilities = ["rerank" if pooling == POOLING_RANK else "embedding"]
+    else:
+        capabilities = ["completion", *(["vision"] if projector_of(entry) else []), *capabilities_of(template)]
+        if "insert" not in capabilities and any(key in metadata for key in _INFILL_KEYS):
+            capabilities.append("insert")
     return Details(
         family=layout.arch,
         parameter_size=human_number(total),
@@ -46,7 +52,7 @@ def details(entry: ModelEntry) -> Details:
         n_embd=layout.hparams.n_embd,
         n_expert=layout.n_expert,
         n_expert_used=layout.n_expert_used,
-        capabilities=_capabilities(metadata, layout.arch, template, vision=projector_of(entry) is not None),
+        capabilities=tuple(capabilities),
         template=template,
         metadata=metadata,
     )
@@ -89,13 +95,3 @@ def quantization(layout: ExpertLayout) -> str:
     """The file type's name ("Q4_K_M"); the main tensor type where the file does not state it."""
     kind = layout.metadata.get("general.file_type")
     return FILE_TYPES.get(kind, main_type(layout)) if isinstance(kind, int) else main_type(layout)
-
-
-def _capabilities(metadata: Mapping[str, Value], arch: str, template: str | None, *, vision: bool) -> tuple[str, ...]:
-    """Ollama's rules: a model with pooling embeds, any other completes. Ours: one whose pooling is a score ranks."""
-    if (pooling := metadata.get(f"{arch}.pooling_type")) is not None:
-        return ("rerank",) if pooling == POOLING_RANK else ("embedding",)
-    found = ["completion", *(["vision"] if vision else []), *capabilities_of(template)]
-    if "insert" not in found and any(key in metadata for key in _INFILL_KEYS):
-        found.append("insert")
-    return tuple(found)

@@ -13,8 +13,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+from moegguf.errors import ModelNameError
+
 SAMPLE_BYTES = 1 << 20
 
+_DIGEST = re.compile(r"sha256[:-]([0-9a-fA-F]{64})", re.ASCII)
 _CONTENT_ADDRESS = re.compile(r"(?:sha256-)?([0-9a-f]{64})", re.ASCII)  # a file's name in a store of blobs
 
 Source = Literal["demo", "path", "folder", "hub", "ollama", "own"]
@@ -117,6 +120,15 @@ class PullStatus:
     file: str = ""
     total_bytes: int = 0
     completed_bytes: int | None = None
+
+
+def blob_name(digest: str) -> str:
+    """The file name of a digest, "sha256-<hex>"; nothing else builds one. Raises ModelNameError for what is no
+    digest."""
+    match = _DIGEST.fullmatch(digest) if isinstance(digest, str) else None
+    if match is None:
+        raise ModelNameError(f'a digest is "sha256:" and 64 hexadecimal digits, but this is {digest!r:.80}.')
+    return f"sha256-{match[1].lower()}"
 
 
 def digest_of(files: tuple[Path, ...]) -> str:

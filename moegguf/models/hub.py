@@ -1,133 +1,548 @@
-"""The Hugging Face cache on this machine, and the Hub's environment variables. Makes no network requests.
+"""What is asked of the Hub: a repository's list of files, the headers of a model alone, and whole files, which are
+resumed, verified and given their names only when all are there. Its errors are turned into ours.
 
-The cache is huggingface_hub's own, which llama.cpp shares: `models--user--repo/` with `blobs/` (files by their
-SHA-256), `snapshots/<commit>/` (links to them by name) and `refs/main` (the newest commit seen). So models fetched by
-other programs are found, too. A model with a missing shard is not listed.
+A file grows as `blobs/<etag>.incomplete` in the Hugging Face cache and is continued after an interruption, also by
+another process. Its digest is computed while it is written; the blob gets its name when size and digest are right.
+Locks are huggingface_hub's, so two programs do not fetch the same file at once. In a cache a name is a link in the
+commit's snapshot to the blob, as huggingface_hub makes it; in any other folder the file itself is moved to its name.
+
+huggingface_hub 2.4's own `hf_hub_download` does less: it writes to a file of a random name, which it deletes when it
+fails or is interrupted and never continues; over HTTP it compares no digest, and a 5xx or a reset connection ends it.
+Its `http_get` continues a file, but drops what came after the last full 10 MiB, and waits as long as Retry-After says.
+
+Imports huggingface_hub, which is slow: import this only when something is fetched. Addresses and folders come from
+sources.py at each call, because huggingface_hub reads their environment variables only once; tokens are its own.
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import os
-from collections.abc import Collection, Iterator
-from contextlib import suppress
+import re
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, TypeVar
+from urllib.parse import quote
 
-from moegguf.errors import ModelNameError, ModelNotFoundError, PullError
-from moegguf.models.entry import ModelEntry, digest_of, modified_at, size_of
-from moegguf.models.names import HUB_HOST, hub_name_of, parse_name
-from moegguf.models.selection import FileSelection, models_in, select_files
+import httpx2
+from huggingface_hub import HfApi, get_token, hf_hub_download
+from huggingface_hub import errors as hf
+from huggingface_hub.utils import WeakFileLock, build_hf_headers, get_session, hf_raise_for_status, tqdm
 
-ENDPOINT = "https://huggingface.co"
-MAX_REF_BYTES = 128
-_TRUE = {"1", "ON", "YES", "TRUE"}
+from moegguf.atomic_write import write_atomically
+from moegguf.errors import ModelFormatError, ModelNotFoundError, MoeggufError, PullError
+from moegguf.gguf.reader import MAGIC, read_gguf
+from moegguf.models.entry import ModelEntry
+from moegguf.models.names import parse_name
+from moegguf.models.own_store import check_space, disk_errors, free_bytes, sync_folder
+from moegguf.models.selection import select_files
+from moegguf.models.sources import file_entry, hub_cache, hub_endpoint, repo_folder
+from moegguf.package import __version__
+from moegguf.quantities import format_bytes
+
+TRIES = 4
+WAIT_S = 1.0  # before the second try; doubled before each further one
+MAX_WAIT_S = 30.0
+TIMEOUT_S = 20.0  # without a byte
+PROGRESS_BYTES = 1 << 20  # a try that received this much resets the count of failures
+TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
+FIRST_BYTES = 2 << 20  # of a header; a large vocabulary takes several times as much
+MOST_BYTES = 128 << 20
+PLAIN_LIMIT_BYTES = 50 * 10**9  # the Hub serves larger files only through its chunked storage (Xet)
+READ_BYTES = 1 << 20
+MAX_PARALLEL_FILES = 4
+WAIT_S = 0.2  # between two looks whether to stop or to go on, and two reports
+
+_HEX64, _HEX40 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
+Result = TypeVar("Result")
 
 
-def hub_cache() -> Path:
-    """The folder of the cache, by huggingface_hub's rules; read at each call, where that reads them at import."""
-    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
-    return Path(os.path.expandvars(os.path.expanduser(named or os.path.join(home, "hub"))))
-
-
-def hub_endpoint() -> str:
-    """The address of the hub."""
-    return (os.environ.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
-
-
-def hub_offline() -> bool:
-    """Whether HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set."""
-    value = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
-    return value.upper() in _TRUE
+class Stopped(Exception):  # noqa: N818 (a state asked for, not a fault)
+    """The download was cancelled."""
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """The cached part of one commit of a repository."""
+class HubFile:
+    """A file of a repository's commit. `etag`: the SHA-256 of a large file, the git hash of a small one.
 
-    repo: str  # "user/repo"
+    `folder`: where a cache keeps the repository.
+    """
+
+    repo: str
+    commit: str
+    path: str
+    size_bytes: int
+    etag: str
     folder: Path
 
-    def key(self, tag: str) -> str:
-        """The key of the name with this tag (`Name.key`)."""
-        return f"{HUB_HOST}/{self.repo}:{tag}".lower()
+    @property
+    def is_large(self) -> bool:
+        """Whether the Hub stores it as a large file (LFS), so that `etag` is a SHA-256."""
+        return len(self.etag) == 64
 
-    def paths(self) -> list[str]:
-        """The cached GGUF files, by their path in the repository."""
-        files = (path for path in self.folder.rglob("*") if path.name.lower().endswith(".gguf") and path.is_file())
-        return sorted(path.relative_to(self.folder).as_posix() for path in files)
+    @property
+    def blob(self) -> Path:
+        """Where the cache keeps the complete file."""
+        return self.folder / "blobs" / self.etag
 
-    def entry(self, tag: str, selection: FileSelection) -> ModelEntry:
-        """The model of that name. Raises OSError when a file is missing."""
-        files = tuple(self.folder / path for path in selection.files)
-        name, size_bytes = f"{HUB_HOST}/{self.repo}:{tag}", size_of(self.folder / path for path in selection.paths)
-        mmproj = self.folder / selection.mmproj if selection.mmproj else None
-        return ModelEntry(name, "hub", files, size_bytes, digest_of(files), modified_at(files[0]), mmproj)
+    @property
+    def partial(self) -> Path:
+        """Where the cache keeps what was received of an incomplete file."""
+        return self.folder / "blobs" / f"{self.etag}.incomplete"
 
+    @property
+    def is_cached(self) -> bool:
+        """Whether the cache has the complete file."""
+        return self.blob.is_file() and self.blob.stat().st_size == self.size_bytes
 
-def repo_folder(repo: str, cache: Path) -> Path:
-    """Where a cache keeps a repository."""
-    return cache / ("models--" + repo.replace("/", "--"))
-
-
-def cached_models(text: str | None = None, hidden: Collection[str] = ()) -> Iterator[ModelEntry]:
-    """Every model in the cache that has a name, the newest commit of each; with `text` those that this hub name means.
-    `hidden`: keys of names to leave out."""
-    name, seen = text and hub_name_of(text), set(hidden)
-    if text is not None and not name:
-        return
-    for snapshot in snapshots(hub_cache(), name.repo if name else None):
-        models = {tag: selection for tag, selection in models_in(snapshot.paths()) if snapshot.key(tag) not in seen}
-        if name:
-            wanted: tuple[str, ...] = ()
-            with suppress(ModelNotFoundError):
-                wanted = select_files({path for each in models.values() for path in each.files}, name.tag).files
-            models = {tag: selection for tag, selection in models.items() if selection.files == wanted}
-        for tag, selection in models.items():
-            with suppress(ModelNameError, OSError):
-                entry = snapshot.entry(tag, selection)
-                seen.add(parse_name(entry.name).key)
-                yield entry
+    @property
+    def missing_bytes(self) -> int:
+        """How much of it the cache does not have."""
+        n_bytes = 0
+        with suppress(FileNotFoundError):  # also where another process has just given it its name
+            n_bytes = self.partial.stat().st_size
+        return 0 if self.is_cached else max(0, self.size_bytes - n_bytes)
 
 
-def snapshots(cache: Path, repo: str | None = None) -> Iterator[Snapshot]:
-    """The commits of one repository (in any case) or of all; for each that of `main` first, then the newest."""
-    wanted = None if repo is None else repo_folder(repo, cache).name.lower()
-    for folder in sorted(cache.glob("models--*/")):
-        _, *parts = folder.name.split("--")
-        if len(parts) == 2 and wanted in (None, folder.name.lower()):
-            main = ""
-            with suppress(OSError, UnicodeDecodeError), open(folder / "refs" / "main", encoding="ascii") as file:
-                main = file.read(MAX_REF_BYTES).strip()
-            with suppress(OSError):  # deleted in the meantime
-                commits = [(path.name == main, path.stat().st_mtime_ns, path) for path in folder.glob("snapshots/*/")]
-                yield from (Snapshot("/".join(parts), path) for *_, path in sorted(commits, reverse=True))
+def read_repository(repo: str, stopped: threading.Event, cache: Path | None = None) -> dict[str, HubFile]:
+    """{path: file} of the newest commit of `main` of "user/repo", without files that have no size, no digest or no
+    relative path inside the repository; `cache`: another one than the Hub's.
 
-
-def delete_cached(entry: ModelEntry, keep: Collection[Path]) -> int:
-    """Deletes the entry's files from every cached commit, except `keep`; returns the bytes freed.
-
-    A blob that other files of the cache use stays. Raises PullError when a file cannot be deleted.
+    Raises ModelNotFoundError, PullError, Stopped.
     """
-    from huggingface_hub import scan_cache_dir  # slow to import
-    from huggingface_hub.errors import CacheNotFound
+    api = HfApi(endpoint=hub_endpoint(), library_name="moegguf", library_version=__version__)
+    with hub_errors(repo):
+        info = with_retries(lambda: api.model_info(repo, files_metadata=True, timeout=TIMEOUT_S), stopped)
+    commit = str(info.sha or "")
+    if not _HEX40.fullmatch(commit):
+        raise PullError(f"{hub_endpoint()} sent no commit of {repo!r}; try again later.")
+    name = info.id if isinstance(info.id, str) and info.id.lower() == repo.lower() else repo
+    folder, files = repo_folder(name, cache or hub_cache()), dict[str, HubFile]()
+    for sibling in info.siblings or []:
+        path, lfs = str(sibling.rfilename), sibling.lfs or {}
+        etag, size = str(lfs.get("sha256") or sibling.blob_id or ""), lfs.get("size", sibling.size)
+        parts = PurePosixPath(path).parts
+        is_inside = parts and not (path.startswith("/") or ".." in parts or "\\" in path or "\0" in path)
+        is_known = (_HEX64.fullmatch(etag) or _HEX40.fullmatch(etag)) and isinstance(size, int) and size >= 0
+        if is_inside and is_known:
+            files[path] = HubFile(name, commit, path, size, etag, folder)
+    return files
 
-    inside = [path.relative_to(hub_cache()).parts for path in entry.all_files]
-    wanted = {(hub_cache().resolve() / parts[0], Path(*parts[3:])) for parts in inside}  # (repository, path in it)
+
+@contextmanager
+def open_bytes(file: HubFile, begin: int, end: int | None = None) -> Iterator[httpx2.Response]:
+    """A response with the file's bytes from `begin` on, up to `end` (status 206), or with all (200).
+
+    Raises PullError for other bytes than were asked for, and the errors of httpx2 and huggingface_hub.
+    """
+    url = f"{hub_endpoint()}/{file.repo}/resolve/{file.commit}/{quote(file.path)}"
+    headers = build_hf_headers(library_name="moegguf", library_version=__version__)
+    headers["Accept-Encoding"] = "identity"
+    if begin or end:
+        headers["Range"] = f"bytes={begin}-{end - 1 if end else ''}"
+    with get_session().stream("GET", url, headers=headers, timeout=TIMEOUT_S, follow_redirects=True) as response:
+        hf_raise_for_status(response)
+        stated = response.headers.get("Content-Range", "")
+        if response.status_code == 206 and not stated.startswith(f"bytes {begin}-"):
+            raise PullError(
+                f"{file.repo}/{file.path}: asked for the bytes from {begin} on, the hub sent {stated[:60]!r};"
+                " try again, or check HF_ENDPOINT and what is between."
+            )
+        yield response
+
+
+def with_retries(
+    call: Callable[[], Result], stopped: threading.Event, received_bytes: Callable[[], int] = lambda: 0
+) -> Result:
+    """The result of `call`, repeated after transient errors until TRIES in a row received less than PROGRESS_BYTES.
+
+    Raises the last error, or Stopped.
+    """
+    n_failures = 0
+    while True:
+        before = received_bytes()
+        try:
+            return call()
+        except httpx2.HTTPError as error:
+            n_failures = 0 if received_bytes() - before >= PROGRESS_BYTES else n_failures + 1
+            wait_s = WAIT_S * 2.0 ** max(0, n_failures - 1)
+            is_transient = isinstance(error, httpx2.TransportError)
+            is_transient = is_transient and not isinstance(error, httpx2.UnsupportedProtocol)
+            if isinstance(error, hf.HfHubHTTPError):
+                is_transient = error.response.status_code in TRANSIENT
+                retry_after = error.response.headers.get("Retry-After", "")
+                wait_s = max(wait_s, float(retry_after) if retry_after.isdigit() else 0.0)
+            if n_failures == TRIES or not is_transient:
+                raise
+            if stopped.wait(min(wait_s, MAX_WAIT_S)):
+                raise Stopped from None
+
+
+@contextmanager
+def hub_errors(repo: str, path: str = "") -> Iterator[None]:
+    """Raises errors of the Hub, of the network and of huggingface_hub inside the `with` as ours."""
     try:
-        cache = scan_cache_dir(hub_cache())
-        files = [
-            file
-            for repo in cache.repos
-            for revision in repo.revisions
-            for file in revision.files
-            if (repo.repo_path, file.file_path.relative_to(revision.snapshot_path)) in wanted
-            and file.blob_path.resolve() not in keep
-        ]
-        if not any(repo.repo_path == folder for repo in cache.repos for folder, _ in wanted):
-            raise OSError(next(map(str, cache.warnings), "its folder is not one of huggingface_hub's"))
-        strategy = cache.delete_files(*files)
-        strategy.execute()
-    except (OSError, CacheNotFound) as error:
-        raise PullError(f"{entry.name} cannot be removed from {str(hub_cache())!r} ({error}).") from error
-    return int(strategy.expected_freed_size)
+        yield
+    except MoeggufError:
+        raise
+    except (httpx2.HTTPError, httpx2.InvalidURL, hf.OIDCError, OSError, ValueError, RuntimeError) as error:
+        raise _to_moegguf_error(error, repo, path) from error
+
+
+def _to_moegguf_error(error: BaseException, repo: str, path: str) -> MoeggufError:
+    """The error of the Hub or of the network as one of ours, with the next step."""
+    what, page = f"{repo}/{path}" if path else repo, f"{hub_endpoint()}/{repo}"
+    token = "the token in HF_TOKEN" if get_token() else "no token is set: put one into HF_TOKEN"
+    if isinstance(error, hf.GatedRepoError):
+        return PullError(
+            f"{repo!r} is gated: accept its licence at {page} and set HF_TOKEN to a token of that account ({token})."
+        )
+    if isinstance(error, hf.RemoteEntryNotFoundError):
+        return ModelNotFoundError(f"there is no file {path!r} in {repo!r} on the hub; see {page}/tree/main.")
+    if isinstance(error, hf.RevisionNotFoundError):
+        return ModelNotFoundError(f"the repository {repo!r} has no commit yet, or this one was deleted; see {page}.")
+    if isinstance(error, hf.RepositoryNotFoundError | hf.HFValidationError):
+        return ModelNotFoundError(
+            f"there is no repository {repo!r} at {hub_endpoint()}, or it is private: check the name; for a private one"
+            f" set HF_TOKEN ({token})."
+        )
+    if isinstance(error, hf.HfHubHTTPError) and (status := error.response.status_code) in (401, 403):
+        return PullError(
+            f"the hub denied access to {what!r} ({status}): accept the licence at {page}, if there is one, and set"
+            f" HF_TOKEN to a token that may read it ({token})."
+        )
+    if isinstance(error, hf.HfHubHTTPError):
+        limit = f"the hub's rate limit is reached (429) at {what!r}; try again in some minutes, or set HF_TOKEN."
+        later = f"the hub answered {status} for {what!r}; try again later, the download continues where it stopped."
+        return PullError(limit if status == 429 else later)
+    if isinstance(error, httpx2.TooManyRedirects):
+        return PullError(f"{hub_endpoint()} redirects {what!r} in a loop; check HF_ENDPOINT and proxies.")
+    if isinstance(error, hf.OfflineModeIsEnabled):
+        return PullError(f"{what!r} cannot be fetched: HF_HUB_OFFLINE was set when moegguf started; start it without.")
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return PullError(
+        f"fetching {what!r} from {hub_endpoint()} failed ({reason:.200}); check the network and try again, the download"
+        " continues where it stopped."
+    )
+
+
+@contextmanager
+def remote_model(name: str) -> Iterator[ModelEntry]:
+    """The model of a Hub name, with headers only, so that it can be described and planned before it is fetched; its
+    files are gone afterwards. Each is a sparse file of its full size whose first bytes are the header: whatever reads
+    headers reads it like a fetched model, but finds zeros in place of weights.
+
+    Raises ModelNotFoundError, ModelNameError, ModelFormatError, PullError.
+    """
+    parsed = parse_name(name)
+    files = read_repository(parsed.repo, threading.Event())
+    selection = select_files(files, parsed.tag, repo=parsed.repo)
+    with tempfile.TemporaryDirectory(prefix="moegguf-header-") as folder:
+        for path in selection.paths:
+            with suppress(ModelFormatError) if path == selection.mmproj else nullcontext():  # a damaged one is ignored
+                _fetch_header(files[path], Path(folder) / PurePosixPath(path).name)
+        yield file_entry(Path(folder) / PurePosixPath(selection.files[0]).name, "hub", parsed.canonical)
+
+
+def _fetch_header(file: HubFile, path: Path) -> None:
+    """Fetches more of the file until its header is complete. Raises the reader's error for one that never is."""
+    begin, end = 0, min(FIRST_BYTES, file.size_bytes)
+    path.touch()
+    while True:
+        with hub_errors(file.repo, file.path):
+            data = with_retries(partial(_read_range, file, begin, end), threading.Event())
+        with open(path, "r+b") as output:
+            output.seek(begin)
+            output.write(data)
+            output.truncate(file.size_bytes)
+        # The zeros after the fetched bytes may be an error; one of the whole file is its own.
+        with suppress(ModelFormatError) if end < file.size_bytes else nullcontext():
+            if read_gguf(path).shard.header_bytes <= end:
+                return
+        if end >= MOST_BYTES:
+            raise PullError(
+                f"{file.repo}/{file.path}: its header is not complete within {format_bytes(MOST_BYTES)}; it is"
+                " damaged, or not a GGUF file."
+            )
+        begin, end = end, min(2 * end, file.size_bytes, MOST_BYTES)
+
+
+def _read_range(file: HubFile, begin: int, end: int) -> bytes:
+    """Bytes `begin` to `end` of the file; a server without ranges sends more, of which no more is read.
+
+    Raises PullError for fewer bytes, or for others than were asked for.
+    """
+    found = bytearray()
+    with open_bytes(file, begin, end) as response:
+        n_skipped = begin if response.status_code != 206 else 0
+        for chunk in response.iter_raw():
+            found += chunk
+            if len(found) >= n_skipped + end - begin:
+                return bytes(found[n_skipped : n_skipped + end - begin])
+    n_bytes = max(0, len(found) - n_skipped)
+    raise PullError(f"{file.repo}/{file.path}: the hub sent {n_bytes} of {end - begin} bytes; try again.")
+
+
+def fetch_files(files: Sequence[HubFile], what: str, stopped: threading.Event) -> Generator[dict[HubFile, int]]:
+    """Downloads the blobs of all files, MAX_PARALLEL_FILES at a time; gives the bytes of each that are on disk now and
+    then, and at the end. `what` starts the message of a full disk. Closing it stops the download.
+
+    Raises the first error (ModelNotFoundError, ModelFormatError, PullError), or Stopped; the threads then end with
+    their next bytes.
+    """
+    if files:
+        check_space(files[0].folder, sum(file.missing_bytes for file in files), what)
+    waiting, received, errors = iter(files), dict[HubFile, int](), list[BaseException]()
+
+    def fetch_waiting() -> None:
+        try:
+            for file in waiting:
+                _fetch(file, partial(received.__setitem__, file), stopped)
+                received[file] = file.size_bytes
+        except BaseException as error:  # raised by the thread that waits
+            errors.append(error)
+            stopped.set()
+
+    threads = [
+        threading.Thread(target=fetch_waiting, name="pull file", daemon=True)
+        for _ in range(min(MAX_PARALLEL_FILES, len(files)))
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive() and not stopped.is_set():
+                thread.join(WAIT_S)
+                yield dict(received)
+    except BaseException:  # an interrupt, or it was closed
+        stopped.set()
+        raise
+    if errors:
+        raise errors[0]
+    if stopped.is_set():
+        raise Stopped
+    yield received
+
+
+def _fetch(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Event) -> None:
+    with hub_errors(file.repo, file.path):
+        try:
+            (_fetch_chunked if file.size_bytes > PLAIN_LIMIT_BYTES else _fetch_plain)(file, on_bytes, stopped)
+        except OSError as error:
+            if error.errno is None:  # not of the disk
+                raise
+            folder, reason = str(file.folder), error.strerror or error
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise PullError(f"{file.path} cannot be written to {folder!r} ({reason}); check the folder.") from error
+            raise PullError(
+                f"the disk of {folder!r} is full: {file.path} needs {format_bytes(file.missing_bytes)} more,"
+                f" {format_bytes(free_bytes(file.folder))} are free; delete files and try again, received bytes are"
+                " kept."
+            ) from error
+
+
+def _fetch_plain(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Event) -> None:
+    """The whole file; a resumed file with a wrong digest is downloaded once more from the start."""
+    file.blob.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(file, on_bytes, stopped):
+        if file.is_cached:
+            return
+        with open(file.partial, "a+b") as output:
+            body = _Body(output, file, on_bytes, stopped)
+            for _ in range(2 if body.n_bytes else 1):
+                with_retries(body.receive, stopped, lambda: body.n_bytes)
+                if body.is_verified():
+                    break
+                body.restart()
+            else:
+                raise PullError(
+                    f"{file.repo}/{file.path} arrived with another digest than the hub states ({file.etag[:12]}...);"
+                    " it is deleted, try again."
+                )
+            output.flush()
+            os.fsync(output.fileno())
+        os.replace(file.partial, file.blob)
+        sync_folder(file.blob.parent)
+
+
+def _locked(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Event) -> ExitStack:
+    """The file's lock in the cache, held; while another process has it, reports the bytes that process has."""
+    path = file.folder.parent / ".locks" / file.folder.name / f"{file.etag}.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    stack = ExitStack()
+    while True:
+        try:
+            stack.enter_context(WeakFileLock(path, timeout=WAIT_S))
+            return stack
+        except TimeoutError:
+            if stopped.is_set():
+                raise Stopped from None
+            on_bytes(file.size_bytes - file.missing_bytes)
+
+
+@dataclass
+class _Body:
+    """The bytes of one file received so far, on disk and in the digest: SHA-256 of large files, git's of small ones."""
+
+    output: BinaryIO
+    file: HubFile
+    on_bytes: Callable[[int], None]
+    stopped: threading.Event
+
+    def __post_init__(self) -> None:
+        git = hashlib.sha1(f"blob {self.file.size_bytes}\0".encode(), usedforsecurity=False)
+        self._empty = hashlib.sha256() if self.file.is_large else git
+        self._digest, self.n_bytes = self._empty.copy(), 0
+        self.output.seek(0)
+        while chunk := self.output.read(READ_BYTES):
+            self._count(chunk)
+        if self.n_bytes > self.file.size_bytes:
+            self.restart()
+
+    def restart(self) -> None:
+        """Discards what was received."""
+        self.output.seek(0)
+        self.output.truncate()
+        self._digest, self.n_bytes = self._empty.copy(), 0
+
+    def is_verified(self) -> bool:
+        return self._digest.hexdigest() == self.file.etag
+
+    def receive(self) -> None:
+        """One request for the missing bytes, written as they arrive. Raises httpx2.ReadError for too few, PullError
+        for another size."""
+        if self.n_bytes == self.file.size_bytes:
+            return
+        try:
+            with open_bytes(self.file, self.n_bytes) as response:
+                if response.status_code == 206:
+                    total = response.headers["Content-Range"].rpartition("/")[2]
+                else:  # the whole file
+                    total = response.headers.get("Content-Length", "")
+                    self.restart()
+                if total.isdigit() and int(total) != self.file.size_bytes:
+                    raise self._wrong_size(total)
+                for chunk in response.iter_raw():
+                    self.write(chunk)
+        except hf.HfHubHTTPError as error:
+            if error.response.status_code != 416 or not self.n_bytes:
+                raise
+            self.restart()  # the server does not continue the file
+        if self.n_bytes != self.file.size_bytes:
+            raise httpx2.ReadError("the connection was closed too early")
+
+    def write(self, chunk: bytes) -> None:
+        """Appends bytes. Raises PullError for too many, ModelFormatError for the start of another kind of file."""
+        if self.n_bytes + len(chunk) > self.file.size_bytes:
+            raise self._wrong_size("more")
+        start, path = MAGIC[self.n_bytes :][: len(chunk)], self.file.path
+        if path.lower().endswith(".gguf") and not chunk.startswith(start):
+            raise ModelFormatError(
+                f"{path} is not a GGUF file: it begins with {str(chunk[: len(start)])[1:]}; choose another repository,"
+                " and check HF_ENDPOINT and proxies."
+            )
+        self.output.write(chunk)
+        self._count(chunk)
+
+    def _count(self, chunk: bytes) -> None:
+        self._digest.update(chunk)
+        self.n_bytes += len(chunk)
+        self.on_bytes(self.n_bytes)
+        if self.stopped.is_set():
+            raise Stopped
+
+    def _wrong_size(self, sent: str) -> PullError:
+        return PullError(
+            f"{self.file.path} should have {self.file.size_bytes} bytes, but the server sends {sent}; try again, and"
+            " check HF_ENDPOINT and proxies."
+        )
+
+
+def _fetch_chunked(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Event) -> None:
+    """Through huggingface_hub and its chunked storage, which verifies every chunk and does not resume a file."""
+
+    class Bar(tqdm):
+        def update(self, n: float | None = 1) -> Any:
+            if stopped.is_set():
+                raise Stopped
+            on_bytes(min(int(self.n + (n or 0)), file.size_bytes))
+            return super().update(n)
+
+    hf_hub_download(
+        file.repo, file.path, revision=file.commit, cache_dir=file.folder.parent, endpoint=hub_endpoint(),
+        tqdm_class=Bar, library_name="moegguf", library_version=__version__,
+    )  # fmt: skip
+
+
+def link_commit(files: Sequence[HubFile]) -> Path:
+    """Links the commit's paths to the blobs, then sets `main` to it; returns the snapshot. Raises PullError."""
+    folder, commit = files[0].folder, files[0].commit
+    snapshot = folder / "snapshots" / commit
+    with disk_errors(f"what was fetched cannot be linked in {str(folder)!r}"):
+        for file in files:  # relative links, as huggingface_hub makes them
+            link = snapshot / file.path
+            link.parent.mkdir(parents=True, exist_ok=True)
+            target = os.path.relpath(file.blob, link.parent)
+            if link.is_symlink() and os.readlink(link) == target:
+                continue
+            link.unlink(missing_ok=True)
+            try:
+                with suppress(FileExistsError):  # made by another process in the meantime
+                    link.symlink_to(target)
+            except OSError:  # a file system without symbolic links
+                os.link(file.blob, link)
+        (folder / "refs").mkdir(exist_ok=True)
+        # A temporary file in refs/ would be taken for a branch.
+        write_atomically(folder / ".main", commit.encode())
+        os.replace(folder / ".main", folder / "refs" / "main")
+    return snapshot
+
+
+def find_missing(files: Sequence[HubFile], folder: Path, stopped: threading.Event) -> list[HubFile]:
+    """Those of the files that `folder` does not have yet under their paths: those of another size, or of another
+    digest, which is noted when a file is put there or found to be the same. Raises PullError, Stopped."""
+    missing = []
+    with disk_errors(f"what was fetched cannot be linked in {str(folder)!r}"):
+        for file in files:
+            path, is_there = folder / file.path, False
+            if path.is_file() and path.stat().st_size == file.size_bytes:
+                with suppress(OSError):
+                    is_there = _note(file).read_text() == file.etag
+                if not is_there:
+                    with open(path, "rb") as found:
+                        is_there = _Body(found, file, lambda _: None, stopped).is_verified()
+            if is_there:
+                _note(file).write_text(file.etag)
+            else:
+                missing.append(file)
+    return missing
+
+
+def move_files(files: Sequence[HubFile], folder: Path) -> None:
+    """Moves the blobs to their paths in `folder`. Raises PullError."""
+    moved: dict[str, Path] = {}
+    with disk_errors(f"what was fetched cannot be linked in {str(folder)!r}"):
+        for file in files:
+            path = folder / file.path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _note(file).unlink(missing_ok=True)
+            if file.etag in moved:  # the same content under two paths
+                shutil.copyfile(moved[file.etag], path)
+            else:
+                os.replace(file.blob, path)
+            moved[file.etag] = path
+            _note(file).write_text(file.etag)
+
+
+def _note(file: HubFile) -> Path:
+    """Where the digest of the file that was put into a folder is noted, in the cache there."""
+    note = file.folder / "moved" / file.path
+    note.parent.mkdir(parents=True, exist_ok=True)
+    return note

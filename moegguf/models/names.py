@@ -2,14 +2,23 @@
 
 Ollama's rules (types/model/name.go: first character, characters, lengths), so that a name is never a path. Hugging Face
 repositories can be written `hf.co/user/repo`, `huggingface.co/user/repo`, `hf:user/repo`, `user/repo` or as a URL; the
-tag selects a file ("Q4_K_M", or a file's whole name). Names are compared without case. Opens no files.
+tag selects a file ("Q4_K_M", or a file's whole name). Names are compared without case.
+
+The library has well-known MoE models under short names such as "qwen3:30b": where they are, and how large. Its table
+library.json says how its facts were checked. A short name without a tag means the first model of that name. Opens no
+other file.
 """
 
 from __future__ import annotations
 
+import difflib
+import functools
+import json
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from moegguf.errors import ModelNameError
@@ -17,7 +26,6 @@ from moegguf.errors import ModelNameError
 DEFAULT_TAG = "latest"
 HUB_HOST = "hf.co"
 OLLAMA_HOST = "registry.ollama.ai"
-OLLAMA_PREFIX = "ollama:"
 
 MAX_NAME = 512  # characters
 MAX_HOST = 253
@@ -74,22 +82,17 @@ def parse_name(text: str) -> Name:
         raise ModelNameError(f"a model's name has at most {MAX_NAME} characters, but this one {len(text)}; {FORMS}.")
     if "://" in text:
         return _parse_url(text)
-    lowered = text.lower()
-    if lowered.startswith("hf:"):
-        return _hub_name(text[3:], text)
-    if lowered.startswith(OLLAMA_PREFIX):
-        namespace, _, last = text[len(OLLAMA_PREFIX) :].rpartition("/")
-        return _name(OLLAMA_HOST, namespace or "library", last, text)
-    *before, last = text.split("/")
-    if not before and lowered not in _HUB_HOSTS:
-        return _name("", "", last, text)
-    if not before or before[0].lower() in _HUB_HOSTS:
-        return _hub_name(text.partition("/")[2], text)
-    if len(before) == 1:
-        return _hub_name(text, text)
-    if len(before) == 2 and before[0]:
-        return _name(before[0].lower(), before[1], last, text)
-    raise _bad(text, "looks like a path")
+    prefix, _, rest = text.partition(":")
+    if prefix.lower() == "hf":
+        return _name(HUB_HOST, rest, text)
+    if prefix.lower() == "ollama":
+        return _name(OLLAMA_HOST, rest if "/" in rest else f"library/{rest}", text)
+    first, slash, rest = text.partition("/")
+    if first.lower() in _HUB_HOSTS:
+        return _name(HUB_HOST, rest, text)
+    if rest.count("/") == 1:
+        return _name(first.lower(), rest, text)
+    return _name(HUB_HOST if slash else "", text, text)
 
 
 def name_or_none(text: str) -> Name | None:
@@ -110,13 +113,6 @@ def is_hub_name(text: str) -> bool:
     return hub_name_of(text) is not None and (":" in text or not text.lower().endswith(".gguf"))
 
 
-def _hub_name(path: str, text: str) -> Name:
-    user, _, rest = path.partition("/")
-    if not user or not rest.partition(":")[0]:
-        raise _bad(text, "names no repository: it needs a user and a repository")
-    return _name(HUB_HOST, user, rest, text)
-
-
 def _parse_url(text: str) -> Name:
     """The URL of a repository, or of one of its files, whose name is then the tag."""
     try:
@@ -125,36 +121,35 @@ def _parse_url(text: str) -> Name:
     except ValueError:
         raise _bad(text, "is not an address") from None
     if parts.scheme.lower() == "hf":
-        return _hub_name(text.partition("://")[2], text)
+        return _name(HUB_HOST, text.partition("://")[2], text)
     if parts.scheme.lower() not in ("http", "https") or host not in _HUB_HOSTS:
         raise _bad(text, "is not an address of huggingface.co")
     user, repo, *rest = [unquote(part) for part in parts.path.strip("/").split("/")] + [""] * 2
     rest = [part for part in rest if part]
     if rest and rest[0] in ("blob", "resolve") and len(rest) > 2:
         repo = f"{repo.partition(':')[0]}:{rest[-1]}"
-    return _name(HUB_HOST, user, repo, text)
+    return _name(HUB_HOST, f"{user}/{repo}", text)
 
 
-def _name(host: str, namespace: str, last: str, text: str) -> Name:
-    """The name with `model[:tag]` in `last`. Raises ModelNameError for a part that breaks a rule."""
+def _name(host: str, path: str, text: str) -> Name:
+    """The name with `[namespace/]model[:tag]` in `path`. Raises ModelNameError for a part that breaks a rule."""
+    namespace, _, last = path.partition("/") if host else ("", "", path)
     model, colon, tag = last.partition(":")
     name = Name(host, namespace, model, tag if colon else DEFAULT_TAG)
-    if (
-        (name.host and not (_HOST.fullmatch(name.host) or name.is_hub))
-        or ".." in name.host
-        or len(name.host) > MAX_HOST
-    ):
+    if name.is_hub and not (namespace and model):
+        raise _bad(text, "names no repository: it needs a user and a repository")
+    if host and not name.is_hub and (not _HOST.fullmatch(host) or ".." in host or len(host) > MAX_HOST):
         raise _bad(text, "has three parts, but the first is not a host")
-    parts = [(name.model, MAX_PART), (name.tag, MAX_TAG)]
-    for part, most in [(name.namespace, MAX_PART), *parts] if name.host else parts:
+    parts = [(model, MAX_PART), (name.tag, MAX_TAG)]
+    for part, most in [(namespace, MAX_PART), *parts] if host else parts:
         if fault := _fault(part, most):
             raise _bad(text, fault)
-    if name.host and not name.is_hub and "." in name.namespace:
+    if host and not name.is_hub and "." in namespace:
         raise _bad(text, "has a namespace with a dot")
-    if name.is_hub and "--" in name.namespace + "/" + name.model:
+    if name.is_hub and "--" in name.repo:
         raise _bad(text, "has '--', which no repository has")
-    if not name.host and name.model.lower() in _RESERVED:
-        raise _bad(text, f"is not a model: {name.model!r} is a prefix")
+    if not host and model.lower() in _RESERVED:
+        raise _bad(text, f"is not a model: {model!r} is a prefix")
     return name
 
 
@@ -179,3 +174,67 @@ def _fault(part: str, most: int) -> str | None:
 def _bad(text: str, rule: str) -> ModelNameError:
     shown = repr(text) if len(text) <= 80 else repr(text[:77]) + "..."
     return ModelNameError(f"the model name {shown} {rule}; {FORMS}.")
+
+
+@dataclass(frozen=True)
+class LibraryModel:
+    """A model of the library. file: the first one of a split model. n_parameters, n_active: of all experts and of those
+    that a token uses, with all other weights. n_layer: layers of the model."""
+
+    name: str
+    repository: str
+    file: str
+    quantization: str
+    size_bytes: int
+    n_parameters: float
+    n_active: float
+    n_expert: int
+    n_expert_used: int
+    n_layer: int
+
+    @property
+    def hub_name(self) -> str:
+        """Its name on Hugging Face."""
+        return f"{HUB_HOST}/{self.repository}:{self.quantization}"
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of all routed experts: the part of the weights of which a token uses n_expert_used of n_expert."""
+        share = (1 - self.n_active / self.n_parameters) / (1 - self.n_expert_used / self.n_expert)
+        return round(min(1.0, share) * self.size_bytes)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the routed experts that a token uses."""
+        return self.expert_bytes * self.n_expert_used // self.n_expert
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of all other weights, which every token uses."""
+        return self.size_bytes - self.expert_bytes
+
+
+@functools.cache
+def library() -> tuple[LibraryModel, ...]:
+    """All models of the library, in the order of its table."""
+    table = json.loads(Path(__file__).with_name("library.json").read_text(encoding="utf-8"))
+    return tuple(LibraryModel(**dict(zip(table["columns"], row, strict=True))) for row in table["models"])
+
+
+def find_in_library(text: str) -> LibraryModel | None:
+    """The model of this short name, in any case."""
+    name = text.lower().removesuffix(":latest")
+    return next((model for model in library() if name in (model.name, model.name.partition(":")[0])), None)
+
+
+def fetchable_name(text: str) -> str | None:
+    """The name on Hugging Face that `text` means, by itself or in the library; None where it is no such name."""
+    if model := find_in_library(text):
+        return model.hub_name
+    return text if is_hub_name(text) else None
+
+
+def nearest_names(text: str, others: Sequence[str] = ()) -> list[str]:
+    """Up to three names of the library and among `others` that are written much as `text`."""
+    known = [*others, *(model.name for model in library())]
+    return list(dict.fromkeys(difflib.get_close_matches(text.lower().removesuffix(":latest"), known, n=3)))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -19,13 +20,12 @@ from typing import TYPE_CHECKING
 from moegguf.errors import ModelNotFoundError, PullError
 from moegguf.models.catalog import Catalog
 from moegguf.models.entry import ModelEntry, PullStatus
-from moegguf.models.hub import Snapshot, cached_models, hub_cache, hub_offline, snapshots
-from moegguf.models.library import find_in_library, nearest_names
-from moegguf.models.names import DEFAULT_TAG, Name, parse_name
+from moegguf.models.names import DEFAULT_TAG, Name, find_in_library, nearest_names, parse_name
 from moegguf.models.selection import is_model, models_in, select_files
+from moegguf.models.sources import Snapshot, cached_models, hub_cache, hub_offline, snapshots
 
 if TYPE_CHECKING:
-    from moegguf.models.hub_api import HubFile
+    from moegguf.models.hub import HubFile
 
 Report = Callable[[PullStatus], None]
 
@@ -61,53 +61,34 @@ def pull(name: str, catalog: Catalog, report: Report, cancelled: threading.Event
 
 
 def _fetch(name: Name, report: Report, stopped: threading.Event) -> ModelEntry:
-    from moegguf.models.hub_api import Stopped, read_repository
-    from moegguf.models.hub_fetch import fetch_files, link_commit
+    from moegguf.models.hub import Stopped, fetch_files, link_commit, read_repository
 
     try:
         report(PullStatus("pulling manifest"))
-        repository = read_repository(name.repo, stopped)
-        selection = select_files(repository.files, name.tag, repo=repository.repo)
-        files = [repository.files[path] for path in selection.paths]
-        progress = _Progress(files, report)
-        fetch_files(files, name.canonical, progress.on_bytes, stopped, progress.report)
-        progress.report()
+        known = read_repository(name.repo, stopped)
+        selection = select_files(known, name.tag, repo=name.repo)
+        files = [known[path] for path in selection.paths]
+        reported: dict[HubFile, PullStatus] = {}
+        for file in files:
+            digest = f"sha256:{file.etag}" if file.is_large else ""
+            reported[file] = PullStatus(f"pulling {file.etag[:12]}", digest, file.path, file.size_bytes)
+            report(reported[file])
+        with closing(fetch_files(files, name.canonical, stopped)) as progress:
+            for received in progress:
+                for file, n_bytes in received.items():
+                    if reported[file].completed_bytes != n_bytes:
+                        reported[file] = replace(reported[file], completed_bytes=n_bytes)
+                        report(reported[file])
     except Stopped:
         raise PullError(
             f"fetching {name.canonical} was stopped; received bytes are kept, pull again to continue."
         ) from None
     report(PullStatus("verifying sha256 digest"))
     report(PullStatus("writing manifest"))
-    found = Snapshot(repository.repo, link_commit(repository, files))
+    found = Snapshot(files[0].repo, link_commit(files))
     tag = next((tag for tag, other in models_in(found.paths()) if other.files == selection.files), DEFAULT_TAG)
     report(PullStatus("success"))
     return found.entry(tag, selection)
-
-
-class _Progress:
-    """The bytes of files that are on the disk, and which of them were reported."""
-
-    def __init__(self, files: Sequence[HubFile], report: Report) -> None:
-        self._received: dict[str, int] = {}
-        self._report = report
-        self._reported: dict[str, PullStatus] = {}
-        for file in files:
-            digest = f"sha256:{file.etag}" if file.is_large else ""
-            status = PullStatus(f"pulling {file.etag[:12]}", digest, file.path, file.size_bytes)
-            self._reported[file.path] = status
-            report(status)
-
-    def on_bytes(self, file: HubFile, n_bytes: int) -> None:
-        """Notes what is there of a file; from any thread."""
-        self._received[file.path] = n_bytes
-
-    def report(self) -> None:
-        """Reports the files of which more is there than the last time."""
-        for path, n_bytes in list(self._received.items()):
-            status = replace(self._reported[path], completed_bytes=n_bytes)
-            if status != self._reported[path]:
-                self._reported[path] = status
-                self._report(status)
 
 
 Folder = str | os.PathLike[str] | None
@@ -127,15 +108,14 @@ def fetch(
     """
     from huggingface_hub.utils import tqdm
 
-    from moegguf.models.hub_api import read_repository
-    from moegguf.models.hub_fetch import fetch_files, find_missing, link_commit, move_files
+    from moegguf.models.hub import fetch_files, find_missing, link_commit, move_files, read_repository
 
     folder, stopped = Path(local_dir) if local_dir else None, threading.Event()
     cache = folder / ".cache" / "moegguf" if folder else Path(cache or hub_cache())
     try:
         if hub_offline():
             raise PullError(f"{repo_id} is not in the cache, and HF_HUB_OFFLINE is set.")
-        repository = read_repository(repo_id, stopped, cache)
+        there = read_repository(repo_id, stopped, cache)
     except PullError:
         if here := folder or next((snapshot.folder for snapshot in snapshots(cache, repo_id)), None):
             known = sorted(path.relative_to(here) for path in here.rglob("*") if path.is_file())
@@ -143,20 +123,18 @@ def fetch(
             if any(map(is_model, paths)):
                 return here / _matching(paths, repo_id, filename, others)[0]
         raise
-    files = [repository.files[path] for path in _matching(sorted(repository.files), repo_id, filename, others)]
-    missing = find_missing(repository, files, folder, stopped) if folder else files
-    received = dict.fromkeys(missing, 0)
-    with tqdm(total=sum(file.size_bytes for file in missing), desc=repo_id, unit="B", unit_scale=True) as bar:
-
-        def on_bytes(file: HubFile, n_bytes: int) -> None:
-            received[file] = n_bytes
+    files = [there[path] for path in _matching(sorted(there), repo_id, filename, others)]
+    missing = find_missing(files, folder, stopped) if folder else files
+    with (
+        closing(fetch_files(missing, repo_id, stopped)) as progress,
+        tqdm(total=sum(file.size_bytes for file in missing), desc=repo_id, unit="B", unit_scale=True) as bar,
+    ):
+        for received in progress:
             bar.n = sum(received.values())
             bar.update(0)
-
-        fetch_files(missing, repo_id, on_bytes, stopped)
     if folder is None:
-        return link_commit(repository, files) / files[0].path
-    move_files(repository, missing, folder)
+        return link_commit(files) / files[0].path
+    move_files(missing, folder)
     return folder / files[0].path
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -115,12 +116,10 @@ def _shard(path: str) -> ShardName:
 
 
 def _by_file_name(models: Sequence[str], tag: str) -> str | None:
-    wanted = tag.lower()
-    for path in models:
-        base, unnumbered = _base(path).lower(), _base(_shard(path).prefix).lower()
-        if wanted in (base, _stem(base), unnumbered, f"{unnumbered}.gguf"):
-            return path
-    return None
+    """The model whose file has this name, or has it with a shard's number."""
+    wanted = tag.lower().removesuffix(".gguf")
+    names = ((path, _base(_stem(path)).lower(), _base(_shard(path).prefix).lower()) for path in models)
+    return next((path for path, *known in names if wanted in known), None)
 
 
 def _by_quant(firsts: Sequence[str], quant: str) -> str | None:
@@ -155,16 +154,13 @@ def _bits(path: str) -> int:
 
 def _projector(model: str, paths: Iterable[str]) -> str | None:
     """The projector in the closest folder above the model, then of the closest bit width."""
-    folder = model.split("/")[:-1]
-    best: tuple[int, int, str] | None = None
+    folder, found = model.split("/")[:-1], []
     for path in paths:
-        if not path.lower().endswith(".gguf") or "mmproj" not in _base(path).lower():
-            continue
-        above = path.split("/")[:-1]
-        rank = (-len(above), abs(_bits(path) - _bits(model)), path)
-        if folder[: len(above)] == above and (best is None or rank < best):
-            best = rank
-    return best[2] if best else None
+        *above, name = path.split("/")
+        is_projector = name.lower().endswith(".gguf") and "mmproj" in name.lower()
+        if is_projector and folder[: len(above)] == above:
+            found.append((-len(above), abs(_bits(path) - _bits(model)), path))
+    return min(found)[2] if found else None
 
 
 def _tag_of(selection: FileSelection, paths: Sequence[str]) -> str | None:
@@ -173,11 +169,7 @@ def _tag_of(selection: FileSelection, paths: Sequence[str]) -> str | None:
     name = _base(_shard(first).prefix)
     quants = [match[1].upper() for match in _QUANT.finditer(_base(name)) if match.end() == len(name)]
     for tag in (*quants[-1:], name, _base(first), DEFAULT_TAG):
-        if not is_tag(tag):
-            continue
-        try:
-            if select_files(paths, tag).files == selection.files:
+        with suppress(ModelNotFoundError):
+            if is_tag(tag) and select_files(paths, tag).files == selection.files:
                 return tag
-        except ModelNotFoundError:
-            continue
     return None

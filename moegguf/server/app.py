@@ -33,8 +33,8 @@ from moegguf.settings import data_folder, read_settings
 if TYPE_CHECKING:
     from moegguf.models.catalog import Catalog
     from moegguf.serving.model_manager import ModelManager
+    from moegguf.serving.ray.application import ReplicaManager
     from moegguf.serving.ray.config import ConfiguredCatalog
-    from moegguf.serving.ray.manager import ReplicaManager
     from moegguf.settings import Settings
 
 log = logging.getLogger(__name__)

@@ -31,10 +31,9 @@ from moegguf.server.common.body import read_body
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.options import loaded_of
 from moegguf.server.common.replies import LineResponse, json_line
-from moegguf.serving.events import MAX_SNAPSHOTS_PER_S, LoadedModel, Snapshot
+from moegguf.serving.events import MAX_SNAPSHOTS_PER_S, LoadedModel, Snapshot, Watch
 from moegguf.serving.memory_budget import planned_budgets
 from moegguf.serving.model_manager import ModelManager
-from moegguf.serving.watch import Watch
 
 HEARTBEAT_S = 5.0  # between two lines at most
 
@@ -57,7 +56,7 @@ async def _live(request: Request) -> Response:
 
 async def _current_state(manager: ModelManager) -> list[dict[str, Any]]:
     """The state of each loaded model, with its snapshot under `snapshot`; None of one that has just ended."""
-    loaded, watch = manager.loaded(), Watch(manager, None, MAX_SNAPSHOTS_PER_S)
+    loaded, watch = manager.loaded(), Watch(manager.snapshots, None, MAX_SNAPSHOTS_PER_S)
     await watch.take()
     await watch.wait()
     found = {snapshot.model: _snapshot_object(snapshot) for snapshot in await watch.take()}
@@ -70,7 +69,7 @@ async def snapshot_lines(
     """The lines for one client, until closed, or until the server shuts down."""
     sent: dict[str, Any] = {}
     sent_names: list[str] | None = None
-    sent_names_s, watch = 0.0, Watch(manager, entry, per_s)
+    sent_names_s, watch = 0.0, Watch(manager.snapshots, entry, per_s)
     while not ending.is_set():
         models = manager.loaded()
         loaded = {each.name: model for model in models for each in model.names}

@@ -1,20 +1,193 @@
-"""Which idle models to unload so that another fits, and how much memory there is. Arithmetic only; no processes."""
+"""How much memory a model needs, how much there is, and which idle models make room. No processes.
+
+A model has the plan that it gets with all that it can use, and those with less. Plans are made from the model's
+headers, before anything is loaded; a worker gets the one that it is loaded with.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from moegguf.engine.budgets import DEFAULT_UBATCH_TOKENS, Budgets, Sizes, choose_context, pad_context
 from moegguf.engine.devices import NO_GPU
-from moegguf.engine.machine import Device, Memory, read_memory
-from moegguf.engine.memory import margin_bytes
+from moegguf.engine.drafts import drafted
+from moegguf.engine.load import default_store, given_budgets
+from moegguf.engine.machine import Device, Machine, Memory, count_cpus, read_memory
+from moegguf.engine.memory import margin_bytes, pooling_batch_tokens
+from moegguf.engine.plan import Plan, layer_slots, slot_bytes
+from moegguf.engine.planner import make_plan, plan_known
+from moegguf.engine.pool_plan import VRAM_MARGIN_BYTES
+from moegguf.engine.sequences import sequences_of
+from moegguf.engine.speeds import KnownSpeeds
 from moegguf.errors import BudgetError
+from moegguf.gguf.adapter import read_adapter
+from moegguf.gguf.experts import ExpertLayout, read_layout
+from moegguf.gguf.reader import ggml_type
+from moegguf.models.details import projector_of
+from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache, format_bytes
-from moegguf.serving.model_size import ModelSize
-from moegguf.settings import Settings
+from moegguf.serving.events import LoadOverrides
+from moegguf.serving.wire import LoadConfig
+from moegguf.settings import Settings, read_environment
 
 _UNLIMITED = 1 << 62
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Memory of a model: all that it can use, and the minimum. `plan_within(n_bytes, device_bytes)` plans for numbers
+    between the two; `load_config(plan)` is what the worker gets. `default_n_ctx`: the context without overrides.
+
+    `device`: of a model that a GPU computes, with its memory there; the other bytes are then those of RAM."""
+
+    wanted_bytes: int
+    minimum_bytes: int
+    plan_within: Callable[[int, int], Plan]
+    load_config: Callable[[Plan], LoadConfig]
+    default_n_ctx: int = 0
+    device: str | None = None
+    device_wanted_bytes: int = 0
+    device_minimum_bytes: int = 0
+
+
+def measure(
+    entry: ModelEntry, overrides: LoadOverrides, settings: Settings, limit_bytes: int, gpu: Device | None = None
+) -> ModelSize:
+    """The memory that `entry` needs when loaded with `overrides`. Reads headers: call it from a thread.
+
+    gpu: computes a model with experts, with as much of its memory for them, and placed, as the settings or the
+    environment say; None: the CPU does.
+
+    Raises ModelFormatError, ModelNotFoundError, BudgetError, OptionError.
+    """
+    chosen = dict(settings.loading)
+    of_name = str(entry.draft) if entry.draft else None
+    chosen["draft"] = overrides.draft or of_name or chosen.get("draft") or read_environment().draft
+    chosen["n_threads"] = overrides.n_threads or chosen.get("n_threads")
+    if entry.adapter is None:
+        chosen.pop("lora_scale", None)
+    type_k, type_v = (chosen.get(name, settings.kv_cache_type) for name in ("type_k", "type_v"))
+    flash_attn = True if (type_k, type_v) != ("f16", "f16") else settings.flash_attention
+    layout, projector = drafted(read_layout(entry.path), chosen["draft"], flash_attn), projector_of(entry)
+    placement = "auto" if gpu is None else chosen.get("placement")
+    cache = overrides.expert_cache or chosen.get("expert_cache")
+    budgets = given_budgets(cache, chosen.get("vram_cache"), placement, {"n_gpu_layers": chosen.get("n_gpu_layers")})
+    devices = () if gpu is None or not layout.is_moe else (gpu,)
+    here = Machine(_memory(limit_bytes), devices=devices)
+    free_bytes = min(limit_bytes, *(device.free_bytes for device in devices)) if devices else limit_bytes
+    sizes = Sizes(settings.n_ctx or None, type_k=ggml_type(type_k), type_v=ggml_type(type_v), projector=projector)
+    adapter_bytes = read_adapter(entry.adapter, layout.arch).n_bytes if entry.adapter else 0
+    sizes = replace(sizes, flash_attn=bool(flash_attn), adapter_bytes=adapter_bytes)  # None may become off: needs more
+    default_n_ctx = choose_context(layout, sizes, free_bytes).n_ctx or 0
+    n_ctx = pad_context(overrides.n_ctx) if overrides.n_ctx else default_n_ctx
+    embedding = is_embedding(layout.metadata)
+    n_batch = overrides.n_batch or (pooling_batch_tokens(n_ctx) if embedding else DEFAULT_UBATCH_TOKENS)
+    n_seq_max = sequences_of(layout, n_ctx, settings.n_parallel)
+    sizes = replace(
+        sizes, n_ctx=n_ctx, n_ubatch=n_batch if embedding else None, n_batch=n_batch, n_seq_max=n_seq_max,
+        kv_tokens=settings.kv_tokens,
+    )  # fmt: skip
+    sizes = choose_context(layout, sizes, free_bytes, budgets.vram if devices else (budgets.ram,))
+    store, n_threads = default_store(chosen.get("strategy")), chosen["n_threads"] or count_cpus()
+    budgets = replace(budgets, sizes=sizes, staging=store.staging, streams=store.overlap, margin_bytes=0)
+    options = chosen | {
+        "mmproj": str(projector.path) if projector else None,
+        "n_ctx": n_ctx,
+        "n_seq_max": n_seq_max,
+        "n_batch": n_batch,
+        "type_k": type_k if type_k != "f16" else None,
+        "type_v": type_v if type_v != "f16" else None,
+        "flash_attn": flash_attn,
+        "embedding": embedding,
+        "verbose": settings.debug,
+        "lora_path": str(entry.adapter) if entry.adapter else None,
+    }
+
+    def plan_with(machine: Machine, budgets: Budgets) -> Plan:
+        if budgets.choice == "slots":
+            return make_plan(layout, machine, budgets)
+        return plan_known(layout, machine, budgets, KnownSpeeds(layout, n_threads, store.repack).speeds_apart)
+
+    def load_config(plan: Plan) -> LoadConfig:
+        return LoadConfig(entry.name, str(entry.path), plan, options)
+
+    return replace(_size(layout, here, budgets, plan_with, load_config), default_n_ctx=default_n_ctx)
+
+
+def _size(
+    layout: ExpertLayout,
+    here: Machine,
+    budgets: Budgets,
+    plan_with: Callable[[Machine, Budgets], Plan],
+    load_config: Callable[[Plan], LoadConfig],
+) -> ModelSize:
+    try:
+        wanted = plan_with(here, budgets)
+    except BudgetError:  # of the budgets themselves, or else `admit` says what is short
+        wanted = plan_with(replace(here, memory=_memory(_UNLIMITED)), budgets)
+    least = wanted if not layout.is_moe else _least(layout, here, budgets, wanted)
+    smaller = replace(
+        budgets, choice="slots" if wanted.on_device else "cpu", ram=_at_most(layout, budgets.ram),
+        vram=(_at_most(layout, budgets.vram[0]),),
+    )  # fmt: skip
+
+    def plan_within(n_bytes: int, device_bytes: int = 0) -> Plan:
+        if _fits(wanted, n_bytes, device_bytes):
+            return wanted
+        gpus = [replace(gpu, free_bytes=device_bytes + VRAM_MARGIN_BYTES) for gpu in here.devices if wanted.on_device]
+        with suppress(BudgetError):
+            found = make_plan(layout, Machine(_memory(n_bytes), devices=tuple(gpus)), smaller)
+            if _fits(found, n_bytes, device_bytes):
+                return found
+        return least
+
+    (ram, vram), (least_ram, least_vram) = _bytes_of(wanted), _bytes_of(least)
+    return ModelSize(
+        ram, min(ram, least_ram), plan_within, load_config, device=wanted.device or wanted.layers_on,
+        device_wanted_bytes=vram, device_minimum_bytes=min(vram, least_vram),
+    )  # fmt: skip
+
+
+def _least(layout: ExpertLayout, here: Machine, budgets: Budgets, wanted: Plan) -> Plan:
+    """The plan that takes the least, on the device that `wanted` is on."""
+    if (wanted.layers_on and budgets.choice == "layers") or (wanted.on_device and budgets.divided):
+        return wanted
+    one_slot, sizes = slot_bytes(layout), budgets.sizes
+    n_tokens = 1 if wanted.on_device else sizes.one_pass_tokens
+    fewest = ExpertCache("bytes", n_bytes=layer_slots(layout, n_tokens, wanted.streams) * one_slot)
+    sizes = replace(sizes, n_ubatch=1 if wanted.on_device else sizes.n_ubatch or n_tokens)
+    if not wanted.on_device:
+        return make_plan(layout, replace(here, devices=()), replace(budgets, ram=fewest, sizes=sizes))
+    ram = ExpertCache("bytes", n_bytes=one_slot)
+    return make_plan(layout, here, replace(budgets, choice="slots", ram=ram, vram=(fewest,), sizes=sizes))
+
+
+def _at_most(layout: ExpertLayout, cache: ExpertCache) -> ExpertCache:
+    """What fits, up to the budget."""
+    n_bytes = int(cache.fraction * layout.n_expert_total + 1e-9) * slot_bytes(layout)
+    return ExpertCache("auto", n_bytes=n_bytes if cache.mode == "fraction" else cache.n_bytes)
+
+
+def _memory(n_bytes: int) -> Memory:
+    return Memory(n_bytes, n_bytes, "the models' budget")
+
+
+def _bytes_of(plan: Plan) -> tuple[int, int]:
+    """In RAM, and on a device."""
+    return (plan.host_bytes, plan.total_bytes) if plan.on_device else (plan.total_bytes, 0)
+
+
+def _fits(plan: Plan, n_bytes: int, device_bytes: int) -> bool:
+    ram, vram = _bytes_of(plan)
+    return ram <= n_bytes and vram <= device_bytes
+
+
+def is_embedding(metadata: Mapping[str, Any]) -> bool:
+    """Whether the model is an embedding model: its GGUF header has a pooling type."""
+    return bool(metadata.get(f"{metadata.get('general.architecture')}.pooling_type"))
 
 
 @dataclass(frozen=True)
@@ -83,49 +256,38 @@ def admit(
     return Admission(reserve_bytes=min(free_bytes, size.wanted_bytes), device_bytes=on_device)
 
 
-class MemoryLimit:
-    """The bytes that all models together may take: the setting, or else the memory that was free at construction,
-    less what other programs have taken since."""
+class MemoryLimits:
+    """The bytes that all models together may take: of RAM the setting, or else what was free at construction; on each
+    device what was free there at first; less what other programs have taken since. `lost`: devices that failed, which
+    are not used again."""
 
     def __init__(self, settings: Settings, memory: Callable[[], Memory] = read_memory) -> None:
+        self.lost: set[str] = set()
         self._memory = memory
         self._setting_bytes = settings.memory_bytes
-        self._free_at_start_bytes = _without_margin(memory().available_bytes)
+        self._at_start_bytes = _without_margin(memory().available_bytes)
+        self._on_device: dict[str | None, int] = {}
 
-    def bytes(self, used_bytes: int) -> int:
+    def ram(self, used_bytes: int) -> int:
         """The current limit, while models take `used_bytes`."""
-        if self._setting_bytes is not None:
-            return self._setting_bytes
-        return min(self._free_at_start_bytes, _without_margin(self._memory().available_bytes) + used_bytes)
+        free_bytes = _without_margin(self._memory().available_bytes) + used_bytes
+        return self._setting_bytes or min(self._at_start_bytes, free_bytes)
 
+    def on(self, device: str | None) -> int:
+        """The limit of a device, as of its last choice."""
+        return self._on_device.get(device, 0)
 
-class DeviceLimits:
-    """The bytes that all models together may take on each device: what was free there at first, less what other
-    programs have taken since. `lost`: devices that failed, which are not used again."""
-
-    def __init__(self) -> None:
-        self.lost: set[str] = set()
-        self._bytes: dict[str, int] = {}
-
-    def update(self, device: Device, used_bytes: int) -> Device:
-        """Takes what is free now, while models take `used_bytes`; returns the device as if there were no models."""
-        free = device.free_bytes + used_bytes
-        self._bytes[device.name] = limit = min(self._bytes.get(device.name, free), free)
-        return replace(device, free_bytes=limit)
-
-    def bytes(self, device: str | None) -> int:
-        """The limit of a device, as of the last update."""
-        return self._bytes.get(device, 0) if device else 0
-
-    def choose(self, devices: Sequence[Device]) -> Device | None:
-        """The one with the most free memory that has not failed; None when all have failed.
-
-        Raises BudgetError where there was none.
-        """
+    def choose(self, devices: Sequence[Device], used_on: Callable[[str], int]) -> Device | None:
+        """The device with the most free memory that has not failed, as if there were no models, which take `used_on` of
+        it; None when all have failed. Raises BudgetError where there was none."""
         there = [device for device in devices if device.name not in self.lost]
         if not there and not self.lost:
             raise BudgetError(NO_GPU)
-        return max(there, key=lambda device: device.free_bytes, default=None)
+        if (best := max(there, key=lambda device: device.free_bytes, default=None)) is None:
+            return None
+        free = best.free_bytes + used_on(best.name)
+        self._on_device[best.name] = limit = min(self._on_device.get(best.name, free), free)
+        return replace(best, free_bytes=limit)
 
 
 def planned_budgets(plan: Mapping[str, Any]) -> tuple[int, int]:

@@ -21,8 +21,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any, Protocol
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any
 
 from moegguf.engine.devices import has_gpu, query_gpus
 from moegguf.engine.machine import Device
@@ -36,20 +36,12 @@ from moegguf.errors import (
     WorkerError,
 )  # fmt: skip
 from moegguf.gguf.reader import FileVersion
+from moegguf.models.catalog import Catalog
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache, format_bytes
+from moegguf.serving import memory_budget
 from moegguf.serving.events import LoadedModel, LoadOverrides, Snapshot
-from moegguf.serving.lease import Lease
-from moegguf.serving.managed_model import ManagedModel, State, Waiter, files_key, process_key
-from moegguf.serving.memory_budget import (
-    DeviceLimits,
-    MemoryLimit,
-    MemoryUse,
-    admit,
-    expert_cache_within,
-    planned_budgets,
-)  # fmt: skip
-from moegguf.serving.model_size import Measure, ModelSize, measure
+from moegguf.serving.lease import Lease, ManagedModel, State, Waiter, files_key, process_key
 from moegguf.serving.wire import build
 from moegguf.serving.worker_process import COMMAND, LoadStalledError, WorkerProcess
 from moegguf.settings import Settings, read_environment
@@ -59,13 +51,7 @@ OVERTAKE_S = 10.0  # so that requests that alternate between two models do not s
 SHUTDOWN_GRACE_S = 5.0
 
 
-class Catalog(Protocol):
-    """The part of `moegguf.models.catalog.Catalog` that is needed here."""
-
-    def find(self, name: str) -> ModelEntry:
-        """The entry of that name. Raises ModelNotFoundError, ModelNameError."""
-
-
+@dataclass(eq=False)
 class ModelManager:
     """Models by name, each in its own process: `async with ModelManager(catalog, settings) as manager`.
 
@@ -74,24 +60,17 @@ class ModelManager:
     `devices` are the GPUs of this machine now.
     """
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        settings: Settings,
-        *,
-        command: Sequence[str] = COMMAND,
-        measure: Measure = measure,
-        devices: Callable[[], list[Device]] = query_gpus,
-    ) -> None:
+    catalog: Catalog
+    settings: Settings
+    _: KW_ONLY
+    command: Sequence[str] = COMMAND
+    measure: Callable[..., memory_budget.ModelSize] = memory_budget.measure
+    devices: Callable[[], list[Device]] = query_gpus
+
+    def __post_init__(self) -> None:
         self._models: dict[str, ManagedModel] = {}  # loaded or requested, by `process_key`
         self.kept: set[str] = set()  # names whose models stay loaded where a request does not say how long
-        self._catalog = catalog
-        self._settings = settings
-        self._command = command
-        self._measure = measure
-        self._limit = MemoryLimit(settings)
-        self._devices = devices
-        self._device_limits = DeviceLimits()
+        self._limits = memory_budget.MemoryLimits(self.settings)
         self._tasks: set[asyncio.Task[None]] = set()
         self._spare: asyncio.Task[WorkerProcess] | None = None  # a process without a model
         self._closed = False
@@ -125,7 +104,7 @@ class ModelManager:
         self._closed = True
         for model in self._models.values():
             for waiter in (*model.waiters, *model.unloads):
-                waiter.fail(_shutting_down())
+                waiter.end(_shutting_down())
 
     def lease(
         self,
@@ -147,7 +126,7 @@ class ModelManager:
 
         async def acquire() -> tuple[ManagedModel, Waiter]:
             entry = await self._find(name)
-            default_s = math.inf if entry.name in self.kept else self._settings.keep_alive_s
+            default_s = math.inf if entry.name in self.kept else self.settings.keep_alive_s
             waiter = Waiter(entry, overrides, default_s if keep_alive_s is None else keep_alive_s, will_answer)
             return await self._acquire(waiter), waiter
 
@@ -199,11 +178,15 @@ class ModelManager:
 
     async def _find(self, name: str | ModelEntry) -> ModelEntry:
         # A lookup reads files, which must not block the event loop; an entry needs none.
-        return name if isinstance(name, ModelEntry) else await asyncio.to_thread(self._catalog.find, name)
+        return name if isinstance(name, ModelEntry) else await asyncio.to_thread(self.catalog.find, name)
 
     def _used_by(self, name: str) -> ManagedModel | None:
         """The model that `name` uses, or for which it is being loaded."""
-        return next((model for model in self._models.values() if model.is_for(name)), None)
+        for model in self._models.values():
+            is_loading = model.state is State.LOADING and any(waiter.name == name for waiter in model.waiters)
+            if is_loading or name in model.uses:
+                return model
+        return None
 
     async def _acquire(self, waiter: Waiter) -> ManagedModel:
         """Waits until `waiter` may use its model; the caller then calls `_release`. Raises BusyError and the errors of
@@ -213,11 +196,10 @@ class ModelManager:
         waiter.overrides = self._remembered(waiter)
         key = process_key(waiter.entry, waiter.overrides)
         model = self._models.get(key)
-        first = model is None or not (model.waiters or model.is_full)
-        if not first:
-            self._make_queue_room(waiter)
         if model is None:
             model = self._models[key] = ManagedModel(key, waiter.entry)
+        elif model.waiters or not model.has_room:
+            self._make_queue_room(waiter)
         model.wait(waiter)
         model.look_at_files()
         await self._wait(model, waiter)
@@ -228,7 +210,7 @@ class ModelManager:
         of one that has fewer even with it, else `waiter` (longest queue drop: Suter et al., 1998). So nobody can take
         the queue from others, who get an equal share of it where they need that much. Raises BusyError."""
         waiting = [(model, other) for model in self._models.values() for other in model.waiters]
-        if len(waiting) < self._settings.max_queue:
+        if len(waiting) < self.settings.max_queue:
             return
         counts = Counter(other.client for _, other in waiting)
         most = max(counts.values(), default=0)
@@ -237,7 +219,7 @@ class ModelManager:
             raise busy
         model, newest = max((pair for pair in waiting if counts[pair[1].client] == most), key=lambda p: p[1].ticket)
         model.waiters.remove(newest)
-        newest.fail(busy)
+        newest.end(busy)
 
     def _remembered(self, waiter: Waiter) -> LoadOverrides:
         """The overrides of `waiter`; where they are None the entry's own parameters, then those of the last request of
@@ -270,14 +252,15 @@ class ModelManager:
         process, plan = model.process, model.ready.plan
         if process is None or model.state is not State.READY or model.changing_budget:
             raise BusyError(f"{model.name!r} is being loaded, unloaded or given another budget; try again.")
-        ram, vram = planned_budgets(plan)
+        ram, vram = memory_budget.planned_budgets(plan)
         if "vram_cache_bytes" in given and not vram:
             raise BudgetError(f"{model.name!r} has no slots in VRAM; give expert_cache.")
         if "expert_cache_bytes" in given and vram and not ram:
             raise BudgetError(f"{model.name!r} has every expert in VRAM and none in RAM; give vram_cache.")
         reserved = {"expert_cache_bytes": ram, "vram_cache_bytes": vram}
+        n_experts, slot_bytes = process.stats.n_experts, plan.get("slot_bytes", 0)
         wanted: dict[str, Any] = {
-            name: expert_cache_within(cache, process.stats.n_experts, plan.get("slot_bytes", 0), reserved[name])
+            name: memory_budget.expert_cache_within(cache, n_experts, slot_bytes, reserved[name])
             for name, cache in given.items()
         }
         grown = {name: n_bytes - getattr(model, name) for name, n_bytes in wanted.items()}
@@ -298,20 +281,11 @@ class ModelManager:
             model.asked_budgets.update(given)
         self._dispatch()
 
-    async def _keep_budgets(self, model: ManagedModel) -> None:
-        """Gives a model that was loaded again, for a longer context, the budgets that were asked for while it ran: a
-        person needs that memory. One that the new plan cannot keep is dropped."""
-        for name, cache in dict(model.asked_budgets).items():
-            try:
-                await self._set_budget(model, {name: cache})
-            except MoeggufError:
-                model.asked_budgets.pop(name, None)
-
     def _check_growth(self, model: ManagedModel, name: str, n_bytes: int) -> None:
-        where, free = "", self._limit.bytes(self._used_bytes()) - self._used_bytes()
+        where, free = "", self._limits.ram(self._used_bytes()) - self._used_bytes()
         if name == "vram_cache_bytes":
             where = f" on {model.device}"
-            free = self._device_limits.bytes(model.device) - self._used_on(model.device)
+            free = self._limits.on(model.device) - self._used_on(model.device)
         if n_bytes > max(0, free):
             raise BudgetError(
                 f"{format_bytes(n_bytes)} more for experts of {model.name!r}{where} do not fit beside the other models,"
@@ -352,14 +326,18 @@ class ModelManager:
         self._start_loads()
         for model in list(self._models.values()):
             self._update_expiry(model)
-            if model.is_removable:
+            needed = model.waiters or model.unloads or model.users or model.n_crashed_loads
+            if model.state is State.ABSENT and not needed:
                 del self._models[model.key]
 
     def _grant_waiters(self, model: ManagedModel) -> None:
-        for waiter in [w for w in model.unloads if model.can_forget(w.name)]:
-            model.unloads.remove(waiter)
-            model.uses.pop(waiter.name, None)
-            waiter.grant()
+        for waiter in list(model.unloads):
+            is_answering = any(other.name == waiter.name for other in model.answering)
+            is_shared = model.state is State.READY and model.has_others(waiter.name) and not is_answering
+            if model.state is State.ABSENT or is_shared:  # else it is unloaded first
+                model.unloads.remove(waiter)
+                model.uses.pop(waiter.name, None)
+                waiter.end()
         if model.state is not State.READY:
             return
         for waiter in [w for w in model.waiters if not w.will_answer]:
@@ -369,7 +347,7 @@ class ModelManager:
             if not model.users:
                 self._start_unload(model)
             return
-        while len(model.answering) < model.ready.n_parallel and (granted := self._next_of(model)) is not None:
+        while model.has_room and (granted := self._next_of(model)) is not None:
             self._grant(model, granted)
 
     def _next_of(self, model: ManagedModel) -> Waiter | None:
@@ -396,7 +374,8 @@ class ModelManager:
         for other in self._models.values():
             if other is not model:
                 other.uses.pop(waiter.name, None)
-        model.use(waiter, self._now())
+        waiter.last_used_s = self._now()
+        model.uses[waiter.name] = waiter
 
     def _load_queue(self) -> list[ManagedModel]:
         waiting = [m for m in self._models.values() if m.state is State.ABSENT and m.waiters]
@@ -406,25 +385,24 @@ class ModelManager:
         for model in self._load_queue():
             if model.measuring:
                 return
-            if not model.is_measured:
+            if model.measured is None or not model.measured[0].same_load(model.waiters[0]):
                 model.measuring = True
                 self._spawn(self._measure_model(model, model.waiters[0]))
                 return
-            if not self._start_load(model):
+            if not self._start_load(model, model.measured[1]):
                 return
 
-    def _start_load(self, model: ManagedModel) -> bool:
+    def _start_load(self, model: ManagedModel, size: memory_budget.ModelSize) -> bool:
         """Starts the load, or unloads idle models for it; False when it has to wait."""
-        size = model.size
-        assert size is not None
         others = [m for m in self._models.values() if m.state is not State.ABSENT]
         in_memory = []
         for m in sorted(others, key=lambda m: m.last_used_s):
             device_bytes = m.device_bytes if m.device == size.device else 0
-            in_memory.append(MemoryUse(m.key, m.size_bytes, m.idle, m.state is State.STOPPING, device_bytes))
-        limit_bytes, on_device = self._limit.bytes(self._used_bytes()), self._device_limits.bytes(size.device)
+            is_stopping = m.state is State.STOPPING
+            in_memory.append(memory_budget.MemoryUse(m.key, m.size_bytes, m.idle, is_stopping, device_bytes))
+        limit_bytes, on_device = self._limits.ram(self._used_bytes()), self._limits.on(size.device)
         try:
-            admission = admit(size, limit_bytes, in_memory, self._settings.max_models, on_device)
+            admission = memory_budget.admit(size, limit_bytes, in_memory, self.settings.max_models, on_device)
         except MoeggufError as error:
             self._fail(model, model.waiters[0], error)
             return True
@@ -447,8 +425,8 @@ class ModelManager:
         """Ends all waiters that need the same load as `failed`; a load with other options is still tried."""
         for waiter in [w for w in model.waiters if w.same_load(failed)]:
             model.waiters.remove(waiter)
-            waiter.fail(error)
-        model.size = None
+            waiter.end(error)
+        model.measured = None
         asyncio.get_running_loop().call_soon(self._dispatch)
 
     def _update_expiry(self, model: ManagedModel) -> None:
@@ -473,15 +451,15 @@ class ModelManager:
     # Tasks.
 
     async def _measure_model(self, model: ManagedModel, waiter: Waiter) -> None:
-        arguments = waiter.entry, waiter.overrides, self._settings, self._limit.bytes(self._used_bytes())
+        arguments = waiter.entry, waiter.overrides, self.settings, self._limits.ram(self._used_bytes())
         try:
             gpu = await self._find_gpu()
             given = {} if gpu is None else {"gpu": gpu}
             model.files = tuple(FileVersion.now(path) for path in waiter.entry.all_files if path.exists())
             model.look_at_files()
-            model.size = size = await asyncio.to_thread(self._measure, *arguments, **given)
-            model.default_n_ctx = size.default_n_ctx
-            model.measured_for, model.entry, model.overrides = waiter, waiter.entry, waiter.overrides
+            size = await asyncio.to_thread(self.measure, *arguments, **given)
+            model.measured, model.default_n_ctx = (waiter, size), size.default_n_ctx
+            model.entry, model.overrides = waiter.entry, waiter.overrides
         except (MoeggufError, OSError) as error:
             asked = isinstance(error, BudgetError) and waiter.overrides.expert_cache is not None
             self._fail(model, waiter, OptionError(str(error)) if asked else error)
@@ -491,23 +469,22 @@ class ModelManager:
 
     async def _find_gpu(self) -> Device | None:
         """The device for the next model, with what it would have free without models; None: the CPU."""
-        environment, chosen = read_environment(), self._settings.loading
+        environment, chosen = read_environment(), self.settings.loading
         if not environment.hooks or chosen.get("placement", environment.placement) == "cpu":
             return None
         if not chosen.get("vram_cache", environment.vram_cache) and (chosen.get("n_gpu_layers") == 0 or not has_gpu()):
             return None
-        gpu = self._device_limits.choose(await asyncio.to_thread(self._devices))
-        return gpu and self._device_limits.update(gpu, self._used_on(gpu.name))
+        return self._limits.choose(await asyncio.to_thread(self.devices), self._used_on)
 
-    async def _load(self, model: ManagedModel, waiter: Waiter, size: ModelSize) -> None:
+    async def _load(self, model: ManagedModel, waiter: Waiter, size: memory_budget.ModelSize) -> None:
         start_s = self._now()
         try:
             plan = await asyncio.to_thread(size.plan_within, model.size_bytes, model.device_bytes)
             if size.device is not None:
                 model.size_bytes, model.device_bytes = plan.host_bytes, plan.total_bytes
             model.process = process = await self._take_process()
-            model.ready = await process.load(size.load_config(plan), self._settings.load_timeout_s)
-            model.expert_cache_bytes, model.vram_cache_bytes = planned_budgets(model.ready.plan)
+            model.ready = await process.load(size.load_config(plan), self.settings.load_timeout_s)
+            model.expert_cache_bytes, model.vram_cache_bytes = memory_budget.planned_budgets(model.ready.plan)
             process.on_exit = functools.partial(self._on_process_exit, model, process)
         except WorkerError as error:
             self._note_lost(model, error)
@@ -521,11 +498,16 @@ class ModelManager:
             self._use(model, waiter)
             for waiting in model.waiters:
                 waiting.load_s = self._now() - start_s
-            await self._keep_budgets(model)
+            for name, cache in dict(model.asked_budgets).items():  # a person needs that memory
+                try:
+                    await self._set_budget(model, {name: cache})
+                except MoeggufError:  # the new plan cannot keep it
+                    model.asked_budgets.pop(name, None)
         finally:
             if model.state is State.LOADING:
-                await self._end_process(model)
-            self._dispatch()
+                await self._unload(model)
+            else:
+                self._dispatch()
 
     def _prepare_process(self, *expected: str) -> None:
         """Starts a process for the next model, whose modules are imported then. expected: its file, if that is one that
@@ -542,7 +524,7 @@ class ModelManager:
         return await self._new_process()
 
     async def _new_process(self, *expected: str) -> WorkerProcess:
-        return await WorkerProcess.start(*expected, command=self._command, echo_stderr=self._settings.debug)
+        return await WorkerProcess.start(*expected, command=self.command, echo_stderr=self.settings.debug)
 
     def _on_process_exit(self, model: ManagedModel, process: WorkerProcess) -> None:
         if model.process is process and model.state is State.READY:  # not on request: it crashed
@@ -552,22 +534,19 @@ class ModelManager:
 
     def _note_lost(self, model: ManagedModel, error: WorkerError) -> None:
         if isinstance(error, DeviceLostError) and model.device is not None:
-            self._device_limits.lost.add(model.device)
+            self._limits.lost.add(model.device)
 
     def _start_unload(self, model: ManagedModel) -> None:
         if model.state is State.READY:
             model.state = State.STOPPING
+            self._prepare_process(str(model.entry.path))
             self._spawn(self._unload(model))
 
     async def _unload(self, model: ManagedModel) -> None:
-        self._prepare_process(str(model.entry.path))
-        await self._end_process(model)
-        self._dispatch()
-
-    async def _end_process(self, model: ManagedModel) -> None:
         if model.process is not None:
             await model.process.close()
         model.reset()
+        self._dispatch()
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)

@@ -4,11 +4,11 @@ Dataclasses are sent as the fields that differ from their defaults and rebuilt f
 base64, errors by class name. No pickle: a message can only become one of the types named here. Does not know processes
 or models.
 
-To the worker: load (config), generate (id, generation, stream), embed (id, inputs, truncate, normalize; or query, whose
-documents are the inputs), tokenize (id, text, special), detokenize (id, tokens), count and render (id, generation),
-budget (id, expert_cache_bytes, vram_cache_bytes), experts (id, watch_s), cancel (id). From it: loading (fraction; null
-while the file is tried), warning (text), ready (ready), failed (error), event (id, and the event under its class name),
-end (id, value or error, stats, decisions).
+To the worker, each with an id: load (config), which is first and whose value is a `Ready`; generate (generation,
+stream), embed (inputs, truncate, normalize; or query, whose documents are the inputs), tokenize (text, special),
+detokenize (tokens), count and render (generation), budget (expert_cache_bytes, vram_cache_bytes), experts (watch_s);
+and cancel, with the id of another. From it: event (id, and the event under its class name), end (id, value or error;
+stats and decisions once there is a model), warning (text).
 """
 
 from __future__ import annotations
@@ -34,56 +34,39 @@ MAX_MESSAGE_BYTES = 128 << 20  # a prompt of 8 MiB as escapes is 48 MiB; vectors
 Message = dict[str, Any]
 Kind = TypeVar("Kind")
 
-EVENTS: dict[str, type[Delta] | type[PromptProgress]] = {kind.__name__: kind for kind in (Delta, PromptProgress)}
-
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """The model that a worker loads, and how: most fields are keywords of `Llama`, with its defaults.
-
-    `plan`: which memory has what; None: made by the worker, from the budgets. `n_ctx`: of each of the `n_seq_max`
-    sequences; None: as planned. `type_k`, `type_v`: names, such as "q8_0". `verbose`: llama.cpp's log is written;
-    `silent`: nor its errors.
-    """
+    """The model that a worker loads, and how. `plan`: which memory has what; None: made by the worker, from the
+    budgets. `options`: keywords of `Llama`; None: its default; types of the KV cache by name, such as "q8_0".
+    `silent`: not even errors of llama.cpp are written."""
 
     name: str
     path: str
-    n_ctx: int | None = None
     plan: Plan | None = None
-    n_seq_max: int = 1
-    mmproj: str | None = None
-    lora_path: str | None = None
-    lora_scale: float | None = None
-    n_batch: int | None = None
-    n_threads: int | None = None
-    n_gpu_layers: int | None = None
-    type_k: str | None = None
-    type_v: str | None = None
-    flash_attn: bool | None = None
-    embedding: bool = False
-    expert_cache: str | None = None
-    vram_cache: str | None = None
-    placement: str | None = None
-    draft: str | None = None
-    strategy: str | None = None
-    policy: str | None = None
-    predictor: str | None = None
-    prefetch: bool | None = None
-    warm_start: bool | None = None
-    context_store: str | None = None
-    verbose: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
     silent: bool = False
 
 
 @dataclass(frozen=True)
+class Loading:
+    """How much of a model was read; None while its file is tried."""
+
+    share: float | None
+
+
+@dataclass(frozen=True)
 class Ready:
-    """The reply of a worker that has loaded its model. `plan`: moegguf.engine.plan.Plan as JSON. `n_parallel`: requests
-    that it answers at once."""
+    """A worker has loaded its model. `plan`: moegguf.engine.plan.Plan as JSON. `n_parallel`: requests that it answers
+    at once."""
 
     n_ctx: int
     plan: Mapping[str, Any] = field(default_factory=dict)
     n_parallel: int = 1
     reads_images: bool = False
+
+
+EVENTS = {kind.__name__: kind for kind in (Loading, Delta, PromptProgress)}
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
@@ -116,8 +99,6 @@ def _plain(value: Any) -> Any:
         return dict(value)
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
-    if isinstance(value, frozenset | set):
-        return sorted(value)
     raise TypeError(f"a {type(value).__name__}")
 
 
@@ -141,7 +122,14 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
     """The function that converts JSON to the type of a hint; types that JSON has are passed through."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if is_dataclass(hint):
-        return _object_reader(typing.cast(type, hint))
+        names: dict[str, Any] = {}
+        if hint is LoadConfig:  # by a worker only: it takes a tenth of a second, which `moegguf run` does without
+            from moegguf.engine.plan import Plan
+
+            names = {"Plan": Plan}
+        hints, kind = typing.get_type_hints(hint, localns=names), typing.cast(Callable[..., Any], hint)
+        readers = {f.name: _reader(hints[f.name]) for f in fields(hint)}
+        return lambda data: kind(**{name: readers[name](item) for name, item in data.items()})
     if hint is bytes:
         return base64.b64decode
     if origin is tuple and len(inner) == 2 and inner[1] is ...:
@@ -157,17 +145,6 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
     if inner and inner[0] is int and isinstance(origin, type) and issubclass(origin, Mapping):
         return lambda items: {int(name): item for name, item in items.items()}  # JSON keys are strings
     return lambda item: item
-
-
-def _object_reader(kind: type) -> Callable[[Any], Any]:
-    names: dict[str, Any] = {}
-    if kind is LoadConfig:  # by a worker only: it takes a tenth of a second, which `moegguf run` does without
-        from moegguf.engine.plan import Plan
-
-        names = {"Plan": Plan}
-    hints = typing.get_type_hints(kind, localns=names)
-    readers = {f.name: _reader(hints[f.name]) for f in fields(kind)}
-    return lambda data: kind(**{name: readers[name](item) for name, item in data.items()})
 
 
 def encode_error(error: BaseException) -> Message:

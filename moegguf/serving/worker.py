@@ -22,7 +22,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass
 from io import BufferedReader
 from typing import Any
 
@@ -36,23 +36,106 @@ from moegguf.generate.answer import BatchedAnswer, Task
 from moegguf.generate.batching import BatchLoop
 from moegguf.generate.embedding import embed, rank
 from moegguf.generate.prompt import count_prompt, render_prompt
-from moegguf.generate.request import Delta, GenerationRequest, PromptProgress
+from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Timing, join
 from moegguf.gguf.experts import read_layout
 from moegguf.gguf.projector import read_projector
 from moegguf.gguf.reader import GGML_TYPES, ggml_type
+from moegguf.serving import wire
 from moegguf.serving.events import Snapshot
-from moegguf.serving.outbox import PROGRESS_S, Events, Outbox, every
-from moegguf.serving.wire import MAX_MESSAGE_BYTES, LoadConfig, Message, Ready, build, decode, encode, encode_error
 
 EXIT_GRACE_S = 5.0  # for a running computation after the socket has closed
-FIRST_DELTA_PAUSE_S = 0.0005  # the server and its client need a processor to show the first delta
-KEYWORDS = [each.name for each in fields(LoadConfig) if each.name not in ("name", "path", "plan", "silent")]
-"""Those of `Llama` among a config's fields."""
-
+DELTA_S = 0.02  # between two messages with an answer's text
+PROGRESS_S = 0.1  # between two messages of progress
 BESIDE = ("count", "render", "budget")  # a slow template, say, would keep the next cancel from being read
 
-LoadProgress = Callable[[float | None], bool]
-"""Gets the share that was read, None while the file is tried; False ends the load."""
+
+class Outbox:
+    """Sends lines over `connection` at once, in the order they were put; those of a `one_call` block at its end, in one
+    call.
+
+    Each call of the system, and each message, wakes the server and its client on processors that the model's threads
+    need, and lets go of the interpreter. With 16 answers at once a call for each of their tokens took a tenth of the
+    time between two passes.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._held: list[bytes] | None = None  # inside a block
+
+    def put(self, line: bytes) -> None:
+        """Sends a line, after all that were put before. Raises OSError when the socket is closed."""
+        with self._lock:
+            if self._held is None:
+                self._connection.sendall(line)
+            else:
+                self._held.append(line)
+
+    @contextmanager
+    def one_call(self) -> Iterator[None]:
+        """A block, of one thread at a time and short: lines of other threads wait for its end, too. Raises OSError when
+        the socket is closed."""
+        with self._lock:
+            self._held = []
+        try:
+            yield
+        finally:
+            with self._lock:
+                held, self._held = self._held, None
+                if held:
+                    self._connection.sendall(b"".join(held))
+
+
+@dataclass
+class Events:
+    """Sends an answer's events, in the manner of `AnswerEvents`: deltas that come faster than DELTA_S are joined (50
+    updates a second are enough for a display); without `stream` there is one, last."""
+
+    stream: bool
+    send: Callable[[Delta | PromptProgress], None]
+    end: Callable[[Timing, Exception | None], object]
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._pending: list[Delta] = []
+        self._delta_is_due = every(DELTA_S, -math.inf, self.clock)
+        self._progress_is_due = every(PROGRESS_S, self.clock(), self.clock)
+
+    def on_progress(self, progress: PromptProgress) -> None:
+        """Sends it, unless the last one is recent."""
+        if self.stream and (self._progress_is_due() or progress.n_done == progress.n_tokens):
+            self.send(progress)
+
+    def on_delta(self, delta: Delta) -> None:
+        """Sends it with those that wait, or keeps it for a moment."""
+        self._pending.append(delta)
+        if self.stream and self._delta_is_due():
+            self._flush()
+
+    def on_end(self, timing: Timing, error: Exception | None) -> None:
+        """Sends what is left, and the end."""
+        if error is None:
+            self._flush()
+        self.end(timing, error)
+
+    def _flush(self) -> None:
+        if self._pending:
+            pending, self._pending = self._pending, []
+            self.send(join(pending))
+
+
+def every(interval_s: float, last_s: float, clock: Callable[[], float] = time.monotonic) -> Callable[[], bool]:
+    """A function that is True at most once per interval. `last_s`: when it counts as True before."""
+
+    def is_due() -> bool:
+        nonlocal last_s
+        now_s = clock()
+        if now_s - last_s < interval_s:
+            return False
+        last_s = now_s
+        return True
+
+    return is_due
 
 
 class Worker:
@@ -61,8 +144,7 @@ class Worker:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._outbox = Outbox(connection)
-        self._first_delta_held = False  # an answer's first delta is among the lines of a step
-        self._beside: queue.SimpleQueue[Message] = queue.SimpleQueue()  # what does not wait for an answer to end
+        self._beside: queue.SimpleQueue[wire.Message] = queue.SimpleQueue()  # what does not wait for an answer to end
         self._jobs: dict[int, BatchedAnswer | Task] = {}  # by request, until they end
         self._jobs_lock = threading.RLock()
         self._closing = False
@@ -79,10 +161,10 @@ class Worker:
         for path in expected:
             with suppress(MoeggufError):
                 read_layout(path)
-        first = lines.readline(MAX_MESSAGE_BYTES)
+        first = lines.readline(wire.MAX_MESSAGE_BYTES)
         threading.Thread(target=self._read_messages, args=(lines,), name="moegguf-messages", daemon=True).start()
         threading.Thread(target=self._reply_beside, name="moegguf-beside", daemon=True).start()
-        if not first or not self._load(build(LoadConfig, decode(first)["config"])):
+        if not first or not self._load(wire.decode(first)):
             return
         assert self._loop is not None
         if self._closing:  # the socket closed before there was a loop to end
@@ -95,19 +177,24 @@ class Worker:
             self._model.close()
 
     def _send(self, kind: str, **fields: Any) -> None:
-        self._outbox.put(encode({"kind": kind, **fields}))
+        self._outbox.put(wire.encode({"kind": kind, **fields}))
 
     # The reading thread.
 
     def _read_messages(self, lines: BufferedReader) -> None:
         try:
             with lines:
-                while line := lines.readline(MAX_MESSAGE_BYTES):
-                    self._on_message(decode(line))
-        finally:
-            self._on_socket_closed()
+                while line := lines.readline(wire.MAX_MESSAGE_BYTES):
+                    self._on_message(wire.decode(line))
+        finally:  # the socket is closed: what runs is cancelled, and killed if it does not stop
+            self._closing = True
+            if self._loop is not None:
+                self._loop.close()
+            timer = threading.Timer(EXIT_GRACE_S, os._exit, (1,))
+            timer.daemon = True
+            timer.start()
 
-    def _on_message(self, message: Message) -> None:
+    def _on_message(self, message: wire.Message) -> None:
         kind = message["kind"]
         if kind == "cancel":
             with self._jobs_lock:
@@ -126,7 +213,7 @@ class Worker:
             while True:
                 self._reply(self._beside.get())
 
-    def _value(self, message: Message) -> Any:
+    def _value(self, message: wire.Message) -> Any:
         llm, kind = self._model, message["kind"]
         if kind == "tokenize":
             return llm.tokenize(to_utf8(message["text"]), add_bos=message["special"], special=message["special"])
@@ -137,9 +224,9 @@ class Worker:
         if kind == "experts":
             return self._experts(message["watch_s"])
         if kind == "count":
-            return count_prompt(llm, build(GenerationRequest, message["generation"]))
+            return count_prompt(llm, wire.build(GenerationRequest, message["generation"]))
         if kind == "render":
-            return render_prompt(llm, build(GenerationRequest, message["generation"]))
+            return render_prompt(llm, wire.build(GenerationRequest, message["generation"]))
         if kind == "budget":
             return llm.set_budget(**{name: message[f"{name}_bytes"] for name in ("expert_cache", "vram_cache")})
         if "query" in message:
@@ -163,39 +250,30 @@ class Worker:
         seconds, is_busy = now_s - self._start_s, loop.n_running > 0
         return Snapshot(self._name, tuple(layers), n_expert, *maps, llm.stats(), is_busy, seconds, loop.n_answer_tokens)
 
-    def _on_socket_closed(self) -> None:
-        """Cancels what runs; exits after EXIT_GRACE_S if it does not stop."""
-        self._closing = True
-        if self._loop is not None:
-            self._loop.close()
-        timer = threading.Timer(EXIT_GRACE_S, os._exit, (1,))
-        timer.daemon = True
-        timer.start()
-
     # The main thread.
 
-    def _load(self, config: LoadConfig) -> bool:
-        """Loads the model and sends "ready" or "failed"; False when it failed."""
-        is_due = every(PROGRESS_S, -math.inf)
+    def _load(self, message: wire.Message) -> bool:
+        """Loads the model; False when that failed."""
+        is_due, number = every(PROGRESS_S, -math.inf), message["id"]
 
-        def send_progress(fraction: float | None) -> bool:
-            if not self._closing and (is_due() or fraction == 1):
-                self._send("loading", fraction=fraction)
+        def on_progress(share: float | None) -> bool:
+            if not self._closing and (is_due() or share == 1):
+                self._send("event", id=number, Loading=wire.Loading(share))
             return not self._closing
 
         try:
-            self._llm = llm = open_model(config, send_progress)
+            config = wire.build(wire.LoadConfig, message["config"])
+            self._llm = llm = open_model(config, on_progress)
         except BaseException as error:  # whatever ends a load is told to the server
             if not self._closing:
-                self._send("failed", error=encode_error(error))
+                self._send("end", id=number, error=wire.encode_error(error))
             if not isinstance(error, MoeggufError):
                 raise
             return False
-        self._loop = BatchLoop(llm, together=self._one_call)
+        self._loop = BatchLoop(llm, together=self._outbox.one_call)
         self._name, self._start_s = config.name, time.monotonic()
         plan = asdict(llm.plan) | {"vram_cache_bytes": llm.plan.vram_cache_bytes}
-        ready = Ready(llm.n_ctx(), plan, llm.n_seq_max, llm.reads_images)
-        self._send("ready", ready=ready, **self._statistics())
+        self._end(number, wire.Ready(llm.n_ctx(), plan, llm.n_seq_max, llm.reads_images), None)
         return True
 
     def send_warning(self, message: Warning | str, *_: Any, **__: Any) -> None:
@@ -203,44 +281,27 @@ class Worker:
         with suppress(OSError):  # the server closed the socket
             self._send("warning", text=" ".join(str(message).split()))
 
-    def _submit(self, message: Message) -> None:
-        """Begins to answer, or to embed. The server sends such a message after "ready" only."""
-        begin = self._generate if message["kind"] == "generate" else self._embed
+    def _submit(self, message: wire.Message) -> None:
+        """Begins to answer, or to embed. The server sends such a message only once the model is loaded."""
+        loop, number = self._loop, message["id"]
+        assert loop is not None
+
+        def send(event: Delta | PromptProgress) -> None:
+            self._send("event", id=number, **{type(event).__name__: event})
+
         try:
             with self._jobs_lock:  # it may end at once
-                self._jobs[message["id"]] = begin(message)
+                if message["kind"] == "generate":
+                    end = functools.partial(self._end, number)
+                    events = Events(stream=message["stream"], send=send, end=end)
+                    self._jobs[number] = loop.submit(wire.build(GenerationRequest, message["generation"]), events)
+                else:
+                    fail = functools.partial(self._end, number, None)
+                    self._jobs[number] = loop.submit_task(lambda: self._reply(message), self._model.cancel, fail)
         except MoeggufError as error:
-            self._end(message["id"], None, error)
+            self._end(number, None, error)
 
-    def _generate(self, message: Message) -> BatchedAnswer | Task:
-        assert self._loop is not None
-        events = Events(
-            message["id"], stream=message["stream"], send=self._send_event, sent_first=self._pause, end=self._end
-        )
-        return self._loop.submit(build(GenerationRequest, message["generation"]), events)
-
-    def _embed(self, message: Message) -> BatchedAnswer | Task:
-        assert self._loop is not None
-        fail = functools.partial(self._end, message["id"], None)
-        return self._loop.submit_task(lambda: self._reply(message), self._model.cancel, fail)
-
-    @contextmanager
-    def _one_call(self) -> Iterator[None]:
-        """What the answers of a step send, in one call."""
-        with self._outbox.one_call():
-            yield
-        if self._first_delta_held:
-            self._first_delta_held = False
-            self._pause()
-
-    def _pause(self) -> None:
-        """After the first delta of an answer, unless that would hold up others."""
-        if self._outbox.holds:
-            self._first_delta_held = True
-        elif self._loop is not None and self._loop.n_running <= 1:
-            time.sleep(FIRST_DELTA_PAUSE_S)
-
-    def _reply(self, message: Message) -> None:
+    def _reply(self, message: wire.Message) -> None:
         value, failure = None, None
         try:
             value = self._value(message)
@@ -252,34 +313,33 @@ class Worker:
         """Sends the value, or the error where there is one, with the statistics after it."""
         if error is not None and not isinstance(error, MoeggufError):
             traceback.print_exception(error)
-        outcome = {"value": value} if error is None else {"error": encode_error(error)}
+        outcome = {"value": value} if error is None else {"error": wire.encode_error(error)}
         with self._jobs_lock:
             self._jobs.pop(request_id, None)
         self._send("end", id=request_id, **outcome, **self._statistics())
-
-    def _send_event(self, request_id: int, event: Delta | PromptProgress) -> None:
-        self._send("event", id=request_id, **{type(event).__name__: event})
 
     @property
     def _model(self) -> Llama:
         assert self._llm is not None
         return self._llm
 
-    def _statistics(self) -> Message:
+    def _statistics(self) -> wire.Message:
         if self._model.session is not None and time.monotonic() > self._watched_until_s:
             self._model.session.store.watch(False)
         return {"stats": self._model.stats(), "decisions": self._model.decisions()}
 
 
-def open_model(config: LoadConfig, progress: LoadProgress) -> Llama:
-    """Loads the model of `config`. Raises what `Llama` raises."""
+def open_model(config: wire.LoadConfig, progress: Callable[[float | None], bool]) -> Llama:
+    """Loads the model of `config`. `progress` gets the share that was read, None while the file is tried; False ends
+    the load. Raises what `Llama` raises."""
     if config.silent:
         _silence_log()  # before llama.cpp's first line
-    options = {name: value for name in KEYWORDS if (value := getattr(config, name)) is not None}
+    options: dict[str, Any] = {"n_seq_max": 1, "embedding": False, "verbose": False}
+    options |= {name: value for name, value in config.options.items() if value is not None}
     options |= {name: ggml_type(options[name]) for name in ("type_k", "type_v") if name in options}
     type_v = options.get("type_v")
     is_quantised = type_v is not None and GGML_TYPES[type_v][1] > 1  # llama.cpp takes this with flash attention only
-    options["flash_attn"] = True if is_quantised else config.flash_attn
+    options["flash_attn"] = True if is_quantised else options.get("flash_attn")
     is_tried = False
     if config.plan is None:
         layout = read_layout(config.path)
@@ -287,7 +347,8 @@ def open_model(config: LoadConfig, progress: LoadProgress) -> Llama:
         names = ("expert_cache", "vram_cache", "placement", "n_gpu_layers", "type_k", "type_v", "flash_attn")
         given = {name: options[name] for name in names if options.get(name) is not None}
         options["n_ctx"] = options["n_ctx"] or plan_here(layout, **given).n_ctx
-        is_tried = is_due(layout, options, read_projector(config.mmproj) if config.mmproj else None)
+        mmproj = options.get("mmproj")
+        is_tried = is_due(layout, options, read_projector(mmproj) if mmproj else None)
 
     def on_progress(share: float) -> object:
         return progress(None if is_tried and not share else share)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import math
 import signal
 import socket
@@ -21,17 +20,7 @@ from moegguf.child import child_command, child_environment
 from moegguf.engine.stats import Stats
 from moegguf.errors import DeviceLostError, MoeggufError, WorkerError
 from moegguf.generate.request import Timing
-from moegguf.serving.wire import (
-    EVENTS,
-    MAX_MESSAGE_BYTES,
-    LoadConfig,
-    Message,
-    Ready,
-    build,
-    build_error,
-    decode,
-    encode,
-)
+from moegguf.serving import wire
 from moegguf.settings import read_environment
 
 COMMAND = child_command("moegguf.serving.worker")
@@ -48,16 +37,20 @@ OnLoad = Callable[[float | None], object]
 _DRAIN_S = 1.0  # to read what a process wrote before it exited
 
 
-class PendingRequest:
-    """A request sent to a worker, and its events. `on_end` is called once, when `ended` becomes True; `on_cancel`
-    sends the cancellation and returns the timer that kills the worker (`kill_timer`)."""
+def _ignore(*_: object) -> None:
+    pass
 
-    def __init__(self, on_end: Callable[[], None], on_cancel: Callable[[], asyncio.TimerHandle]) -> None:
-        self.ended = False
+
+class PendingRequest:
+    """A request sent to a worker, and its events. `on_end` is called once, when `ended` becomes True."""
+
+    def __init__(self, process: WorkerProcess, number: int, on_end: Callable[[], object]) -> None:
+        self.ended = self.cancelled = False
+        self._process = process
+        self._number = number
         self._on_end = on_end
-        self._on_cancel = on_cancel
         self._events: asyncio.Queue[Any] = asyncio.Queue()
-        self.kill_timer: asyncio.TimerHandle | None = None
+        self._kill_timer: asyncio.TimerHandle | None = None
 
     async def events(self) -> AsyncGenerator[Any]:
         """Events in order, then the final value. Raises the worker's error, or WorkerError."""
@@ -73,32 +66,32 @@ class PendingRequest:
         """The final value. Raises the worker's error, or WorkerError."""
         return [event async for event in self.events()][-1]
 
-    @property
-    def cancelled(self) -> bool:
-        """Whether it is to end."""
-        return self.kill_timer is not None
-
     def cancel(self) -> None:
         """Sends a cancel to the worker, and kills it when it does not stop. No effect on a request that has ended."""
         if not (self.ended or self.cancelled):
-            self.kill_timer = self._on_cancel()
+            self.cancelled = True
+            self._process.send("cancel", id=self._number)
+            self._kill_later()
+
+    def _kill_later(self) -> None:
+        later = asyncio.get_running_loop().call_later
+        self._kill_timer = later(self._process.cancel_grace_s, self._kill)
+
+    def _kill(self) -> None:
+        """Kills a process that has not ended this request; while it has others, one may be in a long pass."""
+        if all(request.cancelled for request in self._process.requests.values()):
+            self._process.kill("it did not stop after a cancel")
+        else:
+            self._kill_later()
 
     def put(self, kind: str, value: Any) -> None:
         """Adds an event (`kind` "event"), or the end ("value", "error")."""
         self._events.put_nowait((kind, value))
         if kind != "event":
-            if self.kill_timer is not None:
-                self.kill_timer.cancel()
+            if self._kill_timer is not None:
+                self._kill_timer.cancel()
             self.ended = True
             self._on_end()
-
-
-def signal_name(number: int) -> str:
-    """The name of a signal, such as "SIGKILL"."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def failure_line(text: str) -> str:
@@ -118,15 +111,11 @@ class LoadStalledError(WorkerError):
     """A worker has read nothing for too long while loading."""
 
 
-def _ignore(*_: object) -> None:
-    pass
-
-
 class WorkerProcess:
     """A worker process, whose errors name no model: many names may share it. `stats` and `decisions`: as last
     reported; `last_timing`: of the answer that ended last. `exited`: the error that describes the exit, set when the
-    process has ended; `on_exit` is called then, before its requests get the error. `cancel_grace_s`: how long a
-    cancelled request may take to end."""
+    process has ended; `on_exit` is called then, before its requests get the error. `requests`: by id, until they end.
+    `cancel_grace_s`: how long a cancelled request may take to end."""
 
     def __init__(
         self,
@@ -136,16 +125,13 @@ class WorkerProcess:
     ) -> None:
         self._echo_stderr = echo_stderr
         self._on_warning = on_warning or (lambda text: self._echo(f"warning: {text}\n"))
-        self._cancel_grace_s = cancel_grace_s
+        self.cancel_grace_s = cancel_grace_s
         self.stats = Stats()
         self.last_timing = Timing()
         self.decisions: Mapping[str, Any] = {}
         self.exited: asyncio.Future[WorkerError] = asyncio.get_running_loop().create_future()
         self.on_exit: Callable[[], None] = _ignore
-        self._loaded: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
-        self._load_progressed = asyncio.Event()
-        self._on_progress: OnLoad = lambda fraction: None
-        self._requests: dict[int, PendingRequest] = {}
+        self.requests: dict[int, PendingRequest] = {}
         self._last_id = 0
         self._kill_reason = ""
         self._stderr_tail = bytearray()
@@ -180,7 +166,7 @@ class WorkerProcess:
             raise WorkerError(
                 f"no process can be started for the model ({error}); end others, then try again."
             ) from None
-        reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_MESSAGE_BYTES)
+        reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=wire.MAX_MESSAGE_BYTES)
         self._supervisor = asyncio.create_task(self._supervise(reader))
         return self
 
@@ -189,64 +175,36 @@ class WorkerProcess:
         """The process id."""
         return self._child.pid
 
-    async def load(self, config: LoadConfig, stall_s: float, on_progress: OnLoad = lambda fraction: None) -> Ready:
-        """Loads the model; `on_progress` gets the fraction read, None while the file is tried. Raises the errors of
-        loading, WorkerError when the process exits, LoadStalledError after `stall_s` without progress."""
-        self._on_progress = on_progress
-        self.send("load", config=config)
-        outcomes: set[asyncio.Future[Any]] = {self._loaded, self.exited}
-        while True:
-            self._load_progressed.clear()
-            progressed = asyncio.ensure_future(self._load_progressed.wait())
-            try:
-                await asyncio.wait(
-                    {*outcomes, progressed},
-                    timeout=None if stall_s == math.inf else stall_s,
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-            finally:
-                progressed.cancel()
-            replied = self._loaded.done() and not self._loaded.cancelled()
-            ready = self._loaded.result() if replied else None  # an error here is more specific than the exit
-            if self.exited.done():
-                raise self.exited.result()
-            if ready is not None:
-                return ready
-            if not self._load_progressed.is_set():
-                self.kill("")
-                raise LoadStalledError(
-                    f"loading the model has read nothing for {stall_s:g} s; check the disk, or set"
-                    " MOEGGUF_LOAD_TIMEOUT to a longer time."
-                )
+    async def load(self, config: wire.LoadConfig, stall_s: float, on_progress: OnLoad = _ignore) -> wire.Ready:
+        """Loads the model; `on_progress` gets the share that was read, None while the file is tried. Raises the errors
+        of loading, WorkerError when the process exits, LoadStalledError after `stall_s` without progress."""
+        events = self.request("load", config=config).events()
+        try:
+            while True:
+                event = await asyncio.wait_for(anext(events), None if stall_s == math.inf else stall_s)
+                if not isinstance(event, wire.Loading):
+                    return wire.build(wire.Ready, event)
+                on_progress(event.share)
+        except TimeoutError:
+            self.kill("")
+            raise LoadStalledError(
+                f"loading the model has read nothing for {stall_s:g} s; check the disk, or set MOEGGUF_LOAD_TIMEOUT to"
+                " a longer time."
+            ) from None
 
     def request(self, kind: str, on_end: Callable[[], None] = _ignore, **fields: Any) -> PendingRequest:
         """Sends a request. Raises OptionError when it cannot be encoded, WorkerError when the process has ended."""
         if self.exited.done():
             raise self.exited.result()
-        self._last_id += 1
-        line = encode({"kind": kind, "id": self._last_id, **fields})
-        request = self._requests[self._last_id] = PendingRequest(on_end, functools.partial(self._cancel, self._last_id))
-        self._writer.write(line)
+        number = self._last_id = self._last_id + 1
+        self._writer.write(wire.encode({"kind": kind, "id": number, **fields}))
+        request = self.requests[number] = PendingRequest(self, number, on_end)
         return request
 
     def send(self, kind: str, **fields: Any) -> None:
         """Sends a message without a reply; dropped when the process has ended."""
         if not self.exited.done():
-            self._writer.write(encode({"kind": kind, **fields}))
-
-    def _cancel(self, request_id: int) -> asyncio.TimerHandle:
-        self.send("cancel", id=request_id)
-        return self._kill_timer(request_id)
-
-    def _kill_timer(self, request_id: int) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(self._cancel_grace_s, self._kill_stuck, request_id)
-
-    def _kill_stuck(self, request_id: int) -> None:
-        """Kills a process that does not end a cancelled request; while it has others, one may be in a long pass."""
-        if all(request.cancelled for request in self._requests.values()):
-            self.kill("it did not stop after a cancel")
-        else:
-            self._requests[request_id].kill_timer = self._kill_timer(request_id)
+            self._writer.write(wire.encode({"kind": kind, **fields}))
 
     def kill(self, reason: str) -> None:
         """Kills the process; its requests get `reason` in their error."""
@@ -270,43 +228,30 @@ class WorkerProcess:
         with contextlib.suppress(OSError):
             try:
                 while (line := await reader.readline()).endswith(b"\n"):
-                    self._on_message(decode(line))
+                    self._on_message(wire.decode(line))
             except (MoeggufError, ValueError, KeyError, TypeError) as error:  # ValueError: too long
                 self.kill(f"it sent an invalid message: {error}")
 
-    def _on_message(self, message: Message) -> None:
+    def _on_message(self, message: wire.Message) -> None:
         kind = message["kind"]
-        if kind == "event":
-            request = self._requests.get(message["id"])
-            for name, event in EVENTS.items():
-                if name in message and request is not None:
-                    request.put("event", build(event, message[name]))
-        elif kind == "end":
-            self._update_stats(message)
-            request = self._requests.pop(message["id"], None)
-            if request is not None and "error" in message:
-                request.put("error", build_error(message["error"]))
-            elif request is not None:
-                request.put("value", message["value"])
-        elif kind == "warning":
+        if kind == "warning":
             self._on_warning(message["text"])
-        else:
-            self._on_load_message(kind, message)
-
-    def _on_load_message(self, kind: str, message: Message) -> None:
-        self._load_progressed.set()
-        if self._loaded.done():
             return
-        if kind == "loading":
-            self._on_progress(message["fraction"])
-        elif kind == "ready":
-            self._update_stats(message)
-            self._loaded.set_result(build(Ready, message["ready"]))
-        elif kind == "failed":
-            self._loaded.set_exception(build_error(message["error"]))
-
-    def _update_stats(self, message: Message) -> None:
-        self.stats, self.decisions = build(Stats, message["stats"]), message["decisions"]
+        if "stats" in message:
+            self.stats, self.decisions = wire.build(Stats, message["stats"]), message["decisions"]
+        request = self.requests.get(message["id"])
+        if kind == "end":
+            self.requests.pop(message["id"], None)
+        if request is None:
+            return
+        if "error" in message:
+            request.put("error", wire.build_error(message["error"]))
+        elif kind == "end":
+            request.put("value", message["value"])
+        else:
+            for name, event in wire.EVENTS.items():
+                if name in message:
+                    request.put("event", wire.build(event, message[name]))
 
     async def _supervise(self, reader: asyncio.StreamReader) -> None:
         """Waits for the exit of the process, then ends all of its requests."""
@@ -338,14 +283,14 @@ class WorkerProcess:
 
     def _finish(self, code: int) -> None:
         said = self._stderr_tail.decode(errors="replace")
-        how = f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
+        names = {each.value: each.name for each in signal.Signals}
+        how = f"killed by {names.get(-code, -code)}" if code < 0 else f"exit code {code}"
         why = ": ".join(filter(None, (how, self._kill_reason or failure_line(said))))
         error = WorkerError(f"the model's worker process has ended ({why}); the next request loads it again.")
         if lost := device_failure(said):
             error = DeviceLostError(_LOST.format(lost))
         self.exited.set_result(error)
-        self._loaded.cancel()
         self.on_exit()
-        requests, self._requests = self._requests, {}
+        requests, self.requests = self.requests, {}
         for request in requests.values():
             request.put("error", error)

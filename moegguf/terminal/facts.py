@@ -21,9 +21,8 @@ from moegguf.gguf.reader import ggml_type, read_gguf
 from moegguf.models.catalog import Catalog
 from moegguf.models.details import details, main_type, parameters, parameters_of, projector_of
 from moegguf.models.entry import ModelEntry
-from moegguf.models.folder import demo_path
-from moegguf.models.hub import hub_offline
-from moegguf.models.library import LibraryModel, fetchable_name, library
+from moegguf.models.names import LibraryModel, fetchable_name, library
+from moegguf.models.sources import demo_path, hub_offline
 from moegguf.quantities import Link, parse_expert_cache, parse_link, parse_size
 from moegguf.settings import read_environment, read_settings
 
@@ -59,7 +58,7 @@ def described(model: str) -> Iterator[DescribedModel]:
         name = fetchable_name(model)
         if hub_offline() or name is None:
             raise
-        from moegguf.models.hub_api import remote_model
+        from moegguf.models.hub import remote_model
 
         with remote_model(name) as entry:
             layout = read_layout(entry.path)

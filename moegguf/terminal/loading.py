@@ -58,7 +58,7 @@ def find_or_pull(name: str) -> ModelEntry:
     Raises ModelNotFoundError, ModelNameError, PullError."""
     from moegguf.errors import ModelNotFoundError
     from moegguf.models.catalog import Catalog
-    from moegguf.models.library import fetchable_name
+    from moegguf.models.names import fetchable_name
 
     catalog = Catalog()
     try:

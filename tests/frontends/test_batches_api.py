@@ -19,7 +19,7 @@ from openai.types import Batch
 
 from moegguf.errors import BusyError, WorkerError
 from moegguf.generate.request import Delta
-from moegguf.models.folder import demo_path
+from moegguf.models.sources import demo_path
 from moegguf.server.app import make_app
 from moegguf.server.common import limits
 from moegguf.serving.batch import answers

@@ -20,8 +20,8 @@ from pictures import base64_of, png
 from recorded_texts import check_recorded, recorded_lines
 
 from moegguf.generate.request import GenerationRequest, Sampling
-from moegguf.models.blobs import BlobStore
-from moegguf.models.folder import demo_path
+from moegguf.models.own_store import BlobStore
+from moegguf.models.sources import demo_path
 from moegguf.server.common import limits
 from moegguf.server.openai.chat import ChatBody
 

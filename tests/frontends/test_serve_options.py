@@ -19,11 +19,11 @@ from moegguf.errors import ModelFormatError, OptionError
 from moegguf.gguf.experts import read_layout
 from moegguf.models.catalog import Catalog
 from moegguf.models.entry import ModelEntry
-from moegguf.models.folder import demo_models
+from moegguf.models.sources import demo_models
 from moegguf.options import OPTIONS
 from moegguf.server import serve as server
 from moegguf.serving.events import LoadOverrides
-from moegguf.serving.model_size import measure
+from moegguf.serving.memory_budget import measure
 from moegguf.serving.wire import LoadConfig
 from moegguf.settings import Settings
 from tools.models import write_projector
@@ -55,8 +55,8 @@ def test_workers_get_what_flags_say(started: list[Settings], tiny: TinyModel, mo
     assert serve() == serve(strategy="promoe", warm_start=False, policy="lru", expert_cache="25%") == 0
     assert dict(os.environ) == before
     plain, chosen = (size_of(tiny(), settings) for settings in started)
-    assert (plain.strategy, plain.warm_start, plain.policy) == (None, None, None)  # the environment's, there
-    assert (chosen.strategy, chosen.warm_start, chosen.policy) == ("promoe", False, "lru")
+    assert plain.options.keys().isdisjoint(("strategy", "warm_start", "policy"))  # the environment's, there
+    assert [chosen.options[name] for name in ("strategy", "warm_start", "policy")] == ["promoe", False, "lru"]
     assert chosen.plan and plain.plan and chosen.plan.n_slots * 4 == plain.plan.n_slots
     for wrong in ({"strategy": "promo"}, {"policy": "promo"}):
         with pytest.raises(OptionError, match="promo"):
@@ -117,10 +117,10 @@ def test_flags_count_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
 def test_options_of_loading_reach_the_workers(started: list[Settings], tiny: TinyModel) -> None:
     serve(n_ctx=512, n_threads=3, type_k="q8_0", predictor="skip", prefetch=True, log_level="debug")
     (settings,) = started
-    found = size_of(tiny(), settings)
-    assert (settings.n_ctx, settings.debug, found.verbose) == (512, True, True)
-    assert (found.n_threads, found.type_k, found.type_v, found.flash_attn) == (3, "q8_0", None, True)
-    assert (found.predictor, found.prefetch) == ("skip", True)
+    found = size_of(tiny(), settings).options
+    assert (settings.n_ctx, settings.debug, found["verbose"]) == (512, True, True)
+    assert [found[name] for name in ("n_threads", "type_k", "type_v", "flash_attn")] == [3, "q8_0", None, True]
+    assert (found["predictor"], found["prefetch"]) == ("skip", True)
 
 
 def test_a_server_has_every_option_of_loading_that_run_has() -> None:
@@ -141,9 +141,9 @@ def test_a_projector_and_an_adapter_are_of_the_one_model_that_is_named(
     (entry,) = given
     assert (entry.mmproj, entry.adapter) == (projector, adapter)
     assert entry.weights != Catalog().find(str(path)).weights
-    found = size_of(entry, Settings(loading={"lora_scale": 0.5}))
-    assert (found.mmproj, found.lora_path, found.lora_scale) == (str(projector), str(adapter), 0.5)
-    assert size_of(path, Settings(loading={"lora_scale": 0.5})).lora_scale is None
+    found = size_of(entry, Settings(loading={"lora_scale": 0.5})).options
+    assert [found[name] for name in ("mmproj", "lora_path", "lora_scale")] == [str(projector), str(adapter), 0.5]
+    assert "lora_scale" not in size_of(path, Settings(loading={"lora_scale": 0.5})).options
     assert Catalog(paths=False, given=given).find(entry.name) is entry
     for models in (None, [str(path), "demo"]):
         with pytest.raises(OptionError, match="--mmproj belongs to one model"):

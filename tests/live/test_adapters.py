@@ -12,11 +12,10 @@ from moegguf.errors import ModelFormatError, ModelNotFoundError, OptionError
 from moegguf.gguf.adapter import read_adapter
 from moegguf.gguf.experts import read_layout
 from moegguf.models.catalog import Catalog
-from moegguf.models.modelfile import parse
-from moegguf.models.recipe import Recipe
+from moegguf.models.recipe import Recipe, parse
 from moegguf.serving.events import LoadOverrides
-from moegguf.serving.managed_model import process_key
-from moegguf.serving.model_size import measure
+from moegguf.serving.lease import process_key
+from moegguf.serving.memory_budget import measure
 from moegguf.settings import read_settings
 
 TinyModel = Callable[..., Path]
@@ -49,10 +48,10 @@ def test_a_worker_loads_both_within_the_plan(tuned: SimpleNamespace) -> None:
     plain = tuned.catalog.find(str(tuned.path))
     sizes = [measure(entry, LoadOverrides(), read_settings(), 1 << 32) for entry in (tuned.entry, plain)]
     config = sizes[0].load_config(sizes[0].plan_within(sizes[0].wanted_bytes, 0))
-    assert (config.lora_path, config.draft) == (str(tuned.adapter), str(tuned.path))
+    assert (config.options["lora_path"], config.options["draft"]) == (str(tuned.adapter), str(tuned.path))
     assert sizes[0].wanted_bytes - sizes[1].wanted_bytes == read_adapter(tuned.adapter).n_bytes
     asked = measure(tuned.entry, LoadOverrides(draft="off"), read_settings(), 1 << 32)
-    assert asked.load_config(asked.plan_within(asked.wanted_bytes, 0)).draft == "off"
+    assert asked.load_config(asked.plan_within(asked.wanted_bytes, 0)).options["draft"] == "off"
 
 
 def test_the_answer_is_that_of_the_adapter(tuned: SimpleNamespace, load: Load) -> None:

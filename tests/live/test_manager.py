@@ -20,8 +20,8 @@ from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache, parse_expert_cache
 from moegguf.serving.events import Done, LoadOverrides
 from moegguf.serving.lease import Lease
+from moegguf.serving.memory_budget import measure
 from moegguf.serving.model_manager import ModelManager
-from moegguf.serving.model_size import measure
 from moegguf.settings import Settings
 from tools.models import PRESETS, write_model
 

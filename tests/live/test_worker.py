@@ -22,7 +22,7 @@ from moegguf.engine.llama import Llama
 from moegguf.errors import ModelFormatError, ModelNotFoundError, OptionError, WorkerError
 from moegguf.generate.embedding import Embeddings, embed
 from moegguf.generate.request import Delta, GenerationRequest, PromptProgress, Sampling, Timing
-from moegguf.serving import outbox
+from moegguf.serving import worker
 from moegguf.serving.events import Snapshot
 from moegguf.serving.wire import LoadConfig, Message, build, decode, encode
 from moegguf.serving.worker import Worker
@@ -46,7 +46,7 @@ async def worker_of(path: Path, **config: Any) -> AsyncIterator[WorkerProcess]:
     process = await WorkerProcess.start()
     try:
         config = {"n_ctx": 512, "n_threads": 1, **config}
-        await process.load(LoadConfig("tiny", str(path), **config), 60, lambda fraction: None)
+        await process.load(LoadConfig("tiny", str(path), options=config), 60)
         yield process
     finally:
         await process.close()
@@ -81,8 +81,9 @@ async def test_it_answers_as_the_model_in_process_does(tiny: TinyModel, load: Lo
 @in_loop
 async def test_the_ready_message_describes_the_model(tiny: TinyModel) -> None:
     process = await WorkerProcess.start()
-    fractions: list[float] = []
-    ready = await process.load(LoadConfig("tiny", str(tiny()), 300, n_threads=1), 60, fractions.append)
+    fractions: list[float | None] = []
+    config = LoadConfig("tiny", str(tiny()), options={"n_ctx": 300, "n_threads": 1})
+    ready = await process.load(config, 60, fractions.append)
     assert ready.n_ctx >= 300 and ready.plan["n_slots"] > 0 and "expected" not in ready.plan
     assert fractions and fractions[-1] == 1
     await process.close()
@@ -247,10 +248,11 @@ class Sends:
 
 
 def test_what_a_pass_gives_its_answers_is_sent_in_one_call(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outbox, "DELTA_S", 0.0)  # no delta waits for the next one
+    monkeypatch.setattr(worker, "DELTA_S", 0.0)  # no delta waits for the next one
     sends = Sends()
     served = Worker(cast(socket.socket, sends))
-    assert served._load(LoadConfig("tiny", str(tiny()), n_ctx=256, n_seq_max=4, n_threads=1))
+    config = LoadConfig("tiny", str(tiny()), options={"n_ctx": 256, "n_seq_max": 4, "n_threads": 1})
+    assert served._load(decode(encode({"kind": "load", "id": 9, "config": config})))
     sends.calls.clear()
     loop = served._loop
     for number in range(4):

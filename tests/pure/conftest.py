@@ -19,10 +19,10 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     """A hub of this test's own, that this process uses; waits between tries are short."""
     from fake_hub import hub_in_use
 
-    from moegguf.models import hub_api
+    from moegguf.models import hub as downloads
 
-    monkeypatch.setattr(hub_api, "WAIT_S", 0.01)
-    monkeypatch.setattr(hub_api, "MAX_WAIT_S", 0.05)
+    monkeypatch.setattr(downloads, "WAIT_S", 0.01)
+    monkeypatch.setattr(downloads, "MAX_WAIT_S", 0.05)
     with hub_in_use(tmp_path) as made:
         yield made
 
@@ -51,7 +51,8 @@ def catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Catalog:
 @pytest.fixture
 def any_file_is_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files with any contents count as models, for tests of names and downloads."""
-    from moegguf.models import catalog, hub_fetch
+    from moegguf.models import catalog
+    from moegguf.models import hub as downloads
 
     monkeypatch.setattr(catalog, "is_other_kind", lambda _path: False)
-    monkeypatch.setattr(hub_fetch, "MAGIC", b"")
+    monkeypatch.setattr(downloads, "MAGIC", b"")

@@ -18,9 +18,14 @@ from moegguf import atomic_write
 from moegguf.child import child_environment
 from moegguf.errors import BatchFileError, StorageError
 from moegguf.serving.batch import answers
-from moegguf.serving.batch import requests as module
-from moegguf.serving.batch.answers import Journal, answer_requests, finished_counts, open_journal, response_entry
-from moegguf.serving.batch.requests import Requests
+from moegguf.serving.batch.answers import (
+    Journal,
+    Requests,
+    answer_requests,
+    finished_counts,
+    open_journal,
+    response_entry,
+)
 
 PROGRAM = Path(__file__).resolve().parents[1] / "answer_batch.py"
 
@@ -233,7 +238,7 @@ def test_a_line_that_is_no_request_is_an_error_of_that_line(tmp_path: Path, code
 
 
 def test_a_line_that_is_too_long_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_LINE_BYTES", 300)
+    monkeypatch.setattr(answers, "MAX_LINE_BYTES", 300)
     for n in (300, 5000, 3 << 20):
         with requests_in(tmp_path / "r", [request("a"), b"x" * n + b"\n", request("b")]) as requests:
             assert [line.custom_id for line in requests.lines] == ["a", None, "b"]

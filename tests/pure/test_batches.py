@@ -15,10 +15,9 @@ from scripted_manager import in_loop, until
 
 from moegguf.errors import BatchFileError, BusyError, StorageError, UnknownIdError
 from moegguf.serving.batch import answers, batches
-from moegguf.serving.batch.answers import Journal
+from moegguf.serving.batch.answers import Journal, Requests
 from moegguf.serving.batch.batches import FINAL, Batch, Batches
 from moegguf.serving.batch.files import DESCRIPTION_BYTES
-from moegguf.serving.batch.requests import Requests
 from moegguf.serving.clients import current_owner
 
 

@@ -11,11 +11,10 @@ import pytest
 from catalog_helpers import add_blob, cache, files_of, names, send
 
 from moegguf.errors import ModelFormatError, ModelNameError, ModelNotFoundError, OptionError, PullError
-from moegguf.models import blobs
+from moegguf.models import own_store
 from moegguf.models.catalog import Catalog, demo_path
 from moegguf.models.details import details
-from moegguf.models.modelfile import parse
-from moegguf.models.recipe import Recipe
+from moegguf.models.recipe import Recipe, parse
 from moegguf.settings import data_folder
 from moegguf.terminal.tables import print_model_list
 
@@ -143,7 +142,7 @@ def test_a_blob_is_its_digest_or_nothing(catalog: Catalog, monkeypatch: pytest.M
     with pytest.raises(ZeroDivisionError):
         add_blob(catalog, digest, (bytes(1 // n) for n in (1, 0)))
     assert files_of(data_folder()) == []
-    monkeypatch.setattr(blobs, "free_bytes", lambda folder: 1 << 20)
+    monkeypatch.setattr(own_store, "free_bytes", lambda folder: 1 << 20)
     with pytest.raises(PullError, match=r"needs 2\.00GiB .* has 1\.00MiB free"):
         add_blob(catalog, digest, iter(()), 2 << 30)
     with pytest.raises(PullError, match=r"64\.0MiB to spare.* has 1\.00MiB free"):

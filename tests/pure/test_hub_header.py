@@ -10,9 +10,9 @@ from gguf_builder import moe
 
 from moegguf.errors import ModelFormatError, ModelNotFoundError, PullError
 from moegguf.gguf.experts import read_layout
-from moegguf.models import hub_api
-from moegguf.models.hub import hub_cache
-from moegguf.models.hub_api import remote_model
+from moegguf.models import hub as downloads
+from moegguf.models.hub import remote_model
+from moegguf.models.sources import hub_cache
 from moegguf.terminal.facts import estimate_model, model_facts
 
 PATH = "m-Q4_0.gguf"
@@ -21,7 +21,7 @@ PATH = "m-Q4_0.gguf"
 @pytest.fixture
 def data(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> bytes:
     """A model of 0.3 MB in u/r; headers are fetched 1,000 bytes at first."""
-    monkeypatch.setattr(hub_api, "FIRST_BYTES", 1000)
+    monkeypatch.setattr(downloads, "FIRST_BYTES", 1000)
     data = moe(n_layer=6, n_expert=16, n_used=4, n_ff=256).build()
     hub.add("u/r", {PATH: data})
     return data
@@ -93,7 +93,7 @@ def test_what_is_no_model_is_refused(hub: FakeHub, content: bytes) -> None:
 
 
 def test_a_header_without_end_is_given_up(hub: FakeHub, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_api, "MOST_BYTES", 1500)
+    monkeypatch.setattr(downloads, "MOST_BYTES", 1500)
     with pytest.raises(PullError, match="not complete within"), remote_model("u/r"):
         pass
 

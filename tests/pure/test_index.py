@@ -15,9 +15,9 @@ from catalog_helpers import cache, names
 
 from moegguf.models.catalog import Catalog, demo_path
 from moegguf.models.entry import ModelEntry
-from moegguf.models.hub import hub_cache
-from moegguf.models.index import Index
+from moegguf.models.own_store import Index
 from moegguf.models.recipe import Recipe
+from moegguf.models.sources import hub_cache
 from moegguf.settings import data_folder
 
 pytestmark = pytest.mark.usefixtures("catalog", "any_file_is_a_model")
@@ -35,10 +35,9 @@ def test_the_index_keeps_everything(tmp_path: Path) -> None:
         "Me:v1", system="é\n\"", template="{{ x }}", parameters={"stop": ["a"], "top_k": 3, "temperature": 0.25},
         messages=({"role": "user", "content": "x"},), license="MIT", parent="demo:latest", mmproj=hub_cache() / "x",
     )  # fmt: skip
-    index.change(lambda contents: contents.with_entry(full))
-    assert Index(index.folder).read().entries == (full,)
-    index.change(lambda contents: contents.with_entry(named("ME:V1")))
-    assert [found.name for found in index.read().entries] == ["ME:V1"]
+    with index.changed() as contents:
+        contents.entries["me:v1"] = full
+    assert Index(index.folder).read().entries == {"me:v1": full}
 
 
 OUTSIDE = ("7", '"hub:../../x.gguf"', '"sets:/etc/passwd"', '"sets:../../x.gguf"', '"what:x"', '"x.gguf"')
@@ -61,7 +60,8 @@ OUTSIDE = ("7", '"hub:../../x.gguf"', '"sets:/etc/passwd"', '"sets:../../x.gguf"
 def test_a_damaged_index_is_set_aside_and_what_can_be_read_is_kept(damage: Any, kept: int) -> None:
     index = Index(data_folder())
     first = named("a:latest", parameters={"temperature": 0.5})
-    index.change(lambda contents: contents.with_entry(first).with_entry(named("b:latest")))
+    with index.changed() as contents:
+        contents.entries = {"a:latest": first, "b:latest": named("b:latest")}
     broken = damage(index.path.read_text())
     assert broken != index.path.read_text()
     index.path.write_text(broken)

@@ -6,8 +6,7 @@ import pytest
 
 from moegguf.errors import ModelNotFoundError, PullError
 from moegguf.models.catalog import Catalog
-from moegguf.models.library import LibraryModel, fetchable_name, find_in_library, library, nearest_names
-from moegguf.models.names import parse_name
+from moegguf.models.names import LibraryModel, fetchable_name, find_in_library, library, nearest_names, parse_name
 from moegguf.models.pull import pull
 from moegguf.models.selection import select_files
 

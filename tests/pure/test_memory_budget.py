@@ -15,11 +15,11 @@ from moegguf.engine.machine import Device, Memory
 from moegguf.engine.plan import Plan
 from moegguf.engine.speeds import KnownSpeeds
 from moegguf.errors import BudgetError, OptionError
-from moegguf.models.folder import file_entry
+from moegguf.models.sources import file_entry
 from moegguf.quantities import Link, parse_expert_cache
+from moegguf.serving import memory_budget
 from moegguf.serving.events import LoadOverrides
-from moegguf.serving.memory_budget import Admission, MemoryLimit, MemoryUse, admit, expert_cache_within
-from moegguf.serving.model_size import ModelSize, is_embedding, measure
+from moegguf.serving.memory_budget import Admission, MemoryUse, ModelSize, admit, expert_cache_within, measure
 from moegguf.serving.wire import LoadConfig, build, encode
 from moegguf.settings import Settings
 
@@ -118,16 +118,16 @@ def test_the_limit_is_the_setting_or_what_is_free() -> None:
     def memory() -> Memory:
         return Memory(16 * GIB, free[0], "the machine")
 
-    assert MemoryLimit(Settings(memory_bytes=GIB), memory).bytes(5 * GIB) == GIB
-    limit = MemoryLimit(Settings(), memory)
-    at_start = limit.bytes(0)
+    assert memory_budget.MemoryLimits(Settings(memory_bytes=GIB), memory).ram(5 * GIB) == GIB
+    limit = memory_budget.MemoryLimits(Settings(), memory)
+    at_start = limit.ram(0)
     assert at_start == 10 * GIB - GIB // 2
     free[0] = 7 * GIB
-    assert limit.bytes(4 * GIB) == at_start, "our models took it, not other programs"
+    assert limit.ram(4 * GIB) == at_start, "our models took it, not other programs"
     free[0] = 2 * GIB
-    assert 5 * GIB < limit.bytes(4 * GIB) < 6 * GIB, "other programs took the rest"
+    assert 5 * GIB < limit.ram(4 * GIB) < 6 * GIB, "other programs took the rest"
     free[0] = 0
-    assert limit.bytes(0) == 0
+    assert limit.ram(0) == 0
 
 
 def test_within_less_memory_batch_and_slots_are_chosen_together(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_layers_and_a_placement_that_contradicts_them_are_refused(tmp_path: Path
     ],
 )
 def test_is_embedding(metadata: dict[str, Any], expected: bool) -> None:
-    assert is_embedding(metadata) is expected
+    assert memory_budget.is_embedding(metadata) is expected
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_sequences_share_a_kv_cache_that_leaves_memory_to_experts(tmp_path: Path
     def kv_tokens(limit_bytes: int, **settings: Any) -> tuple[int, int]:
         size = measure(entry, LoadOverrides(n_ctx=4096), Settings(n_parallel=8, **settings), limit_bytes)
         plan = size.plan_within(size.wanted_bytes, 0)
-        assert plan.n_ctx == size.load_config(plan).n_ctx == 4096
+        assert plan.n_ctx == size.load_config(plan).options["n_ctx"] == 4096
         return plan.kv_tokens, plan.kv_bytes
 
     ample = kv_tokens(64 * GIB)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from moegguf.errors import OptionError
 from moegguf.models.entry import ModelEntry
-from moegguf.models.modelfile import parameter_lines, parse, render
 from moegguf.models.recipe import (
     FLOATS,
     INTS,
@@ -25,7 +24,10 @@ from moegguf.models.recipe import (
     check_text,
     jinja_or_none,
     left_out,
+    parameter_lines,
+    parse,
     parse_parameter,
+    render,
 )
 from moegguf.options import DRAFTS
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import moegguf
 from moegguf.errors import ModelNameError, ModelNotFoundError
 from moegguf.models.catalog import Catalog
-from moegguf.models.hub import repo_folder
 from moegguf.models.names import MAX_NAME, MAX_TAG, parse_name
+from moegguf.models.sources import repo_folder
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_name_that_is_accepted_reads_back_as_itself_and_stays_in_its_folder(te
 
 STRAY = """
 import sys
-from moegguf.models import details, hub, ollama_store, pull  # all that is imported later would be opened
+from moegguf.models import details, pull, sources  # all that is imported later would be opened
 from moegguf.models.catalog import Catalog
 from moegguf.models.recipe import Recipe
 allowed = tuple(sys.argv[1].split(":"))

@@ -11,7 +11,7 @@ import pytest
 
 from moegguf.errors import ModelNameError, ModelNotFoundError, OptionError
 from moegguf.models.catalog import Catalog
-from moegguf.models.ollama_store import OllamaStore, ollama_folders
+from moegguf.models.sources import ollama_blob, ollama_folders
 
 pytestmark = pytest.mark.usefixtures("any_file_is_a_model")
 
@@ -161,7 +161,7 @@ def test_links_out_of_the_store_are_not_followed(store: Store, tmp_path: Path) -
 )  # fmt: skip
 def test_a_digest_is_64_hexadecimal_digits_and_nothing_else(store: Store, digest: Any) -> None:
     with pytest.raises(ModelNameError, match="a digest is"):
-        OllamaStore(store.folder).blob(digest)
+        ollama_blob(store.folder, digest)
     for method in (Catalog().blobs.has, Catalog().blobs.path):
         with pytest.raises(ModelNameError, match="a digest is"):
             method(digest)

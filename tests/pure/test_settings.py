@@ -13,7 +13,6 @@ from moegguf import Llama
 from moegguf.errors import OptionError
 from moegguf.options import GROUPS, OPTIONS, TO_WORKERS, page
 from moegguf.quantities import parse_duration
-from moegguf.serving.wire import LoadConfig
 from moegguf.settings import Environment, Host, Settings, parse_host, read_environment, read_settings
 
 # The table of ollama-python's _parse_host, then forms it leaves open.
@@ -181,4 +180,3 @@ def test_options_of_loading_are_keywords() -> None:
     taken = {name for base in Llama.__mro__ for name in inspect.signature(base.__init__).parameters}
     flags = {option.name for option in OPTIONS.values() if option.scope == "load" and option.flags}
     assert flags <= taken
-    assert flags <= {field.name for field in dataclasses.fields(LoadConfig)}

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moegguf.serving.managed_model import MOST_CLIENTS, Turns
+from moegguf.serving.lease import MOST_CLIENTS, Turns
 
 
 class Queue:

@@ -28,8 +28,8 @@ from moegguf.generate.request import (
 from moegguf.quantities import Link
 from moegguf.serving import wire
 from moegguf.serving.events import Snapshot
-from moegguf.serving.outbox import DELTA_S, Events, Outbox
 from moegguf.serving.wire import LoadConfig, Ready, build, build_error, decode, encode, encode_error
+from moegguf.serving.worker import DELTA_S, Events, Outbox
 from moegguf.serving.worker_process import failure_line
 
 STATS = Stats(tokens=5, stall_s=0.25, pool_bytes=1 << 40)
@@ -82,7 +82,7 @@ OBJECTS = [
     Timing(),
     STATS,
     Snapshot("a:latest", (0, 2), 3, b"\x00\x01\x02\x02\x01\x00", b"\xff" * 6, b"\x00" * 6, STATS, True, 12.5, 3.0),
-    LoadConfig("a", "/a b", 4096, PLAN),
+    LoadConfig("a", "/a b", PLAN, {"n_ctx": 4096}),
     Ready(512, {"n_slots": 4, "reasons": ["a", "b"]}),
 ]
 
@@ -189,7 +189,6 @@ def test_lines_of_a_block_leave_in_one_call_also_where_it_fails() -> None:
 
     def fill_and_fail() -> None:
         with outbox.one_call():
-            assert outbox.holds
             outbox.put(b"b\n")
             outbox.put(b"c\n")
             assert connection.calls == [b"a\n"]
@@ -201,15 +200,15 @@ def test_lines_of_a_block_leave_in_one_call_also_where_it_fails() -> None:
     with outbox.one_call():
         pass
     outbox.put(b"d\n")
-    assert not outbox.holds and connection.calls == [b"a\n", b"b\nc\n", b"d\n"]
+    assert connection.calls == [b"a\n", b"b\nc\n", b"d\n"]
 
 
 def sent(texts_and_waits: list[tuple[str, float]], *, stream: bool = True) -> tuple[list[str], str]:
     """The deltas that are sent before the end, and after it, where `texts` come with these waits in seconds."""
     found, now_s = list[str](), 1000.0
     events = Events(
-        1, stream=stream, send=lambda _, delta: found.append(delta.text),  # type: ignore[union-attr]
-        sent_first=lambda: None, end=lambda *_: None, clock=lambda: now_s,
+        stream=stream, send=lambda delta: found.append(delta.text),  # type: ignore[union-attr]
+        end=lambda *_: None, clock=lambda: now_s,
     )  # fmt: skip
     for text, wait_s in texts_and_waits:
         events.on_delta(Delta(text))

@@ -22,9 +22,8 @@ from moegguf.gguf.reader import read_gguf
 from moegguf.models.catalog import Catalog
 from moegguf.models.details import details, parameters_of
 from moegguf.models.entry import Details, ModelEntry, PullStatus
-from moegguf.models.modelfile import parameter_lines
 from moegguf.models.pull import pull as fetch
-from moegguf.models.recipe import Recipe, left_out
+from moegguf.models.recipe import Recipe, left_out, parameter_lines
 from moegguf.package import __version__
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body, chunks, read_body

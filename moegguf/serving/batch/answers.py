@@ -1,33 +1,210 @@
-"""The answers of a batch, in OpenAI's batch output format, on a disk that outlives the process; and who asks for them.
+"""A file of requests in OpenAI's batch format and the answers to it, on a disk that outlives the process; who asks.
 
-Until all requests are answered they are in a journal: lines are only appended, each in one write, in the order in which
-requests end. A killed process leaves at most one torn line at its end, which the next one drops. Each line's id has the
-fingerprint of the requests and the number of its own, so that answers of other requests are not taken for these.
+A request is a line {"custom_id", "method": "POST", "url", "body"}, checked once and read again when its turn comes:
+only its place and what identifies it stay in memory. Until all are answered the answers are in a journal: lines are
+only appended, each in one write, in the order in which requests end. A killed process leaves at most one torn line at
+its end, which the next one drops. Each line's id has the fingerprint of the requests and the number of its own, so that
+answers of other requests are not taken for these.
 """
 
 from __future__ import annotations
 
 import asyncio
 import fcntl
+import hashlib
 import json
 import os
 import re
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from moegguf.atomic_write import MODE, write_atomically
 from moegguf.errors import BatchFileError, StorageError
-from moegguf.serving.batch.requests import LineError, RequestLine, Requests
 
+MAX_LINE_BYTES = 33 << 20  # the longest body that an endpoint takes, and room for what is around it
+MAX_CUSTOM_ID_CHARS = 512
+BLOCK_BYTES = 1 << 20
+LOAD_OPTIONS = ("num_ctx", "num_thread", "expert_cache", "moe_cache_ram")
 _ID = re.compile(r"batch_req_([0-9a-f]{16})_([1-9]\d{0,17})")
 NOT_EXECUTED = ("batch_cancelled", "batch_expired")  # codes of requests that were not begun
 OK = 200
+BUSY = (429, 503)
+BUSY_RETRY_S = 1.0
 
 Entry = dict[str, Any]
+
+
+class LineError(Exception):
+    """Why a line is no request. `code` and `param` are OpenAI's."""
+
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.param = param
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLine:
+    """A line of the input. `number` counts all lines from 1; `content_hash`: of its bytes, in this process; `group`:
+    equal for requests that one loaded model serves: its name, and options of loading. `model`: None where the body
+    names none."""
+
+    number: int
+    offset: int
+    n_bytes: int
+    content_hash: int
+    custom_id: str | None
+    model: str | None
+    group: str
+    error: LineError | None
+
+
+class Requests:
+    """The lines of a seekable file, which stays open. `fingerprint`: equal for equal contents and defaults.
+
+    `endpoints`: the urls that a request may have. `defaults`: fields of bodies that lack them.
+    """
+
+    def __init__(
+        self,
+        file: BinaryIO,
+        endpoints: Collection[str],
+        defaults: Mapping[str, Any] = {},
+        *,
+        max_requests: int | None = None,
+    ) -> None:
+        """Reads and checks all lines. Raises BatchFileError for a file without requests or with more than
+        `max_requests`."""
+        self._file = file
+        self._endpoints = endpoints
+        self._defaults = dict(defaults)
+        self.lines: list[RequestLine] = []
+        digest = hashlib.sha256(json.dumps(self._defaults, sort_keys=True).encode())
+        seen: dict[str, int] = {}
+        for number, (offset, n_bytes, raw) in enumerate(_lines(file, digest.update), 1):
+            if raw is None or raw.strip():
+                self.lines.append(self._line(number, offset, n_bytes, raw, seen))
+            if max_requests is not None and len(self.lines) > max_requests:
+                raise BatchFileError(f"the file has more than {max_requests:,} requests; split it.")
+        if not self.lines:
+            raise BatchFileError("the file has no requests; each line is one, as JSON.")
+        self.fingerprint = digest.hexdigest()[:16]
+
+    def _line(self, number: int, offset: int, n_bytes: int, raw: bytes | None, seen: dict[str, int]) -> RequestLine:
+        custom_id, model, group, error = None, None, "", None
+        try:
+            request = _parse(raw)
+            custom_id = _custom_id_of(request)
+            if (first := seen.setdefault(custom_id, number)) != number:
+                said = f"The custom_id {custom_id!r:.80} is that of line {first} too."
+                raise LineError("duplicate_custom_id", said, "custom_id")
+            _check(request, self._endpoints)
+            body = self._with_defaults(request["body"])
+            model, options = body.get("model"), body.get("options")
+            options = options if isinstance(options, dict) else {}
+            group = json.dumps([model, {name: options[name] for name in LOAD_OPTIONS if name in options}])
+        except LineError as found:
+            error = found
+        named = model if isinstance(model, str) else None
+        return RequestLine(number, offset, n_bytes, hash(raw), custom_id, named, group, error)
+
+    def _with_defaults(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        return {**self._defaults, **{name: value for name, value in body.items() if value is not None}}
+
+    @property
+    def models(self) -> list[str]:
+        """The models that requests name, in the order of their first request."""
+        return list(dict.fromkeys(line.model for line in self.lines if line.model is not None))
+
+    def groups(self, numbers: Collection[int]) -> list[list[RequestLine]]:
+        """Requests without an error, but for those with one of `numbers`; those that need the same loaded model
+        together, in the order of their first request."""
+        groups: dict[str, list[RequestLine]] = {}
+        for line in self.lines:
+            if line.error is None:
+                groups.setdefault(line.group, []).extend([line] if line.number not in numbers else [])
+        return [group for group in groups.values() if group]
+
+    def read(self, line: RequestLine) -> tuple[str, bytes]:
+        """(url, body) of a line without an error. Raises BatchFileError when the file has changed meanwhile."""
+        raw = os.pread(self._file.fileno(), line.n_bytes, line.offset)
+        if hash(raw) != line.content_hash:
+            raise BatchFileError(f"line {line.number} of the requests has changed; start anew.")
+        request = json.loads(raw)
+        return request["url"], json.dumps(self._with_defaults(request["body"])).encode()
+
+    def id_of(self, line: RequestLine) -> str:
+        """The id of the line's answer: the same whenever the same requests are answered."""
+        return f"batch_req_{self.fingerprint}_{line.number}"
+
+    def close(self) -> None:
+        """Closes the file; so does the end of `with`."""
+        self._file.close()
+
+    def __enter__(self) -> Requests:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _lines(file: BinaryIO, update: Callable[[bytes], object]) -> Iterator[tuple[int, int, bytes | None]]:
+    """(offset, bytes, contents) of each line; contents None of a too long one. `update` gets all bytes."""
+    offset = file.seek(0)
+    while raw := file.readline(MAX_LINE_BYTES + 1):
+        update(raw)
+        end, n_bytes, is_long = raw, len(raw), len(raw) > MAX_LINE_BYTES
+        while is_long and not end.endswith(b"\n") and (end := file.readline(BLOCK_BYTES)):
+            update(end)
+            n_bytes += len(end)
+        yield offset, n_bytes, None if is_long else raw
+        offset += n_bytes
+
+
+def _parse(raw: bytes | None) -> dict[str, Any]:
+    """A line as an object. Raises LineError."""
+    if raw is None:
+        raise LineError("line_too_long", f"This line has more than {MAX_LINE_BYTES >> 20} MiB.")
+    try:
+        request = json.loads(raw)
+    except (ValueError, RecursionError):  # ValueError: not UTF-8, not JSON, or an integer of thousands of digits
+        raise LineError("invalid_json_line", "This line is not parseable as valid JSON.") from None
+    if not isinstance(request, dict):
+        raise LineError("invalid_json_line", "This line is JSON, but not an object.")
+    return request
+
+
+def _custom_id_of(request: Mapping[str, Any]) -> str:
+    custom_id = _required(request, "custom_id")
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_CUSTOM_ID_CHARS:
+        message = f"'custom_id' must be a text of 1 to {MAX_CUSTOM_ID_CHARS} characters."
+        raise LineError("invalid_custom_id", message, "custom_id")
+    if any("\ud800" <= letter <= "\udfff" for letter in custom_id):
+        raise LineError("invalid_custom_id", "'custom_id' has a surrogate without its pair.", "custom_id")
+    return custom_id
+
+
+def _check(request: Mapping[str, Any], endpoints: Collection[str]) -> None:
+    """Raises LineError for what cannot be answered."""
+    method, url, body = (_required(request, name) for name in ("method", "url", "body"))
+    if method != "POST":
+        raise LineError("invalid_method", f"'method' must be \"POST\", but is {method!r:.80}.", "method")
+    if not isinstance(url, str) or url not in endpoints:
+        raise LineError("invalid_url", f"'url' must be one of {', '.join(endpoints)}, but is {url!r:.80}.", "url")
+    if not isinstance(body, dict):
+        raise LineError("invalid_body", "'body' must be an object.", "body")
+    if body.get("stream"):
+        raise LineError("unsupported_parameter", "'stream' has no meaning in a batch; leave it out.", "body.stream")
+
+
+def _required(request: Mapping[str, Any], name: str) -> Any:
+    if request.get(name) is None:
+        raise LineError("missing_required_parameter", f"Missing required parameter: '{name}'.", name)
+    return request[name]
 
 
 def response_entry(requests: Requests, line: RequestLine, status: int, body: Any) -> Entry:
@@ -64,15 +241,13 @@ class Counts:
         return self.completed + self.failed
 
     def add(self, entry: Entry) -> None:
-        """Counts an output line, unless its request was not begun."""
-        if is_answer(entry):
-            self.completed += 1
-            self._add_usage(entry["response"]["body"])
-        elif (entry["error"] or {}).get("code") not in NOT_EXECUTED:
-            self.failed += 1
-
-    def _add_usage(self, body: Any) -> None:
-        """Adds `usage`, in the form of /v1/responses or of the older endpoints."""
+        """Counts an output line, unless its request was not begun. Its `usage` is in the form of /v1/responses, or of
+        the older endpoints."""
+        if not is_answer(entry):
+            self.failed += (entry["error"] or {}).get("code") not in NOT_EXECUTED
+            return
+        self.completed += 1
+        body = entry["response"]["body"]
         usage = body.get("usage") if isinstance(body, dict) else None
         if not isinstance(usage, dict):
             return
@@ -135,10 +310,8 @@ class Journal:
                 yield os.pread(self._handle, span.n_bytes, span.offset)
 
     def finish(self, path: Path) -> None:
-        """Puts all answers, in the order of the requests, at `path` at once, and removes the journal.
-
-        Raises StorageError; the journal then stays.
-        """
+        """Puts all answers, in the order of the requests, at `path` at once, and removes the journal. Raises
+        StorageError; the journal then stays."""
         with storing(path):
             write_atomically(path, self.lines())
         self.remove()
@@ -156,25 +329,6 @@ class Journal:
                 self.path.unlink(missing_ok=True)
             os.close(self._handle)
         self._handle = -1
-
-    def read(self, requests: Requests) -> None:
-        """Reads what an earlier process has written, and drops a torn line at the end.
-
-        Raises BatchFileError for lines that are no answers to these requests, each once.
-        """
-        unanswered = {line.number for line in requests.lines}
-        try:
-            with os.fdopen(os.dup(self._handle), "rb") as file:
-                file.seek(0)
-                for number, entry, n_bytes in _answers_in(file, requests):
-                    unanswered.remove(number)
-                    self._note(number, entry, n_bytes)
-        except (ValueError, KeyError):
-            raise BatchFileError(
-                f"{self.path} has answers to other requests: the input, or a default such as --model, has changed"
-                " since. Restore the input to go on, or remove that file to start anew."
-            ) from None
-        os.ftruncate(self._handle, self._n_bytes)
 
 
 def _answers_in(file: Iterable[bytes], requests: Requests) -> Iterator[tuple[int, Entry, int]]:
@@ -195,17 +349,24 @@ def _answers_in(file: Iterable[bytes], requests: Requests) -> Iterator[tuple[int
 
 
 def open_journal(path: Path, requests: Requests) -> Journal:
-    """The journal at `path`, made when it is not there.
+    """The journal at `path`, made when it is not there; a torn line at its end is dropped.
 
-    Raises BatchFileError when another process has it open or it is one of other requests, StorageError.
+    Raises BatchFileError when another process has it open, or when it has lines that are no answers to these requests,
+    each once; StorageError.
     """
+    journal, unanswered = Journal(path, _open_locked(path)), {line.number for line in requests.lines}
     try:
-        with storing(path):
-            journal = Journal(path, _open_locked(path))
-    except BlockingIOError:
-        raise BatchFileError(f"{path} is in use: another process answers these requests.") from None
-    try:
-        journal.read(requests)
+        with os.fdopen(os.dup(journal._handle), "rb") as file:
+            for number, entry, n_bytes in _answers_in(file, requests):
+                unanswered.remove(number)
+                journal._note(number, entry, n_bytes)
+        os.ftruncate(journal._handle, journal._n_bytes)
+    except (ValueError, KeyError):
+        journal.close()
+        raise BatchFileError(
+            f"{path} has answers to other requests: the input, or a default such as --model, has changed since. Restore"
+            " the input to go on, or remove that file to start anew."
+        ) from None
     except BaseException:  # also an interrupt, which gives the lock back
         journal.close()
         raise
@@ -214,14 +375,15 @@ def open_journal(path: Path, requests: Requests) -> Journal:
 
 def _open_locked(path: Path) -> int:
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, MODE)
+        with storing(path):
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, MODE)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(handle).st_nlink:
                 return handle
-        except BaseException:  # also an interrupt
+        except BlockingIOError:
             os.close(handle)
-            raise
+            raise BatchFileError(f"{path} is in use: another process answers these requests.") from None
         os.close(handle)  # the process that had it has just finished and removed it
 
 
@@ -232,13 +394,12 @@ def finished_counts(path: Path, requests: Requests) -> Counts | None:
     """
     if not path.exists():
         return None
-    counts, numbers = Counts(), [line.number for line in requests.lines]
+    counts, numbers = Counts(), list[int]()
     with suppress(OSError, ValueError, TypeError), path.open("rb") as file:
-        found = []
         for number, entry, _ in _answers_in(file, requests):
-            found.append(number)
+            numbers.append(number)
             counts.add(entry)
-        if found == numbers:
+        if numbers == [line.number for line in requests.lines]:
             return counts
     raise BatchFileError(f"{path} exists, and is not the answers to these requests; remove it, or name another.")
 
@@ -259,10 +420,6 @@ def storing(path: Path) -> Iterator[None]:
         raise
     except OSError as error:
         raise StorageError(f"cannot write {path} ({error.strerror}); what was written before is kept.") from None
-
-
-BUSY = (429, 503)
-BUSY_RETRY_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -304,7 +461,8 @@ async def answer_requests(
     async def work(pending: Iterator[RequestLine]) -> None:
         for line in pending:
             url, body = requests.read(line)
-            reply = await _patiently(answer, url, body)
+            while (reply := await answer(url, body)).status in BUSY:
+                await asyncio.sleep(BUSY_RETRY_S)
             add(line, response_entry(requests, line, reply.status, reply.body))
 
     for line in requests.lines:
@@ -318,9 +476,3 @@ async def answer_requests(
                     tasks.create_task(work(pending))
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None  # the others were cancelled, or failed for the same reason
-
-
-async def _patiently(answer: Answer, url: str, body: bytes) -> Reply:
-    while (reply := await answer(url, body)).status in BUSY:
-        await asyncio.sleep(BUSY_RETRY_S)
-    return reply

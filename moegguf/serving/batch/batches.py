@@ -13,45 +13,35 @@ import json
 import logging
 import os
 import shutil
-import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import KW_ONLY, asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
 from moegguf.atomic_write import write_atomically
 from moegguf.errors import BatchFileError, BusyError, UnknownIdError
-from moegguf.serving.batch.answers import (
-    NOT_EXECUTED,
-    Answer,
-    Counts,
-    Journal,
-    Span,
-    answer_requests,
-    error_entry,
-    open_journal,
-    storing,
-)
+from moegguf.serving.batch import answers
+from moegguf.serving.batch.answers import Counts, Journal, Requests, Span, open_journal
 from moegguf.serving.batch.files import FileStore
-from moegguf.serving.batch.requests import LineError, Requests
 from moegguf.serving.clients import current_owner, is_visible
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 INPUT_PURPOSE, OUTPUT_PURPOSE = "batch", "batch_output"
+INPUT = "requests.jsonl"
 FINAL = ("completed", "failed", "expired", "cancelled")
 CANCELLABLE = ("validating", "in_progress")
 MAX_REQUESTS = 50_000  # OpenAI's
 MAX_UNFINISHED = 1000
 MAX_ERRORS = 100
 DISK_RETRY_S = 30.0
-COPY_BYTES = 4 << 20  # of answers that are copied at a time
-CANCELLED, EXPIRED = NOT_EXECUTED
+LINES_COPIED = 100  # answers at a time
+CANCELLED, EXPIRED = answers.NOT_EXECUTED
 NOT_EXECUTED_TEXT = {
     CANCELLED: "This request was not executed, because the batch was cancelled.",
     EXPIRED: "This request could not be executed before the completion window expired.",
@@ -88,38 +78,33 @@ class Batch:
     owner: str = ""
 
 
+@dataclass(eq=False)
 class Batches:
     """The batches and files in a folder, inside `async with`. One server at a time has the folder, from its first use.
 
     `answer` answers a request; `window_s`: a batch that takes longer expires, inf: none does. `max_bytes`: of all
-    files, and of the answers of batches that have not ended.
+    files, and of the answers of batches that have not ended. `now`: seconds since 1970.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        answer: Answer,
-        *,
-        max_bytes: int,
-        n_parallel: int,
-        window_s: float,
-        now: Callable[[], float] = time.time,
-    ) -> None:
-        self._folder = folder
-        self._answer = answer
-        self._n_parallel = n_parallel
-        self._window_s = window_s
-        self._now = now
-        self._files = FileStore(folder, max_bytes, now)
+    folder: Path
+    answer: answers.Answer
+    _: KW_ONLY
+    max_bytes: int
+    n_parallel: int
+    window_s: float
+    now: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
+        self._files = FileStore(self.folder, self.max_bytes, self.now)
         self._lock: int | None = None
         self._batches: dict[str, Batch] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}  # of batches that have not ended
-        self._steps: dict[str, asyncio.Task[None]] = {}  # what these wait for
+        self._begun: set[str] = set()  # batches whose task runs, or has run
         self._changed = asyncio.Event()  # a status
         self._closing = False
 
     async def __aenter__(self) -> Batches:
-        if self._folder.exists():
+        if self.folder.exists():
             try:
                 self._open()
             except (BusyError, OSError) as error:
@@ -146,9 +131,9 @@ class Batches:
             raise BusyError("the server is shutting down; try again later.")
         if self._lock is not None:
             return
-        with storing(self._folder):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self._folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with answers.storing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self._files.load()
@@ -157,20 +142,20 @@ class Batches:
                 os.close(lock)
                 if isinstance(error, BlockingIOError):
                     raise BusyError(
-                        f"another server has the files and batches in {self._folder}; ask that one."
+                        f"another server has the files and batches in {self.folder}; ask that one."
                     ) from None
                 raise
         self._lock = lock
 
     def _load(self) -> None:
         found = []
-        for path in self._folder.glob("batch_*.json"):
+        for path in self.folder.glob("batch_*.json"):
             with suppress(OSError, ValueError, TypeError, KeyError):
                 known = json.loads(path.read_bytes())
                 found.append(Batch(**{**known, "counts": Counts(**known["counts"])}))
         found.sort(key=lambda batch: batch.created_ns)
         self._batches = {batch.id: batch for batch in found}
-        for folder in self._folder.glob("batch_*/"):
+        for folder in self.folder.glob("batch_*/"):
             if folder.name not in self._batches or self._batches[folder.name].status in FINAL:
                 shutil.rmtree(folder, ignore_errors=True)
         for batch in found:
@@ -207,17 +192,17 @@ class Batches:
             raise BatchFileError(f"{input_file_id} was stored for {known.purpose!r}; a batch needs 'batch'.")
         if len(self._tasks) >= MAX_UNFINISHED:
             raise BusyError(f"{MAX_UNFINISHED} batches are not finished; try again later.")
-        now_s = self._now()
-        expires_at = None if self._window_s == float("inf") else int(now_s + self._window_s)
+        now_s = self.now()
+        expires_at = None if self.window_s == float("inf") else int(now_s + self.window_s)
         batch = Batch(
             f"batch_{uuid.uuid4().hex[:24]}", endpoint, input_file_id, int(now_s), time.time_ns(), expires_at,
             metadata=None if metadata is None else dict(metadata), output_expires_after_s=output_expires_after_s,
             owner=current_owner.get(),
         )  # fmt: skip
-        with storing(self._folder):
+        with answers.storing(self.folder):
             try:
                 self._work(batch).mkdir()
-                self._files.link(input_file_id, self._input(batch))
+                self._files.link(input_file_id, self._work(batch) / INPUT)
                 self._update(batch)
             except OSError:
                 self._remove_work(batch)
@@ -228,10 +213,10 @@ class Batches:
 
     def cancel(self, batch: Batch) -> None:
         """Begins to cancel a batch, whose status must be one of CANCELLABLE. Raises StorageError."""
-        with storing(self._folder):
-            self._update(batch, status="cancelling", cancelling_at=int(self._now()))
-        if batch.id in self._steps:  # else it has not begun, and begins with that status
-            self._steps[batch.id].cancel()
+        with answers.storing(self.folder):
+            self._update(batch, status="cancelling", cancelling_at=int(self.now()))
+        if batch.id in self._begun:  # else it begins with that status
+            self._tasks[batch.id].cancel()
 
     # How a batch goes on.
 
@@ -239,52 +224,53 @@ class Batches:
         if batch.status not in FINAL:
             task = asyncio.get_running_loop().create_task(self._carry_out(batch))
             self._tasks[batch.id] = task
-            task.add_done_callback(lambda _: (self._tasks.pop(batch.id, None), self._steps.pop(batch.id, None)))
+            task.add_done_callback(lambda _: self._tasks.pop(batch.id, None))
 
     async def _carry_out(self, batch: Batch) -> None:
         """Everything until the batch has ended, for its owner; over again while the disk is full."""
+        self._begun.add(batch.id)
         current_owner.set(batch.owner)
-        delay_s = 0.0
+        next_s = 0.0
         while batch.status not in FINAL:
-            step = self._steps[batch.id] = asyncio.get_running_loop().create_task(self._advance(batch, delay_s))
+            delay_s, next_s = next_s, 0.0
             try:
-                await asyncio.wait((step,))
-            except asyncio.CancelledError:  # the server ends
-                step.cancel()
-                await asyncio.wait((step,))
-                self._try_update(batch)  # the counts
-                raise
-            error = None if step.cancelled() else step.exception()
-            delay_s = DISK_RETRY_S if isinstance(error, OSError) else 0.0
-            if isinstance(error, OSError):
-                log.warning("%s waits for %.0f s: %s", batch.id, DISK_RETRY_S, error)
-            elif isinstance(error, BatchFileError):
+                await asyncio.sleep(delay_s)
+                await self._advance(batch)
+            except asyncio.CancelledError:
+                if self._closing:
+                    self._try_update(batch)  # the counts
+                    raise
+                if (task := asyncio.current_task()) is not None:
+                    task.uncancel()  # the batch is to be cancelled, which is the next step
+            except BatchFileError as error:
                 self._fail(batch, [_error_of("invalid_file", str(error))])
-            elif error is not None:
+            except OSError as error:
+                next_s = DISK_RETRY_S
+                log.warning("%s waits for %.0f s: %s", batch.id, DISK_RETRY_S, error)
+            except Exception as error:
                 log.error("%s has failed", batch.id, exc_info=error)
                 self._fail(batch, [_error_of("server_error", "internal error; see the server's log.")])
 
-    async def _advance(self, batch: Batch, delay_s: float) -> None:
+    async def _advance(self, batch: Batch) -> None:
         """From one status to the next; cancelled where the status changes meanwhile."""
-        await asyncio.sleep(delay_s)
         if batch.status == "validating":
             await self._validate(batch)
         elif batch.status == "in_progress":
             try:
-                left_s = None if batch.expires_at is None else batch.expires_at - self._now()
+                left_s = None if batch.expires_at is None else batch.expires_at - self.now()
                 async with asyncio.timeout(left_s) as window:
                     while next(each for each in self._batches.values() if each.status in CANCELLABLE) is not batch:
                         self._changed.clear()  # others are to be answered, cancelled or found invalid first
                         await self._changed.wait()
                     async with self._answers(batch) as (requests, journal):
                         journal.check_space = self._files.check_space
-                        await answer_requests(requests, journal, self._answer, self._n_parallel, lambda entry: None)
+                        await answers.answer_requests(requests, journal, self.answer, self.n_parallel, lambda _: None)
             except TimeoutError:
                 if not window.expired():
                     raise
                 await self._finalize(batch, "expired", EXPIRED)
             else:
-                self._update(batch, status="finalizing", finalizing_at=int(self._now()))
+                self._update(batch, status="finalizing", finalizing_at=int(self.now()))
         elif batch.status == "finalizing":
             await self._finalize(batch, "completed")
         else:
@@ -297,29 +283,30 @@ class Batches:
             if errors:
                 self._fail(batch, errors[:MAX_ERRORS])
                 return
-            models, n_total = requests.models, len(requests.lines)
-            changes = {"total": n_total, "model": models[0] if len(models) == 1 else None}
-            self._update(batch, status="in_progress", in_progress_at=int(self._now()), **changes)
+            model = requests.models[0] if len(requests.models) == 1 else None
+            now = int(self.now())
+            self._update(batch, status="in_progress", in_progress_at=now, total=len(requests.lines), model=model)
 
     async def _finalize(self, batch: Batch, status: str, not_executed: str | None = None) -> None:
         """Stores the files of answers and of errors; those not begun are errors, of the code `not_executed`. They may
         take more than there is room for: the journal, which they replace, goes when they are complete."""
         async with self._answers(batch) as (requests, journal):
-
-            def append_not_executed(code: str) -> None:
-                for line in requests.lines:
-                    if line.number not in journal.answered:
-                        error = LineError(code, NOT_EXECUTED_TEXT[code])
-                        journal.append(line.number, error_entry(requests, line, error))
-
             if not_executed is not None:
-                await _in_thread(partial(append_not_executed, not_executed))
+                error = answers.LineError(not_executed, NOT_EXECUTED_TEXT[not_executed])
+                missing = [line for line in requests.lines if line.number not in journal.answered]
+
+                def append_missing() -> None:
+                    for line in missing:
+                        journal.append(line.number, answers.error_entry(requests, line, error))
+
+                await _in_thread(append_missing)
             output_id = await self._store(batch, journal, "output", lambda span: span.is_answer)
             error_id = await self._store(batch, journal, "errors", lambda span: not span.is_answer)
-            now = int(self._now())
-            times = {f"{status}_at": now, "finalizing_at": batch.finalizing_at or now}
-            found: dict[str, Any] = {"output_file_id": output_id, "error_file_id": error_id, "counts": journal.counts}
-            self._update(batch, status=status, total=len(requests.lines), **found, **times)
+            now = int(self.now())
+            self._update(
+                batch, status=status, total=len(requests.lines), counts=journal.counts, output_file_id=output_id,
+                error_file_id=error_id, finalizing_at=batch.finalizing_at or now, **{f"{status}_at": now},
+            )  # fmt: skip
         self._remove_work(batch)
 
     async def _store(self, batch: Batch, journal: Journal, what: str, keep: Callable[[Span], bool]) -> str | None:
@@ -328,37 +315,37 @@ class Batches:
             return None
         lines = journal.lines(keep)
         with self._files.new(f"file-{batch.id.removeprefix('batch_')}-{what}", checked=False) as file:
-            while data := await _in_thread(partial(_some, lines)):
+            while data := await _in_thread(lambda: b"".join(islice(lines, LINES_COPIED))):
                 file.write(data)
             await _in_thread(file.sync)
             return file.finish(f"{batch.id}_{what}.jsonl", OUTPUT_PURPOSE, batch.output_expires_after_s).id
 
     def _fail(self, batch: Batch, errors: list[dict[str, Any]]) -> None:
-        self._try_update(batch, status="failed", failed_at=int(self._now()), errors=errors)
+        self._try_update(batch, status="failed", failed_at=int(self.now()), errors=errors)
         self._remove_work(batch)
+
+    def _work(self, batch: Batch) -> Path:
+        """The folder of what is needed until the batch has ended."""
+        return self.folder / batch.id
 
     def _remove_work(self, batch: Batch) -> None:
         shutil.rmtree(self._work(batch), ignore_errors=True)
 
     async def _requests(self, batch: Batch) -> Requests:
         """The batch's requests, which the caller closes. Raises BatchFileError, OSError."""
-        stop = threading.Event()
-        try:
-            file = self._input(batch).open("rb")
-        except FileNotFoundError:
-            raise BatchFileError("the requests of this batch are gone; create another one.") from None
 
         def read() -> Requests:
+            file = (self._work(batch) / INPUT).open("rb")
             try:
-                return Requests(file, (batch.endpoint,), max_requests=MAX_REQUESTS, stop=stop.is_set)
+                return Requests(file, (batch.endpoint,), max_requests=MAX_REQUESTS)
             except BaseException:  # also where the server ends
                 file.close()
                 raise
 
         try:
-            return await asyncio.to_thread(read)  # some seconds for a large file
-        finally:
-            stop.set()
+            return await _in_thread(read, lambda found: found.close())  # some seconds for a large file
+        except FileNotFoundError:
+            raise BatchFileError("the requests of this batch are gone; create another one.") from None
 
     @asynccontextmanager
     async def _answers(self, batch: Batch) -> AsyncIterator[tuple[Requests, Journal]]:
@@ -377,7 +364,7 @@ class Batches:
         known = asdict(batch) | changes
         if isinstance(known["counts"], Counts):
             known["counts"] = asdict(known["counts"])
-        write_atomically(self._folder / f"{batch.id}.json", json.dumps(known).encode())
+        write_atomically(self.folder / f"{batch.id}.json", json.dumps(known).encode())
         vars(batch).update(changes)
         self._changed.set()
 
@@ -388,12 +375,6 @@ class Batches:
             log.warning("%s could not be written: %s", batch.id, error)
             vars(batch).update(changes)
             self._changed.set()
-
-    def _work(self, batch: Batch) -> Path:
-        return self._folder / batch.id
-
-    def _input(self, batch: Batch) -> Path:
-        return self._work(batch) / "requests.jsonl"
 
 
 async def _in_thread(call: Callable[[], Result], discard: Callable[[Result], object] = lambda _: None) -> Result:
@@ -408,17 +389,6 @@ async def _in_thread(call: Callable[[], Result], discard: Callable[[Result], obj
         if running.exception() is None:
             discard(running.result())
         raise
-
-
-def _some(lines: Iterator[bytes]) -> bytes:
-    """The next lines, COPY_BYTES or a bit more together; none at the end."""
-    found, n_bytes = list[bytes](), 0
-    for data in lines:
-        found.append(data)
-        n_bytes += len(data)
-        if n_bytes >= COPY_BYTES:
-            break
-    return b"".join(found)
 
 
 def _error_of(code: str, message: str, param: str | None = None, line: int | None = None) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class FileStore:
         return sorted(visible, key=lambda file: (file.created_at, file.id))
 
     def _remove_expired(self) -> None:
-        for file in [file for file in self._files.values() if self._has_expired(file)]:
+        for file in filter(self._has_expired, list(self._files.values())):
             with suppress(OSError):  # removed from the store all the same
                 self._remove(file)
 
@@ -137,16 +137,16 @@ class FileStore:
                     sizes[status.st_ino] = DESCRIPTION_BYTES if name.endswith(".json") else status.st_size
         return self._max_bytes - sum(sizes.values())
 
-    def add(self, file: StoredFile, temporary: str) -> None:
-        """Takes complete contents into the store. Raises OSError."""
-        os.replace(temporary, self._contents(file.id))
+    def add(self, new: NewFile, filename: str, purpose: str, expires_after_s: int | None) -> StoredFile:
+        """Takes a complete file into the store. Raises OSError."""
+        now = int(self._now())
+        expires_at = None if expires_after_s is None else now + expires_after_s
+        file = StoredFile(new.id, filename, new.n_bytes, purpose, now, expires_at, current_owner.get())
+        os.chmod(new.temporary, MODE)
+        os.replace(new.temporary, self._contents(file.id))
         write_atomically(self._description(file.id), json.dumps(asdict(file)).encode())
         self._files[file.id] = file
-
-    @property
-    def now(self) -> int:
-        """Seconds since 1970."""
-        return int(self._now())
+        return file
 
     def _contents(self, file_id: str) -> Path:
         return self._folder / f"{file_id}.data"
@@ -167,7 +167,7 @@ class NewFile:
         if checked:
             store.check_space(DESCRIPTION_BYTES)
         with storing(folder):
-            self._handle, self._temporary = locked_temporary(folder, UPLOAD, "")
+            self._handle, self.temporary = locked_temporary(folder, UPLOAD, "")
 
     def write(self, data: bytes) -> None:
         """Adds bytes. Raises StorageError."""
@@ -186,18 +186,13 @@ class NewFile:
 
     def finish(self, filename: str, purpose: str, expires_after_s: int | None = None) -> StoredFile:
         """Makes it one of the store's. Raises StorageError."""
-        now = self._store.now
-        expires_at = None if expires_after_s is None else now + expires_after_s
-        file = StoredFile(self.id, filename, self.n_bytes, purpose, now, expires_at, current_owner.get())
         self.sync()
         with storing(self._folder):
-            os.chmod(self._temporary, MODE)
-            self._store.add(file, self._temporary)
-        return file
+            return self._store.add(self, filename, purpose, expires_after_s)
 
     def __enter__(self) -> NewFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        Path(self._temporary).unlink(missing_ok=True)  # no longer there when it was finished
+        Path(self.temporary).unlink(missing_ok=True)  # no longer there when it was finished
         os.close(self._handle)

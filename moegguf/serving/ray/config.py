@@ -18,8 +18,7 @@ models:
 from __future__ import annotations
 
 import difflib
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -28,7 +27,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from moegguf.errors import ModelNameError, ModelNotFoundError, OptionError
 from moegguf.models.catalog import Catalog
 from moegguf.models.entry import ModelEntry
-from moegguf.models.names import parse_name
+from moegguf.models.names import Name, parse_name
 from moegguf.options import MAX_CONTEXT_TOKENS, MAX_PARALLEL
 from moegguf.quantities import parse_expert_cache, parse_size
 
@@ -120,31 +119,25 @@ def _unknown(key: str, known: list[str]) -> OptionError:
     return OptionError(f"unknown option {key!r:.80}; {hint}")
 
 
-class ConfiguredCatalog:
-    """Names of the config, with files of this machine. Thread-safe."""
+class ConfiguredCatalog(Catalog):
+    """Names of the config, in its order, with files of this machine. Thread-safe."""
 
     def __init__(self, configs: Sequence[ModelConfig]) -> None:
+        super().__init__(paths=False)
         self._configs = {config.name.lower(): config for config in configs}
-        self._files = Catalog(paths=True)  # the config's author may name any file
-
-    def find(self, name: str | os.PathLike[str], *, even_missing: bool = False) -> ModelEntry:
-        """The model of this name. Raises ModelNotFoundError, ModelNameError, and ModelFormatError."""
-        config = self._configs.get(parse_name(os.fspath(name)).key)
-        if config is None:
-            raise ModelNotFoundError(
-                f"there is no model named {os.fspath(name)!r:.200} in the config of this application; known are"
-                f" {', '.join(each.name for each in self._configs.values())}."
-            )
-        return replace(self._files.find(config.model, even_missing=even_missing), name=config.name)
+        self._files = Catalog()  # the config's author may name any file
 
     def entries(self, prefix: str = "") -> list[ModelEntry]:
-        """Those whose names start with `prefix` (in any case), in the config's order."""
-        return [
-            self.find(config.name, even_missing=True)
-            for key, config in self._configs.items()
-            if key.startswith(prefix.lower())
-        ]
+        """Those whose names start with `prefix`, in any case."""
+        return [entry for entry in self._models() if entry.name.lower().startswith(prefix.lower())]
 
-    def modelfile(self, entry: ModelEntry) -> str:
-        """The Modelfile that makes the same model again."""
-        return self._files.modelfile(entry)
+    def _models(self, text: str | None = None) -> Iterator[ModelEntry]:
+        for key in self._configs if text is None else [parse_name(text).key]:
+            if config := self._configs.get(key):
+                yield replace(self._files.find(config.model, even_missing=True), name=config.name)
+
+    def _not_found(self, text: str, name: Name | None) -> ModelNotFoundError:
+        known = ", ".join(config.name for config in self._configs.values())
+        return ModelNotFoundError(
+            f"there is no model named {text!r:.200} in the config of this application; known are {known}."
+        )

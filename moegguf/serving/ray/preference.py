@@ -1,11 +1,12 @@
 """Which replica a request prefers: the one that holds its conversation, then the least loaded. Plain data and
-arithmetic; `router.py` asks Ray for the facts and tells it the answer.
+arithmetic; application.py asks Ray for the facts and tells it the answer.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moegguf.generate.request import GenerationRequest
@@ -17,88 +18,58 @@ MAX_IMBALANCE = 4  # requests that a preferred replica may have more than the le
 
 
 @dataclass(frozen=True)
-class Prefix:
-    """A beginning of a conversation: its hash, and its length in bytes."""
-
-    digest: str
-    n_bytes: int
-
-
-@dataclass(frozen=True)
 class Conversation:
     """What a request shares with others: hashes in a chain over its messages, so that equal ones mean equal beginnings.
     The answer is left out: clients send it back changed (without thinking, with other ids), and the next turn still
     begins with everything up to the last message before it.
 
-    `prefixes`: shortest first. `least_bytes`: a shared beginning of so many is
-    more than a system message: it has the first message of the user, or half of all."""
+    `digests`: of its beginnings, shortest first. `n_least`: a shared beginning of so many is more than a system
+    message: it has the first message of the user, or half of all."""
 
-    prefixes: tuple[Prefix, ...] = ()
-    least_bytes: int = 0
+    digests: tuple[str, ...] = ()
+    n_least: int = 1
 
-    def shared_bytes(self, digests: frozenset[str]) -> int:
-        """The bytes of the longest prefix among `digests`; 0 for one that is too short to matter."""
-        longest = max((prefix.n_bytes for prefix in self.prefixes if prefix.digest in digests), default=0)
-        return longest if longest >= self.least_bytes else 0
+    def n_shared(self, held: Sequence[str]) -> int:
+        """How many beginnings are among those of a sequence; 0 for too few to matter."""
+        n = sum(digest in held for digest in self.digests)
+        return n if n >= self.n_least else 0
 
 
 def conversation_of(request: GenerationRequest) -> Conversation:
-    """The prefixes of a request. Raises OptionError for what JSON cannot hold."""
-    chain, n_bytes, prefixes, first_user_end = hashlib.blake2b(digest_size=DIGEST_BYTES), 0, [], 0
-    chain.update(_head(request))
-    for role, part in _parts(request):
-        for piece in _pieces(part):
-            chain.update(piece)
-            n_bytes += len(piece)
-            prefixes.append(Prefix(chain.copy().hexdigest(), n_bytes))
-        if role == "user" and not first_user_end:
-            first_user_end = n_bytes
-    least_bytes = min(first_user_end or n_bytes, (n_bytes + 1) // 2)
-    return Conversation(tuple(prefixes), least_bytes)
-
-
-def _head(request: GenerationRequest) -> bytes:
-    """Whose request it is, and what templates write before the first message."""
-    return encode(
-        {
-            "owner": request.owner,
-            "template": request.template,
-            "options": request.template_options,
-            "tools": list(request.tools) if request.tool_choice != "none" else [],
-            "think": request.think,
-        }
-    )
-
-
-def _parts(request: GenerationRequest) -> Iterator[tuple[str, bytes]]:
-    """(role, bytes) of each message; of a prompt, the tokens before it and its text."""
-    if request.messages is not None:
-        for message in request.messages:
-            yield str(message.get("role")), encode(message)
-        return
-    if request.context:
-        yield "context", encode({"context": request.context})
-    yield "prompt", (request.prompt or "").encode(errors="surrogatepass")
-
-
-def _pieces(part: bytes) -> Iterator[bytes]:
-    """`part`, cut at FIRST_CUT_BYTES and every doubling of it."""
-    start, end = 0, FIRST_CUT_BYTES
-    while end < len(part):
-        yield part[start:end]
-        start, end = end, 2 * end
-    yield part[start:]
+    """The beginnings of a request. Raises OptionError for what JSON cannot hold."""
+    head = {  # whose request it is, and what templates write before the first message
+        "owner": request.owner,
+        "template": request.template,
+        "options": request.template_options,
+        "tools": list(request.tools) if request.tool_choice != "none" else [],
+        "think": request.think,
+    }
+    parts = [(str(message.get("role")), encode(message)) for message in request.messages or ()]
+    if request.messages is None:
+        context = [("context", encode({"context": request.context}))] if request.context else []
+        parts = [*context, ("prompt", (request.prompt or "").encode(errors="surrogatepass"))]
+    chain, digests, lengths, n_with_user = hashlib.blake2b(encode(head), digest_size=DIGEST_BYTES), [], [0], 0
+    for role, part in parts:
+        start, end = 0, FIRST_CUT_BYTES
+        while start == 0 or start < len(part):
+            chain.update(part[start:end])
+            digests.append(chain.copy().hexdigest())
+            lengths.append(lengths[-1] + len(part[start:end]))
+            start, end = end, 2 * end
+        if role == "user" and not n_with_user:
+            n_with_user = len(digests)
+    n_half = bisect_left(lengths, lengths[-1] / 2)
+    return Conversation(tuple(digests), max(1, min(n_with_user or len(digests), n_half)))
 
 
 Sequences = tuple[tuple[str, ...], ...]
-"""The prefixes of each sequence in a replica's KV cache, by what it was sent, oldest first."""
+"""The beginnings of each sequence in a replica's KV cache, by what it was sent, oldest first."""
 
 
 def after(held: Sequences, conversation: Conversation, n_sequences: int) -> Sequences:
     """What a replica with so many sequences holds once it has also got a request: the oldest make room."""
-    prefixes = tuple(prefix.digest for prefix in conversation.prefixes)
     # A turn takes the place of its conversation's earlier turns.
-    return (*(each for each in held if each[-1] not in prefixes), prefixes)[-n_sequences:]
+    return (*(each for each in held if each[-1] not in conversation.digests), conversation.digests)[-n_sequences:]
 
 
 @dataclass(frozen=True)
@@ -118,12 +89,12 @@ def rank(conversation: Conversation, candidates: Sequence[Candidate]) -> list[li
     """
     least = min((each.queue or 0 for each in candidates), default=0)
     shared = {
-        i: max((conversation.shared_bytes(frozenset(sequence)) for sequence in each.held), default=0)
+        i: max(map(conversation.n_shared, each.held), default=0)
         for i, each in enumerate(candidates)
         if (each.queue or 0) - least < MAX_IMBALANCE
     }
     most = max(shared.values(), default=0)
-    holders = [i for i, n_bytes in shared.items() if n_bytes == most > 0]
+    holders = [i for i, n in shared.items() if n == most > 0]
     rest = [i for i in range(len(candidates)) if i not in holders]
     rest.sort(key=lambda i: len(candidates[i].held))  # a conversation's cache is not given up for another
     return [found for found in (holders, rest) if found]

@@ -1,0 +1,389 @@
+"""What is stored in our data folder: the index of names made here, and uploaded files.
+
+The index is one small JSON file, replaced atomically under a lock between processes. A name adds to files that lie
+elsewhere, at a location: "hub:" and a path in the Hugging Face cache, "sets:" and a path in our folder of sets,
+"demo:", or an absolute path. A damaged index is renamed with a warning, and what can still be read of it is kept.
+Models in the caches are found without it.
+
+Uploaded files (blobs) are named by digest only once they are complete and verified. A set of them is a folder named by
+its digest, in which each file of a model has its own name: hard links to the blobs, so that llama.cpp finds the shards
+of a split model beside each other.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import lru_cache
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import Any
+
+from moegguf.atomic_write import locked_temporary, remove_abandoned, write_atomically
+from moegguf.errors import ModelFormatError, ModelNotFoundError, MoeggufError, OptionError, PullError
+from moegguf.gguf.experts import read_layout
+from moegguf.models.entry import ModelEntry, blob_name, combined_digest, model_digest, size_of, weights_digest
+from moegguf.models.names import parse_name
+from moegguf.models.recipe import check_overrides, check_text
+from moegguf.models.selection import select_files
+from moegguf.models.sources import DEMO_FILE, demo_path, hub_cache
+from moegguf.quantities import format_bytes
+from moegguf.settings import data_folder
+
+VERSION = 1
+MAX_INDEX_BYTES = 64 << 20
+_BESIDE = ("mmproj", "adapter", "draft")  # a file each, or None
+MARGIN_BYTES = 64 << 20  # left free on the disk
+MAX_FILES = 1024
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+() -]{0,199}", re.ASCII)
+
+
+def _location_of(path: Path) -> str:
+    if path in (demo_path(), Path(DEMO_FILE)):
+        return "demo:"
+    for prefix, root in (("hub", hub_cache()), ("sets", sets_folder())):
+        if path.is_relative_to(root):
+            return f"{prefix}:{path.relative_to(root).as_posix()}"
+    return str(path.absolute())
+
+
+def _path_at(location: str) -> Path:
+    """The path of a location, where the file may be missing. Raises ValueError for one outside its folder."""
+    prefix, _, rest = location.partition(":")
+    if prefix == "demo":
+        return demo_path() or Path(DEMO_FILE)
+    if prefix in ("hub", "sets") and ".." not in PurePosixPath(rest).parts and not rest.startswith("/"):
+        return (hub_cache() if prefix == "hub" else sets_folder()) / rest
+    if os.path.isabs(location):
+        return Path(location)
+    raise ValueError("location")
+
+
+def updated(entry: ModelEntry) -> ModelEntry:
+    """An entry of the index with the sizes and digests of its files now, and in `missing` those no longer there."""
+    there = [path for path in entry.all_files if path.is_file()]
+    needed = (*entry.files, *filter(None, (entry.adapter,)))
+    missing = tuple(path for path in needed if path not in there)
+    files_digest = entry.files_digest
+    named_by_digest = all(_location_of(path).startswith(("hub:", "sets:")) for path in needed)
+    if not missing and not (named_by_digest and files_digest):  # a file at a path may be another one than when named
+        with suppress(OSError):  # not readable
+            files_digest = weights_digest(entry.files, entry.adapter)
+    return replace(
+        entry,
+        size_bytes=size_of(there),
+        digest=entry.digest if files_digest == entry.files_digest else model_digest(files_digest, entry),
+        mmproj=entry.mmproj if entry.mmproj in there else None,
+        draft=entry.draft if entry.draft in there else None,
+        files_digest=files_digest,
+        missing=missing,
+    )
+
+
+@dataclass
+class Contents:
+    """All of an index. `entries`: by name in lower case, as stored, see `updated`. `hidden`: keys of removed names of
+    the Hugging Face cache whose files entries still use. `is_intact`: the whole file could be read."""
+
+    entries: dict[str, ModelEntry] = field(default_factory=dict)
+    hidden: set[str] = field(default_factory=set)
+    is_intact: bool = True
+
+    def files(self) -> set[Path]:
+        """The files of all entries."""
+        return {path for entry in self.entries.values() for path in entry.all_files}
+
+
+class Index:
+    """The file `models.json` in `folder`. Safe to use from many threads and processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.path = folder / "models.json"
+
+    def read(self) -> Contents:
+        """The contents now, to be read only; empty when there is no file. A damaged file is repaired, not an error."""
+        contents = self._load()
+        if not contents.is_intact:
+            with suppress(OSError, PullError), self.changed():  # a folder that cannot be written stays as it is
+                pass
+        return contents
+
+    @contextmanager
+    def changed(self, after: Callable[[Contents], None] | None = None) -> Iterator[Contents]:
+        """The contents, to be changed inside the `with`; written at its end, unless it raises. Then calls `after` with
+        them.
+
+        Both run under the lock and must not use the index. Raises PullError when the disk fails.
+        """
+        with disk_errors(f"the index {str(self.path)!r} cannot be written"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with open(self.folder / "models.lock", "ab") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                before = self._load()
+                contents = Contents(dict(before.entries), set(before.hidden))
+                yield contents
+                if not before.is_intact:
+                    damaged = self.path.with_name(f"models.json.damaged-{datetime.now(UTC):%Y%m%dT%H%M%S%f}")
+                    os.replace(self.path, damaged)
+                    kept = "the index of models was damaged; what could be read is kept, the rest is in"
+                    warnings.warn(f"{kept} {damaged}.", stacklevel=2)
+                if contents != before:
+                    write_atomically(self.path, _to_json(contents))
+                if after:
+                    after(contents)
+
+    def _load(self) -> Contents:
+        try:
+            info = self.path.stat()
+        except OSError:
+            return Contents()
+        return _load(self.path, info.st_mtime_ns, info.st_ino, info.st_size, (hub_cache(), data_folder()))
+
+
+@lru_cache(maxsize=4)
+def _load(path: Path, _mtime_ns: int, _inode: int, size_bytes: int, _folders: object) -> Contents:
+    """What could be read; read again only when the file or a folder of locations has changed."""
+    if size_bytes > MAX_INDEX_BYTES:
+        return Contents(is_intact=False)
+    try:
+        data = json.loads(path.read_bytes())
+        listed, hidden = list(data["models"]), set(map(str, data["hidden"]))
+        contents = Contents({}, hidden, data["version"] == VERSION)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return Contents(is_intact=False)
+    for values in listed:
+        try:
+            entry = _entry(values)
+            contents.entries[entry.name.lower()] = entry
+        except (KeyError, TypeError, ValueError, AttributeError):
+            contents.is_intact = False
+    return contents
+
+
+def _entry(values: dict[str, Any]) -> ModelEntry:
+    """The entry in one item of the file. Raises KeyError, TypeError, ValueError or AttributeError for a bad one."""
+    beside: dict[str, Any] = {name: _path_at(text) for name in _BESIDE if (text := check_text(name, values.get(name)))}
+    modified = datetime.fromisoformat(values["modified"])
+    return ModelEntry(
+        name=parse_name(values["name"]).canonical,
+        source="own",
+        files=(_path_at(values["files"][0]), *map(_path_at, values["files"][1:])),
+        size_bytes=0,
+        digest=str(values["digest"]),
+        modified=modified if modified.tzinfo else modified.replace(tzinfo=UTC),
+        **beside,
+        parent=str(values.get("parent", "")),
+        files_digest=str(values.get("files_digest", "")),
+        **check_overrides(values),
+    )
+
+
+def _to_json(contents: Contents) -> bytes:
+    models = [
+        entry.overrides
+        | {"name": entry.name, "files": list(map(_location_of, entry.files)), "digest": entry.digest}
+        | {"modified": entry.modified.isoformat()}
+        | {name: _location_of(path) if (path := getattr(entry, name)) else None for name in _BESIDE}
+        | {"parent": entry.parent, "files_digest": entry.files_digest}
+        for entry in contents.entries.values()
+    ]
+    data = {"version": VERSION, "models": models, "hidden": sorted(contents.hidden)}
+    return (json.dumps(data, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes free on the disk of `folder`, which need not exist."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return shutil.disk_usage(existing).free
+
+
+def check_space(folder: Path, n_bytes: int, what: str) -> None:
+    """Raises PullError when writing `n_bytes` would leave less than MARGIN_BYTES free. `what` starts the message."""
+    free = free_bytes(folder)
+    if n_bytes and n_bytes + MARGIN_BYTES > free:
+        raise PullError(
+            f"{what} needs {format_bytes(n_bytes)} (and {format_bytes(MARGIN_BYTES)} to spare), but the disk of"
+            f" {str(folder)!r} has {format_bytes(free)} free; delete files, or choose a smaller quantisation."
+        )
+
+
+def sets_folder() -> Path:
+    """The folder of all sets."""
+    return data_folder() / "sets"
+
+
+class BlobStore:
+    """The blobs in the data folder, and the sets of them."""
+
+    def __init__(self) -> None:
+        self.folder = data_folder() / "blobs"
+
+    def path(self, digest: str) -> Path:
+        """The file of a digest. Raises ModelNameError, ModelNotFoundError when it is missing."""
+        if not self.has(digest):
+            raise ModelNotFoundError(f"there is no blob {blob_name(digest)!r}; send it first.")
+        return self.folder / blob_name(digest)
+
+    def has(self, digest: str) -> bool:
+        """Whether the blob is complete. Raises ModelNameError."""
+        path = self.folder / blob_name(digest)
+        return path.is_file() and not path.is_symlink()
+
+    def writer(self, digest: str, size_bytes: int | None = None) -> BlobWriter:
+        """A context manager that receives one blob. Raises PullError when `size_bytes` do not fit the disk."""
+        return BlobWriter(self.folder, digest, size_bytes)
+
+    def make_set(self, files: Mapping[str, str]) -> ModelEntry:
+        """The model (without a name) in a set of {file name: digest of a blob}.
+
+        Raises ModelNotFoundError for a missing blob, ModelFormatError for files that are not a model, OptionError for
+        names that are not file names.
+        """
+        if len(files) > MAX_FILES:
+            raise OptionError(f"a model has at most {MAX_FILES} files, but these are {len(files)}.")
+        named = _named(files)
+        selection = select_files(named, repo="the list of files")
+        folder = self._folder_of(named)
+        paths = tuple(folder / name for name in selection.files)
+        try:
+            read_layout(paths[0])
+        except BaseException:  # also an interrupt: nothing half checked stays
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        digest = combined_digest([blob_name(named[name]).removeprefix("sha256-") for name in selection.files])
+        mmproj = folder / selection.mmproj if selection.mmproj else None
+        return ModelEntry("", "own", paths, size_of(paths), digest, datetime.now(UTC), mmproj)
+
+    def make_adapter(self, files: Mapping[str, str]) -> Path:
+        """The adapter in a set of one blob, as {file name: digest}. Raises as `make_set` does."""
+        if len(files) != 1:
+            raise OptionError(f"a model takes one adapter, but these are {len(files)}; merge them into one file.")
+        ((name, blob),) = _named(files).items()
+        return self._folder_of({name: blob}) / name
+
+    def clean(self, used: Iterable[Path]) -> None:
+        """Removes sets without a file among `used`, and the blobs that only those linked to."""
+        kept = {path.parent for path in used}
+        for folder in list(sets_folder().iterdir()) if sets_folder().is_dir() else []:
+            if folder in kept:
+                continue
+            with suppress(OSError):
+                inodes = {path.stat().st_ino for path in folder.iterdir()}
+                shutil.rmtree(folder)
+                for blob in self.folder.glob("sha256-*"):
+                    info = blob.stat()
+                    if info.st_ino in inodes and info.st_nlink == 1:
+                        blob.unlink()
+
+    def _folder_of(self, named: Mapping[str, str]) -> Path:
+        """The folder of these blobs. Raises ModelNotFoundError, PullError."""
+        sources = {name: self.path(blob) for name, blob in named.items()}
+        listing = "\n".join(sorted(f"{name} {blob_name(blob)}" for name, blob in named.items()))
+        digest = hashlib.sha256(listing.encode()).hexdigest()
+        folder = sets_folder() / digest
+        temporary = sets_folder() / f".{digest}.{os.getpid()}"  # then renamed: a set is complete or absent
+        with disk_errors(f"the files cannot be kept in {str(sets_folder())!r}"):
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            for name, blob in sources.items():
+                os.link(blob, temporary / name)
+            if folder.exists():
+                shutil.rmtree(temporary)
+            else:
+                os.replace(temporary, folder)
+        return folder
+
+
+def _named(files: Mapping[str, str]) -> dict[str, str]:
+    """The files with their ending. Raises OptionError for what is no name of a file."""
+    for name in files:
+        if not _FILE_NAME.fullmatch(name) or ".." in name:
+            raise OptionError(f"{name!r:.60} is not the name of a file; give names such as 'model.gguf'.")
+    return {name if name.lower().endswith(".gguf") else f"{name}.gguf": blob for name, blob in files.items()}
+
+
+class BlobWriter:
+    """Receives the bytes of one blob; without `commit` they are removed at the end of the `with`."""
+
+    def __init__(self, folder: Path, digest: str, size_bytes: int | None) -> None:
+        self._path = folder / blob_name(digest)
+        check_space(folder, size_bytes or 0, f"the blob {self._path.name[:19]}")
+        self._sha = hashlib.sha256()
+        with _writing(self._path):
+            folder.mkdir(parents=True, exist_ok=True)
+            remove_abandoned(folder.glob(".*.partial"))
+            handle, name = locked_temporary(folder, ".", ".partial")
+        self._partial = Path(name)
+        self._file = os.fdopen(handle, "wb")
+
+    def __enter__(self) -> BlobWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        with suppress(OSError):  # a full disk fails again at close
+            self._file.close()
+        self._partial.unlink(missing_ok=True)
+
+    def write(self, chunk: bytes) -> None:
+        """Appends bytes. Raises PullError when the disk fails, or would have less than MARGIN_BYTES left."""
+        check_space(self._path.parent, len(chunk), f"a part of {self._path.name[:19]}")
+        self._sha.update(chunk)
+        with _writing(self._path):
+            self._file.write(chunk)
+
+    def commit(self) -> Path:
+        """Verifies the bytes and names the blob. Raises ModelFormatError for another digest, PullError."""
+        found = f"sha256-{self._sha.hexdigest()}"
+        if found != self._path.name:
+            raise ModelFormatError(
+                f"the digest of the bytes is {found}, but {self._path.name} was announced; send again."
+            )
+        with _writing(self._path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            os.replace(self._partial, self._path)
+            sync_folder(self._path.parent)
+        return self._path
+
+
+def sync_folder(folder: Path) -> None:
+    """Writes the directory `folder` to disk, so that new names survive a power loss. Raises OSError."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def disk_errors(failed: str) -> Iterator[None]:
+    """Raises errors of the disk inside the `with` as PullError, which says what has `failed`."""
+    try:
+        yield
+    except MoeggufError:
+        raise
+    except OSError as error:
+        raise PullError(f"{failed} ({error.strerror or error}).") from error
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Raises errors of the disk inside the `with` as PullError."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        step = "delete files and send it again" if full else "check the disk and send it again"
+        reason = error.strerror or error
+        raise PullError(f"{path.name[:19]} cannot be written to {str(path.parent)!r} ({reason}); {step}.") from error

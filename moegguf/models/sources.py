@@ -1,0 +1,330 @@
+"""Models found on this machine: the demo in the package, those in MOEGGUF_MODELS, in the Hugging Face cache and in
+Ollama's stores. Makes no network requests.
+
+The cache is huggingface_hub's own, which llama.cpp shares: `models--user--repo/` with `blobs/` (files by their
+SHA-256), `snapshots/<commit>/` (links to them by name) and `refs/main` (the newest commit seen). So models fetched by
+other programs are found, too. A model with a missing shard is not listed.
+
+An Ollama store has `manifests/<host>/<namespace>/<model>/<tag>`, which list layers by digest, and their bytes in
+`blobs/sha256-<hex>`. It is read and never written. Manifests that are damaged, lead out of the store or cannot be run
+(adapters, cloud models) are left out; so are Go templates: the model's own is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from moegguf.errors import ModelNameError, ModelNotFoundError, MoeggufError, PullError
+from moegguf.gguf.shards import parse_shard_name, shards_of
+from moegguf.models.entry import ModelEntry, Source, blob_name, digest_of, modified_at, size_of, weights_digest
+from moegguf.models.names import DEFAULT_TAG, HUB_HOST, OLLAMA_HOST, Name, hub_name_of, name_or_none, parse_name
+from moegguf.models.recipe import check_overrides, is_go_template
+from moegguf.models.selection import FileSelection, is_model, models_in, projector_beside, select_files
+from moegguf.package import package_folders
+from moegguf.settings import models_folder
+
+DEMO_NAME = "demo"
+DEMO_FILE = "moegguf-demo-Q4_0.gguf"
+MAX_NEIGHBOURS = 4096  # files of a folder among which a projector is looked for
+ENDPOINT = "https://huggingface.co"
+MAX_REF_BYTES = 128
+_TRUE = {"1", "ON", "YES", "TRUE"}
+MAX_LAYER_BYTES = 4 << 20  # of the layers that are text
+_KIND = "application/vnd.ollama.image."
+SYSTEM_FOLDER = Path("/usr/share/ollama/.ollama/models")
+
+
+def demo_path() -> Path | None:
+    """The model that ships with the package; None when this installation has none."""
+    paths = (folder / "demo" / DEMO_FILE for folder in package_folders())
+    return next((path for path in paths if path.is_file()), None)
+
+
+def demo_models(text: str | None = None) -> Iterator[ModelEntry]:
+    """The model that ships with the package, where it is there; with `text`, if that names it. Raises
+    ModelNotFoundError when `text` does and this installation has none."""
+    if text is not None and text.lower() not in (DEMO_NAME, f"{DEMO_NAME}:{DEFAULT_TAG}"):
+        return
+    if path := demo_path():
+        yield file_entry(path, "demo", f"{DEMO_NAME}:{DEFAULT_TAG}")
+    elif text is not None:
+        raise ModelNotFoundError(
+            f"the demo model ({DEMO_FILE}) is not in this installation; install moegguf again, or name another model."
+        )
+
+
+def models_by_name() -> dict[str, Path]:
+    """{name in lower case: file} of the models in MOEGGUF_MODELS and one level of folders below it."""
+    folder = models_folder()
+    if not folder.is_dir():
+        return {}
+    return _models_in([*folder.glob("*.gguf"), *folder.glob("*/*.gguf")])
+
+
+def folder_models(text: str | None = None) -> Iterator[ModelEntry]:
+    """The models in MOEGGUF_MODELS whose file names can be names of models; with `text` the one that it names, with or
+    without ".gguf", a shard's number and the tag `latest`.
+
+    Raises ModelNameError and OSError for that one, when it has no name or cannot be read.
+    """
+    keys = None if text is None else {name_key(text), name_key(text.lower().removesuffix(f":{DEFAULT_TAG}"))}
+    for key, path in models_by_name().items():
+        known = {key, name_key(path.stem)}
+        if keys is None or keys & (known | set(map(_as_name, known))):
+            with suppress(*() if keys else (ModelNameError, OSError)):
+                yield file_entry(path, "folder", parse_name(_as_name(path.stem[: len(key)])).canonical)
+
+
+def file_name(path: Path) -> str:
+    """The name of a model by that of its first file. Raises ModelNameError when that is none."""
+    return parse_name(_as_name(parse_shard_name(path.stem).prefix)).canonical
+
+
+def _as_name(text: str) -> str:
+    """With dashes in place of characters that names may not have."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", text)
+
+
+def only_model(folder: Path) -> Path:
+    """The model in `folder`. Raises ModelNotFoundError when there is none, or more than one."""
+    files = list(_models_in(folder.glob("*.gguf")).values())
+    if len(files) == 1:
+        return files[0]
+    if not files:
+        raise ModelNotFoundError(f"the folder {str(folder)!r} has no GGUF file; give the path of one.")
+    some = ", ".join(repr(file.name) for file in files[:3]) + (", ..." if len(files) > 3 else "")
+    raise ModelNotFoundError(f"the folder {str(folder)!r} has {len(files)} models; give the path of one: {some}.")
+
+
+def file_entry(path: Path, source: Source, name: str) -> ModelEntry:
+    """The model whose first (or only) file is at `path`. Raises OSError when it cannot be read."""
+    files = shards_of(path)
+    names = [file.name for file in itertools.islice(path.parent.glob("*.gguf"), MAX_NEIGHBOURS)]
+    found = projector_beside(path.name, names)
+    mmproj = path.with_name(found) if found else None
+    size_bytes = size_of((*files, mmproj) if mmproj else files)
+    return ModelEntry(name, source, files, size_bytes, digest_of(files), modified_at(path), mmproj)
+
+
+def name_key(name: str) -> str:
+    """Equal for names in MOEGGUF_MODELS that mean the same file."""
+    return name.lower().removesuffix(".gguf")
+
+
+def _models_in(files: Iterable[Path]) -> dict[str, Path]:
+    """{name in lower case: first file}; that of a split model has no shard number."""
+    models: dict[str, Path] = {}
+    for file in sorted(file for file in files if is_model(file.name) and file.is_file()):
+        shard = parse_shard_name(file.stem)
+        if shard.number == 1:
+            models.setdefault(name_key(shard.prefix), file)
+    return models
+
+
+def hub_cache() -> Path:
+    """The folder of the cache, by huggingface_hub's rules; read at each call, where that reads them at import."""
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    return Path(os.path.expandvars(os.path.expanduser(named or os.path.join(home, "hub"))))
+
+
+def hub_endpoint() -> str:
+    """The address of the hub."""
+    return (os.environ.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
+
+
+def hub_offline() -> bool:
+    """Whether HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set."""
+    value = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
+    return value.upper() in _TRUE
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The cached part of one commit of a repository."""
+
+    repo: str  # "user/repo"
+    folder: Path
+
+    def key(self, tag: str) -> str:
+        """The key of the name with this tag (`Name.key`)."""
+        return f"{HUB_HOST}/{self.repo}:{tag}".lower()
+
+    def paths(self) -> list[str]:
+        """The cached GGUF files, by their path in the repository."""
+        files = (path for path in self.folder.rglob("*") if path.name.lower().endswith(".gguf") and path.is_file())
+        return sorted(path.relative_to(self.folder).as_posix() for path in files)
+
+    def entry(self, tag: str, selection: FileSelection) -> ModelEntry:
+        """The model of that name. Raises OSError when a file is missing."""
+        files = tuple(self.folder / path for path in selection.files)
+        name, size_bytes = f"{HUB_HOST}/{self.repo}:{tag}", size_of(self.folder / path for path in selection.paths)
+        mmproj = self.folder / selection.mmproj if selection.mmproj else None
+        return ModelEntry(name, "hub", files, size_bytes, digest_of(files), modified_at(files[0]), mmproj)
+
+
+def repo_folder(repo: str, cache: Path) -> Path:
+    """Where a cache keeps a repository."""
+    return cache / ("models--" + repo.replace("/", "--"))
+
+
+def cached_models(text: str | None = None, hidden: Collection[str] = ()) -> Iterator[ModelEntry]:
+    """Every model in the cache that has a name, the newest commit of each; with `text` those that this hub name means.
+    `hidden`: keys of names to leave out."""
+    name, seen = text and hub_name_of(text), set(hidden)
+    if text is not None and not name:
+        return
+    for snapshot in snapshots(hub_cache(), name.repo if name else None):
+        models = {tag: selection for tag, selection in models_in(snapshot.paths()) if snapshot.key(tag) not in seen}
+        if name:
+            wanted: tuple[str, ...] = ()
+            with suppress(ModelNotFoundError):
+                wanted = select_files({path for each in models.values() for path in each.files}, name.tag).files
+            models = {tag: selection for tag, selection in models.items() if selection.files == wanted}
+        for tag, selection in models.items():
+            with suppress(ModelNameError, OSError):
+                entry = snapshot.entry(tag, selection)
+                seen.add(parse_name(entry.name).key)
+                yield entry
+
+
+def snapshots(cache: Path, repo: str | None = None) -> Iterator[Snapshot]:
+    """The commits of one repository (in any case) or of all; for each that of `main` first, then the newest."""
+    wanted = None if repo is None else repo_folder(repo, cache).name.lower()
+    for folder in sorted(cache.glob("models--*/")):
+        _, *parts = folder.name.split("--")
+        if len(parts) == 2 and wanted in (None, folder.name.lower()):
+            main = ""
+            with suppress(OSError, UnicodeDecodeError), open(folder / "refs" / "main", encoding="ascii") as file:
+                main = file.read(MAX_REF_BYTES).strip()
+            with suppress(OSError):  # deleted in the meantime
+                commits = [(path.name == main, path.stat().st_mtime_ns, path) for path in folder.glob("snapshots/*/")]
+                yield from (Snapshot("/".join(parts), path) for *_, path in sorted(commits, reverse=True))
+
+
+def delete_cached(entry: ModelEntry, keep: Collection[Path]) -> None:
+    """Deletes the entry's files from every cached commit, except `keep`.
+
+    A blob that other files of the cache use stays. Raises PullError when a file cannot be deleted.
+    """
+    from huggingface_hub import scan_cache_dir  # slow to import
+    from huggingface_hub.errors import CacheNotFound
+
+    inside = [path.relative_to(hub_cache()).parts for path in entry.all_files]
+    wanted = {(hub_cache().resolve() / parts[0], Path(*parts[3:])) for parts in inside}  # (repository, path in it)
+    try:
+        cache = scan_cache_dir(hub_cache())
+        files = [
+            file
+            for repo in cache.repos
+            for revision in repo.revisions
+            for file in revision.files
+            if (repo.repo_path, file.file_path.relative_to(revision.snapshot_path)) in wanted
+            and file.blob_path.resolve() not in keep
+        ]
+        if not any(repo.repo_path == folder for repo in cache.repos for folder, _ in wanted):
+            raise OSError(next(map(str, cache.warnings), "its folder is not one of huggingface_hub's"))
+        cache.delete_files(*files).execute()
+    except (OSError, CacheNotFound) as error:
+        raise PullError(f"{entry.name} cannot be removed from {str(hub_cache())!r} ({error}).") from error
+
+
+def ollama_folders() -> list[Path]:
+    """OLLAMA_MODELS, or Ollama's default folders when it is not set."""
+    named = os.environ.get("OLLAMA_MODELS", "")
+    return [Path(named).expanduser()] if named else [Path("~/.ollama/models").expanduser(), SYSTEM_FOLDER]
+
+
+def ollama_models(text: str | None = None) -> Iterator[ModelEntry]:
+    """All models in the stores that can be run; with `text` those that Ollama would run under this name: without a host
+    one of Ollama's library; `user/model` may also be one of Ollama's users."""
+    keys = None
+    if text is not None:
+        if (name := name_or_none(text)) is None:
+            return
+        names = [replace(name, host=name.host or OLLAMA_HOST, namespace=name.namespace or "library")]
+        keys = {each.key for each in (*names, *([replace(name, host=OLLAMA_HOST)] if name.is_hub else []))}
+    for folder in ollama_folders():
+        for manifest in sorted(folder.glob("manifests/*/*/*/*")):
+            name = Name(*manifest.parts[-4:])
+            if keys is None or name.key in keys:
+                with suppress(OSError, MoeggufError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                    yield _manifest_entry(folder, manifest, name)
+
+
+def ollama_blob(folder: Path, digest: str) -> Path:
+    """The file of a digest in a store. Raises ModelNameError, OSError when it is missing or outside the store."""
+    return _inside(folder, folder / "blobs" / blob_name(digest))
+
+
+def _inside(folder: Path, path: Path) -> Path:
+    real = path.resolve(strict=True)
+    if not real.is_relative_to(folder.resolve()) or not real.is_file():
+        raise FileNotFoundError(str(path))
+    return path
+
+
+def _manifest_entry(folder: Path, manifest: Path, name: Name) -> ModelEntry:
+    """The model of a manifest. Raises the errors that `ollama_models` ignores when it cannot be run."""
+    shown, data = _display_name(name), _read(_inside(folder, manifest))
+    files: dict[str, list[Path]] = {"model": [], "projector": [], "adapter": []}
+    parts: dict[str, list[str]] = {}
+    for layer in json.loads(data)["layers"]:
+        kind = str(layer["mediaType"]).removeprefix(_KIND)
+        path = ollama_blob(folder, layer["digest"])
+        if kind in files and path.stat().st_size != layer["size"]:
+            raise ValueError(kind)
+        if kind in files:
+            files[kind].append(path)
+        else:
+            parts.setdefault(kind, []).append(_read(path).decode("utf-8", "replace"))
+    (model,) = files["model"]
+    mmproj = next(iter(files["projector"]), None)
+    adapter = files["adapter"][0] if files["adapter"] else None
+    if len(files["adapter"]) > 1:
+        raise ValueError("adapters")
+    texts = {kind: "\n".join(each) for kind, each in parts.items()}
+    template = texts.get("template", "")
+    overrides = {
+        "system": texts.get("system"),
+        "template": template if "{{" in template and not is_go_template(template) else None,
+        "license": texts.get("license"),
+        "parameters": json.loads(parts["params"][0]) if "params" in parts else None,
+        "messages": json.loads(parts["messages"][0]) if "messages" in parts else None,
+    }
+    return ModelEntry(
+        name=shown,
+        source="ollama",
+        files=(model,),
+        size_bytes=size_of((model, *filter(None, (mmproj, adapter)))),
+        digest=hashlib.sha256(data).hexdigest(),
+        files_digest=weights_digest((model,), adapter),
+        modified=datetime.fromtimestamp(manifest.stat().st_mtime, UTC),
+        mmproj=mmproj,
+        adapter=adapter,
+        **check_overrides(overrides),
+    )
+
+
+def _display_name(name: Name) -> str:
+    """The name as Ollama lists it. Raises ModelNameError for a folder that is no name."""
+    full = parse_name(f"{name.host}/{name.namespace}/{name.model}:{name.tag}")
+    if full.host != OLLAMA_HOST:
+        return full.canonical
+    short = f"{full.model}:{full.tag}"
+    return short if full.namespace == "library" else f"{full.namespace}/{short}"
+
+
+def _read(path: Path) -> bytes:
+    if path.stat().st_size > MAX_LAYER_BYTES:
+        raise ValueError("too large")
+    return path.read_bytes()
