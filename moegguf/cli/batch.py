@@ -148,7 +148,7 @@ def _open_answers(target: Path | None, requests: Requests) -> Journal | _StdoutA
 
 def _server_for(models: list[str]) -> Client | None:
     """A running server that has all `models`, if there is one; None for a path."""
-    from moegguf.chat.running_server import KNOWN_S, running_server
+    from moegguf.chat.client import KNOWN_S, running_server
 
     if any(os.path.exists(os.path.expanduser(name)) for name in models) or (client := running_server()) is None:
         return None

@@ -202,8 +202,7 @@ def _in_server(
 ) -> tuple[ChatModel, Conversation] | None:
     """A conversation with a model in a running server that knows it, if there is one; None for a path."""
     from moegguf.chat.conversation import Conversation
-    from moegguf.chat.model import ChatModel
-    from moegguf.chat.running_server import server_with
+    from moegguf.chat.model import ChatModel, server_with
 
     if os.path.exists(os.path.expanduser(name)) or (server := server_with(name, keep_alive)) is None:
         return None
@@ -216,11 +215,10 @@ def _in_own_worker(
     name: str, load_options: dict[str, Any], parameters: dict[str, Any], settings: dict[str, Any], *, log: bool
 ) -> tuple[ChatModel, Conversation]:
     """A conversation with a model of this machine, which is pulled first when it is not there."""
-    from moegguf.chat.own_worker import OwnWorker
+    from moegguf.chat.model import ChatModel, OwnWorker
 
     worker = OwnWorker(log=log)  # which starts while this program imports what follows
     from moegguf.chat.conversation import Conversation
-    from moegguf.chat.model import ChatModel
     from moegguf.settings import read_settings
 
     model, entry = ChatModel(worker), find_or_pull(name)

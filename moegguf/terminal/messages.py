@@ -37,6 +37,11 @@ def print_message(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
+def print_error(error: Exception, before: str = "") -> None:
+    """Prints an error as one line on stderr, after `error: ` and what goes before it."""
+    print_message(f"error: {before}{' '.join(str(error).split())}")
+
+
 def _replace_closed_streams() -> None:
     """Opens /dev/null as closed standard streams, so that no file opened later gets their numbers."""
     for number in range(3):
