@@ -15,7 +15,7 @@ import resource
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ import numpy as np
 
 from moegguf.bench.memory_limit import die_with_parent
 from moegguf.bench.rows import imitated_routing
-from moegguf.bench.spec import Spec, Test
+from moegguf.bench.series import Spec, Test
 from moegguf.controller.strategies import find_strategy
 from moegguf.engine.devices import all_devices
 from moegguf.engine.llama import Llama
@@ -70,6 +70,8 @@ def describe_build(bindings: ModuleType, patched: str = f"moegguf-{__version__}+
 
 def load(spec: Spec) -> Llama:
     """The model with the options of `spec`; MOEGGUF_HOOKS must have been set for its system."""
+    # -1 leaves a model with experts to `placement`; plain llama.cpp then puts every layer on a GPU.
+    planned = spec.system == "moegguf" and spec.n_gpu_layers < 0 and read_layout(spec.model).is_moe
     device = link_device(parse_link(spec.simulate_link), spec.simulate_threads) if spec.simulate_link else None
     return Llama(
         spec.model,
@@ -92,18 +94,12 @@ def load(spec: Spec) -> Llama:
         n_ubatch=spec.n_ubatch,
         n_threads=spec.n_threads,
         n_threads_batch=spec.n_threads,
-        **_gpu_layers(spec),
+        **({} if planned else {"n_gpu_layers": spec.n_gpu_layers}),
         type_k=ggml_type(spec.type_k),
         type_v=ggml_type(spec.type_v),
         flash_attn={"on": True, "off": False, "auto": None}[spec.flash_attn],
         verbose=spec.verbose,
     )
-
-
-def _gpu_layers(spec: Spec) -> dict[str, Any]:
-    """-1 leaves a model with experts to `placement`; plain llama.cpp then puts every layer on a GPU."""
-    planned = spec.system == "moegguf" and spec.n_gpu_layers < 0 and read_layout(spec.model).is_moe
-    return {} if planned else {"n_gpu_layers": spec.n_gpu_layers}
 
 
 class Feed:
@@ -115,7 +111,11 @@ class Feed:
         self._bos = llama.token_bos() if llama._model.add_bos_token() else -1
         self._text: list[int] = []
         if spec.text is not None:
-            self._text = llama.tokenize(_read(spec.text), add_bos=False, special=False)
+            try:
+                text = Path(spec.text).read_bytes()
+            except OSError as error:
+                raise ModelNotFoundError(f"{spec.text!r} cannot be read ({error.strerror}); check the path.") from error
+            self._text = llama.tokenize(text, add_bos=False, special=False)
             if not self._text:
                 raise OptionError(f"there is no text in {spec.text!r}.")
 
@@ -129,13 +129,6 @@ class Feed:
         if self._bos >= 0:
             tokens[:1] = [self._bos]
         return tokens
-
-
-def _read(path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ModelNotFoundError(f"{path!r} cannot be read ({error.strerror}); check the path.") from error
 
 
 def greedy_token(llama: Llama) -> int:
@@ -246,17 +239,9 @@ def _probe(llama: Llama, spec: Spec) -> float:
     return expert_read_speed(llama.layout, spec.probe_s).bytes_per_s
 
 
-def _fill(llama: Llama) -> float:
-    """Seconds until every expert is loaded, when the plan keeps all of them resident."""
-    start = time.perf_counter()
-    if llama.session is not None and llama.plan.resident:
-        llama.session.store.drain()
-    return time.perf_counter() - start
-
-
 def peak_rss_bytes() -> int:
     """Peak resident memory of this process, mapped files included."""
-    with suppress(OSError, IndexError, ValueError):
+    with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
@@ -264,72 +249,55 @@ def peak_rss_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _description(llama: Llama, spec: Spec) -> dict[str, Any]:
-    patched = f"moegguf-{__version__}+" if spec.system != "stock" else ""
-    return describe_build(library.llama_cpp(), patched) | {
-        "model_type": llama._model.desc().replace("?B", human_number(llama._model.n_params())),  # an unknown size
-        "model_size": llama._model.size(),
-        "model_n_params": llama._model.n_params(),
-        "routing": imitated_routing(llama.layout.metadata),
-    }
-
-
-def _placement(llama: Llama) -> dict[str, Any]:
-    """Where experts are, and the tokens per second that were predicted; empty where nothing was decided."""
-    found = llama.plan.placement
-    if found is None:
-        return {"placement": "", "predicted_ts": 0.0}
-    return {"placement": str(found.chosen), "predicted_ts": found.chosen.tokens_per_s}
-
-
-def _link_warnings(spec: Spec) -> Iterator[str]:
-    copied = memory_copy_bytes_per_s()
-    if spec.simulate_link and parse_link(spec.simulate_link).bytes_per_s > copied:
-        yield (
-            f"the simulated link is slower than {spec.simulate_link}: one thread copies {copied / 1e9:.1f} GB/s within"
-            " this machine's memory; scale bandwidth and compute down together"
-        )
-
-
 def run(spec: Spec) -> dict[str, Any]:
     """Loads, measures every test, closes. Raises MoeggufError."""
     start = time.perf_counter()
     with load(spec) as llama:
-        load_s, fill_s = time.perf_counter() - start, _fill(llama)
+        load_s, session, plan, model = time.perf_counter() - start, llama.session, llama.plan, llama._model
+        if session is not None and plan.resident:
+            session.store.drain()  # until every expert is loaded
+        fill_s = time.perf_counter() - start - load_s
         feed = Feed(llama, spec)
         with nullcontext() if spec.draft is None else Engine(llama) as engine:
             tests = [run_test(llama, spec, test, feed, engine) for test in spec.tests]
-        info = llama.session.store.info() if llama.session is not None else {}
-        moegguf = llama.session is not None
+        peak_bytes = peak_rss_bytes()
+        info = session.store.info() if session is not None else {}
+        warned = list(plan.warnings) if session is not None else []
+        if spec.simulate_link and parse_link(spec.simulate_link).bytes_per_s > (copied := memory_copy_bytes_per_s()):
+            warned.append(
+                f"the simulated link is slower than {spec.simulate_link}: one thread copies {copied / 1e9:.1f} GB/s"
+                " within this machine's memory; scale bandwidth and compute down together"
+            )
+        placed = plan.placement and plan.placement.chosen
+        patched = f"moegguf-{__version__}+" if spec.system != "stock" else ""
         return {
-            **_description(llama, spec),
+            **describe_build(library.llama_cpp(), patched),
+            "model_type": model.desc().replace("?B", human_number(model.n_params())),  # an unknown size
+            "model_size": model.size(),
+            "model_n_params": model.n_params(),
+            "routing": imitated_routing(llama.layout.metadata),
             "tests": tests,
             "load_s": load_s,
             "fill_s": fill_s,
-            "peak_rss_bytes": peak_rss_bytes(),
+            "peak_rss_bytes": peak_bytes,
             "n_slots": info.get("n_slots_usable", 0),
-            "n_repacked": info.get("n_repacked", 0),
             "n_ubatch_used": llama.context_params.n_ubatch,
-            "budget_bytes": llama.plan.budget_bytes if moegguf else 0,
-            "planned_bytes": llama.plan.total_bytes if moegguf else 0,
-            "warnings": (*(llama.plan.warnings if moegguf else ()), *_link_warnings(spec)),
+            "budget_bytes": plan.budget_bytes if session is not None else 0,
+            "planned_bytes": plan.total_bytes if session is not None else 0,
+            "warnings": warned,
             "decisions": llama.decisions(),
-            **_placement(llama),
+            "placement": str(placed) if placed else "",
+            "predicted_ts": placed.tokens_per_s if placed else 0.0,
         }
-
-
-def _lines(arguments: Sequence[str]) -> Iterator[str]:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they are in the result
-            yield json.dumps(run(Spec.from_json(arguments[0])))
-    except MoeggufError as error:
-        yield json.dumps({"error": str(error), "error_type": type(error).__name__})
 
 
 if __name__ == "__main__":
     die_with_parent()
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keeps what libraries print out of the result
-    for line in _lines(sys.argv[1:]):
-        print(line, file=out, flush=True)
+    warnings.simplefilter("ignore")  # they are in the result
+    try:
+        found = run(Spec.from_json(sys.argv[1]))
+    except MoeggufError as error:
+        found = {"error": str(error)}
+    print(json.dumps(found), file=out, flush=True)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import mean, median, stdev
 from typing import Any
 
-from moegguf.bench.series import BenchedSystem, Outcome, test_name
-from moegguf.bench.spec import FLASH_ATTN, Test
+from moegguf.bench.series import FLASH_ATTN, BenchedSystem, Outcome, Test, speeds, test_name
 
 Row = dict[str, Any]
 
@@ -20,6 +19,17 @@ FIELDS = (
     "tensor_buft_overrides", "load_mode", "lazy_mode", "embeddings", "no_op_offload", "no_host", "repack", "fit_target",
     "fit_min_ctx", "n_prompt", "n_gen", "n_depth", "test_time", "avg_ns", "stddev_ns", "avg_ts", "stddev_ts",
 )  # fmt: skip
+# Of these: the same in every run of a model, as given, and what moegguf has no option for.
+_OF_MODEL = (
+    "build_commit", "build_number", "cpu_info", "gpu_info", "backends", "model_type", "model_size", "model_n_params",
+    "routing",
+)  # fmt: skip
+_AS_GIVEN = ("n_batch", "n_ubatch", "n_threads", "type_k", "type_v", "n_gpu_layers", "repack")
+_ALWAYS = {
+    "cpu_mask": "0x0", "cpu_strict": False, "poll": 50, "n_cpu_moe": 0, "split_mode": "layer", "main_gpu": 0,
+    "no_kv_offload": False, "tensor_split": "0.00", "lazy_mode": "auto", "embeddings": False, "no_host": False,
+    "fit_target": 0, "fit_min_ctx": 0,
+}  # fmt: skip
 
 # Medians over the repetitions of all rounds.
 STORE_FIELDS = (
@@ -39,8 +49,6 @@ OWN_FIELDS = (
 
 LOCALITY_KEY = "moegguf.locality"  # GGUF metadata: whose published reuse of experts a random model imitates
 
-_LOAD_MODES = {"moegguf": "none", "stock": "mmap", "mmap": "mmap", "resident": "none"}
-
 
 def imitated_routing(metadata: Mapping[str, object]) -> str:
     """The field `routing`, of a GGUF file's metadata: whose routing its random weights imitate; "" for others."""
@@ -50,78 +58,60 @@ def imitated_routing(metadata: Mapping[str, object]) -> str:
     return f"random weights that reuse experts as published of {name} ({LOCALITY_KEY})"
 
 
-# Of llama-bench's options those that this has not, as they always are here.
-_ALWAYS = {
-    "cpu_mask": "0x0", "cpu_strict": False, "poll": 50, "n_cpu_moe": 0, "split_mode": "layer", "main_gpu": 0,
-    "no_kv_offload": False, "tensor_split": "0.00", "lazy_mode": "auto", "embeddings": False, "no_host": False,
-    "fit_target": 0, "fit_min_ctx": 0,
-}  # fmt: skip
-_AS_GIVEN = ("n_batch", "n_ubatch", "n_threads", "type_k", "type_v", "n_gpu_layers", "repack")
+def make_rows(outcomes: Sequence[Outcome], limit_bytes: int | None = None) -> list[Row]:
+    """One row per test and system of one group of settings; the compared have `against`, one item per other system."""
+    groups: dict[int, list[Outcome]] = {}
+    for outcome in outcomes:
+        groups.setdefault(id(outcome.system), []).append(outcome)
+    if not groups:
+        return []
+    result = next((outcome.result for outcome in outcomes if not outcome.error), {})
+    model = {name: result[name] for name in _OF_MODEL if result}
+    others = [group for group in groups.values() if not group[0].system.compared]
+    rows: list[Row] = []
+    for index, test in enumerate(outcomes[0].system.spec.tests):
+        of_test = []
+        for group in groups.values():
+            system = group[0].system
+            row = model | _of_settings(system, test) | _of_process(group, limit_bytes) | _figures(group, index)
+            compared = others if system.compared else []
+            of_test.append(
+                row | {"against": {other[0].system.label: compare(group, other, index) for other in compared}}
+            )
+        _add_strict_bound(of_test)
+        rows += of_test
+    return rows
 
 
-def _fixed(system: BenchedSystem) -> Row:
-    """Fields that depend on the settings only."""
-    spec = system.spec
-    own = {name: getattr(spec, name) or "" for name in ("expert_cache", "vram_cache", "draft")}
+def _of_settings(system: BenchedSystem, test: Test) -> Row:
+    spec, is_llama_cpp = system.spec, system.is_llama_cpp
+    shape = {"n_prompt": test.n_prompt, "n_gen": test.n_gen, "n_depth": test.n_depth}
     return {
         **_ALWAYS,
         **{name: getattr(spec, name) for name in _AS_GIVEN},
-        **(dict.fromkeys(own, "") if system.is_llama_cpp else own),
+        **{name: "" if is_llama_cpp else getattr(spec, name) or "" for name in ("expert_cache", "vram_cache", "draft")},
+        **shape,
+        "test": test_name(shape),
         "model_filename": spec.model,
         "flash_attn": FLASH_ATTN[spec.flash_attn],
         "devices": f"simulated link {spec.simulate_link}" if spec.simulate_link else "auto",
-        "tensor_buft_overrides": "none" if system.is_llama_cpp else "experts=moegguf",
-        "load_mode": _LOAD_MODES[spec.system],
-        "no_op_offload": int(not system.is_llama_cpp),
+        "tensor_buft_overrides": "none" if is_llama_cpp else "experts=moegguf",
+        "load_mode": "mmap" if spec.system in ("stock", "mmap") else "none",
+        "no_op_offload": int(not is_llama_cpp),
         "system": system.label,
         "note": system.note,
         "feed": spec.feed + (f" {spec.text}" if spec.text else ""),
     }
 
 
-def speeds(test: Row) -> list[float]:
-    """Tokens per second of each repetition."""
-    return [(test["n_prompt"] + test["n_gen"]) / ns * 1e9 for ns in test["samples_ns"]]
-
-
-def _tests(outcomes: Iterable[Outcome], index: int) -> list[Row]:
-    return [outcome.result["tests"][index] for outcome in outcomes if not outcome.error]
-
-
-def _percentile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
-
-
-def _figures(tests: Sequence[Row]) -> Row:
-    """Speed and the store's counters, over all rounds."""
-    ns = [n for test in tests for n in test["samples_ns"]]
-    ts = [speed for test in tests for speed in speeds(test)]
-    token_ms = [n / 1e6 for test in tests for sample in test["token_ns"] for n in sample]
-    store = [figures for test in tests for figures in test["figures"]]
-    return {
-        "test_time": tests[0]["test_time"],
-        "avg_ns": int(mean(ns)),
-        "stddev_ns": int(stdev(ns)) if len(ns) > 1 else 0,
-        "avg_ts": mean(ts),
-        "stddev_ts": stdev(ts) if len(ts) > 1 else 0.0,
-        "median_ts": median(ts),
-        **{name: median(figures[name] for figures in store) for name in STORE_FIELDS if store},
-        "token_ms_p50": _percentile(token_ms, 0.5),
-        "token_ms_p95": _percentile(token_ms, 0.95),
-        "samples_ns": ns,
-        "samples_ts": ts,
-    }
-
-
-def _process(outcomes: Sequence[Outcome], limit_bytes: int | None) -> Row:
+def _of_process(outcomes: Sequence[Outcome], limit_bytes: int | None) -> Row:
     """Load times (median) and memory (the most) over all rounds."""
     results = [outcome.result for outcome in outcomes if not outcome.error]
     row: Row = {
         "rounds": len(results),
         "memory_limit_bytes": limit_bytes or 0,
-        "cgroup_peak_bytes": max((outcome.cgroup_peak_bytes for outcome in outcomes), default=0),
-        "error": next((outcome.error for outcome in outcomes if outcome.error), ""),
+        "cgroup_peak_bytes": max(outcome.cgroup_peak_bytes for outcome in outcomes),
+        "error": _error(outcomes),
     }
     if not results:
         return row
@@ -129,58 +119,63 @@ def _process(outcomes: Sequence[Outcome], limit_bytes: int | None) -> Row:
     return row | {
         **{name: results[0][name] for name in gauges},
         **{name: results[0]["decisions"].get(name, "") for name in ("policy", "predictor", "prefetch")},
-        "load_s": median(result["load_s"] for result in results),
-        "fill_s": median(result["fill_s"] for result in results),
+        **{name: median(result[name] for result in results) for name in ("load_s", "fill_s")},
         "peak_rss_bytes": max(result["peak_rss_bytes"] for result in results),
     }
 
 
-def _description(outcomes: Iterable[Outcome]) -> Row:
-    """The build and the model, from the first run that ended without an error."""
-    names = (
-        "build_commit", "build_number", "cpu_info", "gpu_info", "backends", "model_type", "model_size",
-        "model_n_params", "routing",
-    )  # fmt: skip
-    result = next((outcome.result for outcome in outcomes if not outcome.error), {})
-    return {name: result[name] for name in names if result}
+def _error(outcomes: Sequence[Outcome]) -> str:
+    return next((outcome.error for outcome in outcomes if outcome.error), "")
 
 
-def _pairs(own: Sequence[Outcome], other: Sequence[Outcome], index: int) -> list[tuple[Row, Row]]:
-    """The same test in the same rounds."""
-    by_round = {outcome.round: outcome.result["tests"][index] for outcome in other if not outcome.error}
-    return [
-        (outcome.result["tests"][index], by_round[outcome.round])
-        for outcome in own
-        if not outcome.error and outcome.round in by_round
-    ]
-
-
-def _stall_ms(test: Row) -> float:
-    return median(figures["stall_ms_per_token"] for figures in test["figures"])
+def _figures(outcomes: Sequence[Outcome], index: int) -> Row:
+    """Speed and the store's counters in one test, over all rounds."""
+    tests = [outcome.result["tests"][index] for outcome in outcomes if not outcome.error]
+    ns = [n for test in tests for n in test["samples_ns"]]
+    ts = [speed for test in tests for speed in speeds(test)]
+    row: Row = {"samples_ns": ns, "samples_ts": ts}
+    if not tests:
+        return row
+    token_ms = sorted(n / 1e6 for test in tests for sample in test["token_ns"] for n in sample) or [0.0]
+    store = [figures for test in tests for figures in test["figures"]]
+    return row | {
+        "test_time": tests[0]["test_time"],
+        "avg_ns": int(mean(ns)),
+        "stddev_ns": int(stdev(ns)) if len(ns) > 1 else 0,
+        "avg_ts": mean(ts),
+        "stddev_ts": stdev(ts) if len(ts) > 1 else 0.0,
+        "median_ts": median(ts),
+        **{name: median(figures[name] for figures in store) for name in STORE_FIELDS if store},
+        "token_ms_p50": token_ms[int(0.5 * len(token_ms))],
+        "token_ms_p95": token_ms[int(0.95 * len(token_ms))],
+    }
 
 
 def compare(own: Sequence[Outcome], other: Sequence[Outcome], index: int) -> Row:
     """Speed and stall of `own` divided by those of `other` (medians over rounds), and whether the tokens agree."""
-    pairs = _pairs(own, other, index)
-    row: Row = {"error": next((outcome.error for outcome in other if outcome.error), "")}
+    mine, theirs = (
+        {outcome.round: outcome.result["tests"][index] for outcome in outcomes if not outcome.error}
+        for outcomes in (own, other)
+    )
+    pairs = [(test, theirs[n]) for n, test in mine.items() if n in theirs]  # of the same round
+    row: Row = {"error": _error(other)}
     if not pairs:
         return row
     ratios = [median(speeds(a)) / median(speeds(b)) for a, b in pairs]
-    tokens = [
-        (x, y)
-        for a, b in pairs
-        for ours, theirs in zip(a["tokens"], b["tokens"], strict=True)
-        for x, y in zip(ours, theirs, strict=True)
-    ]
-    stalls = [(_stall_ms(a), _stall_ms(b)) for a, b in pairs if a["figures"] and b["figures"]]
-    if stalls and all(theirs > 0 for _, theirs in stalls):
-        row["stall_ratio"] = median(ours / theirs for ours, theirs in stalls)
+    samples = [sample for a, b in pairs for sample in zip(a["tokens"], b["tokens"], strict=True)]
+    same = [x == y for a, b in samples for x, y in zip(a, b, strict=True)]
+    stalls = [
+        [median(figures["stall_ms_per_token"] for figures in test["figures"]) for test in pair]
+        for pair in pairs if pair[0]["figures"] and pair[1]["figures"]
+    ]  # fmt: skip
+    if stalls and all(b > 0 for _, b in stalls):
+        row["stall_ratio"] = median(a / b for a, b in stalls)
     return row | {
         "ratio": median(ratios),
         "ratios": ratios,
-        "tokens_compared": len(tokens),
-        "tokens_same": sum(x == y for x, y in tokens),
-        "same_tokens": all(x == y for x, y in tokens),
+        "tokens_compared": len(same),
+        "tokens_same": sum(same),
+        "same_tokens": all(same),
         "same_kernels": own[0].system.spec.repack == other[0].system.spec.repack,
     }
 
@@ -201,40 +196,3 @@ def _add_strict_bound(rows: Sequence[Row]) -> None:
         if row.get("link_gb_per_s") and row["median_ts"]:
             bound_s = max(compute_s, row["mb_per_token"] / row["link_gb_per_s"] / 1e3)
             row["link_bound_strict_pct"] = 100 * bound_s * row["median_ts"]
-
-
-def _by_system(outcomes: Iterable[Outcome]) -> dict[int, list[Outcome]]:
-    groups: dict[int, list[Outcome]] = {}
-    for outcome in outcomes:
-        groups.setdefault(id(outcome.system), []).append(outcome)
-    return groups
-
-
-def make_rows(outcomes: Sequence[Outcome], limit_bytes: int | None = None) -> list[Row]:
-    """One row per test and system of one group of settings; the compared have `against`, one item per other system."""
-    groups = list(_by_system(outcomes).values())
-    if not groups:
-        return []
-    tests: tuple[Test, ...] = groups[0][0].system.spec.tests
-    description = _description(outcomes)
-    rows: list[Row] = []
-    for index, test in enumerate(tests):
-        shape = {"n_prompt": test.n_prompt, "n_gen": test.n_gen, "n_depth": test.n_depth}
-        of_test = [description | _row(group, groups, index, limit_bytes) | shape for group in groups]
-        for row in of_test:
-            row["test"] = test_name(row)
-        _add_strict_bound(of_test)
-        rows += of_test
-    return rows
-
-
-def _row(group: Sequence[Outcome], groups: Sequence[Sequence[Outcome]], index: int, limit_bytes: int | None) -> Row:
-    """One system in one test, with ratios to every other system when it is the compared one."""
-    system = group[0].system
-    row = _fixed(system) | _process(group, limit_bytes) | {"samples_ns": [], "samples_ts": [], "against": {}}
-    if done := _tests(group, index):
-        row |= _figures(done)
-    if system.compared:
-        others = [other for other in groups if not other[0].system.compared]
-        row["against"] = {other[0].system.label: compare(group, other, index) for other in others}
-    return row

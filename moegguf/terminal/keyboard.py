@@ -30,7 +30,10 @@ def keyboard_echo_off() -> Iterator[None]:
     global _saved_attributes
     stdin = sys.stdin.fileno()
     _saved_attributes = termios.tcgetattr(stdin)
-    attributes = _without_echo(_saved_attributes)
+    attributes = list(_saved_attributes)
+    attributes[IFLAG] &= ~termios.ICRNL
+    attributes[LFLAG] &= ~(termios.ECHO | termios.ICANON)
+    attributes[LFLAG] |= termios.NOFLSH  # Ctrl-C must not discard the input queue
 
     def apply(*_: Any) -> None:  # again on SIGCONT: after Ctrl-Z shells set their own mode
         with suppress(termios.error):
@@ -45,14 +48,6 @@ def keyboard_echo_off() -> Iterator[None]:
         for number, handler in previous:
             signal.signal(number, handler)
         _restore()
-
-
-def _without_echo(attributes: list[Any]) -> list[Any]:
-    changed = list(attributes)
-    changed[IFLAG] &= ~termios.ICRNL
-    changed[LFLAG] &= ~(termios.ECHO | termios.ICANON)
-    changed[LFLAG] |= termios.NOFLSH  # Ctrl-C must not discard the input queue
-    return changed
 
 
 def _restore() -> None:
