@@ -4,7 +4,7 @@ contexts that are kept on disk. They need no server."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +16,7 @@ from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:
     from moegguf.engine.context_store import StoredBlock
+    from moegguf.models.entry import ModelEntry
 
 Name = Annotated[
     str,
@@ -80,38 +81,29 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Describe a model and its experts."""
-    from moegguf.terminal.facts import model_facts
-    from moegguf.terminal.tables import print_json, print_model
-
-    flags = {
-        "license": license_text, "modelfile": modelfile, "parameters": parameters, "template": template,
-        "system": system,
-    }  # fmt: skip
-    if parts := [name for name, given in flags.items() if given]:
-        typer.echo(_model_part(model, parts).rstrip("\n"))
-        return
-    facts = model_facts(model, verbose=verbose)
-    print_json(facts) if as_json else print_model(facts)
-
-
-def _model_part(model: str, wanted: Sequence[str]) -> str:
-    """The text of one part of a model. Raises BadParameter when more than one is wanted."""
     from moegguf.models.catalog import Catalog
     from moegguf.models.details import details, parameters_of
     from moegguf.models.modelfile import parameter_lines
+    from moegguf.terminal.facts import model_facts
+    from moegguf.terminal.tables import print_json, print_model
 
-    catalog = Catalog()
-    entry = catalog.find(model)
-    parts = {
-        "license": lambda: entry.license or "",
-        "modelfile": lambda: catalog.modelfile(entry),
-        "parameters": lambda: "\n".join(parameter_lines(parameters_of(entry))),
-        "template": lambda: entry.template or details(entry).template or "",
-        "system": lambda: entry.system or "",
-    }
+    given = (license_text, modelfile, parameters, template, system)
+    parts: tuple[Callable[[Catalog, ModelEntry], str | None], ...] = (
+        lambda _, entry: entry.license,
+        lambda catalog, entry: catalog.modelfile(entry),
+        lambda _, entry: "\n".join(parameter_lines(parameters_of(entry))),
+        lambda _, entry: entry.template or details(entry).template,
+        lambda _, entry: entry.system,
+    )
+    wanted = [part for part, is_given in zip(parts, given, strict=True) if is_given]
     if len(wanted) > 1:
-        raise typer.BadParameter(f"only one of {', '.join(f'--{part}' for part in parts)} can be given")
-    return parts[wanted[0]]()
+        raise typer.BadParameter("only one of --license, --modelfile, --parameters, --template, --system can be given")
+    if wanted:
+        catalog = Catalog()
+        typer.echo((wanted[0](catalog, catalog.find(model)) or "").rstrip("\n"))
+        return
+    facts = model_facts(model, verbose=verbose)
+    print_json(facts) if as_json else print_model(facts)
 
 
 def remove(

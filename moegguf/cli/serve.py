@@ -69,7 +69,14 @@ def serve(
     if files and len(models or ()) != 1:
         named = " and ".join(OPTIONS[name].flags[0] for name in files)
         raise OptionError(f"{named} belongs to one model: name it, as in `moegguf serve MODEL`, and no other.")
-    entries = [_with_files(_entry_of(model), **files) for model in models or ()]
+    entries = []
+    for model in models or ():
+        from moegguf.models.folder import file_name
+        from moegguf.terminal.loading import find_or_pull
+
+        entry = find_or_pull(model)  # a file has its name without ".gguf"
+        named = replace(entry, name=file_name(entry.path)) if entry.source == "path" else entry
+        entries.append(_with_files(named, **files))
     from moegguf.server.serve import listen, run_server
 
     listener = listen(settings.host)
@@ -77,15 +84,6 @@ def serve(
         return run_server(settings, listener, lambda: print_address(settings, listener), entries)
     finally:
         listener.close()
-
-
-def _entry_of(model: str) -> ModelEntry:
-    """The model, fetched if it has to be; a file has its name without ".gguf"."""
-    from moegguf.models.folder import file_name
-    from moegguf.terminal.loading import find_or_pull
-
-    entry = find_or_pull(model)
-    return replace(entry, name=file_name(entry.path)) if entry.source == "path" else entry
 
 
 def _with_files(entry: ModelEntry, mmproj: str | None = None, lora_path: str | None = None) -> ModelEntry:
@@ -111,14 +109,17 @@ def _warn_without_gpu(loading: Given) -> None:
     from moegguf.engine.devices import has_gpu
     from moegguf.settings import read_environment
 
-    placement, vram_cache = loading.get("placement"), loading.get("vram_cache", read_environment().vram_cache)
-    if not (placement in ("slots", "layers") or vram_cache or loading.get("n_gpu_layers")) or has_gpu():
-        return
-    if vram_cache:
+    placement, so = loading.get("placement"), "the CPU computes every model"
+    if loading.get("vram_cache", read_environment().vram_cache):
         wanted, so = "--vram-cache", "models with experts cannot be loaded"
+    elif placement in ("slots", "layers"):
+        wanted = f"--placement {placement}"
+    elif loading.get("n_gpu_layers"):
+        wanted = "--n-gpu-layers"
     else:
-        wanted = f"--placement {placement}" if placement in ("slots", "layers") else "--n-gpu-layers"
-        so = "the CPU computes every model"
+        return
+    if has_gpu():
+        return
     print_message(
         f"warning: {wanted} needs a GPU, and this build of moegguf sees none (`moegguf doctor` lists devices): {so}"
     )

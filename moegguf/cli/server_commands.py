@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 from urllib.parse import quote
 
 import typer
@@ -11,9 +11,6 @@ import typer
 from moegguf.cli.options import AsJson, Prefix, complete_model
 from moegguf.errors import ModelNotFoundError, MoeggufError
 from moegguf.terminal.messages import print_message
-
-if TYPE_CHECKING:
-    from moegguf.quantities import ExpertCache
 
 VERSION_TIMEOUT_S = 2.0
 
@@ -39,6 +36,7 @@ def ps(prefix: Prefix = "", as_json: AsJson = False) -> None:
     """List the models that a running server has loaded, and how many tokens of prompts they did not compute again."""
     from moegguf.chat.client import Client
     from moegguf.terminal.tables import print_columns, print_json
+    from moegguf.terminal.units import human_bytes, human_time, percent, processor_split
 
     models = [m for m in Client().get("/api/ps")["models"] if m["name"].lower().startswith(prefix.lower())]
     if as_json:
@@ -46,24 +44,18 @@ def ps(prefix: Prefix = "", as_json: AsJson = False) -> None:
         return
     rows, seen = [], set()  # the memory of names that share a process counts once
     for model in models:
-        pid = model.get("moe", {}).get("pid", model["name"])
-        rows.append(_row(model, shared=pid in seen))
+        moe, expires = model.get("moe", {}), datetime.fromisoformat(model["expires_at"])
+        never = expires.year > datetime.now().year + 100  # then it is centuries ahead
+        until = "Stopping..." if model.get("stopping") else human_time(None if never else expires)
+        pid, tokens = moe.get("pid", model["name"]), moe.get("prompt_tokens", {})
+        rows.append((
+            model["name"], model["digest"][:12], human_bytes(model["size"]) + " (shared)" * (pid in seen),
+            processor_split(model["size"], model["size_vram"]), percent(moe.get("expert_share")),
+            percent(moe["hit_rate"] if moe.get("lookups") else None), str(model["context_length"]),
+            f"{tokens['memory']:,} + {tokens['disk']:,} from disk" if any(tokens.values()) else "-", until,
+        ))  # fmt: skip
         seen.add(pid)
     print_columns(("NAME", "ID", "SIZE", "PROCESSOR", "EXPERTS", "HITS", "CONTEXT", "REUSED", "UNTIL"), rows)
-
-
-def _row(model: dict[str, Any], *, shared: bool) -> tuple[str, ...]:
-    from moegguf.terminal.units import human_bytes, human_time, percent, processor_split
-
-    expires = datetime.fromisoformat(model["expires_at"])
-    never = expires.year > datetime.now().year + 100  # then it is centuries ahead
-    until = "Stopping..." if model.get("stopping") else human_time(None if never else expires)
-    n_ctx, where = str(model["context_length"]), processor_split(model["size"], model["size_vram"])
-    size, moe = human_bytes(model["size"]) + " (shared)" * shared, model.get("moe", {})
-    experts = percent(moe.get("expert_share")), percent(moe["hit_rate"] if moe.get("lookups") else None)
-    tokens = moe.get("prompt_tokens", {})
-    reused = f"{tokens['memory']:,} + {tokens['disk']:,} from disk" if any(tokens.values()) else "-"
-    return model["name"], model["digest"][:12], size, where, *experts, n_ctx, reused, until
 
 
 def stop(model: Loaded) -> None:
@@ -98,7 +90,8 @@ def budget(
 
     budgets = {"expert_cache": expert_cache, "vram_cache": vram_cache}
     given = {name: value for name, value in budgets.items() if value is not None}
-    asked = {name: parse_expert_cache(value) for name, value in given.items()}
+    for value in given.values():
+        parse_expert_cache(value)
     path = f"/budget?model={quote(model, safe='')}"
     now = Client().put("/budget", {"model": model, **given}) if given else Client().get(path)
     parts = [f"{format_bytes(now['expert_cache_bytes'])} for {now['n_slots']} of {now['n_experts']} experts"]
@@ -107,20 +100,7 @@ def budget(
         parts.insert(0, f"{format_bytes(now['vram_cache_bytes'])} for {now['n_vram_slots']} in VRAM")
         if now["staging_bytes"]:
             parts[0] += f", {format_bytes(now['staging_bytes'])} of it to stage prompts"
-    if _is_cut(asked.get("expert_cache"), now["expert_cache_bytes"], now):
-        parts[-1] += ", the most that it was loaded with"
-    if _is_cut(asked.get("vram_cache"), now["vram_cache_bytes"], now):
-        parts[0] += ", the most that it was loaded with"
     print_message(f"{now['model']}: {', '.join(parts)}, {format_bytes(now['size_bytes'])} in all")
-
-
-def _is_cut(asked: ExpertCache | None, n_bytes: int, now: dict[str, Any]) -> bool:
-    """Whether more whole slots were asked for than these bytes hold."""
-    if asked is None or not now["slot_bytes"]:
-        return False
-    n_experts, n_slots = now["n_experts"], n_bytes // now["slot_bytes"]
-    wanted = {"fraction": int(asked.fraction * n_experts), "bytes": asked.n_bytes // now["slot_bytes"]}
-    return min(wanted.get(asked.mode, 0), n_experts) > n_slots
 
 
 def unload_from_server(name: str) -> None:
