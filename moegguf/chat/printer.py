@@ -18,98 +18,64 @@ from moegguf.generate.request import Delta
 TAB_CELLS = 8
 MIN_WIDTH = 4  # cells; narrower terminals are treated as this wide
 
+_PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
+_PICTURES |= dict.fromkeys(range(128, 160), "\ufffd") | {ord("\r"): "", 127: "␡"}
+
 
 def visible(text: str) -> str:
     """`text` with control characters replaced by Unicode's control pictures."""
-    return "".join(_control_picture(char) for char in text)
-
-
-def _control_picture(char: str) -> str:
-    code = ord(char)
-    if char in "\n\t" or 32 <= code < 127 or code > 159:
-        return char
-    if char == "\r":
-        return ""
-    return chr(0x2400 + code) if code < 32 else "␡" if code == 127 else "\ufffd"
+    return text.translate(_PICTURES)
 
 
 class Wrapper:
     """Breaks lines between words, in text that is still being generated. `width` returns the terminal's cells, and is
     called for every `feed`.
 
-    A word is printed as it arrives; when it becomes too long for its line, the printed part is erased and printed again
-    on the next line. Lines may break between any two wide (CJK) characters. Handles cells, not colours.
+    A word is printed as it arrives; when it becomes too long for its line, it is erased and printed again on the next
+    line. Lines may break between any two wide (CJK) characters. Handles cells, not colours.
     """
 
     def __init__(self, width: Callable[[], int]) -> None:
         self._width = width
-        self._limit = 0
         self._column = 0
         self._wrapped = False  # the last line break was inserted here
-        self._printed = ""  # the part of the last word that earlier calls returned
-        self._unprinted = ""  # and the rest of it
+        self._word = ""  # the last one, which may go on
 
     def feed(self, text: str) -> str:
         """What to print for `text`: its characters, line breaks, and controls that move the last word."""
         # Not the last column: a cursor there (pending wrap) is one cell off when moved back.
-        self._limit = max(MIN_WIDTH, self._width()) - 1
-        out: list[str] = []
-        for char in text:
-            out.append(self._char(char))
-        out.append(self._unprinted)
-        self._printed, self._unprinted = self._printed + self._unprinted, ""
-        return "".join(out)
+        limit = max(MIN_WIDTH, self._width()) - 1
+        return "".join(self._char(char, limit) for char in text)
 
-    def _char(self, char: str) -> str:
+    def _char(self, char: str, limit: int) -> str:
         if char == "\n":
-            done, self._column, self._wrapped = self._end_word(), 0, False
-            return done + "\n"
-        cells = self._cells(char)
-        if char in " \t":
-            return self._space(char, cells)
-        if cells > 1:
-            done = self._end_word() + (self._break() if self._column + cells > self._limit else "")
-            self._column += cells
-            return done + char
-        done = self._move_word() if self._column + cells > self._limit else ""
+            self._column, self._wrapped, self._word = 0, False, ""
+            return char
+        cells = TAB_CELLS - self._column % TAB_CELLS if char == "\t" else cell_len(char)
+        is_space, before = char in " \t", ""
+        if is_space or cells > 1:
+            self._word = ""
+            if is_space and self._wrapped and not self._column:
+                return ""  # no space at the start of a wrapped line
+        if self._column + cells > limit:
+            n_moved = cell_len(self._word)
+            if 0 < n_moved < self._column:
+                back = Control((ControlType.CURSOR_BACKWARD, n_moved), (ControlType.ERASE_IN_LINE, 0))
+                before, self._column = f"{back}\n{self._word}", n_moved
+            else:  # no word, or one that fills the line
+                before, self._column, self._word = "\n", 0, ""
+            self._wrapped = True
+            if is_space:
+                return before
         self._column += cells
-        self._unprinted += char
-        return done
-
-    def _cells(self, char: str) -> int:
-        return TAB_CELLS - self._column % TAB_CELLS if char == "\t" else cell_len(char)
-
-    def _space(self, char: str, cells: int) -> str:
-        done = self._end_word()
-        if self._wrapped and not self._column:
-            return done  # no space at the start of a wrapped line
-        if self._column + cells > self._limit:
-            return done + self._break()
-        self._column += cells
-        return done + char
-
-    def _break(self) -> str:
-        self._column, self._wrapped = 0, True
-        return "\n"
-
-    def _end_word(self) -> str:
-        done, self._printed, self._unprinted = self._unprinted, "", ""
-        return done
-
-    def _move_word(self) -> str:
-        """Moves the last word of a full line to the next one, unless the word fills the line."""
-        shown, word = cell_len(self._printed), self._printed + self._unprinted
-        if cell_len(word) >= self._column:
-            return self._end_word() + self._break()
-        back = str(Control((ControlType.CURSOR_BACKWARD, shown), (ControlType.ERASE_IN_LINE, 0))) if shown else ""
-        self._printed, self._unprinted = "", word
-        done, self._column = back + self._break(), cell_len(word)
-        return done
+        if not is_space and cells < 2:
+            self._word += char
+        return before + char
 
 
 THINKING, DONE_THINKING = "Thinking...\n", "...done thinking.\n\n"
 GREY = Style(color="bright_black")
-FALLBACK_WIDTH = 80
+FALLBACK_SIZE = (80, 24)
 
 
 class Printer:
@@ -123,40 +89,27 @@ class Printer:
         self._terminal = sys.stdout.isatty()
         moves = self._terminal and os.environ.get("TERM") != "dumb"
         self._colour = moves and not os.environ.get("NO_COLOR")
-        self._wrapper = (
-            Wrapper(lambda: shutil.get_terminal_size((FALLBACK_WIDTH, 24)).columns) if wrap and moves else None
-        )
+        self._wrapper = Wrapper(lambda: shutil.get_terminal_size(FALLBACK_SIZE).columns) if wrap and moves else None
         self._hide = hide_thinking
         self._is_thinking = False
 
     def show(self, delta: Delta) -> None:
         """Prints a delta at once."""
         if delta.thinking:
-            self._write_thinking(delta.thinking)
+            self.thinking += delta.thinking
+            if not self._hide:
+                self._write(("" if self._is_thinking else THINKING) + delta.thinking, grey=True)
+                self._is_thinking = True
         if delta.text:
-            self._end_thinking()
             self.text += delta.text
-            self._write(delta.text)
+            self.end(delta.text)
 
     def end(self, text: str = "\n") -> None:
-        """Ends the answer with `text`, and its thinking first if that is unfinished."""
-        self._end_thinking()
-        self._write(text)
-
-    def _write_thinking(self, text: str) -> None:
-        self.thinking += text
-        if self._hide:
-            return
-        if not self._is_thinking:
-            self._is_thinking = True
-            self._write(THINKING, grey=True)
-        self._write(text, grey=True)
-
-    def _end_thinking(self) -> None:
+        """Prints `text`, such as the end of the answer, after the end of its thinking if that is unfinished."""
         if self._is_thinking:
             self._is_thinking = False
-            gap = "" if self.thinking.endswith("\n") else "\n"
-            self._write(gap + DONE_THINKING, grey=True)
+            self._write("\n" * (not self.thinking.endswith("\n")) + DONE_THINKING, grey=True)
+        self._write(text)
 
     def _write(self, text: str, *, grey: bool = False) -> None:
         if self._terminal:

@@ -46,7 +46,7 @@ class InputHistory(FileHistory):
     def _rewrite(self, entries: list[str]) -> None:
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
-            self._open_private(temporary)
+            _make_private(temporary)
             file = FileHistory(temporary)
             for entry in reversed(entries):
                 file.store_string(entry)
@@ -63,19 +63,15 @@ class InputHistory(FileHistory):
         """Writes an entry to the file."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._open_private(self.path)
+            _make_private(self.path)
             super().store_string(string)
         except OSError:
             self.enabled = False
 
-    @staticmethod
-    def _open_private(path: Path) -> None:
-        """Creates the file; makes an existing one readable by its owner only."""
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, OWNER_ONLY)
-        try:
-            os.fchmod(handle, OWNER_ONLY)
-        finally:
-            os.close(handle)
+
+def _make_private(path: Path) -> None:
+    path.touch(OWNER_ONLY)
+    path.chmod(OWNER_ONLY)
 
 
 PROMPT, CONTINUATION = ">>> ", "... "

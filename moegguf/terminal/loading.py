@@ -1,9 +1,8 @@
-"""What commands do before a model is loaded: parse values, find or pull it, choose its context."""
+"""What commands do before a model is loaded: parse values, find or pull it."""
 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,14 +17,13 @@ if TYPE_CHECKING:
     from moegguf.models.entry import ModelEntry
 
 MAX_SCHEMA_BYTES = 1 << 20
-THINK_SWITCHES = {"true": True, "false": False}
 
 
 def parse_think(text: str) -> bool | str:
     """True, False or a level. Raises BadParameter for anything else."""
     word = text.strip().lower()
-    if word in THINK_SWITCHES:
-        return THINK_SWITCHES[word]
+    if word in ("true", "false"):
+        return word == "true"
     if word not in THINK_LEVELS:
         raise typer.BadParameter(f"--think takes true, false, {', '.join(THINK_LEVELS)}, but is {text[:40]!r}")
     return word
@@ -73,21 +71,8 @@ def find_or_pull(name: str) -> ModelEntry:
         return pull(name, catalog, progress.report)
 
 
-def silence_llama_log() -> None:
-    """Turns off llama.cpp's log, which the bindings filter by this logger's level."""
-    logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)
-
-
 def warn_of_long_context(layout: ExpertLayout, requested: int | None) -> None:
     """Warns when more tokens are requested than the model was trained on."""
     trained = layout.hparams.n_ctx_train
     if requested and requested > trained:
         print_message(f"warning: a context of {requested} tokens is more than the {trained} the model was trained on.")
-
-
-def context_size(layout: ExpertLayout, requested: int | None) -> int:
-    """Tokens of context: as requested, else as planned; warns of a long one."""
-    from moegguf.engine.load import plan_here
-
-    warn_of_long_context(layout, requested)
-    return requested or plan_here(layout).n_ctx
