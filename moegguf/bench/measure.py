@@ -50,13 +50,12 @@ _CPU, _GPU, _IGPU, _ACCEL = 0, 1, 2, 3  # enum ggml_backend_dev_type
 def describe_build(bindings: ModuleType, patched: str = f"moegguf-{__version__}+") -> dict[str, Any]:
     """build_commit, build_number, cpu_info, gpu_info, backends of the library behind `bindings`; patched: by whom."""
     ggml, devices = all_devices()
-    names = [ggml.ggml_backend_dev_description(device).decode() for device in devices]
-    kinds = [ggml.ggml_backend_dev_type(device) for device in devices]
     found = (ggml.ggml_backend_reg_name(ggml.ggml_backend_dev_backend_reg(device)) for device in devices)
     backends = dict.fromkeys(name.decode() for name in found)
 
-    def by_kind(*wanted: int) -> str:
-        return ", ".join(name for name, kind in zip(names, kinds, strict=True) if kind in wanted)
+    def by_kind(*kinds: int) -> str:
+        of_kind = (device for device in devices if ggml.ggml_backend_dev_type(device) in kinds)
+        return ", ".join(ggml.ggml_backend_dev_description(device).decode() for device in of_kind)
 
     return {
         # ggml_commit() would name the commit of whatever repository it was built in.
@@ -136,6 +135,12 @@ def greedy_token(llama: Llama) -> int:
     return int(llama.context.logits().argmax())
 
 
+def _timed_eval(llama: Llama, tokens: Sequence[int]) -> int:
+    start = time.perf_counter_ns()
+    llama.eval(tokens)
+    return time.perf_counter_ns() - start
+
+
 @dataclass
 class Sample:
     """One repetition: ns of the prompt and of each token, the greedy token after each, the change in the counters."""
@@ -144,17 +149,6 @@ class Sample:
     token_ns: list[int]
     tokens: list[int]
     stats: Stats
-
-    @property
-    def ns(self) -> int:
-        """Nanoseconds of the prompt and all tokens."""
-        return self.prompt_ns + sum(self.token_ns)
-
-
-def _timed_eval(llama: Llama, tokens: Sequence[int]) -> int:
-    start = time.perf_counter_ns()
-    llama.eval(tokens)
-    return time.perf_counter_ns() - start
 
 
 def measure(llama: Llama, test: Test, tokens: Sequence[int], greedy: bool, engine: Engine | None = None) -> Sample:
@@ -174,16 +168,14 @@ def measure(llama: Llama, test: Test, tokens: Sequence[int], greedy: bool, engin
         (answer,) = engine.generate(llama.input_ids[:start].tolist(), sampling, return_context=True)
         if answer.error is not None:
             raise answer.error
-        timing = answer.timing
-        sample.token_ns = [round(timing.total_s * 1e9 / test.n_gen)] * test.n_gen
-        sample.tokens += timing.context[start:]
-        sample.stats = llama.stats() - before
-        return sample
-    following = greedy_token(llama) if greedy and start else None
-    for i in range(test.n_gen):
-        sample.token_ns.append(_timed_eval(llama, [tokens[start + i] if following is None else following]))
-        sample.tokens.append(greedy_token(llama))
-        following = sample.tokens[-1] if greedy else None
+        sample.token_ns = [round(answer.timing.total_s * 1e9 / test.n_gen)] * test.n_gen
+        sample.tokens += answer.timing.context[start:]
+    else:
+        following = greedy_token(llama) if greedy and start else None
+        for given in tokens[start : start + test.n_gen]:
+            sample.token_ns.append(_timed_eval(llama, [given if following is None else following]))
+            sample.tokens.append(greedy_token(llama))
+            following = sample.tokens[-1] if greedy else None
     sample.stats = llama.stats() - before
     return sample
 
@@ -210,33 +202,31 @@ def store_figures(stats: Stats, link_bytes_per_s: float) -> dict[str, float]:
 
 def run_test(llama: Llama, spec: Spec, test: Test, feed: Feed, engine: Engine | None = None) -> dict[str, Any]:
     """All repetitions of one test, with the link measured before and after each but never during one."""
+
+    def probe() -> float:
+        there = llama.session is not None and spec.probe_s
+        return expert_read_speed(llama.layout, spec.probe_s).bytes_per_s if there else 0.0
+
     time.sleep(spec.delay_s)
-    greedy = spec.feed == "greedy"
     if spec.warmup:  # as llama-bench: the whole prompt, one token
         short = replace(test, n_depth=0, n_gen=min(test.n_gen, 1))
         measure(llama, short, feed.tokens(short.n_tokens, spec.repetitions), greedy=False)
     samples, figures = [], []
-    speed = _probe(llama, spec)
+    speed = probe()
     for repetition in range(spec.repetitions):
-        sample = measure(llama, test, feed.tokens(test.n_tokens, repetition), greedy, engine)
+        sample = measure(llama, test, feed.tokens(test.n_tokens, repetition), spec.feed == "greedy", engine)
         samples.append(sample)
         if llama.session is not None:
-            speed, before = _probe(llama, spec), speed
+            speed, before = probe(), speed
             figures.append(store_figures(sample.stats, (before + speed) / 2))
     return {
         **asdict(test),
         "test_time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "samples_ns": [sample.ns for sample in samples],
+        "samples_ns": [sample.prompt_ns + sum(sample.token_ns) for sample in samples],
         "token_ns": [sample.token_ns for sample in samples],
         "tokens": [sample.tokens for sample in samples],
         "figures": figures,
     }
-
-
-def _probe(llama: Llama, spec: Spec) -> float:
-    if llama.session is None or not spec.probe_s:
-        return 0.0
-    return expert_read_speed(llama.layout, spec.probe_s).bytes_per_s
 
 
 def peak_rss_bytes() -> int:

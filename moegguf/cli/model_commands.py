@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moegguf.cli.options import AsJson, Given, Insecure, Model, Prefix, complete_model, flags
+from moegguf.cli.options import OFTEN, AsJson, Flag, Given, Insecure, Model, Prefix, complete_model, flags
 from moegguf.errors import ModelNotFoundError
 from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:
     from moegguf.engine.context_store import StoredBlock
-    from moegguf.models.entry import ModelEntry
 
 Name = Annotated[
     str,
@@ -70,16 +69,18 @@ def library(prefix: Prefix = "", as_json: AsJson = False) -> None:
         print_message(warning)
 
 
-def show(
-    model: Model,
-    license_text: Annotated[bool, typer.Option("--license", help="Only its license.")] = False,
-    modelfile: Annotated[bool, typer.Option("--modelfile", help="Only a Modelfile that recreates it.")] = False,
-    parameters: Annotated[bool, typer.Option("--parameters", help="Only its parameters.")] = False,
-    template: Annotated[bool, typer.Option("--template", help="Only its chat template.")] = False,
-    system: Annotated[bool, typer.Option("--system", help="Only its system message.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="All metadata and tensors, too.")] = False,
-    as_json: AsJson = False,
-) -> None:
+SHOWN = {
+    "license": "its license", "modelfile": "a Modelfile that recreates it", "parameters": "its parameters",
+    "template": "its chat template", "system": "its system message",
+}  # fmt: skip
+SHOW_FLAGS = (
+    *(Flag(name, f"--{name}", None, OFTEN, f"Only {what}.", False, bool) for name, what in SHOWN.items()),
+    Flag("verbose", "--verbose -v", None, OFTEN, "All metadata and tensors, too.", False, bool),
+)
+
+
+@flags(own=SHOW_FLAGS)
+def show(model: Model, as_json: AsJson = False, *, given: Given, **chosen: Any) -> None:
     """Describe a model and its experts."""
     from moegguf.models.catalog import Catalog
     from moegguf.models.details import details, parameters_of
@@ -87,23 +88,23 @@ def show(
     from moegguf.terminal.facts import model_facts
     from moegguf.terminal.tables import print_json, print_model
 
-    given = (license_text, modelfile, parameters, template, system)
-    parts: tuple[Callable[[Catalog, ModelEntry], str | None], ...] = (
-        lambda _, entry: entry.license,
-        lambda catalog, entry: catalog.modelfile(entry),
-        lambda _, entry: "\n".join(parameter_lines(parameters_of(entry))),
-        lambda _, entry: entry.template or details(entry).template,
-        lambda _, entry: entry.system,
-    )
-    wanted = [part for part, is_given in zip(parts, given, strict=True) if is_given]
+    wanted = [name for name in SHOWN if chosen[name]]
     if len(wanted) > 1:
-        raise typer.BadParameter("only one of --license, --modelfile, --parameters, --template, --system can be given")
-    if wanted:
-        catalog = Catalog()
-        typer.echo((wanted[0](catalog, catalog.find(model)) or "").rstrip("\n"))
+        raise typer.BadParameter(f"only one of {', '.join(f'--{name}' for name in SHOWN)} can be given")
+    if not wanted:
+        facts = model_facts(model, verbose=chosen["verbose"])
+        print_json(facts) if as_json else print_model(facts)
         return
-    facts = model_facts(model, verbose=verbose)
-    print_json(facts) if as_json else print_model(facts)
+    catalog = Catalog()
+    entry = catalog.find(model)
+    parts: dict[str, Callable[[], str | None]] = {
+        "license": lambda: entry.license,
+        "modelfile": lambda: catalog.modelfile(entry),
+        "parameters": lambda: "\n".join(parameter_lines(parameters_of(entry))),
+        "template": lambda: entry.template or details(entry).template,
+        "system": lambda: entry.system,
+    }
+    typer.echo((parts[wanted[0]]() or "").rstrip("\n"))
 
 
 def remove(
@@ -159,23 +160,15 @@ def push(model: Name, insecure: Insecure = False) -> None:
     raise typer.BadParameter("push is not supported; upload the GGUF file with `hf upload USER/REPOSITORY FILE`")
 
 
-@flags("expert_cache", "n_ctx", "vram_cache", "placement", "type_k", "type_v")
-def estimate(
-    model: Model,
-    device_memory: Annotated[
-        str | None, typer.Option("--device-memory", metavar="SIZE", help="What a device of so much memory would give.")
-    ] = None,
-    device_bandwidth: Annotated[
-        str | None, typer.Option("--device-bandwidth", metavar="SIZE/s", help="Of that memory, such as 448GB/s.")
-    ] = None,
-    link: Annotated[
-        str | None,
-        typer.Option("--link", metavar="SIZE/s[,LATENCY]", help="Between host and device: 24GB/s is PCIe 4 x16."),
-    ] = None,
-    as_json: AsJson = False,
-    *,
-    given: Given,
-) -> None:
+DEVICE_FLAGS = (
+    Flag("device_memory", "--device-memory", "SIZE", OFTEN, "What a device of so much memory would give."),
+    Flag("device_bandwidth", "--device-bandwidth", "SIZE/s", OFTEN, "Of that memory, such as 448GB/s."),
+    Flag("link", "--link", "SIZE/s[,LATENCY]", OFTEN, "Between host and device: 24GB/s is PCIe 4 x16."),
+)
+
+
+@flags("expert_cache", "n_ctx", "vram_cache", "placement", "type_k", "type_v", own=DEVICE_FLAGS)
+def estimate(model: Model, as_json: AsJson = False, *, given: Given, **chosen: Any) -> None:
     """Estimate memory and speed before loading; of a model on Hugging Face before it is fetched.
 
     With --device-memory, --device-bandwidth and --link also where experts would go on a machine with such a device.
@@ -184,7 +177,7 @@ def estimate(
     from moegguf.terminal.facts import SupposedDevice, estimate_model
     from moegguf.terminal.tables import print_estimate, print_json
 
-    device = SupposedDevice.parse(device_memory, device_bandwidth, link)
+    device = SupposedDevice.parse(*(chosen[flag.name] for flag in DEVICE_FLAGS))
     facts = estimate_model(model, device=device, **given)
     if as_json:
         print_json(facts)

@@ -190,7 +190,6 @@ def simulate(file: File, as_json: AsJson = False, *, given: Given, **chosen: Any
     from moegguf.controller.prefetch import PrefetchOptions
     from moegguf.engine.simulated_devices import simulated_budgets
     from moegguf.models.catalog import find_model
-    from moegguf.plain import plain
     from moegguf.terminal.tables import print_json
     from moegguf.trace.analysis import TraceAnalysis
     from moegguf.trace.simulate import SimOptions
@@ -221,7 +220,7 @@ def simulate(file: File, as_json: AsJson = False, *, given: Given, **chosen: Any
         budgets = simulated_budgets(analysis.trace.shape, vram_shares, split_of, chosen["device_link"])
         with showing_progress() as progress:
             rows = analysis.simulate_tiers(*named, budgets, shares, options, progress)
-        print_json(plain(rows)) if as_json else print_tiers(rows, analysis.sample_size(full))
+        print_json(rows) if as_json else print_tiers(rows, analysis.sample_size(full))
         return
     of_gpus = {"--device-link": bool(chosen["device_link"]), "--tensor-split": proportions is not None}
     of_gpus["--policy vram=NAME,ram=NAME"] = any("=" in name for name in policies)
@@ -244,7 +243,7 @@ def simulate(file: File, as_json: AsJson = False, *, given: Given, **chosen: Any
         if save:
             chosen_by = replayed(choosing)
             alone = [row for request in reported.each() for row in replayed(request)]
-    print_json(plain(results)) if as_json else print_simulation(results, reported.sample_size(full))
+    print_json(results) if as_json else print_simulation(results, reported.sample_size(full))
     if save:
         path = choosing.save(chosen_by, results, alone)
         print_message(f"saved {path}: auto chooses by {choosing.sample_size(full)}; reported are others")

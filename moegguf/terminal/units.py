@@ -6,8 +6,7 @@ import math
 from datetime import UTC, datetime
 
 _SIZES = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "KB"))
-_HOUR_S = 3600.0
-_DAY_H, _WEEK_H, _MONTH_H, _YEAR_H = 24, 24 * 7, 24 * 30, 24 * 365
+_LONG_H = ((24 * 365, "year"), (24 * 30, "month"), (24 * 7, "week"), (24, "day"))
 
 
 def human_bytes(n_bytes: float) -> str:
@@ -25,26 +24,14 @@ def human_duration(seconds: float) -> str:
     if seconds < 1:
         return "Less than a second"
     if seconds < 60:
-        return _count(int(seconds), "second")
-    if seconds < _HOUR_S:
-        minutes = int(seconds / 60)
-        return "About a minute" if minutes == 1 else f"{minutes} minutes"
-    hours = round(seconds / _HOUR_S)
+        return f"{int(seconds)} second{'s' * (int(seconds) != 1)}"
+    if seconds < 3600:
+        return "About a minute" if seconds < 120 else f"{int(seconds / 60)} minutes"
+    hours = round(seconds / 3600)
     if hours == 1:
         return "About an hour"
-    for least_h, unit_h, name in (
-        (2 * _YEAR_H, _YEAR_H, "year"),
-        (2 * _MONTH_H, _MONTH_H, "month"),
-        (2 * _WEEK_H, _WEEK_H, "week"),
-        (2 * _DAY_H, _DAY_H, "day"),
-    ):
-        if hours >= least_h:
-            return _count(hours // unit_h, name)
-    return f"{hours} hours"
-
-
-def _count(n: int, name: str) -> str:
-    return f"{n} {name}{'s' * (n != 1)}"
+    n, name = next(((hours // unit, name) for unit, name in _LONG_H if hours >= 2 * unit), (hours, "hour"))
+    return f"{n} {name}s"
 
 
 def human_time(when: datetime | None, now: datetime | None = None) -> str:
