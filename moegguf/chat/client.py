@@ -61,20 +61,15 @@ class Client:
         self._opener = urllib.request.build_opener(_NoRedirect, *proxies)
 
     def get(self, path: str, timeout_s: float = GET_TIMEOUT_S) -> Any:
-        """The JSON at `path`."""
+        """The JSON at `path`. All requests raise NoServerError and ServerError."""
         with self._open(path, None, timeout_s) as response:
             return _parsed(response.read())
 
-    def post(self, path: str, body: Mapping[str, Any], timeout_s: float = POST_TIMEOUT_S) -> Any:
+    def post(self, path: str, body: Mapping[str, Any], timeout_s: float = POST_TIMEOUT_S, method: str = "POST") -> Any:
         """The response to `body`; of a response in lines the last one."""
-        with self._open(path, body, timeout_s) as response:
+        with self._open(path, body, timeout_s, method) as response:
             lines = [line for line in response.read().splitlines() if line.strip()]
         return _parsed(lines[-1]) if lines else None
-
-    def put(self, path: str, body: Mapping[str, Any], timeout_s: float = POST_TIMEOUT_S) -> Any:
-        """The JSON that answers a PUT of `body`."""
-        with self._open(path, body, timeout_s, "PUT") as response:
-            return _parsed(response.read())
 
     def stream(
         self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = POST_TIMEOUT_S

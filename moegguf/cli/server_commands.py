@@ -93,7 +93,7 @@ def budget(
     for value in given.values():
         parse_expert_cache(value)
     path = f"/budget?model={quote(model, safe='')}"
-    now = Client().put("/budget", {"model": model, **given}) if given else Client().get(path)
+    now = Client().post("/budget", {"model": model, **given}, method="PUT") if given else Client().get(path)
     parts = [f"{format_bytes(now['expert_cache_bytes'])} for {now['n_slots']} of {now['n_experts']} experts"]
     if now["vram_cache_bytes"]:
         parts[0] += " in RAM"
