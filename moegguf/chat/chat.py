@@ -61,7 +61,7 @@ class Chat:
 
     def _handle_input(self) -> None:
         try:
-            typed = self._reader.read()
+            typed = self._reader.prompt()
         except KeyboardInterrupt:
             if not self._reader.unsent_text:
                 print_message("\nUse Ctrl + d or /bye to exit.")

@@ -143,9 +143,7 @@ def parse_parameter(name: str, values: Sequence[str]) -> Any:
 def load_options_with(base: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Keywords of `Llama`: `base` changed by those of `parameters` in LOAD_PARAMETERS. 0, and num_gpu -1, mean
     moegguf's default, which is left out."""
-    changed = dict(base)
-    for name, keyword in LOAD_PARAMETERS.items():
-        if name in parameters:
-            value = parameters[name]
-            changed[keyword] = None if value == (-1 if name == "num_gpu" else 0) else value
-    return {keyword: value for keyword, value in changed.items() if value is not None}
+    changed = {keyword: parameters[name] for name, keyword in LOAD_PARAMETERS.items() if name in parameters}
+    defaults = {keyword: -1 if keyword == "n_gpu_layers" else 0 for keyword in changed}
+    merged = {**base, **changed}
+    return {name: value for name, value in merged.items() if value is not None and value != defaults.get(name)}

@@ -251,11 +251,11 @@ class OwnWorker:
 
     def print_info(self, entry: NamedModel) -> None:
         """Prints the table of `moegguf show`."""
-        from moegguf.terminal.facts import entry_facts, layout_facts, local_model
+        from moegguf.terminal.facts import DescribedModel, entry_facts, layout_facts
         from moegguf.terminal.tables import print_model
 
         here = _here(entry)
-        print_model(layout_facts(local_model(here)) | entry_facts(here))
+        print_model(layout_facts(DescribedModel(here)) | entry_facts(here))
 
     def close(self) -> None:
         """Ends the worker, if there is one."""

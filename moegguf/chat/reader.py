@@ -82,12 +82,6 @@ STYLE = Style.from_dict({"placeholder": "ansibrightblack"})
 _QUOTED = re.compile(r'\s*(?P<before>/set\s+system\s+)?"""(?P<text>.*)', re.DOTALL)
 
 
-def is_unfinished(text: str) -> bool:
-    """Whether triple quotes are open: Enter then inserts a line break."""
-    quoted = _QUOTED.fullmatch(text)
-    return quoted is not None and not quoted["text"].rstrip().endswith(QUOTES)
-
-
 def unquoted(text: str) -> str:
     """`text` without triple quotes around it."""
     quoted = _QUOTED.fullmatch(text)
@@ -100,20 +94,23 @@ def is_quoted_message(text: str) -> bool:
     return quoted is not None and not quoted["before"]
 
 
-class Reader:
-    """Reads messages and adds them to `history`."""
+class Reader(PromptSession[str]):
+    """Reads messages (`prompt`) and adds them to `history`."""
 
     def __init__(self, history: InputHistory, commands: Sequence[str] = ()) -> None:
-        self.history = history
         if editor := read_settings().editor:
             os.environ["VISUAL"] = editor  # prompt_toolkit knows no setting; it reads VISUAL, then EDITOR
-        self._session: PromptSession[str] = PromptSession(
+        keys, typing = KeyBindings(), has_focus(DEFAULT_BUFFER)
+        keys.add("enter", filter=typing)(_end_line)
+        keys.add("c-j", filter=typing)(lambda event: event.current_buffer.insert_text("\n"))
+        keys.add("c-g", filter=typing)(lambda event: event.current_buffer.open_in_editor())
+        super().__init__(
             PROMPT,
             multiline=True,
             history=history,
             placeholder=[("class:placeholder", PLACEHOLDER)],
             prompt_continuation=lambda _width, _line, wrap_count: "" if wrap_count else CONTINUATION,
-            key_bindings=_keys(),
+            key_bindings=keys,
             enable_suspend=True,
             completer=WordCompleter(list(commands), sentence=True),
             complete_while_typing=False,
@@ -121,35 +118,17 @@ class Reader:
             style=STYLE,
         )
 
-    def read(self) -> str:
-        """The next message, as typed. Raises EOFError at Ctrl-D on an empty line, KeyboardInterrupt at Ctrl-C
-        (`unsent_text` is what was typed)."""
-        return self._session.prompt()
-
     @property
     def unsent_text(self) -> str:
         """What was typed before the last KeyboardInterrupt."""
-        return self._session.default_buffer.text
+        return self.default_buffer.text
 
 
-def _keys() -> KeyBindings:
-    keys = KeyBindings()
-    typing = has_focus(DEFAULT_BUFFER)
-
-    @keys.add("enter", filter=typing)
-    def _(event: KeyPressEvent) -> None:
-        buffer = event.current_buffer
-        if is_unfinished(buffer.text):
-            buffer.insert_text("\n")
-        else:
-            buffer.validate_and_handle()
-
-    @keys.add("c-j", filter=typing)
-    def _(event: KeyPressEvent) -> None:
-        event.current_buffer.insert_text("\n")
-
-    @keys.add("c-g", filter=typing)
-    def _(event: KeyPressEvent) -> None:
-        event.current_buffer.open_in_editor()
-
-    return keys
+def _end_line(event: KeyPressEvent) -> None:
+    """Ends the message; with open triple quotes the line."""
+    buffer = event.current_buffer
+    quoted = _QUOTED.fullmatch(buffer.text)
+    if quoted is not None and not quoted["text"].rstrip().endswith(QUOTES):
+        buffer.insert_text("\n")
+    else:
+        buffer.validate_and_handle()

@@ -34,20 +34,16 @@ RESERVE_BYTES = 1 << 30  # of a context, buffers and the process itself
 Facts = dict[str, Any]
 
 
-@dataclass(frozen=True)
 class DescribedModel:
     """A model to describe: its entry and headers, and what is known of its hit rates. fetched: False for a model of
-    Hugging Face of which only the headers are here."""
+    Hugging Face of which only the headers are here. Raises ModelNotFoundError, ModelFormatError."""
 
-    entry: ModelEntry
-    layout: ExpertLayout
-    hit_rates: HitRates
-    fetched: bool = True
-
-    @property
-    def shown_path(self) -> str:
-        """Where its first file is."""
-        return str(self.entry.path) if self.fetched else f"{self.entry.name}, {self.entry.path.name} (not fetched)"
+    def __init__(self, entry: ModelEntry, fetched: bool = True) -> None:
+        self.entry = entry
+        self.fetched = fetched
+        self.layout = read_layout(entry.path)
+        self.hit_rates = HitRates.of(self.layout) if fetched else HitRates(self.layout)
+        self.shown_path = str(entry.path) if fetched else f"{entry.name}, {entry.path.name} (not fetched)"
 
 
 @contextmanager
@@ -63,16 +59,9 @@ def described(model: str) -> Iterator[DescribedModel]:
         from moegguf.models.hub_api import remote_model
 
         with remote_model(name) as entry:
-            layout = read_layout(entry.path)
-            yield DescribedModel(entry, layout, HitRates(layout), fetched=False)
+            yield DescribedModel(entry, fetched=False)
         return
-    yield local_model(entry)
-
-
-def local_model(entry: ModelEntry) -> DescribedModel:
-    """A model on this machine. Raises ModelNotFoundError, ModelFormatError."""
-    layout = read_layout(entry.path)
-    return DescribedModel(entry, layout, HitRates.of(layout))
+    yield DescribedModel(entry)
 
 
 def model_facts(model: str, *, verbose: bool = False) -> Facts:
