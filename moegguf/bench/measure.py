@@ -71,6 +71,7 @@ def load(spec: Spec) -> Llama:
     """The model with the options of `spec`; MOEGGUF_HOOKS must have been set for its system."""
     # -1 leaves a model with experts to `placement`; plain llama.cpp then puts every layer on a GPU.
     planned = spec.system == "moegguf" and spec.n_gpu_layers < 0 and read_layout(spec.model).is_moe
+    gpu_layers: dict[str, Any] = {} if planned else {"n_gpu_layers": spec.n_gpu_layers}
     device = link_device(parse_link(spec.simulate_link), spec.simulate_threads) if spec.simulate_link else None
     return Llama(
         spec.model,
@@ -93,7 +94,7 @@ def load(spec: Spec) -> Llama:
         n_ubatch=spec.n_ubatch,
         n_threads=spec.n_threads,
         n_threads_batch=spec.n_threads,
-        **({} if planned else {"n_gpu_layers": spec.n_gpu_layers}),
+        **gpu_layers,
         type_k=ggml_type(spec.type_k),
         type_v=ggml_type(spec.type_v),
         flash_attn={"on": True, "off": False, "auto": None}[spec.flash_attn],

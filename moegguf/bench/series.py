@@ -198,8 +198,8 @@ def compared_system(name: str, base: Spec, layout: ExpertLayout, limit_bytes: in
     """
     if name in DECIDING:
         store = {key: value for key, value in base.store.items() if key not in find_strategy(name).switches}
-        parts = {"policy": "auto", "predictor": None, "prefetch": None, "store": store}
-        return BenchedSystem(name, replace(base, strategy=name, **parts))
+        alone = replace(base, policy="auto", predictor=None, prefetch=None, store=store)
+        return BenchedSystem(name, replace(alone, strategy=name))
     if name in VARIANTS:
         changed = VARIANTS[name]
         return BenchedSystem(name, replace(base, **changed | {"store": base.store | changed.get("store", {})}))

@@ -445,7 +445,6 @@ class ChatModel:
         self.connection = connection
         self._loaded: Mapping[str, Any] | None = None  # the options that it was loaded with by `load`
         self._load_s = 0.0  # of that, since the last answer
-        self._counts_uses = False
         self._answer: Answer
 
     def load(self, conversation: Conversation, spinner: Spinner) -> None:
@@ -514,6 +513,3 @@ class ChatModel:
         print_map(found.model, (found.state, found.uses, found.loads), found.layers, found.n_expert, found.stats)
         if url:
             print_message(f"It is in the server at {url}; `moegguf top` shows its experts live.")
-        elif not self._counts_uses and not any(found.uses):
-            print_message("Uses are counted from the next answer on.")
-        self._counts_uses = True

@@ -74,8 +74,9 @@ class Flag(NamedTuple):
     def parameter(self) -> inspect.Parameter:
         """The command's parameter of this name."""
         kind = self.kind or (list[str] if isinstance(self.default, list) else str | None)
-        annotation = Annotated[kind, self.option()]
-        return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=self.default, annotation=annotation)
+        return inspect.Parameter(
+            self.name, inspect.Parameter.KEYWORD_ONLY, default=self.default, annotation=Annotated[kind, self.option()]
+        )
 
 
 def _flag_of(option: Option) -> Flag:

@@ -75,8 +75,8 @@ def serve(
         from moegguf.terminal.loading import find_or_pull
 
         entry = find_or_pull(model)  # a file has its name without ".gguf"
-        named = replace(entry, name=file_name(entry.path)) if entry.source == "path" else entry
-        entries.append(_with_files(named, **files))
+        own = replace(entry, name=file_name(entry.path)) if entry.source == "path" else entry
+        entries.append(_with_files(own, **files))
     from moegguf.server.serve import listen, run_server
 
     listener = listen(settings.host)

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from moegguf.gguf.experts import ExpertLayout
     from moegguf.models.entry import ModelEntry
 
-MAX_SCHEMA_BYTES = 1 << 20
-
 
 def parse_think(text: str) -> bool | str:
     """True, False or a level. Raises BadParameter for anything else."""
@@ -33,21 +31,15 @@ def parse_format(text: str) -> str | Mapping[str, Any]:
     """ "json", or a JSON schema given as text or as a file name. Raises BadParameter for anything else."""
     if text.strip() == "json":
         return "json"
-    source = text
-    if not text.lstrip().startswith("{"):
-        try:
-            with Path(text).expanduser().open("rb") as file:
-                source = file.read(MAX_SCHEMA_BYTES).decode("utf-8")
-        except (OSError, UnicodeDecodeError, ValueError) as error:
-            raise typer.BadParameter(
-                f"--format takes json, a JSON schema or the name of a file with one, but is {text[:60]!r} ({error})"
-            ) from None
     try:
+        source = text if text.lstrip().startswith("{") else Path(text).expanduser().read_text(encoding="utf-8")
         schema = json.loads(source)
-    except (ValueError, RecursionError) as error:
-        raise typer.BadParameter(f"--format: the schema is not JSON ({error})") from None
-    if not isinstance(schema, dict):
-        raise typer.BadParameter('--format: a schema is a JSON object, such as \'{"type": "object"}\'')
+        if not isinstance(schema, dict):
+            raise ValueError("it is no JSON object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise typer.BadParameter(
+            f"--format takes json, a JSON schema or the name of a file with one, but is {text[:60]!r} ({error})"
+        ) from None
     return schema
 
 
