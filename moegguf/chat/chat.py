@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import typer
 
 from moegguf.chat.conversation import parse_parameter
-from moegguf.chat.printer import Printer
 from moegguf.chat.reader import QUOTES, InputHistory, Reader, is_quoted_message, unquoted
 from moegguf.chat.session import begins_with_image, extract_images, print_answer
 from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
@@ -92,18 +91,14 @@ class Chat:
     def answer(self, snapshot: Snapshot) -> None:
         """Answers the conversation's last message; restores `snapshot` when there was no text at all."""
         conversation = self.conversation
-        printer = Printer(wrap=conversation.word_wrap, hide_thinking=conversation.hide_thinking)
         with Spinner() as spinner:
             self.model.prepare(conversation, spinner)
-            reply = print_answer(self.model.answer(conversation), printer, spinner)
-        cut = reply.interrupted or reply.error is not None
-        printer.end("\n" if cut else "\n\n")
+            reply = print_answer(self.model, conversation, spinner, "\n\n")
         if reply.error is not None:
             print_error(reply.error)
-        for note in reply.notes:
-            print_message(note)
-        if printer.text or printer.thinking or not cut:
-            conversation.add_answer(printer.text, printer.thinking, cut=cut)
+        cut = reply.interrupted or reply.error is not None
+        if reply.text or reply.thinking or not cut:
+            conversation.add_answer(reply.text, reply.thinking, cut=cut)
         else:
             conversation.restore(snapshot)
         conversation.last_timing = reply.timing

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moegguf.chat.printer import Printer
 from moegguf.errors import MoeggufError, OptionError
 from moegguf.generate.images import MAX_IMAGE_BYTES, read_image
 from moegguf.terminal.keyboard import cancel_on_interrupt
@@ -14,8 +15,8 @@ from moegguf.terminal.messages import print_message
 from moegguf.terminal.progress import Spinner, prompt_text
 
 if TYPE_CHECKING:
-    from moegguf.chat.model import Answer
-    from moegguf.chat.printer import Printer
+    from moegguf.chat.conversation import Conversation
+    from moegguf.chat.model import ChatModel
     from moegguf.generate.request import PromptProgress, Timing
 
 CANCEL_TIMEOUT_S = 0.5  # a cancellation that takes longer is explained
@@ -75,17 +76,23 @@ def _file(match: re.Match[str]) -> tuple[str, Path | None]:
 
 @dataclass(frozen=True)
 class Reply:
-    """The outcome of an answer. `notes`: what is to be told below it; `error`: what ended it early, or None."""
+    """The outcome of an answer. `error`: what ended it early, or None."""
 
+    text: str
+    thinking: str
     timing: Timing
     interrupted: bool
-    notes: tuple[str, ...] = ()
     error: MoeggufError | None = None
 
 
-def print_answer(answer: Answer, printer: Printer, spinner: Spinner, *, exit_timeout_s: float | None = None) -> Reply:
-    """Prints an answer. Ctrl-C cancels it; a second one, or `exit_timeout_s` seconds, end the process."""
+def print_answer(
+    model: ChatModel, conversation: Conversation, spinner: Spinner, end: str = "\n", exit_timeout_s: float | None = None
+) -> Reply:
+    """Prints the answer to the last message, `end` after it, and below it what was left out of the context. Ctrl-C
+    cancels it; a second one, or `exit_timeout_s` seconds, end the process."""
     spinner.show("")
+    printer = Printer(wrap=conversation.word_wrap, hide_thinking=conversation.hide_thinking)
+    answer, error = model.answer(conversation), None
 
     def on_progress(now: PromptProgress) -> None:
         spinner.show(prompt_text(now.n_tokens, now.n_cached, now.n_done, now.seconds))
@@ -94,7 +101,6 @@ def print_answer(answer: Answer, printer: Printer, spinner: Spinner, *, exit_tim
         if not answer.cancel(CANCEL_TIMEOUT_S):
             print_message("\nstopping after the current pass; Ctrl + c again ends moegguf")
 
-    error = None
     with cancel_on_interrupt(cancel, exit_timeout_s) as interrupted:
         try:
             for delta in answer.deltas(on_progress):
@@ -104,11 +110,13 @@ def print_answer(answer: Answer, printer: Printer, spinner: Spinner, *, exit_tim
             error = fault
         finally:
             spinner.close()
-    timing, notes = answer.timing, []
-    counts = ((timing.cut_messages, "message"), (timing.cut_tokens, "token"))
-    if parts := [f"{n:,} {word}{'s' * (n != 1)}" for n, word in counts if n]:
-        notes.append(f"prompt cut: {', '.join(parts)} left out")
-    if n := timing.n_shifts:
-        times = "" if n == 1 else f" {n} times"
-        notes.append(f"the context was full{times}: the model no longer knows the older half")
-    return Reply(timing, interrupted.is_set(), tuple(notes), error)
+    timing = answer.timing
+    if error is None or printer.text or printer.thinking:
+        printer.end("\n" if error or interrupted.is_set() else end)
+        counts = ((timing.cut_messages, "message"), (timing.cut_tokens, "token"))
+        if parts := [f"{n:,} {word}{'s' * (n != 1)}" for n, word in counts if n]:
+            print_message(f"prompt cut: {', '.join(parts)} left out")
+        if n := timing.n_shifts:
+            times = "" if n == 1 else f" {n} times"
+            print_message(f"the context was full{times}: the model no longer knows the older half")
+    return Reply(printer.text, printer.thinking, timing, interrupted.is_set(), error)

@@ -43,16 +43,10 @@ def _read_prompt(words: Sequence[str]) -> str | None:
 
 def _answer_once(model: ChatModel, conversation: Conversation, prompt: str, spinner: Spinner) -> int:
     """Prints the answer to `prompt`, then statistics if verbose; closes the model. Returns the exit code."""
-    from moegguf.chat.printer import Printer
     from moegguf.chat.session import extract_images, print_answer
 
     conversation.add_user_message(*(extract_images(prompt) if model.connection.reads_images else (prompt, [])))
-    printer = Printer(wrap=conversation.word_wrap, hide_thinking=conversation.hide_thinking)
-    reply = print_answer(model.answer(conversation), printer, spinner, exit_timeout_s=EXIT_TIMEOUT_S)
-    if reply.error is None or printer.text:
-        printer.end()
-        for note in reply.notes:
-            print_message(note)
+    reply = print_answer(model, conversation, spinner, exit_timeout_s=EXIT_TIMEOUT_S)
     if conversation.verbose and not reply.error:
         print_message("\n" + "\n".join(model.statistics(reply.timing, with_load=True)))
     model.connection.close()
