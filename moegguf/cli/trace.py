@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -198,6 +198,7 @@ def simulate(file: File, as_json: AsJson = False, *, given: Given, **chosen: Any
     # A policy with an "=" is one for two tiers.
     policies = [name for text in chosen["policy"] for name in ([text] if "=" in text else split([text]))]
     predictors, of_vram, proportions = split(chosen["predictor"]), chosen["vram_cache"], chosen["tensor_split"]
+    _check(chosen, strategies, policies, predictors)
     shares = parse_shares(chosen["expert_cache"])
     full = TraceAnalysis.open(file, find_model(model) if model else None, chosen["predictors"])
     analysis = full.limited(chosen["tokens"])
@@ -210,8 +211,6 @@ def simulate(file: File, as_json: AsJson = False, *, given: Given, **chosen: Any
         options = replace(options, prefetch=PrefetchOptions() if prefetch else None)
     named = policies or ["all"], predictors or ["none"]
     if of_vram is not None:
-        if save or strategies:
-            raise OptionError("--save and --strategy are about slots in RAM alone: leave out --vram-cache.")
         try:
             split_of = [float(word) for word in proportions.split(",")] if proportions is not None else []
         except ValueError:
@@ -222,14 +221,6 @@ def simulate(file: File, as_json: AsJson = False, *, given: Given, **chosen: Any
             rows = analysis.simulate_tiers(*named, budgets, shares, options, progress)
         print_json(rows) if as_json else print_tiers(rows, analysis.sample_size(full))
         return
-    of_gpus = {"--device-link": bool(chosen["device_link"]), "--tensor-split": proportions is not None}
-    of_gpus["--policy vram=NAME,ram=NAME"] = any("=" in name for name in policies)
-    for flag in (flag for flag, is_given in of_gpus.items() if is_given):
-        raise OptionError(f"{flag} is about GPUs, whose share of the experts is missing: --vram-cache.")
-    if save and strategies:
-        raise OptionError("--save is for policies and predictors, from which `auto` chooses, not for --strategy.")
-    if strategies and (len(policies) > 1 or len(predictors) > 1):
-        raise OptionError("beside --strategy, --policy and --predictor take one name each, which replaces its own.")
     choosing, reported = analysis.halves() if save else (analysis, analysis)
     with showing_progress() as progress:
 
@@ -247,3 +238,19 @@ def simulate(file: File, as_json: AsJson = False, *, given: Given, **chosen: Any
     if save:
         path = choosing.save(chosen_by, results, alone)
         print_message(f"saved {path}: auto chooses by {choosing.sample_size(full)}; reported are others")
+
+
+def _check(chosen: Mapping[str, Any], strategies: list[str], policies: list[str], predictors: list[str]) -> None:
+    """Raises OptionError for options that do not go together."""
+    if chosen["vram_cache"] is not None:
+        if chosen["save"] or strategies:
+            raise OptionError("--save and --strategy are about slots in RAM alone: leave out --vram-cache.")
+        return
+    of_gpus = {"--device-link": bool(chosen["device_link"]), "--tensor-split": chosen["tensor_split"] is not None}
+    of_gpus["--policy vram=NAME,ram=NAME"] = any("=" in name for name in policies)
+    for flag in (flag for flag, is_given in of_gpus.items() if is_given):
+        raise OptionError(f"{flag} is about GPUs, whose share of the experts is missing: --vram-cache.")
+    if chosen["save"] and strategies:
+        raise OptionError("--save is for policies and predictors, from which `auto` chooses, not for --strategy.")
+    if strategies and (len(policies) > 1 or len(predictors) > 1):
+        raise OptionError("beside --strategy, --policy and --predictor take one name each, which replaces its own.")

@@ -121,7 +121,7 @@ def two_digits(low: float, high: float) -> str:
 def print_model(facts: Facts) -> None:
     """The output of `moegguf show`: the model, its experts, tensor types, what budgets would mean, and what the catalog
     entry adds to the files; of long texts the first lines."""
-    console, n_active, experts = make_console(), facts["active_parameters"], facts["experts"]
+    console, n_active = make_console(), facts["active_parameters"]
     print_renderable(console, Text(facts["title"], style="bold"))
     n_parameters = human_number(facts["parameters"])
     if n_active != facts["parameters"]:
@@ -142,20 +142,8 @@ def print_model(facts: Facts) -> None:
         ("path", facts["path"]),
     ])  # fmt: skip
     _section(console, "Capabilities", [(name, "") for name in facts["capabilities"]])
-    if experts:
-        one = _range(format_bytes(experts["smallest_bytes"]), format_bytes(experts["largest_bytes"]))
-        share = experts["all_bytes"] / facts["file_bytes"]
-        touched, unused = format_bytes(experts["token_cycle_bytes"]), experts["unused_bytes"]
-        _section(console, "Experts", [
-            ("layers with experts", f"{experts['layers']} of {facts['n_layer']}"),
-            ("experts in a layer", f"{experts['per_layer']}, of which a token uses {experts['used']}"),
-            ("shared experts", f"{experts['shared']}, which every token uses" if experts["shared"] else "none"),
-            ("one expert", one),
-            ("all experts", f"{format_bytes(experts['all_bytes'])} ({share:.0%} of the files)"),
-            ("one token touches", f"{touched} ({experts['token_cycle']} experts)"),
-            ("everything else", format_bytes(facts["dense_bytes"])),
-            *([("not loaded", f"{format_bytes(unused)} of multi-token prediction")] if unused else []),
-        ])  # fmt: skip
+    if facts["experts"]:
+        _section(console, "Experts", _expert_rows(facts))
     for part in ("projector", "adapter", "draft"):
         if facts[part]:
             _section(console, part.capitalize(), [("path", facts[part])])
@@ -170,16 +158,32 @@ def print_model(facts: Facts) -> None:
     types = sorted(facts["types"].items(), key=lambda item: -item[1]["bytes"])
     rows = [(name, format_bytes(t["bytes"]), f"{t['tensors']} tensors") for name, t in types]
     _section(console, "Types", rows, right=(1, 2))
-    if not facts["budgets"]:
-        return
+    if facts["budgets"]:
+        _print_budgets(console, facts["budgets"])
+
+
+def _expert_rows(facts: Facts) -> Iterator[Row]:
+    experts = facts["experts"]
+    share = experts["all_bytes"] / facts["file_bytes"]
+    yield "layers with experts", f"{experts['layers']} of {facts['n_layer']}"
+    yield "experts in a layer", f"{experts['per_layer']}, of which a token uses {experts['used']}"
+    yield "shared experts", f"{experts['shared']}, which every token uses" if experts["shared"] else "none"
+    yield "one expert", _range(format_bytes(experts["smallest_bytes"]), format_bytes(experts["largest_bytes"]))
+    yield "all experts", f"{format_bytes(experts['all_bytes'])} ({share:.0%} of the files)"
+    yield "one token touches", f"{format_bytes(experts['token_cycle_bytes'])} ({experts['token_cycle']} experts)"
+    yield "everything else", format_bytes(facts["dense_bytes"])
+    if experts["unused_bytes"]:
+        yield "not loaded", f"{format_bytes(experts['unused_bytes'])} of multi-token prediction"
+
+
+def _print_budgets(console: Console, budgets: list[Facts]) -> None:
     table = Table(box=None, padding=(0, 3, 0, 0), pad_edge=False, header_style="dim")
     for name in ("--expert-cache", "slots", "memory", "hit rate"):
         table.add_column(name, justify="left" if name.startswith("--") else "right", no_wrap=True)
-    for row in facts["budgets"]:
+    for row in budgets:
         hits = _range(f"{row['low']:.0%}", f"{row['high']:.0%}")
         table.add_row(f"{row['share']:.0%}", f"{row['slots']:,}", format_bytes(row["bytes"]), hits)
-    basis = f"  {facts['budgets'][0]['basis']}"
-    print_renderable(console, Text("  Budgets", style="bold").append(basis, style="not bold dim"))
+    print_renderable(console, Text("  Budgets", style="bold").append(f"  {budgets[0]['basis']}", style="not bold dim"))
     print_renderable(console, Padding(table, (0, 0, 0, 4)))
 
 
