@@ -11,12 +11,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import resource
+import re
 import sys
 import time
 import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -230,16 +230,6 @@ def run_test(llama: Llama, spec: Spec, test: Test, feed: Feed, engine: Engine | 
     }
 
 
-def peak_rss_bytes() -> int:
-    """Peak resident memory of this process, mapped files included."""
-    with suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
 def run(spec: Spec) -> dict[str, Any]:
     """Loads, measures every test, closes. Raises MoeggufError."""
     start = time.perf_counter()
@@ -251,7 +241,8 @@ def run(spec: Spec) -> dict[str, Any]:
         feed = Feed(llama, spec)
         with nullcontext() if spec.draft is None else Engine(llama) as engine:
             tests = [run_test(llama, spec, test, feed, engine) for test in spec.tests]
-        peak_bytes = peak_rss_bytes()
+        # Not ru_maxrss, which begins with the peak of the process that started this one.
+        peak_kib = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
         info = session.store.info() if session is not None else {}
         warned = list(plan.warnings) if session is not None else []
         if spec.simulate_link and parse_link(spec.simulate_link).bytes_per_s > (copied := memory_copy_bytes_per_s()):
@@ -270,7 +261,7 @@ def run(spec: Spec) -> dict[str, Any]:
             "tests": tests,
             "load_s": load_s,
             "fill_s": fill_s,
-            "peak_rss_bytes": peak_bytes,
+            "peak_rss_bytes": int(peak_kib[1]) * 1024 if peak_kib else 0,
             "n_slots": info.get("n_slots_usable", 0),
             "n_ubatch_used": llama.context_params.n_ubatch,
             "budget_bytes": plan.budget_bytes if session is not None else 0,

@@ -285,20 +285,12 @@ def _set(chat: Chat, rest: str) -> None:
         print_message(f"Unknown command '/set {name}'. Type /? for help" if name else _set_help())
 
 
-def _switch(attribute: str, value: Any, message: str) -> Command:
-    """Sets an attribute of the conversation."""
+def _switch(attribute: str, value: Any, message: str, owner: str = "conversation") -> Command:
+    """Sets an attribute of the conversation, or of the history."""
 
     def switch(chat: Chat, _rest: str) -> None:
-        setattr(chat.conversation, attribute, value)
+        setattr(getattr(chat, owner), attribute, value)
         print_message(message)
-
-    return switch
-
-
-def _keep_history(enabled: bool) -> Command:
-    def switch(chat: Chat, _rest: str) -> None:
-        chat.history.enabled = enabled
-        print_message(f"Set '{'history' if enabled else 'nohistory'}' mode.")
 
     return switch
 
@@ -346,8 +338,8 @@ def _set_think(chat: Chat, level: str) -> None:
 SETTINGS = {
     "parameter": Row(_set_parameter, "Set a parameter", "parameter ..."),
     "system": Row(_set_system, "Set system message", "system <string>"),
-    "history": Row(_keep_history(True), "Enable history"),
-    "nohistory": Row(_keep_history(False), "Disable history"),
+    "history": Row(_switch("enabled", True, "Set 'history' mode.", "history"), "Enable history"),
+    "nohistory": Row(_switch("enabled", False, "Set 'nohistory' mode.", "history"), "Disable history"),
     "wordwrap": Row(_switch("word_wrap", True, "Set 'wordwrap' mode."), "Enable wordwrap"),
     "nowordwrap": Row(_switch("word_wrap", False, "Set 'nowordwrap' mode."), "Disable wordwrap"),
     "format": Row(_set_format, "Enable JSON mode", "format json"),

@@ -63,8 +63,8 @@ def _exit_on_signal(number: int, _frame: Any) -> NoReturn:
     raise SystemExit(SIGNAL_EXIT_BASE + number)
 
 
-def exit_now() -> NoReturn:
-    """Restores the terminal and ends the process while other threads still compute."""
+def _exit_now() -> NoReturn:
+    """While other threads still compute."""
     _restore()
     os._exit(EXIT_INTERRUPTED)
 
@@ -78,11 +78,11 @@ def cancel_on_interrupt(cancel: Callable[[], object], exit_timeout_s: float | No
 
     def exit_after_timeout() -> None:
         if not ended.wait(exit_timeout_s):
-            exit_now()
+            _exit_now()
 
     def interrupt(*_: Any) -> None:
         if interrupted.is_set():
-            exit_now()
+            _exit_now()
         interrupted.set()
         # Not on this thread: the interrupted code may hold the lock that `cancel` needs.
         threading.Thread(target=cancel, name="moegguf-cancel", daemon=True).start()

@@ -70,7 +70,7 @@ def run_with_exit_code(call: Callable[[], Any]) -> int:
             stream.reconfigure(errors=_ASCII_ONLY)
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = show_warning
+            warnings.showwarning = _show_warning
             result = call()
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
@@ -106,6 +106,5 @@ def _print_failure(error: BaseException) -> int:
     return EXIT_FAILURE
 
 
-def show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    """Prints a Python warning as one line, without file and line number."""
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     print_message(f"warning: {' '.join(str(message).split())}")
