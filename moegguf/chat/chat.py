@@ -39,13 +39,14 @@ class Chat:
         self.model = model
         self.conversation = conversation
         self.history = InputHistory(data_folder() / "history", enabled=read_settings().history)
-        self._reader = Reader(self.history, completion_words())
+        words = [*COMMANDS, *(f"/set {name}" for name in sorted(SETTINGS)), *(f"/show {part}" for part in PARTS)]
+        self._reader = Reader(self.history, [*words, *(f"/? {topic}" for topic in ("set", "show", "shortcuts"))])
 
     def run(self) -> int:
         """Runs until Ctrl-D or /bye; returns the exit code."""
         if self.conversation.think and not self.check_thinking():
             self.conversation.think = None
-        self._print_model_line()
+        self.print_model_line()
         try:
             with keyboard_echo_off():
                 while True:
@@ -55,7 +56,8 @@ class Chat:
         finally:
             self.model.connection.close()
 
-    def _print_model_line(self) -> None:
+    def print_model_line(self) -> None:
+        """The model's name, and its context size, experts, ..."""
         print_message(f"{self.conversation.entry.name}: {', '.join(self.model.facts())}")
 
     def _handle_input(self) -> None:
@@ -105,28 +107,12 @@ class Chat:
         if conversation.verbose:
             print_message("\n".join([*self.model.statistics(reply.timing, with_load=True), ""]))
 
-    def load_model(self, name: str) -> None:
-        """Switches to another model; keeps the present one when that cannot be found or loaded."""
-        conversation = self.conversation
-        try:
-            entry = self.model.connection.names.find(name)
-        except ModelNotFoundError:
-            print_message(f"Couldn't find model '{name}'")
-            return
-        print_message(f"Loading model '{name}'")
-        old_entry, old_messages = conversation.entry, conversation.messages
-        conversation.switch_model(entry)
-        try:
-            with Spinner() as spinner:
-                self.model.load(conversation, spinner)
-        except BaseException:  # also an interrupt
-            conversation.entry, conversation.messages = old_entry, old_messages
-            raise
-        self._print_model_line()
-
     def check_thinking(self) -> bool:
-        """Whether the model supports thinking; prints a warning when not."""
-        if self.model.thinks(self.conversation.entry):
+        """Whether the model supports thinking, or its header cannot be read; prints a warning when not."""
+        try:
+            if "thinking" in self.model.connection.details(self.conversation.entry).capabilities:
+                return True
+        except MoeggufError:
             return True
         print_message(f"warning: model '{self.conversation.entry.name}' does not support thinking output")
         return False
@@ -181,10 +167,26 @@ def _clear(chat: Chat, _rest: str) -> None:
 
 
 def _load(chat: Chat, name: str) -> None:
-    if len(name.split()) == 1:
-        chat.load_model(name)
-    else:
+    """Switches to another model; keeps the present one when that cannot be found or loaded."""
+    if len(name.split()) != 1:
         print_message("Usage:\n  /load <modelname>")
+        return
+    conversation = chat.conversation
+    try:
+        entry = chat.model.connection.names.find(name)
+    except ModelNotFoundError:
+        print_message(f"Couldn't find model '{name}'")
+        return
+    print_message(f"Loading model '{name}'")
+    old_entry, old_messages = conversation.entry, conversation.messages
+    conversation.switch_model(entry)
+    try:
+        with Spinner() as spinner:
+            chat.model.load(conversation, spinner)
+    except BaseException:  # also an interrupt
+        conversation.entry, conversation.messages = old_entry, old_messages
+        raise
+    chat.print_model_line()
 
 
 def _save(chat: Chat, name: str) -> None:
@@ -426,13 +428,3 @@ Available keyboard shortcuts:
   Ctrl + z            Suspend
   Ctrl + d            Exit (/bye)
 """
-
-
-def completion_words() -> list[str]:
-    """Completions for the Tab key."""
-    return [
-        *COMMANDS,
-        *(f"/set {name}" for name in sorted(SETTINGS)),
-        *(f"/show {part}" for part in PARTS),
-        *(f"/? {topic}" for topic in ("set", "show", "shortcuts")),
-    ]

@@ -105,10 +105,6 @@ class Conversation:
         """Parameters in effect, by Ollama's names."""
         return parameters_of(self.entry) | self.user_parameters()
 
-    def reset_load_parameters(self) -> None:
-        """Removes the parameters of loading that were set in the chat: with them the model cannot be loaded."""
-        self.parameters = {name: value for name, value in self.parameters.items() if name not in LOAD_PARAMETERS}
-
     def load_options(self) -> dict[str, Any]:
         """How the model has to be loaded for the next answer: keywords of `Llama`."""
         return load_options_with(self.base_options, self.all_parameters())

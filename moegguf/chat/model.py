@@ -454,7 +454,8 @@ class ChatModel:
             self.connection.load(conversation.entry, options, spinner)
         except BaseException as error:  # also an interrupt: the chat goes on with the model before
             if getattr(error, "status", None) != BUSY:  # nothing is wrong with them then
-                conversation.reset_load_parameters()
+                kept = conversation.parameters.items()
+                conversation.parameters = {name: value for name, value in kept if name not in LOAD_PARAMETERS}
             raise
         self._loaded, self._load_s = options, time.perf_counter() - start_s
 
@@ -469,17 +470,6 @@ class ChatModel:
         self._answer = self.connection.answer(conversation)
         self._answer.load_s, self._load_s = self._load_s, 0.0
         return self._answer
-
-    def with_context(self, entry: NamedModel, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """`parameters` with the model's own context length for `--ctx 0`."""
-        own = {"num_ctx": self.connection.details(entry).n_ctx_train} if parameters.get("num_ctx") == 0 else {}
-        return {**parameters, **own}
-
-    def thinks(self, entry: NamedModel) -> bool:
-        """Whether a model supports thinking; one whose header cannot be read may."""
-        with suppress(MoeggufError):
-            return "thinking" in self.connection.details(entry).capabilities
-        return True
 
     def facts(self) -> list[str]:
         """Context size, whether it reads images, the number of expert slots, and which server has it."""

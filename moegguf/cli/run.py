@@ -158,7 +158,8 @@ def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chose
     from moegguf.settings import read_settings
 
     entry = server.entry if server else find_or_pull(name)
-    parameters = chat_model.with_context(entry, parameters)
+    if parameters.get("num_ctx") == 0:  # --ctx 0: the model's own
+        parameters["num_ctx"] = chat_model.connection.details(entry).n_ctx_train
     if not server and (n_ctx := read_settings().n_ctx) and "num_ctx" not in entry.parameters:
         parameters = {"num_ctx": n_ctx, **parameters}
     conversation = Conversation(entry, {} if server else load_options, parameters, **settings)

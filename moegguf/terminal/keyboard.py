@@ -39,7 +39,10 @@ def keyboard_echo_off() -> Iterator[None]:
         with suppress(termios.error):
             termios.tcsetattr(stdin, termios.TCSANOW, attributes)
 
-    handlers = ((signal.SIGCONT, apply), (signal.SIGTERM, _exit_on_signal), (signal.SIGHUP, _exit_on_signal))
+    def exit_on_signal(number: int, _frame: Any) -> NoReturn:  # unwinds the stack, which restores the terminal
+        raise SystemExit(SIGNAL_EXIT_BASE + number)
+
+    handlers = ((signal.SIGCONT, apply), (signal.SIGTERM, exit_on_signal), (signal.SIGHUP, exit_on_signal))
     previous = [(number, signal.signal(number, handler)) for number, handler in handlers]
     apply()
     try:
@@ -56,11 +59,6 @@ def _restore() -> None:
     if saved is not None:
         with suppress(termios.error, OSError, ValueError):
             termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, saved)
-
-
-def _exit_on_signal(number: int, _frame: Any) -> NoReturn:
-    """Unwinds the stack, which restores the terminal."""
-    raise SystemExit(SIGNAL_EXIT_BASE + number)
 
 
 def _exit_now() -> NoReturn:
