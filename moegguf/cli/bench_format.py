@@ -18,14 +18,12 @@ _NAMES = (*FIELDS, *OWN_FIELDS, "against")
 
 def _texts(row: Row) -> list[str]:
     """The row's values in the order of _NAMES; `against` as "mmap=9.812;resident=0.331"."""
-    ratios = ";".join(f"{name}={_ratio(found)}" for name, found in row["against"].items())
+    ratios = (
+        f"{name}=" + (f"{found['ratio']:.3f}" if "ratio" in found else "") for name, found in row["against"].items()
+    )
     values = [row.get(name, "") for name in _NAMES[:-1]]
     values = [int(value) if isinstance(value, bool) else value for value in values]
-    return [*(f"{value:.6f}" if isinstance(value, float) else str(value) for value in values), ratios]
-
-
-def _ratio(found: Row) -> str:
-    return f"{found['ratio']:.3f}" if "ratio" in found else ""
+    return [*(f"{value:.6f}" if isinstance(value, float) else str(value) for value in values), ";".join(ratios)]
 
 
 def _as_csv(rows: Sequence[Row]) -> str:
@@ -96,10 +94,21 @@ def _table(columns: Sequence[Column], rows: Sequence[Row]) -> list[str]:
 
 
 def _main_table(rows: Sequence[Row]) -> list[str]:
+    def size(row: Row) -> str:
+        mib = row.get("model_size", 0) / (1 << 20)
+        return f"{mib:.2f} MiB" if mib < 1024 else f"{mib / 1024:.2f} GiB"
+
+    def count(row: Row) -> str:
+        n = row.get("model_n_params", 0)
+        return f"{n / 1e6:.2f} M" if n < 10**9 else f"{n / 1e9:.2f} B"
+
+    def speed(row: Row) -> str:
+        return f"{row['avg_ts']:.2f} ± {row['stddev_ts']:.2f}" if "avg_ts" in row else _failed(row)
+
     columns: list[Column] = [
         ("model", -30, lambda row: str(row.get("model_type", row["model_filename"]))),
-        ("size", 10, lambda row: _size(row.get("model_size", 0))),
-        ("params", 10, lambda row: _count(row.get("model_n_params", 0))),
+        ("size", 10, size),
+        ("params", 10, count),
         ("backend", -10, lambda row: str(row.get("backends", ""))),
     ]
     if any(row.get("backends", "CPU") != "CPU" for row in rows):
@@ -111,23 +120,10 @@ def _main_table(rows: Sequence[Row]) -> list[str]:
     if len({row["repack"] for row in rows}) > 1 or not rows[0]["repack"]:
         columns.append(_plain("repack", 3, "rpk"))
     columns += [_plain("system", -8, "system"), _plain("expert_cache", 6, "cache"), _plain("test", 15, "test")]
-    columns += [("t/s", 20, _speed), _figure("median", "median_ts", 1, 2)]
+    columns += [("t/s", 20, speed), _figure("median", "median_ts", 1, 2)]
     shown = _STORE_FIGURES + (_DRAFT_FIGURES if any(row.get("draft") for row in rows) else ())
     columns += [_figure(*figure) for figure in shown if any(figure[1] in row for row in rows)]
     return _table(columns, rows)
-
-
-def _size(n_bytes: int) -> str:
-    mib = n_bytes / (1 << 20)
-    return f"{mib:.2f} MiB" if mib < 1024 else f"{mib / 1024:.2f} GiB"
-
-
-def _count(n: int) -> str:
-    return f"{n / 1e6:.2f} M" if n < 10**9 else f"{n / 1e9:.2f} B"
-
-
-def _speed(row: Row) -> str:
-    return f"{row['avg_ts']:.2f} ± {row['stddev_ts']:.2f}" if "avg_ts" in row else _failed(row)
 
 
 def _failed(row: Row) -> str:
