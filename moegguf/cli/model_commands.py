@@ -1,17 +1,20 @@
-"""The commands for models on this machine: pull, list, show, rm, cp, create, estimate, doctor; and those for computed
-contexts that are kept on disk. They need no server."""
+"""The commands for models on this machine: pull, list, show, rm, cp, create, estimate, doctor; for computed contexts
+that are kept on disk; and for models in a running server: ps, stop, budget."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
 
 import typer
 
 from moegguf.cli.options import OFTEN, AsJson, Flag, Given, Insecure, Model, Prefix, complete_model, flags
-from moegguf.errors import ModelNotFoundError
+from moegguf.errors import ModelNotFoundError, MoeggufError
 from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:
@@ -113,12 +116,14 @@ def remove(
     ],
 ) -> None:
     """Remove models: the name, and its files where nothing else uses them."""
-    from moegguf.cli.server_commands import unload_from_server
+    from moegguf.chat.client import Client
     from moegguf.models.catalog import Catalog
 
     catalog = Catalog()
     for name in models:
-        unload_from_server(catalog.find(name, even_missing=True).name)
+        body = {"model": catalog.find(name, even_missing=True).name, "keep_alive": 0}
+        with suppress(MoeggufError):  # there is no server
+            Client().post("/api/generate", body)
         catalog.remove(name)
         print(f"deleted '{name}'")
 
@@ -209,8 +214,6 @@ def list_contexts(context: typer.Context, as_json: AsJson = False) -> None:
     """List the computed contexts that are kept on disk, by model, or delete them (`clear`)."""
     if context.invoked_subcommand is not None:
         return
-    from datetime import UTC, datetime
-
     from moegguf.terminal.tables import print_columns, print_json
     from moegguf.terminal.units import human_bytes, human_time
 
@@ -263,3 +266,77 @@ def _by_model() -> dict[str, list[StoredBlock]]:
     for block in stored_blocks(default_folder()):
         found.setdefault(block.about.model, []).append(block)
     return dict(sorted(found.items()))
+
+
+Loaded = Annotated[str, typer.Argument(autocompletion=complete_model, metavar="MODEL", help="A name that `ps` shows.")]
+
+
+def ps(prefix: Prefix = "", as_json: AsJson = False) -> None:
+    """List the models that a running server has loaded, and how many tokens of prompts they did not compute again."""
+    from moegguf.chat.client import Client
+    from moegguf.terminal.tables import print_columns, print_json
+    from moegguf.terminal.units import human_bytes, human_time, percent, processor_split
+
+    models = [m for m in Client().get("/api/ps")["models"] if m["name"].lower().startswith(prefix.lower())]
+    if as_json:
+        print_json(models)
+        return
+    rows, seen = [], set()  # the memory of names that share a process counts once
+    for model in models:
+        moe, expires = model.get("moe", {}), datetime.fromisoformat(model["expires_at"])
+        never = expires.year > datetime.now().year + 100  # then it is centuries ahead
+        until = "Stopping..." if model.get("stopping") else human_time(None if never else expires)
+        pid, tokens = moe.get("pid", model["name"]), moe.get("prompt_tokens", {})
+        rows.append((
+            model["name"], model["digest"][:12], human_bytes(model["size"]) + " (shared)" * (pid in seen),
+            processor_split(model["size"], model["size_vram"]), percent(moe.get("expert_share")),
+            percent(moe["hit_rate"] if moe.get("lookups") else None), str(model["context_length"]),
+            f"{tokens['memory']:,} + {tokens['disk']:,} from disk" if any(tokens.values()) else "-", until,
+        ))  # fmt: skip
+        seen.add(pid)
+    print_columns(("NAME", "ID", "SIZE", "PROCESSOR", "EXPERTS", "HITS", "CONTEXT", "REUSED", "UNTIL"), rows)
+
+
+def stop(model: Loaded) -> None:
+    """Unload a model from a running server."""
+    from moegguf.chat.client import Client
+    from moegguf.models.names import parse_name
+
+    client, name = Client(), parse_name(model).canonical
+    if not any(loaded["name"].lower() == name.lower() for loaded in client.get("/api/ps")["models"]):
+        raise ModelNotFoundError(f"couldn't find model {model!r} to stop")
+    client.post("/api/generate", {"model": name, "keep_alive": 0})
+
+
+def budget(
+    model: Loaded,
+    expert_cache: Annotated[
+        str | None,
+        typer.Argument(metavar="[BUDGET]", help='In RAM: "50%", "2GiB", or "auto": all that it was loaded with.'),
+    ] = None,
+    vram_cache: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BUDGET",
+            help="On the GPU that computes the model, in the same forms. As when loading, prompts are staged in a part"
+            " of it, which stays as large as it was.",
+        ),
+    ] = None,
+) -> None:
+    """Show or change a loaded model's memory for experts in a running server, also while it answers."""
+    from moegguf.chat.client import Client
+    from moegguf.quantities import format_bytes, parse_expert_cache
+
+    budgets = {"expert_cache": expert_cache, "vram_cache": vram_cache}
+    given = {name: value for name, value in budgets.items() if value is not None}
+    for value in given.values():
+        parse_expert_cache(value)
+    path = f"/budget?model={quote(model, safe='')}"
+    now = Client().post("/budget", {"model": model, **given}, method="PUT") if given else Client().get(path)
+    parts = [f"{format_bytes(now['expert_cache_bytes'])} for {now['n_slots']} of {now['n_experts']} experts"]
+    if now["vram_cache_bytes"]:
+        parts[0] += " in RAM"
+        parts.insert(0, f"{format_bytes(now['vram_cache_bytes'])} for {now['n_vram_slots']} in VRAM")
+        if now["staging_bytes"]:
+            parts[0] += f", {format_bytes(now['staging_bytes'])} of it to stage prompts"
+    print_message(f"{now['model']}: {', '.join(parts)}, {format_bytes(now['size_bytes'])} in all")
