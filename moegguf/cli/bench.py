@@ -141,8 +141,8 @@ def bench(*, given: Given, **chosen: Any) -> None:
 
     Takes llama-bench's flags and prints its formats. `--against stock` alternates with llama.cpp.
     """
+    from moegguf.bench.rows import FORMATS
     from moegguf.bench.series import make_systems
-    from moegguf.cli.bench_format import FORMATS
     from moegguf.controller.strategies import OWN, find_strategy
 
     output, rounds = chosen["output"], chosen["rounds"]

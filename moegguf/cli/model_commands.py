@@ -214,8 +214,8 @@ def list_contexts(context: typer.Context, as_json: AsJson = False) -> None:
     """List the computed contexts that are kept on disk, by model, or delete them (`clear`)."""
     if context.invoked_subcommand is not None:
         return
+    from moegguf.quantities import human_bytes, human_time
     from moegguf.terminal.tables import print_columns, print_json
-    from moegguf.terminal.units import human_bytes, human_time
 
     rows: list[dict[str, Any]] = [
         {
@@ -248,7 +248,7 @@ def clear(
     ] = None,
 ) -> None:
     """Delete the contexts of a model, or all. A running model keeps those that it has in memory."""
-    from moegguf.terminal.units import human_bytes
+    from moegguf.quantities import human_bytes
 
     found = _by_model()
     if model is not None and model not in found:
@@ -274,8 +274,8 @@ Loaded = Annotated[str, typer.Argument(autocompletion=complete_model, metavar="M
 def ps(prefix: Prefix = "", as_json: AsJson = False) -> None:
     """List the models that a running server has loaded, and how many tokens of prompts they did not compute again."""
     from moegguf.chat.client import Client
+    from moegguf.quantities import human_bytes, human_time, percent, processor_split
     from moegguf.terminal.tables import print_columns, print_json
-    from moegguf.terminal.units import human_bytes, human_time, percent, processor_split
 
     models = [m for m in Client().get("/api/ps")["models"] if m["name"].lower().startswith(prefix.lower())]
     if as_json:

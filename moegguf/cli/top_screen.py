@@ -18,8 +18,8 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from moegguf.quantities import human_bytes, human_time, percent
 from moegguf.terminal.heatmap import heatmap, legend, tiers_line
-from moegguf.terminal.units import human_bytes, human_time, percent
 
 Facts = dict[str, Any]
 Bytes = npt.NDArray[np.uint8]

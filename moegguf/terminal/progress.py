@@ -10,7 +10,7 @@ import stat
 import sys
 from typing import TYPE_CHECKING, Any, Self
 
-from moegguf.terminal.units import human_bytes
+from moegguf.quantities import human_bytes
 
 if TYPE_CHECKING:
     from moegguf.models.entry import PullStatus

@@ -16,9 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from moegguf.models.entry import ModelEntry
-from moegguf.quantities import format_bytes, human_number
+from moegguf.quantities import format_bytes, human_bytes, human_number, human_time
 from moegguf.terminal.facts import Facts
-from moegguf.terminal.units import human_bytes, human_time
 
 PIPE_WIDTH = 400
 SHOWN_LINES = 2  # of a system message or a license, as `ollama show` does

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moegguf.bench.rows import FIELDS, OWN_FIELDS, imitated_routing, make_rows
+from moegguf.bench.rows import FIELDS, FORMATS, OWN_FIELDS, as_markdown, imitated_routing, make_rows
 from moegguf.bench.series import (
     KILLED,
     VARIANTS,
@@ -26,7 +26,6 @@ from moegguf.bench.series import (
 )
 from moegguf.bench.series import test_name as name_of
 from moegguf.cli.bench import parse_ints, parse_pairs, parse_tests, split
-from moegguf.cli.bench_format import FORMATS, as_markdown
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import read_layout
 
