@@ -14,8 +14,8 @@ from moegguf.cli.bench import split
 from moegguf.cli.options import AsJson
 from moegguf.cli.trace import File, showing_progress
 from moegguf.cli.trace_tables import print_notes, print_table
-from moegguf.terminal.tables import print_json
 from moegguf.quantities import percent
+from moegguf.terminal.tables import print_json
 from moegguf.trace.analysis import Progress, no_progress, step_reporter
 from predictors.study import scoring
 from predictors.study.accuracy import Figures, LinkModel
