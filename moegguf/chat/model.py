@@ -123,7 +123,7 @@ class OwnWorker:
         from moegguf.models.catalog import Catalog
 
         self.names = Catalog()
-        self._loaded: tuple[ModelEntry, Mapping[str, Any]] | None = None
+        self._has_model = False
         self._before: PendingRequest | Snapshot | None = None  # the experts when the last answer began
 
     def _start(self) -> WorkerProcess:
@@ -149,19 +149,10 @@ class OwnWorker:
         return conversation.load_options()
 
     def load(self, entry: NamedModel, options: Mapping[str, Any], spinner: Spinner) -> None:
-        """Closes the present model first, since memory may not hold two; loads it again when the new one fails."""
-        before = self._loaded
-        if before is not None:
+        """Loads a model; the present one ends first, since memory may not hold two."""
+        here, start_s = _here(entry), time.perf_counter()
+        if self._has_model:
             self.close()
-        try:
-            self._open(_here(entry), options, spinner)
-        except BaseException:  # also an interrupt
-            if before is not None:
-                self._open(*before, spinner)
-            raise
-
-    def _open(self, entry: ModelEntry, options: Mapping[str, Any], spinner: Spinner) -> None:
-        start_s = time.perf_counter()
         spinner.show("starting a worker")
         worker, self._worker = self._worker or self._start(), None
         try:
@@ -171,22 +162,22 @@ class OwnWorker:
             from moegguf.terminal.loading import warn_of_long_context
             from moegguf.terminal.progress import loading_text
 
-            layout, projector = read_layout(entry.path), projector_of(entry)  # while the worker starts
+            layout, projector = read_layout(here.path), projector_of(here)  # while the worker starts
             warn_of_long_context(layout, options.get("n_ctx"))
 
             def on_progress(share: float | None) -> None:
                 text = loading_text(layout.name, share, layout.dense_bytes, time.perf_counter() - start_s)
                 spinner.show(f"trying {layout.name}, the first time it is loaded" if share is None else text)
 
-            beside = {"mmproj": projector and projector.path, "lora_path": entry.adapter, "draft": entry.draft}
+            beside = {"mmproj": projector and projector.path, "lora_path": here.adapter, "draft": here.draft}
             files = {name: str(path) for name, path in beside.items() if path}
             chosen: dict[str, Any] = {"flash_attn": self._settings.flash_attention, **files, **options}
-            config = LoadConfig(entry.name, str(entry.path), **chosen, verbose=self._log, silent=not self._log)
+            config = LoadConfig(here.name, str(here.path), **chosen, verbose=self._log, silent=not self._log)
             ready = self._run(worker.load(config, math.inf, on_progress))
         except BaseException:  # also an interrupt
             self._run(worker.close(0))
             raise
-        self._worker, self._loaded, self._before = worker, (entry, options), None
+        self._worker, self._has_model, self._before = worker, True, None
         self.n_ctx, self.reads_images = ready.n_ctx, ready.reads_images
         placement = ready.plan.get("placement")
         self.placement = None if placement is None else build(Placement, placement["chosen"])
@@ -194,12 +185,12 @@ class OwnWorker:
     @property
     def ended(self) -> bool:
         """Whether there is no process with a model."""
-        return self._loaded is None or self._own.exited.done()
+        return not self._has_model or self._own.exited.done()
 
     @property
-    def stats(self) -> Stats:
-        """Counts since the load."""
-        return self._own.stats
+    def stats(self) -> Stats | None:
+        """Counts since the load; None of a model that is not loaded."""
+        return self._own.stats if self._has_model else None
 
     @property
     def _own(self) -> WorkerProcess:
@@ -230,8 +221,8 @@ class OwnWorker:
 
         return Answer(lambda answer: self._run(read(answer)), stop)
 
-    def experts(self) -> Snapshot:
-        """The experts now, with what was used and loaded since the last answer began."""
+    def experts(self) -> Snapshot | None:
+        """The experts now, with what was used and loaded since the last answer began; None: the model is not loaded."""
 
         async def ask() -> Snapshot:
             before, self._before = self._before, None
@@ -240,7 +231,7 @@ class OwnWorker:
             now, self._before = build(Snapshot, await self._own.request("experts", watch_s=math.inf).value()), before
             return now.since(before)
 
-        return self._run(ask())
+        return self._run(ask()) if self._has_model else None
 
     def check_parameter(self, name: str) -> None:
         """Every parameter has its effect here."""
@@ -259,7 +250,7 @@ class OwnWorker:
 
     def close(self) -> None:
         """Ends the worker, if there is one."""
-        worker, self._worker, self._loaded = self._worker, None, None
+        worker, self._worker, self._has_model = self._worker, None, False
         if worker is not None:
             self._run(worker.close())
 
@@ -497,8 +488,7 @@ class ChatModel:
 
         found, url = self.connection.experts(), self.connection.url
         if found is None or not found.layers:
-            there = "The server has no experts of this model in memory."
-            print_message(there if url else "This model has no experts.")
+            print_message("The model is not loaded." if found is None else "This model has no experts.")
             return
         print_map(found.model, (found.state, found.uses, found.loads), found.layers, found.n_expert, found.stats)
         if url:
