@@ -6,10 +6,11 @@ The address is MOEGGUF_HOST or OLLAMA_HOST, the key the first one in MOEGGUF_API
 from __future__ import annotations
 
 import json
+import os
 import socket
 import urllib.error
 import urllib.request
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from http.client import HTTPException, HTTPResponse
@@ -25,6 +26,7 @@ GET_TIMEOUT_S = 10.0
 POST_TIMEOUT_S = 600.0  # the server may load a model first
 CONNECT_S = 0.5
 KNOWN_S = 10.0  # to answer whether it knows a model
+MAX_ASKED_MODELS = 32  # before it gets the requests
 MAX_ERROR_BYTES = 64 << 10
 WILDCARD_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # a server binds to these; clients connect to loopback
 
@@ -110,21 +112,27 @@ class Client:
         return NoServerError(f"no server is running at {self.host.url}; start one with `moegguf serve`.")
 
 
-def running_server() -> Client | None:
-    """A client of the server at MOEGGUF_HOST when that is moegguf's, else None."""
+def running_server(models: Sequence[str]) -> Client | None:
+    """A client of the server at MOEGGUF_HOST when that is moegguf's and knows these models, none of which is a file;
+    else None."""
+    if any(os.path.exists(os.path.expanduser(name)) for name in models):
+        return None
     client = Client()
     try:
         with socket.create_connection((client.host.host, client.host.port), CONNECT_S):
             pass
-        version = client.get("/api/version", KNOWN_S)
-        return client if isinstance(version, dict) and "moegguf" in version else None  # Ollama has the same port
+        if "moegguf" not in client.get("/api/version", KNOWN_S):  # Ollama has the same port
+            return None
+        for name in models[:MAX_ASKED_MODELS]:
+            client.post("/api/show", {"model": name}, KNOWN_S)
+        return client
     except ServerError as error:
         if error.status == 401:
             print_message(
                 f"note: the server at {client.host.url} needs a key (MOEGGUF_API_KEY); loading the model here"
             )
         return None
-    except (MoeggufError, OSError):
+    except (MoeggufError, OSError, TypeError):
         return None
 
 

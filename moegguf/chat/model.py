@@ -9,14 +9,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Coroutine, Generator, Mapping
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from moegguf.chat.client import KNOWN_S, Client, Json, ServerError, running_server
-from moegguf.errors import ModelNotFoundError, MoeggufError, OptionError
+from moegguf.chat.client import KNOWN_S, Client, Json, ServerError
+from moegguf.errors import ModelNotFoundError, OptionError
 from moegguf.generate.request import Delta, Message, OnProgress, PromptProgress, Timing
 from moegguf.models.entry import Details, ModelEntry, NamedModel
 from moegguf.options import LOAD_PARAMETERS
@@ -397,14 +397,6 @@ class RunningServer:
 
     def close(self) -> None:
         """The server keeps the model for other requests."""
-
-
-def server_with(model: str, keep_alive: str | None = None) -> RunningServer | None:
-    """`model` in a running server that knows it, else None."""
-    with suppress(MoeggufError, OSError):
-        if (client := running_server()) is not None:
-            return RunningServer(client, model, keep_alive)
-    return None
 
 
 def _named(name: str, shown: Json) -> NamedModel:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -41,7 +40,6 @@ ANSWERS_SUFFIX = ".answers.jsonl"
 JOURNAL_SUFFIX = ".partial"
 MODELS_PARALLEL = 32  # requests that a model loaded here computes together, where nothing else is said
 LINE_S = 10.0  # between two lines of progress where stderr is no terminal
-MAX_ASKED_MODELS = 32  # of a server, before it gets the requests
 
 RequestFile = Annotated[
     str,
@@ -76,6 +74,7 @@ def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
     or kill it: the same command goes on where it stopped, and answers each request once. Until the end the answers are
     in FILE.partial. The exit code is 1 when a request failed: its line says why.
     """
+    from moegguf.chat.client import running_server
     from moegguf.serving.batch.answers import finished_counts
     from moegguf.settings import read_settings
 
@@ -88,7 +87,7 @@ def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
             answers.remove()  # of a process that was killed just before its end
             print_message(f"{target} has all {len(found.lines):,} answers already; nothing to do.")
             return EXIT_FAILURE if done.failed else 0
-        client = None if here else _server_for(found.models)
+        client = None if here else running_server(found.models)
         n_at_once = parallel or settings.batch_parallel
         if client is not None:
             answering: Answering = _answers_of_server(client)
@@ -141,20 +140,6 @@ def _open_answers(target: Path | None, requests: Requests) -> Journal | _StdoutA
     if target is None:
         return _StdoutAnswers()
     return open_journal(target.with_name(target.name + JOURNAL_SUFFIX), requests)
-
-
-def _server_for(models: list[str]) -> Client | None:
-    """A running server that has all `models`, if there is one; None for a path."""
-    from moegguf.chat.client import KNOWN_S, running_server
-
-    if any(os.path.exists(os.path.expanduser(name)) for name in models) or (client := running_server()) is None:
-        return None
-    try:
-        for name in models[:MAX_ASKED_MODELS]:
-            client.post("/api/show", {"model": name}, KNOWN_S)
-    except MoeggufError:
-        return None
-    return client
 
 
 @asynccontextmanager

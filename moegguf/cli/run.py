@@ -5,7 +5,6 @@ stdout gets the answer and a newline; statistics and errors go to stderr.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -142,17 +141,18 @@ def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chose
         "verbose": verbose > 0,
     }
     text = _read_prompt(words if chosen["prompt_text"] is None else [*words, chosen["prompt_text"]])
-    from moegguf.chat.model import ChatModel, OwnWorker, server_with
+    from moegguf.chat.client import Client, running_server
+    from moegguf.chat.model import ChatModel, OwnWorker, RunningServer
 
     if text == "":  # loads the model in a running server, which keeps it
-        from moegguf.chat.client import Client
         from moegguf.models.names import parse_name
 
         kept = {} if keep_alive is None else {"keep_alive": keep_alive}
         Client().post("/api/generate", {"model": parse_name(name).canonical, "prompt": "", "stream": False} | kept)
         return 0
     is_here = chosen["local"] or verbose > 1 or bool(of_loading.keys() - {"n_ctx"})
-    server = None if is_here or os.path.exists(os.path.expanduser(name)) else server_with(name, keep_alive)
+    client = None if is_here else running_server([name])
+    server = RunningServer(client, name, keep_alive) if client else None
     chat_model = ChatModel(server or OwnWorker(log=verbose > 1))  # a worker starts while this goes on
     from moegguf.chat.conversation import Conversation
     from moegguf.settings import read_settings
