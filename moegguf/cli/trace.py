@@ -209,7 +209,7 @@ def simulate(file: File, as_json: AsJson = False, *, given: Given, **chosen: Any
     )
     if not strategies:
         options = replace(options, prefetch=PrefetchOptions() if prefetch else None)
-    named = policies or ["all"], predictors or ["none"]
+    named = policies if chosen["policy"] else ["all"], predictors if chosen["predictor"] else ["none"]
     if of_vram is not None:
         try:
             split_of = [float(word) for word in proportions.split(",")] if proportions is not None else []
