@@ -209,8 +209,10 @@ def _save(chat: Chat, name: str) -> None:
 
 
 def _regen(chat: Chat, _rest: str) -> None:
-    snapshot = chat.conversation.snapshot()
-    if chat.conversation.remove_last_answer():
+    snapshot, messages = chat.conversation.snapshot(), chat.conversation.messages
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if messages and messages[-1]["role"] == "user":
         chat.answer(snapshot)
     else:
         print_message("There is no message to answer again.")

@@ -87,12 +87,6 @@ class Conversation:
             message[CUT] = True
         self.messages.append(message)
 
-    def remove_last_answer(self) -> bool:
-        """Removes the answers after the last user message; False when there is no user message to answer."""
-        while self.messages and self.messages[-1]["role"] == "assistant":
-            self.messages.pop()
-        return bool(self.messages) and self.messages[-1]["role"] == "user"
-
     def unmarked_messages(self) -> list[Message]:
         """The messages without the CUT marks."""
         return [{name: value for name, value in message.items() if name != CUT} for message in self.messages]

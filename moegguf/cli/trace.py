@@ -22,6 +22,7 @@ from moegguf.errors import OptionError
 from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:
+    from moegguf.native.store import DeviceSlots
     from moegguf.trace.analysis import Progress, Row, TraceAnalysis
 
 trace = typer.Typer(name="trace", rich_markup_mode=None)
@@ -188,7 +189,6 @@ def simulate(file: File, as_json: AsJson = False, *, given: Given, **chosen: Any
     """
     from moegguf.cli.trace_tables import print_simulation, print_tiers
     from moegguf.controller.prefetch import PrefetchOptions
-    from moegguf.engine.simulated_devices import simulated_budgets
     from moegguf.models.catalog import find_model
     from moegguf.terminal.tables import print_json
     from moegguf.trace.analysis import TraceAnalysis
@@ -197,7 +197,7 @@ def simulate(file: File, as_json: AsJson = False, *, given: Given, **chosen: Any
     model, strategies, save, prefetch = chosen["model"], split(chosen["strategy"]), chosen["save"], chosen["prefetch"]
     # A policy with an "=" is one for two tiers.
     policies = [name for text in chosen["policy"] for name in ([text] if "=" in text else split([text]))]
-    predictors, of_vram, proportions = split(chosen["predictor"]), chosen["vram_cache"], chosen["tensor_split"]
+    predictors = split(chosen["predictor"])
     _check(chosen, strategies, policies, predictors)
     shares = parse_shares(chosen["expert_cache"])
     full = TraceAnalysis.open(file, find_model(model) if model else None, chosen["predictors"])
@@ -210,15 +210,9 @@ def simulate(file: File, as_json: AsJson = False, *, given: Given, **chosen: Any
     if not strategies:
         options = replace(options, prefetch=PrefetchOptions() if prefetch else None)
     named = policies if chosen["policy"] else ["all"], predictors if chosen["predictor"] else ["none"]
-    if of_vram is not None:
-        try:
-            split_of = [float(word) for word in proportions.split(",")] if proportions is not None else []
-        except ValueError:
-            raise OptionError(f"--tensor-split takes proportions such as 3,1, but not {proportions!r}.") from None
-        vram_shares = parse_shares(of_vram, "--vram-cache", of_each=proportions is not None)
-        budgets = simulated_budgets(analysis.trace.shape, vram_shares, split_of, chosen["device_link"])
+    if chosen["vram_cache"] is not None:
         with showing_progress() as progress:
-            rows = analysis.simulate_tiers(*named, budgets, shares, options, progress)
+            rows = analysis.simulate_tiers(*named, _device_budgets(analysis, chosen), shares, options, progress)
         print_json(rows) if as_json else print_tiers(rows, analysis.sample_size(full))
         return
     choosing, reported = analysis.halves() if save else (analysis, analysis)
@@ -254,3 +248,15 @@ def _check(chosen: Mapping[str, Any], strategies: list[str], policies: list[str]
         raise OptionError("--save is for policies and predictors, from which `auto` chooses, not for --strategy.")
     if strategies and (len(policies) > 1 or len(predictors) > 1):
         raise OptionError("beside --strategy, --policy and --predictor take one name each, which replaces its own.")
+
+
+def _device_budgets(analysis: TraceAnalysis, chosen: Mapping[str, Any]) -> dict[float, tuple[DeviceSlots, ...]]:
+    from moegguf.engine.simulated_devices import simulated_budgets
+
+    proportions = chosen["tensor_split"]
+    try:
+        split_of = [float(word) for word in proportions.split(",")] if proportions is not None else []
+    except ValueError:
+        raise OptionError(f"--tensor-split takes proportions such as 3,1, but not {proportions!r}.") from None
+    shares = parse_shares(chosen["vram_cache"], "--vram-cache", of_each=proportions is not None)
+    return simulated_budgets(analysis.trace.shape, shares, split_of, chosen["device_link"])
