@@ -98,9 +98,9 @@ class Chat:
             reply = print_answer(self.model, conversation, spinner, "\n\n")
         if reply.error is not None:
             print_error(reply.error)
-        cut = reply.interrupted or reply.error is not None
-        if reply.text or reply.thinking or not cut:
-            conversation.add_answer(reply.text, reply.thinking, cut=cut)
+        if reply.text or reply.thinking or not (reply.interrupted or reply.error):
+            thinking = {"thinking": reply.thinking} if reply.thinking else {}
+            conversation.messages.append({"role": "assistant", "content": reply.text, **thinking})
         else:
             conversation.restore(snapshot)
         conversation.last_timing = reply.timing
@@ -201,7 +201,7 @@ def _save(chat: Chat, name: str) -> None:
         from_=conversation.entry.name,
         parameters={**conversation.entry.parameters, **conversation.parameters},
         system=conversation.system_text or None,
-        messages=tuple({**m, "content": text_of(m["content"])} for m in conversation.unmarked_messages()),
+        messages=tuple({**m, "content": text_of(m["content"])} for m in conversation.messages),
         license=conversation.entry.license,
     )
     chat.model.connection.names.create(name, recipe)

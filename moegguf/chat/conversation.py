@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from moegguf.generate.request import Timing
     from moegguf.models.entry import NamedModel
 
-CUT = "cut"  # key of an answer that was stopped; not sent to the model
-
 Snapshot = tuple[list[Message], str]  # messages, pending text
 
 
@@ -78,19 +76,6 @@ class Conversation:
         self.messages.append({"role": "user", "content": with_images(content, images)})
         self.pending_text = ""
 
-    def add_answer(self, text: str, thinking: str, *, cut: bool) -> None:
-        """Appends the model's answer, marked when it was cut."""
-        message: Message = {"role": "assistant", "content": text}
-        if thinking:
-            message["thinking"] = thinking
-        if cut:
-            message[CUT] = True
-        self.messages.append(message)
-
-    def unmarked_messages(self) -> list[Message]:
-        """The messages without the CUT marks."""
-        return [{name: value for name, value in message.items() if name != CUT} for message in self.messages]
-
     def user_parameters(self) -> dict[str, Any]:
         """Parameters from the command line and the chat, by Ollama's names."""
         return {**self.initial_parameters, **self.parameters}
@@ -107,7 +92,7 @@ class Conversation:
         """The request for the next answer."""
         system: list[Message] = [{"role": "system", "content": self.system_text}] if self.system_text else []
         return GenerationRequest(
-            messages=(*system, *self.unmarked_messages()),
+            messages=(*system, *self.messages),
             format=self.format,
             think=self.think,
             template=self.entry.template,

@@ -410,7 +410,7 @@ def messages_to_server(conversation: Conversation) -> list[Json]:
     """The messages of /api/chat, without those of the model's name, which the server adds."""
     from moegguf.generate.images import images_of, text_of
 
-    given, own = conversation.unmarked_messages(), [dict(message) for message in conversation.entry.messages]
+    given, own = conversation.messages, [dict(message) for message in conversation.entry.messages]
     system: list[Message] = []
     if conversation.system is not None:  # "" too: the server would add the one of the model's name
         system.append({"role": "system", "content": conversation.system})
