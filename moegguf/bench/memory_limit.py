@@ -55,7 +55,6 @@ class MemoryGroup:
 
     version: int
     folder: Path
-    limit_bytes: int
 
     def command(self, arguments: Sequence[str]) -> list[str]:
         """`arguments` behind a shell that joins the group first, so that every byte of the child is counted."""
@@ -72,9 +71,9 @@ class MemoryGroup:
         words = _words(self.folder / _EVENTS[self.version])
         return sum(int(number) for name, number in itertools.pairwise(words) if name == "oom_kill")
 
-    def remove(self, tries: int = 50) -> None:
+    def remove(self) -> None:
         """Removes the group, retried because the kernel frees its last pages late."""
-        for _ in range(tries):
+        for _ in range(50):
             try:
                 _rmdir(self.folder)
                 return
@@ -119,7 +118,7 @@ def make_group(limit_bytes: int, root: Path = ROOT) -> MemoryGroup:
             if pid.isdigit() and not psutil.pid_exists(int(pid)):
                 with contextlib.suppress(OSError):
                     _rmdir(abandoned)
-        group = MemoryGroup(version, folder / name, limit_bytes)
+        group = MemoryGroup(version, folder / name)
         try:
             group.folder.mkdir()
         except OSError:

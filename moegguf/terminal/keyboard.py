@@ -72,11 +72,7 @@ def cancel_on_interrupt(cancel: Callable[[], object], exit_timeout_s: float | No
     """Ctrl-C calls `cancel` on another thread, and sets the event that is yielded; a second Ctrl-C ends the process.
     With `exit_timeout_s` the process ends that many seconds after the first one, unless the block has ended."""
     interrupted = threading.Event()
-    ended = threading.Event()
-
-    def exit_after_timeout() -> None:
-        if not ended.wait(exit_timeout_s):
-            _exit_now()
+    timer = None if exit_timeout_s is None else threading.Timer(exit_timeout_s, _exit_now)
 
     def interrupt(*_: Any) -> None:
         if interrupted.is_set():
@@ -84,12 +80,14 @@ def cancel_on_interrupt(cancel: Callable[[], object], exit_timeout_s: float | No
         interrupted.set()
         # Not on this thread: the interrupted code may hold the lock that `cancel` needs.
         threading.Thread(target=cancel, name="moegguf-cancel", daemon=True).start()
-        if exit_timeout_s is not None:
-            threading.Thread(target=exit_after_timeout, name="moegguf-exit", daemon=True).start()
+        if timer is not None:
+            timer.daemon = True
+            timer.start()
 
     handler = signal.signal(signal.SIGINT, interrupt)
     try:
         yield interrupted
     finally:
-        ended.set()
         signal.signal(signal.SIGINT, handler)
+        if timer is not None:
+            timer.cancel()
