@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import typer
 
-from moegguf.cli.options import OFTEN, AsJson, Flag, Given, Insecure, Model, Prefix, complete_model, flags
+from moegguf.cli.options import OFTEN, AsJson, Flag, Given, Insecure, Model, Prefix, flags, model_argument
 from moegguf.errors import ModelNotFoundError, MoeggufError
 from moegguf.terminal.messages import print_message
 
@@ -22,14 +22,8 @@ if TYPE_CHECKING:
     from moegguf.engine.context_store import StoredBlock
     from moegguf.quantities import ExpertCache
 
-Name = Annotated[
-    str,
-    typer.Argument(
-        autocompletion=complete_model,
-        metavar="MODEL",
-        help="A name of `library`, or such as hf.co/USER/REPOSITORY:QUANT.",
-    ),
-]
+Name = Annotated[str, model_argument("A name of `library`, or such as hf.co/USER/REPOSITORY:QUANT.")]
+Loaded = Annotated[str, model_argument("A name that `ps` shows.")]
 
 
 def pull(model: Name, insecure: Insecure = False) -> None:
@@ -112,11 +106,7 @@ def show(model: Model, as_json: AsJson = False, *, given: Given, **chosen: Any) 
     typer.echo((parts[wanted[0]]() or "").rstrip("\n"))
 
 
-def remove(
-    models: Annotated[
-        list[str], typer.Argument(autocompletion=complete_model, metavar="MODEL...", help="Names that `list` shows.")
-    ],
-) -> None:
+def remove(models: Annotated[list[str], model_argument("Names that `list` shows.", "MODEL...")]) -> None:
     """Remove models: the name, and its files where nothing else uses them."""
     from moegguf.chat.client import Client
     from moegguf.models.catalog import Catalog
@@ -194,12 +184,10 @@ def estimate(model: Model, as_json: AsJson = False, *, given: Given, **chosen: A
         print_message(warning)
 
 
-def doctor(
-    model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="Measures the disk that this model is on.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+Measured = Annotated[str | None, typer.Argument(metavar="MODEL", help="Measures the disk that this model is on.")]
+
+
+def doctor(model: Measured = None, as_json: AsJson = False) -> None:
     """Print what a bug report needs: CPU, memory, disk speed, build, backends."""
     from moegguf.engine.doctor import diagnose
     from moegguf.terminal.tables import print_doctor, print_json
@@ -268,9 +256,6 @@ def _by_model() -> dict[str, list[StoredBlock]]:
     for block in stored_blocks(default_folder()):
         found.setdefault(block.about.model, []).append(block)
     return dict(sorted(found.items()))
-
-
-Loaded = Annotated[str, typer.Argument(autocompletion=complete_model, metavar="MODEL", help="A name that `ps` shows.")]
 
 
 def ps(prefix: Prefix = "", as_json: AsJson = False) -> None:

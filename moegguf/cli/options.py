@@ -151,15 +151,14 @@ def complete_model(incomplete: str) -> list[str]:
     return [name for name in names if name.lower().startswith(incomplete.lower())]
 
 
-Model = Annotated[
-    str,
-    typer.Argument(
-        autocompletion=complete_model,
-        metavar="MODEL",
-        help="A name (`moegguf list` shows those here; those of `moegguf library` and hf.co/USER/REPOSITORY:QUANT are"
-        " fetched), a GGUF file (of a split model the first), or `demo`.",
-    ),
-]
+def model_argument(help: str, metavar: str = "MODEL", **settings: Any) -> Any:
+    """An argument that shells complete with the names of models."""
+    return typer.Argument(autocompletion=complete_model, metavar=metavar, help=help, **settings)
+
+
+Model = Annotated[str, model_argument(
+    "A name (`moegguf list` shows those here; those of `moegguf library` and hf.co/USER/REPOSITORY:QUANT are fetched),"
+    " a GGUF file (of a split model the first), or `demo`.")]  # fmt: skip
 Prefix = Annotated[str, typer.Argument(metavar="PREFIX", help="Only names that begin with this.")]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, for scripts.")]
 Insecure = Annotated[bool, typer.Option("--insecure", hidden=True, help="Accepted, as Ollama has it; no effect.")]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moegguf.cli.options import OFTEN, Command, Flag, Given, complete_model, flags, hub_name
+from moegguf.cli.options import OFTEN, Command, Flag, Given, flags, hub_name, model_argument
 from moegguf.errors import OptionError
 from moegguf.options import MODEL, OPTIONS, OUTPUT
 from moegguf.terminal.loading import find_or_pull, parse_format, parse_think
@@ -56,15 +56,8 @@ def _answer_once(model: ChatModel, conversation: Conversation, prompt: str, spin
 
 THINK = "--think"
 
-ModelName = Annotated[
-    str | None,
-    typer.Argument(
-        autocompletion=complete_model,
-        metavar="MODEL",
-        show_default=False,
-        help="A name of `moegguf list` or `library`, hf.co/USER/REPOSITORY:QUANT, a GGUF file, or `demo`.",
-    ),
-]
+NAMES = "A name of `moegguf list` or `library`, hf.co/USER/REPOSITORY:QUANT, a GGUF file, or `demo`."
+ModelName = Annotated[str | None, model_argument(NAMES, show_default=False)]
 Prompt = Annotated[
     list[str] | None,
     typer.Argument(

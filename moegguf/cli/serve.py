@@ -8,9 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from moegguf.cli.options import OFTEN, Command, Flag, Given, complete_model, flags, loading_options
+from moegguf.cli.options import OFTEN, Command, Flag, Given, flags, loading_options, model_argument
 from moegguf.errors import OptionError
 from moegguf.options import OPTIONS
 from moegguf.terminal.messages import print_message
@@ -46,12 +44,7 @@ class ServeCommand(Command):
 @flags("expert_cache", *SERVER_FLAGS, *(name for name in LOAD_FLAGS if name != "expert_cache"), own=(PORT,))
 def serve(
     models: Annotated[
-        list[str] | None,
-        typer.Argument(
-            autocompletion=complete_model,
-            metavar="MODEL",
-            help="Loaded at once: names, or GGUF files (by their names).",
-        ),
+        list[str] | None, model_argument("Loaded at once: names, or GGUF files (by their names).")
     ] = None,
     *,
     given: Given,
