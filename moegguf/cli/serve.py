@@ -26,6 +26,7 @@ TO_EVERY_MODEL = [name for name in LOAD_FLAGS if name not in ("n_ctx", *OF_THE_M
 WITHOUT_FLAG = [
     option for option in OPTIONS.values() if option.variable and option.name not in (*SERVER_FLAGS, *LOAD_FLAGS)
 ]
+Models = Annotated[list[str] | None, model_argument("Loaded at once: names, or GGUF files (by their names).")]
 PORT = Flag(
     "port", "--port", "N", OFTEN, "Another port; 0 takes a free one.", None, int | None, {"min": 0, "max": 65535}
 )
@@ -42,14 +43,7 @@ class ServeCommand(Command):
 
 
 @flags("expert_cache", *SERVER_FLAGS, *(name for name in LOAD_FLAGS if name != "expert_cache"), own=(PORT,))
-def serve(
-    models: Annotated[
-        list[str] | None, model_argument("Loaded at once: names, or GGUF files (by their names).")
-    ] = None,
-    *,
-    given: Given,
-    port: int | None = None,
-) -> int:
+def serve(models: Models = None, *, given: Given, port: int | None = None) -> int:
     """Serve models over the Ollama, OpenAI and Anthropic APIs, with a web page."""
     from moegguf.engine.load import given_budgets
 
