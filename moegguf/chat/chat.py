@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from moegguf.chat.model import ChatModel
 
 MAX_READ_BYTES = 4 << 20
+NAME = "<modelname>"  # one word
 
 _WORD = re.compile(r'"[^"]*"|\'[^\']*\'|\S+')
 
@@ -127,15 +128,20 @@ class Row(NamedTuple):
     run: Command
     help: str = ""
     usage: str = ""  # in place of the word
+    needs: str = ""  # what has to follow it
 
 
 def run_command(chat: Chat, line: str) -> None:
     """Runs `line`, which begins with a slash. Raises MoeggufError, OSError, BadParameter."""
     word, rest = [*line.split(maxsplit=1), ""][:2]
-    if word in COMMANDS:
-        COMMANDS[word].run(chat, rest.strip())
-    else:
+    if word not in COMMANDS:
         print_message(f"Unknown command '{word}'. Type /? for help")
+        return
+    row, n_words = COMMANDS[word], len(rest.split())
+    if row.needs and (n_words == 0 or (n_words > 1 and row.needs == NAME)):
+        print_message(f"Usage:\n  {word} {row.needs}")
+    else:
+        row.run(chat, rest.strip())
 
 
 def _help_of(rows: Mapping[str, Row], width: int, before: str = "") -> str:
@@ -167,25 +173,16 @@ def _clear(chat: Chat, _rest: str) -> None:
 
 
 def _load(chat: Chat, name: str) -> None:
-    """Switches to another model; keeps the present one when that cannot be found or loaded."""
-    if len(name.split()) != 1:
-        print_message("Usage:\n  /load <modelname>")
-        return
-    conversation = chat.conversation
+    """Switches to another model; the present one is restored when that cannot be found or loaded."""
     try:
         entry = chat.model.connection.names.find(name)
     except ModelNotFoundError:
         print_message(f"Couldn't find model '{name}'")
         return
     print_message(f"Loading model '{name}'")
-    old_entry, old_messages = conversation.entry, conversation.messages
-    conversation.switch_model(entry)
-    try:
-        with Spinner() as spinner:
-            chat.model.load(conversation, spinner)
-    except BaseException:  # also an interrupt
-        conversation.entry, conversation.messages = old_entry, old_messages
-        raise
+    chat.conversation.switch_model(entry)
+    with Spinner() as spinner:
+        chat.model.load(chat.conversation, spinner)
     chat.print_model_line()
 
 
@@ -193,9 +190,6 @@ def _save(chat: Chat, name: str) -> None:
     """Stores the conversation as a new model: files, settings and messages, without their images."""
     from moegguf.models.recipe import Recipe
 
-    if len(name.split()) != 1:
-        print_message("Usage:\n  /save <modelname>")
-        return
     conversation = chat.conversation
     recipe = Recipe(
         from_=conversation.entry.name,
@@ -219,9 +213,6 @@ def _regen(chat: Chat, _rest: str) -> None:
 
 
 def _read(chat: Chat, name: str) -> None:
-    if not name:
-        print_message("Usage:\n  /read <file>")
-        return
     with Path(_strip_quotes(name)).expanduser().open("rb") as file:
         data = file.read(MAX_READ_BYTES + 1)
     if len(data) > MAX_READ_BYTES:
@@ -372,14 +363,14 @@ PARTS = {
 COMMANDS = {
     "/set": Row(_set, "Set session variables"),
     "/show": Row(_show, "Show model information"),
-    "/load": Row(_load, "Load a session or model", "/load <model>"),
-    "/model": Row(_load),
-    "/save": Row(_save, "Save your current session", "/save <model>"),
+    "/load": Row(_load, "Load a session or model", "/load <model>", NAME),
+    "/model": Row(_load, needs=NAME),
+    "/save": Row(_save, "Save your current session", "/save <model>", NAME),
     "/clear": Row(_clear, "Clear session context"),
     "/list": Row(_list_models, "List the models on this machine"),
     "/ls": Row(_list_models),
     "/regen": Row(_regen, "Answer the last message again"),
-    "/read": Row(_read, "Put a file's text before the next message", "/read <file>"),
+    "/read": Row(_read, "Put a file's text before the next message", "/read <file>", "<file>"),
     "/stats": Row(_statistics, "Figures of the last answer"),
     "/experts": Row(lambda c, _: c.model.print_experts(), "Show which experts are in memory and used"),
     "/bye": Row(_bye, "Exit"),

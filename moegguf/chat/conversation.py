@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from moegguf.generate.request import Timing
     from moegguf.models.entry import NamedModel
 
-Snapshot = tuple[list[Message], str]  # messages, pending text
+Snapshot = tuple["NamedModel", list[Message], str]  # model, messages, pending text
 
 
 @dataclass
@@ -53,12 +53,12 @@ class Conversation:
         self.last_timing = None
 
     def snapshot(self) -> Snapshot:
-        """The messages now, for `restore`."""
-        return list(self.messages), self.pending_text
+        """The model and messages now, for `restore`."""
+        return self.entry, list(self.messages), self.pending_text
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Undoes changes of messages since `snapshot`."""
-        self.messages, self.pending_text = list(snapshot[0]), snapshot[1]
+        """Undoes changes of model and messages since `snapshot`."""
+        self.entry, self.messages, self.pending_text = snapshot[0], list(snapshot[1]), snapshot[2]
 
     def clear(self) -> None:
         """Removes what was said; the system message and the messages of the model's Modelfile stay, as with Ollama."""
