@@ -104,9 +104,8 @@ class Chat:
             conversation.messages.append({"role": "assistant", "content": reply.text, **thinking})
         else:
             conversation.restore(snapshot)
-        conversation.last_timing = reply.timing
         if conversation.verbose:
-            print_message("\n".join([*self.model.statistics(reply.timing, with_load=True), ""]))
+            print_message("\n".join([*self.model.statistics(with_load=True), ""]))
 
     def check_thinking(self) -> bool:
         """Whether the model supports thinking, or its header cannot be read; prints a warning when not."""
@@ -239,10 +238,9 @@ def _list_models(chat: Chat, prefix: str) -> None:
 def _statistics(chat: Chat, _rest: str) -> None:
     from moegguf.terminal.statistics import total_lines
 
-    if chat.conversation.last_timing is None:
+    if not (lines := chat.model.statistics(with_load=False)):
         print_message("There is no answer yet.")
         return
-    lines = chat.model.statistics(chat.conversation.last_timing, with_load=False)
     if stats := chat.model.connection.stats:
         lines += total_lines(stats)
     print_message("\n".join(lines))

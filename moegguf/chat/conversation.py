@@ -16,7 +16,6 @@ from moegguf.options import LOAD_PARAMETERS
 from moegguf.quantities import parse_expert_cache
 
 if TYPE_CHECKING:
-    from moegguf.generate.request import Timing
     from moegguf.models.entry import NamedModel
 
 Snapshot = tuple["NamedModel", list[Message], str]  # model, messages, pending text
@@ -41,7 +40,6 @@ class Conversation:
     word_wrap: bool = True
     verbose: bool = False
     pending_text: str = ""
-    last_timing: Timing | None = None
 
     def __post_init__(self) -> None:
         self.switch_model(self.entry)
@@ -50,7 +48,6 @@ class Conversation:
         """Replaces the model, and the messages by those of its Modelfile. Settings stay."""
         self.entry = entry
         self.messages = [dict(message) for message in entry.messages]
-        self.last_timing = None
 
     def snapshot(self) -> Snapshot:
         """The model and messages now, for `restore`."""

@@ -428,7 +428,7 @@ class ChatModel:
         self.connection = connection
         self._loaded: Mapping[str, Any] | None = None  # the options that it was loaded with by `load`
         self._load_s = 0.0  # of that, since the last answer
-        self._answer: Answer
+        self._answer: Answer | None = None  # the last one since then
 
     def load(self, conversation: Conversation, spinner: Spinner) -> None:
         """Loads the conversation's model; where that fails, the parameters of loading that were set in the chat go."""
@@ -440,7 +440,7 @@ class ChatModel:
                 kept = conversation.parameters.items()
                 conversation.parameters = {name: value for name, value in kept if name not in LOAD_PARAMETERS}
             raise
-        self._loaded, self._load_s = options, time.perf_counter() - start_s
+        self._loaded, self._load_s, self._answer = options, time.perf_counter() - start_s, None
 
     def prepare(self, conversation: Conversation, spinner: Spinner) -> None:
         """Loads the model again when a parameter asks for another context, cache or number of threads, and when its
@@ -450,9 +450,9 @@ class ChatModel:
 
     def answer(self, conversation: Conversation) -> Answer:
         """The answer to the last message; its `load_s` and `decisions` are those of the model."""
-        self._answer = self.connection.answer(conversation)
-        self._answer.load_s, self._load_s = self._load_s, 0.0
-        return self._answer
+        self._answer = answer = self.connection.answer(conversation)
+        answer.load_s, self._load_s = self._load_s, 0.0
+        return answer
 
     def facts(self) -> list[str]:
         """Context size, whether it reads images, the number of expert slots, and which server has it."""
@@ -466,12 +466,14 @@ class ChatModel:
             facts.append(f"slots for {first:,} of {stats.n_experts:,} experts{where}")
         return [*facts, f"in the server at {url}"] if url else facts
 
-    def statistics(self, timing: Timing, *, with_load: bool) -> list[str]:
-        """Lines about the last answer, and about a load before it."""
+    def statistics(self, *, with_load: bool) -> list[str]:
+        """Lines about the last answer, and about a load before it; none where there is no answer since the load."""
         from moegguf.terminal.statistics import LABEL_WIDTH, statistics
 
-        load_s, url = self._answer.load_s if with_load else 0.0, self.connection.url
-        lines = statistics(timing, load_s, self._answer.decisions, self.connection.placement)
+        if (answer := self._answer) is None:
+            return []
+        load_s, url = answer.load_s if with_load else 0.0, self.connection.url
+        lines = statistics(answer.timing, load_s, answer.decisions, self.connection.placement)
         return [*lines, f"{'answered by:':<{LABEL_WIDTH}}{url}"] if url else lines
 
     def print_experts(self) -> None:

@@ -27,7 +27,7 @@ from moegguf.terminal.progress import Spinner, prompt_text
 if TYPE_CHECKING:
     from moegguf.chat.conversation import Conversation
     from moegguf.chat.model import ChatModel
-    from moegguf.generate.request import Delta, PromptProgress, Timing
+    from moegguf.generate.request import Delta, PromptProgress
 
 TAB_CELLS = 8
 MIN_WIDTH = 4  # cells; narrower terminals are treated as this wide
@@ -146,7 +146,6 @@ class Reply:
 
     text: str
     thinking: str
-    timing: Timing
     interrupted: bool
     error: MoeggufError | None = None
 
@@ -185,7 +184,7 @@ def print_answer(
         if n := timing.n_shifts:
             times = "" if n == 1 else f" {n} times"
             print_message(f"the context was full{times}: the model no longer knows the older half")
-    return Reply(printer.text, printer.thinking, timing, interrupted.is_set(), error)
+    return Reply(printer.text, printer.thinking, interrupted.is_set(), error)
 
 
 _EXTENSION = r"\.(?:png|jpe?g|gif|webp|bmp)"

@@ -47,7 +47,7 @@ def _answer_once(model: ChatModel, conversation: Conversation, prompt: str, spin
     conversation.add_user_message(*(extract_images(prompt) if model.connection.reads_images else (prompt, [])))
     reply = print_answer(model, conversation, spinner, exit_timeout_s=EXIT_TIMEOUT_S)
     if conversation.verbose and not reply.error:
-        print_message("\n" + "\n".join(model.statistics(reply.timing, with_load=True)))
+        print_message("\n" + "\n".join(model.statistics(with_load=True)))
     model.connection.close()
     if reply.error is not None:
         raise reply.error
