@@ -17,10 +17,10 @@ SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html")
 VENDORED = ("moegguf/server/static/vendor/",)  # libraries with a licence of their own: not counted
 GOALS = {"moegguf": 46_000, "tests": 34_000, "tools + predictors": 14_000}
 LIMITS = {
-    "moegguf": 1_220,
+    "moegguf": 1_120,
     "moegguf/bench": 1_390,
-    "moegguf/chat": 1_740,
-    "moegguf/cli": 2_660,
+    "moegguf/chat": 1_580,
+    "moegguf/cli": 2_230,
     "moegguf/controller": 2_350,
     "moegguf/engine": 7_680,
     "moegguf/generate": 4_510,
@@ -29,7 +29,7 @@ LIMITS = {
     "moegguf/native": 15_470,
     "moegguf/server": 8_510,
     "moegguf/serving": 4_530,
-    "moegguf/terminal": 1_600,
+    "moegguf/terminal": 1_370,
     "moegguf/trace": 2_020,
     "predictors": 8_100,
     "tests": 40_540,

@@ -31,9 +31,7 @@ def duration(seconds: float) -> str:
 
 
 def _decimal(ns: int, unit: int) -> str:
-    whole, part = divmod(ns, unit)
-    digits = len(str(unit)) - 1
-    return f"{whole}.{part:0{digits}d}".rstrip("0").rstrip(".") if part else str(whole)
+    return f"{ns / unit:.9f}".rstrip("0").rstrip(".")
 
 
 def statistics(
