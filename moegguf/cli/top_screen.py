@@ -72,8 +72,6 @@ class ModelView:
         if snapshot is None:
             return
         self.snapshot = snapshot
-        if "stats" not in facts:
-            self.facts = {**facts, "stats": snapshot["stats"]}
         shape = len(snapshot["layers"]), snapshot["n_expert"]
         same = self.state.shape == shape
         self.state, uses, loads = (_array(snapshot[name], shape) for name in ("state", "uses", "loads"))
