@@ -68,7 +68,7 @@ def model_facts(model: str, *, verbose: bool = False) -> Facts:
     """Facts of `moegguf show` about a model given by path or name; `verbose` adds all metadata of the first file, and
     the tensors of all files."""
     with described(model) as found:
-        facts = layout_facts(found) | entry_facts(found.entry)
+        facts = facts_of(found)
         if verbose:
             files = [read_gguf(path) for path in found.entry.files]
             tensors = [tensor for file in files for tensor in file.tensors]
@@ -89,23 +89,6 @@ def list_facts(entry: ModelEntry) -> Facts:
         "missing": [str(file) for file in entry.missing],
         **{name: str(path) if (path := getattr(entry, name)) else None for name in ("mmproj", "adapter", "draft")},
         "parent": entry.parent,
-    }
-
-
-def entry_facts(entry: ModelEntry) -> Facts:
-    """Facts of `moegguf show` that the files do not have: those of the catalog entry."""
-    known = details(entry)
-    own_name = known.metadata.get("general.name") or entry.path.stem
-    return {
-        "title": str(own_name) if entry.source == "path" else f"{entry.name} ({own_name})",
-        "capabilities": list(known.capabilities),
-        **{
-            name: str(path) if path else None
-            for name, path in (("projector", entry.mmproj), ("adapter", entry.adapter), ("draft", entry.draft))
-        },
-        "parameters_set": parameters_of(entry),
-        "system": entry.system,
-        "license": entry.license,
     }
 
 
@@ -220,10 +203,12 @@ def _placement(plan: PlacementPlan | None) -> Facts | None:
     }
 
 
-def layout_facts(found: DescribedModel) -> Facts:
-    """Facts from the headers of a model's files."""
-    layout = found.layout
+def facts_of(found: DescribedModel) -> Facts:
+    """Facts of `moegguf show`: from the headers of a model's files, then those of its catalog entry."""
+    layout, entry, known = found.layout, found.entry, details(found.entry)
     total, active = parameters(layout)
+    own_name = known.metadata.get("general.name") or entry.path.stem
+    beside = {"projector": entry.mmproj, "adapter": entry.adapter, "draft": entry.draft}
     return {
         "name": layout.name,
         "path": found.shown_path,
@@ -241,6 +226,12 @@ def layout_facts(found: DescribedModel) -> Facts:
         "types": {name: {"tensors": n, "bytes": size} for name, (n, size) in layout.tensor_types.items()},
         "dense_bytes": layout.dense_bytes,
         **(_expert_facts(layout, found.hit_rates) if layout.is_moe else {"experts": None, "budgets": []}),
+        "title": str(own_name) if entry.source == "path" else f"{entry.name} ({own_name})",
+        "capabilities": list(known.capabilities),
+        **{name: str(path) if path else None for name, path in beside.items()},
+        "parameters_set": parameters_of(entry),
+        "system": entry.system,
+        "license": entry.license,
     }
 
 
