@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from moegguf.bench.memory_limit import die_with_parent
-from moegguf.bench.rows import imitated_routing
+from moegguf.bench.rows import FIGURES, imitated_routing
 from moegguf.bench.series import Spec, Test
 from moegguf.controller.strategies import find_strategy
 from moegguf.engine.devices import all_devices
@@ -181,26 +181,6 @@ def measure(llama: Llama, test: Test, tokens: Sequence[int], greedy: bool, engin
     return sample
 
 
-def store_figures(stats: Stats, link_bytes_per_s: float) -> dict[str, float]:
-    """The store's counters in one repetition, per token."""
-    compute_s = (stats.eval_s - stats.stall_s) / stats.tokens if stats.tokens else 0.0
-    return {
-        "hit_rate": stats.hit_rate,
-        "mb_per_token": stats.bytes_per_token / 1e6,
-        "stall_ms_per_token": stats.stall_per_token_s * 1e3,
-        "hook_ms_per_token": stats.hook_per_token_s * 1e3,
-        "compute_ms_per_token": compute_s * 1e3,
-        "link_gb_per_s": link_bytes_per_s / 1e9,
-        "link_bound_pct": stats.link_bound_share(link_bytes_per_s) * 100 if link_bytes_per_s else 0.0,
-        "evictions": stats.evictions,
-        "staged_mb_per_token": stats.bytes_staged / max(1, stats.tokens) / 1e6,
-        "copies_overlapped_pct": stats.staging_overlap * 100,
-        "draft_acceptance": stats.draft_acceptance,
-        "tokens_per_draft_pass": stats.tokens_per_draft_pass,
-        "mb_per_accepted_token": stats.bytes_per_accepted_token / 1e6,
-    }
-
-
 def run_test(llama: Llama, spec: Spec, test: Test, feed: Feed, engine: Engine | None = None) -> dict[str, Any]:
     """All repetitions of one test, with the link measured before and after each but never during one."""
 
@@ -219,7 +199,8 @@ def run_test(llama: Llama, spec: Spec, test: Test, feed: Feed, engine: Engine | 
         samples.append(sample)
         if llama.session is not None:
             speed, before = probe(), speed
-            figures.append(store_figures(sample.stats, (before + speed) / 2))
+            link = (before + speed) / 2
+            figures.append({name: figure.of(sample.stats, link) for name, figure in FIGURES.items()})
     return {
         **asdict(test),
         "test_time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

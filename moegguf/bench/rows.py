@@ -9,9 +9,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from io import StringIO
 from statistics import mean, median, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 from moegguf.bench.series import FLASH_ATTN, KILLED, BenchedSystem, Outcome, Test, speeds, test_name
+from moegguf.engine.stats import Stats
 
 Row = dict[str, Any]
 
@@ -35,18 +36,39 @@ _ALWAYS = {
     "fit_target": 0, "fit_min_ctx": 0,
 }  # fmt: skip
 
-# Medians over the repetitions of all rounds.
-STORE_FIELDS = (
-    "hit_rate", "mb_per_token", "stall_ms_per_token", "hook_ms_per_token", "compute_ms_per_token", "link_gb_per_s",
-    "link_bound_pct", "evictions", "staged_mb_per_token", "copies_overlapped_pct", "draft_acceptance",
-    "tokens_per_draft_pass", "mb_per_accepted_token",
-)  # fmt: skip
+
+class Figure(NamedTuple):
+    """A figure of the store in one repetition, of its counters and the link's bytes/s; with a title it is a column of
+    the table, times `factor`. A row has the median over the repetitions of all rounds."""
+
+    of: Callable[[Stats, float], float]
+    title: str = ""
+    factor: float = 1
+    digits: int = 2
+
+
+FIGURES = {
+    "hit_rate": Figure(lambda stats, _: stats.hit_rate, "hit %", 100, 1),
+    "mb_per_token": Figure(lambda stats, _: stats.bytes_per_token / 1e6, "MB/token"),
+    "stall_ms_per_token": Figure(lambda stats, _: stats.stall_per_token_s * 1e3, "stall ms"),
+    "hook_ms_per_token": Figure(lambda stats, _: stats.hook_per_token_s * 1e3, "hook ms", 1, 3),
+    "compute_ms_per_token": Figure(lambda stats, _: (stats.eval_s - stats.stall_s) / max(1, stats.tokens) * 1e3),
+    "link_gb_per_s": Figure(lambda _, link: link / 1e9),
+    "link_bound_pct": Figure(lambda stats, link: stats.link_bound_share(link) * 100 if link else 0.0, "link %", 1, 1),
+    "evictions": Figure(lambda stats, _: stats.evictions),
+    "staged_mb_per_token": Figure(lambda stats, _: stats.bytes_staged / max(1, stats.tokens) / 1e6),
+    "copies_overlapped_pct": Figure(lambda stats, _: stats.staging_overlap * 100),
+    "draft_acceptance": Figure(lambda stats, _: stats.draft_acceptance, "accepted %", 100, 1),
+    "tokens_per_draft_pass": Figure(lambda stats, _: stats.tokens_per_draft_pass, "tokens/pass"),
+    "mb_per_accepted_token": Figure(lambda stats, _: stats.bytes_per_accepted_token / 1e6, "MB/accepted"),
+}
+OF_DRAFTS = ("draft_acceptance", "tokens_per_draft_pass", "mb_per_accepted_token")
 
 OWN_FIELDS = (
     "system", "note", "policy", "predictor", "prefetch", "expert_cache", "vram_cache", "placement", "draft",
     "predicted_ts", "n_slots", "n_ubatch_used", "feed", "routing",
     "rounds",
-    "median_ts", *STORE_FIELDS, "link_bound_strict_pct",
+    "median_ts", *FIGURES, "link_bound_strict_pct",
     "token_ms_p50", "token_ms_p95", "load_s", "fill_s", "peak_rss_bytes", "cgroup_peak_bytes", "memory_limit_bytes",
     "budget_bytes", "planned_bytes", "error",
 )  # fmt: skip
@@ -149,7 +171,7 @@ def _figures(outcomes: Sequence[Outcome], index: int) -> Row:
         "avg_ts": mean(ts),
         "stddev_ts": stdev(ts) if len(ts) > 1 else 0.0,
         "median_ts": median(ts),
-        **{name: median(figures[name] for figures in store) for name in STORE_FIELDS if store},
+        **{name: median(figures[name] for figures in store) for name in FIGURES if store},
         "token_ms_p50": token_ms[int(0.5 * len(token_ms))],
         "token_ms_p95": token_ms[int(0.95 * len(token_ms))],
     }
@@ -248,20 +270,6 @@ _UNUSUAL = {
     "n_batch": (2048, 7, "n_batch"), "n_ubatch": (512, 8, "n_ubatch"), "type_k": ("f16", 6, "type_k"),
     "type_v": ("f16", 6, "type_v"), "flash_attn": (-1, 3, "fa"),
 }  # fmt: skip
-# The store's figures: title, field, factor, decimals.
-_STORE_FIGURES = (
-    ("hit %", "hit_rate", 100, 1),
-    ("MB/token", "mb_per_token", 1, 2),
-    ("stall ms", "stall_ms_per_token", 1, 2),
-    ("hook ms", "hook_ms_per_token", 1, 3),
-    ("link %", "link_bound_pct", 1, 1),
-    ("strict %", "link_bound_strict_pct", 1, 1),
-)
-_DRAFT_FIGURES = (
-    ("accepted %", "draft_acceptance", 100, 1),
-    ("tokens/pass", "tokens_per_draft_pass", 1, 2),
-    ("MB/accepted", "mb_per_accepted_token", 1, 2),
-)
 
 
 def _plain(name: str, width: int, title: str) -> Column:
@@ -310,8 +318,11 @@ def _main_table(rows: Sequence[Row]) -> list[str]:
         columns.append(_plain("repack", 3, "rpk"))
     columns += [_plain("system", -8, "system"), _plain("expert_cache", 6, "cache"), _plain("test", 15, "test")]
     columns += [("t/s", 20, speed), _figure("median", "median_ts", 1, 2)]
-    shown = _STORE_FIGURES + (_DRAFT_FIGURES if any(row.get("draft") for row in rows) else ())
-    columns += [_figure(*figure) for figure in shown if any(figure[1] in row for row in rows)]
+    left_out = () if any(row.get("draft") for row in rows) else OF_DRAFTS
+    shown = [(each.title, name, each.factor, each.digits) for name, each in FIGURES.items() if name not in left_out]
+    strict = ("strict %", "link_bound_strict_pct", 1, 1)  # beside the bound above
+    shown = [each for figure in shown for each in ((figure, strict) if figure[0] == "link %" else (figure,))]
+    columns += [_figure(*each) for each in shown if each[0] and any(each[1] in row for row in rows)]
     return _table(columns, rows)
 
 
