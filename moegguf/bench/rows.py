@@ -319,10 +319,11 @@ def _main_table(rows: Sequence[Row]) -> list[str]:
     columns += [_plain("system", -8, "system"), _plain("expert_cache", 6, "cache"), _plain("test", 15, "test")]
     columns += [("t/s", 20, speed), _figure("median", "median_ts", 1, 2)]
     left_out = () if any(row.get("draft") for row in rows) else OF_DRAFTS
-    shown = [(each.title, name, each.factor, each.digits) for name, each in FIGURES.items() if name not in left_out]
-    strict = ("strict %", "link_bound_strict_pct", 1, 1)  # beside the bound above
-    shown = [each for figure in shown for each in ((figure, strict) if figure[0] == "link %" else (figure,))]
-    columns += [_figure(*each) for each in shown if each[0] and any(each[1] in row for row in rows)]
+    for name, figure in FIGURES.items():
+        if figure.title and name not in left_out and any(name in row for row in rows):
+            columns.append(_figure(figure.title, name, figure.factor, figure.digits))
+        if name == "link_bound_pct" and any("link_bound_strict_pct" in row for row in rows):
+            columns.append(_figure("strict %", "link_bound_strict_pct", 1, 1))
     return _table(columns, rows)
 
 
