@@ -273,7 +273,7 @@ _UNUSUAL = {
 
 
 def _plain(name: str, width: int, title: str) -> Column:
-    return title, width, lambda row: str(int(row[name]) if isinstance(row[name], bool) else row.get(name, ""))
+    return title, width, lambda row: str(int(row[name]) if isinstance(row[name], bool) else row[name])
 
 
 def _figure(title: str, name: str, factor: float, digits: int, width: int = 8) -> Column:
